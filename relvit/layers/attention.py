@@ -1,0 +1,60 @@
+"""timm's multi-head self-attention with relative positions."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from timm.layers import Attention, register_notrace_function
+
+from relvit.ops import Grid, relative_attention
+
+# Sizes and tables are Python values to the operation: symbolic tracing must not look inside.
+register_notrace_function(relative_attention)
+
+
+class RelativeAttention(Attention):
+    """timm's `Attention` whose keys and values know where they lie relative to the query.
+
+    All parameters and options are those of `timm.layers.Attention` (so its weights load), plus a position module. The
+    tables act on queries after `q_norm`. Computes `relvit.ops.relative_attention` between the projections.
+
+    Args:
+        dim: width of the tokens.
+        num_heads: number of heads.
+        position: module that maps a `Grid` to `RelativeTerms`, such as `RelativePosition2d`; it may also be set later
+            as the attribute `position`. None: plain attention.
+        **kwargs: see `timm.layers.Attention`.
+    """
+
+    def __init__(self, dim: int, num_heads: int = 8, position: nn.Module | None = None, **kwargs: object) -> None:
+        super().__init__(dim, num_heads, **kwargs)
+        self.position = position
+
+    def forward(self, x: Tensor, grid: Grid, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """(B, N, dim) tokens laid out by `grid` -> (B, N, dim).
+
+        Args:
+            x: tokens, N = number of tokens of `grid`.
+            grid: where they lie; its `valid` masks padding.
+            attn_mask: see `relvit.ops.relative_attention`.
+            is_causal: see `relvit.ops.relative_attention`.
+        """
+        B, N, _ = x.shape
+        gate = self.gate(x).sigmoid() if self.gate is not None else None
+        q, k, v = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+        # Under autocast a norm may return float32 where the value is in half precision.
+        q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
+        x = relative_attention(
+            q,
+            k,
+            v,
+            self.position(grid),
+            grid,
+            attn_mask=attn_mask,
+            is_causal=is_causal,
+            dropout_p=self.attn_drop.p if self.training else 0.0,
+            scale=self.scale,
+        )
+        x = self.norm(x.transpose(1, 2).reshape(B, N, self.attn_dim))
+        if gate is not None:
+            x = x * gate
+        return self.proj_drop(self.proj(x))

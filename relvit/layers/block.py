@@ -1,0 +1,41 @@
+"""The transformer block that hands the grid to its attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from timm.models.vision_transformer import Block
+from torch import Tensor, nn
+
+from relvit.layers.attention import RelativeAttention
+from relvit.ops import Grid
+
+
+class RelativeBlock(Block):
+    """timm's pre-norm `Block` with `RelativeAttention`.
+
+    Args:
+        dim: width of the tokens.
+        num_heads: number of attention heads.
+        position: makes the block's own position module, called as `position(head_dim, num_heads, device=, dtype=)`.
+        attn_layer: accepted for timm's constructor; must be `RelativeAttention` or a subclass.
+        **kwargs: see `timm.models.vision_transformer.Block`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        position: Callable[..., nn.Module],
+        attn_layer: type[nn.Module] = RelativeAttention,
+        **kwargs: object,
+    ) -> None:
+        super().__init__(dim, num_heads, attn_layer=attn_layer, **kwargs)
+        weight = self.attn.proj.weight
+        self.attn.position = position(self.attn.head_dim, num_heads, device=weight.device, dtype=weight.dtype)
+
+    def forward(self, x: Tensor, grid: Grid, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """(B, N, dim) tokens laid out by `grid` -> (B, N, dim)."""
+        x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x), grid, attn_mask, is_causal)))
+        return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))

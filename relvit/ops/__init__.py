@@ -1,0 +1,17 @@
+"""Pure functions on tensors: the exact relative attention, its inputs, and its slow reference."""
+
+from relvit.ops.attention import relative_attention, relative_logits
+from relvit.ops.grid import Grid, key_mask, make_grid, num_tokens, patch_coords
+from relvit.ops.terms import AxisTables, RelativeTerms
+
+__all__ = [
+    "Grid",
+    "make_grid",
+    "num_tokens",
+    "patch_coords",
+    "key_mask",
+    "AxisTables",
+    "RelativeTerms",
+    "relative_attention",
+    "relative_logits",
+]

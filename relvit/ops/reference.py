@@ -1,0 +1,88 @@
+"""Slow and readable: relative attention as Shaw et al. wrote it, with all N x N x head_dim position vectors.
+
+Same signatures as the public operations, no validation. The relative logits are the n matrix products of
+(batch * heads x head_dim) by (head_dim x n) of Shaw et al. 2018 (arXiv 1803.02155), section 3.3.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+
+from relvit.ops.grid import Grid, key_mask, patch_coords
+from relvit.ops.terms import AxisTables, RelativeTerms
+
+
+def relative_logits(
+    query: Tensor, terms: RelativeTerms, grid: Grid, key_grid: Grid | None = None
+) -> tuple[Tensor, Tensor]:
+    """Row and column logits of every query; see `relvit.ops.relative_logits`."""
+    key_grid = grid if key_grid is None else key_grid
+    coords = patch_coords(grid, query.device)
+    logits = []
+    for axis, (size, table) in enumerate(zip((key_grid.height, key_grid.width), terms.key, strict=True)):
+        places = torch.arange(size, device=query.device)
+        vectors = _look_up(table, places - coords[..., axis, None]).to(query.dtype)
+        # Prefix queries have no place: their relative vectors are zero.
+        vectors = F.pad(vectors, (0, 0, 0, 0, grid.prefix, 0))
+        logits.append(torch.einsum("bhid,bhijd->bhij", query, vectors))
+    return logits[0], logits[1]
+
+
+def relative_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    terms: RelativeTerms,
+    grid: Grid,
+    key_grid: Grid | None = None,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention with relative terms, term by term as in the paper; see `relvit.ops.relative_attention`."""
+    key_grid = grid if key_grid is None else key_grid
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+
+    logits = torch.einsum("bhid,bhjd->bhij", query, key)
+    if terms.key is not None:
+        logits = logits + torch.einsum("bhid,bhijd->bhij", query, _pair_vectors(terms.key, grid, key_grid, query))
+    logits = logits * scale
+
+    if is_causal:
+        allowed = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).tril()
+        logits = logits.masked_fill(~allowed, -torch.inf)
+    if attn_mask is not None:
+        logits = logits.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else logits + attn_mask
+    valid = key_mask(key_grid)
+    if valid is not None:
+        logits = logits.masked_fill(~rearrange(valid, "b j -> b 1 1 j"), -torch.inf)
+
+    # A query that may attend to nothing gets zeros, and zero gradients instead of NaN.
+    empty = torch.isneginf(logits).all(dim=-1, keepdim=True)
+    weights = logits.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)
+    weights = F.dropout(weights, dropout_p)
+
+    out = torch.einsum("bhij,bhjd->bhid", weights, value)
+    if terms.value is not None:
+        out = out + torch.einsum("bhij,bhijd->bhid", weights, _pair_vectors(terms.value, grid, key_grid, value))
+    return out
+
+
+def _look_up(table: Tensor, offset: Tensor) -> Tensor:
+    """Table rows at clipped offsets: (..., i, j) integers -> (1 or B, 1 or heads, i, j, head_dim)."""
+    distance = (table.shape[-2] - 1) // 2
+    index = offset.clamp(-distance, distance) + distance
+    vectors = table[:, index] if table.dim() == 3 else table[None, index]  # heads lead: (h, [b,] i, j, d)
+    return rearrange(vectors, "h b i j d -> b h i j d") if index.dim() == 3 else vectors[None]
+
+
+def _pair_vectors(tables: AxisTables, grid: Grid, key_grid: Grid, like: Tensor) -> Tensor:
+    """a_ij for all pairs of tokens: (1 or B, 1 or heads, Nq, Nk, head_dim), zero where i or j is a prefix token."""
+    queries, keys = patch_coords(grid, like.device), patch_coords(key_grid, like.device)
+    offset = keys[..., None, :, :] - queries[..., :, None, :]
+    vectors = _look_up(tables.rows, offset[..., 0]) + _look_up(tables.cols, offset[..., 1])
+    return F.pad(vectors, (0, 0, key_grid.prefix, 0, grid.prefix, 0)).to(like.dtype)

@@ -1,0 +1,35 @@
+import pytest
+import torch
+
+from relvit.ops import key_mask, make_grid, num_tokens, patch_coords
+
+
+def test_raster_order_is_row_by_row():
+    grid = make_grid(2, 3, prefix=1)
+    assert num_tokens(grid) == 7
+    assert patch_coords(grid).tolist() == [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]]
+    assert key_mask(grid) is None
+
+
+def test_prefix_tokens_are_always_valid():
+    grid = make_grid(1, 3, prefix=2, valid=torch.tensor([True, False, True]))
+    assert key_mask(grid).tolist() == [[True, True, True, False, True]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"height": 0, "width": 3}, ValueError, "height must be at least 1, got 0"),
+        ({"height": 2.0, "width": 3}, TypeError, "height must be an int, got 2.0 of type float"),
+        ({"height": 2, "width": 3, "prefix": -1}, ValueError, "prefix must be at least 0, got -1"),
+        ({"height": 2, "width": 3, "coords": torch.zeros(4, 2)}, TypeError, "coords must hold integers"),
+        ({"height": 2, "width": 3, "coords": torch.zeros(4, 3, dtype=torch.long)}, ValueError, r"got \(4, 3\)"),
+        ({"height": 2, "width": 3, "coords": torch.tensor([[0, 3]])}, ValueError, "columns from 3 to 3.* has 0 to 2"),
+        ({"height": 2, "width": 3, "coords": torch.tensor([[-1, 0]])}, ValueError, "rows from -1 to -1"),
+        ({"height": 2, "width": 3, "valid": torch.ones(5, dtype=torch.bool)}, ValueError, r"shape \(6,\).*got \(5,\)"),
+        ({"height": 2, "width": 3, "valid": torch.ones(6)}, TypeError, "boolean"),
+    ],
+)
+def test_errors(arguments, error, message):
+    with pytest.raises(error, match=message):
+        make_grid(**arguments)

@@ -1,0 +1,96 @@
+"""`fused` keeps nothing of N x N: seen in the tensors saved for backward, in every intermediate, and in the process."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from relvit.ops import AxisTables, RelativeTerms, make_grid, relative_attention
+
+HEIGHT, WIDTH, PREFIX, HEADS, BATCH, DIM = 24, 20, 1, 2, 2, 32
+TOKENS = HEIGHT * WIDTH + PREFIX
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the number of elements of the largest tensor that any operator returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, torch.Tensor):
+                self.numel = max(self.numel, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return out
+
+
+def run(which, mask, backend, dropout_p=0.0):
+    """Forward and backward; returns elements of all storages saved for backward and of the largest intermediate."""
+    generator = torch.Generator().manual_seed(0)
+    grid = make_grid(HEIGHT, WIDTH, PREFIX)
+    options = {}
+    if mask == "valid":
+        grid = grid._replace(valid=torch.rand(BATCH, TOKENS - PREFIX, generator=generator) < 0.7)
+    elif mask == "keys":
+        options["attn_mask"] = torch.rand(BATCH, 1, 1, TOKENS, generator=generator) < 0.7
+    q, k, v = (torch.randn(BATCH, HEADS, TOKENS, DIM, generator=generator).requires_grad_() for _ in range(3))
+    draw = lambda: torch.randn(15, DIM, generator=generator).requires_grad_()  # noqa: E731
+    terms = RelativeTerms(
+        AxisTables(draw(), draw()) if "k" in which else None, AxisTables(draw(), draw()) if "v" in which else None
+    )
+    storages = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes() // tensor.element_size()
+        return tensor
+
+    with LargestTensor() as largest:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            out = relative_attention(q, k, v, terms, grid, backend=backend, dropout_p=dropout_p, **options)
+        out.sum().backward()
+    return sum(storages.values()), largest.numel
+
+
+@pytest.mark.parametrize("which", ["k", "v", "kv"])
+@pytest.mark.parametrize("mask", ["none", "valid", "keys"])
+def test_nothing_of_n_by_n_is_kept_or_made(which, mask):
+    saved, largest = run(which, mask, "fused")
+    everything_long = BATCH * HEADS * TOKENS * (DIM + HEIGHT + WIDTH + 8)
+    assert saved < 6 * everything_long < BATCH * HEADS * TOKENS * TOKENS * 2
+    assert largest <= everything_long < BATCH * HEADS * TOKENS * TOKENS / 4
+
+
+@pytest.mark.parametrize("options", [{"backend": "reference"}, {"backend": "fused", "dropout_p": 0.1}])
+def test_the_measurement_sees_n_by_n_where_it_exists(options):
+    # The reference, and PyTorch's CPU attention with dropout (as the docstring says).
+    assert run("kv", "none", **options)[1] >= BATCH * HEADS * TOKENS * TOKENS
+
+
+SCRIPT = """
+import resource, sys, torch
+from relvit.ops import AxisTables, RelativeTerms, make_grid, relative_attention
+side, heads, dim = 64, 2, 32
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+def step(side):
+    q, k, v = (torch.randn(1, heads, side * side, dim, requires_grad=True) for _ in range(3))
+    tables = [torch.randn(15, dim, requires_grad=True) for _ in range(4)]
+    terms = RelativeTerms(AxisTables(*tables[:2]), AxisTables(*tables[2:]))
+    relative_attention(q, k, v, terms, make_grid(side, side), backend="fused").sum().backward()
+step(4)
+before = peak()
+step(side)
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the resource module, which reads the peak, exists on Unix only")
+def test_peak_memory_of_the_process_stays_far_below_n_by_n():
+    result = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
+    grown_mb = float(result.stdout)
+    one_square_mb = 2 * 4096 * 4096 * 4 / 2**20  # one float32 N x N tensor for both heads: 128 MB
+    assert grown_mb < one_square_mb, f"peak grew by {grown_mb:.0f} MB"

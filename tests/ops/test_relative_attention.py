@@ -1,0 +1,263 @@
+"""The exact attention against a brute force over token pairs, and the promises about gradients, masks and shifts."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import relative_attention as oracle
+
+from relvit.ops import AxisTables, RelativeTerms, make_grid, num_tokens, relative_attention, relative_logits
+
+BACKENDS = ("reference", "fused")
+
+
+def draw_tables(distance, dim, heads, per_head, generator):
+    lead = (heads,) if per_head else ()
+    return AxisTables(*(torch.randn(*lead, 2 * k + 1, dim, generator=generator, dtype=torch.float64) for k in distance))
+
+
+def draw_case(height, width, prefix=0, distance=(2, 2), which="kv", per_head=False, heads=2, dim=5, batch=2, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    grid = make_grid(height, width, prefix)
+    q, k, v = torch.randn(3, batch, heads, num_tokens(grid), dim, generator=generator, dtype=torch.float64)
+    terms = RelativeTerms(
+        draw_tables(distance, dim, heads, per_head, generator) if "k" in which else None,
+        draw_tables(distance, dim, heads, per_head, generator) if "v" in which else None,
+    )
+    return q, k, v, terms, grid
+
+
+def all_places(grid, batch):
+    coords = None if grid.coords is None else grid.coords.expand(batch, -1, -1).tolist()
+    return [
+        [oracle.place(i, grid.prefix, coords and coords[b], grid.height, grid.width) for i in range(num_tokens(grid))]
+        for b in range(batch)
+    ]
+
+
+def brute_force(q, k, v, terms, grid, **options):
+    return oracle.attention(q, k, v, terms.key, terms.value, all_places(grid, q.shape[0]), **options)
+
+
+def leaves(q, k, v, terms):
+    tables = [t for pair in terms if pair is not None for t in pair]
+    return [t.requires_grad_() for t in (q, k, v, *tables)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    height=st.integers(1, 4),
+    width=st.integers(1, 4),
+    prefix=st.integers(0, 2),
+    distance=st.tuples(st.sampled_from([0, 1, 2, 9]), st.sampled_from([0, 1, 2, 9])),
+    which=st.sampled_from(["", "k", "v", "kv"]),
+    per_head=st.booleans(),
+    backend=st.sampled_from(BACKENDS),
+    seed=st.integers(0, 2**16),
+)
+def test_equals_brute_force_with_gradients(height, width, prefix, distance, which, per_head, backend, seed):
+    q, k, v, terms, grid = draw_case(height, width, prefix, distance, which, per_head, seed=seed)
+    inputs = leaves(q, k, v, terms)
+    expected = brute_force(q, k, v, terms, grid)
+    cotangent = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    expected_grads = torch.autograd.grad(expected, inputs, cotangent, allow_unused=True, materialize_grads=True)
+
+    out = relative_attention(q, k, v, terms, grid, backend=backend)
+    grads = torch.autograd.grad(out, inputs, cotangent, allow_unused=True, materialize_grads=True)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-10)
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(grad, expected_grad, rtol=0, atol=1e-10)
+
+    single = RelativeTerms(*(pair and AxisTables(*(t.float() for t in pair)) for pair in terms))
+    out32 = relative_attention(q.float(), k.float(), v.float(), single, grid, backend=backend)
+    assert out32.dtype == torch.float32
+    torch.testing.assert_close(out32.double(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("which", ["k", "v", "kv"])
+@pytest.mark.parametrize("per_head", [False, True])
+def test_gradcheck(which, per_head):
+    q, k, v, terms, grid = draw_case(2, 3, prefix=1, distance=(1, 1), which=which, per_head=per_head, dim=3, batch=1)
+    inputs = leaves(q, k, v, terms)
+
+    def run(q, k, v, *tables):
+        pairs = iter([AxisTables(*tables[i : i + 2]) for i in range(0, len(tables), 2)])
+        return relative_attention(q, k, v, RelativeTerms(*(pair and next(pairs) for pair in terms)), grid)
+
+    assert torch.autograd.gradcheck(run, inputs)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("prefix", [0, 2])
+@pytest.mark.parametrize(("height", "width"), [(3, 5), (5, 2)])
+def test_relative_logits_are_the_logits_of_each_row_and_column(backend, prefix, height, width):
+    q, _, _, terms, grid = draw_case(height, width, prefix, distance=(2, 1), per_head=True)
+    rows, cols = relative_logits(q, terms, grid, backend=backend)
+    for b in range(2):
+        for h in range(2):
+            for i in range(num_tokens(grid)):
+                here = oracle.place(i, prefix, None, height, width)
+                for r in range(height):
+                    want = 0.0 if here is None else q[b, h, i] @ terms.key.rows[h, oracle.clip(r - here[0], 2) + 2]
+                    assert abs(float(rows[b, h, i, r]) - float(want)) < 1e-12
+                for c in range(width):
+                    want = 0.0 if here is None else q[b, h, i] @ terms.key.cols[h, oracle.clip(c - here[1], 1) + 1]
+                    assert abs(float(cols[b, h, i, c]) - float(want)) < 1e-12
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_dropped_patches_and_padding_with_coords_per_sample(backend):
+    generator = torch.Generator().manual_seed(3)
+    coords = torch.tensor([[[0, 0], [2, 3], [1, 1], [2, 0]], [[1, 3], [0, 2], [2, 2], [0, 0]]])
+    valid = torch.tensor([[True, True, False, True], [True, False, False, True]])
+    grid = make_grid(3, 4, 1, coords, valid)
+    q, k, v = torch.randn(3, 2, 2, 5, 6, generator=generator, dtype=torch.float64)
+    terms = RelativeTerms(draw_tables((1, 2), 6, 2, False, generator), draw_tables((2, 1), 6, 2, True, generator))
+    inputs = leaves(q, k, v, terms)
+    keys_valid = [[True, *sample] for sample in valid.tolist()]
+    expected = brute_force(q, k, v, terms, grid, valid=keys_valid)
+    out = relative_attention(q, k, v, terms, grid, backend=backend)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-10)
+    cotangent = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+    for got, want in zip(
+        torch.autograd.grad(out, inputs, cotangent), torch.autograd.grad(expected, inputs, cotangent), strict=True
+    ):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_sample_without_valid_key_gives_zeros_forward_and_backward(backend, dtype):
+    q, k, v, terms, grid = draw_case(2, 3)
+    q, k, v = (t.to(dtype) for t in (q, k, v))
+    grid = grid._replace(valid=torch.tensor([[True] * 6, [False] * 6]))
+    inputs = leaves(q, k, v, terms)
+    out = relative_attention(q, k, v, terms, grid, backend=backend)
+    assert torch.equal(out[1], torch.zeros_like(out[1]))
+    assert out[0].abs().min() > 0
+    for grad in torch.autograd.grad(out.sum(), inputs):
+        assert grad.isfinite().all()
+    assert all(
+        not grad[1].any()
+        for grad in torch.autograd.grad(relative_attention(q, k, v, terms, grid, backend=backend).sum(), (q, k, v))
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_queries_and_keys_on_different_grids(backend):
+    generator = torch.Generator().manual_seed(5)
+    # Query coordinates may lie outside the key grid; the clip takes care of it.
+    query_grid = make_grid(2, 3, 1)._replace(coords=torch.tensor([[-4, 2], [7, -1], [1, 9]]))
+    key_grid = make_grid(3, 2, 2)
+    q = torch.randn(2, 2, 4, 5, generator=generator, dtype=torch.float64)
+    k, v = torch.randn(2, 2, 2, 8, 5, generator=generator, dtype=torch.float64)
+    terms = RelativeTerms(draw_tables((5, 2), 5, 2, False, generator), draw_tables((3, 9), 5, 2, False, generator))
+    expected = oracle.attention(
+        q, k, v, terms.key, terms.value, all_places(query_grid, 2), key_places=all_places(key_grid, 2)
+    )
+    out = relative_attention(q, k, v, terms, query_grid, key_grid, backend=backend)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["boolean", "additive", "causal"])
+def test_masks_and_scale(backend, kind):
+    q, k, v, terms, grid = draw_case(2, 3, prefix=1)
+    generator = torch.Generator().manual_seed(1)
+    n = num_tokens(grid)
+    options = {"scale": 0.3, "backend": backend}
+    if kind == "causal":
+        allowed = torch.ones(n, n, dtype=torch.bool).tril()
+        options["is_causal"] = True
+        bias = torch.zeros(n, n, dtype=torch.float64).masked_fill(~allowed, -1e30)
+    elif kind == "boolean":
+        allowed = torch.rand(n, n, generator=generator) < 0.6
+        allowed.fill_diagonal_(True)
+        options["attn_mask"] = allowed
+        bias = torch.zeros(n, n, dtype=torch.float64).masked_fill(~allowed, -1e30)
+    else:
+        bias = torch.randn(n, n, generator=generator, dtype=torch.float64)
+        options["attn_mask"] = bias
+    expected = brute_force(q, k, v, terms, grid, scale=0.3, bias=bias.expand(2, 2, n, n))
+    torch.testing.assert_close(relative_attention(q, k, v, terms, grid, **options), expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_permuting_tokens_with_their_coordinates_and_shifting_all_coordinates(backend):
+    generator = torch.Generator().manual_seed(2)
+    coords = torch.cartesian_prod(torch.arange(3), torch.arange(4))
+    grid = make_grid(9, 9, 1, coords)
+    q, k, v = torch.randn(3, 2, 2, 13, 5, generator=generator, dtype=torch.float64)
+    terms = RelativeTerms(draw_tables((2, 3), 5, 2, False, generator), draw_tables((2, 3), 5, 2, False, generator))
+    out = relative_attention(q, k, v, terms, grid, backend=backend)
+    dense = relative_attention(q, k, v, terms, make_grid(3, 4, 1), backend=backend)
+    torch.testing.assert_close(out, dense, rtol=0, atol=1e-12)
+    shifted = relative_attention(q, k, v, terms, make_grid(9, 9, 1, coords + torch.tensor([5, 2])), backend=backend)
+    torch.testing.assert_close(out, shifted, rtol=0, atol=1e-12)
+    order = torch.randperm(12, generator=generator)
+    tokens = torch.cat((torch.tensor([0]), order + 1))
+    permuted = relative_attention(
+        q[:, :, tokens], k[:, :, tokens], v[:, :, tokens], terms, make_grid(9, 9, 1, coords[order]), backend=backend
+    )
+    torch.testing.assert_close(permuted, out[:, :, tokens], rtol=0, atol=1e-12)
+
+
+def test_dropout_keeps_the_expectation_and_reaches_the_value_term():
+    q, k, _, terms, grid = draw_case(2, 3, batch=1)
+    v = torch.zeros_like(q)  # the output is the value term alone
+    torch.manual_seed(0)
+    plain = relative_attention(q, k, v, terms, grid)
+    draws = torch.stack([relative_attention(q, k, v, terms, grid, dropout_p=0.3) for _ in range(4000)])
+    assert draws.std(0).min() > 0.01
+    torch.testing.assert_close(draws.mean(0), plain, rtol=0, atol=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_stays_close_and_keeps_its_dtype(dtype):
+    q, k, v, terms, grid = draw_case(6, 7, prefix=1, distance=(7, 7), dim=32)
+    expected = relative_attention(q, k, v, terms, grid)
+    out = relative_attention(q.to(dtype), k.to(dtype), v.to(dtype), terms, grid)
+    assert out.dtype == dtype
+    assert (out.double() - expected).abs().mean() < (0.03 if dtype == torch.bfloat16 else 0.004)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_empty_batch_and_single_token(backend):
+    q, k, v, terms, grid = draw_case(1, 1)
+    out = relative_attention(q, k, v, terms, grid, backend=backend)
+    torch.testing.assert_close(out, v + terms.value.rows[2] + terms.value.cols[2])
+    out = relative_attention(q[:0], k[:0], v[:0], terms, grid, backend=backend)
+    assert out.shape == (0, 2, 1, 5)
+
+
+def test_value_width_may_differ_from_query_width():
+    q, k, _, terms, grid = draw_case(2, 3, dim=5)
+    generator = torch.Generator().manual_seed(0)
+    v = torch.randn(2, 2, 6, 11, generator=generator, dtype=torch.float64)
+    terms = terms._replace(value=draw_tables((2, 2), 11, 2, False, generator))
+    expected = brute_force(q, k, v, terms, grid)
+    torch.testing.assert_close(relative_attention(q, k, v, terms, grid), expected, rtol=0, atol=1e-10)
+
+
+def test_errors_name_the_tensor_and_what_was_expected():
+    q, k, v, terms, grid = draw_case(2, 3)
+    with pytest.raises(ValueError, match=r"unknown backend 'fusd'.*'auto', 'reference', 'fused'.*did you mean 'fused'"):
+        relative_attention(q, k, v, terms, grid, backend="fusd")
+    with pytest.raises(ValueError, match=r"query has shape \(2, 2, 6, 5\), that is 6 tokens, expected 7: grid has 1"):
+        relative_attention(q, k, v, terms, grid._replace(prefix=1))
+    with pytest.raises(ValueError, match=r"key has shape \(2, 2, 6, 4\), expected \(2, 2, N, 5\)"):
+        relative_attention(q, k[..., :4], v, terms, grid)
+    with pytest.raises(ValueError, match=r"value has dtype torch.float32, expected the query's torch.float64"):
+        relative_attention(q, k, v.float(), terms, grid)
+    even = terms._replace(key=AxisTables(terms.key.rows[:4], terms.key.cols))
+    with pytest.raises(ValueError, match=r"terms.key.rows has 4 rows, expected an odd number"):
+        relative_attention(q, k, v, even, grid)
+    wide = terms._replace(value=AxisTables(terms.value.rows, terms.value.cols[:, :3]))
+    with pytest.raises(ValueError, match=r"terms.value.cols has shape \(5, 3\), expected \(2k \+ 1, 5\)"):
+        relative_attention(q, k, v, wide, grid)
+    with pytest.raises(ValueError, match=r"grid.valid has shape \(3, 6\), expected \(6,\) or \(2, 6\)"):
+        relative_attention(q, k, v, terms, grid._replace(valid=torch.ones(3, 6, dtype=torch.bool)))
+    with pytest.raises(ValueError, match="exclude each other"):
+        relative_attention(q, k, v, terms, grid, attn_mask=torch.ones(6, 6, dtype=torch.bool), is_causal=True)
+    with pytest.raises(ValueError, match=r"terms\.key, which is None"):
+        relative_logits(q, terms._replace(key=None), grid)
