@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
 from timm.layers import Attention, register_notrace_function
+from torch import Tensor, nn
 
-from relvit.ops import Grid, relative_attention
+from relvit.ops import Grid, RelativeTerms, relative_attention
 
 # Sizes and tables are Python values to the operation: symbolic tracing must not look inside.
 register_notrace_function(relative_attention)
@@ -47,7 +47,7 @@ class RelativeAttention(Attention):
             q,
             k,
             v,
-            self.position(grid),
+            RelativeTerms() if self.position is None else self.position(grid),
             grid,
             attn_mask=attn_mask,
             is_causal=is_causal,

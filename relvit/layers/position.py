@@ -10,15 +10,15 @@ from torch import nn
 
 from relvit.ops import AxisTables, Grid, RelativeTerms
 
-TERMS = "kv"
+TERMS = {"k": "key", "v": "value"}
 
 
 class RelativePosition2d(nn.Module):
     """Tables of Shaw et al. 2018 (arXiv 1803.02155, section 3.2) for the vertical and the horizontal offset.
 
     For every term in `rel_terms` it holds one table per axis, (2k + 1, head_dim), or (num_heads, 2k + 1, head_dim) with
-    `shared_heads=False`; row r belongs to the offset r - k, key minus query, clipped to -k ... k. Called with a `Grid` it
-    returns the `RelativeTerms` for `relvit.ops.relative_attention`; these tables serve every grid alike.
+    `shared_heads=False`; row r belongs to the offset r - k, key minus query, clipped to -k ... k. Called with a `Grid`
+    it returns the `RelativeTerms` for `relvit.ops.relative_attention`; these tables serve every grid alike.
 
     Args:
         head_dim: width of one attention head.
@@ -49,7 +49,8 @@ class RelativePosition2d(nn.Module):
         unknown = [letter for letter in rel_terms if letter not in TERMS]
         if unknown or len(set(rel_terms)) != len(rel_terms):
             raise ValueError(
-                f"rel_terms must be made of the letters 'k' (keys) and 'v' (values), each at most once, got {rel_terms!r}"
+                "rel_terms must be made of the letters 'k' (keys) and 'v' (values), each at most once, "
+                f"got {rel_terms!r}"
             )
         if init_std < 0:
             raise ValueError(f"init_std must not be negative, got {init_std}")
@@ -57,7 +58,7 @@ class RelativePosition2d(nn.Module):
         self.max_distance = _pair(max_distance)
         self.init_std = init_std
         lead = () if shared_heads else (num_heads,)
-        for letter, term in (("k", "key"), ("v", "value")):
+        for letter, term in TERMS.items():
             for axis, distance in zip(("rows", "cols"), self.max_distance, strict=True):
                 table = None
                 if letter in rel_terms:

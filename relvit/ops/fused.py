@@ -132,7 +132,7 @@ def _joint_table(tables: AxisTables, grid: Grid, key_grid: Grid, like: Tensor) -
 
 
 def _within_reach(table: Tensor, grid: Grid, query_size: int, key_size: int) -> tuple[Tensor, int]:
-    """The part of a table that some pair can use, and the largest offset in it; all of it where coordinates are free."""
+    """The part of a table that some pair can use, and the largest offset in it; all of it for free coordinates."""
     distance = (table.shape[-2] - 1) // 2
     if grid.coords is not None:
         return table, distance

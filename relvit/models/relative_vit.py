@@ -1,0 +1,254 @@
+"""Vision Transformers with relative positions, registered with timm as `relvit_*`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.layers import PatchDropoutWithIndices, register_notrace_function
+from timm.models import build_model_with_cfg, checkpoint, generate_default_cfgs, register_model
+from timm.models._features import feature_take_indices
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from relvit.layers import RelativeAttention, RelativeBlock, RelativePosition2d
+from relvit.ops import Grid, patch_coords
+
+POS_EMBEDS = ("", "learn")
+
+
+class RelVisionTransformer(VisionTransformer):
+    """timm's `VisionTransformer` whose blocks see where patches lie relative to each other in 2D.
+
+    Everything that timm's class offers is inherited; blocks are `RelativeBlock`s, to which the `Grid` of the patches is
+    handed. Since positions are offsets, images of any size whose sides are multiples of the patch work in `forward`,
+    without `set_input_size` and without interpolation. By default: no absolute embedding, no class token, average
+    pooling.
+
+    Args:
+        rel_terms: relative terms by letter, 'k' on keys, 'v' on values; see `RelativePosition2d`.
+        max_distance: clip distance in patches, one for both axes or (rows, columns).
+        shared_heads: one set of tables for all heads of a block, or one per head.
+        rel_init_std: standard deviation of the tables at the start; 0 starts as plain attention.
+        pos_embed: absolute embedding besides: '' (none) or 'learn' (learned for `img_size`, interpolated elsewhere).
+        class_token: prepend a class token; it has no place on the grid.
+        global_pool: 'avg', 'token' (needs a class token), 'max', 'avgmax', 'map', 'prr' or '' (none).
+        patch_drop_rate: share of patches dropped in training; those that stay keep their coordinates.
+        **kwargs: see `timm.models.vision_transformer.VisionTransformer` (img_size, patch_size, embed_dim, depth ...).
+
+    Raises:
+        ValueError: an unknown `pos_embed`, or an image whose sides are no multiples of the patch in `forward`.
+    """
+
+    def __init__(
+        self,
+        *,
+        rel_terms: str = "kv",
+        max_distance: int | Sequence[int] = 7,
+        shared_heads: bool = True,
+        rel_init_std: float = 0.02,
+        pos_embed: str = "",
+        class_token: bool = False,
+        global_pool: str = "avg",
+        patch_drop_rate: float = 0.0,
+        **kwargs: Any,
+    ) -> None:
+        if pos_embed not in POS_EMBEDS:
+            nearest = difflib.get_close_matches(str(pos_embed), POS_EMBEDS, n=1)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            raise ValueError(f"pos_embed must be one of {', '.join(map(repr, POS_EMBEDS))}, got {pos_embed!r}{hint}")
+        position = partial(
+            RelativePosition2d,
+            rel_terms=rel_terms,
+            max_distance=max_distance,
+            shared_heads=shared_heads,
+            init_std=rel_init_std,
+        )
+        super().__init__(
+            pos_embed=pos_embed,
+            class_token=class_token,
+            global_pool=global_pool,
+            dynamic_img_size=True,
+            block_fn=partial(RelativeBlock, position=position),
+            attn_layer=RelativeAttention,
+            **kwargs,
+        )
+        if patch_drop_rate > 0:
+            # timm's own throws away which patches stayed, and with them their places.
+            self.patch_drop = PatchDropoutWithIndices(patch_drop_rate, num_prefix_tokens=self.num_prefix_tokens)
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        """Parameters without weight decay: timm's, and all tables of relative positions."""
+        tables = {
+            f"{name}.{table}"
+            for name, module in self.named_modules()
+            if module is not self and hasattr(module, "no_weight_decay")
+            for table in module.no_weight_decay()
+        }
+        return super().no_weight_decay() | tables
+
+    def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
+        """Images (B, in_chans, height, width) -> tokens (B, N, embed_dim) and where they lie."""
+        check_image_size(x, self.patch_embed.patch_size, self.patch_embed.dynamic_img_pad)
+        x = self.patch_embed(x)
+        grid = Grid(x.shape[1], x.shape[2], self.num_prefix_tokens)
+        x = self._pos_embed(x)
+        if self.pos_embed is None:
+            x = self.pos_drop(x)  # timm applies it to absolute embeddings only
+        if isinstance(self.patch_drop, PatchDropoutWithIndices):
+            x, kept = self.patch_drop(x)
+            if kept is not None:
+                grid = grid._replace(coords=patch_coords(grid, x.device)[kept])
+        return self.norm_pre(x), grid
+
+    def forward_features(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """Images (B, in_chans, height, width) -> normalised tokens (B, N, embed_dim), prefix tokens first.
+
+        Args:
+            x: images, sides multiples of the patch unless `dynamic_img_pad`.
+            attn_mask: broadcastable to (B, heads, N, N), see `relvit.ops.relative_attention`.
+            is_causal: let tokens see only earlier ones.
+        """
+        x, grid = self.embed(x)
+        for block in self.blocks:
+            x = self._run_block(block, x, grid, attn_mask, is_causal)
+        return self.norm(x)
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | list[int] | None = None,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+        output_dict: bool = False,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> list[Any] | tuple[Tensor, list[Any]] | dict[str, Any]:
+        """Features after chosen blocks; arguments and results as timm's `VisionTransformer.forward_intermediates`."""
+        if output_fmt not in ("NCHW", "NLC"):
+            raise ValueError(f"output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}")
+        take_indices, max_index = feature_take_indices(len(self.blocks), indices)
+        x, grid = self.embed(x)
+        if grid.coords is not None and output_fmt == "NCHW":
+            raise ValueError("output_fmt 'NCHW' needs all patches, patch_drop_rate dropped some: use 'NLC' or eval()")
+        taken = []
+        for index, block in enumerate(self.blocks[: max_index + 1] if stop_early else self.blocks):
+            x = self._run_block(block, x, grid, attn_mask, is_causal)
+            if index in take_indices:
+                taken.append(self.norm(x) if norm else x)
+
+        prefixes = [tokens[:, : self.num_prefix_tokens] for tokens in taken] if self.num_prefix_tokens else None
+        patches = [tokens[:, self.num_prefix_tokens :] for tokens in taken]
+        if output_fmt == "NCHW":
+            patches = [p.transpose(1, 2).unflatten(2, (grid.height, grid.width)).contiguous() for p in patches]
+
+        if output_dict:
+            result: dict[str, Any] = {"image_intermediates": patches}
+            if return_prefix_tokens and prefixes is not None:
+                result["image_intermediates_prefix"] = prefixes
+            if not intermediates_only:
+                result["image_features"] = self.norm(x)
+            return result
+        if return_prefix_tokens and prefixes is not None:
+            patches = list(zip(patches, prefixes, strict=True))
+        return patches if intermediates_only else (self.norm(x), patches)
+
+    def _run_block(self, block: nn.Module, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+        if self.grad_checkpointing:
+            return checkpoint(block, x, grid, attn_mask, is_causal)
+        return block(x, grid, attn_mask, is_causal)
+
+
+def check_image_size(x: Tensor, patch_size: tuple[int, int], padded: bool) -> None:
+    """Raise ValueError for images (B, C, H, W) that do not divide into patches, unless they are padded."""
+    for name, size, patch in zip(("height", "width"), x.shape[-2:], patch_size, strict=True):
+        if not padded and size % patch != 0:
+            below = size - size % patch
+            near = f"{below} or {below + patch}" if below else f"{patch}"
+            raise ValueError(
+                f"image {name} {size} is not a multiple of the patch size {patch}: use {near}, "
+                "or dynamic_img_pad=True to pad with zeros"
+            )
+
+
+# It looks at sizes, which have no value while a graph is traced.
+register_notrace_function(check_image_size)
+
+
+def _cfg(**kwargs: Any) -> dict[str, Any]:
+    return {
+        "url": "",
+        "num_classes": 1000,
+        "input_size": (3, 224, 224),
+        "pool_size": None,
+        "crop_pct": 0.9,
+        "interpolation": "bicubic",
+        "mean": IMAGENET_DEFAULT_MEAN,
+        "std": IMAGENET_DEFAULT_STD,
+        "first_conv": "patch_embed.proj",
+        "classifier": "head",
+        "license": "apache-2.0",
+        **kwargs,
+    }
+
+
+default_cfgs = generate_default_cfgs(
+    {
+        "relvit_tiny.untrained": _cfg(),
+        "relvit_small.untrained": _cfg(),
+        "relvit_base.untrained": _cfg(),
+        "relvit_large.untrained": _cfg(),
+        "test_relvit.untrained": _cfg(input_size=(3, 160, 160), crop_pct=0.95),
+    }
+)
+
+
+def _create(variant: str, pretrained: bool, defaults: dict[str, Any], kwargs: dict[str, Any]) -> RelVisionTransformer:
+    kwargs = {**defaults, **kwargs}
+    out_indices = kwargs.pop("out_indices", 3)
+    return build_model_with_cfg(
+        RelVisionTransformer,
+        variant,
+        pretrained,
+        feature_cfg={"out_indices": out_indices, "feature_cls": "getter"},
+        **kwargs,
+    )
+
+
+@register_model
+def relvit_tiny(pretrained: bool = False, **kwargs: Any) -> RelVisionTransformer:
+    """Width 192, 12 blocks, 3 heads, patch 16; arguments of `RelVisionTransformer`."""
+    return _create("relvit_tiny", pretrained, {"embed_dim": 192, "depth": 12, "num_heads": 3}, kwargs)
+
+
+@register_model
+def relvit_small(pretrained: bool = False, **kwargs: Any) -> RelVisionTransformer:
+    """Width 384, 12 blocks, 6 heads, patch 16; arguments of `RelVisionTransformer`."""
+    return _create("relvit_small", pretrained, {"embed_dim": 384, "depth": 12, "num_heads": 6}, kwargs)
+
+
+@register_model
+def relvit_base(pretrained: bool = False, **kwargs: Any) -> RelVisionTransformer:
+    """Width 768, 12 blocks, 12 heads, patch 16; arguments of `RelVisionTransformer`."""
+    return _create("relvit_base", pretrained, {"embed_dim": 768, "depth": 12, "num_heads": 12}, kwargs)
+
+
+@register_model
+def relvit_large(pretrained: bool = False, **kwargs: Any) -> RelVisionTransformer:
+    """Width 1024, 24 blocks, 16 heads, patch 16; arguments of `RelVisionTransformer`."""
+    return _create("relvit_large", pretrained, {"embed_dim": 1024, "depth": 24, "num_heads": 16}, kwargs)
+
+
+@register_model
+def test_relvit(pretrained: bool = False, **kwargs: Any) -> RelVisionTransformer:
+    """Width 64, 6 blocks, 2 heads, patch 16 at 160: for tests; arguments of `RelVisionTransformer`."""
+    defaults = {"img_size": 160, "embed_dim": 64, "depth": 6, "num_heads": 2, "mlp_ratio": 3}
+    return _create("test_relvit", pretrained, defaults, kwargs)
