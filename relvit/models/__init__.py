@@ -1,5 +1,6 @@
 """Architectures, one file per family; importing this package registers them with timm."""
 
+from relvit.models.factory import build_model, model_arguments
 from relvit.models.relative_vit import RelVisionTransformer
 
-__all__ = ["RelVisionTransformer"]
+__all__ = ["RelVisionTransformer", "build_model", "model_arguments"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -16,6 +15,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from relvit.layers import RelativeAttention, RelativeBlock, RelativePosition2d
+from relvit.names import did_you_mean, listing
 from relvit.ops import Grid, patch_coords
 
 POS_EMBEDS = ("", "learn")
@@ -58,9 +58,8 @@ class RelVisionTransformer(VisionTransformer):
         **kwargs: Any,
     ) -> None:
         if pos_embed not in POS_EMBEDS:
-            nearest = difflib.get_close_matches(str(pos_embed), POS_EMBEDS, n=1)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-            raise ValueError(f"pos_embed must be one of {', '.join(map(repr, POS_EMBEDS))}, got {pos_embed!r}{hint}")
+            hint = did_you_mean(str(pos_embed), POS_EMBEDS)
+            raise ValueError(f"pos_embed must be one of {listing(POS_EMBEDS)}, got {pos_embed!r}{hint}")
         position = partial(
             RelativePosition2d,
             rel_terms=rel_terms,

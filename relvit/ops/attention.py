@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from types import ModuleType
 
 from torch import Tensor
 
+from relvit.names import did_you_mean, listing
 from relvit.ops import fused, reference
 from relvit.ops.grid import Grid, num_tokens
 from relvit.ops.terms import AxisTables, RelativeTerms
@@ -112,9 +112,7 @@ def _backend(name: str) -> ModuleType:
         return fused
     if name not in BACKENDS:
         allowed = ["auto", *BACKENDS]
-        nearest = difflib.get_close_matches(str(name), allowed, n=1)
-        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-        raise ValueError(f"unknown backend {name!r}, allowed: {', '.join(map(repr, allowed))}{hint}")
+        raise ValueError(f"unknown backend {name!r}{did_you_mean(str(name), allowed)}, allowed: {listing(allowed)}")
     return BACKENDS[name]
 
 

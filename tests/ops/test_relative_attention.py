@@ -241,7 +241,7 @@ def test_value_width_may_differ_from_query_width():
 
 def test_errors_name_the_tensor_and_what_was_expected():
     q, k, v, terms, grid = draw_case(2, 3)
-    with pytest.raises(ValueError, match=r"unknown backend 'fusd'.*'auto', 'reference', 'fused'.*did you mean 'fused'"):
+    with pytest.raises(ValueError, match=r"unknown backend 'fusd' .did you mean 'fused'.*'auto', 'reference', 'fused'"):
         relative_attention(q, k, v, terms, grid, backend="fusd")
     with pytest.raises(ValueError, match=r"query has shape \(2, 2, 6, 5\), that is 6 tokens, expected 7: grid has 1"):
         relative_attention(q, k, v, terms, grid._replace(prefix=1))

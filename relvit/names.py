@@ -1,0 +1,16 @@
+"""Names in error messages."""
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+def did_you_mean(name: str, allowed: Iterable[str]) -> str:
+    """``" (did you mean 'x'?)"`` for the allowed name nearest to ``name``, or an empty string if none is near."""
+    nearest = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.4)
+    return f" (did you mean {nearest[0]!r}?)" if nearest else ""
+
+
+def listing(names: Sequence[str], most: int = 10) -> str:
+    """The names, quoted and separated by commas; of many the first ``most`` and how many more there are."""
+    shown = ", ".join(map(repr, names[:most]))
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -1,0 +1,5 @@
+"""Figures."""
+
+from relvit.plots.curves import plot_curves, read_metrics
+
+__all__ = ["plot_curves", "read_metrics"]

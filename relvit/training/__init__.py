@@ -1,0 +1,19 @@
+"""Training with Lightning: the classifier module, its schedule, checkpoints and callbacks."""
+
+from relvit.training.callbacks import PredictionTable, TrainingCurves
+from relvit.training.checkpoint import DescribeCheckpoint, load_classifier, read_checkpoint
+from relvit.training.classifier import ImageClassifier, NonFiniteLossError
+from relvit.training.run_folder import new_run_folder
+from relvit.training.schedule import warmup_cosine
+
+__all__ = [
+    "ImageClassifier",
+    "NonFiniteLossError",
+    "warmup_cosine",
+    "DescribeCheckpoint",
+    "read_checkpoint",
+    "load_classifier",
+    "TrainingCurves",
+    "PredictionTable",
+    "new_run_folder",
+]

@@ -1,0 +1,73 @@
+"""What a relvit checkpoint remembers besides weights, and how it is read back without running anything in it."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import lightning
+import timm
+import torch
+from lightning import Callback, LightningModule, Trainer
+
+from relvit.training.classifier import ImageClassifier
+from relvit.version import __version__
+
+KEY = "relvit"
+
+
+class DescribeCheckpoint(Callback):
+    """Writes into every checkpoint what is needed to use it elsewhere, in plain types.
+
+    Under the key 'relvit': `model` (arguments of `ImageClassifier`, class names included), `data` (class and arguments
+    of the data module: image size, normalisation and class names) and `versions`.
+    """
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        data = trainer.datamodule
+        checkpoint[KEY] = {
+            "model": {key: _plain(value) for key, value in pl_module.hparams.items()},
+            "data": {"class_path": f"{type(data).__module__}.{type(data).__qualname__}", "init_args": data.init_args()},
+            "versions": {
+                "relvit": __version__,
+                "torch": str(torch.__version__),
+                "timm": timm.__version__,
+                "lightning": lightning.__version__,
+            },
+        }
+
+
+def read_checkpoint(path: str | Path) -> dict[str, Any]:
+    """The content of a relvit checkpoint, on the CPU. Only tensors and plain types are read, never code.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: not a checkpoint, or not one of relvit's.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no checkpoint at {path}")
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        raise ValueError(f"{path} is not a checkpoint that can be read safely: {str(error).splitlines()[0]}") from error
+    if not isinstance(content, dict) or KEY not in content or "state_dict" not in content:
+        raise ValueError(f"{path} is not a checkpoint of relvit fit: it does not say which model and data it is of")
+    return content
+
+
+def load_classifier(path: str | Path) -> ImageClassifier:
+    """The trained classifier of a checkpoint, on the CPU, in evaluation mode.
+
+    Raises:
+        FileNotFoundError, ValueError: see `read_checkpoint`.
+    """
+    content = read_checkpoint(path)
+    classifier = ImageClassifier(**content[KEY]["model"])
+    classifier.load_state_dict(content["state_dict"])
+    return classifier.eval()
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,24 @@
+"""One folder per run."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+
+
+def new_run_folder(parent: str | Path, name: str, now: datetime | None = None) -> Path:
+    """Make and return `parent/<date>_<time>_<name>`, with a number behind it if that exists: no two runs share one.
+
+    Raises:
+        OSError: the folder cannot be made.
+    """
+    stem = f"{now or datetime.now():%Y-%m-%d_%H-%M-%S}_{name}"
+    count = 1
+    while True:
+        folder = Path(parent) / (stem if count == 1 else f"{stem}_{count}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            count += 1
+            continue
+        return folder

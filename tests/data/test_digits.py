@@ -1,0 +1,106 @@
+"""The fixed split of the digits, their values, and the arguments that a checkpoint keeps."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits
+
+from relvit.data import DigitsData
+from relvit.data.digits import DIGITS_MEAN, DIGITS_STD, _digits
+
+SPLITS = ("train", "val", "test")
+
+
+def test_known_at_construction():
+    data = DigitsData()
+    assert data.class_names == list("0123456789")
+    assert (data.num_classes, data.in_chans, data.img_size, data.has_test) == (10, 1, (8, 8), True)
+
+
+def test_split_is_stratified_and_disjoint():
+    _, labels, indices = _digits()
+    assert {name: len(indices[name]) for name in SPLITS} == {"train": 1257, "val": 180, "test": 360}
+    assert sorted(np.concatenate([indices[name] for name in SPLITS])) == list(range(1797))
+    assert np.bincount(labels[indices["val"]]).tolist() == [18] * 10
+    assert set(np.bincount(labels[indices["test"]])) <= {35, 36, 37}
+
+
+def test_split_is_the_same_whatever_the_seed():
+    before = {name: indices.tolist() for name, indices in _digits()[2].items()}
+    assert before["test"][:5] == [21, 24, 28, 34, 35]
+    np.random.seed(123)
+    torch.manual_seed(123)
+    after = _digits.__wrapped__()[2]
+    assert {name: indices.tolist() for name, indices in after.items()} == before
+
+
+def test_mean_and_std_are_those_of_the_training_pixels():
+    images, _, indices = _digits()
+    pixels = images[indices["train"]] / 255
+    assert pixels.mean() == pytest.approx(DIGITS_MEAN[0], abs=1e-9)
+    assert pixels.std() == pytest.approx(DIGITS_STD[0], abs=1e-9)
+
+
+def test_values_and_labels():
+    data = DigitsData(mean=(0.0,), std=(1.0,))
+    bunch = load_digits()
+    for position, index in enumerate(_digits()[2]["test"][:5]):
+        image, label = data.dataset("test")[position]
+        assert label == bunch.target[index]
+        torch.testing.assert_close(
+            image[0].double(), torch.from_numpy(bunch.images[index] / 16), atol=0.501 / 255, rtol=0
+        )
+
+
+def test_loaders():
+    data = DigitsData(batch_size=100)
+    data.setup("fit")
+    assert len(data.train_dataloader()) == 12  # the last 57 are left out
+    assert [len(labels) for _, labels in data.val_dataloader()] == [100, 80]
+    images, labels = next(iter(data.train_dataloader()))
+    assert images.shape == (100, 1, 8, 8)
+    assert images.dtype == torch.float32
+    assert labels.dtype == torch.int64
+    torch.manual_seed(0)
+    first = next(iter(data.train_dataloader()))[1]
+    torch.manual_seed(1)
+    assert not torch.equal(first, next(iter(data.train_dataloader()))[1])
+    assert len(DigitsData(batch_size=5000).train_dataloader()) == 1  # the only batch is kept
+
+
+def test_predict_names_the_test_images():
+    data = DigitsData(img_size=(16, 8))
+    data.setup("predict")
+    images, names = next(iter(data.predict_dataloader()))
+    assert images.shape == (64, 1, 16, 8)
+    assert names[7] == "digits/test/0007"
+    torch.testing.assert_close(images[7], data.dataset("test")[7][0], rtol=0, atol=0)
+    assert data.dataset("predict")[359][1] == "digits/test/0359"
+
+
+def test_init_args_through_json():
+    data = DigitsData(img_size=(10, 8), batch_size=3, augment="none", crop_pct=0.8)
+    args = json.loads(json.dumps(data.init_args()))
+    assert args["img_size"] == [10, 8]
+    assert args["class_names"] == list("0123456789")
+    again = DigitsData(**args)
+    assert again.init_args() == data.init_args()
+    assert (again.img_size, again.mean, again.batch_size, again.augment) == ((10, 8), DIGITS_MEAN, 3, "none")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"class_names": ["cat", "dog"]}, "class_names"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"num_workers": -1}, "num_workers is -1"),
+        ({"mean": (0.5, 0.5, 0.5)}, "give 1 numbers"),
+        ({"augment": "shfit"}, "did you mean 'shift'"),
+        ({"img_size": (8, 8, 1)}, "img_size"),
+    ],
+)
+def test_wrong_arguments(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        DigitsData(**wrong)

@@ -1,0 +1,219 @@
+"""Known pixel values for every kind of image file, and one-line errors for broken ones."""
+
+import gc
+import os
+import struct
+import warnings
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from relvit.data import load_rgb
+
+
+def pixels(path):
+    image = load_rgb(path)
+    assert image.mode == "RGB"
+    assert type(image) is Image.Image  # detached from the file
+    return np.asarray(image).tolist()
+
+
+def saved(image, path, **options):
+    image.save(path, **options)
+    return path
+
+
+def png(path, width, depth, colour, row, transparent):
+    """A PNG of one row, for kinds that Pillow does not write."""
+
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, 1, depth, colour, 0, 0, 0)
+    parts = [(b"IHDR", header), (b"tRNS", transparent), (b"IDAT", zlib.compress(b"\0" + row)), (b"IEND", b"")]
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts))
+    return path
+
+
+def test_rgb_is_unchanged(tmp_path):
+    values = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
+    assert pixels(saved(Image.fromarray(values), tmp_path / "a.png")) == values.tolist()
+
+
+def test_grey(tmp_path):
+    image = Image.fromarray(np.array([[0, 100, 255]], np.uint8))
+    assert pixels(saved(image, tmp_path / "a.png")) == [[[0] * 3, [100] * 3, [255] * 3]]
+
+
+def test_one_bit(tmp_path):
+    image = Image.fromarray(np.array([[0, 255]], np.uint8)).convert("1")
+    assert pixels(saved(image, tmp_path / "a.png")) == [[[0] * 3, [255] * 3]]
+
+
+def palette_image():
+    palette = Image.new("P", (3, 1))
+    palette.putdata([0, 1, 2])
+    palette.putpalette([10, 20, 30, 200, 0, 0, 0, 0, 200])
+    return palette
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [[10, 20, 30], [200, 0, 0], [0, 0, 200]]),
+        ({"transparency": 1}, [[10, 20, 30], [255, 255, 255], [0, 0, 200]]),
+        ({"transparency": bytes([255, 0, 51])}, [[10, 20, 30], [255, 255, 255], [204, 204, 244]]),
+    ],
+)
+def test_palette(tmp_path, options, expected):
+    assert pixels(saved(palette_image(), tmp_path / "a.png", **options)) == [expected]
+
+
+def test_transparent_gif(tmp_path):
+    assert pixels(saved(palette_image(), tmp_path / "a.gif", transparency=2))[0][2] == [255, 255, 255]
+
+
+def test_rgba_hides_the_colour_below(tmp_path):
+    values = np.array([[[255, 0, 0, 0], [255, 0, 0, 51], [255, 0, 0, 255]]], np.uint8)
+    path = saved(Image.fromarray(values, "RGBA"), tmp_path / "a.png")
+    assert pixels(path) == [[[255, 255, 255], [255, 204, 204], [255, 0, 0]]]
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.tif"])
+def test_grey_with_alpha(tmp_path, name):
+    image = Image.merge("LA", [Image.new("L", (1, 1), 100), Image.new("L", (1, 1), 0)])
+    assert pixels(saved(image, tmp_path / name)) == [[[255] * 3]]
+
+
+def test_premultiplied_grey(tmp_path):
+    path = saved(Image.merge("LA", [Image.new("L", (1, 1), 20), Image.new("L", (1, 1), 51)]), tmp_path / "a.tif")
+    # Pillow does not write it: turn the TIFF tag ExtraSamples (338) from 2, straight alpha, to 1, premultiplied
+    straight, premultiplied = (struct.pack("<HHIH", 338, 3, 1, kind) for kind in (2, 1))
+    stored = path.read_bytes()
+    assert stored.count(straight) == 1
+    path.write_bytes(stored.replace(straight, premultiplied))
+    assert pixels(path) == [[[20 + 204] * 3]]
+
+
+def test_transparent_colour_of_grey_and_rgb(tmp_path):
+    grey = Image.fromarray(np.array([[7, 100]], np.uint8))
+    assert pixels(saved(grey, tmp_path / "g.png", transparency=7)) == [[[255] * 3, [100] * 3]]
+    rgb = Image.new("RGB", (1, 1), (1, 2, 3))
+    assert pixels(saved(rgb, tmp_path / "c.png", transparency=(1, 2, 3))) == [[[255] * 3]]
+
+
+def test_transparent_colour_of_other_depths(tmp_path):
+    two_bit = png(tmp_path / "2.png", 4, 2, 0, b"\x1b", struct.pack(">H", 2))
+    assert pixels(two_bit) == [[[0] * 3, [85] * 3, [255] * 3, [255] * 3]]
+    four_bit = png(tmp_path / "4.png", 2, 4, 0, b"\x5a", struct.pack(">H", 5))
+    assert pixels(four_bit) == [[[255] * 3, [170] * 3]]
+    one_bit = png(tmp_path / "1.png", 2, 1, 0, b"\x40", struct.pack(">H", 0))
+    assert pixels(one_bit) == [[[255] * 3, [255] * 3]]
+    colour = struct.pack(">3H", 0x1234, 0x5678, 0x9ABC)
+    rgb = png(tmp_path / "rgb.png", 2, 16, 2, colour + struct.pack(">3H", 0, 256, 512), colour)
+    assert pixels(rgb) == [[[255] * 3, [0, 1, 2]]]
+    grey = png(tmp_path / "16.png", 2, 16, 0, struct.pack(">2H", 300, 257 * 9), struct.pack(">H", 300))
+    assert pixels(grey) == [[[255] * 3, [9] * 3]]
+
+
+def test_cmyk(tmp_path):
+    image = Image.merge("CMYK", [Image.new("L", (8, 8), v) for v in (255, 0, 0, 0)])
+    assert pixels(saved(image, tmp_path / "a.tif"))[0][0] == [0, 255, 255]
+    red, green, blue = pixels(saved(image, tmp_path / "a.jpg", quality=100))[4][4]
+    assert red <= 3
+    assert min(green, blue) >= 252
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.tif"])
+def test_16_bit_grey_is_scaled(tmp_path, name):
+    values = np.array([[0, 128, 129, 257 * 100, 65535]], np.uint16)
+    assert pixels(saved(Image.fromarray(values), tmp_path / name)) == [[[v] * 3 for v in (0, 0, 1, 100, 255)]]
+
+
+def test_16_bit_grey_big_endian(tmp_path):
+    image = Image.new("I;16B", (1, 1), 257 * 18)
+    assert image.mode == "I;16B"
+    assert pixels(saved(image, tmp_path / "a.tif")) == [[[18] * 3]]
+
+
+def test_wide_integers_are_16_bit_or_refused(tmp_path):
+    assert pixels(saved(Image.new("I", (1, 1), 257 * 3), tmp_path / "a.tif")) == [[[3] * 3]]
+    for value in (65536, -1):
+        with pytest.raises(ValueError, match="do not fit 16 bits; delete or replace it"):
+            load_rgb(saved(Image.new("I", (1, 1), value), tmp_path / "b.tif"))
+
+
+def test_float_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="32-bit float"):
+        load_rgb(saved(Image.new("F", (1, 1), 0.5), tmp_path / "a.tif"))
+
+
+@pytest.mark.parametrize(("name", "tolerance"), [("a.jpg", 8), ("a.tif", 0), ("a.png", 0)])
+@pytest.mark.parametrize(("orientation", "corner"), [(3, (2, 1)), (6, (1, 0)), (8, (0, 2))])
+def test_exif_orientation(tmp_path, name, tolerance, orientation, corner):
+    """The upper left block of the stored 3 x 2 blocks is white; ``corner`` is where it is shown (x, y)."""
+    blocks = np.zeros((2, 3), np.uint8)
+    blocks[0, 0] = 255
+    image = Image.fromarray(np.kron(blocks, np.ones((16, 16), np.uint8))).convert("RGB")
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    shown = load_rgb(saved(image, tmp_path / name, exif=exif, **({"quality": 95} if name == "a.jpg" else {})))
+    x, y = corner
+    expected = np.zeros((2, 3) if orientation == 3 else (3, 2))
+    expected[y, x] = 255
+    centres = np.asarray(shown)[8::16, 8::16, 0].astype(int)
+    assert np.abs(centres - expected).max() <= tolerance
+
+
+def broken_files(folder):
+    noise = np.random.RandomState(0).randint(0, 256, (64, 64, 3)).astype(np.uint8)
+    for extension in ("jpg", "png", "tif", "bmp", "webp"):
+        whole = saved(Image.fromarray(noise), folder / f"whole.{extension}").read_bytes()
+        (folder / f"half.{extension}").write_bytes(whole[: len(whole) // 2])
+    (folder / "empty.jpg").touch()
+    (folder / "text.jpg").write_text("not an image\n" * 100)
+    (folder / "folder.jpg").mkdir()
+    return {
+        **{f"half.{extension}": "broken" for extension in ("jpg", "png", "tif", "bmp", "webp")},
+        "empty.jpg": "zero bytes",
+        "text.jpg": "not an image",
+        "folder.jpg": "folder",
+        "absent.jpg": "no such file",
+    }
+
+
+def test_broken_files_are_named_in_one_line(tmp_path):
+    for name, reason in broken_files(tmp_path).items():
+        path = tmp_path / name
+        with pytest.raises(ValueError, match=reason) as caught:
+            load_rgb(path)
+        message = str(caught.value)
+        assert str(path) in message
+        assert len(message.splitlines()) == 1
+        assert ("delete or replace" in message) == (name != "folder.jpg")
+
+
+def test_decompression_bomb(tmp_path, monkeypatch):
+    path = saved(Image.new("L", (100, 100)), tmp_path / "a.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(ValueError, match="decompression bomb") as caught:
+        load_rgb(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open files through /proc")
+def test_files_are_closed(tmp_path):
+    good = saved(Image.new("RGB", (4, 4)), tmp_path / "good.tif")
+    bad = [tmp_path / name for name in broken_files(tmp_path)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ResourceWarning)
+        before = len(os.listdir("/proc/self/fd"))
+        image = load_rgb(good)
+        for path in bad:
+            with pytest.raises(ValueError, match="cannot read"):
+                load_rgb(path)
+        assert len(os.listdir("/proc/self/fd")) == before
+        gc.collect()
+    assert image.getpixel((0, 0)) == (0, 0, 0)

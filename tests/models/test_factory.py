@@ -1,0 +1,34 @@
+import pytest
+import timm
+
+from relvit.models import build_model, model_arguments
+
+
+def test_builds_relvit_and_timm_models_with_the_datas_sizes():
+    ours = build_model("test_relvit", 3, 1, (16, 32), {"depth": 1, "rel_terms": "k"})
+    assert ours.head.out_features == 3
+    assert ours.patch_embed.proj.in_channels == 1
+    assert ours.patch_embed.img_size == (16, 32)
+    theirs = build_model("test_vit", 4, 3, 64, {"drop_path_rate": 0.1})
+    assert theirs.patch_embed.img_size == (64, 64)
+    # ResNets take no img_size: nothing is passed on.
+    assert build_model("test_resnet", 4, 3, 64).num_classes == 4
+
+
+def test_every_registered_relvit_model_knows_its_arguments():
+    for name in timm.list_models("*relvit*"):
+        assert {"rel_terms", "max_distance", "img_size", "embed_dim", "drop_path_rate"} <= model_arguments(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "message"),
+    [
+        ("relvit_smal", {}, "unknown model 'relvit_smal' .did you mean 'relvit_small'"),
+        ("relvit_small", {"rel_termz": "k"}, "has no argument 'rel_termz' .did you mean 'rel_terms'"),
+        ("vit_tiny_patch16_224", {"embed_dimm": 4}, "did you mean 'embed_dim'"),
+        ("relvit_small", {"num_classes": 4}, "model_kwargs must not hold 'num_classes': it comes from the data"),
+    ],
+)
+def test_errors_hold_the_nearest_right_name(name, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        build_model(name, 10, model_kwargs=kwargs)
