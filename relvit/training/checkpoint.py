@@ -9,7 +9,7 @@ from typing import Any
 import lightning
 import timm
 import torch
-from lightning import Callback, LightningModule, Trainer
+from lightning import Callback, LightningDataModule, LightningModule, Trainer
 
 from relvit.training.classifier import ImageClassifier
 from relvit.version import __version__
@@ -67,6 +67,35 @@ def load_classifier(path: str | Path) -> ImageClassifier:
     classifier = ImageClassifier(**content[KEY]["model"])
     classifier.load_state_dict(content["state_dict"])
     return classifier.eval()
+
+
+def check_same_network(
+    path: str | Path, remembered: dict[str, Any], classifier: ImageClassifier, data: LightningDataModule
+) -> None:
+    """Refuse to load a checkpoint into a network, or show it images, that it was not trained for.
+
+    Args:
+        path: where the checkpoint is, for the message.
+        remembered: what `DescribeCheckpoint` wrote.
+        classifier: the module that is to receive the weights.
+        data: the images that it is to see.
+
+    Raises:
+        ValueError: another architecture, other classes or another number of channels.
+    """
+    for name in ("model", "model_kwargs", "num_classes", "in_chans", "img_size", "class_names"):
+        trained, asked = remembered["model"][name], _plain(classifier.hparams[name])
+        if (trained or None) != (asked or None):
+            raise ValueError(f"{path} was trained with {name} {_short(trained)}, not {_short(asked)}: drop that option")
+    for name in ("class_names", "in_chans"):
+        trained, given = remembered["model"][name], _plain(getattr(data, name))
+        if trained is not None and trained != given:
+            raise ValueError(f"{path} was trained with {name} {_short(trained)}, the data has {_short(given)}")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _plain(value: Any) -> Any:

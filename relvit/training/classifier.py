@@ -70,11 +70,9 @@ class ImageClassifier(LightningModule):
         accuracies = {
             f"acc{k}": MulticlassAccuracy(num_classes, top_k=k, average="micro") for k in (1, 5) if k <= num_classes
         }
-        self.metrics = torch.nn.ModuleDict(
-            {
-                stage: MetricCollection({"loss": MeanMetric(), **accuracies}, compute_groups=False).clone(f"{stage}/")
-                for stage in ("train", "val", "test")
-            }
+        metrics = MetricCollection({"loss": MeanMetric(), **accuracies}, compute_groups=False)
+        self.train_metrics, self.val_metrics, self.test_metrics = (
+            metrics.clone(f"{stage}/") for stage in ("train", "val", "test")
         )
 
     def forward(self, images: Tensor) -> Tensor:
@@ -91,17 +89,17 @@ class ImageClassifier(LightningModule):
                 "stopped before the optimiser step; try a lower --model.lr, a longer --model.warmup_epochs or "
                 "--trainer.gradient_clip_val 1"
             )
-        self._count("train", loss, logits, labels)
+        self._count(self.train_metrics, loss, logits, labels)
         accuracy = (logits.detach().argmax(-1) == labels).float().mean()
         self.log_dict({"loss": loss, "acc": accuracy}, prog_bar=True, logger=False)
         self.log("lr", self.trainer.optimizers[0].param_groups[0]["lr"], on_step=False, on_epoch=True)
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self._evaluate("val", batch)
+        self._evaluate(self.val_metrics, batch)
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self._evaluate("test", batch)
+        self._evaluate(self.test_metrics, batch)
 
     def predict_step(self, batch: tuple[Tensor, list[str]], batch_idx: int) -> dict[str, Any]:
         """Names of the images, (B, num_classes) probabilities."""
@@ -124,17 +122,17 @@ class ImageClassifier(LightningModule):
             "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"},
         }
 
-    def _evaluate(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
+    def _evaluate(self, metrics: MetricCollection, batch: tuple[Tensor, Tensor]) -> None:
         images, labels = batch
         logits = self.net(images)
-        self._count(stage, F.cross_entropy(logits.float(), labels), logits, labels)
+        self._count(metrics, F.cross_entropy(logits.float(), labels), logits, labels)
 
-    def _count(self, stage: str, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
-        metrics = self.metrics[stage]
+    def _count(self, metrics: MetricCollection, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
         for name, metric in metrics.items(keep_base=True):
             if name == "loss":
                 metric.update(loss.detach(), weight=len(labels))
             else:
                 metric.update(logits.detach(), labels)
-        show = stage != "train"
+        # The progress bar shows loss and accuracy of the batch while training, of the whole set in evaluation.
+        show = metrics is not self.train_metrics
         self.log_dict(dict(metrics.items()), on_step=False, on_epoch=True, prog_bar=show, batch_size=len(labels))

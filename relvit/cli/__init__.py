@@ -1,0 +1,91 @@
+"""The command line, `relvit COMMAND ...`: Trainer methods through the Lightning CLI, all else plain functions."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+
+from relvit.cli.errors import describe, is_users_mistake
+from relvit.names import did_you_mean, listing
+from relvit.version import __version__
+
+# Command -> (module whose main(command, arguments) runs it, one line of help).
+COMMANDS = {
+    "fit": ("relvit.cli.trainer", "train a model on images; the run gets a folder of its own"),
+    "validate": ("relvit.cli.trainer", "validate a checkpoint, at any image size (--data.img_size)"),
+    "test": ("relvit.cli.trainer", "the same on the test images"),
+    "predict": ("relvit.cli.trainer", "write the class of each image into predictions.csv"),
+    "resolutions": ("relvit.cli.resolutions", "validate a checkpoint at several image sizes"),
+}
+
+EXAMPLES = """examples:
+  relvit fit --config configs/digits.yaml
+  relvit fit --config configs/folder.yaml --data.root photos --model.model relvit_tiny
+  relvit validate --ckpt_path runs/RUN/checkpoints/best.ckpt --data.img_size 48
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status: 0, 1 (it failed), 2 (wrong use), 130 (interrupted)."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in arguments
+    arguments = [argument for argument in arguments if argument != "--debug"]
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(overview())
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        print(f"relvit {__version__}")
+        return 0
+
+    command, *rest = arguments
+    if command not in COMMANDS:
+        hint = did_you_mean(command, COMMANDS)
+        print(f"relvit: error: unknown command {command!r}{hint}; commands: {listing(list(COMMANDS))}", file=sys.stderr)
+        return 2
+    try:
+        module = importlib.import_module(COMMANDS[command][0])
+        quieten()
+        module.main(command, rest)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except KeyboardInterrupt:
+        print("relvit: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output is gone (`relvit ... | head`): nobody is left to tell.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        if debug:
+            raise
+        print(f"relvit {command}: error: {describe(error)}", file=sys.stderr)
+        if not is_users_mistake(error):
+            print("(with --debug it shows where this happened)", file=sys.stderr)
+        return 2 if is_users_mistake(error) else 1
+    return 0
+
+
+def quieten() -> None:
+    """Keep Lightning's advertisements, hints about workers and its own deprecated calls out of the user's sight."""
+    for package in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(package).setLevel(logging.WARNING)
+    for text in (
+        "does not have many workers",
+        "smaller than the logging interval",
+        "isinstance.treespec, LeafSpec",
+        "Be aware that when using `ckpt_path`, callbacks",
+    ):
+        warnings.filterwarnings("ignore", message=f".*{text}")
+
+
+def overview() -> str:
+    """The text of `relvit --help`."""
+    lines = ["usage: relvit COMMAND [options]", "", "commands:"]
+    lines += [f"  {command:<12} {text}" for command, (_, text) in COMMANDS.items()]
+    lines += ["", "relvit COMMAND --help lists a command's options; --debug shows the traceback of an error;"]
+    lines += ["relvit --version shows the version.", "", EXAMPLES]
+    return "\n".join(lines)

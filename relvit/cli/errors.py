@@ -1,0 +1,33 @@
+"""Short messages for the user's mistakes."""
+
+from __future__ import annotations
+
+import re
+
+# Lines of the parser's nested reports that only say which types it has tried.
+NOISE = (
+    r"Parser key |Does not validate|Subtypes:|Errors:|Given value|Expected a path but |Expected a <class 'NoneType'>"
+)
+
+
+class UsageError(ValueError):
+    """A flag or configuration that the command does not understand."""
+
+
+def is_users_mistake(error: Exception) -> bool:
+    """Whether the message alone says enough: bad values and missing files, in contrast to faults of the program."""
+    return isinstance(error, ValueError | FileNotFoundError | NotADirectoryError | PermissionError)
+
+
+def describe(error: Exception) -> str:
+    """What went wrong in few words: without the traceback that a data loader's worker puts into its message."""
+    text = str(error)
+    if "Original Traceback" in text:
+        # The worker's own message follows the last line that names the exception's type.
+        text = re.split(rf"^(?:[\w.]+\.)?{re.escape(type(error).__name__)}: ", text, flags=re.MULTILINE)[-1]
+    if text.startswith("Does not validate"):
+        # A constructor's own error, wrapped by the parser that tried every type which the option may have.
+        lines = [line.strip().removeprefix("- ") for line in text.splitlines()]
+        text = "\n".join(line for line in lines if line and not re.match(NOISE, line))
+    text = text.strip() or "no further message"
+    return text if is_users_mistake(error) else f"{type(error).__name__}: {text}"

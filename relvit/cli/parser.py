@@ -1,0 +1,83 @@
+"""The parser of all commands, and its complaints in the user's words."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+from jsonargparse import ArgumentParser
+from lightning.pytorch.cli import LightningArgumentParser
+
+from relvit.cli.errors import NOISE, UsageError
+from relvit.data import ImageData
+from relvit.names import did_you_mean, listing
+
+
+class Parser(LightningArgumentParser):
+    """Raises `UsageError`, with the nearest right name, where the stock parser prints its usage and exits."""
+
+    def error(self, message: str, ex: Exception | None = None) -> None:
+        raise UsageError(explain_parser_error(self, message)) from ex
+
+
+def explain_parser_error(parser: ArgumentParser, message: str) -> str:
+    """A parser's error message, shortened, with the nearest right name for an option that does not exist.
+
+    The parser tries every type that an option may have and reports all of them, nested; the innermost complaint is the
+    one that the user can act on.
+    """
+    known = known_options(parser)
+    data_classes = {cls.__name__ for cls in data_modules()}
+    if unknown := re.search(r"[Uu]nrecognized arguments: (\S+)", message):
+        flag = unknown[1].split("=")[0]
+        return f"unknown option {flag}{did_you_mean(flag.lstrip('-'), known)}"
+    if key := re.search(r"Option '([\w.]+)' is not accepted", message):
+        return f"unknown option {key[1]}{did_you_mean(key[1], known)}"
+    if name := re.search(r"Expected a dot import path string: (\S+)", message):
+        return f"unknown data {name[1]!r}{did_you_mean(name[1], data_classes)}; known: {listing(sorted(data_classes))}"
+    if re.search(r"arguments are required: (\w+\.)?data\b", message):
+        return (
+            "no data given: use --config configs/digits.yaml, --data DigitsData, "
+            "or --data ImageFolderData --data.root DIR"
+        )
+    if missing := re.search(r"- the following arguments are required: (.+)", message):
+        return f"missing: {', '.join(f'--data.{name}' for name in missing[1].split(', '))}"
+
+    keys = re.findall(r'Parser key "([\w.]+)"', message)
+    complaints = [line.strip().removeprefix("- ") for line in message.splitlines()]
+    complaints = [line for line in complaints if line and not re.match(NOISE, line)]
+    if not complaints:
+        return message
+    expected = r"Expected an? (.+?)\.?(?: Got value: .*)?"
+    wanted = [found[1] for line in complaints if (found := re.fullmatch(expected, line))]
+    given = re.search(r"(?:Got value|Given value): (?!NestedArg)(.+)", message)
+    if len(wanted) == len(complaints) and given:
+        types = " or ".join(dict.fromkeys(map(_readable, wanted)))
+        return f"--{'.'.join(dict.fromkeys(keys))} must be {types}, got {given[1]}"
+    # Complaints of the parser of a nested class, which does not know under which name it is nested.
+    prefix = "".join(f"{key}." for key in keys)
+    return "; ".join(re.sub(r"^(?:--|(unknown option ))(?=\w)", rf"\g<1>--{prefix}", line) for line in complaints)
+
+
+def _readable(wanted: str) -> str:
+    """A type as the parser prints it, in words."""
+    named = re.fullmatch(r"<class '([\w.]+)'>", wanted)
+    return (named[1] if named else wanted).replace("typing.Literal", "one of ")
+
+
+def data_modules() -> list[type[ImageData]]:
+    """The data modules that can be chosen by name."""
+    return ImageData.__subclasses__()
+
+
+def known_options(parser: ArgumentParser) -> list[str]:
+    """All options of a parser and its commands, those of the data modules included."""
+    names = set()
+    for action in parser._actions:
+        names |= {string.lstrip("-") for string in action.option_strings}
+        choices = action.choices if isinstance(action.choices, dict) else {}
+        for sub in choices.values():
+            names |= set(known_options(sub))
+    for data in data_modules():
+        names |= {f"data.{name}" for name in inspect.signature(data).parameters}
+    return sorted(names)

@@ -1,0 +1,199 @@
+"""`relvit fit|validate|test|predict`: the Lightning CLI with run folders and with checkpoints that know their model."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from relvit.cli.errors import UsageError
+from relvit.cli.parser import Parser
+from relvit.data import ImageData
+from relvit.training import (
+    DescribeCheckpoint,
+    ImageClassifier,
+    PredictionTable,
+    TrainingCurves,
+    new_run_folder,
+    read_checkpoint,
+)
+from relvit.training.checkpoint import KEY, check_same_network
+
+LINKS = ("num_classes", "in_chans", "class_names", "img_size")
+
+
+def main(command: str, arguments: Sequence[str]) -> None:
+    """Run one of the Trainer's methods with command line arguments."""
+    RelvitCLI(command, arguments)
+
+
+class RelvitCLI(LightningCLI):
+    """One command. In `fit`, classes, channels and image size flow from the data to the model; the other commands take
+    model, classes and transforms from the checkpoint, and explicit flags override them or are refused.
+    """
+
+    def __init__(self, command: str, arguments: Sequence[str]) -> None:
+        self.command = command
+        self.arguments = list(arguments)
+        self.checkpoint_path = _option(self.arguments, "--ckpt_path")
+        asks_help = any(argument in ("-h", "--help") or argument.endswith(".help") for argument in self.arguments)
+        if command != "fit" and self.checkpoint_path is None and not asks_help:
+            raise UsageError("--ckpt_path is missing: the checkpoint to use, such as runs/RUN/checkpoints/best.ckpt")
+        self.remembered = read_checkpoint(self.checkpoint_path)[KEY] if self.checkpoint_path else None
+        self.run_folder: Path | None = None
+        super().__init__(
+            ImageClassifier,
+            ImageData,
+            subclass_mode_data=True,
+            parser_class=Parser,
+            seed_everything_default=0,
+            trainer_defaults={"max_epochs": 100, "enable_model_summary": False},
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+            save_config_callback=SaveConfigCallback if command == "fit" else None,
+        )
+
+    def subcommands(self) -> dict[str, set[str]]:
+        """Only the command that runs: each further parser costs a second."""
+        return {self.command: LightningCLI.subcommands()[self.command]}
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Options beside those of trainer, model and data, and what flows from the data to the model."""
+        if self.command in ("fit", "predict"):
+            parser.add_argument("--runs", type=str, default="runs", help="Folder in which the run gets its folder.")
+        if self.command == "fit":
+            for name in LINKS:
+                parser.link_arguments(f"data.{name}", f"model.{name}", apply_on="instantiate")
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: None) -> None:
+        """Parse; what the checkpoint remembers comes first, so that whatever the user gives overrides it."""
+        first = []
+        if self.remembered is not None and self.command != "fit":
+            first = ["--config", json.dumps({"model": self.remembered["model"], "data": self.remembered["data"]})]
+        self.config = parser.parse_args([self.command, *first, *self.arguments])
+
+    def _parse_ckpt_path(self) -> None:
+        """Lightning's own lets the checkpoint's hyper-parameters silently win over explicit flags."""
+
+    def instantiate_classes(self) -> None:
+        """Build data, model and trainer; refuse flags that contradict the checkpoint."""
+        super().instantiate_classes()
+        if self.remembered is not None:
+            check_same_network(self.checkpoint_path, self.remembered, self.model, self.datamodule)
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """The trainer with this run's folder, loggers and callbacks."""
+        config = {**self._get(self.config_init, "trainer"), **kwargs}
+        callbacks: list[Any] = []
+        if self.command == "fit" and not config["fast_dev_run"]:
+            self.run_folder = self._new_run_folder(self.model.hparams.model)
+            callbacks = [
+                ModelCheckpoint(
+                    self.run_folder / "checkpoints",
+                    filename="best",
+                    monitor="val/acc1",
+                    mode="max",
+                    save_last=True,
+                    enable_version_counter=False,
+                ),
+                DescribeCheckpoint(),
+                TrainingCurves(),
+            ]
+            config["default_root_dir"] = self.run_folder
+            if config["logger"] is None:
+                config["logger"] = [
+                    CSVLogger(self.run_folder, name="", version=""),
+                    TensorBoardLogger(self.run_folder, name="tensorboard", version=""),
+                ]
+        elif config["logger"] is None:
+            config["logger"] = False
+        if self.command == "predict":
+            self.run_folder = self._new_run_folder("predict")
+            callbacks = [PredictionTable(self.run_folder / "predictions.csv", self.model.hparams.class_names)]
+        return self._instantiate_trainer(config, callbacks)
+
+    def before_fit(self) -> None:
+        """Say what is about to be trained."""
+        self.start = time.monotonic()
+        model, data = self.model, self.datamodule
+        size = sum(parameter.numel() for parameter in model.net.parameters()) / 1e6
+        _say(
+            f"{model.hparams.model} ({size:.2f} M parameters), {data.num_classes} classes, "
+            f"{data.img_size[0]} x {data.img_size[1]} px x {data.in_chans}, batch {data.batch_size}; "
+            f"files in {self.run_folder or 'no folder (fast_dev_run)'}"
+        )
+
+    def after_fit(self) -> None:
+        """Test the best checkpoint where there are test images, and say what came out, where it is and what is next."""
+        if self.run_folder is None or self.trainer.interrupted:
+            return
+        minutes = (time.monotonic() - self.start) / 60
+        best = self.trainer.checkpoint_callback.best_model_path
+        summary: dict[str, Any] = {
+            "model": self.model.hparams.model,
+            "seed": self._get(self.config, "seed_everything"),
+            "epochs": self.trainer.current_epoch,
+            "minutes": round(minutes, 2),
+            "val/acc1": float(self.trainer.checkpoint_callback.best_model_score),
+        }
+        lines = [f"Trained {summary['epochs']} epochs in {minutes:.1f} min."]
+        lines.append(f"Best validation accuracy: {summary['val/acc1']:.4f}")
+        if self.datamodule.has_test:
+            results = self.trainer.test(self.model, self.datamodule, ckpt_path=best, verbose=False)[0]
+            summary.update(results)
+            top5 = f", top-5 {results['test/acc5']:.4f}" if "test/acc5" in results else ""
+            lines.append(f"Test accuracy of that checkpoint: {results['test/acc1']:.4f}{top5}")
+        relative = Path(best).relative_to(Path.cwd()) if Path(best).is_relative_to(Path.cwd()) else best
+        sizes = [self.datamodule.img_size[0], self.datamodule.img_size[0] * 2]
+        lines += [
+            f"Files: {self.run_folder} (config.yaml, metrics.csv, curves.png, tensorboard, checkpoints, summary.json)",
+            "Next:",
+            f"  relvit validate --ckpt_path {relative} --data.img_size {sizes[1]}",
+            f"  relvit resolutions --ckpt_path {relative} --sizes [{sizes[0]},{sizes[1]}]",
+            f"  relvit predict --ckpt_path {relative}",
+        ]
+        if rank_zero_only.rank == 0:
+            (self.run_folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        _say("\n".join(lines))
+
+    def after_predict(self) -> None:
+        """Say where the predictions are."""
+        table = next(c for c in self.trainer.callbacks if isinstance(c, PredictionTable))
+        _say(f"{table.count} predictions in {table.path}")
+
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        kwargs = super()._prepare_subcommand_kwargs(subcommand)
+        # Nothing but tensors and plain types is ever read from a checkpoint.
+        kwargs["weights_only"] = True
+        if subcommand == "predict":
+            kwargs["return_predictions"] = False
+        return kwargs
+
+    def _new_run_folder(self, name: str) -> Path:
+        """A fresh folder on the main process; the others write nothing and are told the checkpoints' place by it."""
+        parent = Path(self._get(self.config, "runs"))
+        return new_run_folder(parent, name) if rank_zero_only.rank == 0 else parent
+
+
+@rank_zero_only
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _option(arguments: Sequence[str], name: str) -> str | None:
+    """The last value given for an option, as `--name value` or `--name=value`."""
+    value = None
+    for position, argument in enumerate(arguments):
+        if argument == name and position + 1 < len(arguments):
+            value = arguments[position + 1]
+        elif argument.startswith(f"{name}="):
+            value = argument.removeprefix(f"{name}=")
+    return value

@@ -1,0 +1,63 @@
+"""One checkpoint, several image sizes: accuracy as a function of the resolution."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from lightning import Trainer
+
+from relvit.data import ImageData
+from relvit.training.checkpoint import KEY, load_classifier, read_checkpoint
+
+Size = int | tuple[int, int]
+
+
+def evaluate_sizes(
+    ckpt_path: str,
+    sizes: Sequence[Size],
+    split: Literal["val", "test"] = "val",
+    root: str | None = None,
+    batch_size: int | None = None,
+    accelerator: str = "auto",
+) -> list[dict[str, Any]]:
+    """Evaluate a checkpoint of `relvit fit` at each size, without changing or interpolating anything in the model.
+
+    Args:
+        ckpt_path: the checkpoint.
+        sizes: image sizes in pixels, each one number or (height, width), multiples of the patch.
+        split: 'val' or 'test'.
+        root: the data's folder, where it is no longer what the checkpoint remembers.
+        batch_size: images per batch; None: as in training.
+        accelerator: Lightning's name of the device, such as 'cpu' or 'gpu'.
+
+    Returns:
+        For each size 'height', 'width', 'acc1', 'acc5' (with five classes or more) and 'loss'.
+
+    Raises:
+        FileNotFoundError, ValueError: a checkpoint, folder or size that does not fit.
+    """
+    if split not in ("val", "test"):
+        raise ValueError(f"split must be 'val' or 'test', got {split!r}")
+    remembered = read_checkpoint(ckpt_path)[KEY]["data"]
+    classifier = load_classifier(ckpt_path)
+    trainer = Trainer(logger=False, enable_checkpointing=False, enable_model_summary=False, accelerator=accelerator)
+    rows = []
+    for size in sizes:
+        changes = {"img_size": size, "root": root, "batch_size": batch_size}
+        arguments = remembered["init_args"] | {key: value for key, value in changes.items() if value is not None}
+        data = _data_class(remembered["class_path"])(**arguments)
+        run = trainer.validate if split == "val" else trainer.test
+        results = run(classifier, data, verbose=False)[0]
+        row = {name.removeprefix(f"{split}/"): value for name, value in results.items()}
+        rows.append({"height": data.img_size[0], "width": data.img_size[1], **row})
+    return rows
+
+
+def _data_class(path: str) -> type[ImageData]:
+    """The data module's class by its name in a checkpoint, of relvit.data alone: a file must not choose what runs."""
+    module, name = path.rsplit(".", 1)
+    if module.split(".")[:2] != ["relvit", "data"]:
+        raise ValueError(f"the checkpoint was trained with the data module {path}, which is not one of relvit.data")
+    return getattr(importlib.import_module(module), name)
