@@ -31,8 +31,11 @@ def explain_parser_error(parser: ArgumentParser, message: str) -> str:
     if unknown := re.search(r"[Uu]nrecognized arguments: (\S+)", message):
         flag = unknown[1].split("=")[0]
         return f"unknown option {flag}{did_you_mean(flag.lstrip('-'), known)}"
-    if key := re.search(r"Option '([\w.]+)' is not accepted", message):
-        return f"unknown option {key[1]}{did_you_mean(key[1], known)}"
+    if file := re.fullmatch(r'Parser key "config": (.+)', message):
+        return f"--config: {file[1]}"
+    if key := re.search(r"Option '([\w.]+)' is not accepted|does not accept option '([\w.]+)'", message):
+        name = key[1] or key[2]
+        return f"unknown option {name}{did_you_mean(name, known)}"
     if name := re.search(r"Expected a dot import path string: (\S+)", message):
         return f"unknown data {name[1]!r}{did_you_mean(name[1], data_classes)}; known: {listing(sorted(data_classes))}"
     if re.search(r"arguments are required: (\w+\.)?data\b", message):
