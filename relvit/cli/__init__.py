@@ -78,6 +78,7 @@ def quieten() -> None:
         "smaller than the logging interval",
         "isinstance.treespec, LeafSpec",
         "Be aware that when using `ckpt_path`, callbacks",
+        "The dirpath has changed",
     ):
         warnings.filterwarnings("ignore", message=f".*{text}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from typing import Any
 
 from jsonargparse import ArgumentParser
 from lightning.pytorch.cli import LightningArgumentParser
@@ -14,7 +15,13 @@ from relvit.names import did_you_mean, listing
 
 
 class Parser(LightningArgumentParser):
-    """Raises `UsageError`, with the nearest right name, where the stock parser prints its usage and exits."""
+    """Raises `UsageError`, with the nearest right name, where the stock parser prints its usage and exits.
+
+    Options must be spelt out: an abbreviation that works today is another option's tomorrow.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def error(self, message: str, ex: Exception | None = None) -> None:
         raise UsageError(explain_parser_error(self, message)) from ex

@@ -25,7 +25,7 @@ from relvit.training import (
     new_run_folder,
     read_checkpoint,
 )
-from relvit.training.checkpoint import KEY, check_same_network
+from relvit.training.checkpoint import KEY, check_same_data, check_same_network
 
 LINKS = ("num_classes", "in_chans", "class_names", "img_size")
 
@@ -85,9 +85,13 @@ class RelvitCLI(LightningCLI):
 
     def instantiate_classes(self) -> None:
         """Build data, model and trainer; refuse flags that contradict the checkpoint."""
+        if self.remembered is not None and self.command != "fit":
+            asked = self._get(self.config, "model").as_dict()
+            check_same_network(self.checkpoint_path, self.remembered, asked)
         super().instantiate_classes()
         if self.remembered is not None:
-            check_same_network(self.checkpoint_path, self.remembered, self.model, self.datamodule)
+            check_same_network(self.checkpoint_path, self.remembered, self.model.hparams)
+            check_same_data(self.checkpoint_path, self.remembered, self.datamodule)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The trainer with this run's folder, loggers and callbacks."""
@@ -95,15 +99,11 @@ class RelvitCLI(LightningCLI):
         callbacks: list[Any] = []
         if self.command == "fit" and not config["fast_dev_run"]:
             self.run_folder = self._new_run_folder(self.model.hparams.model)
+            folder = {"dirpath": self.run_folder / "checkpoints", "enable_version_counter": False}
             callbacks = [
-                ModelCheckpoint(
-                    self.run_folder / "checkpoints",
-                    filename="best",
-                    monitor="val/acc1",
-                    mode="max",
-                    save_last=True,
-                    enable_version_counter=False,
-                ),
+                ModelCheckpoint(**folder, filename="best", monitor="val/acc1", mode="max"),
+                # A callback of its own: `save_last` above would save only when the best improves.
+                ModelCheckpoint(**folder, filename="last"),
                 DescribeCheckpoint(),
                 TrainingCurves(),
             ]
@@ -113,8 +113,9 @@ class RelvitCLI(LightningCLI):
                     CSVLogger(self.run_folder, name="", version=""),
                     TensorBoardLogger(self.run_folder, name="tensorboard", version=""),
                 ]
-        elif config["logger"] is None:
-            config["logger"] = False
+        else:
+            config["logger"] = config["logger"] or False
+            config["enable_checkpointing"] = False
         if self.command == "predict":
             self.run_folder = self._new_run_folder("predict")
             callbacks = [PredictionTable(self.run_folder / "predictions.csv", self.model.hparams.class_names)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,24 +70,31 @@ def load_classifier(path: str | Path) -> ImageClassifier:
     return classifier.eval()
 
 
-def check_same_network(
-    path: str | Path, remembered: dict[str, Any], classifier: ImageClassifier, data: LightningDataModule
-) -> None:
-    """Refuse to load a checkpoint into a network, or show it images, that it was not trained for.
+def check_same_network(path: str | Path, remembered: dict[str, Any], asked: Mapping[str, Any]) -> None:
+    """Refuse to load a checkpoint into a network that it was not trained for.
 
     Args:
         path: where the checkpoint is, for the message.
         remembered: what `DescribeCheckpoint` wrote.
-        classifier: the module that is to receive the weights.
-        data: the images that it is to see.
+        asked: arguments of the `ImageClassifier` that is to receive the weights.
 
     Raises:
-        ValueError: another architecture, other classes or another number of channels.
+        ValueError: another architecture, other classes, another image size or number of channels.
     """
     for name in ("model", "model_kwargs", "num_classes", "in_chans", "img_size", "class_names"):
-        trained, asked = remembered["model"][name], _plain(classifier.hparams[name])
-        if (trained or None) != (asked or None):
-            raise ValueError(f"{path} was trained with {name} {_short(trained)}, not {_short(asked)}: drop that option")
+        trained, wanted = remembered["model"][name], _plain(asked[name])
+        if (trained or None) != (wanted or None):
+            raise ValueError(
+                f"{path} was trained with {name} {_short(trained)}, not {_short(wanted)}: drop that option"
+            )
+
+
+def check_same_data(path: str | Path, remembered: dict[str, Any], data: LightningDataModule) -> None:
+    """Refuse to show a checkpoint images that it was not trained for; the size may differ.
+
+    Raises:
+        ValueError: other classes or another number of channels.
+    """
     for name in ("class_names", "in_chans"):
         trained, given = remembered["model"][name], _plain(getattr(data, name))
         if trained is not None and trained != given:

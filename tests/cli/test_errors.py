@@ -1,0 +1,155 @@
+"""Each mistake gives one short message that names the thing and says what to do, and never a traceback."""
+
+import re
+import shutil
+
+import pytest
+import torch
+from conftest import TINY
+from PIL import Image
+
+from relvit.cli import main
+
+FIT = ["fit", "--data=ImageFolderData", "--trainer.max_epochs=1", *TINY]
+
+
+def fails(arguments, capsys, status=2):
+    """Run, expect a failure, return the message."""
+    capsys.readouterr()
+    assert main(arguments) == status
+    message = capsys.readouterr().err
+    assert "Traceback" not in message
+    assert len(message.strip().splitlines()) <= 2, message
+    return message
+
+
+@pytest.fixture
+def copy(photos, tmp_path):
+    return shutil.copytree(photos, tmp_path / "photos")
+
+
+@pytest.fixture
+def fit(copy, tmp_path):
+    return [*FIT, f"--data.root={copy}", f"--runs={tmp_path / 'runs'}"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--model.model=relvit_smal"], r"unknown model 'relvit_smal' \(did you mean 'relvit_small'\?\)"),
+        (["--model.model_kwargs.depht=3"], r"'test_relvit' has no argument 'depht' \(did you mean 'depth'\?\)"),
+        (["--model.model_kwargs.rel_terms=kx"], r"rel_terms must be .* got 'kx'"),
+        (["--trainer.max_epoch=3"], r"unknown option --trainer.max_epoch \(did you mean 'trainer.max_epochs'\?\)"),
+        (["--data.img_sise=8"], r"unknown option --data.img_sise \(did you mean 'img_size'\?\)"),
+        (["--data.augment=shft"], r"--data.augment must be one of .*'shift'.* got shft"),
+        (["--data=FolderData"], r"unknown data 'FolderData' \(did you mean 'ImageFolderData'\?\)"),
+        (["--model.lr=fast"], "--model.lr must be float, got fast"),
+        (["--model.num_classes=7"], "num_classes"),
+        (["--data.img_size=20"], "image height 20 is not a multiple of the patch size 8: use 16 or 24"),
+        (["--config=nothing.yaml"], "--config: File does not exist: .*nothing.yaml"),
+        (["--ckpt_path=last"], "no checkpoint at last"),
+        (["--model.min_lr=1"], "need 0 <= min_lr <= lr, got min_lr 1"),
+    ],
+)
+def test_options(fit, extra, message, capsys):
+    assert re.search(message, fails([*fit, *extra], capsys))
+
+
+def test_key_in_a_config_file(fit, tmp_path, capsys):
+    config = tmp_path / "config.yaml"
+    config.write_text("trainer:\n  max_epoch: 3\n")
+    assert "unknown option trainer.max_epoch (did you mean 'trainer.max_epochs'?)" in fails(
+        [*fit, f"--config={config}"], capsys
+    )
+
+
+def test_no_data_and_no_checkpoint_and_no_such_command(capsys):
+    assert "no data given: use --config configs/digits.yaml" in fails(["fit"], capsys)
+    assert "--ckpt_path is missing" in fails(["validate"], capsys)
+    assert "unknown command 'fti' (did you mean 'fit'?)" in fails(["fti"], capsys)
+
+
+def test_missing_folder(capsys):
+    assert "root nowhere is no folder; expected nowhere/train/<class>/<image>" in fails(
+        [*FIT, "--data.root=nowhere"], capsys
+    )
+
+
+def test_empty_class_folder(fit, copy, capsys):
+    shutil.rmtree(copy / "train" / "owl")
+    (copy / "train" / "owl").mkdir()
+    assert re.search(r"train/owl", fails(fit, capsys))
+
+
+def test_class_of_val_that_train_does_not_have(fit, copy, capsys):
+    shutil.move(copy / "val" / "owl", copy / "val" / "owls")
+    assert re.search(r"val/owls is a class .* \(did you mean 'owl'\?\)", fails(fit, capsys))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("damage", ["truncated", "empty"])
+def test_broken_image_is_named(fit, copy, damage, workers, capsys):
+    broken = copy / "train" / "dog" / "3.jpg"
+    content = broken.read_bytes()
+    broken.write_bytes(content[: len(content) // 2] if damage == "truncated" else b"")
+    message = fails([*fit, f"--data.num_workers={workers}"], capsys)
+    assert str(broken) in message
+    assert ("truncated" if damage == "truncated" else "empty") in message
+
+
+@pytest.mark.parametrize("mode", ["L", "RGBA", "P", "CMYK", "I;16"])
+def test_odd_images_are_no_error(fit, copy, mode, capsys):
+    # Their pixel values are checked where the decoder is tested.
+    suffix = "jpg" if mode == "CMYK" else "png"
+    Image.new(mode, (20, 24), 1 if mode in ("L", "P", "I;16") else None).save(copy / "train" / "dog" / f"odd.{suffix}")
+    assert main([*fit, "--trainer.limit_val_batches=1"]) == 0
+
+
+def test_checkpoint_of_another_architecture_or_class_count(run, fit, copy, capsys):
+    best = f"--ckpt_path={run / 'checkpoints' / 'best.ckpt'}"
+    message = fails(["validate", best, "--model.model=relvit_tiny"], capsys)
+    assert "was trained with model 'test_relvit', not 'relvit_tiny': drop that option" in message
+    message = fails(["validate", best, "--model.model_kwargs.depth=3"], capsys)
+    assert re.search(r"was trained with model_kwargs .*'depth': 2.*, not .*'depth': 3", message)
+    message = fails(["validate", best, "--data=DigitsData"], capsys)
+    assert "'cat'" in message
+    # Resuming on data with another class.
+    shutil.copytree(copy / "train" / "owl", copy / "train" / "yak")
+    message = fails([*fit, best], capsys)
+    assert "was trained with num_classes 3, not 4" in message
+
+
+def test_foreign_and_damaged_checkpoints(run, tmp_path, capsys):
+    foreign = tmp_path / "foreign.ckpt"
+    torch.save({"state_dict": {}}, foreign)
+    assert "is not a checkpoint of relvit fit" in fails(["validate", f"--ckpt_path={foreign}"], capsys)
+    torch.save({"state_dict": {}, "relvit": print}, foreign)
+    assert "cannot be read safely" in fails(["validate", f"--ckpt_path={foreign}"], capsys).replace(
+        "is not a checkpoint that can be", "cannot be"
+    )
+    content = (run / "checkpoints" / "best.ckpt").read_bytes()
+    foreign.write_bytes(content[: len(content) // 2])
+    assert str(foreign) in fails(["validate", f"--ckpt_path={foreign}"], capsys)
+
+
+def test_non_finite_loss_stops_before_the_step(fit, tmp_path, capsys):
+    message = fails([*fit, "--model.lr=1e30", "--trainer.max_epochs=9", "--model.warmup_epochs=0"], capsys, status=1)
+    assert re.search(r"the loss is nan at step [1-9]\d* of epoch \d+: stopped before the optimiser step", message)
+
+
+def test_debug_shows_the_traceback(fit):
+    with pytest.raises(ValueError, match="unknown model"):
+        main([*fit, "--model.model=relvit_smal", "--debug"])
+
+
+def test_help_lists_all_commands_and_each_command_has_help(capsys):
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    for command in ("fit", "validate", "test", "predict", "resolutions"):
+        assert f"\n  {command} " in out
+    assert main(["resolutions", "--help"]) == 0
+    assert "--sizes" in capsys.readouterr().out
+    assert main(["fit", "--help"]) == 0
+    assert "--model.label_smoothing" in capsys.readouterr().out
+    assert main(["--version"]) == 0
+    assert main([]) == 2

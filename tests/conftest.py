@@ -1,0 +1,53 @@
+"""Small data and one small trained run, shared by the tests that need them."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from relvit.cli import main
+
+CLASSES = {"cat": (200, 40, 40), "dog": (40, 200, 40), "owl": (40, 40, 200)}
+TINY = [
+    "--model.model=test_relvit",
+    "--model.model_kwargs.patch_size=8",
+    "--model.model_kwargs.embed_dim=16",
+    "--model.model_kwargs.depth=2",
+    "--model.model_kwargs.max_distance=2",
+    "--data.img_size=16",
+    "--data.batch_size=8",
+    "--data.num_workers=0",
+    "--trainer.accelerator=cpu",
+    "--trainer.enable_progress_bar=false",
+]
+
+
+def write_photos(root: Path, splits=("train", "val", "test"), count=6) -> Path:
+    """Noisy pictures of one colour per class, of mixed sizes: root/split/class/number.jpg."""
+    generator = np.random.default_rng(0)
+    for split in splits:
+        for name, colour in CLASSES.items():
+            folder = root / split / name
+            folder.mkdir(parents=True)
+            for number in range(count):
+                shape = (int(generator.integers(16, 40)), int(generator.integers(16, 40)), 3)
+                pixels = np.clip(generator.normal(colour, 40, shape), 0, 255).astype(np.uint8)
+                Image.fromarray(pixels).save(folder / f"{number}.jpg")
+    return root
+
+
+@pytest.fixture(scope="session")
+def photos(tmp_path_factory) -> Path:
+    """Three classes, six images each in train, val and test. Do not change it: copy it."""
+    return write_photos(tmp_path_factory.mktemp("photos"))
+
+
+@pytest.fixture(scope="session")
+def run(photos, tmp_path_factory) -> Path:
+    """The folder of a short training on `photos` through the command line."""
+    runs = tmp_path_factory.mktemp("runs")
+    arguments = ["fit", "--data=ImageFolderData", f"--data.root={photos}", f"--runs={runs}", *TINY]
+    assert main([*arguments, "--trainer.max_epochs=4", "--model.lr=5e-3", "--model.warmup_epochs=1"]) == 0
+    (folder,) = runs.iterdir()
+    return folder
