@@ -6,31 +6,35 @@ from collections.abc import Sequence
 
 import torch
 from timm.layers import trunc_normal_
-from torch import nn
+from torch import Tensor, nn
 
-from relvit.ops import AxisTables, Grid, RelativeTerms
+from relvit.names import did_you_mean, listing
+from relvit.ops import BUCKETINGS, AxisTables, Grid, RelativeTerms
 
-TERMS = {"k": "key", "v": "value"}
+TERMS = {"q": "query", "k": "key", "v": "value", "b": "bias"}
 
 
 class RelativePosition2d(nn.Module):
     """Tables of Shaw et al. 2018 (arXiv 1803.02155, section 3.2) for the vertical and the horizontal offset.
 
     For every term in `rel_terms` it holds one table per axis, (2k + 1, head_dim), or (num_heads, 2k + 1, head_dim) with
-    `shared_heads=False`; row r belongs to the offset r - k, key minus query, clipped to -k ... k. Called with a `Grid`
-    it returns the `RelativeTerms` for `relvit.ops.relative_attention`; these tables serve every grid alike.
+    `shared_heads=False`; row r belongs to the offset r - k, key minus query, clipped to -k ... k. The bias has one
+    number per head, (num_heads, 2k + 1). Called with a `Grid` it returns the `RelativeTerms` for
+    `relvit.ops.relative_attention`; these tables serve every grid alike.
 
     Args:
         head_dim: width of one attention head.
-        num_heads: number of heads, for tables per head.
-        rel_terms: letters of the terms, each at most once: 'k' (keys), 'v' (values); '' for none.
+        num_heads: number of heads, for tables per head and for the bias.
+        rel_terms: letters of the terms, each at most once: 'q' (vectors that meet the keys), 'k' (that meet the
+            queries), 'v' (added to the values), 'b' (bias); '' for none.
         max_distance: clip distance k in patches, one for both axes or (rows, columns).
-        shared_heads: one set of tables for all heads, as in the paper.
+        shared_heads: one set of vectors for all heads, as in the paper.
+        bucketing: 'clip', or 'piecewise' for iRPE's index, whose 2k + 1 rows reach up to 4k patches away.
         init_std: standard deviation of the truncated normal that the tables start from; 0 starts at zero, where the
             layer computes plain attention.
 
     Raises:
-        ValueError: unknown or repeated letters, a negative clip distance or standard deviation.
+        ValueError: unknown or repeated letters, an unknown bucketing, a negative clip distance or standard deviation.
         TypeError: a clip distance that is not an integer.
     """
 
@@ -41,28 +45,31 @@ class RelativePosition2d(nn.Module):
         rel_terms: str = "kv",
         max_distance: int | Sequence[int] = 7,
         shared_heads: bool = True,
+        bucketing: str = "clip",
         init_std: float = 0.02,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        unknown = [letter for letter in rel_terms if letter not in TERMS]
-        if unknown or len(set(rel_terms)) != len(rel_terms):
-            raise ValueError(
-                "rel_terms must be made of the letters 'k' (keys) and 'v' (values), each at most once, "
-                f"got {rel_terms!r}"
-            )
+        if any(letter not in TERMS for letter in rel_terms) or len(set(rel_terms)) != len(rel_terms):
+            letters = ", ".join(f"{letter!r} ({term})" for letter, term in TERMS.items())
+            raise ValueError(f"rel_terms must be made of the letters {letters}, each at most once, got {rel_terms!r}")
+        if bucketing not in BUCKETINGS:
+            hint = did_you_mean(str(bucketing), BUCKETINGS)
+            raise ValueError(f"bucketing must be one of {listing(BUCKETINGS)}, got {bucketing!r}{hint}")
         if init_std < 0:
             raise ValueError(f"init_std must not be negative, got {init_std}")
         self.rel_terms = rel_terms
         self.max_distance = _pair(max_distance)
+        self.bucketing = bucketing
         self.init_std = init_std
-        lead = () if shared_heads else (num_heads,)
         for letter, term in TERMS.items():
-            for axis, distance in zip(("rows", "cols"), self.max_distance, strict=True):
+            lead = (num_heads,) if letter == "b" or not shared_heads else ()
+            tail = () if letter == "b" else (head_dim,)
+            for axis, distance in zip(AxisTables._fields, self.max_distance, strict=True):
                 table = None
                 if letter in rel_terms:
-                    table = nn.Parameter(torch.empty(*lead, 2 * distance + 1, head_dim, device=device, dtype=dtype))
+                    table = nn.Parameter(torch.empty(*lead, 2 * distance + 1, *tail, device=device, dtype=dtype))
                 self.register_parameter(f"{term}_{axis}", table)
         self.init_weights()
 
@@ -81,12 +88,19 @@ class RelativePosition2d(nn.Module):
     def forward(self, grid: Grid) -> RelativeTerms:
         """The terms for a grid; the same tables for every grid."""
         return RelativeTerms(
-            key=None if self.key_rows is None else AxisTables(self.key_rows, self.key_cols),
-            value=None if self.value_rows is None else AxisTables(self.value_rows, self.value_cols),
+            query=_tables(self.query_rows, self.query_cols),
+            key=_tables(self.key_rows, self.key_cols),
+            value=_tables(self.value_rows, self.value_cols),
+            bias=_tables(self.bias_rows, self.bias_cols),
+            bucketing=self.bucketing,
         )
 
     def extra_repr(self) -> str:
-        return f"rel_terms={self.rel_terms!r}, max_distance={self.max_distance}"
+        return f"rel_terms={self.rel_terms!r}, max_distance={self.max_distance}, bucketing={self.bucketing!r}"
+
+
+def _tables(rows: Tensor | None, cols: Tensor | None) -> AxisTables | None:
+    return None if rows is None or cols is None else AxisTables(rows, cols)
 
 
 def _pair(max_distance: int | Sequence[int]) -> tuple[int, int]:

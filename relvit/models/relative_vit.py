@@ -30,9 +30,11 @@ class RelVisionTransformer(VisionTransformer):
     pooling.
 
     Args:
-        rel_terms: relative terms by letter, 'k' on keys, 'v' on values; see `RelativePosition2d`.
+        rel_terms: relative terms by letter: 'q', 'k', 'v' (vectors on queries, keys, values), 'b' (bias); see
+            `RelativePosition2d`.
         max_distance: clip distance in patches, one for both axes or (rows, columns).
         shared_heads: one set of tables for all heads of a block, or one per head.
+        bucketing: which row of a table an offset uses: 'clip' or iRPE's 'piecewise'.
         rel_init_std: standard deviation of the tables at the start; 0 starts as plain attention.
         pos_embed: absolute embedding besides: '' (none) or 'learn' (learned for `img_size`, interpolated elsewhere).
         class_token: prepend a class token; it has no place on the grid.
@@ -50,6 +52,7 @@ class RelVisionTransformer(VisionTransformer):
         rel_terms: str = "kv",
         max_distance: int | Sequence[int] = 7,
         shared_heads: bool = True,
+        bucketing: str = "clip",
         rel_init_std: float = 0.02,
         pos_embed: str = "",
         class_token: bool = False,
@@ -65,6 +68,7 @@ class RelVisionTransformer(VisionTransformer):
             rel_terms=rel_terms,
             max_distance=max_distance,
             shared_heads=shared_heads,
+            bucketing=bucketing,
             init_std=rel_init_std,
         )
         super().__init__(

@@ -1,6 +1,7 @@
 """Pure functions on tensors: the exact relative attention, its inputs, and its slow reference."""
 
 from relvit.ops.attention import relative_attention, relative_logits
+from relvit.ops.buckets import BUCKETINGS
 from relvit.ops.grid import Grid, key_mask, make_grid, num_tokens, patch_coords
 from relvit.ops.terms import AxisTables, RelativeTerms
 
@@ -11,6 +12,7 @@ __all__ = [
     "patch_coords",
     "key_mask",
     "AxisTables",
+    "BUCKETINGS",
     "RelativeTerms",
     "relative_attention",
     "relative_logits",

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from relvit.names import did_you_mean, listing
 from relvit.ops import fused, reference
+from relvit.ops.buckets import BUCKETINGS
 from relvit.ops.grid import Grid, num_tokens
 from relvit.ops.terms import AxisTables, RelativeTerms
 
@@ -30,10 +31,11 @@ def relative_attention(
 ) -> Tensor:
     """Attention in which keys and values depend on where the key lies relative to the query, exactly.
 
-        logit_ij = scale * q_i . (k_j + a^K_ij),    out_i = sum_j softmax_j(logit_ij) (v_j + a^V_ij)
+        logit_ij = scale * (q_i . k_j + q_i . a^K_ij + k_j . a^Q_ij) + b_ij
+        out_i = sum_j softmax_j(logit_ij) (v_j + a^V_ij)
 
     with a_ij = rows[clip(y_j - y_i)] + cols[clip(x_j - x_i)], and a_ij = 0 where i or j is a prefix token. Source: Shaw
-    et al. 2018 (arXiv 1803.02155), eq. 3 and 4, on rows and columns apart.
+    et al. 2018 (arXiv 1803.02155), eq. 3 and 4, on rows and columns apart; for the other terms see `RelativeTerms`.
 
     Args:
         query: (B, heads, Nq, head_dim), any floating dtype.
@@ -69,8 +71,7 @@ def relative_attention(
             raise ValueError(f"{name} has dtype {tensor.dtype}, expected the query's {query.dtype}")
     _check_grid("query", query, "grid", grid)
     _check_grid("key", key, "key_grid" if key_grid is not grid else "grid", key_grid)
-    _check_tables("terms.key", terms.key, heads, head_dim)
-    _check_tables("terms.value", terms.value, heads, value.shape[3])
+    _check_terms(terms, heads, head_dim, value.shape[3])
     if attn_mask is not None and is_causal:
         raise ValueError("attn_mask and is_causal exclude each other: put the causal part into attn_mask")
     return module.relative_attention(query, key, value, terms, grid, key_grid, attn_mask, is_causal, dropout_p, scale)
@@ -103,7 +104,7 @@ def relative_logits(
     _check_grid("query", query, "grid", grid)
     if terms.key is None:
         raise ValueError("relative_logits needs terms.key, which is None")
-    _check_tables("terms.key", terms.key, query.shape[1], query.shape[3])
+    _check_terms(RelativeTerms(key=terms.key, bucketing=terms.bucketing), query.shape[1], query.shape[3], 0)
     return module.relative_logits(query, terms, grid, key_grid)
 
 
@@ -139,13 +140,19 @@ def _check_grid(name: str, tokens: Tensor, grid_name: str, grid: Grid) -> None:
             )
 
 
-def _check_tables(name: str, tables: AxisTables | None, heads: int, width: int) -> None:
-    if tables is None:
-        return
-    for axis, table in zip(("rows", "cols"), tables, strict=True):
-        shape = tuple(table.shape)
-        if len(shape) not in (2, 3) or shape[-1] != width or (len(shape) == 3 and shape[0] != heads):
-            wanted = f"(2k + 1, {width}) or ({heads}, 2k + 1, {width})"
-            raise ValueError(f"{name}.{axis} has shape {shape}, expected {wanted}")
-        if shape[-2] % 2 == 0:
-            raise ValueError(f"{name}.{axis} has {shape[-2]} rows, expected an odd number, 2k + 1 for clip distance k")
+def _check_terms(terms: RelativeTerms, heads: int, head_dim: int, value_dim: int) -> None:
+    if terms.bucketing not in BUCKETINGS:
+        hint = did_you_mean(str(terms.bucketing), BUCKETINGS)
+        raise ValueError(f"terms.bucketing must be one of {listing(BUCKETINGS)}, got {terms.bucketing!r}{hint}")
+    widths = {"query": (head_dim,), "key": (head_dim,), "value": (value_dim,), "bias": ()}
+    for term, width in widths.items():
+        tables: AxisTables | None = getattr(terms, term)
+        for axis, table in zip(AxisTables._fields, tables or (), strict=False):
+            name, shape = f"terms.{term}.{axis}", tuple(table.shape)
+            lead = shape[: len(shape) - len(width)]
+            if shape[len(lead) :] != width or len(lead) not in (1, 2) or (len(lead) == 2 and lead[0] != heads):
+                tail = "".join(f", {size}" for size in width)
+                wanted = f"(2k + 1{tail or ','}) or ({heads}, 2k + 1{tail})"
+                raise ValueError(f"{name} has shape {shape}, expected {wanted}")
+            if lead[-1] % 2 == 0:
+                raise ValueError(f"{name} has {lead[-1]} rows, expected an odd number, 2k + 1 for clip distance k")

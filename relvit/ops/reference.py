@@ -1,7 +1,8 @@
 """Slow and readable: relative attention as Shaw et al. wrote it, with all N x N x head_dim position vectors.
 
 Same signatures as the public operations, no validation. The relative logits are the n matrix products of
-(batch * heads x head_dim) by (head_dim x n) of Shaw et al. 2018 (arXiv 1803.02155), section 3.3.
+(batch * heads x head_dim) by (head_dim x n) of Shaw et al. 2018 (arXiv 1803.02155), section 3.3; the other terms of
+`RelativeTerms` are written the same way.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
+from relvit.ops.buckets import bucket
 from relvit.ops.grid import Grid, key_mask, patch_coords
 from relvit.ops.terms import AxisTables, RelativeTerms
 
@@ -24,7 +26,7 @@ def relative_logits(
     logits = []
     for axis, (size, table) in enumerate(zip((key_grid.height, key_grid.width), terms.key, strict=True)):
         places = torch.arange(size, device=query.device)
-        vectors = _look_up(table, places - coords[..., axis, None]).to(query.dtype)
+        vectors = _look_up(table, places - coords[..., axis, None], terms.bucketing).to(query.dtype)
         # Prefix queries have no place: their relative vectors are zero.
         vectors = F.pad(vectors, (0, 0, 0, 0, grid.prefix, 0))
         logits.append(torch.einsum("bhid,bhijd->bhij", query, vectors))
@@ -49,8 +51,15 @@ def relative_attention(
 
     logits = torch.einsum("bhid,bhjd->bhij", query, key)
     if terms.key is not None:
-        logits = logits + torch.einsum("bhid,bhijd->bhij", query, _pair_vectors(terms.key, grid, key_grid, query))
+        vectors = _pair_vectors(terms.key, terms.bucketing, grid, key_grid, query)
+        logits = logits + torch.einsum("bhid,bhijd->bhij", query, vectors)
+    if terms.query is not None:
+        vectors = _pair_vectors(terms.query, terms.bucketing, grid, key_grid, key)
+        logits = logits + torch.einsum("bhjd,bhijd->bhij", key, vectors)
     logits = logits * scale
+    if terms.bias is not None:
+        tables = AxisTables(terms.bias.rows[..., None], terms.bias.cols[..., None])
+        logits = logits + _pair_vectors(tables, terms.bucketing, grid, key_grid, query)[..., 0]
 
     if is_causal:
         allowed = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).tril()
@@ -68,21 +77,21 @@ def relative_attention(
 
     out = torch.einsum("bhij,bhjd->bhid", weights, value)
     if terms.value is not None:
-        out = out + torch.einsum("bhij,bhijd->bhid", weights, _pair_vectors(terms.value, grid, key_grid, value))
+        vectors = _pair_vectors(terms.value, terms.bucketing, grid, key_grid, value)
+        out = out + torch.einsum("bhij,bhijd->bhid", weights, vectors)
     return out
 
 
-def _look_up(table: Tensor, offset: Tensor) -> Tensor:
+def _look_up(table: Tensor, offset: Tensor, bucketing: str) -> Tensor:
     """Table rows at clipped offsets: (..., i, j) integers -> (1 or B, 1 or heads, i, j, head_dim)."""
-    distance = (table.shape[-2] - 1) // 2
-    index = offset.clamp(-distance, distance) + distance
+    index = bucket(offset, (table.shape[-2] - 1) // 2, bucketing)
     vectors = table[:, index] if table.dim() == 3 else table[None, index]  # heads lead: (h, [b,] i, j, d)
     return rearrange(vectors, "h b i j d -> b h i j d") if index.dim() == 3 else vectors[None]
 
 
-def _pair_vectors(tables: AxisTables, grid: Grid, key_grid: Grid, like: Tensor) -> Tensor:
+def _pair_vectors(tables: AxisTables, bucketing: str, grid: Grid, key_grid: Grid, like: Tensor) -> Tensor:
     """a_ij for all pairs of tokens: (1 or B, 1 or heads, Nq, Nk, head_dim), zero where i or j is a prefix token."""
     queries, keys = patch_coords(grid, like.device), patch_coords(key_grid, like.device)
     offset = keys[..., None, :, :] - queries[..., :, None, :]
-    vectors = _look_up(tables.rows, offset[..., 0]) + _look_up(tables.cols, offset[..., 1])
+    vectors = _look_up(tables.rows, offset[..., 0], bucketing) + _look_up(tables.cols, offset[..., 1], bucketing)
     return F.pad(vectors, (0, 0, key_grid.prefix, 0, grid.prefix, 0)).to(like.dtype)

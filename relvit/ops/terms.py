@@ -14,7 +14,8 @@ class AxisTables(NamedTuple):
     image apart), so a table always has an odd number of rows, 2k + 1; k may differ between the axes.
 
     Attributes:
-        rows: (2k + 1, head_dim), shared by all heads, or (heads, 2k + 1, head_dim), for vertical offsets.
+        rows: (2k + 1, head_dim), shared by all heads, or (heads, 2k + 1, head_dim), for vertical offsets (without
+            head_dim where the table holds scalars).
         cols: the same for horizontal offsets.
     """
 
@@ -25,13 +26,28 @@ class AxisTables(NamedTuple):
 class RelativeTerms(NamedTuple):
     """The relative terms of one attention layer; None where a term is absent.
 
-    With a_ij = rows[clip(y_j - y_i)] + cols[clip(x_j - x_i)] for patch tokens i, j and zero for prefix tokens:
+    For patch tokens i, j with offsets dy = y_j - y_i and dx = x_j - x_i, each pair of tables gives
 
-        logit_ij = scale * q_i . (k_j + a^K_ij)        (`key` holds a^K)
-        out_i = sum_j softmax_j(logit_ij) (v_j + a^V_ij)   (`value` holds a^V)
+        a_ij = rows[clip(dy)] + cols[clip(dx)],
 
-    Source: Shaw et al. 2018, eq. 3 and 4.
+    and zero where i or j is a prefix token. Then
+
+        logit_ij = scale * (q_i . k_j + q_i . a^K_ij + k_j . a^Q_ij) + b_ij
+        out_i = sum_j softmax_j(logit_ij) (v_j + a^V_ij)
+
+    Source: key and value terms Shaw et al. 2018 (arXiv 1803.02155), eq. 3 and 4; query term iRPE (Wu et al. 2021, arXiv
+    2107.14222), contextual mode; bias Raffel et al. 2020 (arXiv 1910.10683, section 2.1), here per axis.
+
+    Attributes:
+        query: a^Q, met by the keys.
+        key: a^K, met by the queries.
+        value: a^V.
+        bias: b, one number per head: tables of shape (2k + 1,), shared by all heads, or (heads, 2k + 1). Not scaled.
+        bucketing: 'clip' or 'piecewise', which row of a table an offset uses; see `relvit.ops.buckets.bucket`.
     """
 
+    query: AxisTables | None = None
     key: AxisTables | None = None
     value: AxisTables | None = None
+    bias: AxisTables | None = None
+    bucketing: str = "clip"

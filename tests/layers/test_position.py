@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from relvit.layers import RelativePosition2d
-from relvit.ops import make_grid, relative_attention
+from relvit.ops import RelativeTerms, make_grid, relative_attention
 
 
 def test_tables_have_one_row_per_clipped_offset():
@@ -18,8 +18,17 @@ def test_letters_choose_the_terms_and_own_no_other_parameters():
     assert only_keys(make_grid(2, 2)).value is None
     assert set(dict(only_keys.named_parameters())) == {"key_rows", "key_cols"} == only_keys.no_weight_decay()
     nothing = RelativePosition2d(8, 2, rel_terms="")
-    assert nothing(make_grid(2, 2)) == (None, None)
+    assert nothing(make_grid(2, 2)) == RelativeTerms()
     assert not list(nothing.parameters())
+
+
+def test_bias_has_one_number_per_head_and_offset():
+    terms = RelativePosition2d(8, 3, rel_terms="qb", max_distance=(2, 4), bucketing="piecewise")(make_grid(2, 2))
+    assert terms.bias.rows.shape == (3, 5)
+    assert terms.bias.cols.shape == (3, 9)
+    assert terms.query.cols.shape == (9, 8)
+    assert terms.key is None
+    assert terms.bucketing == "piecewise"
 
 
 def test_tables_start_from_a_truncated_normal_or_at_zero():
@@ -43,8 +52,13 @@ def test_gradients_reach_only_the_offsets_that_occur():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"rel_terms": "kx"}, ValueError, "letters 'k' .keys. and 'v' .values., each at most once, got 'kx'"),
+        (
+            {"rel_terms": "kx"},
+            ValueError,
+            "letters 'q' .query., 'k' .key., 'v' .value., 'b' .bias., each at most once, got 'kx'",
+        ),
         ({"rel_terms": "kk"}, ValueError, "got 'kk'"),
+        ({"bucketing": "pieces"}, ValueError, "bucketing must be one of 'clip', 'piecewise', got 'pieces'"),
         ({"max_distance": -1}, ValueError, "must not be negative, got -1"),
         ({"max_distance": (3, 4, 5)}, ValueError, r"int or \(rows, columns\)"),
         ({"max_distance": (3, 4.0)}, TypeError, "integers"),

@@ -12,6 +12,7 @@ from timm.models.vision_transformer import VisionTransformer
 from timm.optim import param_groups_weight_decay
 
 import relvit
+from relvit.ops import RelativeTerms
 
 SMALL = {"img_size": (24, 16), "patch_size": 8, "embed_dim": 12, "depth": 2, "num_heads": 2, "num_classes": 5}
 
@@ -31,8 +32,9 @@ def images(height=24, width=16, batch=2, dtype=torch.float32):
 
 @pytest.mark.parametrize("prefix", [{}, {"class_token": True, "reg_tokens": 2}])
 @pytest.mark.parametrize("size", [(24, 16), (8, 40)])
-def test_features_equal_brute_force_attention_in_every_block(prefix, size):
-    model = build(max_distance=(1, 2), **prefix).double().eval()
+@pytest.mark.parametrize("rel_terms", ["kv", "qkvb"])
+def test_features_equal_brute_force_attention_in_every_block(prefix, size, rel_terms):
+    model = build(max_distance=(1, 2), rel_terms=rel_terms, **prefix).double().eval()
     x = images(*size, dtype=torch.float64)
     height, width = size[0] // 8, size[1] // 8
     tokens = model.patch_embed.proj(x).flatten(2).transpose(1, 2)
@@ -46,9 +48,11 @@ def test_features_equal_brute_force_attention_in_every_block(prefix, size):
             part.unflatten(-1, (2, 6)).transpose(1, 2) for part in attn.qkv(block.norm1(tokens)).chunk(3, dim=-1)
         )
         table = attn.position
-        mixed = oracle.attention(
-            q, k, v, (table.key_rows, table.key_cols), (table.value_rows, table.value_cols), places
-        )
+        pairs = {
+            name: [getattr(table, f"{name}_{axis}") for axis in ("rows", "cols")] for name in RelativeTerms._fields[:4]
+        }
+        terms = RelativeTerms(**{name: pair if pair[0] is not None else None for name, pair in pairs.items()})
+        mixed = oracle.attention(q, k, v, terms, places)
         tokens = tokens + attn.proj(mixed.transpose(1, 2).flatten(2))
         tokens = tokens + block.mlp(block.norm2(tokens))
     expected = model.norm(tokens)
@@ -133,7 +137,7 @@ def test_tables_take_no_weight_decay():
 
 
 def test_checkpointing_changes_neither_outputs_nor_gradients():
-    model = build(class_token=True).double().train()
+    model = build(class_token=True, rel_terms="qkvb").double().train()
     x = images(dtype=torch.float64)
     plain = model(x)
     grads = torch.autograd.grad(plain.square().sum(), list(model.parameters()))

@@ -40,7 +40,8 @@ def run(which, mask, backend, dropout_p=0.0):
     q, k, v = (torch.randn(BATCH, HEADS, TOKENS, DIM, generator=generator).requires_grad_() for _ in range(3))
     draw = lambda: torch.randn(15, DIM, generator=generator).requires_grad_()  # noqa: E731
     terms = RelativeTerms(
-        AxisTables(draw(), draw()) if "k" in which else None, AxisTables(draw(), draw()) if "v" in which else None
+        key=AxisTables(draw(), draw()) if "k" in which else None,
+        value=AxisTables(draw(), draw()) if "v" in which else None,
     )
     storages = {}
 
@@ -79,7 +80,7 @@ peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 def step(side):
     q, k, v = (torch.randn(1, heads, side * side, dim, requires_grad=True) for _ in range(3))
     tables = [torch.randn(15, dim, requires_grad=True) for _ in range(4)]
-    terms = RelativeTerms(AxisTables(*tables[:2]), AxisTables(*tables[2:]))
+    terms = RelativeTerms(key=AxisTables(*tables[:2]), value=AxisTables(*tables[2:]))
     relative_attention(q, k, v, terms, make_grid(side, side), backend="fused").sum().backward()
 step(4)
 before = peak()

@@ -12,19 +12,25 @@ BACKENDS = ("reference", "fused")
 
 
 def draw_tables(distance, dim, heads, per_head, generator):
-    lead = (heads,) if per_head else ()
-    return AxisTables(*(torch.randn(*lead, 2 * k + 1, dim, generator=generator, dtype=torch.float64) for k in distance))
+    """Tables of vectors, or of scalars with dim None."""
+    lead, tail = (heads,) if per_head else (), () if dim is None else (dim,)
+    draw = lambda k: torch.randn(*lead, 2 * k + 1, *tail, generator=generator, dtype=torch.float64)  # noqa: E731
+    return AxisTables(*map(draw, distance))
 
 
-def draw_case(height, width, prefix=0, distance=(2, 2), which="kv", per_head=False, heads=2, dim=5, batch=2, seed=0):
+def draw_terms(which, distance, dim, heads, per_head, generator, bucketing="clip"):
+    draw = lambda letter, width: draw_tables(distance, width, heads, per_head, generator) if letter in which else None  # noqa: E731
+    return RelativeTerms(draw("q", dim), draw("k", dim), draw("v", dim), draw("b", None), bucketing)
+
+
+def draw_case(
+    height, width, prefix=0, distance=(2, 2), which="kv", per_head=False, bucketing="clip", dim=5, batch=2, seed=0
+):
+    heads = 2
     generator = torch.Generator().manual_seed(seed)
     grid = make_grid(height, width, prefix)
     q, k, v = torch.randn(3, batch, heads, num_tokens(grid), dim, generator=generator, dtype=torch.float64)
-    terms = RelativeTerms(
-        draw_tables(distance, dim, heads, per_head, generator) if "k" in which else None,
-        draw_tables(distance, dim, heads, per_head, generator) if "v" in which else None,
-    )
-    return q, k, v, terms, grid
+    return q, k, v, draw_terms(which, distance, dim, heads, per_head, generator, bucketing), grid
 
 
 def all_places(grid, batch):
@@ -36,27 +42,43 @@ def all_places(grid, batch):
 
 
 def brute_force(q, k, v, terms, grid, **options):
-    return oracle.attention(q, k, v, terms.key, terms.value, all_places(grid, q.shape[0]), **options)
+    return oracle.attention(q, k, v, terms, all_places(grid, q.shape[0]), **options)
+
+
+def pairs_of(terms):
+    return terms[:4]
+
+
+def with_tables(terms, change):
+    """The same terms with every table changed."""
+    return terms._replace(
+        **{
+            name: AxisTables(*map(change, pair))
+            for name, pair in zip(terms._fields, pairs_of(terms), strict=False)
+            if pair is not None
+        }
+    )
 
 
 def leaves(q, k, v, terms):
-    tables = [t for pair in terms if pair is not None for t in pair]
+    tables = [t for pair in pairs_of(terms) if pair is not None for t in pair]
     return [t.requires_grad_() for t in (q, k, v, *tables)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     height=st.integers(1, 4),
     width=st.integers(1, 4),
     prefix=st.integers(0, 2),
     distance=st.tuples(st.sampled_from([0, 1, 2, 9]), st.sampled_from([0, 1, 2, 9])),
-    which=st.sampled_from(["", "k", "v", "kv"]),
+    which=st.sets(st.sampled_from("qkvb")).map(lambda letters: "".join(sorted(letters))),
     per_head=st.booleans(),
+    bucketing=st.sampled_from(["clip", "piecewise"]),
     backend=st.sampled_from(BACKENDS),
     seed=st.integers(0, 2**16),
 )
-def test_equals_brute_force_with_gradients(height, width, prefix, distance, which, per_head, backend, seed):
-    q, k, v, terms, grid = draw_case(height, width, prefix, distance, which, per_head, seed=seed)
+def test_equals_brute_force_with_gradients(height, width, prefix, distance, which, per_head, bucketing, backend, seed):
+    q, k, v, terms, grid = draw_case(height, width, prefix, distance, which, per_head, bucketing, seed=seed)
     inputs = leaves(q, k, v, terms)
     expected = brute_force(q, k, v, terms, grid)
     cotangent = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
@@ -68,21 +90,21 @@ def test_equals_brute_force_with_gradients(height, width, prefix, distance, whic
     for grad, expected_grad in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(grad, expected_grad, rtol=0, atol=1e-10)
 
-    single = RelativeTerms(*(pair and AxisTables(*(t.float() for t in pair)) for pair in terms))
+    single = with_tables(terms, torch.Tensor.float)
     out32 = relative_attention(q.float(), k.float(), v.float(), single, grid, backend=backend)
     assert out32.dtype == torch.float32
     torch.testing.assert_close(out32.double(), expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("which", ["k", "v", "kv"])
+@pytest.mark.parametrize("which", ["k", "v", "kv", "qb", "qkvb"])
 @pytest.mark.parametrize("per_head", [False, True])
 def test_gradcheck(which, per_head):
     q, k, v, terms, grid = draw_case(2, 3, prefix=1, distance=(1, 1), which=which, per_head=per_head, dim=3, batch=1)
     inputs = leaves(q, k, v, terms)
 
     def run(q, k, v, *tables):
-        pairs = iter([AxisTables(*tables[i : i + 2]) for i in range(0, len(tables), 2)])
-        return relative_attention(q, k, v, RelativeTerms(*(pair and next(pairs) for pair in terms)), grid)
+        remaining = iter(tables)
+        return relative_attention(q, k, v, with_tables(terms, lambda _: next(remaining)), grid)
 
     assert torch.autograd.gradcheck(run, inputs)
 
@@ -98,10 +120,14 @@ def test_relative_logits_are_the_logits_of_each_row_and_column(backend, prefix, 
             for i in range(num_tokens(grid)):
                 here = oracle.place(i, prefix, None, height, width)
                 for r in range(height):
-                    want = 0.0 if here is None else q[b, h, i] @ terms.key.rows[h, oracle.clip(r - here[0], 2) + 2]
+                    want = (
+                        0.0 if here is None else q[b, h, i] @ terms.key.rows[h, oracle.row_of(r - here[0], 2, "clip")]
+                    )
                     assert abs(float(rows[b, h, i, r]) - float(want)) < 1e-12
                 for c in range(width):
-                    want = 0.0 if here is None else q[b, h, i] @ terms.key.cols[h, oracle.clip(c - here[1], 1) + 1]
+                    want = (
+                        0.0 if here is None else q[b, h, i] @ terms.key.cols[h, oracle.row_of(c - here[1], 1, "clip")]
+                    )
                     assert abs(float(cols[b, h, i, c]) - float(want)) < 1e-12
 
 
@@ -112,7 +138,12 @@ def test_dropped_patches_and_padding_with_coords_per_sample(backend):
     valid = torch.tensor([[True, True, False, True], [True, False, False, True]])
     grid = make_grid(3, 4, 1, coords, valid)
     q, k, v = torch.randn(3, 2, 2, 5, 6, generator=generator, dtype=torch.float64)
-    terms = RelativeTerms(draw_tables((1, 2), 6, 2, False, generator), draw_tables((2, 1), 6, 2, True, generator))
+    terms = RelativeTerms(
+        query=draw_tables((1, 1), 6, 2, False, generator),
+        key=draw_tables((1, 2), 6, 2, False, generator),
+        value=draw_tables((2, 1), 6, 2, True, generator),
+        bias=draw_tables((2, 3), None, 2, True, generator),
+    )
     inputs = leaves(q, k, v, terms)
     keys_valid = [[True, *sample] for sample in valid.tolist()]
     expected = brute_force(q, k, v, terms, grid, valid=keys_valid)
@@ -144,17 +175,22 @@ def test_sample_without_valid_key_gives_zeros_forward_and_backward(backend, dtyp
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_queries_and_keys_on_different_grids(backend):
+@pytest.mark.parametrize("bucketing", ["clip", "piecewise"])
+def test_queries_and_keys_on_different_grids(backend, bucketing):
     generator = torch.Generator().manual_seed(5)
     # Query coordinates may lie outside the key grid; the clip takes care of it.
     query_grid = make_grid(2, 3, 1)._replace(coords=torch.tensor([[-4, 2], [7, -1], [1, 9]]))
     key_grid = make_grid(3, 2, 2)
     q = torch.randn(2, 2, 4, 5, generator=generator, dtype=torch.float64)
     k, v = torch.randn(2, 2, 2, 8, 5, generator=generator, dtype=torch.float64)
-    terms = RelativeTerms(draw_tables((5, 2), 5, 2, False, generator), draw_tables((3, 9), 5, 2, False, generator))
-    expected = oracle.attention(
-        q, k, v, terms.key, terms.value, all_places(query_grid, 2), key_places=all_places(key_grid, 2)
+    terms = RelativeTerms(
+        query=draw_tables((1, 2), 5, 2, True, generator),
+        key=draw_tables((5, 2), 5, 2, False, generator),
+        value=draw_tables((3, 9), 5, 2, False, generator),
+        bias=draw_tables((3, 3), None, 2, False, generator),
+        bucketing=bucketing,
     )
+    expected = oracle.attention(q, k, v, terms, all_places(query_grid, 2), key_places=all_places(key_grid, 2))
     out = relative_attention(q, k, v, terms, query_grid, key_grid, backend=backend)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-10)
 
@@ -178,7 +214,7 @@ def test_masks_and_scale(backend, kind):
     else:
         bias = torch.randn(n, n, generator=generator, dtype=torch.float64)
         options["attn_mask"] = bias
-    expected = brute_force(q, k, v, terms, grid, scale=0.3, bias=bias.expand(2, 2, n, n))
+    expected = brute_force(q, k, v, terms, grid, scale=0.3, mask=bias.expand(2, 2, n, n))
     torch.testing.assert_close(relative_attention(q, k, v, terms, grid, **options), expected, rtol=0, atol=1e-10)
 
 
@@ -188,7 +224,7 @@ def test_permuting_tokens_with_their_coordinates_and_shifting_all_coordinates(ba
     coords = torch.cartesian_prod(torch.arange(3), torch.arange(4))
     grid = make_grid(9, 9, 1, coords)
     q, k, v = torch.randn(3, 2, 2, 13, 5, generator=generator, dtype=torch.float64)
-    terms = RelativeTerms(draw_tables((2, 3), 5, 2, False, generator), draw_tables((2, 3), 5, 2, False, generator))
+    terms = draw_terms("qkvb", (2, 3), 5, 2, False, generator)
     out = relative_attention(q, k, v, terms, grid, backend=backend)
     dense = relative_attention(q, k, v, terms, make_grid(3, 4, 1), backend=backend)
     torch.testing.assert_close(out, dense, rtol=0, atol=1e-12)

@@ -3,6 +3,8 @@
 Deliberately shares nothing with `relvit.ops`: plain Python loops over samples, heads, queries and keys.
 """
 
+import math
+
 import torch
 
 
@@ -15,50 +17,62 @@ def place(token, prefix, coords, height, width):
     return coords[token - prefix]
 
 
-def clip(offset, distance):
-    return max(-distance, min(distance, offset))
+def row_of(offset, distance, bucketing):
+    """Row of a table of 2 * distance + 1 rows: clipped, or iRPE's g(x) with alpha : beta : gamma = 1 : 2 : 8."""
+    if bucketing == "clip" or distance == 0:
+        return max(-distance, min(distance, offset)) + distance
+    alpha, beta, gamma = distance / 2, distance, 4 * distance
+    if abs(offset) <= alpha:
+        return offset + distance
+    stretched = alpha + math.log(abs(offset) / alpha) / math.log(gamma / alpha) * (beta - alpha)
+    return int(math.copysign(min(beta, round(stretched)), offset)) + distance
 
 
-def pair_vector(rows, cols, query_place, key_place):
-    """w_row[clip(dy)] + w_col[clip(dx)], key minus query; None without a place."""
-    if query_place is None or key_place is None:
+def pair_entry(tables, head, query_place, key_place, bucketing, vector=True):
+    """rows[dy] + cols[dx], key minus query, of a head; None without a place or without tables."""
+    if tables is None or query_place is None or key_place is None:
         return None
-    k_row, k_col = (rows.shape[0] - 1) // 2, (cols.shape[0] - 1) // 2
-    dy, dx = key_place[0] - query_place[0], key_place[1] - query_place[1]
-    return rows[clip(dy, k_row) + k_row] + cols[clip(dx, k_col) + k_col]
+    total = 0
+    for table, start, end in zip(tables, query_place, key_place, strict=True):
+        if table.dim() == (3 if vector else 2):
+            table = table[head]
+        total = total + table[row_of(end - start, (table.shape[0] - 1) // 2, bucketing)]
+    return total
 
 
-def attention(query, key, value, key_tables, value_tables, places, key_places=None, valid=None, bias=None, scale=None):
-    """`places[b][i]` is (row, column) or None; tables are (rows, cols) or None, each (heads, R, d) or (R, d).
+def attention(query, key, value, terms, places, key_places=None, valid=None, mask=None, scale=None):
+    """Output for each sample, head and query; `terms` has the fields of `RelativeTerms`.
 
-    `valid[b][j]` says whether key j exists; `bias[b][h][i][j]` is added to the scaled logit.
+    `places[b][i]` is (row, column) or None; `valid[b][j]` says whether key j exists; `mask[b][h][i][j]` is added to the
+    scaled logit.
     """
     key_places = places if key_places is None else key_places
     batch, heads, queries, width = query.shape
-    keys = key.shape[2]
     scale = width**-0.5 if scale is None else scale
-    per_head = lambda table, h: table[h] if table.dim() == 3 else table  # noqa: E731
     samples = []
     for b in range(batch):
         per_sample = []
         for h in range(heads):
-            k_tab = None if key_tables is None else [per_head(t, h) for t in key_tables]
-            v_tab = None if value_tables is None else [per_head(t, h) for t in value_tables]
             for i in range(queries):
                 logits, values = [], []
-                for j in range(keys):
+                for j in range(key.shape[2]):
                     if valid is not None and not valid[b][j]:
                         continue
-                    k_vec, v_vec = key[b, h, j], value[b, h, j]
-                    a_k = None if k_tab is None else pair_vector(*k_tab, places[b][i], key_places[b][j])
-                    a_v = None if v_tab is None else pair_vector(*v_tab, places[b][i], key_places[b][j])
-                    k_vec = k_vec if a_k is None else k_vec + a_k
-                    v_vec = v_vec if a_v is None else v_vec + a_v
-                    logit = scale * (query[b, h, i] * k_vec).sum()
+                    pair = (h, places[b][i], key_places[b][j], terms.bucketing)
+                    a_q, a_k, a_v = (pair_entry(t, *pair) for t in (terms.query, terms.key, terms.value))
+                    bias = pair_entry(terms.bias, *pair, vector=False)
+                    logit = (query[b, h, i] * key[b, h, j]).sum()
+                    if a_k is not None:
+                        logit = logit + (query[b, h, i] * a_k).sum()
+                    if a_q is not None:
+                        logit = logit + (key[b, h, j] * a_q).sum()
+                    logit = scale * logit
                     if bias is not None:
-                        logit = logit + bias[b][h][i][j]
+                        logit = logit + bias
+                    if mask is not None:
+                        logit = logit + mask[b][h][i][j]
                     logits.append(logit)
-                    values.append(v_vec)
+                    values.append(value[b, h, j] if a_v is None else value[b, h, j] + a_v)
                 if logits:
                     weights = torch.stack(logits).softmax(0)
                     per_sample.append((weights[:, None] * torch.stack(values)).sum(0))
