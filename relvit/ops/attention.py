@@ -2,17 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
+from typing import NamedTuple
 
 from torch import Tensor
 
 from relvit.names import did_you_mean, listing
-from relvit.ops import fused, reference
+from relvit.ops import fused, reference, tiled
 from relvit.ops.buckets import BUCKETINGS
 from relvit.ops.grid import Grid, num_tokens
-from relvit.ops.terms import AxisTables, RelativeTerms
+from relvit.ops.terms import AxisTables, JointTable, RelativeTerms
 
-BACKENDS: dict[str, ModuleType] = {"reference": reference, "fused": fused}
+BACKENDS: dict[str, ModuleType] = {"reference": reference, "fused": fused, "tiled": tiled}
+
+
+class Case(NamedTuple):
+    """What the choice of a backend depends on."""
+
+    device: str
+    appended: int  # channels by which `fused` makes the vectors longer
+    width: int  # of the longer vectors
+    joint: bool
+    dropout: bool
+
+
+class Choice(NamedTuple):
+    """A backend, why it is the one, and what it keeps for backward besides its inputs."""
+
+    backend: str
+    reason: str
+    keeps: str
+
+
+# The first rule that applies decides. 160: on the CPU, at head_dim 64, tiles took 1.3 times as long as vectors longer by
+# 136 and 0.7 times as long as vectors longer by 197 (forward and backward, one thread).
+RULES: tuple[tuple[Callable[[Case], bool], Choice], ...] = (
+    (
+        lambda case: case.joint,
+        Choice("tiled", "joint tables do not split into rows and columns", "nothing: backward recomputes each tile"),
+    ),
+    (
+        lambda case: case.device == "cpu" and case.dropout,
+        Choice("tiled", "with dropout PyTorch's CPU attention keeps N x N", "nothing: backward recomputes each tile"),
+    ),
+    (
+        lambda case: case.device == "cuda" and case.width > 256,
+        Choice("tiled", "fused GPU kernels end at width 256", "nothing: backward recomputes each tile"),
+    ),
+    (
+        lambda case: case.device == "cpu" and case.appended > 160,
+        Choice("tiled", "so many rows and columns cost more than tiles", "nothing: backward recomputes each tile"),
+    ),
+    (
+        lambda case: True,
+        Choice("fused", "one stock attention over longer vectors", "longer queries, keys and values, O(N (H + W))"),
+    ),
+)
 
 
 def relative_attention(
@@ -50,8 +96,9 @@ def relative_attention(
         dropout_p: dropout on the attention weights, value term included. Pass 0 in evaluation.
         scale: factor on content and relative logits alike; None: head_dim ** -0.5.
         backend: 'fused' (one `scaled_dot_product_attention` over longer vectors: memory O(N (H + W)), nothing of N x N
-            is kept for backward; with `dropout_p` > 0 PyTorch's CPU kernel gives up this promise), 'reference' (the
-            paper's own n products, O(N^2 head_dim) memory) or 'auto' ('fused').
+            is kept for backward; with `dropout_p` > 0 PyTorch's CPU kernel gives up this promise), 'tiled' (one tile of
+            queries after the other, formed again in backward: nothing of N x N either, for strips, dropout and joint
+            tables), 'reference' (the paper's own n products, O(N^2 head_dim) memory) or 'auto' (see `choose`).
 
     Returns:
         (B, heads, Nq, value_dim), dtype of the query. A sample with no valid key gets zeros.
@@ -61,7 +108,7 @@ def relative_attention(
             expected.
     """
     key_grid = grid if key_grid is None else key_grid
-    module = _backend(backend)
+    _check_backend(backend)
     _check_shape("query", query, ("B", "heads", "N", "head_dim"))
     batch, heads, _, head_dim = query.shape
     _check_shape("key", key, (batch, heads, "N", head_dim))
@@ -74,7 +121,43 @@ def relative_attention(
     _check_terms(terms, heads, head_dim, value.shape[3])
     if attn_mask is not None and is_causal:
         raise ValueError("attn_mask and is_causal exclude each other: put the causal part into attn_mask")
-    return module.relative_attention(query, key, value, terms, grid, key_grid, attn_mask, is_causal, dropout_p, scale)
+    if backend == "auto":
+        backend = choose(query, value, terms, grid, key_grid, dropout_p=dropout_p).backend
+    if backend == "fused":
+        _check_separable(terms)
+    run = BACKENDS[backend].relative_attention
+    return run(query, key, value, terms, grid, key_grid, attn_mask, is_causal, dropout_p, scale)
+
+
+def choose(
+    query: Tensor,
+    value: Tensor,
+    terms: RelativeTerms,
+    grid: Grid,
+    key_grid: Grid | None = None,
+    *,
+    dropout_p: float = 0.0,
+) -> Choice:
+    """Which backend `relative_attention` takes for 'auto', why, and what it keeps for backward.
+
+    Args: see `relative_attention`.
+
+    Returns:
+        `backend`, `reason` and `keeps`, three strings.
+    """
+    key_grid = grid if key_grid is None else key_grid
+    places = key_grid.height + key_grid.width
+    on_query = places if terms.key is not None or terms.bias is not None else 0
+    on_query += grid.height + grid.width if terms.query is not None else 0
+    on_value = places if terms.value is not None else 0
+    case = Case(
+        device=query.device.type,
+        appended=max(on_query, on_value),
+        width=max(query.shape[-1] + on_query, value.shape[-1] + on_value),
+        joint=any(isinstance(tables, JointTable) for tables in terms),
+        dropout=dropout_p > 0,
+    )
+    return next(choice for applies, choice in RULES if applies(case))
 
 
 def relative_logits(
@@ -90,7 +173,7 @@ def relative_logits(
         terms: `terms.key` is read.
         grid: where the query tokens lie, and the key tokens too unless `key_grid` is given.
         key_grid: where the key tokens lie.
-        backend: 'fused', 'reference' or 'auto', as in `relative_attention`.
+        backend: as in `relative_attention`; 'reference' is the slow one, all others compute the same fast way.
 
     Returns:
         rows (B, heads, Nq, H) and cols (B, heads, Nq, W) for the key grid's H and W; zero for prefix queries.
@@ -99,22 +182,28 @@ def relative_logits(
         ValueError: no key term, or shapes or names that do not fit.
     """
     key_grid = grid if key_grid is None else key_grid
-    module = _backend(backend)
+    _check_backend(backend)
     _check_shape("query", query, ("B", "heads", "N", "head_dim"))
     _check_grid("query", query, "grid", grid)
     if terms.key is None:
         raise ValueError("relative_logits needs terms.key, which is None")
+    if isinstance(terms.key, JointTable):
+        raise ValueError("relative_logits needs separate rows and columns, terms.key is a joint table")
     _check_terms(RelativeTerms(key=terms.key, bucketing=terms.bucketing), query.shape[1], query.shape[3], 0)
+    module = reference if backend == "reference" else fused
     return module.relative_logits(query, terms, grid, key_grid)
 
 
-def _backend(name: str) -> ModuleType:
-    if name == "auto":
-        return fused
-    if name not in BACKENDS:
-        allowed = ["auto", *BACKENDS]
+def _check_backend(name: str) -> None:
+    allowed = ["auto", *BACKENDS]
+    if name not in allowed:
         raise ValueError(f"unknown backend {name!r}{did_you_mean(str(name), allowed)}, allowed: {listing(allowed)}")
-    return BACKENDS[name]
+
+
+def _check_separable(terms: RelativeTerms) -> None:
+    for name, tables in zip(RelativeTerms._fields, terms, strict=True):
+        if isinstance(tables, JointTable):
+            raise ValueError(f"terms.{name} is a joint table, which needs backend 'tiled' or 'reference', not 'fused'")
 
 
 def _check_shape(name: str, tensor: Tensor, expected: tuple[int | str, ...]) -> None:
@@ -146,13 +235,15 @@ def _check_terms(terms: RelativeTerms, heads: int, head_dim: int, value_dim: int
         raise ValueError(f"terms.bucketing must be one of {listing(BUCKETINGS)}, got {terms.bucketing!r}{hint}")
     widths = {"query": (head_dim,), "key": (head_dim,), "value": (value_dim,), "bias": ()}
     for term, width in widths.items():
-        tables: AxisTables | None = getattr(terms, term)
-        for axis, table in zip(AxisTables._fields, tables or (), strict=False):
-            name, shape = f"terms.{term}.{axis}", tuple(table.shape)
-            lead = shape[: len(shape) - len(width)]
-            if shape[len(lead) :] != width or len(lead) not in (1, 2) or (len(lead) == 2 and lead[0] != heads):
-                tail = "".join(f", {size}" for size in width)
-                wanted = f"(2k + 1{tail or ','}) or ({heads}, 2k + 1{tail})"
-                raise ValueError(f"{name} has shape {shape}, expected {wanted}")
-            if lead[-1] % 2 == 0:
-                raise ValueError(f"{name} has {lead[-1]} rows, expected an odd number, 2k + 1 for clip distance k")
+        tables: AxisTables | JointTable | None = getattr(terms, term)
+        axes = 2 if isinstance(tables, JointTable) else 1
+        for part, table in zip(() if tables is None else tables._fields, tables or (), strict=True):
+            name, shape = f"terms.{term}.{part}", tuple(table.shape)
+            offsets = shape[len(shape) - len(width) - axes : len(shape) - len(width)]
+            lead = shape[: max(0, len(shape) - len(width) - axes)]
+            if len(offsets) != axes or shape[len(lead) + axes :] != width or lead not in ((), (heads,)):
+                tail = ", ".join(["2k + 1"] * axes + [str(size) for size in width])
+                raise ValueError(f"{name} has shape {shape}, expected ({tail}) or ({heads}, {tail})")
+            if any(size % 2 == 0 for size in offsets):
+                sizes = " x ".join(map(str, offsets))
+                raise ValueError(f"{name} has {sizes} rows, expected an odd number, 2k + 1 for clip distance k")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from relvit.ops.buckets import bucket
 from relvit.ops.grid import Grid, key_mask, patch_coords
-from relvit.ops.terms import AxisTables, RelativeTerms
+from relvit.ops.terms import AxisTables, JointTable, RelativeTerms
 
 
 def relative_logits(
@@ -22,11 +22,11 @@ def relative_logits(
 ) -> tuple[Tensor, Tensor]:
     """Row and column logits of every query; see `relvit.ops.relative_logits`."""
     key_grid = grid if key_grid is None else key_grid
-    coords = patch_coords(grid, query.device)
+    coords = _batched(grid, query)
     logits = []
     for axis, (size, table) in enumerate(zip((key_grid.height, key_grid.width), terms.key, strict=True)):
         places = torch.arange(size, device=query.device)
-        vectors = _look_up(table, places - coords[..., axis, None], terms.bucketing).to(query.dtype)
+        vectors = _look_up(table, places - coords[..., axis, None], bucketing=terms.bucketing).to(query.dtype)
         # Prefix queries have no place: their relative vectors are zero.
         vectors = F.pad(vectors, (0, 0, 0, 0, grid.prefix, 0))
         logits.append(torch.einsum("bhid,bhijd->bhij", query, vectors))
@@ -58,7 +58,7 @@ def relative_attention(
         logits = logits + torch.einsum("bhjd,bhijd->bhij", key, vectors)
     logits = logits * scale
     if terms.bias is not None:
-        tables = AxisTables(terms.bias.rows[..., None], terms.bias.cols[..., None])
+        tables = type(terms.bias)(*(table[..., None] for table in terms.bias))
         logits = logits + _pair_vectors(tables, terms.bucketing, grid, key_grid, query)[..., 0]
 
     if is_causal:
@@ -82,16 +82,28 @@ def relative_attention(
     return out
 
 
-def _look_up(table: Tensor, offset: Tensor, bucketing: str) -> Tensor:
-    """Table rows at clipped offsets: (..., i, j) integers -> (1 or B, 1 or heads, i, j, head_dim)."""
-    index = bucket(offset, (table.shape[-2] - 1) // 2, bucketing)
-    vectors = table[:, index] if table.dim() == 3 else table[None, index]  # heads lead: (h, [b,] i, j, d)
-    return rearrange(vectors, "h b i j d -> b h i j d") if index.dim() == 3 else vectors[None]
+def _look_up(table: Tensor, *offsets: Tensor, bucketing: str) -> Tensor:
+    """Table entries at offsets, one per axis of the table: (1 or B, i, j) -> (1 or B, 1 or heads, i, j, dim)."""
+    axes = len(offsets)
+    table = table if table.dim() == axes + 2 else table[None]
+    sizes = table.shape[1 : 1 + axes]
+    index = [bucket(offset, (size - 1) // 2, bucketing) for offset, size in zip(offsets, sizes, strict=True)]
+    return rearrange(table[:, *index], "h b i j d -> b h i j d")
 
 
-def _pair_vectors(tables: AxisTables, bucketing: str, grid: Grid, key_grid: Grid, like: Tensor) -> Tensor:
-    """a_ij for all pairs of tokens: (1 or B, 1 or heads, Nq, Nk, head_dim), zero where i or j is a prefix token."""
-    queries, keys = patch_coords(grid, like.device), patch_coords(key_grid, like.device)
-    offset = keys[..., None, :, :] - queries[..., :, None, :]
-    vectors = _look_up(tables.rows, offset[..., 0], bucketing) + _look_up(tables.cols, offset[..., 1], bucketing)
+def _pair_vectors(tables: AxisTables | JointTable, bucketing: str, grid: Grid, key_grid: Grid, like: Tensor) -> Tensor:
+    """a_ij for all pairs of tokens: (1 or B, 1 or heads, Nq, Nk, dim), zero where i or j is a prefix token."""
+    offset = _batched(key_grid, like)[:, None, :, :] - _batched(grid, like)[:, :, None, :]
+    dy, dx = offset.unbind(-1)
+    if isinstance(tables, JointTable):
+        vectors = _look_up(tables.table, dy, dx, bucketing=bucketing)
+    else:
+        rows, cols = tables
+        vectors = _look_up(rows, dy, bucketing=bucketing) + _look_up(cols, dx, bucketing=bucketing)
     return F.pad(vectors, (0, 0, key_grid.prefix, 0, grid.prefix, 0)).to(like.dtype)
+
+
+def _batched(grid: Grid, like: Tensor) -> Tensor:
+    """Coordinates (1 or B, P, 2)."""
+    coords = patch_coords(grid, like.device)
+    return coords if coords.dim() == 3 else coords[None]

@@ -23,12 +23,26 @@ class AxisTables(NamedTuple):
     cols: Tensor
 
 
+class JointTable(NamedTuple):
+    """One table for both axes together: entry (r, c) belongs to the offset (r - k_row, c - k_col), each clipped.
+
+    The product form of iRPE (Wu et al. 2021, arXiv 2107.14222): it can tell apart what sums of rows and columns cannot,
+    at (2k + 1)^2 instead of 2 (2k + 1) vectors.
+
+    Attributes:
+        table: (2k_row + 1, 2k_col + 1, head_dim), shared by all heads, or (heads, 2k_row + 1, 2k_col + 1, head_dim);
+            without head_dim where the table holds scalars.
+    """
+
+    table: Tensor
+
+
 class RelativeTerms(NamedTuple):
     """The relative terms of one attention layer; None where a term is absent.
 
-    For patch tokens i, j with offsets dy = y_j - y_i and dx = x_j - x_i, each pair of tables gives
+    For patch tokens i, j with offsets dy = y_j - y_i and dx = x_j - x_i, each term gives
 
-        a_ij = rows[clip(dy)] + cols[clip(dx)],
+        a_ij = rows[clip(dy)] + cols[clip(dx)]   or, with a joint table,   a_ij = table[clip(dy), clip(dx)],
 
     and zero where i or j is a prefix token. Then
 
@@ -46,8 +60,8 @@ class RelativeTerms(NamedTuple):
         bucketing: 'clip' or 'piecewise', which row of a table an offset uses; see `relvit.ops.buckets.bucket`.
     """
 
-    query: AxisTables | None = None
-    key: AxisTables | None = None
-    value: AxisTables | None = None
-    bias: AxisTables | None = None
+    query: AxisTables | JointTable | None = None
+    key: AxisTables | JointTable | None = None
+    value: AxisTables | JointTable | None = None
+    bias: AxisTables | JointTable | None = None
     bucketing: str = "clip"

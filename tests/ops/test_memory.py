@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from relvit.ops import AxisTables, RelativeTerms, make_grid, relative_attention
+from relvit.ops import AxisTables, RelativeTerms, make_grid, relative_attention, tiled
 
 HEIGHT, WIDTH, PREFIX, HEADS, BATCH, DIM = 24, 20, 1, 2, 2, 32
 TOKENS = HEIGHT * WIDTH + PREFIX
@@ -64,6 +64,18 @@ def test_nothing_of_n_by_n_is_kept_or_made(which, mask):
     everything_long = BATCH * HEADS * TOKENS * (DIM + HEIGHT + WIDTH + 8)
     assert saved < 6 * everything_long < BATCH * HEADS * TOKENS * TOKENS * 2
     assert largest <= everything_long < BATCH * HEADS * TOKENS * TOKENS / 4
+
+
+@pytest.mark.parametrize("which", ["k", "v", "kv"])
+@pytest.mark.parametrize("mask", ["none", "valid", "keys"])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+def test_tiles_keep_nothing_and_make_one_tile_at_a_time(which, mask, dropout_p, monkeypatch):
+    tile = BATCH * HEADS * TOKENS * 32
+    monkeypatch.setattr(tiled, "TILE_LOGITS", tile)
+    saved, largest = run(which, mask, "tiled", dropout_p)
+    inputs = 3 * BATCH * HEADS * TOKENS * DIM
+    assert saved <= 2 * inputs
+    assert largest <= max(tile, BATCH * HEADS * TOKENS * DIM) < BATCH * HEADS * TOKENS * TOKENS / 8
 
 
 @pytest.mark.parametrize("options", [{"backend": "reference"}, {"backend": "fused", "dropout_p": 0.1}])

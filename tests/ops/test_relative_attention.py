@@ -6,31 +6,57 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import relative_attention as oracle
 
-from relvit.ops import AxisTables, RelativeTerms, make_grid, num_tokens, relative_attention, relative_logits
+from relvit.ops import (
+    AxisTables,
+    JointTable,
+    RelativeTerms,
+    attention,
+    choose,
+    make_grid,
+    num_tokens,
+    relative_attention,
+    relative_logits,
+    tiled,
+)
 
-BACKENDS = ("reference", "fused")
+BACKENDS = ("reference", "fused", "tiled")
+JOINT = (("joint", "reference"), ("joint", "tiled"))
 
 
-def draw_tables(distance, dim, heads, per_head, generator):
+@pytest.fixture(autouse=True, scope="module")
+def several_tiles():
+    """Small cases must still be made of several tiles, the last one smaller."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiled, "TILE_LOGITS", 1)
+        patch.setattr(tiled, "LEAST_QUERIES", 4)
+        yield
+
+
+def draw_tables(distance, dim, heads, per_head, generator, layout="separate"):
     """Tables of vectors, or of scalars with dim None."""
     lead, tail = (heads,) if per_head else (), () if dim is None else (dim,)
+    if layout == "joint":
+        sizes = [2 * min(k, 3) + 1 for k in distance]
+        return JointTable(torch.randn(*lead, *sizes, *tail, generator=generator, dtype=torch.float64))
     draw = lambda k: torch.randn(*lead, 2 * k + 1, *tail, generator=generator, dtype=torch.float64)  # noqa: E731
     return AxisTables(*map(draw, distance))
 
 
-def draw_terms(which, distance, dim, heads, per_head, generator, bucketing="clip"):
-    draw = lambda letter, width: draw_tables(distance, width, heads, per_head, generator) if letter in which else None  # noqa: E731
+def draw_terms(which, distance, dim, heads, per_head, generator, bucketing="clip", layout="separate"):
+    def draw(letter, width):
+        return draw_tables(distance, width, heads, per_head, generator, layout) if letter in which else None
+
     return RelativeTerms(draw("q", dim), draw("k", dim), draw("v", dim), draw("b", None), bucketing)
 
 
 def draw_case(
-    height, width, prefix=0, distance=(2, 2), which="kv", per_head=False, bucketing="clip", dim=5, batch=2, seed=0
+    height, width, prefix=0, distance=(2, 2), which="kv", per_head=False, bucketing="clip", layout="separate", **sizes
 ):
-    heads = 2
-    generator = torch.Generator().manual_seed(seed)
+    heads, dim, batch = 2, sizes.get("dim", 5), sizes.get("batch", 2)
+    generator = torch.Generator().manual_seed(sizes.get("seed", 0))
     grid = make_grid(height, width, prefix)
     q, k, v = torch.randn(3, batch, heads, num_tokens(grid), dim, generator=generator, dtype=torch.float64)
-    return q, k, v, draw_terms(which, distance, dim, heads, per_head, generator, bucketing), grid
+    return q, k, v, draw_terms(which, distance, dim, heads, per_head, generator, bucketing, layout), grid
 
 
 def all_places(grid, batch):
@@ -53,7 +79,7 @@ def with_tables(terms, change):
     """The same terms with every table changed."""
     return terms._replace(
         **{
-            name: AxisTables(*map(change, pair))
+            name: type(pair)(*map(change, pair))
             for name, pair in zip(terms._fields, pairs_of(terms), strict=False)
             if pair is not None
         }
@@ -74,11 +100,14 @@ def leaves(q, k, v, terms):
     which=st.sets(st.sampled_from("qkvb")).map(lambda letters: "".join(sorted(letters))),
     per_head=st.booleans(),
     bucketing=st.sampled_from(["clip", "piecewise"]),
-    backend=st.sampled_from(BACKENDS),
+    layout_and_backend=st.sampled_from([*(("separate", name) for name in BACKENDS), *JOINT]),
     seed=st.integers(0, 2**16),
 )
-def test_equals_brute_force_with_gradients(height, width, prefix, distance, which, per_head, bucketing, backend, seed):
-    q, k, v, terms, grid = draw_case(height, width, prefix, distance, which, per_head, bucketing, seed=seed)
+def test_equals_brute_force_with_gradients(
+    height, width, prefix, distance, which, per_head, bucketing, layout_and_backend, seed
+):
+    layout, backend = layout_and_backend
+    q, k, v, terms, grid = draw_case(height, width, prefix, distance, which, per_head, bucketing, layout, seed=seed)
     inputs = leaves(q, k, v, terms)
     expected = brute_force(q, k, v, terms, grid)
     cotangent = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
@@ -277,7 +306,9 @@ def test_value_width_may_differ_from_query_width():
 
 def test_errors_name_the_tensor_and_what_was_expected():
     q, k, v, terms, grid = draw_case(2, 3)
-    with pytest.raises(ValueError, match=r"unknown backend 'fusd' .did you mean 'fused'.*'auto', 'reference', 'fused'"):
+    with pytest.raises(
+        ValueError, match=r"unknown backend 'fusd' .did you mean 'fused'.*'auto', 'reference', 'fused', 'tiled'"
+    ):
         relative_attention(q, k, v, terms, grid, backend="fusd")
     with pytest.raises(ValueError, match=r"query has shape \(2, 2, 6, 5\), that is 6 tokens, expected 7: grid has 1"):
         relative_attention(q, k, v, terms, grid._replace(prefix=1))
@@ -297,3 +328,75 @@ def test_errors_name_the_tensor_and_what_was_expected():
         relative_attention(q, k, v, terms, grid, attn_mask=torch.ones(6, 6, dtype=torch.bool), is_causal=True)
     with pytest.raises(ValueError, match=r"terms\.key, which is None"):
         relative_logits(q, terms._replace(key=None), grid)
+
+
+@pytest.mark.parametrize("layout", ["separate", "joint"])
+@pytest.mark.parametrize("which", ["kv", "qkvb"])
+def test_tiled_gradcheck(which, layout):
+    q, k, v, terms, grid = draw_case(1, 5, prefix=1, distance=(1, 1), which=which, dim=2, batch=1, layout=layout)
+
+    def run(q, k, v, *tables):
+        remaining = iter(tables)
+        return relative_attention(q, k, v, with_tables(terms, lambda _: next(remaining)), grid, backend="tiled")
+
+    assert torch.autograd.gradcheck(run, leaves(q, k, v, terms))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_strip_is_shaw_et_als_sequence_whether_it_lies_or_stands(backend):
+    q, k, v, terms, grid = draw_case(1, 9, distance=(0, 3), which="kv")
+    # Shaw et al. 2018, eq. 3-5, on a sequence; the other axis adds its one vector, of offset zero.
+    offset = (torch.arange(9)[None, :] - torch.arange(9)[:, None]).clamp(-3, 3) + 3
+    a_k, a_v = terms.key.cols[offset] + terms.key.rows[0], terms.value.cols[offset] + terms.value.rows[0]
+    logits = (q[:, :, :, None] * (k[:, :, None] + a_k)).sum(-1) / 5**0.5
+    expected = (logits.softmax(-1)[..., None] * (v[:, :, None] + a_v)).sum(-2)
+    torch.testing.assert_close(relative_attention(q, k, v, terms, grid, backend=backend), expected, rtol=0, atol=1e-12)
+    standing = terms._replace(key=AxisTables(*terms.key[::-1]), value=AxisTables(*terms.value[::-1]))
+    out = relative_attention(q, k, v, standing, make_grid(9, 1), backend=backend)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+
+
+def test_a_joint_table_that_is_a_sum_equals_separate_ones():
+    q, k, v, terms, grid = draw_case(3, 4, prefix=1, which="qkvb")
+    shape = lambda rows, cols: rows[:, None] + cols[None, :]  # noqa: E731
+    names = RelativeTerms._fields[:4]
+    joined = terms._replace(**{name: JointTable(shape(*getattr(terms, name))) for name in names})
+    separate, joint = (relative_attention(q, k, v, t, grid) for t in (terms, joined))
+    torch.testing.assert_close(separate, joint, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("case", "options", "backend", "reason"),
+    [
+        ({"height": 6, "width": 6}, {}, "fused", "one stock attention"),
+        ({"height": 6, "width": 6, "layout": "joint"}, {}, "tiled", "joint tables"),
+        ({"height": 6, "width": 6}, {"dropout_p": 0.1}, "tiled", "dropout"),
+        ({"height": 1, "width": 160}, {}, "tiled", "rows and columns"),
+        ({"height": 1, "width": 160, "which": ""}, {}, "fused", "one stock attention"),
+    ],
+)
+def test_auto_runs_what_it_says(case, options, backend, reason, monkeypatch):
+    q, k, v, terms, grid = draw_case(**case)
+    ran = []
+    for name, module in attention.BACKENDS.items():
+        original = module.relative_attention
+        spy = lambda *args, name=name, original=original: ran.append(name) or original(*args)  # noqa: E731
+        monkeypatch.setattr(module, "relative_attention", spy)
+    relative_attention(q, k, v, terms, grid, **options)
+    choice = choose(q, v, terms, grid, **options)
+    assert ran == [backend] == [choice.backend]
+    assert reason in choice.reason
+
+
+def test_joint_tables_need_a_backend_that_can():
+    q, k, v, terms, grid = draw_case(2, 3, which="qk", layout="joint")
+    with pytest.raises(ValueError, match=r"terms.query is a joint table, which needs backend 'tiled' or 'reference'"):
+        relative_attention(q, k, v, terms, grid, backend="fused")
+    with pytest.raises(ValueError, match=r"terms.key is a joint table"):
+        relative_logits(q, terms, grid)
+    even = terms._replace(key=JointTable(terms.key.table[:, :4]))
+    with pytest.raises(ValueError, match=r"terms.key.table has 5 x 4 rows, expected an odd number"):
+        relative_attention(q, k, v, even, grid)
+    flat = terms._replace(key=JointTable(terms.key.table[0]))
+    with pytest.raises(ValueError, match=r"terms.key.table has shape \(5, 5\), expected \(2k \+ 1, 2k \+ 1, 5\)"):
+        relative_attention(q, k, v, flat, grid)

@@ -29,9 +29,18 @@ def row_of(offset, distance, bucketing):
 
 
 def pair_entry(tables, head, query_place, key_place, bucketing, vector=True):
-    """rows[dy] + cols[dx], key minus query, of a head; None without a place or without tables."""
+    """rows[dy] + cols[dx] or table[dy, dx], key minus query, of a head; None without a place or without tables."""
     if tables is None or query_place is None or key_place is None:
         return None
+    if len(tables) == 1:  # joint
+        (table,) = tables
+        if table.dim() == (4 if vector else 3):
+            table = table[head]
+        row, col = (
+            row_of(end - start, (size - 1) // 2, bucketing)
+            for start, end, size in zip(query_place, key_place, table.shape[:2], strict=True)
+        )
+        return table[row, col]
     total = 0
     for table, start, end in zip(tables, query_place, key_place, strict=True):
         if table.dim() == (3 if vector else 2):
