@@ -13,6 +13,17 @@ from relvit.cli.errors import NOISE, UsageError
 from relvit.data import ImageData
 from relvit.names import did_you_mean, listing
 
+NO_DATA = (
+    "no data given: use --config configs/digits.yaml, --data DigitsData, or --data ImageFolderData --data.root DIR"
+)
+WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "tuple": "a pair such as '[64,96]'",
+    "list": "a list such as '[64,96]'",
+    "dict": "name: value pairs",
+}
+
 
 class Parser(LightningArgumentParser):
     """Raises `UsageError`, with the nearest right name, where the stock parser prints its usage and exits.
@@ -21,7 +32,7 @@ class Parser(LightningArgumentParser):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+        super().__init__(*args, **{"allow_abbrev": False, "description": "", **kwargs})
 
     def error(self, message: str, ex: Exception | None = None) -> None:
         raise UsageError(explain_parser_error(self, message)) from ex
@@ -33,25 +44,25 @@ def explain_parser_error(parser: ArgumentParser, message: str) -> str:
     The parser tries every type that an option may have and reports all of them, nested; the innermost complaint is the
     one that the user can act on.
     """
-    known = known_options(parser)
+    known = [f"--{name}" for name in known_options(parser)]
     data_classes = {cls.__name__ for cls in data_modules()}
     if unknown := re.search(r"[Uu]nrecognized arguments: (\S+)", message):
         flag = unknown[1].split("=")[0]
-        return f"unknown option {flag}{did_you_mean(flag.lstrip('-'), known)}"
+        if flag in known:  # an option of the data, of which none was chosen
+            return NO_DATA
+        return f"unknown option {flag}{did_you_mean(flag, known)}"
     if file := re.fullmatch(r'Parser key "config": (.+)', message):
         return f"--config: {file[1]}"
     if key := re.search(r"Option '([\w.]+)' is not accepted|does not accept option '([\w.]+)'", message):
         name = key[1] or key[2]
-        return f"unknown option {name}{did_you_mean(name, known)}"
+        return f"unknown option {name}{did_you_mean(name, (option.lstrip('-') for option in known))}"
     if name := re.search(r"Expected a dot import path string: (\S+)", message):
         return f"unknown data {name[1]!r}{did_you_mean(name[1], data_classes)}; known: {listing(sorted(data_classes))}"
     if re.search(r"arguments are required: (\w+\.)?data\b", message):
-        return (
-            "no data given: use --config configs/digits.yaml, --data DigitsData, "
-            "or --data ImageFolderData --data.root DIR"
-        )
-    if missing := re.search(r"- the following arguments are required: (.+)", message):
-        return f"missing: {', '.join(f'--data.{name}' for name in missing[1].split(', '))}"
+        return NO_DATA
+    if missing := re.search(r"(- )?the following arguments are required: (.+)", message):
+        nested = "data." if missing[1] else ""
+        return f"missing: {', '.join(f'--{nested}{name}' for name in missing[2].split(', '))}"
 
     keys = re.findall(r'Parser key "([\w.]+)"', message)
     complaints = [line.strip().removeprefix("- ") for line in message.splitlines()]
@@ -64,15 +75,23 @@ def explain_parser_error(parser: ArgumentParser, message: str) -> str:
     if len(wanted) == len(complaints) and given:
         types = " or ".join(dict.fromkeys(map(_readable, wanted)))
         return f"--{'.'.join(dict.fromkeys(keys))} must be {types}, got {given[1]}"
-    # Complaints of the parser of a nested class, which does not know under which name it is nested.
-    prefix = "".join(f"{key}." for key in keys)
-    return "; ".join(re.sub(r"^(?:--|(unknown option ))(?=\w)", rf"\g<1>--{prefix}", line) for line in complaints)
+    complaints = [_nested(line, "".join(f"{key}." for key in keys)) for line in complaints]
+    if any(line.startswith(f"unknown option {option} ") for line in complaints for option in known):
+        return NO_DATA  # an option of a data module, but none was chosen
+    return "; ".join(complaints)
+
+
+def _nested(line: str, prefix: str) -> str:
+    """A complaint of the parser of a nested class, which does not know under which name it is nested."""
+    if line.startswith("unknown option "):
+        return re.sub(r"(^unknown option |did you mean ')-*", rf"\1--{prefix}", line)
+    return f"--{prefix}{line.removeprefix('--')}" if line.startswith("--") else line
 
 
 def _readable(wanted: str) -> str:
     """A type as the parser prints it, in words."""
     named = re.fullmatch(r"<class '([\w.]+)'>", wanted)
-    return (named[1] if named else wanted).replace("typing.Literal", "one of ")
+    return WORDS.get(named[1], named[1]) if named else wanted.replace("typing.Literal", "one of ")
 
 
 def data_modules() -> list[type[ImageData]]:
@@ -88,6 +107,7 @@ def known_options(parser: ArgumentParser) -> list[str]:
         choices = action.choices if isinstance(action.choices, dict) else {}
         for sub in choices.values():
             names |= set(known_options(sub))
-    for data in data_modules():
-        names |= {f"data.{name}" for name in inspect.signature(data).parameters}
+        if action.dest == "data":
+            for data in data_modules():
+                names |= {f"data.{name}" for name in inspect.signature(data).parameters}
     return sorted(names)

@@ -24,6 +24,7 @@ from relvit.training import (
     TrainingCurves,
     new_run_folder,
     read_checkpoint,
+    remove_if_fruitless,
 )
 from relvit.training.checkpoint import KEY, check_same_data, check_same_network
 
@@ -46,8 +47,14 @@ class RelvitCLI(LightningCLI):
         self.checkpoint_path = _option(self.arguments, "--ckpt_path")
         asks_help = any(argument in ("-h", "--help") or argument.endswith(".help") for argument in self.arguments)
         if command != "fit" and self.checkpoint_path is None and not asks_help:
-            raise UsageError("--ckpt_path is missing: the checkpoint to use, such as runs/RUN/checkpoints/best.ckpt")
-        self.remembered = read_checkpoint(self.checkpoint_path)[KEY] if self.checkpoint_path else None
+            bare = next((argument for argument in self.arguments if argument.endswith(".ckpt")), None)
+            hint = f"put --ckpt_path before {bare}" if bare else "give one, such as runs/RUN/checkpoints/best.ckpt"
+            raise UsageError(f"--ckpt_path is missing: {hint}")
+        self.remembered: dict[str, Any] | None = None
+        self.finished_epochs = 0
+        if self.checkpoint_path:
+            checkpoint = read_checkpoint(self.checkpoint_path)
+            self.remembered, self.finished_epochs = checkpoint[KEY], checkpoint["epoch"] + 1
         self.run_folder: Path | None = None
         super().__init__(
             ImageClassifier,
@@ -125,6 +132,16 @@ class RelvitCLI(LightningCLI):
         """Say what is about to be trained."""
         self.start = time.monotonic()
         model, data = self.model, self.datamodule
+        epochs, warmup = self.trainer.max_epochs, model.hparams.warmup_epochs
+        if self.checkpoint_path and epochs is not None and 0 <= epochs <= self.finished_epochs:
+            raise UsageError(
+                f"{self.checkpoint_path} has all {self.finished_epochs} epochs behind it: raise --trainer.max_epochs"
+            )
+        if epochs is not None and 0 < epochs <= warmup:
+            _say(
+                f"Note: the warm-up takes {warmup:g} epochs, the training {epochs}: the full learning rate is never "
+                "reached; lower --model.warmup_epochs"
+            )
         size = sum(parameter.numel() for parameter in model.net.parameters()) / 1e6
         _say(
             f"{model.hparams.model} ({size:.2f} M parameters), {data.num_classes} classes, "
@@ -134,41 +151,70 @@ class RelvitCLI(LightningCLI):
 
     def after_fit(self) -> None:
         """Test the best checkpoint where there are test images, and say what came out, where it is and what is next."""
-        if self.run_folder is None or self.trainer.interrupted:
+        if self.run_folder is None:
             return
         minutes = (time.monotonic() - self.start) / 60
-        best = self.trainer.checkpoint_callback.best_model_path
+        best, score = (
+            self.trainer.checkpoint_callback.best_model_path,
+            self.trainer.checkpoint_callback.best_model_score,
+        )
+        if score is None:
+            _say("Nothing was trained.")
+            return
         summary: dict[str, Any] = {
             "model": self.model.hparams.model,
             "seed": self._get(self.config, "seed_everything"),
             "epochs": self.trainer.current_epoch,
             "minutes": round(minutes, 2),
-            "val/acc1": float(self.trainer.checkpoint_callback.best_model_score),
+            "val/acc1": float(score),
         }
-        lines = [f"Trained {summary['epochs']} epochs in {minutes:.1f} min."]
-        lines.append(f"Best validation accuracy: {summary['val/acc1']:.4f}")
+        since = f" since resuming after epoch {self.finished_epochs}" if self.checkpoint_path else ""
+        lines = [f"Trained {summary['epochs'] - self.finished_epochs} epochs in {minutes:.1f} min."]
+        lines.append(f"Best validation accuracy{since}: {summary['val/acc1']:.4f}")
         if self.datamodule.has_test:
             results = self.trainer.test(self.model, self.datamodule, ckpt_path=best, verbose=False)[0]
             summary.update(results)
             top5 = f", top-5 {results['test/acc5']:.4f}" if "test/acc5" in results else ""
             lines.append(f"Test accuracy of that checkpoint: {results['test/acc1']:.4f}{top5}")
-        relative = Path(best).relative_to(Path.cwd()) if Path(best).is_relative_to(Path.cwd()) else best
-        sizes = [self.datamodule.img_size[0], self.datamodule.img_size[0] * 2]
-        lines += [
-            f"Files: {self.run_folder} (config.yaml, metrics.csv, curves.png, tensorboard, checkpoints, summary.json)",
-            "Next:",
-            f"  relvit validate --ckpt_path {relative} --data.img_size {sizes[1]}",
-            f"  relvit resolutions --ckpt_path {relative} --sizes [{sizes[0]},{sizes[1]}]",
-            f"  relvit predict --ckpt_path {relative}",
-        ]
         if rank_zero_only.rank == 0:
             (self.run_folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+            files = ", ".join(sorted(path.name for path in self.run_folder.iterdir()))
+            lines += [f"Files: {self.run_folder} ({files})", "Next:", *self._suggestions(best)]
         _say("\n".join(lines))
+
+    def _suggestions(self, best: str) -> list[str]:
+        """Commands that work as printed."""
+        path = Path(best).relative_to(Path.cwd()) if Path(best).is_relative_to(Path.cwd()) else best
+        lines = []
+        if getattr(self.model.net, "dynamic_img_size", False):
+            # A quarter larger, in whole patches: objects grow in patches, too, and accuracy falls with a large factor.
+            patch = self.model.net.patch_embed.patch_size
+            trained = list(self.datamodule.img_size)
+            larger = [max(side + p, round(1.25 * side / p) * p) for side, p in zip(trained, patch, strict=True)]
+            first, second = (str(size).replace(" ", "") for size in (trained, larger))
+            lines.append(f"  relvit validate --ckpt_path {path} --data.img_size '{second}'")
+            lines.append(f"  relvit resolutions --ckpt_path {path} --sizes '[{first},{second}]'")
+        root = " --data.root FOLDER_OF_IMAGES" if hasattr(self.datamodule, "root") else ""
+        return [*lines, f"  relvit predict --ckpt_path {path}{root}"]
 
     def after_predict(self) -> None:
         """Say where the predictions are."""
         table = next(c for c in self.trainer.callbacks if isinstance(c, PredictionTable))
         _say(f"{table.count} predictions in {table.path}")
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        try:
+            super()._run_subcommand(subcommand)
+        except SystemExit:
+            # Lightning has caught Ctrl-C and is on its way out.
+            folder = self.run_folder
+            if self.trainer.interrupted and folder and (folder / "checkpoints" / "last.ckpt").is_file():
+                resume = f"--config {folder / 'config.yaml'} --ckpt_path {folder / 'checkpoints' / 'last.ckpt'}"
+                _say(f"Stopped. To continue after the last whole epoch: relvit fit {resume}")
+            raise
+        finally:
+            if self.run_folder and rank_zero_only.rank == 0:
+                remove_if_fruitless(self.run_folder)
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         kwargs = super()._prepare_subcommand_kwargs(subcommand)

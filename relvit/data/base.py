@@ -129,8 +129,9 @@ class ImageData(LightningDataModule):
             self.dataset(split)
 
     def train_dataloader(self) -> DataLoader:
-        """Shuffled batches; the last, smaller one is left out unless it is the only one."""
-        return self._loader("train", shuffle=True, drop_last=len(self.dataset("train")) > self.batch_size)
+        """Shuffled batches; a last one of a single image is left out, which batch norm could not normalise."""
+        count = len(self.dataset("train"))
+        return self._loader("train", shuffle=True, drop_last=count > 1 and count % self.batch_size == 1)
 
     def val_dataloader(self) -> DataLoader:
         """All validation images in order."""

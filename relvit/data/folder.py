@@ -65,7 +65,8 @@ class ImageFolderData(ImageData):
     ) -> None:
         if not 0 < val_fraction < 1:
             raise ValueError(f"val_fraction is {val_fraction}; it is the share of train, 0 < val_fraction < 1")
-        self.root = os.path.expanduser(root)
+        # Absolute: a checkpoint remembers it, and may be used from elsewhere.
+        self.root = os.path.abspath(os.path.expanduser(root))
         self.val_fraction = val_fraction
         self.split_seed = split_seed
         self._folders = _find_splits(self.root)
@@ -85,7 +86,11 @@ class ImageFolderData(ImageData):
         """Which folder is missing, or None."""
         if split == "predict":
             only_train = list(self._folders) == ["train"]
-            return f"no test or val folder in {self.root}; add one, or give a folder of images" if only_train else None
+            return (
+                f"no test or val folder in {self.root}; add one, or give a folder of images (--data.root)"
+                if only_train
+                else None
+            )
         if split in self._folders or (split == "val" and "train" in self._folders):
             return None
         return f"no {split} folder in {self.root}; add the images as {os.path.join(self.root, split, '<class>')}/..."
@@ -149,7 +154,8 @@ def _find_splits(root: str) -> dict[Split, str]:
     """The folder of each split that root has."""
     if not os.path.isdir(root):
         raise FileNotFoundError(
-            f"root {root} is no folder; expected {os.path.join(root, 'train', '<class>', '<image>')}"
+            f"root {root} is no folder; give the one that holds train/<class>/<image>, or the images to predict "
+            "(--data.root)"
         )
     found: dict[Split, str] = {}
     for split, names in _FOLDER_NAMES.items():

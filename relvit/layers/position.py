@@ -104,7 +104,7 @@ def _tables(rows: Tensor | None, cols: Tensor | None) -> AxisTables | None:
 
 
 def _pair(max_distance: int | Sequence[int]) -> tuple[int, int]:
-    pair = (max_distance, max_distance) if isinstance(max_distance, int) else tuple(max_distance)
+    pair = tuple(max_distance) if isinstance(max_distance, Sequence) else (max_distance, max_distance)
     if len(pair) != 2:
         raise ValueError(f"max_distance must be an int or (rows, columns), got {max_distance!r}")
     for distance in pair:

@@ -19,6 +19,8 @@ from relvit.names import did_you_mean, listing
 from relvit.ops import Grid, patch_coords
 
 POS_EMBEDS = ("", "learn")
+# Arguments of timm's class that are no choice here.
+FIXED = {"dynamic_img_size", "block_fn", "attn_layer"}
 
 
 class RelVisionTransformer(VisionTransformer):
@@ -43,7 +45,8 @@ class RelVisionTransformer(VisionTransformer):
         **kwargs: see `timm.models.vision_transformer.VisionTransformer` (img_size, patch_size, embed_dim, depth ...).
 
     Raises:
-        ValueError: an unknown `pos_embed`, or an image whose sides are no multiples of the patch in `forward`.
+        ValueError: an unknown `pos_embed`, an argument that is no choice here, or in `forward` an image
+            whose sides are no multiples of the patch.
     """
 
     def __init__(
@@ -63,6 +66,10 @@ class RelVisionTransformer(VisionTransformer):
         if pos_embed not in POS_EMBEDS:
             hint = did_you_mean(str(pos_embed), POS_EMBEDS)
             raise ValueError(f"pos_embed must be one of {listing(POS_EMBEDS)}, got {pos_embed!r}{hint}")
+        for name in FIXED & set(kwargs):
+            raise ValueError(
+                f"{name} cannot be chosen: these models take every image size, through blocks of their own"
+            )
         position = partial(
             RelativePosition2d,
             rel_terms=rel_terms,
@@ -177,8 +184,8 @@ def check_image_size(x: Tensor, patch_size: tuple[int, int], padded: bool) -> No
             below = size - size % patch
             near = f"{below} or {below + patch}" if below else f"{patch}"
             raise ValueError(
-                f"image {name} {size} is not a multiple of the patch size {patch}: use {near}, "
-                "or dynamic_img_pad=True to pad with zeros"
+                f"image {name} {size} is not a multiple of the patch size {patch}: use {near} "
+                "(a model made with dynamic_img_pad=True pads with zeros)"
             )
 
 

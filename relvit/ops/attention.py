@@ -35,8 +35,8 @@ class Choice(NamedTuple):
     keeps: str
 
 
-# The first rule that applies decides. 160: on the CPU, at head_dim 64, tiles took 1.3 times as long as vectors longer by
-# 136 and 0.7 times as long as vectors longer by 197 (forward and backward, one thread).
+# The first rule that applies decides. 160: on the CPU, at head_dim 64, forward and backward, tiles took 1.3 times as
+# long as vectors longer by 136, and 0.7 times as long as vectors longer by 197.
 RULES: tuple[tuple[Callable[[Case], bool], Choice], ...] = (
     (
         lambda case: case.joint,
@@ -106,6 +106,7 @@ def relative_attention(
     Raises:
         ValueError: shapes, dtypes or names that do not fit; the message names the tensor, its shape and the one
             expected.
+        TypeError: `terms` that are none.
     """
     key_grid = grid if key_grid is None else key_grid
     _check_backend(backend)
@@ -230,6 +231,8 @@ def _check_grid(name: str, tokens: Tensor, grid_name: str, grid: Grid) -> None:
 
 
 def _check_terms(terms: RelativeTerms, heads: int, head_dim: int, value_dim: int) -> None:
+    if not isinstance(terms, RelativeTerms):
+        raise TypeError(f"terms must be RelativeTerms, got {type(terms).__name__}; RelativeTerms() has none")
     if terms.bucketing not in BUCKETINGS:
         hint = did_you_mean(str(terms.bucketing), BUCKETINGS)
         raise ValueError(f"terms.bucketing must be one of {listing(BUCKETINGS)}, got {terms.bucketing!r}{hint}")

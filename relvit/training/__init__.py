@@ -3,7 +3,7 @@
 from relvit.training.callbacks import PredictionTable, TrainingCurves
 from relvit.training.checkpoint import DescribeCheckpoint, load_classifier, read_checkpoint
 from relvit.training.classifier import ImageClassifier, NonFiniteLossError
-from relvit.training.run_folder import new_run_folder
+from relvit.training.run_folder import new_run_folder, remove_if_fruitless
 from relvit.training.schedule import warmup_cosine
 
 __all__ = [
@@ -16,4 +16,5 @@ __all__ = [
     "TrainingCurves",
     "PredictionTable",
     "new_run_folder",
+    "remove_if_fruitless",
 ]

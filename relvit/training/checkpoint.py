@@ -47,12 +47,18 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         ValueError: not a checkpoint, or not one of relvit's.
     """
     path = Path(path)
+    if path.is_dir():
+        raise FileNotFoundError(
+            f"{path} is a folder; give the checkpoint, such as {path / 'checkpoints' / 'best.ckpt'}"
+        )
     if not path.is_file():
-        raise FileNotFoundError(f"no checkpoint at {path}")
+        raise FileNotFoundError(f"no checkpoint at {path}; give the file, such as runs/RUN/checkpoints/best.ckpt")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        raise ValueError(f"{path} is not a checkpoint that can be read safely: {str(error).splitlines()[0]}") from error
+        raise ValueError(
+            f"{path} cannot be read: it is damaged, no checkpoint, or holds more than tensors and plain values"
+        ) from error
     if not isinstance(content, dict) or KEY not in content or "state_dict" not in content:
         raise ValueError(f"{path} is not a checkpoint of relvit fit: it does not say which model and data it is of")
     return content
@@ -83,6 +89,9 @@ def check_same_network(path: str | Path, remembered: dict[str, Any], asked: Mapp
     """
     for name in ("model", "model_kwargs", "num_classes", "in_chans", "img_size", "class_names"):
         trained, wanted = remembered["model"][name], _plain(asked[name])
+        if isinstance(trained, dict) and isinstance(wanted, dict):
+            differ = [key for key in {**trained, **wanted} if trained.get(key) != wanted.get(key)]
+            trained, wanted = ({key: side.get(key) for key in differ} for side in (trained, wanted))
         if (trained or None) != (wanted or None):
             raise ValueError(
                 f"{path} was trained with {name} {_short(trained)}, not {_short(wanted)}: drop that option"

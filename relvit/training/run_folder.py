@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from datetime import datetime
 from pathlib import Path
+
+FRUITS = ("metrics.csv", "predictions.csv", "checkpoints")
 
 
 def new_run_folder(parent: str | Path, name: str, now: datetime | None = None) -> Path:
@@ -22,3 +25,9 @@ def new_run_folder(parent: str | Path, name: str, now: datetime | None = None) -
             count += 1
             continue
         return folder
+
+
+def remove_if_fruitless(folder: Path) -> None:
+    """Remove the folder of a run that failed before it had any metrics, checkpoint or prediction."""
+    if not any((folder / name).exists() for name in FRUITS):
+        shutil.rmtree(folder)

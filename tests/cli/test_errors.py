@@ -39,15 +39,16 @@ def fit(copy, tmp_path):
         (["--model.model=relvit_smal"], r"unknown model 'relvit_smal' \(did you mean 'relvit_small'\?\)"),
         (["--model.model_kwargs.depht=3"], r"'test_relvit' has no argument 'depht' \(did you mean 'depth'\?\)"),
         (["--model.model_kwargs.rel_terms=kx"], r"rel_terms must be .* got 'kx'"),
-        (["--trainer.max_epoch=3"], r"unknown option --trainer.max_epoch \(did you mean 'trainer.max_epochs'\?\)"),
-        (["--data.img_sise=8"], r"unknown option --data.img_sise \(did you mean 'img_size'\?\)"),
+        (["--trainer.max_epoch=3"], r"unknown option --trainer.max_epoch \(did you mean '--trainer.max_epochs'\?\)"),
+        (["--data.img_sise=8"], r"unknown option --data.img_sise \(did you mean '--data.img_size'\?\)"),
+        (["--data.img_size=64,96"], r"--data.img_size must be a whole number or a pair such as '\[64,96\]', got 64,96"),
         (["--data.augment=shft"], r"--data.augment must be one of .*'shift'.* got shft"),
         (["--data=FolderData"], r"unknown data 'FolderData' \(did you mean 'ImageFolderData'\?\)"),
-        (["--model.lr=fast"], "--model.lr must be float, got fast"),
+        (["--model.lr=fast"], "--model.lr must be a number, got fast"),
         (["--model.num_classes=7"], "num_classes"),
         (["--data.img_size=20"], "image height 20 is not a multiple of the patch size 8: use 16 or 24"),
         (["--config=nothing.yaml"], "--config: File does not exist: .*nothing.yaml"),
-        (["--ckpt_path=last"], "no checkpoint at last"),
+        (["--ckpt_path=last"], "no checkpoint at last; give the file, such as runs/RUN/checkpoints/best.ckpt"),
         (["--model.min_lr=1"], "need 0 <= min_lr <= lr, got min_lr 1"),
     ],
 )
@@ -65,14 +66,15 @@ def test_key_in_a_config_file(fit, tmp_path, capsys):
 
 def test_no_data_and_no_checkpoint_and_no_such_command(capsys):
     assert "no data given: use --config configs/digits.yaml" in fails(["fit"], capsys)
-    assert "--ckpt_path is missing" in fails(["validate"], capsys)
+    assert "no data given" in fails(["fit", "--data.root=photos"], capsys)
+    assert "--ckpt_path is missing: give one" in fails(["validate"], capsys)
+    assert "--ckpt_path is missing: put --ckpt_path before x.ckpt" in fails(["validate", "x.ckpt"], capsys)
     assert "unknown command 'fti' (did you mean 'fit'?)" in fails(["fti"], capsys)
 
 
 def test_missing_folder(capsys):
-    assert "root nowhere is no folder; expected nowhere/train/<class>/<image>" in fails(
-        [*FIT, "--data.root=nowhere"], capsys
-    )
+    message = fails([*FIT, "--data.root=nowhere"], capsys)
+    assert re.search(r"nowhere is no folder; give the one that holds train/<class>/<image>.*--data.root", message)
 
 
 def test_empty_class_folder(fit, copy, capsys):
@@ -110,7 +112,7 @@ def test_checkpoint_of_another_architecture_or_class_count(run, fit, copy, capsy
     message = fails(["validate", best, "--model.model=relvit_tiny"], capsys)
     assert "was trained with model 'test_relvit', not 'relvit_tiny': drop that option" in message
     message = fails(["validate", best, "--model.model_kwargs.depth=3"], capsys)
-    assert re.search(r"was trained with model_kwargs .*'depth': 2.*, not .*'depth': 3", message)
+    assert "was trained with model_kwargs {'depth': 2}, not {'depth': 3}" in message
     message = fails(["validate", best, "--data=DigitsData"], capsys)
     assert "'cat'" in message
     # Resuming on data with another class.
@@ -124,9 +126,8 @@ def test_foreign_and_damaged_checkpoints(run, tmp_path, capsys):
     torch.save({"state_dict": {}}, foreign)
     assert "is not a checkpoint of relvit fit" in fails(["validate", f"--ckpt_path={foreign}"], capsys)
     torch.save({"state_dict": {}, "relvit": print}, foreign)
-    assert "cannot be read safely" in fails(["validate", f"--ckpt_path={foreign}"], capsys).replace(
-        "is not a checkpoint that can be", "cannot be"
-    )
+    message = fails(["validate", f"--ckpt_path={foreign}"], capsys)
+    assert "cannot be read: it is damaged, no checkpoint, or holds more than tensors and plain values" in message
     content = (run / "checkpoints" / "best.ckpt").read_bytes()
     foreign.write_bytes(content[: len(content) // 2])
     assert str(foreign) in fails(["validate", f"--ckpt_path={foreign}"], capsys)
@@ -135,6 +136,27 @@ def test_foreign_and_damaged_checkpoints(run, tmp_path, capsys):
 def test_non_finite_loss_stops_before_the_step(fit, tmp_path, capsys):
     message = fails([*fit, "--model.lr=1e30", "--trainer.max_epochs=9", "--model.warmup_epochs=0"], capsys, status=1)
     assert re.search(r"the loss is nan at step [1-9]\d* of epoch \d+: stopped before the optimiser step", message)
+
+
+def test_a_run_that_fails_before_it_has_anything_leaves_no_folder(fit, tmp_path, capsys):
+    fails([*fit, "--data.img_size=20"], capsys)
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_resuming_what_is_finished(run, fit, capsys):
+    last = run / "checkpoints" / "last.ckpt"
+    message = fails([*fit, f"--ckpt_path={last}"], capsys)
+    assert f"{last} has all 4 epochs behind it: raise --trainer.max_epochs" in message
+    message = fails(["validate", f"--ckpt_path={run}"], capsys)
+    assert f"{run} is a folder; give the checkpoint, such as {run / 'checkpoints' / 'best.ckpt'}" in message
+
+
+def test_options_of_resolutions(run, capsys):
+    best = f"--ckpt_path={run / 'checkpoints' / 'best.ckpt'}"
+    assert "missing: --sizes" in fails(["resolutions", best], capsys)
+    assert "--sizes must be a list such as '[64,96]', got 16" in fails(["resolutions", best, "--sizes=16"], capsys)
+    message = fails(["resolutions", best, "--sizes=[16]", "--data.root=x"], capsys)
+    assert "unknown option --data.root (did you mean '--root'?)" in message
 
 
 def test_debug_shows_the_traceback(fit):

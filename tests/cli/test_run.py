@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import shlex
 import shutil
 
 import pytest
@@ -138,12 +139,13 @@ def test_the_saved_config_trains_the_same_again_in_another_folder(run, tmp_path)
     assert read_metrics(again / "metrics.csv")["val/loss"] == read_metrics(run / "metrics.csv")["val/loss"]
 
 
-def test_resuming_continues_at_the_next_epoch(run, photos, tmp_path):
+def test_resuming_continues_at_the_next_epoch(run, tmp_path, capsys):
     arguments = ["fit", f"--config={run / 'config.yaml'}", f"--runs={tmp_path}", "--trainer.max_epochs=5"]
     assert main([*arguments, f"--ckpt_path={run / 'checkpoints' / 'last.ckpt'}"]) == 0
     (folder,) = tmp_path.iterdir()
     assert read_checkpoint(folder / "checkpoints" / "last.ckpt")["epoch"] == 4
     assert [epoch for epoch, _ in read_metrics(folder / "metrics.csv")["train/loss"]] == [4]
+    assert "Best validation accuracy since resuming after epoch 4:" in capsys.readouterr().out
 
 
 def test_digits_train_without_any_file(tmp_path, monkeypatch, capsys):
@@ -157,7 +159,7 @@ def test_digits_train_without_any_file(tmp_path, monkeypatch, capsys):
     assert re.search(r"Test accuracy of that checkpoint: 0\.\d{4}, top-5", out)
     # What it suggests next works as printed.
     for line in [line for line in out.splitlines() if line.startswith("  relvit ")]:
-        command = line.split()[1:]
+        command = shlex.split(line)[1:]
         limit = ["--accelerator=cpu"] if command[0] == "resolutions" else QUIET
         assert main([*command, *limit]) == 0, line
 

@@ -57,7 +57,8 @@ def test_values_and_labels():
 def test_loaders():
     data = DigitsData(batch_size=100)
     data.setup("fit")
-    assert len(data.train_dataloader()) == 12  # the last 57 are left out
+    assert len(data.train_dataloader()) == 13  # the last batch has 57
+    assert len(DigitsData(batch_size=1256).train_dataloader()) == 1  # a batch of one is left out
     assert [len(labels) for _, labels in data.val_dataloader()] == [100, 80]
     images, labels = next(iter(data.train_dataloader()))
     assert images.shape == (100, 1, 8, 8)

@@ -62,6 +62,7 @@ def test_gradients_reach_only_the_offsets_that_occur():
         ({"max_distance": -1}, ValueError, "must not be negative, got -1"),
         ({"max_distance": (3, 4, 5)}, ValueError, r"int or \(rows, columns\)"),
         ({"max_distance": (3, 4.0)}, TypeError, "integers"),
+        ({"max_distance": 7.5}, TypeError, "max_distance must hold integers, got 7.5"),
         ({"init_std": -0.1}, ValueError, "init_std must not be negative"),
     ],
 )

@@ -324,6 +324,8 @@ def test_errors_name_the_tensor_and_what_was_expected():
         relative_attention(q, k, v, wide, grid)
     with pytest.raises(ValueError, match=r"grid.valid has shape \(3, 6\), expected \(6,\) or \(2, 6\)"):
         relative_attention(q, k, v, terms, grid._replace(valid=torch.ones(3, 6, dtype=torch.bool)))
+    with pytest.raises(TypeError, match="terms must be RelativeTerms, got NoneType"):
+        relative_attention(q, k, v, None, grid)
     with pytest.raises(ValueError, match="exclude each other"):
         relative_attention(q, k, v, terms, grid, attn_mask=torch.ones(6, 6, dtype=torch.bool), is_causal=True)
     with pytest.raises(ValueError, match=r"terms\.key, which is None"):
