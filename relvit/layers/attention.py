@@ -22,12 +22,21 @@ class RelativeAttention(Attention):
         num_heads: number of heads.
         position: module that maps a `Grid` to `RelativeTerms`, such as `RelativePosition2d`; it may also be set later
             as the attribute `position`. None: plain attention.
+        backend: see `relvit.ops.relative_attention`; an attribute that may be set at any time.
         **kwargs: see `timm.layers.Attention`.
     """
 
-    def __init__(self, dim: int, num_heads: int = 8, position: nn.Module | None = None, **kwargs: object) -> None:
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        position: nn.Module | None = None,
+        backend: str = "auto",
+        **kwargs: object,
+    ) -> None:
         super().__init__(dim, num_heads, **kwargs)
         self.position = position
+        self.backend = backend
 
     def forward(self, x: Tensor, grid: Grid, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """(B, N, dim) tokens laid out by `grid` -> (B, N, dim).
@@ -53,6 +62,7 @@ class RelativeAttention(Attention):
             is_causal=is_causal,
             dropout_p=self.attn_drop.p if self.training else 0.0,
             scale=self.scale,
+            backend=self.backend,
         )
         x = self.norm(x.transpose(1, 2).reshape(B, N, self.attn_dim))
         if gate is not None:

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 import torch
 from timm.layers import trunc_normal_
-from torch import Tensor, nn
+from torch import nn
 
 from relvit.names import did_you_mean, listing
-from relvit.ops import BUCKETINGS, AxisTables, Grid, RelativeTerms
+from relvit.ops import BUCKETINGS, AxisTables, Grid, JointTable, RelativeTerms
 
 TERMS = {"q": "query", "k": "key", "v": "value", "b": "bias"}
+LAYOUTS: dict[str, type[AxisTables] | type[JointTable]] = {"separate": AxisTables, "joint": JointTable}
 
 
 class RelativePosition2d(nn.Module):
@@ -29,12 +30,15 @@ class RelativePosition2d(nn.Module):
             queries), 'v' (added to the values), 'b' (bias); '' for none.
         max_distance: clip distance k in patches, one for both axes or (rows, columns).
         shared_heads: one set of vectors for all heads, as in the paper.
+        layout: 'separate' (a table per axis, the two vectors are added) or 'joint' (one table of (2k + 1)^2 vectors; it
+            can tell apart what sums cannot, and costs more: see the backend 'tiled').
         bucketing: 'clip', or 'piecewise' for iRPE's index, whose 2k + 1 rows reach up to 4k patches away.
         init_std: standard deviation of the truncated normal that the tables start from; 0 starts at zero, where the
             layer computes plain attention.
 
     Raises:
-        ValueError: unknown or repeated letters, an unknown bucketing, a negative clip distance or standard deviation.
+        ValueError: unknown or repeated letters, an unknown layout or bucketing, a negative clip distance or standard
+            deviation.
         TypeError: a clip distance that is not an integer.
     """
 
@@ -45,6 +49,7 @@ class RelativePosition2d(nn.Module):
         rel_terms: str = "kv",
         max_distance: int | Sequence[int] = 7,
         shared_heads: bool = True,
+        layout: str = "separate",
         bucketing: str = "clip",
         init_std: float = 0.02,
         device: torch.device | str | None = None,
@@ -54,23 +59,27 @@ class RelativePosition2d(nn.Module):
         if any(letter not in TERMS for letter in rel_terms) or len(set(rel_terms)) != len(rel_terms):
             letters = ", ".join(f"{letter!r} ({term})" for letter, term in TERMS.items())
             raise ValueError(f"rel_terms must be made of the letters {letters}, each at most once, got {rel_terms!r}")
-        if bucketing not in BUCKETINGS:
-            hint = did_you_mean(str(bucketing), BUCKETINGS)
-            raise ValueError(f"bucketing must be one of {listing(BUCKETINGS)}, got {bucketing!r}{hint}")
+        for name, given, allowed in (("layout", layout, tuple(LAYOUTS)), ("bucketing", bucketing, BUCKETINGS)):
+            if given not in allowed:
+                hint = did_you_mean(str(given), allowed)
+                raise ValueError(f"{name} must be one of {listing(allowed)}, got {given!r}{hint}")
         if init_std < 0:
             raise ValueError(f"init_std must not be negative, got {init_std}")
         self.rel_terms = rel_terms
         self.max_distance = _pair(max_distance)
+        self.layout = layout
         self.bucketing = bucketing
         self.init_std = init_std
+        rows, cols = (2 * distance + 1 for distance in self.max_distance)
+        offsets = {"rows": (rows,), "cols": (cols,), "table": (rows, cols)}
         for letter, term in TERMS.items():
             lead = (num_heads,) if letter == "b" or not shared_heads else ()
             tail = () if letter == "b" else (head_dim,)
-            for axis, distance in zip(AxisTables._fields, self.max_distance, strict=True):
+            for part in LAYOUTS[layout]._fields:
                 table = None
                 if letter in rel_terms:
-                    table = nn.Parameter(torch.empty(*lead, 2 * distance + 1, *tail, device=device, dtype=dtype))
-                self.register_parameter(f"{term}_{axis}", table)
+                    table = nn.Parameter(torch.empty(*lead, *offsets[part], *tail, device=device, dtype=dtype))
+                self.register_parameter(f"{term}_{part}", table)
         self.init_weights()
 
     def init_weights(self) -> None:
@@ -87,20 +96,19 @@ class RelativePosition2d(nn.Module):
 
     def forward(self, grid: Grid) -> RelativeTerms:
         """The terms for a grid; the same tables for every grid."""
-        return RelativeTerms(
-            query=_tables(self.query_rows, self.query_cols),
-            key=_tables(self.key_rows, self.key_cols),
-            value=_tables(self.value_rows, self.value_cols),
-            bias=_tables(self.bias_rows, self.bias_cols),
-            bucketing=self.bucketing,
-        )
+        kind = LAYOUTS[self.layout]
+        terms = {
+            term: kind(*(getattr(self, f"{term}_{part}") for part in kind._fields))
+            for letter, term in TERMS.items()
+            if letter in self.rel_terms
+        }
+        return RelativeTerms(**terms, bucketing=self.bucketing)
 
     def extra_repr(self) -> str:
-        return f"rel_terms={self.rel_terms!r}, max_distance={self.max_distance}, bucketing={self.bucketing!r}"
-
-
-def _tables(rows: Tensor | None, cols: Tensor | None) -> AxisTables | None:
-    return None if rows is None or cols is None else AxisTables(rows, cols)
+        return (
+            f"rel_terms={self.rel_terms!r}, max_distance={self.max_distance}, layout={self.layout!r}, "
+            f"bucketing={self.bucketing!r}"
+        )
 
 
 def _pair(max_distance: int | Sequence[int]) -> tuple[int, int]:

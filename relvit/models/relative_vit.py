@@ -36,6 +36,7 @@ class RelVisionTransformer(VisionTransformer):
             `RelativePosition2d`.
         max_distance: clip distance in patches, one for both axes or (rows, columns).
         shared_heads: one set of tables for all heads of a block, or one per head.
+        layout: a table per axis ('separate') or one over both ('joint').
         bucketing: which row of a table an offset uses: 'clip' or iRPE's 'piecewise'.
         rel_init_std: standard deviation of the tables at the start; 0 starts as plain attention.
         pos_embed: absolute embedding besides: '' (none) or 'learn' (learned for `img_size`, interpolated elsewhere).
@@ -55,6 +56,7 @@ class RelVisionTransformer(VisionTransformer):
         rel_terms: str = "kv",
         max_distance: int | Sequence[int] = 7,
         shared_heads: bool = True,
+        layout: str = "separate",
         bucketing: str = "clip",
         rel_init_std: float = 0.02,
         pos_embed: str = "",
@@ -75,6 +77,7 @@ class RelVisionTransformer(VisionTransformer):
             rel_terms=rel_terms,
             max_distance=max_distance,
             shared_heads=shared_heads,
+            layout=layout,
             bucketing=bucketing,
             init_std=rel_init_std,
         )

@@ -31,6 +31,14 @@ def test_bias_has_one_number_per_head_and_offset():
     assert terms.bucketing == "piecewise"
 
 
+def test_joint_layout_has_one_table_over_both_axes():
+    terms = RelativePosition2d(8, 3, rel_terms="kb", max_distance=(2, 4), layout="joint")(make_grid(2, 2))
+    assert terms.key.table.shape == (5, 9, 8)
+    assert terms.bias.table.shape == (3, 5, 9)
+    assert terms.query is None
+    assert terms.value is None
+
+
 def test_tables_start_from_a_truncated_normal_or_at_zero():
     torch.manual_seed(0)
     tables = torch.cat(list(RelativePosition2d(64, 1, max_distance=50).parameters()))
@@ -58,6 +66,7 @@ def test_gradients_reach_only_the_offsets_that_occur():
             "letters 'q' .query., 'k' .key., 'v' .value., 'b' .bias., each at most once, got 'kx'",
         ),
         ({"rel_terms": "kk"}, ValueError, "got 'kk'"),
+        ({"layout": "jont"}, ValueError, "layout must be one of 'separate', 'joint', got 'jont' .did you mean 'joint'"),
         ({"bucketing": "pieces"}, ValueError, "bucketing must be one of 'clip', 'piecewise', got 'pieces'"),
         ({"max_distance": -1}, ValueError, "must not be negative, got -1"),
         ({"max_distance": (3, 4, 5)}, ValueError, r"int or \(rows, columns\)"),

@@ -32,9 +32,9 @@ def images(height=24, width=16, batch=2, dtype=torch.float32):
 
 @pytest.mark.parametrize("prefix", [{}, {"class_token": True, "reg_tokens": 2}])
 @pytest.mark.parametrize("size", [(24, 16), (8, 40)])
-@pytest.mark.parametrize("rel_terms", ["kv", "qkvb"])
-def test_features_equal_brute_force_attention_in_every_block(prefix, size, rel_terms):
-    model = build(max_distance=(1, 2), rel_terms=rel_terms, **prefix).double().eval()
+@pytest.mark.parametrize(("rel_terms", "layout"), [("kv", "separate"), ("qkvb", "separate"), ("kvb", "joint")])
+def test_features_equal_brute_force_attention_in_every_block(prefix, size, rel_terms, layout):
+    model = build(max_distance=(1, 2), rel_terms=rel_terms, layout=layout, **prefix).double().eval()
     x = images(*size, dtype=torch.float64)
     height, width = size[0] // 8, size[1] // 8
     tokens = model.patch_embed.proj(x).flatten(2).transpose(1, 2)
@@ -48,9 +48,8 @@ def test_features_equal_brute_force_attention_in_every_block(prefix, size, rel_t
             part.unflatten(-1, (2, 6)).transpose(1, 2) for part in attn.qkv(block.norm1(tokens)).chunk(3, dim=-1)
         )
         table = attn.position
-        pairs = {
-            name: [getattr(table, f"{name}_{axis}") for axis in ("rows", "cols")] for name in RelativeTerms._fields[:4]
-        }
+        parts = ("rows", "cols") if layout == "separate" else ("table",)
+        pairs = {name: [getattr(table, f"{name}_{part}") for part in parts] for name in RelativeTerms._fields[:4]}
         terms = RelativeTerms(**{name: pair if pair[0] is not None else None for name, pair in pairs.items()})
         mixed = oracle.attention(q, k, v, terms, places)
         tokens = tokens + attn.proj(mixed.transpose(1, 2).flatten(2))
