@@ -124,15 +124,22 @@ def _axis_logits(query: Tensor, tables: AxisTables, bucketing: str, grid: Grid, 
     One product with all table rows, then a gather, is faster than a product per row of the grid: the tables are short.
     """
     table, index = _joint_table(tables, bucketing, grid, places, query)
-    per_offset = query @ table.transpose(-2, -1)
+    # Head by head: that needs no copy of queries which lie in memory as the projection has left them.
+    by_head = query.permute(1, 0, 2, 3).flatten(1, 2)
+    per_offset = by_head @ table.transpose(-2, -1)
+    per_offset = per_offset.unflatten(1, (query.shape[0], query.shape[2])).transpose(0, 1)
     return per_offset.gather(-1, index.expand(*per_offset.shape[:-1], -1))
 
 
 def _axis_values(marginals: Tensor, tables: AxisTables, bucketing: str, grid: Grid, places: Places) -> Tensor:
     """Sum over rows and columns of marginal times table row, the transpose of `_axis_logits`: (B, heads, Nq, dim)."""
     table, index = _joint_table(tables, bucketing, grid, places, marginals)
+    if table.dim() == 2:
+        # Tokens before heads: so the attention writes its output, and so the projection wants it.
+        marginals, index = marginals.transpose(1, 2), index.transpose(1, 2)
     per_offset = marginals.new_zeros(*marginals.shape[:-1], table.shape[-2])
-    return per_offset.scatter_add(-1, index.expand_as(marginals), marginals) @ table
+    values = per_offset.scatter_add(-1, index.expand_as(marginals), marginals) @ table
+    return values.transpose(1, 2) if table.dim() == 2 else values
 
 
 def _joint_table(tables: AxisTables, bucketing: str, grid: Grid, places: Places, like: Tensor) -> tuple[Tensor, Tensor]:
