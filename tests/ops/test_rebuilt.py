@@ -1,0 +1,51 @@
+"""What is made again in backward is what was there."""
+
+import pytest
+import torch
+
+from relvit.ops import AxisTables, RelativeTerms, fused, make_grid, relative_attention
+
+
+def case():
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()  # noqa: E731
+    q, k, v = (draw(2, 3, 13, 4) for _ in range(3))
+    terms = RelativeTerms(*(AxisTables(draw(5, 4), draw(7, 4)) for _ in range(3)), AxisTables(draw(3, 5), draw(3, 7)))
+    return q, k, v, terms, make_grid(3, 4, 1)
+
+
+def gradients(q, k, v, terms, grid):
+    out = relative_attention(q, k, v, terms, grid, backend="fused")
+    inputs = [q, k, v, *(table for pair in terms[:4] for table in pair)]
+    return torch.autograd.grad(out.square().sum(), inputs, retain_graph=True), out
+
+
+def test_gradients_are_bit_equal_to_those_with_everything_kept(monkeypatch):
+    (rebuilt, _) = gradients(*case())
+    monkeypatch.setattr(fused.Rebuilt, "_pack", lambda self, tensor: tensor)
+    (kept, _) = gradients(*case())
+    assert all(torch.equal(a, b) for a, b in zip(rebuilt, kept, strict=True))
+
+
+def test_backward_may_run_twice():
+    q, k, v, terms, grid = case()
+    out = relative_attention(q, k, v, terms, grid, backend="fused")
+    first = torch.autograd.grad(out.square().sum(), q, retain_graph=True)[0]
+    assert torch.equal(first, torch.autograd.grad(out.square().sum(), q)[0])
+
+
+@pytest.mark.parametrize("which", ["query", "table"])
+def test_an_input_changed_in_place_before_backward_is_an_error(which):
+    q, k, v, terms, grid = case()
+    out = relative_attention(q, k, v, terms, grid, backend="fused")
+    with torch.no_grad():
+        (q if which == "query" else terms.key.rows).add_(1)
+    with pytest.raises(RuntimeError, match=r"modified in place|modified by an inplace"):
+        out.sum().backward()
+
+
+def test_no_hooks_without_gradients():
+    q, k, v, terms, grid = case()
+    with torch.no_grad():
+        out = relative_attention(q, k, v, terms, grid, backend="fused")
+    assert not out.requires_grad
