@@ -55,6 +55,10 @@ class RelvitCLI(LightningCLI):
         if self.checkpoint_path:
             checkpoint = read_checkpoint(self.checkpoint_path)
             self.remembered, self.finished_epochs = checkpoint[KEY], checkpoint["epoch"] + 1
+            data = self.remembered["data"]["class_path"]
+            if not data.startswith("relvit.data.") and _option(self.arguments, "--data") is None:
+                # A file must not choose what is imported.
+                raise UsageError(f"{self.checkpoint_path} was trained with the data module {data}: give --data {data}")
         self.run_folder: Path | None = None
         super().__init__(
             ImageClassifier,
@@ -69,8 +73,8 @@ class RelvitCLI(LightningCLI):
         )
 
     def subcommands(self) -> dict[str, set[str]]:
-        """Only the command that runs: each further parser costs a second."""
-        return {self.command: LightningCLI.subcommands()[self.command]}
+        """Only the command that runs: each further parser costs a second. And no options that we decide ourselves."""
+        return {self.command: LightningCLI.subcommands()[self.command] | {"weights_only", "return_predictions"}}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Options beside those of trainer, model and data, and what flows from the data to the model."""

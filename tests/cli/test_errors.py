@@ -49,6 +49,7 @@ def fit(copy, tmp_path):
         (["--data.img_size=20"], "image height 20 is not a multiple of the patch size 8: use 16 or 24"),
         (["--config=nothing.yaml"], "--config: File does not exist: .*nothing.yaml"),
         (["--ckpt_path=last"], "no checkpoint at last; give the file, such as runs/RUN/checkpoints/best.ckpt"),
+        (["--weights_only=false"], "unknown option --weights_only"),
         (["--model.min_lr=1"], "need 0 <= min_lr <= lr, got min_lr 1"),
     ],
 )
@@ -131,6 +132,15 @@ def test_foreign_and_damaged_checkpoints(run, tmp_path, capsys):
     content = (run / "checkpoints" / "best.ckpt").read_bytes()
     foreign.write_bytes(content[: len(content) // 2])
     assert str(foreign) in fails(["validate", f"--ckpt_path={foreign}"], capsys)
+
+
+def test_a_checkpoint_does_not_choose_what_is_imported(run, tmp_path, capsys):
+    content = torch.load(run / "checkpoints" / "best.ckpt", weights_only=True)
+    content["relvit"]["data"]["class_path"] = "os.system"
+    torch.save(content, tmp_path / "hostile.ckpt")
+    for command in (["validate"], ["resolutions", "--sizes=[16]"]):
+        message = fails([*command, f"--ckpt_path={tmp_path / 'hostile.ckpt'}"], capsys)
+        assert "was trained with the data module os.system" in message
 
 
 def test_non_finite_loss_stops_before_the_step(fit, tmp_path, capsys):
