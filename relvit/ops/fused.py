@@ -208,9 +208,10 @@ def _joint_table(tables: AxisTables, bucketing: str, grid: Grid, places: Places,
 def _within_reach(table: Tensor, bucketing: str, grid: Grid, size: int, places: Tensor) -> tuple[Tensor, int]:
     """The part of a table that some pair can use, and the largest offset in it; all of it for free coordinates."""
     distance = (table.shape[-2] - 1) // 2
-    if grid.coords is not None or bucketing != "clip":
+    # A graph for all sizes must not depend on which of them a table outreaches.
+    if grid.coords is not None or bucketing != "clip" or torch.compiler.is_compiling():
         return table, distance
-    reach = torch.sym_min(distance, torch.sym_max(size, places.shape[0]) - 1)
+    reach = min(distance, max(size, places.shape[0]) - 1)
     return table[..., distance - reach : distance + reach + 1, :], reach
 
 
