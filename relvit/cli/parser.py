@@ -58,7 +58,7 @@ def explain_parser_error(parser: ArgumentParser, message: str) -> str:
         return f"unknown option {name}{did_you_mean(name, (option.lstrip('-') for option in known))}"
     if name := re.search(r"Expected a dot import path string: (\S+)", message):
         return f"unknown data {name[1]!r}{did_you_mean(name[1], data_classes)}; known: {listing(sorted(data_classes))}"
-    if re.search(r"arguments are required: (\w+\.)?data\b", message):
+    if re.search(r"arguments are required: (\w+\.)?data\b|ImageData is abstract", message):
         return NO_DATA
     if missing := re.search(r"(- )?the following arguments are required: (.+)", message):
         nested = "data." if missing[1] else ""
@@ -75,10 +75,7 @@ def explain_parser_error(parser: ArgumentParser, message: str) -> str:
     if len(wanted) == len(complaints) and given:
         types = " or ".join(dict.fromkeys(map(_readable, wanted)))
         return f"--{'.'.join(dict.fromkeys(keys))} must be {types}, got {given[1]}"
-    complaints = [_nested(line, "".join(f"{key}." for key in keys)) for line in complaints]
-    if any(line.startswith(f"unknown option {option} ") for line in complaints for option in known):
-        return NO_DATA  # an option of a data module, but none was chosen
-    return "; ".join(complaints)
+    return "; ".join(_nested(line, "".join(f"{key}." for key in keys)) for line in complaints)
 
 
 def _nested(line: str, prefix: str) -> str:

@@ -1,6 +1,7 @@
 """What all image data modules share: arguments, transforms, loaders."""
 
 import inspect
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -21,7 +22,7 @@ _SPLITS_OF_STAGE: dict[str, tuple[Split, ...]] = {
 }
 
 
-class ImageData(LightningDataModule):
+class ImageData(LightningDataModule, ABC):
     """Images with one label each, in the splits train, val, test and predict.
 
     Items are ``(image, label)``, those of predict ``(image, name)``: image float32 (C, H, W), label int, name str.
@@ -78,13 +79,13 @@ class ImageData(LightningDataModule):
         self.eval_transform = eval_transform(self.img_size, self.mean, self.std, crop_pct)
         self._datasets: dict[Split, Dataset] = {}
 
+    @abstractmethod
     def missing(self, split: Split) -> str | None:
         """Why there is no such split and what to do, or None if there is one. Cheap: reads no images."""
-        raise NotImplementedError
 
+    @abstractmethod
     def build(self, split: Split) -> Dataset:
         """The dataset of a split that is not missing, with ``train_transform`` or ``eval_transform``."""
-        raise NotImplementedError
 
     @property
     def num_classes(self) -> int:

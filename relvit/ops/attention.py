@@ -56,7 +56,11 @@ RULES: tuple[tuple[Callable[[Case], bool], Choice], ...] = (
     ),
     (
         lambda case: True,
-        Choice("fused", "one stock attention over longer vectors", "longer queries, keys and values, O(N (H + W))"),
+        Choice(
+            "fused",
+            "one stock attention over longer vectors",
+            "its longer output, O(N (H + W)), no more",
+        ),
     ),
 )
 

@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -168,3 +169,10 @@ def test_timm_models_train_as_well(photos, tmp_path):
     arguments = ["fit", "--data=ImageFolderData", f"--data.root={photos}", f"--runs={tmp_path}", *QUIET]
     arguments += ["--model.model=test_resnet", "--data.img_size=32", "--data.num_workers=0", "--trainer.max_epochs=1"]
     assert main(arguments) == 0
+
+
+@pytest.mark.parametrize("name", ["folder.yaml", "cifar10_folder.yaml"])
+def test_configs_for_folders_train_as_shipped_but_smaller(name, photos, tmp_path):
+    config = Path(__file__).parents[2] / "configs" / name
+    arguments = ["fit", f"--config={config}", f"--data.root={photos}", f"--runs={tmp_path}", *TINY]
+    assert main([*arguments, "--model.model_kwargs.num_heads=2", "--trainer.max_epochs=1"]) == 0

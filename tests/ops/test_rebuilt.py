@@ -49,3 +49,10 @@ def test_no_hooks_without_gradients():
     with torch.no_grad():
         out = relative_attention(q, k, v, terms, grid, backend="fused")
     assert not out.requires_grad
+
+
+def test_torch_func_which_forbids_hooks_gives_the_same_gradient():
+    q, k, v, terms, grid = case()
+    run = lambda q: relative_attention(q, k, v, terms, grid, backend="fused").square().sum()  # noqa: E731
+    expected = torch.autograd.grad(run(q), q)[0]
+    torch.testing.assert_close(torch.func.grad(run)(q.detach()), expected, rtol=0, atol=1e-12)
