@@ -49,7 +49,8 @@ class RelativeAttention(Attention):
         """
         B, N, _ = x.shape
         gate = self.gate(x).sigmoid() if self.gate is not None else None
-        q, k, v = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+        # Unbound where they lie, so that backward stacks the three gradients as the projection wants them: no copies.
+        q, k, v = (t.transpose(1, 2) for t in self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim).unbind(2))
         # Under autocast a norm may return float32 where the value is in half precision.
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         x = relative_attention(

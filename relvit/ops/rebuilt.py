@@ -36,7 +36,7 @@ class Rebuilt:
         if self._hooks is not None:
             self._hooks.__exit__(*exception)
 
-    def all_of(self, tensors: list[Tensor], make: Callable[[], list[Tensor]], inputs: list[Tensor]) -> None:
+    def all_of(self, tensors: list[Tensor], make: Callable[[], list[Tensor]], inputs: list[Tensor | None]) -> None:
         """Register tensors that `make` makes again from `inputs`, together, without gradients of its own."""
         if self._active:
             batch = _Batch(make, inputs)
@@ -65,9 +65,9 @@ class Rebuilt:
 class _Batch:
     """Results of one call, each handed out once: one backward asks for all of them, one after the other."""
 
-    def __init__(self, make: Callable[[], list[Tensor]], inputs: list[Tensor]) -> None:
+    def __init__(self, make: Callable[[], list[Tensor]], inputs: list[Tensor | None]) -> None:
         self._make = make
-        self._inputs = [tensor.detach() for tensor in inputs]
+        self._inputs = [tensor.detach() for tensor in inputs if tensor is not None]
         self._versions = [tensor._version for tensor in self._inputs]
         self._waiting: dict[int, Tensor] = {}
 

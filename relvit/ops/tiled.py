@@ -49,6 +49,9 @@ def relative_attention(
 ) -> Tensor:
     """Attention with relative terms, tile by tile; see `relvit.ops.relative_attention`."""
     key_grid = grid if key_grid is None else key_grid
+    # At least single precision, as inside fused kernels: logits, softmax, sums over tiles would lose too much.
+    dtype = query.dtype
+    query, key, value = (t.to(torch.promote_types(dtype, torch.float32)) for t in (query, key, value))
     attend = partial(
         _attend,
         key=key,
@@ -59,6 +62,7 @@ def relative_attention(
         dropout_p=dropout_p,
         scale=query.shape[-1] ** -0.5 if scale is None else scale,
     )
+    attend = torch.autocast(query.device.type, enabled=False)(attend)
     if torch.is_grad_enabled():
         attend = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=dropout_p > 0)
     queries = _tokens(grid, query.device)
@@ -72,7 +76,8 @@ def relative_attention(
         if mask is not None and mask.dim() > 1 and mask.shape[-2] > 1:
             mask = mask[..., part, :]
         tiles.append(attend(query[:, :, part], here, mask, start if is_causal else None))
-    return torch.cat(tiles, dim=2) if tiles else value.new_zeros(batch, heads, 0, value.shape[-1])
+    out = torch.cat(tiles, dim=2) if tiles else value.new_zeros(batch, heads, 0, value.shape[-1])
+    return out.to(dtype)
 
 
 def _attend(

@@ -62,14 +62,30 @@ def run(which, mask, backend, dropout_p=0.0):
     return kept, largest.numel
 
 
+ONE_LONG = BATCH * HEADS * TOKENS * (DIM + HEIGHT + WIDTH + 8)
+
+
 @pytest.mark.parametrize("which", ["k", "v", "kv"])
 @pytest.mark.parametrize("mask", ["none", "valid", "keys"])
 def test_nothing_of_n_by_n_is_kept_or_made(which, mask):
     kept, largest = run(which, mask, "fused")
-    one_long = BATCH * HEADS * TOKENS * (DIM + HEIGHT + WIDTH + 8)
-    # The long output, its sum with the value term, and indices. Longer queries, keys and values would be three more.
-    assert kept < 2.5 * one_long < BATCH * HEADS * TOKENS * TOKENS / 2
-    assert largest <= one_long < BATCH * HEADS * TOKENS * TOKENS / 4
+    # The long output, its sum with the value term, logits and marginals. Longer queries, keys and values would be three
+    # more.
+    assert kept < 3 * ONE_LONG < BATCH * HEADS * TOKENS * TOKENS
+    assert largest <= ONE_LONG < BATCH * HEADS * TOKENS * TOKENS / 4
+
+
+@pytest.mark.parametrize("which", ["", "k", "v", "kv"])
+@pytest.mark.parametrize("mask", ["none", "valid"])
+def test_on_the_cpu_logits_and_weights_of_table_entries_are_kept_beside_the_result(which, mask):
+    kept, _ = run(which, mask, "fused")
+    places, entries = HEIGHT + WIDTH + 4, 32  # up to multiples of 8
+    channels = DIM + 1  # with the log-sum-exp
+    channels += places + DIM if "k" in which else 0  # and a copy of the queries, which lie head by head here
+    channels += entries if "v" in which else 0
+    # Indices and indicators of a raster are remembered and shared; one index takes two numbers per token and place.
+    own = 0 if mask == "none" else BATCH * TOKENS * 2 * places * 3
+    assert kept < 1.02 * BATCH * HEADS * TOKENS * channels + own
 
 
 @pytest.mark.parametrize("which", ["k", "v", "kv"])

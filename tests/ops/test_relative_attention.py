@@ -277,13 +277,37 @@ def test_dropout_keeps_the_expectation_and_reaches_the_value_term():
     torch.testing.assert_close(draws.mean(0), plain, rtol=0, atol=0.1)
 
 
+def relative_error(got, want):
+    return float((got.detach().double() - want.detach()).norm() / want.detach().norm())
+
+
+@pytest.mark.parametrize("backend", ["fused", "tiled"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_stays_close_and_keeps_its_dtype(dtype):
-    q, k, v, terms, grid = draw_case(6, 7, prefix=1, distance=(7, 7), dim=32)
-    expected = relative_attention(q, k, v, terms, grid)
-    out = relative_attention(q.to(dtype), k.to(dtype), v.to(dtype), terms, grid)
+@pytest.mark.parametrize("which", ["k", "v", "q", "b", "kv", "qkvb"])
+@pytest.mark.parametrize("std", [0.02, 0.3, 1.0])
+def test_half_precision_loses_at_most_twice_what_stock_attention_loses(backend, dtype, which, std):
+    q, k, v, terms, grid = draw_case(14, 10, prefix=1, distance=(7, 7), which=which, dim=64)
+    q, k, v = (t.to(dtype).double() for t in (q, k, v))
+    terms = with_tables(terms, lambda table: (std * table).to(dtype).double())
+    inputs = leaves(q, k, v, terms)
+    exact = relative_attention(q, k, v, terms, grid, backend="reference")
+    cotangent = torch.randn(exact.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    exact_grads = torch.autograd.grad(exact, inputs, cotangent.double())
+    plain = torch.nn.functional.scaled_dot_product_attention
+    stock_exact = torch.autograd.grad(plain(q, k, v), (q, k, v), cotangent.double())
+    allowed = 2 * relative_error(plain(q.to(dtype), k.to(dtype), v.to(dtype)), plain(q, k, v))
+    halves = [t.detach().to(dtype).requires_grad_() for t in (q, k, v)]
+    stock = torch.autograd.grad(plain(*halves), halves, cotangent)
+    allowed_in_gradient = 2 * max(relative_error(got, want) for got, want in zip(stock, stock_exact, strict=True))
+
+    terms = with_tables(terms, lambda table: table.detach().float().requires_grad_())
+    halves = leaves(*(t.detach().to(dtype) for t in (q, k, v)), terms)
+    out = relative_attention(*halves[:3], terms, grid, backend=backend)
     assert out.dtype == dtype
-    assert (out.double() - expected).abs().mean() < (0.03 if dtype == torch.bfloat16 else 0.004)
+    assert relative_error(out, exact) < allowed
+    for got, want in zip(torch.autograd.grad(out, halves, cotangent), exact_grads, strict=True):
+        # In the gradient of a scalar per offset, large terms of either sign cancel.
+        assert relative_error(got, want) < (2 if got.dim() == 1 else 1) * allowed_in_gradient
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
