@@ -50,7 +50,8 @@ class RelativeAttention(Attention):
         B, N, _ = x.shape
         gate = self.gate(x).sigmoid() if self.gate is not None else None
         # Unbound where they lie, so that backward stacks the three gradients as the projection wants them: no copies.
-        q, k, v = (t.transpose(1, 2) for t in self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim).unbind(2))
+        q, k, v = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim).unbind(2)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         # Under autocast a norm may return float32 where the value is in half precision.
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         x = relative_attention(

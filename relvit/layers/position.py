@@ -10,6 +10,7 @@ from torch import nn
 
 from relvit.names import did_you_mean, listing
 from relvit.ops import BUCKETINGS, AxisTables, Grid, JointTable, RelativeTerms
+from relvit.ops.pairs import int_pair
 
 TERMS = {"q": "query", "k": "key", "v": "value", "b": "bias"}
 LAYOUTS: dict[str, type[AxisTables] | type[JointTable]] = {"separate": AxisTables, "joint": JointTable}
@@ -66,7 +67,7 @@ class RelativePosition2d(nn.Module):
         if init_std < 0:
             raise ValueError(f"init_std must not be negative, got {init_std}")
         self.rel_terms = rel_terms
-        self.max_distance = _pair(max_distance)
+        self.max_distance = int_pair("max_distance", max_distance, 0)
         self.layout = layout
         self.bucketing = bucketing
         self.init_std = init_std
@@ -109,15 +110,3 @@ class RelativePosition2d(nn.Module):
             f"rel_terms={self.rel_terms!r}, max_distance={self.max_distance}, layout={self.layout!r}, "
             f"bucketing={self.bucketing!r}"
         )
-
-
-def _pair(max_distance: int | Sequence[int]) -> tuple[int, int]:
-    pair = tuple(max_distance) if isinstance(max_distance, Sequence) else (max_distance, max_distance)
-    if len(pair) != 2:
-        raise ValueError(f"max_distance must be an int or (rows, columns), got {max_distance!r}")
-    for distance in pair:
-        if isinstance(distance, bool) or not isinstance(distance, int):
-            raise TypeError(f"max_distance must hold integers, got {max_distance!r}")
-        if distance < 0:
-            raise ValueError(f"max_distance must not be negative, got {max_distance!r}")
-    return pair

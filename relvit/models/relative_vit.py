@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.layers import PatchDropoutWithIndices, register_notrace_function
+from timm.layers import PatchDropoutWithIndices
 from timm.models import build_model_with_cfg, checkpoint, generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from relvit.layers import RelativeAttention, RelativeBlock, RelativePosition2d
+from relvit.layers import AnySizePatchEmbed, RelativeAttention, RelativeBlock, RelativePosition2d, SlopePosition2d
 from relvit.names import did_you_mean, listing
 from relvit.ops import Grid, patch_coords
 
+POSITIONS = {"tables": RelativePosition2d, "slopes": SlopePosition2d}
 POS_EMBEDS = ("", "learn")
 # Arguments of timm's class that are no choice here.
 FIXED = {"dynamic_img_size", "block_fn", "attn_layer"}
@@ -32,9 +34,11 @@ class RelVisionTransformer(VisionTransformer):
     pooling.
 
     Args:
+        position: 'tables' (learned, `RelativePosition2d`) or 'slopes' (ALiBi's, without parameters, `SlopePosition2d`).
+        max_distance: clip distance in patches, one for both axes or (rows, columns); None: the default of the position,
+            7 for tables, none for slopes, which reach over the whole grid.
         rel_terms: relative terms by letter: 'q', 'k', 'v' (vectors on queries, keys, values), 'b' (bias); see
-            `RelativePosition2d`.
-        max_distance: clip distance in patches, one for both axes or (rows, columns).
+            `RelativePosition2d`. This and the next four are for tables alone.
         shared_heads: one set of tables for all heads of a block, or one per head.
         layout: a table per axis ('separate') or one over both ('joint').
         bucketing: which row of a table an offset uses: 'clip' or iRPE's 'piecewise'.
@@ -46,15 +50,16 @@ class RelVisionTransformer(VisionTransformer):
         **kwargs: see `timm.models.vision_transformer.VisionTransformer` (img_size, patch_size, embed_dim, depth ...).
 
     Raises:
-        ValueError: an unknown `pos_embed`, an argument that is no choice here, or in `forward` an image
-            whose sides are no multiples of the patch.
+        ValueError: an unknown `position` or `pos_embed`, an argument that is no choice here or not for this position,
+            or in `forward` an image whose sides are no multiples of the patch.
     """
 
     def __init__(
         self,
         *,
+        position: str = "tables",
+        max_distance: int | Sequence[int] | None = None,
         rel_terms: str = "kv",
-        max_distance: int | Sequence[int] = 7,
         shared_heads: bool = True,
         layout: str = "separate",
         bucketing: str = "clip",
@@ -72,21 +77,22 @@ class RelVisionTransformer(VisionTransformer):
             raise ValueError(
                 f"{name} cannot be chosen: these models take every image size, through blocks of their own"
             )
-        position = partial(
-            RelativePosition2d,
+        make_position = position_factory(
+            position,
+            max_distance,
             rel_terms=rel_terms,
-            max_distance=max_distance,
             shared_heads=shared_heads,
             layout=layout,
             bucketing=bucketing,
-            init_std=rel_init_std,
+            rel_init_std=rel_init_std,
         )
+        kwargs.setdefault("embed_layer", AnySizePatchEmbed)
         super().__init__(
             pos_embed=pos_embed,
             class_token=class_token,
             global_pool=global_pool,
             dynamic_img_size=True,
-            block_fn=partial(RelativeBlock, position=position),
+            block_fn=partial(RelativeBlock, position=make_position),
             attn_layer=RelativeAttention,
             **kwargs,
         )
@@ -107,7 +113,6 @@ class RelVisionTransformer(VisionTransformer):
 
     def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
         """Images (B, in_chans, height, width) -> tokens (B, N, embed_dim) and where they lie."""
-        check_image_size(x, self.patch_embed.patch_size, self.patch_embed.dynamic_img_pad)
         x = self.patch_embed(x)
         grid = Grid(x.shape[1], x.shape[2], self.num_prefix_tokens)
         x = self._pos_embed(x)
@@ -180,20 +185,22 @@ class RelVisionTransformer(VisionTransformer):
         return block(x, grid, attn_mask, is_causal)
 
 
-def check_image_size(x: Tensor, patch_size: tuple[int, int], padded: bool) -> None:
-    """Raise ValueError for images (B, C, H, W) that do not divide into patches, unless they are padded."""
-    for name, size, patch in zip(("height", "width"), x.shape[-2:], patch_size, strict=True):
-        if not padded and size % patch != 0:
-            below = size - size % patch
-            near = f"{below} or {below + patch}" if below else f"{patch}"
-            raise ValueError(
-                f"image {name} {size} is not a multiple of the patch size {patch}: use {near} "
-                "(a model made with dynamic_img_pad=True pads with zeros)"
-            )
-
-
-# It looks at sizes, which have no value while a graph is traced.
-register_notrace_function(check_image_size)
+def position_factory(
+    position: str, max_distance: int | Sequence[int] | None, **tables: Any
+) -> Callable[..., RelativePosition2d | SlopePosition2d]:
+    """What makes the position module of a block; `tables` are the model's arguments that are for tables alone."""
+    if position not in POSITIONS:
+        hint = did_you_mean(str(position), POSITIONS)
+        raise ValueError(f"position must be one of {listing(tuple(POSITIONS))}, got {position!r}{hint}")
+    own = {} if max_distance is None else {"max_distance": max_distance}
+    if position == "tables":
+        init_std = tables.pop("rel_init_std")
+        return partial(RelativePosition2d, init_std=init_std, **own, **tables)
+    defaults = inspect.signature(RelVisionTransformer).parameters
+    for name, given in tables.items():
+        if given != defaults[name].default:
+            raise ValueError(f"{name} is for position 'tables', got {name}={given!r} with position {position!r}")
+    return partial(POSITIONS[position], **own)
 
 
 def _cfg(**kwargs: Any) -> dict[str, Any]:

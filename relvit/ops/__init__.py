@@ -2,15 +2,19 @@
 
 from relvit.ops.attention import Choice, choose, relative_attention, relative_logits
 from relvit.ops.buckets import BUCKETINGS
-from relvit.ops.grid import Grid, key_mask, make_grid, num_tokens, patch_coords
+from relvit.ops.grid import Grid, grid_from_naflex, key_mask, make_grid, num_tokens, patch_coords
 from relvit.ops.terms import AxisTables, JointTable, RelativeTerms
+from relvit.ops.windows import from_windows, to_windows
 
 __all__ = [
     "Grid",
     "make_grid",
+    "grid_from_naflex",
     "num_tokens",
     "patch_coords",
     "key_mask",
+    "to_windows",
+    "from_windows",
     "AxisTables",
     "JointTable",
     "BUCKETINGS",

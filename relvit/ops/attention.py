@@ -6,61 +6,72 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from relvit.names import did_you_mean, listing
-from relvit.ops import fused, reference, tiled
+from relvit.ops import fused, gathered, reference, tiled
 from relvit.ops.buckets import BUCKETINGS
 from relvit.ops.grid import Grid, num_tokens
 from relvit.ops.terms import AxisTables, JointTable, RelativeTerms
 
-BACKENDS: dict[str, ModuleType] = {"reference": reference, "fused": fused, "tiled": tiled}
+BACKENDS: dict[str, ModuleType] = {"reference": reference, "fused": fused, "tiled": tiled, "gathered": gathered}
 
 
 class Case(NamedTuple):
     """What the choice of a backend depends on."""
 
     device: str
-    appended: int  # channels by which `fused` makes the vectors longer
-    width: int  # of the longer vectors
-    joint: bool
-    dropout: bool
+    dtype: torch.dtype
+    joint: bool  # some table is joint
+    graph: bool  # a graph is being compiled or exported
+    stock: bool  # torch.func is at work, or its user has switched flash kernels off (`torch.nn.attention.sdpa_kernel`)
+    width: int  # of the longer vectors of `fused`
+    gradient: bool
 
 
 class Choice(NamedTuple):
-    """A backend, why it is the one, and what it keeps for backward besides its inputs."""
+    """A backend, why it is the one, and what it keeps for backward besides its inputs and its output."""
 
     backend: str
     reason: str
     keeps: str
 
 
-# The first rule that applies decides. 160: on the CPU, at head_dim 64, forward and backward, tiles took 1.3 times as
-# long as vectors longer by 136, and 0.7 times as long as vectors longer by 197.
+NOTHING = "nothing: no gradient is wanted"
+LITTLE = "logits and marginals, O(N (H + W)): backward forms each tile again"
+# The first rule that applies decides. The CPU's: at head_dim 64, on 14 x 14 patches tiles took as long as longer
+# vectors, on 24 x 24 three quarters, on 64 x 64 two thirds, on 1 x 1024 a tenth (`tools/benchmark.py --level layer`).
 RULES: tuple[tuple[Callable[[Case], bool], Choice], ...] = (
     (
         lambda case: case.joint,
-        Choice("tiled", "joint tables do not split into rows and columns", "nothing: backward recomputes each tile"),
+        Choice(
+            "gathered", "joint tables do not split into rows and columns", "nothing: backward forms each tile again"
+        ),
     ),
     (
-        lambda case: case.device == "cpu" and case.dropout,
-        Choice("tiled", "with dropout PyTorch's CPU attention keeps N x N", "nothing: backward recomputes each tile"),
+        lambda case: case.graph,
+        Choice("fused", "one graph serves all sizes", "what the compiler's partitioner decides"),
     ),
     (
-        lambda case: case.device == "cuda" and case.width > 256,
-        Choice("tiled", "fused GPU kernels end at width 256", "nothing: backward recomputes each tile"),
+        lambda case: case.stock,
+        Choice("fused", "stock parts have all that torch.func and second derivatives need", "what stock parts keep"),
     ),
     (
-        lambda case: case.device == "cpu" and case.appended > 160,
-        Choice("tiled", "so many rows and columns cost more than tiles", "nothing: backward recomputes each tile"),
+        lambda case: case.device == "cpu",
+        Choice("tiled", "on the CPU passes over a tile cost less than wider products", LITTLE),
+    ),
+    (
+        lambda case: case.dtype == torch.float64,
+        Choice("tiled", "no fused GPU kernel takes float64: stock attention would keep N x N", LITTLE),
+    ),
+    (
+        lambda case: case.width > 256,
+        Choice("tiled", "fused GPU kernels end at width 256", LITTLE),
     ),
     (
         lambda case: True,
-        Choice(
-            "fused",
-            "one stock attention over longer vectors",
-            "its longer output, O(N (H + W)), no more",
-        ),
+        Choice("fused", "one stock attention over longer vectors", "longer output, logits, marginals: O(N (H + W))"),
     ),
 )
 
@@ -101,8 +112,9 @@ def relative_attention(
         scale: factor on content and relative logits alike; None: head_dim ** -0.5.
         backend: 'fused' (one `scaled_dot_product_attention` over longer vectors: memory O(N (H + W)), nothing of N x N
             is kept for backward; with `dropout_p` > 0 PyTorch's CPU kernel gives up this promise), 'tiled' (one tile of
-            queries after the other, formed again in backward: nothing of N x N either, for strips, dropout and joint
-            tables), 'reference' (the paper's own n products, O(N^2 head_dim) memory) or 'auto' (see `choose`).
+            queries after the other, formed again in backward: nothing of N x N either; no second derivatives),
+            'gathered' (tiles as well, every pair looks up its table entries: slower, but for joint tables too),
+            'reference' (the paper's own n products, O(N^2 head_dim) memory) or 'auto' (see `choose`).
 
     Returns:
         (B, heads, Nq, value_dim), dtype of the query. A sample with no valid key gets zeros.
@@ -127,21 +139,15 @@ def relative_attention(
     if attn_mask is not None and is_causal:
         raise ValueError("attn_mask and is_causal exclude each other: put the causal part into attn_mask")
     if backend == "auto":
-        backend = choose(query, value, terms, grid, key_grid, dropout_p=dropout_p).backend
-    if backend == "fused":
-        _check_separable(terms)
+        backend = choose(query, key, value, terms, grid, key_grid).backend
+    if backend in ("fused", "tiled"):
+        _check_separable(terms, backend)
     run = BACKENDS[backend].relative_attention
     return run(query, key, value, terms, grid, key_grid, attn_mask, is_causal, dropout_p, scale)
 
 
 def choose(
-    query: Tensor,
-    value: Tensor,
-    terms: RelativeTerms,
-    grid: Grid,
-    key_grid: Grid | None = None,
-    *,
-    dropout_p: float = 0.0,
+    query: Tensor, key: Tensor, value: Tensor, terms: RelativeTerms, grid: Grid, key_grid: Grid | None = None
 ) -> Choice:
     """Which backend `relative_attention` takes for 'auto', why, and what it keeps for backward.
 
@@ -155,14 +161,23 @@ def choose(
     on_query = places if terms.key is not None or terms.bias is not None else 0
     on_query += grid.height + grid.width if terms.query is not None else 0
     on_value = places if terms.value is not None else 0
+    tables = [table for term in terms[:4] if term is not None for table in term]
+    graph = torch.compiler.is_compiling()
+    # torch.func forbids the hooks; the switch is for all devices, wherever its name says it lives.
+    stock = not graph and not (
+        torch._C._autograd._saved_tensors_hooks_is_enabled() and torch.backends.cuda.flash_sdp_enabled()
+    )
     case = Case(
         device=query.device.type,
-        appended=max(on_query, on_value),
+        dtype=query.dtype,
+        joint=any(isinstance(term, JointTable) for term in terms),
+        graph=graph,
+        stock=stock,
         width=max(query.shape[-1] + on_query, value.shape[-1] + on_value),
-        joint=any(isinstance(tables, JointTable) for tables in terms),
-        dropout=dropout_p > 0,
+        gradient=torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value, *tables)),
     )
-    return next(choice for applies, choice in RULES if applies(case))
+    choice = next(choice for applies, choice in RULES if applies(case))
+    return choice if case.gradient or case.graph else choice._replace(keeps=NOTHING)
 
 
 def relative_logits(
@@ -205,10 +220,10 @@ def _check_backend(name: str) -> None:
         raise ValueError(f"unknown backend {name!r}{did_you_mean(str(name), allowed)}, allowed: {listing(allowed)}")
 
 
-def _check_separable(terms: RelativeTerms) -> None:
+def _check_separable(terms: RelativeTerms, backend: str) -> None:
     for name, tables in zip(RelativeTerms._fields, terms, strict=True):
         if isinstance(tables, JointTable):
-            raise ValueError(f"terms.{name} is a joint table, which needs backend 'tiled' or 'reference', not 'fused'")
+            raise ValueError(f"terms.{name} is a joint table: backend 'gathered' or 'reference', not {backend!r}")
 
 
 def _check_shape(name: str, tensor: Tensor, expected: tuple[int | str, ...]) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from relvit.ops.terms import AxisTables, RelativeTerms
 # Stock kernels want head widths that are multiples of 8, and are faster for it on the CPU as well.
 WIDTH_MULTIPLE = 8
 
+Made = TypeVar("Made")
 # Clip distances of a pair of tables, rows and columns.
 Distances = tuple[int, int]
 # The rows and the columns that indicators tell apart, as (first, number) each.
@@ -23,7 +25,10 @@ Places = tuple[tuple[int, int], tuple[int, int]]
 
 
 class Request(NamedTuple):
-    """What decides about the channels besides the grids: each term's clip distances, None without it, and widths."""
+    """What decides about the channels besides the grids.
+
+    Each term's clip distances, None without it; the widths of the contents; whether some keys are padding.
+    """
 
     query: Distances | None
     key: Distances | None
@@ -32,6 +37,7 @@ class Request(NamedTuple):
     bucketing: str
     head_dim: int
     value_dim: int
+    padded: bool
 
 
 class Pick(NamedTuple):
@@ -46,41 +52,71 @@ class Pick(NamedTuple):
     index: Tensor
 
 
-class Channels(NamedTuple):
-    """What is appended, as far as places decide it. Parts that no term needs are None.
+class Picks(NamedTuple):
+    """The picks of each term, None without it; the query term's belongs to the keys, which meet its vectors."""
 
-    Attributes:
-        width: of the longer vectors.
-        key_hot: (1 or B, 1, Nk, H + W), one-hot row and column of each key; zeros for prefix tokens.
-        query_hot: (1 or B, 1, Nq, H' + W'), the same of each query, for the query term.
-        padding: (1 or B, 1, Nk, 1), zero for valid keys, else a logit that softmax turns into zero.
-        alive: (1 or B, 1, 1, 1) booleans, whether a sample has any valid key.
-        query, key, value, bias: the picks of each term.
-    """
-
-    width: int
-    key_hot: Tensor | None
-    query_hot: Tensor | None
-    padding: Tensor | None
-    alive: Tensor | None
     query: Pick | None
     key: Pick | None
     value: Pick | None
     bias: Pick | None
 
 
+class Channels(NamedTuple):
+    """What is appended, as far as places decide it. Parts that no term needs are None.
+
+    Attributes:
+        width: of the longer vectors.
+        picks: for each term the table entries that make its logits or meet its marginals.
+        key_hot: (1 or B, 1, Nk, H + W), one-hot row and column of each key; zeros for prefix tokens.
+        query_hot: (1 or B, 1, Nq, H' + W'), the same of each query, for the query term.
+        padding: (1 or B, 1, Nk, 1), zero for valid keys, else a logit that softmax turns into zero.
+        alive: (1 or B, 1, 1, 1) booleans, whether a sample has any valid key.
+    """
+
+    width: int
+    picks: Picks
+    key_hot: Tensor | None
+    query_hot: Tensor | None
+    padding: Tensor | None
+    alive: Tensor | None
+
+
 def channels(terms: RelativeTerms, grid: Grid, key_grid: Grid, like: Tensor, value_dim: int) -> Channels:
     """The channels for queries such as `like` on `grid` and keys on `key_grid`; those of rasters are remembered."""
+    valid = key_mask(key_grid)
+    request = _request(terms, like.shape[-1], value_dim, valid is not None)
+    made = _once(_make_channels, _remembered_channels, grid, key_grid, request, like)
+    if valid is None:
+        return made
+    padding = torch.where(valid, 0.0, _forbidden(like.dtype)).to(like.dtype)[:, None, :, None]
+    return made._replace(padding=padding, alive=valid.any(dim=1)[:, None, None, None])
+
+
+def picks(terms: RelativeTerms, grid: Grid, key_grid: Grid, like: Tensor) -> Picks:
+    """The picks alone, for exactly the rows and columns that there are; those of rasters are remembered."""
+    return _once(_make_picks, _remembered_picks, grid, key_grid, _request(terms, 0, 0, False), like)
+
+
+def _request(terms: RelativeTerms, head_dim: int, value_dim: int, padded: bool) -> Request:
     vectors = (None if tables is None else distances_of(tables) for tables in terms[:3])
     bias = None if terms.bias is None else distances_of(with_width(terms.bias))
-    request = Request(*vectors, bias, terms.bucketing, like.shape[-1], value_dim)
+    return Request(*vectors, bias, terms.bucketing, head_dim, value_dim, padded)
+
+
+def _once(
+    make: Callable[..., Made], remember: Callable[..., Made], grid: Grid, key_grid: Grid, request: Request, like: Tensor
+) -> Made:
+    """Make or remember: all blocks of a model ask for the same."""
+    shared = key_grid is grid
+    grid = grid._replace(valid=None)
+    key_grid = grid if shared else key_grid._replace(valid=None)
     makers = (grid, key_grid, request, like.dtype, like.device)
-    placed = any(tensor is not None for tokens in (grid, key_grid) for tensor in (tokens.coords, tokens.valid))
+    placed = grid.coords is not None or key_grid.coords is not None
     # Fake tensors and those of a graph belong to where they were made.
     if placed or torch.compiler.is_compiling() or type(like) is not Tensor:
-        return _make_channels(*makers)
+        return make(*makers)
     # What was made in inference mode cannot be saved for backward elsewhere.
-    return _remembered_channels(*makers, torch.is_inference_mode_enabled())
+    return remember(*makers, torch.is_inference_mode_enabled())
 
 
 @lru_cache(maxsize=16)
@@ -90,15 +126,20 @@ def _remembered_channels(
     return _make_channels(grid, key_grid, request, dtype, device)
 
 
+@lru_cache(maxsize=16)
+def _remembered_picks(
+    grid: Grid, key_grid: Grid, request: Request, dtype: torch.dtype, device: torch.device, _inference: bool
+) -> Picks:
+    return _make_picks(grid, key_grid, request, dtype, device)
+
+
 def _make_channels(grid: Grid, key_grid: Grid, request: Request, dtype: torch.dtype, device: torch.device) -> Channels:
     for_query = request.key is not None or request.bias is not None
     for_key = request.query is not None
     for_value = request.value is not None
-    valid = key_mask(key_grid)
-    key_places = all_places(key_grid)
-    query_places = _query_places(request, grid, key_grid)
+    key_places, query_places = all_places(key_grid), places_of_queries(request.query, request.bucketing, grid, key_grid)
 
-    query_width = request.head_dim + (0 if valid is None else 1)
+    query_width = request.head_dim + (1 if request.padded else 0)
     query_width += count(key_places) if for_query else 0
     query_width += count(query_places) if for_key else 0
     # One width: where value and query differ, PyTorch's CPU kernel falls back to keeping N x N.
@@ -109,16 +150,28 @@ def _make_channels(grid: Grid, key_grid: Grid, request: Request, dtype: torch.dt
     if for_key and not for_query:
         query_places = _with_columns(query_places, missing)
     key_places = _with_columns(key_places, missing)
+    return Channels(
+        width=width + missing,
+        picks=_picks_for(request, grid, key_grid, key_places, query_places, device),
+        key_hot=_indicators(key_grid, key_places, dtype, device) if for_query or for_value else None,
+        query_hot=_indicators(grid, query_places, dtype, device) if for_key else None,
+        padding=None,
+        alive=None,
+    )
 
+
+def _make_picks(grid: Grid, key_grid: Grid, request: Request, _dtype: torch.dtype, device: torch.device) -> Picks:
+    query_places = places_of_queries(request.query, request.bucketing, grid, key_grid)
+    return _picks_for(request, grid, key_grid, all_places(key_grid), query_places, device)
+
+
+def _picks_for(
+    request: Request, grid: Grid, key_grid: Grid, key_places: Places, query_places: Places, device: torch.device
+) -> Picks:
     def pick(distances: Distances | None, tokens: Grid, places: Places) -> Pick | None:
         return None if distances is None else pick_entries(distances, request.bucketing, tokens, places, device)
 
-    return Channels(
-        width=width + missing,
-        key_hot=_indicators(key_grid, key_places, dtype, device) if for_query or for_value else None,
-        query_hot=_indicators(grid, query_places, dtype, device) if for_key else None,
-        padding=None if valid is None else torch.where(valid, 0.0, _forbidden(dtype)).to(dtype)[:, None, :, None],
-        alive=None if valid is None else valid.any(dim=1)[:, None, None, None],
+    return Picks(
         query=pick(request.query, key_grid, query_places),
         key=pick(request.key, grid, key_places),
         value=pick(request.value, grid, key_places),
@@ -136,15 +189,15 @@ def count(places: Places) -> int:
     return places[0][1] + places[1][1]
 
 
-def _query_places(request: Request, grid: Grid, key_grid: Grid) -> Places:
-    """All rows and columns in which queries can lie, as far as keys can tell them apart.
+def places_of_queries(distances: Distances | None, bucketing: str, grid: Grid, key_grid: Grid) -> Places:
+    """All rows and columns in which queries can lie, as far as keys can tell them apart by tables of these distances.
 
     Queries with coordinates of their own may lie outside the key grid; further out than the tables reach, all places
     are alike.
     """
-    if request.query is None or grid.coords is None or grid is key_grid:
+    if distances is None or grid.coords is None or grid is key_grid:
         return all_places(grid)
-    rows, cols = (saturation(distance, request.bucketing) for distance in request.query)
+    rows, cols = (saturation(distance, bucketing) for distance in distances)
     return (-rows, key_grid.height + 2 * rows), (-cols, key_grid.width + 2 * cols)
 
 

@@ -19,7 +19,6 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor
 
-from relvit.ops import cpu_flash
 from relvit.ops.channels import all_places, channels, distances_of, join_tables, pick_entries
 from relvit.ops.grid import Grid
 from relvit.ops.longer import axis_logits, lengthen, logits_of_keys, logits_of_queries, shorten
@@ -54,19 +53,15 @@ def relative_attention(
     # The default scale would count the appended channels.
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     appended = channels(terms, grid, key_grid, query, value.shape[-1])
+    table = None if terms.value is None else join_tables(terms.value, appended.picks.value.reach, value.dtype)
     with Rebuilt() as rebuilt:
-        query_logits = logits_of_queries(query, terms, appended, scale, rebuilt)
-        key_logits = logits_of_keys(key, terms, appended, rebuilt)
-    contents = [query, key, value, query_logits, key_logits]
-    table = None if terms.value is None else join_tables(terms.value, appended.value.reach, value.dtype)
-
-    if attn_mask is None and dropout_p == 0 and cpu_flash.applies(query, key):
-        return cpu_flash.CpuFlash.apply(*contents, table, appended, is_causal, scale)
-    with Rebuilt() as rebuilt:
+        query_logits = logits_of_queries(query, terms, appended.picks, scale, rebuilt)
+        key_logits = logits_of_keys(key, terms, appended.picks, rebuilt)
+        contents = [query, key, value, query_logits, key_logits]
         longer = lengthen(*contents, appended)
         kept = [None if tensor is None else tensor.detach() for tensor in contents]
         rebuilt.all_of(longer, partial(lengthen, *kept, appended), kept)
         out = F.scaled_dot_product_attention(
             *longer, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale
         )
-    return shorten(out, value.shape[-1], table, appended)[0]
+    return shorten(out, value.shape[-1], table, appended)

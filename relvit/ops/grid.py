@@ -35,7 +35,9 @@ class Grid(NamedTuple):
 def make_grid(
     height: int, width: int, prefix: int = 0, coords: Tensor | None = None, valid: Tensor | None = None
 ) -> Grid:
-    """Build a `Grid` and check it, coordinates against the bounds included (this reads the tensors).
+    """Build a `Grid` and check it, coordinates against the bounds included.
+
+    That reads the coordinates, once; while a graph is compiled or exported they are not read.
 
     Args: see `Grid`.
 
@@ -43,30 +45,51 @@ def make_grid(
         TypeError: a size that is no integer, coordinates that are not integers, a `valid` that is not boolean.
         ValueError: a size out of range, wrong shapes, coordinates outside the grid.
     """
-    for name, size, least in (("height", height, 1), ("width", width, 1), ("prefix", prefix, 0)):
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(f"{name} must be an int, got {size!r} of type {type(size).__name__}")
-        if size < least:
-            raise ValueError(f"{name} must be at least {least}, got {size}")
+    _check_sizes(height, width, prefix)
     if coords is not None:
-        if coords.is_floating_point() or coords.is_complex() or coords.dtype == torch.bool:
-            raise TypeError(f"coords must hold integers, got dtype {coords.dtype}")
+        _check_integers("coords", coords)
         if coords.dim() not in (2, 3) or coords.shape[-1] != 2:
             raise ValueError(f"coords must have shape (P, 2) or (B, P, 2), got {tuple(coords.shape)}")
-        for axis, (name, size) in enumerate((("row", height), ("column", width))):
-            line = coords[..., axis]
-            if line.numel() and not (int(line.min()) >= 0 and int(line.max()) < size):
-                raise ValueError(
-                    f"coords hold {name}s from {int(line.min())} to {int(line.max())}, the grid has 0 to {size - 1}"
-                )
+        _check_bounds("coords", coords, height, width)
     grid = Grid(height, width, prefix, coords, valid)
     if valid is not None:
-        if valid.dtype != torch.bool:
-            raise TypeError(f"valid must be boolean, got dtype {valid.dtype}")
+        _check_boolean("valid", valid)
         patches = num_tokens(grid) - prefix
         if valid.dim() not in (1, 2) or valid.shape[-1] != patches:
             raise ValueError(f"valid must have shape ({patches},) or (B, {patches}), got {tuple(valid.shape)}")
     return grid
+
+
+def grid_from_naflex(patch_coord: Tensor, patch_valid: Tensor | None, height: int, width: int, prefix: int = 0) -> Grid:
+    """The `Grid` of a batch of images of different sizes, from what timm's NaFlex data loader hands out.
+
+    Padding is put at row 0, column 0, wherever `patch_coord` has it. Sizes of the single images are not needed: tokens
+    see offsets alone. The bounds say how far apart patches can lie, and the backend 'fused' appends as many channels.
+
+    Args:
+        patch_coord: (B, P, 2) integers, row and column of each patch in its own image (timm's 'patch_coord').
+        patch_valid: (B, P) booleans, False for padding (timm's 'patch_valid'); None: all patches are real.
+        height: number of rows that no image exceeds; never read from the data, so that it may be part of a graph.
+        width: number of columns that no image exceeds.
+        prefix: number of tokens without a place, which the model puts before the patches.
+
+    Raises:
+        TypeError: as `make_grid`.
+        ValueError: as `make_grid`; coordinates of padding may be anything, and while a graph is compiled or exported
+            no coordinates are read.
+    """
+    _check_sizes(height, width, prefix)
+    _check_integers("patch_coord", patch_coord)
+    if patch_coord.dim() != 3 or patch_coord.shape[-1] != 2:
+        raise ValueError(f"patch_coord must have shape (B, P, 2), got {tuple(patch_coord.shape)}")
+    if patch_valid is not None:
+        _check_boolean("patch_valid", patch_valid)
+        if patch_valid.shape != patch_coord.shape[:-1]:
+            expected = tuple(patch_coord.shape[:-1])
+            raise ValueError(f"patch_valid must have shape {expected}, got {tuple(patch_valid.shape)}")
+        patch_coord = patch_coord.masked_fill(~patch_valid[..., None], 0)
+    _check_bounds("patch_coord", patch_coord, height, width)
+    return Grid(height, width, prefix, patch_coord, patch_valid)
 
 
 def num_tokens(grid: Grid) -> int:
@@ -90,3 +113,32 @@ def key_mask(grid: Grid) -> Tensor | None:
         return None
     valid = grid.valid if grid.valid.dim() == 2 else grid.valid[None]
     return torch.cat((valid.new_ones(valid.shape[0], grid.prefix), valid), dim=1)
+
+
+def _check_sizes(height: int, width: int, prefix: int) -> None:
+    for name, size, least in (("height", height, 1), ("width", width, 1), ("prefix", prefix, 0)):
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"{name} must be an int, got {size!r} of type {type(size).__name__}")
+        if size < least:
+            raise ValueError(f"{name} must be at least {least}, got {size}")
+
+
+def _check_integers(name: str, coords: Tensor) -> None:
+    if coords.is_floating_point() or coords.is_complex() or coords.dtype == torch.bool:
+        raise TypeError(f"{name} must hold integers, got dtype {coords.dtype}")
+
+
+def _check_boolean(name: str, valid: Tensor) -> None:
+    if valid.dtype != torch.bool:
+        raise TypeError(f"{name} must be boolean, got dtype {valid.dtype}")
+
+
+def _check_bounds(name: str, coords: Tensor, height: int, width: int) -> None:
+    """Compare coordinates (..., 2) with the bounds; a graph cannot wait for their values."""
+    if torch.compiler.is_compiling() or not coords.numel():
+        return
+    # One copy from the device for all four numbers.
+    lowest, highest = torch.stack(coords.flatten(0, -2).aminmax(dim=0)).tolist()
+    for line, low, high, size in zip(("row", "column"), lowest, highest, (height, width), strict=True):
+        if low < 0 or high >= size:
+            raise ValueError(f"{name} hold {line}s from {low} to {high}, the grid has 0 to {size - 1}")

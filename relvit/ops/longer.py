@@ -5,34 +5,34 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from relvit.ops.channels import Channels, Pick, join_tables, with_width
+from relvit.ops.channels import Channels, Pick, Picks, join_tables, with_width
 from relvit.ops.rebuilt import Rebuilt
 from relvit.ops.terms import AxisTables, RelativeTerms
 
 
 def logits_of_queries(
-    query: Tensor, terms: RelativeTerms, appended: Channels, scale: float, rebuilt: Rebuilt
+    query: Tensor, terms: RelativeTerms, picks: Picks, scale: float, rebuilt: Rebuilt
 ) -> Tensor | None:
     """What the key term and the bias add to the logit of a key in each row and column: (B, heads, Nq, H + W)."""
-    logits = None if terms.key is None else axis_logits(query, terms.key, appended.key, rebuilt)
+    logits = None if terms.key is None else axis_logits(query, terms.key, picks.key, rebuilt)
     if terms.bias is None:
         return logits
     # In the tables' precision, for the sake of the sums over all tokens in backward.
-    table = join_tables(with_width(terms.bias), appended.bias.reach, terms.bias.rows.dtype)[..., 0] / scale
+    table = join_tables(with_width(terms.bias), picks.bias.reach, terms.bias.rows.dtype)[..., 0] / scale
     # (1 or B, heads, Nq, H + W): samples on one grid share the result.
-    heads, index = query.shape[1], appended.bias.index
+    heads, index = query.shape[1], picks.bias.index
     entries = table.expand(heads, -1)[None, :, None].expand(index.shape[0], heads, index.shape[2], -1)
     bias = entries.gather(-1, index.expand(-1, heads, -1, -1)).to(query.dtype)
     return bias.expand(query.shape[0], -1, -1, -1) if logits is None else logits + bias
 
 
-def logits_of_keys(key: Tensor, terms: RelativeTerms, appended: Channels, rebuilt: Rebuilt) -> Tensor | None:
+def logits_of_keys(key: Tensor, terms: RelativeTerms, picks: Picks, rebuilt: Rebuilt) -> Tensor | None:
     """What the query term adds to the logit of a query in each row and column: (B, heads, Nk, H' + W')."""
     if terms.query is None:
         return None
     # Seen from the key, the offset to the query is the other way round.
     mirrored = AxisTables(terms.query.rows.flip(-2), terms.query.cols.flip(-2))
-    return axis_logits(key, mirrored, appended.query, rebuilt)
+    return axis_logits(key, mirrored, picks.query, rebuilt)
 
 
 def axis_logits(query: Tensor, tables: AxisTables, pick: Pick, rebuilt: Rebuilt | None = None) -> Tensor:
@@ -69,7 +69,7 @@ def lengthen(
     if appended.padding is not None:
         long_query.append(query.new_ones(()).expand(*query.shape[:-1], 1))
         long_key.append(appended.padding)
-    if appended.value is not None:
+    if appended.picks.value is not None:
         long_value.append(appended.key_hot)
     return [join(parts, appended.width) for parts in (long_query, long_key, long_value)]
 
@@ -86,31 +86,29 @@ def join(parts: list[Tensor], width: int) -> Tensor:
     return torch.cat([part.expand(*lead, -1).transpose(1, 2) for part in parts], dim=-1).transpose(1, 2)
 
 
-def shorten(out: Tensor, content: int, table: Tensor | None, appended: Channels) -> tuple[Tensor, Tensor | None]:
+def shorten(out: Tensor, content: int, table: Tensor | None, appended: Channels) -> Tensor:
     """From the longer output the content's `content` channels plus, with a value table, the value term.
 
     The channels after the content are the marginals: how much of the attention falls on each row and each column.
-
-    Returns:
-        The result, (B, heads, Nq, content), zero for samples without any valid key, which have attended to padding; and
-        the attention on each entry of the table, (B, Nq, heads, entries).
+    Samples without any valid key have attended to padding: they get zeros, forward and backward.
     """
-    weights = None
-    if table is None:
-        result = out[..., :content]
-    else:
-        index = appended.value.index.transpose(1, 2)
-        rest = out.shape[-1] - content - index.shape[-1]
-        result, marginals, _ = out.transpose(1, 2).split((content, index.shape[-1], rest), dim=-1)
+    result = out[..., :content]
+    if table is not None:
+        # Tokens before heads: so the attention writes its output, and so the projection wants it.
+        places = appended.picks.value.index.shape[-1]
+        parts = out.transpose(1, 2).split((content, places, out.shape[-1] - content - places), dim=-1)
         # Half precision is left for sums over several marginals, and rounded to once, as by stock attention.
         precision = torch.promote_types(out.dtype, torch.float32)
-        weights = marginals.new_zeros(*marginals.shape[:-1], table.shape[-2], dtype=precision)
-        weights = weights.scatter_add(-1, index.expand_as(marginals), marginals.to(precision))
+        on_entries = sum_by_entry(parts[1].to(precision), appended.picks.value, table.shape[-2])
         with torch.autocast(out.device.type, enabled=False):
-            result = (result + times_table(weights, table.to(precision))).to(out.dtype).transpose(1, 2)
-    if appended.alive is not None:
-        result = torch.where(appended.alive, result, 0.0)
-    return result, weights
+            result = (parts[0] + times_table(on_entries, table.to(precision))).to(out.dtype).transpose(1, 2)
+    return result if appended.alive is None else torch.where(appended.alive, result, 0.0)
+
+
+def sum_by_entry(marginals: Tensor, pick: Pick, entries: int) -> Tensor:
+    """Sum the marginals (B, Nq, heads, H + W) that meet the same table entry: (B, Nq, heads, entries)."""
+    index = pick.index.transpose(1, 2).expand_as(marginals)
+    return marginals.new_zeros(*marginals.shape[:-1], entries).scatter_add(-1, index, marginals)
 
 
 def times_table(weights: Tensor, table: Tensor) -> Tensor:

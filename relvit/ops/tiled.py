@@ -1,38 +1,98 @@
-"""Exact relative attention in tiles of queries, for all that longer vectors do not serve.
+"""Exact relative attention in tiles of queries, its backward written out.
 
-Each tile forms its logits against all keys, and backward forms them again. So N x N is never stored, whatever the
-number of rows and columns (a strip of 1 x N patches), whatever the width (kernels stop at 256), with dropout, and with
-joint tables, which do not split into rows and columns. As in `fused`, one product with all table rows gives each
-query's logit for each offset; a pair of tokens then picks its own.
+Each tile forms its logits against all keys, and backward forms them again: N x N is never stored. A relative logit is a
+row logit plus a column logit of the query, so the logits of a tile start as the sum of two small tensors, broadcast
+over the key grid, to which the product with the keys is added in place; the row and column marginals of the attention,
+which meet the value tables, are sums of the weights over columns and rows. So relative terms cost passes over a tile
+that lies in the processor's cache, and no wider products, as in `fused`.
 
-Recomputation in backward as in Chen et al. 2016 (arXiv 1604.06174) and Rabe & Staats 2021 (arXiv 2112.05682).
+Backward as in flash attention (Dao et al. 2022, arXiv 2205.14135, appendix B.2): dS = P (dP - D), where D, the sum of
+P dP over keys, equals the product of the result with its gradient; here too, where dP holds the value term's part.
 """
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Iterator
+from itertools import product
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import FunctionCtx, once_differentiable
 
-from relvit.ops.buckets import bucket
+from relvit.ops.channels import Pick, distances_of, join_tables, picks, places_of_queries
 from relvit.ops.grid import Grid, key_mask, patch_coords
-from relvit.ops.terms import AxisTables, JointTable, RelativeTerms
+from relvit.ops.longer import logits_of_keys, logits_of_queries, sum_by_entry, times_table
+from relvit.ops.rebuilt import Rebuilt
+from relvit.ops.terms import RelativeTerms
 
-# Logits of one tile, over all samples and heads: 4 M numbers, 16 MB in float32.
-TILE_LOGITS = 1 << 22
-LEAST_QUERIES = 16
+# Logits of one tile over samples and heads: 2 MB in float32, what a core's cache holds. Tiles of fewer queries would
+# spend their time on adding up the gradients of keys and values.
+TILE_LOGITS = 1 << 19
+LEAST_QUERIES = 64
 
 
-class Tokens(NamedTuple):
-    """Where tokens lie: rows and columns, (1 or B, N) int64, and which of them have a place, (N,) booleans."""
+class Keys(NamedTuple):
+    """Where keys lie: a raster behind prefix tokens, or at rows and columns, (1 or B, 1, 1, Nk) int64.
 
-    y: Tensor
-    x: Tensor
-    placed: Tensor
+    Prefix tokens have the row H and the column W, beyond the last.
+    """
+
+    height: int
+    width: int
+    prefix: int
+    y: Tensor | None
+    x: Tensor | None
+
+
+class Job(NamedTuple):
+    """What all tiles have in common besides contents; None where nothing is needed.
+
+    Attributes:
+        keys: where they lie.
+        query_channels: two of (1 or B, Nq) int64, the channels of `key_logits` that belong to each query's row and
+            column; one beyond the last for prefix tokens.
+        value: pick of the value term.
+        valid: (1 or B, 1, 1, Nk) booleans, which keys may be attended to.
+    """
+
+    keys: Keys
+    query_channels: tuple[Tensor, Tensor] | None
+    value: Pick | None
+    valid: Tensor | None
+    is_causal: bool
+    dropout_p: float
+    seed: int
+    scale: float
+
+
+def to_pairs(values: Tensor, keys: Keys) -> Tensor:
+    """From a number per row and per column, (b, heads, T, H + W), to their sum for each key, (b, heads, T, Nk)."""
+    rows, cols = values.split((keys.height, keys.width), dim=-1)
+    if keys.y is None:
+        pairs = values.new_empty(*values.shape[:-1], keys.prefix + keys.height * keys.width)
+        pairs[..., : keys.prefix] = 0
+        raster = pairs[..., keys.prefix :].unflatten(-1, (keys.height, keys.width))
+        torch.add(rows[..., None], cols[..., None, :], out=raster)
+        return pairs
+    lead = rows.shape[:-1]
+    y, x = (line.expand(*lead, -1) for line in (keys.y, keys.x))
+    nowhere = values.new_zeros(*lead, 1)
+    return torch.cat((rows, nowhere), dim=-1).gather(-1, y).add_(torch.cat((cols, nowhere), dim=-1).gather(-1, x))
+
+
+def from_pairs(pairs: Tensor, keys: Keys) -> Tensor:
+    """The transpose of `to_pairs`: sums over the keys of each row, and of each column, (b, heads, T, H + W)."""
+    if keys.y is None:
+        raster = pairs[..., keys.prefix :].unflatten(-1, (keys.height, keys.width))
+        return torch.cat((raster.sum(-1), raster.sum(-2)), dim=-1)
+    lead = pairs.shape[:-1]
+    sums = []
+    for line, size in ((keys.y, keys.height), (keys.x, keys.width)):
+        index = line.expand(*lead, -1)
+        sums.append(pairs.new_zeros(*lead, size + 1).scatter_add_(-1, index, pairs)[..., :size])
+    return torch.cat(sums, dim=-1)
 
 
 def relative_attention(
@@ -49,132 +109,264 @@ def relative_attention(
 ) -> Tensor:
     """Attention with relative terms, tile by tile; see `relvit.ops.relative_attention`."""
     key_grid = grid if key_grid is None else key_grid
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
     # At least single precision, as inside fused kernels: logits, softmax, sums over tiles would lose too much.
     dtype = query.dtype
     query, key, value = (t.to(torch.promote_types(dtype, torch.float32)) for t in (query, key, value))
-    attend = partial(
-        _attend,
-        key=key,
-        value=value,
-        terms=terms,
-        keys=_tokens(key_grid, key.device),
-        valid=key_mask(key_grid),
-        dropout_p=dropout_p,
-        scale=query.shape[-1] ** -0.5 if scale is None else scale,
-    )
-    attend = torch.autocast(query.device.type, enabled=False)(attend)
-    if torch.is_grad_enabled():
-        attend = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=dropout_p > 0)
-    queries = _tokens(grid, query.device)
-    batch, heads, length, _ = query.shape
-    step = max(LEAST_QUERIES, TILE_LOGITS // max(1, batch * heads * key.shape[2]))
-    tiles = []
-    for start in range(0, length, step):
-        part = slice(start, start + step)
-        here = Tokens(queries.y[:, part], queries.x[:, part], queries.placed[part])
-        mask = attn_mask
-        if mask is not None and mask.dim() > 1 and mask.shape[-2] > 1:
-            mask = mask[..., part, :]
-        tiles.append(attend(query[:, :, part], here, mask, start if is_causal else None))
-    out = torch.cat(tiles, dim=2) if tiles else value.new_zeros(batch, heads, 0, value.shape[-1])
-    return out.to(dtype)
+    with torch.autocast(query.device.type, enabled=False):
+        needed = picks(terms, grid, key_grid, query)
+        with Rebuilt() as rebuilt:
+            query_logits = logits_of_queries(query, terms, needed, scale, rebuilt)
+            key_logits = logits_of_keys(key, terms, needed, rebuilt)
+        table = None if terms.value is None else join_tables(terms.value, needed.value.reach, value.dtype)
+        valid = key_mask(key_grid)
+        job = Job(
+            keys=_keys(key_grid, key.device),
+            query_channels=None if terms.query is None else _query_channels(terms, grid, key_grid, query.device),
+            value=needed.value,
+            valid=None if valid is None else valid[:, None, None, :],
+            is_causal=is_causal,
+            dropout_p=dropout_p,
+            # Drawn from the generator that users seed; each tile's own follows from it, in backward again.
+            seed=int(torch.randint(2**48, ())) if dropout_p else 0,
+            scale=scale,
+        )
+        return Tiles.apply(query, key, value, query_logits, key_logits, table, attn_mask, job).to(dtype)
 
 
-def _attend(
-    query: Tensor,
-    queries: Tokens,
-    attn_mask: Tensor | None,
-    causal_start: int | None,
-    *,
-    key: Tensor,
-    value: Tensor,
-    terms: RelativeTerms,
-    keys: Tokens,
-    valid: Tensor | None,
-    dropout_p: float,
-    scale: float,
-) -> Tensor:
-    """Attention of a tile of queries to all keys: (B, heads, T, value_dim)."""
-    dy = keys.y[:, None, :] - queries.y[:, :, None]
-    dx = keys.x[:, None, :] - queries.x[:, :, None]
-    placed = queries.placed[:, None] & keys.placed
-    entries = partial(_entries, dy=dy, dx=dx, placed=placed, bucketing=terms.bucketing)
+class Tiles(torch.autograd.Function):
+    """All tiles, forward and backward.
 
-    logits = query @ key.transpose(-2, -1)
-    if terms.key is not None:
-        table, picks = entries(terms.key, query.dtype)
-        per_offset = query @ table.transpose(-2, -1)
-        for pick in picks:
-            logits = logits + per_offset.gather(-1, pick.expand_as(logits))
-    if terms.query is not None:
-        table, picks = entries(terms.query, key.dtype)
-        per_offset = key @ table.transpose(-2, -1)
-        for pick in picks:
-            logits = logits + per_offset.gather(-1, pick.transpose(-2, -1).expand_as(logits.mT)).mT
-    logits = logits * scale
-    if terms.bias is not None:
-        table, picks = entries(_with_width(terms.bias), logits.dtype)
-        per_head = table[..., 0] if table.dim() == 3 else table[..., 0].expand(query.shape[1], -1)
-        for pick in picks:
-            logits = logits + per_head[:, pick[:, 0]].transpose(0, 1)
-
-    if attn_mask is not None:
-        logits = logits.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else logits + attn_mask
-    if causal_start is not None:
-        later = torch.arange(key.shape[2], device=key.device)
-        here = torch.arange(causal_start, causal_start + query.shape[2], device=key.device)
-        logits = logits.masked_fill(later > here[:, None], -torch.inf)
-    if valid is not None:
-        logits = logits.masked_fill(~valid[:, None, None, :], -torch.inf)
-    if valid is None and attn_mask is None:
-        weights = logits.softmax(dim=-1)
-    else:
-        # A query that may attend to nothing gets zeros, forward and backward, instead of NaN.
-        empty = torch.isneginf(logits).all(dim=-1, keepdim=True)
-        weights = logits.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)
-    weights = F.dropout(weights, dropout_p)
-
-    out = weights @ value
-    if terms.value is not None:
-        table, picks = entries(terms.value, value.dtype)
-        per_offset = weights.new_zeros(*weights.shape[:-1], table.shape[-2])
-        for pick in picks:
-            per_offset = per_offset.scatter_add(-1, pick.expand_as(weights), weights)
-        out = out + per_offset @ table
-    return out
-
-
-def _entries(
-    tables: AxisTables | JointTable, dtype: torch.dtype, *, dy: Tensor, dx: Tensor, placed: Tensor, bucketing: str
-) -> tuple[Tensor, list[Tensor]]:
-    """All rows of the tables below each other, a zero row last, and the rows that each pair uses.
-
-    Returns:
-        The rows, ([heads,] entries, width), and index tensors, (1 or B, 1, T, Nk) each, whose rows are to be added up.
+    `apply(query, key, value, query_logits, key_logits, table, attn_mask, job)` -> (B, heads, Nq, value_dim): logits as
+    `relvit.ops.longer` makes them, `table` the joined value table; each of the last four tensors may be None.
     """
-    if isinstance(tables, JointTable):
-        height, width = tables.table.shape[-3:-1]
-        flat = tables.table.flatten(-3, -2)
-        row, col = bucket(dy, (height - 1) // 2, bucketing), bucket(dx, (width - 1) // 2, bucketing)
-        picks = [row * width + col]
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        query_logits: Tensor | None,
+        key_logits: Tensor | None,
+        table: Tensor | None,
+        attn_mask: Tensor | None,
+        job: Job,
+    ) -> Tensor:
+        batch, heads, length, _ = query.shape
+        # Tokens before heads: so the projections have it.
+        result = value.new_empty(batch, length, heads, value.shape[-1])
+        marginals = on_entries = None
+        if table is not None:
+            marginals = value.new_empty(batch, length, heads, job.keys.height + job.keys.width)
+        for tile in _tiles(query, key):
+            weights = _weights(query, key, query_logits, key_logits, attn_mask, job, tile)
+            if job.dropout_p:
+                weights *= _kept(weights, job, tile)
+            result[tile.samples, tile.queries] = _product(weights, value[tile.samples]).transpose(1, 2)
+            if table is not None:
+                marginals[tile.samples, tile.queries] = from_pairs(weights, _of(job.keys, tile)).transpose(1, 2)
+        if table is not None:
+            on_entries = sum_by_entry(marginals, job.value, table.shape[-2])
+            result += times_table(on_entries, table)
+        result = result.transpose(1, 2)
+        ctx.save_for_backward(query, key, value, query_logits, key_logits, table, attn_mask, on_entries, result)
+        ctx.job = job
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, query_logits, key_logits, table, attn_mask, on_entries, result = ctx.saved_tensors
+        job: Job = ctx.job
+        grad_marginals = grad_table = None
+        if table is not None:
+            tokens = grad.transpose(1, 2)
+            per_entry = times_table(tokens, table.mT).transpose(1, 2)
+            grad_marginals = per_entry.gather(-1, job.value.index.expand(*per_entry.shape[:-1], -1))
+            equation = "bnhe,bnhd->ed" if table.dim() == 2 else "bnhe,bnhd->hed"
+            grad_table = torch.einsum(equation, on_entries, tokens)
+        mean = (grad * result).sum(-1, keepdim=True)
+
+        grad_query, grad_key, grad_value = (_empty_like(tensor) for tensor in (query, key, value))
+        grad_query_logits = None if query_logits is None else _empty_like(query_logits)
+        grad_key_logits = None if key_logits is None else torch.zeros_like(key_logits)
+        grad_mask = torch.zeros_like(_with_four_axes(attn_mask)) if ctx.needs_input_grad[6] else None
+        for tile in _tiles(query, key):
+            samples, queries = tile.samples, tile.queries
+            weights = _weights(query, key, query_logits, key_logits, attn_mask, job, tile)
+            kept = _kept(weights, job, tile) if job.dropout_p else None
+            here = grad[samples, :, queries]
+            tile.add_product(grad_value, (weights if kept is None else weights * kept).mT, here)
+            if grad_marginals is None:
+                grad_weights = _product(here, value[samples].mT)
+            else:
+                grad_weights = to_pairs(grad_marginals[samples, :, queries], _of(job.keys, tile))
+                _add_product(grad_weights, here, value[samples].mT, 1.0)
+            if kept is not None:
+                grad_weights *= kept
+            grad_logits = grad_weights.sub_(mean[samples, :, queries]).mul_(weights)
+            if grad_mask is not None:
+                part = _part_of_mask(grad_mask, tile)
+                part += grad_logits.sum_to_size(part.shape)
+            grad_logits *= job.scale
+            grad_query[samples, :, queries] = _product(grad_logits, key[samples])
+            tile.add_product(grad_key, grad_logits.mT, query[samples, :, queries])
+            if query_logits is not None:
+                grad_query_logits[samples, :, queries] = from_pairs(grad_logits, _of(job.keys, tile))
+            if key_logits is not None:
+                _from_queries(grad_logits, grad_key_logits[samples], job, tile)
+        if grad_mask is not None:
+            grad_mask = grad_mask.reshape(attn_mask.shape)
+        return grad_query, grad_key, grad_value, grad_query_logits, grad_key_logits, grad_table, grad_mask, None
+
+
+class Tile(NamedTuple):
+    """Some samples and some of their queries; all heads and all keys."""
+
+    number: int
+    samples: slice
+    queries: slice
+
+    def add_product(self, total: Tensor, left: Tensor, right: Tensor) -> None:
+        """Add to the samples' total over all their tiles, of which the first one sets it."""
+        if self.queries.start == 0:
+            total[self.samples] = _product(left, right)
+        else:
+            _add_product(total[self.samples], left, right, 1.0)
+
+
+def _tiles(query: Tensor, key: Tensor) -> Iterator[Tile]:
+    batch, heads, length, _ = query.shape
+    step = max(LEAST_QUERIES, TILE_LOGITS // max(1, heads * key.shape[2]))
+    group = max(1, TILE_LOGITS // max(1, heads * key.shape[2] * length)) if step >= length else 1
+    # Without queries one empty tile, which sets the gradients of keys and values to zero.
+    starts = product(range(0, batch, group), range(0, max(1, length), step))
+    for number, (sample, start) in enumerate(starts):
+        yield Tile(number, slice(sample, sample + group), slice(start, min(length, start + step)))
+
+
+def _weights(
+    query: Tensor,
+    key: Tensor,
+    query_logits: Tensor | None,
+    key_logits: Tensor | None,
+    attn_mask: Tensor | None,
+    job: Job,
+    tile: Tile,
+) -> Tensor:
+    """The attention weights of a tile before dropout, (b, heads, T, Nk)."""
+    samples, queries = tile.samples, tile.queries
+    query, key = query[samples, :, queries], key[samples]
+    logits = None
+    if query_logits is not None:
+        logits = to_pairs(query_logits[samples, :, queries], _of(job.keys, tile))
+    if key_logits is not None:
+        from_keys = _to_queries(key_logits[samples], job, tile)
+        logits = from_keys if logits is None else logits.add_(from_keys)
+    if logits is None:
+        logits = _product(query, key.mT).mul_(job.scale)
     else:
-        flat = torch.cat((tables.rows, tables.cols), dim=-2)
-        height, width = tables.rows.shape[-2], tables.cols.shape[-2]
-        picks = [bucket(dy, (height - 1) // 2, bucketing), bucket(dx, (width - 1) // 2, bucketing) + height]
-    nowhere = flat.shape[-2]
-    picks = [pick.masked_fill(~placed, nowhere)[:, None] for pick in picks]
-    return F.pad(flat, (0, 0, 0, 1)).to(dtype), picks
+        _add_product(logits, query, key.mT, job.scale)
+    if attn_mask is not None:
+        mask = _part_of_mask(_with_four_axes(attn_mask), tile)
+        logits = logits.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else logits.add_(mask)
+    if job.is_causal:
+        here, there = (torch.arange(size, device=key.device) for size in (queries.stop, key.shape[2]))
+        logits.masked_fill_(there > here[queries.start :, None], -torch.inf)
+    if job.valid is not None:
+        logits.masked_fill_(~_slice(job.valid, samples), -torch.inf)
+    weights = logits.softmax(dim=-1)
+    if attn_mask is not None or job.valid is not None:
+        # A query that may attend to nothing gets zeros, forward and backward, instead of NaN.
+        weights.masked_fill_(torch.isneginf(logits).all(dim=-1, keepdim=True), 0.0)
+    return weights
 
 
-def _with_width(tables: AxisTables | JointTable) -> AxisTables | JointTable:
-    """Scalar tables as tables of vectors of width 1."""
-    return type(tables)(*(table[..., None] for table in tables))
+def _kept(weights: Tensor, job: Job, tile: Tile) -> Tensor:
+    """By how much dropout multiplies each weight: the same whenever this tile is asked for."""
+    generator = torch.Generator(weights.device).manual_seed(job.seed + tile.number)
+    kept = 1 - job.dropout_p
+    return torch.empty_like(weights).bernoulli_(kept, generator=generator).mul_(1 / kept if kept else 0.0)
 
 
-def _tokens(grid: Grid, device: torch.device) -> Tokens:
+def _to_queries(key_logits: Tensor, job: Job, tile: Tile) -> Tensor:
+    """From each key's number per row and column, (b, heads, Nk, C), to the sum for each query, (b, heads, T, Nk)."""
+    by_channel = F.pad(key_logits, (0, 1)).mT.contiguous()
+    total = None
+    for index in _query_index(by_channel, job, tile):
+        part = by_channel.gather(-2, index.expand(*by_channel.shape[:2], -1, by_channel.shape[-1]))
+        total = part if total is None else total.add_(part)
+    return total
+
+
+def _from_queries(pairs: Tensor, key_logits: Tensor, job: Job, tile: Tile) -> None:
+    """Add the transpose of `_to_queries` to `key_logits`."""
+    batch, heads, _, keys = pairs.shape
+    by_channel = pairs.new_zeros(batch, heads, key_logits.shape[-1] + 1, keys)
+    for index in _query_index(by_channel, job, tile):
+        by_channel.scatter_add_(-2, index.expand(batch, heads, -1, keys), pairs)
+    key_logits += by_channel[:, :, :-1].mT
+
+
+def _query_index(by_channel: Tensor, job: Job, tile: Tile) -> Iterator[Tensor]:
+    for channels in job.query_channels:
+        yield _slice(channels, tile.samples)[:, None, tile.queries, None]
+
+
+def _query_channels(terms: RelativeTerms, grid: Grid, key_grid: Grid, device: torch.device) -> tuple[Tensor, Tensor]:
+    places = places_of_queries(distances_of(terms.query), terms.bucketing, grid, key_grid)
+    (top, height), (left, width) = places
     coords = patch_coords(grid, device)
     coords = coords if coords.dim() == 3 else coords[None]
-    # Prefix tokens get any coordinates; `placed` keeps them from being used.
-    coords = F.pad(coords, (0, 0, grid.prefix, 0))
-    placed = torch.arange(coords.shape[1], device=device) >= grid.prefix
-    return Tokens(coords[..., 0], coords[..., 1], placed)
+    # Queries beyond the outermost place count as in it.
+    y = (coords[..., 0] - top).clamp(0, height - 1)
+    x = (coords[..., 1] - left).clamp(0, width - 1) + height
+    y, x = (F.pad(line, (grid.prefix, 0), value=height + width) for line in (y, x))
+    return y, x
+
+
+def _keys(grid: Grid, device: torch.device) -> Keys:
+    if grid.coords is None:
+        return Keys(grid.height, grid.width, grid.prefix, None, None)
+    coords = patch_coords(grid, device)
+    coords = coords if coords.dim() == 3 else coords[None]
+    ends = zip(coords.unbind(-1), (grid.height, grid.width), strict=True)
+    y, x = (F.pad(line, (grid.prefix, 0), value=end)[:, None, None] for line, end in ends)
+    return Keys(grid.height, grid.width, grid.prefix, y, x)
+
+
+def _of(keys: Keys, tile: Tile) -> Keys:
+    """The keys of a tile's samples."""
+    if keys.y is None:
+        return keys
+    return keys._replace(y=_slice(keys.y, tile.samples), x=_slice(keys.x, tile.samples))
+
+
+def _slice(tensor: Tensor, part: slice, axis: int = 0) -> Tensor:
+    """A part of an axis, all of it where it has one entry for all."""
+    return tensor if tensor.shape[axis] == 1 else tensor[(slice(None),) * axis + (part,)]
+
+
+def _part_of_mask(mask: Tensor, tile: Tile) -> Tensor:
+    return _slice(_slice(mask, tile.samples), tile.queries, axis=2)
+
+
+def _with_four_axes(mask: Tensor) -> Tensor:
+    return mask[(None,) * (4 - mask.dim())]
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """(b, heads, ., .) by (b, heads, ., .); one sample's heads need no copy, however they lie in memory."""
+    return torch.bmm(left.flatten(0, 1), right.flatten(0, 1)).unflatten(0, left.shape[:2])
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
+    """total <- scale * (total + left right), in place."""
+    total.flatten(0, 1).baddbmm_(left.flatten(0, 1), right.flatten(0, 1), beta=scale, alpha=scale)
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    """(B, heads, N, dim) with tokens before heads in memory, as the projection's gradient wants it."""
+    batch, heads, length, dim = tensor.shape
+    return tensor.new_empty(batch, length, heads, dim).transpose(1, 2)

@@ -68,7 +68,7 @@ def test_gradients_reach_only_the_offsets_that_occur():
         ({"rel_terms": "kk"}, ValueError, "got 'kk'"),
         ({"layout": "jont"}, ValueError, "layout must be one of 'separate', 'joint', got 'jont' .did you mean 'joint'"),
         ({"bucketing": "pieces"}, ValueError, "bucketing must be one of 'clip', 'piecewise', got 'pieces'"),
-        ({"max_distance": -1}, ValueError, "must not be negative, got -1"),
+        ({"max_distance": -1}, ValueError, "max_distance must be at least 0, got -1"),
         ({"max_distance": (3, 4, 5)}, ValueError, r"int or \(rows, columns\)"),
         ({"max_distance": (3, 4.0)}, TypeError, "integers"),
         ({"max_distance": 7.5}, TypeError, "max_distance must hold integers, got 7.5"),

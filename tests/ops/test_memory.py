@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from relvit.ops import AxisTables, RelativeTerms, make_grid, relative_attention, tiled
+from relvit.ops import AxisTables, RelativeTerms, gathered, make_grid, relative_attention, tiled
 
 HEIGHT, WIDTH, PREFIX, HEADS, BATCH, DIM = 24, 20, 1, 2, 2, 32
 TOKENS = HEIGHT * WIDTH + PREFIX
@@ -51,10 +51,12 @@ def run(which, mask, backend, dropout_p=0.0):
     q, k, v = (torch.randn(BATCH, HEADS, TOKENS, DIM, generator=generator).requires_grad_() for _ in range(3))
     draw = lambda: torch.randn(15, DIM, generator=generator).requires_grad_()  # noqa: E731
     terms = RelativeTerms(
+        query=AxisTables(draw(), draw()) if "q" in which else None,
         key=AxisTables(draw(), draw()) if "k" in which else None,
         value=AxisTables(draw(), draw()) if "v" in which else None,
     )
     attend = partial(relative_attention, q, k, v, terms, grid, backend=backend, dropout_p=dropout_p, **options)
+    attend()  # what is remembered of rasters is not this call's
     out, kept = kept_by(attend)
     out.sum().backward()
     with LargestTensor() as largest:
@@ -75,29 +77,33 @@ def test_nothing_of_n_by_n_is_kept_or_made(which, mask):
     assert largest <= ONE_LONG < BATCH * HEADS * TOKENS * TOKENS / 4
 
 
-@pytest.mark.parametrize("which", ["", "k", "v", "kv"])
-@pytest.mark.parametrize("mask", ["none", "valid"])
-def test_on_the_cpu_logits_and_weights_of_table_entries_are_kept_beside_the_result(which, mask):
-    kept, _ = run(which, mask, "fused")
-    places, entries = HEIGHT + WIDTH + 4, 32  # up to multiples of 8
-    channels = DIM + 1  # with the log-sum-exp
-    channels += places + DIM if "k" in which else 0  # and a copy of the queries, which lie head by head here
-    channels += entries if "v" in which else 0
-    # Indices and indicators of a raster are remembered and shared; one index takes two numbers per token and place.
-    own = 0 if mask == "none" else BATCH * TOKENS * 2 * places * 3
-    assert kept < 1.02 * BATCH * HEADS * TOKENS * channels + own
+TILE = BATCH * HEADS * TOKENS * 32
 
 
 @pytest.mark.parametrize("which", ["k", "v", "kv"])
 @pytest.mark.parametrize("mask", ["none", "valid", "keys"])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
-def test_tiles_keep_nothing_and_make_one_tile_at_a_time(which, mask, dropout_p, monkeypatch):
-    tile = BATCH * HEADS * TOKENS * 32
-    monkeypatch.setattr(tiled, "TILE_LOGITS", tile)
-    kept, largest = run(which, mask, "tiled", dropout_p)
+def test_gathered_tiles_keep_nothing_and_are_made_one_at_a_time(which, mask, dropout_p, monkeypatch):
+    monkeypatch.setattr(gathered, "TILE_LOGITS", TILE)
+    kept, largest = run(which, mask, "gathered", dropout_p)
     output = BATCH * HEADS * TOKENS * DIM
     assert kept < 1.5 * output
-    assert largest <= max(tile, BATCH * HEADS * TOKENS * DIM) < BATCH * HEADS * TOKENS * TOKENS / 8
+    assert largest <= max(TILE, output) < BATCH * HEADS * TOKENS * TOKENS / 8
+
+
+@pytest.mark.parametrize("which", ["", "k", "v", "kv", "q"])
+@pytest.mark.parametrize("mask", ["none", "valid", "keys"])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+def test_tiles_keep_logits_and_marginals_and_are_made_one_at_a_time(which, mask, dropout_p, monkeypatch):
+    monkeypatch.setattr(tiled, "TILE_LOGITS", TILE)
+    kept, largest = run(which, mask, "tiled", dropout_p)
+    places, entries = HEIGHT + WIDTH, 32
+    channels = DIM
+    # Besides logits a copy of the queries (or keys), which lie head by head here.
+    channels += places + DIM if "k" in which or "q" in which else 0
+    channels += entries if "v" in which else 0
+    assert kept < 1.02 * BATCH * HEADS * TOKENS * channels
+    assert largest <= max(TILE, ONE_LONG) < BATCH * HEADS * TOKENS * TOKENS / 4
 
 
 @pytest.mark.parametrize("options", [{"backend": "reference"}, {"backend": "fused", "dropout_p": 0.1}])
@@ -115,7 +121,7 @@ def step(side):
     q, k, v = (torch.randn(1, heads, side * side, dim, requires_grad=True) for _ in range(3))
     tables = [torch.randn(15, dim, requires_grad=True) for _ in range(4)]
     terms = RelativeTerms(key=AxisTables(*tables[:2]), value=AxisTables(*tables[2:]))
-    relative_attention(q, k, v, terms, make_grid(side, side), backend="fused").sum().backward()
+    relative_attention(q, k, v, terms, make_grid(side, side), backend=sys.argv[1]).sum().backward()
 step(4)
 before = peak()
 step(side)
@@ -124,8 +130,9 @@ print(peak() - before)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the resource module, which reads the peak, exists on Unix only")
-def test_peak_memory_of_the_process_stays_far_below_n_by_n():
-    result = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
+@pytest.mark.parametrize("backend", ["fused", "tiled"])
+def test_peak_memory_of_the_process_stays_far_below_n_by_n(backend):
+    result = subprocess.run([sys.executable, "-c", SCRIPT, backend], capture_output=True, text=True, check=True)
     grown_mb = float(result.stdout)
     one_square_mb = 2 * 4096 * 4096 * 4 / 2**20  # one float32 N x N tensor for both heads: 128 MB
     assert grown_mb < one_square_mb, f"peak grew by {grown_mb:.0f} MB"

@@ -3,13 +3,7 @@
 import pytest
 import torch
 
-from relvit.ops import AxisTables, RelativeTerms, cpu_flash, fused, make_grid, relative_attention
-
-
-@pytest.fixture(autouse=True)
-def composed(monkeypatch):
-    """As on a GPU."""
-    monkeypatch.setattr(cpu_flash, "applies", lambda *tensors: False)
+from relvit.ops import AxisTables, RelativeTerms, fused, make_grid, relative_attention
 
 
 def case():

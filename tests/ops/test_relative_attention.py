@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import relative_attention as oracle
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from relvit.ops import (
     AxisTables,
@@ -12,6 +13,7 @@ from relvit.ops import (
     RelativeTerms,
     attention,
     choose,
+    gathered,
     make_grid,
     num_tokens,
     relative_attention,
@@ -19,16 +21,17 @@ from relvit.ops import (
     tiled,
 )
 
-BACKENDS = ("reference", "fused", "tiled")
-JOINT = (("joint", "reference"), ("joint", "tiled"))
+BACKENDS = ("reference", "fused", "tiled", "gathered")
+JOINT = (("joint", "reference"), ("joint", "gathered"))
 
 
 @pytest.fixture(autouse=True, scope="module")
 def several_tiles():
     """Small cases must still be made of several tiles, the last one smaller."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiled, "TILE_LOGITS", 1)
-        patch.setattr(tiled, "LEAST_QUERIES", 4)
+        for module in (tiled, gathered):
+            patch.setattr(module, "TILE_LOGITS", 1)
+            patch.setattr(module, "LEAST_QUERIES", 4)
         yield
 
 
@@ -281,7 +284,7 @@ def relative_error(got, want):
     return float((got.detach().double() - want.detach()).norm() / want.detach().norm())
 
 
-@pytest.mark.parametrize("backend", ["fused", "tiled"])
+@pytest.mark.parametrize("backend", ["fused", "tiled", "gathered"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("which", ["k", "v", "q", "b", "kv", "qkvb"])
 @pytest.mark.parametrize("std", [0.02, 0.3, 1.0])
@@ -331,7 +334,8 @@ def test_value_width_may_differ_from_query_width():
 def test_errors_name_the_tensor_and_what_was_expected():
     q, k, v, terms, grid = draw_case(2, 3)
     with pytest.raises(
-        ValueError, match=r"unknown backend 'fusd' .did you mean 'fused'.*'auto', 'reference', 'fused', 'tiled'"
+        ValueError,
+        match=r"unknown backend 'fusd' .did you mean 'fused'.*'auto', 'reference', 'fused', 'tiled', 'gathered'",
     ):
         relative_attention(q, k, v, terms, grid, backend="fusd")
     with pytest.raises(ValueError, match=r"query has shape \(2, 2, 6, 5\), that is 6 tokens, expected 7: grid has 1"):
@@ -356,14 +360,16 @@ def test_errors_name_the_tensor_and_what_was_expected():
         relative_logits(q, terms._replace(key=None), grid)
 
 
-@pytest.mark.parametrize("layout", ["separate", "joint"])
+@pytest.mark.parametrize(
+    ("layout", "backend"), [("separate", "tiled"), ("separate", "gathered"), ("joint", "gathered")]
+)
 @pytest.mark.parametrize("which", ["kv", "qkvb"])
-def test_tiled_gradcheck(which, layout):
+def test_gradcheck_of_tiles(which, layout, backend):
     q, k, v, terms, grid = draw_case(1, 5, prefix=1, distance=(1, 1), which=which, dim=2, batch=1, layout=layout)
 
     def run(q, k, v, *tables):
         remaining = iter(tables)
-        return relative_attention(q, k, v, with_tables(terms, lambda _: next(remaining)), grid, backend="tiled")
+        return relative_attention(q, k, v, with_tables(terms, lambda _: next(remaining)), grid, backend=backend)
 
     assert torch.autograd.gradcheck(run, leaves(q, k, v, terms))
 
@@ -394,29 +400,122 @@ def test_a_joint_table_that_is_a_sum_equals_separate_ones():
 @pytest.mark.parametrize(
     ("case", "options", "backend", "reason"),
     [
-        ({"height": 6, "width": 6}, {}, "fused", "one stock attention"),
-        ({"height": 6, "width": 6, "layout": "joint"}, {}, "tiled", "joint tables"),
-        ({"height": 6, "width": 6}, {"dropout_p": 0.1}, "tiled", "dropout"),
-        ({"height": 1, "width": 160}, {}, "tiled", "rows and columns"),
-        ({"height": 1, "width": 160, "which": ""}, {}, "fused", "one stock attention"),
+        ({}, {}, "tiled", "on the CPU"),
+        ({"layout": "joint"}, {}, "gathered", "joint tables"),
+        ({}, {"dropout_p": 0.1}, "tiled", "on the CPU"),
+        ({"which": ""}, {}, "tiled", "on the CPU"),
+        ({}, {"attn_mask": torch.ones(42, 42, dtype=torch.bool)}, "tiled", "on the CPU"),
     ],
 )
-def test_auto_runs_what_it_says(case, options, backend, reason, monkeypatch):
-    q, k, v, terms, grid = draw_case(**case)
+@pytest.mark.parametrize("gradient", [False, True])
+def test_auto_runs_what_it_says(case, options, backend, reason, gradient, monkeypatch):
+    q, k, v, terms, grid = draw_case(6, 7, **case)
+    if gradient:
+        leaves(q, k, v, terms)
+    ran = spied_backends(monkeypatch)
+    relative_attention(q, k, v, terms, grid, **options)
+    choice = choose(q, k, v, terms, grid)
+    assert ran == [backend] == [choice.backend]
+    assert reason in choice.reason
+    assert ("no gradient" in choice.keeps) == (not gradient)
+
+
+def spied_backends(monkeypatch):
+    """Names of the backends that have run so far."""
     ran = []
     for name, module in attention.BACKENDS.items():
         original = module.relative_attention
         spy = lambda *args, name=name, original=original: ran.append(name) or original(*args)  # noqa: E731
         monkeypatch.setattr(module, "relative_attention", spy)
-    relative_attention(q, k, v, terms, grid, **options)
-    choice = choose(q, v, terms, grid, **options)
-    assert ran == [backend] == [choice.backend]
-    assert reason in choice.reason
+    return ran
+
+
+def test_auto_takes_stock_parts_where_they_alone_can(monkeypatch):
+    q, k, v, terms, grid = draw_case(3, 4)
+    ran = spied_backends(monkeypatch)
+    torch.func.grad(lambda q: relative_attention(q, k, v, terms, grid).sum())(q)
+    with sdpa_kernel(SDPBackend.MATH):
+        relative_attention(q, k, v, terms, grid)
+        assert "second derivatives" in choose(q, k, v, terms, grid).reason
+    assert ran == ["fused", "fused"]
+
+
+def on_a_gpu(**changes):
+    case = {"device": "cuda", "dtype": torch.bfloat16, "joint": False, "graph": False, "stock": False, "width": 96}
+    case = attention.Case(**{**case, "gradient": True, **changes})
+    return next(choice.backend for applies, choice in attention.RULES if applies(case))
+
+
+def test_the_rules_for_gpus():
+    assert on_a_gpu() == on_a_gpu(width=256) == on_a_gpu(dtype=torch.float32) == "fused"
+    assert on_a_gpu(width=257) == on_a_gpu(dtype=torch.float64) == "tiled"
+    assert on_a_gpu(width=257, graph=True) == "fused"
+    assert on_a_gpu(joint=True, graph=True) == "gathered"
+
+
+@pytest.mark.parametrize(("which", "backend"), [("kv", "auto"), ("qkvb", "auto"), ("qkvb", "gathered")])
+def test_second_derivatives_exist_where_those_of_stock_attention_do(which, backend):
+    q, k, v, terms, grid = draw_case(1, 2, prefix=1, distance=(1, 1), which=which, dim=2, batch=1)
+
+    def run(q, k, v, *tables):
+        remaining = iter(tables)
+        return relative_attention(q, k, v, with_tables(terms, lambda _: next(remaining)), grid, backend=backend)
+
+    inputs = leaves(q, k, v, terms)
+    with sdpa_kernel(SDPBackend.MATH):
+        assert torch.autograd.gradgradcheck(run, inputs)
+
+
+def test_tiles_refuse_second_derivatives_as_fused_kernels_do():
+    q, k, v, terms, grid = draw_case(2, 3)
+    out = relative_attention(*leaves(q, k, v, terms)[:3], terms, grid, backend="tiled")
+    grad = torch.autograd.grad(out.square().sum(), q, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (2, 1, 1, 6), (2, 2, 6, 6), (6,)])
+def test_a_learned_mask_gets_its_gradient(shape):
+    q, k, v, terms, grid = draw_case(2, 3)
+    mask = torch.randn(shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64, requires_grad=True)
+    grads = [
+        torch.autograd.grad(
+            relative_attention(q, k, v, terms, grid, attn_mask=mask, backend=backend).square().sum(), mask
+        )[0]
+        for backend in ("reference", "tiled")
+    ]
+    torch.testing.assert_close(*grads, rtol=0, atol=1e-12)
+
+
+def test_dropout_drops_in_backward_what_it_dropped_in_forward():
+    q, k, v, terms, grid = draw_case(2, 3, prefix=1, which="qkvb")
+    inputs = leaves(q, k, v, terms)
+
+    def run(q, k, v, *tables):
+        torch.manual_seed(5)
+        remaining = iter(tables)
+        changed = with_tables(terms, lambda _: next(remaining))
+        return relative_attention(q, k, v, changed, grid, dropout_p=0.4, backend="tiled")
+
+    torch.manual_seed(5)
+    assert not torch.equal(run(*inputs), relative_attention(*inputs[:3], terms, grid))
+    assert torch.autograd.gradcheck(run, inputs)
+
+
+def test_no_queries_give_keys_and_values_zero_gradients():
+    q, k, v, terms, grid = draw_case(2, 3, which="qkvb")
+    k, v, nothing = k.requires_grad_(), v.requires_grad_(), make_grid(2, 3, coords=torch.zeros(0, 2, dtype=torch.int64))
+    out = relative_attention(q[:, :, :0], k, v, terms, nothing, grid, backend="tiled")
+    assert out.shape == (2, 2, 0, 5)
+    for grad in torch.autograd.grad(out.sum(), (k, v)):
+        assert torch.equal(grad, torch.zeros_like(grad))
 
 
 def test_joint_tables_need_a_backend_that_can():
     q, k, v, terms, grid = draw_case(2, 3, which="qk", layout="joint")
-    with pytest.raises(ValueError, match=r"terms.query is a joint table, which needs backend 'tiled' or 'reference'"):
+    with pytest.raises(
+        ValueError, match=r"terms.query is a joint table: backend 'gathered' or 'reference', not 'fused'"
+    ):
         relative_attention(q, k, v, terms, grid, backend="fused")
     with pytest.raises(ValueError, match=r"terms.key is a joint table"):
         relative_logits(q, terms, grid)

@@ -1,0 +1,48 @@
+"""Patches of images of any size."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from timm.layers import Format, PatchEmbed, nchw_to, register_notrace_function
+from torch import Tensor
+
+
+class AnySizePatchEmbed(PatchEmbed):
+    """timm's `PatchEmbed` for images of every size whose sides are multiples of the patch.
+
+    timm's own puts the sizes into error messages before it knows whether it needs them, which makes them constants of a
+    compiled graph: another graph for each size. Arguments: see `timm.layers.PatchEmbed`.
+
+    Raises:
+        ValueError: in `forward`, sides that are no multiples of the patch, unless `dynamic_img_pad` pads them.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images (B, in_chans, height, width) -> (B, rows, columns, embed_dim), or another `output_fmt`."""
+        if self.dynamic_img_pad:
+            height, width = x.shape[-2:]
+            x = F.pad(x, (0, -width % self.patch_size[1], 0, -height % self.patch_size[0]))
+        else:
+            check_image_size(x, self.patch_size)
+        x = self.proj(x)
+        if self.flatten:
+            x = x.flatten(2).transpose(1, 2)
+        elif self.output_fmt != Format.NCHW:
+            x = nchw_to(x, self.output_fmt)
+        return self.norm(x)
+
+
+def check_image_size(x: Tensor, patch_size: tuple[int, int]) -> None:
+    """Raise ValueError for images (B, C, H, W) that do not divide into patches."""
+    for name, size, patch in zip(("height", "width"), x.shape[-2:], patch_size, strict=True):
+        if size % patch != 0:
+            below = size - size % patch
+            near = f"{below} or {below + patch}" if below else f"{patch}"
+            raise ValueError(
+                f"image {name} {size} is not a multiple of the patch size {patch}: use {near} "
+                "(a model made with dynamic_img_pad=True pads with zeros)"
+            )
+
+
+# It looks at sizes, which have no value while a graph is traced.
+register_notrace_function(check_image_size)

@@ -1,0 +1,79 @@
+"""Fixed relative positions in 2D: ALiBi's slopes, without parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from timm.layers import register_notrace_module
+from torch import Tensor, nn
+
+from relvit.ops import AxisTables, Grid, RelativeTerms
+from relvit.ops.pairs import int_pair
+
+
+# Tables are as long as the grid, whose sizes have no value while a graph is traced.
+@register_notrace_module
+class SlopePosition2d(nn.Module):
+    """The further away a key, the smaller its logit: the bias -m_h (|dy| + |dx|) in head h.
+
+    Slopes m_h are those of ALiBi (Press et al. 2022, arXiv 2108.12409, section 3), see `alibi_slopes`; as there, the
+    bias is not scaled. The paper's sequences have one axis; here the distance is the sum over both. Called with a
+    `Grid` it returns the `RelativeTerms` for `relvit.ops.relative_attention`, a bias alone.
+
+    Args:
+        head_dim: not used; position modules are made by `position(head_dim, num_heads, device=, dtype=)`.
+        num_heads: number of heads.
+        max_distance: clip distance of |dy| and |dx| in patches, one for both axes or (rows, columns); None: tables
+            reach over the whole grid, and nothing is clipped.
+        device: of the buffer `slopes`, (num_heads,).
+        dtype: not used; slopes are float32, and the attention casts its tables to the dtype of the queries.
+
+    Raises:
+        ValueError: a number of heads or a clip distance out of range.
+        TypeError: a clip distance that is not an integer.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        num_heads: int,
+        max_distance: int | Sequence[int] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if num_heads < 1:
+            raise ValueError(f"num_heads must be at least 1, got {num_heads}")
+        self.max_distance = None if max_distance is None else int_pair("max_distance", max_distance, 0)
+        self.register_buffer("slopes", torch.empty(num_heads, device=device, dtype=torch.float32), persistent=False)
+        self.init_non_persistent_buffers()
+
+    def init_non_persistent_buffers(self) -> None:
+        """Fill in the slopes; timm calls it for models that were made on the meta device."""
+        self.slopes.copy_(torch.tensor(alibi_slopes(self.slopes.shape[0]), dtype=self.slopes.dtype))
+
+    def forward(self, grid: Grid) -> RelativeTerms:
+        """The terms for a grid."""
+        distances = (grid.height - 1, grid.width - 1) if self.max_distance is None else self.max_distance
+        return RelativeTerms(bias=AxisTables(*map(self._table, distances)))
+
+    def _table(self, distance: int) -> Tensor:
+        """(num_heads, 2 `distance` + 1)."""
+        offsets = torch.arange(-distance, distance + 1, device=self.slopes.device, dtype=self.slopes.dtype)
+        return -self.slopes[:, None] * offsets.abs()
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.slopes.shape[0]}, max_distance={self.max_distance}"
+
+
+def alibi_slopes(num_heads: int) -> list[float]:
+    """ALiBi's slopes (Press et al. 2022, arXiv 2108.12409, section 3), one per head.
+
+    For n heads, n a power of two, the geometric sequence 2^(-8/n), 2^(-16/n) ... 2^-8. Otherwise, as in the authors'
+    code, those of the closest lower power of two, then every other one of its double, from the first on.
+    """
+    lower = 1 << (num_heads.bit_length() - 1)
+    slopes = [2 ** (-8 * head / lower) for head in range(1, lower + 1)]
+    between = [2 ** (-8 * head / (2 * lower)) for head in range(1, 2 * lower + 1, 2)]
+    return slopes + between[: num_heads - lower]

@@ -1,0 +1,132 @@
+"""Division of a grid of tokens into windows, so that attention stays within each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+
+from relvit.ops.grid import Grid, num_tokens
+from relvit.ops.pairs import int_pair
+
+
+class Division(NamedTuple):
+    """How windows lie over a grid, each pair as (rows, columns).
+
+    Attributes:
+        size: places of one window.
+        before: places by which the first windows stick out over the top and the left border.
+        after: the same at the bottom and the right border.
+        number: windows below and beside each other.
+    """
+
+    size: tuple[int, int]
+    before: tuple[int, int]
+    after: tuple[int, int]
+    number: tuple[int, int]
+
+
+def to_windows(x: Tensor, grid: Grid, size: int | Sequence[int], shift: int | Sequence[int] = 0) -> tuple[Tensor, Grid]:
+    """Cut tokens on a grid into windows, each a sequence of its own.
+
+    Windows begin at rows shift, shift + size, shift + 2 size ... and likewise at columns; what lies before the first of
+    them has windows of its own, which stick out over the border. Attention in them equals Swin's with the cyclic shift
+    and its mask (Liu et al. 2021, arXiv 2103.14030, section 3.2): there the parts that the roll brings together
+    in one window must not see each other, here they are in windows apart.
+
+    Args:
+        x: (B, H W, C) tokens, all patches of the grid in raster order, without prefix tokens.
+        grid: where they lie; its `valid` is carried along.
+        size: size of the windows in patches, for both axes or (rows, columns).
+        shift: where the first whole window begins, less than `size`, for both axes or (rows, columns).
+
+    Returns:
+        (B n, rows columns, C), windows of a sample after each other, in raster order as are the tokens in each of them;
+        and the grid of each window. Places that stick out hold zeros and are not valid. `valid` is (B n, rows columns);
+        None where `grid` has none and nothing sticks out.
+
+    Raises:
+        ValueError: a grid with prefix tokens or coordinates, tokens or `valid` that do not fit it, sizes out of range.
+        TypeError: sizes that are no integers.
+    """
+    division = _divide(grid, size, shift)
+    if x.dim() != 3 or x.shape[1] != num_tokens(grid):
+        raise ValueError(
+            f"x has shape {tuple(x.shape)}, expected (B, {num_tokens(grid)}, C): "
+            f"grid has {grid.height} x {grid.width} patches"
+        )
+    valid = grid.valid
+    if valid is None and any((*division.before, *division.after)):
+        valid = torch.ones(num_tokens(grid), dtype=torch.bool, device=x.device)
+    if valid is not None:
+        if tuple(valid.shape) not in ((x.shape[1],), (1, x.shape[1]), (x.shape[0], x.shape[1])):
+            raise ValueError(
+                f"grid.valid has shape {tuple(valid.shape)}, expected ({x.shape[1]},) or {tuple(x.shape[:2])}"
+            )
+        valid = _cut(valid.expand(x.shape[0], -1)[..., None], grid, division)[..., 0]
+    return _cut(x, grid, division), Grid(*division.size, valid=valid)
+
+
+def from_windows(windows: Tensor, grid: Grid, size: int | Sequence[int], shift: int | Sequence[int] = 0) -> Tensor:
+    """Put windows together again: the inverse of `to_windows`, places that stick out left away.
+
+    Args:
+        windows: (B n, rows columns, C), as `to_windows` returns them.
+        grid: the whole grid, as given to `to_windows`.
+        size: as given to `to_windows`.
+        shift: as given to `to_windows`.
+
+    Returns:
+        (B, H W, C) tokens in raster order.
+
+    Raises:
+        ValueError: a grid with prefix tokens or coordinates, windows that do not fit it, sizes out of range.
+        TypeError: sizes that are no integers.
+    """
+    division = _divide(grid, size, shift)
+    (rows, cols), (down, across) = division.size, division.number
+    if windows.dim() != 3 or windows.shape[0] % (down * across) != 0 or windows.shape[1] != rows * cols:
+        raise ValueError(
+            f"windows has shape {tuple(windows.shape)}, expected (B * {down * across}, {rows * cols}, C): "
+            f"{down} x {across} windows of {rows} x {cols} patches"
+        )
+    x = rearrange(
+        windows,
+        "(b down across) (rows cols) c -> b (down rows) (across cols) c",
+        down=down,
+        across=across,
+        rows=rows,
+        cols=cols,
+    )
+    top, left = division.before
+    return x[:, top : top + grid.height, left : left + grid.width].flatten(1, 2)
+
+
+def _divide(grid: Grid, size: int | Sequence[int], shift: int | Sequence[int]) -> Division:
+    size, shift = int_pair("size", size, 1), int_pair("shift", shift, 0)
+    if any(start >= length for start, length in zip(shift, size, strict=True)):
+        raise ValueError(f"shift must be less than size, got shift {shift} with size {size}")
+    if grid.prefix:
+        raise ValueError(
+            f"grid has {grid.prefix} prefix tokens, which belong to no window: keep them out of the tokens and the grid"
+        )
+    if grid.coords is not None:
+        raise ValueError("grid has coords, windows need all patches in raster order: mask dropped ones with grid.valid")
+    before, after, number = [], [], []
+    for places, length, start in zip((grid.height, grid.width), size, shift, strict=True):
+        before.append((length - start) % length)
+        after.append(-(before[-1] + places) % length)
+        number.append((before[-1] + places + after[-1]) // length)
+    return Division(size, tuple(before), tuple(after), tuple(number))
+
+
+def _cut(x: Tensor, grid: Grid, division: Division) -> Tensor:
+    """(B, H W, C) -> (B n, rows columns, C), with zeros in the places that stick out."""
+    (top, left), (bottom, right) = division.before, division.after
+    x = F.pad(x.unflatten(1, (grid.height, grid.width)), (0, 0, left, right, top, bottom))
+    rows, cols = division.size
+    return rearrange(x, "b (down rows) (across cols) c -> (b down across) (rows cols) c", rows=rows, cols=cols)
