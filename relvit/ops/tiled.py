@@ -27,9 +27,9 @@ from relvit.ops.longer import logits_of_keys, logits_of_queries, sum_by_entry, t
 from relvit.ops.rebuilt import Rebuilt
 from relvit.ops.terms import RelativeTerms
 
-# Logits of one tile over samples and heads: 2 MB in float32, what a core's cache holds. Tiles of fewer queries would
+# Logits of one tile over samples and heads: 1 MB in float32, what a core's cache holds. Tiles of fewer queries would
 # spend their time on adding up the gradients of keys and values.
-TILE_LOGITS = 1 << 19
+TILE_LOGITS = 1 << 18
 LEAST_QUERIES = 64
 
 
@@ -182,11 +182,13 @@ class Tiles(torch.autograd.Function):
         grad_marginals = grad_table = None
         if table is not None:
             tokens = grad.transpose(1, 2)
-            per_entry = times_table(tokens, table.mT).transpose(1, 2)
+            per_entry = times_table(tokens, table.mT).transpose(1, 2) * job.scale
             grad_marginals = per_entry.gather(-1, job.value.index.expand(*per_entry.shape[:-1], -1))
             equation = "bnhe,bnhd->ed" if table.dim() == 2 else "bnhe,bnhd->hed"
             grad_table = torch.einsum(equation, on_entries, tokens)
-        mean = (grad * result).sum(-1, keepdim=True)
+        # Scaled here, gradients of logits need not be: those are the largest tensors.
+        scaled = grad * job.scale
+        mean = (scaled * result).sum(-1, keepdim=True)
 
         grad_query, grad_key, grad_value = (_empty_like(tensor) for tensor in (query, key, value))
         grad_query_logits = None if query_logits is None else _empty_like(query_logits)
@@ -196,20 +198,18 @@ class Tiles(torch.autograd.Function):
             samples, queries = tile.samples, tile.queries
             weights = _weights(query, key, query_logits, key_logits, attn_mask, job, tile)
             kept = _kept(weights, job, tile) if job.dropout_p else None
-            here = grad[samples, :, queries]
-            tile.add_product(grad_value, (weights if kept is None else weights * kept).mT, here)
+            tile.add_product(grad_value, (weights if kept is None else weights * kept).mT, grad[samples, :, queries])
             if grad_marginals is None:
-                grad_weights = _product(here, value[samples].mT)
+                grad_weights = _product(scaled[samples, :, queries], value[samples].mT)
             else:
                 grad_weights = to_pairs(grad_marginals[samples, :, queries], _of(job.keys, tile))
-                _add_product(grad_weights, here, value[samples].mT, 1.0)
+                _add_product(grad_weights, scaled[samples, :, queries], value[samples].mT, 1.0)
             if kept is not None:
                 grad_weights *= kept
             grad_logits = grad_weights.sub_(mean[samples, :, queries]).mul_(weights)
             if grad_mask is not None:
                 part = _part_of_mask(grad_mask, tile)
-                part += grad_logits.sum_to_size(part.shape)
-            grad_logits *= job.scale
+                part += grad_logits.sum_to_size(part.shape) / job.scale
             grad_query[samples, :, queries] = _product(grad_logits, key[samples])
             tile.add_product(grad_key, grad_logits.mT, query[samples, :, queries])
             if query_logits is not None:

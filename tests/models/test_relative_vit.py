@@ -214,12 +214,3 @@ def test_import_brings_neither_lightning_nor_matplotlib():
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
     assert relvit.__version__
-
-
-@pytest.mark.parametrize("rel_terms", ["k", "v", "kv", "kvb"])
-def test_exported_once_for_all_sizes(rel_terms):
-    model = build(rel_terms=rel_terms, class_token=True).eval()
-    height, width = (8 * torch.export.Dim(name, min=2, max=64) for name in ("height", "width"))
-    exported = torch.export.export(model, (images(24, 16),), dynamic_shapes=({2: height, 3: width},)).module()
-    for size in [(24, 16), (16, 80), (136, 32)]:
-        torch.testing.assert_close(exported(images(*size)), model(images(*size)), rtol=0, atol=1e-5)
