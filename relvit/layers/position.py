@@ -32,7 +32,7 @@ class RelativePosition2d(nn.Module):
         max_distance: clip distance k in patches, one for both axes or (rows, columns).
         shared_heads: one set of vectors for all heads, as in the paper.
         layout: 'separate' (a table per axis, the two vectors are added) or 'joint' (one table of (2k + 1)^2 vectors; it
-            can tell apart what sums cannot, and costs more: see the backend 'tiled').
+            can tell apart what sums cannot, and costs more: see the backend 'gathered').
         bucketing: 'clip', or 'piecewise' for iRPE's index, whose 2k + 1 rows reach up to 4k patches away.
         init_std: standard deviation of the truncated normal that the tables start from; 0 starts at zero, where the
             layer computes plain attention.
