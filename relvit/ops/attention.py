@@ -173,7 +173,7 @@ def choose(
         joint=any(isinstance(term, JointTable) for term in terms),
         graph=graph,
         stock=stock,
-        width=max(query.shape[-1] + on_query, value.shape[-1] + on_value),
+        width=max(query.shape[-1] + on_query + (key_grid.valid is not None), value.shape[-1] + on_value),
         gradient=torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value, *tables)),
     )
     choice = next(choice for applies, choice in RULES if applies(case))

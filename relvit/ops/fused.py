@@ -64,4 +64,5 @@ def relative_attention(
         out = F.scaled_dot_product_attention(
             *longer, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale
         )
-    return shorten(out, value.shape[-1], table, appended)
+    # Under autocast stock attention lowers single precision.
+    return shorten(out, value.shape[-1], table, appended).to(query.dtype)

@@ -177,48 +177,54 @@ class Tiles(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, query_logits, key_logits, table, attn_mask, on_entries, result = ctx.saved_tensors
-        job: Job = ctx.job
-        grad_marginals = grad_table = None
-        if table is not None:
-            tokens = grad.transpose(1, 2)
-            per_entry = times_table(tokens, table.mT).transpose(1, 2) * job.scale
-            grad_marginals = per_entry.gather(-1, job.value.index.expand(*per_entry.shape[:-1], -1))
-            equation = "bnhe,bnhd->ed" if table.dim() == 2 else "bnhe,bnhd->hed"
-            grad_table = torch.einsum(equation, on_entries, tokens)
-        # Scaled here, gradients of logits need not be: those are the largest tensors.
-        scaled = grad * job.scale
-        mean = (scaled * result).sum(-1, keepdim=True)
+        # As forward; backward may run inside of a user's autocast.
+        with torch.autocast(grad.device.type, enabled=False):
+            return _backward(ctx, grad)
 
-        grad_query, grad_key, grad_value = (_empty_like(tensor) for tensor in (query, key, value))
-        grad_query_logits = None if query_logits is None else _empty_like(query_logits)
-        grad_key_logits = None if key_logits is None else torch.zeros_like(key_logits)
-        grad_mask = torch.zeros_like(_with_four_axes(attn_mask)) if ctx.needs_input_grad[6] else None
-        for tile in _tiles(query, key):
-            samples, queries = tile.samples, tile.queries
-            weights = _weights(query, key, query_logits, key_logits, attn_mask, job, tile)
-            kept = _kept(weights, job, tile) if job.dropout_p else None
-            tile.add_product(grad_value, (weights if kept is None else weights * kept).mT, grad[samples, :, queries])
-            if grad_marginals is None:
-                grad_weights = _product(scaled[samples, :, queries], value[samples].mT)
-            else:
-                grad_weights = to_pairs(grad_marginals[samples, :, queries], _of(job.keys, tile))
-                _add_product(grad_weights, scaled[samples, :, queries], value[samples].mT, 1.0)
-            if kept is not None:
-                grad_weights *= kept
-            grad_logits = grad_weights.sub_(mean[samples, :, queries]).mul_(weights)
-            if grad_mask is not None:
-                part = _part_of_mask(grad_mask, tile)
-                part += grad_logits.sum_to_size(part.shape) / job.scale
-            grad_query[samples, :, queries] = _product(grad_logits, key[samples])
-            tile.add_product(grad_key, grad_logits.mT, query[samples, :, queries])
-            if query_logits is not None:
-                grad_query_logits[samples, :, queries] = from_pairs(grad_logits, _of(job.keys, tile))
-            if key_logits is not None:
-                _from_queries(grad_logits, grad_key_logits[samples], job, tile)
+
+def _backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    query, key, value, query_logits, key_logits, table, attn_mask, on_entries, result = ctx.saved_tensors
+    job: Job = ctx.job
+    grad_marginals = grad_table = None
+    if table is not None:
+        tokens = grad.transpose(1, 2)
+        per_entry = times_table(tokens, table.mT).transpose(1, 2) * job.scale
+        grad_marginals = per_entry.gather(-1, job.value.index.expand(*per_entry.shape[:-1], -1))
+        equation = "bnhe,bnhd->ed" if table.dim() == 2 else "bnhe,bnhd->hed"
+        grad_table = torch.einsum(equation, on_entries, tokens)
+    # Scaled here, gradients of logits need not be: those are the largest tensors.
+    scaled = grad * job.scale
+    mean = (scaled * result).sum(-1, keepdim=True)
+
+    grad_query, grad_key, grad_value = (_empty_like(tensor) for tensor in (query, key, value))
+    grad_query_logits = None if query_logits is None else _empty_like(query_logits)
+    grad_key_logits = None if key_logits is None else torch.zeros_like(key_logits)
+    grad_mask = torch.zeros_like(_with_four_axes(attn_mask)) if ctx.needs_input_grad[6] else None
+    for tile in _tiles(query, key):
+        samples, queries = tile.samples, tile.queries
+        weights = _weights(query, key, query_logits, key_logits, attn_mask, job, tile)
+        kept = _kept(weights, job, tile) if job.dropout_p else None
+        tile.add_product(grad_value, (weights if kept is None else weights * kept).mT, grad[samples, :, queries])
+        if grad_marginals is None:
+            grad_weights = _product(scaled[samples, :, queries], value[samples].mT)
+        else:
+            grad_weights = to_pairs(grad_marginals[samples, :, queries], _of(job.keys, tile))
+            _add_product(grad_weights, scaled[samples, :, queries], value[samples].mT, 1.0)
+        if kept is not None:
+            grad_weights *= kept
+        grad_logits = grad_weights.sub_(mean[samples, :, queries]).mul_(weights)
         if grad_mask is not None:
-            grad_mask = grad_mask.reshape(attn_mask.shape)
-        return grad_query, grad_key, grad_value, grad_query_logits, grad_key_logits, grad_table, grad_mask, None
+            part = _part_of_mask(grad_mask, tile)
+            part += grad_logits.sum_to_size(part.shape) / job.scale
+        grad_query[samples, :, queries] = _product(grad_logits, key[samples])
+        tile.add_product(grad_key, grad_logits.mT, query[samples, :, queries])
+        if query_logits is not None:
+            grad_query_logits[samples, :, queries] = from_pairs(grad_logits, _of(job.keys, tile))
+        if key_logits is not None:
+            _from_queries(grad_logits, grad_key_logits[samples], job, tile)
+    if grad_mask is not None:
+        grad_mask = grad_mask.reshape(attn_mask.shape)
+    return grad_query, grad_key, grad_value, grad_query_logits, grad_key_logits, grad_table, grad_mask, None
 
 
 class Tile(NamedTuple):

@@ -313,6 +313,22 @@ def test_half_precision_loses_at_most_twice_what_stock_attention_loses(backend, 
         assert relative_error(got, want) < (2 if got.dim() == 1 else 1) * allowed_in_gradient
 
 
+@pytest.mark.parametrize("backend", ["fused", "tiled", "gathered"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_around_forward_and_backward(backend, dtype):
+    q, k, v, terms, grid = draw_case(3, 4, prefix=1, which="qkvb", dim=16)
+    terms = with_tables(terms, torch.Tensor.float)
+    inputs = leaves(*(t.to(dtype) for t in (q, k, v)), terms)
+    expected = relative_attention(*inputs[:3], terms, grid, backend="reference").float()
+    expected_grads = torch.autograd.grad(expected.sum(), inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = relative_attention(*inputs[:3], terms, grid, backend=backend)
+        grads = torch.autograd.grad(out.float().sum(), inputs)
+    assert out.dtype == dtype
+    for got, want in zip((out, *grads), (expected, *expected_grads), strict=True):
+        assert relative_error(got, want) < 0.05
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_empty_batch_and_single_token(backend):
     q, k, v, terms, grid = draw_case(1, 1)

@@ -1,0 +1,120 @@
+"""The GPU check, run on the CPU: it passes there, and what is wrong it calls wrong."""
+
+import importlib.util
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from relvit.ops import tiled
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def load(name):
+    """A script of the tools folder as a module; dataclasses look their module up in `sys.modules`."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+gpu_check = load("gpu_check")
+right = tiled.relative_attention
+
+
+def test_all_is_well_on_the_cpu(tmp_path, capsys):
+    output = tmp_path / "checks.json"
+    assert gpu_check.main(["--device=cpu", "--quick", f"--output={output}"]) == 0
+    found = json.loads(output.read_text())
+    lines = found["checks"]
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == len(lines) + 1
+    assert printed[-1].startswith(f"{found['counts']['ok']} ok, 3 skip, 6 note in ")
+    assert {line["name"] for line in lines if line["status"] == "skip"} == {"kernels", "memory", "compiled"}
+    assert all(line["error"] <= line["limit"] for line in lines if line["status"] == "ok")
+    names = {line["name"] for line in lines}
+    for backend in ("fused", "tiled", "gathered"):
+        for dtype in ("float64", "float32", "bfloat16", "float16"):
+            assert f"far apart, AxisTables qkvb, {backend}, {dtype}" in names
+    assert "cross, JointTable qkvb, gathered, float16" in names
+    assert found["versions"]["torch"] == torch.__version__
+
+
+def without_the_value_term(*args):
+    return right(*args[:3], args[3]._replace(value=None), *args[4:]) + 0 * args[3].value.rows.sum()
+
+
+def with_a_wrong_gradient(*args):
+    return right(args[0] + 1e-4 * (args[0] - args[0].detach()), *args[1:])
+
+
+def with_a_leak(*args):
+    return right(*args) + 1e-12
+
+
+def with_nan(*args):
+    return right(*args) * math.nan
+
+
+def refusing(*args):
+    raise RuntimeError("no kernel\nfor this")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "dtypes", "remark"),
+    [
+        (without_the_value_term, ("float64", "float32", "bfloat16", "float16"), ""),
+        (with_a_wrong_gradient, ("float64", "float32"), "query"),
+        (with_a_leak, ("float64", "float32", "bfloat16"), "result"),
+        (with_nan, ("float64", "float32", "bfloat16", "float16"), ""),
+        (refusing, ("float64", "float32", "bfloat16", "float16"), "RuntimeError: no kernel"),
+    ],
+)
+def test_a_wrong_backend_is_a_failure(wrong, dtypes, remark, monkeypatch, capsys):
+    scenes = {scene.name: scene for scene in gpu_check.draw_scenes(quick=True)}
+    # Zeros are wanted for one of its samples: any other number is wrong, however small.
+    scene = scenes["sample without valid key"]._replace(letters=("qkvb",))
+    monkeypatch.setattr(tiled, "relative_attention", wrong)
+    log = gpu_check.Log()
+    gpu_check.check_scene(log, scene, "cpu")
+    failed = [line for line in log.lines if line.status == "FAIL"]
+    expected = [f"sample without valid key, AxisTables qkvb, tiled, {dtype}" for dtype in dtypes]
+    assert [line.name for line in failed] == expected
+    assert all(line.remark.startswith(remark) for line in failed)
+    assert capsys.readouterr().out.count("FAIL ") == len(dtypes)
+    assert log.counts()["ok"] == len(log.lines) - len(dtypes)
+
+
+def test_a_failure_is_the_exit_status(monkeypatch):
+    scene = next(gpu_check.draw_scenes(quick=True))._replace(letters=("",))
+    monkeypatch.setattr(gpu_check, "draw_scenes", lambda quick: [scene])
+    monkeypatch.setattr(tiled, "relative_attention", refusing)
+    monkeypatch.setattr(gpu_check, "report_determinism", lambda *_: None)
+    assert gpu_check.main(["--device=cpu", "--quick"]) == 1
+
+
+def test_auto_that_runs_something_else_is_a_failure(monkeypatch):
+    scene = next(gpu_check.draw_scenes(quick=True))
+    monkeypatch.setattr(gpu_check, "choose", lambda *_: gpu_check.relvit.ops.Choice("fused", "", ""))
+    log = gpu_check.Log()
+    gpu_check.check_choice(log, [scene], "cpu")
+    assert log.counts() == {"FAIL": 8}
+    assert {line.remark for line in log.lines} == {"chosen fused, ran tiled", "chosen fused, ran gathered"}
+
+
+def test_relative_error():
+    want = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    assert gpu_check.relative_error(torch.tensor([3.0, 4.5]), want) == pytest.approx(0.1)
+    assert gpu_check.relative_error(torch.tensor([3.0, math.nan]), want) == math.inf
+    assert gpu_check.relative_error(torch.zeros(2), 0 * want) == 0
+    assert gpu_check.relative_error(torch.tensor([0.0, 1e-30]), 0 * want) == math.inf
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_what_to_do():
+    with pytest.raises(ValueError, match="torch sees none: use --device cpu"):
+        gpu_check.main(["--quick"])

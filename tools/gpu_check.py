@@ -1,0 +1,528 @@
+"""What the test suite checks on the CPU, checked on a GPU, which CI lacks: `python tools/gpu_check.py`.
+
+Every backend, in every dtype, against `backend='reference'` in float64 on the CPU, forward and backward; then what only
+a GPU can show: which kernels run, how much memory a training step takes, compiled code. A line per check, `ok|FAIL name
+error limit`; the exit status is 1 if any failed. Lines `note` report, lines `skip` say what this device cannot show.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import timm
+import torch
+import torch.nn.functional as F
+from timm.layers import Attention
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import relvit
+from relvit.layers import RelativeAttention, RelativePosition2d
+from relvit.ops import (
+    AxisTables,
+    Grid,
+    JointTable,
+    RelativeTerms,
+    choose,
+    gathered,
+    key_mask,
+    make_grid,
+    num_tokens,
+    relative_attention,
+    tiled,
+)
+from relvit.ops.attention import BACKENDS
+
+FAST = tuple(name for name in BACKENDS if name != "reference")
+EXACT = {torch.float64: 1e-10, torch.float32: 1e-5}
+HALVES = (torch.bfloat16, torch.float16)
+DTYPES = (*EXACT, *HALVES)
+# How many times the error of stock attention on the same contents is allowed in half precision.
+TIMES_STOCK = 2
+LETTERS = ("", "k", "v", "q", "b", "kv", "qkvb")
+BATCH, HEADS = 2, 2
+FUSED_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+
+
+class Measured(NamedTuple):
+    """A relative error, what is allowed, and a remark."""
+
+    error: float
+    limit: float
+    remark: str = ""
+
+
+class Line(NamedTuple):
+    """What is printed and written of a check; only 'ok' and 'FAIL' have numbers, and those only if finite."""
+
+    status: str
+    name: str
+    error: float | None
+    limit: float | None
+    remark: str
+
+
+@dataclass
+class Log:
+    """All lines so far, printed as they come."""
+
+    lines: list[Line] = field(default_factory=list)
+
+    def check(self, name: str, measure: Callable[[], Measured]) -> None:
+        """Compare what `measure` returns; whatever it raises is a failure."""
+        try:
+            error, limit, remark = measure()
+        except Exception as raised:
+            error, limit = math.inf, 0.0
+            remark = f"{type(raised).__name__}: {str(raised).partition(chr(10))[0][:200]}"
+        # NaN is no better than any limit.
+        status = "ok" if error <= limit else "FAIL"
+        line = Line(status, name, error if math.isfinite(error) else None, limit, remark)
+        self._add(line, f"{error:.1e} {limit:.1e}")
+
+    def note(self, name: str, remark: str, status: str = "note") -> None:
+        """Report something that cannot fail."""
+        self._add(Line(status, name, None, None, remark))
+
+    def counts(self) -> Counter[str]:
+        """How many lines there are of each status."""
+        return Counter(line.status for line in self.lines)
+
+    def _add(self, line: Line, numbers: str = "") -> None:
+        self.lines.append(line)
+        print(*filter(None, (f"{line.status:4}", line.name, numbers, line.remark)), flush=True)
+
+
+class Scene(NamedTuple):
+    """What attends to what, on the CPU in float64; contents are numbers that every dtype holds exactly."""
+
+    name: str
+    contents: tuple[Tensor, Tensor, Tensor]
+    cotangent: Tensor
+    grid: Grid
+    key_grid: Grid
+    distance: tuple[int, int]
+    per_head: bool
+    bucketing: str
+    options: dict[str, Any]
+    letters: tuple[str, ...]
+
+
+def draw(generator: torch.Generator, *shape: int, std: float = 1.0) -> Tensor:
+    """Normal numbers, float64, rounded to what both bfloat16 and float16 hold."""
+    exact = std * torch.randn(shape, generator=generator, dtype=torch.float64)
+    return exact.bfloat16().half().double()
+
+
+def draw_scene(
+    name: str,
+    grid: Grid,
+    key_grid: Grid | None = None,
+    *,
+    dim: int,
+    distance: tuple[int, int],
+    per_head: bool = False,
+    bucketing: str = "clip",
+    letters: tuple[str, ...] = LETTERS,
+    **options: Any,
+) -> Scene:
+    """Contents for given grids; in memory tokens come before heads, as projections leave them."""
+    key_grid = grid if key_grid is None else key_grid
+    generator = torch.Generator().manual_seed(0)
+    lengths = [num_tokens(part) for part in (grid, key_grid, key_grid, grid)]
+    query, key, value, cotangent = (draw(generator, BATCH, n, HEADS, dim).transpose(1, 2) for n in lengths)
+    places = (grid, key_grid, distance, per_head, bucketing)
+    return Scene(name, (query, key, value), cotangent, *places, options, letters)
+
+
+def draw_terms(scene: Scene, letters: str, layout: type[AxisTables] | type[JointTable]) -> RelativeTerms:
+    """Tables of a scene, float64."""
+    generator = torch.Generator().manual_seed(1)
+    sizes = [2 * distance + 1 for distance in scene.distance]
+    lead = (HEADS,) if scene.per_head else ()
+
+    def tables(tail: tuple[int, ...]) -> AxisTables | JointTable:
+        shapes = [tuple(sizes)] if layout is JointTable else [(size,) for size in sizes]
+        return layout(*(draw(generator, *lead, *shape, *tail, std=0.3) for shape in shapes))
+
+    vector = scene.contents[0].shape[-1:]
+    tails = {"query": vector, "key": vector, "value": vector, "bias": ()}
+    terms = {name: tables(tail) for name, tail in tails.items() if name[0] in letters}
+    return RelativeTerms(**terms, bucketing=scene.bucketing)
+
+
+def draw_scenes(quick: bool) -> Iterator[Scene]:
+    """All kinds of places and masks, never square; tables end before the grids do."""
+    height, width, dim, distance = (10, 7, 32, (5, 4)) if quick else (14, 10, 64, (5, 7))
+    letters = ("", "qkvb") if quick else LETTERS
+    scene = partial(draw_scene, dim=dim, distance=distance, letters=letters)
+    generator = torch.Generator().manual_seed(2)
+    patches, few = height * width, height * width // 2
+    sizes = torch.tensor([height, width])
+
+    def dropped(times: int) -> Tensor:
+        kept = torch.stack([torch.randperm(patches, generator=generator)[:few] for _ in range(BATCH)])
+        return times * torch.stack((kept // width, kept % width), dim=-1)
+
+    raster = make_grid(height, width, 1)
+    yield scene(f"raster {height}x{width}", raster)
+    yield scene("table per head", raster, per_head=True)
+    yield scene("piecewise", raster, bucketing="piecewise")
+    # Widths that are no multiple of 8 are what kernels are choosy about.
+    yield scene("head_dim 20", raster, dim=20)
+    valid = torch.rand(BATCH, patches, generator=generator) < 0.7
+    yield scene("padding", raster._replace(valid=valid))
+    valid = torch.stack((valid[0], torch.zeros_like(valid[0])))
+    yield scene("sample without valid key", make_grid(height, width, valid=valid))
+    valid = torch.rand(BATCH, few, generator=generator) < 0.7
+    yield scene("dropped patches", make_grid(height, width, 1, dropped(1), valid))
+    # The same spread over so many rows and columns that the longer vectors are wider than 256, tables likewise: were
+    # all offsets clipped, gradients of tables would cancel to nothing.
+    times = (256 - dim) // (height + width) + 1
+    far = make_grid(times * height, times * width, 1, dropped(times), valid)
+    yield scene("far apart", far, distance=(times * distance[0], times * distance[1]))
+    # Queries also lie outside the key grid, which `make_grid` would refuse.
+    coords = (torch.rand(BATCH, few, 2, generator=generator) * (sizes + 4)).long() - 2
+    valid = torch.rand(BATCH, patches, generator=generator) < 0.7
+    yield scene("cross", Grid(*reversed(sizes.tolist()), 1, coords), make_grid(height, width, 2, valid=valid))
+    mask = torch.rand(BATCH, 1, patches + 1, patches + 1, generator=generator) < 0.6
+    yield scene("boolean mask", raster, attn_mask=mask | torch.eye(patches + 1, dtype=torch.bool))
+    yield scene("causal", raster, is_causal=True)
+    if not quick:
+        yield scene("strip 3x200", make_grid(3, 200, 1), letters=("kv", "qkvb"))
+
+
+def short(dtype: torch.dtype) -> str:
+    """Name of a dtype."""
+    return str(dtype).removeprefix("torch.")
+
+
+def on_device(grid: Grid, device: str) -> Grid:
+    """The grid with its tensors moved."""
+    moved = (None if tensor is None else tensor.to(device) for tensor in (grid.coords, grid.valid))
+    return Grid(grid.height, grid.width, grid.prefix, *moved)
+
+
+def options_on(scene: Scene, device: str) -> dict[str, Any]:
+    """The scene's mask, moved."""
+    return {name: given.to(device) if isinstance(given, Tensor) else given for name, given in scene.options.items()}
+
+
+def leaf(tensor: Tensor, device: str, dtype: torch.dtype) -> Tensor:
+    """A copy of its own that takes a gradient."""
+    return tensor.detach().to(device, dtype, copy=True).requires_grad_()
+
+
+def arguments_of(scene: Scene, terms: RelativeTerms, device: str, dtype: torch.dtype) -> tuple[Any, ...]:
+    """Query, key, value, terms, grid and key grid; tables are in single precision at least, as parameters are."""
+    contents = [leaf(tensor, device, dtype) for tensor in scene.contents]
+    single = torch.promote_types(dtype, torch.float32)
+    terms = RelativeTerms(
+        *(None if pair is None else type(pair)(*(leaf(table, device, single) for table in pair)) for pair in terms[:4]),
+        bucketing=terms.bucketing,
+    )
+    grid = on_device(scene.grid, device)
+    return *contents, terms, grid, grid if scene.key_grid is scene.grid else on_device(scene.key_grid, device)
+
+
+def outcome(
+    scene: Scene, terms: RelativeTerms, device: str, dtype: torch.dtype, backend: str = "auto"
+) -> dict[str, Tensor]:
+    """The result, and the gradient of each input, by name."""
+    *arguments, grid, key_grid = arguments_of(scene, terms, device, dtype)
+    out = relative_attention(*arguments, grid, key_grid, backend=backend, **options_on(scene, device))
+    if (out.dtype, out.device.type) != (dtype, device):
+        raise TypeError(f"result is {out.dtype} on {out.device.type}")
+    inputs = dict(zip(("query", "key", "value"), arguments[:3], strict=True))
+    for name, pair in zip(RelativeTerms._fields, arguments[3][:4], strict=False):
+        inputs |= {f"{name}.{part}": table for part, table in (pair._asdict() if pair else {}).items()}
+    grads = torch.autograd.grad(out, list(inputs.values()), scene.cotangent.to(device, dtype))
+    return {"result": out.detach(), **dict(zip(inputs, grads, strict=True))}
+
+
+def stock_outcome(scene: Scene, device: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The same of stock attention to the same keys, without relative terms."""
+    contents = [leaf(tensor, device, dtype) for tensor in scene.contents]
+    options = options_on(scene, device)
+    valid = key_mask(on_device(scene.key_grid, device))
+    if valid is not None:
+        # For a sample that may attend to nothing there is no stock result: it may attend to all.
+        options["attn_mask"] = (valid | ~valid.any(dim=1, keepdim=True))[:, None, None, :]
+    out = F.scaled_dot_product_attention(*contents, **options)
+    grads = torch.autograd.grad(out, contents, scene.cotangent.to(device, dtype))
+    return dict(zip(("result", "query", "key", "value"), (out.detach(), *grads), strict=True))
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """Root mean square of the difference over that of what is wanted; where zeros are wanted, nothing else will do."""
+    difference, size = (float(t.norm()) for t in (got.detach().cpu().double() - want, want))
+    if not math.isfinite(difference):
+        return math.inf
+    return difference / size if size else (0.0 if difference == 0 else math.inf)
+
+
+def error_of(name: str, got: Tensor, want: Tensor) -> float:
+    """The relative error; that of the worst sample, lest a sample of zeros be lost among others."""
+    if name in ("result", "query", "key", "value"):
+        return max(map(relative_error, got, want))
+    return relative_error(got, want)
+
+
+def stock_limits(got: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
+    """Errors allowed in half precision: of the result, and of gradients, where the worst of the stock ones counts."""
+    errors = {name: TIMES_STOCK * error_of(name, got[name], exact[name]) for name in got}
+    return {"result": errors.pop("result"), "gradient": max(errors.values())}
+
+
+def worst(got: dict[str, Tensor], want: dict[str, Tensor], limits: dict[str, float] | float) -> Measured:
+    """The error nearest to its limit, or furthest beyond; limits are of 'result' and 'gradient', or one for both."""
+    measured = []
+    for name, tensor in got.items():
+        limit = limits if isinstance(limits, float) else limits["result" if name == "result" else "gradient"]
+        if not isinstance(limits, float) and name.removeprefix("position.").startswith("bias"):
+            # In the gradient of a scalar per offset, large terms of either sign cancel.
+            limit *= 2
+        measured.append(Measured(error_of(name, tensor, want[name]), limit, name))
+    return max(measured, key=lambda one: one.error / one.limit)
+
+
+@contextmanager
+def several_tiles() -> Iterator[None]:
+    """Small cases must still be made of several tiles, the last one smaller."""
+    with ExitStack() as stack:
+        for module in (tiled, gathered):
+            stack.enter_context(mock.patch.multiple(module, TILE_LOGITS=1, LEAST_QUERIES=16))
+        yield
+
+
+def check_scene(log: Log, scene: Scene, device: str) -> None:
+    """Each backend in each dtype, forward and backward; joint tables where the backend takes them."""
+    exact_stock = stock_outcome(scene, "cpu", torch.float64)
+    limits: dict[torch.dtype, dict[str, float] | float] = dict(EXACT)
+    for dtype in HALVES:
+        limits[dtype] = stock_limits(stock_outcome(scene, device, dtype), exact_stock)
+    cases = [(letters, AxisTables, FAST) for letters in scene.letters]
+    cases += [(letters, JointTable, ("gathered",)) for letters in scene.letters if len(letters) > 1]
+    for letters, layout, backends in cases:
+        terms = draw_terms(scene, letters, layout)
+        want = outcome(scene, terms, "cpu", torch.float64, "reference")
+
+        def measure(backend: str, dtype: torch.dtype, terms: RelativeTerms, want: dict[str, Tensor]) -> Measured:
+            with several_tiles():
+                return worst(outcome(scene, terms, device, dtype, backend), want, limits[dtype])
+
+        for backend, dtype in product(backends, DTYPES):
+            name = f"{scene.name}, {layout.__name__} {letters or '-'}, {backend}, {short(dtype)}"
+            log.check(name, partial(measure, backend, dtype, terms, want))
+
+
+def check_choice(log: Log, scenes: Sequence[Scene], device: str) -> None:
+    """Whether `choose` names what runs."""
+
+    def measure(scene: Scene, dtype: torch.dtype, terms: RelativeTerms) -> Measured:
+        arguments = arguments_of(scene, terms, device, dtype)
+        spied = {name: mock.Mock(wraps=module.relative_attention) for name, module in BACKENDS.items()}
+        with ExitStack() as stack:
+            for name, spy in spied.items():
+                stack.enter_context(mock.patch.object(BACKENDS[name], "relative_attention", spy))
+            relative_attention(*arguments, **options_on(scene, device))
+        chosen, ran = choose(*arguments).backend, [name for name, spy in spied.items() if spy.called]
+        return Measured(float(ran != [chosen]), 0.0, f"chosen {chosen}, ran {', '.join(ran)}")
+
+    for scene, dtype, layout in product(scenes, DTYPES, (AxisTables, JointTable)):
+        name = f"choose: {scene.name}, {layout.__name__} qkvb, {short(dtype)}"
+        log.check(name, partial(measure, scene, dtype, draw_terms(scene, "qkvb", layout)))
+
+
+def check_kernels(log: Log, scenes: Sequence[Scene], device: str) -> None:
+    """Whether a fused kernel computes what `choose` leaves to `fused`; stock attention keeps N x N in others."""
+    if device != "cuda":
+        log.note("kernels", "needs a GPU", "skip")
+        return
+    # Just as wide as `choose` lets them be, and one channel more, for padding, which it does not count.
+    edge = draw_scene("width 256", make_grid(2, 190), dim=64, distance=(5, 7))
+    valid = torch.arange(380) < torch.tensor([[300], [380]])
+    grid = edge.grid._replace(valid=valid)
+    padded = edge._replace(name="width 256 and padding", grid=grid, key_grid=grid)
+
+    def measure(scene: Scene, dtype: torch.dtype, terms: RelativeTerms) -> Measured:
+        # Where none of them can, this raises.
+        with sdpa_kernel(FUSED_KERNELS):
+            outcome(scene, terms, device, dtype, "fused")
+        return Measured(0.0, 0.0)
+
+    for scene, dtype, letters in product((*scenes, edge, padded), (torch.float32, *HALVES), ("kv", "qkvb")):
+        terms = draw_terms(scene, letters, AxisTables)
+        if choose(*arguments_of(scene, terms, device, dtype)).backend == "fused":
+            log.check(f"fused kernel: {scene.name}, {letters}, {short(dtype)}", partial(measure, scene, dtype, terms))
+
+
+def layer_outcome(
+    layer: nn.Module, x: Tensor, cotangent: Tensor, others: tuple[Any, ...], autocast: bool, inside: bool
+) -> dict[str, Tensor]:
+    """Result and gradients of a layer, under bfloat16 autocast or not, its backward inside of it or not."""
+    x = leaf(x, x.device.type, x.dtype)
+    context = partial(torch.autocast, x.device.type, torch.bfloat16)
+    with context(enabled=autocast):
+        out = layer(x, *others)
+    inputs = {"x": x, **dict(layer.named_parameters())}
+    with context(enabled=inside):
+        grads = torch.autograd.grad(out, list(inputs.values()), cotangent.to(out.dtype))
+    return {"result": out.detach(), **dict(zip(inputs, grads, strict=True))}
+
+
+def check_autocast(log: Log, device: str, quick: bool) -> None:
+    """The layer under autocast, beside timm's with the same projections; tiles are as large as they are for users."""
+    height, width, dim = (10, 7, 64) if quick else (14, 10, 128)
+    torch.manual_seed(0)
+    position = RelativePosition2d(dim // HEADS, HEADS, "qkvb", (5, 4), init_std=0.3)
+    ours = RelativeAttention(dim, HEADS, position=position, qkv_bias=True)
+    stock = Attention(dim, HEADS, qkv_bias=True)
+    stock.load_state_dict(ours.state_dict(), strict=False)
+    x, cotangent = torch.randn(2, BATCH, height * width, dim)
+    grid = (make_grid(height, width),)
+
+    def exact(layer: nn.Module, others: tuple[Any, ...]) -> dict[str, Tensor]:
+        return layer_outcome(deepcopy(layer).double(), x.double(), cotangent.double(), others, False, False)
+
+    def half(layer: nn.Module, others: tuple[Any, ...], inside: bool) -> dict[str, Tensor]:
+        return layer_outcome(deepcopy(layer).to(device), x.to(device), cotangent.to(device), others, True, inside)
+
+    ours.backend = "reference"
+    want, limits = exact(ours, grid), stock_limits(half(stock, (), False), exact(stock, ()))
+    # torch advises against a backward inside, but stock attention can do it.
+    for inside, backend in product((False, True), (*FAST, "auto")):
+        ours.backend = backend
+        name = f"autocast, backward {'inside' if inside else 'outside'}, {backend}"
+        log.check(name, lambda inside=inside: worst(half(ours, grid, inside), want, limits))
+
+
+def check_memory(log: Log, device: str) -> None:
+    """What a training step at 64 x 64 patches adds to the memory in use, in N x N tensors of all samples and heads."""
+    if device != "cuda":
+        log.note("memory", "needs a GPU", "skip")
+        return
+    side, heads, dim = 64, 6, 64
+    new = partial(torch.randn, device=device)
+    contents = [new(BATCH, heads, side * side, dim, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    pairs = [AxisTables(*(new(15, dim, requires_grad=True) for _ in range(2))) for _ in range(2)]
+    terms, grid = RelativeTerms(key=pairs[0], value=pairs[1]), make_grid(side, side)
+
+    def measure() -> Measured:
+        def step() -> None:
+            relative_attention(*contents, terms, grid).sum().backward()
+
+        step()  # what is remembered of rasters, and gradients, are not this step's
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        added = torch.cuda.max_memory_allocated() - before
+        square = BATCH * heads * side**4 * contents[0].element_size()
+        backend = choose(*contents, terms, grid).backend
+        return Measured(added / square, 0.8, f"{added / 2**20:.0f} MiB in {backend}, N x N {square / 2**20:.0f} MiB")
+
+    log.check(f"memory of a step at {side}x{side}, bfloat16", measure)
+
+
+def check_compiled(log: Log, device: str) -> None:
+    """A compiled model beside the eager one: results and gradients at three sizes, one graph."""
+    torch.manual_seed(0)
+    options = {"patch_size": 8, "depth": 2, "class_token": True, "rel_init_std": 0.5}
+    model = timm.create_model("test_relvit", **options).to(device)
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(model, fullgraph=True, dynamic=True)
+
+    def step(net: nn.Module, images: Tensor) -> dict[str, Tensor]:
+        out = net(images)
+        inputs = dict(model.named_parameters())
+        grads = torch.autograd.grad(out.square().sum(), list(inputs.values()))
+        return {"result": out.detach(), **dict(zip(inputs, grads, strict=True))}
+
+    def measure(images: Tensor) -> Measured:
+        eager = {name: tensor.cpu().double() for name, tensor in step(model, images).items()}
+        return worst(step(compiled, images), eager, EXACT[torch.float32])
+
+    for height, width in ((24, 16), (16, 80), (136, 32)):
+        images = torch.randn(BATCH, 3, height, width, device=device)
+        log.check(f"compiled: {height}x{width}", partial(measure, images))
+    graphs = counters["stats"]["unique_graphs"]
+    log.check("compiled: one graph", lambda: Measured(abs(graphs - 1.0), 0.0, f"{graphs} graphs"))
+
+
+def report_determinism(log: Log, scene: Scene, device: str) -> None:
+    """Whether a second run gives the same bits."""
+    terms = draw_terms(scene, "qkvb", AxisTables)
+    for backend, dtype in product(FAST, (torch.float32, torch.bfloat16)):
+        once, twice = (outcome(scene, terms, device, dtype, backend) for _ in range(2))
+        others = [name for name in once if not torch.equal(once[name], twice[name])]
+        remark = f"not bit-equal: {', '.join(others)}" if others else "bit-equal"
+        log.note(f"two runs: {scene.name}, qkvb, {backend}, {short(dtype)}", remark)
+
+
+def versions() -> dict[str, str | None]:
+    """Of all that has a say in the numbers."""
+    cudnn = torch.backends.cudnn.version()
+    libraries = {library.__name__: str(library.__version__) for library in (torch, timm, relvit)}
+    return {**libraries, "python": platform.python_version(), "cuda": torch.version.cuda, "cudnn": cudnn and str(cudnn)}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check and print; returns the exit status. Raises ValueError without a GPU, unless it is to be the CPU."""
+    parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
+    add = parser.add_argument
+    add("--device", choices=("cuda", "cpu"), default="cuda")
+    add("--quick", action="store_true", help="few and tiny cases")
+    add("--compile", action="store_true", help="check compiled code on the CPU too, which needs a C++ compiler")
+    add("--output", type=Path, help="a JSON file of all lines, versions and the device")
+    given = parser.parse_args(arguments)
+    device: str = given.device
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device 'cuda' needs a GPU, torch sees none: use --device cpu")
+    # TF32 has 10 bits, float32 is checked to 1e-5.
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+
+    begin, log = time.perf_counter(), Log()
+    scenes = list(draw_scenes(given.quick))
+    for scene in scenes:
+        check_scene(log, scene, device)
+    check_autocast(log, device, given.quick)
+    check_choice(log, scenes, device)
+    check_kernels(log, scenes, device)
+    check_memory(log, device)
+    if device == "cuda" or given.compile:
+        check_compiled(log, device)
+    else:
+        log.note("compiled", "needs a GPU, or --compile", "skip")
+    report_determinism(log, scenes[0], device)
+
+    counts = log.counts()
+    machine = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
+    result = {"device": machine, "seconds": round(time.perf_counter() - begin, 1), "counts": counts}
+    print(*(f"{count} {status}" for status, count in counts.items()), sep=", ", end="")
+    print(f" in {result['seconds']} s on {machine}, torch {torch.__version__}")
+    if given.output is not None:
+        lines = [line._asdict() for line in log.lines]
+        given.output.write_text(json.dumps({**result, "versions": versions(), "checks": lines}, indent=1) + "\n")
+    return int(counts["FAIL"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
