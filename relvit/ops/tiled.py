@@ -71,6 +71,8 @@ def to_pairs(values: Tensor, keys: Keys) -> Tensor:
     """From a number per row and per column, (b, heads, T, H + W), to their sum for each key, (b, heads, T, Nk)."""
     rows, cols = values.split((keys.height, keys.width), dim=-1)
     if keys.y is None:
+        if not keys.prefix:
+            return torch.add(rows[..., None], cols[..., None, :]).flatten(-2)
         pairs = values.new_empty(*values.shape[:-1], keys.prefix + keys.height * keys.width)
         pairs[..., : keys.prefix] = 0
         raster = pairs[..., keys.prefix :].unflatten(-1, (keys.height, keys.width))
@@ -282,11 +284,12 @@ def _weights(
         logits.masked_fill_(there > here[queries.start :, None], -torch.inf)
     if job.valid is not None:
         logits.masked_fill_(~_slice(job.valid, samples), -torch.inf)
-    weights = logits.softmax(dim=-1)
-    if attn_mask is not None or job.valid is not None:
-        # A query that may attend to nothing gets zeros, forward and backward, instead of NaN.
-        weights.masked_fill_(torch.isneginf(logits).all(dim=-1, keepdim=True), 0.0)
-    return weights
+    masked = attn_mask is not None or job.valid is not None
+    empty = torch.isneginf(logits).all(dim=-1, keepdim=True) if masked else None
+    # In place: fresh memory costs more than the arithmetic.
+    weights = torch.softmax(logits, -1, out=logits)
+    # A query that may attend to nothing gets zeros, forward and backward, instead of NaN.
+    return weights if empty is None else weights.masked_fill_(empty, 0.0)
 
 
 def _kept(weights: Tensor, job: Job, tile: Tile) -> Tensor:
