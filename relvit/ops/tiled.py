@@ -84,17 +84,18 @@ def to_pairs(values: Tensor, keys: Keys) -> Tensor:
     return torch.cat((rows, nowhere), dim=-1).gather(-1, y).add_(torch.cat((cols, nowhere), dim=-1).gather(-1, x))
 
 
-def from_pairs(pairs: Tensor, keys: Keys) -> Tensor:
-    """The transpose of `to_pairs`: sums over the keys of each row, and of each column, (b, heads, T, H + W)."""
+def from_pairs(pairs: Tensor, keys: Keys, out: Tensor) -> None:
+    """The transpose of `to_pairs`: sums over the keys of each row, and of each column, into (b, heads, T, H + W)."""
+    rows, cols = out.split((keys.height, keys.width), dim=-1)
     if keys.y is None:
         raster = pairs[..., keys.prefix :].unflatten(-1, (keys.height, keys.width))
-        return torch.cat((raster.sum(-1), raster.sum(-2)), dim=-1)
+        torch.sum(raster, -1, out=rows)
+        torch.sum(raster, -2, out=cols)
+        return
     lead = pairs.shape[:-1]
-    sums = []
-    for line, size in ((keys.y, keys.height), (keys.x, keys.width)):
+    for line, size, sums in ((keys.y, keys.height, rows), (keys.x, keys.width, cols)):
         index = line.expand(*lead, -1)
-        sums.append(pairs.new_zeros(*lead, size + 1).scatter_add_(-1, index, pairs)[..., :size])
-    return torch.cat(sums, dim=-1)
+        sums.copy_(pairs.new_zeros(*lead, size + 1).scatter_add_(-1, index, pairs)[..., :size])
 
 
 def relative_attention(
@@ -167,7 +168,7 @@ class Tiles(torch.autograd.Function):
                 weights *= _kept(weights, job, tile)
             result[tile.samples, tile.queries] = _product(weights, value[tile.samples]).transpose(1, 2)
             if table is not None:
-                marginals[tile.samples, tile.queries] = from_pairs(weights, _of(job.keys, tile)).transpose(1, 2)
+                from_pairs(weights, _of(job.keys, tile), marginals[tile.samples, tile.queries].transpose(1, 2))
         if table is not None:
             on_entries = sum_by_entry(marginals, job.value, table.shape[-2])
             result += times_table(on_entries, table)
@@ -192,11 +193,12 @@ def _backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         tokens = grad.transpose(1, 2)
         per_entry = times_table(tokens, table.mT).transpose(1, 2) * job.scale
         grad_marginals = per_entry.gather(-1, job.value.index.expand(*per_entry.shape[:-1], -1))
-        equation = "bnhe,bnhd->ed" if table.dim() == 2 else "bnhe,bnhd->hed"
-        grad_table = torch.einsum(equation, on_entries, tokens)
-    # Scaled here, gradients of logits need not be: those are the largest tensors.
-    scaled = grad * job.scale
-    mean = (scaled * result).sum(-1, keepdim=True)
+        if table.dim() == 2:
+            grad_table = on_entries.flatten(0, 2).mT @ tokens.flatten(0, 2)
+        else:
+            grad_table = torch.einsum("bnhe,bnhd->hed", on_entries, tokens)
+    # The scale goes into products: gradients of logits, the largest tensors, need no pass of their own for it.
+    mean = (grad * result).sum(-1, keepdim=True) * job.scale
 
     grad_query, grad_key, grad_value = (_empty_like(tensor) for tensor in (query, key, value))
     grad_query_logits = None if query_logits is None else _empty_like(query_logits)
@@ -208,10 +210,10 @@ def _backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         kept = _kept(weights, job, tile) if job.dropout_p else None
         tile.add_product(grad_value, (weights if kept is None else weights * kept).mT, grad[samples, :, queries])
         if grad_marginals is None:
-            grad_weights = _product(scaled[samples, :, queries], value[samples].mT)
+            grad_weights = _product(grad[samples, :, queries], value[samples].mT).mul_(job.scale)
         else:
             grad_weights = to_pairs(grad_marginals[samples, :, queries], _of(job.keys, tile))
-            _add_product(grad_weights, scaled[samples, :, queries], value[samples].mT, 1.0)
+            _add_product(grad_weights, grad[samples, :, queries], value[samples].mT, 1.0, job.scale)
         if kept is not None:
             grad_weights *= kept
         grad_logits = grad_weights.sub_(mean[samples, :, queries]).mul_(weights)
@@ -221,7 +223,7 @@ def _backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_query[samples, :, queries] = _product(grad_logits, key[samples])
         tile.add_product(grad_key, grad_logits.mT, query[samples, :, queries])
         if query_logits is not None:
-            grad_query_logits[samples, :, queries] = from_pairs(grad_logits, _of(job.keys, tile))
+            from_pairs(grad_logits, _of(job.keys, tile), grad_query_logits[samples, :, queries])
         if key_logits is not None:
             _from_queries(grad_logits, grad_key_logits[samples], job, tile)
     if grad_mask is not None:
@@ -241,7 +243,7 @@ class Tile(NamedTuple):
         if self.queries.start == 0:
             total[self.samples] = _product(left, right)
         else:
-            _add_product(total[self.samples], left, right, 1.0)
+            _add_product(total[self.samples], left, right, 1.0, 1.0)
 
 
 def _tiles(query: Tensor, key: Tensor) -> Iterator[Tile]:
@@ -275,7 +277,7 @@ def _weights(
     if logits is None:
         logits = _product(query, key.mT).mul_(job.scale)
     else:
-        _add_product(logits, query, key.mT, job.scale)
+        _add_product(logits, query, key.mT, job.scale, job.scale)
     if attn_mask is not None:
         mask = _part_of_mask(_with_four_axes(attn_mask), tile)
         logits = logits.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else logits.add_(mask)
@@ -370,9 +372,9 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     return torch.bmm(left.flatten(0, 1), right.flatten(0, 1)).unflatten(0, left.shape[:2])
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
-    """total <- scale * (total + left right), in place."""
-    total.flatten(0, 1).baddbmm_(left.flatten(0, 1), right.flatten(0, 1), beta=scale, alpha=scale)
+def _add_product(total: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float) -> None:
+    """total <- beta total + alpha left right, in place."""
+    total.flatten(0, 1).baddbmm_(left.flatten(0, 1), right.flatten(0, 1), beta=beta, alpha=alpha)
 
 
 def _empty_like(tensor: Tensor) -> Tensor:
