@@ -51,7 +51,7 @@ RULES: tuple[tuple[Callable[[Case], bool], Choice], ...] = (
     ),
     (
         lambda case: case.graph,
-        Choice("fused", "one graph serves all sizes", "what the compiler's partitioner decides"),
+        Choice("fused", "one graph serves all sizes", "longer output and logits, O(N (H + W))"),
     ),
     (
         lambda case: case.stock,

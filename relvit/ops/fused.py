@@ -16,8 +16,10 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from relvit.ops.channels import all_places, channels, distances_of, join_tables, pick_entries
 from relvit.ops.grid import Grid
@@ -50,8 +52,43 @@ def relative_attention(
 ) -> Tensor:
     """Attention with relative terms through longer vectors; see `relvit.ops.relative_attention`."""
     key_grid = grid if key_grid is None else key_grid
-    # The default scale would count the appended channels.
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    attend = partial(
+        _attend,
+        terms=terms,
+        grid=grid,
+        key_grid=key_grid,
+        attn_mask=attn_mask,
+        is_causal=is_causal,
+        dropout_p=dropout_p,
+        # The default scale would count the appended channels.
+        scale=query.shape[-1] ** -0.5 if scale is None else scale,
+    )
+    if torch.is_grad_enabled() and torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+        # The compiler's partitioner would keep the longer vectors, as autograd does where `Rebuilt` is not at work.
+        contexts = partial(create_selective_checkpoint_contexts, _keep_attention)
+        return checkpoint(attend, query, key, value, use_reentrant=False, context_fn=contexts)
+    return attend(query, key, value)
+
+
+def _keep_attention(_context: object, operator: object, *_args: object, **_options: object) -> CheckpointPolicy:
+    """Of all that is computed in `_attend` only the products are kept: the attention and the logits."""
+    kept = "attention" in str(operator) or operator is torch.ops.aten.bmm.default
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    terms: RelativeTerms,
+    grid: Grid,
+    key_grid: Grid,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    dropout_p: float,
+    scale: float,
+) -> Tensor:
     appended = channels(terms, grid, key_grid, query, value.shape[-1])
     table = None if terms.value is None else join_tables(terms.value, appended.picks.value.reach, value.dtype)
     with Rebuilt() as rebuilt:

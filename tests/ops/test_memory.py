@@ -77,6 +77,24 @@ def test_nothing_of_n_by_n_is_kept_or_made(which, mask):
     assert largest <= ONE_LONG < BATCH * HEADS * TOKENS * TOKENS / 4
 
 
+@pytest.mark.parametrize("which", ["k", "kv"])
+def test_a_compiled_graph_makes_the_longer_vectors_again_too(which):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(BATCH, HEADS, TOKENS, DIM, generator=generator).requires_grad_() for _ in range(3))
+    draw = lambda: torch.randn(15, DIM, generator=generator).requires_grad_()  # noqa: E731
+    value = AxisTables(draw(), draw()) if "v" in which else None
+    terms = RelativeTerms(key=AxisTables(draw(), draw()), value=value)
+    attend = partial(relative_attention, q, k, v, terms, make_grid(HEIGHT, WIDTH, PREFIX))
+    torch._dynamo.reset()
+    # The partitioner of the default compiler, without its code generation.
+    compiled = torch.compile(attend, backend="aot_eager_decomp_partition")
+    out = compiled()
+    torch.testing.assert_close(out, attend(), rtol=0, atol=1e-5)
+    out.sum().backward()
+    _, kept = kept_by(compiled)
+    assert kept < 3 * ONE_LONG
+
+
 TILE = BATCH * HEADS * TOKENS * 32
 
 
