@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
 from relvit.ops.channels import Pick, distances_of, join_tables, picks, places_of_queries
 from relvit.ops.grid import Grid, key_mask, patch_coords
@@ -178,8 +178,10 @@ class Tiles(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            # Marked as differentiable once, it would be left out of second derivatives without a word.
+            raise RuntimeError("backend 'tiled' has no second derivatives (create_graph=True): use backend='gathered'")
         # As forward; backward may run inside of a user's autocast.
         with torch.autocast(grad.device.type, enabled=False):
             return _backward(ctx, grad)
