@@ -11,13 +11,13 @@ import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import PatchDropoutWithIndices
 from timm.models import build_model_with_cfg, checkpoint, generate_default_cfgs, register_model
-from timm.models._features import feature_take_indices
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from relvit.layers import AnySizePatchEmbed, RelativeAttention, RelativeBlock, RelativePosition2d, SlopePosition2d
+from relvit.models.grid_forward import GridForward
 from relvit.names import did_you_mean, listing
-from relvit.ops import Grid, patch_coords
+from relvit.ops import Grid
 
 POSITIONS = {"tables": RelativePosition2d, "slopes": SlopePosition2d}
 POS_EMBEDS = ("", "learn")
@@ -25,7 +25,7 @@ POS_EMBEDS = ("", "learn")
 FIXED = {"dynamic_img_size", "block_fn", "attn_layer"}
 
 
-class RelVisionTransformer(VisionTransformer):
+class RelVisionTransformer(GridForward, VisionTransformer):
     """timm's `VisionTransformer` whose blocks see where patches lie relative to each other in 2D.
 
     Everything that timm's class offers is inherited; blocks are `RelativeBlock`s, to which the `Grid` of the patches is
@@ -110,74 +110,6 @@ class RelVisionTransformer(VisionTransformer):
             for table in module.no_weight_decay()
         }
         return super().no_weight_decay() | tables
-
-    def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
-        """Images (B, in_chans, height, width) -> tokens (B, N, embed_dim) and where they lie."""
-        x = self.patch_embed(x)
-        grid = Grid(x.shape[1], x.shape[2], self.num_prefix_tokens)
-        x = self._pos_embed(x)
-        if self.pos_embed is None:
-            x = self.pos_drop(x)  # timm applies it to absolute embeddings only
-        if isinstance(self.patch_drop, PatchDropoutWithIndices):
-            x, kept = self.patch_drop(x)
-            if kept is not None:
-                grid = grid._replace(coords=patch_coords(grid, x.device)[kept])
-        return self.norm_pre(x), grid
-
-    def forward_features(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """Images (B, in_chans, height, width) -> normalised tokens (B, N, embed_dim), prefix tokens first.
-
-        Args:
-            x: images, sides multiples of the patch unless `dynamic_img_pad`.
-            attn_mask: broadcastable to (B, heads, N, N), see `relvit.ops.relative_attention`.
-            is_causal: let tokens see only earlier ones.
-        """
-        x, grid = self.embed(x)
-        for block in self.blocks:
-            x = self._run_block(block, x, grid, attn_mask, is_causal)
-        return self.norm(x)
-
-    def forward_intermediates(
-        self,
-        x: Tensor,
-        indices: int | list[int] | None = None,
-        return_prefix_tokens: bool = False,
-        norm: bool = False,
-        stop_early: bool = False,
-        output_fmt: str = "NCHW",
-        intermediates_only: bool = False,
-        output_dict: bool = False,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-    ) -> list[Any] | tuple[Tensor, list[Any]] | dict[str, Any]:
-        """Features after chosen blocks; arguments and results as timm's `VisionTransformer.forward_intermediates`."""
-        if output_fmt not in ("NCHW", "NLC"):
-            raise ValueError(f"output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}")
-        take_indices, max_index = feature_take_indices(len(self.blocks), indices)
-        x, grid = self.embed(x)
-        if grid.coords is not None and output_fmt == "NCHW":
-            raise ValueError("output_fmt 'NCHW' needs all patches, patch_drop_rate dropped some: use 'NLC' or eval()")
-        taken = []
-        for index, block in enumerate(self.blocks[: max_index + 1] if stop_early else self.blocks):
-            x = self._run_block(block, x, grid, attn_mask, is_causal)
-            if index in take_indices:
-                taken.append(self.norm(x) if norm else x)
-
-        prefixes = [tokens[:, : self.num_prefix_tokens] for tokens in taken] if self.num_prefix_tokens else None
-        patches = [tokens[:, self.num_prefix_tokens :] for tokens in taken]
-        if output_fmt == "NCHW":
-            patches = [p.transpose(1, 2).unflatten(2, (grid.height, grid.width)).contiguous() for p in patches]
-
-        if output_dict:
-            result: dict[str, Any] = {"image_intermediates": patches}
-            if return_prefix_tokens and prefixes is not None:
-                result["image_intermediates_prefix"] = prefixes
-            if not intermediates_only:
-                result["image_features"] = self.norm(x)
-            return result
-        if return_prefix_tokens and prefixes is not None:
-            patches = list(zip(patches, prefixes, strict=True))
-        return patches if intermediates_only else (self.norm(x), patches)
 
     def _run_block(self, block: nn.Module, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
         if self.grad_checkpointing:
