@@ -114,3 +114,11 @@ def sum_by_entry(marginals: Tensor, pick: Pick, entries: int) -> Tensor:
 def times_table(weights: Tensor, table: Tensor) -> Tensor:
     """(B, N, heads, entries) by a table ([heads,] entries, dim) -> (B, N, heads, dim)."""
     return weights @ table if table.dim() == 2 else torch.einsum("bnhe,hed->bnhd", weights, table)
+
+
+def add_times_table(result: Tensor, weights: Tensor, table: Tensor) -> None:
+    """Add `times_table` to a contiguous (B, N, heads, dim), in place: fresh memory costs as much as the product."""
+    if table.dim() == 2:
+        result.view(-1, result.shape[-1]).addmm_(weights.flatten(0, 2), table)
+    else:
+        result += times_table(weights, table)

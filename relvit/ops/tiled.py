@@ -23,7 +23,7 @@ from torch.autograd.function import FunctionCtx
 
 from relvit.ops.channels import Pick, distances_of, join_tables, picks, places_of_queries
 from relvit.ops.grid import Grid, key_mask, patch_coords
-from relvit.ops.longer import logits_of_keys, logits_of_queries, sum_by_entry, times_table
+from relvit.ops.longer import add_times_table, logits_of_keys, logits_of_queries, sum_by_entry, times_table
 from relvit.ops.rebuilt import Rebuilt
 from relvit.ops.terms import RelativeTerms
 
@@ -176,7 +176,7 @@ class Tiles(torch.autograd.Function):
                 from_pairs(weights, _of(job.keys, tile), marginals[tile.samples, tile.queries].transpose(1, 2))
         if table is not None:
             on_entries = sum_by_entry(marginals, job.value, table.shape[-2])
-            result += times_table(on_entries, table)
+            add_times_table(result, on_entries, table)
         result = result.transpose(1, 2)
         ctx.save_for_backward(query, key, value, query_logits, key_logits, table, attn_mask, on_entries, result)
         ctx.job = job
@@ -198,7 +198,7 @@ def _backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
     grad_marginals = grad_table = None
     if table is not None:
         tokens = grad.transpose(1, 2)
-        per_entry = times_table(tokens, table.mT).transpose(1, 2) * job.scale
+        per_entry = times_table(tokens, table.mT * job.scale).transpose(1, 2)
         grad_marginals = per_entry.gather(-1, job.value.index.expand(*per_entry.shape[:-1], -1))
         if table.dim() == 2:
             grad_table = on_entries.flatten(0, 2).mT @ tokens.flatten(0, 2)
