@@ -171,7 +171,7 @@ class Tiles(torch.autograd.Function):
             weights = _weights(query, key, query_logits, key_logits, attn_mask, job, tile)
             if job.dropout_p:
                 weights *= _kept(weights, job, tile)
-            result[tile.samples, tile.queries] = _product(weights, value[tile.samples]).transpose(1, 2)
+            _set_product(result[tile.samples, tile.queries].transpose(1, 2), weights, value[tile.samples])
             if table is not None:
                 from_pairs(weights, _of(job.keys, tile), marginals[tile.samples, tile.queries].transpose(1, 2))
         if table is not None:
@@ -227,7 +227,7 @@ def _backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         if grad_mask is not None:
             part = _part_of_mask(grad_mask, tile)
             part += grad_logits.sum_to_size(part.shape) / job.scale
-        grad_query[samples, :, queries] = _product(grad_logits, key[samples])
+        _set_product(grad_query[samples, :, queries], grad_logits, key[samples])
         tile.add_product(grad_key, grad_logits.mT, query[samples, :, queries])
         if query_logits is not None:
             from_pairs(grad_logits, _of(job.keys, tile), grad_query_logits[samples, :, queries])
@@ -248,7 +248,7 @@ class Tile(NamedTuple):
     def add_product(self, total: Tensor, left: Tensor, right: Tensor) -> None:
         """Add to the samples' total over all their tiles, of which the first one sets it."""
         if self.queries.start == 0:
-            total[self.samples] = _product(left, right)
+            _set_product(total[self.samples], left, right)
         else:
             _add_product(total[self.samples], left, right, 1.0, 1.0)
 
@@ -377,6 +377,14 @@ def _with_four_axes(mask: Tensor) -> Tensor:
 def _product(left: Tensor, right: Tensor) -> Tensor:
     """(b, heads, ., .) by (b, heads, ., .); one sample's heads need no copy, however they lie in memory."""
     return torch.bmm(left.flatten(0, 1), right.flatten(0, 1)).unflatten(0, left.shape[:2])
+
+
+def _set_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total <- left right; for one sample straight into its memory, wherever heads lie there."""
+    if total.shape[0] == 1:
+        torch.bmm(left[0], right[0], out=total[0])
+    else:
+        total.copy_(_product(left, right))
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float) -> None:
