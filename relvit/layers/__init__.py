@@ -5,6 +5,7 @@ from relvit.layers.axial import AxialPositionEmbedding
 from relvit.layers.block import RelativeBlock
 from relvit.layers.patch_embed import AnySizePatchEmbed
 from relvit.layers.position import RelativePosition2d
+from relvit.layers.resample import resample_embedding
 from relvit.layers.slopes import SlopePosition2d
 
 __all__ = [
@@ -14,4 +15,5 @@ __all__ = [
     "RelativeAttention",
     "RelativeBlock",
     "AnySizePatchEmbed",
+    "resample_embedding",
 ]

@@ -200,8 +200,6 @@ def test_dropout_on_tokens_is_not_ignored_without_an_absolute_embedding():
 
 
 def test_errors():
-    with pytest.raises(ValueError, match=r"must be one of '', 'learn', got 'lern' \(did you mean 'learn'\?\)"):
-        build(pos_embed="lern")
     with pytest.raises(ValueError, match="dynamic_img_size cannot be chosen"):
         build(dynamic_img_size=True)
     with pytest.raises(ValueError, match="each at most once, got 'kz'"):
