@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from relvit.ops.precision import without_autocast
+
 
 def resample_embedding(
     embedding: Tensor, old_size: tuple[int, int], new_size: tuple[int, int], prefix: int = 0
@@ -28,7 +30,7 @@ def resample_embedding(
     rows, cols = (
         bicubic_weights(old, new, embedding.device, precision) for old, new in zip(old_size, new_size, strict=True)
     )
-    with torch.autocast(embedding.device.type, enabled=False):
+    with without_autocast(embedding.device):
         patches = patches.to(precision).unflatten(1, old_size)
         patches = torch.einsum("Yy,byxd->bYxd", rows, patches)
         patches = torch.einsum("Xx,bYxd->bYXd", cols, patches)

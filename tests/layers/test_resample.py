@@ -47,3 +47,8 @@ def test_half_precision_rounds_once():
     assert out.dtype == torch.bfloat16
     # Up to float32's error at the border between two neighbours.
     assert (out == resample_embedding(table.double(), OLD, (7, 12), 2).bfloat16()).double().mean() > 0.99
+
+
+def test_meta_device():
+    out = resample_embedding(embedding(torch.bfloat16).to("meta"), OLD, (7, 12), 2)
+    assert (out.device.type, out.dtype, out.shape) == ("meta", torch.bfloat16, (1, 2 + 7 * 12, 6))
