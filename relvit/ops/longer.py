@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from relvit.ops.channels import Channels, Pick, Picks, join_tables, with_width
+from relvit.ops.precision import without_autocast
 from relvit.ops.rebuilt import Rebuilt
 from relvit.ops.terms import AxisTables, RelativeTerms
 
@@ -100,7 +101,7 @@ def shorten(out: Tensor, content: int, table: Tensor | None, appended: Channels)
         # Half precision is left for sums over several marginals, and rounded to once, as by stock attention.
         precision = torch.promote_types(out.dtype, torch.float32)
         on_entries = sum_by_entry(parts[1].to(precision), appended.picks.value, table.shape[-2])
-        with torch.autocast(out.device.type, enabled=False):
+        with without_autocast(out.device):
             result = (parts[0] + times_table(on_entries, table.to(precision))).to(out.dtype).transpose(1, 2)
     return result if appended.alive is None else torch.where(appended.alive, result, 0.0)
 

@@ -24,6 +24,7 @@ from torch.autograd.function import FunctionCtx
 from relvit.ops.channels import Pick, distances_of, join_tables, picks, places_of_queries
 from relvit.ops.grid import Grid, key_mask, patch_coords
 from relvit.ops.longer import add_times_table, logits_of_keys, logits_of_queries, sum_by_entry, times_table
+from relvit.ops.precision import without_autocast
 from relvit.ops.rebuilt import Rebuilt
 from relvit.ops.terms import RelativeTerms
 
@@ -121,7 +122,7 @@ def relative_attention(
     query, key, value = (t.to(precision) for t in (query, key, value))
     position_query = query if position_query is None else position_query.to(precision)
     position_key = key if position_key is None else position_key.to(precision)
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query.device):
         needed = picks(terms, grid, key_grid, query)
         with Rebuilt() as rebuilt:
             query_logits = logits_of_queries(position_query, terms, needed, scale, rebuilt)
@@ -188,7 +189,7 @@ class Tiles(torch.autograd.Function):
             # Marked as differentiable once, it would be left out of second derivatives without a word.
             raise RuntimeError("backend 'tiled' has no second derivatives (create_graph=True): use backend='gathered'")
         # As forward; backward may run inside of a user's autocast.
-        with torch.autocast(grad.device.type, enabled=False):
+        with without_autocast(grad.device):
             return _backward(ctx, grad)
 
 
