@@ -4,6 +4,7 @@ from relvit.data.base import ImageData
 from relvit.data.digits import DigitsData
 from relvit.data.folder import ImageFolderData
 from relvit.data.images import load_rgb
+from relvit.data.mix import BatchMix
 from relvit.data.transforms import Augment, eval_transform, parse_size, train_transform
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "DigitsData",
     "ImageFolderData",
     "load_rgb",
+    "BatchMix",
     "Augment",
     "eval_transform",
     "parse_size",
