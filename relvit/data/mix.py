@@ -7,19 +7,19 @@ from torchvision.transforms import v2
 
 
 class BatchMix(nn.Module):
-    """Mix each image of a batch with its neighbour, and the labels in the same proportion.
+    """Mix each image of a batch with another one, and the labels in the same proportion.
 
     ``(images, labels) -> (images, targets)``: float (B, C, H, W) and int64 (B,) become new tensors, float of the same
-    shape and float32 (B, num_classes) whose rows sum to one. Image i meets image i - 1, so batches must be shuffled.
-    One proportion, drawn from Beta(alpha, alpha), holds for the batch:
+    shape and float32 (B, num_classes) whose rows sum to one; their order stays. The partner j of image i is drawn at
+    random, never i itself where there is another. One proportion, drawn from Beta(alpha, alpha), holds for the batch:
 
-    - mixup (Zhang et al. 2017, arXiv 1710.09412): ``lam x_i + (1 - lam) x_(i-1)``
+    - mixup (Zhang et al. 2017, arXiv 1710.09412): ``lam x_i + (1 - lam) x_j``
     - CutMix (Yun et al. 2019, arXiv 1905.04899): a rectangle of x_i with about the share 1 - lam of the area, cut at
-      the border, is replaced by that of x_(i-1); lam is then the share that is left
+      the border, is replaced by that of x_j; lam is then the share that is left
 
     The labels are smoothed as in Szegedy et al. 2016 (arXiv 1512.00567), mixed or not: the share `label_smoothing` is
-    spread over all classes. The work is torchvision's; random numbers are PyTorch's of the CPU, so nothing waits for a
-    GPU. The defaults are DeiT's. Use it while training only, on the device of the images:
+    spread over all classes. The work is torchvision's, on the device of the images; the random numbers are PyTorch's.
+    The defaults are DeiT's. For training only:
 
     >>> mix = BatchMix(num_classes=10)
     >>> images, targets = mix(torch.rand(4, 3, 24, 32), torch.tensor([1, 2, 3, 4]))
@@ -74,7 +74,11 @@ class BatchMix(nn.Module):
             )
         mixed, which = torch.rand(2).tolist()
         if mixed < self.prob:
-            images, targets = (self.cutmix if which < self.cutmix_share else self.mixup)(images, labels)
+            # torchvision mixes with the one before, which with repeated augmentation is often the same image.
+            order = torch.randperm(len(images), device=images.device)
+            back = order.argsort()
+            mix = self.cutmix if which < self.cutmix_share else self.mixup
+            images, targets = (tensor[back] for tensor in mix(images[order], labels[order]))
         else:
             targets = one_hot(labels, self.num_classes).float()
         return images, targets * (1 - self.label_smoothing) + self.label_smoothing / self.num_classes

@@ -16,7 +16,8 @@ def batch(seed=0):
 
 
 def fixed(mix, monkeypatch, lam):
-    """Let Beta's next draws be lam."""
+    """Let Beta's next draws be lam, and each image's partner the one before."""
+    monkeypatch.setattr(torch, "randperm", lambda n, device: torch.arange(n, device=device))  # with the one before
     for part in (mix.mixup, mix.cutmix):
         if part is not None:
             monkeypatch.setattr(part._dist, "sample", lambda shape: torch.tensor([lam]))
@@ -93,8 +94,9 @@ def kinds(mix, count):
     torch.manual_seed(0)
     for _ in range(count):
         out, _ = mix(images, LABELS)
-        kept, pasted = (out == images).all(1), (out == images.roll(1, 0)).all(1)
-        counts[0 if kept.all() else 2 if (kept | pasted).all() else 1] += 1
+        # CutMix makes no new pixel
+        old = (out[:, None] == images[None]).all(2).any(1)
+        counts[0 if torch.equal(out, images) else 2 if old.all() else 1] += 1
     return (counts / count).round(2).tolist()
 
 
@@ -104,6 +106,20 @@ def test_probabilities():
     assert kinds(BatchMix(5, prob=0.4, switch_prob=0.5), 2000) == pytest.approx([0.61, 0.2, 0.2], abs=0.03)
     assert kinds(BatchMix(5, cutmix_alpha=0), 200) == [0, 1, 0]
     assert kinds(BatchMix(5, mixup_alpha=0), 200)[1] == 0
+
+
+def test_partners_are_random_others_and_the_order_stays():
+    mix = BatchMix(5, mixup_alpha=0.5, cutmix_alpha=0, label_smoothing=0)
+    torch.manual_seed(0)
+    images, seen = torch.eye(5).reshape(5, 1, 1, 5), set()
+    for _ in range(400):
+        out, targets = mix(images, torch.arange(5))
+        torch.testing.assert_close(out.flatten(1), targets)  # image and label of i have the same two parts
+        if 0.01 < targets[0, 0] < 0.99:
+            assert ((targets > 0).sum(1) == 2).all()
+            assert (targets.diagonal() == targets[0, 0]).all()
+            seen |= {tuple(row.nonzero().flatten().tolist()) for row in targets}
+    assert len(seen) == 10
 
 
 def test_the_proportion_is_betas(monkeypatch):
