@@ -7,13 +7,12 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 from torchvision.datasets import CIFAR10, CIFAR100
 from torchvision.datasets.utils import check_integrity, extract_archive
 
 from relvit.data.base import ImageData, Split, check_class_names
-from relvit.data.memory import MemoryImages, batch_transform, pack
+from relvit.data.memory import MemoryImages, WholeBatches, as_it_is, batch_transform, pack
 from relvit.data.split import check_fraction, stratified_split
 from relvit.data.transforms import Augment
 
@@ -118,7 +117,7 @@ class CIFARData(ImageData):
         if check_integrity(self._archive, self.dataset_class.tgz_md5):
             extract_archive(self._archive, self.root)
         elif self.download:
-            rank_zero_info(f"{self._title} is not in {self.root}: downloading {self.dataset_class.url}")
+            print(f"{self._title} is not in {self.root}: downloading {self.dataset_class.url}", flush=True)
             self.dataset_class(self.root, download=True)
         if damaged := self._damaged():
             raise ValueError(self._complaint(damaged))
@@ -158,9 +157,13 @@ class CIFARData(ImageData):
             pixels, targets = pixels[torch.tensor(indices)], [labels[i] for i in indices]
         else:
             targets = labels if split == "test" else [self._name("test", i) for i in range(len(labels))]
+        return MemoryImages(pixels, targets, self.train_transform if split == "train" else self.eval_transform)
+
+    def _make_loader(self, split: Split, **arguments: Any) -> DataLoader:
+        images = self.dataset(split)
         training = split == "train"
-        on_batch = batch_transform(
-            tuple(pixels.shape[1:]),
+        by_batch = batch_transform(
+            tuple(images.pixels.shape[1:]),
             self.img_size,
             self.mean,
             self.std,
@@ -169,7 +172,9 @@ class CIFARData(ImageData):
             self.color_jitter if training else None,
             self.random_erasing if training else None,
         )
-        return MemoryImages(pixels, targets, self.train_transform if training else self.eval_transform, on_batch)
+        if by_batch is None:
+            return super()._make_loader(split, **arguments)
+        return DataLoader(WholeBatches(images, by_batch), collate_fn=as_it_is, **arguments)
 
     def held_out(self) -> list[tuple[str, int]]:
         """Names such as 'cifar10/train/00012', by the place in the training files, and labels."""

@@ -1,6 +1,7 @@
 """Small colour images in memory, augmented a whole batch at a time."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ class BatchTransform:
     """What `eval_transform`, or `train_transform` with 'shift' or 'crop-flip', does to images that already have the
     right size, for a batch at once: padding with zeros, a random crop and flip for each image, normalisation.
 
-    About 20 times as fast as image by image (32 x 32, one CPU core: tools/loading.py).
+    Some 20 times as fast as image by image: tools/loading.py measures it.
 
     Args:
         mean: Mean of red, green and blue, in units of the range 0..1.
@@ -45,7 +46,8 @@ class BatchTransform:
             columns = columns + torch.randint(2 * left + 1, (B, 1))
         places = rows[:, :, None] * pixels.shape[2] + columns[:, None]
         chosen = pixels.flatten(1).gather(1, places.flatten(1)).view(B, H, W)
-        return unpack(chosen).permute(0, 3, 1, 2).float().contiguous().sub_(self.mean).div_(self.std)
+        images = unpack(chosen).permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
+        return images.sub_(self.mean).div_(self.std)
 
 
 def batch_transform(
@@ -86,20 +88,12 @@ class MemoryImages(Dataset):
         pixels: Packed pixels int32 (N, H, W), see `pack`.
         targets: N labels or names.
         transform: From a PIL image of mode 'RGB' to a tensor.
-        on_batch: The same for a batch; None: image by image.
     """
 
-    def __init__(
-        self,
-        pixels: Tensor,
-        targets: Sequence[int] | Sequence[str],
-        transform: v2.Compose,
-        on_batch: BatchTransform | None,
-    ) -> None:
+    def __init__(self, pixels: Tensor, targets: Sequence[int] | Sequence[str], transform: v2.Compose) -> None:
         self.pixels = pixels
         self.targets = targets
         self.transform = transform
-        self.on_batch = on_batch
 
     def __len__(self) -> int:
         return len(self.pixels)
@@ -108,9 +102,29 @@ class MemoryImages(Dataset):
         pixels = unpack(self.pixels[index]).contiguous()
         return self.transform(Image.fromarray(pixels.numpy())), self.targets[index]
 
-    def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, int | str]]:
-        """What the loader calls with the indices of a batch."""
-        if self.on_batch is None:
-            return [self[index] for index in indices]
-        images = self.on_batch(self.pixels[torch.as_tensor(indices)])
-        return list(zip(images, (self.targets[index] for index in indices), strict=True))
+
+class WholeBatches(Dataset):
+    """The same images for a loader with `as_it_is` as its collate_fn: whole batches, transformed at once.
+
+    Args:
+        images: The images; their own transform is not used.
+        transform: The transform of a batch.
+    """
+
+    def __init__(self, images: MemoryImages, transform: BatchTransform) -> None:
+        self.images = images
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor | list[str]]:
+        """Images float32 (B, 3, H, W), and labels int64 (B,) or names. The loader calls this with a batch's indices."""
+        chosen = [self.images.targets[index] for index in indices]
+        images = self.transform(self.images.pixels[torch.as_tensor(indices)])
+        return images, chosen if isinstance(chosen[0], str) else torch.as_tensor(chosen)
+
+
+def as_it_is(batch: Any) -> Any:
+    """The batch."""
+    return batch

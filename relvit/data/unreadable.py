@@ -41,7 +41,8 @@ class Tolerant(Dataset):
             except UnreadableImageError as error:
                 failed.append(Unreadable(error.path, error.reason))
         if self.replace:
-            raise ValueError(f"none of the {len(self)} training images can be read; the first: {failed[0]}")
+            path, reason = failed[0]
+            raise ValueError(f"none of the {len(self)} training images can be read; {path}: {reason}")
         return None, failed
 
 

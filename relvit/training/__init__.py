@@ -3,6 +3,7 @@
 from relvit.training.callbacks import PredictionTable, TrainingCurves
 from relvit.training.checkpoint import DescribeCheckpoint, load_classifier, read_checkpoint
 from relvit.training.classifier import ImageClassifier, NonFiniteLossError
+from relvit.training.data_record import DataRecord
 from relvit.training.run_folder import new_run_folder, remove_if_fruitless
 from relvit.training.schedule import warmup_cosine
 
@@ -15,6 +16,7 @@ __all__ = [
     "load_classifier",
     "TrainingCurves",
     "PredictionTable",
+    "DataRecord",
     "new_run_folder",
     "remove_if_fruitless",
 ]

@@ -12,7 +12,7 @@ from PIL import Image
 from torchvision.datasets import CIFAR10, CIFAR100
 
 from relvit.data import CIFAR10Data, CIFAR100Data, train_transform
-from relvit.data.memory import batch_transform, pack, unpack
+from relvit.data.memory import WholeBatches, batch_transform, pack, unpack
 
 PER_BATCH = 20
 
@@ -209,14 +209,27 @@ def test_a_batch_without_augmentation_equals_image_by_image():
 )
 def test_what_a_batch_cannot_do_is_done_image_by_image(cifar10, tmp_path, options):
     data = data_of(tmp_path, **options)
-    dataset = data.dataset("train")
-    assert dataset.on_batch is None
-    torch.manual_seed(0)
-    first = [dataset[i][0] for i in (3, 1)]
-    torch.manual_seed(0)
-    if options.get("augment") != "deit":  # which also draws from Python's generator
-        torch.testing.assert_close([image for image, _ in dataset.__getitems__([3, 1])], first, rtol=0, atol=0)
-    assert (data.dataset("val").on_batch is None) == ("img_size" in options or "crop_pct" in options)
+    loader = data.train_dataloader()
+    assert loader.dataset is data.dataset("train")
+    images, labels = next(iter(loader))
+    assert images.shape == (50, 3, *data.img_size)
+    assert sorted(labels.tolist()) == sorted(data.dataset("train").targets)
+    by_batch = isinstance(data.val_dataloader().dataset, WholeBatches)
+    assert by_batch != ("img_size" in options or "crop_pct" in options)
+
+
+def test_loaders_give_whole_batches_of_the_same_images(cifar10, tmp_path):
+    data = data_of(tmp_path, augment="none", batch_size=8)
+    data.setup()
+    loader = data.train_dataloader()
+    assert isinstance(loader.dataset, WholeBatches)
+    found = {}
+    for images, labels in loader:
+        assert (images.dtype, labels.dtype) == (torch.float32, torch.int64)
+        found |= {to_uint8(image, data).tobytes(): int(label) for image, label in zip(images, labels, strict=True)}
+    assert found == {to_uint8(image, data).tobytes(): label for image, label in data.dataset("train")}
+    names = [name for _, names in data.predict_dataloader() for name in names]
+    assert names == [name for _, name in data.dataset("predict")]
 
 
 def test_workers_share_the_images(cifar10, tmp_path):
