@@ -202,8 +202,9 @@ class RelvitCLI(LightningCLI):
             first, second = (str(size).replace(" ", "") for size in (trained, larger))
             lines.append(f"  relvit validate --ckpt_path {path} --data.img_size '{second}'")
             lines.append(f"  relvit resolutions --ckpt_path {path} --sizes '[{first},{second}]'")
-        root = " --data.root FOLDER_OF_IMAGES" if hasattr(self.datamodule, "root") else ""
-        return [*lines, f"  relvit predict --ckpt_path {path}{root}"]
+        option = self.datamodule.predict_option
+        images = f" --data.{option} FOLDER_OF_IMAGES" if option else ""
+        return [*lines, f"  relvit predict --ckpt_path {path}{images}"]
 
     def after_predict(self) -> None:
         """Say where the predictions are."""

@@ -5,6 +5,8 @@ from relvit.data.cifar import CIFAR10Data, CIFAR100Data
 from relvit.data.digits import DigitsData
 from relvit.data.folder import ImageFolderData
 from relvit.data.image_files import ImageFilesData
+from relvit.data.image_list import ImageListData
+from relvit.data.imagenet import ImageNetData
 from relvit.data.images import UnreadableImageError, load_rgb
 from relvit.data.mix import BatchMix
 from relvit.data.sampling import TrainSampler
@@ -16,7 +18,9 @@ __all__ = [
     "DigitsData",
     "CIFAR10Data",
     "CIFAR100Data",
+    "ImageNetData",
     "ImageFolderData",
+    "ImageListData",
     "UnreadableImageError",
     "load_rgb",
     "BatchMix",

@@ -4,7 +4,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning import LightningDataModule
@@ -57,6 +57,9 @@ class ImageData(LightningDataModule, ABC):
     Raises:
         ValueError: An argument out of its range, fewer than two classes, or a class named twice.
     """
+
+    # The argument that names other images to predict than those that came with the data, if there is one.
+    predict_option: ClassVar[str | None] = None
 
     def __init__(
         self,

@@ -68,7 +68,7 @@ def check_data(
         raise ValueError(f"processes is {processes}; give 1 or more")
     splits: list[Split] = [split for split in ("train", "val", "test") if data.missing(split) is None]
     if not splits:
-        raise ValueError(f"neither train, val nor test in {data.root}: there are no labelled images to check")
+        raise ValueError(f"neither train, val nor test in {data.place}: there are no labelled images to check")
     images = [(split, *sample) for split in splits for sample in data.dataset(split).samples]
     results = _inspect_all([path for _, path, _ in images], processes or os.cpu_count() or 1)
     if progress is not None:

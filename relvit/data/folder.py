@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from torchvision.datasets.folder import IMG_EXTENSIONS
@@ -37,10 +38,12 @@ class ImageFolderData(ImageFilesData):
         ValueError: An argument out of its range, fewer than two classes, or images outside class folders.
     """
 
+    predict_option = "root"
+
     def __init__(self, root: str, class_names: list[str] | None = None, **options: Any) -> None:
         # Absolute: a checkpoint remembers it, and may be used from elsewhere.
         self.root = os.path.abspath(os.path.expanduser(root))
-        self._folders = _find_splits(self.root)
+        self._folders = find_splits(self.root)
         super().__init__(self._train_classes() if class_names is None else class_names, **options)
 
     @property
@@ -81,8 +84,16 @@ class ImageFolderData(ImageFilesData):
             raise ValueError(f"no image below {folder}; add files that end in {', '.join(IMG_EXTENSIONS)}")
         return paths
 
-    def _below(self, path: str) -> str:
-        return os.path.relpath(path, self._folders["train"])
+    def _shown(self, path: str) -> str:
+        return Path(os.path.relpath(path, self.root)).as_posix()
+
+    def _hashed(self, path: str) -> str:
+        return Path(os.path.relpath(path, self._folders["train"])).as_posix()
+
+    @property
+    def place(self) -> str:
+        """The folder."""
+        return self.root
 
     def _train_classes(self) -> list[str]:
         if "train" in self._folders:
@@ -102,7 +113,7 @@ class ImageFolderData(ImageFilesData):
         )
 
 
-def _find_splits(root: str) -> dict[Split, str]:
+def find_splits(root: str) -> dict[Split, str]:
     """The folder of each split that root has."""
     if not os.path.isdir(root):
         raise FileNotFoundError(

@@ -1,10 +1,8 @@
 """What all data modules of image files share: defaults for photographs, a split of their own, unreadable files."""
 
-import os
 from abc import abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 from torch.utils.data import DataLoader, Dataset
@@ -25,8 +23,7 @@ OnError = Literal["error", "skip"]
 class ImageFilesData(ImageData):
     """Images from files, read as RGB by :func:`relvit.data.load_rgb`.
 
-    A subclass implements :meth:`missing`, `_came`, `_samples`, `_paths_to_predict` and `_below`, and has the attribute
-    `root`.
+    A subclass implements :meth:`missing`, `_came`, `_samples`, `_paths_to_predict`, `_shown` and `place`.
 
     Args:
         class_names: Name of each class; the position is the label.
@@ -45,8 +42,6 @@ class ImageFilesData(ImageData):
     Raises:
         ValueError: An argument out of its range, fewer than two classes, or a class named twice.
     """
-
-    root: str
 
     def __init__(
         self,
@@ -87,8 +82,17 @@ class ImageFilesData(ImageData):
         """Paths of the images to predict."""
 
     @abstractmethod
-    def _below(self, path: str) -> str:
-        """A path of train without what depends on where the data are."""
+    def _shown(self, path: str) -> str:
+        """A path of train as the user knows it, without what depends on where the data are."""
+
+    @property
+    @abstractmethod
+    def place(self) -> str:
+        """Where the data are, for messages."""
+
+    def _hashed(self, path: str) -> str:
+        """The name of an image of train that decides on which side of the split it is."""
+        return self._shown(path)
 
     def build(self, split: Split) -> Dataset:
         """The dataset of one split; looks for its files."""
@@ -99,9 +103,9 @@ class ImageFilesData(ImageData):
         return LabelledFiles(self._samples(split) if self._came(split) else self._divided[1], self.eval_transform)
 
     def held_out(self) -> list[tuple[str, int]]:
-        """Paths relative to root, and labels, of the training images that were put aside to validate."""
+        """Paths, as they are without where the data are, and labels, of the training images put aside to validate."""
         put_aside = self._divided[1] if self._came("train") else []
-        return [(Path(os.path.relpath(path, self.root)).as_posix(), label) for path, label in put_aside]
+        return [(self._shown(path), label) for path, label in put_aside]
 
     @cached_property
     def _divided(self) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
@@ -109,8 +113,8 @@ class ImageFilesData(ImageData):
         samples = self._samples("train")
         if self._came("val"):
             return samples, []
-        names = [Path(self._below(path)).as_posix() for path, _ in samples]
-        parts = stratified_split(names, [label for _, label in samples], self.val_fraction, self.split_seed, self.root)
+        names = [self._hashed(path) for path, _ in samples]
+        parts = stratified_split(names, [label for _, label in samples], self.val_fraction, self.split_seed, self.place)
         larger, smaller = ([samples[i] for i in part] for part in parts)
         return larger, smaller
 
