@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from relvit.ops.transforms import in_transform
+
 
 class Rebuilt:
     """Inside `with Rebuilt() as rebuilt:`, registered tensors are not kept for backward, but how to make them is.
@@ -17,11 +19,7 @@ class Rebuilt:
     """
 
     def __init__(self) -> None:
-        self._active = (
-            torch.is_grad_enabled()
-            and not torch.compiler.is_compiling()
-            and torch._C._autograd._saved_tensors_hooks_is_enabled()
-        )
+        self._active = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not in_transform()
         # Registered tensors stay alive within the context, so that their addresses are theirs alone.
         self._registered: dict[int, tuple[Tensor, Callable[[], Tensor]]] = {}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack) if self._active else None

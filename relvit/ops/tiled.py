@@ -109,18 +109,23 @@ def relative_attention(
     is_causal: bool = False,
     dropout_p: float = 0.0,
     scale: float | None = None,
+    position_query: Tensor | None = None,
+    position_key: Tensor | None = None,
 ) -> Tensor:
     """Attention with relative terms, tile by tile; see `relvit.ops.relative_attention`."""
     key_grid = grid if key_grid is None else key_grid
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     # At least single precision, as inside fused kernels: logits, softmax, sums over tiles would lose too much.
     dtype = query.dtype
-    query, key, value = (t.to(torch.promote_types(dtype, torch.float32)) for t in (query, key, value))
+    precision = torch.promote_types(dtype, torch.float32)
+    query, key, value = (t.to(precision) for t in (query, key, value))
+    position_query = query if position_query is None else position_query.to(precision)
+    position_key = key if position_key is None else position_key.to(precision)
     with torch.autocast(query.device.type, enabled=False):
         needed = picks(terms, grid, key_grid, query)
         with Rebuilt() as rebuilt:
-            query_logits = logits_of_queries(query, terms, needed, scale, rebuilt)
-            key_logits = logits_of_keys(key, terms, needed, rebuilt)
+            query_logits = logits_of_queries(position_query, terms, needed, scale, rebuilt)
+            key_logits = logits_of_keys(position_key, terms, needed, rebuilt)
         table = None if terms.value is None else join_tables(terms.value, needed.value.reach, value.dtype)
         valid = key_mask(key_grid)
         job = Job(

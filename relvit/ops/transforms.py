@@ -1,0 +1,13 @@
+"""Whether `torch.func` or forward-mode differentiation is at work."""
+
+import torch
+from torch.autograd import forward_ad
+
+
+def in_transform() -> bool:
+    """Inside of a transform of `torch.func` (vmap, jvp, grad ...) or a level of `torch.autograd.forward_ad`.
+
+    Their tensors have no memory of their own, and they ask every operation for rules of its own: saved-tensor hooks
+    and hand-written backwards have none.
+    """
+    return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
