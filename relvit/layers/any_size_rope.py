@@ -20,8 +20,9 @@ class AnySizeRope:
         """Sines and cosines (rows * columns, 2 head_dim) for `shape`, (rows, columns); None: the remembered ones."""
         if shape is None or self.feat_shape is None:
             return super().get_embed(shape, dtype)
-        # An exported graph must not be one for the remembered size alone.
-        if not is_exporting() and tuple(shape) == tuple(self.feat_shape):
+        # A graph must not be one for the remembered size alone.
+        traced = is_exporting() or any(isinstance(size, torch.fx.Proxy) for size in shape)
+        if not traced and tuple(shape) == tuple(self.feat_shape):
             return super().get_embed(None, dtype)
         return self._make_embed(shape, dtype)
 

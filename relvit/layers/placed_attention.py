@@ -41,10 +41,12 @@ class PlacedAttention:
     Attributes:
         position: module that maps a `Grid` to `RelativeTerms`, such as `RelativePosition2d`.
         backend: see `relvit.ops.relative_attention`.
+        num_kv_groups: query heads that share a head of keys and values.
     """
 
     position: nn.Module
     backend: str
+    num_kv_groups: int = 1
 
     def forward(
         self,
@@ -66,15 +68,15 @@ class PlacedAttention:
         """
         grid, rope, attn_mask = _unpack(rope, attn_mask)
         gate = self.gate(x).sigmoid() if self.gate is not None else None
-        query, key, value = (heads.transpose(1, 2) for heads in self._project(x))
+        query, key, value = self._project(x)
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         query, key = self.q_norm(query), self.k_norm(key)
         # As in timm, norms that return float32 under autocast are rotated in float32.
         position_query, position_key = query.to(value.dtype), key.to(value.dtype)
         if rope is not None:
-            half = self.rotate_half
-            query, key = (_rotate(part, rope, grid.prefix, half) for part in (query, key))
+            query, key = (_rotate(part, rope, grid.prefix, self.rotate_half) for part in (query, key))
         query, key = query.to(value.dtype), key.to(value.dtype)
-        if (group := self.num_heads // key.shape[1]) > 1:
+        if (group := self.num_kv_groups) > 1:
             key, value, position_key = (p.repeat_interleave(group, dim=1) for p in (key, value, position_key))
         x = relative_attention(
             query,

@@ -182,19 +182,18 @@ def _check_part(name: str, part: nn.Module, allowed: tuple[type[nn.Module], ...]
 
 
 def _why_not(model: nn.Module) -> str:
-    takes = ", ".join(f"timm's {cls.__name__}" for cls in RETROFITTED)
+    *first, last = (cls.__name__ for cls in RETROFITTED)
+    takes = f"retrofit takes timm's {', '.join(first)} and {last}"
     if isinstance(model, Retrofitted):
         return "it has been retrofitted already"
     if isinstance(model, RelVisionTransformer):
-        return "it has relative positions; choose them with the arguments of timm.create_model"
+        return "it has relative positions, chosen by the arguments of timm.create_model"
     if isinstance(model, tuple(RETROFITTED)):
         base = next(cls.__name__ for cls in type(model).__mro__ if cls in RETROFITTED)
-        return f"it is a subclass of timm's {base}, what it does differently is not known; retrofit takes {takes}"
+        return f"it is a subclass of timm's {base}, and what it does differently is not known; {takes}"
     for name, part in model.named_children():
         if type(part) in RETROFITTED:
-            return f"it wraps {name}, a {type(part).__name__}: retrofit that model before it is wrapped"
-    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers(), *model.named_modules())]
+            return f"it wraps {name}, a {type(part).__name__}: retrofit that one before it is wrapped"
+    names = (name for kind in ("parameters", "buffers", "modules") for name, _ in getattr(model, f"named_{kind}")())
     own = next((name for name in names if "rel_pos" in name or "relative_position" in name), None)
-    if own is not None:
-        return f"it has relative positions of its own, {own}; retrofit takes {takes}"
-    return f"retrofit takes {takes}"
+    return f"it has relative positions of its own, {own}; {takes}" if own else takes
