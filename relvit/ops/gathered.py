@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from relvit.ops.buckets import bucket
 from relvit.ops.grid import Grid, key_mask, patch_coords
+from relvit.ops.precision import without_autocast
 from relvit.ops.terms import AxisTables, JointTable, RelativeTerms
 from relvit.ops.transforms import in_transform
 
@@ -70,7 +71,7 @@ def relative_attention(
         scale=query.shape[-1] ** -0.5 if scale is None else scale,
     )
     # Backward forms tiles again under the autocast state of here.
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query.device):
         queries = _tokens(grid, query.device)
         if torch.compiler.is_exporting() or in_transform():
             # The number of tiles is not known in a graph for all sizes, and transforms cannot form tiles again.

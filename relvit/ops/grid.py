@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -45,7 +46,7 @@ def make_grid(
         TypeError: a size that is no integer, coordinates that are not integers, a `valid` that is not boolean.
         ValueError: a size out of range, wrong shapes, coordinates outside the grid.
     """
-    _check_sizes(height, width, prefix)
+    height, width, prefix = _checked_sizes(height, width, prefix)
     if coords is not None:
         _check_integers("coords", coords)
         if coords.dim() not in (2, 3) or coords.shape[-1] != 2:
@@ -78,7 +79,7 @@ def grid_from_naflex(patch_coord: Tensor, patch_valid: Tensor | None, height: in
         ValueError: as `make_grid`; coordinates of padding may be anything, and while a graph is compiled or exported
             no coordinates are read.
     """
-    _check_sizes(height, width, prefix)
+    height, width, prefix = _checked_sizes(height, width, prefix)
     _check_integers("patch_coord", patch_coord)
     if patch_coord.dim() != 3 or patch_coord.shape[-1] != 2:
         raise ValueError(f"patch_coord must have shape (B, P, 2), got {tuple(patch_coord.shape)}")
@@ -115,20 +116,27 @@ def key_mask(grid: Grid) -> Tensor | None:
     return torch.cat((valid.new_ones(valid.shape[0], grid.prefix), valid), dim=1)
 
 
-def _check_sizes(height: int, width: int, prefix: int) -> None:
+def _checked_sizes(height: int, width: int, prefix: int) -> list[int]:
+    sizes = []
     for name, size, least in (("height", height, 1), ("width", width, 1), ("prefix", prefix, 0)):
-        if isinstance(size, bool) or not isinstance(size, int):
+        if isinstance(size, bool) or not isinstance(size, Integral):
             raise TypeError(f"{name} must be an int, got {size!r} of type {type(size).__name__}")
         if size < least:
             raise ValueError(f"{name} must be at least {least}, got {size}")
+        sizes.append(size if isinstance(size, int) else int(size))
+    return sizes
 
 
 def _check_integers(name: str, coords: Tensor) -> None:
+    if not isinstance(coords, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(coords).__name__}")
     if coords.is_floating_point() or coords.is_complex() or coords.dtype == torch.bool:
         raise TypeError(f"{name} must hold integers, got dtype {coords.dtype}")
 
 
 def _check_boolean(name: str, valid: Tensor) -> None:
+    if not isinstance(valid, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(valid).__name__}")
     if valid.dtype != torch.bool:
         raise TypeError(f"{name} must be boolean, got dtype {valid.dtype}")
 
@@ -141,4 +149,4 @@ def _check_bounds(name: str, coords: Tensor, height: int, width: int) -> None:
     lowest, highest = torch.stack(coords.flatten(0, -2).aminmax(dim=0)).tolist()
     for line, low, high, size in zip(("row", "column"), lowest, highest, (height, width), strict=True):
         if low < 0 or high >= size:
-            raise ValueError(f"{name} hold {line}s from {low} to {high}, the grid has 0 to {size - 1}")
+            raise ValueError(f"{name}: {line}s from {low} to {high}, the grid has 0 to {size - 1}")

@@ -262,3 +262,12 @@ def test_one_table_of_a_pair_may_be_shared_and_the_other_per_head(backend):
     )
     out = relative_attention(q, k, v, mixed, grid, backend=backend)
     torch.testing.assert_close(out, brute_force(q, k, v, mixed, grid), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("backend", ["auto", *BACKENDS])
+def test_on_the_meta_device(backend):
+    q, k, v, terms, grid = draw_case(3, 2, prefix=1, which="qkvb")
+    grid = grid._replace(valid=torch.ones(2, 6, dtype=torch.bool, device="meta"))
+    terms = with_tables(terms, lambda table: table.to("meta"))
+    out = relative_attention(*(t.to("meta", torch.bfloat16) for t in (q, k, v)), terms, grid, backend=backend)
+    assert (out.shape, out.dtype, out.device.type) == (q.shape, torch.bfloat16, "meta")
