@@ -44,6 +44,8 @@ class ImageClassifier(LightningModule):
         img_size: image size that the model is built for; evaluation may use others.
         class_names: names of the classes in order.
         model_kwargs: further arguments of the model, checked against its signature.
+        retrofit: arguments of `relvit.retrofit`, which gives a timm model relative positions; {} for its defaults, None
+            to leave the model as it is.
         opt: name of an optimiser of timm (adamw, lamb, lion, muon, sgd ...).
         opt_kwargs: further arguments of the optimiser, such as betas, momentum, eps.
         lr: peak learning rate.
@@ -80,6 +82,7 @@ class ImageClassifier(LightningModule):
         img_size: int | tuple[int, int] | None = None,
         class_names: list[str] | None = None,
         model_kwargs: dict[str, Any] | None = None,
+        retrofit: dict[str, Any] | None = None,
         opt: str = "adamw",
         opt_kwargs: dict[str, Any] | None = None,
         lr: float = 1e-3,
@@ -118,7 +121,7 @@ class ImageClassifier(LightningModule):
             raise ValueError(f"unknown backend of torch.compile {compile!r}{did_you_mean(compile, backends)}")
         check_optimizer(opt, layer_decay, opt_kwargs)
         self.save_hyperparameters()
-        self.net = build_model(model, num_classes, in_chans, img_size, model_kwargs)
+        self.net = build_model(model, num_classes, in_chans, img_size, model_kwargs, retrofit)
         if channels_last:
             self.net.to(memory_format=torch.channels_last)
         self.loss = ClassificationLoss(num_classes, loss, label_smoothing, bce_threshold, class_weights)
