@@ -201,7 +201,7 @@ class ImageClassifier(LightningModule):
         lr = self.plan.lr
         if hparams.min_lr > lr:
             raise ValueError(
-                f"min_lr {hparams.min_lr:g} exceeds the learning rate for {self.plan.batch} images, {lr:g}"
+                f"min_lr {hparams.min_lr:g} exceeds {lr:g}, the learning rate for {self.plan.batch} images"
             )
         optimizer = make_optimizer(
             self.net, hparams.opt, lr, hparams.weight_decay, hparams.layer_decay, hparams.opt_kwargs

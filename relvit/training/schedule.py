@@ -51,6 +51,8 @@ def make_plan(trainer: Trainer, lr: float, base_batch: int | None, warmup_epochs
     Raises:
         ValueError: a training without end or with epochs of unknown length, or an unknown batch size.
     """
+    # Lightning does so by itself where it needs the length, not where --trainer.max_steps alone ends the training.
+    trainer.fit_loop.setup_data()
     steps = trainer.estimated_stepping_batches
     if not math.isfinite(steps):
         raise ValueError("the cosine needs an end: give --trainer.max_epochs or --trainer.max_steps")
