@@ -116,6 +116,13 @@ class ImageClassifier(LightningModule):
             raise ValueError(f"ema_decay must lie in 0 <= x < 1, got {ema_decay}")
         if freeze_epochs < 0:
             raise ValueError(f"freeze_epochs must be 0 or more, got {freeze_epochs}")
+        for name, value, default, needed, given in (
+            ("mix_prob", mix_prob, 1.0, "mixup or cutmix", mixup or cutmix),
+            ("mix_switch_prob", mix_switch_prob, 0.5, "mixup and cutmix", mixup and cutmix),
+            ("ema_warmup", ema_warmup, True, "ema_decay", ema_decay is not None),
+        ):
+            if value != default and not given:
+                raise ValueError(f"{name} {value} has no effect without {needed}")
         backends = torch.compiler.list_backends(exclude_tags=())
         if isinstance(compile, str) and compile not in backends:
             raise ValueError(f"unknown backend of torch.compile {compile!r}{did_you_mean(compile, backends)}")

@@ -1,6 +1,5 @@
 """The training module against formulas worked out by hand."""
 
-
 import pytest
 import torch
 from small_training import Noise, Record, build, train
