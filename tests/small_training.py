@@ -6,6 +6,7 @@ import torch
 from lightning import LightningDataModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
+from relvit.data import ImageData
 from relvit.training import ImageClassifier
 
 KWARGS = {"patch_size": 4, "embed_dim": 8, "depth": 1, "num_heads": 2, "max_distance": 1}
@@ -60,3 +61,32 @@ def train(module, data=None, ckpt_path=None, **kwargs):
     trainer = Trainer(**defaults | kwargs)
     trainer.fit(module, data or Noise(), ckpt_path=ckpt_path, weights_only=True)
     return trainer
+
+
+class NoiseImages(ImageData):
+    """So many random images of 7 classes in all splits, in batches of 4, through relvit's own loaders."""
+
+    def __init__(self, count, in_order=False, batch_size=4):
+        names = [f"class {i}" for i in range(7)]
+        super().__init__(names, 3, (8, 12), batch_size, 0, "none", 1.0, (0.5,) * 3, (0.5,) * 3)
+        generator = torch.Generator().manual_seed(1)
+        self.images = torch.randn(count, 3, 8, 12, generator=generator)
+        self.labels = torch.randint(0, 7, (count,), generator=generator)
+        self.in_order = in_order
+
+    def missing(self, split):
+        return None
+
+    def build(self, split):
+        return TensorDataset(self.images, self.labels)
+
+    def train_dataloader(self):
+        """In order: step i of two devices has the images of step i of one with the double batch."""
+        if not self.in_order:
+            return super().train_dataloader()
+        world, rank = self.trainer.world_size, self.trainer.global_rank
+        return DataLoader(self.dataset("train"), self.batch_size, sampler=range(rank, len(self.images), world))
+
+    def indices(self, images):
+        """Which images these are."""
+        return [int((self.images == image).flatten(1).all(1).nonzero()) for image in images]
