@@ -34,7 +34,7 @@ def step(**kwargs):
 
 
 def with_batch_norm():
-    """Buffers are broadcast at every validation step within a training: both processes must make as many."""
+    """Validation within a training of a network whose buffers DDP broadcasts, on images that do not divide."""
     module = build()
     module.net = nn.Sequential(nn.Conv2d(3, 8, 4, 4), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(48, 7))
     trainer = train(module, NoiseImages(17), max_epochs=1, **DISTRIBUTED)

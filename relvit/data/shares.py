@@ -11,8 +11,8 @@ class ShareLoader:
     """One device's share of the images, in as many batches as the device with the largest share has.
 
     `DistributedSampler` makes shares equal by counting some images twice. Here they differ by up to one image; where
-    that leaves a device with a batch fewer, or with none, an empty batch takes its place: devices that do not keep step
-    wait for each other for ever.
+    that leaves a device with a batch fewer, or with none, an empty batch takes its place, so that all devices take part
+    in whatever they do together at a step or at the end. (Lightning refuses a device that has no batches.)
 
     Args:
         loader: this device's images.

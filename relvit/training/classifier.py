@@ -240,7 +240,7 @@ class ImageClassifier(LightningModule):
         scaled = f" ({hparams.lr:g} x {plan.batch} / {hparams.lr_base_batch})" if hparams.lr_base_batch else ""
         self.print(
             f"effective batch {plan.batch} ({parts}: batch, accumulation, devices), learning rate {plan.lr:g}{scaled}, "
-            f"{plan.steps} steps, {plan.warmup} of them warm-up",
+            f"steps {plan.steps}, warm-up {plan.warmup}",
             flush=True,
         )
 

@@ -71,7 +71,7 @@ def test_frozen_epochs_on_two_devices_are_those_of_one(both):
             same(ours, theirs, atol=1e-6, rtol=1e-5)
 
 
-def test_validation_within_a_training_keeps_both_in_step_where_buffers_are_broadcast(both):
+def test_validation_within_a_training_with_batch_norm(both):
     # 17 images: nine and eight, three batches of four at most and two.
     metrics = [
         {name: value for name, value in rank["batch norm"]["metrics"].items() if name.startswith("val/")}

@@ -55,7 +55,7 @@ def test_rate_for_a_batch_grows_with_the_batch(accumulate, capsys):
     assert record.rates == pytest.approx([0.25 * rate for rate in curve(lr, 0.001, 12 // accumulate, 0)])
     assert (
         f"effective batch {4 * accumulate} (4 x {accumulate} x 1: batch, accumulation, devices), "
-        f"learning rate {lr:g} (0.01 x {4 * accumulate} / 16), {12 // accumulate} steps, 0 of them warm-up"
+        f"learning rate {lr:g} (0.01 x {4 * accumulate} / 16), steps {12 // accumulate}, warm-up 0"
     ) in capsys.readouterr().out
 
 
