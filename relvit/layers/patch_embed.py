@@ -34,14 +34,18 @@ class AnySizePatchEmbed(PatchEmbed):
 
 def check_image_size(x: Tensor, patch_size: tuple[int, int]) -> None:
     """Raise ValueError for images (B, C, H, W) that do not divide into patches."""
-    for name, size, patch in zip(("height", "width"), x.shape[-2:], patch_size, strict=True):
-        if size % patch != 0:
-            below = size - size % patch
-            near = f"{below} or {below + patch}" if below else f"{patch}"
-            raise ValueError(
-                f"image {name} {size} is not a multiple of the patch size {patch}: use {near} "
-                "(a model made with dynamic_img_pad=True pads with zeros)"
-            )
+    _check_side("height", x.shape[-2], patch_size[0])
+    _check_side("width", x.shape[-1], patch_size[1])
+
+
+def _check_side(name: str, size: int, patch: int) -> None:
+    if size % patch != 0:
+        below = size - size % patch
+        near = f"{below} or {below + patch}" if below else f"{patch}"
+        raise ValueError(
+            f"image {name} {size} is not a multiple of the patch size {patch}: use {near} "
+            "(a model made with dynamic_img_pad=True pads with zeros)"
+        )
 
 
 # It looks at sizes, which have no value while a graph is traced.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from timm.layers import trunc_normal_
-from torch import nn
+from torch import Tensor, nn
 
 from relvit.names import did_you_mean, listing
 from relvit.ops import BUCKETINGS, AxisTables, Grid, JointTable, RelativeTerms
@@ -76,10 +76,10 @@ class RelativePosition2d(nn.Module):
         for letter, term in TERMS.items():
             lead = (num_heads,) if letter == "b" or not shared_heads else ()
             tail = () if letter == "b" else (head_dim,)
-            for part in LAYOUTS[layout]._fields:
+            for part, shape in offsets.items():
                 table = None
-                if letter in rel_terms:
-                    table = nn.Parameter(torch.empty(*lead, *offsets[part], *tail, device=device, dtype=dtype))
+                if letter in rel_terms and part in LAYOUTS[layout]._fields:
+                    table = nn.Parameter(torch.empty(*lead, *shape, *tail, device=device, dtype=dtype))
                 self.register_parameter(f"{term}_{part}", table)
         self.init_weights()
 
@@ -97,16 +97,25 @@ class RelativePosition2d(nn.Module):
 
     def forward(self, grid: Grid) -> RelativeTerms:
         """The terms for a grid; the same tables for every grid."""
-        kind = LAYOUTS[self.layout]
-        terms = {
-            term: kind(*(getattr(self, f"{term}_{part}") for part in kind._fields))
-            for letter, term in TERMS.items()
-            if letter in self.rel_terms
-        }
-        return RelativeTerms(**terms, bucketing=self.bucketing)
+        return RelativeTerms(
+            tables_or_none(self.query_rows, self.query_cols, self.query_table),
+            tables_or_none(self.key_rows, self.key_cols, self.key_table),
+            tables_or_none(self.value_rows, self.value_cols, self.value_table),
+            tables_or_none(self.bias_rows, self.bias_cols, self.bias_table),
+            self.bucketing,
+        )
 
     def extra_repr(self) -> str:
         return (
             f"rel_terms={self.rel_terms!r}, max_distance={self.max_distance}, layout={self.layout!r}, "
             f"bucketing={self.bucketing!r}"
         )
+
+
+def tables_or_none(rows: Tensor | None, cols: Tensor | None, joint: Tensor | None) -> AxisTables | JointTable | None:
+    """The pair of tables, the joint one, or None."""
+    if rows is not None and cols is not None:
+        return AxisTables(rows, cols)
+    if joint is not None:
+        return JointTable(joint)
+    return None

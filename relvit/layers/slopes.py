@@ -55,8 +55,10 @@ class SlopePosition2d(nn.Module):
 
     def forward(self, grid: Grid) -> RelativeTerms:
         """The terms for a grid."""
-        distances = (grid.height - 1, grid.width - 1) if self.max_distance is None else self.max_distance
-        return RelativeTerms(bias=AxisTables(*map(self._table, distances)))
+        rows, cols = grid.height - 1, grid.width - 1
+        if self.max_distance is not None:
+            rows, cols = self.max_distance
+        return RelativeTerms(bias=AxisTables(self._table(rows), self._table(cols)))
 
     def _table(self, distance: int) -> Tensor:
         """(num_heads, 2 `distance` + 1)."""

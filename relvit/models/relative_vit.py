@@ -96,6 +96,8 @@ class RelVisionTransformer(GridForward, VisionTransformer):
             attn_layer=RelativeAttention,
             **kwargs,
         )
+        # Blocks take more than one argument, which no scripted Sequential hands on.
+        self.blocks = nn.ModuleList(self.blocks)
         if patch_drop_rate > 0:
             # timm's own throws away which patches stayed, and with them their places.
             self.patch_drop = PatchDropoutWithIndices(patch_drop_rate, num_prefix_tokens=self.num_prefix_tokens)
