@@ -5,6 +5,7 @@ from timm.layers import Attention, register_notrace_function
 from torch import Tensor, nn
 
 from relvit.ops import Grid, RelativeTerms, relative_attention
+from relvit.ops.attention import _check_backend
 from relvit.ops.scripted import scripted_attention
 
 
@@ -21,14 +22,8 @@ def attend(
     backend: str,
 ) -> Tensor:
     """`relvit.ops.relative_attention`, which TorchScript takes as one operator."""
-    if torch.jit.is_scripting():
-        return scripted_attention(
-            query, key, value, terms, grid, attn_mask, is_causal, dropout_p, scale, backend
-        )
-    if torch.jit.is_tracing():
-        return scripted_attention(
-            query, key, value, terms, grid, attn_mask, is_causal, dropout_p, scale, backend
-        )
+    if torch.jit.is_scripting() or torch.jit.is_tracing():
+        return scripted_attention(query, key, value, terms, grid, attn_mask, is_causal, dropout_p, scale, backend)
     return relative_attention(
         query,
         key,
@@ -60,6 +55,10 @@ class RelativeAttention(Attention):
             as the attribute `position`. None: plain attention.
         backend: see `relvit.ops.relative_attention`; an attribute that may be set at any time.
         **kwargs: see `timm.layers.Attention`.
+
+    Raises:
+        ValueError: an unknown backend.
+        TypeError: a `position` that is no module, such as the class of one.
     """
 
     def __init__(
@@ -70,6 +69,9 @@ class RelativeAttention(Attention):
         backend: str = "auto",
         **kwargs: object,
     ) -> None:
+        _check_backend(backend)
+        if position is not None:
+            check_position(position)
         super().__init__(dim, num_heads, **kwargs)
         self.position = position
         self.backend = backend
@@ -99,3 +101,13 @@ class RelativeAttention(Attention):
         if gate is not None:
             x = x * gate
         return self.proj_drop(self.proj(x))
+
+
+def check_position(position: object) -> None:
+    """Raise TypeError for what is no position module."""
+    if not isinstance(position, nn.Module):
+        kind = f"the class {position.__name__}" if isinstance(position, type) else repr(position)
+        raise TypeError(
+            "a position must be a module from Grid to RelativeTerms, such as RelativePosition2d(head_dim, num_heads), "
+            f"got {kind}"
+        )

@@ -1,7 +1,5 @@
 """Learned relative positions in 2D: Shaw's clipped offset tables, rows and columns apart."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -40,7 +38,7 @@ class RelativePosition2d(nn.Module):
     Raises:
         ValueError: unknown or repeated letters, an unknown layout or bucketing, a negative clip distance or standard
             deviation.
-        TypeError: a clip distance that is not an integer.
+        TypeError: a clip distance that is not an integer, `shared_heads` that is not a bool.
     """
 
     def __init__(
@@ -64,10 +62,13 @@ class RelativePosition2d(nn.Module):
             if given not in allowed:
                 hint = did_you_mean(str(given), allowed)
                 raise ValueError(f"{name} must be one of {listing(allowed)}, got {given!r}{hint}")
+        if not isinstance(shared_heads, bool):
+            raise TypeError(f"shared_heads must be True or False, got {shared_heads!r}")
         if init_std < 0:
             raise ValueError(f"init_std must not be negative, got {init_std}")
         self.rel_terms = rel_terms
         self.max_distance = int_pair("max_distance", max_distance, 0)
+        self.shared_heads = shared_heads
         self.layout = layout
         self.bucketing = bucketing
         self.init_std = init_std
@@ -91,6 +92,9 @@ class RelativePosition2d(nn.Module):
             else:
                 nn.init.zeros_(table)
 
+    # What PyTorch and timm call for modules whose memory holds nothing yet.
+    reset_parameters = init_weights
+
     def no_weight_decay(self) -> set[str]:
         """Names of all tables: decay would pull positions towards 'everything is equally far'."""
         return {name for name, _ in self.named_parameters()}
@@ -107,8 +111,8 @@ class RelativePosition2d(nn.Module):
 
     def extra_repr(self) -> str:
         return (
-            f"rel_terms={self.rel_terms!r}, max_distance={self.max_distance}, layout={self.layout!r}, "
-            f"bucketing={self.bucketing!r}"
+            f"rel_terms={self.rel_terms!r}, max_distance={self.max_distance}, shared_heads={self.shared_heads}, "
+            f"layout={self.layout!r}, bucketing={self.bucketing!r}, init_std={self.init_std}"
         )
 
 

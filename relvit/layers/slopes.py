@@ -1,7 +1,5 @@
 """Fixed relative positions in 2D: ALiBi's slopes, without parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -52,6 +50,9 @@ class SlopePosition2d(nn.Module):
     def init_non_persistent_buffers(self) -> None:
         """Fill in the slopes; timm calls it for models that were made on the meta device."""
         self.slopes.copy_(torch.tensor(alibi_slopes(self.slopes.shape[0]), dtype=self.slopes.dtype))
+
+    # What PyTorch and timm call for modules whose memory holds nothing yet.
+    reset_parameters = init_non_persistent_buffers
 
     def forward(self, grid: Grid) -> RelativeTerms:
         """The terms for a grid."""

@@ -15,12 +15,15 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from relvit.layers import AnySizePatchEmbed, RelativeAttention, RelativeBlock, RelativePosition2d, SlopePosition2d
+from relvit.layers.block import check_position_factory
 from relvit.models.grid_forward import GridForward
+from relvit.models.weights import checkpoint_filter_fn, load_jax_archive
 from relvit.names import did_you_mean, listing
 from relvit.ops import Grid
 
 POSITIONS = {"tables": RelativePosition2d, "slopes": SlopePosition2d}
 POS_EMBEDS = ("", "learn")
+POOLS = ("", "avg", "avgmax", "max", "token", "map", "prr")
 # Arguments of timm's class that are no choice here.
 FIXED = {"dynamic_img_size", "block_fn", "attn_layer"}
 
@@ -34,9 +37,11 @@ class RelVisionTransformer(GridForward, VisionTransformer):
     pooling.
 
     Args:
-        position: 'tables' (learned, `RelativePosition2d`) or 'slopes' (ALiBi's, without parameters, `SlopePosition2d`).
+        position: 'tables' (learned, `RelativePosition2d`), 'slopes' (ALiBi's, without parameters, `SlopePosition2d`),
+            or what makes the position module of a block, called as `position(head_dim, num_heads, device=, dtype=)`: a
+            class of your own or a `functools.partial` of one.
         max_distance: clip distance in patches, one for both axes or (rows, columns); None: the default of the position,
-            7 for tables, none for slopes, which reach over the whole grid.
+            7 for tables, none for slopes, which reach over the whole grid. Not for a position of your own.
         rel_terms: relative terms by letter: 'q', 'k', 'v' (vectors on queries, keys, values), 'b' (bias); see
             `RelativePosition2d`. This and the next four are for tables alone.
         shared_heads: one set of tables for all heads of a block, or one per head.
@@ -50,14 +55,15 @@ class RelVisionTransformer(GridForward, VisionTransformer):
         **kwargs: see `timm.models.vision_transformer.VisionTransformer` (img_size, patch_size, embed_dim, depth ...).
 
     Raises:
-        ValueError: an unknown `position` or `pos_embed`, an argument that is no choice here or not for this position,
-            or in `forward` an image whose sides are no multiples of the patch.
+        ValueError: an unknown `position`, `pos_embed` or `global_pool`, an argument that is no choice here or not for
+            this position, or in `forward` an image whose sides are no multiples of the patch.
+        TypeError: an argument that there is not, a `position` that makes no modules.
     """
 
     def __init__(
         self,
         *,
-        position: str = "tables",
+        position: str | Callable[..., nn.Module] = "tables",
         max_distance: int | Sequence[int] | None = None,
         rel_terms: str = "kv",
         shared_heads: bool = True,
@@ -73,10 +79,12 @@ class RelVisionTransformer(GridForward, VisionTransformer):
         if pos_embed not in POS_EMBEDS:
             hint = did_you_mean(str(pos_embed), POS_EMBEDS)
             raise ValueError(f"pos_embed must be one of {listing(POS_EMBEDS)}, got {pos_embed!r}{hint}")
-        for name in FIXED & set(kwargs):
-            raise ValueError(
-                f"{name} cannot be chosen: these models take every image size, through blocks of their own"
-            )
+        if global_pool not in POOLS:
+            hint = did_you_mean(str(global_pool), POOLS)
+            raise ValueError(f"global_pool must be one of {listing(POOLS)}, got {global_pool!r}{hint}")
+        if global_pool == "token" and not class_token:
+            raise ValueError("global_pool 'token' needs class_token=True")
+        check_arguments(type(self).__name__, kwargs)
         make_position = position_factory(
             position,
             max_distance,
@@ -113,18 +121,38 @@ class RelVisionTransformer(GridForward, VisionTransformer):
         }
         return super().no_weight_decay() | tables
 
+    @torch.jit.ignore
+    def load_pretrained(self, checkpoint_path: str, prefix: str = "") -> None:
+        """Load an original JAX archive, see `relvit.models.weights.load_jax_archive`."""
+        load_jax_archive(self, checkpoint_path, prefix)
+
     def _run_block(self, block: nn.Module, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
         if self.grad_checkpointing:
             return checkpoint(block, x, grid, attn_mask, is_causal)
         return block(x, grid, attn_mask, is_causal)
 
 
+def check_arguments(model: str, given: dict[str, Any]) -> None:
+    """Refuse arguments that neither `RelVisionTransformer` nor timm's class has, and those that are no choice here."""
+    own = inspect.signature(RelVisionTransformer).parameters
+    allowed = (own.keys() | inspect.signature(VisionTransformer).parameters.keys()) - FIXED - {"kwargs"}
+    for name in given:
+        if name in FIXED:
+            raise ValueError(
+                f"{name} cannot be chosen: these models take every image size, through blocks of their own"
+            )
+        if name not in allowed:
+            raise TypeError(f"{model} has no argument {name!r}{did_you_mean(name, allowed)}")
+
+
 def position_factory(
-    position: str, max_distance: int | Sequence[int] | None, **tables: Any
-) -> Callable[..., RelativePosition2d | SlopePosition2d]:
+    position: str | Callable[..., nn.Module], max_distance: int | Sequence[int] | None, **tables: Any
+) -> Callable[..., nn.Module]:
     """What makes the position module of a block; `tables` are the model's arguments that are for tables alone."""
-    if position not in POSITIONS:
-        hint = did_you_mean(str(position), POSITIONS)
+    if not isinstance(position, str):
+        check_position_factory(position)
+    elif position not in POSITIONS:
+        hint = did_you_mean(position, POSITIONS)
         raise ValueError(f"position must be one of {listing(tuple(POSITIONS))}, got {position!r}{hint}")
     own = {} if max_distance is None else {"max_distance": max_distance}
     if position == "tables":
@@ -134,7 +162,14 @@ def position_factory(
     for name, given in tables.items():
         if given != defaults[name].default:
             raise ValueError(f"{name} is for position 'tables', got {name}={given!r} with position {position!r}")
-    return partial(POSITIONS[position], **own)
+    if isinstance(position, str):
+        return partial(POSITIONS[position], **own)
+    if own:
+        raise ValueError(
+            f"max_distance={max_distance!r} is for positions known by name; give it to your own one: "
+            "position=functools.partial(YourPosition, max_distance=...)"
+        )
+    return position
 
 
 def _cfg(**kwargs: Any) -> dict[str, Any]:
@@ -172,6 +207,7 @@ def _create(variant: str, pretrained: bool, defaults: dict[str, Any], kwargs: di
         RelVisionTransformer,
         variant,
         pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
         feature_cfg={"out_indices": out_indices, "feature_cls": "getter"},
         **kwargs,
     )

@@ -1,5 +1,6 @@
 """Where every token of a sequence lies in the image."""
 
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -116,7 +117,7 @@ def key_mask(grid: Grid) -> Tensor | None:
 
 def _check_sizes(height: int, width: int, prefix: int) -> None:
     for name, size, least in (("height", height, 1), ("width", width, 1), ("prefix", prefix, 0)):
-        if isinstance(size, bool) or not isinstance(size, int):
+        if isinstance(size, bool) or not isinstance(size, (int, Integral)):
             raise TypeError(f"{name} must be an int, got {size!r} of type {type(size).__name__}")
         if size < least:
             raise ValueError(f"{name} must be at least {least}, got {size}")
