@@ -37,8 +37,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionTransformer) -
     - a class token is left out where the model has none (an approximation), a distillation token and its head always;
     - layer scale is multiplied into the weights where the model has none, and one where the checkpoint has none
       (exact);
-    - the patch embedding is resampled to another patch size (FlexiViT, Beyer et al. 2023, arXiv 2212.08013, section
-      3.4);
+    - the patch embedding is resampled to another patch size (FlexiViT, Beyer et al. 2023, arXiv 2212.08013);
     - the last norm goes before or behind the pooling, as the model has it (an approximation, but for token pooling).
 
     Input channels and a classifier of other sizes are timm's matter, see `timm.models.load_pretrained`.
