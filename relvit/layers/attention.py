@@ -13,7 +13,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    terms: RelativeTerms,
+    terms: RelativeTerms | None,
     grid: Grid,
     attn_mask: Tensor | None,
     is_causal: bool,
@@ -21,14 +21,14 @@ def attend(
     scale: float,
     backend: str,
 ) -> Tensor:
-    """`relvit.ops.relative_attention`, which TorchScript takes as one operator."""
+    """`relvit.ops.relative_attention`, which TorchScript takes as one operator; without terms plain attention."""
     if torch.jit.is_scripting() or torch.jit.is_tracing():
         return scripted_attention(query, key, value, terms, grid, attn_mask, is_causal, dropout_p, scale, backend)
     return relative_attention(
         query,
         key,
         value,
-        terms,
+        RelativeTerms() if terms is None else terms,
         grid,
         attn_mask=attn_mask,
         is_causal=is_causal,
@@ -92,7 +92,7 @@ class RelativeAttention(Attention):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         # Under autocast a norm may return float32 where the value is in half precision.
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
-        terms = RelativeTerms()
+        terms: RelativeTerms | None = None
         if self.position is not None:
             terms = self.position(grid)
         dropout_p = self.attn_drop.p if self.training else 0.0

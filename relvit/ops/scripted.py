@@ -27,7 +27,7 @@ def scripted_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    terms: RelativeTerms,
+    terms: RelativeTerms | None,
     grid: Grid,
     attn_mask: Tensor | None,
     is_causal: bool,
@@ -35,11 +35,14 @@ def scripted_attention(
     scale: float | None,
     backend: str,
 ) -> Tensor:
-    """`relvit.ops.relative_attention` for code that TorchScript compiles or traces; the same arguments and result."""
-    query_rows, query_cols = tables_of(terms.query)
-    key_rows, key_cols = tables_of(terms.key)
-    value_rows, value_cols = tables_of(terms.value)
-    bias_rows, bias_cols = tables_of(terms.bias)
+    """`relvit.ops.relative_attention` for code that TorchScript compiles or traces; the same arguments and result.
+
+    Without terms `terms` is None: TorchScript has no constants of the kind of `RelativeTerms()`.
+    """
+    query_rows, query_cols = tables_of(None if terms is None else terms.query)
+    key_rows, key_cols = tables_of(None if terms is None else terms.key)
+    value_rows, value_cols = tables_of(None if terms is None else terms.value)
+    bias_rows, bias_cols = tables_of(None if terms is None else terms.bias)
     return torch.ops.relvit.relative_attention(
         query,
         key,
@@ -52,7 +55,7 @@ def scripted_attention(
         value_cols,
         bias_rows,
         bias_cols,
-        terms.bucketing,
+        "clip" if terms is None else terms.bucketing,
         grid.height,
         grid.width,
         grid.prefix,
