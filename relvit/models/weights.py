@@ -54,17 +54,15 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionTransformer) -
         state_dict = state_dict.get(wrapper, state_dict)
     state = {name: tensor for name, tensor in state_dict.items() if not name.startswith(IGNORED)}
     own = model.state_dict()
+    if PATCHES in state and state[PATCHES].dim() == 2:
+        state[PATCHES] = state[PATCHES].unflatten(1, (-1, *own[PATCHES].shape[-2:]))
     _convert_layer_scale(state, own)
     _convert_absolute(state, model)
     for name in PREFIX_TOKENS:
         if name not in own:
             state.pop(name, None)
     if PATCHES in state:
-        size = own[PATCHES].shape[-2:]
-        kernel = state[PATCHES]
-        if kernel.dim() == 2:
-            kernel = kernel.unflatten(1, (-1, *size))
-        state[PATCHES] = resample_patch_embed(kernel, list(size))
+        state[PATCHES] = resample_patch_embed(state[PATCHES], list(own[PATCHES].shape[-2:]))
     for here, there in (("fc_norm", "norm"), ("norm", "fc_norm")):
         if f"{here}.weight" in own and f"{here}.weight" not in state and f"{there}.weight" not in own:
             _rename(state, f"{there}.", f"{here}.")
@@ -174,6 +172,8 @@ def _grid_of(length: int, tokens: int, kernel: Tensor | None, model: VisionTrans
         side = math.isqrt(length - prefix)
         if side * side == length - prefix:
             return prefix, (side, side)
+    if length - tokens == model.patch_embed.num_patches:
+        return tokens, model.patch_embed.grid_size
     raise ValueError(
         f"pos_embed has {length} entries and there are {tokens} prefix tokens: no square grid, and none of "
         f"{model.pretrained_cfg['input_size'][1:]} pixels; give the checkpoint's input_size in pretrained_cfg_overlay"
