@@ -49,8 +49,11 @@ def bias(rows, cols, prefix=0):
 
 def bias_for(plain, x):
     """The bias that makes timm's model `plain` the relvit one, for images `x`."""
-    return bias(x.shape[-2] // plain.patch_embed.patch_size[0], x.shape[-1] // plain.patch_embed.patch_size[1],
-                plain.num_prefix_tokens)
+    return bias(
+        x.shape[-2] // plain.patch_embed.patch_size[0],
+        x.shape[-1] // plain.patch_embed.patch_size[1],
+        plain.num_prefix_tokens,
+    )
 
 
 def assert_same(got, expected, atol=1e-12):

@@ -44,7 +44,7 @@ def make_grid(
         TypeError: a size that is no integer, coordinates that are not integers, a `valid` that is not boolean.
         ValueError: a size out of range, wrong shapes, coordinates outside the grid.
     """
-    _check_sizes(height, width, prefix)
+    height, width, prefix = _checked_sizes(height, width, prefix)
     if coords is not None:
         _check_integers("coords", coords)
         if coords.dim() not in (2, 3) or coords.shape[-1] != 2:
@@ -77,7 +77,7 @@ def grid_from_naflex(patch_coord: Tensor, patch_valid: Tensor | None, height: in
         ValueError: as `make_grid`; coordinates of padding may be anything, and while a graph is compiled or exported
             no coordinates are read.
     """
-    _check_sizes(height, width, prefix)
+    height, width, prefix = _checked_sizes(height, width, prefix)
     _check_integers("patch_coord", patch_coord)
     if patch_coord.dim() != 3 or patch_coord.shape[-1] != 2:
         raise ValueError(f"patch_coord must have shape (B, P, 2), got {tuple(patch_coord.shape)}")
@@ -115,12 +115,16 @@ def key_mask(grid: Grid) -> Tensor | None:
     return torch.cat((valid.new_ones(valid.shape[0], grid.prefix), valid), dim=1)
 
 
-def _check_sizes(height: int, width: int, prefix: int) -> None:
+def _checked_sizes(height: int, width: int, prefix: int) -> tuple[int, int, int]:
+    """The sizes as integers of Python; those of NumPy are welcome."""
+    sizes = []
     for name, size, least in (("height", height, 1), ("width", width, 1), ("prefix", prefix, 0)):
         if isinstance(size, bool) or not isinstance(size, (int, Integral)):
             raise TypeError(f"{name} must be an int, got {size!r} of type {type(size).__name__}")
         if size < least:
             raise ValueError(f"{name} must be at least {least}, got {size}")
+        sizes.append(size if isinstance(size, int) else int(size))
+    return tuple(sizes)
 
 
 def _check_integers(name: str, coords: Tensor) -> None:

@@ -175,9 +175,7 @@ def test_transform_for_evaluation():
     picture = Image.fromarray(pixels)
     got = create_transform(**config, is_training=False)(picture)
     resized = tv.resize(picture, 248, InterpolationMode.BICUBIC)  # 224 / 0.9, rounded down
-    expected = tv.normalize(
-        tv.to_tensor(tv.center_crop(resized, 224)), (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-    )
+    expected = tv.normalize(tv.to_tensor(tv.center_crop(resized, 224)), (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
     torch.testing.assert_close(got, expected)
 
 

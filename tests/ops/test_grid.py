@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +15,12 @@ def test_raster_order_is_row_by_row():
 def test_prefix_tokens_are_always_valid():
     grid = make_grid(1, 3, prefix=2, valid=torch.tensor([True, False, True]))
     assert key_mask(grid).tolist() == [[True, True, True, False, True]]
+
+
+def test_sizes_may_be_numpys():
+    grid = make_grid(*np.array([2, 3, 1]))
+    assert grid == make_grid(2, 3, 1)
+    assert {type(size) for size in grid[:3]} == {int}
 
 
 @pytest.mark.parametrize(
