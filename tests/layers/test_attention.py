@@ -47,7 +47,7 @@ def test_position_and_backend_may_be_set_later():
     layer.backend = "reference"
     torch.testing.assert_close(layer(x, grid), with_tables)
     layer.backend = "referenc"
-    with pytest.raises(ValueError, match="unknown backend 'referenc' .did you mean 'reference'"):
+    with pytest.raises(ValueError, match=r"unknown backend 'referenc' .did you mean 'reference'"):
         layer(x, grid)
 
 

@@ -10,15 +10,15 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 import timm
 import torch
 from PIL import Image
-from pytest import mark, raises
 from timm.data import create_transform, resolve_model_data_config
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
-from torchvision.transforms import functional as tv
 from torchvision.transforms import InterpolationMode
+from torchvision.transforms import functional as tv
 from vits import NAMES, SMALL, assert_same, bias_for, images, small, twins
 
 from relvit.models.relative_vit import FIXED
@@ -125,7 +125,7 @@ def public_names():
     return {name for name in names if not name.startswith("_")}
 
 
-@mark.parametrize(
+@pytest.mark.parametrize(
     ("offered", "table", "kind"),
     [
         (public_names(), COVERED, "public name"),
@@ -147,7 +147,7 @@ def test_every_test_in_the_tables_is_there():
         assert test in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, entry
 
 
-@mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES)
 def test_default_cfgs(name):
     with torch.device("meta"):
         model = timm.create_model(name)
@@ -164,7 +164,7 @@ def test_default_cfgs(name):
     state = model.state_dict()
     assert state[f"{cfg['first_conv']}.weight"].shape[1] == 3
     assert state[f"{cfg['classifier']}.weight"].shape == (1000, model.num_features)
-    with raises(RuntimeError, match="No pretrained weights exist"):
+    with pytest.raises(RuntimeError, match="No pretrained weights exist"):
         timm.create_model(name, pretrained=True, **{**SMALL, "depth": 1})
 
 
@@ -195,7 +195,7 @@ class Squares(nn.ReLU):
         return super().forward(x).square()
 
 
-@mark.parametrize(
+@pytest.mark.parametrize(
     "options",
     [
         {"qk_norm": True, "qkv_bias": False, "proj_bias": False, "num_heads": 2},
@@ -221,8 +221,8 @@ def test_options_give_timms_numbers(options):
     assert (expected - plain(x)).abs().max() > 1e-6  # the slopes were at work
 
 
-@mark.parametrize("pool", [None, "max", "avg", "token", ""])
-@mark.parametrize("num_classes", [0, 7])
+@pytest.mark.parametrize("pool", [None, "max", "avg", "token", ""])
+@pytest.mark.parametrize("num_classes", [0, 7])
 def test_reset_classifier(pool, num_classes):
     model, plain = twins(class_token=True)
     x = images(16, 40, dtype=torch.float64)
@@ -248,9 +248,9 @@ def test_reset_classifier_takes_attention_pooling_away():
     assert_same(model(x), plain(x, attn_mask=bias_for(plain, x)))
 
 
-@mark.parametrize("size", [{"img_size": 40}, {"img_size": (16, 48)}, {"patch_size": 4}, {"patch_size": (4, 8)},
+@pytest.mark.parametrize("size", [{"img_size": 40}, {"img_size": (16, 48)}, {"patch_size": 4}, {"patch_size": (4, 8)},
                            {"img_size": (20, 12), "patch_size": 4}], ids=str)  # fmt: skip
-@mark.parametrize("extra", [{}, {"class_token": True, "pos_embed": "learn"}], ids=str)
+@pytest.mark.parametrize("extra", [{}, {"class_token": True, "pos_embed": "learn"}], ids=str)
 def test_set_input_size(size, extra):
     model, plain = twins(**extra)
     for net in (model, plain):
@@ -263,16 +263,18 @@ def test_set_input_size(size, extra):
 
 
 def test_misspelt_and_fixed_arguments():
-    with raises(TypeError, match=r"RelVisionTransformer has no argument 'rel_term' \(did you mean 'rel_terms'\?\)"):
+    with pytest.raises(
+        TypeError, match=r"RelVisionTransformer has no argument 'rel_term' \(did you mean 'rel_terms'\?\)"
+    ):
         small(rel_term="k")
-    with raises(TypeError, match=r"has no argument 'drop_paths_rate' \(did you mean 'drop_path_rate'\?\)"):
+    with pytest.raises(TypeError, match=r"has no argument 'drop_paths_rate' \(did you mean 'drop_path_rate'\?\)"):
         small(drop_paths_rate=0.1)
     for name in FIXED:
-        with raises(ValueError, match=f"{name} cannot be chosen"):
+        with pytest.raises(ValueError, match=f"{name} cannot be chosen"):
             small(**{name: True})
-    with raises(ValueError, match=r"global_pool must be one of .*, got 'avgmx' \(did you mean 'avgmax'\?\)"):
+    with pytest.raises(ValueError, match=r"global_pool must be one of .*, got 'avgmx' \(did you mean 'avgmax'\?\)"):
         small(global_pool="avgmx")
-    with raises(ValueError, match="global_pool 'token' needs class_token=True"):
+    with pytest.raises(ValueError, match="global_pool 'token' needs class_token=True"):
         small(global_pool="token")
 
 

@@ -1,18 +1,18 @@
-"""What a model gives, by every way that timm has to ask for it: the numbers of timm's own model with ALiBi as a mask."""
+"""What a model gives, by every way that timm has to ask: the numbers of timm's own model with ALiBi as a mask."""
 
+import pytest
 import timm
 import torch
-from pytest import mark, raises
 from vits import NAMES, SMALL, assert_same, bias_for, images, small, twins
 
 PREFIXES = [{}, {"class_token": True}, {"class_token": True, "reg_tokens": 3}, {"reg_tokens": 2}]
 SIZE = (16, 40)
 
 
-@mark.parametrize("prefix", PREFIXES, ids=str)
-@mark.parametrize("fmt", ["NCHW", "NLC"])
-@mark.parametrize("norm", [False, True])
-@mark.parametrize("as_dict", [False, True])
+@pytest.mark.parametrize("prefix", PREFIXES, ids=str)
+@pytest.mark.parametrize("fmt", ["NCHW", "NLC"])
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("as_dict", [False, True])
 def test_intermediates_in_every_form(prefix, fmt, norm, as_dict):
     model, plain = twins(fc_norm=False, **prefix)
     x = images(*SIZE, dtype=torch.float64)
@@ -32,7 +32,7 @@ def test_intermediates_in_every_form(prefix, fmt, norm, as_dict):
     assert (model.forward_intermediates(x, intermediates_only=True)[-1] - unlike).abs().max() > 1e-4
 
 
-@mark.parametrize("prefix", PREFIXES[:3], ids=str)
+@pytest.mark.parametrize("prefix", PREFIXES[:3], ids=str)
 def test_get_intermediate_layers(prefix):
     model, plain = twins(**prefix)
     x = images(*SIZE, dtype=torch.float64)
@@ -42,7 +42,7 @@ def test_get_intermediate_layers(prefix):
         assert_same(got, plain.get_intermediate_layers(x, attn_mask=mask, **choice))
 
 
-@mark.parametrize("pool", ["avg", "avgmax", "max", "token", "map", "prr", ""])
+@pytest.mark.parametrize("pool", ["avg", "avgmax", "max", "token", "map", "prr", ""])
 def test_features_head_and_pooling(pool):
     extra = {"class_token": True, "reg_tokens": 1, "global_pool": pool}
     model, plain = twins(**extra)
@@ -57,7 +57,7 @@ def test_features_head_and_pooling(pool):
     assert_same(model(x), plain.forward_head(features))
 
 
-@mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
 def test_masks_join_the_relative_terms(causal):
     model, plain = twins(class_token=True)
     x = images(*SIZE, dtype=torch.float64)
@@ -69,9 +69,9 @@ def test_masks_join_the_relative_terms(causal):
     assert_same(model.forward_intermediates(x, **alone), expected)
 
 
-@mark.parametrize("indices", [1, [0, 1], [-2]])
-@mark.parametrize("prune_norm", [False, True])
-@mark.parametrize("prune_head", [False, True])
+@pytest.mark.parametrize("indices", [1, [0, 1], [-2]])
+@pytest.mark.parametrize("prune_norm", [False, True])
+@pytest.mark.parametrize("prune_head", [False, True])
 def test_pruning(indices, prune_norm, prune_head):
     model, plain = twins(class_token=True, fc_norm=False)
     x = images(*SIZE, dtype=torch.float64)
@@ -84,7 +84,7 @@ def test_pruning(indices, prune_norm, prune_head):
     assert_same(model(x), plain(x, attn_mask=bias_for(plain, x)))
 
 
-@mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES)
 def test_features_only_are_the_intermediates(name):
     model = small(name, features_only=True, out_indices=(0, 2)).eval()
     assert model.feature_info.channels() == [12, 12]
@@ -102,15 +102,15 @@ def test_features_only_are_the_intermediates(name):
 
 def test_intermediates_need_all_patches_for_an_image_of_them():
     model = small(patch_drop_rate=0.5).train()
-    with raises(ValueError, match="output_fmt 'NCHW' needs all patches"):
+    with pytest.raises(ValueError, match="output_fmt 'NCHW' needs all patches"):
         model.forward_intermediates(images())
     assert model.forward_intermediates(images(), output_fmt="NLC")[1][0].shape == (2, 3, 12)
-    with raises(ValueError, match="output_fmt must be 'NCHW' or 'NLC', got 'NHWC'"):
+    with pytest.raises(ValueError, match="output_fmt must be 'NCHW' or 'NLC', got 'NHWC'"):
         model.forward_intermediates(images(), output_fmt="NHWC")
 
 
-@mark.parametrize("channels", [1, 3, 5])
-@mark.parametrize("size", [32, (16, 24)])
+@pytest.mark.parametrize("channels", [1, 3, 5])
+@pytest.mark.parametrize("size", [32, (16, 24)])
 def test_channels_and_sizes_of_images(channels, size):
     model, plain = twins(in_chans=channels, img_size=size, pos_embed="learn")
     assert model.patch_embed.img_size == plain.patch_embed.img_size

@@ -4,9 +4,9 @@ import copy
 import math
 import pickle
 
+import pytest
 import timm
 import torch
-from pytest import mark
 from timm.models._manipulate import reinit_non_persistent_buffers
 from timm.models.vision_transformer import VisionTransformer
 from timm.optim import create_optimizer_v2, param_groups_layer_decay, param_groups_weight_decay
@@ -20,7 +20,7 @@ def tables_of(model):
     return {name: p for name, p in model.named_parameters() if ".position." in name}
 
 
-@mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_parameter_gets_a_gradient(name):
     model = small(name, rel_terms="qkvb", class_token=True, reg_tokens=2, pos_embed="learn", init_values=0.1).train()
     assert len(tables_of(model)) == 3 * 8
@@ -33,7 +33,7 @@ def test_every_parameter_gets_a_gradient(name):
         assert parameter.grad.abs().max() > 0, key
 
 
-@mark.parametrize("position", ["tables", "slopes"])
+@pytest.mark.parametrize("position", ["tables", "slopes"])
 def test_checkpointing_changes_neither_outputs_nor_gradients(position):
     model = small(position=position, class_token=True, drop_path_rate=0.2).double().train()
     x = images(16, 40, dtype=torch.float64)
@@ -53,7 +53,7 @@ def test_checkpointing_changes_neither_outputs_nor_gradients(position):
         assert_same(third, one, atol=0)
 
 
-@mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES)
 def test_layer_decay_reaches_the_tables_of_each_block(name):
     model = small(name, class_token=True, pos_embed="learn")
     skip = model.no_weight_decay()
@@ -176,7 +176,7 @@ def test_fix_init_scales_by_depth():
     assert again.fix_init
 
 
-@mark.parametrize("mode", ["", "jax", "jax_nlhb", "moco", "reset"])
+@pytest.mark.parametrize("mode", ["", "jax", "jax_nlhb", "moco", "reset"])
 def test_init_weights_in_every_mode(mode):
     options = {"embed_dim": 48, "num_classes": 20, "class_token": True, "pos_embed": "learn"}
     model = small(weight_init="skip" if mode == "reset" else mode, std=9.0, rel_terms="kvb", **options)
@@ -197,9 +197,9 @@ def test_init_weights_in_every_mode(mode):
         torch.testing.assert_close(model.head.bias, torch.full((20,), -math.log(20)))
 
 
-@mark.parametrize("name", NAMES)
-@mark.parametrize("position", ["tables", "slopes"])
-@mark.parametrize("mode", ["", "reset"])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("position", ["tables", "slopes"])
+@pytest.mark.parametrize("mode", ["", "reset"])
 def test_made_without_memory_and_filled_later(name, position, mode):
     options = {**SMALL, "position": position, "class_token": True, "init_values": 0.5}
     model = timm.create_model(name, device="meta", **options)
@@ -231,8 +231,8 @@ def test_buffers_are_filled_as_timm_asks_for_it():
     assert_same(model(images()), expected, atol=0)
 
 
-@mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@mark.parametrize("position", ["tables", "slopes"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("position", ["tables", "slopes"])
 def test_made_in_a_dtype(dtype, position):
     torch.manual_seed(0)
     model = timm.create_model("test_relvit", dtype=dtype, position=position, **SMALL).eval()
@@ -243,7 +243,7 @@ def test_made_in_a_dtype(dtype, position):
     assert_same(out.double(), wide(images(dtype=dtype).double()), atol=1e-12 if dtype == torch.float64 else 0.03)
 
 
-@mark.parametrize("position", ["tables", "slopes"])
+@pytest.mark.parametrize("position", ["tables", "slopes"])
 def test_moving_averages(position):
     model = small(position=position).eval()
     ema = ModelEmaV3(model, decay=0.75)
@@ -259,8 +259,10 @@ def test_moving_averages(position):
         assert ema.module.blocks[0].attn.position.slopes.tolist() == [1 / 16, 1 / 256]
 
 
-@mark.parametrize("name", NAMES)
-@mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
+)
 def test_copies(name, again):
     model = small(name, class_token=True).eval()
     other = again(model)

@@ -5,11 +5,11 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
 import safetensors.torch
 import timm
 import torch
 from huggingface_hub.utils import EntryNotFoundError
-from pytest import fixture, mark, raises
 from timm.models import _hub
 from vits import SMALL, assert_same, images, small
 
@@ -22,13 +22,13 @@ KINDS = [
 ]
 
 
-@fixture
+@pytest.fixture
 def folder(tmp_path):
     return tmp_path / "model"
 
 
-@mark.parametrize("kind", KINDS, ids=str)
-@mark.parametrize("safe", [True, False, "both"])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("safe", [True, False, "both"])
 def test_saved_and_loaded_as_it_was(kind, safe, folder):
     model = small(**kind).eval()
     timm.models.save_for_hf(model, folder, safe_serialization=safe)
@@ -73,7 +73,7 @@ def test_other_arguments_than_the_saved_ones_convert_the_weights(folder):
     assert_same(bare(x)[-1], model.forward_intermediates(x, 1, intermediates_only=True)[0])
 
 
-@mark.parametrize("safe", [True, False])
+@pytest.mark.parametrize("safe", [True, False])
 def test_from_a_hub_by_name(safe, folder, monkeypatch):
     model = small(rel_terms="k", max_distance=3).eval()
     timm.models.save_for_hf(model, folder, safe_serialization=safe)
@@ -126,7 +126,9 @@ def test_safetensors_by_themselves(tmp_path):
 
 def test_a_position_of_ones_own_has_no_name_to_save(folder):
     model = small(position=functools.partial(RelativePosition2d, max_distance=1))
-    with raises(ValueError, match="Model argument 'position' is not serializable; provide a model_args replacement"):
+    with pytest.raises(
+        ValueError, match="Model argument 'position' is not serializable; provide a model_args replacement"
+    ):
         timm.models.save_for_hf(model, folder)
     timm.models.save_for_hf(model, folder, model_args={"position": "tables", "max_distance": 1})
     again = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()

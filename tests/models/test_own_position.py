@@ -7,8 +7,8 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
 import torch
-from pytest import fixture, mark
 from timm.layers import set_scriptable
 from timm.models import create_feature_extractor
 from timm.models.vision_transformer import VisionTransformer
@@ -17,7 +17,7 @@ from vits import DEFAULTS, SMALL, assert_same, images, small
 DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "own_position.md"
 
 
-@fixture(scope="module")
+@pytest.fixture(scope="module")
 def quadratic(tmp_path_factory):
     """The class, from a module of its own: TorchScript wants to read the source."""
     (block,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
@@ -45,8 +45,8 @@ def formula(position, rows, cols, most, prefix):
     return bias
 
 
-@mark.parametrize("most", [14, 1])
-@mark.parametrize("extra", [{}, {"class_token": True, "reg_tokens": 1}])
+@pytest.mark.parametrize("most", [14, 1])
+@pytest.mark.parametrize("extra", [{}, {"class_token": True, "reg_tokens": 1}])
 def test_the_documents_position_is_its_formula(quadratic, most, extra):
     model = small(position=functools.partial(quadratic, max_distance=most), **extra).double().eval()
     for block in model.blocks[1:]:

@@ -3,9 +3,9 @@
 import subprocess
 import sys
 
+import pytest
 import timm
 import torch
-from pytest import mark, raises
 from timm.layers import set_scriptable
 from timm.models import create_feature_extractor
 from vits import NAMES, SMALL, assert_same, images, small
@@ -30,7 +30,7 @@ def scriptable(name="test_relvit", **kwargs):
         return small(name, depth=2, **kwargs).eval()
 
 
-@mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_model_scripts(name):
     model = scriptable(name)
     scripted = torch.jit.script(model)
@@ -38,7 +38,7 @@ def test_every_model_scripts(name):
         assert_same(scripted(images(*size)), model(images(*size)), atol=0)
 
 
-@mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_scripted_at_all_sizes(variant):
     model = scriptable(**variant)
     scripted = torch.jit.script(model)
@@ -47,14 +47,16 @@ def test_scripted_at_all_sizes(variant):
     if variant.get("dynamic_img_pad"):
         assert_same(scripted(images(20, 13)), model(images(20, 13)), atol=0)
     else:
-        with raises(torch.jit.Error, match="image height 20 is not a multiple of the patch size 8: use 16 or 24"):
+        with pytest.raises(
+            torch.jit.Error, match="image height 20 is not a multiple of the patch size 8: use 16 or 24"
+        ):
             scripted(images(20, 16))
     mask = torch.rand(1, 1, *[model.num_prefix_tokens + 10] * 2) > 0.3
     assert_same(scripted(images(16, 40), attn_mask=mask), model(images(16, 40), attn_mask=mask), atol=0)
     assert_same(scripted(images(16, 40), is_causal=True), model(images(16, 40), is_causal=True), atol=0)
 
 
-@mark.parametrize("variant", VARIANTS[:4], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS[:4], ids=str)
 def test_scripted_training_step(variant):
     model = scriptable(drop_path_rate=0.2, **variant).train()
     scripted = torch.jit.script(model)
@@ -70,13 +72,13 @@ def test_scripted_training_step(variant):
             assert_same(other, one, atol=1e-4)
 
 
-@mark.parametrize("variant", VARIANTS[:5], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS[:5], ids=str)
 def test_traced_at_its_size(variant):
     model = scriptable(**variant)
     traced = torch.jit.trace(model, images())
     for batch in (2, 5):
         assert_same(traced(images(batch=batch)), model(images(batch=batch)), atol=1e-5)
-    with raises(RuntimeError):  # never wrong numbers
+    with pytest.raises(RuntimeError):  # never wrong numbers
         traced(images(16, 40))
 
 
@@ -98,7 +100,7 @@ print("same")
     assert done.stdout == "same\n"
 
 
-@mark.parametrize("variant", VARIANTS[:5], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS[:5], ids=str)
 def test_symbolic_tracing_has_the_same_outputs_and_gradients(variant):
     model = scriptable(**variant)
     traced = create_feature_extractor(model, ["blocks.0", "head"])
@@ -115,7 +117,7 @@ def test_symbolic_tracing_has_the_same_outputs_and_gradients(variant):
         assert_same(other, one, atol=0)
 
 
-@mark.parametrize("variant", VARIANTS[:4], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS[:4], ids=str)
 def test_symbolically_traced_and_then_scripted(variant):
     model = scriptable(**variant)
     scripted = torch.jit.script(create_feature_extractor(model, ["head"]))
@@ -125,7 +127,7 @@ def test_symbolically_traced_and_then_scripted(variant):
         assert_same(scripted(images(*size))["head"], model(images(*size)), atol=0)
 
 
-@mark.parametrize("kind", ["separate", "joint"])
+@pytest.mark.parametrize("kind", ["separate", "joint"])
 def test_operator_is_the_operation(kind):
     generator = torch.Generator().manual_seed(0)
 
