@@ -168,6 +168,12 @@ def _grid_of(length: int, tokens: int, kernel: Tensor | None, model: VisionTrans
         known = get_pretrained_grid_size(model, kernel, length - prefix)
         if known is not None:
             return prefix, known
+    # Of one length and nothing known: as the model has it, rather than any other grid of as many patches.
+    if isinstance(model.pos_embed, Tensor) and length == model.pos_embed.shape[1]:
+        if model.no_embed_class:
+            return 0, model.patch_embed.grid_size
+        if tokens == model.num_prefix_tokens:
+            return tokens, model.patch_embed.grid_size
     for prefix in (tokens, 0):
         side = math.isqrt(length - prefix)
         if side * side == length - prefix:

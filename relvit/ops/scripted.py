@@ -2,7 +2,9 @@
 
 TorchScript looks into no backend. `torch.ops.relvit.relative_attention` takes the tables, the grid and the options one
 by one and runs the operation itself, with autograd, autocast and the choice of a backend as ever. A saved script needs
-relvit to be imported where it is loaded, as it needs torchvision for torchvision's operators.
+relvit to be imported where it is loaded, as it needs torchvision for torchvision's operators. A scripted model serves
+every image size, a traced one that of its example. `torch.jit.freeze` fails where a term is absent: PyTorch has no
+constants of a union of types.
 """
 
 import torch

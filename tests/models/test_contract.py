@@ -1,7 +1,8 @@
 """The contract with timm: all that its `VisionTransformer` offers has a test here, and a model is what it says.
 
 `COVERED` and `ARGUMENTS` name the test for each public name and each argument of timm's class. A version of timm with
-another one makes `test_all_of_timms_...` fail, which says what is to be done.
+another one makes `test_all_of_timms_vision_transformer_is_covered` fail, which says what is to be done. Compiled and
+exported graphs are in `test_graphs.py`, TorchScript and symbolic tracing in `test_scripted.py`.
 """
 
 import ast
@@ -263,9 +264,7 @@ def test_set_input_size(size, extra):
 
 
 def test_misspelt_and_fixed_arguments():
-    with pytest.raises(
-        TypeError, match=r"RelVisionTransformer has no argument 'rel_term' \(did you mean 'rel_terms'\?\)"
-    ):
+    with pytest.raises(TypeError, match=r"VisionTransformer has no argument 'rel_term' \(did you mean 'rel_terms'\?\)"):
         small(rel_term="k")
     with pytest.raises(TypeError, match=r"has no argument 'drop_paths_rate' \(did you mean 'drop_path_rate'\?\)"):
         small(drop_paths_rate=0.1)

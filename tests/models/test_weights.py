@@ -139,6 +139,15 @@ def test_square_grid_is_seen_without_knowing_the_size():
     plain = foreign(img_size=24)
     model = load(plain.state_dict(), overlay={"input_size": (3, 224, 224)}, **VIT)
     assert_same(model(wide(24, 16)), plain(wide(24, 16)), atol=1e-6)
+    # 2 x 8 patches are as many as 4 x 4: a checkpoint as long as the model's embedding is taken for one of its own.
+    plain = foreign(img_size=(16, 64))
+    model = load(plain.state_dict(), overlay={"input_size": (3, 224, 224)}, img_size=(16, 64), **VIT)
+    assert_same(model(wide(16, 64)), plain(wide(16, 64)))
+    model = load(
+        foreign(img_size=(16, 64), no_embed_class=True).state_dict(),
+        **{**VIT, "overlay": {"input_size": (3, 224, 224)}, "img_size": (16, 64), "no_embed_class": True},
+    )
+    assert_same(model(wide(16, 64)), foreign(img_size=(16, 64), no_embed_class=True)(wide(16, 64)))
     state = foreign(img_size=(8, 40)).state_dict()
     with pytest.raises(ValueError, match=r"pos_embed has 6 entries and there are 1 prefix tokens: .* input_size"):
         load(state, overlay={"input_size": (3, 224, 224)}, **VIT)
