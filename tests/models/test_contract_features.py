@@ -116,3 +116,13 @@ def test_channels_and_sizes_of_images(channels, size):
     assert model.patch_embed.img_size == plain.patch_embed.img_size
     x = images(*SIZE, channels=channels, dtype=torch.float64)
     assert_same(model(x), plain(x, attn_mask=bias_for(plain, x)))
+
+
+@pytest.mark.parametrize("way", ["fx", "hook"])
+def test_features_by_graph_and_by_hooks(way):
+    model = small(features_only=True, feature_cls=way, out_indices=(0, 2), class_token=True).eval()
+    whole = small(class_token=True).eval()
+    whole.load_state_dict((model.graph_module if way == "fx" else model.body).state_dict(), strict=False)
+    x = images()
+    both = whole.forward_intermediates(x, [0, 2], output_fmt="NLC", return_prefix_tokens=True, intermediates_only=True)
+    assert_same(model(x), [torch.cat((prefix, patches), dim=1) for patches, prefix in both], atol=0)
