@@ -1,13 +1,12 @@
 """Learned absolute positions in 2D, rows and columns apart: Reformer's axial embedding."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
 from timm.layers import register_notrace_module, trunc_normal_
 from torch import Tensor, nn
 
+from relvit.layers.resample import larger
 from relvit.names import did_you_mean, listing
 from relvit.ops import Grid
 from relvit.ops.pairs import int_pair
@@ -116,18 +115,17 @@ class AxialPositionEmbedding(nn.Module):
 
         Coordinates outside the grid are taken for those of the nearest place that has a vector.
         """
-        if grid.coords is None:
-            y = torch.arange(grid.height, device=self.rows.device)[:, None]
-            x = torch.arange(grid.width, device=self.rows.device)[None, :]
+        coords = grid.coords
+        if coords is None:
+            y = torch.arange(grid.height, device=self.rows.device)
+            x = torch.arange(grid.width, device=self.rows.device)
+            rows = look_up(self.rows, y, grid.height)[:, None].expand(-1, grid.width, -1)
+            cols = look_up(self.cols, x, grid.width)[None].expand(grid.height, -1, -1)
         else:
-            y, x = grid.coords.to(torch.int64).unbind(-1)
-        rows, cols = look_up(self.rows, y, grid.height), look_up(self.cols, x, grid.width)
-        if self.combine == "sum":
-            embedding = rows + cols
-        else:
-            places = torch.broadcast_shapes(y.shape, x.shape)
-            embedding = torch.cat((rows.expand(*places, -1), cols.expand(*places, -1)), dim=-1)
-        return embedding.flatten(0, 1) if grid.coords is None else embedding
+            rows = look_up(self.rows, coords[..., 0].to(torch.int64), grid.height)
+            cols = look_up(self.cols, coords[..., 1].to(torch.int64), grid.width)
+        embedding = rows + cols if self.combine == "sum" else torch.cat((rows, cols), dim=-1)
+        return embedding.flatten(0, 1) if coords is None else embedding
 
     def extra_repr(self) -> str:
         widths = f"({self.rows.shape[1]}, {self.cols.shape[1]})"
@@ -143,11 +141,12 @@ def look_up(table: Tensor, lines: Tensor, size: int) -> Tensor:
     # One expression for slices and stretches, without a condition on sizes, so that one graph serves all of them.
     # Positions are integers, in units of 1 / step, so that slices are exact.
     number = table.shape[0]
-    length = torch.sym_max(size, number)
+    length = larger(size, number)
     step = 2 * length
     position = ((2 * lines + 1) * number - length).clamp(min=0)
     before = position // step
     precision = torch.promote_types(table.dtype, torch.float32)
     weight = (position - before * step).to(precision) / step
-    low, high = (table[(before + further).clamp(max=number - 1)].to(precision) for further in (0, 1))
+    low = table[before.clamp(max=number - 1)].to(precision)
+    high = table[(before + 1).clamp(max=number - 1)].to(precision)
     return torch.lerp(low, high, weight[..., None]).to(table.dtype)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.nn.functional as F
 from timm.layers import Format, PatchEmbed, nchw_to, register_notrace_function
 from torch import Tensor
@@ -14,14 +16,16 @@ class AnySizePatchEmbed(PatchEmbed):
     compiled graph: another graph for each size. Arguments: see `timm.layers.PatchEmbed`.
 
     Attributes:
-        cropped_size: a size that is let through although it is no multiple of the patch; the convolution leaves out
-            what remains at the lower and the right edge. None: there is no such size.
+        cropped_size: (height, width), a size that is let through although it is no multiple of the patch; the
+            convolution leaves out what remains at the lower and the right edge. None: there is no such size.
 
     Raises:
         ValueError: in `forward`, sides that are no multiples of the patch, unless `dynamic_img_pad` pads them.
     """
 
-    cropped_size: tuple[int, int] | None = None
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.cropped_size = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Images (B, in_chans, height, width) -> (B, rows, columns, embed_dim), or another `output_fmt`."""
@@ -40,16 +44,20 @@ class AnySizePatchEmbed(PatchEmbed):
 
 def check_image_size(x: Tensor, patch_size: tuple[int, int], cropped_size: tuple[int, int] | None = None) -> None:
     """Raise ValueError for images (B, C, H, W) that do not divide into patches, unless they have `cropped_size`."""
-    if cropped_size is not None and tuple(x.shape[-2:]) == cropped_size:
+    if cropped_size is not None and (x.shape[-2], x.shape[-1]) == cropped_size:
         return
-    for name, size, patch in zip(("height", "width"), x.shape[-2:], patch_size, strict=True):
-        if size % patch != 0:
-            below = size - size % patch
-            near = f"{below} or {below + patch}" if below else f"{patch}"
-            raise ValueError(
-                f"image {name} {size} is not a multiple of the patch size {patch}: use {near} "
-                "(a model made with dynamic_img_pad=True pads with zeros)"
-            )
+    _check_side("height", x.shape[-2], patch_size[0])
+    _check_side("width", x.shape[-1], patch_size[1])
+
+
+def _check_side(name: str, size: int, patch: int) -> None:
+    if size % patch != 0:
+        below = size - size % patch
+        near = f"{below} or {below + patch}" if below else f"{patch}"
+        raise ValueError(
+            f"image {name} {size} is not a multiple of the patch size {patch}: use {near} "
+            "(a model made with dynamic_img_pad=True pads with zeros)"
+        )
 
 
 # It looks at sizes, which have no value while a graph is traced.

@@ -1,7 +1,5 @@
 """Where every token of a sequence lies in the image."""
 
-from __future__ import annotations
-
 from numbers import Integral
 from typing import NamedTuple
 
@@ -101,8 +99,9 @@ def num_tokens(grid: Grid) -> int:
 
 def patch_coords(grid: Grid, device: torch.device | None = None) -> Tensor:
     """Row and column of each patch token, (P, 2) or (B, P, 2) int64, the raster spelled out where `coords` is None."""
-    if grid.coords is not None:
-        return grid.coords.to(torch.int64)
+    coords = grid.coords  # a name of its own, so that TorchScript knows that it is none no more
+    if coords is not None:
+        return coords.to(torch.int64)
     rows = torch.arange(grid.height, device=device)[:, None].expand(grid.height, grid.width)
     cols = torch.arange(grid.width, device=device)[None, :].expand(grid.height, grid.width)
     return torch.stack((rows, cols), dim=-1).reshape(-1, 2)
@@ -116,15 +115,16 @@ def key_mask(grid: Grid) -> Tensor | None:
     return torch.cat((valid.new_ones(valid.shape[0], grid.prefix), valid), dim=1)
 
 
-def _checked_sizes(height: int, width: int, prefix: int) -> list[int]:
+def _checked_sizes(height: int, width: int, prefix: int) -> tuple[int, int, int]:
+    """The sizes as integers of Python; those of NumPy are welcome."""
     sizes = []
     for name, size, least in (("height", height, 1), ("width", width, 1), ("prefix", prefix, 0)):
-        if isinstance(size, bool) or not isinstance(size, Integral):
+        if isinstance(size, bool) or not isinstance(size, (int, Integral)):
             raise TypeError(f"{name} must be an int, got {size!r} of type {type(size).__name__}")
         if size < least:
             raise ValueError(f"{name} must be at least {least}, got {size}")
         sizes.append(size if isinstance(size, int) else int(size))
-    return sizes
+    return tuple(sizes)
 
 
 def _check_integers(name: str, coords: Tensor) -> None:
