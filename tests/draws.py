@@ -1,27 +1,72 @@
-"""Random inputs of relative attention, float64, for tests."""
+"""Random inputs of relative attention, float64, and what tests do with them."""
 
 import torch
+from oracles import relative_attention as oracle
 
-from relvit.ops import AxisTables, RelativeTerms
+from relvit.ops import AxisTables, JointTable, RelativeTerms, make_grid, num_tokens
+
+BACKENDS = ("reference", "fused", "tiled", "gathered")
+JOINT = (("joint", "reference"), ("joint", "gathered"))
 
 
 def draw(generator, *shape):
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
-def draw_terms(generator, which, distance, dim, heads):
-    """Tables for the letters in `which`: vectors shared by the heads, but those on values per head, as is the bias."""
-    widths = {"q": ((), (dim,)), "k": ((), (dim,)), "v": ((heads,), (dim,)), "b": ((heads,), ())}
+def draw_tables(generator, distance, dim, heads, per_head, layout="separate"):
+    """Tables of vectors, or of scalars with dim None."""
+    lead, tail = (heads,) if per_head else (), () if dim is None else (dim,)
+    if layout == "joint":
+        sizes = [2 * min(k, 3) + 1 for k in distance]
+        return JointTable(draw(generator, *lead, *sizes, *tail))
+    return AxisTables(*(draw(generator, *lead, 2 * k + 1, *tail) for k in distance))
+
+
+def draw_terms(generator, which, distance, dim, heads, per_head="vb", bucketing="clip", layout="separate"):
+    """Tables for the letters in `which`, one for each head for those that are in `per_head` too."""
     pairs = {
-        letter: AxisTables(*(draw(generator, *lead, 2 * k + 1, *tail) for k in distance))
-        for letter, (lead, tail) in widths.items()
+        letter: draw_tables(generator, distance, None if letter == "b" else dim, heads, letter in per_head, layout)
+        for letter in "qkvb"
         if letter in which
     }
-    return RelativeTerms(*map(pairs.get, "qkvb"))
+    return RelativeTerms(*map(pairs.get, "qkvb"), bucketing)
+
+
+def draw_case(
+    height, width, prefix=0, distance=(2, 2), which="kv", per_head="", bucketing="clip", layout="separate", **sizes
+):
+    """Queries, keys, values, terms and their grid; sizes: batch, dim, seed."""
+    heads, dim, batch = 2, sizes.get("dim", 5), sizes.get("batch", 2)
+    generator = torch.Generator().manual_seed(sizes.get("seed", 0))
+    grid = make_grid(height, width, prefix)
+    q, k, v = draw(generator, 3, batch, heads, num_tokens(grid), dim)
+    return q, k, v, draw_terms(generator, which, distance, dim, heads, per_head, bucketing, layout), grid
+
+
+def all_places(grid, batch):
+    coords = None if grid.coords is None else grid.coords.expand(batch, -1, -1).tolist()
+    return [
+        [oracle.place(i, grid.prefix, coords and coords[b], grid.height, grid.width) for i in range(num_tokens(grid))]
+        for b in range(batch)
+    ]
+
+
+def brute_force(q, k, v, terms, grid, **options):
+    return oracle.attention(q, k, v, terms, all_places(grid, q.shape[0]), **options)
 
 
 def tables_of(terms):
     return [table for pair in terms[:4] if pair is not None for table in pair]
+
+
+def with_tables(terms, change):
+    """The same terms with every table changed."""
+    pairs = zip(terms._fields[:4], terms[:4], strict=True)
+    return terms._replace(**{name: type(pair)(*map(change, pair)) for name, pair in pairs if pair is not None})
+
+
+def leaves(q, k, v, terms):
+    return [t.requires_grad_() for t in (q, k, v, *tables_of(terms))]
 
 
 def assert_all_close(got, expected, atol):
@@ -32,3 +77,7 @@ def assert_all_close(got, expected, atol):
 def gradients(out, inputs, cotangent):
     """Gradients of all inputs, zeros for those that the output does not depend on."""
     return torch.autograd.grad(out, inputs, cotangent, allow_unused=True, materialize_grads=True)
+
+
+def relative_error(got, want):
+    return float((got.detach().double() - want.detach()).norm() / want.detach().norm())

@@ -56,6 +56,11 @@ def bias_for(plain, x):
     )
 
 
+def precision(options):
+    """timm interpolates absolute embeddings in single precision."""
+    return 1e-6 if options.get("pos_embed") else 1e-12
+
+
 def assert_same(got, expected, atol=1e-12):
     """Equal tensors in equal structures of lists, tuples and dictionaries."""
     assert type(got) is type(expected)

@@ -5,7 +5,8 @@ from timm.layers import Attention, register_notrace_function
 from torch import Tensor, nn
 
 from relvit.ops import Grid, RelativeTerms, relative_attention
-from relvit.ops.attention import _check_backend
+from relvit.ops.attention import BACKENDS
+from relvit.ops.checks import check_backend
 from relvit.ops.scripted import scripted_attention
 
 
@@ -22,7 +23,7 @@ def attend(
     backend: str,
 ) -> Tensor:
     """`relvit.ops.relative_attention`, which TorchScript takes as one operator; without terms plain attention."""
-    if torch.jit.is_scripting() or torch.jit.is_tracing():
+    if torch.jit.is_scripting():
         return scripted_attention(query, key, value, terms, grid, attn_mask, is_causal, dropout_p, scale, backend)
     return relative_attention(
         query,
@@ -69,7 +70,7 @@ class RelativeAttention(Attention):
         backend: str = "auto",
         **kwargs: object,
     ) -> None:
-        _check_backend(backend)
+        check_backend(backend, tuple(BACKENDS))
         if position is not None:
             check_position(position)
         super().__init__(dim, num_heads, **kwargs)

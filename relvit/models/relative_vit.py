@@ -14,7 +14,15 @@ from timm.models import build_model_with_cfg, checkpoint, generate_default_cfgs,
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from relvit.layers import AnySizePatchEmbed, RelativeAttention, RelativeBlock, RelativePosition2d, SlopePosition2d
+from relvit.layers import (
+    AnySizePatchEmbed,
+    AxialPositionEmbedding,
+    RelativeAttention,
+    RelativeBlock,
+    RelativePosition2d,
+    SlopePosition2d,
+    resample_embedding,
+)
 from relvit.layers.block import check_position_factory
 from relvit.models.grid_forward import GridForward
 from relvit.models.weights import checkpoint_filter_fn, load_jax_archive
@@ -22,10 +30,15 @@ from relvit.names import did_you_mean, listing
 from relvit.ops import Grid
 
 POSITIONS = {"tables": RelativePosition2d, "slopes": SlopePosition2d}
-POS_EMBEDS = ("", "learn")
+# How an axial embedding puts rows and columns together.
+AXIAL = {"axial": "concat", "axial-sum": "sum"}
+POS_EMBEDS = ("", "learn", *AXIAL)
 POOLS = ("", "avg", "avgmax", "max", "token", "map", "prr")
 # Arguments of timm's class that are no choice here.
 FIXED = {"dynamic_img_size", "block_fn", "attn_layer"}
+
+# Sizes have no value while a graph is traced, and a method of the model is no leaf.
+torch.fx.wrap("resample_embedding")
 
 
 class RelVisionTransformer(GridForward, VisionTransformer):
@@ -48,7 +61,9 @@ class RelVisionTransformer(GridForward, VisionTransformer):
         layout: a table per axis ('separate') or one over both ('joint').
         bucketing: which row of a table an offset uses: 'clip' or iRPE's 'piecewise'.
         rel_init_std: standard deviation of the tables at the start; 0 starts as plain attention.
-        pos_embed: absolute embedding besides: '' (none) or 'learn' (learned for `img_size`, interpolated elsewhere).
+        pos_embed: absolute embedding besides, learned for `img_size`: '' (none), 'learn' (one vector per patch,
+            interpolated at other sizes), 'axial' (half a vector per row, half a vector per column) or 'axial-sum' (one
+            per row plus one per column); see `AxialPositionEmbedding`. Prefix tokens have one in 'learn' alone.
         class_token: prepend a class token; it has no place on the grid.
         global_pool: 'avg', 'token' (needs a class token), 'max', 'avgmax', 'map', 'prr' or '' (none).
         patch_drop_rate: share of patches dropped in training; those that stay keep their coordinates.
@@ -96,7 +111,7 @@ class RelVisionTransformer(GridForward, VisionTransformer):
         )
         kwargs.setdefault("embed_layer", AnySizePatchEmbed)
         super().__init__(
-            pos_embed=pos_embed,
+            pos_embed="" if pos_embed in AXIAL else pos_embed,
             class_token=class_token,
             global_pool=global_pool,
             dynamic_img_size=True,
@@ -109,6 +124,25 @@ class RelVisionTransformer(GridForward, VisionTransformer):
         if patch_drop_rate > 0:
             # timm's own throws away which patches stayed, and with them their places.
             self.patch_drop = PatchDropoutWithIndices(patch_drop_rate, num_prefix_tokens=self.num_prefix_tokens)
+        self.axial: AxialPositionEmbedding | None = None
+        if pos_embed in AXIAL:
+            made_like = {name: kwargs.get(name) for name in ("device", "dtype")}
+            self.axial = AxialPositionEmbedding(
+                self.embed_dim, self.patch_embed.grid_size, AXIAL[pos_embed], **made_like
+            )
+
+    def set_input_size(
+        self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
+    ) -> None:
+        """Make absolute embeddings those of another image or patch size; where there are none, any size works as it is.
+
+        Args:
+            img_size: height and width; None: as they are.
+            patch_size: height and width; None: as they are.
+        """
+        super().set_input_size(img_size, patch_size)
+        if self.axial is not None:
+            self.axial.set_grid_size(self.patch_embed.grid_size)
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
@@ -125,6 +159,36 @@ class RelVisionTransformer(GridForward, VisionTransformer):
     def load_pretrained(self, checkpoint_path: str, prefix: str = "") -> None:
         """Load an original JAX archive, see `relvit.models.weights.load_jax_archive`."""
         load_jax_archive(self, checkpoint_path, prefix)
+
+    @torch.jit.ignore
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Patterns of parameter names by depth, for layer-wise learning rates: timm's, axial tables in the stem."""
+        groups = super().group_matcher(coarse)
+        return {**groups, "stem": rf"{groups['stem']}|axial\."}
+
+    def _pos_embed(self, x: Tensor) -> Tensor:
+        """Patches (B, rows, columns, dim) -> tokens (B, N, dim), prefix tokens first, absolute embeddings added."""
+        height, width = x.shape[1], x.shape[2]
+        x = x.flatten(1, 2)
+        if self.axial is not None:
+            x = x + self.axial(Grid(height, width))
+        tokens: list[Tensor] = []
+        for token in (self.cls_token, self.reg_token):
+            if token is not None:
+                tokens.append(token.expand(x.shape[0], -1, -1))
+        if self.pos_embed is None:
+            tokens.append(x)
+            return torch.cat(tokens, dim=1)
+        # As timm has it, but for the interpolation.
+        embedded = 0 if self.no_embed_class else self.num_prefix_tokens
+        embedding = resample_embedding(self.pos_embed, self.patch_embed.grid_size, (height, width), embedded)
+        if self.no_embed_class:
+            tokens.append(x + embedding)
+            x = torch.cat(tokens, dim=1)
+        else:
+            tokens.append(x)
+            x = torch.cat(tokens, dim=1) + embedding
+        return self.pos_drop(x)
 
     def _run_block(self, block: nn.Module, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
         if self.grad_checkpointing:
@@ -189,15 +253,35 @@ def _cfg(**kwargs: Any) -> dict[str, Any]:
     }
 
 
+# Of CIFAR-10's training images; those of CIFAR-100 differ by less than 0.03.
+CIFAR = {
+    "num_classes": 10,
+    "input_size": (3, 32, 32),
+    "crop_pct": 1.0,
+    "mean": (0.4914, 0.4822, 0.4465),
+    "std": (0.2470, 0.2435, 0.2616),
+}
+
 default_cfgs = generate_default_cfgs(
     {
         "relvit_tiny.untrained": _cfg(),
         "relvit_small.untrained": _cfg(),
         "relvit_base.untrained": _cfg(),
         "relvit_large.untrained": _cfg(),
+        "relvit_small_reg4_gap.untrained": _cfg(),
+        "relvit_base_reg4_gap.untrained": _cfg(),
+        "relvit_tiny_patch4_32.untrained": _cfg(**CIFAR),
+        "relvit_small_patch4_32.untrained": _cfg(**CIFAR),
         "test_relvit.untrained": _cfg(input_size=(3, 160, 160), crop_pct=0.95),
     }
 )
+
+TINY = {"embed_dim": 192, "depth": 12, "num_heads": 3}
+SMALL = {"embed_dim": 384, "depth": 12, "num_heads": 6}
+BASE = {"embed_dim": 768, "depth": 12, "num_heads": 12}
+LARGE = {"embed_dim": 1024, "depth": 24, "num_heads": 16}
+PATCH4_32 = {"patch_size": 4, "img_size": 32}
+REG4_GAP = {"reg_tokens": 4, "global_pool": "avg", "class_token": False}
 
 
 def _create(variant: str, pretrained: bool, defaults: dict[str, Any], kwargs: dict[str, Any]) -> RelVisionTransformer:
@@ -216,25 +300,55 @@ def _create(variant: str, pretrained: bool, defaults: dict[str, Any], kwargs: di
 @register_model
 def relvit_tiny(pretrained: bool = False, **kwargs: Any) -> RelVisionTransformer:
     """Width 192, 12 blocks, 3 heads, patch 16; arguments of `RelVisionTransformer`."""
-    return _create("relvit_tiny", pretrained, {"embed_dim": 192, "depth": 12, "num_heads": 3}, kwargs)
+    return _create("relvit_tiny", pretrained, TINY, kwargs)
 
 
 @register_model
 def relvit_small(pretrained: bool = False, **kwargs: Any) -> RelVisionTransformer:
     """Width 384, 12 blocks, 6 heads, patch 16; arguments of `RelVisionTransformer`."""
-    return _create("relvit_small", pretrained, {"embed_dim": 384, "depth": 12, "num_heads": 6}, kwargs)
+    return _create("relvit_small", pretrained, SMALL, kwargs)
 
 
 @register_model
 def relvit_base(pretrained: bool = False, **kwargs: Any) -> RelVisionTransformer:
     """Width 768, 12 blocks, 12 heads, patch 16; arguments of `RelVisionTransformer`."""
-    return _create("relvit_base", pretrained, {"embed_dim": 768, "depth": 12, "num_heads": 12}, kwargs)
+    return _create("relvit_base", pretrained, BASE, kwargs)
 
 
 @register_model
 def relvit_large(pretrained: bool = False, **kwargs: Any) -> RelVisionTransformer:
     """Width 1024, 24 blocks, 16 heads, patch 16; arguments of `RelVisionTransformer`."""
-    return _create("relvit_large", pretrained, {"embed_dim": 1024, "depth": 24, "num_heads": 16}, kwargs)
+    return _create("relvit_large", pretrained, LARGE, kwargs)
+
+
+@register_model
+def relvit_small_reg4_gap(pretrained: bool = False, **kwargs: Any) -> RelVisionTransformer:
+    """`relvit_small` with four registers (Darcet et al. 2024, arXiv 2309.16588), which pooling leaves out.
+
+    Arguments of `RelVisionTransformer`.
+    """
+    return _create("relvit_small_reg4_gap", pretrained, SMALL | REG4_GAP, kwargs)
+
+
+@register_model
+def relvit_base_reg4_gap(pretrained: bool = False, **kwargs: Any) -> RelVisionTransformer:
+    """`relvit_base` with four registers (Darcet et al. 2024, arXiv 2309.16588), which pooling leaves out.
+
+    Arguments of `RelVisionTransformer`.
+    """
+    return _create("relvit_base_reg4_gap", pretrained, BASE | REG4_GAP, kwargs)
+
+
+@register_model
+def relvit_tiny_patch4_32(pretrained: bool = False, **kwargs: Any) -> RelVisionTransformer:
+    """`relvit_tiny` for images of 32 px such as CIFAR's: patch 4; arguments of `RelVisionTransformer`."""
+    return _create("relvit_tiny_patch4_32", pretrained, TINY | PATCH4_32, kwargs)
+
+
+@register_model
+def relvit_small_patch4_32(pretrained: bool = False, **kwargs: Any) -> RelVisionTransformer:
+    """`relvit_small` for images of 32 px such as CIFAR's: patch 4; arguments of `RelVisionTransformer`."""
+    return _create("relvit_small_patch4_32", pretrained, SMALL | PATCH4_32, kwargs)
 
 
 @register_model

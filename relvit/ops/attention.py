@@ -9,11 +9,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from relvit.names import did_you_mean, listing
 from relvit.ops import fused, gathered, reference, tiled
-from relvit.ops.buckets import BUCKETINGS
-from relvit.ops.grid import Grid, num_tokens
+from relvit.ops.checks import (
+    check_attention,
+    check_backend,
+    check_options,
+    check_separable,
+    check_terms,
+    check_tokens,
+)
+from relvit.ops.grid import Grid
 from relvit.ops.terms import AxisTables, JointTable, RelativeTerms
+from relvit.ops.transforms import in_transform
 
 BACKENDS: dict[str, ModuleType] = {"reference": reference, "fused": fused, "tiled": tiled, "gathered": gathered}
 
@@ -24,8 +31,9 @@ class Case(NamedTuple):
     device: str
     dtype: torch.dtype
     joint: bool  # some table is joint
-    graph: bool  # a graph is being compiled or exported
-    stock: bool  # torch.func is at work, or its user has switched flash kernels off (`torch.nn.attention.sdpa_kernel`)
+    graph: bool  # a graph is being compiled, exported or traced
+    transform: bool  # torch.func or forward-mode differentiation is at work
+    stock: bool  # flash kernels are switched off (`torch.nn.attention.sdpa_kernel`)
     width: int  # of the longer vectors of `fused`
     gradient: bool
 
@@ -54,8 +62,12 @@ RULES: tuple[tuple[Callable[[Case], bool], Choice], ...] = (
         Choice("fused", "one graph serves all sizes", "longer output and logits, O(N (H + W))"),
     ),
     (
+        lambda case: case.transform,
+        Choice("gathered", "transforms of torch.func need rules that only plain operations have", "N x N weights"),
+    ),
+    (
         lambda case: case.stock,
-        Choice("fused", "stock parts have all that torch.func and second derivatives need", "what stock parts keep"),
+        Choice("fused", "with flash kernels off, stock attention has second derivatives", "N x N weights"),
     ),
     (
         lambda case: case.device == "cpu",
@@ -84,6 +96,8 @@ def relative_attention(
     grid: Grid,
     key_grid: Grid | None = None,
     *,
+    position_query: Tensor | None = None,
+    position_key: Tensor | None = None,
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
     dropout_p: float = 0.0,
@@ -105,6 +119,9 @@ def relative_attention(
         terms: the tables; they are cast to the query's dtype. Terms that are None are left out.
         grid: where the query tokens lie, and the key tokens too unless `key_grid` is given.
         key_grid: where the key tokens lie (cross-attention, memory). `valid` is read from this grid alone.
+        position_query: like `query`, what meets a^K in its place: queries before rotary embedding, or Transformer-XL's
+            q + v beside q + u (Dai et al. 2019, arXiv 1901.02860, section 3.3). None: `query`.
+        position_key: like `key`, what meets a^Q in its place. None: `key`.
         attn_mask: broadcastable to (B, heads, Nq, Nk): booleans, True where attention is allowed, or numbers that are
             added to the scaled logits. For padding use `Grid.valid`, which needs no N x N.
         is_causal: allow only keys that do not come later in the sequence than the query; not together with `attn_mask`.
@@ -112,8 +129,9 @@ def relative_attention(
         scale: factor on content and relative logits alike; None: head_dim ** -0.5.
         backend: 'fused' (one `scaled_dot_product_attention` over longer vectors: memory O(N (H + W)), nothing of N x N
             is kept for backward; with `dropout_p` > 0 PyTorch's CPU kernel gives up this promise), 'tiled' (one tile of
-            queries after the other, formed again in backward: nothing of N x N either; no second derivatives),
-            'gathered' (tiles as well, every pair looks up its table entries: slower, but for joint tables too),
+            queries after the other, formed again in backward: nothing of N x N either; but no second derivatives, and
+            no part of compiled or exported graphs), 'gathered' (tiles as well, every pair looks up its table entries:
+            slower, but for joint tables, second derivatives and all of `torch.func` too),
             'reference' (the paper's own n products, O(N^2 head_dim) memory) or 'auto' (see `choose`).
 
     Returns:
@@ -122,28 +140,33 @@ def relative_attention(
     Raises:
         ValueError: shapes, dtypes or names that do not fit; the message names the tensor, its shape and the one
             expected.
-        TypeError: `terms` that are none.
+        TypeError: arguments that are not of the kind asked for, such as integer contents or masks.
     """
     key_grid = grid if key_grid is None else key_grid
-    _check_backend(backend)
-    _check_shape("query", query, ("B", "heads", "N", "head_dim"))
-    batch, heads, _, head_dim = query.shape
-    _check_shape("key", key, (batch, heads, "N", head_dim))
-    _check_shape("value", value, (batch, heads, key.shape[2], "value_dim"))
-    for name, tensor in (("key", key), ("value", value)):
-        if tensor.dtype != query.dtype:
-            raise ValueError(f"{name} has dtype {tensor.dtype}, expected the query's {query.dtype}")
-    _check_grid("query", query, "grid", grid)
-    _check_grid("key", key, "key_grid" if key_grid is not grid else "grid", key_grid)
-    _check_terms(terms, heads, head_dim, value.shape[3])
-    if attn_mask is not None and is_causal:
-        raise ValueError("attn_mask and is_causal exclude each other: put the causal part into attn_mask")
+    check_backend(backend, tuple(BACKENDS))
+    check_attention(query, key, value, terms, grid, key_grid, position_query, position_key)
+    check_options(query, key, attn_mask, is_causal, dropout_p, scale)
     if backend == "auto":
-        backend = choose(query, key, value, terms, grid, key_grid).backend
+        backend = _choose(query, key, value, terms, grid, key_grid).backend
     if backend in ("fused", "tiled"):
-        _check_separable(terms, backend)
-    run = BACKENDS[backend].relative_attention
-    return run(query, key, value, terms, grid, key_grid, attn_mask, is_causal, dropout_p, scale)
+        check_separable(terms, backend)
+    if backend == "tiled" and (_in_graph() or in_transform()):
+        raise ValueError("backend 'tiled' can be no part of graphs or of torch.func's transforms: use 'auto'")
+    return BACKENDS[backend].relative_attention(
+        query,
+        key,
+        value,
+        _with_lead_of_both(terms),
+        grid,
+        key_grid,
+        None if attn_mask is None else _as_stock_mask(attn_mask, query.dtype),
+        is_causal,
+        dropout_p,
+        # int: to `torch.jit.trace` sizes are tensors, and their powers single precision.
+        int(query.shape[3]) ** -0.5 if scale is None else scale,
+        query if position_query is None else position_query,
+        key if position_key is None else position_key,
+    )
 
 
 def choose(
@@ -155,29 +178,56 @@ def choose(
 
     Returns:
         `backend`, `reason` and `keeps`, three strings.
+
+    Raises:
+        ValueError: as `relative_attention`.
+        TypeError: as `relative_attention`.
     """
     key_grid = grid if key_grid is None else key_grid
+    check_attention(query, key, value, terms, grid, key_grid)
+    return _choose(query, key, value, terms, grid, key_grid)
+
+
+def _choose(query: Tensor, key: Tensor, value: Tensor, terms: RelativeTerms, grid: Grid, key_grid: Grid) -> Choice:
     places = key_grid.height + key_grid.width
     on_query = places if terms.key is not None or terms.bias is not None else 0
     on_query += grid.height + grid.width if terms.query is not None else 0
     on_value = places if terms.value is not None else 0
     tables = [table for term in terms[:4] if term is not None for table in term]
-    graph = torch.compiler.is_compiling()
-    # torch.func forbids the hooks; the switch is for all devices, wherever its name says it lives.
-    stock = not graph and not (
-        torch._C._autograd._saved_tensors_hooks_is_enabled() and torch.backends.cuda.flash_sdp_enabled()
-    )
+    graph = _in_graph()
     case = Case(
         device=query.device.type,
         dtype=query.dtype,
         joint=any(isinstance(term, JointTable) for term in terms),
         graph=graph,
-        stock=stock,
+        transform=not graph and in_transform(),
+        # The switch is for all devices, wherever its name says it lives.
+        stock=not graph and not torch.backends.cuda.flash_sdp_enabled(),
         width=max(query.shape[-1] + on_query + (key_grid.valid is not None), value.shape[-1] + on_value),
         gradient=torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value, *tables)),
     )
     choice = next(choice for applies, choice in RULES if applies(case))
-    return choice if case.gradient or case.graph else choice._replace(keeps=NOTHING)
+    return choice if case.gradient or case.graph or case.transform else choice._replace(keeps=NOTHING)
+
+
+def _as_stock_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """As stock attention takes it: at least two axes, booleans or the dtype of the contents."""
+    mask = mask if mask.dtype == torch.bool else mask.to(dtype)
+    return mask[(None,) * max(0, 2 - mask.dim())]
+
+
+def _in_graph() -> bool:
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
+def _with_lead_of_both(terms: RelativeTerms) -> RelativeTerms:
+    """Where one table of a pair is shared by the heads and the other is not, both per head."""
+    for name, tables in zip(RelativeTerms._fields, terms, strict=True):
+        if isinstance(tables, AxisTables) and tables.rows.dim() != tables.cols.dim():
+            heads = max(tables, key=Tensor.dim).shape[0]
+            per_head = (table.expand(heads, *table.shape[-min(t.dim() for t in tables) :]) for table in tables)
+            terms = terms._replace(**{name: AxisTables(*per_head)})
+    return terms
 
 
 def relative_logits(
@@ -202,70 +252,12 @@ def relative_logits(
         ValueError: no key term, or shapes or names that do not fit.
     """
     key_grid = grid if key_grid is None else key_grid
-    _check_backend(backend)
-    _check_shape("query", query, ("B", "heads", "N", "head_dim"))
-    _check_grid("query", query, "grid", grid)
+    check_backend(backend, tuple(BACKENDS))
+    check_tokens("query", query, "grid", grid)
+    check_terms(terms._replace(query=None, value=None, bias=None), query.shape[1], query.shape[3], 0)
     if terms.key is None:
         raise ValueError("relative_logits needs terms.key, which is None")
     if isinstance(terms.key, JointTable):
         raise ValueError("relative_logits needs separate rows and columns, terms.key is a joint table")
-    _check_terms(RelativeTerms(key=terms.key, bucketing=terms.bucketing), query.shape[1], query.shape[3], 0)
     module = reference if backend == "reference" else fused
     return module.relative_logits(query, terms, grid, key_grid)
-
-
-def _check_backend(name: str) -> None:
-    allowed = ["auto", *BACKENDS]
-    if name not in allowed:
-        raise ValueError(f"unknown backend {name!r}{did_you_mean(str(name), allowed)}, allowed: {listing(allowed)}")
-
-
-def _check_separable(terms: RelativeTerms, backend: str) -> None:
-    for name, tables in zip(RelativeTerms._fields, terms, strict=True):
-        if isinstance(tables, JointTable):
-            raise ValueError(f"terms.{name} is a joint table: backend 'gathered' or 'reference', not {backend!r}")
-
-
-def _check_shape(name: str, tensor: Tensor, expected: tuple[int | str, ...]) -> None:
-    """Compare with the numbers in `expected`; its strings name sizes that may be anything."""
-    fits = tensor.dim() == len(expected) and all(
-        isinstance(want, str) or have == want for have, want in zip(tensor.shape, expected, strict=True)
-    )
-    if not fits:
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected ({', '.join(map(str, expected))})")
-
-
-def _check_grid(name: str, tokens: Tensor, grid_name: str, grid: Grid) -> None:
-    if tokens.shape[2] != num_tokens(grid):
-        raise ValueError(
-            f"{name} has shape {tuple(tokens.shape)}, that is {tokens.shape[2]} tokens, expected {num_tokens(grid)}: "
-            f"{grid_name} has {grid.prefix} prefix tokens and {num_tokens(grid) - grid.prefix} patches"
-        )
-    patches = num_tokens(grid) - grid.prefix
-    for part, tensor, tail in (("coords", grid.coords, (patches, 2)), ("valid", grid.valid, (patches,))):
-        if tensor is not None and tuple(tensor.shape) not in (tail, (1, *tail), (tokens.shape[0], *tail)):
-            raise ValueError(
-                f"{grid_name}.{part} has shape {tuple(tensor.shape)}, expected {tail} or {(tokens.shape[0], *tail)}"
-            )
-
-
-def _check_terms(terms: RelativeTerms, heads: int, head_dim: int, value_dim: int) -> None:
-    if not isinstance(terms, RelativeTerms):
-        raise TypeError(f"terms must be RelativeTerms, got {type(terms).__name__}; RelativeTerms() has none")
-    if terms.bucketing not in BUCKETINGS:
-        hint = did_you_mean(str(terms.bucketing), BUCKETINGS)
-        raise ValueError(f"terms.bucketing must be one of {listing(BUCKETINGS)}, got {terms.bucketing!r}{hint}")
-    widths = {"query": (head_dim,), "key": (head_dim,), "value": (value_dim,), "bias": ()}
-    for term, width in widths.items():
-        tables: AxisTables | JointTable | None = getattr(terms, term)
-        axes = 2 if isinstance(tables, JointTable) else 1
-        for part, table in zip(() if tables is None else tables._fields, tables or (), strict=True):
-            name, shape = f"terms.{term}.{part}", tuple(table.shape)
-            offsets = shape[len(shape) - len(width) - axes : len(shape) - len(width)]
-            lead = shape[: max(0, len(shape) - len(width) - axes)]
-            if len(offsets) != axes or shape[len(lead) + axes :] != width or lead not in ((), (heads,)):
-                tail = ", ".join(["2k + 1"] * axes + [str(size) for size in width])
-                raise ValueError(f"{name} has shape {shape}, expected ({tail}) or ({heads}, {tail})")
-            if any(size % 2 == 0 for size in offsets):
-                sizes = " x ".join(map(str, offsets))
-                raise ValueError(f"{name} has {sizes} rows, expected an odd number, 2k + 1 for clip distance k")

@@ -49,6 +49,8 @@ def relative_attention(
     is_causal: bool = False,
     dropout_p: float = 0.0,
     scale: float | None = None,
+    position_query: Tensor | None = None,
+    position_key: Tensor | None = None,
 ) -> Tensor:
     """Attention with relative terms through longer vectors; see `relvit.ops.relative_attention`."""
     key_grid = grid if key_grid is None else key_grid
@@ -63,11 +65,18 @@ def relative_attention(
         # The default scale would count the appended channels.
         scale=query.shape[-1] ** -0.5 if scale is None else scale,
     )
+    contents = [
+        query,
+        key,
+        value,
+        query if position_query is None else position_query,
+        key if position_key is None else position_key,
+    ]
     if torch.is_grad_enabled() and torch.compiler.is_compiling() and not torch.compiler.is_exporting():
         # The compiler's partitioner would keep the longer vectors, as autograd does where `Rebuilt` is not at work.
         contexts = partial(create_selective_checkpoint_contexts, _keep_attention)
-        return checkpoint(attend, query, key, value, use_reentrant=False, context_fn=contexts)
-    return attend(query, key, value)
+        return checkpoint(attend, *contents, use_reentrant=False, context_fn=contexts)
+    return attend(*contents)
 
 
 def _keep_attention(_context: object, operator: object, *_args: object, **_options: object) -> CheckpointPolicy:
@@ -80,6 +89,8 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    position_query: Tensor,
+    position_key: Tensor,
     *,
     terms: RelativeTerms,
     grid: Grid,
@@ -92,8 +103,8 @@ def _attend(
     appended = channels(terms, grid, key_grid, query, value.shape[-1])
     table = None if terms.value is None else join_tables(terms.value, appended.picks.value.reach, value.dtype)
     with Rebuilt() as rebuilt:
-        query_logits = logits_of_queries(query, terms, appended.picks, scale, rebuilt)
-        key_logits = logits_of_keys(key, terms, appended.picks, rebuilt)
+        query_logits = logits_of_queries(position_query, terms, appended.picks, scale, rebuilt)
+        key_logits = logits_of_keys(position_key, terms, appended.picks, rebuilt)
         contents = [query, key, value, query_logits, key_logits]
         longer = lengthen(*contents, appended)
         kept = [None if tensor is None else tensor.detach() for tensor in contents]

@@ -1,15 +1,16 @@
-"""Exact relative attention in tiles of queries, for all that longer vectors do not serve.
+"""Exact relative attention in tiles of queries in which every pair of tokens looks up its table entries.
 
-Each tile forms its logits against all keys, and backward forms them again. So N x N is never stored, whatever the
-number of rows and columns (a strip of 1 x N patches), whatever the width (kernels stop at 256), with dropout, and with
-joint tables, which do not split into rows and columns. As in `fused`, one product with all table rows gives each
-query's logit for each offset; a pair of tokens then picks its own.
+So it serves joint tables, which do not split into rows and columns, and it is made of plain operations alone, which
+`torch.func` transforms and which have derivatives of any order. As in `fused`, one product with all table rows gives
+each query's logit for each offset; a pair of tokens then picks its own. Each tile forms its logits against all keys,
+and backward forms them again: N x N is never stored.
 
 Recomputation in backward as in Chen et al. 2016 (arXiv 1604.06174) and Rabe & Staats 2021 (arXiv 2112.05682).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -20,7 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 from relvit.ops.buckets import bucket
 from relvit.ops.grid import Grid, key_mask, patch_coords
+from relvit.ops.precision import without_autocast
 from relvit.ops.terms import AxisTables, JointTable, RelativeTerms
+from relvit.ops.transforms import in_transform
 
 # Logits of one tile, over all samples and heads: 4 M numbers, 16 MB in float32.
 TILE_LOGITS = 1 << 22
@@ -46,15 +49,20 @@ def relative_attention(
     is_causal: bool = False,
     dropout_p: float = 0.0,
     scale: float | None = None,
+    position_query: Tensor | None = None,
+    position_key: Tensor | None = None,
 ) -> Tensor:
     """Attention with relative terms, tile by tile; see `relvit.ops.relative_attention`."""
     key_grid = grid if key_grid is None else key_grid
     # At least single precision, as inside fused kernels: logits, softmax, sums over tiles would lose too much.
     dtype = query.dtype
-    query, key, value = (t.to(torch.promote_types(dtype, torch.float32)) for t in (query, key, value))
+    precision = torch.promote_types(dtype, torch.float32)
+    query, key, value = (t.to(precision) for t in (query, key, value))
+    position_query = query if position_query is None else position_query.to(precision)
     attend = partial(
         _attend,
         key=key,
+        position_key=key if position_key is None else position_key.to(precision),
         value=value,
         terms=terms,
         keys=_tokens(key_grid, key.device),
@@ -62,34 +70,42 @@ def relative_attention(
         dropout_p=dropout_p,
         scale=query.shape[-1] ** -0.5 if scale is None else scale,
     )
-    attend = torch.autocast(query.device.type, enabled=False)(attend)
-    queries = _tokens(grid, query.device)
-    if torch.compiler.is_exporting():
-        # The number of tiles is not known in a graph for all sizes: one.
-        return attend(query, queries, attn_mask, 0 if is_causal else None).to(dtype)
-    if torch.is_grad_enabled():
-        attend = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=dropout_p > 0)
+    # Backward forms tiles again under the autocast state of here.
+    with without_autocast(query.device):
+        queries = _tokens(grid, query.device)
+        if torch.compiler.is_exporting() or in_transform():
+            # The number of tiles is not known in a graph for all sizes, and transforms cannot form tiles again.
+            return attend(query, position_query, queries, attn_mask, 0 if is_causal else None).to(dtype)
+        if torch.is_grad_enabled():
+            attend = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=dropout_p > 0)
+        tiles = []
+        for part in _parts(query, key):
+            here = Tokens(queries.y[:, part], queries.x[:, part], queries.placed[part])
+            mask = attn_mask
+            if mask is not None and mask.dim() > 1 and mask.shape[-2] > 1:
+                mask = mask[..., part, :]
+            first = part.start if is_causal else None
+            tiles.append(attend(query[:, :, part], position_query[:, :, part], here, mask, first))
+        out = torch.cat(tiles, dim=2) if tiles else value.new_zeros(*query.shape[:3], value.shape[-1])
+        return out.to(dtype)
+
+
+def _parts(query: Tensor, key: Tensor) -> Iterator[slice]:
     batch, heads, length, _ = query.shape
     step = max(LEAST_QUERIES, TILE_LOGITS // max(1, batch * heads * key.shape[2]))
-    tiles = []
     for start in range(0, length, step):
-        part = slice(start, start + step)
-        here = Tokens(queries.y[:, part], queries.x[:, part], queries.placed[part])
-        mask = attn_mask
-        if mask is not None and mask.dim() > 1 and mask.shape[-2] > 1:
-            mask = mask[..., part, :]
-        tiles.append(attend(query[:, :, part], here, mask, start if is_causal else None))
-    out = torch.cat(tiles, dim=2) if tiles else value.new_zeros(batch, heads, 0, value.shape[-1])
-    return out.to(dtype)
+        yield slice(start, start + step)
 
 
 def _attend(
     query: Tensor,
+    position_query: Tensor,
     queries: Tokens,
     attn_mask: Tensor | None,
     causal_start: int | None,
     *,
     key: Tensor,
+    position_key: Tensor,
     value: Tensor,
     terms: RelativeTerms,
     keys: Tokens,
@@ -106,12 +122,12 @@ def _attend(
     logits = query @ key.transpose(-2, -1)
     if terms.key is not None:
         table, picks = entries(terms.key, query.dtype)
-        per_offset = query @ table.transpose(-2, -1)
+        per_offset = position_query @ table.transpose(-2, -1)
         for pick in picks:
             logits = logits + per_offset.gather(-1, pick.expand_as(logits))
     if terms.query is not None:
         table, picks = entries(terms.query, key.dtype)
-        per_offset = key @ table.transpose(-2, -1)
+        per_offset = position_key @ table.transpose(-2, -1)
         for pick in picks:
             logits = logits + per_offset.gather(-1, pick.transpose(-2, -1).expand_as(logits.mT)).mT
     logits = logits * scale

@@ -115,24 +115,27 @@ def key_mask(grid: Grid) -> Tensor | None:
     return torch.cat((valid.new_ones(valid.shape[0], grid.prefix), valid), dim=1)
 
 
-def _checked_sizes(height: int, width: int, prefix: int) -> tuple[int, int, int]:
-    """The sizes as integers of Python; those of NumPy are welcome."""
+def _checked_sizes(height: int, width: int, prefix: int) -> list[int]:
     sizes = []
     for name, size, least in (("height", height, 1), ("width", width, 1), ("prefix", prefix, 0)):
-        if isinstance(size, bool) or not isinstance(size, (int, Integral)):
+        if isinstance(size, bool) or not isinstance(size, Integral):
             raise TypeError(f"{name} must be an int, got {size!r} of type {type(size).__name__}")
         if size < least:
             raise ValueError(f"{name} must be at least {least}, got {size}")
         sizes.append(size if isinstance(size, int) else int(size))
-    return tuple(sizes)
+    return sizes
 
 
 def _check_integers(name: str, coords: Tensor) -> None:
+    if not isinstance(coords, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(coords).__name__}")
     if coords.is_floating_point() or coords.is_complex() or coords.dtype == torch.bool:
         raise TypeError(f"{name} must hold integers, got dtype {coords.dtype}")
 
 
 def _check_boolean(name: str, valid: Tensor) -> None:
+    if not isinstance(valid, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(valid).__name__}")
     if valid.dtype != torch.bool:
         raise TypeError(f"{name} must be boolean, got dtype {valid.dtype}")
 
@@ -145,4 +148,4 @@ def _check_bounds(name: str, coords: Tensor, height: int, width: int) -> None:
     lowest, highest = torch.stack(coords.flatten(0, -2).aminmax(dim=0)).tolist()
     for line, low, high, size in zip(("row", "column"), lowest, highest, (height, width), strict=True):
         if low < 0 or high >= size:
-            raise ValueError(f"{name} hold {line}s from {low} to {high}, the grid has 0 to {size - 1}")
+            raise ValueError(f"{name}: {line}s from {low} to {high}, the grid has 0 to {size - 1}")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from relvit.ops.channels import Channels, Pick, Picks, join_tables, with_width
+from relvit.ops.precision import without_autocast
 from relvit.ops.rebuilt import Rebuilt
 from relvit.ops.terms import AxisTables, RelativeTerms
 
@@ -100,7 +101,7 @@ def shorten(out: Tensor, content: int, table: Tensor | None, appended: Channels)
         # Half precision is left for sums over several marginals, and rounded to once, as by stock attention.
         precision = torch.promote_types(out.dtype, torch.float32)
         on_entries = sum_by_entry(parts[1].to(precision), appended.picks.value, table.shape[-2])
-        with torch.autocast(out.device.type, enabled=False):
+        with without_autocast(out.device):
             result = (parts[0] + times_table(on_entries, table.to(precision))).to(out.dtype).transpose(1, 2)
     return result if appended.alive is None else torch.where(appended.alive, result, 0.0)
 
@@ -114,3 +115,11 @@ def sum_by_entry(marginals: Tensor, pick: Pick, entries: int) -> Tensor:
 def times_table(weights: Tensor, table: Tensor) -> Tensor:
     """(B, N, heads, entries) by a table ([heads,] entries, dim) -> (B, N, heads, dim)."""
     return weights @ table if table.dim() == 2 else torch.einsum("bnhe,hed->bnhd", weights, table)
+
+
+def add_times_table(result: Tensor, weights: Tensor, table: Tensor) -> None:
+    """Add `times_table` to a contiguous (B, N, heads, dim), in place: fresh memory costs as much as the product."""
+    if table.dim() == 2:
+        result.view(-1, result.shape[-1]).addmm_(weights.flatten(0, 2), table)
+    else:
+        result += times_table(weights, table)

@@ -44,18 +44,22 @@ def relative_attention(
     is_causal: bool = False,
     dropout_p: float = 0.0,
     scale: float | None = None,
+    position_query: Tensor | None = None,
+    position_key: Tensor | None = None,
 ) -> Tensor:
     """Attention with relative terms, term by term as in the paper; see `relvit.ops.relative_attention`."""
     key_grid = grid if key_grid is None else key_grid
     scale = query.shape[-1] ** -0.5 if scale is None else scale
+    position_query = query if position_query is None else position_query
+    position_key = key if position_key is None else position_key
 
     logits = torch.einsum("bhid,bhjd->bhij", query, key)
     if terms.key is not None:
         vectors = _pair_vectors(terms.key, terms.bucketing, grid, key_grid, query)
-        logits = logits + torch.einsum("bhid,bhijd->bhij", query, vectors)
+        logits = logits + torch.einsum("bhid,bhijd->bhij", position_query, vectors)
     if terms.query is not None:
         vectors = _pair_vectors(terms.query, terms.bucketing, grid, key_grid, key)
-        logits = logits + torch.einsum("bhjd,bhijd->bhij", key, vectors)
+        logits = logits + torch.einsum("bhjd,bhijd->bhij", position_key, vectors)
     logits = logits * scale
     if terms.bias is not None:
         tables = type(terms.bias)(*(table[..., None] for table in terms.bias))

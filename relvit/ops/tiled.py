@@ -23,7 +23,8 @@ from torch.autograd.function import FunctionCtx
 
 from relvit.ops.channels import Pick, distances_of, join_tables, picks, places_of_queries
 from relvit.ops.grid import Grid, key_mask, patch_coords
-from relvit.ops.longer import logits_of_keys, logits_of_queries, sum_by_entry, times_table
+from relvit.ops.longer import add_times_table, logits_of_keys, logits_of_queries, sum_by_entry, times_table
+from relvit.ops.precision import without_autocast
 from relvit.ops.rebuilt import Rebuilt
 from relvit.ops.terms import RelativeTerms
 
@@ -109,18 +110,23 @@ def relative_attention(
     is_causal: bool = False,
     dropout_p: float = 0.0,
     scale: float | None = None,
+    position_query: Tensor | None = None,
+    position_key: Tensor | None = None,
 ) -> Tensor:
     """Attention with relative terms, tile by tile; see `relvit.ops.relative_attention`."""
     key_grid = grid if key_grid is None else key_grid
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     # At least single precision, as inside fused kernels: logits, softmax, sums over tiles would lose too much.
     dtype = query.dtype
-    query, key, value = (t.to(torch.promote_types(dtype, torch.float32)) for t in (query, key, value))
-    with torch.autocast(query.device.type, enabled=False):
+    precision = torch.promote_types(dtype, torch.float32)
+    query, key, value = (t.to(precision) for t in (query, key, value))
+    position_query = query if position_query is None else position_query.to(precision)
+    position_key = key if position_key is None else position_key.to(precision)
+    with without_autocast(query.device):
         needed = picks(terms, grid, key_grid, query)
         with Rebuilt() as rebuilt:
-            query_logits = logits_of_queries(query, terms, needed, scale, rebuilt)
-            key_logits = logits_of_keys(key, terms, needed, rebuilt)
+            query_logits = logits_of_queries(position_query, terms, needed, scale, rebuilt)
+            key_logits = logits_of_keys(position_key, terms, needed, rebuilt)
         table = None if terms.value is None else join_tables(terms.value, needed.value.reach, value.dtype)
         valid = key_mask(key_grid)
         job = Job(
@@ -166,12 +172,12 @@ class Tiles(torch.autograd.Function):
             weights = _weights(query, key, query_logits, key_logits, attn_mask, job, tile)
             if job.dropout_p:
                 weights *= _kept(weights, job, tile)
-            result[tile.samples, tile.queries] = _product(weights, value[tile.samples]).transpose(1, 2)
+            _set_product(result[tile.samples, tile.queries].transpose(1, 2), weights, value[tile.samples])
             if table is not None:
                 from_pairs(weights, _of(job.keys, tile), marginals[tile.samples, tile.queries].transpose(1, 2))
         if table is not None:
             on_entries = sum_by_entry(marginals, job.value, table.shape[-2])
-            result += times_table(on_entries, table)
+            add_times_table(result, on_entries, table)
         result = result.transpose(1, 2)
         ctx.save_for_backward(query, key, value, query_logits, key_logits, table, attn_mask, on_entries, result)
         ctx.job = job
@@ -183,7 +189,7 @@ class Tiles(torch.autograd.Function):
             # Marked as differentiable once, it would be left out of second derivatives without a word.
             raise RuntimeError("backend 'tiled' has no second derivatives (create_graph=True): use backend='gathered'")
         # As forward; backward may run inside of a user's autocast.
-        with torch.autocast(grad.device.type, enabled=False):
+        with without_autocast(grad.device):
             return _backward(ctx, grad)
 
 
@@ -193,7 +199,7 @@ def _backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
     grad_marginals = grad_table = None
     if table is not None:
         tokens = grad.transpose(1, 2)
-        per_entry = times_table(tokens, table.mT).transpose(1, 2) * job.scale
+        per_entry = times_table(tokens, table.mT * job.scale).transpose(1, 2)
         grad_marginals = per_entry.gather(-1, job.value.index.expand(*per_entry.shape[:-1], -1))
         if table.dim() == 2:
             grad_table = on_entries.flatten(0, 2).mT @ tokens.flatten(0, 2)
@@ -222,7 +228,7 @@ def _backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         if grad_mask is not None:
             part = _part_of_mask(grad_mask, tile)
             part += grad_logits.sum_to_size(part.shape) / job.scale
-        grad_query[samples, :, queries] = _product(grad_logits, key[samples])
+        _set_product(grad_query[samples, :, queries], grad_logits, key[samples])
         tile.add_product(grad_key, grad_logits.mT, query[samples, :, queries])
         if query_logits is not None:
             from_pairs(grad_logits, _of(job.keys, tile), grad_query_logits[samples, :, queries])
@@ -243,7 +249,7 @@ class Tile(NamedTuple):
     def add_product(self, total: Tensor, left: Tensor, right: Tensor) -> None:
         """Add to the samples' total over all their tiles, of which the first one sets it."""
         if self.queries.start == 0:
-            total[self.samples] = _product(left, right)
+            _set_product(total[self.samples], left, right)
         else:
             _add_product(total[self.samples], left, right, 1.0, 1.0)
 
@@ -372,6 +378,14 @@ def _with_four_axes(mask: Tensor) -> Tensor:
 def _product(left: Tensor, right: Tensor) -> Tensor:
     """(b, heads, ., .) by (b, heads, ., .); one sample's heads need no copy, however they lie in memory."""
     return torch.bmm(left.flatten(0, 1), right.flatten(0, 1)).unflatten(0, left.shape[:2])
+
+
+def _set_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total <- left right; for one sample straight into its memory, wherever heads lie there."""
+    if total.shape[0] == 1:
+        torch.bmm(left[0], right[0], out=total[0])
+    else:
+        total.copy_(_product(left, right))
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float) -> None:

@@ -87,12 +87,14 @@ def check_same_network(path: str | Path, remembered: dict[str, Any], asked: Mapp
     Raises:
         ValueError: another architecture, other classes, another image size or number of channels.
     """
-    for name in ("model", "model_kwargs", "num_classes", "in_chans", "img_size", "class_names"):
-        trained, wanted = remembered["model"][name], _plain(asked[name])
+    for name in ("model", "model_kwargs", "retrofit", "num_classes", "in_chans", "img_size", "class_names"):
+        # Checkpoints of before there was `retrofit` do not hold it.
+        trained, wanted = remembered["model"].get(name), _plain(asked[name])
         if isinstance(trained, dict) and isinstance(wanted, dict):
             differ = [key for key in {**trained, **wanted} if trained.get(key) != wanted.get(key)]
             trained, wanted = ({key: side.get(key) for key in differ} for side in (trained, wanted))
-        if (trained or None) != (wanted or None):
+        # No arguments are as good as none, but for `retrofit`, where {} is a retrofit with the defaults.
+        if trained != wanted and (trained or wanted or name == "retrofit"):
             raise ValueError(
                 f"{path} was trained with {name} {_short(trained)}, not {_short(wanted)}: drop that option"
             )

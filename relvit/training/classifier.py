@@ -33,6 +33,8 @@ class ImageClassifier(LightningModule):
         img_size: image size that the model is built for; evaluation may use others.
         class_names: names of the classes in order.
         model_kwargs: further arguments of the model, checked against its signature.
+        retrofit: arguments of `relvit.retrofit`, which gives a timm model relative positions; {} for its defaults, None
+            to leave the model as it is.
         lr: peak learning rate.
         weight_decay: AdamW's decay; biases, norms and position tables take none.
         warmup_epochs: length of the linear warm-up in epochs, fractions allowed.
@@ -51,6 +53,7 @@ class ImageClassifier(LightningModule):
         img_size: int | tuple[int, int] | None = None,
         class_names: list[str] | None = None,
         model_kwargs: dict[str, Any] | None = None,
+        retrofit: dict[str, Any] | None = None,
         lr: float = 1e-3,
         weight_decay: float = 0.05,
         warmup_epochs: float = 5.0,
@@ -65,7 +68,7 @@ class ImageClassifier(LightningModule):
         if not 0 <= label_smoothing < 1:
             raise ValueError(f"label_smoothing must lie in 0 <= x < 1, got {label_smoothing}")
         self.save_hyperparameters()
-        self.net = build_model(model, num_classes, in_chans, img_size, model_kwargs)
+        self.net = build_model(model, num_classes, in_chans, img_size, model_kwargs, retrofit)
         # torchmetrics objects count every sample of every process once, whatever the batch sizes.
         accuracies = {
             f"acc{k}": MulticlassAccuracy(num_classes, top_k=k, average="micro") for k in (1, 5) if k <= num_classes

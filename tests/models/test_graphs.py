@@ -30,8 +30,12 @@ VARIANTS += [
     {"bucketing": "piecewise"},
     {"shared_heads": False},
     {"pos_embed": "learn", "img_size": 32},
+    {"pos_embed": "axial", "img_size": (32, 48)},
+    {"pos_embed": "axial-sum", "img_size": (32, 48)},
     {"rel_terms": "qkvb", "layout": "joint"},
 ]
+# Within SIZES smaller and larger ones, of both axes.
+ABSOLUTE = [{"pos_embed": "learn", "img_size": 32}, {"pos_embed": "axial", "img_size": (32, 48)}]
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
@@ -42,7 +46,7 @@ def test_exported_once_for_all_sizes(variant):
         torch.testing.assert_close(exported(images(*size)), model(images(*size)), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("variant", [{}, {"rel_terms": "qkvb"}, {"layout": "joint"}], ids=str)
+@pytest.mark.parametrize("variant", [{}, {"rel_terms": "qkvb"}, {"layout": "joint"}, *ABSOLUTE], ids=str)
 def test_onnx_runtime_gives_the_same_at_all_sizes(variant, tmp_path):
     model = build(**variant)
     program = torch.onnx.export(model, (images(24, 16),), dynamic_shapes=any_size(), dynamo=True, verbose=False)
@@ -53,7 +57,7 @@ def test_onnx_runtime_gives_the_same_at_all_sizes(variant, tmp_path):
         torch.testing.assert_close(torch.from_numpy(logits), model(images(*size)).detach(), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("variant", [{}, {"rel_terms": "qkvb"}, {"pos_embed": "learn"}], ids=str)
+@pytest.mark.parametrize("variant", [{}, {"rel_terms": "qkvb"}, *ABSOLUTE], ids=str)
 def test_compiled_without_break_into_one_graph_for_all_sizes(variant):
     model = build(**variant)
     graphs = []
@@ -70,8 +74,9 @@ def test_compiled_without_break_into_one_graph_for_all_sizes(variant):
     assert len(graphs) == 1
 
 
-def test_compiled_training_step_has_the_gradients_of_the_plain_one():
-    model = build(rel_terms="qkvb")
+@pytest.mark.parametrize("variant", [{"rel_terms": "qkvb"}, *ABSOLUTE], ids=str)
+def test_compiled_training_step_has_the_gradients_of_the_plain_one(variant):
+    model = build(**variant)
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
     for size in SIZES[:2]:
@@ -83,9 +88,9 @@ def test_compiled_training_step_has_the_gradients_of_the_plain_one():
             torch.testing.assert_close(grad, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("variant", [{}, {"rel_terms": "qkvb"}, {"layout": "joint"}], ids=str)
+@pytest.mark.parametrize("variant", [{}, {"rel_terms": "qkvb"}, {"layout": "joint"}, *ABSOLUTE], ids=str)
 def test_symbolic_tracing_for_feature_extraction(variant):
-    model = build(img_size=32, **variant)
+    model = build(**{"img_size": 32, **variant})
     traced = create_feature_extractor(model, ["head"])
     x = images(32, 32)
     assert torch.equal(traced(x)["head"], model(x))

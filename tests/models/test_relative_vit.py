@@ -164,25 +164,52 @@ def test_intermediates_are_the_features():
     torch.testing.assert_close(pyramid(x)[1], pyramid.model.forward_intermediates(x, [1], intermediates_only=True)[0])
 
 
-@pytest.mark.parametrize("name", ["relvit_tiny", "relvit_small", "relvit_base", "relvit_large", "test_relvit"])
-def test_registered_models_are_what_they_say(name):
-    assert timm.is_model(name)
+# Width, blocks, heads, patch, image, registers, classes.
+FAMILY = {
+    "relvit_tiny": (192, 12, 3, 16, 224, 0, 1000),
+    "relvit_small": (384, 12, 6, 16, 224, 0, 1000),
+    "relvit_base": (768, 12, 12, 16, 224, 0, 1000),
+    "relvit_large": (1024, 24, 16, 16, 224, 0, 1000),
+    "relvit_small_reg4_gap": (384, 12, 6, 16, 224, 4, 1000),
+    "relvit_base_reg4_gap": (768, 12, 12, 16, 224, 4, 1000),
+    "relvit_tiny_patch4_32": (192, 12, 3, 4, 32, 0, 10),
+    "relvit_small_patch4_32": (384, 12, 6, 4, 32, 0, 10),
+    "test_relvit": (64, 6, 2, 16, 160, 0, 1000),
+}
+OPTIONS = {"rel_terms": "k", "max_distance": (2, 3), "layout": "joint", "shared_heads": False}
+# Numbers of absolute embeddings for a grid of side x side patches.
+EMBEDDINGS = {
+    "": lambda side, registers, width: 0,
+    "learn": lambda side, registers, width: (registers + side * side) * width,
+    "axial": lambda side, registers, width: side * width,
+    "axial-sum": lambda side, registers, width: 2 * side * width,
+}
+
+
+@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize("pos_embed", EMBEDDINGS)
+def test_registered_models_are_what_they_say(name, pos_embed):
+    options = OPTIONS if pos_embed else {}
     with torch.device("meta"):
-        model = timm.create_model(name)
-    width, depth, heads = {
-        "relvit_tiny": (192, 12, 3),
-        "relvit_small": (384, 12, 6),
-        "relvit_base": (768, 12, 12),
-        "relvit_large": (1024, 24, 16),
-        "test_relvit": (64, 6, 2),
-    }[name]
-    hidden = int(width * (3 if name == "test_relvit" else 4))
-    block = 4 * width * width + 4 * width + 2 * width * hidden + hidden + width + 4 * width + 4 * 15 * (width // heads)
-    expected = (3 * 16 * 16 + 1) * width + depth * block + 2 * width + (width + 1) * 1000
+        model = timm.create_model(name, pos_embed=pos_embed, **options)
+    width, depth, heads, patch, image, registers, classes = FAMILY[name]
+    hidden = width * (3 if name == "test_relvit" else 4)
+    tables = (heads * 5 * 7 if options else 2 * 2 * 15) * (width // heads)
+    block = 4 * width * width + 4 * width + 2 * width * hidden + hidden + width + 4 * width + tables
+    stem = (3 * patch * patch + 1 + registers) * width + EMBEDDINGS[pos_embed](image // patch, registers, width)
+    expected = stem + depth * block + 2 * width + (width + 1) * classes
     assert sum(p.numel() for p in model.parameters()) == expected
-    assert model.pretrained_cfg["license"] == "apache-2.0"
-    state = dict(model.named_parameters())
-    assert {f"{model.pretrained_cfg[key]}.weight" for key in ("first_conv", "classifier")} <= set(state)
+    cfg = model.pretrained_cfg
+    assert cfg["license"] == "apache-2.0"
+    assert cfg["input_size"] == (3, image, image)
+    assert cfg["num_classes"] == model.num_classes == classes
+    assert {f"{cfg[key]}.weight" for key in ("first_conv", "classifier")} <= set(dict(model.named_parameters()))
+    assert model.patch_embed.grid_size == (image // patch,) * 2
+    assert (model.num_prefix_tokens, model.global_pool) == (registers, "avg")
+
+
+def test_all_registered_models_are_in_the_list():
+    assert set(timm.list_models("*relvit*")) == set(FAMILY)
 
 
 def test_autocast_with_normalised_queries():
@@ -200,8 +227,6 @@ def test_dropout_on_tokens_is_not_ignored_without_an_absolute_embedding():
 
 
 def test_errors():
-    with pytest.raises(ValueError, match=r"must be one of '', 'learn', got 'lern' \(did you mean 'learn'\?\)"):
-        build(pos_embed="lern")
     with pytest.raises(ValueError, match="dynamic_img_size cannot be chosen"):
         build(dynamic_img_size=True)
     with pytest.raises(ValueError, match="each at most once, got 'kz'"):

@@ -17,10 +17,10 @@ def test_prefix_tokens_are_always_valid():
     assert key_mask(grid).tolist() == [[True, True, True, False, True]]
 
 
-def test_sizes_may_be_numpys():
-    grid = make_grid(*np.array([2, 3, 1]))
+def test_sizes_may_be_integers_of_numpy():
+    grid = make_grid(np.int64(2), np.int32(3), np.int64(1))
     assert grid == make_grid(2, 3, 1)
-    assert {type(size) for size in grid[:3]} == {int}
+    assert all(type(size) is int for size in grid[:3])
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,8 @@ def test_sizes_may_be_numpys():
     [
         ({"height": 0, "width": 3}, ValueError, "height must be at least 1, got 0"),
         ({"height": 2.0, "width": 3}, TypeError, "height must be an int, got 2.0 of type float"),
+        ({"height": 2, "width": 3, "coords": [[0, 0]]}, TypeError, "coords must be a tensor, got list"),
+        ({"height": 2, "width": 3, "valid": [True] * 6}, TypeError, "valid must be a tensor, got list"),
         ({"height": 2, "width": 3, "prefix": -1}, ValueError, "prefix must be at least 0, got -1"),
         ({"height": 2, "width": 3, "coords": torch.zeros(4, 2)}, TypeError, "coords must hold integers"),
         ({"height": 2, "width": 3, "coords": torch.zeros(4, 3, dtype=torch.long)}, ValueError, r"got \(4, 3\)"),

@@ -4,29 +4,20 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from draws import assert_all_close, draw, draw_terms, gradients, tables_of
+from draws import BACKENDS, assert_all_close, draw, draw_terms, gradients, tables_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from timm.data.naflex_dataset import NaFlexCollator
 from timm.data.naflex_transforms import Patchify
 
-from relvit.ops import RelativeTerms, gathered, grid_from_naflex, make_grid, num_tokens, relative_attention, tiled
+from relvit.ops import RelativeTerms, grid_from_naflex, make_grid, num_tokens, relative_attention
 
-BACKENDS = ("reference", "fused", "tiled", "gathered")
+pytestmark = pytest.mark.usefixtures("several_tiles")
+
 PATCH = 4
 BATCH, HEADS, DIM = 2, 2, 5
 # Large enough to swamp everything if it came through; the logits of padding must stay below the mask's -1e9.
 GARBAGE = 1e5
-
-
-@pytest.fixture(autouse=True, scope="module")
-def several_tiles():
-    """Small cases must still be made of several tiles, the last one smaller."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (tiled, gathered):
-            patch.setattr(module, "TILE_LOGITS", 1)
-            patch.setattr(module, "LEAST_QUERIES", 4)
-        yield
 
 
 def cut_by_hand(image):
@@ -103,9 +94,9 @@ VALID = torch.tensor([[True, False], [True, True]])
         (torch.zeros(2, 2, 2, dtype=int), VALID.int(), (3, 4), TypeError, "patch_valid must be boolean, got .*int32"),
         (torch.zeros(2, 2, 2, dtype=int), VALID[:1], (3, 4), ValueError, r"patch_valid .* \(2, 2\), got \(1, 2\)"),
         (torch.zeros(2, 2, 2, dtype=int), VALID[0], (3, 4), ValueError, r"patch_valid .* \(2, 2\), got \(2,\)"),
-        (torch.full((2, 2, 2), 3), VALID, (3, 4), ValueError, "patch_coord hold rows from 0 to 3, the grid has 0 to 2"),
-        (torch.full((2, 2, 2), 3), None, (4, 3), ValueError, "patch_coord hold columns from 3 to 3, .* has 0 to 2"),
-        (torch.full((2, 2, 2), -1), VALID, (3, 4), ValueError, "patch_coord hold rows from -1 to 0"),
+        (torch.full((2, 2, 2), 3), VALID, (3, 4), ValueError, "patch_coord: rows from 0 to 3, the grid has 0 to 2"),
+        (torch.full((2, 2, 2), 3), None, (4, 3), ValueError, "patch_coord: columns from 3 to 3, .* has 0 to 2"),
+        (torch.full((2, 2, 2), -1), VALID, (3, 4), ValueError, "patch_coord: rows from -1 to 0"),
         (torch.zeros(2, 2, 2, dtype=int), VALID, (3.0, 4), TypeError, "height must be an int, got 3.0"),
         (torch.zeros(2, 2, 2, dtype=int), VALID, (3, 0), ValueError, "width must be at least 1, got 0"),
     ],

@@ -49,12 +49,47 @@ def pair_entry(tables, head, query_place, key_place, bucketing, vector=True):
     return total
 
 
-def attention(query, key, value, terms, places, key_places=None, valid=None, mask=None, scale=None):
+def rotate(tokens, sines_cosines, prefix, half):
+    """Rotary embedding (Su et al. 2021, arXiv 2104.09864, eq. 34) of (B, heads, N, width), one number at a time.
+
+    `sines_cosines` broadcasts to (B, heads, N - prefix, 2 width), sines first. Channel c turns with its neighbour, or
+    with `half` with the channel half the width away.
+    """
+    batch, heads, count, width = tokens.shape
+    spread = sines_cosines.expand(batch, heads, count - prefix, 2 * width)
+    rotated = tokens.clone()
+    for b in range(batch):
+        for h in range(heads):
+            for n in range(prefix, count):
+                for c in range(width):
+                    first = c < width // 2 if half else c % 2 == 0
+                    step = width // 2 if half else 1
+                    other = tokens[b, h, n, c + step] * -1 if first else tokens[b, h, n, c - step]
+                    sine, cosine = spread[b, h, n - prefix, c], spread[b, h, n - prefix, width + c]
+                    rotated[b, h, n, c] = cosine * tokens[b, h, n, c] + sine * other
+    return rotated
+
+
+def attention(
+    query,
+    key,
+    value,
+    terms,
+    places,
+    key_places=None,
+    valid=None,
+    mask=None,
+    scale=None,
+    position_query=None,
+    position_key=None,
+):
     """Output for each sample, head and query; `terms` has the fields of `RelativeTerms`.
 
     `places[b][i]` is (row, column) or None; `valid[b][j]` says whether key j exists; `mask[b][h][i][j]` is added to the
-    scaled logit.
+    scaled logit; vectors of the tables meet `position_query` and `position_key`, contents `query` and `key`.
     """
+    position_query = query if position_query is None else position_query
+    position_key = key if position_key is None else position_key
     key_places = places if key_places is None else key_places
     batch, heads, queries, width = query.shape
     scale = width**-0.5 if scale is None else scale
@@ -72,9 +107,9 @@ def attention(query, key, value, terms, places, key_places=None, valid=None, mas
                     bias = pair_entry(terms.bias, *pair, vector=False)
                     logit = (query[b, h, i] * key[b, h, j]).sum()
                     if a_k is not None:
-                        logit = logit + (query[b, h, i] * a_k).sum()
+                        logit = logit + (position_query[b, h, i] * a_k).sum()
                     if a_q is not None:
-                        logit = logit + (key[b, h, j] * a_q).sum()
+                        logit = logit + (position_key[b, h, j] * a_q).sum()
                     logit = scale * logit
                     if bias is not None:
                         logit = logit + bias

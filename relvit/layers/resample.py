@@ -1,0 +1,65 @@
+"""Learned absolute embeddings at another grid size, as products with matrices."""
+
+import torch
+from torch import Tensor
+
+from relvit.ops.precision import without_autocast
+from relvit.ops.scripted import register_operator
+
+
+def resample_embedding(
+    embedding: Tensor, old_size: tuple[int, int], new_size: tuple[int, int], prefix: int = 0
+) -> Tensor:
+    """Bicubic interpolation with antialiasing of an embedding per patch, as timm's `resample_abs_pos_embed`.
+
+    Unlike `torch.nn.functional.interpolate`, whose bicubic backward cannot be compiled for sizes that vary (PyTorch
+    2.15), this is two products, with weights (new, old) per axis: one expression for all sizes, the old one included.
+
+    Args:
+        embedding: (1, prefix + h w, dim), patches in raster order.
+        old_size: rows and columns, h and w, of the grid that the embedding belongs to.
+        new_size: rows and columns, H and W, of the grid that is wanted.
+        prefix: number of leading tokens, which keep their embedding.
+
+    Returns:
+        (1, prefix + H W, dim), dtype of the embedding; computed in float32 at least, autocast or not.
+    """
+    if torch.jit.is_scripting():
+        return torch.ops.relvit.resample_embedding(embedding, old_size, new_size, prefix)
+    first, patches = embedding[:, :prefix], embedding[:, prefix:]
+    precision = torch.promote_types(embedding.dtype, torch.float32)
+    rows, cols = (
+        bicubic_weights(old, new, embedding.device, precision) for old, new in zip(old_size, new_size, strict=True)
+    )
+    with without_autocast(embedding.device):
+        patches = patches.to(precision).unflatten(1, old_size)
+        patches = torch.einsum("Yy,byxd->bYxd", rows, patches)
+        patches = torch.einsum("Xx,bYxd->bYXd", cols, patches)
+    return torch.cat((first, patches.flatten(1, 2).to(embedding.dtype)), dim=1)
+
+
+def bicubic_weights(old: int, new: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """What each of `old` points contributes to each of `new` ones, (new, old); each row adds up to 1.
+
+    Keys' cubic kernel (1981, with a = -1/2), which is as wide as the distance between points, of the old ones or of
+    the new ones, whichever is larger; beyond the border there is nothing. So does PyTorch with `antialias=True`.
+    """
+    ours, theirs = torch.arange(new, device=device)[:, None], torch.arange(old, device=device)
+    # Integers up to here: at the old size distances are whole, and the weights are exactly those of the identity.
+    distance = ((2 * theirs + 1) * new - (2 * ours + 1) * old).abs().to(dtype) / (2 * larger(new, old))
+    near = (1.5 * distance - 2.5) * distance**2 + 1
+    far = ((2.5 - 0.5 * distance) * distance - 4) * distance + 2
+    weights = torch.where(distance < 1, near, torch.where(distance < 2, far, 0.0))
+    return weights / weights.sum(dim=1, keepdim=True)
+
+
+def larger(one: int, other: int) -> int:
+    """The larger of two sizes, which may be symbols, or to `torch.jit.trace` tensors."""
+    if torch.jit.is_tracing():
+        return torch.maximum(torch.as_tensor(one), torch.as_tensor(other))
+    return torch.sym_max(one, other)
+
+
+register_operator(
+    "resample_embedding(Tensor embedding, int[2] old_size, int[2] new_size, int prefix) -> Tensor", resample_embedding
+)

@@ -1,0 +1,15 @@
+"""What tests of the operations share."""
+
+import pytest
+
+from relvit.ops import gathered, tiled
+
+
+@pytest.fixture(scope="module")
+def several_tiles():
+    """Small cases must still be made of several tiles, the last one smaller."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (tiled, gathered):
+            patch.setattr(module, "TILE_LOGITS", 1)
+            patch.setattr(module, "LEAST_QUERIES", 4)
+        yield

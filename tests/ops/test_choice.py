@@ -1,0 +1,87 @@
+"""Which backend runs, and that it is the one that is said to run."""
+
+import pytest
+import torch
+from draws import draw_case, leaves
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from relvit.ops import attention, choose, relative_attention
+
+pytestmark = pytest.mark.usefixtures("several_tiles")
+
+
+@pytest.mark.parametrize(
+    ("case", "options", "backend", "reason"),
+    [
+        ({}, {}, "tiled", "on the CPU"),
+        ({"layout": "joint"}, {}, "gathered", "joint tables"),
+        ({}, {"dropout_p": 0.1}, "tiled", "on the CPU"),
+        ({"which": ""}, {}, "tiled", "on the CPU"),
+        ({}, {"attn_mask": torch.ones(42, 42, dtype=torch.bool)}, "tiled", "on the CPU"),
+    ],
+)
+@pytest.mark.parametrize("gradient", [False, True])
+def test_auto_runs_what_it_says(case, options, backend, reason, gradient, monkeypatch):
+    q, k, v, terms, grid = draw_case(6, 7, **case)
+    if gradient:
+        leaves(q, k, v, terms)
+    ran = spied_backends(monkeypatch)
+    relative_attention(q, k, v, terms, grid, **options)
+    choice = choose(q, k, v, terms, grid)
+    assert ran == [backend] == [choice.backend]
+    assert reason in choice.reason
+    assert ("no gradient" in choice.keeps) == (not gradient)
+
+
+def spied_backends(monkeypatch):
+    """Names of the backends that have run so far."""
+    ran = []
+    for name, module in attention.BACKENDS.items():
+        original = module.relative_attention
+        spy = lambda *args, name=name, original=original: ran.append(name) or original(*args)  # noqa: E731
+        monkeypatch.setattr(module, "relative_attention", spy)
+    return ran
+
+
+def test_auto_takes_what_has_all_derivatives_where_they_are_asked_for(monkeypatch):
+    q, k, v, terms, grid = draw_case(3, 4)
+    ran = spied_backends(monkeypatch)
+    with sdpa_kernel(SDPBackend.MATH):
+        relative_attention(q, k, v, terms, grid)
+        assert "second derivatives" in choose(q, k, v, terms, grid).reason
+    torch.func.vmap(lambda q: relative_attention(q[None], k[:1], v[:1], terms, grid))(q)
+    assert ran == ["fused", "gathered"]
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_traced_graphs_take_the_stock_attention():
+    q, k, v, terms, grid = draw_case(3, 4)
+    traced = torch.jit.trace(lambda q, k, v: relative_attention(q, k, v, terms, grid), (q, k, v), check_trace=False)
+    torch.testing.assert_close(traced(k, v, q), relative_attention(k, v, q, terms, grid), rtol=0, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_tiles_refuse_to_be_part_of_graphs_and_transforms():
+    q, k, v, terms, grid = draw_case(3, 4)
+
+    def attend(q, k, v):
+        return relative_attention(q, k, v, terms, grid, backend="tiled")
+
+    with pytest.raises(ValueError, match="backend 'tiled' can be no part of graphs"):
+        torch.jit.trace(attend, (q, k, v))
+    with pytest.raises(ValueError, match="backend 'tiled' can be no part of graphs"):
+        torch.func.grad(lambda q: attend(q, k, v).sum())(q)
+
+
+def on_a_gpu(**changes):
+    case = {"device": "cuda", "dtype": torch.bfloat16, "joint": False, "width": 96}
+    case |= {"graph": False, "transform": False, "stock": False}
+    case = attention.Case(**{**case, "gradient": True, **changes})
+    return next(choice.backend for applies, choice in attention.RULES if applies(case))
+
+
+def test_the_rules_for_gpus():
+    assert on_a_gpu() == on_a_gpu(width=256) == on_a_gpu(dtype=torch.float32) == "fused"
+    assert on_a_gpu(width=257) == on_a_gpu(dtype=torch.float64) == "tiled"
+    assert on_a_gpu(width=257, graph=True) == "fused"
+    assert on_a_gpu(joint=True, graph=True) == "gathered"

@@ -1,0 +1,132 @@
+"""Derivatives of relative attention: first, second, through masks and dropout, under transforms."""
+
+import pytest
+import torch
+from draws import assert_all_close, draw_case, leaves, with_tables
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from relvit.ops import make_grid, relative_attention
+
+pytestmark = pytest.mark.usefixtures("several_tiles")
+
+
+@pytest.mark.parametrize("which", ["k", "v", "kv", "qb", "qkvb"])
+@pytest.mark.parametrize("per_head", ["", "qkvb"])
+def test_gradcheck(which, per_head):
+    q, k, v, terms, grid = draw_case(2, 3, prefix=1, distance=(1, 1), which=which, per_head=per_head, dim=3, batch=1)
+    inputs = leaves(q, k, v, terms)
+
+    def run(q, k, v, *tables):
+        remaining = iter(tables)
+        return relative_attention(q, k, v, with_tables(terms, lambda _: next(remaining)), grid)
+
+    assert torch.autograd.gradcheck(run, inputs)
+
+
+@pytest.mark.parametrize(
+    ("layout", "backend"), [("separate", "tiled"), ("separate", "gathered"), ("joint", "gathered")]
+)
+@pytest.mark.parametrize("which", ["kv", "qkvb"])
+def test_gradcheck_of_tiles(which, layout, backend):
+    q, k, v, terms, grid = draw_case(1, 5, prefix=1, distance=(1, 1), which=which, dim=2, batch=1, layout=layout)
+
+    def run(q, k, v, *tables):
+        remaining = iter(tables)
+        return relative_attention(q, k, v, with_tables(terms, lambda _: next(remaining)), grid, backend=backend)
+
+    assert torch.autograd.gradcheck(run, leaves(q, k, v, terms))
+
+
+@pytest.mark.parametrize(("which", "backend"), [("kv", "auto"), ("qkvb", "auto"), ("qkvb", "gathered")])
+def test_second_derivatives_exist_where_those_of_stock_attention_do(which, backend):
+    q, k, v, terms, grid = draw_case(1, 2, prefix=1, distance=(1, 1), which=which, dim=2, batch=1)
+
+    def run(q, k, v, *tables):
+        remaining = iter(tables)
+        return relative_attention(q, k, v, with_tables(terms, lambda _: next(remaining)), grid, backend=backend)
+
+    inputs = leaves(q, k, v, terms)
+    with sdpa_kernel(SDPBackend.MATH):
+        assert torch.autograd.gradgradcheck(run, inputs)
+
+
+def test_tiles_refuse_second_derivatives_as_fused_kernels_do():
+    q, k, v, terms, grid = draw_case(2, 3)
+    out = relative_attention(*leaves(q, k, v, terms)[:3], terms, grid, backend="tiled")
+    with pytest.raises(RuntimeError, match="has no second derivatives"):
+        torch.autograd.grad(out.sum(), q, create_graph=True)
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (2, 1, 1, 6), (2, 2, 6, 6), (6,)])
+def test_a_learned_mask_gets_its_gradient(shape):
+    q, k, v, terms, grid = draw_case(2, 3)
+    mask = torch.randn(shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64, requires_grad=True)
+    grads = [
+        torch.autograd.grad(
+            relative_attention(q, k, v, terms, grid, attn_mask=mask, backend=backend).square().sum(), mask
+        )[0]
+        for backend in ("reference", "tiled")
+    ]
+    torch.testing.assert_close(*grads, rtol=0, atol=1e-12)
+
+
+def test_dropout_drops_in_backward_what_it_dropped_in_forward():
+    q, k, v, terms, grid = draw_case(2, 3, prefix=1, which="qkvb")
+    inputs = leaves(q, k, v, terms)
+
+    def run(q, k, v, *tables):
+        torch.manual_seed(5)
+        remaining = iter(tables)
+        changed = with_tables(terms, lambda _: next(remaining))
+        return relative_attention(q, k, v, changed, grid, dropout_p=0.4, backend="tiled")
+
+    torch.manual_seed(5)
+    assert not torch.equal(run(*inputs), relative_attention(*inputs[:3], terms, grid))
+    assert torch.autograd.gradcheck(run, inputs)
+
+
+def test_no_queries_give_keys_and_values_zero_gradients():
+    q, k, v, terms, grid = draw_case(2, 3, which="qkvb")
+    k, v, nothing = k.requires_grad_(), v.requires_grad_(), make_grid(2, 3, coords=torch.zeros(0, 2, dtype=torch.int64))
+    out = relative_attention(q[:, :, :0], k, v, terms, nothing, grid, backend="tiled")
+    assert out.shape == (2, 2, 0, 5)
+    for grad in torch.autograd.grad(out.sum(), (k, v)):
+        assert torch.equal(grad, torch.zeros_like(grad))
+
+
+def transformed(name, attend, query):
+    """What a transform of torch.func makes of `attend`, a function of queries (1, heads, N, dim)."""
+    func = torch.func
+    return {
+        "vmap": lambda: func.vmap(lambda q: attend(q[None])[0])(query),
+        "jvp": lambda: func.jvp(attend, (query[:1],), (query[1:],))[1],
+        "vmap of grad": lambda: func.vmap(func.grad(lambda q: attend(q[None]).square().sum()))(query),
+        "jacfwd": lambda: func.jacfwd(attend)(query[:1]),
+        "jacrev": lambda: func.jacrev(attend)(query[:1]),
+        "hessian": lambda: func.hessian(lambda q: attend(q).square().sum())(query[:1]),
+    }[name]()
+
+
+@pytest.mark.parametrize("name", ["vmap", "jvp", "vmap of grad", "jacfwd", "jacrev", "hessian"])
+@pytest.mark.parametrize("layout", ["separate", "joint"])
+def test_every_transform_of_torch_func(name, layout):
+    q, k, v, terms, grid = draw_case(2, 2, prefix=1, distance=(1, 1), which="qkvb", dim=3, layout=layout)
+    got, expected = (
+        transformed(name, lambda q: relative_attention(q, k[:1], v[:1], terms, grid, backend=backend), q)  # noqa: B023
+        for backend in ("auto", "reference")
+    )
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("layout", ["separate", "joint"])
+@pytest.mark.parametrize("gradient", [False, True])
+def test_compiled_operation_equals_the_eager_one(layout, gradient):
+    q, k, v, terms, grid = draw_case(3, 4, prefix=1, which="qkvb", layout=layout)
+    inputs = leaves(q, k, v, terms) if gradient else []
+    torch._dynamo.reset()
+    compiled = torch.compile(relative_attention, fullgraph=True, backend="aot_eager")
+    got, expected = (attend(q, k, v, terms, grid) for attend in (compiled, relative_attention))
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
+    if gradient:
+        grads = [torch.autograd.grad(out.square().sum(), inputs) for out in (got, expected)]
+        assert_all_close(*grads, atol=1e-10)

@@ -1,0 +1,113 @@
+"""Whatever does not fit is refused, in words that name it: no stock error, no silent wrong result."""
+
+import numpy as np
+import pytest
+import torch
+from draws import BACKENDS, draw_case
+
+from relvit.ops import JointTable, RelativeTerms, choose, relative_attention, relative_logits
+
+Q, K, V, TERMS, GRID = draw_case(2, 3)
+
+
+def case(**changes):
+    """Arguments of `relative_attention` with some of them changed."""
+    return {"query": Q, "key": K, "value": V, "terms": TERMS, "grid": GRID, **changes}
+
+
+def table(**changes):
+    return TERMS._replace(key=TERMS.key._replace(**changes))
+
+
+CONTENTS = [
+    ({"key": K[..., :4]}, ValueError, r"key has shape \(2, 2, 6, 4\), expected \(2, 2, N, 5\)"),
+    ({"query": Q[0]}, ValueError, r"query has shape \(2, 6, 5\), expected \(B, heads, N, head_dim\)"),
+    ({"value": V[:, :1]}, ValueError, r"value has shape \(2, 1, 6, 5\), expected \(2, 2, 6, value_dim\)"),
+    ({"value": V.float()}, ValueError, r"value has dtype torch.float32, expected the query's torch.float64"),
+    ({"query": Q.long(), "key": K.long(), "value": V.long()}, TypeError, "query has dtype torch.int64, expected a fl"),
+    ({"query": Q.numpy()}, TypeError, "query must be a tensor, got ndarray"),
+    ({"grid": GRID._replace(prefix=1)}, ValueError, r"query has shape .* that is 6 tokens, expected 7: grid has 1"),
+    ({"grid": (2, 3)}, TypeError, r"grid must be a Grid, got tuple: make_grid\(height, width\) makes one"),
+    ({"grid": None}, TypeError, "grid must be a Grid, got NoneType"),
+    ({"terms": GRID, "grid": TERMS}, TypeError, "grid must be a Grid, got RelativeTerms"),
+    ({"key_grid": 6}, TypeError, "key_grid must be a Grid, got int"),
+    ({"grid": GRID._replace(coords=[[0, 0]])}, TypeError, "grid.coords must be a tensor, got list"),
+    (
+        {"grid": GRID._replace(valid=torch.ones(3, 6, dtype=torch.bool))},
+        ValueError,
+        r"grid.valid has shape \(3, 6\), expected \(6,\) or \(2, 6\)",
+    ),
+    ({"terms": None}, TypeError, r"terms must be RelativeTerms, got NoneType \(without relative terms: RelativeTerms"),
+    ({"terms": TERMS.key.rows}, TypeError, "terms must be RelativeTerms, got Tensor"),
+    ({"terms": RelativeTerms(key=TERMS.key.rows)}, TypeError, "terms.key must be AxisTables or a JointTable, got Ten"),
+    ({"terms": RelativeTerms(key=(1, 2))}, TypeError, "terms.key must be AxisTables or a JointTable, got tuple"),
+    ({"terms": TERMS._replace(bucketing="clp")}, ValueError, "bucketing must be .* got 'clp' .did you mean 'clip'"),
+    ({"terms": table(rows=TERMS.key.rows[:4])}, ValueError, "terms.key.rows has 4 rows, expected an odd number"),
+    ({"terms": table(rows=np.ones((5, 5)))}, TypeError, "terms.key.rows must be a tensor, got ndarray"),
+    ({"terms": table(rows=TERMS.key.rows.long())}, TypeError, "terms.key.rows has dtype torch.int64, expected a floa"),
+    ({"terms": table(cols=TERMS.key.cols[:, :3])}, ValueError, r"key.cols has shape \(5, 3\), expected \(2k \+ 1, 5"),
+]
+OPTIONS = [
+    ({"position_query": Q[:1]}, ValueError, r"position_query has shape \(1, 2, 6, 5\), expected \(2, 2, 6, 5\)"),
+    ({"position_key": K.float()}, ValueError, "position_key has dtype torch.float32, expected the query's"),
+    ({"attn_mask": torch.ones(6, 6, dtype=torch.int64)}, TypeError, "attn_mask has dtype torch.int64, expected bool"),
+    ({"attn_mask": [[True]]}, TypeError, "attn_mask must be a tensor, got list"),
+    ({"attn_mask": torch.ones(2, 5, dtype=torch.bool)}, ValueError, r"attn_mask has shape \(2, 5\), .*grid's `valid`"),
+    ({"attn_mask": torch.ones(1, 2, 2, 6, 6)}, ValueError, "attn_mask has shape"),
+    ({"attn_mask": torch.ones(6, 6), "is_causal": True}, ValueError, "exclude each other"),
+    ({"dropout_p": 1.5}, ValueError, "dropout_p must lie between 0 and 1, got 1.5"),
+    ({"dropout_p": "0.1"}, TypeError, "dropout_p must be a number, got '0.1' of type str"),
+    ({"scale": torch.ones(())}, TypeError, "scale must be a number"),
+    (
+        {"backend": "fusd"},
+        ValueError,
+        r"unknown backend 'fusd' .did you mean 'fused'.*'auto', 'reference', 'fused', 'tiled', 'gathered'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), CONTENTS + OPTIONS)
+def test_what_does_not_fit_is_refused_by_name(changes, error, message):
+    with pytest.raises(error, match=message):
+        relative_attention(**case(**changes))
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), CONTENTS)
+def test_choose_refuses_the_same(changes, error, message):
+    with pytest.raises(error, match=message):
+        choose(**case(**changes))
+
+
+def test_logits_need_a_separable_key_term():
+    with pytest.raises(ValueError, match=r"terms\.key, which is None"):
+        relative_logits(Q, TERMS._replace(key=None), GRID)
+    with pytest.raises(TypeError, match="grid must be a Grid, got tuple"):
+        relative_logits(Q, TERMS, (2, 3))
+
+
+@pytest.mark.parametrize("shape", [(6,), (1, 6), (6, 6), (2, 1, 1, 6), (2, 2, 6, 6), ()])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_masks_of_every_shape_that_broadcasts(shape, backend, dtype):
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.rand(shape, generator=generator) > 0.4
+    mask = mask if dtype == torch.bool else mask.float()
+    got = relative_attention(Q, K, V, TERMS, GRID, attn_mask=mask, backend=backend)
+    whole = relative_attention(Q, K, V, TERMS, GRID, attn_mask=mask.expand(2, 2, 6, 6), backend="reference")
+    torch.testing.assert_close(got, whole, rtol=0, atol=1e-10)
+
+
+def test_joint_tables_need_a_backend_that_can():
+    q, k, v, terms, grid = draw_case(2, 3, which="qk", layout="joint")
+    with pytest.raises(
+        ValueError, match=r"terms.query is a joint table: backend 'gathered' or 'reference', not 'fused'"
+    ):
+        relative_attention(q, k, v, terms, grid, backend="fused")
+    with pytest.raises(ValueError, match=r"terms.key is a joint table"):
+        relative_logits(q, terms, grid)
+    even = terms._replace(key=JointTable(terms.key.table[:, :4]))
+    with pytest.raises(ValueError, match=r"terms.key.table has 5 x 4 rows, expected an odd number"):
+        relative_attention(q, k, v, even, grid)
+    flat = terms._replace(key=JointTable(terms.key.table[0]))
+    with pytest.raises(ValueError, match=r"terms.key.table has shape \(5, 5\), expected \(2k \+ 1, 2k \+ 1, 5\)"):
+        relative_attention(q, k, v, flat, grid)

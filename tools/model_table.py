@@ -1,0 +1,99 @@
+"""Sizes and costs of all relvit models, a Markdown table: `python tools/model_table.py`, `--write`: into README.md."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import timm
+import torch
+from torch import nn
+
+from relvit import RelVisionTransformer
+
+README = Path(__file__).parent.parent / "README.md"
+BEGIN, END = "<!-- written by tools/model_table.py -->", "<!-- end -->"
+HEAD = (
+    "| model | image | parameters, M | GMACs | relative parameters, k | relative MACs, M | share of MACs |",
+    "|---|---|---|---|---|---|---|",
+)
+
+
+class Cost(NamedTuple):
+    """What a model takes; relative: what of it its tables of relative positions take."""
+
+    parameters: int
+    macs: int
+    relative_parameters: int
+    relative_macs: int
+
+
+def cost(model: RelVisionTransformer) -> Cost:
+    """Count a model as registered (separate tables, no absolute embedding), for one image of the size it was made for.
+
+    MACs are multiply-accumulates, half the FLOPs, of all matrix products: the patch embedding, the linear layers, the
+    two products of attention, the head. Relative is the product of each patch in each head with every row of each table
+    of vectors: 2 (2k + 1) rows per term, head_dim long, with the query or the key (logits) or the attention's marginals
+    (values). That is what the method needs, whatever a backend does besides; choosing among these products, adding them
+    up, and biases are no products, nor are norms and softmax.
+    """
+    patches = model.patch_embed.num_patches
+    tokens = patches + model.num_prefix_tokens
+    macs = patches * model.patch_embed.proj.weight.numel() + model.head.weight.numel()
+    relative_parameters = relative_macs = 0
+    for block in model.blocks:
+        weights = sum(module.weight.numel() for module in block.modules() if isinstance(module, nn.Linear))
+        macs += tokens * weights + 2 * tokens**2 * block.attn.attn_dim
+        for name, table in block.attn.position.named_parameters():
+            relative_parameters += table.numel()
+            if not name.startswith("bias"):
+                rows, head_dim = table.shape[-2:]
+                relative_macs += patches * block.attn.num_heads * rows * head_dim
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return Cost(parameters, macs + relative_macs, relative_parameters, relative_macs)
+
+
+def table() -> str:
+    """The Markdown table of all registered models but the one for tests, by image size and parameters."""
+    rows = []
+    for name in timm.list_models("relvit_*"):
+        with torch.device("meta"):
+            model = timm.create_model(name)
+        height, width = model.patch_embed.img_size
+        rows.append((height * width, cost(model), f"`{name}`", f"{height} x {width}"))
+    lines = [
+        f"| {name} | {image} | {taken.parameters / 1e6:.2f} | {taken.macs / 1e9:.2f} "
+        f"| {taken.relative_parameters / 1e3:.1f} | {taken.relative_macs / 1e6:.1f} "
+        f"| {taken.relative_macs / taken.macs:.1%} |"
+        for _, taken, name, image in sorted(rows)
+    ]
+    return "\n".join((*HEAD, *lines))
+
+
+def written(text: str) -> str:
+    """The text with the table between its markers.
+
+    Raises:
+        ValueError: not exactly one pair of markers.
+    """
+    pattern = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
+    if len(pattern.findall(text)) != 1:
+        raise ValueError(f"expected one table between the lines {BEGIN!r} and {END!r}")
+    return pattern.sub(lambda _: f"{BEGIN}\n\n{table()}\n\n{END}", text)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the table, or write it."""
+    parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
+    parser.add_argument("--write", action="store_true", help="into README.md, between its markers")
+    if parser.parse_args(arguments).write:
+        README.write_text(written(README.read_text()))
+    else:
+        print(table())
+
+
+if __name__ == "__main__":
+    main()
