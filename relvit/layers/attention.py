@@ -23,7 +23,7 @@ def attend(
     backend: str,
 ) -> Tensor:
     """`relvit.ops.relative_attention`, which TorchScript takes as one operator; without terms plain attention."""
-    if torch.jit.is_scripting() or torch.jit.is_tracing():
+    if torch.jit.is_scripting():
         return scripted_attention(query, key, value, terms, grid, attn_mask, is_causal, dropout_p, scale, backend)
     return relative_attention(
         query,

@@ -10,6 +10,7 @@ from relvit.layers.resample import larger
 from relvit.names import did_you_mean, listing
 from relvit.ops import Grid
 from relvit.ops.pairs import int_pair
+from relvit.ops.scripted import register_operator
 
 COMBINES = ("concat", "sum")
 
@@ -115,17 +116,11 @@ class AxialPositionEmbedding(nn.Module):
 
         Coordinates outside the grid are taken for those of the nearest place that has a vector.
         """
-        coords = grid.coords
-        if coords is None:
-            y = torch.arange(grid.height, device=self.rows.device)
-            x = torch.arange(grid.width, device=self.rows.device)
-            rows = look_up(self.rows, y, grid.height)[:, None].expand(-1, grid.width, -1)
-            cols = look_up(self.cols, x, grid.width)[None].expand(grid.height, -1, -1)
-        else:
-            rows = look_up(self.rows, coords[..., 0].to(torch.int64), grid.height)
-            cols = look_up(self.cols, coords[..., 1].to(torch.int64), grid.width)
-        embedding = rows + cols if self.combine == "sum" else torch.cat((rows, cols), dim=-1)
-        return embedding.flatten(0, 1) if coords is None else embedding
+        if torch.jit.is_scripting():
+            return torch.ops.relvit.axial_embedding(
+                self.rows, self.cols, grid.height, grid.width, grid.coords, self.combine
+            )
+        return axial_embedding(self.rows, self.cols, grid.height, grid.width, grid.coords, self.combine)
 
     def extra_repr(self) -> str:
         widths = f"({self.rows.shape[1]}, {self.cols.shape[1]})"
@@ -150,3 +145,25 @@ def look_up(table: Tensor, lines: Tensor, size: int) -> Tensor:
     low = table[before.clamp(max=number - 1)].to(precision)
     high = table[(before + 1).clamp(max=number - 1)].to(precision)
     return torch.lerp(low, high, weight[..., None]).to(table.dtype)
+
+
+def axial_embedding(rows: Tensor, cols: Tensor, height: int, width: int, coords: Tensor | None, combine: str) -> Tensor:
+    """What `AxialPositionEmbedding` with tables `rows` and `cols` has for the patches of a grid."""
+    if coords is None:
+        y = torch.arange(height, device=rows.device)[:, None]
+        x = torch.arange(width, device=rows.device)[None, :]
+    else:
+        y, x = coords.to(torch.int64).unbind(-1)
+    rows, cols = look_up(rows, y, height), look_up(cols, x, width)
+    if combine == "sum":
+        embedding = rows + cols
+    else:
+        places = torch.broadcast_shapes(y.shape, x.shape)
+        embedding = torch.cat((rows.expand(*places, -1), cols.expand(*places, -1)), dim=-1)
+    return embedding.flatten(0, 1) if coords is None else embedding
+
+
+register_operator(
+    "axial_embedding(Tensor rows, Tensor cols, int height, int width, Tensor? coords, str combine) -> Tensor",
+    axial_embedding,
+)

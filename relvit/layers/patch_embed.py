@@ -23,9 +23,8 @@ class AnySizePatchEmbed(PatchEmbed):
         ValueError: in `forward`, sides that are no multiples of the patch, unless `dynamic_img_pad` pads them.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.cropped_size = None
+    __constants__ = ("cropped_size",)  # for TorchScript
+    cropped_size = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Images (B, in_chans, height, width) -> (B, rows, columns, embed_dim), or another `output_fmt`."""
@@ -44,7 +43,7 @@ class AnySizePatchEmbed(PatchEmbed):
 
 def check_image_size(x: Tensor, patch_size: tuple[int, int], cropped_size: tuple[int, int] | None = None) -> None:
     """Raise ValueError for images (B, C, H, W) that do not divide into patches, unless they have `cropped_size`."""
-    if cropped_size is not None and (x.shape[-2], x.shape[-1]) == cropped_size:
+    if cropped_size is not None and x.shape[-2] == cropped_size[0] and x.shape[-1] == cropped_size[1]:
         return
     _check_side("height", x.shape[-2], patch_size[0])
     _check_side("width", x.shape[-1], patch_size[1])

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from relvit.ops.precision import without_autocast
+from relvit.ops.scripted import register_operator
 
 
 def resample_embedding(
@@ -23,6 +24,8 @@ def resample_embedding(
     Returns:
         (1, prefix + H W, dim), dtype of the embedding; computed in float32 at least, autocast or not.
     """
+    if torch.jit.is_scripting():
+        return torch.ops.relvit.resample_embedding(embedding, old_size, new_size, prefix)
     first, patches = embedding[:, :prefix], embedding[:, prefix:]
     precision = torch.promote_types(embedding.dtype, torch.float32)
     rows = bicubic_weights(old_size[0], new_size[0], embedding.device, precision)
@@ -64,3 +67,15 @@ def bicubic_weights(old: int, new: int, device: torch.device, dtype: torch.dtype
     far = ((2.5 - 0.5 * distance) * distance - 4) * distance + 2
     weights = torch.where(distance < 1, near, torch.where(distance < 2, far, 0.0))
     return weights / weights.sum(dim=1, keepdim=True)
+
+
+def larger(one: int, other: int) -> int:
+    """The larger of two sizes, which may be symbols, or to `torch.jit.trace` tensors."""
+    if torch.jit.is_tracing():
+        return torch.maximum(torch.as_tensor(one), torch.as_tensor(other))
+    return torch.sym_max(one, other)
+
+
+register_operator(
+    "resample_embedding(Tensor embedding, int[2] old_size, int[2] new_size, int prefix) -> Tensor", resample_embedding
+)

@@ -8,8 +8,8 @@ from relvit.models.weights import checkpoint_filter_fn
 __all__ = [
     "RelVisionTransformer",
     "build_model",
-    "model_arguments",
     "checkpoint_filter_fn",
+    "model_arguments",
     "retrofit",
     "retrofit_arguments",
 ]

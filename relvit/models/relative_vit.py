@@ -156,6 +156,11 @@ class RelVisionTransformer(GridForward, VisionTransformer):
         return super().no_weight_decay() | tables
 
     @torch.jit.ignore
+    def load_pretrained(self, checkpoint_path: str, prefix: str = "") -> None:
+        """Load an original JAX archive, see `relvit.models.weights.load_jax_archive`."""
+        load_jax_archive(self, checkpoint_path, prefix)
+
+    @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Patterns of parameter names by depth, for layer-wise learning rates: timm's, axial tables in the stem."""
         groups = super().group_matcher(coarse)
@@ -163,33 +168,27 @@ class RelVisionTransformer(GridForward, VisionTransformer):
 
     def _pos_embed(self, x: Tensor) -> Tensor:
         """Patches (B, rows, columns, dim) -> tokens (B, N, dim), prefix tokens first, absolute embeddings added."""
-        grid = Grid(x.shape[1], x.shape[2])
+        height, width = x.shape[1], x.shape[2]
         x = x.flatten(1, 2)
         if self.axial is not None:
-            x = x + self.axial(grid)
-        prefix: list[Tensor] = []
-        if self.cls_token is not None:
-            prefix.append(self.cls_token.expand(x.shape[0], -1, -1))
-        if self.reg_token is not None:
-            prefix.append(self.reg_token.expand(x.shape[0], -1, -1))
+            x = x + self.axial(Grid(height, width))
+        tokens: list[Tensor] = []
+        for token in (self.cls_token, self.reg_token):
+            if token is not None:
+                tokens.append(token.expand(x.shape[0], -1, -1))
         if self.pos_embed is None:
-            return torch.cat(prefix + [x], dim=1)
+            tokens.append(x)
+            return torch.cat(tokens, dim=1)
         # As timm has it, but for the interpolation.
         embedded = 0 if self.no_embed_class else self.num_prefix_tokens
-        size = (grid.height, grid.width)
-        embedding = resample_embedding(self.pos_embed, self.patch_embed.grid_size, size, embedded)
+        embedding = resample_embedding(self.pos_embed, self.patch_embed.grid_size, (height, width), embedded)
         if self.no_embed_class:
-            x = x + embedding
-        if len(prefix) > 0:
-            x = torch.cat(prefix + [x], dim=1)
-        if not self.no_embed_class:
-            x = x + embedding
+            tokens.append(x + embedding)
+            x = torch.cat(tokens, dim=1)
+        else:
+            tokens.append(x)
+            x = torch.cat(tokens, dim=1) + embedding
         return self.pos_drop(x)
-
-    @torch.jit.ignore
-    def load_pretrained(self, checkpoint_path: str, prefix: str = "") -> None:
-        """Load an original JAX archive, see `relvit.models.weights.load_jax_archive`."""
-        load_jax_archive(self, checkpoint_path, prefix)
 
     def _run_block(self, block: nn.Module, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
         if self.grad_checkpointing:

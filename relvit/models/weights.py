@@ -12,6 +12,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from relvit.layers import RelativePosition2d
+from relvit.layers.axial import look_up
 from relvit.layers.position import TERMS
 
 PATCHES = "patch_embed.proj.weight"
@@ -34,6 +35,8 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionTransformer) -
       columns added up where the model has joint tables (both exact);
     - an absolute embedding is resampled to the model's grid (an approximation at another size), and left out where the
       model has none (an approximation; the prefix tokens keep theirs, added to the tokens);
+    - axial tables are those of the model's grid, as `AxialPositionEmbedding.set_grid_size` makes them; zero where the
+      checkpoint has none;
     - a class token is left out where the model has none (an approximation), a distillation token and its head always;
     - layer scale is multiplied into the weights where the model has none, and one where the checkpoint has none
       (exact);
@@ -66,6 +69,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionTransformer) -
     for here, there in (("fc_norm", "norm"), ("norm", "fc_norm")):
         if f"{here}.weight" in own and f"{here}.weight" not in state and f"{there}.weight" not in own:
             _rename(state, f"{there}.", f"{here}.")
+    _convert_axial(state, own)
     _convert_positions(state, model, own)
     return state
 
@@ -184,6 +188,17 @@ def _grid_of(length: int, tokens: int, kernel: Tensor | None, model: VisionTrans
         f"pos_embed has {length} entries and there are {tokens} prefix tokens: no square grid, and none of "
         f"{model.pretrained_cfg['input_size'][1:]} pixels; give the checkpoint's input_size in pretrained_cfg_overlay"
     )
+
+
+def _convert_axial(state: dict[str, Tensor], own: dict[str, Tensor]) -> None:
+    """Axial tables of the model's grid; zeros where the checkpoint has none."""
+    foreign = not any(name.startswith("axial.") for name in state)
+    for name in [name for name in own if name.startswith("axial.")]:
+        size = own[name].shape[0]
+        if name in state:
+            state[name] = look_up(state[name], torch.arange(size, device=state[name].device), size)
+        elif foreign:
+            state[name] = torch.zeros_like(own[name])
 
 
 def _convert_positions(state: dict[str, Tensor], model: nn.Module, own: dict[str, Tensor]) -> None:

@@ -115,16 +115,15 @@ def key_mask(grid: Grid) -> Tensor | None:
     return torch.cat((valid.new_ones(valid.shape[0], grid.prefix), valid), dim=1)
 
 
-def _checked_sizes(height: int, width: int, prefix: int) -> tuple[int, int, int]:
-    """The sizes as integers of Python; those of NumPy are welcome."""
+def _checked_sizes(height: int, width: int, prefix: int) -> list[int]:
     sizes = []
     for name, size, least in (("height", height, 1), ("width", width, 1), ("prefix", prefix, 0)):
-        if isinstance(size, bool) or not isinstance(size, (int, Integral)):
+        if isinstance(size, bool) or not isinstance(size, Integral):
             raise TypeError(f"{name} must be an int, got {size!r} of type {type(size).__name__}")
         if size < least:
             raise ValueError(f"{name} must be at least {least}, got {size}")
         sizes.append(size if isinstance(size, int) else int(size))
-    return tuple(sizes)
+    return sizes
 
 
 def _check_integers(name: str, coords: Tensor) -> None:

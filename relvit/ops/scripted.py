@@ -1,11 +1,13 @@
-"""`relative_attention` as an operator of PyTorch: what TorchScript puts into a scripted or traced model.
+"""`relative_attention` as an operator of PyTorch: what `torch.jit.script` puts into a model.
 
 TorchScript looks into no backend. `torch.ops.relvit.relative_attention` takes the tables, the grid and the options one
 by one and runs the operation itself, with autograd, autocast and the choice of a backend as ever. A saved script needs
-relvit to be imported where it is loaded, as it needs torchvision for torchvision's operators. A scripted model serves
-every image size, a traced one that of its example. `torch.jit.freeze` fails where a term is absent: PyTorch has no
+relvit to be imported where it is loaded, as it needs torchvision for torchvision's operators. (A traced model needs
+nothing: it is made of PyTorch's own operators.) `torch.jit.freeze` fails where a term is absent: TorchScript has no
 constants of a union of types.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -15,14 +17,13 @@ from relvit.ops.grid import Grid
 from relvit.ops.terms import AxisTables, JointTable, RelativeTerms
 
 LIBRARY = torch.library.Library("relvit", "DEF")
-# Two tables for each term: rows and columns, or a joint one and None. No lists: the tracer knows none of optional ones.
-LIBRARY.define(
-    "relative_attention(Tensor query, Tensor key, Tensor value, "
-    "Tensor? query_rows, Tensor? query_cols, Tensor? key_rows, Tensor? key_cols, "
-    "Tensor? value_rows, Tensor? value_cols, Tensor? bias_rows, Tensor? bias_cols, str bucketing, "
-    "int height, int width, int prefix, Tensor? coords, Tensor? valid, "
-    "Tensor? attn_mask, bool is_causal, float dropout_p, float? scale, str backend) -> Tensor"
-)
+
+
+def register_operator(schema: str, run: Callable[..., Tensor]) -> None:
+    """Make a function in Python, made of PyTorch's operators, one itself: `torch.ops.relvit.<name>` of `schema`."""
+    LIBRARY.define(schema)
+    # Composite: autograd, autocast and every device know what it is made of.
+    LIBRARY.impl(schema.split("(")[0], run, "CompositeImplicitAutograd")
 
 
 def scripted_attention(
@@ -37,7 +38,7 @@ def scripted_attention(
     scale: float | None,
     backend: str,
 ) -> Tensor:
-    """`relvit.ops.relative_attention` for code that TorchScript compiles or traces; the same arguments and result.
+    """`relvit.ops.relative_attention` for code that TorchScript compiles; the same arguments and result.
 
     Without terms `terms` is None: TorchScript has no constants of the kind of `RelativeTerms()`.
     """
@@ -132,5 +133,12 @@ def _run(
     )
 
 
-# Composite: made of operations that autograd, autocast and every device know.
-LIBRARY.impl("relative_attention", _run, "CompositeImplicitAutograd")
+# Two tables for each term: rows and columns, or a joint one and None.
+register_operator(
+    "relative_attention(Tensor query, Tensor key, Tensor value, "
+    "Tensor? query_rows, Tensor? query_cols, Tensor? key_rows, Tensor? key_cols, "
+    "Tensor? value_rows, Tensor? value_cols, Tensor? bias_rows, Tensor? bias_cols, str bucketing, "
+    "int height, int width, int prefix, Tensor? coords, Tensor? valid, "
+    "Tensor? attn_mask, bool is_causal, float dropout_p, float? scale, str backend) -> Tensor",
+    _run,
+)

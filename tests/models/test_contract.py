@@ -20,7 +20,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as tv
-from vits import LEARNED, NAMES, SMALL, assert_same, bias_for, images, small, twins
+from vits import NAMES, SMALL, assert_same, bias_for, images, precision, small, twins
 
 from relvit.models.relative_vit import FIXED
 
@@ -156,18 +156,20 @@ def test_default_cfgs(name):
     assert cfg is model.default_cfg
     assert cfg["architecture"] == name
     assert cfg["input_size"] == (3, *model.patch_embed.img_size)
-    if name.endswith("_patch4_32"):  # CIFAR's
-        classes, mean, std = 10, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-    else:
-        classes, mean, std = 1000, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-    assert (cfg["mean"], cfg["std"]) == (mean, std)
-    assert (cfg["interpolation"], cfg["license"], cfg["num_classes"]) == ("bicubic", "apache-2.0", classes)
+    imagenet, cifar = (
+        ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+        ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    )
+    for_cifar = name.endswith("_32")
+    assert (cfg["mean"], cfg["std"]) == (cifar if for_cifar else imagenet)
+    assert (cfg["interpolation"], cfg["license"]) == ("bicubic", "apache-2.0")
+    assert cfg["num_classes"] == (10 if for_cifar else 1000)
     assert 0.87 < cfg["crop_pct"] <= 1
     assert cfg.get("fixed_input_size", False) is False
     assert cfg.get("pool_size") is None
     state = model.state_dict()
     assert state[f"{cfg['first_conv']}.weight"].shape[1] == 3
-    assert state[f"{cfg['classifier']}.weight"].shape == (model.num_classes, model.num_features)
+    assert state[f"{cfg['classifier']}.weight"].shape == (cfg["num_classes"], model.num_features)
     with pytest.raises(RuntimeError, match="No pretrained weights exist"):
         timm.create_model(name, pretrained=True, **{**SMALL, "depth": 1})
 
@@ -221,7 +223,7 @@ def test_options_give_timms_numbers(options):
     model, plain = twins(**options)
     x = images(16, 40, dtype=torch.float64)
     expected = plain(x, attn_mask=bias_for(plain, x))
-    assert_same(model(x), expected, atol=LEARNED if options.get("pos_embed") else 1e-12)
+    assert_same(model(x), expected, atol=precision(options))
     assert (expected - plain(x)).abs().max() > 1e-6  # the slopes were at work
 
 
@@ -263,7 +265,7 @@ def test_set_input_size(size, extra):
     assert model.patch_embed.patch_size == plain.patch_embed.patch_size
     assert model.patch_embed.grid_size == plain.patch_embed.grid_size
     for x in (images(*model.patch_embed.img_size, dtype=torch.float64), images(16, 40, dtype=torch.float64)):
-        assert_same(model(x), plain(x, attn_mask=bias_for(plain, x)), atol=LEARNED if extra else 1e-12)
+        assert_same(model(x), plain(x, attn_mask=bias_for(plain, x)), atol=precision(extra))
 
 
 def test_misspelt_and_fixed_arguments():

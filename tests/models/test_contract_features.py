@@ -3,7 +3,7 @@
 import pytest
 import timm
 import torch
-from vits import LEARNED, NAMES, SMALL, assert_same, bias_for, images, small, twins
+from vits import NAMES, SMALL, assert_same, bias_for, images, precision, small, twins
 
 PREFIXES = [{}, {"class_token": True}, {"class_token": True, "reg_tokens": 3}, {"reg_tokens": 2}]
 SIZE = (16, 40)
@@ -115,7 +115,7 @@ def test_channels_and_sizes_of_images(channels, size):
     model, plain = twins(in_chans=channels, img_size=size, pos_embed="learn")
     assert model.patch_embed.img_size == plain.patch_embed.img_size
     x = images(*SIZE, channels=channels, dtype=torch.float64)
-    assert_same(model(x), plain(x, attn_mask=bias_for(plain, x)), atol=LEARNED)
+    assert_same(model(x), plain(x, attn_mask=bias_for(plain, x)), atol=precision({"pos_embed": "learn"}))
 
 
 @pytest.mark.parametrize("way", ["fx", "hook"])
