@@ -142,8 +142,7 @@ def look_up(table: Tensor, lines: Tensor, size: int) -> Tensor:
     before = position // step
     precision = torch.promote_types(table.dtype, torch.float32)
     weight = (position - before * step).to(precision) / step
-    low = table[before.clamp(max=number - 1)].to(precision)
-    high = table[(before + 1).clamp(max=number - 1)].to(precision)
+    low, high = (table[(before + further).clamp(max=number - 1)].to(precision) for further in (0, 1))
     return torch.lerp(low, high, weight[..., None]).to(table.dtype)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.nn.functional as F
 from timm.layers import Format, PatchEmbed, nchw_to, register_notrace_function
 from torch import Tensor
@@ -16,8 +14,8 @@ class AnySizePatchEmbed(PatchEmbed):
     compiled graph: another graph for each size. Arguments: see `timm.layers.PatchEmbed`.
 
     Attributes:
-        cropped_size: (height, width), a size that is let through although it is no multiple of the patch; the
-            convolution leaves out what remains at the lower and the right edge. None: there is no such size.
+        cropped_size: a size that is let through although it is no multiple of the patch; the convolution leaves out
+            what remains at the lower and the right edge. None: there is no such size.
 
     Raises:
         ValueError: in `forward`, sides that are no multiples of the patch, unless `dynamic_img_pad` pads them.

@@ -28,30 +28,14 @@ def resample_embedding(
         return torch.ops.relvit.resample_embedding(embedding, old_size, new_size, prefix)
     first, patches = embedding[:, :prefix], embedding[:, prefix:]
     precision = torch.promote_types(embedding.dtype, torch.float32)
-    rows = bicubic_weights(old_size[0], new_size[0], embedding.device, precision)
-    cols = bicubic_weights(old_size[1], new_size[1], embedding.device, precision)
-    patches = patches.to(precision)
-    if torch.jit.is_scripting():
-        patches = _stretch(patches, rows, cols)
-    else:
-        with without_autocast(embedding.device):
-            patches = _stretch(patches, rows, cols)
-    return torch.cat((first, patches.to(embedding.dtype)), dim=1)
-
-
-def _stretch(patches: Tensor, rows: Tensor, cols: Tensor) -> Tensor:
-    """(1, h w, dim) by (H, h) and by (W, w) -> (1, H W, dim)."""
-    dim = patches.shape[-1]
-    height, width = rows.shape[1], cols.shape[1]
-    stretched = (rows @ patches.reshape(height, width * dim)).reshape(rows.shape[0], width, dim)
-    return (cols @ stretched).reshape(1, rows.shape[0] * cols.shape[0], dim)
-
-
-def larger(one: int, other: int) -> int:
-    """The larger of two sizes, which may be symbolic, or tensors while TorchScript traces."""
-    if torch.jit.is_scripting() or torch.jit.is_tracing():
-        return max(one, other)
-    return torch.sym_max(one, other)
+    rows, cols = (
+        bicubic_weights(old, new, embedding.device, precision) for old, new in zip(old_size, new_size, strict=True)
+    )
+    with without_autocast(embedding.device):
+        patches = patches.to(precision).unflatten(1, old_size)
+        patches = torch.einsum("Yy,byxd->bYxd", rows, patches)
+        patches = torch.einsum("Xx,bYxd->bYXd", cols, patches)
+    return torch.cat((first, patches.flatten(1, 2).to(embedding.dtype)), dim=1)
 
 
 def bicubic_weights(old: int, new: int, device: torch.device, dtype: torch.dtype) -> Tensor:

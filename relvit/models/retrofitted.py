@@ -166,8 +166,8 @@ def _open_patch_embed(model: nn.Module) -> None:
     embed.flatten, embed.output_fmt, embed.strict_img_size = False, Format.NHWC, False
     if type(embed) is PatchEmbed:
         embed.__class__ = AnySizePatchEmbed
-        whole = not any(size % patch for size, patch in zip(embed.img_size, embed.patch_size, strict=True))
-        # As before, what remains of the size that the model was made for is left out.
-        embed.cropped_size = None if whole else tuple(embed.img_size)
+        if any(size % patch for size, patch in zip(embed.img_size, embed.patch_size, strict=True)):
+            # As before, what remains of the size that the model was made for is left out.
+            embed.cropped_size = tuple(embed.img_size)
     # timm's transforms ask whether other sizes are allowed.
     model._traits = {**getattr(model, "_traits", {}), "fixed_input_size": False}
