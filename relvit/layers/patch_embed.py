@@ -21,7 +21,8 @@ class AnySizePatchEmbed(PatchEmbed):
         ValueError: in `forward`, sides that are no multiples of the patch, unless `dynamic_img_pad` pads them.
     """
 
-    cropped_size: tuple[int, int] | None = None
+    __constants__ = ("cropped_size",)  # for TorchScript
+    cropped_size = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Images (B, in_chans, height, width) -> (B, rows, columns, embed_dim), or another `output_fmt`."""
@@ -40,16 +41,20 @@ class AnySizePatchEmbed(PatchEmbed):
 
 def check_image_size(x: Tensor, patch_size: tuple[int, int], cropped_size: tuple[int, int] | None = None) -> None:
     """Raise ValueError for images (B, C, H, W) that do not divide into patches, unless they have `cropped_size`."""
-    if cropped_size is not None and tuple(x.shape[-2:]) == cropped_size:
+    if cropped_size is not None and x.shape[-2] == cropped_size[0] and x.shape[-1] == cropped_size[1]:
         return
-    for name, size, patch in zip(("height", "width"), x.shape[-2:], patch_size, strict=True):
-        if size % patch != 0:
-            below = size - size % patch
-            near = f"{below} or {below + patch}" if below else f"{patch}"
-            raise ValueError(
-                f"image {name} {size} is not a multiple of the patch size {patch}: use {near} "
-                "(a model made with dynamic_img_pad=True pads with zeros)"
-            )
+    _check_side("height", x.shape[-2], patch_size[0])
+    _check_side("width", x.shape[-1], patch_size[1])
+
+
+def _check_side(name: str, size: int, patch: int) -> None:
+    if size % patch != 0:
+        below = size - size % patch
+        near = f"{below} or {below + patch}" if below else f"{patch}"
+        raise ValueError(
+            f"image {name} {size} is not a multiple of the patch size {patch}: use {near} "
+            "(a model made with dynamic_img_pad=True pads with zeros)"
+        )
 
 
 # It looks at sizes, which have no value while a graph is traced.
