@@ -68,7 +68,9 @@ class RelvitCLI(LightningCLI):
             subclass_mode_data=True,
             parser_class=Parser,
             seed_everything_default=0,
-            trainer_defaults={"max_epochs": 100, "enable_model_summary": False},
+            # All devices that there are, but for predict, which has one table to write.
+            trainer_defaults={"max_epochs": 100, "enable_model_summary": False}
+            | ({"devices": 1} if command == "predict" else {}),
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
             save_config_callback=SaveConfigCallback if command == "fit" else None,
@@ -227,7 +229,7 @@ class RelvitCLI(LightningCLI):
         return [*lines, f"  relvit predict --ckpt_path {path}{root}"]
 
     def before_predict(self) -> None:
-        """One process, as there is one table to write."""
+        """Refuse several processes, which would write into one table."""
         if self.trainer.world_size > 1:
             raise UsageError(f"predict runs on one device, not on {self.trainer.world_size}: give --trainer.devices 1")
 

@@ -23,7 +23,9 @@ def shares(images):
     return (images.mean((1, 2, 3)) - own) / (other - own)
 
 
-@pytest.mark.parametrize("kwargs", [{"mixup": 0.8}, {"cutmix": 1.0}, {"mixup": 0.8, "cutmix": 1.0}])
+@pytest.mark.parametrize(
+    "kwargs", [{"mixup_alpha": 0.8}, {"cutmix_alpha": 1.0}, {"mixup_alpha": 0.8, "cutmix_alpha": 1.0}]
+)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_targets_sum_to_one_and_are_the_shares_of_the_images(kwargs, smoothing):
     for seed in range(20):
@@ -37,26 +39,26 @@ def test_targets_sum_to_one_and_are_the_shares_of_the_images(kwargs, smoothing):
 
 
 def test_mixup_blends_and_cutmix_pastes():
-    blended, _ = mixed(1, mixup=0.8)
+    blended, _ = mixed(1, mixup_alpha=0.8)
     assert torch.equal(blended.amin((1, 2, 3)), blended.amax((1, 2, 3)))
-    pasted, _ = mixed(1, cutmix=1.0)
+    pasted, _ = mixed(1, cutmix_alpha=1.0)
     assert set(pasted.unique().tolist()) <= set(range(5))
 
 
 def test_probabilities():
-    plain = sum(torch.equal(mixed(seed, mixup=1.0, prob=0.3)[0], IMAGES) for seed in range(300))
+    plain = sum(torch.equal(mixed(seed, mixup_alpha=1.0, prob=0.3)[0], IMAGES) for seed in range(300))
     assert 180 < plain < 240
-    kwargs = {"mixup": 1.0, "cutmix": 1.0, "switch_prob": 0.8}
+    kwargs = {"mixup_alpha": 1.0, "cutmix_alpha": 1.0, "switch_prob": 0.8}
     fractions = [mixed(seed, **kwargs)[0].frac().any() for seed in range(300)]  # blends are no whole numbers
     assert 35 < sum(map(int, fractions)) < 85
 
 
 def test_what_is_drawn_depends_on_the_key_alone():
     state = torch.get_rng_state()
-    first = mixed(5, mixup=0.8, cutmix=1.0)
+    first = mixed(5, mixup_alpha=0.8, cutmix_alpha=1.0)
     assert torch.equal(torch.get_rng_state(), state)
     torch.rand(3)
-    again, other = mixed(5, mixup=0.8, cutmix=1.0), mixed(6, mixup=0.8, cutmix=1.0)
+    again, other = mixed(5, mixup_alpha=0.8, cutmix_alpha=1.0), mixed(6, mixup_alpha=0.8, cutmix_alpha=1.0)
     assert torch.equal(first[0], again[0])
     assert torch.equal(first[1], again[1])
     assert not torch.equal(first[0], other[0])
