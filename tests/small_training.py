@@ -68,7 +68,8 @@ class NoiseImages(ImageData):
 
     def __init__(self, count, in_order=False, batch_size=4):
         names = [f"class {i}" for i in range(7)]
-        super().__init__(names, 3, (8, 12), batch_size, 0, "none", 1.0, (0.5,) * 3, (0.5,) * 3)
+        options = {"img_size": (8, 12), "augment": "none", "crop_pct": 1.0, "mean": (0.5,) * 3, "std": (0.5,) * 3}
+        super().__init__(names, 3, batch_size=batch_size, num_workers=0, **options)
         generator = torch.Generator().manual_seed(1)
         self.images = torch.randn(count, 3, 8, 12, generator=generator)
         self.labels = torch.randint(0, 7, (count,), generator=generator)

@@ -20,6 +20,7 @@ COMMANDS = {
     "test": ("relvit.cli.trainer", "the same on the test images"),
     "predict": ("relvit.cli.trainer", "write the class of each image into predictions.csv"),
     "resolutions": ("relvit.cli.resolutions", "validate a checkpoint at several image sizes"),
+    "check-data": ("relvit.cli.check_data", "decode all images: bad files, classes, sizes, duplicates"),
 }
 
 EXAMPLES = """examples:

@@ -93,7 +93,12 @@ def _readable(wanted: str) -> str:
 
 def data_modules() -> list[type[ImageData]]:
     """The data modules that can be chosen by name."""
-    return ImageData.__subclasses__()
+    found, families = [], [ImageData]
+    while families:
+        subclasses = families.pop().__subclasses__()
+        families += subclasses
+        found += [cls for cls in subclasses if not inspect.isabstract(cls)]
+    return found
 
 
 def known_options(parser: ArgumentParser) -> list[str]:
@@ -106,5 +111,5 @@ def known_options(parser: ArgumentParser) -> list[str]:
             names |= set(known_options(sub))
         if action.dest == "data":
             for data in data_modules():
-                names |= {f"data.{name}" for name in inspect.signature(data).parameters}
+                names |= {f"data.{name}" for name in data.argument_names()}
     return sorted(names)

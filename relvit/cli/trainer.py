@@ -19,6 +19,7 @@ from relvit.cli.errors import UsageError
 from relvit.cli.parser import Parser
 from relvit.data import ImageData
 from relvit.training import (
+    DataRecord,
     DescribeCheckpoint,
     FindLearningRate,
     ImageClassifier,
@@ -153,7 +154,8 @@ class RelvitCLI(LightningCLI):
         if self.command == "predict":
             self.run_folder = self._new_run_folder("predict")
             callbacks = [PredictionTable(self.run_folder / "predictions.csv", self.model.hparams.class_names)]
-        return self._instantiate_trainer(config, callbacks)
+        self.data_record = DataRecord(self.run_folder)
+        return self._instantiate_trainer(config, [*callbacks, self.data_record])
 
     def before_fit(self) -> None:
         """Say what is about to be trained."""
@@ -207,6 +209,8 @@ class RelvitCLI(LightningCLI):
             summary.update(results)
             top5 = f", top-5 {results['test/acc5']:.4f}" if "test/acc5" in results else ""
             lines.append(f"Test accuracy of that checkpoint: {results['test/acc1']:.4f}{top5}")
+        if self.data_record.counts:
+            summary["unreadable"] = self.data_record.counts
         if rank_zero_only.rank == 0:
             (self.run_folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
             files = ", ".join(sorted(path.name for path in self.run_folder.iterdir()))
@@ -225,8 +229,9 @@ class RelvitCLI(LightningCLI):
             first, second = (str(size).replace(" ", "") for size in (trained, larger))
             lines.append(f"  relvit validate --ckpt_path {path} --data.img_size '{second}'")
             lines.append(f"  relvit resolutions --ckpt_path {path} --sizes '[{first},{second}]'")
-        root = " --data.root FOLDER_OF_IMAGES" if hasattr(self.datamodule, "root") else ""
-        return [*lines, f"  relvit predict --ckpt_path {path}{root}"]
+        option = self.datamodule.predict_option
+        images = f" --data.{option} FOLDER_OF_IMAGES" if option else ""
+        return [*lines, f"  relvit predict --ckpt_path {path}{images}"]
 
     def before_predict(self) -> None:
         """Refuse several processes, which would write into one table."""

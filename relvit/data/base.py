@@ -5,14 +5,17 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning import LightningDataModule
-from torch.utils.data import DataLoader, Dataset
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
 
+from relvit.data.sampling import Balance, TrainSampler, check_balance, class_weights, for_this_process
 from relvit.data.shares import ShareLoader, batches_per_rank
 from relvit.data.transforms import Augment, eval_transform, parse_size, train_transform
+from relvit.names import listing
 
 Split = Literal["train", "val", "test", "predict"]
 
@@ -32,54 +35,81 @@ class ImageData(LightningDataModule, ABC):
     them; images are looked for when a split is first used.
 
     A subclass implements :meth:`missing` and :meth:`build`, and keeps each argument of its constructor in an
-    attribute of the same name, from which :meth:`init_args` reads it.
+    attribute of the same name, from which :meth:`init_args` reads it. It takes the keyword arguments below as
+    ``**options`` and hands them on; the positional ones it knows itself.
 
     Args:
         class_names: Name of each class; the position is the label.
         in_chans: Channels of the images.
         img_size: Size of the images given to the model, one number or (height, width).
-        batch_size: Images per batch (and per device).
-        num_workers: Processes that load images; 0 loads them in the main process.
         augment: Augmentation of the training images, see :func:`relvit.data.train_transform`.
         crop_pct: Share of the side that the centre crop of evaluation keeps, in (0, 1].
         mean: Mean of each channel, in units of the range 0..1.
         std: Standard deviation of each channel, in the same units.
+        batch_size: Images per batch (and per device).
+        num_workers: Processes that load images; 0 loads them in the main process.
+        color_jitter: Strength of the colour jitter in training; none: as `augment` has it.
+        random_erasing: Probability of random erasing in training; none: as `augment` has it.
+        balance: What to do about classes of different sizes: 'none'; 'sampler' draws the training images with
+            replacement so that every class comes equally often; 'loss' draws nothing otherwise but gives
+            :attr:`class_weights` for the loss.
+        repeats: Copies of an image in a training batch, each augmented in its own way; an epoch keeps its length and
+            sees only one image in `repeats` (repeated augmentation, see :class:`relvit.data.TrainSampler`).
 
     Raises:
         ValueError: An argument out of its range, fewer than two classes, or a class named twice.
     """
 
+    # The argument that names other images to predict than those that came with the data, if there is one.
+    predict_option: ClassVar[str | None] = None
+
     def __init__(
         self,
         class_names: Sequence[str],
         in_chans: int,
+        /,
+        *,
         img_size: int | tuple[int, int],
-        batch_size: int,
-        num_workers: int,
         augment: Augment,
         crop_pct: float,
         mean: tuple[float, ...],
         std: tuple[float, ...],
+        batch_size: int = 64,
+        num_workers: int = 2,
+        color_jitter: float | None = None,
+        random_erasing: float | None = None,
+        balance: Balance = "none",
+        repeats: int = 1,
     ) -> None:
         super().__init__()
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; give 1 or more")
         if num_workers < 0:
             raise ValueError(f"num_workers is {num_workers}; give 0 (load in the main process) or more")
+        if repeats < 1:
+            raise ValueError(f"repeats is {repeats}; give 1 (every image once) or more, such as 3")
         if len(mean) != in_chans:
             raise ValueError(f"mean is {tuple(mean)}; the images have {in_chans} channels, give {in_chans} numbers")
         self.class_names: list[str] = _checked_classes(class_names)
         self.in_chans = in_chans
         self.img_size: tuple[int, int] = parse_size(img_size)
-        self.batch_size = batch_size
-        self.num_workers = num_workers
         self.augment: Augment = augment
         self.crop_pct = crop_pct
         self.mean: tuple[float, ...] = tuple(mean)
         self.std: tuple[float, ...] = tuple(std)
-        self.train_transform = train_transform(self.img_size, self.mean, self.std, augment, crop_pct)
+        self.batch_size = batch_size
+        self.num_workers = num_workers
+        self.color_jitter = color_jitter
+        self.random_erasing = random_erasing
+        self.balance: Balance = check_balance(balance)
+        self.repeats = repeats
+        self.train_transform = train_transform(
+            self.img_size, self.mean, self.std, augment, crop_pct, color_jitter, random_erasing
+        )
         self.eval_transform = eval_transform(self.img_size, self.mean, self.std, crop_pct)
         self._datasets: dict[Split, Dataset] = {}
+        # Path and reason of the images of each split that could not be read so far (data from files, on_error='skip').
+        self.unreadable: dict[Split, dict[str, str]] = {}
 
     @abstractmethod
     def missing(self, split: Split) -> str | None:
@@ -89,10 +119,28 @@ class ImageData(LightningDataModule, ABC):
     def build(self, split: Split) -> Dataset:
         """The dataset of a split that is not missing, with ``train_transform`` or ``eval_transform``."""
 
+    def held_out(self) -> list[tuple[str, int]]:
+        """Names and labels of the training images that were put aside to validate, where no split came with the data.
+
+        Known once the images have been looked for; empty where there was nothing to put aside.
+        """
+        return []
+
     @property
     def num_classes(self) -> int:
         """Number of classes."""
         return len(self.class_names)
+
+    @property
+    def class_weights(self) -> Tensor | None:
+        """With ``balance='loss'``: float32 (num_classes,), by which the loss of each class is to be multiplied.
+
+        ``images / (num_classes * images of the class)``, as scikit-learn's 'balanced': the mean over all training
+        images is one. None with any other balance. Looks for the training images.
+        """
+        if self.balance != "loss":
+            return None
+        return class_weights(self.dataset("train").targets, self.num_classes)
 
     @property
     def has_test(self) -> bool:
@@ -104,7 +152,20 @@ class ImageData(LightningDataModule, ABC):
 
         Only str, int, float, bool, None and lists of them, so that a checkpoint can store them.
         """
-        return {name: _plain(getattr(self, name)) for name in inspect.signature(type(self)).parameters}
+        return {name: _plain(getattr(self, name)) for name in self.argument_names()}
+
+    @classmethod
+    def argument_names(cls) -> list[str]:
+        """The names of the constructor's arguments, with those that it hands on as ``**options``."""
+        names: list[str] = []
+        for part in cls.__mro__:
+            if "__init__" not in vars(part):
+                continue
+            parameters = list(inspect.signature(part.__init__).parameters.values())[1:]  # without self
+            names += [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+            if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+                break
+        return list(dict.fromkeys(names))
 
     def dataset(self, split: Split) -> Dataset:
         """The dataset of one split, built at the first call.
@@ -134,10 +195,14 @@ class ImageData(LightningDataModule, ABC):
     def train_dataloader(self) -> DataLoader:
         """Shuffled batches; a last one of a single image is left out, which batch norm could not normalise.
 
-        On several devices Lightning gives each its share, in an order that follows from seed and epoch.
+        On several devices each gets its share, in an order that follows from seed and epoch.
         """
-        count = math.ceil(len(self.dataset("train")) / (self.trainer.world_size if self.trainer else 1))
-        return self._loader("train", shuffle=True, drop_last=count > 1 and count % self.batch_size == 1)
+        sampler = self._train_sampler()
+        # Lightning divides PyTorch's own shuffling among the devices.
+        world = self.trainer.world_size if self.trainer else 1
+        count = math.ceil(len(self.dataset("train")) / world) if sampler is None else len(sampler)
+        alone = count > 1 and count % self.batch_size == 1
+        return self._loader("train", shuffle=sampler is None, sampler=sampler, drop_last=alone)
 
     def val_dataloader(self) -> DataLoader | ShareLoader:
         """All validation images in order; on several devices this one's share, see :class:`ShareLoader`."""
@@ -160,11 +225,25 @@ class ImageData(LightningDataModule, ABC):
         nothing = torch.empty(0, self.in_chans, *self.img_size), torch.empty(0, dtype=torch.long)
         return ShareLoader(loader, batches_per_rank(count, world, self.batch_size), nothing)
 
+    def _train_sampler(self) -> TrainSampler | None:
+        """None: PyTorch's own shuffling, which Lightning divides among the processes."""
+        if self.balance != "sampler" and self.repeats == 1:
+            return None
+        dataset = self.dataset("train")
+        weights = None
+        if self.balance == "sampler":
+            weights = class_weights(dataset.targets, self.num_classes)[torch.as_tensor(dataset.targets)]
+        return TrainSampler(len(dataset), weights, self.repeats, **for_this_process(self.trainer))
+
     def _loader(
-        self, split: Split, shuffle: bool = False, drop_last: bool = False, sampler: Sequence[int] | None = None
+        self,
+        split: Split,
+        shuffle: bool = False,
+        sampler: Sampler | Sequence[int] | None = None,
+        drop_last: bool = False,
     ) -> DataLoader:
-        return DataLoader(
-            self.dataset(split),
+        return self._make_loader(
+            split,
             batch_size=self.batch_size,
             shuffle=shuffle,
             sampler=sampler,
@@ -173,6 +252,10 @@ class ImageData(LightningDataModule, ABC):
             pin_memory=torch.cuda.is_available(),
             persistent_workers=self.num_workers > 0,
         )
+
+    def _make_loader(self, split: Split, **arguments: Any) -> DataLoader:
+        """The loader of a split with further arguments of `DataLoader`."""
+        return DataLoader(self.dataset(split), **arguments)
 
 
 def _checked_classes(class_names: Sequence[str]) -> list[str]:
@@ -183,6 +266,19 @@ def _checked_classes(class_names: Sequence[str]) -> list[str]:
     if twice:
         raise ValueError(f"class_names holds {', '.join(map(repr, twice))} more than once; name each class once")
     return names
+
+
+def check_class_names(given: Sequence[str] | None, own: Sequence[str], whose: str) -> None:
+    """Refuse other class names than those that the data have by themselves.
+
+    Raises:
+        ValueError: `given` is not None and differs from `own`.
+    """
+    if given is not None and list(given) != list(own):
+        raise ValueError(
+            f"class_names is {listing(list(given))}; {whose} the classes {listing(list(own))}: "
+            "leave it out, or use the data that the checkpoint was trained on"
+        )
 
 
 def _plain(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
-from relvit.data.base import ImageData, Split
+from relvit.data.base import ImageData, Split, check_class_names
 from relvit.data.transforms import Augment
 
 DIGITS_CLASSES = [str(digit) for digit in range(10)]
@@ -42,13 +43,13 @@ class DigitsData(ImageData):
 
     Args:
         img_size: Size of the images given to the model, one number or (height, width); the digits have 8.
-        batch_size: Images per batch (and per device).
-        num_workers: Processes that load images; 0 loads them in the main process, which is faster here.
         augment: Augmentation of the training images, see :func:`relvit.data.train_transform`.
         crop_pct: Share of the side that the centre crop of evaluation keeps, in (0, 1].
         mean: Mean of the pixels, in units of the range 0..1.
         std: Standard deviation of the pixels, in the same units.
+        num_workers: Processes that load images; 0 loads them in the main process, which is faster here.
         class_names: None, or the class names of a checkpoint, which must be '0' to '9'.
+        options: See :class:`relvit.data.ImageData`.
 
     Raises:
         ValueError: An argument out of its range, or other class names.
@@ -57,29 +58,25 @@ class DigitsData(ImageData):
     def __init__(
         self,
         img_size: int | tuple[int, int] = 8,
-        batch_size: int = 64,
-        num_workers: int = 0,
         augment: Augment = "shift",
         crop_pct: float = 1.0,
         mean: tuple[float, ...] = DIGITS_MEAN,
         std: tuple[float, ...] = DIGITS_STD,
+        num_workers: int = 0,
         class_names: list[str] | None = None,
+        **options: Any,
     ) -> None:
-        if class_names is not None and list(class_names) != DIGITS_CLASSES:
-            raise ValueError(
-                f"class_names is {list(class_names)}; the digits have the classes {DIGITS_CLASSES}: "
-                "leave it out, or use the data that the checkpoint was trained on"
-            )
+        check_class_names(class_names, DIGITS_CLASSES, "the digits have")
         super().__init__(
-            class_names=DIGITS_CLASSES,
-            in_chans=1,
+            DIGITS_CLASSES,
+            1,
             img_size=img_size,
-            batch_size=batch_size,
-            num_workers=num_workers,
             augment=augment,
             crop_pct=crop_pct,
             mean=mean,
             std=std,
+            num_workers=num_workers,
+            **options,
         )
 
     def missing(self, split: Split) -> str | None:

@@ -11,6 +11,22 @@ _GREY_TRANSPARENCY_SCALE = {"L;2": 85, "L;4": 17}
 _FIX = "delete or replace it"
 
 
+class UnreadableImageError(ValueError):
+    """An image file that cannot be read.
+
+    Args:
+        message: One line: path, reason, remedy.
+        path: The file.
+        reason: Why, in plain words.
+    """
+
+    # A loader's worker hands errors on by their message alone.
+    def __init__(self, message: str, path: str = "", reason: str = "") -> None:
+        super().__init__(message)
+        self.path = path
+        self.reason = reason
+
+
 def load_rgb(path: str | os.PathLike[str]) -> Image.Image:
     """Decode an image file completely, as 8-bit RGB, the way a viewer would show it.
 
@@ -25,8 +41,9 @@ def load_rgb(path: str | os.PathLike[str]) -> Image.Image:
         An image of mode 'RGB' that holds its pixels and needs the file no more.
 
     Raises:
-        ValueError: The file is missing, empty, no image, truncated or otherwise broken, larger than Pillow's
-            limit against decompression bombs, or holds 32-bit grey. The message is one line: path, reason, remedy.
+        UnreadableImageError: A ValueError: the file is missing, empty, no image, truncated or otherwise broken, larger
+            than Pillow's limit against decompression bombs, or holds 32-bit grey. The message is one line: path,
+            reason, remedy.
     """
     try:
         if os.stat(path).st_size == 0:
@@ -38,9 +55,10 @@ def load_rgb(path: str | os.PathLike[str]) -> Image.Image:
         raise
     # Pillow's decoders meet broken files with almost any type: SyntaxError, struct.error, IndexError, ...
     except Exception as error:
-        reason, fix = _explain(error)
-        message = f"cannot read image {os.fspath(path)}: {reason}; {fix}"
-        raise ValueError(" ".join(message.splitlines())) from error
+        reason, fix = (" ".join(text.splitlines()) for text in _explain(error))
+        name = os.fspath(path)
+        message = f"cannot read image {name}: {reason}; {fix}"
+        raise UnreadableImageError(" ".join(message.splitlines()), name, reason) from error
 
 
 class _RefusedError(Exception):

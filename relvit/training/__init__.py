@@ -4,9 +4,9 @@ from relvit.training.averaging import WeightAverage
 from relvit.training.callbacks import PredictionTable, TrainingCurves
 from relvit.training.checkpoint import DescribeCheckpoint, load_classifier, read_checkpoint
 from relvit.training.classifier import ImageClassifier, NonFiniteLossError
+from relvit.training.data_record import DataRecord
 from relvit.training.loss import ClassificationLoss, soft_targets
 from relvit.training.lr_finder import FindLearningRate
-from relvit.training.mixing import BatchMixing
 from relvit.training.optimisation import make_optimizer
 from relvit.training.run_folder import new_run_folder, remove_if_fruitless
 from relvit.training.schedule import warmup_cosine
@@ -16,7 +16,6 @@ __all__ = [
     "NonFiniteLossError",
     "ClassificationLoss",
     "soft_targets",
-    "BatchMixing",
     "WeightAverage",
     "make_optimizer",
     "FindLearningRate",
@@ -26,6 +25,7 @@ __all__ = [
     "load_classifier",
     "TrainingCurves",
     "PredictionTable",
+    "DataRecord",
     "new_run_folder",
     "remove_if_fruitless",
 ]

@@ -17,14 +17,15 @@ from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
+from relvit.data.mix import BatchMix
 from relvit.models import build_model
 from relvit.names import did_you_mean
 from relvit.training.averaging import WeightAverage
 from relvit.training.freezing import Backbone
 from relvit.training.loss import ClassificationLoss
-from relvit.training.mixing import BatchMixing, seeded
 from relvit.training.optimisation import check_optimizer, make_optimizer
 from relvit.training.schedule import Plan, make_plan, warmup_cosine
+from relvit.training.seeding import seeded
 
 # Where a checkpoint keeps the averaged weights, under the same names as the raw ones in 'state_dict'.
 AVERAGE_KEY = "ema_state_dict"
@@ -132,8 +133,9 @@ class ImageClassifier(LightningModule):
         if channels_last:
             self.net.to(memory_format=torch.channels_last)
         self.loss = ClassificationLoss(num_classes, loss, label_smoothing, bce_threshold, class_weights)
-        mixing = BatchMixing(num_classes, mixup, cutmix, mix_prob, mix_switch_prob, label_smoothing)
-        self.mixing = mixing if mixup or cutmix else None
+        self.mixing: BatchMix | None = None
+        if mixup or cutmix:
+            self.mixing = BatchMix(num_classes, mixup, cutmix, mix_prob, mix_switch_prob, label_smoothing)
         self.backbone = Backbone(self.net) if freeze_epochs else None
         self.average: WeightAverage | None = None
         self.plan: Plan | None = None
@@ -198,9 +200,17 @@ class ImageClassifier(LightningModule):
         return {"names": list(names), "probabilities": self(images).float().softmax(-1)}
 
     def setup(self, stage: str) -> None:
-        """Compile before the first use, so that a classifier which is only loaded takes no time for it."""
+        """Compile before the first use, so that a classifier which is only loaded takes no time for it.
+
+        And take the class weights of data that balance the loss.
+        """
         if self.net._compiled_call_impl is None:
             self._compile(self.net)
+        weights = getattr(self.trainer.datamodule, "class_weights", None) if stage == "fit" else None
+        if weights is not None:
+            if self.hparams.class_weights is not None:
+                raise ValueError("the data balances the loss (balance='loss'): leave out class_weights")
+            self.loss.weights = weights.to(self.device)
 
     def configure_optimizers(self) -> dict[str, Any]:
         hparams = self.hparams

@@ -7,31 +7,11 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from grey_folders import GREY, add, data_of, make
 from PIL import Image
 from torch.utils.data import DataLoader
 
 from relvit.data import ImageFolderData, load_rgb
-
-GREY = {"ant": 10, "bee": 100, "cat": 200}  # a grey level per class, so that a label can be checked by the pixels
-
-
-def add(folder, value=0, count=1, size=(6, 4)):
-    folder.mkdir(parents=True, exist_ok=True)
-    for i in range(count):
-        Image.new("L", size, value).save(folder / f"{i:03d}.png")
-
-
-def make(root, **counts):
-    """``make(root, train=10, val={'bee': 2})``: images per class, of all classes or of those named."""
-    for split, count in counts.items():
-        for name, n in (count if isinstance(count, dict) else dict.fromkeys(GREY, count)).items():
-            add(root / split / name, GREY[name], n)
-    return str(root)
-
-
-def data_of(root, **kwargs):
-    defaults = {"img_size": 4, "num_workers": 0, "augment": "none", "mean": (0.0,) * 3, "std": (1.0,) * 3}
-    return ImageFolderData(root, **{**defaults, **kwargs})
 
 
 def labels_fit_pixels(data, dataset):

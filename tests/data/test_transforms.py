@@ -1,17 +1,21 @@
 """Values and places, not only shapes, of the transforms."""
 
 import pickle
+import random
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
+from timm.data import create_transform
+from torchvision.transforms import v2
 
 from relvit.data import eval_transform, parse_size, train_transform
 from relvit.data.transforms import ResizeToCover
 
 ZERO, ONE = (0.0,), (1.0,)
 AUGMENTS = ["none", "shift", "crop-flip", "resized-crop"]
+RICH = ["deit", "three-augment", "three-augment-crop"]  # of three channels
 
 
 def ramp(height, width, axis):
@@ -81,7 +85,7 @@ def test_resize_is_antialiased():
     assert (out - 0.5).abs().max() < 0.1  # without antialiasing whole stripes would be picked
 
 
-@pytest.mark.parametrize("augment", AUGMENTS)
+@pytest.mark.parametrize("augment", [*AUGMENTS, *RICH])
 @pytest.mark.parametrize("stored", [(3, 5), (40, 30), (16, 24), (1, 50)])
 @pytest.mark.parametrize("size", [(16, 24), (1, 1), (9, 4)])
 def test_every_size_comes_out(augment, stored, size):
@@ -142,9 +146,9 @@ def test_mean_and_std_must_fit(mean, std):
         eval_transform(8, mean, std)
 
 
-@pytest.mark.parametrize("augment", AUGMENTS)
+@pytest.mark.parametrize("augment", [*AUGMENTS, *RICH])
 def test_pickle_and_repr(augment):
-    transform = train_transform((8, 6), ZERO, ONE, augment)
+    transform = train_transform((8, 6), ZERO * 3, ONE * 3, augment, color_jitter=0.2, random_erasing=0.5)
     again = pickle.loads(pickle.dumps(transform))
     assert repr(again) == repr(transform)
     assert "(8, 6)" in repr(transform)
@@ -152,5 +156,154 @@ def test_pickle_and_repr(augment):
     results = []
     for one in (transform, again):
         torch.manual_seed(3)
-        results.append(one(ramp(12, 12, 1)))
+        random.seed(3)
+        np.random.seed(3)
+        results.append(one(ramp(12, 12, 1).convert("RGB")))
     torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+def photo(height=40, width=56):
+    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, 3)).astype(np.uint8))
+
+
+def draws(transform, image, count):
+    """Results of a transform over the seeds 0, 1, ..."""
+    for seed in range(count):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        yield transform(image)
+
+
+def test_deit_is_what_timms_train_script_makes_of_deits_arguments():
+    """Same policy, same operations with the same magnitudes, same erasing as timm.data.create_transform."""
+    mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    ours = train_transform((224, 192), mean, std, "deit").transforms
+    timms = create_transform(
+        (3, 224, 192),
+        is_training=True,
+        color_jitter=0.3,
+        auto_augment="rand-m9-mstd0.5-inc1",
+        interpolation="bicubic",
+        re_prob=0.25,
+        re_mode="pixel",
+        mean=mean,
+        std=std,
+    ).transforms
+    assert [type(step).__name__ for step in ours] == [
+        *("RandomResizedCrop", "RandomHorizontalFlip", "RandAugment", "PILToTensor", "ToDtype", "Normalize"),
+        "RandomErasing",
+    ]
+    policy, wanted = ours[2], next(step for step in timms if type(step).__name__ == "RandAugment")
+    assert repr(policy).replace(", mmax=9.99", "") == repr(wanted)
+    assert [op.hparams for op in policy.ops] == [{**op.hparams, "magnitude_max": 9.99} for op in wanted.ops]
+    for op in wanted.ops:
+        op.magnitude_max = 9.99  # see the next test
+    for mine, other in zip(draws(policy, photo(), 30), draws(wanted, photo(), 30), strict=True):
+        assert mine.tobytes() == other.tobytes()
+    erasing, wanted = ours[-1], timms[-1]
+    assert (erasing.p, erasing.scale) == (wanted.probability, (wanted.min_area, wanted.max_area))
+    assert [np.log(ratio) for ratio in erasing.ratio] == pytest.approx(list(wanted.log_aspect_ratio))
+
+
+def test_deit_never_asks_pillow_for_zero_bits():
+    """timm's own, clipped at magnitude 10, does so in about two draws of a hundred of that operation."""
+    policy = train_transform(32, ZERO * 3, ONE * 3, "deit").transforms[2]
+    (posterize,) = (op for op in policy.ops if "Posterize" in op.name)
+    posterize.prob = 1.0
+    levels = {len(np.unique(np.asarray(out)[..., 0])) for out in draws(posterize, photo(), 400)}
+    assert levels == {2, 4}  # one bit or two: magnitudes below 7.5 are rare
+
+
+def test_three_augment_takes_one_of_three():
+    """Without place and jitter: luminance, inversion from 128 on, or a blur, each in about a third of the draws."""
+    image = photo()
+    policy = next(s for s in train_transform(32, ZERO * 3, ONE * 3, "three-augment").transforms if "Auto" in repr(s))
+    grey = np.asarray(ImageOps.grayscale(image).convert("RGB"))
+    values = np.asarray(image)
+    solarised = np.where(values < 128, values, 255 - values)
+    counts = {"grey": 0, "solarised": 0, "blurred": 0}
+    for out in map(np.asarray, draws(policy, image, 300)):
+        if np.array_equal(out, grey):
+            counts["grey"] += 1
+        elif np.array_equal(out, solarised):
+            counts["solarised"] += 1
+        else:  # keeps each channel's mean; radii up to 2 leave less of its noise
+            assert np.abs(out.mean((0, 1)) - values.mean((0, 1))).max() < 3
+            assert (out.std((0, 1)) <= values.std((0, 1))).all()
+            counts["blurred"] += 1
+    assert min(counts.values()) > 70
+
+
+def test_three_augment_crop_is_a_small_shift_with_mirrored_border():
+    steps = train_transform((16, 24), ZERO * 3, ONE * 3, "three-augment-crop").transforms
+    place = v2.Compose(steps[:3])
+    values = np.arange(16 * 24).reshape(16, 24) % 251
+    image = Image.fromarray(values.astype(np.uint8))
+    padded = np.pad(values, 4, mode="reflect")
+    possible = {}
+    for row in range(9):
+        for column in range(9):
+            part = padded[row : row + 16, column : column + 24]
+            possible[part.astype(np.uint8).tobytes()] = (row, column)
+            possible[part[:, ::-1].astype(np.uint8).tobytes()] = (row, column)
+    seen = {possible[out.tobytes()] for out in draws(place, image, 1000)}
+    assert len(seen) == 81
+
+
+@pytest.mark.parametrize("augment", ["none", "crop-flip", "resized-crop", "deit", "three-augment"])
+def test_colour_jitter_is_honoured(augment):
+    """The mean over a grey image moves by factors from 1 - x to 1 + x; with 0 it stays where no policy moves it."""
+    image = Image.new("RGB", (24, 24), (100, 100, 100))
+
+    def brightness(color_jitter):
+        steps = train_transform((16, 24), ZERO * 3, ONE * 3, augment, 1.0, color_jitter, 0.0).transforms
+        steps = [step for step in steps if "Augment" not in type(step).__name__ and "Crop" not in type(step).__name__]
+        return [float(out.mean() * 255) for out in draws(v2.Compose(steps), image, 60)]
+
+    assert brightness(0.0) == pytest.approx([100] * 60, abs=1e-3)
+    values = brightness(0.4)
+    assert 59 <= min(values) < 70
+    assert 130 < max(values) <= 141
+    # what comes along by itself
+    assert (max(brightness(None)) > 120) == (augment == "three-augment")
+
+
+@pytest.mark.parametrize("augment", ["none", "shift", "deit"])
+def test_random_erasing_is_honoured(augment):
+    """A white image normalised to 5: what differs is noise, 2 to 33 % of the area, in a share p of the images."""
+
+    def erased(random_erasing):
+        transform = train_transform((30, 40), (0.0,) * 3, (0.2,) * 3, augment, 1.0, 0.0, random_erasing)
+        steps = [step for step in transform.transforms if type(step).__name__ not in ("RandAugment", "RandomCrop")]
+        image = Image.new("RGB", (40, 30), (255, 255, 255))
+        return [out for out in draws(v2.Compose(steps), image, 200) if not torch.allclose(out, torch.tensor(5.0))]
+
+    assert erased(0.0) == []
+    assert len(erased(1.0)) == 200
+    for out in erased(0.5):
+        changed = (out != out[0, 0, 0].new_tensor(5.0)).any(0) & ((out - 5).abs() > 1e-3).any(0)
+        assert 0.015 < changed.float().mean() < 0.34
+    assert 70 < len(erased(0.5)) < 130
+    noise = torch.cat([out[(out - 5).abs() > 1e-3] for out in erased(1.0)])
+    assert abs(noise.mean()) < 0.05
+    assert noise.std() == pytest.approx(1, abs=0.05)
+    assert (len(erased(None)) > 20) == (augment == "deit")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"color_jitter": -0.1}, r"color_jitter is -0.1; give 0 \(none\) or more"),
+        ({"random_erasing": 1.5}, "random_erasing is 1.5; it is a probability"),
+    ],
+)
+def test_jitter_and_erasing_refuse(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        train_transform(8, ZERO, ONE, "shift", **arguments)
+
+
+@pytest.mark.parametrize("augment", RICH)
+def test_rich_augmentation_is_for_colour_images(augment):
+    with pytest.raises(ValueError, match="for images of three channels, and these have 1; use 'crop-flip'"):
+        train_transform(8, ZERO, ONE, augment)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from small_training import Noise, build, train
 from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 
 from relvit.training import ClassificationLoss, soft_targets
@@ -72,3 +73,19 @@ def test_half_precision_logits_give_a_full_precision_loss():
 def test_errors(arguments, message):
     with pytest.raises(ValueError, match=message):
         ClassificationLoss(7, **arguments)
+
+
+class Unbalanced(Noise):
+    """Data that ask for a balanced loss."""
+
+    class_weights = torch.tensor([1.0, 2.0, 0.5, 1.0, 1.0, 3.0, 1.0])
+
+
+def test_data_may_balance_the_loss():
+    module = build(label_smoothing=0.0)
+    train(module, Unbalanced(), max_epochs=1, limit_train_batches=1)
+    logits, labels = torch.randn(5, 7), torch.tensor([0, 1, 5, 2, 1])
+    each = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    torch.testing.assert_close(module.loss(logits, labels), (Unbalanced.class_weights[labels] * each).mean())
+    with pytest.raises(ValueError, match="the data balances the loss"):
+        train(build(class_weights=[1.0] * 7), Unbalanced(), max_epochs=1)

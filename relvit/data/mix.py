@@ -1,0 +1,88 @@
+"""Mixup and CutMix of a batch, with the soft labels that belong to them."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import one_hot
+from torchvision.transforms import v2
+
+
+class BatchMix(nn.Module):
+    """Mix each image of a batch with another one, and the labels in the same proportion.
+
+    ``(images, labels) -> (images, targets)``: float (B, C, H, W) and int64 (B,) become new tensors, float of the same
+    shape and float32 (B, num_classes) whose rows sum to one; their order stays. The partner j of image i is drawn at
+    random, never i itself where there is another. One proportion, drawn from Beta(alpha, alpha), holds for the batch:
+
+    - mixup (Zhang et al. 2017, arXiv 1710.09412): ``lam x_i + (1 - lam) x_j``
+    - CutMix (Yun et al. 2019, arXiv 1905.04899): a rectangle of x_i with about the share 1 - lam of the area, cut at
+      the border, is replaced by that of x_j; lam is then the share that is left
+
+    The labels are smoothed as in Szegedy et al. 2016 (arXiv 1512.00567), mixed or not: the share `label_smoothing` is
+    spread over all classes. The work is torchvision's, on the device of the images; random numbers come from PyTorch's
+    generator of the CPU. The defaults are DeiT's. For training only:
+
+    >>> mix = BatchMix(num_classes=10)
+    >>> images, targets = mix(torch.rand(4, 3, 24, 32), torch.tensor([1, 2, 3, 4]))
+    >>> targets.sum(1)
+    tensor([1., 1., 1., 1.])
+
+    Args:
+        num_classes: Number of classes.
+        mixup_alpha: Mixup's alpha; 0 for no mixup.
+        cutmix_alpha: CutMix's alpha; 0 for no CutMix.
+        prob: Probability that a batch is mixed at all, in 0..1.
+        switch_prob: Probability that it is CutMix where both are on, in 0..1.
+        label_smoothing: Share of the labels that is spread over all classes, 0 <= x < 1.
+
+    Raises:
+        ValueError: An argument out of its range; when called, batches that do not fit.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        mixup_alpha: float = 0.8,
+        cutmix_alpha: float = 1.0,
+        prob: float = 1.0,
+        switch_prob: float = 0.5,
+        label_smoothing: float = 0.1,
+    ) -> None:
+        super().__init__()
+        if num_classes < 2:
+            raise ValueError(f"num_classes is {num_classes}; give 2 or more")
+        for name, alpha in {"mixup_alpha": mixup_alpha, "cutmix_alpha": cutmix_alpha}.items():
+            if alpha < 0:
+                raise ValueError(f"{name} is {alpha}; give 0 (off) or more, such as 0.8")
+        for name, share in {"prob": prob, "switch_prob": switch_prob}.items():
+            if not 0 <= share <= 1:
+                raise ValueError(f"{name} is {share}; it is a probability, 0 <= {name} <= 1")
+        if not 0 <= label_smoothing < 1:
+            raise ValueError(f"label_smoothing is {label_smoothing}; it is a share, 0 <= label_smoothing < 1")
+        self.num_classes = num_classes
+        self.prob = prob if mixup_alpha or cutmix_alpha else 0.0
+        self.cutmix_share = switch_prob if mixup_alpha and cutmix_alpha else float(cutmix_alpha > 0)
+        self.label_smoothing = label_smoothing
+        self.mixup = v2.MixUp(alpha=mixup_alpha, num_classes=num_classes) if mixup_alpha else None
+        self.cutmix = v2.CutMix(alpha=cutmix_alpha, num_classes=num_classes) if cutmix_alpha else None
+
+    def forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Float (B, C, H, W) and int64 (B,) -> float (B, C, H, W) and float32 (B, num_classes)."""
+        if images.ndim != 4 or labels.shape != images.shape[:1]:
+            raise ValueError(
+                f"images have the shape {tuple(images.shape)} and labels {tuple(labels.shape)}; "
+                "give (B, C, H, W) and one class number each, (B,)"
+            )
+        mixed, which = torch.rand(2).tolist()
+        if mixed < self.prob:
+            # torchvision mixes with the one before, which with repeated augmentation is often the same image.
+            # Drawn on the CPU, as all else here: one generator decides.
+            order = torch.randperm(len(images)).to(images.device)
+            back = order.argsort()
+            mix = self.cutmix if which < self.cutmix_share else self.mixup
+            images, targets = (tensor[back] for tensor in mix(images[order], labels[order]))
+        else:
+            targets = one_hot(labels, self.num_classes).float()
+        return images, targets * (1 - self.label_smoothing) + self.label_smoothing / self.num_classes
+
+    def extra_repr(self) -> str:
+        return f"num_classes={self.num_classes}, prob={self.prob}, label_smoothing={self.label_smoothing}"

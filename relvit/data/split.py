@@ -1,0 +1,52 @@
+"""Images put aside to validate, where the data come without a validation set."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+
+
+def check_fraction(fraction: float) -> float:
+    """The same, if it lies between 0 and 1.
+
+    Raises:
+        ValueError: It does not.
+    """
+    if not 0 < fraction < 1:
+        raise ValueError(f"val_fraction is {fraction}; it is the share of train, 0 < val_fraction < 1")
+    return fraction
+
+
+def stratified_split(
+    names: Sequence[str], labels: Sequence[int], fraction: float, seed: int, where: str
+) -> tuple[list[int], list[int]]:
+    """Indices of the larger and the smaller part, each class divided in the same proportion.
+
+    Of each class ``round(n * fraction)`` images go to the smaller part, at least one and at most n - 1; a class of
+    one image keeps it in the larger part. The choice follows a hash of the seed and the names: it depends on no random
+    state, machine or location, and an added image changes the place of few others.
+
+    Args:
+        names: A name of each image that says nothing about where the data are stored.
+        labels: Class of each image.
+        fraction: Share of each class in the smaller part.
+        seed: Another seed gives another choice.
+        where: What the images belong to, for the message.
+
+    Raises:
+        ValueError: The smaller part is empty since every class has one image.
+    """
+
+    def rank(index: int) -> str:
+        return hashlib.sha256(f"{seed}/{names[index]}".encode()).hexdigest()
+
+    wanted = {label: min(max(1, round(n * fraction)), n - 1) for label, n in Counter(labels).items()}
+    larger, smaller = [], []
+    for index in sorted(range(len(names)), key=rank):
+        if wanted[labels[index]] > 0:
+            wanted[labels[index]] -= 1
+            smaller.append(index)
+        else:
+            larger.append(index)
+    if not smaller:
+        raise ValueError(f"every class of {where} has one image, so none can be put aside; add a val folder or list")
+    return sorted(larger), sorted(smaller)

@@ -1,0 +1,67 @@
+"""Going on where an image file cannot be read."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from relvit.data.images import UnreadableImageError
+
+
+class Unreadable(NamedTuple):
+    """A file that could not be read, and why."""
+
+    path: str
+    reason: str
+
+
+class Tolerant(Dataset):
+    """A dataset of files whose items are ``(item, what could not be read)``.
+
+    Args:
+        dataset: Raises UnreadableImageError where a file cannot be read.
+        replace: Whether the next readable item stands in, as batches of training should stay full, or None, as in
+            evaluation no image may count twice.
+        record: Where the loader, in the main process, puts down path and reason.
+    """
+
+    def __init__(self, dataset: Dataset, replace: bool, record: dict[str, str]) -> None:
+        self.dataset = dataset
+        self.replace = replace
+        self.record = record
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> tuple[Any, list[Unreadable]]:
+        failed: list[Unreadable] = []
+        for step in range(len(self) if self.replace else 1):
+            try:
+                return self.dataset[(index + step) % len(self)], failed
+            except UnreadableImageError as error:
+                failed.append(Unreadable(error.path, error.reason))
+        if self.replace:
+            path, reason = failed[0]
+            raise ValueError(f"none of the {len(self)} training images can be read; {path}: {reason}")
+        return None, failed
+
+
+def collate_readable(items: list[tuple[Any, list[Unreadable]]]) -> tuple[Any, list[Unreadable]]:
+    """A batch of the items that are there, or None where there are none, and all that could not be read."""
+    there = [item for item, _ in items if item is not None]
+    return default_collate(there) if there else None, [file for _, failed in items for file in failed]
+
+
+class TolerantLoader(DataLoader):
+    """A loader of a `Tolerant` dataset with `collate_readable`: gives batches of what could be read, records the rest.
+
+    A batch in which nothing can be read does not come at all.
+    """
+
+    dataset: Tolerant
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch, failed in super().__iter__():
+            self.dataset.record.update(failed)
+            if batch is not None:
+                yield batch

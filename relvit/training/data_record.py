@@ -1,0 +1,88 @@
+"""What a run keeps about its images: which were put aside to validate, and which could not be read."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import torch.distributed
+from lightning import Callback, LightningModule, Trainer
+
+from relvit.data import ImageData
+
+SHOWN = 5
+
+
+class DataRecord(Callback):
+    """Writes `val_split.csv` (path, label) where images of train were put aside to validate, and `unreadable.csv`
+    (split, path, reason) where images were skipped, and prints how many.
+
+    Args:
+        folder: where to write; None: unreadable images are only told.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+        self.told: dict[str, dict[str, str]] = {}
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Unreadable images of each split that had some, as told so far."""
+        return {split: len(files) for split, files in self.told.items() if files}
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        data = trainer.datamodule
+        held_out = data.held_out() if isinstance(data, ImageData) else []
+        if held_out and self.folder and trainer.is_global_zero:
+            rows = [[name, data.class_names[label]] for name, label in held_out]
+            _write(self.folder / "val_split.csv", ["path", "label"], rows)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._tell(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn == "validate":
+            self._tell(trainer)
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._tell(trainer)
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._tell(trainer)
+
+    def _tell(self, trainer: Trainer) -> None:
+        data = trainer.datamodule
+        if not isinstance(data, ImageData):
+            return
+        parts = [data.unreadable]
+        if trainer.world_size > 1:
+            parts = [{} for _ in range(trainer.world_size)]
+            torch.distributed.all_gather_object(parts, data.unreadable)
+        found: dict[str, dict[str, str]] = {}
+        for part in parts:
+            for split, files in part.items():
+                found.setdefault(split, {}).update(files)
+        if found == self.told or not any(found.values()) or not trainer.is_global_zero:
+            return
+        self.told = found
+        rows = [[split, path, reason] for split, files in found.items() for path, reason in sorted(files.items())]
+        counts = [
+            f"{len(files)} of {split} {'replaced by others' if split == 'train' else 'left out'}"
+            for split, files in found.items()
+            if files
+        ]
+        text = f"Unreadable images: {', '.join(counts)}"
+        if self.folder:
+            _write(self.folder / "unreadable.csv", ["split", "path", "reason"], rows)
+            print(f"{text}; listed in {self.folder / 'unreadable.csv'}", flush=True)
+        else:
+            listed = [f"  {path}: {reason}" for _, path, reason in rows[:SHOWN]]
+            more = [f"  and {len(rows) - SHOWN} more"] if len(rows) > SHOWN else []
+            print("\n".join([text, *listed, *more]), flush=True)
+
+
+def _write(path: Path, header: list[str], rows: list[list[str]]) -> None:
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(header)
+        writer.writerows(rows)

@@ -1,0 +1,164 @@
+"""Going on past broken files: what comes, what is counted, what is written down."""
+
+import csv
+import json
+import shutil
+from collections import Counter
+
+import pytest
+import torch
+from conftest import TINY
+from grey_folders import GREY, data_of, make
+from PIL import Image
+from torch._utils import ExceptionWrapper
+
+from relvit.cli import main
+from relvit.data import ImageFolderData, UnreadableImageError, load_rgb
+from relvit.data.unreadable import TolerantLoader
+from relvit.training import load_classifier
+
+QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
+
+
+def spoil(*paths):
+    for path in paths:
+        path.write_bytes(path.read_bytes()[:40])
+
+
+def test_the_error_keeps_path_and_reason_and_comes_out_of_a_worker(tmp_path):
+    (tmp_path / "a.jpg").touch()
+    with pytest.raises(UnreadableImageError) as caught:
+        load_rgb(tmp_path / "a.jpg")
+    assert (caught.value.path, caught.value.reason) == (str(tmp_path / "a.jpg"), "the file is empty (zero bytes)")
+    handed_on = ExceptionWrapper((type(caught.value), caught.value, caught.tb))  # as a loader's worker does it
+    with pytest.raises(UnreadableImageError, match=r"a\.jpg: the file is empty"):
+        handed_on.reraise()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_training_batches_stay_full_and_labels_right(tmp_path, workers):
+    data = data_of(make(tmp_path, train=4, val=1), on_error="skip", batch_size=4, num_workers=workers)
+    bad = [tmp_path / "train" / "ant" / "001.png", tmp_path / "train" / "cat" / "003.png"]
+    spoil(*bad)
+    labels = []
+    for images, batch in data.train_dataloader():
+        assert len(images) == 4
+        assert (images[:, 0, 0, 0] * 255).round().tolist() == [GREY[data.class_names[label]] for label in batch]
+        labels += batch.tolist()
+    # ant's 001 gives way to 002; cat's 003, the last, to the first of all, an ant
+    assert Counter(labels) == {0: 5, 1: 4, 2: 3}
+    assert set(data.unreadable["train"]) == {str(path) for path in bad}
+    assert set(data.unreadable["train"].values()) == {"it is not an image, or of an unknown format"}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("batch_size", [1, 2, 64])
+def test_evaluation_leaves_out_what_cannot_be_read(tmp_path, workers, batch_size):
+    root = make(tmp_path, train=1, val=2, test=2)
+    data = data_of(root, on_error="skip", batch_size=batch_size, num_workers=workers)
+    bad = [tmp_path / "val" / "bee" / "000.png", tmp_path / "val" / "bee" / "001.png"]
+    spoil(*bad)
+    found = [((images[:, 0, 0, 0] * 255).round(), labels) for images, labels in data.val_dataloader()]
+    greys, labels = (torch.cat(column).tolist() for column in zip(*found, strict=True))
+    assert (greys, labels) == ([10, 10, 200, 200], [0, 0, 2, 2])
+    assert set(data.unreadable["val"]) == {str(path) for path in bad}
+    assert isinstance(data.val_dataloader(), TolerantLoader)
+    shutil.rmtree(tmp_path / "test")
+    data = data_of(root, on_error="skip", batch_size=batch_size, num_workers=workers)
+    names = [name for _, names in data.predict_dataloader() for name in names]
+    assert names == [f"{root}/val/{name}/00{i}.png" for name in ("ant", "cat") for i in (0, 1)]
+    assert set(data.unreadable["predict"]) == {str(path) for path in bad}
+
+
+def test_nothing_can_be_read(tmp_path):
+    data = data_of(make(tmp_path, train=2, val=1), on_error="skip")
+    spoil(*(tmp_path / "train").rglob("*.png"))
+    with pytest.raises(ValueError, match=r"none of the 6 training images can be read; .*00\d\.png: it is not an image"):
+        list(data.train_dataloader())
+    spoil(*(tmp_path / "val").rglob("*.png"))
+    assert list(data.val_dataloader()) == []
+
+
+def test_other_mistakes_are_not_skipped(tmp_path):
+    data = data_of(make(tmp_path, train=2, val=1), on_error="skip")
+    data.dataset("train").transform = lambda image: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        list(data.train_dataloader())
+    with pytest.raises(ValueError, match=r"on_error is 'ignore'; allowed are 'error', 'skip'"):
+        data_of(str(tmp_path), on_error="ignore")
+
+
+def rows(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def skipping(photos, tmp_path_factory):
+    """A folder with three broken files and no val, and the folder of a training that skipped them."""
+    root = shutil.copytree(photos, tmp_path_factory.mktemp("broken") / "photos")
+    shutil.rmtree(root / "val")
+    spoil(root / "train" / "cat" / "0.jpg", root / "train" / "owl" / "5.jpg", root / "test" / "dog" / "1.jpg")
+    runs = tmp_path_factory.mktemp("runs")
+    arguments = [
+        "fit",
+        "--data=ImageFolderData",
+        f"--data.root={root}",
+        f"--runs={runs}",
+        *TINY,
+        "--trainer.max_epochs=1",
+    ]
+    assert main([*arguments, "--data.on_error=skip", "--data.val_fraction=0.34", "--data.batch_size=2"]) == 0
+    (folder,) = runs.iterdir()
+    return root, folder
+
+
+def test_a_run_lists_what_it_skipped(skipping):
+    root, folder = skipping
+    # depending on the split the broken training files are in train or val
+    found = {row["path"]: row for row in rows(folder / "unreadable.csv")}
+    assert set(found) == {f"{root}/train/cat/0.jpg", f"{root}/train/owl/5.jpg", f"{root}/test/dog/1.jpg"}
+    assert found[f"{root}/test/dog/1.jpg"]["split"] == "test"
+    assert all("broken" in row["reason"] or "not an image" in row["reason"] for row in found.values())
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["unreadable"] == dict(Counter(row["split"] for row in found.values()))
+
+
+def test_a_run_lists_what_it_put_aside(skipping):
+    root, folder = skipping
+    data = ImageFolderData(str(root), val_fraction=0.34)
+    held_out = [path for path, _ in data.dataset("val").samples]
+    assert [str(root / row["path"]) for row in rows(folder / "val_split.csv")] == held_out
+    assert [row["label"] for row in rows(folder / "val_split.csv")] == ["cat"] * 2 + ["dog"] * 2 + ["owl"] * 2
+
+
+def test_a_run_with_a_val_folder_and_whole_files_writes_neither(run):
+    assert not {"val_split.csv", "unreadable.csv"} & {path.name for path in run.iterdir()}
+    assert "unreadable" not in json.loads((run / "summary.json").read_text())
+
+
+def test_metrics_do_not_count_what_was_skipped(skipping, capsys):
+    root, folder = skipping
+    best = folder / "checkpoints" / "best.ckpt"
+    assert main(["test", f"--ckpt_path={best}", *QUIET]) == 0
+    out = capsys.readouterr().out
+    assert f"Unreadable images: 1 of test left out\n  {root}/test/dog/1.jpg: " in out
+    classifier = load_classifier(best)
+    data = ImageFolderData(str(root), img_size=16, num_workers=0)
+    transform, losses = data.eval_transform, []
+    for path, label in data.dataset("test").samples:
+        if not path.endswith("dog/1.jpg"):
+            logits = classifier(transform(Image.open(path).convert("RGB"))[None])[0].detach()
+            losses.append(float(torch.nn.functional.cross_entropy(logits, torch.tensor(label))))
+    assert len(losses) == 17
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["test/loss"] == pytest.approx(sum(losses) / 17, rel=1e-4)
+
+
+def test_predict_skips_and_lists(skipping, tmp_path):
+    root, folder = skipping
+    arguments = [f"--ckpt_path={folder / 'checkpoints' / 'best.ckpt'}", f"--runs={tmp_path}", *QUIET]
+    assert main(["predict", *arguments]) == 0
+    (predictions,) = tmp_path.iterdir()
+    assert len(rows(predictions / "predictions.csv")) == 17
+    assert [row["path"] for row in rows(predictions / "unreadable.csv")] == [f"{root}/test/dog/1.jpg"]

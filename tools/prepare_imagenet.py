@@ -1,0 +1,244 @@
+"""Make class folders of ImageNet-1k's official archives: `python tools/prepare_imagenet.py ARCHIVES ROOT`.
+
+ARCHIVES is the folder that holds ILSVRC2012_img_train.tar (138 GB), ILSVRC2012_img_val.tar (6.3 GB) and
+ILSVRC2012_devkit_t12.tar.gz (2.5 MB), from https://image-net.org, for which one has to register. Then
+
+    ROOT/train/<wnid>/*.JPEG    ROOT/val/<wnid>/*.JPEG    ROOT/ILSVRC2012_devkit_t12/data/
+
+are what `relvit.data.ImageNetData` reads. The archives stay as they are; ROOT takes another 145 GB.
+
+It may be stopped at any time and started again: what is there is not unpacked again, and nothing half-written ever has
+its final name. `--md5` first compares the archives with the published sums (some minutes). At the end the images of
+each class are counted; the exit status is 1 where they are not the official ones (`--subset`: any number will do).
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import re
+import shutil
+import sys
+import tarfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from scipy.io import loadmat
+from torchvision.datasets.imagenet import ARCHIVE_META
+
+TRAIN, DEVKIT, VAL = (ARCHIVE_META[part][0] for part in ("train", "devkit", "val"))
+MD5 = dict(ARCHIVE_META.values())
+
+DEVKIT_DATA = "ILSVRC2012_devkit_t12/data"
+META, GROUND_TRUTH = "meta.mat", "ILSVRC2012_validation_ground_truth.txt"
+
+CLASSES, TRAIN_IMAGES, VAL_IMAGES_OF_A_CLASS = 1000, 1_281_167, 50
+
+Advance = Callable[[int], None]
+
+
+class ArchiveError(ValueError):
+    """An archive that is damaged, or holds what it should not."""
+
+
+def prepare(archives: Path, root: Path, check_md5: bool = False, subset: bool = False) -> list[str]:
+    """Unpack what is missing below root.
+
+    Args:
+        archives: the folder of the three archives.
+        root: where train, val and the devkit's data go.
+        check_md5: whether to compare the archives with the published sums first.
+        subset: whether other numbers of classes and images than the official ones are right.
+
+    Returns:
+        What is wrong with the result, a line each.
+
+    Raises:
+        FileNotFoundError: an archive is missing.
+        ArchiveError: an archive is damaged or holds a member that it should not.
+    """
+    files = {name: archives / name for name in (DEVKIT, VAL, TRAIN)}
+    if absent := [name for name, file in files.items() if not file.is_file()]:
+        raise FileNotFoundError(f"no {', '.join(absent)} in {archives}; get them from https://image-net.org")
+    if check_md5:
+        for name, file in files.items():
+            with progress(f"md5 of {name}", file.stat().st_size) as advance:
+                compare_md5(file, MD5[name], advance)
+    root.mkdir(parents=True, exist_ok=True)
+    unpack_devkit(files[DEVKIT], root / DEVKIT_DATA)
+    val_classes = read_val_classes(root / DEVKIT_DATA)
+    if not (root / "val").is_dir():
+        with progress("val", files[VAL].stat().st_size) as advance:
+            unpack_val(files[VAL], root / "val", val_classes, advance)
+    with progress("train", files[TRAIN].stat().st_size) as advance:
+        unpack_train(files[TRAIN], root / "train", advance)
+    return [] if subset else complaints(root)
+
+
+def compare_md5(file: Path, expected: str, advance: Advance) -> None:
+    """Raise an ArchiveError unless the file has the expected sum."""
+    digest = hashlib.md5()
+    with open(file, "rb") as stream:
+        while block := stream.read(1 << 22):
+            digest.update(block)
+            advance(len(block))
+    if digest.hexdigest() != expected:
+        raise ArchiveError(f"{file} has the MD5 sum {digest.hexdigest()}, not {expected}: download it again")
+
+
+def unpack_devkit(archive: Path, folder: Path) -> None:
+    """The two files that name the classes and say which one each validation image is of."""
+    if (folder / META).is_file() and (folder / GROUND_TRUTH).is_file():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    wanted = {f"{DEVKIT_DATA}/{name}": folder / name for name in (META, GROUND_TRUTH)}
+    with opened(archive) as tar:
+        for member in tar:
+            if member.name.removeprefix("./") in wanted:
+                write_member(tar, member, wanted[member.name.removeprefix("./")], archive)
+    if absent := [name for name, file in wanted.items() if not file.is_file()]:
+        raise ArchiveError(f"{archive} holds no {', '.join(absent)}")
+
+
+def read_val_classes(folder: Path) -> list[str]:
+    """WordNet id of each validation image in order; the devkit's numbers are not positions of sorted ids."""
+    synsets = loadmat(folder / META, squeeze_me=True)["synsets"]
+    wnids = {int(number): str(wnid) for number, wnid in zip(synsets["ILSVRC2012_ID"], synsets["WNID"], strict=True)}
+    return [wnids[int(line)] for line in (folder / GROUND_TRUTH).read_text().split()]
+
+
+def unpack_val(archive: Path, folder: Path, classes: list[str], advance: Advance) -> None:
+    """Each image into the folder of its class; `folder` appears when all are there."""
+    unfinished = folder.with_name(f".{folder.name}.part")
+    count = 0
+    with opened(archive) as tar:
+        for member in tar:
+            name = checked_name(member, r"ILSVRC2012_val_(\d{8})\.JPEG", archive)
+            number = int(name[15:23])
+            if not 1 <= number <= len(classes):
+                raise ArchiveError(f"{archive} holds {name}; the devkit knows the classes of {len(classes)} images")
+            write_member(tar, member, unfinished / classes[number - 1] / name, archive)
+            count += 1
+            advance(member.size)
+    if count != len(classes):
+        raise ArchiveError(
+            f"{archive} holds {count} images; the devkit knows the classes of {len(classes)}: not whole?"
+        )
+    unfinished.rename(folder)
+
+
+def unpack_train(archive: Path, folder: Path, advance: Advance) -> None:
+    """The archive of each class into a folder, which appears when all images of the class are there."""
+    folder.mkdir(exist_ok=True)
+    with opened(archive) as outer:
+        for entry in outer:
+            wnid = checked_name(entry, r"n\d{8}\.tar", archive).removesuffix(".tar")
+            if not (folder / wnid).is_dir():
+                inside = Path(f"{archive}:{entry.name}")
+                unfinished = folder / f".{wnid}.part"
+                unfinished.mkdir(exist_ok=True)
+                with opened(inside, outer.extractfile(entry)) as inner:
+                    for member in inner:
+                        name = checked_name(member, rf"{wnid}_\d+\.JPEG", inside)
+                        write_member(inner, member, unfinished / name, inside)
+                unfinished.rename(folder / wnid)
+            advance(entry.size)
+
+
+@contextmanager
+def opened(archive: Path, stream: object = None) -> Iterator[tarfile.TarFile]:
+    """An archive to read, on disk or as a stream; its errors name it."""
+    try:
+        with tarfile.open(archive, fileobj=stream) if stream is None else tarfile.open(fileobj=stream) as tar:
+            yield tar
+    except (tarfile.TarError, EOFError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # a full disk, for one
+            raise
+        raise ArchiveError(f"{archive} is damaged or not whole ({error}): download it again") from error
+
+
+def checked_name(member: tarfile.TarInfo, pattern: str, archive: Path) -> str:
+    """The name of a plain file right inside the archive, of the form that the official ones have.
+
+    Links, folders, devices, absolute paths and paths that lead elsewhere are all refused.
+    """
+    name = member.name.removeprefix("./")
+    if not member.isreg() or not re.fullmatch(pattern, name):
+        kind = "" if member.isreg() else " (no plain file)"
+        raise ArchiveError(f"{archive} holds {member.name!r}{kind}, which the official archive does not: refused")
+    return name
+
+
+def write_member(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path, archive: Path) -> None:
+    """Write a member under a temporary name, then give it the final one; nothing to do where that exists."""
+    if target.exists():
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.part")
+    with tar.extractfile(member) as source, open(temporary, "wb") as file:
+        shutil.copyfileobj(source, file)
+    if temporary.stat().st_size != member.size:
+        raise ArchiveError(f"{archive} ends inside {member.name}: not whole, download it again")
+    os.replace(temporary, target)
+
+
+def complaints(root: Path) -> list[str]:
+    """How classes and images differ from the official numbers."""
+    counts = {
+        split: {folder.name: len(os.listdir(folder)) for folder in sorted((root / split).iterdir()) if folder.is_dir()}
+        for split in ("train", "val")
+    }
+    found = [
+        f"{split} has {len(classes)} classes instead of {CLASSES}"
+        for split, classes in counts.items()
+        if len(classes) != CLASSES
+    ]
+    total = sum(counts["train"].values())
+    if total != TRAIN_IMAGES:
+        found.append(f"train has {total:,} images instead of {TRAIN_IMAGES:,}")
+    found += [
+        f"val/{wnid} has {count} images instead of {VAL_IMAGES_OF_A_CLASS}"
+        for wnid, count in counts["val"].items()
+        if count != VAL_IMAGES_OF_A_CLASS
+    ]
+    if differ := sorted(counts["train"].keys() ^ counts["val"].keys()):
+        found.append(f"only in train or only in val: {', '.join(differ[:10])}")
+    return found
+
+
+@contextmanager
+def progress(what: str, size: int) -> Iterator[Advance]:
+    """A bar over so many bytes."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(what, total=size)
+        yield lambda count: bar.advance(task, count)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("archives", type=Path, help="folder of the official archives")
+    parser.add_argument("root", type=Path, help="folder that train and val are made in")
+    parser.add_argument("--md5", action="store_true", help="compare the archives with the published sums first")
+    parser.add_argument("--subset", action="store_true", help="the archives hold other numbers than the official ones")
+    options = parser.parse_args()
+    try:
+        wrong = prepare(options.archives, options.root, options.md5, options.subset)
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on where this one stopped", file=sys.stderr)
+        return 130
+    except (ArchiveError, FileNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for line in wrong:
+        print(line)
+    print(f"{options.root} is ready" if not wrong else f"{options.root} is not what ImageNet-1k should be")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
