@@ -1,6 +1,6 @@
 """Which of timm's models `relvit.retrofit` takes, and why not the others.
 
-    python tools/retrofit_survey.py                        # all, some minutes
+    python tools/retrofit_survey.py                        # all, four minutes
     python tools/retrofit_survey.py --models '*dinov3*'    # those whose names match
 
 Models are built without weights on the meta device, where nothing is downloaded or computed. Each that is retrofitted
@@ -46,8 +46,7 @@ def answer(name: str) -> tuple[str, str]:
     before = dict(model.named_modules())
     classes = [type(module) for module in before.values()]
     try:
-        # The value term and the other backends ask for the state of autocast, of which the meta device has none.
-        relvit.retrofit(model, "qkb", backend="fused")
+        relvit.retrofit(model, "qkvb")
     except ValueError as error:
         unchanged = list(before) == [key for key, _ in model.named_modules()]
         if not unchanged or classes != [type(module) for module in before.values()]:

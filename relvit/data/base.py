@@ -1,6 +1,7 @@
 """What all image data modules share: arguments, transforms, loaders."""
 
 import inspect
+import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ import torch
 from lightning import LightningDataModule
 from torch.utils.data import DataLoader, Dataset
 
+from relvit.data.shares import ShareLoader, batches_per_rank
 from relvit.data.transforms import Augment, eval_transform, parse_size, train_transform
 
 Split = Literal["train", "val", "test", "predict"]
@@ -130,27 +132,42 @@ class ImageData(LightningDataModule, ABC):
             self.dataset(split)
 
     def train_dataloader(self) -> DataLoader:
-        """Shuffled batches; a last one of a single image is left out, which batch norm could not normalise."""
-        count = len(self.dataset("train"))
+        """Shuffled batches; a last one of a single image is left out, which batch norm could not normalise.
+
+        On several devices Lightning gives each its share, in an order that follows from seed and epoch.
+        """
+        count = math.ceil(len(self.dataset("train")) / (self.trainer.world_size if self.trainer else 1))
         return self._loader("train", shuffle=True, drop_last=count > 1 and count % self.batch_size == 1)
 
-    def val_dataloader(self) -> DataLoader:
-        """All validation images in order."""
-        return self._loader("val")
+    def val_dataloader(self) -> DataLoader | ShareLoader:
+        """All validation images in order; on several devices this one's share, see :class:`ShareLoader`."""
+        return self._share("val")
 
-    def test_dataloader(self) -> DataLoader:
-        """All test images in order."""
-        return self._loader("test")
+    def test_dataloader(self) -> DataLoader | ShareLoader:
+        """All test images in order; on several devices this one's share, see :class:`ShareLoader`."""
+        return self._share("test")
 
     def predict_dataloader(self) -> DataLoader:
         """All images to predict in order, with their names."""
         return self._loader("predict")
 
-    def _loader(self, split: Split, shuffle: bool = False, drop_last: bool = False) -> DataLoader:
+    def _share(self, split: Split) -> DataLoader | ShareLoader:
+        if self.trainer is None or self.trainer.world_size == 1:
+            return self._loader(split)
+        world = self.trainer.world_size
+        count = len(self.dataset(split))
+        loader = self._loader(split, sampler=range(self.trainer.global_rank, count, world))
+        nothing = torch.empty(0, self.in_chans, *self.img_size), torch.empty(0, dtype=torch.long)
+        return ShareLoader(loader, batches_per_rank(count, world, self.batch_size), nothing)
+
+    def _loader(
+        self, split: Split, shuffle: bool = False, drop_last: bool = False, sampler: Sequence[int] | None = None
+    ) -> DataLoader:
         return DataLoader(
             self.dataset(split),
             batch_size=self.batch_size,
             shuffle=shuffle,
+            sampler=sampler,
             drop_last=drop_last,
             num_workers=self.num_workers,
             pin_memory=torch.cuda.is_available(),

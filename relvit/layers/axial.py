@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 
 import torch
-from timm.layers import register_notrace_module, trunc_normal_
+from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
+from relvit.layers.init import draw_tables
 from relvit.layers.resample import larger
 from relvit.names import did_you_mean, listing
 from relvit.ops import Grid
@@ -88,11 +89,7 @@ class AxialPositionEmbedding(nn.Module):
 
     def init_weights(self) -> None:
         """Draw the tables anew."""
-        for table in self.parameters():
-            if self.init_std:
-                trunc_normal_(table, std=self.init_std)
-            else:
-                nn.init.zeros_(table)
+        draw_tables(self, self.init_std)
 
     def no_weight_decay(self) -> set[str]:
         """Names of the tables: decay would pull positions towards 'everything is in one place'."""

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 import torch
-from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
+from relvit.layers.init import draw_tables
 from relvit.names import did_you_mean, listing
 from relvit.ops import BUCKETINGS, AxisTables, Grid, JointTable, RelativeTerms
 from relvit.ops.pairs import int_pair
@@ -86,11 +86,7 @@ class RelativePosition2d(nn.Module):
 
     def init_weights(self) -> None:
         """Draw the tables anew."""
-        for table in self.parameters():
-            if self.init_std:
-                trunc_normal_(table, std=self.init_std)
-            else:
-                nn.init.zeros_(table)
+        draw_tables(self, self.init_std)
 
     # What PyTorch and timm call for modules whose memory holds nothing yet.
     reset_parameters = init_weights

@@ -164,7 +164,7 @@ class RelVisionTransformer(GridForward, VisionTransformer):
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Patterns of parameter names by depth, for layer-wise learning rates: timm's, axial tables in the stem."""
         groups = super().group_matcher(coarse)
-        return {**groups, "stem": rf"{groups['stem']}|axial\."}
+        return groups if self.axial is None else {**groups, "stem": rf"{groups['stem']}|axial\."}
 
     def _pos_embed(self, x: Tensor) -> Tensor:
         """Patches (B, rows, columns, dim) -> tokens (B, N, dim), prefix tokens first, absolute embeddings added."""

@@ -12,7 +12,7 @@ import timm
 import torch
 from lightning import Callback, LightningDataModule, LightningModule, Trainer
 
-from relvit.training.classifier import ImageClassifier
+from relvit.training.classifier import AVERAGE_KEY, ImageClassifier
 from relvit.version import __version__
 
 KEY = "relvit"
@@ -42,6 +42,8 @@ class DescribeCheckpoint(Callback):
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
     """The content of a relvit checkpoint, on the CPU. Only tensors and plain types are read, never code.
 
+    'state_dict' holds the weights to use: the averaged ones where the training kept an average (`ema_decay`).
+
     Raises:
         FileNotFoundError: no such file.
         ValueError: not a checkpoint, or not one of relvit's.
@@ -61,6 +63,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         ) from error
     if not isinstance(content, dict) or KEY not in content or "state_dict" not in content:
         raise ValueError(f"{path} is not a checkpoint of relvit fit: it does not say which model and data it is of")
+    content["state_dict"] = content["state_dict"] | content.get(AVERAGE_KEY, {})
     return content
 
 

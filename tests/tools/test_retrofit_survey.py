@@ -1,19 +1,9 @@
 """The survey's answers on some of timm's smallest models; the whole list is the tool's own work."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
+from scripts import load
 
-PATH = Path(__file__).parents[2] / "tools" / "retrofit_survey.py"
-
-
-@pytest.fixture(scope="module")
-def survey():
-    spec = importlib.util.spec_from_file_location("retrofit_survey", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+survey = load("retrofit_survey")
 
 
 @pytest.mark.parametrize(
@@ -29,7 +19,7 @@ def survey():
         ("test_resnet", "refused, retrofit takes timm's VisionTransformer, ", "ResNet"),
     ],
 )
-def test_answers(survey, name, text, kind):
+def test_answers(name, text, kind):
     answer, what = survey.answer(name)
     assert answer == text if text == "retrofitted" else answer.startswith(text)
     assert what == kind
