@@ -39,8 +39,9 @@ def attend(
     )
 
 
-# Sizes and tables are Python values to the operation: symbolic tracing must not look inside.
+# Sizes and tables are Python values to the operation: symbolic tracing must not look inside, whoever calls it.
 register_notrace_function(attend)
+register_notrace_function(relative_attention)
 
 
 class RelativeAttention(Attention):
