@@ -4,7 +4,7 @@ Importing it registers the models with timm: `timm.create_model('relvit_small')`
 """
 
 from relvit import layers, models, ops
-from relvit.models import RelVisionTransformer
+from relvit.models import RelVisionTransformer, retrofit
 from relvit.version import __version__
 
-__all__ = ["__version__", "RelVisionTransformer", "layers", "models", "ops"]
+__all__ = ["__version__", "RelVisionTransformer", "retrofit", "layers", "models", "ops"]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -20,6 +21,7 @@ from relvit.data import ImageData
 from relvit.training import (
     DataRecord,
     DescribeCheckpoint,
+    FindLearningRate,
     ImageClassifier,
     PredictionTable,
     TrainingCurves,
@@ -67,7 +69,9 @@ class RelvitCLI(LightningCLI):
             subclass_mode_data=True,
             parser_class=Parser,
             seed_everything_default=0,
-            trainer_defaults={"max_epochs": 100, "enable_model_summary": False},
+            # All devices that there are, but for predict, which has one table to write.
+            trainer_defaults={"max_epochs": 100, "enable_model_summary": False}
+            | ({"devices": 1} if command == "predict" else {}),
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
             save_config_callback=SaveConfigCallback if command == "fit" else None,
@@ -82,6 +86,15 @@ class RelvitCLI(LightningCLI):
         if self.command in ("fit", "predict"):
             parser.add_argument("--runs", type=str, default="runs", help="Folder in which the run gets its folder.")
         if self.command == "fit":
+            parser.add_argument(
+                "--patience",
+                type=int | None,
+                default=None,
+                help="Stop when the validation accuracy has not improved in so many validations.",
+            )
+            parser.add_argument(
+                "--lr_find", type=bool, default=False, help="Find the learning rate by a range test of 100 steps first."
+            )
             for name in LINKS:
                 parser.link_arguments(f"data.{name}", f"model.{name}", apply_on="instantiate")
 
@@ -108,6 +121,12 @@ class RelvitCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The trainer with this run's folder, loggers and callbacks."""
         config = {**self._get(self.config_init, "trainer"), **kwargs}
+        if config["devices"] == "auto" and (processes := _started_by_torchrun()):
+            here = int(os.environ["LOCAL_WORLD_SIZE"])
+            config["devices"], config["num_nodes"] = here, processes // here
+        patience = self._get(self.config, "patience") if self.command == "fit" else None
+        if patience is not None and patience < 1:
+            raise UsageError(f"--patience must be 1 or more, got {patience}")
         callbacks: list[Any] = []
         if self.command == "fit" and not config["fast_dev_run"]:
             self.run_folder = self._new_run_folder(self.model.hparams.model)
@@ -119,6 +138,10 @@ class RelvitCLI(LightningCLI):
                 DescribeCheckpoint(),
                 TrainingCurves(),
             ]
+            if patience is not None:
+                callbacks.append(EarlyStopping("val/acc1", mode="max", patience=patience))
+            if self._get(self.config, "lr_find"):
+                callbacks.append(FindLearningRate())
             config["default_root_dir"] = self.run_folder
             if config["logger"] is None:
                 config["logger"] = [
@@ -143,6 +166,8 @@ class RelvitCLI(LightningCLI):
             raise UsageError(
                 f"{self.checkpoint_path} has all {self.finished_epochs} epochs behind it: raise --trainer.max_epochs"
             )
+        if self.checkpoint_path and self._get(self.config, "lr_find"):
+            raise UsageError("--lr_find starts a training; one that goes on keeps its learning rate: drop that option")
         if epochs is not None and 0 < epochs <= warmup:
             _say(
                 f"Note: the warm-up takes {warmup:g} epochs, the training {epochs}: the full learning rate is never "
@@ -172,6 +197,8 @@ class RelvitCLI(LightningCLI):
             "seed": self._get(self.config, "seed_everything"),
             "epochs": self.trainer.current_epoch,
             "minutes": round(minutes, 2),
+            "effective_batch": self.model.plan.batch,
+            "lr": self.model.plan.lr,
             "val/acc1": float(score),
         }
         since = f" since resuming after epoch {self.finished_epochs}" if self.checkpoint_path else ""
@@ -206,6 +233,11 @@ class RelvitCLI(LightningCLI):
         images = f" --data.{option} FOLDER_OF_IMAGES" if option else ""
         return [*lines, f"  relvit predict --ckpt_path {path}{images}"]
 
+    def before_predict(self) -> None:
+        """Refuse several processes, which would write into one table."""
+        if self.trainer.world_size > 1:
+            raise UsageError(f"predict runs on one device, not on {self.trainer.world_size}: give --trainer.devices 1")
+
     def after_predict(self) -> None:
         """Say where the predictions are."""
         table = next(c for c in self.trainer.callbacks if isinstance(c, PredictionTable))
@@ -213,6 +245,12 @@ class RelvitCLI(LightningCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         try:
+            processes, wanted = _started_by_torchrun(), self.trainer.world_size
+            if processes and processes != wanted:
+                raise UsageError(
+                    f"torchrun has started {processes} processes, the trainer is to use {wanted}: "
+                    "leave out --trainer.devices and --trainer.num_nodes"
+                )
             super()._run_subcommand(subcommand)
         except SystemExit:
             # Lightning has caught Ctrl-C and is on its way out.
@@ -237,6 +275,11 @@ class RelvitCLI(LightningCLI):
         """A fresh folder on the main process; the others write nothing and are told the checkpoints' place by it."""
         parent = Path(self._get(self.config, "runs"))
         return new_run_folder(parent, name) if rank_zero_only.rank == 0 else parent
+
+
+def _started_by_torchrun() -> int:
+    """Number of processes that torchrun has started, 0 if it has not."""
+    return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else 0
 
 
 @rank_zero_only

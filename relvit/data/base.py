@@ -1,6 +1,7 @@
 """What all image data modules share: arguments, transforms, loaders."""
 
 import inspect
+import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from relvit.data.sampling import Balance, TrainSampler, check_balance, class_weights, for_this_process
+from relvit.data.shares import ShareLoader, batches_per_rank
 from relvit.data.transforms import Augment, eval_transform, parse_size, train_transform
 from relvit.names import listing
 
@@ -191,23 +193,37 @@ class ImageData(LightningDataModule, ABC):
             self.dataset(split)
 
     def train_dataloader(self) -> DataLoader:
-        """Shuffled batches; a last one of a single image is left out, which batch norm could not normalise."""
+        """Shuffled batches; a last one of a single image is left out, which batch norm could not normalise.
+
+        On several devices each gets its share, in an order that follows from seed and epoch.
+        """
         sampler = self._train_sampler()
-        count = len(self.dataset("train") if sampler is None else sampler)
+        # Lightning divides PyTorch's own shuffling among the devices.
+        world = self.trainer.world_size if self.trainer else 1
+        count = math.ceil(len(self.dataset("train")) / world) if sampler is None else len(sampler)
         alone = count > 1 and count % self.batch_size == 1
         return self._loader("train", shuffle=sampler is None, sampler=sampler, drop_last=alone)
 
-    def val_dataloader(self) -> DataLoader:
-        """All validation images in order."""
-        return self._loader("val")
+    def val_dataloader(self) -> DataLoader | ShareLoader:
+        """All validation images in order; on several devices this one's share, see :class:`ShareLoader`."""
+        return self._share("val")
 
-    def test_dataloader(self) -> DataLoader:
-        """All test images in order."""
-        return self._loader("test")
+    def test_dataloader(self) -> DataLoader | ShareLoader:
+        """All test images in order; on several devices this one's share, see :class:`ShareLoader`."""
+        return self._share("test")
 
     def predict_dataloader(self) -> DataLoader:
         """All images to predict in order, with their names."""
         return self._loader("predict")
+
+    def _share(self, split: Split) -> DataLoader | ShareLoader:
+        if self.trainer is None or self.trainer.world_size == 1:
+            return self._loader(split)
+        world = self.trainer.world_size
+        count = len(self.dataset(split))
+        loader = self._loader(split, sampler=range(self.trainer.global_rank, count, world))
+        nothing = torch.empty(0, self.in_chans, *self.img_size), torch.empty(0, dtype=torch.long)
+        return ShareLoader(loader, batches_per_rank(count, world, self.batch_size), nothing)
 
     def _train_sampler(self) -> TrainSampler | None:
         """None: PyTorch's own shuffling, which Lightning divides among the processes."""
@@ -220,7 +236,11 @@ class ImageData(LightningDataModule, ABC):
         return TrainSampler(len(dataset), weights, self.repeats, **for_this_process(self.trainer))
 
     def _loader(
-        self, split: Split, shuffle: bool = False, sampler: Sampler | None = None, drop_last: bool = False
+        self,
+        split: Split,
+        shuffle: bool = False,
+        sampler: Sampler | Sequence[int] | None = None,
+        drop_last: bool = False,
     ) -> DataLoader:
         return self._make_loader(
             split,

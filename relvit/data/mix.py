@@ -18,8 +18,8 @@ class BatchMix(nn.Module):
       the border, is replaced by that of x_j; lam is then the share that is left
 
     The labels are smoothed as in Szegedy et al. 2016 (arXiv 1512.00567), mixed or not: the share `label_smoothing` is
-    spread over all classes. The work is torchvision's, on the device of the images; the random numbers are PyTorch's.
-    The defaults are DeiT's. For training only:
+    spread over all classes. The work is torchvision's, on the device of the images; random numbers come from PyTorch's
+    generator of the CPU. The defaults are DeiT's. For training only:
 
     >>> mix = BatchMix(num_classes=10)
     >>> images, targets = mix(torch.rand(4, 3, 24, 32), torch.tensor([1, 2, 3, 4]))
@@ -75,7 +75,8 @@ class BatchMix(nn.Module):
         mixed, which = torch.rand(2).tolist()
         if mixed < self.prob:
             # torchvision mixes with the one before, which with repeated augmentation is often the same image.
-            order = torch.randperm(len(images), device=images.device)
+            # Drawn on the CPU, as all else here: one generator decides.
+            order = torch.randperm(len(images)).to(images.device)
             back = order.argsort()
             mix = self.cutmix if which < self.cutmix_share else self.mixup
             images, targets = (tensor[back] for tensor in mix(images[order], labels[order]))

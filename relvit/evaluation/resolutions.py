@@ -42,7 +42,8 @@ def evaluate_sizes(
         raise ValueError(f"split must be 'val' or 'test', got {split!r}")
     remembered = read_checkpoint(ckpt_path)[KEY]["data"]
     classifier = load_classifier(ckpt_path)
-    trainer = Trainer(logger=False, enable_checkpointing=False, enable_model_summary=False, accelerator=accelerator)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
+    trainer = Trainer(accelerator=accelerator, devices=1, **quiet)
     rows = []
     for size in sizes:
         changes = {"img_size": size, "root": root, "batch_size": batch_size}

@@ -1,13 +1,46 @@
 """timm's multi-head self-attention with relative positions."""
 
-from __future__ import annotations
-
+import torch
 from timm.layers import Attention, register_notrace_function
 from torch import Tensor, nn
 
 from relvit.ops import Grid, RelativeTerms, relative_attention
+from relvit.ops.attention import BACKENDS
+from relvit.ops.checks import check_backend
+from relvit.ops.scripted import scripted_attention
 
-# Sizes and tables are Python values to the operation: symbolic tracing must not look inside.
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    terms: RelativeTerms | None,
+    grid: Grid,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    dropout_p: float,
+    scale: float,
+    backend: str,
+) -> Tensor:
+    """`relvit.ops.relative_attention`, which TorchScript takes as one operator; without terms plain attention."""
+    if torch.jit.is_scripting():
+        return scripted_attention(query, key, value, terms, grid, attn_mask, is_causal, dropout_p, scale, backend)
+    return relative_attention(
+        query,
+        key,
+        value,
+        RelativeTerms() if terms is None else terms,
+        grid,
+        attn_mask=attn_mask,
+        is_causal=is_causal,
+        dropout_p=dropout_p,
+        scale=scale,
+        backend=backend,
+    )
+
+
+# Sizes and tables are Python values to the operation: symbolic tracing must not look inside, whoever calls it.
+register_notrace_function(attend)
 register_notrace_function(relative_attention)
 
 
@@ -24,6 +57,10 @@ class RelativeAttention(Attention):
             as the attribute `position`. None: plain attention.
         backend: see `relvit.ops.relative_attention`; an attribute that may be set at any time.
         **kwargs: see `timm.layers.Attention`.
+
+    Raises:
+        ValueError: an unknown backend.
+        TypeError: a `position` that is no module, such as the class of one.
     """
 
     def __init__(
@@ -34,6 +71,9 @@ class RelativeAttention(Attention):
         backend: str = "auto",
         **kwargs: object,
     ) -> None:
+        check_backend(backend, tuple(BACKENDS))
+        if position is not None:
+            check_position(position)
         super().__init__(dim, num_heads, **kwargs)
         self.position = position
         self.backend = backend
@@ -54,19 +94,22 @@ class RelativeAttention(Attention):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         # Under autocast a norm may return float32 where the value is in half precision.
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
-        x = relative_attention(
-            q,
-            k,
-            v,
-            RelativeTerms() if self.position is None else self.position(grid),
-            grid,
-            attn_mask=attn_mask,
-            is_causal=is_causal,
-            dropout_p=self.attn_drop.p if self.training else 0.0,
-            scale=self.scale,
-            backend=self.backend,
-        )
+        terms: RelativeTerms | None = None
+        if self.position is not None:
+            terms = self.position(grid)
+        dropout_p = self.attn_drop.p if self.training else 0.0
+        x = attend(q, k, v, terms, grid, attn_mask, is_causal, dropout_p, self.scale, self.backend)
         x = self.norm(x.transpose(1, 2).reshape(B, N, self.attn_dim))
         if gate is not None:
             x = x * gate
         return self.proj_drop(self.proj(x))
+
+
+def check_position(position: object) -> None:
+    """Raise TypeError for what is no position module."""
+    if not isinstance(position, nn.Module):
+        kind = f"the class {position.__name__}" if isinstance(position, type) else repr(position)
+        raise TypeError(
+            "a position must be a module from Grid to RelativeTerms, such as RelativePosition2d(head_dim, num_heads), "
+            f"got {kind}"
+        )

@@ -1,16 +1,17 @@
 """Learned absolute positions in 2D, rows and columns apart: Reformer's axial embedding."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
-from timm.layers import register_notrace_module, trunc_normal_
+from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
+from relvit.layers.init import draw_tables
+from relvit.layers.resample import larger
 from relvit.names import did_you_mean, listing
 from relvit.ops import Grid
 from relvit.ops.pairs import int_pair
+from relvit.ops.scripted import register_operator
 
 COMBINES = ("concat", "sum")
 
@@ -88,11 +89,7 @@ class AxialPositionEmbedding(nn.Module):
 
     def init_weights(self) -> None:
         """Draw the tables anew."""
-        for table in self.parameters():
-            if self.init_std:
-                trunc_normal_(table, std=self.init_std)
-            else:
-                nn.init.zeros_(table)
+        draw_tables(self, self.init_std)
 
     def no_weight_decay(self) -> set[str]:
         """Names of the tables: decay would pull positions towards 'everything is in one place'."""
@@ -116,18 +113,11 @@ class AxialPositionEmbedding(nn.Module):
 
         Coordinates outside the grid are taken for those of the nearest place that has a vector.
         """
-        if grid.coords is None:
-            y = torch.arange(grid.height, device=self.rows.device)[:, None]
-            x = torch.arange(grid.width, device=self.rows.device)[None, :]
-        else:
-            y, x = grid.coords.to(torch.int64).unbind(-1)
-        rows, cols = look_up(self.rows, y, grid.height), look_up(self.cols, x, grid.width)
-        if self.combine == "sum":
-            embedding = rows + cols
-        else:
-            places = torch.broadcast_shapes(y.shape, x.shape)
-            embedding = torch.cat((rows.expand(*places, -1), cols.expand(*places, -1)), dim=-1)
-        return embedding.flatten(0, 1) if grid.coords is None else embedding
+        if torch.jit.is_scripting():
+            return torch.ops.relvit.axial_embedding(
+                self.rows, self.cols, grid.height, grid.width, grid.coords, self.combine
+            )
+        return axial_embedding(self.rows, self.cols, grid.height, grid.width, grid.coords, self.combine)
 
     def extra_repr(self) -> str:
         widths = f"({self.rows.shape[1]}, {self.cols.shape[1]})"
@@ -143,7 +133,7 @@ def look_up(table: Tensor, lines: Tensor, size: int) -> Tensor:
     # One expression for slices and stretches, without a condition on sizes, so that one graph serves all of them.
     # Positions are integers, in units of 1 / step, so that slices are exact.
     number = table.shape[0]
-    length = torch.sym_max(size, number)
+    length = larger(size, number)
     step = 2 * length
     position = ((2 * lines + 1) * number - length).clamp(min=0)
     before = position // step
@@ -151,3 +141,25 @@ def look_up(table: Tensor, lines: Tensor, size: int) -> Tensor:
     weight = (position - before * step).to(precision) / step
     low, high = (table[(before + further).clamp(max=number - 1)].to(precision) for further in (0, 1))
     return torch.lerp(low, high, weight[..., None]).to(table.dtype)
+
+
+def axial_embedding(rows: Tensor, cols: Tensor, height: int, width: int, coords: Tensor | None, combine: str) -> Tensor:
+    """What `AxialPositionEmbedding` with tables `rows` and `cols` has for the patches of a grid."""
+    if coords is None:
+        y = torch.arange(height, device=rows.device)[:, None]
+        x = torch.arange(width, device=rows.device)[None, :]
+    else:
+        y, x = coords.to(torch.int64).unbind(-1)
+    rows, cols = look_up(rows, y, height), look_up(cols, x, width)
+    if combine == "sum":
+        embedding = rows + cols
+    else:
+        places = torch.broadcast_shapes(y.shape, x.shape)
+        embedding = torch.cat((rows.expand(*places, -1), cols.expand(*places, -1)), dim=-1)
+    return embedding.flatten(0, 1) if coords is None else embedding
+
+
+register_operator(
+    "axial_embedding(Tensor rows, Tensor cols, int height, int width, Tensor? coords, str combine) -> Tensor",
+    axial_embedding,
+)

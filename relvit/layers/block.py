@@ -7,7 +7,7 @@ from collections.abc import Callable
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
-from relvit.layers.attention import RelativeAttention
+from relvit.layers.attention import RelativeAttention, check_position
 from relvit.ops import Grid
 
 
@@ -20,6 +20,9 @@ class RelativeBlock(Block):
         position: makes the block's own position module, called as `position(head_dim, num_heads, device=, dtype=)`.
         attn_layer: accepted for timm's constructor; must be `RelativeAttention` or a subclass.
         **kwargs: see `timm.models.vision_transformer.Block`.
+
+    Raises:
+        TypeError: a `position` that makes none, such as a module: every block has its own.
     """
 
     def __init__(
@@ -31,11 +34,24 @@ class RelativeBlock(Block):
         attn_layer: type[nn.Module] = RelativeAttention,
         **kwargs: object,
     ) -> None:
+        check_position_factory(position)
         super().__init__(dim, num_heads, attn_layer=attn_layer, **kwargs)
         weight = self.attn.proj.weight
-        self.attn.position = position(self.attn.head_dim, num_heads, device=weight.device, dtype=weight.dtype)
+        made = position(self.attn.head_dim, num_heads, device=weight.device, dtype=weight.dtype)
+        check_position(made)
+        self.attn.position = made
 
     def forward(self, x: Tensor, grid: Grid, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """(B, N, dim) tokens laid out by `grid` -> (B, N, dim)."""
         x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x), grid, attn_mask, is_causal)))
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
+
+
+def check_position_factory(position: object) -> None:
+    """Raise TypeError for what cannot make a position module for each block."""
+    if isinstance(position, nn.Module) or not callable(position):
+        kind = f"a module {type(position).__name__}" if isinstance(position, nn.Module) else repr(position)
+        raise TypeError(
+            "position must make a module of its own for every block, called as position(head_dim, num_heads, device=, "
+            f"dtype=): give a class such as RelativePosition2d or a functools.partial of it, got {kind}"
+        )

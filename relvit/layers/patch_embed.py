@@ -13,9 +13,16 @@ class AnySizePatchEmbed(PatchEmbed):
     timm's own puts the sizes into error messages before it knows whether it needs them, which makes them constants of a
     compiled graph: another graph for each size. Arguments: see `timm.layers.PatchEmbed`.
 
+    Attributes:
+        cropped_size: a size that is let through although it is no multiple of the patch; the convolution leaves out
+            what remains at the lower and the right edge. None: there is no such size.
+
     Raises:
         ValueError: in `forward`, sides that are no multiples of the patch, unless `dynamic_img_pad` pads them.
     """
+
+    __constants__ = ("cropped_size",)  # for TorchScript
+    cropped_size = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Images (B, in_chans, height, width) -> (B, rows, columns, embed_dim), or another `output_fmt`."""
@@ -23,7 +30,7 @@ class AnySizePatchEmbed(PatchEmbed):
             height, width = x.shape[-2:]
             x = F.pad(x, (0, -width % self.patch_size[1], 0, -height % self.patch_size[0]))
         else:
-            check_image_size(x, self.patch_size)
+            check_image_size(x, self.patch_size, self.cropped_size)
         x = self.proj(x)
         if self.flatten:
             x = x.flatten(2).transpose(1, 2)
@@ -32,16 +39,22 @@ class AnySizePatchEmbed(PatchEmbed):
         return self.norm(x)
 
 
-def check_image_size(x: Tensor, patch_size: tuple[int, int]) -> None:
-    """Raise ValueError for images (B, C, H, W) that do not divide into patches."""
-    for name, size, patch in zip(("height", "width"), x.shape[-2:], patch_size, strict=True):
-        if size % patch != 0:
-            below = size - size % patch
-            near = f"{below} or {below + patch}" if below else f"{patch}"
-            raise ValueError(
-                f"image {name} {size} is not a multiple of the patch size {patch}: use {near} "
-                "(a model made with dynamic_img_pad=True pads with zeros)"
-            )
+def check_image_size(x: Tensor, patch_size: tuple[int, int], cropped_size: tuple[int, int] | None = None) -> None:
+    """Raise ValueError for images (B, C, H, W) that do not divide into patches, unless they have `cropped_size`."""
+    if cropped_size is not None and x.shape[-2] == cropped_size[0] and x.shape[-1] == cropped_size[1]:
+        return
+    _check_side("height", x.shape[-2], patch_size[0])
+    _check_side("width", x.shape[-1], patch_size[1])
+
+
+def _check_side(name: str, size: int, patch: int) -> None:
+    if size % patch != 0:
+        below = size - size % patch
+        near = f"{below} or {below + patch}" if below else f"{patch}"
+        raise ValueError(
+            f"image {name} {size} is not a multiple of the patch size {patch}: use {near} "
+            "(a model made with dynamic_img_pad=True pads with zeros)"
+        )
 
 
 # It looks at sizes, which have no value while a graph is traced.

@@ -1,13 +1,11 @@
 """Learned relative positions in 2D: Shaw's clipped offset tables, rows and columns apart."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
-from timm.layers import trunc_normal_
-from torch import nn
+from torch import Tensor, nn
 
+from relvit.layers.init import draw_tables
 from relvit.names import did_you_mean, listing
 from relvit.ops import BUCKETINGS, AxisTables, Grid, JointTable, RelativeTerms
 from relvit.ops.pairs import int_pair
@@ -40,7 +38,7 @@ class RelativePosition2d(nn.Module):
     Raises:
         ValueError: unknown or repeated letters, an unknown layout or bucketing, a negative clip distance or standard
             deviation.
-        TypeError: a clip distance that is not an integer.
+        TypeError: a clip distance that is not an integer, `shared_heads` that is not a bool.
     """
 
     def __init__(
@@ -64,10 +62,13 @@ class RelativePosition2d(nn.Module):
             if given not in allowed:
                 hint = did_you_mean(str(given), allowed)
                 raise ValueError(f"{name} must be one of {listing(allowed)}, got {given!r}{hint}")
+        if not isinstance(shared_heads, bool):
+            raise TypeError(f"shared_heads must be True or False, got {shared_heads!r}")
         if init_std < 0:
             raise ValueError(f"init_std must not be negative, got {init_std}")
         self.rel_terms = rel_terms
         self.max_distance = int_pair("max_distance", max_distance, 0)
+        self.shared_heads = shared_heads
         self.layout = layout
         self.bucketing = bucketing
         self.init_std = init_std
@@ -76,20 +77,19 @@ class RelativePosition2d(nn.Module):
         for letter, term in TERMS.items():
             lead = (num_heads,) if letter == "b" or not shared_heads else ()
             tail = () if letter == "b" else (head_dim,)
-            for part in LAYOUTS[layout]._fields:
+            for part, shape in offsets.items():
                 table = None
-                if letter in rel_terms:
-                    table = nn.Parameter(torch.empty(*lead, *offsets[part], *tail, device=device, dtype=dtype))
+                if letter in rel_terms and part in LAYOUTS[layout]._fields:
+                    table = nn.Parameter(torch.empty(*lead, *shape, *tail, device=device, dtype=dtype))
                 self.register_parameter(f"{term}_{part}", table)
         self.init_weights()
 
     def init_weights(self) -> None:
         """Draw the tables anew."""
-        for table in self.parameters():
-            if self.init_std:
-                trunc_normal_(table, std=self.init_std)
-            else:
-                nn.init.zeros_(table)
+        draw_tables(self, self.init_std)
+
+    # What PyTorch and timm call for modules whose memory holds nothing yet.
+    reset_parameters = init_weights
 
     def no_weight_decay(self) -> set[str]:
         """Names of all tables: decay would pull positions towards 'everything is equally far'."""
@@ -97,16 +97,25 @@ class RelativePosition2d(nn.Module):
 
     def forward(self, grid: Grid) -> RelativeTerms:
         """The terms for a grid; the same tables for every grid."""
-        kind = LAYOUTS[self.layout]
-        terms = {
-            term: kind(*(getattr(self, f"{term}_{part}") for part in kind._fields))
-            for letter, term in TERMS.items()
-            if letter in self.rel_terms
-        }
-        return RelativeTerms(**terms, bucketing=self.bucketing)
+        return RelativeTerms(
+            tables_or_none(self.query_rows, self.query_cols, self.query_table),
+            tables_or_none(self.key_rows, self.key_cols, self.key_table),
+            tables_or_none(self.value_rows, self.value_cols, self.value_table),
+            tables_or_none(self.bias_rows, self.bias_cols, self.bias_table),
+            self.bucketing,
+        )
 
     def extra_repr(self) -> str:
         return (
-            f"rel_terms={self.rel_terms!r}, max_distance={self.max_distance}, layout={self.layout!r}, "
-            f"bucketing={self.bucketing!r}"
+            f"rel_terms={self.rel_terms!r}, max_distance={self.max_distance}, shared_heads={self.shared_heads}, "
+            f"layout={self.layout!r}, bucketing={self.bucketing!r}, init_std={self.init_std}"
         )
+
+
+def tables_or_none(rows: Tensor | None, cols: Tensor | None, joint: Tensor | None) -> AxisTables | JointTable | None:
+    """The pair of tables, the joint one, or None."""
+    if rows is not None and cols is not None:
+        return AxisTables(rows, cols)
+    if joint is not None:
+        return JointTable(joint)
+    return None

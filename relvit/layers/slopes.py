@@ -1,7 +1,5 @@
 """Fixed relative positions in 2D: ALiBi's slopes, without parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -53,10 +51,15 @@ class SlopePosition2d(nn.Module):
         """Fill in the slopes; timm calls it for models that were made on the meta device."""
         self.slopes.copy_(torch.tensor(alibi_slopes(self.slopes.shape[0]), dtype=self.slopes.dtype))
 
+    # What PyTorch and timm call for modules whose memory holds nothing yet.
+    reset_parameters = init_non_persistent_buffers
+
     def forward(self, grid: Grid) -> RelativeTerms:
         """The terms for a grid."""
-        distances = (grid.height - 1, grid.width - 1) if self.max_distance is None else self.max_distance
-        return RelativeTerms(bias=AxisTables(*map(self._table, distances)))
+        rows, cols = grid.height - 1, grid.width - 1
+        if self.max_distance is not None:
+            rows, cols = self.max_distance
+        return RelativeTerms(bias=AxisTables(self._table(rows), self._table(cols)))
 
     def _table(self, distance: int) -> Tensor:
         """(num_heads, 2 `distance` + 1)."""

@@ -2,5 +2,14 @@
 
 from relvit.models.factory import build_model, model_arguments
 from relvit.models.relative_vit import RelVisionTransformer
+from relvit.models.retrofit import retrofit, retrofit_arguments
+from relvit.models.weights import checkpoint_filter_fn
 
-__all__ = ["RelVisionTransformer", "build_model", "model_arguments"]
+__all__ = [
+    "RelVisionTransformer",
+    "build_model",
+    "checkpoint_filter_fn",
+    "model_arguments",
+    "retrofit",
+    "retrofit_arguments",
+]

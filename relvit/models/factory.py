@@ -9,7 +9,9 @@ from typing import Any, get_type_hints
 import timm
 from torch import nn
 
-from relvit.names import did_you_mean
+from relvit.models.retrofit import retrofit as retrofit_model
+from relvit.models.retrofit import retrofit_arguments
+from relvit.names import did_you_mean, listing
 
 # What timm's own builder takes besides the arguments of the model's class.
 BUILDER_ARGUMENTS = {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_strict", "checkpoint_path"}
@@ -23,6 +25,7 @@ def build_model(
     in_chans: int = 3,
     img_size: int | Sequence[int] | None = None,
     model_kwargs: dict[str, Any] | None = None,
+    retrofit: dict[str, Any] | None = None,
 ) -> nn.Module:
     """Create a relvit or timm model.
 
@@ -32,11 +35,18 @@ def build_model(
         in_chans: channels of the images.
         img_size: size of the images, for models that want to know.
         model_kwargs: further arguments of the model's class.
+        retrofit: give a timm model relative positions with these arguments of `relvit.retrofit`, {} for its defaults;
+            None: leave it as it is.
 
     Raises:
-        ValueError: an unknown model or argument; the message holds the nearest right name.
+        ValueError: an unknown model or argument; the message holds the nearest right name. A model that cannot be
+            retrofitted.
     """
     kwargs = dict(model_kwargs or {})
+    for key in retrofit or {}:
+        if key not in retrofit_arguments():
+            hint = did_you_mean(key, retrofit_arguments()) or f", allowed: {listing(retrofit_arguments())}"
+            raise ValueError(f"retrofit has no argument {key!r}{hint}")
     arguments = model_arguments(name)
     for key in kwargs:
         if key in DATA_ARGUMENTS:
@@ -45,7 +55,8 @@ def build_model(
             raise ValueError(f"model {name!r} has no argument {key!r}{did_you_mean(key, arguments)}")
     if img_size is not None and "img_size" in arguments:
         kwargs["img_size"] = img_size if isinstance(img_size, int) else tuple(img_size)
-    return timm.create_model(name, num_classes=num_classes, in_chans=in_chans, **kwargs)
+    model = timm.create_model(name, num_classes=num_classes, in_chans=in_chans, **kwargs)
+    return model if retrofit is None else retrofit_model(model, **retrofit)
 
 
 def model_arguments(name: str) -> set[str]:

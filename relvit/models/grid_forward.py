@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from timm.layers import PatchDropoutWithIndices
+import torch
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
@@ -25,10 +25,11 @@ class GridForward:
         x = self._pos_embed(x)
         if self.pos_embed is None:
             x = self.pos_drop(x)  # timm applies it to absolute embeddings only
-        if isinstance(self.patch_drop, PatchDropoutWithIndices):
-            x, kept = self.patch_drop(x)
+        dropped = self.patch_drop(x)
+        if isinstance(dropped, tuple):
+            x, kept = dropped
             if kept is not None:
-                grid = grid._replace(coords=patch_coords(grid, x.device)[kept])
+                grid = Grid(grid.height, grid.width, grid.prefix, patch_coords(grid, x.device)[kept], None)
         return self.norm_pre(x), grid
 
     def forward_features(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
@@ -41,7 +42,10 @@ class GridForward:
         """
         x, grid = self.embed(x)
         for block in self.blocks:
-            x = self._run_block(block, x, grid, attn_mask, is_causal)
+            if torch.jit.is_scripting():
+                x = block(x, grid, attn_mask, is_causal)
+            else:
+                x = self._run_block(block, x, grid, attn_mask, is_causal)
         return self.norm(x)
 
     def forward_intermediates(

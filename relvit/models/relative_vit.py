@@ -23,7 +23,9 @@ from relvit.layers import (
     SlopePosition2d,
     resample_embedding,
 )
+from relvit.layers.block import check_position_factory
 from relvit.models.grid_forward import GridForward
+from relvit.models.weights import checkpoint_filter_fn, load_jax_archive
 from relvit.names import did_you_mean, listing
 from relvit.ops import Grid
 
@@ -31,6 +33,7 @@ POSITIONS = {"tables": RelativePosition2d, "slopes": SlopePosition2d}
 # How an axial embedding puts rows and columns together.
 AXIAL = {"axial": "concat", "axial-sum": "sum"}
 POS_EMBEDS = ("", "learn", *AXIAL)
+POOLS = ("", "avg", "avgmax", "max", "token", "map", "prr")
 # Arguments of timm's class that are no choice here.
 FIXED = {"dynamic_img_size", "block_fn", "attn_layer"}
 
@@ -47,9 +50,11 @@ class RelVisionTransformer(GridForward, VisionTransformer):
     pooling.
 
     Args:
-        position: 'tables' (learned, `RelativePosition2d`) or 'slopes' (ALiBi's, without parameters, `SlopePosition2d`).
+        position: 'tables' (learned, `RelativePosition2d`), 'slopes' (ALiBi's, without parameters, `SlopePosition2d`),
+            or what makes the position module of a block, called as `position(head_dim, num_heads, device=, dtype=)`: a
+            class of your own or a `functools.partial` of one.
         max_distance: clip distance in patches, one for both axes or (rows, columns); None: the default of the position,
-            7 for tables, none for slopes, which reach over the whole grid.
+            7 for tables, none for slopes, which reach over the whole grid. Not for a position of your own.
         rel_terms: relative terms by letter: 'q', 'k', 'v' (vectors on queries, keys, values), 'b' (bias); see
             `RelativePosition2d`. This and the next four are for tables alone.
         shared_heads: one set of tables for all heads of a block, or one per head.
@@ -65,14 +70,15 @@ class RelVisionTransformer(GridForward, VisionTransformer):
         **kwargs: see `timm.models.vision_transformer.VisionTransformer` (img_size, patch_size, embed_dim, depth ...).
 
     Raises:
-        ValueError: an unknown `position` or `pos_embed`, an argument that is no choice here or not for this position,
-            or in `forward` an image whose sides are no multiples of the patch.
+        ValueError: an unknown `position`, `pos_embed` or `global_pool`, an argument that is no choice here or not for
+            this position, or in `forward` an image whose sides are no multiples of the patch.
+        TypeError: an argument that there is not, a `position` that makes no modules.
     """
 
     def __init__(
         self,
         *,
-        position: str = "tables",
+        position: str | Callable[..., nn.Module] = "tables",
         max_distance: int | Sequence[int] | None = None,
         rel_terms: str = "kv",
         shared_heads: bool = True,
@@ -88,10 +94,12 @@ class RelVisionTransformer(GridForward, VisionTransformer):
         if pos_embed not in POS_EMBEDS:
             hint = did_you_mean(str(pos_embed), POS_EMBEDS)
             raise ValueError(f"pos_embed must be one of {listing(POS_EMBEDS)}, got {pos_embed!r}{hint}")
-        for name in FIXED & set(kwargs):
-            raise ValueError(
-                f"{name} cannot be chosen: these models take every image size, through blocks of their own"
-            )
+        if global_pool not in POOLS:
+            hint = did_you_mean(str(global_pool), POOLS)
+            raise ValueError(f"global_pool must be one of {listing(POOLS)}, got {global_pool!r}{hint}")
+        if global_pool == "token" and not class_token:
+            raise ValueError("global_pool 'token' needs class_token=True")
+        check_arguments(type(self).__name__, kwargs)
         make_position = position_factory(
             position,
             max_distance,
@@ -111,6 +119,8 @@ class RelVisionTransformer(GridForward, VisionTransformer):
             attn_layer=RelativeAttention,
             **kwargs,
         )
+        # Blocks take more than one argument, which no scripted Sequential hands on.
+        self.blocks = nn.ModuleList(self.blocks)
         if patch_drop_rate > 0:
             # timm's own throws away which patches stayed, and with them their places.
             self.patch_drop = PatchDropoutWithIndices(patch_drop_rate, num_prefix_tokens=self.num_prefix_tokens)
@@ -146,27 +156,38 @@ class RelVisionTransformer(GridForward, VisionTransformer):
         return super().no_weight_decay() | tables
 
     @torch.jit.ignore
+    def load_pretrained(self, checkpoint_path: str, prefix: str = "") -> None:
+        """Load an original JAX archive, see `relvit.models.weights.load_jax_archive`."""
+        load_jax_archive(self, checkpoint_path, prefix)
+
+    @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Patterns of parameter names by depth, for layer-wise learning rates: timm's, axial tables in the stem."""
         groups = super().group_matcher(coarse)
-        return {**groups, "stem": rf"{groups['stem']}|axial\."}
+        return groups if self.axial is None else {**groups, "stem": rf"{groups['stem']}|axial\."}
 
     def _pos_embed(self, x: Tensor) -> Tensor:
         """Patches (B, rows, columns, dim) -> tokens (B, N, dim), prefix tokens first, absolute embeddings added."""
-        grid = Grid(x.shape[1], x.shape[2])
+        height, width = x.shape[1], x.shape[2]
         x = x.flatten(1, 2)
         if self.axial is not None:
-            x = x + self.axial(grid)
-        prefix = [token.expand(x.shape[0], -1, -1) for token in (self.cls_token, self.reg_token) if token is not None]
+            x = x + self.axial(Grid(height, width))
+        tokens: list[Tensor] = []
+        for token in (self.cls_token, self.reg_token):
+            if token is not None:
+                tokens.append(token.expand(x.shape[0], -1, -1))
         if self.pos_embed is None:
-            return torch.cat((*prefix, x), dim=1)
+            tokens.append(x)
+            return torch.cat(tokens, dim=1)
         # As timm has it, but for the interpolation.
         embedded = 0 if self.no_embed_class else self.num_prefix_tokens
-        embedding = resample_embedding(self.pos_embed, self.patch_embed.grid_size, grid[:2], embedded)
+        embedding = resample_embedding(self.pos_embed, self.patch_embed.grid_size, (height, width), embedded)
         if self.no_embed_class:
-            x = torch.cat((*prefix, x + embedding), dim=1)
+            tokens.append(x + embedding)
+            x = torch.cat(tokens, dim=1)
         else:
-            x = torch.cat((*prefix, x), dim=1) + embedding
+            tokens.append(x)
+            x = torch.cat(tokens, dim=1) + embedding
         return self.pos_drop(x)
 
     def _run_block(self, block: nn.Module, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
@@ -175,12 +196,27 @@ class RelVisionTransformer(GridForward, VisionTransformer):
         return block(x, grid, attn_mask, is_causal)
 
 
+def check_arguments(model: str, given: dict[str, Any]) -> None:
+    """Refuse arguments that neither `RelVisionTransformer` nor timm's class has, and those that are no choice here."""
+    own = inspect.signature(RelVisionTransformer).parameters
+    allowed = (own.keys() | inspect.signature(VisionTransformer).parameters.keys()) - FIXED - {"kwargs"}
+    for name in given:
+        if name in FIXED:
+            raise ValueError(
+                f"{name} cannot be chosen: these models take every image size, through blocks of their own"
+            )
+        if name not in allowed:
+            raise TypeError(f"{model} has no argument {name!r}{did_you_mean(name, allowed)}")
+
+
 def position_factory(
-    position: str, max_distance: int | Sequence[int] | None, **tables: Any
-) -> Callable[..., RelativePosition2d | SlopePosition2d]:
+    position: str | Callable[..., nn.Module], max_distance: int | Sequence[int] | None, **tables: Any
+) -> Callable[..., nn.Module]:
     """What makes the position module of a block; `tables` are the model's arguments that are for tables alone."""
-    if position not in POSITIONS:
-        hint = did_you_mean(str(position), POSITIONS)
+    if not isinstance(position, str):
+        check_position_factory(position)
+    elif position not in POSITIONS:
+        hint = did_you_mean(position, POSITIONS)
         raise ValueError(f"position must be one of {listing(tuple(POSITIONS))}, got {position!r}{hint}")
     own = {} if max_distance is None else {"max_distance": max_distance}
     if position == "tables":
@@ -190,7 +226,14 @@ def position_factory(
     for name, given in tables.items():
         if given != defaults[name].default:
             raise ValueError(f"{name} is for position 'tables', got {name}={given!r} with position {position!r}")
-    return partial(POSITIONS[position], **own)
+    if isinstance(position, str):
+        return partial(POSITIONS[position], **own)
+    if own:
+        raise ValueError(
+            f"max_distance={max_distance!r} is for positions known by name; give it to your own one: "
+            "position=functools.partial(YourPosition, max_distance=...)"
+        )
+    return position
 
 
 def _cfg(**kwargs: Any) -> dict[str, Any]:
@@ -248,6 +291,7 @@ def _create(variant: str, pretrained: bool, defaults: dict[str, Any], kwargs: di
         RelVisionTransformer,
         variant,
         pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
         feature_cfg={"out_indices": out_indices, "feature_cls": "getter"},
         **kwargs,
     )

@@ -20,7 +20,7 @@ from relvit.ops.checks import (
 )
 from relvit.ops.grid import Grid
 from relvit.ops.terms import AxisTables, JointTable, RelativeTerms
-from relvit.ops.transforms import in_transform
+from relvit.ops.transforms import in_graph, in_transform
 
 BACKENDS: dict[str, ModuleType] = {"reference": reference, "fused": fused, "tiled": tiled, "gathered": gathered}
 
@@ -150,7 +150,7 @@ def relative_attention(
         backend = _choose(query, key, value, terms, grid, key_grid).backend
     if backend in ("fused", "tiled"):
         check_separable(terms, backend)
-    if backend == "tiled" and (_in_graph() or in_transform()):
+    if backend == "tiled" and (in_graph() or in_transform()):
         raise ValueError("backend 'tiled' can be no part of graphs or of torch.func's transforms: use 'auto'")
     return BACKENDS[backend].relative_attention(
         query,
@@ -194,7 +194,7 @@ def _choose(query: Tensor, key: Tensor, value: Tensor, terms: RelativeTerms, gri
     on_query += grid.height + grid.width if terms.query is not None else 0
     on_value = places if terms.value is not None else 0
     tables = [table for term in terms[:4] if term is not None for table in term]
-    graph = _in_graph()
+    graph = in_graph()
     case = Case(
         device=query.device.type,
         dtype=query.dtype,
@@ -214,10 +214,6 @@ def _as_stock_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """As stock attention takes it: at least two axes, booleans or the dtype of the contents."""
     mask = mask if mask.dtype == torch.bool else mask.to(dtype)
     return mask[(None,) * max(0, 2 - mask.dim())]
-
-
-def _in_graph() -> bool:
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 def _with_lead_of_both(terms: RelativeTerms) -> RelativeTerms:

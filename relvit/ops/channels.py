@@ -13,6 +13,7 @@ from torch import Tensor
 from relvit.ops.buckets import bucket, saturation
 from relvit.ops.grid import Grid, key_mask
 from relvit.ops.terms import AxisTables, RelativeTerms
+from relvit.ops.transforms import in_graph
 
 # Stock kernels want head widths that are multiples of 8, and are faster for it on the CPU as well.
 WIDTH_MULTIPLE = 8
@@ -113,7 +114,7 @@ def _once(
     makers = (grid, key_grid, request, like.dtype, like.device)
     placed = grid.coords is not None or key_grid.coords is not None
     # Fake tensors and those of a graph belong to where they were made.
-    if placed or torch.compiler.is_compiling() or type(like) is not Tensor:
+    if placed or in_graph() or type(like) is not Tensor:
         return make(*makers)
     # What was made in inference mode cannot be saved for backward elsewhere.
     return remember(*makers, torch.is_inference_mode_enabled())
@@ -247,7 +248,7 @@ def pick_entries(distances: Distances, bucketing: str, grid: Grid, places: Place
 def _reach(distance: int, bucketing: str, grid: Grid, size: int) -> int:
     """The largest offset that some pair can have; all of the table's for free coordinates."""
     # A graph for all sizes must not depend on which of them a table outreaches.
-    if grid.coords is not None or bucketing != "clip" or torch.compiler.is_compiling():
+    if grid.coords is not None or bucketing != "clip" or in_graph():
         return distance
     return min(distance, size - 1)
 

@@ -73,7 +73,7 @@ def relative_attention(
     # Backward forms tiles again under the autocast state of here.
     with without_autocast(query.device):
         queries = _tokens(grid, query.device)
-        if torch.compiler.is_exporting() or in_transform():
+        if torch.compiler.is_exporting() or torch.jit.is_tracing() or in_transform():
             # The number of tiles is not known in a graph for all sizes, and transforms cannot form tiles again.
             return attend(query, position_query, queries, attn_mask, 0 if is_causal else None).to(dtype)
         if torch.is_grad_enabled():

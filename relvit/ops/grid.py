@@ -1,7 +1,5 @@
 """Where every token of a sequence lies in the image."""
 
-from __future__ import annotations
-
 from numbers import Integral
 from typing import NamedTuple
 
@@ -101,8 +99,9 @@ def num_tokens(grid: Grid) -> int:
 
 def patch_coords(grid: Grid, device: torch.device | None = None) -> Tensor:
     """Row and column of each patch token, (P, 2) or (B, P, 2) int64, the raster spelled out where `coords` is None."""
-    if grid.coords is not None:
-        return grid.coords.to(torch.int64)
+    coords = grid.coords  # a name of its own, so that TorchScript knows that it is none no more
+    if coords is not None:
+        return coords.to(torch.int64)
     rows = torch.arange(grid.height, device=device)[:, None].expand(grid.height, grid.width)
     cols = torch.arange(grid.width, device=device)[None, :].expand(grid.height, grid.width)
     return torch.stack((rows, cols), dim=-1).reshape(-1, 2)

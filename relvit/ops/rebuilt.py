@@ -7,19 +7,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from relvit.ops.transforms import in_transform
+from relvit.ops.transforms import in_graph, in_transform
 
 
 class Rebuilt:
     """Inside `with Rebuilt() as rebuilt:`, registered tensors are not kept for backward, but how to make them is.
 
     Autograd's saved-tensor hooks do the exchange, so gradients of any order, and every kernel, stay what they are.
-    While a graph is compiled it does nothing: the compiler's partitioner makes that choice by itself. Nor does it
-    under `torch.func`, whose transforms forbid such hooks.
+    While a graph is compiled it does nothing: the compiler's partitioner makes that choice by itself. Nor does it in a
+    traced one, of which hooks are no part, nor under `torch.func`, whose transforms forbid such hooks.
     """
 
     def __init__(self) -> None:
-        self._active = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not in_transform()
+        self._active = torch.is_grad_enabled() and not in_graph() and not in_transform()
         # Registered tensors stay alive within the context, so that their addresses are theirs alone.
         self._registered: dict[int, tuple[Tensor, Callable[[], Tensor]]] = {}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack) if self._active else None

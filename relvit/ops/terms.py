@@ -1,7 +1,5 @@
 """What a position module hands to the attention: tables indexed by clipped row and column offsets."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from torch import Tensor

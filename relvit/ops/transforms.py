@@ -1,7 +1,12 @@
-"""Whether `torch.func` or forward-mode differentiation is at work."""
+"""Whether a graph is being made, or `torch.func` or forward-mode differentiation is at work."""
 
 import torch
 from torch.autograd import forward_ad
+
+
+def in_graph() -> bool:
+    """While a graph is compiled or exported by PyTorch, or traced by `torch.jit.trace`."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 def in_transform() -> bool:

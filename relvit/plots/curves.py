@@ -10,7 +10,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-PANELS = (("loss", "cross-entropy"), ("acc1", "top-1 accuracy"))
+PANELS = (("loss", "loss"), ("acc1", "top-1 accuracy"))
+# Columns of a quantity, and what to call them.
+STAGES = (("train/{}", "train"), ("train/{}_mixed", "train, mixed images"), ("val/{}", "val"))
 
 
 def read_metrics(path: str | Path) -> dict[str, list[tuple[int, float]]]:
@@ -31,11 +33,11 @@ def plot_curves(metrics: str | Path, target: str | Path) -> None:
     figure = Figure(figsize=(9, 3.5), layout="constrained")
     FigureCanvasAgg(figure)
     for axes, (quantity, label) in zip(figure.subplots(1, len(PANELS)), PANELS, strict=True):
-        for stage in ("train", "val"):
-            points = columns.get(f"{stage}/{quantity}", [])
+        for column, name in STAGES:
+            points = columns.get(column.format(quantity), [])
             if points:
                 epochs, values = zip(*points, strict=True)
-                axes.plot(epochs, values, marker="o" if len(points) < 30 else None, markersize=3, label=stage)
+                axes.plot(epochs, values, marker="o" if len(points) < 30 else None, markersize=3, label=name)
         axes.set(xlabel="epoch", ylabel=label)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)

@@ -12,7 +12,7 @@ import timm
 import torch
 from lightning import Callback, LightningDataModule, LightningModule, Trainer
 
-from relvit.training.classifier import ImageClassifier
+from relvit.training.classifier import AVERAGE_KEY, ImageClassifier
 from relvit.version import __version__
 
 KEY = "relvit"
@@ -42,6 +42,8 @@ class DescribeCheckpoint(Callback):
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
     """The content of a relvit checkpoint, on the CPU. Only tensors and plain types are read, never code.
 
+    'state_dict' holds the weights to use: the averaged ones where the training kept an average (`ema_decay`).
+
     Raises:
         FileNotFoundError: no such file.
         ValueError: not a checkpoint, or not one of relvit's.
@@ -61,6 +63,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         ) from error
     if not isinstance(content, dict) or KEY not in content or "state_dict" not in content:
         raise ValueError(f"{path} is not a checkpoint of relvit fit: it does not say which model and data it is of")
+    content["state_dict"] = content["state_dict"] | content.get(AVERAGE_KEY, {})
     return content
 
 
@@ -87,12 +90,14 @@ def check_same_network(path: str | Path, remembered: dict[str, Any], asked: Mapp
     Raises:
         ValueError: another architecture, other classes, another image size or number of channels.
     """
-    for name in ("model", "model_kwargs", "num_classes", "in_chans", "img_size", "class_names"):
-        trained, wanted = remembered["model"][name], _plain(asked[name])
+    for name in ("model", "model_kwargs", "retrofit", "num_classes", "in_chans", "img_size", "class_names"):
+        # Checkpoints of before there was `retrofit` do not hold it.
+        trained, wanted = remembered["model"].get(name), _plain(asked[name])
         if isinstance(trained, dict) and isinstance(wanted, dict):
             differ = [key for key in {**trained, **wanted} if trained.get(key) != wanted.get(key)]
             trained, wanted = ({key: side.get(key) for key in differ} for side in (trained, wanted))
-        if (trained or None) != (wanted or None):
+        # No arguments are as good as none, but for `retrofit`, where {} is a retrofit with the defaults.
+        if trained != wanted and (trained or wanted or name == "retrofit"):
             raise ValueError(
                 f"{path} was trained with {name} {_short(trained)}, not {_short(wanted)}: drop that option"
             )

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-import math
+import os
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from lightning import LightningModule
-from timm.optim import create_optimizer_v2
-from torch import Tensor
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
+from relvit.data.mix import BatchMix
 from relvit.models import build_model
-from relvit.training.schedule import warmup_cosine
+from relvit.names import did_you_mean
+from relvit.training.averaging import WeightAverage
+from relvit.training.freezing import Backbone
+from relvit.training.loss import ClassificationLoss
+from relvit.training.optimisation import check_optimizer, make_optimizer
+from relvit.training.schedule import Plan, make_plan, warmup_cosine
+from relvit.training.seeding import seeded
+
+# Where a checkpoint keeps the averaged weights, under the same names as the raw ones in 'state_dict'.
+AVERAGE_KEY = "ema_state_dict"
 
 
 class NonFiniteLossError(RuntimeError):
@@ -24,7 +36,7 @@ class NonFiniteLossError(RuntimeError):
 
 
 class ImageClassifier(LightningModule):
-    """Image classification with cross-entropy, AdamW and a warm-up + cosine learning rate per optimiser step.
+    """Image classification with any timm model and optimiser, and a warm-up + cosine learning rate per optimiser step.
 
     Args:
         model: name of a relvit or timm model.
@@ -33,14 +45,34 @@ class ImageClassifier(LightningModule):
         img_size: image size that the model is built for; evaluation may use others.
         class_names: names of the classes in order.
         model_kwargs: further arguments of the model, checked against its signature.
+        retrofit: arguments of `relvit.retrofit`, which gives a timm model relative positions; {} for its defaults, None
+            to leave the model as it is.
+        opt: name of an optimiser of timm (adamw, lamb, lion, muon, sgd ...).
+        opt_kwargs: further arguments of the optimiser, such as betas, momentum, eps.
         lr: peak learning rate.
-        weight_decay: AdamW's decay; biases, norms and position tables take none.
+        lr_base_batch: images per optimiser step that `lr` is meant for: the learning rate grows in proportion to the
+            batch over all devices and accumulated steps (`min_lr` does not); none: `lr` as it is.
+        layer_decay: factor on the learning rate per layer from the classifier down to the stem; none: the same for all.
+        weight_decay: the optimiser's decay; biases, norms and position tables take none.
         warmup_epochs: length of the linear warm-up in epochs, fractions allowed.
         min_lr: learning rate at the end.
+        loss: 'ce' (cross-entropy) or 'bce' (binary cross-entropy, class by class); evaluation reports cross-entropy.
         label_smoothing: share of the target that is spread over all classes (Szegedy et al. 2016, arXiv 1512.00567).
+        bce_threshold: with 'bce', targets above it count as 1 and others as 0; none: targets as they are.
+        class_weights: weight of each class in the training loss, in the order of the classes.
+        mixup: parameter of mixup's Beta distribution; 0: no mixup.
+        cutmix: parameter of cutmix's Beta distribution; 0: no cutmix.
+        mix_prob: probability that a batch is mixed at all.
+        mix_switch_prob: probability of cutmix where mixup is on as well.
+        ema_decay: decay of a moving average of the weights, with which evaluation and checkpoints then work; none: no
+            average.
+        ema_warmup: let the average's decay grow from 0, as 1 - step^(-2/3).
+        freeze_epochs: epochs in which the classifier alone is trained, the rest being in evaluation mode.
+        compile: `torch.compile` the model, with the backend of that name or, if true, inductor.
+        channels_last: keep images and convolutions in the memory format that GPUs prefer.
 
     Raises:
-        ValueError: an unknown model or model argument, class names that do not match `num_classes`, rates out of range.
+        ValueError: an unknown name, class names that do not match `num_classes`, numbers out of range.
     """
 
     def __init__(
@@ -51,48 +83,109 @@ class ImageClassifier(LightningModule):
         img_size: int | tuple[int, int] | None = None,
         class_names: list[str] | None = None,
         model_kwargs: dict[str, Any] | None = None,
+        retrofit: dict[str, Any] | None = None,
+        opt: str = "adamw",
+        opt_kwargs: dict[str, Any] | None = None,
         lr: float = 1e-3,
+        lr_base_batch: int | None = None,
+        layer_decay: float | None = None,
         weight_decay: float = 0.05,
         warmup_epochs: float = 5.0,
         min_lr: float = 1e-5,
+        loss: Literal["ce", "bce"] = "ce",
         label_smoothing: float = 0.1,
+        bce_threshold: float | None = None,
+        class_weights: list[float] | None = None,
+        mixup: float = 0.0,
+        cutmix: float = 0.0,
+        mix_prob: float = 1.0,
+        mix_switch_prob: float = 0.5,
+        ema_decay: float | None = None,
+        ema_warmup: bool = True,
+        freeze_epochs: int = 0,
+        compile: bool | str = False,
+        channels_last: bool = False,
     ) -> None:
         super().__init__()
         if class_names is not None and len(class_names) != num_classes:
             raise ValueError(f"class_names holds {len(class_names)} names, num_classes is {num_classes}")
         if not 0 <= min_lr <= lr:
             raise ValueError(f"need 0 <= min_lr <= lr, got min_lr {min_lr} and lr {lr}")
-        if not 0 <= label_smoothing < 1:
-            raise ValueError(f"label_smoothing must lie in 0 <= x < 1, got {label_smoothing}")
+        if lr_base_batch is not None and lr_base_batch < 1:
+            raise ValueError(f"lr_base_batch must be 1 or more, got {lr_base_batch}")
+        if ema_decay is not None and not 0 <= ema_decay < 1:
+            raise ValueError(f"ema_decay must lie in 0 <= x < 1, got {ema_decay}")
+        if freeze_epochs < 0:
+            raise ValueError(f"freeze_epochs must be 0 or more, got {freeze_epochs}")
+        for name, value, default, needed, given in (
+            ("mix_prob", mix_prob, 1.0, "mixup or cutmix", mixup or cutmix),
+            ("mix_switch_prob", mix_switch_prob, 0.5, "mixup and cutmix", mixup and cutmix),
+            ("ema_warmup", ema_warmup, True, "ema_decay", ema_decay is not None),
+        ):
+            if value != default and not given:
+                raise ValueError(f"{name} {value} has no effect without {needed}")
+        backends = torch.compiler.list_backends(exclude_tags=())
+        if isinstance(compile, str) and compile not in backends:
+            raise ValueError(f"unknown backend of torch.compile {compile!r}{did_you_mean(compile, backends)}")
+        check_optimizer(opt, layer_decay, opt_kwargs)
         self.save_hyperparameters()
-        self.net = build_model(model, num_classes, in_chans, img_size, model_kwargs)
+        self.net = build_model(model, num_classes, in_chans, img_size, model_kwargs, retrofit)
+        if channels_last:
+            self.net.to(memory_format=torch.channels_last)
+        self.loss = ClassificationLoss(num_classes, loss, label_smoothing, bce_threshold, class_weights)
+        self.mixing: BatchMix | None = None
+        if mixup or cutmix:
+            self.mixing = BatchMix(num_classes, mixup, cutmix, mix_prob, mix_switch_prob, label_smoothing)
+        self.backbone = Backbone(self.net) if freeze_epochs else None
+        self.average: WeightAverage | None = None
+        self.plan: Plan | None = None
+        # While learning rates are tried out, which ends in an exploding loss.
+        self.searching = False
+        self._restored_average: dict[str, Tensor] | None = None
         # torchmetrics objects count every sample of every process once, whatever the batch sizes.
         accuracies = {
             f"acc{k}": MulticlassAccuracy(num_classes, top_k=k, average="micro") for k in (1, 5) if k <= num_classes
         }
         metrics = MetricCollection({"loss": MeanMetric(), **accuracies}, compute_groups=False)
-        self.train_metrics, self.val_metrics, self.test_metrics = (
-            metrics.clone(f"{stage}/") for stage in ("train", "val", "test")
-        )
+        self.val_metrics, self.test_metrics = metrics.clone("val/"), metrics.clone("test/")
+        # Accuracy on mixed images, where the larger share counts as the class, says something else.
+        mixed = {
+            f"{name}_mixed" if self.mixing and name != "loss" else name: metric for name, metric in metrics.items()
+        }
+        self.train_metrics = MetricCollection(mixed, compute_groups=False).clone("train/")
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images (B, in_chans, height, width) -> logits (B, num_classes)."""
-        return self.net(images)
+        """Images (B, in_chans, height, width) -> logits (B, num_classes).
+
+        In evaluation mode by the averaged weights where a training keeps an average, else by those of `net`.
+        """
+        if self.hparams.channels_last:
+            images = images.contiguous(memory_format=torch.channels_last)
+        net = self.net if self.training or self.average is None else self.average.net
+        return net(images)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        images, labels = batch
-        logits = self.net(images)
-        loss = F.cross_entropy(logits, labels, label_smoothing=self.hparams.label_smoothing)
-        if not torch.isfinite(loss):
+        """The loss of images and labels (B,) or target distributions (B, num_classes)."""
+        images, targets = batch
+        if self.mixing is not None:
+            seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+            with seeded(seed, self.current_epoch, batch_idx, self.global_rank):
+                images, targets = self.mixing(images, targets)
+        logits = self(images)
+        loss = self.loss(logits, targets)
+        if not self.searching and not torch.isfinite(loss):
             raise NonFiniteLossError(
                 f"the loss is {loss.item()} at step {self.global_step} of epoch {self.current_epoch}: "
                 "stopped before the optimiser step; try a lower --model.lr, a longer --model.warmup_epochs or "
                 "--trainer.gradient_clip_val 1"
             )
+        labels = targets if targets.ndim == 1 else targets.argmax(-1)
         self._count(self.train_metrics, loss, logits, labels)
         accuracy = (logits.detach().argmax(-1) == labels).float().mean()
         self.log_dict({"loss": loss, "acc": accuracy}, prog_bar=True, logger=False)
-        self.log("lr", self.trainer.optimizers[0].param_groups[0]["lr"], on_step=False, on_epoch=True)
+        # Of the last layer: those below may have less.
+        lr = max(group["lr"] for group in self.trainer.optimizers[0].param_groups)
+        self.log("lr", lr, on_step=False, on_epoch=True, sync_dist=True)
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
@@ -104,28 +197,128 @@ class ImageClassifier(LightningModule):
     def predict_step(self, batch: tuple[Tensor, list[str]], batch_idx: int) -> dict[str, Any]:
         """Names of the images, (B, num_classes) probabilities."""
         images, names = batch
-        return {"names": list(names), "probabilities": self.net(images).float().softmax(-1)}
+        return {"names": list(names), "probabilities": self(images).float().softmax(-1)}
+
+    def setup(self, stage: str) -> None:
+        """Compile before the first use, so that a classifier which is only loaded takes no time for it.
+
+        And take the class weights of data that balance the loss.
+        """
+        if self.net._compiled_call_impl is None:
+            self._compile(self.net)
+        weights = getattr(self.trainer.datamodule, "class_weights", None) if stage == "fit" else None
+        if weights is not None:
+            if self.hparams.class_weights is not None:
+                raise ValueError("the data balances the loss (balance='loss'): leave out class_weights")
+            self.loss.weights = weights.to(self.device)
 
     def configure_optimizers(self) -> dict[str, Any]:
-        total = self.trainer.estimated_stepping_batches
-        if not math.isfinite(total):
-            raise ValueError("the cosine needs an end: give --trainer.max_epochs or --trainer.max_steps")
-        per_epoch = math.ceil(self.trainer.num_training_batches / self.trainer.accumulate_grad_batches)
-        warmup = min(round(self.hparams.warmup_epochs * per_epoch), int(total) - 1)
-        optimizer = create_optimizer_v2(
-            self.net, opt="adamw", lr=self.hparams.lr, weight_decay=self.hparams.weight_decay
+        hparams = self.hparams
+        self.plan = make_plan(self.trainer, hparams.lr, hparams.lr_base_batch, hparams.warmup_epochs)
+        lr = self.plan.lr
+        if hparams.min_lr > lr:
+            raise ValueError(
+                f"min_lr {hparams.min_lr:g} exceeds {lr:g}, the learning rate for {self.plan.batch} images"
+            )
+        optimizer = make_optimizer(
+            self.net, hparams.opt, lr, hparams.weight_decay, hparams.layer_decay, hparams.opt_kwargs
         )
-        floor = self.hparams.min_lr / self.hparams.lr if self.hparams.lr else 0.0
-        factor = partial(warmup_cosine, total=int(total), warmup=warmup, floor=floor)
+        floor = hparams.min_lr / lr if lr else 0.0
+        factor = partial(warmup_cosine, total=self.plan.steps, warmup=self.plan.warmup, floor=floor)
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"},
         }
 
+    def on_fit_start(self) -> None:
+        """Start the average where the weights are now: on their device, restored from a checkpoint or fresh."""
+        self.average = None
+        if self.hparams.ema_decay is not None:
+            self.average = WeightAverage(self.net, self.hparams.ema_decay, self.hparams.ema_warmup)
+            if self._restored_average is not None:
+                self.average.load(self._restored_average)
+            self._compile(self.average.net)
+        self._restored_average = None
+
+    def on_train_start(self) -> None:
+        """Say what the devices make of batch and learning rate."""
+        if self.searching:
+            return
+        plan, trainer, hparams = self.plan, self.trainer, self.hparams
+        factors = (trainer.accumulate_grad_batches, trainer.world_size)
+        parts = " x ".join(str(n) for n in (plan.batch // (factors[0] * factors[1]), *factors))
+        scaled = f" ({hparams.lr:g} x {plan.batch} / {hparams.lr_base_batch})" if hparams.lr_base_batch else ""
+        self.print(
+            f"effective batch {plan.batch} ({parts}: batch, accumulation, devices), learning rate {plan.lr:g}{scaled}, "
+            f"steps {plan.steps}, warm-up {plan.warmup}",
+            flush=True,
+        )
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Freeze or unfreeze by the number of the epoch alone, so that a resumed run does likewise."""
+        if self.backbone is None or self.backbone.frozen == (self.current_epoch < self.hparams.freeze_epochs):
+            return
+        if self.backbone.frozen:
+            self.backbone.unfreeze()
+        else:
+            self.backbone.freeze(without_gradients=self.trainer.world_size == 1)
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        if self.backbone is not None and self.backbone.frozen:
+            self.backbone.drop_gradients()
+
+    def optimizer_step(
+        self,
+        epoch: int,
+        batch_idx: int,
+        optimizer: Optimizer,
+        optimizer_closure: Callable[[], Any] | None = None,
+    ) -> None:
+        """One step of the optimiser, and of the average. Not called for batches that only accumulate."""
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        if self.average is not None:
+            self.average.update(self.net, self.global_step + 1)
+
+    def on_train_end(self) -> None:
+        if self.backbone is not None and self.backbone.frozen:
+            self.backbone.unfreeze()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Raw weights stay in 'state_dict', where resuming finds them."""
+        if self.average is not None:
+            weights = self.average.net.state_dict()
+            checkpoint[AVERAGE_KEY] = {f"net.{name}": value for name, value in weights.items()}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """A training goes on with both kinds of weights; everything else uses the averaged ones."""
+        averaged = checkpoint.get(AVERAGE_KEY)
+        if self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING:
+            if averaged is not None:
+                self._restored_average = {name.removeprefix("net."): value for name, value in averaged.items()}
+        else:
+            self.average = None
+            checkpoint["state_dict"] = checkpoint["state_dict"] | (averaged or {})
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ImageClassifier:
+        """Take the average along to another device or dtype."""
+        super()._apply(fn, recurse)
+        if self.average is not None:
+            self.average.net._apply(fn)
+        return self
+
+    def _compile(self, net: nn.Module) -> None:
+        """Compile in place, which leaves the names in the state dict as they are."""
+        if self.hparams.compile:
+            net.compile(backend="inductor" if self.hparams.compile is True else self.hparams.compile)
+
     def _evaluate(self, metrics: MetricCollection, batch: tuple[Tensor, Tensor]) -> None:
         images, labels = batch
-        logits = self.net(images)
-        self._count(metrics, F.cross_entropy(logits.float(), labels), logits, labels)
+        if len(labels):
+            logits = self(images)
+            self._count(metrics, F.cross_entropy(logits.float(), labels), logits, labels)
+        else:
+            # This process has fewer batches than others, with which it must keep step.
+            self._log(metrics, 0)
 
     def _count(self, metrics: MetricCollection, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
         for name, metric in metrics.items(keep_base=True):
@@ -133,6 +326,9 @@ class ImageClassifier(LightningModule):
                 metric.update(loss.detach(), weight=len(labels))
             else:
                 metric.update(logits.detach(), labels)
+        self._log(metrics, len(labels))
+
+    def _log(self, metrics: MetricCollection, count: int) -> None:
         # The progress bar shows loss and accuracy of the batch while training, of the whole set in evaluation.
         show = metrics is not self.train_metrics
-        self.log_dict(dict(metrics.items()), on_step=False, on_epoch=True, prog_bar=show, batch_size=len(labels))
+        self.log_dict(dict(metrics.items()), on_step=False, on_epoch=True, prog_bar=show, batch_size=max(count, 1))

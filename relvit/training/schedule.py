@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
+
+from lightning import Trainer
 
 
 def warmup_cosine(step: int, total: int, warmup: int, floor: float) -> float:
@@ -21,3 +24,57 @@ def warmup_cosine(step: int, total: int, warmup: int, floor: float) -> float:
         return (step + 1) / (warmup + 1)
     progress = min(1.0, (step - warmup) / max(1, total - warmup))
     return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+class Plan(NamedTuple):
+    """What a training amounts to on the devices that it has.
+
+    Attributes:
+        batch: images per optimiser step, over all devices and accumulated batches.
+        lr: peak learning rate, scaled where scaling is asked for.
+        steps: optimiser steps of the whole training.
+        warmup: those of the warm-up among them.
+    """
+
+    batch: int
+    lr: float
+    steps: int
+    warmup: int
+
+
+def make_plan(trainer: Trainer, lr: float, base_batch: int | None, warmup_epochs: float) -> Plan:
+    """Batch, learning rate and steps for a trainer that is about to fit.
+
+    A last, partial accumulation of an epoch ends in an optimiser step as well. With `base_batch`, `lr` is meant for
+    that many images per step and grows in proportion (Goyal et al. 2017, arXiv 1706.02677).
+
+    Raises:
+        ValueError: a training without end or with epochs of unknown length, or an unknown batch size.
+    """
+    # Lightning does so by itself where it needs the length, not where --trainer.max_steps alone ends the training.
+    trainer.fit_loop.setup_data()
+    steps = trainer.estimated_stepping_batches
+    if not math.isfinite(steps):
+        raise ValueError("the cosine needs an end: give --trainer.max_epochs or --trainer.max_steps")
+    if not math.isfinite(trainer.num_training_batches):
+        if warmup_epochs:
+            raise ValueError(f"the data does not know its length, so warmup_epochs {warmup_epochs:g} has none: give 0")
+        per_epoch = 0
+    else:
+        per_epoch = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
+    batch = _batch_size(trainer) * trainer.accumulate_grad_batches * trainer.world_size
+    return Plan(
+        batch=batch,
+        lr=lr * batch / base_batch if base_batch else lr,
+        steps=int(steps),
+        warmup=min(round(warmup_epochs * per_epoch), int(steps) - 1),
+    )
+
+
+def _batch_size(trainer: Trainer) -> int:
+    """Images per batch and device, as the loader of the training says."""
+    loader = trainer.train_dataloader
+    size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    if not size:
+        raise ValueError(f"the training loader, {type(loader).__name__}, does not say its batch_size")
+    return int(size)

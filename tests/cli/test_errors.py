@@ -50,6 +50,10 @@ def fit(copy, tmp_path):
         (["--config=nothing.yaml"], "--config: File does not exist: .*nothing.yaml"),
         (["--ckpt_path=last"], "no checkpoint at last; give the file, such as runs/RUN/checkpoints/best.ckpt"),
         (["--weights_only=false"], "unknown option --weights_only"),
+        (["--model.opt=adamv"], r"unknown optimiser 'adamv' \(did you mean 'adamw?'\?\)"),
+        (["--model.opt_kwargs.momentum=0.9"], "optimiser 'adamw' has no argument 'momentum'"),
+        (["--patience=0"], "--patience must be 1 or more, got 0"),
+        (["--patiense=3"], r"unknown option --patiense \(did you mean '--patience'\?\)"),
         (["--model.min_lr=1"], "need 0 <= min_lr <= lr, got min_lr 1"),
     ],
 )
@@ -159,6 +163,14 @@ def test_resuming_what_is_finished(run, fit, capsys):
     assert f"{last} has all 4 epochs behind it: raise --trainer.max_epochs" in message
     message = fails(["validate", f"--ckpt_path={run}"], capsys)
     assert f"{run} is a folder; give the checkpoint, such as {run / 'checkpoints' / 'best.ckpt'}" in message
+
+
+def test_options_of_one_device_or_one_start(run, fit, capsys):
+    last = f"--ckpt_path={run / 'checkpoints' / 'last.ckpt'}"
+    message = fails([*fit, last, "--lr_find=true", "--trainer.max_epochs=9"], capsys)
+    assert "--lr_find starts a training; one that goes on keeps its learning rate: drop that option" in message
+    message = fails(["predict", last, "--trainer.accelerator=cpu", "--trainer.devices=2"], capsys)
+    assert "predict runs on one device, not on 2: give --trainer.devices 1" in message
 
 
 def test_options_of_resolutions(run, capsys):

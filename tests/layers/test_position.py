@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 
@@ -57,6 +58,22 @@ def test_gradients_reach_only_the_offsets_that_occur():
     assert touched.tolist() == [False] * 3 + [True] * 5 + [False] * 3
 
 
+def test_it_says_what_it_was_made_with():
+    position = RelativePosition2d(8, 2, "kb", (np.int64(2), 3), shared_heads=False, layout="joint", init_std=0.5)
+    assert repr(position) == (
+        "RelativePosition2d(rel_terms='kb', max_distance=(2, 3), shared_heads=False, layout='joint', "
+        "bucketing='clip', init_std=0.5)"
+    )
+
+
+def test_what_pytorch_resets_is_drawn_anew():
+    position = RelativePosition2d(8, 2)
+    for table in position.parameters():
+        torch.nn.init.constant_(table, torch.nan)
+    position.reset_parameters()
+    assert all(0.01 < table.std() < 0.03 for table in position.parameters())
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -72,7 +89,9 @@ def test_gradients_reach_only_the_offsets_that_occur():
         ({"max_distance": (3, 4, 5)}, ValueError, r"int or \(rows, columns\)"),
         ({"max_distance": (3, 4.0)}, TypeError, "integers"),
         ({"max_distance": 7.5}, TypeError, "max_distance must hold integers, got 7.5"),
+        ({"max_distance": (2, True)}, TypeError, "max_distance must hold integers"),
         ({"init_std": -0.1}, ValueError, "init_std must not be negative"),
+        ({"shared_heads": "no"}, TypeError, "shared_heads must be True or False, got 'no'"),
     ],
 )
 def test_errors(arguments, error, message):

@@ -32,3 +32,14 @@ def test_every_registered_relvit_model_knows_its_arguments():
 def test_errors_hold_the_nearest_right_name(name, kwargs, message):
     with pytest.raises(ValueError, match=message):
         build_model(name, 10, model_kwargs=kwargs)
+
+
+def test_a_retrofit_follows_when_asked_for():
+    assert not hasattr(build_model("test_vit", 4, 3, 64).blocks[0].attn, "position")
+    model = build_model("test_vit", 4, 3, 64, retrofit={"rel_terms": "k", "max_distance": [2, 3]})
+    assert model.blocks[1].attn.position.max_distance == (2, 3)
+    assert build_model("test_vit", 4, 3, 64, retrofit={}).blocks[0].attn.position.rel_terms == "kv"
+    with pytest.raises(ValueError, match=r"retrofit has no argument 'rel_term' .did you mean 'rel_terms'"):
+        build_model("test_vit", 4, retrofit={"rel_term": "k"})
+    with pytest.raises(ValueError, match="ResNet cannot be retrofitted"):
+        build_model("test_resnet", 4, retrofit={"rel_terms": "k"})

@@ -49,6 +49,27 @@ def pair_entry(tables, head, query_place, key_place, bucketing, vector=True):
     return total
 
 
+def rotate(tokens, sines_cosines, prefix, half):
+    """Rotary embedding (Su et al. 2021, arXiv 2104.09864, eq. 34) of (B, heads, N, width), one number at a time.
+
+    `sines_cosines` broadcasts to (B, heads, N - prefix, 2 width), sines first. Channel c turns with its neighbour, or
+    with `half` with the channel half the width away.
+    """
+    batch, heads, count, width = tokens.shape
+    spread = sines_cosines.expand(batch, heads, count - prefix, 2 * width)
+    rotated = tokens.clone()
+    for b in range(batch):
+        for h in range(heads):
+            for n in range(prefix, count):
+                for c in range(width):
+                    first = c < width // 2 if half else c % 2 == 0
+                    step = width // 2 if half else 1
+                    other = tokens[b, h, n, c + step] * -1 if first else tokens[b, h, n, c - step]
+                    sine, cosine = spread[b, h, n - prefix, c], spread[b, h, n - prefix, width + c]
+                    rotated[b, h, n, c] = cosine * tokens[b, h, n, c] + sine * other
+    return rotated
+
+
 def attention(
     query,
     key,

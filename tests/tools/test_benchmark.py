@@ -1,24 +1,11 @@
 """The benchmark: ratios worked out by hand, the counting of memory, what is written, and what is refused."""
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
-
-ROOT = Path(__file__).parent.parent.parent
-
-
-def load(name):
-    """A script of the tools folder as a module; dataclasses look their module up in `sys.modules`."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
+from scripts import ROOT, load
 
 benchmark, report = load("benchmark"), load("benchmark_report")
 

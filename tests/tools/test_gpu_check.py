@@ -1,26 +1,13 @@
 """The GPU check, run on the CPU: it passes there, and what is wrong it calls wrong."""
 
-import importlib.util
 import json
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from scripts import load
 
 from relvit.ops import tiled
-
-ROOT = Path(__file__).parent.parent.parent
-
-
-def load(name):
-    """A script of the tools folder as a module; dataclasses look their module up in `sys.modules`."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
 
 gpu_check = load("gpu_check")
 right = tiled.relative_attention

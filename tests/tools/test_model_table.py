@@ -1,24 +1,10 @@
 """The table of models: counts against PyTorch's own and by hand, and the README's copy."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 import timm
 import torch
+from scripts import ROOT, load
 from torch.utils.flop_counter import FlopCounterMode
-
-ROOT = Path(__file__).parent.parent.parent
-
-
-def load(name):
-    """A script of the tools folder as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
 
 model_table = load("model_table")
 

@@ -1,6 +1,9 @@
+"""The learning rate against the closed formula, in the function and in real trainings."""
+
 import math
 
 import pytest
+from small_training import Record, build, train
 
 from relvit.training import warmup_cosine
 
@@ -16,3 +19,46 @@ def test_closed_form():
 def test_without_warmup_and_with_a_single_step():
     assert warmup_cosine(0, total=5, warmup=0, floor=0.0) == 1.0
     assert warmup_cosine(0, total=1, warmup=0, floor=0.0) == 1.0
+
+
+def curve(lr, min_lr, steps, warmup):
+    """Learning rate of every step, written out."""
+    rise = [lr * (step + 1) / (warmup + 1) for step in range(warmup)]
+    fall = steps - warmup
+    return rise + [min_lr + (lr - min_lr) * (1 + math.cos(math.pi * step / fall)) / 2 for step in range(fall)]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+def test_every_optimiser_step_has_its_rate(accumulate):
+    module = build(lr=0.01, min_lr=0.001, warmup_epochs=1.5)
+    record = Record(module)
+    train(module, max_epochs=4, accumulate_grad_batches=accumulate)
+    # Six batches an epoch: with 4 accumulated, the last two make a step as well.
+    per_epoch = {1: 6, 2: 3, 4: 2}[accumulate]
+    assert record.rates == pytest.approx(curve(0.01, 0.001, 4 * per_epoch, round(1.5 * per_epoch)))
+
+
+def test_a_limit_of_steps_ends_the_cosine():
+    module = build(lr=0.01, min_lr=0.0, warmup_epochs=0.5)
+    record = Record(module)
+    train(module, max_steps=8, max_epochs=-1)
+    assert record.rates == pytest.approx(curve(0.01, 0.0, 8, 3))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_rate_for_a_batch_grows_with_the_batch(accumulate, capsys):
+    module = build(lr=0.01, min_lr=0.001, lr_base_batch=16, warmup_epochs=0, layer_decay=0.5)
+    record = Record(module)
+    train(module, max_epochs=2, accumulate_grad_batches=accumulate)
+    lr = 0.01 * 4 * accumulate / 16
+    # min_lr stays, as in DeiT; the first group is the stem, two layers below the classifier.
+    assert record.rates == pytest.approx([0.25 * rate for rate in curve(lr, 0.001, 12 // accumulate, 0)])
+    assert (
+        f"effective batch {4 * accumulate} (4 x {accumulate} x 1: batch, accumulation, devices), "
+        f"learning rate {lr:g} (0.01 x {4 * accumulate} / 16), steps {12 // accumulate}, warm-up 0"
+    ) in capsys.readouterr().out
+
+
+def test_a_rate_scaled_below_its_end_is_refused():
+    with pytest.raises(ValueError, match=r"min_lr 0.005 exceeds 0.0025, the learning rate for 4 images"):
+        train(build(lr=0.01, min_lr=0.005, lr_base_batch=16), max_epochs=1)

@@ -1,4 +1,4 @@
-"""`python -m relvit.cli`."""
+"""`python -m relvit`, as `torchrun -m relvit` calls it."""
 
 import sys
 

@@ -1,0 +1,89 @@
+"""Attention layers: timm's own with a mask, and what they refuse."""
+
+from functools import partial
+
+import pytest
+import torch
+from timm.layers import Attention, LayerNorm
+
+from relvit.layers import RelativeAttention, RelativeBlock, RelativePosition2d, SlopePosition2d
+from relvit.ops import make_grid
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"qkv_bias": True, "gated": True},
+        {"qk_norm": True, "norm_layer": LayerNorm, "proj_bias": False},
+        {"scale_norm": True, "norm_layer": LayerNorm, "attn_head_dim": 4, "dim_out": 7},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("backend", ["auto", "reference", "fused", "tiled"])
+def test_options_are_timms(options, backend):
+    torch.manual_seed(0)
+    head_dim = options.get("attn_head_dim", 6)
+    position = RelativePosition2d(head_dim, 2, rel_terms="b", max_distance=(1, 2), init_std=1.0)
+    layer = RelativeAttention(12, num_heads=2, position=position, backend=backend, **options).double().eval()
+    plain = Attention(12, num_heads=2, **options).double().eval()
+    plain.load_state_dict({name: value for name, value in layer.state_dict().items() if "position" not in name})
+    x = torch.randn(2, 9, 12, dtype=torch.float64)
+    mask = torch.zeros(2, 9, 9, dtype=torch.float64)
+    for i in range(8):
+        for j in range(8):
+            dy, dx = j // 4 - i // 4, max(-2, min(2, j % 4 - i % 4))
+            mask[:, 1 + i, 1 + j] = position.bias_rows[:, dy + 1] + position.bias_cols[:, dx + 2]
+    torch.testing.assert_close(layer(x, make_grid(2, 4, prefix=1)), plain(x, attn_mask=mask), rtol=0, atol=1e-12)
+
+
+def test_position_and_backend_may_be_set_later():
+    torch.manual_seed(0)
+    layer = RelativeAttention(12, num_heads=2).eval()
+    x, grid = torch.randn(2, 8, 12), make_grid(2, 4)
+    torch.testing.assert_close(layer(x, grid), Attention.forward(layer, x))
+    layer.position = RelativePosition2d(6, 2, init_std=1.0)
+    with_tables = layer(x, grid)
+    assert (with_tables - Attention.forward(layer, x)).abs().max() > 1e-2
+    layer.backend = "reference"
+    torch.testing.assert_close(layer(x, grid), with_tables)
+    layer.backend = "referenc"
+    with pytest.raises(ValueError, match=r"unknown backend 'referenc' .did you mean 'reference'"):
+        layer(x, grid)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (
+            lambda: RelativeAttention(12, 2, backend="tield"),
+            ValueError,
+            r"unknown backend 'tield' \(did you mean 'tiled'\?\), allowed: 'auto'",
+        ),
+        (
+            lambda: RelativeAttention(12, 2, position=RelativePosition2d),
+            TypeError,
+            "position must be a module from Grid to RelativeTerms.* got the class RelativePosition2d",
+        ),
+        (lambda: RelativeAttention(12, 2, position="tables"), TypeError, "position must be a module .* got 'tables'"),
+        (
+            lambda: RelativeBlock(12, 2, position=SlopePosition2d(6, 2)),
+            TypeError,
+            r"a module of its own for every block.*give a class such as .*, got a module SlopePosition2d",
+        ),
+        (lambda: RelativeBlock(12, 2, position="tables"), TypeError, "give a class such as .*, got 'tables'"),
+        (
+            lambda: RelativeBlock(12, 2, position=lambda head_dim, num_heads, device, dtype: head_dim),
+            TypeError,
+            "position must be a module .* got 6",
+        ),
+    ],
+)
+def test_errors(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_blocks_make_positions_of_their_own():
+    block = RelativeBlock(12, 2, position=partial(RelativePosition2d, max_distance=3), dtype=torch.float64)
+    assert block.attn.position.key_rows.shape == (7, 6)
+    assert block.attn.position.key_rows.dtype == torch.float64

@@ -1,0 +1,97 @@
+"""Small timm models of every sort that `relvit.retrofit` takes, with large random weights."""
+
+import copy
+
+import torch
+from timm.models.deit import VisionTransformerDistilled
+from timm.models.eva import Eva
+from timm.models.naflexvit import NaFlexVit, NaFlexVitCfg
+from timm.models.vision_transformer import ResPostBlock, VisionTransformer
+
+import relvit
+
+SMALL = {"img_size": (24, 16), "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2, "num_classes": 5}
+ROPE = {"use_rot_pos_emb": True}
+DINOV3 = {**ROPE, "rope_type": "dinov3", "rope_rotate_half": True, "use_abs_pos_emb": False}
+GROUPED = {"num_heads": 3, "num_kv_heads": 1, "attn_type": "rope", "qkv_fused": False}
+
+# name -> (class, arguments)
+VITS = {
+    "dinov2": (VisionTransformer, {"reg_tokens": 4, "no_embed_class": True, "init_values": 0.5}),
+    "deit distilled": (VisionTransformerDistilled, {}),
+    "clip": (VisionTransformer, {"pre_norm": True}),
+    "siglip": (VisionTransformer, {"class_token": False, "global_pool": "map"}),
+    "qk_norm": (VisionTransformer, {"qk_norm": True, "scale_attn_norm": True, "qkv_bias": False}),
+    "post-norm": (VisionTransformer, {"block_fn": ResPostBlock, "init_values": 0.5}),
+}
+EVAS = {
+    "eva": (Eva, {"qkv_fused": True}),
+    "eva post-norm": (Eva, {"use_post_norm": True}),
+    "eva02": (
+        Eva,
+        {
+            **ROPE,
+            "qkv_fused": False,
+            "swiglu_mlp": True,
+            "scale_mlp": True,
+            "scale_attn_inner": True,
+            "ref_feat_shape": (4, 4),
+        },
+    ),
+    "rope axial": (Eva, {**ROPE, "attn_type": "rope", "use_abs_pos_emb": False, "rope_grid_indexing": "xy"}),
+    "rope mixed": (Eva, {**ROPE, "attn_type": "rope", "rope_type": "mixed", "rope_grid_indexing": "xy"}),
+    "dinov3": (Eva, {**DINOV3, "num_reg_tokens": 4}),
+    "grouped": (Eva, {**DINOV3, **GROUPED, "qk_norm": True}),
+    "mrope": (Eva, {**ROPE, "rope_type": "mrope", "rope_mrope_section": (2, 2, 2)}),
+}
+NAFLEX = {
+    "naflex": (NaFlexVit, {"class_token": True, "reg_tokens": 1}),
+    "naflex axial": (NaFlexVit, {"rope_type": "axial", "pos_embed": "none", "reg_tokens": 2, "attn_gated": True}),
+    "naflex mixed": (NaFlexVit, {"rope_type": "mixed", "pos_embed": "factorized", "use_key_only_attn_mask": True}),
+}
+CASES = {**VITS, **EVAS, **NAFLEX}
+
+
+def build(case, **kwargs):
+    """An original model in double precision; weights are large, so that what is wrong is visible."""
+    torch.manual_seed(0)
+    cls, own = CASES[case]
+    arguments = {**SMALL, **own, **kwargs}
+    if cls is NaFlexVit:
+        outside = {name: arguments.pop(name) for name in ("num_classes", "img_size")}
+        model = cls(NaFlexVitCfg(**{**arguments, "pos_embed_grid_size": (3, 2)}), **outside)
+    else:
+        model = cls(**arguments)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model.double().eval()
+
+
+def retrofitted(original, *args, trained=True, **kwargs):
+    """A retrofitted copy; `trained` fills the tables with numbers."""
+    model = relvit.retrofit(copy.deepcopy(original), *args, **kwargs)
+    generator = torch.Generator().manual_seed(2)
+    for name, table in model.named_parameters():
+        if trained and ".position." in name:
+            torch.nn.init.normal_(table, std=0.5, generator=generator)
+    return model
+
+
+def images(height=24, width=16, batch=2):
+    return torch.randn(batch, 3, height, width, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def naflex_batch():
+    """Two images of 3 x 2 and 2 x 4 patches of 8 x 8 pixels, padded to 9 patches."""
+    generator = torch.Generator().manual_seed(3)
+    patches = torch.randn(2, 9, 8 * 8 * 3, generator=generator, dtype=torch.float64)
+    coords = torch.zeros(2, 9, 2, dtype=torch.int64)
+    valid = torch.zeros(2, 9, dtype=torch.bool)
+    for sample, (rows, cols) in enumerate(((3, 2), (2, 4))):
+        coords[sample, : rows * cols] = torch.cartesian_prod(torch.arange(rows), torch.arange(cols))
+        valid[sample, : rows * cols] = True
+    return {"patches": patches, "patch_coord": coords, "patch_valid": valid}
+
+
+def tables(model):
+    return {name: parameter for name, parameter in model.named_parameters() if ".position." in name}

@@ -1,0 +1,15 @@
+"""Scripts of the tools folder as modules."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def load(name):
+    """The module of tools/`name`.py; dataclasses look theirs up in `sys.modules`."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,93 @@
+"""A tiny classifier, noise to train it on, and a record of what its optimiser sees."""
+
+import math
+
+import torch
+from lightning import LightningDataModule, Trainer
+from torch.utils.data import DataLoader, TensorDataset
+
+from relvit.data import ImageData
+from relvit.training import ImageClassifier
+
+KWARGS = {"patch_size": 4, "embed_dim": 8, "depth": 1, "num_heads": 2, "max_distance": 1}
+
+
+class Noise(LightningDataModule):
+    """23 random images of 7 classes in batches of 4, so that the last batch is smaller; image 9 may be spoilt."""
+
+    def __init__(self, spoilt=False):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.images = torch.randn(23, 3, 8, 12, generator=generator)
+        self.labels = torch.randint(0, 7, (23,), generator=generator)
+        if spoilt:
+            self.images[9] = math.inf
+
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(self.images, self.labels), batch_size=4)
+
+    val_dataloader = test_dataloader = train_dataloader
+
+
+class Record:
+    """Learning rates, and the weights after, of every optimiser step."""
+
+    def __init__(self, module):
+        self.rates, self.weights, step = [], [], module.optimizer_step
+
+        def recording(*args, **kwargs):
+            optimizer = args[2]
+            self.rates.append(optimizer.param_groups[0]["lr"])
+            step(*args, **kwargs)
+            self.weights.append({name: p.detach().clone() for name, p in module.net.named_parameters()})
+
+        module.optimizer_step = recording
+
+
+def build(**kwargs):
+    torch.manual_seed(0)
+    return ImageClassifier("test_relvit", 7, 3, (8, 12), model_kwargs=KWARGS, **kwargs)
+
+
+def train(module, data=None, ckpt_path=None, **kwargs):
+    defaults = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+    }
+    trainer = Trainer(**defaults | kwargs)
+    trainer.fit(module, data or Noise(), ckpt_path=ckpt_path, weights_only=True)
+    return trainer
+
+
+class NoiseImages(ImageData):
+    """So many random images of 7 classes in all splits, in batches of 4, through relvit's own loaders."""
+
+    def __init__(self, count, in_order=False, batch_size=4):
+        names = [f"class {i}" for i in range(7)]
+        options = {"img_size": (8, 12), "augment": "none", "crop_pct": 1.0, "mean": (0.5,) * 3, "std": (0.5,) * 3}
+        super().__init__(names, 3, batch_size=batch_size, num_workers=0, **options)
+        generator = torch.Generator().manual_seed(1)
+        self.images = torch.randn(count, 3, 8, 12, generator=generator)
+        self.labels = torch.randint(0, 7, (count,), generator=generator)
+        self.in_order = in_order
+
+    def missing(self, split):
+        return None
+
+    def build(self, split):
+        return TensorDataset(self.images, self.labels)
+
+    def train_dataloader(self):
+        """In order: step i of two devices has the images of step i of one with the double batch."""
+        if not self.in_order:
+            return super().train_dataloader()
+        world, rank = self.trainer.world_size, self.trainer.global_rank
+        return DataLoader(self.dataset("train"), self.batch_size, sampler=range(rank, len(self.images), world))
+
+    def indices(self, images):
+        """Which images these are."""
+        return [int((self.images == image).flatten(1).all(1).nonzero()) for image in images]

@@ -1,0 +1,25 @@
+"""The survey's answers on some of timm's smallest models; the whole list is the tool's own work."""
+
+import pytest
+from scripts import load
+
+survey = load("retrofit_survey")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "kind"),
+    [
+        ("test_vit", "retrofitted", "VisionTransformer with Attention"),
+        ("vit_tiny_r_s16_p8_224", "retrofitted", "VisionTransformer with Attention"),
+        ("vit_small_patch16_rope_mixed_224", "retrofitted", "Eva with AttentionRope"),
+        # 384 pixels at patch 14 leave a remainder.
+        ("vit_so400m_patch14_siglip_384", "retrofitted", "VisionTransformer with Attention"),
+        ("vit_small_patch16_18x2_224", "refused, blocks.N is a ParallelThingsBlock", "VisionTransformer"),
+        ("test_vit_relpos", "refused, it has relative positions of its own; ", "VisionTransformerRelPos"),
+        ("test_resnet", "refused, retrofit takes timm's VisionTransformer, ", "ResNet"),
+    ],
+)
+def test_answers(name, text, kind):
+    answer, what = survey.answer(name)
+    assert answer == text if text == "retrofitted" else answer.startswith(text)
+    assert what == kind

@@ -1,0 +1,75 @@
+"""Small relvit models, and timm's own Vision Transformer that computes the same, for tests."""
+
+import timm
+import torch
+from timm.models.vision_transformer import VisionTransformer
+
+import relvit  # noqa: F401 (registers the models)
+
+NAMES = timm.list_models("*relvit*")
+SMALL = {"img_size": (24, 16), "patch_size": 8, "embed_dim": 12, "depth": 3, "num_heads": 2, "num_classes": 5}
+# What relvit's defaults are in terms of timm's class.
+DEFAULTS = {"class_token": False, "global_pool": "avg", "pos_embed": "", "dynamic_img_size": True}
+SLOPES = (1 / 16, 1 / 256)  # ALiBi's, of two heads
+
+
+def small(name="test_relvit", std=0.3, **kwargs):
+    """A model whose parameters are all drawn wide, so that every one of them matters."""
+    torch.manual_seed(0)
+    model = timm.create_model(name, **{**SMALL, **kwargs})
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=std)
+    return model
+
+
+def images(height=24, width=16, batch=2, channels=3, dtype=torch.float32):
+    return torch.randn(batch, channels, height, width, generator=torch.Generator().manual_seed(1), dtype=dtype)
+
+
+def twins(**options):
+    """A relvit model with ALiBi's slopes, and timm's model with the same parameters, which wants `bias` as its mask.
+
+    Both in float64 and in evaluation.
+    """
+    model = small(position="slopes", **options).double().eval()
+    plain = VisionTransformer(**{**SMALL, **DEFAULTS, "mlp_ratio": 3, **options}).double().eval()
+    plain.load_state_dict(model.state_dict())
+    return model, plain
+
+
+def bias(rows, cols, prefix=0):
+    """-m (|dy| + |dx|) for each pair of patches, zero with prefix tokens: (1, heads, N, N)."""
+    y, x = (line.flatten() for line in torch.meshgrid(torch.arange(rows), torch.arange(cols), indexing="ij"))
+    distance = (y[:, None] - y).abs() + (x[:, None] - x).abs()
+    out = torch.zeros(1, len(SLOPES), *[prefix + rows * cols] * 2, dtype=torch.float64)
+    for head, slope in enumerate(SLOPES):
+        out[0, head, prefix:, prefix:] = -slope * distance
+    return out
+
+
+def bias_for(plain, x):
+    """The bias that makes timm's model `plain` the relvit one, for images `x`."""
+    return bias(
+        x.shape[-2] // plain.patch_embed.patch_size[0],
+        x.shape[-1] // plain.patch_embed.patch_size[1],
+        plain.num_prefix_tokens,
+    )
+
+
+def precision(options):
+    """timm interpolates absolute embeddings in single precision."""
+    return 1e-6 if options.get("pos_embed") else 1e-12
+
+
+def assert_same(got, expected, atol=1e-12):
+    """Equal tensors in equal structures of lists, tuples and dictionaries."""
+    assert type(got) is type(expected)
+    if isinstance(got, dict):
+        assert got.keys() == expected.keys()
+        got, expected = list(got.values()), list(expected.values())
+    if isinstance(got, list | tuple):
+        assert len(got) == len(expected)
+        for one, other in zip(got, expected, strict=True):
+            assert_same(one, other, atol)
+    else:
+        torch.testing.assert_close(got, expected, rtol=0, atol=atol)
