@@ -1,12 +1,19 @@
 """Small data and one small trained run, shared by the tests that need them."""
 
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from relvit.cli import main
+
+# Side by side (pytest -n), each process has a core for itself.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
 
 CLASSES = {"cat": (200, 40, 40), "dog": (40, 200, 40), "owl": (40, 40, 200)}
 TINY = [
