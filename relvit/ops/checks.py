@@ -13,6 +13,7 @@ from relvit.names import did_you_mean, listing
 from relvit.ops.buckets import BUCKETINGS
 from relvit.ops.grid import Grid, num_tokens
 from relvit.ops.terms import AxisTables, JointTable, RelativeTerms
+from relvit.ops.transforms import in_graph
 
 
 def check_attention(
@@ -82,7 +83,8 @@ def check_options(
     for name, number in (("dropout_p", dropout_p), ("scale", 1.0 if scale is None else scale)):
         if isinstance(number, bool) or not isinstance(number, (int, float)):
             raise TypeError(f"{name} must be a number, got {number!r} of type {type(number).__name__}")
-    if scale is not None and not math.isfinite(scale):
+    # A graph may have a symbol for the scale.
+    if scale is not None and not in_graph() and not math.isfinite(scale):
         raise ValueError(f"scale must be finite, got {scale}")
     if not 0 <= dropout_p <= 1:
         raise ValueError(f"dropout_p must lie between 0 and 1, got {dropout_p}")
