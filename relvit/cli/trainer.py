@@ -104,6 +104,11 @@ class RelvitCLI(LightningCLI):
         if self.remembered is not None and self.command != "fit":
             first = ["--config", json.dumps({"model": self.remembered["model"], "data": self.remembered["data"]})]
         self.config = parser.parse_args([self.command, *first, *self.arguments])
+        if self.command == "predict" and _option(self.arguments, "--data.on_error") is None:
+            # Whatever the training did about them: one broken file shall not cost the others their predictions.
+            data = self.config[self.command].data.init_args
+            if "on_error" in data:
+                data.on_error = "skip"
 
     def _parse_ckpt_path(self) -> None:
         """Lightning's own lets the checkpoint's hyper-parameters silently win over explicit flags."""
@@ -239,8 +244,10 @@ class RelvitCLI(LightningCLI):
             raise UsageError(f"predict runs on one device, not on {self.trainer.world_size}: give --trainer.devices 1")
 
     def after_predict(self) -> None:
-        """Say where the predictions are."""
+        """Say where the predictions are; fail if there are none."""
         table = next(c for c in self.trainer.callbacks if isinstance(c, PredictionTable))
+        if not table.count:
+            raise UsageError(f"none of the images could be read; {self.run_folder / 'unreadable.csv'} says why")
         _say(f"{table.count} predictions in {table.path}")
 
     def _run_subcommand(self, subcommand: str) -> None:
