@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from relvit.cli.errors import UsageError
 from relvit.cli.parser import Parser
 from relvit.data import ImageData
+from relvit.evaluation import MirrorAverage
 from relvit.training import (
     DataRecord,
     DescribeCheckpoint,
@@ -85,6 +86,9 @@ class RelvitCLI(LightningCLI):
         """Options beside those of trainer, model and data, and what flows from the data to the model."""
         if self.command in ("fit", "predict"):
             parser.add_argument("--runs", type=str, default="runs", help="Folder in which the run gets its folder.")
+        if self.command in ("test", "predict"):
+            text = "Average the probabilities of each image and its mirror image."
+            parser.add_argument("--mirror", type=bool, default=False, help=text)
         if self.command == "fit":
             parser.add_argument(
                 "--patience",
@@ -104,11 +108,6 @@ class RelvitCLI(LightningCLI):
         if self.remembered is not None and self.command != "fit":
             first = ["--config", json.dumps({"model": self.remembered["model"], "data": self.remembered["data"]})]
         self.config = parser.parse_args([self.command, *first, *self.arguments])
-        if self.command == "predict" and _option(self.arguments, "--data.on_error") is None:
-            # Whatever the training did about them: one broken file shall not cost the others their predictions.
-            data = self.config[self.command].data.init_args
-            if "on_error" in data:
-                data.on_error = "skip"
 
     def _parse_ckpt_path(self) -> None:
         """Lightning's own lets the checkpoint's hyper-parameters silently win over explicit flags."""
@@ -118,6 +117,11 @@ class RelvitCLI(LightningCLI):
         if self.remembered is not None and self.command != "fit":
             asked = self._get(self.config, "model").as_dict()
             check_same_network(self.checkpoint_path, self.remembered, asked)
+        if self.command == "predict" and _option(self.arguments, "--data.on_error") is None:
+            # Whatever the training did about them: one broken file shall not cost the others their predictions.
+            data = self._get(self.config, "data").init_args
+            if "on_error" in data:
+                data.on_error = "skip"
         super().instantiate_classes()
         if self.remembered is not None:
             check_same_network(self.checkpoint_path, self.remembered, self.model.hparams)
@@ -159,6 +163,8 @@ class RelvitCLI(LightningCLI):
         if self.command == "predict":
             self.run_folder = self._new_run_folder("predict")
             callbacks = [PredictionTable(self.run_folder / "predictions.csv", self.model.hparams.class_names)]
+        if self.command in ("test", "predict") and self._get(self.config, "mirror"):
+            callbacks.append(MirrorAverage())
         self.data_record = DataRecord(self.run_folder)
         return self._instantiate_trainer(config, [*callbacks, self.data_record])
 

@@ -1,5 +1,7 @@
-"""What a trained model does: accuracy over image sizes."""
+"""What a trained model does: predictions and features in Python, accuracy over image sizes."""
 
+from relvit.evaluation.mirror import MirrorAverage
+from relvit.evaluation.predictor import Prediction, Predictor
 from relvit.evaluation.resolutions import Size, evaluate_sizes
 
-__all__ = ["evaluate_sizes", "Size"]
+__all__ = ["Predictor", "Prediction", "MirrorAverage", "evaluate_sizes", "Size"]
