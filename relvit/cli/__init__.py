@@ -17,9 +17,10 @@ from relvit.version import __version__
 COMMANDS = {
     "fit": ("relvit.cli.trainer", "train a model on images; the run gets a folder of its own"),
     "validate": ("relvit.cli.trainer", "validate a checkpoint, at any image size (--data.img_size)"),
-    "test": ("relvit.cli.trainer", "the same on the test images"),
-    "predict": ("relvit.cli.trainer", "write the class of each image into predictions.csv"),
+    "test": ("relvit.cli.trainer", "test a checkpoint: metrics of each class, confusion matrix, the worst mistakes"),
+    "predict": ("relvit.cli.trainer", "write the classes of each image into predictions.csv"),
     "resolutions": ("relvit.cli.resolutions", "validate a checkpoint at several image sizes"),
+    "embed": ("relvit.cli.embed", "write the features of all images below a folder"),
     "check-data": ("relvit.cli.check_data", "decode all images: bad files, classes, sizes, duplicates"),
 }
 

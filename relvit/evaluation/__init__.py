@@ -1,7 +1,24 @@
-"""What a trained model does: predictions and features in Python, accuracy over image sizes."""
+"""What a trained model does: predictions and features, reports of tests, accuracy over image sizes."""
 
+from relvit.evaluation.embeddings import Embeddings, embed_folder, write_embeddings
+from relvit.evaluation.metrics import ClassMetrics, calibration_error, class_metrics, confusion_matrix
 from relvit.evaluation.mirror import MirrorAverage
 from relvit.evaluation.predictor import Prediction, Predictor
+from relvit.evaluation.report import EvaluationReport
 from relvit.evaluation.resolutions import Size, evaluate_sizes
 
-__all__ = ["Predictor", "Prediction", "MirrorAverage", "evaluate_sizes", "Size"]
+__all__ = [
+    "Predictor",
+    "Prediction",
+    "Embeddings",
+    "embed_folder",
+    "write_embeddings",
+    "MirrorAverage",
+    "EvaluationReport",
+    "ClassMetrics",
+    "class_metrics",
+    "confusion_matrix",
+    "calibration_error",
+    "evaluate_sizes",
+    "Size",
+]

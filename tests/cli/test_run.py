@@ -96,7 +96,7 @@ def test_test_and_another_place_of_the_data(run, photos, tmp_path, capsys):
     # A class without test images changes nothing for the others: classes go by name.
     shutil.rmtree(moved / "test" / "cat")
     shutil.rmtree(moved / "train")
-    assert main(["test", best(run), f"--data.root={moved}", *QUIET]) == 0
+    assert main(["test", best(run), f"--data.root={moved}", f"--runs={tmp_path}", *QUIET]) == 0
     data = ImageFolderData(str(moved), img_size=16, num_workers=0, class_names=list(CLASSES))
     accuracy, _ = by_hand(load_classifier(run / "checkpoints" / "best.ckpt"), data, "test")
     assert printed("test/acc1", capsys.readouterr().out) == pytest.approx(accuracy)
