@@ -21,6 +21,7 @@ COMMANDS = {
     "predict": ("relvit.cli.trainer", "write the classes of each image into predictions.csv"),
     "resolutions": ("relvit.cli.resolutions", "validate a checkpoint at several image sizes"),
     "embed": ("relvit.cli.embed", "write the features of all images below a folder"),
+    "export": ("relvit.cli.export", "write the model as ONNX or as a program of torch.export, for all image sizes"),
     "check-data": ("relvit.cli.check_data", "decode all images: bad files, classes, sizes, duplicates"),
 }
 

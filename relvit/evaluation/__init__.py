@@ -1,6 +1,7 @@
 """What a trained model does: predictions and features, reports of tests, accuracy over image sizes."""
 
 from relvit.evaluation.embeddings import Embeddings, embed_folder, write_embeddings
+from relvit.evaluation.export import ExportError, export_model
 from relvit.evaluation.metrics import ClassMetrics, calibration_error, class_metrics, confusion_matrix
 from relvit.evaluation.mirror import MirrorAverage
 from relvit.evaluation.predictor import Prediction, Predictor
@@ -13,6 +14,8 @@ __all__ = [
     "Embeddings",
     "embed_folder",
     "write_embeddings",
+    "export_model",
+    "ExportError",
     "MirrorAverage",
     "EvaluationReport",
     "ClassMetrics",

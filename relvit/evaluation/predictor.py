@@ -58,6 +58,8 @@ class Predictor:
     Attributes:
         class_names: name of each class; the position is the label.
         img_size: (height, width).
+        mean, std: of each channel, in units of the range 0..1.
+        crop_pct: share of the side that the centre crop keeps.
         num_features: length of the feature vectors.
         transform: from a PIL image to what the model takes.
 
@@ -70,11 +72,12 @@ class Predictor:
         self.classifier = load_classifier(ckpt_path).requires_grad_(False)
         self.class_names: list[str] = data["class_names"]
         self.img_size: tuple[int, int] = parse_size(data["img_size"] if img_size is None else img_size)
-        self.transform = eval_transform(self.img_size, data["mean"], data["std"], data["crop_pct"])
+        self.mean, self.std = tuple(data["mean"]), tuple(data["std"])
+        self.crop_pct: float = data["crop_pct"]
+        if len(self.mean) not in (1, 3):
+            raise ValueError(f"{ckpt_path} was trained on images of {len(self.mean)} channels; 1 or 3 can be read")
+        self.transform = eval_transform(self.img_size, self.mean, self.std, self.crop_pct)
         self.num_features: int = self.classifier.net.num_features
-        self._in_chans = len(data["mean"])
-        if self._in_chans not in (1, 3):
-            raise ValueError(f"{ckpt_path} was trained on images of {self._in_chans} channels; 1 or 3 can be read")
 
     @property
     def device(self) -> torch.device:
@@ -169,7 +172,7 @@ class Predictor:
             raise ValueError(f"batch_size is {batch_size}; give 1 or more")
         if num_workers < 0:
             raise ValueError(f"num_workers is {num_workers}; give 0 (read in this process) or more")
-        dataset = InputImages(items, self._in_chans, self.transform)
+        dataset = InputImages(items, len(self.mean), self.transform)
         if unreadable is None:
             return iter(DataLoader(dataset, batch_size, num_workers=num_workers))
         tolerant = Tolerant(dataset, replace=False, record=unreadable)
