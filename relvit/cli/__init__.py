@@ -73,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def quieten() -> None:
-    """Keep Lightning's advertisements, hints about workers and its own deprecated calls out of the user's sight."""
+    """Keep out of the user's sight Lightning's advertisements, hints about workers and its own deprecated calls, and
+    what Matplotlib says of class names in scripts that its font lacks."""
     for package in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(package).setLevel(logging.WARNING)
     for text in (
@@ -82,6 +83,7 @@ def quieten() -> None:
         "isinstance.treespec, LeafSpec",
         "Be aware that when using `ckpt_path`, callbacks",
         "The dirpath has changed",
+        "Glyph .* missing from font",
     ):
         warnings.filterwarnings("ignore", message=f".*{text}")
 

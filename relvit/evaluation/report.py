@@ -79,7 +79,9 @@ class EvaluationReport(Callback):
         if not len(labels):
             return
         probability, predicted = self._logits.float().softmax(-1).max(-1)
-        self._outcomes.append(torch.stack((labels, predicted, probability.double())).cpu().numpy())
+        # Doubles, which hold labels exactly, only on the CPU: not every accelerator has them.
+        columns = [column.cpu().double() for column in (labels, predicted, probability)]
+        self._outcomes.append(torch.stack(columns).numpy())
         wrong = probability.where(predicted != labels, -1)
         for place in wrong.topk(min(SHOWN, len(labels))).indices[: int((wrong >= 0).sum())].tolist():
             numbers = (probability[place].item(), labels[place].item(), predicted[place].item())

@@ -63,11 +63,8 @@ def test_a_row_per_image_in_the_order_of_the_paths(run, pictures, tmp_path, caps
     assert not (folder / "unreadable.csv").exists()
 
 
-def test_ten_classes_give_five(tmp_path):
-    fit = ["fit", "--data=DigitsData", "--model.model=test_relvit", "--model.model_kwargs.patch_size=4", *QUIET]
-    assert main([*fit, "--trainer.max_epochs=1", "--data.batch_size=256", f"--runs={tmp_path / 'fit'}"]) == 0
-    (run,) = (tmp_path / "fit").iterdir()
-    status, folder = predict(run, tmp_path / "runs")
+def test_ten_classes_give_five(digits_run, tmp_path):
+    status, folder = predict(digits_run, tmp_path / "runs")
     found = rows(folder / "predictions.csv")
     assert status == 0
     assert list(found[0])[-1] == "probability5"

@@ -128,11 +128,8 @@ def test_two_processes_write_the_same_once(run, mixed_up, tmp_path):
     assert done.stdout.count("17 images, mean F1 of the classes ") == 1
 
 
-def test_images_in_memory_and_more_mistakes_than_the_sheet_holds(tmp_path, capsys):
-    fit = ["fit", "--data=DigitsData", "--model.model=test_relvit", "--model.model_kwargs.patch_size=4", *QUIET]
-    assert main([*fit, "--trainer.max_epochs=1", "--data.batch_size=256", f"--runs={tmp_path / 'fit'}"]) == 0
-    (run,) = (tmp_path / "fit").iterdir()
-    best = run / "checkpoints" / "best.ckpt"
+def test_images_in_memory_and_more_mistakes_than_the_sheet_holds(digits_run, tmp_path):
+    best = digits_run / "checkpoints" / "best.ckpt"
     assert main(["test", f"--ckpt_path={best}", f"--runs={tmp_path / 'test'}", *QUIET]) == 0
     (folder,) = (tmp_path / "test").iterdir()
     summary = json.loads((folder / "summary.json").read_text())

@@ -124,12 +124,8 @@ def test_a_folder_gives_what_the_command_writes(best, photos, tmp_path, size, mi
         assert prediction.probabilities == pytest.approx(written, abs=2e-6)
 
 
-def test_grey_models_take_colour(tmp_path):
-    fit = ["fit", "--data=DigitsData", "--model.model=test_relvit", "--model.model_kwargs.patch_size=4"]
-    fit += ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false", "--trainer.max_epochs=1"]
-    assert main([*fit, "--data.batch_size=256", f"--runs={tmp_path}"]) == 0
-    (folder,) = tmp_path.iterdir()
-    clf = relvit.load(folder / "checkpoints" / "best.ckpt")
+def test_grey_models_take_colour(digits_run):
+    clf = relvit.load(digits_run / "checkpoints" / "best.ckpt")
     grey = np.random.default_rng(0).integers(0, 256, (8, 8)).astype(np.uint8)
     x = (torch.from_numpy(grey).float() / 255 - 0.3049319887) / 0.3756725775
     with torch.no_grad():

@@ -82,6 +82,16 @@ MODELS = {
         "patch_embed is a MyEmbed, which cannot be retrofitted; allowed: 'PatchEmbed'",
     ),
 }
+
+
+def make_nothing(*_args, **_kwargs):
+    return None
+
+
+def make_identity(*_args, **_kwargs):
+    return nn.Identity()
+
+
 ARGUMENTS = [
     ({"rel_terms": "kz"}, ValueError, "each at most once, got 'kz'"),
     ({"max_distance": -1}, ValueError, "max_distance must be at least 0"),
@@ -99,6 +109,11 @@ ARGUMENTS = [
         "rel_terms is for tables, got rel_terms='k' together",
     ),
     ({"init_std": -1.0}, ValueError, "init_std must not be negative"),
+    ({"position": make_nothing}, TypeError, "a position must be a module from Grid to RelativeTerms"),
+    ({"position": nn.Linear}, TypeError, "position Linear cannot be called with a Grid"),
+    ({"position": make_identity}, TypeError, "position Identity must return RelativeTerms, got Grid"),
+    ({"position": SlopePosition2d(4, 2)}, TypeError, "position must make a module of its own for every block"),
+    ({"position": "slops"}, ValueError, r"position must be one of 'tables', 'slopes'.* .did you mean 'slopes'"),
 ]
 
 
@@ -116,7 +131,9 @@ def test_models_that_are_refused(name):
     assert fingerprint(model) == before
 
 
-@pytest.mark.parametrize(("kwargs", "kind", "message"), ARGUMENTS, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    ("kwargs", "kind", "message"), ARGUMENTS, ids=lambda value: re.sub(r" at 0x\w+", "", str(value))[:40]
+)
 def test_arguments_that_are_refused(kwargs, kind, message):
     model = plain()
     before = fingerprint(model)
