@@ -3,8 +3,33 @@
 Importing it registers the models with timm: `timm.create_model('relvit_small')`.
 """
 
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 from relvit import layers, models, ops
 from relvit.models import RelVisionTransformer, retrofit
 from relvit.version import __version__
 
-__all__ = ["__version__", "RelVisionTransformer", "retrofit", "layers", "models", "ops"]
+if TYPE_CHECKING:
+    from relvit.evaluation import Predictor
+
+__all__ = ["__version__", "RelVisionTransformer", "retrofit", "load", "layers", "models", "ops"]
+
+
+def load(ckpt_path: str | os.PathLike[str], img_size: int | Sequence[int] | None = None) -> Predictor:
+    """The classifier of a checkpoint of `relvit fit`, for `predict` and `embed`; see `relvit.evaluation.Predictor`.
+
+    Args:
+        ckpt_path: the checkpoint, such as runs/RUN/checkpoints/best.ckpt.
+        img_size: size of the images given to the model, one number or (height, width); None: as in training.
+
+    Raises:
+        FileNotFoundError, ValueError: no checkpoint of `relvit fit`, or no such size.
+    """
+    # Imported here, since Lightning takes a second that models alone do not need.
+    from relvit.evaluation import Predictor
+
+    return Predictor(ckpt_path, img_size)

@@ -58,3 +58,14 @@ def run(photos, tmp_path_factory) -> Path:
     assert main([*arguments, "--trainer.max_epochs=4", "--model.lr=5e-3", "--model.warmup_epochs=1"]) == 0
     (folder,) = runs.iterdir()
     return folder
+
+
+@pytest.fixture(scope="session")
+def digits_run(tmp_path_factory) -> Path:
+    """The folder of one epoch on scikit-learn's digits, which are grey and in memory: many mistakes are left."""
+    runs = tmp_path_factory.mktemp("digits_runs")
+    tiny = [a for a in TINY if not a.startswith(("--data.", "--model.model_kwargs.patch_size"))]
+    arguments = ["fit", "--data=DigitsData", f"--runs={runs}", *tiny, "--model.model_kwargs.patch_size=4"]
+    assert main([*arguments, "--trainer.max_epochs=1", "--data.batch_size=256"]) == 0
+    (folder,) = runs.iterdir()
+    return folder

@@ -17,9 +17,11 @@ from relvit.version import __version__
 COMMANDS = {
     "fit": ("relvit.cli.trainer", "train a model on images; the run gets a folder of its own"),
     "validate": ("relvit.cli.trainer", "validate a checkpoint, at any image size (--data.img_size)"),
-    "test": ("relvit.cli.trainer", "the same on the test images"),
-    "predict": ("relvit.cli.trainer", "write the class of each image into predictions.csv"),
+    "test": ("relvit.cli.trainer", "test a checkpoint: metrics of each class, confusion matrix, the worst mistakes"),
+    "predict": ("relvit.cli.trainer", "write the classes of each image into predictions.csv"),
     "resolutions": ("relvit.cli.resolutions", "validate a checkpoint at several image sizes"),
+    "embed": ("relvit.cli.embed", "write the features of all images below a folder"),
+    "export": ("relvit.cli.export", "write the model as ONNX or as a program of torch.export, for all image sizes"),
     "check-data": ("relvit.cli.check_data", "decode all images: bad files, classes, sizes, duplicates"),
 }
 
@@ -71,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def quieten() -> None:
-    """Keep Lightning's advertisements, hints about workers and its own deprecated calls out of the user's sight."""
+    """Keep out of the user's sight Lightning's advertisements, hints about workers and its own deprecated calls, and
+    what Matplotlib says of class names in scripts that its font lacks."""
     for package in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(package).setLevel(logging.WARNING)
     for text in (
@@ -80,6 +83,7 @@ def quieten() -> None:
         "isinstance.treespec, LeafSpec",
         "Be aware that when using `ckpt_path`, callbacks",
         "The dirpath has changed",
+        "Glyph .* missing from font",
     ):
         warnings.filterwarnings("ignore", message=f".*{text}")
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from jsonargparse import auto_cli
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from relvit.cli.errors import UsageError
 from relvit.cli.parser import Parser
+from relvit.cli.progress import with_bar
 from relvit.data import ImageData, ImageFolderData
 from relvit.data.check import check_data
 
@@ -42,18 +43,12 @@ def check(
     """
     if (root is None) == (data is None):
         raise UsageError("give either --root DIR, which holds train/<class>/<image>, or --data NAME with its options")
-    report = check_data(ImageFolderData(root) if data is None else data, processes, _with_bar)
+    report = check_data(ImageFolderData(root) if data is None else data, processes, partial(with_bar, what="decoding"))
     _show(report)
     if output is not None:
         with open(output, "w") as file:
             json.dump(report, file, indent=2)
     return report
-
-
-def _with_bar(results: Iterable[Any], total: int) -> Iterator[Any]:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        yield from bar.track(results, total, description="decoding")
 
 
 def _show(report: dict[str, Any]) -> None:

@@ -15,9 +15,11 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from relvit.cli.class_table import show_classes
 from relvit.cli.errors import UsageError
 from relvit.cli.parser import Parser
 from relvit.data import ImageData
+from relvit.evaluation import EvaluationReport, MirrorAverage
 from relvit.training import (
     DataRecord,
     DescribeCheckpoint,
@@ -83,8 +85,11 @@ class RelvitCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Options beside those of trainer, model and data, and what flows from the data to the model."""
-        if self.command in ("fit", "predict"):
+        if self.command in ("fit", "test", "predict"):
             parser.add_argument("--runs", type=str, default="runs", help="Folder in which the run gets its folder.")
+        if self.command in ("test", "predict"):
+            text = "Average the probabilities of each image and its mirror image."
+            parser.add_argument("--mirror", type=bool, default=False, help=text)
         if self.command == "fit":
             parser.add_argument(
                 "--patience",
@@ -113,6 +118,11 @@ class RelvitCLI(LightningCLI):
         if self.remembered is not None and self.command != "fit":
             asked = self._get(self.config, "model").as_dict()
             check_same_network(self.checkpoint_path, self.remembered, asked)
+        if self.command == "predict" and _option(self.arguments, "--data.on_error") is None:
+            # Whatever the training did about them: one broken file shall not cost the others their predictions.
+            data = self._get(self.config, "data").init_args
+            if "on_error" in data:
+                data.on_error = "skip"
         super().instantiate_classes()
         if self.remembered is not None:
             check_same_network(self.checkpoint_path, self.remembered, self.model.hparams)
@@ -154,6 +164,11 @@ class RelvitCLI(LightningCLI):
         if self.command == "predict":
             self.run_folder = self._new_run_folder("predict")
             callbacks = [PredictionTable(self.run_folder / "predictions.csv", self.model.hparams.class_names)]
+        if self.command == "test":
+            self.run_folder = self._new_run_folder("test")
+            callbacks = [EvaluationReport(self.run_folder)]
+        if self.command in ("test", "predict") and self._get(self.config, "mirror"):
+            callbacks.append(MirrorAverage())
         self.data_record = DataRecord(self.run_folder)
         return self._instantiate_trainer(config, [*callbacks, self.data_record])
 
@@ -233,14 +248,36 @@ class RelvitCLI(LightningCLI):
         images = f" --data.{option} FOLDER_OF_IMAGES" if option else ""
         return [*lines, f"  relvit predict --ckpt_path {path}{images}"]
 
+    def after_test(self) -> None:
+        """Write the numbers, show the classes and say where the rest is."""
+        if rank_zero_only.rank != 0:
+            return
+        report = next(c for c in self.trainer.callbacks if isinstance(c, EvaluationReport))
+        if not report.results:
+            raise UsageError(f"none of the images could be read; {self.run_folder / 'unreadable.csv'} says why")
+        summary: dict[str, Any] = {"checkpoint": str(self.checkpoint_path), "img_size": list(self.datamodule.img_size)}
+        summary |= report.results
+        if self.data_record.counts:
+            summary["unreadable"] = self.data_record.counts
+        (self.run_folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        show_classes(report.classes, self.datamodule.class_names)
+        _say(
+            f"{summary['images']} images, mean F1 of the classes {summary['test/f1']:.4f}, "
+            f"calibration error {summary['test/calibration_error']:.4f}"
+        )
+        files = ", ".join(sorted(path.name for path in self.run_folder.iterdir()))
+        _say(f"Files: {self.run_folder} ({files})")
+
     def before_predict(self) -> None:
         """Refuse several processes, which would write into one table."""
         if self.trainer.world_size > 1:
             raise UsageError(f"predict runs on one device, not on {self.trainer.world_size}: give --trainer.devices 1")
 
     def after_predict(self) -> None:
-        """Say where the predictions are."""
+        """Say where the predictions are; fail if there are none."""
         table = next(c for c in self.trainer.callbacks if isinstance(c, PredictionTable))
+        if not table.count:
+            raise UsageError(f"none of the images could be read; {self.run_folder / 'unreadable.csv'} says why")
         _say(f"{table.count} predictions in {table.path}")
 
     def _run_subcommand(self, subcommand: str) -> None:

@@ -1,5 +1,27 @@
-"""What a trained model does: accuracy over image sizes."""
+"""What a trained model does: predictions and features, reports of tests, accuracy over image sizes."""
 
+from relvit.evaluation.embeddings import Embeddings, embed_folder, write_embeddings
+from relvit.evaluation.export import ExportError, export_model
+from relvit.evaluation.metrics import ClassMetrics, calibration_error, class_metrics, confusion_matrix
+from relvit.evaluation.mirror import MirrorAverage
+from relvit.evaluation.predictor import Prediction, Predictor
+from relvit.evaluation.report import EvaluationReport
 from relvit.evaluation.resolutions import Size, evaluate_sizes
 
-__all__ = ["evaluate_sizes", "Size"]
+__all__ = [
+    "Predictor",
+    "Prediction",
+    "Embeddings",
+    "embed_folder",
+    "write_embeddings",
+    "export_model",
+    "ExportError",
+    "MirrorAverage",
+    "EvaluationReport",
+    "ClassMetrics",
+    "class_metrics",
+    "confusion_matrix",
+    "calibration_error",
+    "evaluate_sizes",
+    "Size",
+]

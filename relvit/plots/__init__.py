@@ -1,5 +1,7 @@
 """Figures."""
 
+from relvit.plots.confusion import plot_confusion
 from relvit.plots.curves import plot_curves, read_metrics
+from relvit.plots.sheet import plot_sheet
 
-__all__ = ["plot_curves", "read_metrics"]
+__all__ = ["plot_curves", "read_metrics", "plot_confusion", "plot_sheet"]

@@ -13,6 +13,9 @@ from lightning.pytorch.loggers import CSVLogger
 
 from relvit.plots import plot_curves
 
+# Classes named for each image.
+TOP = 5
+
 
 class TrainingCurves(Callback):
     """Draws loss and accuracy into `curves.png` beside the run's `metrics.csv` when training ends, however it ends."""
@@ -35,7 +38,8 @@ class TrainingCurves(Callback):
 
 
 class PredictionTable(BasePredictionWriter):
-    """Writes `predictions.csv`: image, class and probability, a row per image, as the predictions come.
+    """Writes `predictions.csv`, a row per image, as the predictions come: path, class and probability of the most
+    probable class, then those of the following ones (class2, probability2 ...) up to the fifth, as far as there are.
 
     Args:
         path: the file to write.
@@ -46,11 +50,12 @@ class PredictionTable(BasePredictionWriter):
         super().__init__(write_interval="batch")
         self.path = path
         self.class_names = list(class_names)
+        self.shown = min(TOP, len(self.class_names))
         self.count = 0
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        with open(self.path, "w", newline="") as file:
-            csv.writer(file).writerow(["image", "class", "probability"])
+        places = ["", *map(str, range(2, self.shown + 1))]
+        self._append([["path", *(f"{column}{place}" for place in places for column in ("class", "probability"))]], "w")
 
     def write_on_batch_end(
         self,
@@ -62,8 +67,14 @@ class PredictionTable(BasePredictionWriter):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        best, index = prediction["probabilities"].max(dim=-1)
-        with open(self.path, "a", newline="") as file:
-            for name, probability, number in zip(prediction["names"], best.tolist(), index.tolist(), strict=True):
-                csv.writer(file).writerow([name, self.class_names[number], f"{probability:.4f}"])
-                self.count += 1
+        best, indices = prediction["probabilities"].topk(self.shown)
+        rows = []
+        for name, values, numbers in zip(prediction["names"], best.tolist(), indices.tolist(), strict=True):
+            pairs = zip(numbers, values, strict=True)
+            rows.append([name, *(cell for n, value in pairs for cell in (self.class_names[n], f"{value:.6f}"))])
+        self._append(rows)
+        self.count += len(rows)
+
+    def _append(self, rows: list[list[str]], mode: str = "a") -> None:
+        with open(self.path, mode, newline="") as file:
+            csv.writer(file).writerows(rows)

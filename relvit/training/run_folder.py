@@ -6,7 +6,7 @@ import shutil
 from datetime import datetime
 from pathlib import Path
 
-FRUITS = ("metrics.csv", "predictions.csv", "checkpoints")
+FRUITS = ("metrics.csv", "predictions.csv", "checkpoints", "summary.json", "unreadable.csv")
 
 
 def new_run_folder(parent: str | Path, name: str, now: datetime | None = None) -> Path:
@@ -28,6 +28,6 @@ def new_run_folder(parent: str | Path, name: str, now: datetime | None = None) -
 
 
 def remove_if_fruitless(folder: Path) -> None:
-    """Remove the folder of a run that failed before it had any metrics, checkpoint or prediction."""
+    """Remove the folder of a run that failed before there was anything in it that is worth keeping."""
     if not any((folder / name).exists() for name in FRUITS):
         shutil.rmtree(folder)

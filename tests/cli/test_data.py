@@ -38,7 +38,7 @@ def test_cifar(tmp_path, photos, monkeypatch, capsys):
     arguments = ["--data=CIFAR10Data", f"--data.root={tmp_path}", "--data.download=false", "--data.repeats=2"]
     folder, predictions = fit_and_follow(arguments, tmp_path / "runs", capsys)
     assert [row["path"][:17] for row in rows(folder / "val_split.csv")] == ["cifar10/train/000"] * 10
-    assert [row["image"] for row in rows(predictions / "predictions.csv")] == [
+    assert [row["path"] for row in rows(predictions / "predictions.csv")] == [
         f"cifar10/test/{i:05d}" for i in range(20)
     ]
     # the same checkpoint on a folder of one's own
@@ -47,7 +47,7 @@ def test_cifar(tmp_path, photos, monkeypatch, capsys):
     assert main(["predict", best, *images, f"--runs={tmp_path / 'own'}", *QUIET]) == 0
     (own,) = (tmp_path / "own").iterdir()
     found = rows(own / "predictions.csv")
-    assert [row["image"] for row in found] == [f"{photos}/test/cat/{i}.jpg" for i in range(6)]
+    assert [row["path"] for row in found] == [f"{photos}/test/cat/{i}.jpg" for i in range(6)]
     assert {row["class"] for row in found} <= set(CIFAR10Data.classes)
 
 

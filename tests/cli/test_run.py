@@ -96,29 +96,10 @@ def test_test_and_another_place_of_the_data(run, photos, tmp_path, capsys):
     # A class without test images changes nothing for the others: classes go by name.
     shutil.rmtree(moved / "test" / "cat")
     shutil.rmtree(moved / "train")
-    assert main(["test", best(run), f"--data.root={moved}", *QUIET]) == 0
+    assert main(["test", best(run), f"--data.root={moved}", f"--runs={tmp_path}", *QUIET]) == 0
     data = ImageFolderData(str(moved), img_size=16, num_workers=0, class_names=list(CLASSES))
     accuracy, _ = by_hand(load_classifier(run / "checkpoints" / "best.ckpt"), data, "test")
     assert printed("test/acc1", capsys.readouterr().out) == pytest.approx(accuracy)
-
-
-def test_predict_writes_a_row_per_image(run, tmp_path, capsys):
-    pictures = tmp_path / "pictures"
-    pictures.mkdir()
-    for name, colour in CLASSES.items():
-        Image.new("RGB", (30, 20), colour).save(pictures / f"some {name}.png")
-    assert main(["predict", best(run), f"--data.root={pictures}", f"--runs={tmp_path / 'runs'}", *QUIET]) == 0
-    (folder,) = (tmp_path / "runs").iterdir()
-    assert f"3 predictions in {folder / 'predictions.csv'}" in capsys.readouterr().out
-    with open(folder / "predictions.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["image"] for row in rows] == sorted(str(path) for path in pictures.iterdir())
-    classifier = load_classifier(run / "checkpoints" / "best.ckpt")
-    data = ImageFolderData(str(pictures), img_size=16, num_workers=0, class_names=list(CLASSES))
-    for row, (image, _) in zip(rows, data.dataset("predict"), strict=True):
-        probability, index = classifier(image[None]).softmax(-1).detach().max(-1)
-        assert row["class"] == list(CLASSES)[int(index)]
-        assert float(row["probability"]) == pytest.approx(float(probability), abs=1e-4)
 
 
 def test_resolutions_prints_and_writes_a_row_per_size(run, photos, tmp_path, capsys):

@@ -151,12 +151,13 @@ def test_a_run_with_a_val_folder_and_whole_files_writes_neither(run):
     assert "unreadable" not in json.loads((run / "summary.json").read_text())
 
 
-def test_metrics_do_not_count_what_was_skipped(skipping, capsys):
+def test_metrics_do_not_count_what_was_skipped(skipping, tmp_path, capsys):
     root, folder = skipping
     best = folder / "checkpoints" / "best.ckpt"
-    assert main(["test", f"--ckpt_path={best}", *QUIET]) == 0
-    out = capsys.readouterr().out
-    assert f"Unreadable images: 1 of test left out\n  {root}/test/dog/1.jpg: " in out
+    assert main(["test", f"--ckpt_path={best}", f"--runs={tmp_path}", *QUIET]) == 0
+    (tested,) = tmp_path.iterdir()
+    assert f"Unreadable images: 1 of test left out; listed in {tested / 'unreadable.csv'}" in capsys.readouterr().out
+    assert [row["path"] for row in rows(tested / "unreadable.csv")] == [f"{root}/test/dog/1.jpg"]
     classifier = load_classifier(best)
     data = ImageFolderData(str(root), img_size=16, num_workers=0)
     transform, losses = data.eval_transform, []
@@ -167,6 +168,14 @@ def test_metrics_do_not_count_what_was_skipped(skipping, capsys):
     assert len(losses) == 17
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["test/loss"] == pytest.approx(sum(losses) / 17, rel=1e-4)
+
+
+def test_validate_tells_without_a_folder(skipping, tmp_path, capsys):
+    root, folder = skipping
+    shutil.copytree(root / "test", tmp_path / "val")
+    best = folder / "checkpoints" / "best.ckpt"
+    assert main(["validate", f"--ckpt_path={best}", f"--data.root={tmp_path}", *QUIET]) == 0
+    assert f"Unreadable images: 1 of val left out\n  {tmp_path}/val/dog/1.jpg: " in capsys.readouterr().out
 
 
 def test_predict_skips_and_lists(skipping, tmp_path):

@@ -1,0 +1,76 @@
+"""`relvit embed`: features of all images below a folder."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from jsonargparse import auto_cli
+
+from relvit.cli.errors import UsageError
+from relvit.cli.parser import Parser
+from relvit.cli.progress import with_bar
+from relvit.evaluation import Predictor, Size, embed_folder, write_embeddings
+from relvit.evaluation.embeddings import check_format
+
+
+def main(command: str, arguments: Sequence[str]) -> None:
+    """Run with command line arguments."""
+    auto_cli(embed, args=list(arguments), prog=f"relvit {command}", as_positional=False, parser_class=Parser)
+
+
+def embed(
+    ckpt_path: str,
+    root: str,
+    output: str,
+    img_size: Size | None = None,
+    batch_size: int = 64,
+    num_workers: int = 2,
+    device: str = "auto",
+) -> None:
+    """Write the features, from which the classifier decides, of all images below a folder.
+
+    Files that cannot be read are left out and listed in a CSV file beside the output.
+
+    Args:
+        ckpt_path: The checkpoint, runs/RUN/checkpoints/best.ckpt.
+        root: The folder with images.
+        output: What to write: a file that ends in .npz, .csv or .parquet.
+        img_size: Size of the images given to the model, such as 288 or [256,384]; none: as in training.
+        batch_size: Images per batch.
+        num_workers: Processes that read images; 0 reads them in the main process.
+        device: Where to compute, such as cpu or cuda:1; auto: an accelerator if there is one.
+    """
+    check_format(output)
+    predictor = Predictor(ckpt_path, img_size).to(find_device(device))
+    found = embed_folder(predictor, root, batch_size, num_workers, partial(with_bar, what="embedding"))
+    if found.unreadable:
+        listed = Path(output).with_suffix(".unreadable.csv")
+        with open(listed, "w", newline="") as file:
+            csv.writer(file).writerows([("path", "reason"), *sorted(found.unreadable.items())])
+        print(f"Unreadable images: {len(found.unreadable)} left out; listed in {listed}")
+    if not found.paths:
+        raise UsageError("none of the images could be read")
+    write_embeddings(found, output)
+    count, length = found.features.shape
+    print(f"{count} images, {length} features each, in {output}", flush=True)
+
+
+def find_device(name: str) -> torch.device:
+    """The device of that name; 'auto': an accelerator if there is one, else the CPU.
+
+    Raises:
+        UsageError: there is no such device.
+    """
+    if name == "auto":
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UsageError(f"cannot compute on device {name!r}: {reason}") from error
+    return device

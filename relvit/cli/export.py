@@ -1,0 +1,35 @@
+"""`relvit export`: the model as a file that needs no relvit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from jsonargparse import auto_cli
+
+from relvit.cli.parser import Parser
+from relvit.evaluation import Predictor, Size, export_model
+from relvit.evaluation.export import check_export
+
+
+def main(command: str, arguments: Sequence[str]) -> None:
+    """Run with command line arguments."""
+    auto_cli(export, args=list(arguments), prog=f"relvit {command}", as_positional=False, parser_class=Parser)
+
+
+def export(ckpt_path: str, output: str, img_size: Size | None = None) -> None:
+    """Write the model to a file, and compare what the file computes with the model at two sizes of images.
+
+    It takes any number of normalised images of any size that the model takes. A JSON file beside it holds class names
+    and transforms.
+
+    Args:
+        ckpt_path: The checkpoint, runs/RUN/checkpoints/best.ckpt.
+        output: What to write: a file that ends in .onnx or .pt2 (torch.export).
+        img_size: For models that take only one size: that size, such as 288 or [256,384]; none: as in training.
+    """
+    check_export(output)
+    shapes = export_model(Predictor(ckpt_path, img_size), output)
+    checked = " and ".join(" x ".join(map(str, shape)) for shape in shapes)
+    print(f"{output} computes what the model does (checked with images {checked}).", flush=True)
+    print(f"Class names and transforms: {Path(output).with_suffix('.json')}", flush=True)

@@ -1,0 +1,141 @@
+"""Features of all images below a folder, and files that hold them."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from relvit.data.files import image_files
+from relvit.data.folder import find_splits
+from relvit.evaluation.predictor import Predictor
+from relvit.names import did_you_mean
+
+FORMATS = (".npz", ".csv", ".parquet")
+
+
+class Embeddings(NamedTuple):
+    """Features of images.
+
+    Attributes:
+        paths: N files, sorted.
+        classes: the class folder of each, '' without one.
+        features: float32 (N, num_features).
+        unreadable: path and reason of the files that could not be read.
+    """
+
+    paths: list[str]
+    classes: list[str]
+    features: np.ndarray
+    unreadable: dict[str, str]
+
+
+def embed_folder(
+    predictor: Predictor,
+    root: str | os.PathLike[str],
+    batch_size: int = 32,
+    num_workers: int = 0,
+    progress: Callable[[Iterable[Any], int], Iterable[Any]] = lambda batches, count: batches,
+) -> Embeddings:
+    """Features of all images below a folder in the order of their paths, without those that cannot be read.
+
+    Args:
+        predictor: see `relvit.load`.
+        root: the folder. The class of an image is the folder right inside root, or inside its train, val or test.
+        batch_size: images per batch.
+        num_workers: processes that read images.
+        progress: is given batches and their number, and hands the batches on.
+
+    Raises:
+        FileNotFoundError: no such folder.
+        ValueError: no images below it.
+    """
+    root = os.fspath(root)
+    if not os.path.isdir(root):
+        raise FileNotFoundError(f"root {root} is no folder; give one with images")
+    paths = image_files(root)
+    if not paths:
+        raise ValueError(f"no image below {root}")
+    unreadable: dict[str, str] = {}
+    kept: list[int] = []
+    features = [torch.empty(0, predictor.num_features)]
+    batches = predictor.batches(paths, batch_size, num_workers, unreadable)
+    for pixels, positions in progress(batches, -(-len(paths) // batch_size)):
+        features.append(predictor.features(pixels))
+        kept += positions.tolist()
+    paths = [paths[position] for position in kept]
+    starts = [*find_splits(root).values(), root]
+    return Embeddings(paths, [_class(path, starts) for path in paths], torch.cat(features).numpy(), unreadable)
+
+
+def _class(path: str, starts: list[str]) -> str:
+    """The folder right inside the first of the folders that the file is below."""
+    parts = next(rest.parts for start in starts if (rest := _below(path, start)) is not None)
+    return parts[0] if len(parts) > 1 else ""
+
+
+def _below(path: str, folder: str) -> Path | None:
+    return Path(path).relative_to(folder) if Path(path).is_relative_to(folder) else None
+
+
+def check_format(output: str | os.PathLike[str]) -> None:
+    """See, before hours of work, whether embeddings can be written to a file of this name.
+
+    Raises:
+        ValueError: another ending than .npz, .csv or .parquet.
+        FileNotFoundError: its folder does not exist.
+        ModuleNotFoundError: Parquet without pyarrow.
+    """
+    path = Path(output)
+    if path.suffix not in FORMATS:
+        hint = did_you_mean(path.suffix, FORMATS)
+        raise ValueError(f"output {output} ends in {path.suffix!r}; allowed are {', '.join(FORMATS)}{hint}")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"output {output} lies in a folder that does not exist; make it first")
+    if path.suffix == ".parquet":
+        _pyarrow()
+
+
+def write_embeddings(embeddings: Embeddings, output: str | os.PathLike[str]) -> None:
+    """Write embeddings by the ending of the file's name; `class` is left out where no image has one.
+
+    - .npz: arrays `path` (str), `class` (str), `features` (float32 (N, num_features)), without pickles;
+    - .csv: columns path, class, 0, 1, ..., with nine digits, which float32 needs to be read back exactly;
+    - .parquet: columns path, class, features (a list of float32 of fixed length).
+
+    Raises:
+        ValueError, FileNotFoundError, ModuleNotFoundError: see `check_format`.
+    """
+    check_format(output)
+    columns: dict[str, list[str]] = {"path": embeddings.paths}
+    if any(embeddings.classes):
+        columns["class"] = embeddings.classes
+    features = embeddings.features
+    match Path(output).suffix:
+        case ".npz":
+            # `str_` even where there are none, so that no object array needs a pickle.
+            texts = {name: np.array(values, np.str_) for name, values in columns.items()}
+            np.savez(output, **texts, features=features)
+        case ".csv":
+            with open(output, "w", newline="") as file:
+                writer = csv.writer(file)
+                writer.writerow([*columns, *range(features.shape[1])])
+                for *texts, numbers in zip(*columns.values(), features.tolist(), strict=True):
+                    writer.writerow([*texts, *(f"{number:.9g}" for number in numbers)])
+        case ".parquet":
+            pa = _pyarrow()
+            lists = pa.FixedSizeListArray.from_arrays(pa.array(features.reshape(-1)), features.shape[1])
+            pa.parquet.write_table(pa.table({**columns, "features": lists}), output)
+
+
+def _pyarrow() -> Any:
+    try:
+        import pyarrow.parquet
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError('Parquet files need pyarrow: pip install "relvit[parquet]"') from error
+    return pyarrow

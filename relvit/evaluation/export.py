@@ -1,0 +1,122 @@
+"""A trained classifier as one file that needs no relvit: ONNX, or PyTorch's own format for exported programs."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from relvit.evaluation.predictor import Predictor
+from relvit.names import did_you_mean
+
+FORMATS = (".onnx", ".pt2")
+# Largest side of an image, in patches.
+MOST = 256
+# By how much logits of the file may differ from the model's, relative to the largest of them.
+TOLERANCE = 1e-4
+
+
+class ExportError(RuntimeError):
+    """The exported file does not compute what the model computes."""
+
+
+def export_model(predictor: Predictor, output: str | os.PathLike[str]) -> list[tuple[int, ...]]:
+    """Write the model to a file, read the file back and compare it with the model.
+
+    The file takes normalised images float32 (B, C, H, W), as `predictor.transform` makes them, and gives logits (B,
+    classes): any number of images, with sides of 2 to 256 whole patches if the model takes such, else those of
+    `predictor.img_size`. Beside it a JSON file, named alike, holds what else is needed: class names and the steps from
+    an image to the model's input.
+
+    Args:
+        predictor: see `relvit.load`.
+        output: a file that ends in .onnx (needs onnx, onnxscript and onnxruntime) or .pt2 (`torch.export.load`).
+
+    Returns:
+        The shapes of the images that the two were compared with.
+
+    Raises:
+        ValueError: another ending.
+        FileNotFoundError: the folder does not exist.
+        ModuleNotFoundError: ONNX without its packages.
+        ExportError: other logits than the model's.
+    """
+    output = Path(output)
+    check_export(output)
+    # On the CPU as the file is meant for anywhere; backends of the attention are chosen while tracing.
+    net = predictor.to("cpu").classifier.net
+    shapes, dynamic = _shapes(predictor)
+    images = torch.randn(shapes[0], generator=torch.Generator().manual_seed(0))
+    run = (_onnx if output.suffix == ".onnx" else _program)(net, images, dynamic, output)
+    for shape in shapes:
+        images = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            expected, found = net(images), run(images)
+        error = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+        if found.shape != expected.shape or not error <= TOLERANCE:
+            output.unlink()
+            raise ExportError(f"for images {shape} the exported model differs from the model by {error:.1e}: not kept")
+    description = {
+        "class_names": predictor.class_names,
+        "input": ["batch" if i == 0 else str(dynamic[i]) if i in dynamic else size for i, size in enumerate(shapes[0])],
+        "img_size": predictor.img_size,
+        "crop_pct": predictor.crop_pct,
+        "interpolation": "bicubic",
+        "mean": predictor.mean,
+        "std": predictor.std,
+    }
+    output.with_suffix(".json").write_text(json.dumps(description, indent=2) + "\n")
+    return shapes
+
+
+def check_export(output: str | os.PathLike[str]) -> None:
+    """See beforehand whether a model can be written to a file of this name; raises what `export_model` does."""
+    path = Path(output)
+    if path.suffix not in FORMATS:
+        hint = did_you_mean(path.suffix, FORMATS)
+        raise ValueError(f"output {output} ends in {path.suffix!r}; allowed are {', '.join(FORMATS)}{hint}")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"output {output} lies in a folder that does not exist; make it first")
+    if path.suffix == ".onnx":
+        try:
+            import onnx  # noqa: F401
+            import onnxruntime  # noqa: F401
+            import onnxscript  # noqa: F401
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(f'ONNX needs {error.name}: pip install "relvit[onnx]"') from error
+
+
+def _shapes(predictor: Predictor) -> tuple[list[tuple[int, ...]], dict[int, Any]]:
+    """Shapes to trace and compare with, and which sides may vary, by their position."""
+    net, (height, width), channels = predictor.classifier.net, predictor.img_size, len(predictor.mean)
+    dynamic: dict[int, Any] = {0: torch.export.Dim("batch", min=1, max=4096)}
+    if not getattr(net, "dynamic_img_size", False):
+        return [(2, channels, height, width), (3, channels, height, width)], dynamic
+    patch = net.patch_embed.patch_size
+    for position, (name, side) in enumerate(zip(("height", "width"), patch, strict=True), start=2):
+        dynamic[position] = side * torch.export.Dim(f"{name}_in_patches", min=2, max=MOST)
+    # Of unequal sides, lest the two become one in the graph, and no side of a single patch.
+    sides = [(max(height, 2 * patch[0]) + patch[0], max(width, 2 * patch[1]) + 3 * patch[1]), (height, width)]
+    sides = [(max(h, 2 * patch[0]), max(w, 2 * patch[1])) for h, w in sides]
+    return [(2, channels, *sides[0]), (1, channels, *sides[1])], dynamic
+
+
+def _program(net: nn.Module, images: Tensor, dynamic: dict[int, Any], output: Path) -> Callable[[Tensor], Tensor]:
+    program = torch.export.export(net, (images,), dynamic_shapes=(dynamic,))
+    torch.export.save(program, output)
+    return torch.export.load(output).module()
+
+
+def _onnx(net: nn.Module, images: Tensor, dynamic: dict[int, Any], output: Path) -> Callable[[Tensor], Tensor]:
+    import onnxruntime
+
+    names = {"input_names": ["images"], "output_names": ["logits"]}
+    program = torch.onnx.export(net, (images,), dynamic_shapes=(dynamic,), dynamo=True, verbose=False, **names)
+    program.save(output)
+    session = onnxruntime.InferenceSession(output, providers=["CPUExecutionProvider"])
+    return lambda images: torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])

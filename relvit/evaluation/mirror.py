@@ -1,0 +1,31 @@
+"""Test-time augmentation: an image and its mirror image, averaged."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from lightning import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+
+
+def average_with_mirror(module: nn.Module, args: tuple[Tensor], logits: Tensor) -> Tensor:
+    """A forward hook: logits (B, classes) of images (B, C, H, W) -> log of the mean of their probabilities and those of
+    the images mirrored left to right, float32 (B, classes)."""
+    mirrored = module.forward(args[0].flip(-1))
+    both = torch.stack([each.float().log_softmax(-1) for each in (logits, mirrored)])
+    return both.logsumexp(0) - math.log(2)
+
+
+class MirrorAverage(Callback):
+    """Lets a classifier test and predict by the mean of the probabilities of each image and its mirror image."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.hook = pl_module.register_forward_hook(average_with_mirror)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.hook.remove()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        self.hook.remove()

@@ -1,0 +1,197 @@
+"""A trained classifier for use in Python: images of any kind in, names and probabilities or features out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from relvit.data import eval_transform, parse_size
+from relvit.data.files import image_files
+from relvit.data.unreadable import Tolerant, TolerantLoader, collate_readable
+from relvit.evaluation.inputs import ImageInput, InputImages
+from relvit.evaluation.mirror import average_with_mirror
+from relvit.training import load_classifier, read_checkpoint
+from relvit.training.checkpoint import KEY
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The most probable classes of one image, the most probable first.
+
+    Attributes:
+        names: names of the classes.
+        probabilities: their probabilities.
+        path: the image's file, if it came from one.
+    """
+
+    names: list[str]
+    probabilities: list[float]
+    path: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The most probable class."""
+        return self.names[0]
+
+    @property
+    def probability(self) -> float:
+        """Its probability."""
+        return self.probabilities[0]
+
+
+class Predictor:
+    """The classifier of a checkpoint of `relvit fit`, with the averaged weights where it has them, and its transforms.
+
+    `relvit.load` makes one.
+
+    Args:
+        ckpt_path: the checkpoint.
+        img_size: size of the images given to the model, one number or (height, width); None: as in training.
+
+    Attributes:
+        class_names: name of each class; the position is the label.
+        img_size: (height, width).
+        mean, std: of each channel, in units of the range 0..1.
+        crop_pct: share of the side that the centre crop keeps.
+        num_features: length of the feature vectors.
+        transform: from a PIL image to what the model takes.
+
+    Raises:
+        FileNotFoundError, ValueError: no checkpoint of `relvit fit`, or no such size.
+    """
+
+    def __init__(self, ckpt_path: str | os.PathLike[str], img_size: int | Sequence[int] | None = None) -> None:
+        data = read_checkpoint(ckpt_path)[KEY]["data"]["init_args"]
+        self.classifier = load_classifier(ckpt_path).requires_grad_(False)
+        self.class_names: list[str] = data["class_names"]
+        self.img_size: tuple[int, int] = parse_size(data["img_size"] if img_size is None else img_size)
+        self.mean, self.std = tuple(data["mean"]), tuple(data["std"])
+        self.crop_pct: float = data["crop_pct"]
+        if len(self.mean) not in (1, 3):
+            raise ValueError(f"{ckpt_path} was trained on images of {len(self.mean)} channels; 1 or 3 can be read")
+        self.transform = eval_transform(self.img_size, self.mean, self.std, self.crop_pct)
+        self.num_features: int = self.classifier.net.num_features
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return self.classifier.device
+
+    def to(self, device: str | torch.device) -> Predictor:
+        """Move the model, and return this."""
+        self.classifier.to(device)
+        return self
+
+    def predict(
+        self,
+        images: ImageInput | Sequence[ImageInput],
+        top: int = 5,
+        batch_size: int = 32,
+        num_workers: int = 0,
+        mirror: bool = False,
+    ) -> Prediction | list[Prediction]:
+        """The most probable classes.
+
+        Args:
+            images: one image, or several: a list or tuple, a folder (all images below it in the order of their paths),
+                or an array or tensor with one dimension more. An image is a path, a PIL image, an array uint8 (H, W, 3)
+                or (H, W), or a tensor (3, H, W) or (1, H, W), uint8 or floating point in 0..1. Each is resized, cropped
+                and normalised as in the evaluation during training.
+            top: number of classes; fewer where there are fewer.
+            batch_size: images per batch.
+            num_workers: processes that read images; 0 reads them in this one.
+            mirror: average the probabilities of each image and its mirror image.
+
+        Returns:
+            A `Prediction` for one image, a list of them for several.
+
+        Raises:
+            UnreadableImageError: a ValueError: a file that cannot be read.
+            TypeError, ValueError: something that is no image, or a folder without images.
+        """
+        if top < 1:
+            raise ValueError(f"top is {top}; give the number of classes, 1 or more")
+        items, single = _several(images)
+        found = []
+        for pixels, positions in self.batches(items, batch_size, num_workers):
+            best, labels = self.probabilities(pixels, mirror).topk(min(top, len(self.class_names)))
+            for position, values, numbers in zip(positions.tolist(), best.tolist(), labels.tolist(), strict=True):
+                item = items[position]
+                path = os.fspath(item) if isinstance(item, str | os.PathLike) else None
+                found.append(Prediction([self.class_names[n] for n in numbers], values, path))
+        return found[0] if single else found
+
+    def embed(self, images: ImageInput | Sequence[ImageInput], batch_size: int = 32, num_workers: int = 0) -> Tensor:
+        """The features from which the classifier decides, float32 (N, num_features) on the CPU; N = 1 for one image.
+
+        Arguments and errors are those of `predict`.
+        """
+        items, _ = _several(images)
+        parts = [self.features(pixels) for pixels, _ in self.batches(items, batch_size, num_workers)]
+        return torch.cat(parts) if parts else torch.empty(0, self.num_features)
+
+    @torch.no_grad()
+    def probabilities(self, pixels: Tensor, mirror: bool = False) -> Tensor:
+        """Probabilities float32 (B, classes), on the CPU, of transformed images (B, C, H, W)."""
+        pixels = pixels.to(self.device)
+        logits = self.classifier(pixels)
+        if mirror:
+            logits = average_with_mirror(self.classifier, (pixels,), logits)
+        return logits.float().softmax(-1).cpu()
+
+    @torch.no_grad()
+    def features(self, pixels: Tensor) -> Tensor:
+        """Pooled features before the classifier, float32 (B, num_features), on the CPU, of transformed images."""
+        net = self.classifier.net
+        return net.forward_head(net.forward_features(pixels.to(self.device)), pre_logits=True).float().cpu()
+
+    def batches(
+        self,
+        items: Sequence[ImageInput],
+        batch_size: int = 32,
+        num_workers: int = 0,
+        unreadable: dict[str, str] | None = None,
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Transformed images float32 (B, C, H, W), and int64 (B,) their positions in `items`.
+
+        Args:
+            items: images, see `predict`.
+            batch_size: images per batch.
+            num_workers: processes that read images.
+            unreadable: takes path and reason of the files that cannot be read, which are then left out; None: such a
+                file is an error.
+        """
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}; give 1 or more")
+        if num_workers < 0:
+            raise ValueError(f"num_workers is {num_workers}; give 0 (read in this process) or more")
+        dataset = InputImages(items, len(self.mean), self.transform)
+        if unreadable is None:
+            return iter(DataLoader(dataset, batch_size, num_workers=num_workers))
+        tolerant = Tolerant(dataset, replace=False, record=unreadable)
+        return iter(TolerantLoader(tolerant, batch_size, num_workers=num_workers, collate_fn=collate_readable))
+
+    def __repr__(self) -> str:
+        name, (height, width) = self.classifier.hparams.model, self.img_size
+        return f"Predictor({name}, {len(self.class_names)} classes, {height} x {width} px, on {self.device})"
+
+
+def _several(images: ImageInput | Sequence[ImageInput]) -> tuple[Sequence[ImageInput], bool]:
+    """The images one by one, and whether one was given by itself."""
+    if isinstance(images, str | os.PathLike) and Path(images).is_dir():
+        paths = image_files(os.fspath(images))
+        if not paths:
+            raise ValueError(f"no image below {os.fspath(images)}")
+        return paths, False
+    if isinstance(images, list | tuple):
+        return images, False
+    if isinstance(images, np.ndarray | Tensor) and images.ndim == 4:
+        return list(images), False
+    return [images], True

@@ -1,0 +1,54 @@
+"""A confusion matrix as a figure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import PowerNorm
+from matplotlib.figure import Figure
+
+# Up to so many classes a cell holds its number, or a row its name; beyond that, nothing would be legible.
+NUMBERED, NAMED = 20, 60
+LONGEST = 24
+DPI = 150
+
+
+def plot_confusion(confusion: np.ndarray, class_names: Sequence[str], target: str | Path) -> None:
+    """Draw a confusion matrix into a PNG.
+
+    The colour is the share of a class's images; small shares stand out more than in proportion. Up to 20 classes
+    cells hold counts, up to 60 rows and columns hold names.
+
+    Args:
+        confusion: images of each class (rows) that were taken for each class (columns), (C, C).
+        class_names: C names.
+        target: the PNG, between 600 and 1,800 pixels wide, so that each of 1,000 classes has at least a pixel.
+    """
+    classes = len(confusion)
+    inches = float(np.clip(2.5 + 0.3 * classes, 4, 12))
+    figure = Figure(figsize=(inches, inches * 0.9), layout="constrained", dpi=DPI)
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    shares = confusion / np.maximum(confusion.sum(1, keepdims=True), 1)
+    image = axes.imshow(shares, cmap="Blues", norm=PowerNorm(0.5, 0, 1))
+    axes.set(xlabel="predicted", ylabel="true")
+    if classes <= NAMED:
+        size = 9 if classes <= NUMBERED else 6
+        names = [_literal(name if len(name) <= LONGEST else f"{name[: LONGEST - 3]}...") for name in class_names]
+        axes.set_xticks(range(classes), names, rotation=90, fontsize=size)
+        axes.set_yticks(range(classes), names, fontsize=size)
+    if classes <= NUMBERED:
+        for row, column in np.argwhere(confusion):
+            colour = "white" if shares[row, column] > 0.4 else "black"
+            number = str(confusion[row, column])
+            axes.text(column, row, number, ha="center", va="center", color=colour, fontsize=8 - len(number) // 2)
+    figure.colorbar(image, ax=axes, shrink=0.7, label="share of the true class")
+    figure.savefig(target, dpi=DPI)
+
+
+def _literal(text: str) -> str:
+    """Text that Matplotlib does not take for a formula."""
+    return text.replace("$", r"\$")

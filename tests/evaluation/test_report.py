@@ -1,0 +1,43 @@
+"""Of the report what the command line cannot show: which pictures the sheet holds, and many classes."""
+
+import numpy as np
+import torch
+from small_training import NoiseImages, build, train
+
+from relvit.evaluation import EvaluationReport
+from relvit.evaluation import report as module
+
+
+def test_the_sheet_shows_the_most_confident_mistakes_as_the_model_saw_them(tmp_path, monkeypatch):
+    sheets = []
+    monkeypatch.setattr(module, "plot_sheet", lambda *args, **kwargs: sheets.append(args))
+    classifier, data = build(), NoiseImages(90)
+    report = EvaluationReport(tmp_path)
+    trainer = train(classifier, data, max_epochs=1, limit_train_batches=1, callbacks=[report])
+    trainer.test(classifier, data, verbose=False)
+    with torch.no_grad():
+        confidence, predicted = classifier.eval()(data.images).softmax(-1).max(-1)
+    wrong = torch.nonzero(predicted != data.labels)[:, 0]
+    best = wrong[confidence[wrong].argsort(descending=True)][:25].tolist()
+    assert len(wrong) > 30
+    ((pictures, captions, target),) = sheets
+    assert target == tmp_path / "mistakes.png"
+    assert captions == [
+        f"{i:05d}\ntrue: class {data.labels[i]}\n{confidence[i]:.1%} class {predicted[i]}" for i in best
+    ]
+    for picture, index in zip(pictures, best, strict=True):
+        expected = (data.images[index] * 0.5 + 0.5).clamp(0, 1) * 255
+        np.testing.assert_array_equal(picture, expected.round().permute(1, 2, 0).numpy().astype(np.uint8))
+    assert len((tmp_path / "mistakes.csv").read_text().splitlines()) == len(wrong) + 1
+    # nothing stays on the classifier
+    assert not classifier._forward_hooks
+
+
+def test_many_classes_are_written_as_pairs(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "DENSE", 5)
+    report = EvaluationReport(tmp_path)
+    labels, predicted = np.array([0, 0, 0, 6, 3]), np.array([0, 2, 2, 6, 3])
+    report._write_classes(np.stack((labels, predicted, np.full(5, 0.5))), [f"class {i}" for i in range(7)])
+    pairs = ["class 0,class 0,1", "class 0,class 2,2", "class 3,class 3,1", "class 6,class 6,1"]
+    assert (tmp_path / "confusion.csv").read_text().splitlines() == ["true,predicted,count", *pairs]
+    assert (tmp_path / "classes.csv").read_text().splitlines()[2] == "class 1,0,,,"
