@@ -2,7 +2,8 @@
 
 from relvit.training.averaging import WeightAverage
 from relvit.training.callbacks import PredictionTable, TrainingCurves
-from relvit.training.checkpoint import DescribeCheckpoint, load_classifier, read_checkpoint
+from relvit.training.checkpoint import DescribeCheckpoint, load_classifier
+from relvit.training.checkpoint_file import read_checkpoint
 from relvit.training.classifier import ImageClassifier, NonFiniteLossError
 from relvit.training.data_record import DataRecord
 from relvit.training.loss import ClassificationLoss, soft_targets

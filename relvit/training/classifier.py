@@ -19,16 +19,16 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from relvit.data.mix import BatchMix
 from relvit.models import build_model
+from relvit.models.transfer import TransferReport, transfer_weights
 from relvit.names import did_you_mean
 from relvit.training.averaging import WeightAverage
+from relvit.training.checkpoint_file import AVERAGE_KEY
 from relvit.training.freezing import Backbone
 from relvit.training.loss import ClassificationLoss
 from relvit.training.optimisation import check_optimizer, make_optimizer
+from relvit.training.pretrained import Architecture, architecture_of, normalisation_note, read_pretrained
 from relvit.training.schedule import Plan, make_plan, warmup_cosine
 from relvit.training.seeding import seeded
-
-# Where a checkpoint keeps the averaged weights, under the same names as the raw ones in 'state_dict'.
-AVERAGE_KEY = "ema_state_dict"
 
 
 class NonFiniteLossError(RuntimeError):
@@ -39,7 +39,8 @@ class ImageClassifier(LightningModule):
     """Image classification with any timm model and optimiser, and a warm-up + cosine learning rate per optimiser step.
 
     Args:
-        model: name of a relvit or timm model.
+        model: name of a relvit or timm model; none: that of `pretrained`, of which `model_kwargs` and `retrofit` are
+            then taken over as well, unless given here; without either relvit_small.
         num_classes: number of classes.
         in_chans: channels of the images.
         img_size: image size that the model is built for; evaluation may use others.
@@ -47,6 +48,9 @@ class ImageClassifier(LightningModule):
         model_kwargs: further arguments of the model, checked against its signature.
         retrofit: arguments of `relvit.retrofit`, which gives a timm model relative positions; {} for its defaults, None
             to leave the model as it is.
+        pretrained: weights that a training starts from: a relvit checkpoint, a model of timm with its tag, a file or
+            folder of weights, see `read_pretrained`. They are loaded when a fresh training starts, into the model with
+            these classes and this image size, see `transfer_weights`; never to go on with a training, nor to evaluate.
         opt: name of an optimiser of timm (adamw, lamb, lion, muon, sgd ...).
         opt_kwargs: further arguments of the optimiser, such as betas, momentum, eps.
         lr: peak learning rate.
@@ -73,17 +77,19 @@ class ImageClassifier(LightningModule):
 
     Raises:
         ValueError: an unknown name, class names that do not match `num_classes`, numbers out of range.
+        FileNotFoundError: without `model`, no file at `pretrained`.
     """
 
     def __init__(
         self,
-        model: str = "relvit_small",
+        model: str | None = None,
         num_classes: int = 1000,
         in_chans: int = 3,
         img_size: int | tuple[int, int] | None = None,
         class_names: list[str] | None = None,
         model_kwargs: dict[str, Any] | None = None,
         retrofit: dict[str, Any] | None = None,
+        pretrained: str | None = None,
         opt: str = "adamw",
         opt_kwargs: dict[str, Any] | None = None,
         lr: float = 1e-3,
@@ -129,7 +135,12 @@ class ImageClassifier(LightningModule):
             raise ValueError(f"unknown backend of torch.compile {compile!r}{did_you_mean(compile, backends)}")
         check_optimizer(opt, layer_decay, opt_kwargs)
         self.save_hyperparameters()
-        self.net = build_model(model, num_classes, in_chans, img_size, model_kwargs, retrofit)
+        # A checkpoint has to know its model without the file that this training starts from.
+        built = _architecture(model, model_kwargs, retrofit, pretrained)
+        self.save_hyperparameters(built._asdict())
+        self.net = build_model(built.model, num_classes, in_chans, img_size, built.model_kwargs, built.retrofit)
+        self.awaits_pretrained = pretrained is not None
+        self.transfer: TransferReport | None = None
         if channels_last:
             self.net.to(memory_format=torch.channels_last)
         self.loss = ClassificationLoss(num_classes, loss, label_smoothing, bce_threshold, class_weights)
@@ -213,6 +224,9 @@ class ImageClassifier(LightningModule):
             self.loss.weights = weights.to(self.device)
 
     def configure_optimizers(self) -> dict[str, Any]:
+        # The first hook of a fit by which a checkpoint, if there is one, has been restored.
+        if self.awaits_pretrained:
+            self._load_pretrained()
         hparams = self.hparams
         self.plan = make_plan(self.trainer, hparams.lr, hparams.lr_base_batch, hparams.warmup_epochs)
         lr = self.plan.lr
@@ -291,6 +305,7 @@ class ImageClassifier(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """A training goes on with both kinds of weights; everything else uses the averaged ones."""
+        self.awaits_pretrained = False
         averaged = checkpoint.get(AVERAGE_KEY)
         if self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING:
             if averaged is not None:
@@ -310,6 +325,14 @@ class ImageClassifier(LightningModule):
         """Compile in place, which leaves the names in the state dict as they are."""
         if self.hparams.compile:
             net.compile(backend="inductor" if self.hparams.compile is True else self.hparams.compile)
+
+    def _load_pretrained(self) -> None:
+        weights = read_pretrained(self.hparams.pretrained)
+        self.transfer = transfer_weights(self.net, weights, self.hparams.class_names)
+        self.awaits_pretrained = False
+        self.print(f"pretrained: {self.transfer}", flush=True)
+        if note := normalisation_note(weights, self.trainer.datamodule):
+            self.print(note, flush=True)
 
     def _evaluate(self, metrics: MetricCollection, batch: tuple[Tensor, Tensor]) -> None:
         images, labels = batch
@@ -332,3 +355,14 @@ class ImageClassifier(LightningModule):
         # The progress bar shows loss and accuracy of the batch while training, of the whole set in evaluation.
         show = metrics is not self.train_metrics
         self.log_dict(dict(metrics.items()), on_step=False, on_epoch=True, prog_bar=show, batch_size=max(count, 1))
+
+
+def _architecture(
+    model: str | None, model_kwargs: dict[str, Any] | None, retrofit: dict[str, Any] | None, pretrained: str | None
+) -> Architecture:
+    """What to build; without a name what `pretrained` is of, but for the arguments that are given."""
+    if "pretrained" in (model_kwargs or {}):
+        raise ValueError("model_kwargs must not hold 'pretrained': it is an option of its own, --model.pretrained")
+    if model is not None or pretrained is None:
+        return Architecture(model or "relvit_small", model_kwargs, retrofit)
+    return architecture_of(pretrained).changed(model_kwargs, retrofit)
