@@ -57,14 +57,14 @@ def read_pretrained(pretrained: str) -> Weights:
     if path.suffix == CHECKPOINT:
         content = read_checkpoint(path)
         model, data = content[KEY]["model"], content[KEY]["data"]["init_args"]
-        size = model["img_size"] or data["img_size"]
+        size = model["img_size"] or data.get("img_size")
         return Weights(
             source=str(path),
             state={name.removeprefix("net."): tensor for name, tensor in content["state_dict"].items()},
             class_names=model["class_names"],
-            input_size=(model["in_chans"], *((size, size) if isinstance(size, int) else size)),
-            mean=tuple(data["mean"]),
-            std=tuple(data["std"]),
+            input_size=(model["in_chans"], *((size, size) if isinstance(size, int) else size)) if size else None,
+            mean=tuple(data.get("mean") or ()) or None,
+            std=tuple(data.get("std") or ()) or None,
         )
     if path.suffix == ARCHIVE:
         raise ValueError(f"{path} is a JAX archive: give its name in timm, or load it in Python and save it as .pth")
