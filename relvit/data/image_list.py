@@ -111,16 +111,17 @@ class ImageListData(ImageFilesData):
     @cached_property
     def _written(self) -> dict[str, str]:
         """The path as it stands in the list of train, of each file."""
-        return dict(zip(self._files(self.train, self._train_rows), (row.path for row in self._train_rows), strict=True))
+        return {self._absolute(self.train, row): row.path for row in self._train_rows}
+
+    def _absolute(self, file: str, row: Row) -> str:
+        return os.path.join(self.root or os.path.dirname(file), row.path)
 
     def _files(self, file: str, rows: Sequence[Row]) -> list[str]:
-        """The files of a list's rows, all of which exist."""
-        start = self.root or os.path.dirname(file)
-        paths = [os.path.join(start, row.path) for row in rows]
-        absent = [
-            (row.line, f"no file {path}") for row, path in zip(rows, paths, strict=True) if not os.path.isfile(path)
-        ]
-        complain(file, absent)
+        """The files of a list's rows. One that does not exist is a wrong row, unless unreadable files are skipped."""
+        paths = [self._absolute(file, row) for row in rows]
+        if self.on_error == "error":
+            lines = zip((row.line for row in rows), paths, strict=True)
+            complain(file, [(line, f"no file {path}") for line, path in lines if not os.path.isfile(path)])
         return paths
 
     def _labels(self, file: str, rows: Sequence[Row]) -> list[int]:

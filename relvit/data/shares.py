@@ -29,8 +29,12 @@ class ShareLoader:
         return self.batches
 
     def __iter__(self) -> Iterator[Any]:
-        yield from self.loader
-        for _ in range(self.batches - len(self.loader)):
+        # Counted, since a loader that skips unreadable images may give fewer batches than it has.
+        given = 0
+        for batch in self.loader:
+            given += 1
+            yield batch
+        for _ in range(self.batches - given):
             yield self.nothing
 
 

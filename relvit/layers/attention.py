@@ -106,10 +106,16 @@ class RelativeAttention(Attention):
 
 
 def check_position(position: object) -> None:
-    """Raise TypeError for what is no position module."""
+    """Raise TypeError for what is no position module: it is called once, with a grid of one patch."""
     if not isinstance(position, nn.Module):
         kind = f"the class {position.__name__}" if isinstance(position, type) else repr(position)
         raise TypeError(
             "a position must be a module from Grid to RelativeTerms, such as RelativePosition2d(head_dim, num_heads), "
             f"got {kind}"
         )
+    try:
+        terms = position(Grid(1, 1))
+    except Exception as error:
+        raise TypeError(f"position {type(position).__name__} cannot be called with a Grid: {error}") from error
+    if not isinstance(terms, RelativeTerms):
+        raise TypeError(f"position {type(position).__name__} must return RelativeTerms, got {type(terms).__name__}")

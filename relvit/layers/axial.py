@@ -32,6 +32,10 @@ class AxialPositionEmbedding(nn.Module):
     (r + 1/2) n / H - 1/2, between two rows of the table, and gets their linear interpolation; beyond the outermost the
     outermost holds. That is `torch.nn.functional.interpolate(mode='linear', align_corners=False)`.
 
+    >>> embedding = AxialPositionEmbedding(8, grid_size=(5, 9))
+    >>> embedding(make_grid(3, 12)).shape
+    torch.Size([36, 8])
+
     Args:
         dim: width of the tokens.
         grid_size: rows of the tables, n for both axes or (rows, columns): the grid that the embedding is learned on.
@@ -113,6 +117,8 @@ class AxialPositionEmbedding(nn.Module):
 
         Coordinates outside the grid are taken for those of the nearest place that has a vector.
         """
+        if not torch.jit.is_scripting() and not isinstance(grid, Grid):
+            raise TypeError(f"grid must be a Grid, got {type(grid).__name__}: make_grid(height, width) makes one")
         if torch.jit.is_scripting():
             return torch.ops.relvit.axial_embedding(
                 self.rows, self.cols, grid.height, grid.width, grid.coords, self.combine

@@ -28,6 +28,8 @@ from relvit.models.grid_forward import GridForward
 from relvit.models.weights import checkpoint_filter_fn, load_jax_archive
 from relvit.names import did_you_mean, listing
 from relvit.ops import Grid
+from relvit.ops.attention import BACKENDS
+from relvit.ops.checks import check_backend
 
 POSITIONS = {"tables": RelativePosition2d, "slopes": SlopePosition2d}
 # How an axial embedding puts rows and columns together.
@@ -67,6 +69,7 @@ class RelVisionTransformer(GridForward, VisionTransformer):
         class_token: prepend a class token; it has no place on the grid.
         global_pool: 'avg', 'token' (needs a class token), 'max', 'avgmax', 'map', 'prr' or '' (none).
         patch_drop_rate: share of patches dropped in training; those that stay keep their coordinates.
+        backend: see `relvit.ops.relative_attention`; 'gathered' for second derivatives.
         **kwargs: see `timm.models.vision_transformer.VisionTransformer` (img_size, patch_size, embed_dim, depth ...).
 
     Raises:
@@ -89,6 +92,7 @@ class RelVisionTransformer(GridForward, VisionTransformer):
         class_token: bool = False,
         global_pool: str = "avg",
         patch_drop_rate: float = 0.0,
+        backend: str = "auto",
         **kwargs: Any,
     ) -> None:
         if pos_embed not in POS_EMBEDS:
@@ -99,6 +103,10 @@ class RelVisionTransformer(GridForward, VisionTransformer):
             raise ValueError(f"global_pool must be one of {listing(POOLS)}, got {global_pool!r}{hint}")
         if global_pool == "token" and not class_token:
             raise ValueError("global_pool 'token' needs class_token=True")
+        check_backend(backend, tuple(BACKENDS))
+        # It is what these models do; configurations that are shared with timm's may say so.
+        if kwargs.get("dynamic_img_size") is True:
+            del kwargs["dynamic_img_size"]
         check_arguments(type(self).__name__, kwargs)
         make_position = position_factory(
             position,
@@ -121,6 +129,8 @@ class RelVisionTransformer(GridForward, VisionTransformer):
         )
         # Blocks take more than one argument, which no scripted Sequential hands on.
         self.blocks = nn.ModuleList(self.blocks)
+        for block in self.blocks:
+            block.attn.backend = backend
         if patch_drop_rate > 0:
             # timm's own throws away which patches stayed, and with them their places.
             self.patch_drop = PatchDropoutWithIndices(patch_drop_rate, num_prefix_tokens=self.num_prefix_tokens)

@@ -19,8 +19,10 @@ from timm.models.vision_transformer import (
 from torch import nn
 
 from relvit.layers import AnySizePatchEmbed, RelativePosition2d
+from relvit.layers.attention import check_position
+from relvit.layers.block import check_position_factory
 from relvit.layers.placed_attention import PLACED_ATTENTIONS
-from relvit.models.relative_vit import RelVisionTransformer
+from relvit.models.relative_vit import POSITIONS, RelVisionTransformer
 from relvit.models.retrofitted import RETROFITTED, Retrofitted, RetrofittedNaFlexVit
 from relvit.names import did_you_mean, listing
 from relvit.ops.attention import BACKENDS
@@ -49,7 +51,7 @@ def retrofit(
     layout: str = "separate",
     bucketing: str = "clip",
     init_std: float = 0.0,
-    position: Callable[..., nn.Module] | None = None,
+    position: str | Callable[..., nn.Module] | None = None,
     abs_pos: str = "keep",
     backend: str = "auto",
     max_grid: int | Sequence[int] | None = None,
@@ -71,8 +73,8 @@ def retrofit(
         layout: a table per axis ('separate') or one over both ('joint').
         bucketing: which row of a table an offset uses: 'clip' or iRPE's 'piecewise'.
         init_std: standard deviation of the tables at the start; with 0 the outputs stay what they were.
-        position: instead of these tables, what makes a position module, called as
-            `position(head_dim, num_heads, device=, dtype=)` for each block.
+        position: instead of these tables, 'slopes' (`SlopePosition2d`; the outputs change at once), or what makes a
+            position module of your own, called as `position(head_dim, num_heads, device=, dtype=)` for each block.
         abs_pos: the absolute embedding: 'keep', 'freeze' (train it no further) or 'drop' (remove it).
         backend: see `relvit.ops.relative_attention`.
         max_grid: for `NaFlexVit`, the most rows and columns of patches of an image in a NaFlex batch, one for both or
@@ -82,7 +84,7 @@ def retrofit(
         `model` itself.
 
     Raises:
-        TypeError: `model` is no module.
+        TypeError: `model` is no module, or `position` makes none.
         ValueError: a model that cannot be retrofitted, with the reason and the name of the module at fault, or an
             argument out of range. The model then is as it was.
     """
@@ -129,9 +131,19 @@ def retrofit_arguments() -> tuple[str, ...]:
     return tuple(name for name in inspect.signature(retrofit).parameters if name not in ("model", "position"))
 
 
-def _position_factory(position: Callable[..., nn.Module] | None, tables: dict[str, Any]) -> Callable[..., nn.Module]:
+def _position_factory(
+    position: str | Callable[..., nn.Module] | None, tables: dict[str, Any]
+) -> Callable[..., nn.Module]:
     if position is None:
         return partial(RelativePosition2d, **tables)
+    if isinstance(position, str):
+        if position not in POSITIONS:
+            hint = did_you_mean(position, POSITIONS)
+            raise ValueError(
+                f"position must be one of {listing(tuple(POSITIONS))}, or make modules; got {position!r}{hint}"
+            )
+        position = POSITIONS[position]
+    check_position_factory(position)
     defaults = inspect.signature(retrofit).parameters
     for name, given in tables.items():
         if given != defaults[name].default:
@@ -141,7 +153,9 @@ def _position_factory(position: Callable[..., nn.Module] | None, tables: dict[st
 
 def _make_position(make: Callable[..., nn.Module], attn: nn.Module) -> nn.Module:
     weight = attn.proj.weight
-    return make(attn.head_dim, attn.num_heads, device=weight.device, dtype=weight.dtype)
+    made = make(attn.head_dim, attn.num_heads, device=weight.device, dtype=weight.dtype)
+    check_position(made)
+    return made
 
 
 def _freeze_or_drop(model: nn.Module, name: str, abs_pos: str) -> None:

@@ -1,5 +1,6 @@
 """Weights from elsewhere: plain Vision Transformers, DeiT, JAX archives, relvit models with other tables."""
 
+import logging
 import math
 import re
 from typing import Any
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from relvit.layers import RelativePosition2d
 from relvit.layers.axial import look_up
 from relvit.layers.position import TERMS
+
+_logger = logging.getLogger(__name__)
 
 PATCHES = "patch_embed.proj.weight"
 # What comes before the patches, in the order of timm's models; relvit's have no token for distillation.
@@ -71,6 +74,13 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionTransformer) -
             _rename(state, f"{there}.", f"{here}.")
     _convert_axial(state, own)
     convert_positions(state, model, own)
+    gone = sorted(
+        name
+        for name in state_dict
+        if (name in ("pos_embed", *PREFIX_TOKENS) and name not in own) or name.startswith("head_dist.")
+    )
+    if gone:
+        _logger.warning("left out, since the model has no place for it: %s", ", ".join(gone))
     return state
 
 

@@ -46,6 +46,8 @@ class Choice(NamedTuple):
     keeps: str
 
 
+# Far from where numbers divided by it could overflow, in half precision too.
+SMALLEST_SCALE = 1e-3
 NOTHING = "nothing: no gradient is wanted"
 LITTLE = "logits and marginals, O(N (H + W)): backward forms each tile again"
 # The first rule that applies decides. The CPU's: at head_dim 64, on 14 x 14 patches tiles took as long as longer
@@ -152,6 +154,13 @@ def relative_attention(
         check_separable(terms, backend)
     if backend == "tiled" and (in_graph() or in_transform()):
         raise ValueError("backend 'tiled' can be no part of graphs or of torch.func's transforms: use 'auto'")
+    # int: to `torch.jit.trace` sizes are tensors, and their powers single precision.
+    scale = int(query.shape[3]) ** -0.5 if scale is None else scale
+    if terms.bias is not None and abs(scale) < SMALLEST_SCALE:
+        # Backends keep the bias divided by the scale: here the contents are scaled instead.
+        position_query = scale * (query if position_query is None else position_query)
+        position_key = scale * (key if position_key is None else position_key)
+        query, scale = scale * query, 1.0
     return BACKENDS[backend].relative_attention(
         query,
         key,
@@ -162,10 +171,9 @@ def relative_attention(
         None if attn_mask is None else _as_stock_mask(attn_mask, query.dtype),
         is_causal,
         dropout_p,
-        # int: to `torch.jit.trace` sizes are tensors, and their powers single precision.
-        int(query.shape[3]) ** -0.5 if scale is None else scale,
-        query if position_query is None else position_query,
-        key if position_key is None else position_key,
+        scale,
+        position_query,
+        position_key,
     )
 
 

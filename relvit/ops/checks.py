@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,6 +39,22 @@ def check_attention(
         if tensor is not None and tensor.dtype != query.dtype:
             raise ValueError(f"{name} has dtype {tensor.dtype}, expected the query's {query.dtype}")
     check_terms(terms, heads, head_dim, value.shape[3])
+    check_devices(query, contents, terms, {"grid": grid, key_grid_name: key_grid})
+
+
+def check_devices(
+    query: Tensor, contents: dict[str, Tensor | None], terms: RelativeTerms, grids: dict[str, Grid]
+) -> None:
+    """Raise unless all tensors are where the query is; some kernels would read foreign memory without a word."""
+    named = dict(contents)
+    for grid_name, grid in grids.items():
+        named |= {f"{grid_name}.coords": grid.coords, f"{grid_name}.valid": grid.valid}
+    for term, tables in zip(RelativeTerms._fields[:4], terms[:4], strict=True):
+        if tables is not None:
+            named |= {f"terms.{term}.{part}": table for part, table in zip(tables._fields, tables, strict=True)}
+    for name, tensor in named.items():
+        if tensor is not None and tensor.device != query.device:
+            raise ValueError(f"{name} is on {tensor.device}, expected the query's device, {query.device}")
 
 
 def check_options(
@@ -58,11 +75,15 @@ def check_options(
                 f"attn_mask has shape {tuple(attn_mask.shape)}, expected one that broadcasts to (B, heads, Nq, Nk) = "
                 f"{full}; a padding mask of the keys, (B, patches), goes into the grid's `valid`"
             )
+        if attn_mask.device != query.device:
+            raise ValueError(f"attn_mask is on {attn_mask.device}, expected the query's device, {query.device}")
         if is_causal:
             raise ValueError("attn_mask and is_causal exclude each other: put the causal part into attn_mask")
     for name, number in (("dropout_p", dropout_p), ("scale", 1.0 if scale is None else scale)):
         if isinstance(number, bool) or not isinstance(number, (int, float)):
             raise TypeError(f"{name} must be a number, got {number!r} of type {type(number).__name__}")
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}")
     if not 0 <= dropout_p <= 1:
         raise ValueError(f"dropout_p must lie between 0 and 1, got {dropout_p}")
 

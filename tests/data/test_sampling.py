@@ -125,7 +125,7 @@ def test_lightning_leaves_the_sampler_alone_and_gives_rank_and_epoch(tmp_path, m
     connector = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)._data_connector
     monkeypatch.setattr(type(connector.trainer._accelerator_connector), "is_distributed", True)
     assert connector._requires_distributed_sampler(loader) is False
-    assert connector._requires_distributed_sampler(data.val_dataloader()) is True
+    assert connector._requires_distributed_sampler(unequal(tmp_path / "b").train_dataloader()) is True
 
 
 class Listener(LightningModule):

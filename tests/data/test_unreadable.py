@@ -4,6 +4,7 @@ import csv
 import json
 import shutil
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -68,6 +69,19 @@ def test_evaluation_leaves_out_what_cannot_be_read(tmp_path, workers, batch_size
     names = [name for _, names in data.predict_dataloader() for name in names]
     assert names == [f"{root}/val/{name}/00{i}.png" for name in ("ant", "cat") for i in (0, 1)]
     assert set(data.unreadable["predict"]) == {str(path) for path in bad}
+
+
+def test_several_devices_get_equally_many_batches(tmp_path):
+    """The first device's share, ants and bees 0 and 2 of each, is all broken: empty batches stand in."""
+    root = make(tmp_path, train=1, val={"ant": 4, "bee": 4})
+    spoil(*(tmp_path / "val" / name / f"00{i}.png" for name in ("ant", "bee") for i in (0, 2)))
+    counts = []
+    for rank in (0, 1):
+        data = data_of(root, on_error="skip", batch_size=3)
+        data.trainer = SimpleNamespace(world_size=2, global_rank=rank)
+        counts.append([len(labels) for _, labels in data.val_dataloader()])
+        assert len(data.unreadable["val"]) == (4 if rank == 0 else 0)
+    assert counts == [[0, 0], [3, 1]]
 
 
 def test_nothing_can_be_read(tmp_path):

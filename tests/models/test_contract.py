@@ -275,7 +275,8 @@ def test_misspelt_and_fixed_arguments():
         small(drop_paths_rate=0.1)
     for name in FIXED:
         with pytest.raises(ValueError, match=f"{name} cannot be chosen"):
-            small(**{name: True})
+            small(**{name: False})
+    assert small(dynamic_img_size=True).dynamic_img_size
     with pytest.raises(ValueError, match=r"global_pool must be one of .*, got 'avgmx' \(did you mean 'avgmax'\?\)"):
         small(global_pool="avgmx")
     with pytest.raises(ValueError, match="global_pool 'token' needs class_token=True"):

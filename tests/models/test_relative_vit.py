@@ -228,7 +228,7 @@ def test_dropout_on_tokens_is_not_ignored_without_an_absolute_embedding():
 
 def test_errors():
     with pytest.raises(ValueError, match="dynamic_img_size cannot be chosen"):
-        build(dynamic_img_size=True)
+        build(dynamic_img_size=False)
     with pytest.raises(ValueError, match="each at most once, got 'kz'"):
         build(rel_terms="kz")
 
@@ -239,3 +239,17 @@ def test_import_brings_neither_lightning_nor_matplotlib():
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
     assert relvit.__version__
+
+
+def test_second_derivatives_of_a_model():
+    model = build(backend="gathered").double()
+    x = images(dtype=torch.float64).requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    direction = torch.randn_like(x)
+    (got,) = torch.autograd.grad((slope * direction).sum(), x)
+    step = 1e-5
+    ends = [
+        torch.autograd.grad(model(moved).square().sum(), moved)[0]
+        for moved in ((x + sign * step * direction).detach().requires_grad_() for sign in (1, -1))
+    ]
+    torch.testing.assert_close(got, (ends[0] - ends[1]) / (2 * step), rtol=1e-4, atol=1e-6)

@@ -99,6 +99,11 @@ ARGUMENTS = [
         "rel_terms is for tables, got rel_terms='k' together",
     ),
     ({"init_std": -1.0}, ValueError, "init_std must not be negative"),
+    ({"position": lambda *_, **__: None}, TypeError, "a position must be a module from Grid to RelativeTerms"),
+    ({"position": nn.Linear}, TypeError, "position Linear cannot be called with a Grid"),
+    ({"position": lambda *_, **__: nn.Identity()}, TypeError, "position Identity must return RelativeTerms, got Grid"),
+    ({"position": SlopePosition2d(4, 2)}, TypeError, "position must make a module of its own for every block"),
+    ({"position": "slops"}, ValueError, r"position must be one of 'tables', 'slopes'.* .did you mean 'slopes'"),
 ]
 
 

@@ -97,7 +97,7 @@ def test_layer_scale_of_the_model_alone_is_one():
     assert_same(model(wide(24, 16)), plain(wide(24, 16)))
 
 
-def test_distilled_deit_without_its_second_token():
+def test_distilled_deit_without_its_second_token(caplog):
     plain = foreign()
     state = dict(plain.state_dict())
     torch.manual_seed(0)
@@ -108,6 +108,10 @@ def test_distilled_deit_without_its_second_token():
     state["pre_logits.fc.weight"] = torch.randn(12, 12)
     model = load(state, **VIT)
     assert_same(model(wide(24, 16)), plain(wide(24, 16)))
+    caplog.clear()
+    load(state)
+    assert "left out, since the model has no place for it: cls_token, dist_token, head_dist.bias" in caplog.text
+    assert "pos_embed" in caplog.text
 
 
 def test_registers_and_their_places():

@@ -47,6 +47,16 @@ CONTENTS = [
     ({"terms": table(rows=TERMS.key.rows.long())}, TypeError, "terms.key.rows has dtype torch.int64, expected a floa"),
     ({"terms": table(cols=TERMS.key.cols[:, :3])}, ValueError, r"key.cols has shape \(5, 3\), expected \(2k \+ 1, 5"),
 ]
+CONTENTS += [
+    ({"key": K.to("meta")}, ValueError, "key is on meta, expected the query's device, cpu"),
+    ({"query": Q.to("meta")}, ValueError, "key is on cpu, expected the query's device, meta"),
+    ({"terms": table(cols=TERMS.key.cols.to("meta"))}, ValueError, "terms.key.cols is on meta"),
+    (
+        {"grid": GRID._replace(valid=torch.ones(6, dtype=torch.bool, device="meta"))},
+        ValueError,
+        "grid.valid is on meta, expected the query's device",
+    ),
+]
 OPTIONS = [
     ({"position_query": Q[:1]}, ValueError, r"position_query has shape \(1, 2, 6, 5\), expected \(2, 2, 6, 5\)"),
     ({"position_key": K.float()}, ValueError, "position_key has dtype torch.float32, expected the query's"),
@@ -58,6 +68,8 @@ OPTIONS = [
     ({"dropout_p": 1.5}, ValueError, "dropout_p must lie between 0 and 1, got 1.5"),
     ({"dropout_p": "0.1"}, TypeError, "dropout_p must be a number, got '0.1' of type str"),
     ({"scale": torch.ones(())}, TypeError, "scale must be a number"),
+    ({"scale": float("nan")}, ValueError, "scale must be finite, got nan"),
+    ({"attn_mask": torch.ones(6, 6, device="meta")}, ValueError, "attn_mask is on meta"),
     (
         {"backend": "fusd"},
         ValueError,

@@ -168,6 +168,23 @@ def test_masks_and_scale(backend, kind):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("scale", [0.0, 1e-40, -1e-5, 2e-3, -0.7])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_bias_is_not_scaled_however_small_the_scale(backend, scale, dtype):
+    q, k, v, terms, grid = draw_case(2, 3, prefix=1, which="qkvb")
+    inputs = leaves(q, k, v, terms)
+    expected = brute_force(q, k, v, terms, grid, scale=scale)
+    grads = torch.autograd.grad(expected.sum(), inputs)
+    inputs = leaves(*(t.detach().to(dtype) for t in (q, k, v)), with_tables(terms, lambda t: t.detach().to(dtype)))
+    terms = RelativeTerms(*(AxisTables(*inputs[i : i + 2]) for i in (3, 5, 7, 9)))
+    out = relative_attention(*inputs[:3], terms, grid, scale=scale, backend=backend)
+    atol = 1e-10 if dtype == torch.float64 else 1e-4
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=atol)
+    got = [grad.double() for grad in torch.autograd.grad(out.sum(), inputs)]
+    assert_all_close(got, grads, atol=atol)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_permuting_tokens_with_their_coordinates_and_shifting_all_coordinates(backend):
     generator = torch.Generator().manual_seed(2)
     coords = torch.cartesian_prod(torch.arange(3), torch.arange(4))

@@ -1,0 +1,79 @@
+"""Every data module by its name on the command line: fit, test from the checkpoint, predict as suggested."""
+
+import csv
+import shlex
+
+import pytest
+from cifar_archive import make_archive
+from conftest import CLASSES, TINY
+from torchvision.datasets import CIFAR10
+
+from relvit.cli import main
+from relvit.data import CIFAR10Data
+
+QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
+
+
+def fit_and_follow(arguments, runs, capsys, replace=None):
+    """Fit for an epoch, then run what it suggests; the folders of the run and of the prediction."""
+    assert main(["fit", *arguments, f"--runs={runs}", *TINY, "--trainer.max_epochs=1"]) == 0
+    (folder,) = runs.iterdir()
+    for line in [line for line in capsys.readouterr().out.splitlines() if line.startswith("  relvit ")]:
+        command = [(replace or {}).get(word, word) for word in shlex.split(line)[1:]]
+        limit = ["--accelerator=cpu"] if command[0] == "resolutions" else QUIET
+        more = [f"--runs={runs}"] if command[0] == "predict" else []
+        assert main([*command, *limit, *more]) == 0, line
+    (predictions,) = set(runs.iterdir()) - {folder}
+    return folder, predictions
+
+
+def rows(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_cifar(tmp_path, photos, monkeypatch, capsys):
+    files = ["data_batch_1", "data_batch_2", "test_batch"]
+    make_archive(monkeypatch, tmp_path, CIFAR10, "labels", files, CIFAR10Data.classes)
+    arguments = ["--data=CIFAR10Data", f"--data.root={tmp_path}", "--data.download=false", "--data.repeats=2"]
+    folder, predictions = fit_and_follow(arguments, tmp_path / "runs", capsys)
+    assert [row["path"][:17] for row in rows(folder / "val_split.csv")] == ["cifar10/train/000"] * 10
+    assert [row["image"] for row in rows(predictions / "predictions.csv")] == [
+        f"cifar10/test/{i:05d}" for i in range(20)
+    ]
+    # the same checkpoint on a folder of one's own
+    best = f"--ckpt_path={folder / 'checkpoints' / 'best.ckpt'}"
+    images = ["--data=ImageFolderData", f"--data.root={photos / 'test' / 'cat'}"]
+    assert main(["predict", best, *images, f"--runs={tmp_path / 'own'}", *QUIET]) == 0
+    (own,) = (tmp_path / "own").iterdir()
+    found = rows(own / "predictions.csv")
+    assert [row["image"] for row in found] == [f"{photos}/test/cat/{i}.jpg" for i in range(6)]
+    assert {row["class"] for row in found} <= set(CIFAR10Data.classes)
+
+
+def test_lists(tmp_path, photos, capsys):
+    for split in ("train", "test"):
+        lines = [f"{split}/{name}/{i}.jpg,{name}" for name in CLASSES for i in range(6)]
+        (tmp_path / f"{split}.csv").write_text("\n".join(["path,label", *lines]) + "\n")
+    arguments = ["--data=ImageListData", f"--data.root={photos}", "--data.balance=sampler", "--data.augment=deit"]
+    arguments += [f"--data.{split}={tmp_path / split}.csv" for split in ("train", "test")]
+    folder, predictions = fit_and_follow(arguments, tmp_path / "runs", capsys, {"FOLDER_OF_IMAGES": f"{photos}/val"})
+    put_aside = rows(folder / "val_split.csv")
+    assert [row["label"] for row in put_aside] == list(CLASSES)
+    assert all((photos / row["path"]).is_file() for row in put_aside)
+    assert len(rows(predictions / "predictions.csv")) == 18
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data=CIFAR10Dat"], "did you mean 'CIFAR10Data'"),
+        (["--data=CIFAR10Data", "--data.on_error=skip"], "unknown option --data.on_error"),
+        (["--data=DigitsData", "--data.repeat=2"], "unknown option --data.repeat (did you mean '--data.repeats'?)"),
+        (["--data=ImageListData", "--data.train=none.csv"], "none.csv; give a CSV, TSV or Parquet file"),
+        (["--data=CIFAR100Data", "--data.download=false", "--data.root=nowhere"], "no CIFAR-100 in "),
+    ],
+)
+def test_mistakes(arguments, message, capsys):
+    assert main(["fit", *arguments, *QUIET]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,255 @@
+"""ImageNet's archives in small: unpacked, interrupted, damaged, malicious; and read as data."""
+
+import importlib.util
+import io
+import json
+import os
+import sys
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from scipy.io import savemat
+
+from relvit.data import ImageNetData
+
+ROOT = Path(__file__).parent.parent.parent
+spec = importlib.util.spec_from_file_location("prepare_imagenet", ROOT / "tools" / "prepare_imagenet.py")
+tool = sys.modules["prepare_imagenet"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(tool)
+
+# The devkit numbers the classes in an order of its own; two have the same first name.
+SYNSETS = {1: ("n02012849", "crane"), 2: ("n01440764", "tench, Tinca tinca"), 3: ("n03126707", "crane")}
+WNIDS = sorted(wnid for wnid, _ in SYNSETS.values())
+GREY = dict(zip(WNIDS, (10, 100, 200), strict=True))
+GROUND_TRUTH = [2, 3, 1, 1, 2, 3]  # the devkit's number of each validation image
+
+
+def jpeg(grey):
+    stream = io.BytesIO()
+    Image.new("L", (12, 8), grey).save(stream, "jpeg", quality=95)
+    return stream.getvalue()
+
+
+def add(tar, name, content=b"", **kind):
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    for key, value in kind.items():
+        setattr(member, key, value)
+    tar.addfile(member, io.BytesIO(content))
+
+
+def inner_tar(wnid, count, extra=()):
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as tar:
+        for number in range(count):
+            add(tar, f"{wnid}_{number * 7}.JPEG", jpeg(GREY[wnid]))
+        for name, kind in extra:
+            add(tar, name, b"" if "type" in kind else b"bad", **kind)
+    return stream.getvalue()
+
+
+def make_archives(folder, count=4, train_extra=(), inner_extra=(), val_extra=()):
+    folder.mkdir(exist_ok=True)
+    with tarfile.open(folder / tool.TRAIN, "w") as tar:
+        for wnid in SYNSETS.values():
+            add(tar, f"{wnid[0]}.tar", inner_tar(wnid[0], count, inner_extra if wnid[0] == WNIDS[1] else ()))
+        for name, kind in train_extra:
+            add(tar, name, b"" if "type" in kind else b"bad", **kind)
+    with tarfile.open(folder / tool.VAL, "w") as tar:
+        for number, synset in enumerate(GROUND_TRUTH, start=1):
+            add(tar, f"ILSVRC2012_val_{number:08d}.JPEG", jpeg(GREY[SYNSETS[synset][0]]))
+        for name, kind in val_extra:
+            add(tar, name, b"" if "type" in kind else b"bad", **kind)
+    fields = [("ILSVRC2012_ID", "O"), ("WNID", "O"), ("words", "O")]
+    synsets = np.array([(float(i), wnid, words) for i, (wnid, words) in SYNSETS.items()], fields)
+    savemat(folder / "meta.mat", {"synsets": synsets[:, None]})
+    with tarfile.open(folder / tool.DEVKIT, "w:gz") as tar:
+        add(tar, f"{tool.DEVKIT_DATA}/{tool.META}", (folder / "meta.mat").read_bytes())
+        add(tar, f"{tool.DEVKIT_DATA}/{tool.GROUND_TRUTH}", "".join(f"{n}\n" for n in GROUND_TRUTH).encode())
+        add(tar, "ILSVRC2012_devkit_t12/readme.txt", b"not needed")
+    return folder
+
+
+@pytest.fixture
+def archives(tmp_path):
+    return make_archives(tmp_path / "archives")
+
+
+def listing(root):
+    return sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
+
+
+def expected(count=4):
+    files = [f"train/{wnid}/{wnid}_{number * 7}.JPEG" for wnid in WNIDS for number in range(count)]
+    files += [
+        f"val/{SYNSETS[synset][0]}/ILSVRC2012_val_{number:08d}.JPEG"
+        for number, synset in enumerate(GROUND_TRUTH, start=1)
+    ]
+    return sorted([*files, f"{tool.DEVKIT_DATA}/{tool.META}", f"{tool.DEVKIT_DATA}/{tool.GROUND_TRUTH}"])
+
+
+def test_folders_by_class_and_the_data_of_them(archives, tmp_path):
+    root = tmp_path / "imagenet"
+    assert tool.prepare(archives, root, subset=True) == []
+    assert listing(root) == expected()
+    data = ImageNetData(str(root), img_size=8, num_workers=0, augment="none", mean=(0.0,) * 3, std=(1.0,) * 3)
+    assert data.wnids == WNIDS
+    assert data.class_names == ["tench", "crane (n02012849)", "crane (n03126707)"]
+    assert (len(data.dataset("train")), len(data.dataset("val")), data.held_out()) == (12, 6, [])
+    for split in ("train", "val"):
+        for image, label in data.dataset(split):
+            assert float(image.mean() * 255) == pytest.approx(GREY[WNIDS[label]], abs=1.5)
+    args = json.loads(json.dumps(data.init_args()))
+    assert (args["wnids"], args["class_names"]) == (WNIDS, data.class_names)
+    assert ImageNetData(**args).init_args() == data.init_args()
+
+
+def test_a_second_run_unpacks_nothing(archives, tmp_path, monkeypatch):
+    root = tmp_path / "imagenet"
+    tool.prepare(archives, root, subset=True)
+    monkeypatch.setattr(tool, "write_member", lambda *_: pytest.fail("written again"))
+    tool.prepare(archives, root, subset=True)
+
+
+@pytest.mark.parametrize("stop", [1, 4, 7, 9, 13, 19])
+def test_interrupted_anywhere_it_goes_on_and_has_no_half_file_under_a_final_name(archives, tmp_path, monkeypatch, stop):
+    """The copy number `stop` (2 of the devkit, 6 of val, 12 of train) writes half a file and is killed."""
+    root, copies = tmp_path / "imagenet", []
+    copy = tool.shutil.copyfileobj
+
+    def killed(source, file):
+        copies.append(file.name)
+        if len(copies) == stop:
+            file.write(source.read(100))
+            raise KeyboardInterrupt
+        copy(source, file)
+
+    monkeypatch.setattr(tool.shutil, "copyfileobj", killed)
+    with pytest.raises(KeyboardInterrupt):
+        tool.prepare(archives, root, subset=True)
+    final = set(listing(root)) & set(expected())
+    for file in final:
+        if file.endswith("JPEG"):
+            Image.open(root / file).load()
+    # a class's folder is there when it is whole
+    for folder in (root / "train").glob("n*"):
+        assert len(list(folder.iterdir())) == 4
+    assert (root / "val").exists() == (stop > 8)
+    done = len(copies) - 1
+    tool.prepare(archives, root, subset=True)
+    assert listing(root) == expected()
+    assert len(copies) == stop + 20 - done  # what was whole is not copied again
+    for file in expected():
+        if file.endswith("JPEG"):
+            Image.open(root / file).load()
+
+
+LINK = {"type": tarfile.SYMTYPE, "linkname": "/etc/passwd"}
+BAD = [
+    ("../../outside.JPEG", {}),
+    ("/tmp/absolute.JPEG", {}),
+    ("n01440764_1.JPEG", LINK),
+    ("ILSVRC2012_val_00000001.JPEG", LINK),
+    ("n01440764.tar", {"type": tarfile.LNKTYPE, "linkname": "n02012849.tar"}),
+    ("n02012849/n02012849_1.JPEG", {}),
+    ("n02012849", {"type": tarfile.DIRTYPE}),
+    ("n02012849_1.JPEG.sh", {}),
+    ("n02012849_99.JPEG", {"type": tarfile.CHRTYPE}),
+]
+
+
+@pytest.mark.parametrize("place", ["train_extra", "inner_extra", "val_extra"])
+@pytest.mark.parametrize("member", BAD, ids=[name for name, _ in BAD])
+def test_members_that_do_not_belong_there_are_refused(tmp_path, place, member):
+    archives = tmp_path / "a"
+    make_archives(archives, 1, **{place: [member]})
+    with pytest.raises(tool.ArchiveError, match=r"which the official archive does not: refused") as caught:
+        tool.prepare(archives, tmp_path / "x" / "y" / "imagenet", subset=True)
+    assert repr(member[0]) in str(caught.value)
+    outside = [*tmp_path.rglob("*outside*"), Path("/tmp/absolute.JPEG")]
+    assert not any(path.exists() for path in outside)
+    assert not any(path.is_symlink() for path in tmp_path.rglob("*"))
+
+
+def test_damaged_archives_are_named(archives, tmp_path):
+    whole = (archives / tool.TRAIN).read_bytes()
+    (archives / tool.TRAIN).write_bytes(whole[: len(whole) // 2 + 300])
+    with pytest.raises(tool.ArchiveError, match=r"ILSVRC2012_img_train\.tar.*(damaged or not whole|ends inside)"):
+        tool.prepare(archives, tmp_path / "a", subset=True)
+    (archives / tool.TRAIN).write_bytes(whole)
+    with tarfile.open(archives / tool.VAL, "w") as tar:
+        add(tar, "ILSVRC2012_val_00000001.JPEG", jpeg(10))
+    with pytest.raises(tool.ArchiveError, match="holds 1 images; the devkit knows the classes of 6"):
+        tool.prepare(archives, tmp_path / "b", subset=True)
+    assert not (tmp_path / "b" / "val").exists()
+    with tarfile.open(archives / tool.VAL, "a") as tar:
+        add(tar, "ILSVRC2012_val_00000007.JPEG", jpeg(10))
+    with pytest.raises(tool.ArchiveError, match=r"holds ILSVRC2012_val_00000007\.JPEG; the devkit knows"):
+        tool.prepare(archives, tmp_path / "c", subset=True)
+    (archives / tool.VAL).unlink()
+    with pytest.raises(FileNotFoundError, match=r"no ILSVRC2012_img_val\.tar in"):
+        tool.prepare(archives, tmp_path / "d", subset=True)
+
+
+def test_md5(archives, tmp_path, monkeypatch):
+    # the published sums, as https://image-net.org gives them
+    assert tool.MD5[tool.TRAIN] == "1d675b47d978889d74fa0da5fadfb00e"
+    assert tool.MD5[tool.VAL] == "29b22e2961454d5413ddabcf34fc5622"
+    with pytest.raises(tool.ArchiveError, match=r"has the MD5 sum [0-9a-f]{32}, not fa75699e90414af021442c21a62c3abf"):
+        tool.prepare(archives, tmp_path / "a", check_md5=True, subset=True)
+    sums = {name: tool.hashlib.md5((archives / name).read_bytes()).hexdigest() for name in tool.MD5}
+    monkeypatch.setattr(tool, "MD5", sums)
+    assert tool.prepare(archives, tmp_path / "a", check_md5=True, subset=True) == []
+
+
+def test_counts_are_compared_with_the_official_ones(archives, tmp_path, monkeypatch, capsys):
+    root = tmp_path / "imagenet"
+    assert tool.prepare(archives, root) == [
+        "train has 3 classes instead of 1000",
+        "val has 3 classes instead of 1000",
+        "train has 12 images instead of 1,281,167",
+        *(f"val/{wnid} has 2 images instead of 50" for wnid in WNIDS),
+    ]
+    monkeypatch.setattr(sys, "argv", ["prepare_imagenet.py", str(archives), str(root)])
+    assert tool.main() == 1
+    assert "is not what ImageNet-1k should be" in capsys.readouterr().out
+    monkeypatch.setattr(tool, "CLASSES", 3)
+    monkeypatch.setattr(tool, "TRAIN_IMAGES", 12)
+    monkeypatch.setattr(tool, "VAL_IMAGES_OF_A_CLASS", 2)
+    assert tool.main() == 0
+    os.rename(root / "val" / WNIDS[0], root / "val" / "n99999999")
+    assert tool.complaints(root) == [f"only in train or only in val: {WNIDS[0]}, n99999999"]
+    monkeypatch.setattr(sys, "argv", ["prepare_imagenet.py", str(tmp_path / "none"), str(root)])
+    assert tool.main() == 2
+
+
+def test_names_from_torchvisions_file_or_none(tmp_path):
+    for wnid in WNIDS:
+        (tmp_path / "val" / wnid).mkdir(parents=True)
+        (tmp_path / "val" / wnid / "a.JPEG").write_bytes(jpeg(GREY[wnid]))
+    assert ImageNetData(str(tmp_path)).class_names == WNIDS  # from val, where there is no train
+    words = {"n01440764": ("tench", "Tinca tinca"), "n02012849": ("crane",), "n03126707": ("winch", "crane")}
+    torch.save((words, []), tmp_path / "meta.bin")
+    assert ImageNetData(str(tmp_path)).class_names == ["tench", "crane", "winch"]
+    (tmp_path / "val" / "n77777777").mkdir()
+    with pytest.raises(ValueError, match=r"meta\.bin does not know 'n77777777'"):
+        ImageNetData(str(tmp_path))
+
+
+def test_a_checkpoints_classes_keep_their_labels(tmp_path):
+    (tmp_path / "val" / WNIDS[2]).mkdir(parents=True)
+    (tmp_path / "val" / WNIDS[2] / "a.JPEG").write_bytes(jpeg(1))
+    data = ImageNetData(str(tmp_path), wnids=WNIDS, class_names=["a", "b", "c"])
+    assert data.dataset("val").targets == [2]
+    with pytest.raises(ValueError, match="class_names holds 2 names; there are 3 wnids"):
+        ImageNetData(str(tmp_path), wnids=WNIDS, class_names=["a", "b"])
+    (tmp_path / "val" / "cats").mkdir()
+    with pytest.raises(ValueError, match=r"no WordNet ids such as 'n01440764': 'cats'; .* use ImageFolderData"):
+        ImageNetData(str(tmp_path))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"neither train nor val in .*; make them with tools/prepare_imagenet"):
+        ImageNetData(str(tmp_path / "empty"))
