@@ -23,6 +23,7 @@ from relvit.models.transfer import TransferReport, transfer_weights
 from relvit.names import did_you_mean
 from relvit.training.averaging import WeightAverage
 from relvit.training.checkpoint_file import AVERAGE_KEY
+from relvit.training.distillation import Teacher, check_distillation, distillation_loss
 from relvit.training.freezing import Backbone
 from relvit.training.loss import ClassificationLoss
 from relvit.training.optimisation import check_optimizer, make_optimizer
@@ -71,6 +72,11 @@ class ImageClassifier(LightningModule):
         ema_decay: decay of a moving average of the weights, with which evaluation and checkpoints then work; none: no
             average.
         ema_warmup: let the average's decay grow from 0, as 1 - step^(-2/3).
+        teacher: a trained classifier of the same classes to learn from besides, named as `pretrained` is (not plain
+            weights); models with a distillation token learn from it by that. See `distillation_loss`.
+        distill: 'hard' (the teacher's class) or 'soft' (its probabilities).
+        distill_weight: weight of the teacher's part of the loss; DeiT has 0.5 for 'hard', 0.1 for 'soft'.
+        distill_temperature: temperature of the probabilities, with 'soft'.
         freeze_epochs: epochs in which the classifier alone is trained, the rest being in evaluation mode.
         compile: `torch.compile` the model, with the backend of that name or, if true, inductor.
         channels_last: keep images and convolutions in the memory format that GPUs prefer.
@@ -108,6 +114,10 @@ class ImageClassifier(LightningModule):
         mix_switch_prob: float = 0.5,
         ema_decay: float | None = None,
         ema_warmup: bool = True,
+        teacher: str | None = None,
+        distill: Literal["hard", "soft"] = "hard",
+        distill_weight: float = 0.5,
+        distill_temperature: float = 3.0,
         freeze_epochs: int = 0,
         compile: bool | str = False,
         channels_last: bool = False,
@@ -127,6 +137,9 @@ class ImageClassifier(LightningModule):
             ("mix_prob", mix_prob, 1.0, "mixup or cutmix", mixup or cutmix),
             ("mix_switch_prob", mix_switch_prob, 0.5, "mixup and cutmix", mixup and cutmix),
             ("ema_warmup", ema_warmup, True, "ema_decay", ema_decay is not None),
+            ("distill", distill, "hard", "teacher", teacher),
+            ("distill_weight", distill_weight, 0.5, "teacher", teacher),
+            ("distill_temperature", distill_temperature, 3.0, "distill 'soft'", distill == "soft"),
         ):
             if value != default and not given:
                 raise ValueError(f"{name} {value} has no effect without {needed}")
@@ -134,6 +147,7 @@ class ImageClassifier(LightningModule):
         if isinstance(compile, str) and compile not in backends:
             raise ValueError(f"unknown backend of torch.compile {compile!r}{did_you_mean(compile, backends)}")
         check_optimizer(opt, layer_decay, opt_kwargs)
+        check_distillation(distill, distill_weight, distill_temperature)
         self.save_hyperparameters()
         # A checkpoint has to know its model without the file that this training starts from.
         built = _architecture(model, model_kwargs, retrofit, pretrained)
@@ -149,6 +163,7 @@ class ImageClassifier(LightningModule):
             self.mixing = BatchMix(num_classes, mixup, cutmix, mix_prob, mix_switch_prob, label_smoothing)
         self.backbone = Backbone(self.net) if freeze_epochs else None
         self.average: WeightAverage | None = None
+        self.teacher: Teacher | None = None
         self.plan: Plan | None = None
         # While learning rates are tried out, which ends in an exploding loss.
         self.searching = False
@@ -182,8 +197,13 @@ class ImageClassifier(LightningModule):
             seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
             with seeded(seed, self.current_epoch, batch_idx, self.global_rank):
                 images, targets = self.mixing(images, targets)
-        logits = self(images)
+        outputs = self(images)
+        # With a distillation token: what the class token says, and what that one says.
+        logits, distilled = outputs if isinstance(outputs, tuple) else (outputs, outputs)
         loss = self.loss(logits, targets)
+        if self.teacher is not None:
+            options = (self.hparams.distill, self.hparams.distill_weight, self.hparams.distill_temperature)
+            loss = distillation_loss(loss, distilled, self.teacher(images), *options)
         if not self.searching and not torch.isfinite(loss):
             raise NonFiniteLossError(
                 f"the loss is {loss.item()} at step {self.global_step} of epoch {self.current_epoch}: "
@@ -213,10 +233,12 @@ class ImageClassifier(LightningModule):
     def setup(self, stage: str) -> None:
         """Compile before the first use, so that a classifier which is only loaded takes no time for it.
 
-        And take the class weights of data that balance the loss.
+        And find the teacher, and take the class weights of data that balance the loss.
         """
         if self.net._compiled_call_impl is None:
             self._compile(self.net)
+        if stage == "fit" and self.hparams.teacher is not None and self.teacher is None:
+            self._hire_teacher()
         weights = getattr(self.trainer.datamodule, "class_weights", None) if stage == "fit" else None
         if weights is not None:
             if self.hparams.class_weights is not None:
@@ -315,16 +337,26 @@ class ImageClassifier(LightningModule):
             checkpoint["state_dict"] = checkpoint["state_dict"] | (averaged or {})
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ImageClassifier:
-        """Take the average along to another device or dtype."""
+        """Take the average and the teacher along to another device or dtype."""
         super()._apply(fn, recurse)
-        if self.average is not None:
-            self.average.net._apply(fn)
+        for companion in (self.average, self.teacher):
+            if companion is not None:
+                companion.net._apply(fn)
         return self
 
     def _compile(self, net: nn.Module) -> None:
         """Compile in place, which leaves the names in the state dict as they are."""
         if self.hparams.compile:
             net.compile(backend="inductor" if self.hparams.compile is True else self.hparams.compile)
+
+    def _hire_teacher(self) -> None:
+        hparams, data = self.hparams, self.trainer.datamodule
+        normalisation = (getattr(data, name, None) for name in ("mean", "std"))
+        self.teacher = Teacher(
+            hparams.teacher, hparams.num_classes, hparams.img_size, hparams.class_names, *normalisation
+        )
+        if hasattr(self.net, "set_distilled_training"):
+            self.net.set_distilled_training(True)
 
     def _load_pretrained(self) -> None:
         weights = read_pretrained(self.hparams.pretrained)
