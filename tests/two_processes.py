@@ -9,7 +9,7 @@ import torch
 from small_training import NoiseImages, Record, build, train
 from torch import nn
 
-from relvit.training.classifier import AVERAGE_KEY
+from relvit.training.checkpoint_file import AVERAGE_KEY
 
 DISTRIBUTED = {"devices": 2, "strategy": "ddp"}
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jsonargparse import Namespace
 from lightning import Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
@@ -31,7 +32,9 @@ from relvit.training import (
     read_checkpoint,
     remove_if_fruitless,
 )
-from relvit.training.checkpoint import KEY, check_same_data, check_same_network
+from relvit.training.checkpoint import check_same_data, check_same_network
+from relvit.training.checkpoint_file import KEY
+from relvit.training.pretrained import Architecture
 
 LINKS = ("num_classes", "in_chans", "class_names", "img_size")
 
@@ -109,6 +112,16 @@ class RelvitCLI(LightningCLI):
         if self.remembered is not None and self.command != "fit":
             first = ["--config", json.dumps({"model": self.remembered["model"], "data": self.remembered["data"]})]
         self.config = parser.parse_args([self.command, *first, *self.arguments])
+        if self.remembered is not None and self.command == "fit":
+            self._complete(self.config[self.command]["model"], self.remembered["model"])
+
+    def _complete(self, asked: Namespace, trained: dict[str, Any]) -> None:
+        """What goes on needs no file to know its model, nor to be told again where its training started."""
+        if asked.model is None:
+            known = Architecture(*(trained.get(name) for name in Architecture._fields))
+            _set(asked, known.changed(asked.model_kwargs, asked.retrofit))
+        if asked.pretrained is None:
+            asked.pretrained = trained.get("pretrained")
 
     def _parse_ckpt_path(self) -> None:
         """Lightning's own lets the checkpoint's hyper-parameters silently win over explicit flags."""
@@ -130,6 +143,9 @@ class RelvitCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The trainer with this run's folder, loggers and callbacks."""
+        # So that config.yaml names the model, also where it came from the pretrained weights.
+        built = Architecture(*(self.model.hparams[name] for name in Architecture._fields))
+        _set(self._get(self.config, "model"), built)
         config = {**self._get(self.config_init, "trainer"), **kwargs}
         if config["devices"] == "auto" and (processes := _started_by_torchrun()):
             here = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -224,6 +240,8 @@ class RelvitCLI(LightningCLI):
             summary.update(results)
             top5 = f", top-5 {results['test/acc5']:.4f}" if "test/acc5" in results else ""
             lines.append(f"Test accuracy of that checkpoint: {results['test/acc1']:.4f}{top5}")
+        if self.model.transfer is not None:
+            summary["pretrained"] = self.model.transfer.plain()
         if self.data_record.counts:
             summary["unreadable"] = self.data_record.counts
         if rank_zero_only.rank == 0:
@@ -317,6 +335,11 @@ class RelvitCLI(LightningCLI):
 def _started_by_torchrun() -> int:
     """Number of processes that torchrun has started, 0 if it has not."""
     return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else 0
+
+
+def _set(config: Namespace, architecture: Architecture) -> None:
+    for name, value in architecture._asdict().items():
+        config[name] = value
 
 
 @rank_zero_only

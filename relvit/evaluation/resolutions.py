@@ -9,7 +9,8 @@ from typing import Any, Literal
 from lightning import Trainer
 
 from relvit.data import ImageData
-from relvit.training.checkpoint import KEY, load_classifier, read_checkpoint
+from relvit.training.checkpoint import load_classifier
+from relvit.training.checkpoint_file import KEY, read_checkpoint
 
 Size = int | tuple[int, int]
 

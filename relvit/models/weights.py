@@ -73,7 +73,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionTransformer) -
         if f"{here}.weight" in own and f"{here}.weight" not in state and f"{there}.weight" not in own:
             _rename(state, f"{there}.", f"{here}.")
     _convert_axial(state, own)
-    _convert_positions(state, model, own)
+    convert_positions(state, model, own)
     gone = sorted(
         name
         for name in state_dict
@@ -211,7 +211,17 @@ def _convert_axial(state: dict[str, Tensor], own: dict[str, Tensor]) -> None:
             state[name] = torch.zeros_like(own[name])
 
 
-def _convert_positions(state: dict[str, Tensor], model: nn.Module, own: dict[str, Tensor]) -> None:
+def convert_positions(state: dict[str, Tensor], model: nn.Module, own: dict[str, Tensor]) -> None:
+    """Make the relative tables of a state dict those of the model, in place, as `checkpoint_filter_fn` says.
+
+    Args:
+        state: the state dict, in the model's names.
+        model: with position modules, also one that `relvit.retrofit` has given them.
+        own: the model's state dict.
+
+    Raises:
+        ValueError: as `checkpoint_filter_fn`, about tables.
+    """
     held = {term for term in TERMS.values() if any(re.search(rf"\.position\.{term}_", name) for name in state)}
     foreign = not any(".position." in name for name in state)
     for name, module in model.named_modules():

@@ -2,9 +2,11 @@
 
 from relvit.training.averaging import WeightAverage
 from relvit.training.callbacks import PredictionTable, TrainingCurves
-from relvit.training.checkpoint import DescribeCheckpoint, load_classifier, read_checkpoint
+from relvit.training.checkpoint import DescribeCheckpoint, load_classifier
+from relvit.training.checkpoint_file import read_checkpoint
 from relvit.training.classifier import ImageClassifier, NonFiniteLossError
 from relvit.training.data_record import DataRecord
+from relvit.training.distillation import Teacher, distillation_loss
 from relvit.training.loss import ClassificationLoss, soft_targets
 from relvit.training.lr_finder import FindLearningRate
 from relvit.training.optimisation import make_optimizer
@@ -16,6 +18,8 @@ __all__ = [
     "NonFiniteLossError",
     "ClassificationLoss",
     "soft_targets",
+    "Teacher",
+    "distillation_loss",
     "WeightAverage",
     "make_optimizer",
     "FindLearningRate",

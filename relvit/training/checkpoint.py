@@ -1,8 +1,7 @@
-"""What a relvit checkpoint remembers besides weights, and how it is read back without running anything in it."""
+"""What a relvit checkpoint remembers besides weights, and what it may be used for."""
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,9 @@ import timm
 import torch
 from lightning import Callback, LightningDataModule, LightningModule, Trainer
 
-from relvit.training.classifier import AVERAGE_KEY, ImageClassifier
+from relvit.training.checkpoint_file import KEY, read_checkpoint
+from relvit.training.classifier import ImageClassifier
 from relvit.version import __version__
-
-KEY = "relvit"
 
 
 class DescribeCheckpoint(Callback):
@@ -39,34 +37,6 @@ class DescribeCheckpoint(Callback):
         }
 
 
-def read_checkpoint(path: str | Path) -> dict[str, Any]:
-    """The content of a relvit checkpoint, on the CPU. Only tensors and plain types are read, never code.
-
-    'state_dict' holds the weights to use: the averaged ones where the training kept an average (`ema_decay`).
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: not a checkpoint, or not one of relvit's.
-    """
-    path = Path(path)
-    if path.is_dir():
-        raise FileNotFoundError(
-            f"{path} is a folder; give the checkpoint, such as {path / 'checkpoints' / 'best.ckpt'}"
-        )
-    if not path.is_file():
-        raise FileNotFoundError(f"no checkpoint at {path}; give the file, such as runs/RUN/checkpoints/best.ckpt")
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"{path} cannot be read: it is damaged, no checkpoint, or holds more than tensors and plain values"
-        ) from error
-    if not isinstance(content, dict) or KEY not in content or "state_dict" not in content:
-        raise ValueError(f"{path} is not a checkpoint of relvit fit: it does not say which model and data it is of")
-    content["state_dict"] = content["state_dict"] | content.get(AVERAGE_KEY, {})
-    return content
-
-
 def load_classifier(path: str | Path) -> ImageClassifier:
     """The trained classifier of a checkpoint, on the CPU, in evaluation mode.
 
@@ -74,7 +44,8 @@ def load_classifier(path: str | Path) -> ImageClassifier:
         FileNotFoundError, ValueError: see `read_checkpoint`.
     """
     content = read_checkpoint(path)
-    classifier = ImageClassifier(**content[KEY]["model"])
+    # What the training started from has been trained since.
+    classifier = ImageClassifier(**content[KEY]["model"] | {"pretrained": None})
     classifier.load_state_dict(content["state_dict"])
     return classifier.eval()
 
@@ -88,10 +59,12 @@ def check_same_network(path: str | Path, remembered: dict[str, Any], asked: Mapp
         asked: arguments of the `ImageClassifier` that is to receive the weights.
 
     Raises:
-        ValueError: another architecture, other classes, another image size or number of channels.
+        ValueError: another architecture, other classes, another image size or number of channels, or weights that
+            the training did not start from.
     """
-    for name in ("model", "model_kwargs", "retrofit", "num_classes", "in_chans", "img_size", "class_names"):
-        # Checkpoints of before there was `retrofit` do not hold it.
+    names = ("model", "model_kwargs", "retrofit", "num_classes", "in_chans", "img_size", "class_names", "pretrained")
+    for name in names:
+        # Checkpoints of before there was `retrofit` or `pretrained` do not hold it.
         trained, wanted = remembered["model"].get(name), _plain(asked[name])
         if isinstance(trained, dict) and isinstance(wanted, dict):
             differ = [key for key in {**trained, **wanted} if trained.get(key) != wanted.get(key)]

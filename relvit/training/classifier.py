@@ -19,16 +19,17 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from relvit.data.mix import BatchMix
 from relvit.models import build_model
+from relvit.models.transfer import TransferReport, transfer_weights
 from relvit.names import did_you_mean
 from relvit.training.averaging import WeightAverage
+from relvit.training.checkpoint_file import AVERAGE_KEY
+from relvit.training.distillation import Teacher, check_distillation, distillation_loss
 from relvit.training.freezing import Backbone
 from relvit.training.loss import ClassificationLoss
 from relvit.training.optimisation import check_optimizer, make_optimizer
+from relvit.training.pretrained import Architecture, architecture_of, normalisation_note, read_pretrained
 from relvit.training.schedule import Plan, make_plan, warmup_cosine
 from relvit.training.seeding import seeded
-
-# Where a checkpoint keeps the averaged weights, under the same names as the raw ones in 'state_dict'.
-AVERAGE_KEY = "ema_state_dict"
 
 
 class NonFiniteLossError(RuntimeError):
@@ -39,7 +40,8 @@ class ImageClassifier(LightningModule):
     """Image classification with any timm model and optimiser, and a warm-up + cosine learning rate per optimiser step.
 
     Args:
-        model: name of a relvit or timm model.
+        model: name of a relvit or timm model; none: that of `pretrained`, of which `model_kwargs` and `retrofit` are
+            then taken over as well, unless given here; without either relvit_small.
         num_classes: number of classes.
         in_chans: channels of the images.
         img_size: image size that the model is built for; evaluation may use others.
@@ -47,6 +49,9 @@ class ImageClassifier(LightningModule):
         model_kwargs: further arguments of the model, checked against its signature.
         retrofit: arguments of `relvit.retrofit`, which gives a timm model relative positions; {} for its defaults, None
             to leave the model as it is.
+        pretrained: weights that a training starts from: a relvit checkpoint, a model of timm with its tag, a file or
+            folder of weights, see `read_pretrained`. They are loaded when a fresh training starts, into the model with
+            these classes and this image size, see `transfer_weights`; never to go on with a training, nor to evaluate.
         opt: name of an optimiser of timm (adamw, lamb, lion, muon, sgd ...).
         opt_kwargs: further arguments of the optimiser, such as betas, momentum, eps.
         lr: peak learning rate.
@@ -67,23 +72,30 @@ class ImageClassifier(LightningModule):
         ema_decay: decay of a moving average of the weights, with which evaluation and checkpoints then work; none: no
             average.
         ema_warmup: let the average's decay grow from 0, as 1 - step^(-2/3).
+        teacher: a trained classifier of the same classes to learn from besides, named as `pretrained` is (not plain
+            weights); models with a distillation token learn from it by that. See `distillation_loss`.
+        distill: 'hard' (the teacher's class) or 'soft' (its probabilities).
+        distill_weight: weight of the teacher's part of the loss; DeiT has 0.5 for 'hard', 0.1 for 'soft'.
+        distill_temperature: temperature of the probabilities, with 'soft'.
         freeze_epochs: epochs in which the classifier alone is trained, the rest being in evaluation mode.
         compile: `torch.compile` the model, with the backend of that name or, if true, inductor.
         channels_last: keep images and convolutions in the memory format that GPUs prefer.
 
     Raises:
         ValueError: an unknown name, class names that do not match `num_classes`, numbers out of range.
+        FileNotFoundError: without `model`, no file at `pretrained`.
     """
 
     def __init__(
         self,
-        model: str = "relvit_small",
+        model: str | None = None,
         num_classes: int = 1000,
         in_chans: int = 3,
         img_size: int | tuple[int, int] | None = None,
         class_names: list[str] | None = None,
         model_kwargs: dict[str, Any] | None = None,
         retrofit: dict[str, Any] | None = None,
+        pretrained: str | None = None,
         opt: str = "adamw",
         opt_kwargs: dict[str, Any] | None = None,
         lr: float = 1e-3,
@@ -102,6 +114,10 @@ class ImageClassifier(LightningModule):
         mix_switch_prob: float = 0.5,
         ema_decay: float | None = None,
         ema_warmup: bool = True,
+        teacher: str | None = None,
+        distill: Literal["hard", "soft"] = "hard",
+        distill_weight: float = 0.5,
+        distill_temperature: float = 3.0,
         freeze_epochs: int = 0,
         compile: bool | str = False,
         channels_last: bool = False,
@@ -121,6 +137,9 @@ class ImageClassifier(LightningModule):
             ("mix_prob", mix_prob, 1.0, "mixup or cutmix", mixup or cutmix),
             ("mix_switch_prob", mix_switch_prob, 0.5, "mixup and cutmix", mixup and cutmix),
             ("ema_warmup", ema_warmup, True, "ema_decay", ema_decay is not None),
+            ("distill", distill, "hard", "teacher", teacher),
+            ("distill_weight", distill_weight, 0.5, "teacher", teacher),
+            ("distill_temperature", distill_temperature, 3.0, "distill 'soft'", distill == "soft"),
         ):
             if value != default and not given:
                 raise ValueError(f"{name} {value} has no effect without {needed}")
@@ -128,8 +147,14 @@ class ImageClassifier(LightningModule):
         if isinstance(compile, str) and compile not in backends:
             raise ValueError(f"unknown backend of torch.compile {compile!r}{did_you_mean(compile, backends)}")
         check_optimizer(opt, layer_decay, opt_kwargs)
+        check_distillation(distill, distill_weight, distill_temperature)
         self.save_hyperparameters()
-        self.net = build_model(model, num_classes, in_chans, img_size, model_kwargs, retrofit)
+        # A checkpoint has to know its model without the file that this training starts from.
+        built = _architecture(model, model_kwargs, retrofit, pretrained)
+        self.save_hyperparameters(built._asdict())
+        self.net = build_model(built.model, num_classes, in_chans, img_size, built.model_kwargs, built.retrofit)
+        self.awaits_pretrained = pretrained is not None
+        self.transfer: TransferReport | None = None
         if channels_last:
             self.net.to(memory_format=torch.channels_last)
         self.loss = ClassificationLoss(num_classes, loss, label_smoothing, bce_threshold, class_weights)
@@ -138,6 +163,7 @@ class ImageClassifier(LightningModule):
             self.mixing = BatchMix(num_classes, mixup, cutmix, mix_prob, mix_switch_prob, label_smoothing)
         self.backbone = Backbone(self.net) if freeze_epochs else None
         self.average: WeightAverage | None = None
+        self.teacher: Teacher | None = None
         self.plan: Plan | None = None
         # While learning rates are tried out, which ends in an exploding loss.
         self.searching = False
@@ -171,8 +197,13 @@ class ImageClassifier(LightningModule):
             seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
             with seeded(seed, self.current_epoch, batch_idx, self.global_rank):
                 images, targets = self.mixing(images, targets)
-        logits = self(images)
+        outputs = self(images)
+        # With a distillation token: what the class token says, and what that one says.
+        logits, distilled = outputs if isinstance(outputs, tuple) else (outputs, outputs)
         loss = self.loss(logits, targets)
+        if self.teacher is not None:
+            options = (self.hparams.distill, self.hparams.distill_weight, self.hparams.distill_temperature)
+            loss = distillation_loss(loss, distilled, self.teacher(images), *options)
         if not self.searching and not torch.isfinite(loss):
             raise NonFiniteLossError(
                 f"the loss is {loss.item()} at step {self.global_step} of epoch {self.current_epoch}: "
@@ -202,10 +233,12 @@ class ImageClassifier(LightningModule):
     def setup(self, stage: str) -> None:
         """Compile before the first use, so that a classifier which is only loaded takes no time for it.
 
-        And take the class weights of data that balance the loss.
+        And find the teacher, and take the class weights of data that balance the loss.
         """
         if self.net._compiled_call_impl is None:
             self._compile(self.net)
+        if stage == "fit" and self.hparams.teacher is not None and self.teacher is None:
+            self._hire_teacher()
         weights = getattr(self.trainer.datamodule, "class_weights", None) if stage == "fit" else None
         if weights is not None:
             if self.hparams.class_weights is not None:
@@ -213,6 +246,9 @@ class ImageClassifier(LightningModule):
             self.loss.weights = weights.to(self.device)
 
     def configure_optimizers(self) -> dict[str, Any]:
+        # The first hook of a fit by which a checkpoint, if there is one, has been restored.
+        if self.awaits_pretrained:
+            self._load_pretrained()
         hparams = self.hparams
         self.plan = make_plan(self.trainer, hparams.lr, hparams.lr_base_batch, hparams.warmup_epochs)
         lr = self.plan.lr
@@ -291,6 +327,7 @@ class ImageClassifier(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """A training goes on with both kinds of weights; everything else uses the averaged ones."""
+        self.awaits_pretrained = False
         averaged = checkpoint.get(AVERAGE_KEY)
         if self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING:
             if averaged is not None:
@@ -300,16 +337,34 @@ class ImageClassifier(LightningModule):
             checkpoint["state_dict"] = checkpoint["state_dict"] | (averaged or {})
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ImageClassifier:
-        """Take the average along to another device or dtype."""
+        """Take the average and the teacher along to another device or dtype."""
         super()._apply(fn, recurse)
-        if self.average is not None:
-            self.average.net._apply(fn)
+        for companion in (self.average, self.teacher):
+            if companion is not None:
+                companion.net._apply(fn)
         return self
 
     def _compile(self, net: nn.Module) -> None:
         """Compile in place, which leaves the names in the state dict as they are."""
         if self.hparams.compile:
             net.compile(backend="inductor" if self.hparams.compile is True else self.hparams.compile)
+
+    def _hire_teacher(self) -> None:
+        hparams, data = self.hparams, self.trainer.datamodule
+        normalisation = (getattr(data, name, None) for name in ("mean", "std"))
+        self.teacher = Teacher(
+            hparams.teacher, hparams.num_classes, hparams.img_size, hparams.class_names, *normalisation
+        )
+        if hasattr(self.net, "set_distilled_training"):
+            self.net.set_distilled_training(True)
+
+    def _load_pretrained(self) -> None:
+        weights = read_pretrained(self.hparams.pretrained)
+        self.transfer = transfer_weights(self.net, weights, self.hparams.class_names)
+        self.awaits_pretrained = False
+        self.print(f"pretrained: {self.transfer}", flush=True)
+        if note := normalisation_note(weights, self.trainer.datamodule):
+            self.print(note, flush=True)
 
     def _evaluate(self, metrics: MetricCollection, batch: tuple[Tensor, Tensor]) -> None:
         images, labels = batch
@@ -332,3 +387,14 @@ class ImageClassifier(LightningModule):
         # The progress bar shows loss and accuracy of the batch while training, of the whole set in evaluation.
         show = metrics is not self.train_metrics
         self.log_dict(dict(metrics.items()), on_step=False, on_epoch=True, prog_bar=show, batch_size=max(count, 1))
+
+
+def _architecture(
+    model: str | None, model_kwargs: dict[str, Any] | None, retrofit: dict[str, Any] | None, pretrained: str | None
+) -> Architecture:
+    """What to build; without a name what `pretrained` is of, but for the arguments that are given."""
+    if "pretrained" in (model_kwargs or {}):
+        raise ValueError("model_kwargs must not hold 'pretrained': it is an option of its own, --model.pretrained")
+    if model is not None or pretrained is None:
+        return Architecture(model or "relvit_small", model_kwargs, retrofit)
+    return architecture_of(pretrained).changed(model_kwargs, retrofit)

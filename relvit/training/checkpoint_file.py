@@ -1,0 +1,42 @@
+"""How a relvit checkpoint is read: tensors and plain values only, nothing in it is run."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Where a checkpoint says which model and data it is of.
+KEY = "relvit"
+# Where it keeps the averaged weights, under the same names as the raw ones in 'state_dict'.
+AVERAGE_KEY = "ema_state_dict"
+
+
+def read_checkpoint(path: str | Path) -> dict[str, Any]:
+    """The content of a relvit checkpoint, on the CPU. Only tensors and plain types are read, never code.
+
+    'state_dict' holds the weights to use: the averaged ones where the training kept an average (`ema_decay`).
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: not a checkpoint, or not one of relvit's.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise FileNotFoundError(
+            f"{path} is a folder; give the checkpoint, such as {path / 'checkpoints' / 'best.ckpt'}"
+        )
+    if not path.is_file():
+        raise FileNotFoundError(f"no checkpoint at {path}; give the file, such as runs/RUN/checkpoints/best.ckpt")
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"{path} cannot be read: it is damaged, no checkpoint, or holds more than tensors and plain values"
+        ) from error
+    if not isinstance(content, dict) or KEY not in content or "state_dict" not in content:
+        raise ValueError(f"{path} is not a checkpoint of relvit fit: it does not say which model and data it is of")
+    content["state_dict"] = content["state_dict"] | content.get(AVERAGE_KEY, {})
+    return content

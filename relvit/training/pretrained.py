@@ -1,0 +1,159 @@
+"""Where a training may start from: a relvit checkpoint, weights of timm, a file or a folder of weights."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import timm
+from safetensors import SafetensorError
+from timm.models import load_model_config_from_hf, load_state_dict, split_model_name_tag
+from timm.models._hub import load_model_config_from_path
+
+from relvit.models.factory import DATA_ARGUMENTS
+from relvit.models.transfer import Weights
+from relvit.names import did_you_mean, listing
+from relvit.training.checkpoint_file import KEY, read_checkpoint
+
+HUB, FOLDER = "hf-hub:", "local-dir:"
+CHECKPOINT, ARCHIVE = ".ckpt", ".npz"
+# Differences of means and deviations, in units of the range 0..1, that a training hardly notices.
+TOLERANCE = 0.05
+
+
+class Architecture(NamedTuple):
+    """The arguments of `ImageClassifier` that say which model it is."""
+
+    model: str
+    model_kwargs: dict[str, Any] | None = None
+    retrofit: dict[str, Any] | None = None
+
+    def changed(self, model_kwargs: dict[str, Any] | None, retrofit: dict[str, Any] | None) -> Architecture:
+        """The same model with these arguments besides or instead, and this retrofit if there is one."""
+        kwargs = {**(self.model_kwargs or {}), **(model_kwargs or {})}
+        return Architecture(self.model, kwargs or None, self.retrofit if retrofit is None else retrofit)
+
+
+def read_pretrained(pretrained: str) -> Weights:
+    """The weights that `pretrained` names. Of files only tensors and plain values are read, never code.
+
+    Args:
+        pretrained: one of
+
+            - a file: a checkpoint of `relvit fit` (.ckpt; its averaged weights where it has some), or plain weights
+              (.safetensors, .pth, .pt, .bin ...) as timm reads them;
+            - a folder as `timm.models.save_for_hf` writes it, config.json and weights; 'local-dir:FOLDER' is the same;
+            - a model of timm, with the tag of its weights or without: 'vit_small_patch16_224.augreg_in21k', or
+              'hf-hub:NAME' on the Hugging Face hub. These are downloaded, once.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a name that is none of these, or weights that cannot be had or read.
+    """
+    path, name = _resolve(pretrained)
+    if path is None:
+        return _from_timm(name)
+    if path.suffix == CHECKPOINT:
+        content = read_checkpoint(path)
+        model, data = content[KEY]["model"], content[KEY]["data"]["init_args"]
+        size = model["img_size"] or data.get("img_size")
+        return Weights(
+            source=str(path),
+            state={name.removeprefix("net."): tensor for name, tensor in content["state_dict"].items()},
+            class_names=model["class_names"],
+            input_size=(model["in_chans"], *((size, size) if isinstance(size, int) else size)) if size else None,
+            mean=tuple(data.get("mean") or ()) or None,
+            std=tuple(data.get("std") or ()) or None,
+        )
+    if path.suffix == ARCHIVE:
+        raise ValueError(f"{path} is a JAX archive: give its name in timm, or load it in Python and save it as .pth")
+    try:
+        return Weights(source=str(path), state=load_state_dict(str(path)))
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"{path} cannot be read: it is damaged, holds no weights, or more than tensors and plain values"
+        ) from error
+
+
+def architecture_of(pretrained: str) -> Architecture:
+    """The model that these weights are of; `pretrained` is as in `read_pretrained`.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: as `read_pretrained`, or a file of plain weights, which does not say it.
+    """
+    path, name = _resolve(pretrained)
+    if path is not None and path.suffix != CHECKPOINT:
+        raise ValueError(f"{path} does not say which model it is of: give --model.model as well")
+    if path is not None:
+        model = read_checkpoint(path)[KEY]["model"]
+        return Architecture(model["model"], model.get("model_kwargs"), model.get("retrofit"))
+    if not name.startswith((HUB, FOLDER)):
+        return Architecture(name)
+    source, _, place = name.partition(":")
+    read = load_model_config_from_hf if f"{source}:" == HUB else load_model_config_from_path
+    _, architecture, arguments = read(place)
+    kwargs = {key: value for key, value in (arguments or {}).items() if key not in DATA_ARGUMENTS}
+    return Architecture(architecture, kwargs or None)
+
+
+def normalisation_note(weights: Weights, data: Any) -> str | None:
+    """What to give where the data are not normalised as the images were that the weights know; None where they are."""
+    differ: dict[str, tuple[float, ...]] = {}
+    for name in ("mean", "std"):
+        theirs, ours = getattr(weights, name), getattr(data, name, None)
+        if theirs and ours and len(theirs) == len(ours):
+            pairs = zip(theirs, ours, strict=True)
+            differ |= {name: theirs} if any(abs(a - b) > TOLERANCE for a, b in pairs) else {}
+    if not differ:
+        return None
+    options = [f"--data.{name} '[{','.join(f'{value:g}' for value in values)}]'" for name, values in differ.items()]
+    return f"Note: these weights know images of another {' and '.join(differ)}: give {' '.join(options)}"
+
+
+def _resolve(pretrained: str) -> tuple[Path | None, str]:
+    """A file, or None and a name for `timm.create_model`."""
+    if pretrained.startswith(HUB):
+        return None, pretrained
+    path = Path(pretrained.removeprefix(FOLDER)).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            best = path / "checkpoints" / "best.ckpt"
+            hint = f"give its checkpoint, {best}" if best.is_file() else "folders of weights that timm saves have one"
+            raise ValueError(f"{path} holds no config.json: {hint}")
+        return None, f"{FOLDER}{path}"
+    if path.is_file():
+        return path, pretrained
+    if path.suffix in (CHECKPOINT, ".safetensors", ".pth", ".pt", ".bin") or len(path.parts) > 1:
+        raise FileNotFoundError(f"no weights at {pretrained}")
+    architecture, tag = split_model_name_tag(pretrained)
+    if not timm.is_model(architecture):
+        raise ValueError(
+            f"pretrained {pretrained!r} is no file, no folder and no model of timm"
+            f"{did_you_mean(architecture, timm.list_models())}; allowed: a relvit checkpoint, a file or "
+            "folder of weights, or a name such as 'vit_small_patch16_224.augreg_in21k'"
+        )
+    tags = [known for known in timm.list_pretrained() if known.startswith(f"{architecture}.")]
+    if not tags:
+        raise ValueError(f"there are no pretrained weights of {architecture}: give a checkpoint, or a model of timm")
+    if tag and pretrained not in tags:
+        raise ValueError(f"there are no weights {pretrained!r}{did_you_mean(pretrained, tags)}; known: {listing(tags)}")
+    return None, pretrained
+
+
+def _from_timm(name: str) -> Weights:
+    """Of a model made by timm itself, whose own ways to fetch and convert files differ from model to model."""
+    try:
+        donor = timm.create_model(name, pretrained=True)
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"the weights of {name} could not be loaded: {error}") from error
+    cfg = donor.pretrained_cfg
+    return Weights(
+        source=name,
+        state=donor.state_dict(),
+        class_names=list(names) if (names := cfg.get("label_names")) else None,
+        input_size=tuple(cfg["input_size"]),
+        mean=tuple(cfg["mean"]),
+        std=tuple(cfg["std"]),
+    )

@@ -1,0 +1,157 @@
+"""Fine-tuning through the command line: from a checkpoint, and from weights of timm, on other classes and sizes."""
+
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+import yaml
+from conftest import TINY
+from PIL import Image
+from timm.models import save_for_hf
+
+from relvit.cli import main
+from relvit.training import load_classifier, read_checkpoint
+
+COMMON = [argument for argument in TINY if not argument.startswith("--model.")]
+ROOT = Path(__file__).parents[2]
+ONE_STEP = ["--trainer.fast_dev_run=true", "--trainer.precision=32-true", "--data.batch_size=2", "--model.min_lr=0"]
+COLOURS = {"ape": (220, 220, 30), "cat": (200, 40, 40), "emu": (30, 220, 220), "yak": (120, 30, 160)}
+
+
+@pytest.fixture(scope="module")
+def animals(tmp_path_factory) -> Path:
+    """Other classes than those of `photos`, and other sizes of images; no test images."""
+    root, generator = tmp_path_factory.mktemp("animals"), np.random.default_rng(1)
+    for split in ("train", "val"):
+        for name, colour in COLOURS.items():
+            folder = root / split / name
+            folder.mkdir(parents=True)
+            for number in range(5):
+                shape = (*generator.integers(14, 60, 2), 3)
+                pixels = np.clip(generator.normal(colour, 40, shape), 0, 255).astype(np.uint8)
+                Image.fromarray(pixels).save(folder / f"{number}.png")
+    return root
+
+
+def fit(root, runs, *extra):
+    arguments = ["fit", "--data=ImageFolderData", f"--data.root={root}", f"--runs={runs}", *COMMON, *extra]
+    assert main([*arguments, "--trainer.max_epochs=1"]) == 0
+    (folder,) = runs.iterdir()
+    return folder
+
+
+def test_from_a_checkpoint_to_other_classes_and_on_from_there(run, animals, tmp_path, capsys):
+    source = Path(shutil.copy(run / "checkpoints" / "best.ckpt", tmp_path / "source.ckpt"))
+    still = ("--model.freeze_epochs=1", "--data.img_size=[24,16]", "--model.warmup_epochs=0")
+    folder = fit(animals, tmp_path / "runs", f"--model.pretrained={source}", *still)
+    count = len(read_checkpoint(source)["state_dict"])
+    line = f"pretrained: {count - 2} of {count} tensors from {source}; new: head.weight, head.bias\n"
+    assert line in capsys.readouterr().out
+    summary = json.loads((folder / "summary.json").read_text())["pretrained"]
+    assert summary["new"] == ["head.weight", "head.bias"]
+    assert (summary["loaded"], summary["resized"], summary["skipped"]) == (count - 2, [], [])
+    config = yaml.safe_load((folder / "config.yaml").read_text())["model"]
+    assert config["model"] == "test_relvit"
+    assert config["model_kwargs"] == {"patch_size": 8, "embed_dim": 16, "depth": 2, "max_distance": 2}
+    # All but the classifier was frozen: still what the source has.
+    best = folder / "checkpoints" / "best.ckpt"
+    before, after = read_checkpoint(source)["state_dict"], load_classifier(best).state_dict()
+    assert after["net.head.weight"].shape == (4, 16)
+    assert all(torch.equal(after[name], before[name]) for name in before if "head" not in name)
+
+    # The file is not needed any more: to predict, to evaluate, to train on.
+    source.unlink()
+    quiet = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
+    assert main(["predict", f"--ckpt_path={best}", f"--data.root={animals}", f"--runs={tmp_path / 'p'}", *quiet]) == 0
+    assert main(["validate", f"--ckpt_path={best}", *quiet]) == 0
+    last = f"--ckpt_path={folder / 'checkpoints' / 'last.ckpt'}"
+    on = [f"--runs={tmp_path / 'on'}", last, "--trainer.max_epochs=2"]
+    assert main(["fit", f"--config={folder / 'config.yaml'}", *on]) == 0
+    more = ["--data=ImageFolderData", f"--data.root={animals}", *COMMON, "--data.img_size=[24,16]"]
+    assert main(["fit", *more, "--model.freeze_epochs=1", *on]) == 0
+    out = capsys.readouterr().out
+    assert "pretrained:" not in out
+    for folder in (tmp_path / "on").iterdir():
+        assert read_checkpoint(folder / "checkpoints" / "last.ckpt")["epoch"] == 1
+        assert "pretrained" not in json.loads((folder / "summary.json").read_text())
+    assert main(["validate", last, "--model.pretrained=other.ckpt", *quiet]) == 2
+    assert "was trained with pretrained" in capsys.readouterr().err
+
+
+def test_the_same_classes_listed_in_another_order_keep_the_classifier(run, photos, tmp_path, capsys):
+    table = tmp_path / "list.csv"
+    rows = [f"{path},{path.parent.name},{path.parts[-3]}" for path in sorted(photos.rglob("*.jpg"))]
+    table.write_text("\n".join(["path,label,split", *rows]) + "\n")
+    best = run / "checkpoints" / "best.ckpt"
+    arguments = ["fit", "--data=ImageListData", f"--data.train={table}", "--data.class_names=[owl,cat,dog]"]
+    arguments += [f"--model.pretrained={best}", "--model.lr=0", "--model.min_lr=0", f"--runs={tmp_path / 'runs'}"]
+    capsys.readouterr()
+    assert main([*arguments, *COMMON, "--trainer.max_epochs=1"]) == 0
+    assert "the classifier's rows in the order of the classes here" in capsys.readouterr().out
+    (folder,) = (tmp_path / "runs").iterdir()
+    trained, source = (load_classifier(f / "checkpoints" / "best.ckpt") for f in (folder, run))
+    assert torch.equal(trained.net.head.weight, source.net.head.weight[[2, 0, 1]])
+
+
+def test_from_a_folder_of_timm_retrofitted(animals, tmp_path, capsys):
+    kwargs = {"patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}
+    vit = timm.create_model("vit_tiny_patch16_224", img_size=32, **kwargs)
+    save_for_hf(vit, tmp_path / "vit", model_args=kwargs | {"img_size": 32})
+    still = ("--model.lr=0", "--model.min_lr=0", "--model.retrofit.rel_terms=k", "--model.retrofit.max_distance=1")
+    folder = fit(animals, tmp_path / "runs", f"--model.pretrained={tmp_path / 'vit'}", *still)
+    out = capsys.readouterr().out
+    line = f"pretrained: 30 of 36 tensors from local-dir:{tmp_path / 'vit'}; resized: pos_embed; new: "
+    assert f"{line}blocks.*.attn.position.key_rows (2), blocks.*.attn.position.key_cols (2), head.weight, head" in out
+    assert "Note: these weights know images of another mean and std: give --data.mean '[0.5,0.5,0.5]'" in out
+    net = load_classifier(folder / "checkpoints" / "best.ckpt").net
+    assert torch.equal(net.blocks[1].attn.qkv.weight, vit.blocks[1].attn.qkv.weight)
+    assert net.blocks[1].attn.position.rel_terms == "k"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model.pretrained=none.ckpt"], "no weights at none.ckpt"),
+        (["--model.pretrained=vit_tiny_patch16_22"], "(did you mean 'vit_tiny_patch16_224'?)"),
+        (["--model.pretrained=test_relvit"], "there are no pretrained weights of test_relvit"),
+        (["--model.pretrained={}", "--model.model=test_relvit"], "give the architecture that the weights are of"),
+    ],
+)
+def test_mistakes(arguments, message, run, animals, tmp_path, capsys):
+    common = ["fit", "--data=ImageFolderData", f"--data.root={animals}", f"--runs={tmp_path}", *COMMON]
+    best = run / "checkpoints" / "best.ckpt"
+    assert main([*common, *(argument.format(best) for argument in arguments), "--data.img_size=32"]) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_commands_of_the_readme(run, photos, tmp_path, monkeypatch, capsys):
+    """As printed, but for one step each on small images; weights of timm are drawn here instead of downloaded."""
+    monkeypatch.setattr(
+        "timm.models._builder.load_state_dict_from_hf",
+        lambda name, *args, **kwargs: timm.create_model(name.removeprefix("timm/")).state_dict(),
+    )
+    shutil.copy(run / "checkpoints" / "best.ckpt", tmp_path / "best.ckpt")
+    (tmp_path / "photos").symlink_to(photos)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    monkeypatch.chdir(tmp_path)
+    section = re.search(r"^## Fine-tuning\n(.*?)^## ", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)[1]
+    blocks = "\n".join(re.findall(r"```bash\n(.*?)```", section, re.DOTALL)).replace("\\\n", " ")
+    lines = [line for line in blocks.splitlines() if line]
+    assert len(lines) == 4
+    found = []
+    for line in lines:
+        command = shlex.split(line)
+        assert command[0] == "relvit"
+        assert main([*command[1:], *COMMON, "--data.img_size=32", *ONE_STEP]) == 0, line
+        out = capsys.readouterr().out
+        found.append(re.search(r"^pretrained: \d+ of \d+ tensors from (\S+?);?(?: .*)?$", out, re.MULTILINE)[1])
+        assert "Note: these weights" not in out
+    names = ["deit3_small_patch16_224.fb_in22k_ft_in1k", "best.ckpt", "deit_small_patch16_224"]
+    assert found == [*names, "vit_small_patch16_224.augreg_in21k"]

@@ -1,0 +1,125 @@
+"""Every file in configs/: a whole experiment that the real signatures accept, and a header that makes nothing up."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from cifar_archive import make_archive
+from conftest import write_photos
+from torchvision.datasets import CIFAR10, CIFAR100
+
+from relvit.cli import main
+from relvit.data import CIFAR10Data, CIFAR100Data
+
+ROOT = Path(__file__).parent.parent
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+# What stands behind another configuration.
+ADDITIONS = {"multi_gpu", "multi_node"}
+RECIPES = [path for path in CONFIGS if path.stem not in ADDITIONS]
+ON_A_CPU = ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.precision=32-true"]
+# Of learning rates that follow the batch little is left for four images.
+TINY_BATCH = ["--data.batch_size=4", "--model.min_lr=0"]
+FAST = ["--trainer.fast_dev_run=true", "--trainer.enable_progress_bar=false", "--data.num_workers=0", *TINY_BATCH]
+SMALL = {"embed_dim": 16, "depth": 2, "num_heads": 2}
+
+
+def header(path):
+    """The comment at the top, as one text."""
+    lines = path.read_text().splitlines()
+    end = next(number for number, line in enumerate(lines) if not line.startswith("#"))
+    return "\n".join(line.removeprefix("#").removeprefix(" ") for line in lines[:end])
+
+
+def field(path, name):
+    """What a header says under a name, up to the next name or paragraph."""
+    found = re.search(rf"^{name}: (.*?)(?=^\w+: |\n\n|\Z)", header(path), re.DOTALL | re.MULTILINE)
+    assert found, f"{path.name}: no '{name}:' in its header"
+    return found[1].replace("\n", " ").strip()
+
+
+@pytest.fixture(scope="module")
+def wordnet(tmp_path_factory):
+    """ImageNet's folders, of three classes."""
+    root = write_photos(tmp_path_factory.mktemp("imagenet"), splits=("train", "val"), count=4)
+    for split in ("train", "val"):
+        for number, folder in enumerate(sorted((root / split).iterdir())):
+            folder.rename(folder.with_name(f"n0000000{number}"))
+    return root
+
+
+def tiny(path, tmp_path, monkeypatch, photos, wordnet, run):
+    """Flags that turn a recipe down, and give it tiny data of the kind that it is for."""
+    config = yaml.safe_load(path.read_text())
+    flags = [f"--model.model_kwargs.{name}={value}" for name, value in SMALL.items()]
+    data = config["data"]["class_path"].rpartition(".")[2]
+    if data == "ImageNetData":
+        return [*flags, f"--data.root={wordnet}", "--data.img_size=32"]
+    if data == "ImageFolderData":
+        if "pretrained" in config["model"]:
+            # Its model is that of the checkpoint, which is small.
+            source = shutil.copy(run / "checkpoints" / "best.ckpt", tmp_path / "source.ckpt")
+            flags = [f"--model.pretrained={source}"]
+        return [*flags, f"--data.root={photos}", "--data.img_size=32"]
+    if data.startswith("CIFAR"):
+        kind, own, labels, files = {
+            "CIFAR10Data": (CIFAR10, CIFAR10Data, "labels", ["data_batch_1", "data_batch_2", "test_batch"]),
+            "CIFAR100Data": (CIFAR100, CIFAR100Data, "fine_labels", ["train", "test"]),
+        }[data]
+        # Of a hundred classes there would be too few images to put some aside.
+        make_archive(monkeypatch, tmp_path, kind, labels, files, own.classes[:10])
+        return [*flags, f"--data.root={tmp_path}"]
+    assert data == "DigitsData"
+    return flags
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipes_run_on_tiny_data(path, tmp_path, monkeypatch, photos, wordnet, run, capsys):
+    flags = tiny(path, tmp_path, monkeypatch, photos, wordnet, run)
+    assert main(["fit", f"--config={path}", *ON_A_CPU, *FAST, *flags]) == 0, capsys.readouterr().err
+    out = capsys.readouterr().out
+    assert "effective batch 4 (4 x 1 x 1" in out
+    assert ("pretrained: " in out) == (path.stem == "finetune")
+
+
+@pytest.mark.parametrize("name", sorted(ADDITIONS))
+def test_additions_work_behind_any_recipe(name, wordnet, capsys):
+    recipe = next(path for path in RECIPES if path.stem == "imagenet_deit_small")
+    flags = [f"--model.model_kwargs.{key}={value}" for key, value in SMALL.items()]
+    flags += [f"--data.root={wordnet}", "--data.img_size=32", "--trainer.num_nodes=1"]
+    command = ["fit", f"--config={recipe}", f"--config={ROOT / 'configs' / name}.yaml", *ON_A_CPU, *FAST, *flags]
+    assert main([*command, "--trainer.strategy=auto"]) == 0, capsys.readouterr().err
+    trainer = yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text())["trainer"]
+    assert (trainer["devices"], trainer["num_nodes"]) == {"multi_gpu": (8, 1), "multi_node": (8, 2)}[name]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_headers_say_command_hardware_time_and_where_a_score_comes_from(path):
+    text = header(path)
+    commands = re.sub(r" \\\n\s*", " ", text)
+    assert re.search(rf"^\s+(srun )?relvit fit .*--config configs/{path.name}\b", commands, re.MULTILINE)
+    assert field(path, "Hardware")
+    assert field(path, "Time")
+    score = field(path, "Score")
+    measured, _, published = score.partition("Published")
+    assert "arXiv" in published or not re.search(r"\d\d\.\d|0\.\d\d", published)
+    if re.search(r"\d\d\.\d|0\.\d\d", measured):
+        assert re.search(r"by `|by the (first|second) command", measured), (
+            f"{path.name}: where does the score come from?"
+        )
+        for script in re.findall(r"`python (\S+?)[ `]", measured):
+            assert (ROOT / script).is_file()
+    else:
+        assert "not run" in score
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_files_that_headers_name_exist(path):
+    for name in re.findall(r"\b(?:configs|tools|tests)/[\w/]+\.\w+", header(path)):
+        assert (ROOT / name).is_file(), f"{path.name} names {name}"
+
+
+def test_the_readme_lists_them_all():
+    readme = (ROOT / "README.md").read_text()
+    assert [path.name for path in CONFIGS if path.name not in readme] == []

@@ -1,0 +1,173 @@
+"""Where weights may come from, and when they are loaded."""
+
+import re
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+from small_training import KWARGS, Noise, build, train
+from timm.models import save_for_hf
+
+from relvit.training import ImageClassifier, load_classifier
+from relvit.training.checkpoint import DescribeCheckpoint
+from relvit.training.checkpoint_file import AVERAGE_KEY
+from relvit.training.pretrained import Architecture, architecture_of, normalisation_note, read_pretrained
+
+VIT = {"img_size": (8, 12), "num_classes": 7, "patch_size": 4, "embed_dim": 8, "depth": 1, "num_heads": 2}
+NAMES = [f"class {i}" for i in range(7)]
+
+
+class NamedNoise(Noise):
+    """With what a checkpoint writes down about its data."""
+
+    mean, std = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
+
+    def init_args(self):
+        return {"img_size": [8, 12], "mean": list(self.mean), "std": list(self.std)}
+
+
+def same(state, expected):
+    assert set(state) == set(expected)
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """Of one epoch, with averaged weights."""
+    module = ImageClassifier("test_relvit", 7, 3, (8, 12), NAMES, KWARGS, ema_decay=0.5, warmup_epochs=0)
+    trainer = train(module, NamedNoise(), max_epochs=1, callbacks=[DescribeCheckpoint()])
+    trainer.save_checkpoint(tmp_path / "best.ckpt")
+    return tmp_path / "best.ckpt"
+
+
+def test_a_relvit_checkpoint_gives_its_averaged_weights_and_model(checkpoint):
+    content = torch.load(checkpoint, weights_only=True)
+    weights = read_pretrained(str(checkpoint))
+    same(weights.state, {name.removeprefix("net."): value for name, value in content[AVERAGE_KEY].items()})
+    assert not torch.equal(weights.state["head.weight"], content["state_dict"]["net.head.weight"])
+    assert (weights.class_names, weights.input_size) == (NAMES, (3, 8, 12))
+    assert (weights.mean, weights.std) == ((0.5,) * 3, (0.25,) * 3)
+    assert architecture_of(str(checkpoint)) == Architecture("test_relvit", KWARGS, None)
+
+
+def test_files_and_folders_of_weights(tmp_path):
+    vit = timm.create_model("vit_tiny_patch16_224", **VIT)
+    save_file(vit.state_dict(), tmp_path / "a.safetensors")
+    torch.save({"model": vit.state_dict()}, tmp_path / "a.pth")
+    # As timm's training script wraps them, with an average.
+    torch.save({"state_dict": {}, "state_dict_ema": vit.state_dict()}, tmp_path / "a.pth.tar")
+    for name in ("a.safetensors", "a.pth", "a.pth.tar"):
+        same(read_pretrained(str(tmp_path / name)).state, vit.state_dict())
+    with pytest.raises(ValueError, match=r"a.pth does not say which model it is of: give --model.model as well"):
+        architecture_of(str(tmp_path / "a.pth"))
+
+    kwargs = {key: value for key, value in VIT.items() if key not in ("img_size", "num_classes")}
+    save_for_hf(
+        vit, tmp_path / "folder", model_config={"label_names": NAMES}, model_args=kwargs | {"img_size": [8, 12]}
+    )
+    for name in (str(tmp_path / "folder"), f"local-dir:{tmp_path / 'folder'}"):
+        weights = read_pretrained(name)
+        same(weights.state, vit.state_dict())
+        assert (weights.class_names, weights.mean) == (NAMES, vit.pretrained_cfg["mean"])
+        assert architecture_of(name) == Architecture("vit_tiny_patch16_224", {**kwargs, "global_pool": "token"})
+
+
+def test_a_name_of_timm_is_downloaded_by_timm(monkeypatch):
+    asked, state = [], timm.create_model("test_vit").state_dict()
+    monkeypatch.setattr(
+        "timm.models._builder.load_state_dict_from_hf", lambda *args, **kwargs: asked.append(args) or state
+    )
+    weights = read_pretrained("test_vit.r160_in1k")
+    assert asked == [("timm/test_vit.r160_in1k",)]
+    same(weights.state, state)
+    assert weights.input_size == (3, 160, 160)
+    assert architecture_of("test_vit.r160_in1k") == Architecture("test_vit.r160_in1k")
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ("nowhere.ckpt", FileNotFoundError, "no weights at nowhere.ckpt"),
+        ("no/such/folder", FileNotFoundError, "no weights at no/such/folder"),
+        ("vit_smal_patch16_224", ValueError, "no model of timm (did you mean 'vit_small_patch16_224'?)"),
+        ("test_vit.r160_in2k", ValueError, "no weights 'test_vit.r160_in2k' (did you mean 'test_vit.r160_in1k'?)"),
+        ("relvit_small", ValueError, "there are no pretrained weights of relvit_small"),
+        ("true", ValueError, "pretrained 'true' is no file, no folder and no model of timm"),
+        ("{}", ValueError, "holds no config.json: give its checkpoint, {}/checkpoints/best.ckpt"),
+        ("{}/x.npz", ValueError, "x.npz is a JAX archive"),
+        ("{}/x.pth", ValueError, "x.pth cannot be read: it is damaged, holds no weights, or more than tensors"),
+        ("{}/x.safetensors", ValueError, "x.safetensors cannot be read"),
+        ("{}/x.ckpt", ValueError, "x.ckpt is not a checkpoint of relvit fit"),
+    ],
+)
+def test_mistakes(given, error, message, tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "best.ckpt").touch()
+    for name in ("x.npz", "x.safetensors"):
+        (tmp_path / name).write_bytes(b"no weights at all")
+    torch.save({"model": re.compile("code")}, tmp_path / "x.pth")
+    torch.save({"state_dict": {}}, tmp_path / "x.ckpt")
+    with pytest.raises(error, match=re.escape(message.format(tmp_path))):
+        read_pretrained(given.format(tmp_path))
+
+
+def test_a_download_that_fails_is_explained(monkeypatch):
+    def fail(*args, **kwargs):
+        raise OSError("no connection")
+
+    monkeypatch.setattr("timm.models._builder.load_state_dict_from_hf", fail)
+    with pytest.raises(ValueError, match="the weights of test_vit could not be loaded: no connection"):
+        read_pretrained("test_vit")
+
+
+def test_loaded_at_the_start_of_a_fresh_training_and_never_else(checkpoint, tmp_path, capsys):
+    module = ImageClassifier(None, 7, 3, (8, 12), NAMES, pretrained=str(checkpoint), lr=0.0, min_lr=0.0)
+    assert module.hparams.model == "test_relvit"
+    assert module.hparams.model_kwargs == KWARGS
+    averaged = torch.load(checkpoint, weights_only=True)[AVERAGE_KEY]
+    assert not torch.equal(module.net.head.weight, averaged["net.head.weight"])  # not yet
+    trainer = train(module, NamedNoise(), max_epochs=1, callbacks=[DescribeCheckpoint()])
+    same(module.state_dict(), averaged)
+    count = len(averaged)
+    assert f"pretrained: {count} of {count} tensors from {checkpoint}\n" in capsys.readouterr().out
+    trainer.save_checkpoint(tmp_path / "second.ckpt")
+    checkpoint.unlink()
+
+    # Trained afresh, evaluated, loaded by itself, trained on: without the file.
+    train(module, NamedNoise(), max_epochs=1)
+    trainer.validate(module, NamedNoise(), verbose=False)
+    loaded = load_classifier(tmp_path / "second.ckpt")
+    same(loaded.state_dict(), averaged)
+    train(loaded, NamedNoise(), max_epochs=1)
+    again = ImageClassifier(**torch.load(tmp_path / "second.ckpt", weights_only=True)["relvit"]["model"])
+    train(again, NamedNoise(), max_epochs=2, ckpt_path=tmp_path / "second.ckpt")
+    same(again.state_dict(), averaged)
+    assert "pretrained:" not in capsys.readouterr().out
+    restored = ImageClassifier.load_from_checkpoint(tmp_path / "second.ckpt")
+    same(restored.state_dict(), averaged)
+    train(restored, NamedNoise(), max_epochs=1)
+
+
+def test_arguments_change_the_model_that_the_weights_are_of(checkpoint):
+    module = ImageClassifier(
+        None, 5, pretrained=str(checkpoint), model_kwargs={"max_distance": 3, "pos_drop_rate": 0.1}
+    )
+    assert module.hparams.model_kwargs == {**KWARGS, "max_distance": 3, "pos_drop_rate": 0.1}
+    assert module.net.blocks[0].attn.position.max_distance == (3, 3)
+    assert build().hparams.pretrained is None
+    with pytest.raises(ValueError, match=r"model_kwargs must not hold 'pretrained'.* --model.pretrained"):
+        ImageClassifier("test_vit", 7, model_kwargs={"pretrained": True})
+
+
+def test_another_normalisation_is_told(checkpoint):
+    weights, data = read_pretrained(str(checkpoint)), NamedNoise()
+    assert normalisation_note(weights, data) is None
+    data.std = (0.25, 0.25, 0.28)
+    assert normalisation_note(weights, data) is None
+    data.mean = (0.5, 0.4, 0.5)
+    expected = "Note: these weights know images of another mean: give --data.mean '[0.5,0.5,0.5]'"
+    assert normalisation_note(weights, data) == expected
+    data.std = (1.0, 1.0, 1.0)
+    assert normalisation_note(weights, data).endswith("--data.mean '[0.5,0.5,0.5]' --data.std '[0.25,0.25,0.25]'")
+    assert normalisation_note(weights, None) is None
