@@ -49,8 +49,7 @@ def load_rgb(path: str | os.PathLike[str]) -> Image.Image:
         if os.stat(path).st_size == 0:
             raise _RefusedError("the file is empty (zero bytes)")
         with Image.open(path) as image:
-            _scale_transparency(image)
-            return _to_rgb(ImageOps.exif_transpose(image))
+            return as_rgb(image)
     except MemoryError:
         raise
     # Pillow's decoders meet broken files with almost any type: SyntaxError, struct.error, IndexError, ...
@@ -59,6 +58,13 @@ def load_rgb(path: str | os.PathLike[str]) -> Image.Image:
         name = os.fspath(path)
         message = f"cannot read image {name}: {reason}; {fix}"
         raise UnreadableImageError(" ".join(message.splitlines()), name, reason) from error
+
+
+def as_rgb(image: Image.Image) -> Image.Image:
+    """An open PIL image of any mode as 8-bit RGB, as :func:`load_rgb`. Broken files raise almost any type."""
+    # As long as it is not decoded, its transparent colour is as stored.
+    _scale_transparency(image)
+    return _to_rgb(ImageOps.exif_transpose(image))
 
 
 class _RefusedError(Exception):

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
-from relvit.data import images as decoding
 from relvit.data import load_rgb
+from relvit.data.images import as_rgb
 
 ImageInput = str | os.PathLike[str] | Image.Image | np.ndarray | Tensor
 
@@ -71,9 +71,7 @@ def to_pil(image: ImageInput) -> Image.Image:
 
 def _from_pil(image: Image.Image) -> Image.Image:
     try:
-        # As for a file: where it is still closed, its transparent colour is as stored.
-        decoding._scale_transparency(image)
-        return decoding._to_rgb(ImageOps.exif_transpose(image))
+        return as_rgb(image)
     except MemoryError:
         raise
     # Pillow meets broken files, which it opens lazily, with almost any type.
