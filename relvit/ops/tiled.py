@@ -12,7 +12,8 @@ P dP over keys, equals the product of the result with its gradient; here too, wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
@@ -68,28 +69,25 @@ class Job(NamedTuple):
     scale: float
 
 
-def to_pairs(values: Tensor, keys: Keys) -> Tensor:
-    """From a number per row and per column, (b, heads, T, H + W), to their sum for each key, (b, heads, T, Nk)."""
+def to_pairs(values: Tensor, keys: Keys, out: Tensor) -> None:
+    """From a number per row and per column, (b, heads, T, H + W), to their sum for each key: into (b, heads, T, Nk)."""
     rows, cols = values.split((keys.height, keys.width), dim=-1)
     if keys.y is None:
-        if not keys.prefix:
-            return torch.add(rows[..., None], cols[..., None, :]).flatten(-2)
-        pairs = values.new_empty(*values.shape[:-1], keys.prefix + keys.height * keys.width)
-        pairs[..., : keys.prefix] = 0
-        raster = pairs[..., keys.prefix :].unflatten(-1, (keys.height, keys.width))
-        torch.add(rows[..., None], cols[..., None, :], out=raster)
-        return pairs
+        out[..., : keys.prefix] = 0
+        torch.add(rows[..., None], cols[..., None, :], out=_raster(out, keys))
+        return
     lead = rows.shape[:-1]
     y, x = (line.expand(*lead, -1) for line in (keys.y, keys.x))
     nowhere = values.new_zeros(*lead, 1)
-    return torch.cat((rows, nowhere), dim=-1).gather(-1, y).add_(torch.cat((cols, nowhere), dim=-1).gather(-1, x))
+    torch.gather(torch.cat((rows, nowhere), dim=-1), -1, y, out=out)
+    out.add_(torch.cat((cols, nowhere), dim=-1).gather(-1, x))
 
 
 def from_pairs(pairs: Tensor, keys: Keys, out: Tensor) -> None:
     """The transpose of `to_pairs`: sums over the keys of each row, and of each column, into (b, heads, T, H + W)."""
     rows, cols = out.split((keys.height, keys.width), dim=-1)
     if keys.y is None:
-        raster = pairs[..., keys.prefix :].unflatten(-1, (keys.height, keys.width))
+        raster = _raster(pairs, keys)
         torch.sum(raster, -1, out=rows)
         torch.sum(raster, -2, out=cols)
         return
@@ -97,6 +95,11 @@ def from_pairs(pairs: Tensor, keys: Keys, out: Tensor) -> None:
     for line, size, sums in ((keys.y, keys.height, rows), (keys.x, keys.width, cols)):
         index = line.expand(*lead, -1)
         sums.copy_(pairs.new_zeros(*lead, size + 1).scatter_add_(-1, index, pairs)[..., :size])
+
+
+def _raster(pairs: Tensor, keys: Keys) -> Tensor:
+    """(..., Nk) without the prefix tokens: (..., H, W), in the same memory."""
+    return pairs[..., keys.prefix :].unflatten(-1, (keys.height, keys.width))
 
 
 def relative_attention(
@@ -168,8 +171,9 @@ class Tiles(torch.autograd.Function):
         marginals = on_entries = None
         if table is not None:
             marginals = value.new_empty(batch, length, heads, job.keys.height + job.keys.width)
+        room = _room(query, key)
         for tile in _tiles(query, key):
-            weights = _weights(query, key, query_logits, key_logits, attn_mask, job, tile)
+            weights = _weights(query, key, query_logits, key_logits, attn_mask, job, tile, room)
             if job.dropout_p:
                 weights *= _kept(weights, job, tile)
             _set_product(result[tile.samples, tile.queries].transpose(1, 2), weights, value[tile.samples])
@@ -212,16 +216,17 @@ def _backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
     grad_query_logits = None if query_logits is None else _empty_like(query_logits)
     grad_key_logits = None if key_logits is None else torch.zeros_like(key_logits)
     grad_mask = torch.zeros_like(_with_four_axes(attn_mask)) if ctx.needs_input_grad[6] else None
+    room, further_room = _room(query, key), _room(query, key)
     for tile in _tiles(query, key):
         samples, queries = tile.samples, tile.queries
-        weights = _weights(query, key, query_logits, key_logits, attn_mask, job, tile)
+        weights = _weights(query, key, query_logits, key_logits, attn_mask, job, tile, room)
         kept = _kept(weights, job, tile) if job.dropout_p else None
         tile.add_product(grad_value, (weights if kept is None else weights * kept).mT, grad[samples, :, queries])
-        if grad_marginals is None:
-            grad_weights = _product(grad[samples, :, queries], value[samples].mT).mul_(job.scale)
-        else:
-            grad_weights = to_pairs(grad_marginals[samples, :, queries], _of(job.keys, tile))
-            _add_product(grad_weights, grad[samples, :, queries], value[samples].mT, 1.0, job.scale)
+        grad_weights = _part_of_room(further_room, weights.shape)
+        if grad_marginals is not None:
+            to_pairs(grad_marginals[samples, :, queries], _of(job.keys, tile), grad_weights)
+        beta = 0.0 if grad_marginals is None else 1.0
+        _add_product(grad_weights, grad[samples, :, queries], value[samples].mT, beta, job.scale)
         if kept is not None:
             grad_weights *= kept
         grad_logits = grad_weights.sub_(mean[samples, :, queries]).mul_(weights)
@@ -254,14 +259,32 @@ class Tile(NamedTuple):
             _add_product(total[self.samples], left, right, 1.0, 1.0)
 
 
-def _tiles(query: Tensor, key: Tensor) -> Iterator[Tile]:
-    batch, heads, length, _ = query.shape
+def _sizes(query: Tensor, key: Tensor) -> tuple[int, int]:
+    """How many samples and how many queries a tile has at the most."""
+    _, heads, length, _ = query.shape
     step = max(LEAST_QUERIES, TILE_LOGITS // max(1, heads * key.shape[2]))
     group = max(1, TILE_LOGITS // max(1, heads * key.shape[2] * length)) if step >= length else 1
+    return group, step
+
+
+def _tiles(query: Tensor, key: Tensor) -> Iterator[Tile]:
+    batch, _, length, _ = query.shape
+    group, step = _sizes(query, key)
     # Without queries one empty tile, which sets the gradients of keys and values to zero.
     starts = product(range(0, batch, group), range(0, max(1, length), step))
     for number, (sample, start) in enumerate(starts):
         yield Tile(number, slice(sample, sample + group), slice(start, min(length, start + step)))
+
+
+def _room(query: Tensor, key: Tensor) -> Tensor:
+    """Memory for a tile's weights, for one tile after the other: fresh memory costs more than what is done in it."""
+    batch, heads, length, _ = query.shape
+    group, step = _sizes(query, key)
+    return query.new_empty(min(batch, group) * heads * min(length, step) * key.shape[2])
+
+
+def _part_of_room(room: Tensor, shape: Sequence[int]) -> Tensor:
+    return room[: math.prod(shape)].view(shape)
 
 
 def _weights(
@@ -272,20 +295,19 @@ def _weights(
     attn_mask: Tensor | None,
     job: Job,
     tile: Tile,
+    room: Tensor,
 ) -> Tensor:
-    """The attention weights of a tile before dropout, (b, heads, T, Nk)."""
+    """The attention weights of a tile before dropout, (b, heads, T, Nk), in the memory of `room`."""
     samples, queries = tile.samples, tile.queries
     query, key = query[samples, :, queries], key[samples]
-    logits = None
+    logits = _part_of_room(room, (*query.shape[:3], key.shape[2]))
     if query_logits is not None:
-        logits = to_pairs(query_logits[samples, :, queries], _of(job.keys, tile))
+        to_pairs(query_logits[samples, :, queries], _of(job.keys, tile), logits)
     if key_logits is not None:
         from_keys = _to_queries(key_logits[samples], job, tile)
-        logits = from_keys if logits is None else logits.add_(from_keys)
-    if logits is None:
-        logits = _product(query, key.mT).mul_(job.scale)
-    else:
-        _add_product(logits, query, key.mT, job.scale, job.scale)
+        logits = from_keys if query_logits is None else logits.add_(from_keys)
+    beta = 0.0 if query_logits is None and key_logits is None else job.scale
+    _add_product(logits, query, key.mT, beta, job.scale)
     if attn_mask is not None:
         mask = _part_of_mask(_with_four_axes(attn_mask), tile)
         logits = logits.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else logits.add_(mask)
