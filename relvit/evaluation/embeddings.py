@@ -13,8 +13,8 @@ import torch
 
 from relvit.data.files import image_files
 from relvit.data.folder import find_splits
+from relvit.evaluation.output import check_output
 from relvit.evaluation.predictor import Predictor
-from relvit.names import did_you_mean
 
 FORMATS = (".npz", ".csv", ".parquet")
 
@@ -91,13 +91,7 @@ def check_format(output: str | os.PathLike[str]) -> None:
         FileNotFoundError: its folder does not exist.
         ModuleNotFoundError: Parquet without pyarrow.
     """
-    path = Path(output)
-    if path.suffix not in FORMATS:
-        hint = did_you_mean(path.suffix, FORMATS)
-        raise ValueError(f"output {output} ends in {path.suffix!r}; allowed are {', '.join(FORMATS)}{hint}")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"output {output} lies in a folder that does not exist; make it first")
-    if path.suffix == ".parquet":
+    if check_output(output, FORMATS) == ".parquet":
         _pyarrow()
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from relvit.evaluation.output import check_output
 from relvit.evaluation.predictor import Predictor
-from relvit.names import did_you_mean
 
 FORMATS = (".onnx", ".pt2")
 # Largest side of an image, in patches.
@@ -76,13 +76,7 @@ def export_model(predictor: Predictor, output: str | os.PathLike[str]) -> list[t
 
 def check_export(output: str | os.PathLike[str]) -> None:
     """See beforehand whether a model can be written to a file of this name; raises what `export_model` does."""
-    path = Path(output)
-    if path.suffix not in FORMATS:
-        hint = did_you_mean(path.suffix, FORMATS)
-        raise ValueError(f"output {output} ends in {path.suffix!r}; allowed are {', '.join(FORMATS)}{hint}")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"output {output} lies in a folder that does not exist; make it first")
-    if path.suffix == ".onnx":
+    if check_output(output, FORMATS) == ".onnx":
         try:
             import onnx  # noqa: F401
             import onnxruntime  # noqa: F401

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from timm.models._features import feature_take_indices
-from torch import Tensor, nn
+from torch import Tensor
 
 from relvit.ops import Grid, patch_coords
 
@@ -89,6 +89,3 @@ class GridForward:
         if return_prefix_tokens and prefixes is not None:
             patches = list(zip(patches, prefixes, strict=True))
         return patches if intermediates_only else (self.norm(x), patches)
-
-    def _run_block(self, block: nn.Module, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
-        raise NotImplementedError

@@ -21,7 +21,10 @@ from relvit.ops import Grid, grid_from_naflex, patch_coords
 
 
 class Retrofitted:
-    """Mixin before one of timm's models: its attention modules are `PlacedAttention` and it hands them the grid."""
+    """Mixin before one of timm's models: its attention modules are `PlacedAttention` and it hands them the grid.
+
+    Every class has a method `open_to_all_sizes`, which lets images of every size in; `relvit.retrofit` calls it once.
+    """
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
@@ -33,10 +36,6 @@ class Retrofitted:
             for table in module.no_weight_decay()
         }
         return super().no_weight_decay() | tables
-
-    def open_to_all_sizes(self) -> None:
-        """Let images of every size in; called once, by `relvit.retrofit`."""
-        raise NotImplementedError
 
 
 class RetrofittedVisionTransformer(Retrofitted, GridForward, VisionTransformer):

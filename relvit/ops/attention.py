@@ -156,8 +156,9 @@ def relative_attention(
         raise ValueError("backend 'tiled' can be no part of graphs or of torch.func's transforms: use 'auto'")
     # int: to `torch.jit.trace` sizes are tensors, and their powers single precision.
     scale = int(query.shape[3]) ** -0.5 if scale is None else scale
-    if terms.bias is not None and abs(scale) < SMALLEST_SCALE:
-        # Backends keep the bias divided by the scale: here the contents are scaled instead.
+    divided = terms.bias is not None or (attn_mask is not None and attn_mask.requires_grad)
+    if divided and abs(scale) < SMALLEST_SCALE:
+        # Backends divide the bias, and a mask's gradient, by the scale: here the contents are scaled instead.
         position_query = scale * (query if position_query is None else position_query)
         position_key = scale * (key if position_key is None else position_key)
         query, scale = scale * query, 1.0

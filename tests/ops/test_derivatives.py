@@ -70,6 +70,21 @@ def test_a_learned_mask_gets_its_gradient(shape):
     torch.testing.assert_close(*grads, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("scale", [0.0, 1e-5])
+def test_a_learned_mask_gets_its_gradient_however_small_the_scale(scale):
+    q, k, v, terms, grid = draw_case(2, 3)
+    mask = torch.randn(6, 6, generator=torch.Generator().manual_seed(4), dtype=torch.float64, requires_grad=True)
+    options = {"attn_mask": mask, "scale": scale}
+    grads = [
+        torch.autograd.grad(relative_attention(q, k, v, terms, grid, **options, backend=backend).square().sum(), mask)[
+            0
+        ]
+        for backend in ("reference", "tiled")
+    ]
+    assert grads[0].abs().max() > 0.01
+    torch.testing.assert_close(*grads, rtol=0, atol=1e-10)
+
+
 def test_dropout_drops_in_backward_what_it_dropped_in_forward():
     q, k, v, terms, grid = draw_case(2, 3, prefix=1, which="qkvb")
     inputs = leaves(q, k, v, terms)
