@@ -1,7 +1,6 @@
 """What all image data modules share: arguments, transforms, loaders."""
 
 import inspect
-import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
@@ -12,10 +11,12 @@ from lightning import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from relvit.data.draws import Draws
 from relvit.data.sampling import Balance, TrainSampler, check_balance, class_weights, for_this_process
 from relvit.data.shares import ShareLoader, batches_per_rank
 from relvit.data.transforms import Augment, eval_transform, parse_size, train_transform
 from relvit.names import listing
+from relvit.seeding import run_seed
 
 Split = Literal["train", "val", "test", "predict"]
 
@@ -108,6 +109,7 @@ class ImageData(LightningDataModule, ABC):
         )
         self.eval_transform = eval_transform(self.img_size, self.mean, self.std, crop_pct)
         self._datasets: dict[Split, Dataset] = {}
+        self._begin = (0, 0)
         # Path and reason of the images of each split that could not be read so far (data from files, on_error='skip').
         self.unreadable: dict[Split, dict[str, str]] = {}
 
@@ -192,17 +194,28 @@ class ImageData(LightningDataModule, ABC):
         for split in splits:
             self.dataset(split)
 
+    def begin_at(self, epoch: int, batch: int) -> None:
+        """Where the training begins: with that epoch, after so many of its batches (of each device)."""
+        self._begin = (epoch, batch)
+
     def train_dataloader(self) -> DataLoader:
         """Shuffled batches; a last one of a single image is left out, which batch norm could not normalise.
 
-        On several devices each gets its share, in an order that follows from seed and epoch.
+        The order follows from seed and epoch, the augmentation of an image from its place in it as well. On several
+        devices each gets its share. A training that goes on within an epoch begins with the first batch that is left.
         """
-        sampler = self._train_sampler()
-        # Lightning divides PyTorch's own shuffling among the devices.
-        world = self.trainer.world_size if self.trainer else 1
-        count = math.ceil(len(self.dataset("train")) / world) if sampler is None else len(sampler)
-        alone = count > 1 and count % self.batch_size == 1
-        return self._loader("train", shuffle=sampler is None, sampler=sampler, drop_last=alone)
+        dataset = self.dataset("train")
+        weights = None
+        if self.balance == "sampler":
+            weights = class_weights(dataset.targets, self.num_classes)[torch.as_tensor(dataset.targets)]
+        # Known already here: the loader may begin to load before Lightning says which epoch it is.
+        epoch, done = self._begin
+        if self.trainer is not None and self.trainer.current_epoch > epoch:
+            epoch, done = self.trainer.current_epoch, 0
+        place = {"epoch": epoch, "start": done * self.batch_size}
+        sampler = TrainSampler(len(dataset), weights, self.repeats, **for_this_process(self.trainer), **place)
+        alone = len(sampler) > 1 and len(sampler) % self.batch_size == 1
+        return self._loader("train", sampler=sampler, drop_last=alone)
 
     def val_dataloader(self) -> DataLoader | ShareLoader:
         """All validation images in order; on several devices this one's share, see :class:`ShareLoader`."""
@@ -225,27 +238,15 @@ class ImageData(LightningDataModule, ABC):
         nothing = torch.empty(0, self.in_chans, *self.img_size), torch.empty(0, dtype=torch.long)
         return ShareLoader(loader, batches_per_rank(count, world, self.batch_size), nothing)
 
-    def _train_sampler(self) -> TrainSampler | None:
-        """None: PyTorch's own shuffling, which Lightning divides among the processes."""
-        if self.balance != "sampler" and self.repeats == 1:
-            return None
-        dataset = self.dataset("train")
-        weights = None
-        if self.balance == "sampler":
-            weights = class_weights(dataset.targets, self.num_classes)[torch.as_tensor(dataset.targets)]
-        return TrainSampler(len(dataset), weights, self.repeats, **for_this_process(self.trainer))
-
     def _loader(
         self,
         split: Split,
-        shuffle: bool = False,
         sampler: Sampler | Sequence[int] | None = None,
         drop_last: bool = False,
     ) -> DataLoader:
         return self._make_loader(
             split,
             batch_size=self.batch_size,
-            shuffle=shuffle,
             sampler=sampler,
             drop_last=drop_last,
             num_workers=self.num_workers,
@@ -255,7 +256,11 @@ class ImageData(LightningDataModule, ABC):
 
     def _make_loader(self, split: Split, **arguments: Any) -> DataLoader:
         """The loader of a split with further arguments of `DataLoader`."""
-        return DataLoader(self.dataset(split), **arguments)
+        return DataLoader(self._asked(split, self.dataset(split)), **arguments)
+
+    def _asked(self, split: Split, dataset: Dataset) -> Dataset:
+        """A dataset as the loader of a split asks it: by draws in training, where items are made at random."""
+        return Draws(dataset, run_seed()) if split == "train" else dataset
 
 
 def _checked_classes(class_names: Sequence[str]) -> list[str]:

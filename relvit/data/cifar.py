@@ -174,7 +174,7 @@ class CIFARData(ImageData):
         )
         if by_batch is None:
             return super()._make_loader(split, **arguments)
-        return DataLoader(WholeBatches(images, by_batch), collate_fn=as_it_is, **arguments)
+        return DataLoader(self._asked(split, WholeBatches(images, by_batch)), collate_fn=as_it_is, **arguments)
 
     def held_out(self) -> list[tuple[str, int]]:
         """Names such as 'cifar10/train/00012', by the place in the training files, and labels."""

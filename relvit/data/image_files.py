@@ -122,5 +122,5 @@ class ImageFilesData(ImageData):
         if self.on_error == "error":
             return super()._make_loader(split, **arguments)
         record = self.unreadable.setdefault(split, {})
-        dataset = Tolerant(self.dataset(split), replace=split == "train", record=record)
-        return TolerantLoader(dataset, collate_fn=collate_readable, **arguments)
+        dataset = self._asked(split, Tolerant(self.dataset(split), replace=split == "train"))
+        return TolerantLoader(dataset, collate_fn=collate_readable, record=record, **arguments)

@@ -1,16 +1,17 @@
 """Which training images an epoch shows, in which order and to which process."""
 
 import math
-import os
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from lightning import Trainer
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
+from relvit.data.draws import Draw
 from relvit.names import did_you_mean
+from relvit.seeding import run_seed
 
 Balance = Literal["none", "sampler", "loss"]
 
@@ -35,13 +36,13 @@ def class_weights(labels: Sequence[int], num_classes: int) -> Tensor:
 
 
 class TrainSampler(DistributedSampler):
-    """Shuffled indices of an epoch, drawn by weight, repeated, or both, divided among the processes.
+    """The shuffled images of an epoch, drawn by weight, repeated, or both, divided among the processes, as `Draw`s.
 
     With weights, images are drawn with replacement; without, every one comes once. With ``repeats > 1`` the first
     ``1 / repeats`` of them come so many times, one copy next to the other before they are dealt to the processes in
     turn, so that copies meet in one optimiser step and on different devices (repeated augmentation, Hoffer et al.
     2019, arXiv 1901.09335, in the form of DeiT's sampler: an epoch is as long as without). The order depends on seed
-    and epoch alone.
+    and epoch alone, so a training that goes on within an epoch begins where it was. The length is that of the epoch.
 
     Args:
         count: Number of images.
@@ -51,6 +52,7 @@ class TrainSampler(DistributedSampler):
         rank: Number of this one.
         seed: Another seed gives another order; the same in all processes.
         epoch: The epoch to begin with; Lightning calls ``set_epoch`` later on.
+        start: Images of this process that are left out of that epoch, having been trained on already.
     """
 
     def __init__(
@@ -62,15 +64,18 @@ class TrainSampler(DistributedSampler):
         rank: int = 0,
         seed: int = 0,
         epoch: int = 0,
+        start: int = 0,
     ) -> None:
         # A DistributedSampler, so that Lightning leaves it as it is.
         super().__init__(range(count), num_replicas=num_replicas, rank=rank, shuffle=True, seed=seed)
         self.count = count
         self.weights = weights
         self.repeats = repeats
+        self.first_epoch = epoch
+        self.start = start
         self.set_epoch(epoch)
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[Draw]:
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         distinct = math.ceil(self.total_size / self.repeats)
         if self.weights is None:
@@ -79,18 +84,13 @@ class TrainSampler(DistributedSampler):
         else:
             chosen = torch.multinomial(self.weights.double(), distinct, replacement=True, generator=generator)
         order = chosen.repeat_interleave(self.repeats)[: self.total_size]
-        return iter(order[self.rank :: self.num_replicas].tolist())
+        places = range(self.rank, self.total_size, self.num_replicas)
+        draws = [Draw(index, self.epoch, place) for index, place in zip(order[places].tolist(), places, strict=True)]
+        return iter(draws[self.start :] if self.epoch == self.first_epoch else draws)
 
 
-def for_this_process(trainer: Trainer | None) -> dict[str, Any]:
+def for_this_process(trainer: Trainer | None) -> dict[str, int]:
     """Arguments of :class:`TrainSampler` that follow from the trainer; without one, those of a single process."""
-    seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))  # where Lightning's seed_everything leaves it
     if trainer is None:
-        return {"seed": seed}
-    # A resumed training asks for its first order before it says which epoch it is in.
-    return {
-        "num_replicas": trainer.world_size,
-        "rank": trainer.global_rank,
-        "seed": seed,
-        "epoch": trainer.current_epoch,
-    }
+        return {"seed": run_seed()}
+    return {"num_replicas": trainer.world_size, "rank": trainer.global_rank, "seed": run_seed()}

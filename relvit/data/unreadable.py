@@ -22,13 +22,11 @@ class Tolerant(Dataset):
         dataset: Raises UnreadableImageError where a file cannot be read.
         replace: Whether the next readable item stands in, as batches of training should stay full, or None, as in
             evaluation no image may count twice.
-        record: Where the loader, in the main process, puts down path and reason.
     """
 
-    def __init__(self, dataset: Dataset, replace: bool, record: dict[str, str]) -> None:
+    def __init__(self, dataset: Dataset, replace: bool) -> None:
         self.dataset = dataset
         self.replace = replace
-        self.record = record
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -56,12 +54,18 @@ class TolerantLoader(DataLoader):
     """A loader of a `Tolerant` dataset with `collate_readable`: gives batches of what could be read, records the rest.
 
     A batch in which nothing can be read does not come at all.
+
+    Args:
+        record: Where path and reason are put down, in the main process.
+        arguments, options: Those of `DataLoader`.
     """
 
-    dataset: Tolerant
+    def __init__(self, *arguments: Any, record: dict[str, str], **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.record = record
 
     def __iter__(self) -> Iterator[Any]:
         for batch, failed in super().__iter__():
-            self.dataset.record.update(failed)
+            self.record.update(failed)
             if batch is not None:
                 yield batch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
@@ -21,6 +20,7 @@ from relvit.data.mix import BatchMix
 from relvit.models import build_model
 from relvit.models.transfer import TransferReport, transfer_weights
 from relvit.names import did_you_mean
+from relvit.seeding import run_seed, seed_all
 from relvit.training.averaging import WeightAverage
 from relvit.training.checkpoint_file import AVERAGE_KEY
 from relvit.training.distillation import Teacher, check_distillation, distillation_loss
@@ -29,7 +29,6 @@ from relvit.training.loss import ClassificationLoss
 from relvit.training.optimisation import check_optimizer, make_optimizer
 from relvit.training.pretrained import Architecture, architecture_of, normalisation_note, read_pretrained
 from relvit.training.schedule import Plan, make_plan, warmup_cosine
-from relvit.training.seeding import seeded
 
 
 class NonFiniteLossError(RuntimeError):
@@ -193,10 +192,10 @@ class ImageClassifier(LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """The loss of images and labels (B,) or target distributions (B, num_classes)."""
         images, targets = batch
+        # All that is drawn from here on: mixing, dropout, stochastic depth.
+        seed_all(run_seed(), self.current_epoch, batch_idx, self.global_rank)
         if self.mixing is not None:
-            seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
-            with seeded(seed, self.current_epoch, batch_idx, self.global_rank):
-                images, targets = self.mixing(images, targets)
+            images, targets = self.mixing(images, targets)
         outputs = self(images)
         # With a distillation token: what the class token says, and what that one says.
         logits, distilled = outputs if isinstance(outputs, tuple) else (outputs, outputs)

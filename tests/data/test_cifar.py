@@ -180,7 +180,7 @@ def test_a_batch_without_augmentation_equals_image_by_image():
 def test_what_a_batch_cannot_do_is_done_image_by_image(cifar10, tmp_path, options):
     data = data_of(tmp_path, **options)
     loader = data.train_dataloader()
-    assert loader.dataset is data.dataset("train")
+    assert loader.dataset.dataset is data.dataset("train")
     images, labels = next(iter(loader))
     assert images.shape == (50, 3, *data.img_size)
     assert sorted(labels.tolist()) == sorted(data.dataset("train").targets)
@@ -192,7 +192,7 @@ def test_loaders_give_whole_batches_of_the_same_images(cifar10, tmp_path):
     data = data_of(tmp_path, augment="none", batch_size=8)
     data.setup()
     loader = data.train_dataloader()
-    assert isinstance(loader.dataset, WholeBatches)
+    assert isinstance(loader.dataset.dataset, WholeBatches)
     found = {}
     for images, labels in loader:
         assert (images.dtype, labels.dtype) == (torch.float32, torch.int64)

