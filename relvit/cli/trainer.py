@@ -10,30 +10,36 @@ from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace
-from lightning import Trainer
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from relvit.cli.class_table import show_classes
 from relvit.cli.errors import UsageError
 from relvit.cli.parser import Parser
+from relvit.cli.resume import resumed
 from relvit.data import ImageData
 from relvit.evaluation import EvaluationReport, MirrorAverage
+from relvit.replacing import replacing
 from relvit.training import (
     DataRecord,
     DescribeCheckpoint,
     FindLearningRate,
+    History,
     ImageClassifier,
     PredictionTable,
-    TrainingCurves,
+    RunCheckpoints,
+    RunLock,
+    StoppedBySignalError,
+    WholeCheckpoints,
     new_run_folder,
     read_checkpoint,
     remove_if_fruitless,
 )
 from relvit.training.checkpoint import check_same_data, check_same_network
 from relvit.training.checkpoint_file import KEY
+from relvit.training.position import Position
 from relvit.training.pretrained import Architecture
 
 LINKS = ("num_classes", "in_chans", "class_names", "img_size")
@@ -44,6 +50,19 @@ def main(command: str, arguments: Sequence[str]) -> None:
     RelvitCLI(command, arguments)
 
 
+class SaveConfig(SaveConfigCallback):
+    """Writes `config.yaml` into the run's folder, wherever loggers write."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options, save_to_log_dir=False)
+
+    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Where there is a run: not in a trial by `fast_dev_run`."""
+        if not trainer.fast_dev_run:
+            with replacing(Path(trainer.default_root_dir) / self.config_filename) as path:
+                self.parser.save(self.config, path, skip_none=False)
+
+
 class RelvitCLI(LightningCLI):
     """One command. In `fit`, classes, channels and image size flow from the data to the model; the other commands take
     model, classes and transforms from the checkpoint, and explicit flags override them or are refused.
@@ -52,6 +71,11 @@ class RelvitCLI(LightningCLI):
     def __init__(self, command: str, arguments: Sequence[str]) -> None:
         self.command = command
         self.arguments = list(arguments)
+        self.resumes: Path | None = None
+        if command == "fit" and (run := _option(self.arguments, "--resume")) is not None:
+            self.resumes = Path(run)
+            last, self.arguments = resumed(self.resumes, _without(self.arguments, "--resume"))
+            self.arguments += ["--ckpt_path", str(last)]
         self.checkpoint_path = _option(self.arguments, "--ckpt_path")
         asks_help = any(argument in ("-h", "--help") or argument.endswith(".help") for argument in self.arguments)
         if command != "fit" and self.checkpoint_path is None and not asks_help:
@@ -62,7 +86,7 @@ class RelvitCLI(LightningCLI):
         self.finished_epochs = 0
         if self.checkpoint_path:
             checkpoint = read_checkpoint(self.checkpoint_path)
-            self.remembered, self.finished_epochs = checkpoint[KEY], checkpoint["epoch"] + 1
+            self.remembered, self.finished_epochs = checkpoint[KEY], _finished_epochs(checkpoint)
             data = self.remembered["data"]["class_path"]
             if not data.startswith("relvit.data.") and _option(self.arguments, "--data") is None:
                 # A file must not choose what is imported.
@@ -79,7 +103,7 @@ class RelvitCLI(LightningCLI):
             | ({"devices": 1} if command == "predict" else {}),
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
-            save_config_callback=SaveConfigCallback if command == "fit" else None,
+            save_config_callback=SaveConfig if command == "fit" else None,
         )
 
     def subcommands(self) -> dict[str, set[str]]:
@@ -94,6 +118,18 @@ class RelvitCLI(LightningCLI):
             text = "Average the probabilities of each image and its mirror image."
             parser.add_argument("--mirror", type=bool, default=False, help=text)
         if self.command == "fit":
+            parser.add_argument(
+                "--resume",
+                type=str | None,
+                default=None,
+                help="A run's folder: go on there, with its configuration, where its last checkpoint is.",
+            )
+            parser.add_argument(
+                "--save_every",
+                type=int | None,
+                default=None,
+                help="Optimiser steps between checkpoints within an epoch; by default there are none.",
+            )
             parser.add_argument(
                 "--patience",
                 type=int | None,
@@ -114,6 +150,8 @@ class RelvitCLI(LightningCLI):
         self.config = parser.parse_args([self.command, *first, *self.arguments])
         if self.remembered is not None and self.command == "fit":
             self._complete(self.config[self.command]["model"], self.remembered["model"])
+            # The configuration that is kept says what is trained, not from where a part of it went on.
+            self.config[self.command]["ckpt_path"] = None
 
     def _complete(self, asked: Namespace, trained: dict[str, Any]) -> None:
         """What goes on needs no file to know its model, nor to be told again where its training started."""
@@ -155,28 +193,23 @@ class RelvitCLI(LightningCLI):
             raise UsageError(f"--patience must be 1 or more, got {patience}")
         callbacks: list[Any] = []
         if self.command == "fit" and not config["fast_dev_run"]:
-            self.run_folder = self._new_run_folder(self.model.hparams.model)
-            folder = {"dirpath": self.run_folder / "checkpoints", "enable_version_counter": False}
+            self.run_folder = self.resumes or self._new_run_folder(self.model.hparams.model)
+            if rank_zero_only.rank == 0:
+                self.lock = self._lock(self.run_folder)
             callbacks = [
-                ModelCheckpoint(**folder, filename="best", monitor="val/acc1", mode="max"),
-                # A callback of its own: `save_last` above would save only when the best improves.
-                ModelCheckpoint(**folder, filename="last"),
+                RunCheckpoints(self.run_folder / "checkpoints", self._get(self.config, "save_every")),
                 DescribeCheckpoint(),
-                TrainingCurves(),
+                History(self.run_folder, tensorboard=config["logger"] is None),
             ]
+            config["plugins"] = [*_listed(config["plugins"]), WholeCheckpoints()]
             if patience is not None:
                 callbacks.append(EarlyStopping("val/acc1", mode="max", patience=patience))
             if self._get(self.config, "lr_find"):
                 callbacks.append(FindLearningRate())
             config["default_root_dir"] = self.run_folder
-            if config["logger"] is None:
-                config["logger"] = [
-                    CSVLogger(self.run_folder, name="", version=""),
-                    TensorBoardLogger(self.run_folder, name="tensorboard", version=""),
-                ]
         else:
-            config["logger"] = config["logger"] or False
             config["enable_checkpointing"] = False
+        config["logger"] = config["logger"] or False
         if self.command == "predict":
             self.run_folder = self._new_run_folder("predict")
             callbacks = [PredictionTable(self.run_folder / "predictions.csv", self.model.hparams.class_names)]
@@ -246,7 +279,7 @@ class RelvitCLI(LightningCLI):
             summary["unreadable"] = self.data_record.counts
         if rank_zero_only.rank == 0:
             (self.run_folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-            files = ", ".join(sorted(path.name for path in self.run_folder.iterdir()))
+            files = ", ".join(sorted(path.name for path in self.run_folder.glob("[!.]*")))
             lines += [f"Files: {self.run_folder} ({files})", "Next:", *self._suggestions(best)]
         _say("\n".join(lines))
 
@@ -307,12 +340,12 @@ class RelvitCLI(LightningCLI):
                     "leave out --trainer.devices and --trainer.num_nodes"
                 )
             super()._run_subcommand(subcommand)
-        except SystemExit:
-            # Lightning has caught Ctrl-C and is on its way out.
+        except SystemExit as stop:
+            # Told to stop, or Lightning has caught Ctrl-C and is on its way out.
             folder = self.run_folder
             if self.trainer.interrupted and folder and (folder / "checkpoints" / "last.ckpt").is_file():
-                resume = f"--config {folder / 'config.yaml'} --ckpt_path {folder / 'checkpoints' / 'last.ckpt'}"
-                _say(f"Stopped. To continue after the last whole epoch: relvit fit {resume}")
+                why = f"Stopped by {stop.signal.name}" if isinstance(stop, StoppedBySignalError) else "Stopped"
+                _say(f"{why}. To go on: relvit fit --resume {folder}")
             raise
         finally:
             if self.run_folder and rank_zero_only.rank == 0:
@@ -322,14 +355,45 @@ class RelvitCLI(LightningCLI):
         kwargs = super()._prepare_subcommand_kwargs(subcommand)
         # Nothing but tensors and plain types is ever read from a checkpoint.
         kwargs["weights_only"] = True
+        if subcommand == "fit" and self.checkpoint_path:
+            kwargs["ckpt_path"] = self.checkpoint_path
         if subcommand == "predict":
             kwargs["return_predictions"] = False
         return kwargs
+
+    def _lock(self, folder: Path) -> RunLock:
+        try:
+            return RunLock(folder)
+        except BlockingIOError as error:
+            raise UsageError(error.strerror) from error
 
     def _new_run_folder(self, name: str) -> Path:
         """A fresh folder on the main process; the others write nothing and are told the checkpoints' place by it."""
         parent = Path(self._get(self.config, "runs"))
         return new_run_folder(parent, name) if rank_zero_only.rank == 0 else parent
+
+
+def _finished_epochs(checkpoint: dict[str, Any]) -> int:
+    position = Position.read(checkpoint)
+    return checkpoint["epoch"] + 1 if position is None else position.epoch
+
+
+def _listed(value: Any) -> list[Any]:
+    """The same as a list, where None is none."""
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _without(arguments: Sequence[str], name: str) -> list[str]:
+    """All arguments but an option with its value."""
+    rest, skip = [], False
+    for argument in arguments:
+        if skip or argument.startswith(f"{name}="):
+            skip = False
+        elif argument == name:
+            skip = True
+        else:
+            rest.append(argument)
+    return rest
 
 
 def _started_by_torchrun() -> int:

@@ -12,7 +12,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from relvit.data.draws import Draws
-from relvit.data.sampling import Balance, TrainSampler, check_balance, class_weights, for_this_process
+from relvit.data.sampling import (
+    Balance,
+    TrainSampler,
+    check_balance,
+    class_weights,
+    for_this_process,
+    training_position,
+)
 from relvit.data.shares import ShareLoader, batches_per_rank
 from relvit.data.transforms import Augment, eval_transform, parse_size, train_transform
 from relvit.names import listing
@@ -197,6 +204,15 @@ class ImageData(LightningDataModule, ABC):
     def begin_at(self, epoch: int, batch: int) -> None:
         """Where the training begins: with that epoch, after so many of its batches (of each device)."""
         self._begin = (epoch, batch)
+
+    def state_dict(self) -> dict[str, int]:
+        """Of a training: the epoch, and how many of its batches are done."""
+        epoch, batch = training_position(self.trainer)
+        return {"epoch": epoch, "batch": batch}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Begin where the training was."""
+        self.begin_at(**state_dict)
 
     def train_dataloader(self) -> DataLoader:
         """Shuffled batches; a last one of a single image is left out, which batch norm could not normalise.

@@ -94,3 +94,17 @@ def for_this_process(trainer: Trainer | None) -> dict[str, int]:
     if trainer is None:
         return {"seed": run_seed()}
     return {"num_replicas": trainer.world_size, "rank": trainer.global_rank, "seed": run_seed()}
+
+
+def training_position(trainer: Trainer) -> tuple[int, int]:
+    """Epoch, and batches of it (on each device) that an optimiser step has taken in: where to begin again.
+
+    Batches whose gradients are still being accumulated do not count; at the end of an epoch it is the next one.
+    """
+    loop = trainer.fit_loop
+    epochs, done = loop.epoch_progress.current, loop.epoch_loop.batch_progress.current.processed
+    if epochs.started == epochs.processed:
+        return epochs.processed, 0
+    if done < trainer.num_training_batches:
+        done -= done % trainer.accumulate_grad_batches
+    return epochs.processed, done

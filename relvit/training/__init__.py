@@ -1,16 +1,19 @@
 """Training with Lightning: the classifier module, its schedule, checkpoints and callbacks."""
 
 from relvit.training.averaging import WeightAverage
-from relvit.training.callbacks import PredictionTable, TrainingCurves
+from relvit.training.callbacks import PredictionTable
 from relvit.training.checkpoint import DescribeCheckpoint, load_classifier
 from relvit.training.checkpoint_file import read_checkpoint
+from relvit.training.checkpoint_io import WholeCheckpoints
 from relvit.training.classifier import ImageClassifier, NonFiniteLossError
 from relvit.training.data_record import DataRecord
 from relvit.training.distillation import Teacher, distillation_loss
+from relvit.training.history import History
 from relvit.training.loss import ClassificationLoss, soft_targets
 from relvit.training.lr_finder import FindLearningRate
 from relvit.training.optimisation import make_optimizer
-from relvit.training.run_folder import new_run_folder, remove_if_fruitless
+from relvit.training.run_checkpoints import RunCheckpoints, StoppedBySignalError
+from relvit.training.run_folder import RunLock, new_run_folder, remove_if_fruitless
 from relvit.training.schedule import warmup_cosine
 
 __all__ = [
@@ -27,9 +30,13 @@ __all__ = [
     "DescribeCheckpoint",
     "read_checkpoint",
     "load_classifier",
-    "TrainingCurves",
+    "History",
+    "RunCheckpoints",
+    "StoppedBySignalError",
+    "WholeCheckpoints",
     "PredictionTable",
     "DataRecord",
+    "RunLock",
     "new_run_folder",
     "remove_if_fruitless",
 ]

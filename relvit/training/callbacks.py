@@ -7,34 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning import Callback, LightningModule, Trainer
+from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
-from lightning.pytorch.loggers import CSVLogger
-
-from relvit.plots import plot_curves
 
 # Classes named for each image.
 TOP = 5
-
-
-class TrainingCurves(Callback):
-    """Draws loss and accuracy into `curves.png` beside the run's `metrics.csv` when training ends, however it ends."""
-
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._draw(trainer)
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._draw(trainer)
-
-    def _draw(self, trainer: Trainer) -> None:
-        if not trainer.is_global_zero:
-            return
-        for logger in trainer.loggers:
-            if isinstance(logger, CSVLogger):
-                logger.save()
-                metrics = Path(logger.log_dir) / "metrics.csv"
-                if metrics.is_file():
-                    plot_curves(metrics, metrics.with_name("curves.png"))
 
 
 class PredictionTable(BasePredictionWriter):

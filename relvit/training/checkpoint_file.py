@@ -1,12 +1,16 @@
-"""How a relvit checkpoint is read: tensors and plain values only, nothing in it is run."""
+"""How a relvit checkpoint is read (tensors and plain values only, nothing in it is run) and written (whole or not)."""
 
 from __future__ import annotations
 
+import os
 import pickle
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from relvit.replacing import replacing
 
 # Where a checkpoint says which model and data it is of.
 KEY = "relvit"
@@ -14,7 +18,7 @@ KEY = "relvit"
 AVERAGE_KEY = "ema_state_dict"
 
 
-def read_checkpoint(path: str | Path) -> dict[str, Any]:
+def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The content of a relvit checkpoint, on the CPU. Only tensors and plain types are read, never code.
 
     'state_dict' holds the weights to use: the averaged ones where the training kept an average (`ema_decay`).
@@ -40,3 +44,23 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not a checkpoint of relvit fit: it does not say which model and data it is of")
     content["state_dict"] = content["state_dict"] | content.get(AVERAGE_KEY, {})
     return content
+
+
+def write_checkpoint(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write a checkpoint whole or not at all: whatever interrupts it, a file at `path` is the old one or the new one.
+
+    Args:
+        checkpoint: what `torch.save` can write.
+        path: the file, in a folder that exists. One that is there already is replaced.
+
+    Raises:
+        OSError: the folder cannot be written to, or the disk is full.
+    """
+    with replacing(path) as part:
+        try:
+            torch.save(checkpoint, part)
+        except RuntimeError as error:
+            # PyTorch's complaint about the half of a file hides the system's own about the disk.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise

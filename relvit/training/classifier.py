@@ -17,6 +17,7 @@ from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
 from relvit.data.mix import BatchMix
+from relvit.data.sampling import training_position
 from relvit.models import build_model
 from relvit.models.transfer import TransferReport, transfer_weights
 from relvit.names import did_you_mean
@@ -26,9 +27,14 @@ from relvit.training.checkpoint_file import AVERAGE_KEY
 from relvit.training.distillation import Teacher, check_distillation, distillation_loss
 from relvit.training.freezing import Backbone
 from relvit.training.loss import ClassificationLoss
+from relvit.training.metric_states import States, copy_states, restore_states, summed_over_processes
 from relvit.training.optimisation import check_optimizer, make_optimizer
+from relvit.training.position import POSITION_KEY, Position, go_on, set_counters
 from relvit.training.pretrained import Architecture, architecture_of, normalisation_note, read_pretrained
 from relvit.training.schedule import Plan, make_plan, warmup_cosine
+
+# Where a checkpoint keeps the metrics of an epoch that is under way.
+METRICS_KEY = "train_metrics"
 
 
 class NonFiniteLossError(RuntimeError):
@@ -167,6 +173,11 @@ class ImageClassifier(LightningModule):
         # While learning rates are tried out, which ends in an exploding loss.
         self.searching = False
         self._restored_average: dict[str, Tensor] | None = None
+        self._restored: Position | None = None
+        self._validated_at: tuple[int, int] | None = None
+        self._ended_epoch: int | None = None
+        # Of the epoch up to the last optimiser step, which is where a checkpoint goes on.
+        self._metrics_at_step: States = {}
         # torchmetrics objects count every sample of every process once, whatever the batch sizes.
         accuracies = {
             f"acc{k}": MulticlassAccuracy(num_classes, top_k=k, average="micro") for k in (1, 5) if k <= num_classes
@@ -276,7 +287,10 @@ class ImageClassifier(LightningModule):
         self._restored_average = None
 
     def on_train_start(self) -> None:
-        """Say what the devices make of batch and learning rate."""
+        """Go on exactly where a checkpoint was, and say what the devices make of batch and learning rate."""
+        if self._restored is not None:
+            go_on(self.trainer, self._restored)
+            self._restored = None
         if self.searching:
             return
         plan, trainer, hparams = self.plan, self.trainer, self.hparams
@@ -288,6 +302,10 @@ class ImageClassifier(LightningModule):
             f"steps {plan.steps}, warm-up {plan.warmup}",
             flush=True,
         )
+
+    def on_train_epoch_start(self) -> None:
+        """Lightning resets the metrics of an epoch only if there were batches since the training went on."""
+        self.train_metrics.reset()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Freeze or unfreeze by the number of the epoch alone, so that a resumed run does likewise."""
@@ -313,6 +331,15 @@ class ImageClassifier(LightningModule):
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         if self.average is not None:
             self.average.update(self.net, self.global_step + 1)
+        self._metrics_at_step = copy_states(self.train_metrics)
+
+    def on_validation_epoch_end(self) -> None:
+        if self.trainer.state.fn == TrainerFn.FITTING and not self.trainer.sanity_checking:
+            self._validated_at = training_position(self.trainer)
+
+    def on_train_epoch_end(self) -> None:
+        """After all other callbacks, and before those that save."""
+        self._ended_epoch = self.current_epoch
 
     def on_train_end(self) -> None:
         if self.backbone is not None and self.backbone.frozen:
@@ -320,6 +347,11 @@ class ImageClassifier(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Raw weights stay in 'state_dict', where resuming finds them."""
+        if self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING:
+            position = Position.of(self.trainer, self._validated_at, self._ended_epoch)
+            checkpoint[POSITION_KEY] = position._asdict()
+            states = self._metrics_at_step if position.batch else {}
+            checkpoint[METRICS_KEY] = summed_over_processes(states) if self.trainer.world_size > 1 else states
         if self.average is not None:
             weights = self.average.net.state_dict()
             checkpoint[AVERAGE_KEY] = {f"net.{name}": value for name, value in weights.items()}
@@ -329,11 +361,26 @@ class ImageClassifier(LightningModule):
         self.awaits_pretrained = False
         averaged = checkpoint.get(AVERAGE_KEY)
         if self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING:
+            self._restore_position(checkpoint)
             if averaged is not None:
                 self._restored_average = {name.removeprefix("net."): value for name, value in averaged.items()}
         else:
             self.average = None
             checkpoint["state_dict"] = checkpoint["state_dict"] | (averaged or {})
+
+    def _restore_position(self, checkpoint: dict[str, Any]) -> None:
+        """Set the counters that Lightning is about to read, and put back what it knows nothing of."""
+        position = Position.read(checkpoint)
+        if position is None:
+            return
+        set_counters(checkpoint, position)
+        self._restored = position
+        self._validated_at = (position.epoch, position.batch) if position.validated else None
+        self._ended_epoch = position.epoch - 1
+        self.train_metrics.reset()
+        # They are sums over all processes, of which one counts them.
+        self._metrics_at_step = checkpoint[METRICS_KEY] if self.global_rank == 0 else {}
+        restore_states(self.train_metrics, self._metrics_at_step)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ImageClassifier:
         """Take the average and the teacher along to another device or dtype."""

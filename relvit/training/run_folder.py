@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import shutil
 from datetime import datetime
 from pathlib import Path
@@ -25,6 +26,32 @@ def new_run_folder(parent: str | Path, name: str, now: datetime | None = None) -
             count += 1
             continue
         return folder
+
+
+class RunLock:
+    """Keeps a run's folder for this process, until it ends, however it ends.
+
+    Args:
+        folder: the folder.
+
+    Raises:
+        BlockingIOError: another process has it.
+    """
+
+    NAME = ".lock"
+
+    def __init__(self, folder: Path) -> None:
+        self._file = open(folder / self.NAME, "w")  # noqa: SIM115 (open as long as the lock is held)
+        try:
+            # Of the process alone: workers that outlive it for a moment do not inherit it, as they would with flock.
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._file.close()
+            raise BlockingIOError(error.errno, f"{folder} is being trained in by another process") from None
+
+    def release(self) -> None:
+        """Let others have the folder."""
+        self._file.close()
 
 
 def remove_if_fruitless(folder: Path) -> None:

@@ -126,7 +126,7 @@ def test_resuming_continues_at_the_next_epoch(run, tmp_path, capsys):
     assert main([*arguments, f"--ckpt_path={run / 'checkpoints' / 'last.ckpt'}"]) == 0
     (folder,) = tmp_path.iterdir()
     assert read_checkpoint(folder / "checkpoints" / "last.ckpt")["epoch"] == 4
-    assert [epoch for epoch, _ in read_metrics(folder / "metrics.csv")["train/loss"]] == [4]
+    assert [epoch for epoch, _ in read_metrics(folder / "metrics.csv")["train/loss"]] == [0, 1, 2, 3, 4]
     assert "Best validation accuracy since resuming after epoch 4:" in capsys.readouterr().out
 
 

@@ -1,0 +1,34 @@
+"""How Lightning writes and reads checkpoints here: whole or not at all, and nothing but tensors and plain values."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+
+from relvit.training.checkpoint_file import write_checkpoint
+
+
+class WholeCheckpoints(TorchCheckpointIO):
+    """Checkpoints that replace those of the same name only when they are complete and on the disk."""
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
+    ) -> None:
+        """Write.
+
+        Raises:
+            OSError: the folder cannot be written to, or the disk is full; the message names the last whole checkpoint.
+        """
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            write_checkpoint(checkpoint, path)
+        except OSError as error:
+            whole = sorted(path.parent.glob("*.ckpt"), key=lambda file: file.stat().st_mtime)
+            kept = f"the last whole checkpoint is {whole[-1]}" if whole else "there is no earlier checkpoint"
+            raise OSError(
+                error.errno, f"cannot write the checkpoint {path}: {error.strerror or error}; {kept}"
+            ) from error

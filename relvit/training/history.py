@@ -1,0 +1,110 @@
+"""The course of a run: one table, from which its files are made, and which its checkpoints carry along."""
+
+from __future__ import annotations
+
+import csv
+import shutil
+from pathlib import Path
+from typing import Any
+
+from lightning import Callback, LightningModule, Trainer
+from torch.utils.tensorboard import SummaryWriter
+
+from relvit.plots import plot_curves
+from relvit.replacing import replacing
+
+PLACE = ("epoch", "step")
+
+
+class History(Callback):
+    """Writes `metrics.csv` and a TensorBoard log: a row for each epoch, and for each validation within one.
+
+    A row has `epoch` and `step` (optimiser steps so far), `train/...`, the learning rate `lr` at its end, and
+    `val/...`. The rows are part of every checkpoint: a training that goes on from one first brings the files to where
+    that checkpoint was, so that they have neither gap nor duplicate. `curves.png` is drawn when training ends, however
+    it ends.
+
+    Args:
+        folder: where to write.
+        tensorboard: whether to write the TensorBoard log, into the folder `tensorboard`.
+    """
+
+    def __init__(self, folder: Path, tensorboard: bool = True) -> None:
+        self.folder = folder
+        self.rows: list[dict[str, float]] = []
+        self.tensorboard = tensorboard
+        self._writer: SummaryWriter | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rows so far."""
+        if self._writer is not None:
+            self._writer.flush()
+        return {"rows": [dict(row) for row in self.rows]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on after those rows."""
+        self.rows = [dict(row) for row in state_dict["rows"]]
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Bring the files to where the training is."""
+        if not trainer.is_global_zero:
+            return
+        if self.tensorboard:
+            log = self.folder / "tensorboard"
+            if log.exists():
+                shutil.rmtree(log)
+            self._writer = SummaryWriter(log)
+            for row in self.rows:
+                self._show(row)
+        if self.rows:
+            self._write()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            found = {name: float(v) for name, v in trainer.callback_metrics.items() if name.startswith("val/")}
+            self._add(trainer, found)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Every process computes, the main one writes."""
+        found = {name: float(value) for name, value in pl_module.train_metrics.compute().items()}
+        # Of the last layer: those below may have less.
+        found["lr"] = max(group["lr"] for group in trainer.optimizers[0].param_groups)
+        self._add(trainer, found)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._close()
+
+    def _add(self, trainer: Trainer, found: dict[str, float]) -> None:
+        """A row, or the rest of the one that is there for this epoch and step."""
+        place = {"epoch": trainer.current_epoch, "step": trainer.global_step}
+        if self.rows and all(self.rows[-1][name] == place[name] for name in PLACE):
+            self.rows[-1].update(found)
+        else:
+            self.rows.append(place | found)
+        if trainer.is_global_zero:
+            self._write()
+            self._show(place | found)
+
+    def _write(self) -> None:
+        columns = [*PLACE, *sorted({name for row in self.rows for name in row} - set(PLACE))]
+        with replacing(self.folder / "metrics.csv") as path, open(path, "w", newline="") as file:
+            writer = csv.DictWriter(file, columns)
+            writer.writeheader()
+            writer.writerows(self.rows)
+
+    def _show(self, row: dict[str, float]) -> None:
+        if self._writer is None:
+            return
+        for name, value in row.items():
+            if name not in PLACE:
+                self._writer.add_scalar(name, value, int(row["step"]))
+
+    def _close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        if self.rows and (self.folder / "metrics.csv").is_file():
+            plot_curves(self.folder / "metrics.csv", self.folder / "curves.png")

@@ -1,0 +1,67 @@
+"""Trainings that are killed and go on, in nine of the 36 ways of tools/resume_proof.py, which cover every pair."""
+
+import itertools
+import sys
+
+import pytest
+from scripts import ROOT, load
+
+PROOF = load("resume_proof")
+# Its child processes find it by name.
+sys.path.append(str(ROOT / "tools"))
+# Place, average, accumulation, end.
+CASES = [
+    ("mid-epoch", True, 2, "SIGTERM"),
+    ("mid-epoch", False, 2, "SIGKILL"),
+    ("mid-epoch", True, 1, "exception"),
+    ("epoch end", False, 1, "SIGTERM"),
+    ("epoch end", True, 1, "SIGKILL"),
+    ("epoch end", False, 2, "exception"),
+    ("validation", True, 1, "SIGTERM"),
+    ("validation", True, 2, "SIGKILL"),
+    ("validation", False, 1, "exception"),
+]
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    return PROOF.make_images(tmp_path_factory.mktemp("images"))
+
+
+@pytest.fixture(scope="module")
+def whole(images, tmp_path_factory):
+    """Trainings that nothing interrupts, by average and accumulation, each made once."""
+    made = {}
+
+    def find(ema, accumulate):
+        if (ema, accumulate) not in made:
+            folder = tmp_path_factory.mktemp("whole") / "runs"
+            made[ema, accumulate], status = PROOF.train(images, folder, ema, accumulate)
+            assert status == 0
+        return made[ema, accumulate]
+
+    return find
+
+
+def test_these_cases_cover_every_pair():
+    everything = list(PROOF.cases())
+    assert len(everything) == 36
+    assert set(CASES) <= set(everything)
+    for a, b in itertools.combinations(range(4), 2):
+        assert {(case[a], case[b]) for case in CASES} == {(case[a], case[b]) for case in everything}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_a_training_that_goes_on_is_bit_equal_to_one_that_was_not_interrupted(case, images, whole, tmp_path):
+    wrong, first, second = PROOF.try_out(tmp_path / "runs", images, whole(case[1], case[2]), case)
+    assert wrong == []
+    assert 0 < second < PROOF.EPOCHS * PROOF.BATCHES <= first + second
+
+
+def test_the_comparison_finds_what_differs(images, whole, tmp_path):
+    """A training of another seed is not taken for equal."""
+    made, status = PROOF.train(images, tmp_path / "runs", True, 2)
+    assert status == 0
+    assert PROOF.differences(whole(True, 2), made) == []
+    different = PROOF.differences(whole(True, 2), whole(False, 2))
+    assert {"last.ckpt: ema_state_dict", "metrics.csv"} <= set(different)

@@ -1,0 +1,213 @@
+"""Kill trainings, go on, and compare with the one that was left alone: bit by bit.
+
+    python tools/resume_proof.py              # all 36 kinds of interruption, a table; exit status 1 if any differs
+    python tools/resume_proof.py --only mid-epoch SIGKILL
+
+Real processes and real signals, over {mid-epoch, epoch end, inside validation} x {EMA on, off} x {accumulation 1, 2} x
+{SIGTERM, SIGKILL, exception}. Each training shuffles, augments, mixes and drops at random, with two loader workers.
+Compared are weights, averaged weights, optimiser, schedule, the table of metrics, the TensorBoard log and the best
+checkpoint. The interrupted training must have died by that signal, and the resumed one must have done fewer steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import itertools
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning import Callback
+from PIL import Image
+
+PLACES = ("mid-epoch", "epoch end", "validation")
+ENDS = ("SIGTERM", "SIGKILL", "exception")
+# Where and how a training is to end, and where its steps are counted.
+PLACE, END, COUNT = "RESUME_PROOF_PLACE", "RESUME_PROOF_END", "RESUME_PROOF_COUNT"
+EXIT_STATUS = {"SIGTERM": 128 + signal.SIGTERM, "SIGKILL": -signal.SIGKILL, "exception": 1}
+EPOCHS, BATCHES = 3, 7
+CONFIGURATION = f"""
+--data=ImageFolderData --data.img_size=16 --data.batch_size=4 --data.num_workers=2 --data.augment=resized-crop
+--data.random_erasing=0.5 --model.model=test_relvit --model.model_kwargs.patch_size=8 --model.model_kwargs.drop_rate=0.1
+--model.model_kwargs.drop_path_rate=0.1 --model.mixup=0.8 --model.cutmix=1 --model.warmup_epochs=1
+--trainer.max_epochs={EPOCHS} --trainer.accelerator=cpu --trainer.enable_progress_bar=false
+--trainer.num_sanity_val_steps=0 --seed_everything=3 --save_every=2
+"""
+
+
+class Interrupt(Callback):
+    """Counts steps, and ends the process in the second epoch as the environment says."""
+
+    def __init__(self) -> None:
+        self.place, self.end, self.count = (os.environ.get(name, "") for name in (PLACE, END, COUNT))
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        with open(self.count, "a") as file:
+            file.write(".")
+        # An odd number: between two batches that are accumulated.
+        if self.place == "mid-epoch" and (trainer.current_epoch, batch_idx) == (1, 5):
+            self._strike()
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if self.place == "epoch end" and trainer.current_epoch == 1:
+            self._strike()
+
+    def on_validation_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, *_: Any) -> None:
+        if self.place == "validation" and (trainer.current_epoch, batch_idx) == (1, 1):
+            self._strike()
+
+    def _strike(self) -> None:
+        if self.end == "exception":
+            raise RuntimeError("as asked for")
+        os.kill(os.getpid(), getattr(signal, self.end))
+
+
+def make_images(root: Path) -> Path:
+    """Class folders of random images: 28 to train, 10 to validate."""
+    random = np.random.default_rng(0)
+    for split, count in (("train", 14), ("val", 5)):
+        for name in ("ant", "bee"):
+            folder = root / split / name
+            folder.mkdir(parents=True)
+            for i in range(count):
+                Image.fromarray(random.integers(0, 256, (20, 24, 3), np.uint8)).save(folder / f"{i}.png")
+    return root
+
+
+def run(arguments: list[str], **environment: str) -> int:
+    """Exit status of `relvit` in a process of its own."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["relvit.cli.trainer", "torch.utils.tensorboard", "tensorboard.backend"])
+    process = context.Process(target=_relvit, args=(arguments, environment))
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+def _relvit(arguments: list[str], environment: Mapping[str, str]) -> None:
+    from relvit.cli import main
+
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    # Otherwise the loader's workers would come from a fork server as well, and import everything anew.
+    multiprocessing.set_start_method("fork", force=True)
+    sys.path.insert(0, str(Path(__file__).parent))
+    with (
+        open(environment[COUNT] + ".log", "a") as log,
+        contextlib.redirect_stdout(log),
+        contextlib.redirect_stderr(log),
+    ):
+        sys.exit(main(arguments))
+
+
+def train(images: Path, folder: Path, ema: bool, accumulate: int, place: str = "", end: str = "") -> tuple[Path, int]:
+    """The folder of a training and its exit status."""
+    arguments = ["fit", *CONFIGURATION.split(), f"--data.root={images}", f"--runs={folder}"]
+    arguments += ["--trainer.callbacks=resume_proof.Interrupt", f"--trainer.accumulate_grad_batches={accumulate}"]
+    if ema:
+        arguments.append("--model.ema_decay=0.9")
+    status = run(arguments, **{PLACE: place, END: end, COUNT: str(folder) + ".steps"})
+    (made,) = folder.iterdir()
+    return made, status
+
+
+def resume(made: Path) -> int:
+    """Exit status of the training that goes on."""
+    return run(["fit", f"--resume={made}"], **{PLACE: "", END: "", COUNT: f"{made.parent}.steps2"})
+
+
+def differences(whole: Path, resumed: Path) -> list[str]:
+    """What differs between two runs' checkpoints and logs."""
+    found = []
+    for name in ("last.ckpt", "best.ckpt"):
+        a, b = (torch.load(made / "checkpoints" / name, weights_only=True) for made in (whole, resumed))
+        for key in ("state_dict", "ema_state_dict", "optimizer_states", "lr_schedulers", "global_step", "position"):
+            if not _equal(a.get(key), b.get(key)):
+                found.append(f"{name}: {key}")
+    if _table(whole) != _table(resumed):
+        found.append("metrics.csv")
+    if _scalars(whole) != _scalars(resumed):
+        found.append("tensorboard")
+    return found
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, Mapping):
+        return isinstance(b, Mapping) and a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(_equal(x, y) for x, y in zip(a, b, strict=True))
+    return a == b
+
+
+def _table(made: Path) -> list[dict[str, str]]:
+    with open(made / "metrics.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _scalars(made: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(made / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def try_out(folder: Path, images: Path, whole: Path, case: tuple[str, bool, int, str]) -> tuple[list[str], int, int]:
+    """What is wrong with an interruption and what follows it, and the steps of the first and of the second part."""
+    place, ema, accumulate, end = case
+    made, status = train(images, folder, ema, accumulate, place, end)
+    wrong = [] if status == EXIT_STATUS[end] else [f"ended with {status} instead of {EXIT_STATUS[end]}"]
+    if (status := resume(made)) != 0:
+        return [*wrong, f"resuming ended with {status}, see {folder}.steps2.log"], 0, 0
+    first, second = (os.path.getsize(f"{folder}.{name}") for name in ("steps", "steps2"))
+    if not second < EPOCHS * BATCHES:
+        wrong.append(f"{second} steps after resuming: everything once more")
+    return wrong + differences(whole, made), first, second
+
+
+def cases() -> Iterator[tuple[str, bool, int, str]]:
+    """All interruptions: place, whether there is an average, accumulated batches, how it ends."""
+    yield from itertools.product(PLACES, (True, False), (1, 2), ENDS)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Try all and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=[], help="places and ends to try")
+    only = parser.parse_args(arguments).only
+    failed = 0
+    with tempfile.TemporaryDirectory() as temporary:
+        root = Path(temporary)
+        images, wholes = make_images(root / "images"), {}
+        print("| place | EMA | accumulation | end | batches before + after | of | outcome |\n|" + "---|" * 7)
+        for number, case in enumerate(cases()):
+            place, ema, accumulate, end = case
+            if any(name in PLACES for name in only) and place not in only:
+                continue
+            if any(name in ENDS for name in only) and end not in only:
+                continue
+            if (ema, accumulate) not in wholes:
+                wholes[ema, accumulate], status = train(images, root / f"whole{len(wholes)}", ema, accumulate)
+                assert status == 0
+            wrong, first, second = try_out(root / f"case{number}", images, wholes[ema, accumulate], case)
+            failed += bool(wrong)
+            outcome = "; ".join(wrong) or "bit-equal"
+            row = (place, "on" if ema else "off", accumulate, end, f"{first} + {second}", EPOCHS * BATCHES, outcome)
+            print("| " + " | ".join(map(str, row)) + " |", flush=True)
+    print(f"{failed} failed")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
