@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,9 +33,11 @@ from relvit.training import (
     RunCheckpoints,
     RunLock,
     StoppedBySignalError,
+    Telemetry,
     WholeCheckpoints,
     new_run_folder,
     read_checkpoint,
+    record_run,
     remove_if_fruitless,
 )
 from relvit.training.checkpoint import check_same_data, check_same_network
@@ -196,10 +199,12 @@ class RelvitCLI(LightningCLI):
             self.run_folder = self.resumes or self._new_run_folder(self.model.hparams.model)
             if rank_zero_only.rank == 0:
                 self.lock = self._lock(self.run_folder)
+            telemetry = Telemetry()
             callbacks = [
                 RunCheckpoints(self.run_folder / "checkpoints", self._get(self.config, "save_every")),
                 DescribeCheckpoint(),
-                History(self.run_folder, tensorboard=config["logger"] is None),
+                History(self.run_folder, telemetry, tensorboard=config["logger"] is None),
+                telemetry,
             ]
             config["plugins"] = [*_listed(config["plugins"]), WholeCheckpoints()]
             if patience is not None:
@@ -224,6 +229,8 @@ class RelvitCLI(LightningCLI):
     def before_fit(self) -> None:
         """Say what is about to be trained."""
         self.start = time.monotonic()
+        if self.run_folder and rank_zero_only.rank == 0:
+            record_run(self.run_folder, sys.argv, self._get(self.config, "seed_everything"), self.trainer)
         model, data = self.model, self.datamodule
         epochs, warmup = self.trainer.max_epochs, model.hparams.warmup_epochs
         if self.checkpoint_path and epochs is not None and 0 <= epochs <= self.finished_epochs:
