@@ -1,53 +1,42 @@
-"""Speed and waiting time, by loaders and steps that take a known time."""
-
-import time
+"""Speed and waiting time, by a clock that the test sets."""
 
 import pytest
-from small_training import Noise, build, train
+import torch
+from small_training import build, train
 
 from relvit.training import Telemetry
 
 
-class Slow(Noise):
-    """Each batch takes 20 ms to load."""
-
-    def train_dataloader(self):
-        loader = super().train_dataloader()
-        collate = loader.collate_fn
-
-        def slow(items):
-            time.sleep(0.02)
-            return collate(items)
-
-        loader.collate_fn = slow
-        return loader
+class Clock:
+    def __init__(self, monkeypatch):
+        self.now = 100.0
+        monkeypatch.setattr("relvit.training.telemetry.time", self)
+        self.perf_counter = lambda: self.now
 
 
-def test_waiting_and_speed():
-    module, telemetry, found = build(), Telemetry(), []
-    step = module.training_step
+def batch(count):
+    return torch.zeros(count, 3, 8, 12), torch.zeros(count)
 
-    def slow_step(batch, batch_idx):
-        time.sleep(0.03)
-        return step(batch, batch_idx)
 
-    module.training_step = slow_step
-    # Validation in the middle and at the end does not count.
-    evaluate = module.validation_step
-    module.validation_step = lambda *args: (time.sleep(0.1), evaluate(*args))
-    module.on_train_epoch_end = lambda: found.append(telemetry.measured(module.trainer))
-    options = {"callbacks": [telemetry], "enable_checkpointing": True}
-    train(module, Slow(), max_epochs=2, val_check_interval=3, **options)
-    assert len(found) == 2
-    for epoch in found:
-        total = 23 / epoch["system/images_per_second"]
-        waited = epoch["system/data_wait"] * total
-        # Six batches; a busy machine only adds.
-        assert waited >= 0.12
-        assert total - waited >= 0.18
-        # Six validation steps of 0.1 s each come twice in an epoch.
-        assert total < 1.2
-        assert 0.05 < epoch["system/memory_gb"] < 100
+def test_waiting_and_speed(monkeypatch):
+    trainer, clock, measure = train(build(), max_epochs=1, limit_train_batches=1), Clock(monkeypatch), Telemetry()
+    measure.on_train_start(trainer, None)
+    # An epoch after a validation that took long.
+    for before in (0, 50):
+        clock.now += before
+        measure.on_train_epoch_start(trainer, None)
+        for count in (4, 4, 3):
+            clock.now += 1  # to load
+            measure.on_train_batch_start(trainer, None, batch(count), 0)
+            clock.now += 3  # to train
+            measure.on_train_batch_end(trainer, None, None, batch(count), 0)
+            if count == 3:
+                clock.now += 1000  # to validate
+                measure.on_validation_end(trainer, None)
+        found = measure.measured(trainer)
+        assert found["system/images_per_second"] == pytest.approx(11 / 12)
+        assert found["system/data_wait"] == pytest.approx(3 / 12)
+        assert 0.05 < found["system/memory_gb"] < 100
 
 
 def test_nothing_before_the_first_batch():
@@ -56,8 +45,10 @@ def test_nothing_before_the_first_batch():
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_every_image_counts(accumulate):
-    module, telemetry, found = build(), Telemetry(), []
-    module.on_train_epoch_end = lambda: found.append(telemetry._images)
-    train(module, max_epochs=2, callbacks=[telemetry], enable_checkpointing=True, accumulate_grad_batches=accumulate)
+def test_lightning_calls_it_for_every_image_and_after_those_that_save(accumulate):
+    module, measure, found = build(), Telemetry(), []
+    module.on_train_epoch_end = lambda: found.append(measure._images)
+    options = {"callbacks": [measure], "enable_checkpointing": True, "accumulate_grad_batches": accumulate}
+    trainer = train(module, max_epochs=2, **options)
     assert found == [23, 23]
+    assert trainer.callbacks[-1] is measure
