@@ -1,6 +1,8 @@
 """Read one image file as 8-bit RGB, or say in one line why that is impossible."""
 
 import os
+from abc import ABC, abstractmethod
+from io import BytesIO
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -16,7 +18,7 @@ class UnreadableImageError(ValueError):
 
     Args:
         message: One line: path, reason, remedy.
-        path: The file.
+        path: The file, or the name of a stored image.
         reason: Why, in plain words.
     """
 
@@ -27,7 +29,27 @@ class UnreadableImageError(ValueError):
         self.reason = reason
 
 
-def load_rgb(path: str | os.PathLike[str]) -> Image.Image:
+class StoredImage(ABC):
+    """An image file that lies inside of something else, such as an archive.
+
+    ``str()`` of it says where it lies and what it is called there; no two images of a dataset are called the same.
+    Loader workers get copies, so it holds no open file.
+    """
+
+    __slots__ = ()
+
+    @abstractmethod
+    def read(self) -> bytes:
+        """The whole file. What goes wrong becomes the reason of an UnreadableImageError."""
+
+    @abstractmethod
+    def __str__(self) -> str: ...
+
+
+ImageSource = str | os.PathLike[str] | StoredImage
+
+
+def load_rgb(source: ImageSource) -> Image.Image:
     """Decode an image file completely, as 8-bit RGB, the way a viewer would show it.
 
     The EXIF orientation is applied. Grey, 1-bit, palette and CMYK images are converted. Transparent images are
@@ -35,7 +57,7 @@ def load_rgb(path: str | os.PathLike[str]) -> Image.Image:
     divided by 257 and rounded. Of a file with several frames the first is read. The file is closed on return.
 
     Args:
-        path: The image file.
+        source: The path of an image file, or an image stored elsewhere.
 
     Returns:
         An image of mode 'RGB' that holds its pixels and needs the file no more.
@@ -45,17 +67,15 @@ def load_rgb(path: str | os.PathLike[str]) -> Image.Image:
             than Pillow's limit against decompression bombs, or holds 32-bit grey. The message is one line: path,
             reason, remedy.
     """
+    name = str(source) if isinstance(source, StoredImage) else os.fspath(source)
     try:
-        if os.stat(path).st_size == 0:
-            raise _RefusedError("the file is empty (zero bytes)")
-        with Image.open(path) as image:
+        with _open(source) as image:
             return as_rgb(image)
     except MemoryError:
         raise
     # Pillow's decoders meet broken files with almost any type: SyntaxError, struct.error, IndexError, ...
     except Exception as error:
         reason, fix = (" ".join(text.splitlines()) for text in _explain(error))
-        name = os.fspath(path)
         message = f"cannot read image {name}: {reason}; {fix}"
         raise UnreadableImageError(" ".join(message.splitlines()), name, reason) from error
 
@@ -69,6 +89,17 @@ def as_rgb(image: Image.Image) -> Image.Image:
 
 class _RefusedError(Exception):
     """A reason of our own, in plain words, why a file is not read."""
+
+
+def _open(source: ImageSource) -> Image.Image:
+    if isinstance(source, StoredImage):
+        content = source.read()
+        file, size = BytesIO(content), len(content)
+    else:
+        file, size = source, os.stat(source).st_size
+    if size == 0:
+        raise _RefusedError("the file is empty (zero bytes)")
+    return Image.open(file)
 
 
 def _explain(error: Exception) -> tuple[str, str]:
