@@ -62,7 +62,14 @@ class RelvitCLI(LightningCLI):
         self.finished_epochs = 0
         if self.checkpoint_path:
             checkpoint = read_checkpoint(self.checkpoint_path)
-            self.remembered, self.finished_epochs = checkpoint[KEY], checkpoint["epoch"] + 1
+            self.remembered = checkpoint[KEY]
+            if command == "fit":
+                if "optimizer_states" not in checkpoint:
+                    raise UsageError(
+                        f"{self.checkpoint_path} holds weights alone (an average does), with which no training can go "
+                        f"on: start one from them with --model.pretrained {self.checkpoint_path}"
+                    )
+                self.finished_epochs = checkpoint["epoch"] + 1
             data = self.remembered["data"]["class_path"]
             if not data.startswith("relvit.data.") and _option(self.arguments, "--data") is None:
                 # A file must not choose what is imported.

@@ -3,7 +3,8 @@
 from relvit.training.averaging import WeightAverage
 from relvit.training.callbacks import PredictionTable, TrainingCurves
 from relvit.training.checkpoint import DescribeCheckpoint, load_classifier
-from relvit.training.checkpoint_file import read_checkpoint
+from relvit.training.checkpoint_average import average_checkpoints
+from relvit.training.checkpoint_file import read_checkpoint, write_checkpoint
 from relvit.training.classifier import ImageClassifier, NonFiniteLossError
 from relvit.training.data_record import DataRecord
 from relvit.training.distillation import Teacher, distillation_loss
@@ -26,6 +27,8 @@ __all__ = [
     "warmup_cosine",
     "DescribeCheckpoint",
     "read_checkpoint",
+    "write_checkpoint",
+    "average_checkpoints",
     "load_classifier",
     "TrainingCurves",
     "PredictionTable",

@@ -1,8 +1,10 @@
-"""How a relvit checkpoint is read: tensors and plain values only, nothing in it is run."""
+"""How a relvit checkpoint is read (tensors and plain values only, nothing in it is run) and written (whole or not)."""
 
 from __future__ import annotations
 
+import os
 import pickle
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ KEY = "relvit"
 AVERAGE_KEY = "ema_state_dict"
 
 
-def read_checkpoint(path: str | Path) -> dict[str, Any]:
+def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The content of a relvit checkpoint, on the CPU. Only tensors and plain types are read, never code.
 
     'state_dict' holds the weights to use: the averaged ones where the training kept an average (`ema_decay`).
@@ -40,3 +42,31 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not a checkpoint of relvit fit: it does not say which model and data it is of")
     content["state_dict"] = content["state_dict"] | content.get(AVERAGE_KEY, {})
     return content
+
+
+def write_checkpoint(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write a checkpoint whole or not at all: whatever interrupts it, a file at `path` is the old one or the new one.
+
+    Args:
+        checkpoint: what `torch.save` can write.
+        path: the file, in a folder that exists. One that is there already is replaced.
+
+    Raises:
+        OSError: the folder cannot be written to, or the disk is full.
+    """
+    path = Path(path)
+    # In the same folder, since only within one file system is renaming a single step.
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with open(part, "wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            # Otherwise the new name may reach the disk before the content does.
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException as error:
+        part.unlink(missing_ok=True)
+        # PyTorch's complaint about the half of a file hides the system's own about the disk.
+        if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
