@@ -9,7 +9,7 @@ from typing import Any, Literal
 from lightning import Trainer
 
 from relvit.data import ImageData
-from relvit.training.checkpoint import load_classifier
+from relvit.training.checkpoint import classifier_of
 from relvit.training.checkpoint_file import KEY, read_checkpoint
 
 Size = int | tuple[int, int]
@@ -41,8 +41,8 @@ def evaluate_sizes(
     """
     if split not in ("val", "test"):
         raise ValueError(f"split must be 'val' or 'test', got {split!r}")
-    remembered = read_checkpoint(ckpt_path)[KEY]["data"]
-    classifier = load_classifier(ckpt_path)
+    content = read_checkpoint(ckpt_path)
+    remembered, classifier = content[KEY]["data"], classifier_of(content)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
     trainer = Trainer(accelerator=accelerator, devices=1, **quiet)
     rows = []
