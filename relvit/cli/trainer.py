@@ -12,13 +12,14 @@ from typing import Any
 from jsonargparse import Namespace
 from lightning import Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from relvit.cli.class_table import show_classes
 from relvit.cli.errors import UsageError
 from relvit.cli.parser import Parser
+from relvit.cli.run_config import RunConfig
 from relvit.data import ImageData
 from relvit.evaluation import EvaluationReport, MirrorAverage
 from relvit.training import (
@@ -86,7 +87,7 @@ class RelvitCLI(LightningCLI):
             | ({"devices": 1} if command == "predict" else {}),
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
-            save_config_callback=SaveConfigCallback if command == "fit" else None,
+            save_config_callback=RunConfig if command == "fit" else None,
         )
 
     def subcommands(self) -> dict[str, set[str]]:
