@@ -20,6 +20,7 @@ from relvit.data.image_files import OnError
 from relvit.data.unreadable import Tolerant, TolerantLoader, collate_readable
 from relvit.evaluation.inputs import ImageInput, InputImages
 from relvit.evaluation.mirror import average_with_mirror
+from relvit.models import check_image_size
 from relvit.names import did_you_mean
 from relvit.training.checkpoint import classifier_of
 from relvit.training.checkpoint_file import KEY, read_checkpoint
@@ -81,6 +82,8 @@ class Predictor:
         self.crop_pct: float = data["crop_pct"]
         if len(self.mean) not in (1, 3):
             raise ValueError(f"{ckpt_path} was trained on images of {len(self.mean)} channels; 1 or 3 can be read")
+        if img_size is not None:
+            check_image_size(self.classifier.net, self.img_size, len(self.mean), self.classifier.hparams.img_size)
         self.transform = eval_transform(self.img_size, self.mean, self.std, self.crop_pct)
         self.num_features: int = self.classifier.net.num_features
 
