@@ -165,8 +165,9 @@ class RelvitCLI(LightningCLI):
         if self.command == "fit" and not config["fast_dev_run"]:
             self.run_folder = self._new_run_folder(self.model.hparams.model)
             folder = {"dirpath": self.run_folder / "checkpoints", "enable_version_counter": False}
+            self.best = ModelCheckpoint(**folder, filename="best", monitor="val/acc1", mode="max")
             callbacks = [
-                ModelCheckpoint(**folder, filename="best", monitor="val/acc1", mode="max"),
+                self.best,
                 # A callback of its own: `save_last` above would save only when the best improves.
                 ModelCheckpoint(**folder, filename="last"),
                 DescribeCheckpoint(),
@@ -224,10 +225,8 @@ class RelvitCLI(LightningCLI):
         if self.run_folder is None:
             return
         minutes = (time.monotonic() - self.start) / 60
-        best, score = (
-            self.trainer.checkpoint_callback.best_model_path,
-            self.trainer.checkpoint_callback.best_model_score,
-        )
+        # Not the trainer's, which may be one of the user's own.
+        best, score = self.best.best_model_path, self.best.best_model_score
         if score is None:
             _say("Nothing was trained.")
             return

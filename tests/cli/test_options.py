@@ -51,6 +51,22 @@ def test_early_stopping_by_lightnings_callback(photos, tmp_path):
     assert len(read_metrics(folder / "metrics.csv")["val/acc1"]) == 1
 
 
+def test_the_last_epochs_kept_and_averaged(photos, tmp_path, capsys):
+    keep = ("ModelCheckpoint", ".monitor=epoch", ".mode=max", ".save_top_k=2")
+    flags = [f"--trainer.callbacks{'+=' if i == 0 else ''}{text}" for i, text in enumerate(keep)]
+    folder = fit(photos, tmp_path / "runs", "--trainer.max_epochs=3", "--model.warmup_epochs=0", *flags)
+    # A checkpoint callback of one's own is not taken for that of the best epoch.
+    accuracies = [value for _, value in read_metrics(folder / "metrics.csv")["val/acc1"]]
+    assert json.loads((folder / "summary.json").read_text())["val/acc1"] == pytest.approx(max(accuracies))
+    assert f"--ckpt_path {folder / 'checkpoints' / 'best.ckpt'}" in capsys.readouterr().out
+    paths = sorted((folder / "checkpoints").glob("epoch=*.ckpt"))
+    assert [path.name for path in paths] == ["epoch=1-step=6.ckpt", "epoch=2-step=9.ckpt"]
+    output = tmp_path / "mean.ckpt"
+    assert main(["average", f"--ckpt_paths=[{paths[0]},{paths[1]}]", f"--output={output}"]) == 0
+    mean, *parts = (load_classifier(path).net.head.weight for path in (output, *paths))
+    torch.testing.assert_close(mean, (parts[0] + parts[1]) / 2)
+
+
 def test_learning_rate_finder(photos, tmp_path, capsys):
     flags = ("--lr_find=true", "--trainer.max_epochs=1", "--model.warmup_epochs=0", "--model.min_lr=0")
     folder = fit(photos, tmp_path / "runs", *flags, "--model.lr_base_batch=16", "--trainer.accumulate_grad_batches=2")
