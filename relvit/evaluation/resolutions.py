@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 from lightning import Trainer
 
-from relvit.data import ImageData
-from relvit.training.checkpoint import load_classifier
+from relvit.data import ImageData, parse_size
+from relvit.models import check_image_size
+from relvit.training.checkpoint import classifier_of
 from relvit.training.checkpoint_file import KEY, read_checkpoint
 
 Size = int | tuple[int, int]
@@ -41,8 +42,11 @@ def evaluate_sizes(
     """
     if split not in ("val", "test"):
         raise ValueError(f"split must be 'val' or 'test', got {split!r}")
-    remembered = read_checkpoint(ckpt_path)[KEY]["data"]
-    classifier = load_classifier(ckpt_path)
+    content = read_checkpoint(ckpt_path)
+    remembered, classifier = content[KEY]["data"], classifier_of(content)
+    # All of them, before the first one takes its time.
+    for size in sizes:
+        check_image_size(classifier.net, parse_size(size), classifier.hparams.in_chans, classifier.hparams.img_size)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
     trainer = Trainer(accelerator=accelerator, devices=1, **quiet)
     rows = []

@@ -3,7 +3,8 @@
 from relvit.training.averaging import WeightAverage
 from relvit.training.callbacks import PredictionTable
 from relvit.training.checkpoint import DescribeCheckpoint, load_classifier
-from relvit.training.checkpoint_file import read_checkpoint
+from relvit.training.checkpoint_average import average_checkpoints
+from relvit.training.checkpoint_file import read_checkpoint, write_checkpoint
 from relvit.training.checkpoint_io import WholeCheckpoints
 from relvit.training.classifier import ImageClassifier
 from relvit.training.data_record import DataRecord
@@ -32,6 +33,8 @@ __all__ = [
     "warmup_cosine",
     "DescribeCheckpoint",
     "read_checkpoint",
+    "write_checkpoint",
+    "average_checkpoints",
     "load_classifier",
     "History",
     "RunCheckpoints",

@@ -18,7 +18,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from relvit.data.mix import BatchMix
 from relvit.data.sampling import training_position
-from relvit.models import build_model
+from relvit.models import build_model, check_image_size
 from relvit.models.transfer import TransferReport, transfer_weights
 from relvit.names import did_you_mean
 from relvit.seeding import run_seed, seed_all
@@ -241,8 +241,11 @@ class ImageClassifier(LightningModule):
     def setup(self, stage: str) -> None:
         """Compile before the first use, so that a classifier which is only loaded takes no time for it.
 
-        And find the teacher, and take the class weights of data that balance the loss.
+        And see whether the model takes the data's images, find the teacher, and take the class weights of data that
+        balance the loss.
         """
+        if (size := getattr(self.trainer.datamodule, "img_size", None)) is not None:
+            check_image_size(self.net, size, self.hparams.in_chans, self.hparams.img_size)
         if self.net._compiled_call_impl is None:
             self._compile(self.net)
         if stage == "fit" and self.hparams.teacher is not None and self.teacher is None:

@@ -28,7 +28,7 @@ class DataRecord(Callback):
     @property
     def counts(self) -> dict[str, int]:
         """Unreadable images of each split that had some, as told so far."""
-        return {split: len(files) for split, files in self.told.items() if files}
+        return {split: len(files) for split, files in self.told.items()}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         data = trainer.datamodule
@@ -61,15 +61,15 @@ class DataRecord(Callback):
         found: dict[str, dict[str, str]] = {}
         for part in parts:
             for split, files in part.items():
-                found.setdefault(split, {}).update(files)
-        if found == self.told or not any(found.values()) or not trainer.is_global_zero:
+                if files:
+                    found.setdefault(split, {}).update(files)
+        if found == self.told or not found or not trainer.is_global_zero:
             return
         self.told = found
         rows = [[split, path, reason] for split, files in found.items() for path, reason in sorted(files.items())]
         counts = [
             f"{len(files)} of {split} {'replaced by others' if split == 'train' else 'left out'}"
             for split, files in found.items()
-            if files
         ]
         text = f"Unreadable images: {', '.join(counts)}"
         if self.folder:
