@@ -16,8 +16,8 @@ FLOORS = {
     "cli": 5,
     "__main__": 5,
 }
-# Names and the version belong to no floor: everybody may use them, and they use nobody.
-GROUND = {"names", "version"}
+# Names, the progress bar and the version belong to no floor: everybody may use them, and they use nobody.
+GROUND = {"names", "progress", "version"}
 
 
 def imported_modules(path):
