@@ -8,10 +8,12 @@ import pytest
 import yaml
 from cifar_archive import make_archive
 from conftest import write_photos
+from PIL import Image
 from torchvision.datasets import CIFAR10, CIFAR100
 
 from relvit.cli import main
-from relvit.data import CIFAR10Data, CIFAR100Data
+from relvit.data import CIFAR10Data, CIFAR100Data, ImageFolderData
+from relvit.data.memory import BatchTransform
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -81,6 +83,33 @@ def test_recipes_run_on_tiny_data(path, tmp_path, monkeypatch, photos, wordnet, 
     out = capsys.readouterr().out
     assert "effective batch 4 (4 x 1 x 1" in out
     assert ("pretrained: " in out) == (path.stem == "finetune")
+
+
+@pytest.mark.parametrize(("name", "own"), [("cifar10", CIFAR10Data), ("cifar100", CIFAR100Data)])
+def test_recipes_of_cifar_run_on_class_folders(name, own, tmp_path, monkeypatch, capsys):
+    """The command of the header: the images stay at CIFAR's size and normalisation, and are augmented by the batch."""
+    for split, count in (("train", 4), ("test", 1)):
+        for label in ("cat", "dog"):
+            (tmp_path / split / label).mkdir(parents=True)
+            for number in range(count):
+                Image.effect_noise((32, 32), 64).convert("RGB").save(tmp_path / split / label / f"{number}.jpg")
+    path = ROOT / "configs" / f"{name}.yaml"
+    command = re.search(r"^ *relvit (fit .*--data ImageFolderData.*)$", header(path), re.MULTILINE)[1].split()
+    command = [{"DIR": str(tmp_path), f"configs/{name}.yaml": str(path)}.get(word, word) for word in command]
+    made = []
+    make_loader = ImageFolderData._make_loader
+
+    def recorded(data, split, **arguments):
+        made.append((data, split, data._batch_transform(split)))
+        return make_loader(data, split, **arguments)
+
+    monkeypatch.setattr(ImageFolderData, "_make_loader", recorded)
+    flags = [f"--model.model_kwargs.{key}={value}" for key, value in SMALL.items()]
+    assert main([*command, *ON_A_CPU, *FAST, *flags]) == 0, capsys.readouterr().err
+    assert "8 images of train and val in memory" in capsys.readouterr().out
+    assert {split: type(transform) for _, split, transform in made} == {"train": BatchTransform, "val": BatchTransform}
+    kept = ("img_size", "crop_pct", "mean", "std", "augment")
+    assert [getattr(made[0][0], field) for field in kept] == [getattr(own(), field) for field in kept]
 
 
 @pytest.mark.parametrize("name", sorted(ADDITIONS))

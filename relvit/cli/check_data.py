@@ -13,9 +13,9 @@ from rich.table import Table
 
 from relvit.cli.errors import UsageError
 from relvit.cli.parser import Parser
-from relvit.cli.progress import with_bar
 from relvit.data import ImageData, ImageFolderData
 from relvit.data.check import check_data
+from relvit.progress import with_bar
 
 SHOWN = 10
 

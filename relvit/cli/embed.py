@@ -12,9 +12,9 @@ from jsonargparse import auto_cli
 
 from relvit.cli.errors import UsageError
 from relvit.cli.parser import Parser
-from relvit.cli.progress import with_bar
 from relvit.evaluation import Predictor, Size, embed_folder, write_embeddings
 from relvit.evaluation.embeddings import check_format
+from relvit.progress import with_bar
 
 
 def main(command: str, arguments: Sequence[str]) -> None:

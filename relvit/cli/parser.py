@@ -81,6 +81,10 @@ def explain_parser_error(parser: ArgumentParser, message: str) -> str:
 def _nested(line: str, prefix: str) -> str:
     """A complaint of the parser of a nested class, which does not know under which name it is nested."""
     if line.startswith("unknown option "):
+        name = re.sub(r"unknown option -*([\w.]+).*", r"\1", line)
+        if prefix == "data." and (owners := [cls.__name__ for cls in data_modules() if name in cls.argument_names()]):
+            have = f"{listing(sorted(owners))} {'has' if len(owners) == 1 else 'have'} it"
+            return f"unknown option --data.{name}: {have}; name the data (--data NAME) before its options"
         return re.sub(r"(^unknown option |did you mean ')-*", rf"\1--{prefix}", line)
     return f"--{prefix}{line.removeprefix('--')}" if line.startswith("--") else line
 

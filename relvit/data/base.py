@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from relvit.data.draws import Draws
+from relvit.data.memory import BatchTransform, MemoryImages, WholeBatches, as_it_is, batch_transform
 from relvit.data.sampling import (
     Balance,
     TrainSampler,
@@ -272,11 +273,33 @@ class ImageData(LightningDataModule, ABC):
 
     def _make_loader(self, split: Split, **arguments: Any) -> DataLoader:
         """The loader of a split with further arguments of `DataLoader`."""
-        return DataLoader(self._asked(split, self.dataset(split)), **arguments)
+        dataset, transform = self.dataset(split), self._batch_transform(split)
+        if transform is None:
+            return DataLoader(self._asked(split, dataset), **arguments)
+        batches = WholeBatches(dataset, transform)
+        return DataLoader(self._asked(split, batches), collate_fn=as_it_is, **arguments)
 
     def _asked(self, split: Split, dataset: Dataset) -> Dataset:
         """A dataset as the loader of a split asks it: by draws in training, where items are made at random."""
         return Draws(dataset, run_seed()) if split == "train" else dataset
+
+    def _batch_transform(self, split: Split) -> BatchTransform | None:
+        """What is done to a whole batch at once, or None where images come one by one: where they are not in memory in
+        one size, or their transform has no such form."""
+        images = self.dataset(split)
+        if not isinstance(images, MemoryImages):
+            return None
+        training = split == "train"
+        return batch_transform(
+            tuple(images.pixels.shape[1:]),
+            self.img_size,
+            self.mean,
+            self.std,
+            self.augment if training else "none",
+            self.crop_pct,
+            self.color_jitter if training else None,
+            self.random_erasing if training else None,
+        )
 
 
 def _checked_classes(class_names: Sequence[str]) -> list[str]:

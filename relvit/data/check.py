@@ -69,7 +69,7 @@ def check_data(
     splits: list[Split] = [split for split in ("train", "val", "test") if data.missing(split) is None]
     if not splits:
         raise ValueError(f"neither train, val nor test in {data.place}: there are no labelled images to check")
-    images = [(split, *sample) for split in splits for sample in data.dataset(split).samples]
+    images = [(split, *sample) for split in splits for sample in data.samples(split)]
     results = _inspect_all([path for _, path, _ in images], processes or os.cpu_count() or 1)
     if progress is not None:
         results = progress(results, len(images))

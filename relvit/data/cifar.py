@@ -7,12 +7,12 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from torchvision.datasets import CIFAR10, CIFAR100
 from torchvision.datasets.utils import check_integrity, extract_archive
 
 from relvit.data.base import ImageData, Split, check_class_names
-from relvit.data.memory import MemoryImages, WholeBatches, as_it_is, batch_transform, pack
+from relvit.data.memory import MemoryImages, pack
 from relvit.data.split import check_fraction, stratified_split
 from relvit.data.transforms import Augment
 
@@ -158,23 +158,6 @@ class CIFARData(ImageData):
         else:
             targets = labels if split == "test" else [self._name("test", i) for i in range(len(labels))]
         return MemoryImages(pixels, targets, self.train_transform if split == "train" else self.eval_transform)
-
-    def _make_loader(self, split: Split, **arguments: Any) -> DataLoader:
-        images = self.dataset(split)
-        training = split == "train"
-        by_batch = batch_transform(
-            tuple(images.pixels.shape[1:]),
-            self.img_size,
-            self.mean,
-            self.std,
-            self.augment if training else "none",
-            self.crop_pct,
-            self.color_jitter if training else None,
-            self.random_erasing if training else None,
-        )
-        if by_batch is None:
-            return super()._make_loader(split, **arguments)
-        return DataLoader(self._asked(split, WholeBatches(images, by_batch)), collate_fn=as_it_is, **arguments)
 
     def held_out(self) -> list[tuple[str, int]]:
         """Names such as 'cifar10/train/00012', by the place in the training files, and labels."""

@@ -1,19 +1,26 @@
 """What all data modules of image files share: defaults for photographs, a split of their own, unreadable files."""
 
+import sys
+import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Literal, get_args
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader, Dataset
+from torchvision.transforms import v2
 
 from relvit.data.base import ImageData, Split
+from relvit.data.cache import ImagesToDecode, decode_into_memory, in_units
 from relvit.data.files import LabelledFiles, NamedFiles
 from relvit.data.images import ImageSource
+from relvit.data.memory import WholeBatches, as_it_is
 from relvit.data.split import check_fraction, stratified_split
 from relvit.data.transforms import Augment
-from relvit.data.unreadable import Tolerant, TolerantLoader, collate_readable
+from relvit.data.unreadable import Tolerant, TolerantBatches, TolerantLoader, collate_readable
 from relvit.names import did_you_mean
+from relvit.progress import with_bar
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -38,10 +45,18 @@ class ImageFilesData(ImageData):
         on_error: What to do about a file that cannot be read: 'error' stops and names it; 'skip' goes on, in training
             with the next image in its place, otherwise without it, so that no result counts it, and keeps path and
             reason in :attr:`unreadable`.
+        cache: Whether the images of train, and those of val with them, are decoded once, when those of train are first
+            used, and kept in memory, 8 bits a channel. Where all of a split have the size `img_size`, the augmentations
+            'none', 'shift' and 'crop-flip' then work on whole batches, as in :class:`relvit.data.CIFAR10Data`, and a
+            pixel takes four bytes; otherwise each image keeps its own size, and a pixel takes three. The loader's
+            workers share this memory; on several devices each process has its own. More than four fifths of what is
+            available is refused before anything is decoded. Only trainings use it: whatever goes through val, test or
+            predict once reads the files.
         options: See :class:`relvit.data.ImageData`.
 
     Raises:
-        ValueError: An argument out of its range, fewer than two classes, or a class named twice.
+        ValueError: An argument out of its range, fewer than two classes, or a class named twice; later, images that are
+            not as they should be, or too many for the cache.
     """
 
     def __init__(
@@ -57,6 +72,7 @@ class ImageFilesData(ImageData):
         val_fraction: float = 0.1,
         split_seed: int = 0,
         on_error: OnError = "error",
+        cache: bool = False,
         **options: Any,
     ) -> None:
         allowed = get_args(OnError)
@@ -66,6 +82,7 @@ class ImageFilesData(ImageData):
         self.val_fraction = check_fraction(val_fraction)
         self.split_seed = split_seed
         self.on_error: OnError = on_error
+        self.cache = cache
         super().__init__(
             class_names, 3, img_size=img_size, augment=augment, crop_pct=crop_pct, mean=mean, std=std, **options
         )
@@ -99,9 +116,44 @@ class ImageFilesData(ImageData):
         """The dataset of one split; looks for its files."""
         if split == "predict":
             return NamedFiles(self._paths_to_predict(), self.eval_transform)
+        return LabelledFiles(self.samples(split), self._transform(split))
+
+    def samples(self, split: Split) -> list[tuple[ImageSource, int]]:
+        """Path and label of the images of train, val or test; looks for the files and reads none."""
         if split == "train":
-            return LabelledFiles(self._divided[0], self.train_transform)
-        return LabelledFiles(self._samples(split) if self._came(split) else self._divided[1], self.eval_transform)
+            return self._divided[0]
+        return self._samples(split) if self._came(split) else self._divided[1]
+
+    def dataset(self, split: Split) -> Dataset:
+        """The dataset of one split, built at the first call; with `cache` that of train decodes all images.
+
+        Raises:
+            ValueError: There is no such split, its files are not as they should be, or the memory is too small.
+        """
+        if self.cache and split == "train" and split not in self._datasets and self.missing(split) is None:
+            self._datasets |= self._decoded()
+        return super().dataset(split)
+
+    def _transform(self, split: Split) -> v2.Compose:
+        return self.train_transform if split == "train" else self.eval_transform
+
+    def _decoded(self) -> dict[Split, Dataset]:
+        """Train and val in memory: together, so that one look at the memory is enough."""
+        start = time.monotonic()
+        splits: tuple[Split, ...] = ("train", "val")
+        images = {split: ImagesToDecode(self.samples(split), self._transform(split)) for split in splits}
+        copies, shown = 1, True
+        if self.trainer is not None:
+            copies, shown = self.trainer.num_devices, self.trainer.progress_bar_callback is not None
+        # Of several processes one talks.
+        shown = shown and rank_zero_only.rank == 0
+        bar = with_bar if shown and sys.stderr.isatty() else None
+        decoded = decode_into_memory(images, self.img_size, self.on_error == "skip", copies, bar)
+        if rank_zero_only.rank == 0:
+            count = sum(map(len, decoded.values()))
+            size = in_units(sum(dataset.pixels.nbytes for dataset in decoded.values()))
+            print(f"{count:,} images of train and val in memory: {size}, {time.monotonic() - start:.1f} s", flush=True)
+        return decoded
 
     def held_out(self) -> list[tuple[str, int]]:
         """Paths, as they are without where the data are, and labels, of the training images put aside to validate."""
@@ -122,6 +174,10 @@ class ImageFilesData(ImageData):
     def _make_loader(self, split: Split, **arguments: Any) -> DataLoader:
         if self.on_error == "error":
             return super()._make_loader(split, **arguments)
+        images, transform = self.dataset(split), self._batch_transform(split)
+        if transform is None:
+            dataset, collate = Tolerant(images, replace=split == "train"), collate_readable
+        else:
+            dataset, collate = TolerantBatches(WholeBatches(images, transform), replace=split == "train"), as_it_is
         record = self.unreadable.setdefault(split, {})
-        dataset = self._asked(split, Tolerant(self.dataset(split), replace=split == "train"))
-        return TolerantLoader(dataset, collate_fn=collate_readable, record=record, **arguments)
+        return TolerantLoader(self._asked(split, dataset), collate_fn=collate, record=record, **arguments)

@@ -1,7 +1,8 @@
-"""Small colour images in memory, augmented a whole batch at a time."""
+"""Colour images in memory; small ones of one size are augmented a whole batch at a time."""
 
-from collections.abc import Sequence
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
+from relvit.data.images import UnreadableImageError
 from relvit.data.transforms import Augment
 
 
@@ -81,26 +83,88 @@ def unpack(pixels: Tensor) -> Tensor:
     return pixels.unsqueeze(-1).view(torch.uint8)[..., :3]
 
 
-class MemoryImages(Dataset):
-    """Colour images in memory; loader workers share it. Items are ``(image, target)``, float32 (3, H, W).
+class Failure(NamedTuple):
+    """Arguments of the UnreadableImageError of a file."""
+
+    message: str
+    path: str
+    reason: str
+
+
+class ImagesInMemory(Dataset):
+    """Decoded colour images; loader workers share the memory. Items are ``(image, target)``, float32 (3, H, W).
 
     Args:
-        pixels: Packed pixels int32 (N, H, W), see `pack`.
         targets: N labels or names.
         transform: From a PIL image of mode 'RGB' to a tensor.
+        unreadable: What is wrong with the files that could not be decoded, by their index.
     """
 
-    def __init__(self, pixels: Tensor, targets: Sequence[int] | Sequence[str], transform: v2.Compose) -> None:
-        self.pixels = pixels
+    def __init__(
+        self,
+        targets: Sequence[int] | Sequence[str],
+        transform: v2.Compose,
+        unreadable: Mapping[int, Failure] | None = None,
+    ) -> None:
         self.targets = targets
         self.transform = transform
+        self.unreadable = dict(unreadable or {})
+
+    @abstractmethod
+    def values(self, index: int) -> np.ndarray:
+        """The pixels of one image, uint8 (H, W, 3)."""
 
     def __len__(self) -> int:
-        return len(self.pixels)
+        return len(self.targets)
+
+    def check(self, index: int) -> None:
+        """Raise an UnreadableImageError if this image could not be decoded."""
+        if index in self.unreadable:
+            raise UnreadableImageError(*self.unreadable[index])
 
     def __getitem__(self, index: int) -> tuple[Tensor, int | str]:
-        pixels = unpack(self.pixels[index]).contiguous()
-        return self.transform(Image.fromarray(pixels.numpy())), self.targets[index]
+        place = range(len(self))[index]
+        self.check(place)
+        return self.transform(Image.fromarray(self.values(place))), self.targets[place]
+
+
+class MemoryImages(ImagesInMemory):
+    """Images of one size.
+
+    Args:
+        pixels: Packed pixels int32 (N, H, W), see `pack`; any for those that are unreadable.
+        targets, transform, unreadable: See `ImagesInMemory`.
+    """
+
+    def __init__(self, pixels: Tensor, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.pixels = pixels
+
+    def values(self, index: int) -> np.ndarray:
+        """The pixels of one image, uint8 (H, W, 3)."""
+        return unpack(self.pixels[index]).contiguous().numpy()
+
+
+class OwnSizeImages(ImagesInMemory):
+    """Images of any sizes, one behind the other in one tensor, so that workers copy nothing however many there are.
+
+    Args:
+        pixels: uint8, at least the sum of 3 H W over all images.
+        sizes: Height and width of each, int64 (N, 2); zeros for those that are unreadable.
+        targets, transform, unreadable: See `ImagesInMemory`.
+    """
+
+    def __init__(self, pixels: Tensor, sizes: Tensor, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.pixels = pixels
+        self.sizes = sizes
+        self.ends = (3 * sizes.prod(1)).cumsum(0)
+
+    def values(self, index: int) -> np.ndarray:
+        """The pixels of one image, uint8 (H, W, 3), a view."""
+        height, width = self.sizes[index].tolist()
+        end = int(self.ends[index])
+        return self.pixels[end - 3 * height * width : end].view(height, width, 3).numpy()
 
 
 class WholeBatches(Dataset):

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from relvit.data.images import UnreadableImageError
+from relvit.data.memory import WholeBatches
 
 
 class Unreadable(NamedTuple):
@@ -35,13 +36,36 @@ class Tolerant(Dataset):
         failed: list[Unreadable] = []
         for step in range(len(self) if self.replace else 1):
             try:
-                return self.dataset[(index + step) % len(self)], failed
+                return self.read((index + step) % len(self)), failed
             except UnreadableImageError as error:
                 failed.append(Unreadable(error.path, error.reason))
         if self.replace:
             path, reason = failed[0]
             raise ValueError(f"none of the {len(self)} training images can be read; {path}: {reason}")
         return None, failed
+
+    def read(self, index: int) -> Any:
+        """The item, or an UnreadableImageError."""
+        return self.dataset[index]
+
+
+class TolerantBatches(Tolerant):
+    """Whole batches of images in memory, for a loader with `as_it_is` as its collate_fn: as `collate_readable` makes
+    them of single items."""
+
+    dataset: WholeBatches
+
+    def __getitems__(self, indices: list[int]) -> tuple[Any, list[Unreadable]]:
+        """A batch of the images that are there, or None where there are none, and all that could not be decoded."""
+        found = [self[index] for index in indices]
+        there = [index for index, _ in found if index is not None]
+        batch = self.dataset.__getitems__(there) if there else None
+        return batch, [file for _, failed in found for file in failed]
+
+    def read(self, index: int) -> int:
+        """The index, or an UnreadableImageError."""
+        self.dataset.images.check(index)
+        return index
 
 
 def collate_readable(items: list[tuple[Any, list[Unreadable]]]) -> tuple[Any, list[Unreadable]]:

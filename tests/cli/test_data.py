@@ -68,7 +68,12 @@ def test_lists(tmp_path, photos, capsys):
     ("arguments", "message"),
     [
         (["--data=CIFAR10Dat"], "did you mean 'CIFAR10Data'"),
-        (["--data=CIFAR10Data", "--data.on_error=skip"], "unknown option --data.on_error"),
+        (
+            ["--data=CIFAR10Data", "--data.on_error=skip"],
+            "unknown option --data.on_error: 'ImageFolderData', 'ImageListData', 'ImageNetData' have it; name the data "
+            "(--data NAME) before its options",
+        ),
+        (["--data=DigitsData", "--data.train=a.csv"], "unknown option --data.train: 'ImageListData' has it; name"),
         (["--data=DigitsData", "--data.repeat=2"], "unknown option --data.repeat (did you mean '--data.repeats'?)"),
         (["--data=ImageListData", "--data.train=none.csv"], "none.csv; give a CSV, TSV or Parquet file"),
         (["--data=CIFAR100Data", "--data.download=false", "--data.root=nowhere"], "no CIFAR-100 in "),

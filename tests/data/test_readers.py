@@ -165,7 +165,7 @@ def test_labels_are_read_without_images(kind, tmp_path, monkeypatch):
     monkeypatch.setattr("PIL.Image.open", lambda *args: pytest.fail("decodes"))
     data = data_of(**places, balance="sampler")
     assert data.dataset("train").targets == [0, 0, 1, 1, 2, 2]
-    assert len(list(data._train_sampler())) == 6
+    assert len(list(data.train_dataloader().sampler)) == 6
 
 
 def test_numbers_as_labels(tmp_path):
@@ -273,7 +273,7 @@ def test_on_the_command_line(tmp_path, photos, capsys):
     [
         (["--data.name=tfds/mnist"], "data of the kind 'tfds' are not read"),
         (["--data.name=wds/x", "--data.root=.", "--data.train_split=pipe:touch x.tar"], "no command is run"),
-        (["--data.name=x.tar", "--data.val=y"], "unknown option --data.val (did you mean"),
+        (["--data.name=x.tar", "--data.val=y"], "unknown option --data.val: 'ImageListData' has it"),
         (["--data.name=tar.tar"], "neither a tar archive nor a folder of them"),
     ],
 )
