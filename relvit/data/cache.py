@@ -21,6 +21,7 @@ _BYTES = 2**25  # what they may come to when decoded, but for a single one
 # Of small images most of the work is Python's, which threads do one after the other. Large ones take longer to hand
 # over from another process than to decode.
 _SMALL = 3 * 128 * 128
+_UNKNOWN = (0, 0)  # size by a header that cannot be read
 
 Size = tuple[int, int]
 Progress = Callable[[Iterable[Any], int, str], Iterable[Any]]
@@ -160,9 +161,6 @@ class _Reader:
             finally:
                 for future in waiting:
                     future.cancel()
-
-
-_UNKNOWN = (0, 0)
 
 
 def _header_size(path: str) -> Size:
