@@ -224,8 +224,6 @@ class RelvitCLI(LightningCLI):
     def before_fit(self) -> None:
         """Say what is about to be trained."""
         self.start = time.monotonic()
-        if self.run_folder and rank_zero_only.rank == 0:
-            record_run(self.run_folder, sys.argv, self._get(self.config, "seed_everything"), self.trainer)
         model, data = self.model, self.datamodule
         epochs, warmup = self.trainer.max_epochs, model.hparams.warmup_epochs
         if self.checkpoint_path and epochs is not None and 0 <= epochs <= self.finished_epochs:
@@ -234,6 +232,8 @@ class RelvitCLI(LightningCLI):
             )
         if self.checkpoint_path and self._get(self.config, "lr_find"):
             raise UsageError("--lr_find starts a training; one that goes on keeps its learning rate: drop that option")
+        if self.run_folder and rank_zero_only.rank == 0:
+            record_run(self.run_folder, sys.argv, self._get(self.config, "seed_everything"), self.trainer)
         if epochs is not None and 0 < epochs <= warmup:
             _say(
                 f"Note: the warm-up takes {warmup:g} epochs, the training {epochs}: the full learning rate is never "

@@ -14,6 +14,7 @@ from lightning import Trainer
 from lightning.pytorch.loops.evaluation_loop import RestartStage
 
 from relvit.data.sampling import training_position
+from relvit.training.schedule import batch_size_of
 
 # Where a checkpoint keeps it.
 POSITION_KEY = "position"
@@ -25,11 +26,14 @@ class Position(NamedTuple):
     Attributes:
         epoch: the epoch that is under way or about to begin.
         batch: batches of it that are done, on each device.
+        layout: how an epoch is divided: batches on each device, images in a batch, batches in an optimiser step, and
+            devices.
         validated: whether the validation that is due here has been done.
     """
 
     epoch: int
     batch: int
+    layout: list[int]
     validated: bool
 
     @classmethod
@@ -39,7 +43,7 @@ class Position(NamedTuple):
         if batch == 0 and epoch > 0 and ended_epoch != epoch - 1:
             # All batches are done, but what follows them is not.
             place = epoch - 1, trainer.fit_loop.epoch_loop.batch_progress.current.processed
-        return cls(*place, place == validated_at)
+        return cls(*place, _layout(trainer), place == validated_at)
 
     @classmethod
     def read(cls, checkpoint: Mapping[str, Any]) -> Position | None:
@@ -74,7 +78,11 @@ def set_counters(checkpoint: dict[str, Any], position: Position) -> None:
 
 
 def go_on(trainer: Trainer, position: Position) -> None:
-    """Tell a trainer, whose loops have those counters and are about to run, what comes next."""
+    """Tell a trainer, whose loops have those counters and are about to run, what comes next.
+
+    Raises:
+        ValueError: within an epoch that was divided into batches or steps in another way.
+    """
     loop = trainer.fit_loop.epoch_loop
     # Early stopping has decided, but the decision itself is in no checkpoint.
     if any(callback.wait_count >= callback.patience for callback in trainer.early_stopping_callbacks):
@@ -83,6 +91,16 @@ def go_on(trainer: Trainer, position: Position) -> None:
         # A new epoch like any other.
         loop.restarting = False
         return
+    if position.layout != _layout(trainer):
+        names = ("batches", "images in a batch", "batches in an optimiser step", "devices")
+        then, now = (
+            ", ".join(f"{count} {name}" for count, name in zip(layout, names, strict=True))
+            for layout in (position.layout, _layout(trainer))
+        )
+        raise ValueError(
+            f"the checkpoint is from within an epoch of {then}, here it has {now}: go on with the same images, batch "
+            "size, accumulation and devices, or from a checkpoint of an epoch's end"
+        )
     loop.batch_progress.is_last_batch = position.batch >= trainer.num_training_batches
     if not loop._should_check_val_fx(trainer.fit_loop._data_fetcher):
         return
@@ -90,6 +108,11 @@ def go_on(trainer: Trainer, position: Position) -> None:
     loop._batches_that_stepped -= 1
     if not position.validated:
         loop.val_loop._restart_stage = RestartStage.RESTARTED_MID_EVALUATION
+
+
+def _layout(trainer: Trainer) -> list[int]:
+    batches, accumulated = int(trainer.num_training_batches), trainer.accumulate_grad_batches
+    return [batches, batch_size_of(trainer), accumulated, trainer.world_size]
 
 
 def _complete(counter: dict[str, int], count: int) -> None:

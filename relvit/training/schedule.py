@@ -62,7 +62,7 @@ def make_plan(trainer: Trainer, lr: float, base_batch: int | None, warmup_epochs
         per_epoch = 0
     else:
         per_epoch = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
-    batch = _batch_size(trainer) * trainer.accumulate_grad_batches * trainer.world_size
+    batch = batch_size_of(trainer) * trainer.accumulate_grad_batches * trainer.world_size
     return Plan(
         batch=batch,
         lr=lr * batch / base_batch if base_batch else lr,
@@ -71,7 +71,7 @@ def make_plan(trainer: Trainer, lr: float, base_batch: int | None, warmup_epochs
     )
 
 
-def _batch_size(trainer: Trainer) -> int:
+def batch_size_of(trainer: Trainer) -> int:
     """Images per batch and device, as the loader of the training says."""
     loader = trainer.train_dataloader
     size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)

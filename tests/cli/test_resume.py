@@ -99,10 +99,27 @@ def test_two_processes_never_train_in_one_folder(stopped, capsys):
 
 def test_checkpoints_hold_everything_that_goes_on(run):
     content = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
-    assert content["position"] == {"epoch": 4, "batch": 0, "validated": False}
+    assert content["position"] == {"epoch": 4, "batch": 0, "layout": [3, 8, 1, 1], "validated": False}
     assert content["ImageFolderData"] == {"epoch": 4, "batch": 0}
     rows = content["callbacks"]["History"]["rows"]
     assert [row["epoch"] for row in rows] == [0, 1, 2, 3]
     best = torch.load(run / "checkpoints" / "best.ckpt", weights_only=True)
     assert best["position"]["validated"] is True
     assert best["position"]["batch"] == 3
+
+
+@pytest.mark.parametrize("changed", ["--data.batch_size=6", "--trainer.accumulate_grad_batches=2"])
+def test_within_an_epoch_batches_stay_what_they_were(run, tmp_path, changed, capsys):
+    """Otherwise some images would come twice and others not at all."""
+    folder = shutil.copytree(run, tmp_path / "run")
+    checkpoint = folder / "checkpoints" / "last.ckpt"
+    content = torch.load(checkpoint, weights_only=True)
+    content["position"] = {"epoch": 3, "batch": 1, "layout": [3, 8, 1, 1], "validated": False}
+    torch.save(content, checkpoint)
+    assert main(["fit", f"--resume={folder}", changed]) == 2
+    then = "the checkpoint is from within an epoch of 3 batches, 8 images in a batch, 1 batches in an optimiser step, 1"
+    assert then in capsys.readouterr().err
+    # At an epoch's end they may change.
+    content["position"] = {"epoch": 3, "batch": 0, "layout": [3, 8, 1, 1], "validated": False}
+    torch.save(content, checkpoint)
+    assert main(["fit", f"--resume={folder}", changed]) == 0
