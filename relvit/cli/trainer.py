@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,12 +10,14 @@ from typing import Any
 
 from jsonargparse import Namespace
 from lightning import LightningModule, Trainer
+from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from relvit.cli.class_table import show_classes
 from relvit.cli.errors import UsageError
+from relvit.cli.launch import check_processes, environment_of, launched
 from relvit.cli.parser import Parser
 from relvit.cli.resume import resumed
 from relvit.data import ImageData
@@ -92,15 +93,15 @@ class RelvitCLI(LightningCLI):
                 # A file must not choose what is imported.
                 raise UsageError(f"{self.checkpoint_path} was trained with the data module {data}: give --data {data}")
         self.run_folder: Path | None = None
+        # What this process made, and may remove where nothing came of it.
+        self.made_folder: Path | None = None
         super().__init__(
             ImageClassifier,
             ImageData,
             subclass_mode_data=True,
             parser_class=Parser,
             seed_everything_default=0,
-            # All devices that there are, but for predict, which has one table to write.
-            trainer_defaults={"max_epochs": 100, "enable_model_summary": False}
-            | ({"devices": 1} if command == "predict" else {}),
+            trainer_defaults={"max_epochs": 100, "enable_model_summary": False},
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
             save_config_callback=SaveConfig if command == "fit" else None,
@@ -185,9 +186,13 @@ class RelvitCLI(LightningCLI):
         built = Architecture(*(self.model.hparams[name] for name in Architecture._fields))
         _set(self._get(self.config, "model"), built)
         config = {**self._get(self.config_init, "trainer"), **kwargs}
-        if config["devices"] == "auto" and (processes := _started_by_torchrun()):
-            here = int(os.environ["LOCAL_WORLD_SIZE"])
-            config["devices"], config["num_nodes"] = here, processes // here
+        self.launch = launched()
+        if config["devices"] == "auto" and self.launch is not None:
+            config["devices"], config["num_nodes"] = self.launch.per_node, self.launch.nodes
+        plugins = _listed(config["plugins"])
+        environment = environment_of(self.launch)
+        if environment is not None and not any(isinstance(plugin, ClusterEnvironment) for plugin in plugins):
+            plugins.append(environment)
         patience = self._get(self.config, "patience") if self.command == "fit" else None
         if patience is not None and patience < 1:
             raise UsageError(f"--patience must be 1 or more, got {patience}")
@@ -201,7 +206,7 @@ class RelvitCLI(LightningCLI):
                 DescribeCheckpoint(),
                 History(self.run_folder, tensorboard=config["logger"] is None),
             ]
-            config["plugins"] = [*_listed(config["plugins"]), WholeCheckpoints()]
+            plugins.append(WholeCheckpoints())
             if patience is not None:
                 callbacks.append(EarlyStopping("val/acc1", mode="max", patience=patience))
             if self._get(self.config, "lr_find"):
@@ -209,6 +214,7 @@ class RelvitCLI(LightningCLI):
             config["default_root_dir"] = self.run_folder
         else:
             config["enable_checkpointing"] = False
+        config["plugins"] = plugins or None
         config["logger"] = config["logger"] or False
         if self.command == "predict":
             self.run_folder = self._new_run_folder("predict")
@@ -319,13 +325,10 @@ class RelvitCLI(LightningCLI):
         files = ", ".join(sorted(path.name for path in self.run_folder.iterdir()))
         _say(f"Files: {self.run_folder} ({files})")
 
-    def before_predict(self) -> None:
-        """Refuse several processes, which would write into one table."""
-        if self.trainer.world_size > 1:
-            raise UsageError(f"predict runs on one device, not on {self.trainer.world_size}: give --trainer.devices 1")
-
     def after_predict(self) -> None:
         """Say where the predictions are; fail if there are none."""
+        if rank_zero_only.rank != 0:
+            return
         table = next(c for c in self.trainer.callbacks if isinstance(c, PredictionTable))
         if not table.count:
             raise UsageError(f"none of the images could be read; {self.run_folder / 'unreadable.csv'} says why")
@@ -333,12 +336,7 @@ class RelvitCLI(LightningCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         try:
-            processes, wanted = _started_by_torchrun(), self.trainer.world_size
-            if processes and processes != wanted:
-                raise UsageError(
-                    f"torchrun has started {processes} processes, the trainer is to use {wanted}: "
-                    "leave out --trainer.devices and --trainer.num_nodes"
-                )
+            check_processes(self.launch, self.trainer)
             super()._run_subcommand(subcommand)
         except SystemExit as stop:
             # Told to stop, or Lightning has caught Ctrl-C and is on its way out.
@@ -348,8 +346,8 @@ class RelvitCLI(LightningCLI):
                 _say(f"{why}. To go on: relvit fit --resume {folder}")
             raise
         finally:
-            if self.run_folder and rank_zero_only.rank == 0:
-                remove_if_fruitless(self.run_folder)
+            if self.made_folder:
+                remove_if_fruitless(self.made_folder)
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         kwargs = super()._prepare_subcommand_kwargs(subcommand)
@@ -370,7 +368,10 @@ class RelvitCLI(LightningCLI):
     def _new_run_folder(self, name: str) -> Path:
         """A fresh folder on the main process; the others write nothing and are told the checkpoints' place by it."""
         parent = Path(self._get(self.config, "runs"))
-        return new_run_folder(parent, name) if rank_zero_only.rank == 0 else parent
+        if rank_zero_only.rank != 0:
+            return parent
+        self.made_folder = new_run_folder(parent, name)
+        return self.made_folder
 
 
 def _finished_epochs(checkpoint: dict[str, Any]) -> int:
@@ -394,11 +395,6 @@ def _without(arguments: Sequence[str], name: str) -> list[str]:
         else:
             rest.append(argument)
     return rest
-
-
-def _started_by_torchrun() -> int:
-    """Number of processes that torchrun has started, 0 if it has not."""
-    return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else 0
 
 
 def _set(config: Namespace, architecture: Architecture) -> None:

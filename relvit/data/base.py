@@ -241,9 +241,9 @@ class ImageData(LightningDataModule, ABC):
         """All test images in order; on several devices this one's share, see :class:`ShareLoader`."""
         return self._share("test")
 
-    def predict_dataloader(self) -> DataLoader:
-        """All images to predict in order, with their names."""
-        return self._loader("predict")
+    def predict_dataloader(self) -> DataLoader | ShareLoader:
+        """All images to predict in order, with their names; on several devices this one's share, as in a test."""
+        return self._share("predict")
 
     def _share(self, split: Split) -> DataLoader | ShareLoader:
         if self.trainer is None or self.trainer.world_size == 1:
@@ -251,7 +251,8 @@ class ImageData(LightningDataModule, ABC):
         world = self.trainer.world_size
         count = len(self.dataset(split))
         loader = self._loader(split, sampler=range(self.trainer.global_rank, count, world))
-        nothing = torch.empty(0, self.in_chans, *self.img_size), torch.empty(0, dtype=torch.long)
+        no_targets = [] if split == "predict" else torch.empty(0, dtype=torch.long)
+        nothing = torch.empty(0, self.in_chans, *self.img_size), no_targets
         return ShareLoader(loader, batches_per_rank(count, world, self.batch_size), nothing)
 
     def _loader(

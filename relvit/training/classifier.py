@@ -236,8 +236,10 @@ class ImageClassifier(LightningModule):
         self._evaluate(self.test_metrics, batch)
 
     def predict_step(self, batch: tuple[Tensor, list[str]], batch_idx: int) -> dict[str, Any]:
-        """Names of the images, (B, num_classes) probabilities."""
+        """Names of the images, (B, num_classes) probabilities. Of an empty batch, see `ShareLoader`, there are none."""
         images, names = batch
+        if not len(names):
+            return {"names": [], "probabilities": images.new_empty(0, self.hparams.num_classes)}
         return {"names": list(names), "probabilities": self(images).float().softmax(-1)}
 
     def setup(self, stage: str) -> None:
