@@ -22,7 +22,7 @@ from relvit.cli.parser import Parser
 from relvit.cli.resume import resumed
 from relvit.data import ImageData
 from relvit.evaluation import EvaluationReport, MirrorAverage
-from relvit.replacing import replacing
+from relvit.replacing import DISK_ERRORS, replacing
 from relvit.training import (
     DataRecord,
     DescribeCheckpoint,
@@ -34,12 +34,14 @@ from relvit.training import (
     RunLock,
     StoppedBySignalError,
     WholeCheckpoints,
+    ignore_stop_signals,
     new_run_folder,
     read_checkpoint,
     remove_if_fruitless,
 )
 from relvit.training.checkpoint import check_same_data, check_same_network
 from relvit.training.checkpoint_file import KEY
+from relvit.training.disk import NoRoomError, last_whole
 from relvit.training.position import Position
 from relvit.training.pretrained import Architecture
 
@@ -344,7 +346,11 @@ class RelvitCLI(LightningCLI):
             if self.trainer.interrupted and folder and (folder / "checkpoints" / "last.ckpt").is_file():
                 why = f"Stopped by {stop.signal.name}" if isinstance(stop, StoppedBySignalError) else "Stopped"
                 _say(f"{why}. To go on: relvit fit --resume {folder}")
+            if isinstance(stop, StoppedBySignalError):
+                ignore_stop_signals()
             raise
+        except OSError as error:
+            raise self._about_the_disk(error) from error
         finally:
             if self.made_folder:
                 remove_if_fruitless(self.made_folder)
@@ -359,18 +365,39 @@ class RelvitCLI(LightningCLI):
             kwargs["return_predictions"] = False
         return kwargs
 
+    def _about_the_disk(self, error: OSError) -> OSError:
+        """The same; where the disk is full, with what is left and what to do about it."""
+        if error.errno not in DISK_ERRORS or isinstance(error, NoRoomError) or self.run_folder is None:
+            return error
+        found = error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"
+        if self.command != "fit":
+            return OSError(error.errno, f"{found}: make room, or give another folder than {self.run_folder} (--runs)")
+        kept = last_whole(self.run_folder / "checkpoints")
+        if kept in found:
+            kept = ""
+        last = self.run_folder / "checkpoints" / "last.ckpt"
+        if last.is_file():
+            kept = "; ".join(filter(None, [kept, f"make room, then relvit fit --resume {self.run_folder}"]))
+        return OSError(error.errno, f"{found}; {kept}")
+
     def _lock(self, folder: Path) -> RunLock:
         try:
             return RunLock(folder)
         except BlockingIOError as error:
             raise UsageError(error.strerror) from error
+        except OSError as error:
+            raise UsageError(f"cannot write into {folder}: {error.strerror}") from error
 
     def _new_run_folder(self, name: str) -> Path:
         """A fresh folder on the main process; the others write nothing and are told the checkpoints' place by it."""
         parent = Path(self._get(self.config, "runs"))
         if rank_zero_only.rank != 0:
             return parent
-        self.made_folder = new_run_folder(parent, name)
+        try:
+            self.made_folder = new_run_folder(parent, name)
+        except OSError as error:
+            reason = f"cannot make a run's folder in {parent}: {error.strerror}"
+            raise UsageError(f"{reason}; give another with --runs") from error
         return self.made_folder
 
 

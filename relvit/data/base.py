@@ -22,6 +22,7 @@ from relvit.data.sampling import (
 )
 from relvit.data.shares import ShareLoader, batches_per_rank
 from relvit.data.transforms import Augment, eval_transform, parse_size, train_transform
+from relvit.data.workers import work_until_told_twice
 from relvit.names import listing
 from relvit.seeding import run_seed
 
@@ -269,6 +270,7 @@ class ImageData(LightningDataModule, ABC):
             num_workers=self.num_workers,
             pin_memory=torch.cuda.is_available(),
             persistent_workers=self.num_workers > 0,
+            worker_init_fn=work_until_told_twice,
         )
 
     def _make_loader(self, split: Split, **arguments: Any) -> DataLoader:

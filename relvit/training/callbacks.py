@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -83,7 +83,9 @@ class PredictionTable(BasePredictionWriter):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Half a table is none."""
         if self._part is not None:
-            self._part.close()
+            # What is still in memory may find no room on the disk.
+            with suppress(OSError):
+                self._part.close()
             self._part_of(trainer.global_rank).unlink(missing_ok=True)
 
     def _part_of(self, rank: int) -> Path:

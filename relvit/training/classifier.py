@@ -27,7 +27,7 @@ from relvit.training.checkpoint_file import AVERAGE_KEY
 from relvit.training.distillation import Teacher, check_distillation, distillation_loss
 from relvit.training.freezing import Backbone
 from relvit.training.loss import ClassificationLoss
-from relvit.training.metric_states import States, copy_states, restore_states, summed_over_processes
+from relvit.training.metric_states import States, copy_states, of_all_processes, of_this_process, restore_states
 from relvit.training.optimisation import check_optimizer, make_optimizer
 from relvit.training.position import POSITION_KEY, Position, go_on, set_counters
 from relvit.training.pretrained import Architecture, architecture_of, normalisation_note, read_pretrained
@@ -352,8 +352,7 @@ class ImageClassifier(LightningModule):
         if self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING:
             position = Position.of(self.trainer, self._validated_at, self._ended_epoch)
             checkpoint[POSITION_KEY] = position._asdict()
-            states = self._metrics_at_step if position.batch else {}
-            checkpoint[METRICS_KEY] = summed_over_processes(states) if self.trainer.world_size > 1 else states
+            checkpoint[METRICS_KEY] = of_all_processes(self._metrics_at_step if position.batch else {})
         if self.average is not None:
             weights = self.average.net.state_dict()
             checkpoint[AVERAGE_KEY] = {f"net.{name}": value for name, value in weights.items()}
@@ -380,8 +379,8 @@ class ImageClassifier(LightningModule):
         self._validated_at = (position.epoch, position.batch) if position.validated else None
         self._ended_epoch = position.epoch - 1
         self.train_metrics.reset()
-        # They are sums over all processes, of which one counts them.
-        self._metrics_at_step = checkpoint[METRICS_KEY] if self.global_rank == 0 else {}
+        place = self.global_rank, self.trainer.world_size
+        self._metrics_at_step = of_this_process(checkpoint[METRICS_KEY], *place)
         restore_states(self.train_metrics, self._metrics_at_step)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ImageClassifier:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import CLASSES
 from PIL import Image
-from processes import BY_ITSELF, TORCHRUN, finish, start
+from processes import BY_ITSELF, Ranks, as_torchrun, finish, start
 
 from relvit.cli import main
 from relvit.data import eval_transform
@@ -173,6 +173,14 @@ def test_other_sizes(run, pictures, tmp_path):
         assert torch.isfinite(probability)
 
 
+def two(arguments, folder, launcher):
+    """Exit status and output of two processes."""
+    if launcher == "relvit":
+        return finish(start([*arguments, *BY_ITSELF], folder))
+    ranks = Ranks(arguments, folder, as_torchrun())
+    return max(ranks.finish()), ranks.logs[0].read_text(), ranks.text()
+
+
 @pytest.mark.parametrize(("launcher", "images"), [("torchrun", 3), ("torchrun", 1), ("relvit", 3)])
 def test_two_processes_write_the_table_of_one(run, pictures, tmp_path, launcher, images):
     """With broken files in between, and with fewer images than processes."""
@@ -183,30 +191,27 @@ def test_two_processes_write_the_table_of_one(run, pictures, tmp_path, launcher,
         (pictures / name).touch()
     _, one = predict(run, tmp_path / "one", f"--data.root={pictures}")
     best = f"--ckpt_path={run / 'checkpoints' / 'best.ckpt'}"
-    arguments = ["predict", best, f"--runs={tmp_path / 'two'}", f"--data.root={pictures}", *QUIET]
-    launch = (TORCHRUN, []) if launcher == "torchrun" else ([], BY_ITSELF)
-    status, out, err = finish(start([*arguments, "--data.batch_size=1", *launch[1]], tmp_path, launch[0]))
+    arguments = ["predict", best, f"--runs={tmp_path / 'two'}", f"--data.root={pictures}", "--data.batch_size=1"]
+    status, out, err = two([*arguments, *QUIET], tmp_path, launcher)
     assert status == 0, err[-3000:]
-    (two,) = (tmp_path / "two").iterdir()
-    assert out.count(f"{images} predictions in {two / 'predictions.csv'}") == 1
+    (made,) = (tmp_path / "two").iterdir()
+    assert out.count(f"{images} predictions in {made / 'predictions.csv'}") == 1
     expected = rows(one / "predictions.csv")
     assert len(expected) == images
-    for ours, theirs in zip(rows(two / "predictions.csv"), expected, strict=True):
-        assert {name: value for name, value in ours.items() if "prob" not in name} == {
-            name: value for name, value in theirs.items() if "prob" not in name
-        }
-        for name in filter(lambda name: "prob" in name, ours):
-            assert float(ours[name]) == pytest.approx(float(theirs[name]), abs=2e-6)
-    assert {path.name for path in two.iterdir()} == {path.name for path in one.iterdir()}
+    for ours, theirs in zip(rows(made / "predictions.csv"), expected, strict=True):
+        for name, value in theirs.items():
+            same = pytest.approx(float(value), abs=2e-6) if "probability" in name else value
+            assert (float(ours[name]) if "probability" in name else ours[name]) == same
+    assert {path.name for path in made.iterdir()} == {path.name for path in one.iterdir()}
 
 
-def test_two_processes_that_can_read_nothing_say_so(run, tmp_path):
+def test_two_processes_that_can_read_nothing_say_so_once(run, tmp_path):
     (tmp_path / "pictures").mkdir()
     (tmp_path / "pictures" / "a.jpg").touch()
     arguments = ["predict", f"--ckpt_path={run / 'checkpoints' / 'best.ckpt'}", f"--data.root={tmp_path / 'pictures'}"]
-    status, _, err = finish(start([*arguments, *QUIET, *BY_ITSELF], tmp_path))
+    status, _, text = two([*arguments, *QUIET], tmp_path, "torchrun")
     assert status == 2
-    assert err.count("none of the images could be read") == 1
+    assert text.count("none of the images could be read") == 1
 
 
 def test_an_interrupted_table_is_none(run, pictures, tmp_path):
