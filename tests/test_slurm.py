@@ -20,8 +20,9 @@ PROOF = load("resume_proof")
 # The processes find it by name.
 sys.path.append(str(ROOT / "tools"))
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "16", "SLURM_PROCID": "0", "SLURM_NODEID": "0"}
+JOB |= {"SLURM_LOCALID": "0"}
 STEP = {"SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "8(x2)"}
-TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
 
 
 @pytest.fixture
@@ -91,7 +92,7 @@ def test_tasks_that_are_not_equally_many_on_each_machine(surroundings):
             ["--trainer.num_nodes=2"],
             "--trainer.num_nodes 2 needs this command on 2 machines: start it by torchrun",
         ),
-        ({}, ["--trainer.num_nodes=2"], "--trainer.num_nodes 2 needs this command on 2 machines: start it by torchrun"),
+        ({}, ["--trainer.num_nodes=2"], "--trainer.num_nodes 2 needs this command on 2 machines: start"),
         (TORCHRUN, ["--trainer.devices=1"], "torchrun has started 4 processes on 2 machines, the trainer is to use 1"),
     ],
 )

@@ -101,7 +101,7 @@ def test_torchrun_and_all_its_processes_are_told_to_stop(images, whole, tmp_path
 
 
 def test_a_killed_loader_worker_ends_the_run_which_goes_on(images, tmp_path):
-    arguments = flags(images, tmp_path / "runs")[:-1] + ["--trainer.callbacks=failures.KillWorker"]
+    arguments = [*flags(images, tmp_path / "runs")[:-1], "--trainer.callbacks=failures.KillWorker"]
     ranks = Ranks(arguments, tmp_path, [{}])
     assert ranks.finish() == [1]
     assert "is killed by signal: Killed" in ranks.text()
