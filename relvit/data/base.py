@@ -22,7 +22,7 @@ from relvit.data.sampling import (
 )
 from relvit.data.shares import ShareLoader, batches_per_rank
 from relvit.data.transforms import Augment, eval_transform, parse_size, train_transform
-from relvit.data.workers import work_until_told_twice
+from relvit.data.workers import end_workers_at_exit, heed_no_stop_signal
 from relvit.names import listing
 from relvit.seeding import run_seed
 
@@ -262,6 +262,7 @@ class ImageData(LightningDataModule, ABC):
         sampler: Sampler | Sequence[int] | None = None,
         drop_last: bool = False,
     ) -> DataLoader:
+        end_workers_at_exit()
         return self._make_loader(
             split,
             batch_size=self.batch_size,
@@ -270,7 +271,7 @@ class ImageData(LightningDataModule, ABC):
             num_workers=self.num_workers,
             pin_memory=torch.cuda.is_available(),
             persistent_workers=self.num_workers > 0,
-            worker_init_fn=work_until_told_twice,
+            worker_init_fn=heed_no_stop_signal,
         )
 
     def _make_loader(self, split: Split, **arguments: Any) -> DataLoader:
