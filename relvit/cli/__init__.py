@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from relvit.cli.errors import describe, is_users_mistake
+from relvit.cli.errors import describe, is_users_mistake, says_enough
 from relvit.names import did_you_mean, listing
 from relvit.version import __version__
 
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             raise
         print(f"relvit {command}: error: {describe(error)}", file=sys.stderr)
-        if not is_users_mistake(error):
+        if not says_enough(error):
             print("(with --debug it shows where this happened)", file=sys.stderr)
         return 2 if is_users_mistake(error) else 1
     return 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from relvit.replacing import DISK_ERRORS
+
 # Lines of the parser's nested reports that only say which types it has tried.
 NOISE = (
     r"Parser key |Does not validate|Subtypes:|Errors:|Given value|Expected a path but |Expected a <class 'NoneType'>"
@@ -19,6 +21,11 @@ def is_users_mistake(error: Exception) -> bool:
     return isinstance(error, ValueError | FileNotFoundError | NotADirectoryError | PermissionError)
 
 
+def says_enough(error: Exception) -> bool:
+    """Whether a message needs no hint at the program's insides: the user's mistakes, and the disk."""
+    return is_users_mistake(error) or (isinstance(error, OSError) and error.errno in DISK_ERRORS)
+
+
 def describe(error: Exception) -> str:
     """What went wrong in few words: without the traceback that a data loader's worker puts into its message."""
     text = str(error)
@@ -30,4 +37,6 @@ def describe(error: Exception) -> str:
         lines = [line.strip().removeprefix("- ") for line in text.splitlines()]
         text = "\n".join(line for line in lines if line and not re.match(NOISE, line))
     text = text.strip() or "no further message"
-    return text if is_users_mistake(error) else f"{type(error).__name__}: {text}"
+    if isinstance(error, OSError) and error.strerror:
+        text = error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"
+    return text if says_enough(error) else f"{type(error).__name__}: {text}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -12,17 +11,20 @@ from typing import Any
 
 from jsonargparse import Namespace
 from lightning import Trainer
+from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from relvit.cli.class_table import show_classes
 from relvit.cli.errors import UsageError
+from relvit.cli.launch import check_processes, environment_of, launched
 from relvit.cli.parser import Parser
 from relvit.cli.resume import resumed
 from relvit.cli.run_config import RunConfig
 from relvit.data import ImageData
 from relvit.evaluation import EvaluationReport, MirrorAverage
+from relvit.replacing import DISK_ERRORS
 from relvit.training import (
     DataRecord,
     DescribeCheckpoint,
@@ -35,6 +37,7 @@ from relvit.training import (
     StoppedBySignalError,
     Telemetry,
     WholeCheckpoints,
+    ignore_stop_signals,
     new_run_folder,
     read_checkpoint,
     record_run,
@@ -42,6 +45,7 @@ from relvit.training import (
 )
 from relvit.training.checkpoint import check_same_data, check_same_network
 from relvit.training.checkpoint_file import KEY
+from relvit.training.disk import NoRoomError, last_whole
 from relvit.training.position import Position
 from relvit.training.pretrained import Architecture
 
@@ -89,15 +93,15 @@ class RelvitCLI(LightningCLI):
                 # A file must not choose what is imported.
                 raise UsageError(f"{self.checkpoint_path} was trained with the data module {data}: give --data {data}")
         self.run_folder: Path | None = None
+        # What this process made, and may remove where nothing came of it.
+        self.made_folder: Path | None = None
         super().__init__(
             ImageClassifier,
             ImageData,
             subclass_mode_data=True,
             parser_class=Parser,
             seed_everything_default=0,
-            # All devices that there are, but for predict, which has one table to write.
-            trainer_defaults={"max_epochs": 100, "enable_model_summary": False}
-            | ({"devices": 1} if command == "predict" else {}),
+            trainer_defaults={"max_epochs": 100, "enable_model_summary": False},
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
             save_config_callback=RunConfig if command == "fit" else None,
@@ -182,9 +186,13 @@ class RelvitCLI(LightningCLI):
         built = Architecture(*(self.model.hparams[name] for name in Architecture._fields))
         _set(self._get(self.config, "model"), built)
         config = {**self._get(self.config_init, "trainer"), **kwargs}
-        if config["devices"] == "auto" and (processes := _started_by_torchrun()):
-            here = int(os.environ["LOCAL_WORLD_SIZE"])
-            config["devices"], config["num_nodes"] = here, processes // here
+        self.launch = launched()
+        if config["devices"] == "auto" and self.launch is not None:
+            config["devices"], config["num_nodes"] = self.launch.per_node, self.launch.nodes
+        plugins = _listed(config["plugins"])
+        environment = environment_of(self.launch)
+        if environment is not None and not any(isinstance(plugin, ClusterEnvironment) for plugin in plugins):
+            plugins.append(environment)
         patience = self._get(self.config, "patience") if self.command == "fit" else None
         if patience is not None and patience < 1:
             raise UsageError(f"--patience must be 1 or more, got {patience}")
@@ -201,7 +209,7 @@ class RelvitCLI(LightningCLI):
                 History(self.run_folder, telemetry, tensorboard=config["logger"] is None),
                 telemetry,
             ]
-            config["plugins"] = [*_listed(config["plugins"]), WholeCheckpoints()]
+            plugins.append(WholeCheckpoints())
             if patience is not None:
                 callbacks.append(EarlyStopping("val/acc1", mode="max", patience=patience))
             if self._get(self.config, "lr_find"):
@@ -209,6 +217,7 @@ class RelvitCLI(LightningCLI):
             config["default_root_dir"] = self.run_folder
         else:
             config["enable_checkpointing"] = False
+        config["plugins"] = plugins or None
         config["logger"] = config["logger"] or False
         if self.command == "predict":
             self.run_folder = self._new_run_folder("predict")
@@ -319,13 +328,10 @@ class RelvitCLI(LightningCLI):
         files = ", ".join(sorted(path.name for path in self.run_folder.iterdir()))
         _say(f"Files: {self.run_folder} ({files})")
 
-    def before_predict(self) -> None:
-        """Refuse several processes, which would write into one table."""
-        if self.trainer.world_size > 1:
-            raise UsageError(f"predict runs on one device, not on {self.trainer.world_size}: give --trainer.devices 1")
-
     def after_predict(self) -> None:
         """Say where the predictions are; fail if there are none."""
+        if rank_zero_only.rank != 0:
+            return
         table = next(c for c in self.trainer.callbacks if isinstance(c, PredictionTable))
         if not table.count:
             raise UsageError(f"none of the images could be read; {self.run_folder / 'unreadable.csv'} says why")
@@ -333,12 +339,7 @@ class RelvitCLI(LightningCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         try:
-            processes, wanted = _started_by_torchrun(), self.trainer.world_size
-            if processes and processes != wanted:
-                raise UsageError(
-                    f"torchrun has started {processes} processes, the trainer is to use {wanted}: "
-                    "leave out --trainer.devices and --trainer.num_nodes"
-                )
+            check_processes(self.launch, self.trainer)
             super()._run_subcommand(subcommand)
         except SystemExit as stop:
             # Told to stop, or Lightning has caught Ctrl-C and is on its way out.
@@ -346,10 +347,14 @@ class RelvitCLI(LightningCLI):
             if self.trainer.interrupted and folder and (folder / "checkpoints" / "last.ckpt").is_file():
                 why = f"Stopped by {stop.signal.name}" if isinstance(stop, StoppedBySignalError) else "Stopped"
                 _say(f"{why}. To go on: relvit fit --resume {folder}")
+            if isinstance(stop, StoppedBySignalError):
+                ignore_stop_signals()
             raise
+        except OSError as error:
+            raise self._about_the_disk(error) from error
         finally:
-            if self.run_folder and rank_zero_only.rank == 0:
-                remove_if_fruitless(self.run_folder)
+            if self.made_folder:
+                remove_if_fruitless(self.made_folder)
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         kwargs = super()._prepare_subcommand_kwargs(subcommand)
@@ -361,16 +366,40 @@ class RelvitCLI(LightningCLI):
             kwargs["return_predictions"] = False
         return kwargs
 
+    def _about_the_disk(self, error: OSError) -> OSError:
+        """The same; where the disk is full, with what is left and what to do about it."""
+        if error.errno not in DISK_ERRORS or isinstance(error, NoRoomError) or self.run_folder is None:
+            return error
+        found = error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"
+        if self.command != "fit":
+            return OSError(error.errno, f"{found}: make room, or give another folder than {self.run_folder} (--runs)")
+        kept = last_whole(self.run_folder / "checkpoints")
+        if kept in found:
+            kept = ""
+        last = self.run_folder / "checkpoints" / "last.ckpt"
+        if last.is_file():
+            kept = "; ".join(filter(None, [kept, f"make room, then relvit fit --resume {self.run_folder}"]))
+        return OSError(error.errno, f"{found}; {kept}")
+
     def _lock(self, folder: Path) -> RunLock:
         try:
             return RunLock(folder)
         except BlockingIOError as error:
             raise UsageError(error.strerror) from error
+        except OSError as error:
+            raise UsageError(f"cannot write into {folder}: {error.strerror}") from error
 
     def _new_run_folder(self, name: str) -> Path:
         """A fresh folder on the main process; the others write nothing and are told the checkpoints' place by it."""
         parent = Path(self._get(self.config, "runs"))
-        return new_run_folder(parent, name) if rank_zero_only.rank == 0 else parent
+        if rank_zero_only.rank != 0:
+            return parent
+        try:
+            self.made_folder = new_run_folder(parent, name)
+        except OSError as error:
+            reason = f"cannot make a run's folder in {parent}: {error.strerror}"
+            raise UsageError(f"{reason}; give another with --runs") from error
+        return self.made_folder
 
 
 def _finished_epochs(checkpoint: dict[str, Any]) -> int:
@@ -394,11 +423,6 @@ def _without(arguments: Sequence[str], name: str) -> list[str]:
         else:
             rest.append(argument)
     return rest
-
-
-def _started_by_torchrun() -> int:
-    """Number of processes that torchrun has started, 0 if it has not."""
-    return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else 0
 
 
 def _set(config: Namespace, architecture: Architecture) -> None:

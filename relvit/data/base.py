@@ -23,6 +23,7 @@ from relvit.data.sampling import (
 )
 from relvit.data.shares import ShareLoader, batches_per_rank
 from relvit.data.transforms import Augment, eval_transform, parse_size, train_transform
+from relvit.data.workers import end_workers_at_exit, heed_no_stop_signal
 from relvit.names import listing
 from relvit.seeding import run_seed
 
@@ -242,9 +243,9 @@ class ImageData(LightningDataModule, ABC):
         """All test images in order; on several devices this one's share, see :class:`ShareLoader`."""
         return self._share("test")
 
-    def predict_dataloader(self) -> DataLoader:
-        """All images to predict in order, with their names."""
-        return self._loader("predict")
+    def predict_dataloader(self) -> DataLoader | ShareLoader:
+        """All images to predict in order, with their names; on several devices this one's share, as in a test."""
+        return self._share("predict")
 
     def _share(self, split: Split) -> DataLoader | ShareLoader:
         if self.trainer is None or self.trainer.world_size == 1:
@@ -252,7 +253,8 @@ class ImageData(LightningDataModule, ABC):
         world = self.trainer.world_size
         count = len(self.dataset(split))
         loader = self._loader(split, sampler=range(self.trainer.global_rank, count, world))
-        nothing = torch.empty(0, self.in_chans, *self.img_size), torch.empty(0, dtype=torch.long)
+        no_targets = [] if split == "predict" else torch.empty(0, dtype=torch.long)
+        nothing = torch.empty(0, self.in_chans, *self.img_size), no_targets
         return ShareLoader(loader, batches_per_rank(count, world, self.batch_size), nothing)
 
     def _loader(
@@ -261,6 +263,7 @@ class ImageData(LightningDataModule, ABC):
         sampler: Sampler | Sequence[int] | None = None,
         drop_last: bool = False,
     ) -> DataLoader:
+        end_workers_at_exit()
         return self._make_loader(
             split,
             batch_size=self.batch_size,
@@ -269,6 +272,7 @@ class ImageData(LightningDataModule, ABC):
             num_workers=self.num_workers,
             pin_memory=torch.cuda.is_available(),
             persistent_workers=self.num_workers > 0,
+            worker_init_fn=heed_no_stop_signal,
         )
 
     def _make_loader(self, split: Split, **arguments: Any) -> DataLoader:

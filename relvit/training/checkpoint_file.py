@@ -58,7 +58,9 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]
     """
     with replacing(path) as part:
         try:
-            torch.save(checkpoint, part)
+            # By name PyTorch would write it itself, and not say what the system has to complain of.
+            with open(part, "wb") as file:
+                torch.save(checkpoint, file)
         except RuntimeError as error:
             # PyTorch's complaint about the half of a file hides the system's own about the disk.
             if isinstance(error.__context__, OSError):

@@ -9,6 +9,7 @@ from typing import Any
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from relvit.training.checkpoint_file import write_checkpoint
+from relvit.training.disk import last_whole
 
 
 class WholeCheckpoints(TorchCheckpointIO):
@@ -27,8 +28,7 @@ class WholeCheckpoints(TorchCheckpointIO):
         try:
             write_checkpoint(checkpoint, path)
         except OSError as error:
-            whole = sorted(path.parent.glob("*.ckpt"), key=lambda file: file.stat().st_mtime)
-            kept = f"the last whole checkpoint is {whole[-1]}" if whole else "there is no earlier checkpoint"
+            kept = last_whole(path.parent)
             raise OSError(
                 error.errno, f"cannot write the checkpoint {path}: {error.strerror or error}; {kept}"
             ) from error

@@ -28,7 +28,7 @@ from relvit.training.distillation import Teacher, check_distillation, distillati
 from relvit.training.finite import FiniteCheck, NonFinite
 from relvit.training.freezing import Backbone
 from relvit.training.loss import ClassificationLoss
-from relvit.training.metric_states import States, copy_states, restore_states, summed_over_processes
+from relvit.training.metric_states import States, copy_states, of_all_processes, of_this_process, restore_states
 from relvit.training.optimisation import check_optimizer, make_optimizer
 from relvit.training.position import POSITION_KEY, Position, go_on, set_counters
 from relvit.training.pretrained import Architecture, architecture_of, normalisation_note, read_pretrained
@@ -234,8 +234,10 @@ class ImageClassifier(LightningModule):
         self._evaluate(self.test_metrics, batch)
 
     def predict_step(self, batch: tuple[Tensor, list[str]], batch_idx: int) -> dict[str, Any]:
-        """Names of the images, (B, num_classes) probabilities."""
+        """Names of the images, (B, num_classes) probabilities. Of an empty batch, see `ShareLoader`, there are none."""
         images, names = batch
+        if not len(names):
+            return {"names": [], "probabilities": images.new_empty(0, self.hparams.num_classes)}
         return {"names": list(names), "probabilities": self(images).float().softmax(-1)}
 
     def setup(self, stage: str) -> None:
@@ -361,8 +363,7 @@ class ImageClassifier(LightningModule):
         if self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING:
             position = Position.of(self.trainer, self._validated_at, self._ended_epoch)
             checkpoint[POSITION_KEY] = position._asdict()
-            states = self._metrics_at_step if position.batch else {}
-            checkpoint[METRICS_KEY] = summed_over_processes(states) if self.trainer.world_size > 1 else states
+            checkpoint[METRICS_KEY] = of_all_processes(self._metrics_at_step if position.batch else {})
         if self.average is not None:
             weights = self.average.net.state_dict()
             checkpoint[AVERAGE_KEY] = {f"net.{name}": value for name, value in weights.items()}
@@ -390,8 +391,8 @@ class ImageClassifier(LightningModule):
         self._ended_epoch = position.epoch - 1
         self.train_metrics.reset()
         self.step_metrics.reset()
-        # They are sums over all processes, of which one counts them.
-        self._metrics_at_step = checkpoint[METRICS_KEY] if self.global_rank == 0 else {}
+        place = self.global_rank, self.trainer.world_size
+        self._metrics_at_step = of_this_process(checkpoint[METRICS_KEY], *place)
         for metrics in (self.train_metrics, self.step_metrics):
             restore_states(metrics, self._metrics_at_step)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,9 @@ class History(Callback):
         self._close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._close()
+        # On a full disk the log cannot even be closed, and the checkpoint is still to be saved.
+        with suppress(OSError):
+            self._close()
 
     def _add(self, trainer: Trainer, found: dict[str, float]) -> None:
         """A row, or the rest of the one that is there for this epoch and step."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,14 +21,35 @@ def copy_states(metrics: MetricCollection) -> States:
     }
 
 
-def summed_over_processes(states: States) -> States:
-    """The sum of all processes' states; all of them have to call this."""
-    summed = {}
-    for name, state in states.items():
-        tensors = {key: value.clone() for key, value in state.items() if isinstance(value, Tensor)}
-        for value in tensors.values():
-            torch.distributed.all_reduce(value)
-        summed[name] = {"updates": state["updates"], **tensors}
+def of_all_processes(states: States) -> list[States]:
+    """The states of each process, on the CPU; all of them have to call this, also one that has none."""
+    own = {
+        name: {key: value.cpu() if isinstance(value, Tensor) else value for key, value in state.items()}
+        for name, state in states.items()
+    }
+    if not torch.distributed.is_initialized():
+        return [own]
+    gathered: list[States] = [{} for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather_object(gathered, own)
+    return gathered
+
+
+def of_this_process(stored: Sequence[States], rank: int, world: int) -> States:
+    """What one process goes on with: its own states, or, where there were more or fewer processes, one takes all.
+
+    Each its own, as sums in another order differ in the last digits.
+    """
+    if len(stored) == world:
+        return stored[rank]
+    return _summed(stored) if rank == 0 else {}
+
+
+def _summed(stored: Sequence[States]) -> States:
+    summed: States = {}
+    for states in stored:
+        for name, state in states.items():
+            before = summed.get(name)
+            summed[name] = dict(state) if before is None else {key: before[key] + state[key] for key in state}
     return summed
 
 

@@ -11,11 +11,21 @@ from typing import Any
 import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from relvit.replacing import DISK_ERRORS
+from relvit.training.disk import check_room, checkpoint_size
 from relvit.training.finite import NonFiniteLossError
 
 # As a batch system announces the end of a job's time.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+def ignore_stop_signals() -> None:
+    """From now on the process ends by itself."""
+    if threading.current_thread() is threading.main_thread():
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
 
 
 class StoppedBySignalError(SystemExit):
@@ -72,11 +82,20 @@ class RunCheckpoints(Checkpoint):
         if Path(self.best_model_path).is_file():
             self.best_model_score = state_dict["best"]
 
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Rather no training than one that cannot be kept.
+
+        Raises:
+            NoRoomError: the disk has no room for two checkpoints.
+        """
+        check_room(self.folder, checkpoint_size(trainer))
+
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._keep_signals()
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """From here on signals are kept until they can be obeyed. (Lightning's handler stops between batches.)"""
         self._between_steps = True
-        if threading.current_thread() is threading.main_thread():
-            self._handlers = {number: signal.signal(number, self._tell) for number in STOP_SIGNALS}
+        self._keep_signals()
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
@@ -113,16 +132,32 @@ class RunCheckpoints(Checkpoint):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Save what is whole, unless that has just been done."""
-        self._restore_handlers()
         if isinstance(exception, StoppedBySignalError):
+            # Launchers like to say it twice, which must not change the exit status any more.
+            ignore_stop_signals()
             return
+        self._restore_handlers()
         whole = self._between_steps or isinstance(exception, NonFiniteLossError)
+        full = isinstance(exception, OSError) and exception.errno in DISK_ERRORS
         # Where one process of several fails, it cannot wait for the others.
-        if whole and trainer.world_size == 1:
-            trainer.save_checkpoint(self.last_path)
+        if whole and trainer.world_size == 1 and not full:
+            try:
+                trainer.save_checkpoint(self.last_path)
+            except OSError as error:
+                # What went wrong first is what is to be told.
+                rank_zero_warn(str(error))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._restore_handlers()
+
+    def _keep_signals(self) -> None:
+        """From here on signals are kept until they can be obeyed.
+
+        Lightning's handlers stop between batches, one of several processes alone, and in a job of Slurm save by their
+        own rules; they are registered just before.
+        """
+        if not self._handlers and threading.current_thread() is threading.main_thread():
+            self._handlers = {number: signal.signal(number, self._tell) for number in STOP_SIGNALS}
 
     def _tell(self, number: int, frame: FrameType | None) -> None:
         self._told = number

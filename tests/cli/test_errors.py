@@ -165,12 +165,10 @@ def test_resuming_what_is_finished(run, fit, capsys):
     assert f"{run} is a folder; give the checkpoint, such as {run / 'checkpoints' / 'best.ckpt'}" in message
 
 
-def test_options_of_one_device_or_one_start(run, fit, capsys):
+def test_options_of_a_start(run, fit, capsys):
     last = f"--ckpt_path={run / 'checkpoints' / 'last.ckpt'}"
     message = fails([*fit, last, "--lr_find=true", "--trainer.max_epochs=9"], capsys)
     assert "--lr_find starts a training; one that goes on keeps its learning rate: drop that option" in message
-    message = fails(["predict", last, "--trainer.accelerator=cpu", "--trainer.devices=2"], capsys)
-    assert "predict runs on one device, not on 2: give --trainer.devices 1" in message
 
 
 def test_options_of_resolutions(run, capsys):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import CLASSES
 from PIL import Image
+from processes import BY_ITSELF, Ranks, as_torchrun, finish, start
 
 from relvit.cli import main
 from relvit.data import eval_transform
@@ -170,3 +171,52 @@ def test_other_sizes(run, pictures, tmp_path):
         assert row["class"] == list(CLASSES)[int(index)]
         assert float(row["probability"]) == pytest.approx(float(probability), abs=2e-6)
         assert torch.isfinite(probability)
+
+
+def two(arguments, folder, launcher):
+    """Exit status and output of two processes."""
+    if launcher == "relvit":
+        return finish(start([*arguments, *BY_ITSELF], folder))
+    ranks = Ranks(arguments, folder, as_torchrun())
+    return max(ranks.finish()), ranks.logs[0].read_text(), ranks.text()
+
+
+@pytest.mark.parametrize(("launcher", "images"), [("torchrun", 3), ("torchrun", 1), ("relvit", 3)])
+def test_two_processes_write_the_table_of_one(run, pictures, tmp_path, launcher, images):
+    """With broken files in between, and with fewer images than processes."""
+    for path in sorted(pictures.iterdir())[images:]:
+        path.unlink()
+    # Of the first process's share two are broken, of the second's one.
+    for name in ("a.png", "some a.png", "zebra.png") if images > 1 else ():
+        (pictures / name).touch()
+    _, one = predict(run, tmp_path / "one", f"--data.root={pictures}")
+    best = f"--ckpt_path={run / 'checkpoints' / 'best.ckpt'}"
+    arguments = ["predict", best, f"--runs={tmp_path / 'two'}", f"--data.root={pictures}", "--data.batch_size=1"]
+    status, out, err = two([*arguments, *QUIET], tmp_path, launcher)
+    assert status == 0, err[-3000:]
+    (made,) = (tmp_path / "two").iterdir()
+    assert out.count(f"{images} predictions in {made / 'predictions.csv'}") == 1
+    expected = rows(one / "predictions.csv")
+    assert len(expected) == images
+    for ours, theirs in zip(rows(made / "predictions.csv"), expected, strict=True):
+        for name, value in theirs.items():
+            same = pytest.approx(float(value), abs=2e-6) if "probability" in name else value
+            assert (float(ours[name]) if "probability" in name else ours[name]) == same
+    assert {path.name for path in made.iterdir()} == {path.name for path in one.iterdir()}
+
+
+def test_two_processes_that_can_read_nothing_say_so_once(run, tmp_path):
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "a.jpg").touch()
+    arguments = ["predict", f"--ckpt_path={run / 'checkpoints' / 'best.ckpt'}", f"--data.root={tmp_path / 'pictures'}"]
+    status, _, text = two([*arguments, *QUIET], tmp_path, "torchrun")
+    assert status == 2
+    assert text.count("none of the images could be read") == 1
+
+
+def test_an_interrupted_table_is_none(run, pictures, tmp_path):
+    (pictures / "text.png").write_text("not an image")
+    best = f"--ckpt_path={run / 'checkpoints' / 'best.ckpt'}"
+    arguments = ["predict", best, f"--runs={tmp_path / 'runs'}", f"--data.root={pictures}", "--data.on_error=error"]
+    assert main([*arguments, "--data.batch_size=1", *QUIET]) == 2
+    assert list((tmp_path / "runs").iterdir()) == []

@@ -1,0 +1,121 @@
+"""Who has started the processes of a run, and whether there are as many of them as devices."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import NamedTuple
+
+from lightning import Trainer
+from lightning.fabric.plugins.environments import (
+    ClusterEnvironment,
+    LightningEnvironment,
+    SLURMEnvironment,
+)
+
+from relvit.cli.errors import UsageError
+
+# What Slurm calls a job that is a shell.
+SHELLS = ("bash", "interactive")
+
+
+class Launch(NamedTuple):
+    """Processes that were started from outside, this one among them.
+
+    Attributes:
+        by: 'torchrun' or 'srun'.
+        processes: how many, on all machines.
+        nodes: number of machines.
+    """
+
+    by: str
+    processes: int
+    nodes: int
+
+    @property
+    def per_node(self) -> int:
+        """Processes on each machine."""
+        return self.processes // self.nodes
+
+
+class SrunTasks(SLURMEnvironment):
+    """The tasks of srun. A run saves, and ends, by itself when it is told to; the job's script queues it again."""
+
+    def __init__(self) -> None:
+        # Slurm sets it only where it was asked for by that name, Lightning wants it always.
+        os.environ.setdefault("SLURM_NTASKS_PER_NODE", str(_tasks() // _nodes()))
+        super().__init__(auto_requeue=False)
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """`check_processes` does it, by the tasks of srun and not by those of the job."""
+
+
+def launched() -> Launch | None:
+    """How this process was started from outside; None if it is the only one so far.
+
+    A process in a job of Slurm that srun has not started as one of several tasks, but a shell (`srun --pty bash`,
+    `salloc`) or the job's script, is alone, whatever the number of tasks that the job may have: nobody else would come.
+
+    Raises:
+        UsageError: srun has started more tasks on one machine than on another.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        processes, here = (int(os.environ[name]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+        return Launch("torchrun", processes, processes // here)
+    tasks, nodes = _tasks(), _nodes()
+    if tasks < 2 or os.environ.get("SLURM_JOB_NAME") in SHELLS or _is_terminal():
+        return None
+    if tasks % nodes or "," in os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""):
+        raise UsageError(
+            f"srun has started {tasks} tasks on {nodes} machines, not equally many on each: give --ntasks-per-node, "
+            "the number of GPUs of a machine"
+        )
+    return Launch("srun", tasks, nodes)
+
+
+def environment_of(launch: Launch | None) -> ClusterEnvironment | None:
+    """What Lightning is to take for its surroundings; None: let it look by itself."""
+    if launch is not None:
+        return SrunTasks() if launch.by == "srun" else None
+    # Lightning would wait for the tasks of a Slurm job, wherever in it this process is.
+    return LightningEnvironment() if "SLURM_NTASKS" in os.environ else None
+
+
+def check_processes(launch: Launch | None, trainer: Trainer) -> None:
+    """Refuse other numbers of processes than the trainer is to use: some would wait for others that never come.
+
+    Raises:
+        UsageError: they differ, or several machines are to be used and there is nobody on the others.
+    """
+    devices, nodes = trainer.num_devices, trainer.num_nodes
+    if launch is not None and (launch.per_node, launch.nodes) != (devices, nodes):
+        raise UsageError(
+            f"{launch.by} has started {launch.processes} processes on {_machines(launch.nodes)}, the trainer is to use "
+            f"{devices * nodes} on {_machines(nodes)}: leave out --trainer.devices and --trainer.num_nodes, or give "
+            f"{launch.per_node} and {launch.nodes}"
+        )
+    environment = trainer._accelerator_connector.cluster_environment
+    alone = isinstance(environment, LightningEnvironment) and "MASTER_ADDR" not in os.environ
+    if launch is None and nodes > 1 and alone:
+        raise UsageError(
+            f"--trainer.num_nodes {nodes} needs this command on {nodes} machines: start it by torchrun or srun, see "
+            "configs/multi_node.yaml"
+        )
+
+
+def _tasks() -> int:
+    """Tasks of the step of Slurm that this process belongs to, 0 if to none."""
+    return int(os.environ.get("SLURM_STEP_NUM_TASKS", 0))
+
+
+def _nodes() -> int:
+    return int(os.environ.get("SLURM_STEP_NUM_NODES", 1))
+
+
+def _is_terminal() -> bool:
+    # As in a shell by `srun --pty`; the tasks of srun have none.
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
+def _machines(count: int) -> str:
+    return "1 machine" if count == 1 else f"{count} machines"

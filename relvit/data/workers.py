@@ -1,0 +1,45 @@
+"""Processes that load images, in a run that is told to stop."""
+
+import multiprocessing
+import os
+import signal
+from multiprocessing.util import Finalize
+
+# How long workers have to end by themselves when Python ends, in seconds.
+PATIENCE = 1.0
+
+_registered_in: int | None = None
+
+
+def heed_no_stop_signal(worker: int) -> None:
+    """Let a loader's worker go on when the run is told to stop, as the run goes on until it has saved.
+
+    Batch systems, and `kill` on a process group, send SIGTERM or SIGUSR1 to workers as well; without them the run ends
+    in an error. Workers end when their loader or their run does, see :func:`end_workers_at_exit`.
+
+    Args:
+        worker: Its number, as a `DataLoader` gives it to its `worker_init_fn`.
+    """
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def end_workers_at_exit() -> None:
+    """See to it that workers that are left when Python ends do end.
+
+    Python itself would send them SIGTERM, which they ignore, and wait for ever.
+    """
+    global _registered_in
+    if _registered_in != os.getpid():
+        _registered_in = os.getpid()
+        Finalize(None, _end_workers, exitpriority=100)
+
+
+def _end_workers() -> None:
+    left = [child for child in multiprocessing.active_children() if child.daemon]
+    for child in left:
+        child.terminate()
+    for child in left:
+        child.join(PATIENCE)
+        if child.is_alive():
+            child.kill()
