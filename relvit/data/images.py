@@ -1,14 +1,22 @@
 """Read one image file as 8-bit RGB, or say in one line why that is impossible."""
 
 import os
+import stat
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
+
+from relvit.names import printable
 
 # Pillow widens these PNG samples to 8 bits but leaves the transparent colour of the tRNS chunk as it was stored.
 _GREY_TRANSPARENCY_SCALE = {"L;2": 85, "L;4": 17}
 
 _FIX = "delete or replace it"
+
+# What a file may be, whatever its name. Pillow knows more, some of which it hands to other programs (PostScript).
+Image.init()
+_SAFE = ("AVIF", "BMP", "DIB", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
+_FORMATS = [name for name in _SAFE if name in Image.OPEN]
 
 
 class UnreadableImageError(ValueError):
@@ -46,18 +54,17 @@ def load_rgb(path: str | os.PathLike[str]) -> Image.Image:
             reason, remedy.
     """
     try:
-        if os.stat(path).st_size == 0:
-            raise _RefusedError("the file is empty (zero bytes)")
-        with Image.open(path) as image:
+        _check_file(path)
+        with Image.open(path, formats=_FORMATS) as image:
             return as_rgb(image)
     except MemoryError:
         raise
     # Pillow's decoders meet broken files with almost any type: SyntaxError, struct.error, IndexError, ...
     except Exception as error:
         reason, fix = (" ".join(text.splitlines()) for text in _explain(error))
-        name = os.fspath(path)
+        name = printable(os.fspath(path))
         message = f"cannot read image {name}: {reason}; {fix}"
-        raise UnreadableImageError(" ".join(message.splitlines()), name, reason) from error
+        raise UnreadableImageError(" ".join(message.splitlines()), os.fspath(path), reason) from error
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
@@ -65,6 +72,15 @@ def as_rgb(image: Image.Image) -> Image.Image:
     # As long as it is not decoded, its transparent colour is as stored.
     _scale_transparency(image)
     return _to_rgb(ImageOps.exif_transpose(image))
+
+
+def _check_file(path: str | os.PathLike[str]) -> None:
+    found = os.stat(path)
+    # To open a pipe waits until something is written to it, maybe for ever.
+    if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+        raise _RefusedError("it is no file but a pipe, a socket or a device")
+    if stat.S_ISREG(found.st_mode) and found.st_size == 0:
+        raise _RefusedError("the file is empty (zero bytes)")
 
 
 class _RefusedError(Exception):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from typing import Any, Literal
 
 from lightning import Trainer
 
-from relvit.data import ImageData
+from relvit.data.by_name import own_data_module
 from relvit.training.checkpoint import load_classifier
 from relvit.training.checkpoint_file import KEY, read_checkpoint
 
@@ -42,6 +41,11 @@ def evaluate_sizes(
     if split not in ("val", "test"):
         raise ValueError(f"split must be 'val' or 'test', got {split!r}")
     remembered = read_checkpoint(ckpt_path)[KEY]["data"]
+    data_class = own_data_module(remembered["class_path"])
+    if data_class is None:
+        raise ValueError(
+            f"{ckpt_path} was trained with the data module {remembered['class_path']}, which is not one of relvit.data"
+        )
     classifier = load_classifier(ckpt_path)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
     trainer = Trainer(accelerator=accelerator, devices=1, **quiet)
@@ -49,17 +53,12 @@ def evaluate_sizes(
     for size in sizes:
         changes = {"img_size": size, "root": root, "batch_size": batch_size}
         arguments = remembered["init_args"] | {key: value for key, value in changes.items() if value is not None}
-        data = _data_class(remembered["class_path"])(**arguments)
+        try:
+            data = data_class(**arguments)
+        except TypeError as error:  # an argument that there is not
+            raise ValueError(f"{ckpt_path} does not make a {data_class.__name__}: {error}") from error
         run = trainer.validate if split == "val" else trainer.test
         results = run(classifier, data, verbose=False)[0]
         row = {name.removeprefix(f"{split}/"): value for name, value in results.items()}
         rows.append({"height": data.img_size[0], "width": data.img_size[1], **row})
     return rows
-
-
-def _data_class(path: str) -> type[ImageData]:
-    """The data module's class by its name in a checkpoint, of relvit.data alone: a file must not choose what runs."""
-    module, name = path.rsplit(".", 1)
-    if module.split(".")[:2] != ["relvit", "data"]:
-        raise ValueError(f"the checkpoint was trained with the data module {path}, which is not one of relvit.data")
-    return getattr(importlib.import_module(module), name)

@@ -10,6 +10,8 @@ from typing import Any
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 
+from relvit.names import printable
+
 # Classes named for each image.
 TOP = 5
 
@@ -48,10 +50,11 @@ class PredictionTable(BasePredictionWriter):
         rows = []
         for name, values, numbers in zip(prediction["names"], best.tolist(), indices.tolist(), strict=True):
             pairs = zip(numbers, values, strict=True)
-            rows.append([name, *(cell for n, value in pairs for cell in (self.class_names[n], f"{value:.6f}"))])
+            cells = [cell for n, value in pairs for cell in (self.class_names[n], f"{value:.6f}")]
+            rows.append([printable(name), *cells])
         self._append(rows)
         self.count += len(rows)
 
     def _append(self, rows: list[list[str]], mode: str = "a") -> None:
-        with open(self.path, mode, newline="") as file:
+        with open(self.path, mode, newline="", encoding="utf-8") as file:
             csv.writer(file).writerows(rows)
