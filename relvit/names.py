@@ -4,10 +4,16 @@ import difflib
 from collections.abc import Iterable, Sequence
 
 
+def nearest(name: str, allowed: Iterable[str], cutoff: float = 0.4) -> str | None:
+    """The allowed name nearest to ``name``, None if none is near: of a similarity of ``cutoff``, in 0..1, or more."""
+    found = difflib.get_close_matches(name, list(allowed), n=1, cutoff=cutoff)
+    return found[0] if found else None
+
+
 def did_you_mean(name: str, allowed: Iterable[str]) -> str:
     """``" (did you mean 'x'?)"`` for the allowed name nearest to ``name``, or an empty string if none is near."""
-    nearest = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.4)
-    return f" (did you mean {nearest[0]!r}?)" if nearest else ""
+    found = nearest(name, allowed)
+    return "" if found is None else f" (did you mean {found!r}?)"
 
 
 def printable(name: str) -> str:

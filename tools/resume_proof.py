@@ -151,8 +151,10 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _table(made: Path) -> list[dict[str, str]]:
+    """The rows without what no two runs have in common: how long things took."""
     with open(made / "metrics.csv", newline="") as file:
-        return list(csv.DictReader(file))
+        rows = list(csv.DictReader(file))
+    return [{name: cell for name, cell in row.items() if not name.startswith("system/")} for row in rows]
 
 
 def _scalars(made: Path) -> dict[str, list[tuple[int, float]]]:
@@ -160,7 +162,8 @@ def _scalars(made: Path) -> dict[str, list[tuple[int, float]]]:
 
     events = EventAccumulator(str(made / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    tags = [tag for tag in events.Tags()["scalars"] if not tag.startswith("system/")]
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
 
 
 def try_out(folder: Path, images: Path, whole: Path, case: tuple[str, bool, int, str]) -> tuple[list[str], int, int]:

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace
-from lightning import LightningModule, Trainer
+from lightning import Trainer
 from lightning.pytorch.callbacks import EarlyStopping
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from relvit.cli.class_table import show_classes
 from relvit.cli.errors import UsageError
 from relvit.cli.parser import Parser
 from relvit.cli.resume import resumed
+from relvit.cli.run_config import RunConfig
 from relvit.data import ImageData
 from relvit.data.by_name import own_data_module
 from relvit.evaluation import EvaluationReport, MirrorAverage
-from relvit.replacing import replacing
 from relvit.training import (
     DataRecord,
     DescribeCheckpoint,
@@ -33,9 +34,11 @@ from relvit.training import (
     RunCheckpoints,
     RunLock,
     StoppedBySignalError,
+    Telemetry,
     WholeCheckpoints,
     new_run_folder,
     read_checkpoint,
+    record_run,
     remove_if_fruitless,
 )
 from relvit.training.checkpoint import check_same_data, check_same_network
@@ -49,19 +52,6 @@ LINKS = ("num_classes", "in_chans", "class_names", "img_size")
 def main(command: str, arguments: Sequence[str]) -> None:
     """Run one of the Trainer's methods with command line arguments."""
     RelvitCLI(command, arguments)
-
-
-class SaveConfig(SaveConfigCallback):
-    """Writes `config.yaml` into the run's folder, wherever loggers write."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options, save_to_log_dir=False)
-
-    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Where there is a run: not in a trial by `fast_dev_run`."""
-        if not trainer.fast_dev_run:
-            with replacing(Path(trainer.default_root_dir) / self.config_filename) as path:
-                self.parser.save(self.config, path, skip_none=False)
 
 
 class RelvitCLI(LightningCLI):
@@ -87,7 +77,14 @@ class RelvitCLI(LightningCLI):
         self.finished_epochs = 0
         if self.checkpoint_path:
             checkpoint = read_checkpoint(self.checkpoint_path)
-            self.remembered, self.finished_epochs = checkpoint[KEY], _finished_epochs(checkpoint)
+            self.remembered = checkpoint[KEY]
+            if command == "fit":
+                if "optimizer_states" not in checkpoint:
+                    raise UsageError(
+                        f"{self.checkpoint_path} holds weights alone (an average does), with which no training can go "
+                        f"on: start one from them with --model.pretrained {self.checkpoint_path}"
+                    )
+                self.finished_epochs = _finished_epochs(checkpoint)
             data, asked = self.remembered["data"]["class_path"], _option(self.arguments, "--data")
             # A file must not choose what is imported.
             if own_data_module(data) is None and asked is None:
@@ -105,7 +102,7 @@ class RelvitCLI(LightningCLI):
             | ({"devices": 1} if command == "predict" else {}),
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
-            save_config_callback=SaveConfig if command == "fit" else None,
+            save_config_callback=RunConfig if command == "fit" else None,
         )
 
     def subcommands(self) -> dict[str, set[str]]:
@@ -204,10 +201,13 @@ class RelvitCLI(LightningCLI):
             self.run_folder = self.resumes or self._new_run_folder(self.model.hparams.model)
             if rank_zero_only.rank == 0:
                 self.lock = self._lock(self.run_folder)
+            telemetry = Telemetry()
+            self.best = RunCheckpoints(self.run_folder / "checkpoints", self._get(self.config, "save_every"))
             callbacks = [
-                RunCheckpoints(self.run_folder / "checkpoints", self._get(self.config, "save_every")),
+                self.best,
                 DescribeCheckpoint(),
-                History(self.run_folder, tensorboard=config["logger"] is None),
+                History(self.run_folder, telemetry, tensorboard=config["logger"] is None),
+                telemetry,
             ]
             config["plugins"] = [*_listed(config["plugins"]), WholeCheckpoints()]
             if patience is not None:
@@ -232,6 +232,8 @@ class RelvitCLI(LightningCLI):
     def before_fit(self) -> None:
         """Say what is about to be trained."""
         self.start = time.monotonic()
+        if self.run_folder and rank_zero_only.rank == 0:
+            record_run(self.run_folder, sys.argv, self._get(self.config, "seed_everything"), self.trainer)
         model, data = self.model, self.datamodule
         epochs, warmup = self.trainer.max_epochs, model.hparams.warmup_epochs
         if self.checkpoint_path and epochs is not None and 0 <= epochs <= self.finished_epochs:
@@ -257,10 +259,8 @@ class RelvitCLI(LightningCLI):
         if self.run_folder is None:
             return
         minutes = (time.monotonic() - self.start) / 60
-        best, score = (
-            self.trainer.checkpoint_callback.best_model_path,
-            self.trainer.checkpoint_callback.best_model_score,
-        )
+        # Not the trainer's, which may be one of the user's own.
+        best, score = self.best.best_model_path, self.best.best_model_score
         if score is None:
             _say("Nothing was trained.")
             return

@@ -9,6 +9,7 @@ from relvit.data.image_list import ImageListData
 from relvit.data.imagenet import ImageNetData
 from relvit.data.images import UnreadableImageError, load_rgb
 from relvit.data.mix import BatchMix
+from relvit.data.readers import ReaderData
 from relvit.data.sampling import TrainSampler
 from relvit.data.transforms import Augment, eval_transform, parse_size, train_transform
 
@@ -21,6 +22,7 @@ __all__ = [
     "ImageNetData",
     "ImageFolderData",
     "ImageListData",
+    "ReaderData",
     "UnreadableImageError",
     "load_rgb",
     "BatchMix",

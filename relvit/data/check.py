@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from relvit.data.base import ImageData, Split
 from relvit.data.image_files import ImageFilesData
-from relvit.data.images import UnreadableImageError, load_rgb
+from relvit.data.images import ImageSource, UnreadableImageError, load_rgb
 
 _CHUNK = 32  # files that a process gets at a time
 
@@ -24,14 +24,14 @@ class Inspected(NamedTuple):
     reason: str = ""
 
 
-def inspect_image(path: str) -> Inspected:
+def inspect_image(source: ImageSource) -> Inspected:
     """Decode one file completely.
 
     The hash is of the pixels as a model would see them: copies in other formats without loss, or with other metadata,
     are the same image.
     """
     try:
-        image = load_rgb(path)
+        image = load_rgb(source)
     except UnreadableImageError as error:
         return Inspected(reason=error.reason)
     digest = hashlib.blake2b(f"{image.width}x{image.height}".encode() + image.tobytes(), digest_size=16)
@@ -88,16 +88,16 @@ def check_data(
     groups: dict[str, list[dict[str, str]]] = defaultdict(list)
     for (split, path, label), seen in zip(images, inspected, strict=True):
         if seen.reason:
-            report["bad"].append({"split": split, "path": path, "reason": seen.reason})
+            report["bad"].append({"split": split, "path": str(path), "reason": seen.reason})
         else:
-            groups[seen.digest].append({"split": split, "class": data.class_names[label], "path": path})
+            groups[seen.digest].append({"split": split, "class": data.class_names[label], "path": str(path)})
     equal = [group for group in groups.values() if len(group) > 1]
     report["duplicates_across"] = [group for group in equal if len({image["split"] for image in group}) > 1]
     report["duplicates_within"] = [group for group in equal if len({image["split"] for image in group}) == 1]
     return report
 
 
-def _inspect_all(paths: list[str], processes: int) -> Iterator[Inspected]:
+def _inspect_all(paths: list[ImageSource], processes: int) -> Iterator[Inspected]:
     """Results in the order of the paths."""
     if processes == 1:
         yield from map(inspect_image, paths)

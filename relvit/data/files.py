@@ -9,15 +9,32 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 
 from relvit.data.folder_walk import walk_once, warn_about_classes
-from relvit.data.images import load_rgb
+from relvit.data.images import ImageSource, load_rgb
 from relvit.names import did_you_mean, listing
 
 
 def image_files(folder: str) -> list[str]:
     """Sorted paths of all files below a folder that have the extension of an image; hidden ones are left out."""
+    return files_below(folder, IMG_EXTENSIONS)
+
+
+def images_to_predict(folder: str) -> list[str]:
+    """The same, of which there must be some.
+
+    Raises:
+        ValueError: There are none.
+    """
+    paths = image_files(folder)
+    if not paths:
+        raise ValueError(f"no image below {folder}; add files that end in {', '.join(IMG_EXTENSIONS)}")
+    return paths
+
+
+def files_below(folder: str, endings: tuple[str, ...]) -> list[str]:
+    """Sorted paths of all files below a folder that end so, in lower or upper case; hidden ones are left out."""
     found = []
     for parent, names in walk_once(folder):
-        found += [os.path.join(parent, name) for name in names if name.lower().endswith(IMG_EXTENSIONS)]
+        found += [os.path.join(parent, name) for name in names if name.lower().endswith(endings)]
     return sorted(found)
 
 
@@ -69,11 +86,11 @@ class LabelledFiles(Dataset):
     """Image files with labels. Items are ``(image, label)``.
 
     Args:
-        samples: Path and label of each.
+        samples: Path, or stored image, and label of each.
         transform: From a PIL image of mode 'RGB' to a tensor.
     """
 
-    def __init__(self, samples: Sequence[tuple[str, int]], transform: v2.Compose) -> None:
+    def __init__(self, samples: Sequence[tuple[ImageSource, int]], transform: v2.Compose) -> None:
         self.samples = list(samples)
         self.targets = [label for _, label in self.samples]
         self.transform = transform
@@ -93,11 +110,11 @@ class NamedFiles(Dataset):
     """Image files without labels. Items are ``(image, path)``.
 
     Args:
-        paths: The files.
+        paths: The files; stored images are called by their names.
         transform: From a PIL image of mode 'RGB' to a tensor.
     """
 
-    def __init__(self, paths: Sequence[str], transform: v2.Compose) -> None:
+    def __init__(self, paths: Sequence[ImageSource], transform: v2.Compose) -> None:
         self.paths = list(paths)
         self.transform = transform
 
@@ -106,4 +123,4 @@ class NamedFiles(Dataset):
 
     def __getitem__(self, index: int) -> tuple[Tensor, str]:
         path = self.paths[index]
-        return self.transform(load_rgb(path)), path
+        return self.transform(load_rgb(path)), str(path)

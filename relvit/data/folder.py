@@ -8,7 +8,7 @@ from typing import Any
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from relvit.data.base import Split
-from relvit.data.files import class_folders, image_files, labelled_files
+from relvit.data.files import class_folders, images_to_predict, labelled_files
 from relvit.data.image_files import ImageFilesData
 from relvit.names import listing
 
@@ -78,11 +78,7 @@ class ImageFolderData(ImageFilesData):
         return samples
 
     def _paths_to_predict(self) -> list[str]:
-        folder = self._folders.get("test") or self._folders.get("val") or self.root
-        paths = image_files(folder)
-        if not paths:
-            raise ValueError(f"no image below {folder}; add files that end in {', '.join(IMG_EXTENSIONS)}")
-        return paths
+        return images_to_predict(self._folders.get("test") or self._folders.get("val") or self.root)
 
     def _shown(self, path: str) -> str:
         return Path(os.path.relpath(path, self.root)).as_posix()

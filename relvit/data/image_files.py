@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from relvit.data.base import ImageData, Split
 from relvit.data.files import LabelledFiles, NamedFiles
+from relvit.data.images import ImageSource
 from relvit.data.split import check_fraction, stratified_split
 from relvit.data.transforms import Augment
 from relvit.data.unreadable import Tolerant, TolerantLoader, collate_readable
@@ -21,7 +22,7 @@ OnError = Literal["error", "skip"]
 
 
 class ImageFilesData(ImageData):
-    """Images from files, read as RGB by :func:`relvit.data.load_rgb`.
+    """Images from files, or stored elsewhere as files, read as RGB by :func:`relvit.data.load_rgb`.
 
     A subclass implements :meth:`missing`, `_came`, `_samples`, `_paths_to_predict`, `_shown` and `place`.
 
@@ -74,23 +75,23 @@ class ImageFilesData(ImageData):
         """Whether the data bring images of their own for train, val or test."""
 
     @abstractmethod
-    def _samples(self, split: Split) -> list[tuple[str, int]]:
-        """Path and label of the images that came for train, val or test."""
+    def _samples(self, split: Split) -> list[tuple[ImageSource, int]]:
+        """Path, or stored image, and label of the images that came for train, val or test."""
 
     @abstractmethod
-    def _paths_to_predict(self) -> list[str]:
-        """Paths of the images to predict."""
+    def _paths_to_predict(self) -> list[ImageSource]:
+        """Paths of the images to predict, or stored images."""
 
     @abstractmethod
-    def _shown(self, path: str) -> str:
-        """A path of train as the user knows it, without what depends on where the data are."""
+    def _shown(self, path: ImageSource) -> str:
+        """A path, or stored image, of train as the user knows it, without what depends on where the data are."""
 
     @property
     @abstractmethod
     def place(self) -> str:
         """Where the data are, for messages."""
 
-    def _hashed(self, path: str) -> str:
+    def _hashed(self, path: ImageSource) -> str:
         """The name of an image of train that decides on which side of the split it is."""
         return self._shown(path)
 
@@ -108,7 +109,7 @@ class ImageFilesData(ImageData):
         return [(self._shown(path), label) for path, label in put_aside]
 
     @cached_property
-    def _divided(self) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+    def _divided(self) -> tuple[list[tuple[ImageSource, int]], list[tuple[ImageSource, int]]]:
         """The images to train on, and those put aside to validate where nothing came for that."""
         samples = self._samples("train")
         if self._came("val"):

@@ -5,13 +5,12 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from torchvision.datasets.folder import IMG_EXTENSIONS
-
 from relvit.data.base import Split
-from relvit.data.files import image_files
+from relvit.data.files import images_to_predict
 from relvit.data.image_files import ImageFilesData
+from relvit.data.labels import check_every_class, classes_of, positions
 from relvit.data.lists import Row, complain, read_list
-from relvit.names import did_you_mean, listing
+from relvit.names import did_you_mean
 
 
 class ImageListData(ImageFilesData):
@@ -60,7 +59,7 @@ class ImageListData(ImageFilesData):
         if class_names is None:
             if self.train is None:
                 raise ValueError("no train list; give one (--data.train), or class_names (a checkpoint knows them)")
-            class_names = _classes(row.label for row in self._train_rows)
+            class_names = classes_of(row.label for row in self._train_rows)
         super().__init__(class_names, **options)
 
     @property
@@ -85,20 +84,14 @@ class ImageListData(ImageFilesData):
         file = getattr(self, split)
         rows = self._train_rows if split == "train" else read_list(file)
         labels = self._labels(file, rows)
-        if split == "train" and (absent := set(range(self.num_classes)) - set(labels)):
-            raise ValueError(
-                f"{file} has no image of the classes {listing([self.class_names[i] for i in sorted(absent)])} of "
-                "class_names; add some, or leave class_names out to train on the classes that are there"
-            )
+        if split == "train":
+            check_every_class(labels, self.class_names, file)
         return list(zip(self._files(file, rows), labels, strict=True))
 
     def _paths_to_predict(self) -> list[str]:
         source = self.predict or self.test or self.val
         if os.path.isdir(source):
-            paths = image_files(source)
-            if not paths:
-                raise ValueError(f"no image below {source}; add files that end in {', '.join(IMG_EXTENSIONS)}")
-            return paths
+            return images_to_predict(source)
         return self._files(source, read_list(source, labelled=False))
 
     def _shown(self, path: str) -> str:
@@ -126,9 +119,7 @@ class ImageListData(ImageFilesData):
 
     def _labels(self, file: str, rows: Sequence[Row]) -> list[int]:
         """The label of each row: the position of its class."""
-        known = {name: position for position, name in enumerate(self.class_names)}
-        if not any(row.label in known for row in rows) and all(_is_number(row.label) for row in rows):
-            known = {str(position): position for position in known.values()}
+        known = positions([row.label for row in rows], self.class_names)
         wrong = [
             (row.line, f"unknown class {row.label!r}{did_you_mean(row.label, known)}")
             for row in rows
@@ -136,12 +127,3 @@ class ImageListData(ImageFilesData):
         ]
         complain(file, wrong)
         return [known[row.label] for row in rows]
-
-
-def _classes(labels: Any) -> list[str]:
-    different = set(labels)
-    return sorted(different, key=int) if all(map(_is_number, different)) else sorted(different)
-
-
-def _is_number(label: str) -> bool:
-    return label.isascii() and label.isdigit()

@@ -2,6 +2,8 @@
 
 import os
 import stat
+from abc import ABC, abstractmethod
+from io import BytesIO
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -24,7 +26,7 @@ class UnreadableImageError(ValueError):
 
     Args:
         message: One line: path, reason, remedy.
-        path: The file.
+        path: The file, or the name of a stored image.
         reason: Why, in plain words.
     """
 
@@ -35,7 +37,27 @@ class UnreadableImageError(ValueError):
         self.reason = reason
 
 
-def load_rgb(path: str | os.PathLike[str]) -> Image.Image:
+class StoredImage(ABC):
+    """An image file that lies inside of something else, such as an archive.
+
+    ``str()`` of it says where it lies and what it is called there; no two images of a dataset are called the same.
+    Loader workers get copies, so it holds no open file.
+    """
+
+    __slots__ = ()
+
+    @abstractmethod
+    def read(self) -> bytes:
+        """The whole file. What goes wrong becomes the reason of an UnreadableImageError."""
+
+    @abstractmethod
+    def __str__(self) -> str: ...
+
+
+ImageSource = str | os.PathLike[str] | StoredImage
+
+
+def load_rgb(source: ImageSource) -> Image.Image:
     """Decode an image file completely, as 8-bit RGB, the way a viewer would show it.
 
     The EXIF orientation is applied. Grey, 1-bit, palette and CMYK images are converted. Transparent images are
@@ -43,7 +65,7 @@ def load_rgb(path: str | os.PathLike[str]) -> Image.Image:
     divided by 257 and rounded. Of a file with several frames the first is read. The file is closed on return.
 
     Args:
-        path: The image file.
+        source: The path of an image file, or an image stored elsewhere.
 
     Returns:
         An image of mode 'RGB' that holds its pixels and needs the file no more.
@@ -53,18 +75,17 @@ def load_rgb(path: str | os.PathLike[str]) -> Image.Image:
             than Pillow's limit against decompression bombs, or holds 32-bit grey. The message is one line: path,
             reason, remedy.
     """
+    name = str(source) if isinstance(source, StoredImage) else os.fspath(source)
     try:
-        _check_file(path)
-        with Image.open(path, formats=_FORMATS) as image:
+        with _open(source) as image:
             return as_rgb(image)
     except MemoryError:
         raise
     # Pillow's decoders meet broken files with almost any type: SyntaxError, struct.error, IndexError, ...
     except Exception as error:
         reason, fix = (" ".join(text.splitlines()) for text in _explain(error))
-        name = printable(os.fspath(path))
-        message = f"cannot read image {name}: {reason}; {fix}"
-        raise UnreadableImageError(" ".join(message.splitlines()), os.fspath(path), reason) from error
+        message = f"cannot read image {printable(name)}: {reason}; {fix}"
+        raise UnreadableImageError(" ".join(message.splitlines()), name, reason) from error
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
@@ -74,17 +95,23 @@ def as_rgb(image: Image.Image) -> Image.Image:
     return _to_rgb(ImageOps.exif_transpose(image))
 
 
-def _check_file(path: str | os.PathLike[str]) -> None:
-    found = os.stat(path)
-    # To open a pipe waits until something is written to it, maybe for ever.
-    if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
-        raise _RefusedError("it is no file but a pipe, a socket or a device")
-    if stat.S_ISREG(found.st_mode) and found.st_size == 0:
-        raise _RefusedError("the file is empty (zero bytes)")
-
-
 class _RefusedError(Exception):
     """A reason of our own, in plain words, why a file is not read."""
+
+
+def _open(source: ImageSource) -> Image.Image:
+    if isinstance(source, StoredImage):
+        content = source.read()
+        file, size = BytesIO(content), len(content)
+    else:
+        found = os.stat(source)
+        # To open a pipe waits until something is written to it, maybe for ever.
+        if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+            raise _RefusedError("it is no file but a pipe, a socket or a device")
+        file, size = source, found.st_size
+    if size == 0:
+        raise _RefusedError("the file is empty (zero bytes)")
+    return Image.open(file, formats=_FORMATS)
 
 
 def _explain(error: Exception) -> tuple[str, str]:

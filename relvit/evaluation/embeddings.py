@@ -13,9 +13,9 @@ import torch
 
 from relvit.data.files import image_files
 from relvit.data.folder import find_splits
-from relvit.evaluation.output import check_output
 from relvit.evaluation.predictor import Predictor
 from relvit.names import printable
+from relvit.output import check_output
 
 FORMATS = (".npz", ".csv", ".parquet")
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relvit.evaluation.output import check_output
 from relvit.evaluation.predictor import Predictor
+from relvit.output import check_output
 
 FORMATS = (".onnx", ".pt2")
 # Largest side of an image, in patches.

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
-from relvit.data import load_rgb
+from relvit.data import UnreadableImageError, load_rgb
 from relvit.data.images import as_rgb
 
 ImageInput = str | os.PathLike[str] | Image.Image | np.ndarray | Tensor
@@ -52,7 +52,7 @@ def to_pil(image: ImageInput) -> Image.Image:
             tensor (3, H, W) or (1, H, W), uint8, or floating point in 0..1, which is rounded to 8 bits.
 
     Raises:
-        UnreadableImageError: a ValueError: a file that cannot be read.
+        UnreadableImageError: a ValueError: a file or a PIL image that cannot be read.
         TypeError: something else, or a dtype that images do not have.
         ValueError: another shape, or floating-point values outside 0..1.
     """
@@ -76,7 +76,8 @@ def _from_pil(image: Image.Image) -> Image.Image:
         raise
     # Pillow meets broken files, which it opens lazily, with almost any type.
     except Exception as error:
-        raise ValueError(f"cannot use the image {image}: {error}") from error
+        path = getattr(image, "filename", "") or str(image)
+        raise UnreadableImageError(f"cannot use the image {image}: {error}", path, str(error)) from error
 
 
 def _from_array(array: np.ndarray) -> Image.Image:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -14,11 +16,14 @@ from torch.utils.data import DataLoader
 
 from relvit.data import eval_transform, parse_size
 from relvit.data.files import image_files
+from relvit.data.image_files import OnError
 from relvit.data.unreadable import Tolerant, TolerantLoader, collate_readable
 from relvit.evaluation.inputs import ImageInput, InputImages
 from relvit.evaluation.mirror import average_with_mirror
-from relvit.training import load_classifier, read_checkpoint
-from relvit.training.checkpoint import KEY
+from relvit.models import check_image_size
+from relvit.names import did_you_mean
+from relvit.training.checkpoint import classifier_of
+from relvit.training.checkpoint_file import KEY, read_checkpoint
 
 
 @dataclass(frozen=True)
@@ -68,17 +73,24 @@ class Predictor:
     """
 
     def __init__(self, ckpt_path: str | os.PathLike[str], img_size: int | Sequence[int] | None = None) -> None:
-        data = read_checkpoint(ckpt_path)[KEY]["data"]["init_args"]
-        self.classifier = load_classifier(ckpt_path).requires_grad_(False)
-        self.class_names: list[str] = self.classifier.hparams.class_names
+        content = read_checkpoint(ckpt_path)
+        data = content[KEY]["data"]["init_args"]
+        self.classifier = classifier_of(content).requires_grad_(False)
         try:
+            self.class_names = [str(name) for name in data["class_names"]]
             self.img_size: tuple[int, int] = parse_size(data["img_size"] if img_size is None else img_size)
             self.mean, self.std = (tuple(map(float, data[name])) for name in ("mean", "std"))
             self.crop_pct = float(data["crop_pct"])
         except (KeyError, TypeError) as error:
-            raise ValueError(f"{ckpt_path} does not say how its images are to be made: {error}") from error
+            raise ValueError(f"{ckpt_path} does not say how its images are to be made: {error!r}") from error
+        if len(self.class_names) != self.classifier.hparams.num_classes:
+            raise ValueError(
+                f"{ckpt_path} names {len(self.class_names)} classes and has {self.classifier.hparams.num_classes}"
+            )
         if len(self.mean) not in (1, 3):
             raise ValueError(f"{ckpt_path} was trained on images of {len(self.mean)} channels; 1 or 3 can be read")
+        if img_size is not None:
+            check_image_size(self.classifier.net, self.img_size, len(self.mean), self.classifier.hparams.img_size)
         self.transform = eval_transform(self.img_size, self.mean, self.std, self.crop_pct)
         self.num_features: int = self.classifier.net.num_features
 
@@ -99,7 +111,8 @@ class Predictor:
         batch_size: int = 32,
         num_workers: int = 0,
         mirror: bool = False,
-    ) -> Prediction | list[Prediction]:
+        on_error: OnError = "error",
+    ) -> Prediction | list[Prediction | None] | None:
         """The most probable classes.
 
         Args:
@@ -111,34 +124,54 @@ class Predictor:
             batch_size: images per batch.
             num_workers: processes that read images; 0 reads them in this one.
             mirror: average the probabilities of each image and its mirror image.
+            on_error: what to do about an image that cannot be read: 'error' stops and names it; 'skip' goes on without
+                it and warns at the end, with the number of such images and the first of them.
 
         Returns:
-            A `Prediction` for one image, a list of them for several.
+            A `Prediction` for one image, a list of them for several. With 'skip' an image that cannot be read is None
+            in its place, so that the list is as long as the one given; of a folder, whose predictions have paths, it is
+            left out.
 
         Raises:
-            UnreadableImageError: a ValueError: a file that cannot be read.
+            UnreadableImageError: a ValueError: an image that cannot be read, with 'error'.
             TypeError, ValueError: something that is no image, or a folder without images.
         """
         if top < 1:
             raise ValueError(f"top is {top}; give the number of classes, 1 or more")
-        items, single = _several(images)
-        found = []
-        for pixels, positions in self.batches(items, batch_size, num_workers):
+        items, form = _several(images)
+        found: list[Prediction | None] = [None] * len(items)
+        unreadable = _record(on_error)
+        for pixels, positions in self.batches(items, batch_size, num_workers, unreadable):
             best, labels = self.probabilities(pixels, mirror).topk(min(top, len(self.class_names)))
             for position, values, numbers in zip(positions.tolist(), best.tolist(), labels.tolist(), strict=True):
                 item = items[position]
                 path = os.fspath(item) if isinstance(item, str | os.PathLike) else None
-                found.append(Prediction([self.class_names[n] for n in numbers], values, path))
-        return found[0] if single else found
+                found[position] = Prediction([self.class_names[n] for n in numbers], values, path)
+        _warn(unreadable, sum(prediction is None for prediction in found), len(items))
+        if form == "folder":
+            return [prediction for prediction in found if prediction is not None]
+        return found[0] if form == "one" else found
 
-    def embed(self, images: ImageInput | Sequence[ImageInput], batch_size: int = 32, num_workers: int = 0) -> Tensor:
+    def embed(
+        self,
+        images: ImageInput | Sequence[ImageInput],
+        batch_size: int = 32,
+        num_workers: int = 0,
+        on_error: OnError = "error",
+    ) -> Tensor:
         """The features from which the classifier decides, float32 (N, num_features) on the CPU; N = 1 for one image.
 
-        Arguments and errors are those of `predict`.
+        Arguments and errors are those of `predict`. With 'skip' the row of an image that cannot be read is NaN, of
+        a folder as well: rows carry no paths (those of `relvit.evaluation.embed_folder` do).
         """
         items, _ = _several(images)
-        parts = [self.features(pixels) for pixels, _ in self.batches(items, batch_size, num_workers)]
-        return torch.cat(parts) if parts else torch.empty(0, self.num_features)
+        found = torch.full((len(items), self.num_features), torch.nan)
+        unreadable, left = _record(on_error), len(items)
+        for pixels, positions in self.batches(items, batch_size, num_workers, unreadable):
+            found[positions] = self.features(pixels)
+            left -= len(positions)
+        _warn(unreadable, left, len(items))
+        return found
 
     @torch.no_grad()
     def probabilities(self, pixels: Tensor, mirror: bool = False) -> Tensor:
@@ -186,15 +219,34 @@ class Predictor:
         return f"Predictor({name}, {len(self.class_names)} classes, {height} x {width} px, on {self.device})"
 
 
-def _several(images: ImageInput | Sequence[ImageInput]) -> tuple[Sequence[ImageInput], bool]:
-    """The images one by one, and whether one was given by itself."""
+def _several(
+    images: ImageInput | Sequence[ImageInput],
+) -> tuple[Sequence[ImageInput], Literal["one", "several", "folder"]]:
+    """The images one by one, and how they were given."""
     if isinstance(images, str | os.PathLike) and Path(images).is_dir():
         paths = image_files(os.fspath(images))
         if not paths:
             raise ValueError(f"no image below {os.fspath(images)}")
-        return paths, False
+        return paths, "folder"
     if isinstance(images, list | tuple):
-        return images, False
+        return images, "several"
     if isinstance(images, np.ndarray | Tensor) and images.ndim == 4:
-        return list(images), False
-    return [images], True
+        return list(images), "several"
+    return [images], "one"
+
+
+def _record(on_error: OnError) -> dict[str, str] | None:
+    """Where `batches` puts down what it cannot read; None, and it stops there."""
+    allowed = get_args(OnError)
+    if on_error not in allowed:
+        hint = did_you_mean(str(on_error), allowed)
+        raise ValueError(f"on_error is {on_error!r}; allowed are {', '.join(map(repr, allowed))}{hint}")
+    return None if on_error == "error" else {}
+
+
+def _warn(unreadable: dict[str, str] | None, count: int, total: int) -> None:
+    """Say how many images could not be read, and which was the first."""
+    if unreadable:
+        path, reason = next(iter(unreadable.items()))
+        text = f"{count} of {total} images could not be read; the first: {path}: {reason}"
+        warnings.warn(text, stacklevel=3)

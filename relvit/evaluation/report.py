@@ -179,7 +179,7 @@ def _names(trainer: Trainer) -> list[str]:
     if not isinstance(dataset, LabelledFiles):
         return [f"test/{index:05d}" for index in indices]
     unreadable = data.unreadable.get("test", {})
-    paths = (dataset.samples[index][0] for index in indices)
+    paths = (str(dataset.samples[index][0]) for index in indices)
     return [printable(path) for path in paths if path not in unreadable]
 
 

@@ -7,8 +7,10 @@ from typing import Any, Literal
 
 from lightning import Trainer
 
+from relvit.data import parse_size
 from relvit.data.by_name import own_data_module
-from relvit.training.checkpoint import load_classifier
+from relvit.models import check_image_size
+from relvit.training.checkpoint import classifier_of
 from relvit.training.checkpoint_file import KEY, read_checkpoint
 
 Size = int | tuple[int, int]
@@ -40,13 +42,17 @@ def evaluate_sizes(
     """
     if split not in ("val", "test"):
         raise ValueError(f"split must be 'val' or 'test', got {split!r}")
-    remembered = read_checkpoint(ckpt_path)[KEY]["data"]
+    content = read_checkpoint(ckpt_path)
+    remembered = content[KEY]["data"]
     data_class = own_data_module(remembered["class_path"])
     if data_class is None:
         raise ValueError(
             f"{ckpt_path} was trained with the data module {remembered['class_path']}, which is not one of relvit.data"
         )
-    classifier = load_classifier(ckpt_path)
+    classifier = classifier_of(content)
+    # All of them, before the first one takes its time.
+    for size in sizes:
+        check_image_size(classifier.net, parse_size(size), classifier.hparams.in_chans, classifier.hparams.img_size)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
     trainer = Trainer(accelerator=accelerator, devices=1, **quiet)
     rows = []

@@ -1,6 +1,7 @@
 """Architectures, one file per family; importing this package registers them with timm."""
 
 from relvit.models.factory import build_model, model_arguments
+from relvit.models.image_size import check_image_size
 from relvit.models.relative_vit import RelVisionTransformer
 from relvit.models.retrofit import retrofit, retrofit_arguments
 from relvit.models.weights import checkpoint_filter_fn
@@ -8,6 +9,7 @@ from relvit.models.weights import checkpoint_filter_fn
 __all__ = [
     "RelVisionTransformer",
     "build_model",
+    "check_image_size",
     "checkpoint_filter_fn",
     "model_arguments",
     "retrofit",

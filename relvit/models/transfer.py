@@ -164,8 +164,9 @@ def _filter_of(net: nn.Module) -> Callable[[dict[str, Tensor]], dict[str, Tensor
         if function is None:
             continue
         parameters = inspect.signature(function).parameters
-        # DeiT III's own files call layer scale by other names.
-        extra = {"adapt_layer_scale": True} if "adapt_layer_scale" in parameters else {}
+        # DeiT III's own files call layer scale by other names; and what is left out, our report says.
+        wanted = {"adapt_layer_scale": True, "log": False}
+        extra = {name: value for name, value in wanted.items() if name in parameters}
         rest = (net,) if len(parameters) > 1 else ()
         return lambda state, function=function, rest=rest, extra=extra: function(state, *rest, **extra)
     return None

@@ -26,7 +26,7 @@ IGNORED = ("head_dist.", "pre_logits.")
 GAMMA = re.compile(r"\.ls[12]\.gamma$")
 
 
-def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionTransformer) -> dict[str, Tensor]:
+def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionTransformer, log: bool = True) -> dict[str, Tensor]:
     """Turn a checkpoint of a Vision Transformer into the state dict of `model`.
 
     timm calls it for `create_model(..., pretrained=True)`; for a file at hand there is
@@ -51,6 +51,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionTransformer) -
     Args:
         state_dict: tensors by name, also one wrapped as 'model' or 'state_dict', as DeiT's files are.
         model: a relvit model; it is not changed.
+        log: warn of what is left out, for callers that do not say it themselves.
 
     Raises:
         ValueError: tables per head for a model that shares them, joint tables for one with rows and columns apart,
@@ -79,7 +80,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionTransformer) -
         for name in state_dict
         if (name in ("pos_embed", *PREFIX_TOKENS) and name not in own) or name.startswith("head_dist.")
     )
-    if gone:
+    if gone and log:
         _logger.warning("left out, since the model has no place for it: %s", ", ".join(gone))
     return state
 

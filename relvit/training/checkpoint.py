@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from lightning import Callback, LightningDataModule, LightningModule, Trainer
 from relvit.training.checkpoint_file import KEY, read_checkpoint
 from relvit.training.classifier import ImageClassifier
 from relvit.version import __version__
+
+# The arguments of `ImageClassifier` that say which network it is, and for which images and classes.
+NETWORK = ("model", "model_kwargs", "retrofit", "num_classes", "in_chans", "img_size", "class_names")
 
 
 class DescribeCheckpoint(Callback):
@@ -28,22 +32,35 @@ class DescribeCheckpoint(Callback):
         checkpoint[KEY] = {
             "model": {key: _plain(value) for key, value in pl_module.hparams.items()},
             "data": {"class_path": f"{type(data).__module__}.{type(data).__qualname__}", "init_args": data.init_args()},
-            "versions": {
-                "relvit": __version__,
-                "torch": str(torch.__version__),
-                "timm": timm.__version__,
-                "lightning": lightning.__version__,
-            },
+            "versions": versions(),
         }
 
 
-def load_classifier(path: str | Path) -> ImageClassifier:
+def versions() -> dict[str, str]:
+    """Versions of what has written a checkpoint."""
+    return {
+        "relvit": __version__,
+        "torch": str(torch.__version__),
+        "timm": timm.__version__,
+        "lightning": lightning.__version__,
+    }
+
+
+def load_classifier(path: str | os.PathLike[str]) -> ImageClassifier:
     """The trained classifier of a checkpoint, on the CPU, in evaluation mode.
 
     Raises:
         FileNotFoundError, ValueError: see `read_checkpoint`.
     """
-    content = read_checkpoint(path)
+    return classifier_of(read_checkpoint(path))
+
+
+def classifier_of(content: dict[str, Any]) -> ImageClassifier:
+    """The same of what `read_checkpoint` has read.
+
+    Raises:
+        ValueError: the arguments or weights that it holds do not make a model.
+    """
     try:
         # What the training started from has been trained since.
         classifier = ImageClassifier(**content[KEY]["model"] | {"pretrained": None})
@@ -51,7 +68,7 @@ def load_classifier(path: str | Path) -> ImageClassifier:
     # The arguments are whatever the file says, and models meet wrong ones with almost any type.
     except Exception as error:
         why = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"{path} does not make a model: {_cut(why, 300)}") from error
+        raise ValueError(f"the checkpoint does not make a model: {_cut(why, 300)}") from error
     return classifier.eval()
 
 
@@ -67,18 +84,25 @@ def check_same_network(path: str | Path, remembered: dict[str, Any], asked: Mapp
         ValueError: another architecture, other classes, another image size or number of channels, or weights that
             the training did not start from.
     """
-    names = ("model", "model_kwargs", "retrofit", "num_classes", "in_chans", "img_size", "class_names", "pretrained")
+    if difference := first_difference(remembered["model"], asked, (*NETWORK, "pretrained")):
+        name, trained, wanted = difference
+        raise ValueError(f"{path} was trained with {name} {trained}, not {wanted}: drop that option")
+
+
+def first_difference(
+    one: Mapping[str, Any], other: Mapping[str, Any], names: Sequence[str]
+) -> tuple[str, str, str] | None:
+    """The first of these arguments that differs, and what it is on either side, in short; None where none does."""
     for name in names:
         # Checkpoints of before there was `retrofit` or `pretrained` do not hold it.
-        trained, wanted = remembered["model"].get(name), _plain(asked[name])
-        if isinstance(trained, dict) and isinstance(wanted, dict):
-            differ = [key for key in {**trained, **wanted} if trained.get(key) != wanted.get(key)]
-            trained, wanted = ({key: side.get(key) for key in differ} for side in (trained, wanted))
+        ours, theirs = _plain(one.get(name)), _plain(other.get(name))
+        if isinstance(ours, dict) and isinstance(theirs, dict):
+            differ = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
+            ours, theirs = ({key: side.get(key) for key in differ} for side in (ours, theirs))
         # No arguments are as good as none, but for `retrofit`, where {} is a retrofit with the defaults.
-        if trained != wanted and (trained or wanted or name == "retrofit"):
-            raise ValueError(
-                f"{path} was trained with {name} {_short(trained)}, not {_short(wanted)}: drop that option"
-            )
+        if ours != theirs and (ours or theirs or name == "retrofit"):
+            return name, _short(ours), _short(theirs)
+    return None
 
 
 def check_same_data(path: str | Path, remembered: dict[str, Any], data: LightningDataModule) -> None:

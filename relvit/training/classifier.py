@@ -13,18 +13,19 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics import MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from relvit.data.mix import BatchMix
 from relvit.data.sampling import training_position
-from relvit.models import build_model
+from relvit.models import build_model, check_image_size
 from relvit.models.transfer import TransferReport, transfer_weights
 from relvit.names import did_you_mean
 from relvit.seeding import run_seed, seed_all
 from relvit.training.averaging import WeightAverage
 from relvit.training.checkpoint_file import AVERAGE_KEY
 from relvit.training.distillation import Teacher, check_distillation, distillation_loss
+from relvit.training.finite import FiniteCheck, NonFinite
 from relvit.training.freezing import Backbone
 from relvit.training.loss import ClassificationLoss
 from relvit.training.metric_states import States, copy_states, restore_states, summed_over_processes
@@ -35,10 +36,6 @@ from relvit.training.schedule import Plan, make_plan, warmup_cosine
 
 # Where a checkpoint keeps the metrics of an epoch that is under way.
 METRICS_KEY = "train_metrics"
-
-
-class NonFiniteLossError(RuntimeError):
-    """The loss is infinite or not a number; raised before the optimiser could spoil the weights."""
 
 
 class ImageClassifier(LightningModule):
@@ -83,6 +80,8 @@ class ImageClassifier(LightningModule):
         distill_weight: weight of the teacher's part of the loss; DeiT has 0.5 for 'hard', 0.1 for 'soft'.
         distill_temperature: temperature of the probabilities, with 'soft'.
         freeze_epochs: epochs in which the classifier alone is trained, the rest being in evaluation mode.
+        nonfinite: what to do where a loss or gradient is not finite, on any device: 'stop' before the optimiser step,
+            or 'skip' that step and count it.
         compile: `torch.compile` the model, with the backend of that name or, if true, inductor.
         channels_last: keep images and convolutions in the memory format that GPUs prefer.
 
@@ -124,6 +123,7 @@ class ImageClassifier(LightningModule):
         distill_weight: float = 0.5,
         distill_temperature: float = 3.0,
         freeze_epochs: int = 0,
+        nonfinite: NonFinite = "stop",
         compile: bool | str = False,
         channels_last: bool = False,
     ) -> None:
@@ -169,6 +169,7 @@ class ImageClassifier(LightningModule):
         self.backbone = Backbone(self.net) if freeze_epochs else None
         self.average: WeightAverage | None = None
         self.teacher: Teacher | None = None
+        self.finite = FiniteCheck(nonfinite)
         self.plan: Plan | None = None
         # While learning rates are tried out, which ends in an exploding loss.
         self.searching = False
@@ -189,6 +190,8 @@ class ImageClassifier(LightningModule):
             f"{name}_mixed" if self.mixing and name != "loss" else name: metric for name, metric in metrics.items()
         }
         self.train_metrics = MetricCollection(mixed, compute_groups=False).clone("train/")
+        of_steps = {"grad_norm": MeanMetric()} | ({"skipped_steps": SumMetric()} if nonfinite == "skip" else {})
+        self.step_metrics = MetricCollection(of_steps, compute_groups=False, prefix="train/")
 
     def forward(self, images: Tensor) -> Tensor:
         """Images (B, in_chans, height, width) -> logits (B, num_classes).
@@ -214,12 +217,7 @@ class ImageClassifier(LightningModule):
         if self.teacher is not None:
             options = (self.hparams.distill, self.hparams.distill_weight, self.hparams.distill_temperature)
             loss = distillation_loss(loss, distilled, self.teacher(images), *options)
-        if not self.searching and not torch.isfinite(loss):
-            raise NonFiniteLossError(
-                f"the loss is {loss.item()} at step {self.global_step} of epoch {self.current_epoch}: "
-                "stopped before the optimiser step; try a lower --model.lr, a longer --model.warmup_epochs or "
-                "--trainer.gradient_clip_val 1"
-            )
+        self.finite.note(loss)
         labels = targets if targets.ndim == 1 else targets.argmax(-1)
         self._count(self.train_metrics, loss, logits, labels)
         accuracy = (logits.detach().argmax(-1) == labels).float().mean()
@@ -243,8 +241,11 @@ class ImageClassifier(LightningModule):
     def setup(self, stage: str) -> None:
         """Compile before the first use, so that a classifier which is only loaded takes no time for it.
 
-        And find the teacher, and take the class weights of data that balance the loss.
+        And see whether the model takes the data's images, find the teacher, and take the class weights of data that
+        balance the loss.
         """
+        if (size := getattr(self.trainer.datamodule, "img_size", None)) is not None:
+            check_image_size(self.net, size, self.hparams.in_chans, self.hparams.img_size)
         if self.net._compiled_call_impl is None:
             self._compile(self.net)
         if stage == "fit" and self.hparams.teacher is not None and self.teacher is None:
@@ -306,6 +307,7 @@ class ImageClassifier(LightningModule):
     def on_train_epoch_start(self) -> None:
         """Lightning resets the metrics of an epoch only if there were batches since the training went on."""
         self.train_metrics.reset()
+        self.step_metrics.reset()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Freeze or unfreeze by the number of the epoch alone, so that a resumed run does likewise."""
@@ -317,8 +319,17 @@ class ImageClassifier(LightningModule):
             self.backbone.freeze(without_gradients=self.trainer.world_size == 1)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Only finite gradients, and none of what is frozen."""
         if self.backbone is not None and self.backbone.frozen:
             self.backbone.drop_gradients()
+        if self.searching:
+            return
+        norm, fine = self.finite.before_step(self.trainer, self.net.parameters())
+        if fine:
+            self.step_metrics["grad_norm"].update(norm)
+        if "skipped_steps" in self.step_metrics:
+            self.step_metrics["skipped_steps"].update(float(not fine))
+        self.log("grad_norm", norm, on_step=True, on_epoch=False)
 
     def optimizer_step(
         self,
@@ -331,7 +342,7 @@ class ImageClassifier(LightningModule):
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         if self.average is not None:
             self.average.update(self.net, self.global_step + 1)
-        self._metrics_at_step = copy_states(self.train_metrics)
+        self._metrics_at_step = copy_states(self.train_metrics) | copy_states(self.step_metrics)
 
     def on_validation_epoch_end(self) -> None:
         if self.trainer.state.fn == TrainerFn.FITTING and not self.trainer.sanity_checking:
@@ -378,9 +389,11 @@ class ImageClassifier(LightningModule):
         self._validated_at = (position.epoch, position.batch) if position.validated else None
         self._ended_epoch = position.epoch - 1
         self.train_metrics.reset()
+        self.step_metrics.reset()
         # They are sums over all processes, of which one counts them.
         self._metrics_at_step = checkpoint[METRICS_KEY] if self.global_rank == 0 else {}
-        restore_states(self.train_metrics, self._metrics_at_step)
+        for metrics in (self.train_metrics, self.step_metrics):
+            restore_states(metrics, self._metrics_at_step)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ImageClassifier:
         """Take the average and the teacher along to another device or dtype."""

@@ -29,7 +29,7 @@ class DataRecord(Callback):
     @property
     def counts(self) -> dict[str, int]:
         """Unreadable images of each split that had some, as told so far."""
-        return {split: len(files) for split, files in self.told.items() if files}
+        return {split: len(files) for split, files in self.told.items()}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         data = trainer.datamodule
@@ -62,8 +62,9 @@ class DataRecord(Callback):
         found: dict[str, dict[str, str]] = {}
         for part in parts:
             for split, files in part.items():
-                found.setdefault(split, {}).update(files)
-        if found == self.told or not any(found.values()) or not trainer.is_global_zero:
+                if files:
+                    found.setdefault(split, {}).update(files)
+        if found == self.told or not found or not trainer.is_global_zero:
             return
         self.told = found
         files_of = {split: sorted(files.items()) for split, files in found.items()}
@@ -71,7 +72,6 @@ class DataRecord(Callback):
         counts = [
             f"{len(files)} of {split} {'replaced by others' if split == 'train' else 'left out'}"
             for split, files in found.items()
-            if files
         ]
         text = f"Unreadable images: {', '.join(counts)}"
         if self.folder:

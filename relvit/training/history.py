@@ -12,6 +12,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from relvit.plots import plot_curves
 from relvit.replacing import replacing
+from relvit.training.telemetry import Telemetry
 
 PLACE = ("epoch", "step")
 
@@ -19,18 +20,20 @@ PLACE = ("epoch", "step")
 class History(Callback):
     """Writes `metrics.csv` and a TensorBoard log: a row for each epoch, and for each validation within one.
 
-    A row has `epoch` and `step` (optimiser steps so far), `train/...`, the learning rate `lr` at its end, and
-    `val/...`. The rows are part of every checkpoint: a training that goes on from one first brings the files to where
-    that checkpoint was, so that they have neither gap nor duplicate. `curves.png` is drawn when training ends, however
-    it ends.
+    A row has `epoch` and `step` (optimiser steps so far), `train/...`, the learning rate `lr` at its end, `val/...`,
+    and `system/...` (see `Telemetry`). The rows are part of every checkpoint: a training that goes on from one first
+    brings the files to where that checkpoint was, so that they have neither gap nor duplicate. `curves.png` is drawn
+    when training ends, however it ends.
 
     Args:
         folder: where to write.
+        telemetry: measures the epochs.
         tensorboard: whether to write the TensorBoard log, into the folder `tensorboard`.
     """
 
-    def __init__(self, folder: Path, tensorboard: bool = True) -> None:
+    def __init__(self, folder: Path, telemetry: Telemetry, tensorboard: bool = True) -> None:
         self.folder = folder
+        self.telemetry = telemetry
         self.rows: list[dict[str, float]] = []
         self.tensorboard = tensorboard
         self._writer: SummaryWriter | None = None
@@ -66,10 +69,11 @@ class History(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Every process computes, the main one writes."""
-        found = {name: float(value) for name, value in pl_module.train_metrics.compute().items()}
+        computed = pl_module.train_metrics.compute() | pl_module.step_metrics.compute()
+        found = {name: float(value) for name, value in computed.items()}
         # Of the last layer: those below may have less.
         found["lr"] = max(group["lr"] for group in trainer.optimizers[0].param_groups)
-        self._add(trainer, found)
+        self._add(trainer, found | self.telemetry.measured(trainer))
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._close()

@@ -36,6 +36,7 @@ class FindLearningRate(LearningRateFinder):
         if found is None:
             raise ValueError("the learning-rate finder saw too few finite losses: give --model.lr")
         pl_module.train_metrics.reset()
-        pl_module.hparams.lr *= found / pl_module.plan.lr
+        # Not `hparams.lr = ...`, which loggers do not see.
+        pl_module.save_hyperparameters({"lr": pl_module.hparams.lr * found / pl_module.plan.lr})
         trainer.strategy.setup_optimizers(trainer)
         pl_module.print(f"learning rate found: {found:.3g}, as --model.lr {pl_module.hparams.lr:.3g}", flush=True)

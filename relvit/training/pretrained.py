@@ -11,11 +11,16 @@ from timm.models._hub import load_model_config_from_path
 
 from relvit.models.factory import BUILDER_ARGUMENTS, DATA_ARGUMENTS
 from relvit.models.transfer import Weights
-from relvit.names import did_you_mean, listing
+from relvit.names import did_you_mean, listing, nearest
 from relvit.training.checkpoint_file import KEY, read_checkpoint
 
 HUB, FOLDER = "hf-hub:", "local-dir:"
 CHECKPOINT, ARCHIVE = ".ckpt", ".npz"
+FILES = (CHECKPOINT, ".safetensors", ".pth", ".pt", ".bin")
+ALLOWED = (
+    "a checkpoint of relvit fit, a file or folder of weights, or a model of timm such as "
+    "'vit_small_patch16_224.augreg_in21k'"
+)
 # Differences of means and deviations, in units of the range 0..1, that a training hardly notices.
 TOLERANCE = 0.05
 
@@ -128,21 +133,38 @@ def _resolve(pretrained: str) -> tuple[Path | None, str]:
         return None, f"{FOLDER}{path}"
     if path.is_file():
         return path, pretrained
-    if path.suffix in (CHECKPOINT, ".safetensors", ".pth", ".pt", ".bin") or len(path.parts) > 1:
-        raise FileNotFoundError(f"no weights at {pretrained}")
+    if path.suffix in FILES or len(path.parts) > 1:
+        raise FileNotFoundError(f"no weights at {pretrained}{_something_near(path)}; give {ALLOWED}")
     architecture, tag = split_model_name_tag(pretrained)
     if not timm.is_model(architecture):
-        raise ValueError(
-            f"pretrained {pretrained!r} is no file, no folder and no model of timm"
-            f"{did_you_mean(architecture, timm.list_models())}; allowed: a relvit checkpoint, a file or "
-            "folder of weights, or a name such as 'vit_small_patch16_224.augreg_in21k'"
-        )
+        hint = did_you_mean(architecture, timm.list_models())
+        raise ValueError(f"pretrained {pretrained!r} is no file, no folder and no model of timm{hint}; give {ALLOWED}")
     tags = [known for known in timm.list_pretrained() if known.startswith(f"{architecture}.")]
     if not tags:
         raise ValueError(f"there are no pretrained weights of {architecture}: give a checkpoint, or a model of timm")
     if tag and pretrained not in tags:
         raise ValueError(f"there are no weights {pretrained!r}{did_you_mean(pretrained, tags)}; known: {listing(tags)}")
     return None, pretrained
+
+
+def _something_near(path: Path) -> str:
+    """A hint at what there is instead of a path: something beside the first part of it that is missing, or in a run's
+    folder of checkpoints there, or a model of timm of that name."""
+    missing = path
+    while not missing.parent.is_dir():
+        missing = missing.parent
+    places = {}
+    for folder in (missing.parent / "checkpoints", missing.parent):
+        if folder.is_dir():
+            there = (entry for entry in folder.iterdir() if entry.is_dir() or entry.suffix in FILES)
+            places |= {entry.name: entry for entry in there if not entry.name.startswith(".")}
+    if name := nearest(missing.name, places, cutoff=0.6):
+        return f" (did you mean '{places[name]}'?)"
+    # Of a path only much the same name is meant as timm's, such as that of a repository on the hub.
+    architecture, tag = split_model_name_tag(path.name)
+    name = nearest(architecture, timm.list_models(), cutoff=0.8)
+    known = f"{name}.{tag}" if name and timm.is_model_pretrained(f"{name}.{tag}") else name
+    return f" (did you mean {known!r}?)" if known else ""
 
 
 def _from_timm(name: str) -> Weights:

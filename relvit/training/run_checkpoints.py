@@ -12,6 +12,8 @@ import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
+from relvit.training.finite import NonFiniteLossError
+
 # As a batch system announces the end of a job's time.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -112,8 +114,11 @@ class RunCheckpoints(Checkpoint):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Save what is whole, unless that has just been done."""
         self._restore_handlers()
+        if isinstance(exception, StoppedBySignalError):
+            return
+        whole = self._between_steps or isinstance(exception, NonFiniteLossError)
         # Where one process of several fails, it cannot wait for the others.
-        if self._between_steps and trainer.world_size == 1 and not isinstance(exception, StoppedBySignalError):
+        if whole and trainer.world_size == 1:
             trainer.save_checkpoint(self.last_path)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

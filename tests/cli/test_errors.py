@@ -189,7 +189,7 @@ def test_debug_shows_the_traceback(fit):
 def test_help_lists_all_commands_and_each_command_has_help(capsys):
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
-    for command in ("fit", "validate", "test", "predict", "resolutions", "embed", "export", "check-data"):
+    for command in ("fit", "validate", "test", "predict", "resolutions", "embed", "export", "average", "check-data"):
         assert f"\n  {command} " in out
     assert main(["resolutions", "--help"]) == 0
     assert "--sizes" in capsys.readouterr().out
@@ -197,3 +197,24 @@ def test_help_lists_all_commands_and_each_command_has_help(capsys):
     assert "--model.label_smoothing" in capsys.readouterr().out
     assert main(["--version"]) == 0
     assert main([]) == 2
+
+
+def test_a_size_that_a_model_of_timm_does_not_take(fit, tmp_path, capsys):
+    kwargs = [f"--model.model_kwargs.{name}={value}" for name, value in {"patch_size": 8, "embed_dim": 16}.items()]
+    tiny = [*kwargs, "--model.model_kwargs.depth=1", "--model.model_kwargs.num_heads=2"]
+    common = [a for a in fit if not a.startswith("--model.")]
+    assert main([*common, *tiny, "--model.model=vit_tiny_patch16_224"]) == 0
+    (folder,) = (tmp_path / "runs").iterdir()
+    best = folder / "checkpoints" / "best.ckpt"
+    wanted = (
+        "vit_tiny_patch16_224 cannot take images of 24 x 24 px (Input height (24) doesn't match model (16)): give "
+        "img_size [16,16] or train it with --model.model_kwargs.dynamic_img_size true\n"
+    )
+    for command in (
+        ["validate", "--data.img_size=24", "--trainer.accelerator=cpu"],
+        ["predict", "--data.img_size=24", "--trainer.accelerator=cpu", f"--runs={tmp_path / 'runs'}"],
+        ["resolutions", "--sizes=[16,24]", "--accelerator=cpu"],
+        ["embed", "--img_size=24", f"--root={tmp_path}", f"--output={tmp_path / 'e.npz'}"],
+    ):
+        assert fails([*command, f"--ckpt_path={best}"], capsys).endswith(wanted)
+    assert list((tmp_path / "runs").iterdir()) == [folder]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from conftest import TINY
 
 from relvit.cli import main
@@ -50,15 +51,41 @@ def test_early_stopping_by_lightnings_callback(photos, tmp_path):
     assert len(read_metrics(folder / "metrics.csv")["val/acc1"]) == 1
 
 
+def test_the_last_epochs_kept_and_averaged(photos, tmp_path, capsys):
+    keep = ("ModelCheckpoint", ".monitor=epoch", ".mode=max", ".save_top_k=2")
+    flags = [f"--trainer.callbacks{'+=' if i == 0 else ''}{text}" for i, text in enumerate(keep)]
+    folder = fit(photos, tmp_path / "runs", "--trainer.max_epochs=3", "--model.warmup_epochs=0", *flags)
+    # A checkpoint callback of one's own is not taken for that of the best epoch.
+    accuracies = [value for _, value in read_metrics(folder / "metrics.csv")["val/acc1"]]
+    assert json.loads((folder / "summary.json").read_text())["val/acc1"] == pytest.approx(max(accuracies))
+    assert f"--ckpt_path {folder / 'checkpoints' / 'best.ckpt'}" in capsys.readouterr().out
+    paths = sorted((folder / "checkpoints").glob("epoch=*.ckpt"))
+    assert [path.name for path in paths] == ["epoch=1-step=6.ckpt", "epoch=2-step=9.ckpt"]
+    output = tmp_path / "mean.ckpt"
+    assert main(["average", f"--ckpt_paths=[{paths[0]},{paths[1]}]", f"--output={output}"]) == 0
+    mean, *parts = (load_classifier(path).net.head.weight for path in (output, *paths))
+    torch.testing.assert_close(mean, (parts[0] + parts[1]) / 2)
+
+
 def test_learning_rate_finder(photos, tmp_path, capsys):
     flags = ("--lr_find=true", "--trainer.max_epochs=1", "--model.warmup_epochs=0", "--model.min_lr=0")
-    folder = fit(photos, tmp_path, *flags, "--model.lr_base_batch=16", "--trainer.accumulate_grad_batches=2")
+    folder = fit(photos, tmp_path / "runs", *flags, "--model.lr_base_batch=16", "--trainer.accumulate_grad_batches=2")
     found = re.search(r"learning rate found: (\S+), as --model.lr (\S+)", capsys.readouterr().out)
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["effective_batch"] == 16
     assert summary["lr"] == pytest.approx(float(found[1]), rel=0.01) == pytest.approx(float(found[2]), rel=0.01)
     remembered = read_checkpoint(folder / "checkpoints" / "best.ckpt")["relvit"]["model"]
     assert remembered["lr"] == pytest.approx(summary["lr"])
+    # What is written down about the run is what it was trained with, and trains the same again.
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    assert config["lr_find"] is False
+    assert config["model"]["lr"] == remembered["lr"]
+    assert yaml.unsafe_load((folder / "hparams.yaml").read_text())["lr"] == remembered["lr"]
+    assert main(["fit", f"--config={folder / 'config.yaml'}", f"--runs={tmp_path / 'again'}"]) == 0
+    assert "learning rate found" not in capsys.readouterr().out
+    (again,) = (tmp_path / "again").iterdir()
+    for name in ("lr", "train/loss", "val/loss"):
+        assert read_metrics(again / "metrics.csv")[name] == read_metrics(folder / "metrics.csv")[name]
 
 
 def test_a_whole_recipe_by_flags_and_its_averaged_checkpoint(photos, tmp_path, capsys):

@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from stored_images import KINDS
+from stored_images import write as write_stored
 
-from relvit.data import ImageFolderData, ImageListData, ImageNetData
+from relvit.data import ImageFolderData, ImageListData, ImageNetData, ReaderData
 
 OPTIONS = {"img_size": (6, 4), "num_workers": 0, "crop_pct": 1.0, "mean": (0.0,) * 3, "std": (1.0,) * 3}
 ODD = {  # file: how a viewer shows its upper left and lower right pixels
@@ -38,19 +40,23 @@ def modules(root):
         write(root / "test" / name)
     rows = [f"test/{name}/{file},{name}" for name in names for file in ODD]
     (root / "test.csv").write_text("\n".join(["path,label", *rows]) + "\n")
+    files = [(f"{name}/{file}", (root / "test" / name / file).read_bytes(), name) for name in names for file in ODD]
+    stored = {kind: write_stored(kind, root / kind, {"test": files}) for kind in KINDS}
     return {
+        kind: ReaderData(**place, test_split="test", class_names=names, **OPTIONS) for kind, place in stored.items()
+    } | {
         "folder": ImageFolderData(str(root), class_names=names, **OPTIONS),
         "imagenet": ImageNetData(str(root), **OPTIONS),
         "list": ImageListData(test=str(root / "test.csv"), class_names=names, **OPTIONS),
     }
 
 
-@pytest.mark.parametrize("kind", ["folder", "imagenet", "list"])
+@pytest.mark.parametrize("kind", ["folder", "imagenet", "list", *KINDS])
 @pytest.mark.parametrize("split", ["test", "predict"])
 def test_pixels(tmp_path, kind, split):
     dataset = modules(tmp_path)[kind].dataset(split)
     assert len(dataset) == 8
-    paths = [path for path, _ in dataset.samples] if split == "test" else dataset.paths
+    paths = [str(path) for path, _ in dataset.samples] if split == "test" else map(str, dataset.paths)
     for (image, _), path in zip(dataset, paths, strict=True):
         corners = (image[:, 0, 0] * 255).round().tolist(), (image[:, -1, -1] * 255).round().tolist()
         assert corners == ODD[path.rsplit("/", 1)[1]], path

@@ -16,7 +16,7 @@ from torch._utils import ExceptionWrapper
 from relvit.cli import main
 from relvit.data import ImageFolderData, UnreadableImageError, load_rgb
 from relvit.data.unreadable import TolerantLoader
-from relvit.training import load_classifier
+from relvit.training import DataRecord, load_classifier
 
 QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
 
@@ -149,6 +149,22 @@ def test_a_run_lists_what_it_put_aside(skipping):
 def test_a_run_with_a_val_folder_and_whole_files_writes_neither(run):
     assert not {"val_split.csv", "unreadable.csv"} & {path.name for path in run.iterdir()}
     assert "unreadable" not in json.loads((run / "summary.json").read_text())
+
+
+def test_what_was_told_is_not_told_again(tmp_path, capsys):
+    data = data_of(make(tmp_path, train=2, test=2), on_error="skip")
+    trainer = SimpleNamespace(datamodule=data, world_size=1, is_global_zero=True)
+    record = DataRecord(None)
+    data.unreadable["train"] = {"a.jpg": "broken"}
+    record.on_fit_end(trainer, None)
+    # The test of the best checkpoint behind it meets nothing more.
+    data.unreadable["test"] = {}
+    record.on_test_end(trainer, None)
+    assert capsys.readouterr().out.count("Unreadable images: 1 of train replaced by others") == 1
+    data.unreadable["test"]["b.jpg"] = "broken"
+    record.on_test_end(trainer, None)
+    assert "1 of train replaced by others, 1 of test left out" in capsys.readouterr().out
+    assert record.counts == {"train": 1, "test": 1}
 
 
 def test_metrics_do_not_count_what_was_skipped(skipping, tmp_path, capsys):

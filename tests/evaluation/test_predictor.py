@@ -1,6 +1,8 @@
 """relvit.load: numbers against the checkpoint's classifier image by image, and against `relvit predict`."""
 
 import csv
+import re
+import shutil
 import subprocess
 import sys
 
@@ -148,6 +150,87 @@ def test_averaged_weights_are_used(photos, tmp_path):
     used = relvit.load(path).classifier.state_dict()["net.head.weight"]
     assert torch.equal(used, raw["ema_state_dict"]["net.head.weight"])
     assert not torch.equal(used, raw["state_dict"]["net.head.weight"])
+
+
+@pytest.fixture
+def broken(photos, tmp_path):
+    """A folder of six images of which two cannot be read, and its files in order."""
+    root = shutil.copytree(photos / "test" / "cat", tmp_path / "cat")
+    (root / "1.jpg").write_bytes(b"nothing")
+    whole = (root / "4.jpg").read_bytes()
+    (root / "4.jpg").write_bytes(whole[:-40])
+    return root, [root / f"{i}.jpg" for i in range(6)]
+
+
+def warned(caught, total):
+    """The one warning, at this file's line."""
+    (warning,) = caught
+    assert warning.filename == __file__
+    text = str(warning.message)
+    assert re.fullmatch(rf"2 of {total} images could not be read; the first: \S*1.jpg: it is not an image.*", text)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_unreadable_ones_keep_their_places_in_a_list(clf, broken, workers):
+    _, files = broken
+    good = [files[i] for i in (0, 2, 3, 5)]
+    expected, features = clf.predict(good), clf.embed(good)
+    pixels = noise(0)
+    with pytest.warns(UserWarning, match="could not be read") as caught:
+        found = clf.predict([*files, pixels], batch_size=2, num_workers=workers, on_error="skip")
+    warned(caught, 7)
+    assert [found[1], found[4]] == [None, None]
+    for prediction, right in zip((found[i] for i in (0, 2, 3, 5, 6)), [*expected, clf.predict(pixels)], strict=True):
+        assert (prediction.path, prediction.names) == (right.path, right.names)
+        assert prediction.probabilities == pytest.approx(right.probabilities, rel=1e-5)
+    with pytest.warns(UserWarning, match="could not be read") as caught:
+        rows = clf.embed([*files, pixels], batch_size=2, num_workers=workers, on_error="skip")
+    warned(caught, 7)
+    torch.testing.assert_close(rows[[0, 2, 3, 5, 6]], torch.cat((features, clf.embed(pixels))))
+    assert rows[[1, 4]].isnan().all()
+
+
+def test_of_a_folder_predictions_are_left_out_and_features_keep_their_places(clf, broken):
+    root, files = broken
+    with pytest.warns(UserWarning, match="could not be read") as caught:
+        found = clf.predict(root, on_error="skip")
+    warned(caught, 6)
+    assert found == clf.predict([files[i] for i in (0, 2, 3, 5)])
+    with pytest.warns(UserWarning, match="could not be read") as caught:
+        rows = clf.embed(root, on_error="skip")
+    warned(caught, 6)
+    torch.testing.assert_close(rows[[0, 2, 3, 5]], clf.embed([files[i] for i in (0, 2, 3, 5)]))
+    assert rows.isnan().all(1).tolist() == [False, True, False, False, True, False]
+
+
+def test_nothing_readable_and_nothing_unreadable(clf, broken, recwarn):
+    root, files = broken
+    assert clf.predict(files[:1], on_error="skip") == clf.predict(files[:1])
+    assert clf.predict([], on_error="skip") == []
+    assert not recwarn
+    with pytest.warns(UserWarning, match="1 of 1 images could not be read"):
+        assert clf.predict(files[1], on_error="skip") is None
+    with pytest.warns(UserWarning, match="2 of 2 images"):
+        # one file twice is two images
+        assert clf.predict([files[1], files[1]], on_error="skip") == [None, None]
+    # a PIL image decodes its file when its pixels are asked for
+    with pytest.warns(UserWarning, match=r"1 of 2 images could not be read; the first: \S*4.jpg: .*truncated"):
+        assert clf.predict([Image.open(files[4]), files[0]], on_error="skip")[0] is None
+    with pytest.raises(UnreadableImageError, match=r"4\.jpg"):
+        clf.predict(root / "4.jpg")
+    # what is no image at all is a mistake of the caller
+    with pytest.raises(TypeError, match="got int"):
+        clf.predict([files[0], 3], on_error="skip")
+    for run in (clf.predict, clf.embed):
+        with pytest.raises(ValueError, match=r"on_error is 'skp'; allowed are 'error', 'skip' \(did you mean 'skip'"):
+            run(files[0], on_error="skp")
+
+
+def test_a_checkpoint_is_read_once(best, monkeypatch):
+    read, load = [], torch.load
+    monkeypatch.setattr(torch, "load", lambda path, **kwargs: read.append(path) or load(path, **kwargs))
+    relvit.load(best)
+    assert read == [best]
 
 
 def test_features_may_be_trained_on(clf):

@@ -172,3 +172,10 @@ def test_another_width_or_nothing_in_common_is_refused():
     with pytest.raises(ValueError, match="does not fit"):
         transfer_weights(here, weights_of(make(num_heads=1, embed_dim=32)))
     assert all(torch.equal(tensor, own[name]) for name, tensor in here.state_dict().items())
+
+
+def test_what_is_left_out_is_said_once_in_the_report(caplog):
+    there = timm.create_model("deit_tiny_distilled_patch16_224", img_size=SIZE, num_classes=3, **KWARGS)
+    report = transfer_weights(make("relvit_tiny"), weights_of(there, input_size=(3, *SIZE)))
+    assert sorted(report.skipped) == ["cls_token", "dist_token", "head_dist.bias", "head_dist.weight", "pos_embed"]
+    assert "left out" not in caplog.text

@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 from small_training import NoiseImages, Record, build, train
+from timm.models import save_for_hf
 from torch import nn
 
 ROOT = Path(__file__).parents[2]
@@ -15,10 +17,22 @@ SCRIPT = ROOT / "tests" / "two_processes.py"
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory):
+def teacher(tmp_path_factory):
+    """A folder of timm: a ViT of other weights than the student's, with large logits."""
+    folder, kwargs = tmp_path_factory.mktemp("teacher"), {"patch_size": 4, "embed_dim": 8, "depth": 1, "num_heads": 2}
+    torch.manual_seed(3)
+    net = timm.create_model("vit_tiny_patch16_224", img_size=(8, 12), num_classes=7, **kwargs)
+    nn.init.normal_(net.head.weight, std=3.0)
+    save_for_hf(net, folder, model_args=kwargs | {"img_size": [8, 12]})
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory, teacher):
     """What each of the two processes found."""
     path = tmp_path_factory.mktemp("two") / "results.pt"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", SCRIPT, path]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", SCRIPT]
+    command += [path, teacher]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -69,6 +83,43 @@ def test_frozen_epochs_on_two_devices_are_those_of_one(both):
     for rank in both:
         for ours, theirs in zip(rank["frozen"]["steps"], record.weights, strict=True):
             same(ours, theirs, atol=1e-6, rtol=1e-5)
+
+
+def test_distillation_on_two_devices_is_that_of_one(both, teacher):
+    arguments = {"opt": "sgd", "lr": 0.1, "warmup_epochs": 0, "label_smoothing": 0.0, "lr_base_batch": 16}
+    finals = []
+    for options in ({"teacher": teacher}, {}):
+        module = build(**arguments, **options)
+        record = Record(module)
+        train(module, NoiseImages(16, in_order=True, batch_size=8), max_epochs=2)
+        finals.append(record.weights)
+    # The teacher makes a difference at all.
+    assert not torch.allclose(finals[0][-1]["head.weight"], finals[1][-1]["head.weight"], atol=1e-3)
+    for rank in both:
+        assert len(rank["hard"]["steps"]) == len(finals[0]) == 4
+        for ours, theirs in zip(rank["hard"]["steps"], finals[0], strict=True):
+            same(ours, theirs, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["hard", "mixed"])
+def test_the_teacher_on_two_devices(kind, both, teacher):
+    images, own = NoiseImages(16).images, build().state_dict()
+    net = timm.create_model(f"local-dir:{teacher}", pretrained=True).state_dict()
+    first, second = (rank[kind] for rank in both)
+    for ours, theirs in zip(first["steps"], second["steps"], strict=True):
+        same(ours, theirs, atol=0, rtol=0)
+    for found in (first, second):
+        assert len(found["student"]) == len(found["teacher"]) == 4
+        for ours, theirs in zip(found["student"], found["teacher"], strict=True):
+            assert torch.equal(ours, theirs)
+            known = [bool((images == image).flatten(1).all(1).any()) for image in ours]
+            assert known == [kind != "mixed"] * 4
+        assert found["modes"] == [False] * 4
+        assert set(found["names"]) == set(own)
+        assert not found["averaged"]
+        same(found["weights of the teacher"], net, atol=0, rtol=0)
+    # Each process mixes its own images.
+    assert not torch.equal(first["student"][0], second["student"][0])
 
 
 def test_validation_within_a_training_with_batch_norm(both):

@@ -1,6 +1,7 @@
 """Where weights may come from, and when they are loaded."""
 
 import re
+from pathlib import Path
 
 import pytest
 import timm
@@ -110,6 +111,29 @@ def test_mistakes(given, error, message, tmp_path):
     torch.save({"state_dict": {}}, tmp_path / "x.ckpt")
     with pytest.raises(error, match=re.escape(message.format(tmp_path))):
         read_pretrained(given.format(tmp_path))
+
+
+def test_the_nearest_thing_that_exists_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("runs/2026-01-02_small/checkpoints/best.ckpt", "weights.pth", "wights.txt", ".wights.pth"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).touch()
+    best = "runs/2026-01-02_small/checkpoints/best.ckpt"
+    rest = "; give a checkpoint of relvit fit, a file or folder of weights, or a model of timm such as 'vit_small_"
+    for given, hint in (
+        ("wights.pth", " (did you mean 'weights.pth'?)"),
+        (f"{tmp_path}/weights.pt", f" (did you mean '{tmp_path}/weights.pth'?)"),
+        (best.replace("best", "bset"), f" (did you mean '{best}'?)"),
+        (best.replace("checkpoints/", ""), f" (did you mean '{best}'?)"),
+        (best.replace("01-02", "01-03"), " (did you mean 'runs/2026-01-02_small'?)"),
+        ("timm/vit_tiny_patch16_224.augreg_in21k", " (did you mean 'vit_tiny_patch16_224.augreg_in21k'?)"),
+        ("timm/vit_tiny_patch16_22", " (did you mean 'vit_tiny_patch16_224'?)"),
+        ("deit_small_patch16_224.pth", " (did you mean 'deit_small_patch16_224'?)"),
+        ("no/such/folder", ""),
+        ("zzz.ckpt", ""),
+    ):
+        with pytest.raises(FileNotFoundError, match=rf"^{re.escape(f'no weights at {given}{hint}{rest}')}"):
+            read_pretrained(given)
 
 
 def test_a_download_that_fails_is_explained(monkeypatch):

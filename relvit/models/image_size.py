@@ -1,0 +1,69 @@
+"""Whether a model takes images of a size, found out before hours of work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from relvit.models.factory import model_arguments
+
+
+def check_image_size(
+    net: nn.Module, img_size: Sequence[int], in_chans: int, trained_size: int | Sequence[int] | None = None
+) -> None:
+    """Show the model one black image of this size: which sizes a model of timm takes, no attribute of it says.
+
+    Args:
+        net: a model of timm or relvit; not changed.
+        img_size: (height, width).
+        in_chans: channels of the images.
+        trained_size: the size that the model was built for, to be named as one that it takes.
+
+    Raises:
+        ValueError: the model cannot take such images; the message holds its reason, and what to do.
+    """
+    try:
+        _show(net, img_size, in_chans)
+    except (ValueError, MemoryError):
+        # Of relvit's models: says all of this itself.
+        raise
+    except Exception as error:
+        cfg = getattr(net, "pretrained_cfg", None) or {}
+        architecture = cfg.get("architecture")
+        advice = []
+        own = (trained_size, trained_size) if isinstance(trained_size, int) else trained_size
+        known = [list(size) for size in (own, cfg.get("input_size", ())[1:]) if size]
+        if fitting := next((size for size in known if _takes(net, size, in_chans)), None):
+            advice.append(f"give img_size {str(fitting).replace(' ', '')}")
+        if architecture and "dynamic_img_size" in model_arguments(architecture) and not net.dynamic_img_size:
+            advice.append("train it with --model.model_kwargs.dynamic_img_size true")
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise ValueError(
+            f"{architecture or type(net).__name__} cannot take images of {img_size[0]} x {img_size[1]} px ({reason}): "
+            f"{' or '.join(advice) or 'choose another img_size'}"
+        ) from error
+
+
+def _takes(net: nn.Module, img_size: Sequence[int], in_chans: int) -> bool:
+    try:
+        _show(net, img_size, in_chans)
+    except Exception:
+        return False
+    return True
+
+
+@torch.no_grad()
+def _show(net: nn.Module, img_size: Sequence[int], in_chans: int) -> None:
+    like = next(net.parameters())
+    image = torch.zeros(1, in_chans, *img_size, dtype=like.dtype, device=like.device)
+    # One by one: a part may be in evaluation mode while the rest is trained.
+    modes = [(module, module.training) for module in net.modules()]
+    net.eval()
+    try:
+        # `net(...)` would compile where that has been asked for.
+        net.forward(image)
+    finally:
+        for module, mode in modes:
+            module.training = mode
