@@ -14,11 +14,13 @@ def walk_once(folder: str) -> Iterator[tuple[str, list[str]]]:
 
     Links to folders are followed, but no folder comes twice, and none that holds `folder` comes at all: links may lead
     in circles, and a class must not take in the others through a link to their parent. A folder that is there itself
-    and by a link comes as itself.
+    and by a link comes as itself. What is no folder gives nothing.
 
     Raises:
         OSError: a folder cannot be listed.
     """
+    if not os.path.isdir(folder):
+        return
     seen = {_identity(place) for place in _parents(os.path.realpath(folder))}
     waiting = [folder]
     while waiting:
