@@ -16,6 +16,11 @@ def did_you_mean(name: str, allowed: Iterable[str]) -> str:
     return "" if found is None else f" (did you mean {found!r}?)"
 
 
+def printable(name: str) -> str:
+    r"""A file name as text that can be printed and written anywhere: bytes that are not UTF-8 become ``\xff``."""
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
 def listing(names: Sequence[str], most: int = 10) -> str:
     """The names, quoted and separated by commas; of many the first ``most`` and how many more there are."""
     shown = ", ".join(map(repr, names[:most]))

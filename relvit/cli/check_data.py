@@ -15,6 +15,7 @@ from relvit.cli.errors import UsageError
 from relvit.cli.parser import Parser
 from relvit.data import ImageData, ImageFolderData
 from relvit.data.check import check_data
+from relvit.names import printable
 from relvit.progress import with_bar
 
 SHOWN = 10
@@ -61,7 +62,7 @@ def _show(report: dict[str, Any]) -> None:
     # No markup: paths may hold brackets.
     console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(table)
-    bad = [f"{file['split']}: {file['path']}: {file['reason']}" for file in report["bad"]]
+    bad = [f"{file['split']}: {printable(file['path'])}: {file['reason']}" for file in report["bad"]]
     console.print(f"bad files: {len(bad)}")
     for line in bad:
         console.print(f"  {line}")
@@ -69,7 +70,7 @@ def _show(report: dict[str, Any]) -> None:
         groups = report[f"duplicates_{name}"]
         console.print(f"{what} the same image: {len(groups)}")
         for group in groups[:SHOWN]:
-            console.print("  " + ", ".join(f"{image['path']} ({image['split']})" for image in group))
+            console.print("  " + ", ".join(f"{printable(image['path'])} ({image['split']})" for image in group))
         if len(groups) > SHOWN:
             console.print(f"  and {len(groups) - SHOWN} more (--output FILE lists all)")
 

@@ -14,6 +14,7 @@ from relvit.cli.errors import UsageError
 from relvit.cli.parser import Parser
 from relvit.evaluation import Predictor, Size, embed_folder, write_embeddings
 from relvit.evaluation.embeddings import check_format
+from relvit.names import printable
 from relvit.progress import with_bar
 
 
@@ -49,8 +50,9 @@ def embed(
     found = embed_folder(predictor, root, batch_size, num_workers, partial(with_bar, what="embedding"))
     if found.unreadable:
         listed = Path(output).with_suffix(".unreadable.csv")
-        with open(listed, "w", newline="") as file:
-            csv.writer(file).writerows([("path", "reason"), *sorted(found.unreadable.items())])
+        rows = [(printable(path), reason) for path, reason in sorted(found.unreadable.items())]
+        with open(listed, "w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([("path", "reason"), *rows])
         print(f"Unreadable images: {len(found.unreadable)} left out; listed in {listed}")
     if not found.paths:
         raise UsageError("none of the images could be read")

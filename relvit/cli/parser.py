@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from typing import Any
 
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
+from relvit.cli.config_text import MODE
 from relvit.cli.errors import NOISE, UsageError
-from relvit.data import ImageData
+from relvit.data.by_name import data_modules
 from relvit.names import did_you_mean, listing
 
 NO_DATA = (
@@ -32,7 +32,14 @@ class Parser(LightningArgumentParser):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{"allow_abbrev": False, "description": "", **kwargs})
+        super().__init__(*args, **{"allow_abbrev": False, "description": "", "parser_mode": MODE, **kwargs})
+
+    def parse_args(self, *args: Any, **kwargs: Any) -> Namespace:
+        """Parse; a configuration file that is no text is the user's mistake."""
+        try:
+            return super().parse_args(*args, **kwargs)
+        except UnicodeDecodeError as error:
+            raise UsageError(f"--config: the file is not UTF-8 text ({error.reason} at byte {error.start})") from error
 
     def error(self, message: str, ex: Exception | None = None) -> None:
         raise UsageError(explain_parser_error(self, message)) from ex
@@ -93,16 +100,6 @@ def _readable(wanted: str) -> str:
     """A type as the parser prints it, in words."""
     named = re.fullmatch(r"<class '([\w.]+)'>", wanted)
     return WORDS.get(named[1], named[1]) if named else wanted.replace("typing.Literal", "one of ")
-
-
-def data_modules() -> list[type[ImageData]]:
-    """The data modules that can be chosen by name."""
-    found, families = [], [ImageData]
-    while families:
-        subclasses = families.pop().__subclasses__()
-        families += subclasses
-        found += [cls for cls in subclasses if not inspect.isabstract(cls)]
-    return found
 
 
 def known_options(parser: ArgumentParser) -> list[str]:

@@ -23,6 +23,7 @@ from relvit.cli.parser import Parser
 from relvit.cli.resume import resumed
 from relvit.cli.run_config import RunConfig
 from relvit.data import ImageData
+from relvit.data.by_name import own_data_module
 from relvit.evaluation import EvaluationReport, MirrorAverage
 from relvit.replacing import DISK_ERRORS
 from relvit.training import (
@@ -88,10 +89,11 @@ class RelvitCLI(LightningCLI):
                         f"on: start one from them with --model.pretrained {self.checkpoint_path}"
                     )
                 self.finished_epochs = _finished_epochs(checkpoint)
-            data = self.remembered["data"]["class_path"]
-            if not data.startswith("relvit.data.") and _option(self.arguments, "--data") is None:
-                # A file must not choose what is imported.
+            data, asked = self.remembered["data"]["class_path"], _option(self.arguments, "--data")
+            # A file must not choose what is imported.
+            if own_data_module(data) is None and asked is None:
                 raise UsageError(f"{self.checkpoint_path} was trained with the data module {data}: give --data {data}")
+            self.knows_data = own_data_module(data) is not None or data == asked
         self.run_folder: Path | None = None
         # What this process made, and may remove where nothing came of it.
         self.made_folder: Path | None = None
@@ -147,7 +149,13 @@ class RelvitCLI(LightningCLI):
         """Parse; what the checkpoint remembers comes first, so that whatever the user gives overrides it."""
         first = []
         if self.remembered is not None and self.command != "fit":
-            first = ["--config", json.dumps({"model": self.remembered["model"], "data": self.remembered["data"]})]
+            known = {"model": self.remembered["model"]}
+            if self.knows_data:
+                known["data"] = {key: self.remembered["data"][key] for key in ("class_path", "init_args")}
+            try:
+                first = ["--config", json.dumps(known)]
+            except (TypeError, ValueError, RecursionError) as error:
+                raise UsageError(f"{self.checkpoint_path} is not a checkpoint of relvit fit: {error}") from error
         self.config = parser.parse_args([self.command, *first, *self.arguments])
         if self.remembered is not None and self.command == "fit":
             self._complete(self.config[self.command]["model"], self.remembered["model"])
@@ -403,8 +411,11 @@ class RelvitCLI(LightningCLI):
 
 
 def _finished_epochs(checkpoint: dict[str, Any]) -> int:
-    position = Position.read(checkpoint)
-    return checkpoint["epoch"] + 1 if position is None else position.epoch
+    try:
+        position = Position.read(checkpoint)
+        return int(checkpoint["epoch"] + 1 if position is None else position.epoch)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError("the checkpoint does not say how far its training was: it is not one of relvit fit") from error
 
 
 def _listed(value: Any) -> list[Any]:

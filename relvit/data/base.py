@@ -24,7 +24,7 @@ from relvit.data.sampling import (
 from relvit.data.shares import ShareLoader, batches_per_rank
 from relvit.data.transforms import Augment, eval_transform, parse_size, train_transform
 from relvit.data.workers import end_workers_at_exit, heed_no_stop_signal
-from relvit.names import listing
+from relvit.names import listing, printable
 from relvit.seeding import run_seed
 
 Split = Literal["train", "val", "test", "predict"]
@@ -308,6 +308,9 @@ class ImageData(LightningDataModule, ABC):
 
 def _checked_classes(class_names: Sequence[str]) -> list[str]:
     names = list(class_names)
+    for name in names:
+        if printable(name) != name:
+            raise ValueError(f"the class name '{printable(name)}' is not UTF-8; rename it")
     if len(names) < 2:
         raise ValueError(f"there is only one class or none, {names}; classification needs two or more")
     twice = [name for name, count in Counter(names).items() if count > 1]

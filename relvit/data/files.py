@@ -8,6 +8,7 @@ from torch.utils.data import Dataset
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 
+from relvit.data.folder_walk import walk_once, warn_about_classes
 from relvit.data.images import ImageSource, load_rgb
 from relvit.names import did_you_mean, listing
 
@@ -32,11 +33,8 @@ def images_to_predict(folder: str) -> list[str]:
 def files_below(folder: str, endings: tuple[str, ...]) -> list[str]:
     """Sorted paths of all files below a folder that end so, in lower or upper case; hidden ones are left out."""
     found = []
-    for parent, folders, names in os.walk(folder, followlinks=True):
-        # .ipynb_checkpoints holds copies, and macOS puts ._name.jpg next to name.jpg, which is no image
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        visible = (name for name in names if not name.startswith("."))
-        found += [os.path.join(parent, name) for name in visible if name.lower().endswith(endings)]
+    for parent, names in walk_once(folder):
+        found += [os.path.join(parent, name) for name in names if name.lower().endswith(endings)]
     return sorted(found)
 
 
@@ -48,8 +46,10 @@ def class_folders(folder: str) -> list[str]:
     """
     entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
     names = sorted(entry.name for entry in entries if entry.is_dir())
-    if not names:
-        images = sum(entry.name.lower().endswith(IMG_EXTENSIONS) for entry in entries)
+    images = sum(entry.name.lower().endswith(IMG_EXTENSIONS) and not entry.is_dir() for entry in entries)
+    if names:
+        warn_about_classes(folder, names, images)
+    else:
         found = f"{images} images lie directly in {folder}" if images else f"{folder} is empty"
         raise ValueError(f"{found}; put the images of each class into a folder {os.path.join(folder, '<class>')}")
     return names

@@ -1,16 +1,24 @@
 """Read one image file as 8-bit RGB, or say in one line why that is impossible."""
 
 import os
+import stat
 from abc import ABC, abstractmethod
 from io import BytesIO
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from relvit.names import printable
+
 # Pillow widens these PNG samples to 8 bits but leaves the transparent colour of the tRNS chunk as it was stored.
 _GREY_TRANSPARENCY_SCALE = {"L;2": 85, "L;4": 17}
 
 _FIX = "delete or replace it"
+
+# What a file may be, whatever its name. Pillow knows more, some of which it hands to other programs (PostScript).
+Image.init()
+_SAFE = ("AVIF", "BMP", "DIB", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
+_FORMATS = [name for name in _SAFE if name in Image.OPEN]
 
 
 class UnreadableImageError(ValueError):
@@ -76,7 +84,7 @@ def load_rgb(source: ImageSource) -> Image.Image:
     # Pillow's decoders meet broken files with almost any type: SyntaxError, struct.error, IndexError, ...
     except Exception as error:
         reason, fix = (" ".join(text.splitlines()) for text in _explain(error))
-        message = f"cannot read image {name}: {reason}; {fix}"
+        message = f"cannot read image {printable(name)}: {reason}; {fix}"
         raise UnreadableImageError(" ".join(message.splitlines()), name, reason) from error
 
 
@@ -96,10 +104,14 @@ def _open(source: ImageSource) -> Image.Image:
         content = source.read()
         file, size = BytesIO(content), len(content)
     else:
-        file, size = source, os.stat(source).st_size
+        found = os.stat(source)
+        # To open a pipe waits until something is written to it, maybe for ever.
+        if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+            raise _RefusedError("it is no file but a pipe, a socket or a device")
+        file, size = source, found.st_size
     if size == 0:
         raise _RefusedError("the file is empty (zero bytes)")
-    return Image.open(file)
+    return Image.open(file, formats=_FORMATS)
 
 
 def _explain(error: Exception) -> tuple[str, str]:

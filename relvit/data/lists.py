@@ -80,7 +80,8 @@ def _check_columns(file: str, columns: Sequence[str], wanted: Sequence[str]) -> 
 
 def _from_text(file: str, wanted: list[str], delimiter: str) -> Iterator[tuple[int, list[str]]]:
     # -sig: spreadsheets write a mark before the first column's name
-    with open(file, newline="", encoding="utf-8-sig") as stream:
+    # file names need not be UTF-8
+    with open(file, newline="", encoding="utf-8-sig", errors="surrogateescape") as stream:
         reader = csv.DictReader(stream, delimiter=delimiter)
         _check_columns(file, [name.strip() for name in reader.fieldnames or []], wanted)
         reader.fieldnames = [name.strip() for name in reader.fieldnames or []]

@@ -35,11 +35,16 @@ def parse_size(img_size: int | Sequence[int]) -> tuple[int, int]:
     return sizes[0], sizes[1]
 
 
+# Of images that are longer in relation to the size asked for, the ends are cut off: a line of 30,000 pixels would
+# otherwise become gigabytes.
+LONGEST = 64
+
+
 class ResizeToCover(v2.Transform):
     """Resize a PIL image, keeping its aspect ratio, to the smallest size that covers (height, width).
 
     Bicubic with antialiasing; smaller images are enlarged. One side of the result is exact, the other is at least
-    as long as asked.
+    as long as asked, and at most 64 times as long: of longer images the middle is taken.
     """
 
     def __init__(self, size: tuple[int, int]) -> None:
@@ -49,6 +54,10 @@ class ResizeToCover(v2.Transform):
     def transform(self, inpt: Image.Image, params: dict[str, Any]) -> Image.Image:
         height, width = self.size
         scale = max(height / inpt.height, width / inpt.width)
+        longest = [math.ceil(LONGEST * height / scale), math.ceil(LONGEST * width / scale)]
+        if inpt.height > longest[0] or inpt.width > longest[1]:
+            kept = [min(inpt.height, longest[0]), min(inpt.width, longest[1])]
+            inpt = v2.functional.center_crop(inpt, kept)
         # rounding may not take a pixel from the side that decides the scale
         covering = [max(height, round(inpt.height * scale)), max(width, round(inpt.width * scale))]
         if covering == [inpt.height, inpt.width]:

@@ -14,6 +14,7 @@ import torch
 from relvit.data.files import image_files
 from relvit.data.folder import find_splits
 from relvit.evaluation.predictor import Predictor
+from relvit.names import printable
 from relvit.output import check_output
 
 FORMATS = (".npz", ".csv", ".parquet")
@@ -106,7 +107,7 @@ def write_embeddings(embeddings: Embeddings, output: str | os.PathLike[str]) -> 
         ValueError, FileNotFoundError, ModuleNotFoundError: see `check_format`.
     """
     check_format(output)
-    columns: dict[str, list[str]] = {"path": embeddings.paths}
+    columns: dict[str, list[str]] = {"path": [printable(path) for path in embeddings.paths]}
     if any(embeddings.classes):
         columns["class"] = embeddings.classes
     features = embeddings.features
@@ -116,7 +117,7 @@ def write_embeddings(embeddings: Embeddings, output: str | os.PathLike[str]) -> 
             texts = {name: np.array(values, np.str_) for name, values in columns.items()}
             np.savez(output, **texts, features=features)
         case ".csv":
-            with open(output, "w", newline="") as file:
+            with open(output, "w", newline="", encoding="utf-8") as file:
                 writer = csv.writer(file)
                 writer.writerow([*columns, *range(features.shape[1])])
                 for *texts, numbers in zip(*columns.values(), features.tolist(), strict=True):

@@ -76,10 +76,17 @@ class Predictor:
         content = read_checkpoint(ckpt_path)
         data = content[KEY]["data"]["init_args"]
         self.classifier = classifier_of(content).requires_grad_(False)
-        self.class_names: list[str] = data["class_names"]
-        self.img_size: tuple[int, int] = parse_size(data["img_size"] if img_size is None else img_size)
-        self.mean, self.std = tuple(data["mean"]), tuple(data["std"])
-        self.crop_pct: float = data["crop_pct"]
+        try:
+            self.class_names = [str(name) for name in data["class_names"]]
+            self.img_size: tuple[int, int] = parse_size(data["img_size"] if img_size is None else img_size)
+            self.mean, self.std = (tuple(map(float, data[name])) for name in ("mean", "std"))
+            self.crop_pct = float(data["crop_pct"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{ckpt_path} does not say how its images are to be made: {error!r}") from error
+        if len(self.class_names) != self.classifier.hparams.num_classes:
+            raise ValueError(
+                f"{ckpt_path} names {len(self.class_names)} classes and has {self.classifier.hparams.num_classes}"
+            )
         if len(self.mean) not in (1, 3):
             raise ValueError(f"{ckpt_path} was trained on images of {len(self.mean)} channels; 1 or 3 can be read")
         if img_size is not None:
@@ -204,8 +211,8 @@ class Predictor:
         dataset = InputImages(items, len(self.mean), self.transform)
         if unreadable is None:
             return iter(DataLoader(dataset, batch_size, num_workers=num_workers))
-        tolerant = Tolerant(dataset, replace=False, record=unreadable)
-        return iter(TolerantLoader(tolerant, batch_size, num_workers=num_workers, collate_fn=collate_readable))
+        options = {"num_workers": num_workers, "collate_fn": collate_readable, "record": unreadable}
+        return iter(TolerantLoader(Tolerant(dataset, replace=False), batch_size, **options))
 
     def __repr__(self) -> str:
         name, (height, width) = self.classifier.hparams.model, self.img_size

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from relvit.data import ImageData
 from relvit.data.files import LabelledFiles
 from relvit.evaluation.metrics import ClassMetrics, calibration_error, class_metrics, confusion_matrix
+from relvit.names import printable
 from relvit.plots import plot_confusion, plot_sheet
 
 # Images on the sheet, and their longer side in pixels.
@@ -179,11 +180,11 @@ def _names(trainer: Trainer) -> list[str]:
         return [f"test/{index:05d}" for index in indices]
     unreadable = data.unreadable.get("test", {})
     paths = (str(dataset.samples[index][0]) for index in indices)
-    return [path for path in paths if path not in unreadable]
+    return [printable(path) for path in paths if path not in unreadable]
 
 
 def _write(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    with open(path, "w", newline="") as file:
+    with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(header)
         writer.writerows(rows)

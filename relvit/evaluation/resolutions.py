@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from typing import Any, Literal
 
 from lightning import Trainer
 
-from relvit.data import ImageData, parse_size
+from relvit.data import parse_size
+from relvit.data.by_name import own_data_module
 from relvit.models import check_image_size
 from relvit.training.checkpoint import classifier_of
 from relvit.training.checkpoint_file import KEY, read_checkpoint
@@ -43,7 +43,13 @@ def evaluate_sizes(
     if split not in ("val", "test"):
         raise ValueError(f"split must be 'val' or 'test', got {split!r}")
     content = read_checkpoint(ckpt_path)
-    remembered, classifier = content[KEY]["data"], classifier_of(content)
+    remembered = content[KEY]["data"]
+    data_class = own_data_module(remembered["class_path"])
+    if data_class is None:
+        raise ValueError(
+            f"{ckpt_path} was trained with the data module {remembered['class_path']}, which is not one of relvit.data"
+        )
+    classifier = classifier_of(content)
     # All of them, before the first one takes its time.
     for size in sizes:
         check_image_size(classifier.net, parse_size(size), classifier.hparams.in_chans, classifier.hparams.img_size)
@@ -53,17 +59,12 @@ def evaluate_sizes(
     for size in sizes:
         changes = {"img_size": size, "root": root, "batch_size": batch_size}
         arguments = remembered["init_args"] | {key: value for key, value in changes.items() if value is not None}
-        data = _data_class(remembered["class_path"])(**arguments)
+        try:
+            data = data_class(**arguments)
+        except TypeError as error:  # an argument that there is not
+            raise ValueError(f"{ckpt_path} does not make a {data_class.__name__}: {error}") from error
         run = trainer.validate if split == "val" else trainer.test
         results = run(classifier, data, verbose=False)[0]
         row = {name.removeprefix(f"{split}/"): value for name, value in results.items()}
         rows.append({"height": data.img_size[0], "width": data.img_size[1], **row})
     return rows
-
-
-def _data_class(path: str) -> type[ImageData]:
-    """The data module's class by its name in a checkpoint, of relvit.data alone: a file must not choose what runs."""
-    module, name = path.rsplit(".", 1)
-    if module.split(".")[:2] != ["relvit", "data"]:
-        raise ValueError(f"the checkpoint was trained with the data module {path}, which is not one of relvit.data")
-    return getattr(importlib.import_module(module), name)

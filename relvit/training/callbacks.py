@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 
 from relvit.data import ImageData
 from relvit.data.files import NamedFiles
+from relvit.names import printable
 from relvit.replacing import replacing
 
 # Classes named for each image.
@@ -47,7 +48,7 @@ class PredictionTable(BasePredictionWriter):
         self.path = Path(trainer.strategy.broadcast(str(self.path)))
         part = self._part_of(trainer.global_rank)
         try:
-            self._part = open(part, "w", newline="")  # noqa: SIM115 (closed at the end)
+            self._part = open(part, "w", newline="", encoding="utf-8")  # noqa: SIM115 (closed at the end)
         except FileNotFoundError as error:
             raise FileNotFoundError(
                 f"no folder {part.parent} on this machine: give a folder that all machines see (--runs)"
@@ -67,7 +68,8 @@ class PredictionTable(BasePredictionWriter):
         rows = []
         for name, values, numbers in zip(prediction["names"], best.tolist(), indices.tolist(), strict=True):
             pairs = zip(numbers, values, strict=True)
-            rows.append([name, *(cell for n, value in pairs for cell in (self.class_names[n], f"{value:.6f}"))])
+            cells = [cell for n, value in pairs for cell in (self.class_names[n], f"{value:.6f}")]
+            rows.append([printable(name), *cells])
         csv.writer(self._part).writerows(rows)
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -100,8 +102,8 @@ class PredictionTable(BasePredictionWriter):
         header = ["path", *(f"{column}{place}" for place in places for column in ("class", "probability"))]
         parts = [self._part_of(rank) for rank in range(len(unreadable))]
         with replacing(self.path) as path, ExitStack() as stack:
-            table = csv.writer(stack.enter_context(open(path, "w", newline="")))
-            rows = [csv.reader(stack.enter_context(open(part, newline=""))) for part in parts]
+            table = csv.writer(stack.enter_context(open(path, "w", newline="", encoding="utf-8")))
+            rows = [csv.reader(stack.enter_context(open(part, newline="", encoding="utf-8"))) for part in parts]
             table.writerow(header)
             for row in _in_order(dataset, rows, unreadable):
                 table.writerow(row)
@@ -123,6 +125,6 @@ def _in_order(
         # There are fewer where the Trainer was told to predict only some batches.
         row = next(rows[rank], None)
         if row is not None:
-            assert paths is None or row[0] == paths[index], f"a row of {row[0]} where {paths[index]} should be"
+            assert paths is None or row[0] == printable(paths[index]), f"{row[0]} in the place of {paths[index]}"
             yield row
     assert not any(next(rest, None) for rest in rows), "more rows than images"

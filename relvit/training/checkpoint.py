@@ -56,10 +56,19 @@ def load_classifier(path: str | os.PathLike[str]) -> ImageClassifier:
 
 
 def classifier_of(content: dict[str, Any]) -> ImageClassifier:
-    """The same of what `read_checkpoint` has read."""
-    # What the training started from has been trained since.
-    classifier = ImageClassifier(**content[KEY]["model"] | {"pretrained": None})
-    classifier.load_state_dict(content["state_dict"])
+    """The same of what `read_checkpoint` has read.
+
+    Raises:
+        ValueError: the arguments or weights that it holds do not make a model.
+    """
+    try:
+        # What the training started from has been trained since.
+        classifier = ImageClassifier(**content[KEY]["model"] | {"pretrained": None})
+        classifier.load_state_dict(content["state_dict"])
+    # The arguments are whatever the file says, and models meet wrong ones with almost any type.
+    except Exception as error:
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"the checkpoint does not make a model: {_cut(why, 300)}") from error
     return classifier.eval()
 
 
@@ -109,8 +118,11 @@ def check_same_data(path: str | Path, remembered: dict[str, Any], data: Lightnin
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return _cut(repr(value), 80)
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def _plain(value: Any) -> Any:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import pickle
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from relvit.replacing import replacing
 
@@ -35,15 +36,54 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"no checkpoint at {path}; give the file, such as runs/RUN/checkpoints/best.ckpt")
     try:
+        _check_archive(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+    except OSError:
+        raise
+    # PyTorch meets broken files with almost any type: TypeError, IndexError, AttributeError, ...
+    except Exception as error:
         raise ValueError(
             f"{path} cannot be read: it is damaged, no checkpoint, or holds more than tensors and plain values"
         ) from error
     if not isinstance(content, dict) or KEY not in content or "state_dict" not in content:
         raise ValueError(f"{path} is not a checkpoint of relvit fit: it does not say which model and data it is of")
+    if wrong := _wrong_part(content):
+        raise ValueError(f"{path} is not a checkpoint of relvit fit: {wrong} is not what it should be")
     content["state_dict"] = content["state_dict"] | content.get(AVERAGE_KEY, {})
     return content
+
+
+def _check_archive(path: Path) -> None:
+    """Refuse an archive that would take more memory than the file has bytes: PyTorch stores, and never compresses."""
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+        raise ValueError("a compressed entry")
+    if sum(entry.file_size for entry in entries) > path.stat().st_size:
+        raise ValueError("entries that are larger than the file")
+
+
+def _wrong_part(content: dict[Any, Any]) -> str | None:
+    """The first part of a checkpoint that has another type than `relvit fit` gives it, by its name."""
+    remembered = content[KEY]
+    if not isinstance(remembered, dict):
+        return repr(KEY)
+    for name in ("model", "data"):
+        if not _named(remembered.get(name)):
+            return f"{KEY}.{name}"
+    if not isinstance(remembered["data"].get("class_path"), str):
+        return f"{KEY}.data.class_path"
+    if not _named(remembered["data"].get("init_args")):
+        return f"{KEY}.data.init_args"
+    for name in ("state_dict", AVERAGE_KEY):
+        weights = content.get(name, {})
+        if not _named(weights) or not all(isinstance(value, Tensor) for value in weights.values()):
+            return repr(name)
+    return None
+
+
+def _named(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(name, str) for name in value)
 
 
 def write_checkpoint(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> None:

@@ -9,6 +9,7 @@ import torch.distributed
 from lightning import Callback, LightningModule, Trainer
 
 from relvit.data import ImageData
+from relvit.names import printable
 
 SHOWN = 5
 
@@ -34,7 +35,7 @@ class DataRecord(Callback):
         data = trainer.datamodule
         held_out = data.held_out() if isinstance(data, ImageData) else []
         if held_out and self.folder and trainer.is_global_zero:
-            rows = [[name, data.class_names[label]] for name, label in held_out]
+            rows = [[printable(name), data.class_names[label]] for name, label in held_out]
             _write(self.folder / "val_split.csv", ["path", "label"], rows)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -66,7 +67,8 @@ class DataRecord(Callback):
         if found == self.told or not found or not trainer.is_global_zero:
             return
         self.told = found
-        rows = [[split, path, reason] for split, files in found.items() for path, reason in sorted(files.items())]
+        files_of = {split: sorted(files.items()) for split, files in found.items()}
+        rows = [[split, printable(path), reason] for split, files in files_of.items() for path, reason in files]
         counts = [
             f"{len(files)} of {split} {'replaced by others' if split == 'train' else 'left out'}"
             for split, files in found.items()
@@ -82,7 +84,7 @@ class DataRecord(Callback):
 
 
 def _write(path: Path, header: list[str], rows: list[list[str]]) -> None:
-    with open(path, "w", newline="") as file:
+    with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(header)
         writer.writerows(rows)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import timm
-from safetensors import SafetensorError
 from timm.models import load_model_config_from_hf, load_state_dict, split_model_name_tag
 from timm.models._hub import load_model_config_from_path
 
-from relvit.models.factory import DATA_ARGUMENTS
+from relvit.models.factory import BUILDER_ARGUMENTS, DATA_ARGUMENTS
 from relvit.models.transfer import Weights
 from relvit.names import did_you_mean, listing, nearest
 from relvit.training.checkpoint_file import KEY, read_checkpoint
@@ -75,7 +73,8 @@ def read_pretrained(pretrained: str) -> Weights:
         raise ValueError(f"{path} is a JAX archive: give its name in timm, or load it in Python and save it as .pth")
     try:
         return Weights(source=str(path), state=load_state_dict(str(path)))
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, KeyError, AttributeError) as error:
+    # Broken files are met with almost any type: TypeError, IndexError, UnicodeDecodeError, ...
+    except Exception as error:
         raise ValueError(
             f"{path} cannot be read: it is damaged, holds no weights, or more than tensors and plain values"
         ) from error
@@ -98,8 +97,12 @@ def architecture_of(pretrained: str) -> Architecture:
         return Architecture(name)
     source, _, place = name.partition(":")
     read = load_model_config_from_hf if f"{source}:" == HUB else load_model_config_from_path
-    _, architecture, arguments = read(place)
-    kwargs = {key: value for key, value in (arguments or {}).items() if key not in DATA_ARGUMENTS}
+    try:
+        _, architecture, arguments = read(place)
+        given = dict(arguments or {})
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"the config.json of {pretrained} does not say which model it is of ({error!r})") from error
+    kwargs = {key: value for key, value in given.items() if key not in {*DATA_ARGUMENTS, *BUILDER_ARGUMENTS}}
     return Architecture(architecture, kwargs or None)
 
 
@@ -168,8 +171,10 @@ def _from_timm(name: str) -> Weights:
     """Of a model made by timm itself, whose own ways to fetch and convert files differ from model to model."""
     try:
         donor = timm.create_model(name, pretrained=True)
-    except (OSError, RuntimeError) as error:
-        raise ValueError(f"the weights of {name} could not be loaded: {error}") from error
+    # A folder's config.json may say anything, and timm and the models meet that with almost any type.
+    except Exception as error:
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"the weights of {name} could not be loaded: {why}") from error
     cfg = donor.pretrained_cfg
     return Weights(
         source=name,

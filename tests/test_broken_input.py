@@ -1,0 +1,92 @@
+"""Everything in the list of broken and odd input becomes what the list says, and the document says the same."""
+
+import os
+import re
+import signal
+import warnings
+
+import numpy as np
+import pytest
+from broken_input import BEGIN, DOCUMENT, END, FOLDERS, IMAGES, WARNED, table
+from grey_folders import data_of, make
+from PIL import Image
+
+from relvit.data import UnreadableImageError, eval_transform, load_rgb
+from relvit.data.folder_walk import walk_once
+
+
+@pytest.fixture(autouse=True)
+def _no_hanging():
+    """To open a pipe would wait for ever."""
+    signal.signal(signal.SIGALRM, lambda *_: pytest.fail("hangs"))
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+
+
+@pytest.mark.parametrize("case", IMAGES, ids=lambda case: case.kind)
+def test_images(case, tmp_path):
+    path = case.write(tmp_path)
+    if case.kind == "no right to read it" and os.access(path, os.R_OK):
+        pytest.skip("root may read everything")
+    if case.reason:
+        with pytest.raises(UnreadableImageError, match=re.escape(case.reason)) as caught:
+            load_rgb(path)
+        assert (caught.value.path, len(str(caught.value).splitlines())) == (str(path), 1)
+        assert str(caught.value).startswith(f"cannot read image {path}: ")
+        return
+    image = load_rgb(str(path))
+    assert type(image) is Image.Image  # detached from the file
+    assert (image.mode, image.size) == ("RGB", case.size)
+    # GIF keeps the colours in a palette of its own.
+    assert np.abs(np.subtract(image.getpixel((0, 0)), case.pixel)).max() <= (1 if path.suffix == ".gif" else 0)
+    values = eval_transform(8, (0.0,) * 3, (1.0,) * 3)(image)
+    assert values.shape == (3, 8, 8)
+
+
+def test_a_long_image_keeps_its_middle():
+    """Half of the ends would be black, the middle is white."""
+    stripe = np.zeros((1, 30_000, 3), np.uint8)
+    stripe[:, 14_000:16_000] = 255
+    assert eval_transform(8, (0.0,) * 3, (1.0,) * 3)(Image.fromarray(stripe)).min() == 1
+
+
+@pytest.mark.parametrize("case", FOLDERS, ids=lambda case: case.kind)
+def test_folders(case, tmp_path):
+    root = make(tmp_path / "photos", train=2, val=1)
+    case.spoil(tmp_path / "photos")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        if case.counts is None:
+            with pytest.raises((ValueError, FileNotFoundError), match=re.escape(case.says)) as caught:
+                data_of(root).setup("fit")
+            assert len(str(caught.value).splitlines()) == 1
+            return
+        data = data_of(root)
+        train = data.dataset("train")
+    assert tuple(np.bincount(train.targets)) == case.counts
+    paths = [path for path, _ in train.samples]
+    assert len({os.path.realpath(path) for path in paths}) == len(paths)
+    messages = [str(warning.message) for warning in told]
+    assert (case.outcome == WARNED) == any(case.says in message for message in messages if case.says)
+    assert case.outcome == WARNED or messages == []
+
+
+def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path, monkeypatch):
+    scandir = os.scandir
+
+    def refusing(path):
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    (tmp_path / "closed").mkdir()
+    monkeypatch.setattr(os, "scandir", refusing)
+    with pytest.raises(PermissionError, match="closed"):
+        list(walk_once(str(tmp_path)))
+
+
+def test_the_document_holds_the_list():
+    written = DOCUMENT.read_text().split(BEGIN)[1].split(END)[0].strip()
+    assert written == table(), "run python tests/broken_input.py"
+    assert len(IMAGES) + len(FOLDERS) >= 25
