@@ -137,15 +137,23 @@ def work(kind: str, seed: int, first: int, step: int, folder: Path, outcomes: An
                 file.write(f"--case {kind}:{index}\n{text}\n")
 
 
-def fuzz(kind: str, count: int, seed: int, processes: int, limit: float, folder: Path) -> Counter[int]:
-    """Do so many cases; how many had which outcome."""
+def fuzz(
+    kind: str,
+    count: int,
+    seed: int,
+    processes: int,
+    limit: float,
+    folder: Path,
+    worker: Callable[..., None] = work,
+) -> Counter[int]:
+    """Do so many cases, in processes that run `worker`; how many had which outcome."""
     context = multiprocessing.get_context("spawn")
     outcomes = context.RawArray("b", count)
     now = context.RawArray("d", 2 * processes)
 
     def start(slot: int, first: int) -> multiprocessing.Process:
         now[2 * slot], now[2 * slot + 1] = -1, 0
-        process = context.Process(target=work, args=(kind, seed, first, processes, folder, outcomes, now, slot))
+        process = context.Process(target=worker, args=(kind, seed, first, processes, folder, outcomes, now, slot))
         process.start()
         return process
 

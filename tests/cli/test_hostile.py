@@ -27,6 +27,7 @@ def place(run, tmp_path_factory):
 
 def use(command, file, photos, tmp_path, run):
     """Give a file to a command; its exit status."""
+    tmp_path.mkdir(exist_ok=True)
     fit = ["fit", "--data=ImageFolderData", f"--data.root={photos}", f"--runs={tmp_path}", "--trainer.max_epochs=9"]
     match command:
         case "test" | "predict":

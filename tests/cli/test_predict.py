@@ -220,3 +220,21 @@ def test_an_interrupted_table_is_none(run, pictures, tmp_path):
     arguments = ["predict", best, f"--runs={tmp_path / 'runs'}", f"--data.root={pictures}", "--data.on_error=error"]
     assert main([*arguments, "--data.batch_size=1", *QUIET]) == 2
     assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_names_of_all_bytes_come_into_the_tables(run, pictures, tmp_path, capsys):
+    odd = [os.fsdecode(b"caf\xe9.png"), 'a, "b"\nc.png']
+    for name in odd:
+        shutil.copy(pictures / "some cat.png", pictures / name)
+    (pictures / os.fsdecode(b"broken\xff.png")).write_bytes(b"")
+    status, folder = predict(run, tmp_path / "runs", f"--data.root={pictures}")
+    assert status == 0
+    names = {os.path.basename(row["path"]) for row in rows(folder / "predictions.csv")}
+    assert names == {r"caf\xe9.png", 'a, "b"\nc.png', *(f"some {name}.png" for name in CLASSES)}
+    (broken,) = rows(folder / "unreadable.csv")
+    assert broken["path"] == rf"{pictures}/broken\xff.png"
+    for output in ("x.npz", "x.csv"):
+        best = f"--ckpt_path={run / 'checkpoints' / 'best.ckpt'}"
+        assert main(["embed", best, f"--root={pictures}", f"--output={tmp_path / output}", "--num_workers=0"]) == 0
+    assert rf"{pictures}/caf\xe9.png" in {row["path"] for row in rows(tmp_path / "x.csv")}
+    assert [row["path"] for row in rows(tmp_path / "x.unreadable.csv")] == [broken["path"]]
