@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import threading
 from multiprocessing.util import Finalize
 
 # How long workers have to end by themselves when Python ends, in seconds.
@@ -37,6 +38,9 @@ def end_workers_at_exit() -> None:
 
 def _end_workers() -> None:
     left = [child for child in multiprocessing.active_children() if child.daemon]
+    if left and threading.current_thread() is threading.main_thread():
+        # PyTorch's handler takes the death of a worker for an error.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for child in left:
         child.terminate()
     for child in left:
