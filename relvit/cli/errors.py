@@ -28,10 +28,15 @@ def says_enough(error: Exception) -> bool:
 
 def describe(error: Exception) -> str:
     """What went wrong in few words: without the traceback that a data loader's worker puts into its message."""
+    # Not above: the command line must not load all of it to say that an option is misspelt.
+    from relvit.data.images import UnreadableImageError
+
     text = str(error)
     if "Original Traceback" in text:
         # The worker's own message follows the last line that names the exception's type.
         text = re.split(rf"^(?:[\w.]+\.)?{re.escape(type(error).__name__)}: ", text, flags=re.MULTILINE)[-1]
+    if isinstance(error, UnreadableImageError):
+        text += " (relvit check-data finds all such files, --data.on_error skip goes on without them)"
     if text.startswith("Does not validate"):
         # A constructor's own error, wrapped by the parser that tried every type which the option may have.
         lines = [line.strip().removeprefix("- ") for line in text.splitlines()]

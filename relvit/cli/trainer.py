@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -357,6 +358,8 @@ class RelvitCLI(LightningCLI):
                 _say(f"{why}. To go on: relvit fit --resume {folder}")
             if isinstance(stop, StoppedBySignalError):
                 ignore_stop_signals()
+            elif self.trainer.interrupted:
+                raise SystemExit(128 + signal.SIGINT) from stop
             raise
         except OSError as error:
             raise self._about_the_disk(error) from error

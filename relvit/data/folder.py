@@ -111,6 +111,8 @@ class ImageFolderData(ImageFilesData):
 
 def find_splits(root: str) -> dict[Split, str]:
     """The folder of each split that root has."""
+    if os.path.isfile(root):
+        raise NotADirectoryError(f"root {root} is a file; give the folder of images that it is in (--data.root)")
     if not os.path.isdir(root):
         raise FileNotFoundError(
             f"root {root} is no folder; give the one that holds train/<class>/<image>, or the images to predict "
