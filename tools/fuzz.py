@@ -3,9 +3,9 @@
     python tools/fuzz.py --images 100000 --configs 5000 --checkpoints 2000
 
 A case is refused properly where the error is an UnreadableImageError, another ValueError, or the parser's one line;
-any other exception counts as a traceback, the death of the process as a crash, and what takes more of a processor's time
-than the limit, or 20 times as long by the clock, as a hang. The exit status is 1 if there is one of these. Everything follows from the seed: `--seed 0 --case images:4711`
-does one case again, here, and shows what happens.
+any other exception counts as a traceback, the death of the process as a crash, and what takes more processor time than
+the limit, or 20 times as long by the clock, as a hang. The exit status is 1 if there is one of these. Everything follows
+from the seed: `--seed 0 --case images:4711` does one case again, here, and shows what happens.
 
 Cases are done in processes of their own, whose memory is limited, on one thread each.
 """
@@ -196,7 +196,7 @@ def main() -> int:
         parser.add_argument(f"--{kind}", type=int, default=default, help=f"number of cases, {default} by default")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--limit", type=float, default=30, help="seconds for a case, 30 by default")
+    parser.add_argument("--limit", type=float, default=30, help="seconds of processor time for a case, 30 by default")
     parser.add_argument("--case", help="do one case alone, such as images:4711, and show its traceback")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
