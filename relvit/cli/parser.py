@@ -35,11 +35,13 @@ class Parser(LightningArgumentParser):
         super().__init__(*args, **{"allow_abbrev": False, "description": "", "parser_mode": MODE, **kwargs})
 
     def parse_args(self, *args: Any, **kwargs: Any) -> Namespace:
-        """Parse; a configuration file that is no text is the user's mistake."""
+        """Parse; a file that is no text, and a number that is no float, are the user's mistakes, too."""
         try:
             return super().parse_args(*args, **kwargs)
         except UnicodeDecodeError as error:
             raise UsageError(f"--config: the file is not UTF-8 text ({error.reason} at byte {error.start})") from error
+        except OverflowError as error:
+            raise UsageError(f"a number is too large: {error}") from error
 
     def error(self, message: str, ex: Exception | None = None) -> None:
         raise UsageError(explain_parser_error(self, message)) from ex
