@@ -4,8 +4,8 @@
 
 A case is refused properly where the error is an UnreadableImageError, another ValueError, or the parser's one line;
 any other exception counts as a traceback, the death of the process as a crash, and what takes more processor time than
-the limit, or 20 times as long by the clock, as a hang. The exit status is 1 if there is one of these. Everything follows
-from the seed: `--seed 0 --case images:4711` does one case again, here, and shows what happens.
+the limit, or 20 times as long by the clock, as a hang. The exit status is 1 if there is one of these. Everything
+follows from the seed: `--seed 0 --case images:4711` does one case again, here, and shows what happens.
 
 Cases are done in processes of their own, whose memory is limited, on one thread each.
 """
