@@ -80,7 +80,6 @@ def test_learning_rate_finder(photos, tmp_path, capsys):
     config = yaml.safe_load((folder / "config.yaml").read_text())
     assert config["lr_find"] is False
     assert config["model"]["lr"] == remembered["lr"]
-    assert yaml.unsafe_load((folder / "hparams.yaml").read_text())["lr"] == remembered["lr"]
     assert main(["fit", f"--config={folder / 'config.yaml'}", f"--runs={tmp_path / 'again'}"]) == 0
     assert "learning rate found" not in capsys.readouterr().out
     (again,) = (tmp_path / "again").iterdir()
