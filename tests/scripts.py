@@ -8,7 +8,9 @@ ROOT = Path(__file__).parent.parent
 
 
 def load(name):
-    """The module of tools/`name`.py; dataclasses look theirs up in `sys.modules`."""
+    """The module of tools/`name`.py, the same every time; dataclasses and pickle look theirs up in `sys.modules`."""
+    if name in sys.modules:
+        return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

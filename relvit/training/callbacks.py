@@ -116,7 +116,7 @@ def _in_order(
     dataset: Any, rows: Sequence[Iterator[list[str]]], unreadable: Sequence[Mapping[str, str]]
 ) -> Iterator[list[str]]:
     """The rows of all processes, each of which has those of its share that could be read, in the order of the data."""
-    paths = dataset.paths if isinstance(dataset, NamedFiles) else None
+    paths = [str(path) for path in dataset.paths] if isinstance(dataset, NamedFiles) else None
     for index in range(len(dataset)):
         # As ImageData deals them out.
         rank = index % len(rows)

@@ -74,6 +74,10 @@ class RunCheckpoints(Checkpoint):
         """Where the last checkpoint is."""
         return self.folder / "last.ckpt"
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """All processes name the files of the main one, whose folder it is."""
+        self.folder = Path(trainer.strategy.broadcast(str(self.folder)))
+
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best_model_score}
 
