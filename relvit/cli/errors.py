@@ -28,7 +28,7 @@ def says_enough(error: Exception) -> bool:
 
 def describe(error: Exception) -> str:
     """What went wrong in few words: without the traceback that a data loader's worker puts into its message."""
-    # Not above: the command line must not load all of it to say that an option is misspelt.
+    # Not above: it loads torch and Lightning, which `relvit --help` can do without.
     from relvit.data.images import UnreadableImageError
 
     text = str(error)

@@ -23,7 +23,7 @@ from relvit.data.sampling import (
 )
 from relvit.data.shares import ShareLoader, batches_per_rank
 from relvit.data.transforms import Augment, eval_transform, parse_size, train_transform
-from relvit.data.workers import end_workers_at_exit, heed_no_stop_signal
+from relvit.data.workers import SteadyLoader, heed_no_stop_signal
 from relvit.names import listing, printable
 from relvit.seeding import run_seed
 
@@ -263,7 +263,6 @@ class ImageData(LightningDataModule, ABC):
         sampler: Sampler | Sequence[int] | None = None,
         drop_last: bool = False,
     ) -> DataLoader:
-        end_workers_at_exit()
         return self._make_loader(
             split,
             batch_size=self.batch_size,
@@ -279,9 +278,9 @@ class ImageData(LightningDataModule, ABC):
         """The loader of a split with further arguments of `DataLoader`."""
         dataset, transform = self.dataset(split), self._batch_transform(split)
         if transform is None:
-            return DataLoader(self._asked(split, dataset), **arguments)
+            return SteadyLoader(self._asked(split, dataset), **arguments)
         batches = WholeBatches(dataset, transform)
-        return DataLoader(self._asked(split, batches), collate_fn=as_it_is, **arguments)
+        return SteadyLoader(self._asked(split, batches), collate_fn=as_it_is, **arguments)
 
     def _asked(self, split: Split, dataset: Dataset) -> Dataset:
         """A dataset as the loader of a split asks it: by draws in training, where items are made at random."""

@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import Dataset, default_collate
 
 from relvit.data.images import UnreadableImageError
 from relvit.data.memory import WholeBatches
+from relvit.data.workers import SteadyLoader
 
 
 class Unreadable(NamedTuple):
@@ -74,14 +75,14 @@ def collate_readable(items: list[tuple[Any, list[Unreadable]]]) -> tuple[Any, li
     return default_collate(there) if there else None, [file for _, failed in items for file in failed]
 
 
-class TolerantLoader(DataLoader):
+class TolerantLoader(SteadyLoader):
     """A loader of a `Tolerant` dataset with `collate_readable`: gives batches of what could be read, records the rest.
 
     A batch in which nothing can be read does not come at all.
 
     Args:
         record: Where path and reason are put down, in the main process.
-        arguments, options: Those of `DataLoader`.
+        arguments, options: Those of `SteadyLoader`.
     """
 
     def __init__(self, *arguments: Any, record: dict[str, str], **options: Any) -> None:

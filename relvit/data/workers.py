@@ -4,12 +4,35 @@ import multiprocessing
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from multiprocessing.util import Finalize
+from typing import Any
+
+from torch.utils.data import DataLoader
 
 # How long workers have to end by themselves when Python ends, in seconds.
 PATIENCE = 1.0
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
 _registered_in: int | None = None
+
+
+class SteadyLoader(DataLoader):
+    """A `DataLoader` whose workers outlive what stops the run from their first moment on, and end with Python.
+
+    Its `worker_init_fn` is to be :func:`heed_no_stop_signal`.
+    """
+
+    def __iter__(self) -> Iterator[Any]:
+        end_workers_at_exit()
+        # Workers are born with these signals blocked, and ignore them before they let them through. What the run itself
+        # is sent meanwhile, it gets afterwards.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            return super().__iter__()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def heed_no_stop_signal(worker: int) -> None:
@@ -21,8 +44,9 @@ def heed_no_stop_signal(worker: int) -> None:
     Args:
         worker: Its number, as a `DataLoader` gives it to its `worker_init_fn`.
     """
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def end_workers_at_exit() -> None:

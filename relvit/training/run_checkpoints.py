@@ -131,8 +131,8 @@ class RunCheckpoints(Checkpoint):
             trainer.save_checkpoint(self.best_model_path)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not self._stop_if_told(trainer):
-            trainer.save_checkpoint(self.last_path)
+        self._stop_if_told(trainer)
+        trainer.save_checkpoint(self.last_path)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Save what is whole, unless that has just been done."""
@@ -171,14 +171,13 @@ class RunCheckpoints(Checkpoint):
             signal.signal(number, handler)
         self._handlers = {}
 
-    def _stop_if_told(self, trainer: Trainer) -> bool:
-        """All processes stop if one of them was told to."""
+    def _stop_if_told(self, trainer: Trainer) -> None:
+        """Save and raise StoppedBySignalError in all processes if one of them was told to stop."""
         told = self._told or 0
         if trainer.world_size > 1:
             told = int(
                 trainer.strategy.reduce(torch.tensor(told, device=trainer.strategy.root_device), reduce_op="max")
             )
-        if not told:
-            return False
-        trainer.save_checkpoint(self.last_path)
-        raise StoppedBySignalError(told)
+        if told:
+            trainer.save_checkpoint(self.last_path)
+            raise StoppedBySignalError(told)

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from conftest import write_photos
 from torchvision.datasets import CIFAR10
 
 from relvit.data import CIFAR10Data, ImageFolderData, ImageListData
+from relvit.data.workers import heed_no_stop_signal
 
 
 @pytest.fixture
@@ -64,18 +66,23 @@ def test_workers_started_by_any_method_give_the_same_batches(make, kind, method,
 
 
 def test_workers_outlive_what_stops_the_run(make):
-    """Signals that a batch system sends to every process; with the run they end all the same."""
-    data = make("folder", augment="none")
-    batches = iter(data.train_dataloader())
-    next(batches)
+    """Signals that a batch system sends to every process, also to those that have only just begun."""
+    loader = make("folder", augment="none").train_dataloader()
+    loader.worker_init_fn = _begin_slowly
+    batches = iter(loader)
     workers = multiprocessing.active_children()
     assert len(workers) == 2
     for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
         for worker in workers:
             os.kill(worker.pid, number)
     # Nine images in fours, and one alone, which is left out.
-    assert len(list(batches)) == 1
+    assert len(list(batches)) == 2
     assert all(worker.is_alive() for worker in workers)
+
+
+def _begin_slowly(worker):
+    time.sleep(0.5)
+    heed_no_stop_signal(worker)
 
 
 def test_workers_end_with_a_run_that_never_closed_its_loader(make):
