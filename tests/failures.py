@@ -1,6 +1,5 @@
 """Callbacks that let a training meet with an accident; command lines name them as `failures.NAME`."""
 
-import multiprocessing
 import os
 import signal
 from pathlib import Path
@@ -30,13 +29,13 @@ class Fill(Callback):
 
 
 class KillWorker(Callback):
-    """Kills a process that loads images, in the second epoch of a training that did not begin in it."""
+    """Kills a process that loads images to train on, in the second epoch of a training that did not begin in it."""
 
     def on_train_start(self, trainer, pl_module):
         self.begun = trainer.current_epoch
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if (self.begun, trainer.current_epoch, batch_idx) == (0, 1, 1):
-            worker = multiprocessing.active_children()[0]
+            worker = trainer.train_dataloader._iterator._workers[0]
             os.kill(worker.pid, signal.SIGKILL)
             worker.join()
