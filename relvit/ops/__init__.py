@@ -1,5 +1,6 @@
-"""Pure functions on tensors: the exact relative attention, its inputs, and its slow reference."""
+"""Pure functions on tensors: exact relative attention and attention-free averages, their inputs, slow references."""
 
+from relvit.ops.aft import aft_conv, aft_full, aft_local, aft_simple
 from relvit.ops.attention import Choice, choose, relative_attention, relative_logits
 from relvit.ops.buckets import BUCKETINGS
 from relvit.ops.grid import Grid, grid_from_naflex, key_mask, make_grid, num_tokens, patch_coords
@@ -21,6 +22,10 @@ __all__ = [
     "RelativeTerms",
     "relative_attention",
     "relative_logits",
+    "aft_full",
+    "aft_local",
+    "aft_simple",
+    "aft_conv",
     "Choice",
     "choose",
 ]

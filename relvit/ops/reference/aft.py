@@ -1,0 +1,93 @@
+"""Slow and readable: attention-free transformers as one softmax per query and channel, in double precision.
+
+Zhai et al. 2021 (arXiv 2105.14103), eq. 2: Y_i = sigmoid(Q_i) * sum_j exp(K_j + w_ij) V_j / sum_j exp(K_j + w_ij), all
+products by element. The sum over j is that of a softmax over K_j + w_ij, which is how it is computed here: logits for
+every pair of tokens and every channel, O(N^2 dim) memory.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+
+from relvit.ops.grid import Grid, key_mask, patch_coords
+
+
+def aft_full(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, grid: Grid, *, is_causal: bool = False) -> Tensor:
+    """The paper's eq. 2; see `relvit.ops.aft_full`."""
+    place = _places(grid, query.device)
+    # (heads, 1 or B, i, j) -> (1 or B, heads, i, j)
+    pairs = rearrange(bias, "... i j -> (...) i j")[:, place[:, :, None], place[:, None, :]].transpose(0, 1)
+    return _average(query, key, value, pairs, grid, is_causal)
+
+
+def aft_local(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    window: int | tuple[int, int],
+    grid: Grid,
+    *,
+    is_causal: bool = False,
+) -> Tensor:
+    """The paper's eq. 3: w_ij = 0 at a distance of `window` or more; see `relvit.ops.aft_local`."""
+    rows, cols = (window, window) if isinstance(window, int) else window
+    dy, dx = _offsets(Grid(grid.height, grid.width, grid.prefix), query.device)
+    near = (dy.abs() < rows) & (dx.abs() < cols)
+    # A prefix token has no place: it is near to all others, but for a window of nothing.
+    near = F.pad(near, (grid.prefix, 0, grid.prefix, 0), value=min(rows, cols) > 0)
+    return aft_full(query, key, value, torch.where(near, bias, 0.0), grid, is_causal=is_causal)
+
+
+def aft_simple(query: Tensor, key: Tensor, value: Tensor, grid: Grid, *, is_causal: bool = False) -> Tensor:
+    """The paper's section 3.2, w = 0; see `relvit.ops.aft_simple`."""
+    return _average(query, key, value, query.new_zeros(1, 1, 1, 1), grid, is_causal)
+
+
+def aft_conv(
+    query: Tensor, key: Tensor, value: Tensor, weight: Tensor, grid: Grid, *, is_causal: bool = False
+) -> Tensor:
+    """The paper's eq. 4: w depends on the offset alone, and is 0 outside of a window; see `relvit.ops.aft_conv`."""
+    reach = [size // 2 for size in weight.shape[1:]]
+    dy, dx = _offsets(grid, query.device)
+    inside = (dy.abs() <= reach[0]) & (dx.abs() <= reach[1])
+    index = [offset.clamp(-most, most) + most for offset, most in zip((dy, dx), reach, strict=True)]
+    pairs = torch.where(inside, weight[:, index[0], index[1]], 0.0)
+    pairs = rearrange(pairs, "h ... i j -> (...) h i j")
+    return _average(query, key, value, F.pad(pairs, (grid.prefix, 0, grid.prefix, 0)), grid, is_causal)
+
+
+def _average(query: Tensor, key: Tensor, value: Tensor, pairs: Tensor, grid: Grid, is_causal: bool) -> Tensor:
+    """The gated average of the values, `pairs` (1 or B, 1 or heads, N or 1, N or 1) being w."""
+    logits = pairs.double()[..., None] + rearrange(key.double(), "b h j c -> b h 1 j c")
+    logits = logits.expand(-1, -1, query.shape[2], -1, -1)
+    if is_causal:
+        later = torch.ones(logits.shape[2:4], dtype=torch.bool, device=logits.device).triu(1)
+        logits = logits.masked_fill(later[..., None], -torch.inf)
+    valid = key_mask(grid)
+    if valid is not None:
+        logits = logits.masked_fill(~rearrange(valid, "b j -> b 1 1 j 1"), -torch.inf)
+    # A query for which there is no key gets zeros, and zero gradients instead of NaN.
+    empty = torch.isneginf(logits).all(dim=3, keepdim=True)
+    weights = logits.masked_fill(empty, 0.0).softmax(dim=3).masked_fill(empty, 0.0)
+    average = (weights * rearrange(value.double(), "b h j d -> b h 1 j d")).sum(dim=3)
+    return (query.double().sigmoid() * average).to(query.dtype)
+
+
+def _places(grid: Grid, device: torch.device) -> Tensor:
+    """The number of each token's place, prefix tokens first, then the raster: (1 or B, N)."""
+    coords = patch_coords(grid, device)
+    coords = coords if coords.dim() == 3 else coords[None]
+    patches = grid.prefix + coords[..., 0] * grid.width + coords[..., 1]
+    prefix = torch.arange(grid.prefix, device=device).expand(patches.shape[0], -1)
+    return torch.cat((prefix, patches), dim=1)
+
+
+def _offsets(grid: Grid, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rows and columns from patch i to patch j, key minus query, ([B,] P, P) each."""
+    coords = patch_coords(grid, device)
+    offset = coords[..., None, :, :] - coords[..., :, None, :]
+    return offset[..., 0], offset[..., 1]

@@ -1,0 +1,352 @@
+"""Attention-free operations: against the equations number by number, against each other, and at extreme numbers."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import aft as oracle
+from torch.autograd import gradcheck, gradgradcheck
+
+from relvit.ops import Grid, aft_conv, aft_full, aft_local, aft_simple, make_grid, reference
+from relvit.ops.aft import operations, pairs, toeplitz
+
+EXACT = ("toeplitz", "convolution", "pairs")
+CONV = (*EXACT, "fourier", "auto")
+
+
+def contents(grid, batch=2, heads=2, width=3, key_width=1, dtype=torch.float64, spread=2.0):
+    torch.manual_seed(0)
+    patches = grid.height * grid.width if grid.coords is None else grid.coords.shape[-2]
+    sizes = (width, key_width, width)
+    q, k, v = (torch.randn(batch, heads, grid.prefix + patches, size, dtype=torch.float64) for size in sizes)
+    return [part.to(dtype).requires_grad_() for part in (q, spread * k, v)]
+
+
+def window_of(heads, rows, cols, dtype=torch.float64):
+    return torch.randn(heads, rows, cols, dtype=dtype, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+
+def bias_of(grid, heads=None, dtype=torch.float64):
+    places = grid.prefix + grid.height * grid.width
+    shape = (places, places) if heads is None else (heads, places, places)
+    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(2)).requires_grad_()
+
+
+COORDS = torch.tensor([[[0, 1], [2, 3], [1, 0], [2, 2]], [[1, 3], [0, 0], [2, 1], [0, 2]]])
+VALID = torch.tensor([[True, True, False, True], [False, True, True, False]])
+GRIDS = [
+    Grid(3, 2),
+    Grid(1, 5),
+    Grid(2, 3, 2),
+    make_grid(3, 4, 1, COORDS),
+    make_grid(3, 4, 0, COORDS[0]),
+    make_grid(2, 2, 1, valid=VALID),
+    make_grid(3, 4, 0, COORDS, VALID),
+]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("grid", GRIDS, ids=range(len(GRIDS)))
+def test_references_and_operations_equal_the_papers_equations(grid, causal):
+    q, k, v = contents(grid, width=2)
+    weight, bias = window_of(2, 3, 5).detach(), bias_of(grid, heads=2).detach()
+
+    def number(place):
+        return place[0] * grid.width + place[1] + grid.prefix
+
+    if grid.prefix < 2:  # Prefix tokens have numbers of their own.
+        expected = oracle.aft(
+            q, k, v, grid,
+            lambda h, i, j: float(bias[h, 0 if i is None else number(i), 0 if j is None else number(j)]), causal,
+        )  # fmt: skip
+        for module in (reference, operations):
+            got = module.aft_full(q, k, v, bias, grid, is_causal=causal)
+            torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+    expected = oracle.aft(q, k, v, grid, lambda h, i, j: oracle.conv_bias(weight, h, i, j), causal)
+    for module in (reference, operations):
+        got = module.aft_conv(q, k, v, weight, grid, is_causal=causal)
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+    expected = oracle.aft(q, k, v, grid, lambda *pair: 0.0, causal)
+    for module in (reference, operations):
+        got = module.aft_simple(q, k, v, grid, is_causal=causal)
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+
+
+def test_local_bias_ends_at_its_window():
+    grid = Grid(4, 3, 1)
+    q, k, v = contents(grid, heads=1, width=2)
+    bias = bias_of(grid).detach()
+
+    def near(h, i, j):
+        if i is not None and j is not None and (abs(i[0] - j[0]) >= 2 or abs(i[1] - j[1]) >= 1):
+            return 0.0
+        return float(bias[tuple(0 if p is None else 1 + 3 * p[0] + p[1] for p in (i, j))])
+
+    expected = oracle.aft(q, k, v, grid, near)
+    for module in (reference, operations):
+        got = module.aft_local(q, k, v, bias, (2, 1), grid)
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    height=st.integers(1, 6),
+    width=st.integers(1, 6),
+    prefix=st.integers(0, 2),
+    rows=st.sampled_from([1, 3, 5, 13]),
+    cols=st.sampled_from([1, 3, 5, 13]),
+    heads=st.integers(1, 3),
+    key_width=st.sampled_from([1, 3]),
+    batch=st.integers(0, 3),
+    layout=st.sampled_from(["raster", "dropped", "padded"]),
+)
+def test_all_ways_and_their_gradients_equal_the_reference(
+    height, width, prefix, rows, cols, heads, key_width, batch, layout
+):
+    grid = Grid(height, width, prefix)
+    if layout == "dropped" and height * width > 1:
+        order = torch.stack([torch.randperm(height * width) for _ in range(max(1, batch))])[:batch, 1:]
+        grid = grid._replace(coords=torch.stack((order // width, order % width), dim=-1))
+    elif layout == "padded":
+        grid = grid._replace(valid=torch.rand(batch, height * width) < 0.7)
+    inputs = [*contents(grid, batch, heads, 3, key_width), window_of(heads, rows, cols)]
+    expected = reference.aft_conv(*inputs, grid)
+    upstream = torch.randn_like(expected)
+    gradients = torch.autograd.grad(expected, inputs, upstream)
+    for backend in CONV:
+        got = aft_conv(*inputs, grid, backend=backend)
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-9)
+        for mine, theirs in zip(torch.autograd.grad(got, inputs, upstream), gradients, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-8)
+
+    inputs = [*contents(grid, batch, heads, 3, key_width), bias_of(grid)]
+    expected = reference.aft_full(*inputs, grid)
+    gradients = torch.autograd.grad(expected, inputs, upstream)
+    for backend in ("products", "pairs"):
+        got = aft_full(*inputs, grid, backend=backend)
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-9)
+        for mine, theirs in zip(torch.autograd.grad(got, inputs, upstream), gradients, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-8)
+
+
+def test_tiles_of_heads_and_of_queries(monkeypatch):
+    grid = Grid(5, 4, 1)
+    inputs = [*contents(grid, heads=5), window_of(5, 9, 3)]
+    expected = reference.aft_conv(*inputs, grid)
+    monkeypatch.setitem(toeplitz.MATRIX_NUMBERS, "cpu", 2 * 20 * 20)
+    monkeypatch.setattr(pairs, "TILE_LOGITS", 1)
+    for backend in ("toeplitz", "pairs"):
+        got = aft_conv(*inputs, grid, backend=backend)
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+        for mine, theirs in zip(
+            torch.autograd.grad(got.square().sum(), inputs),
+            torch.autograd.grad(expected.square().sum(), inputs, retain_graph=True),
+            strict=True,
+        ):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("backend", CONV)
+@pytest.mark.parametrize("rows", [1, 7])
+def test_derivatives_of_first_and_second_order(backend, rows):
+    grid = Grid(4, 2, 1)
+    inputs = [*contents(grid, batch=1, width=2, heads=1), window_of(1, rows, 3)]
+    assert gradcheck(lambda *given: aft_conv(*given, grid, backend=backend), inputs)
+    assert gradgradcheck(lambda *given: aft_conv(*given, grid, backend=backend), inputs)
+
+
+def test_derivatives_of_full_and_simple():
+    grid = Grid(2, 2, 1)
+    inputs = contents(grid, batch=1, width=2, heads=1)
+    for causal in (False, True):
+        assert gradcheck(lambda *given: aft_simple(*given, grid, is_causal=causal), inputs)  # noqa: B023
+    for backend in ("products", "pairs"):
+        bias = bias_of(grid)
+        assert gradcheck(lambda *given: aft_full(*given, grid, backend=backend), [*inputs, bias])  # noqa: B023
+        assert gradgradcheck(lambda *given: aft_full(*given, grid, backend=backend), [*inputs, bias])  # noqa: B023
+
+
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("spread", [1.0, 30.0, 1e4])
+def test_keys_of_any_size_in_any_precision(dtype, spread):
+    grid = Grid(5, 7, 1)
+    q, k, v = (part.detach() for part in contents(grid, width=4, key_width=4, dtype=dtype, spread=spread))
+    k = k.clamp(-1e4, 1e4)
+    weight, bias = window_of(2, 5, 3, dtype).detach(), bias_of(grid, dtype=dtype).detach()
+    pairs_of_results = [
+        (aft_conv(q, k, v, weight, grid, backend=backend), reference.aft_conv(q, k, v, weight, grid))
+        for backend in EXACT
+    ]
+    for backend in ("products", "pairs"):
+        pairs_of_results.append(
+            (aft_full(q, k, v, bias, grid, backend=backend), reference.aft_full(q, k, v, bias, grid))
+        )
+    for causal in (False, True):
+        pairs_of_results.append(
+            (aft_simple(q, k, v, grid, is_causal=causal), reference.aft_simple(q, k, v, grid, is_causal=causal))
+        )
+    for got, expected in pairs_of_results:
+        assert got.dtype == dtype
+        torch.testing.assert_close(got, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("backend", [*EXACT, "auto"])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_weights_close_to_nothing_at_a_dominant_key_do_not_cancel(backend, dtype):
+    """The form of the paper, exp(w) - 1 convolved plus the sum over everything, is wrong by 0.3 here."""
+    grid = Grid(1, 3)
+    key, value = (torch.tensor(row, dtype=dtype).view(1, 1, 3, 1) for row in ([18.0, 0, 0], [1.0, 2, 3]))
+    weight = torch.full((1, 1, 3), -20.0, dtype=dtype)
+    query = torch.zeros_like(key)
+    got = aft_conv(query, key, value, weight, grid, backend=backend)
+    torch.testing.assert_close(got, reference.aft_conv(query, key, value, weight, grid), rtol=TOLERANCE[dtype], atol=0)
+
+
+@pytest.mark.parametrize("size", [90.0, 1e3, 1e4])
+def test_biases_of_any_size_are_exact_by_choice(size):
+    grid = Grid(4, 5)
+    q, k, v = (part.detach() for part in contents(grid, spread=size / 2, key_width=3, dtype=torch.float32))
+    weight, bias = size * window_of(2, 3, 3).detach().float(), size * bias_of(grid).detach().float()
+    tolerance = {"rtol": 1e-4 * size / 90, "atol": 1e-4}
+    torch.testing.assert_close(aft_conv(q, k, v, weight, grid), reference.aft_conv(q, k, v, weight, grid), **tolerance)
+    torch.testing.assert_close(aft_full(q, k, v, bias, grid), reference.aft_full(q, k, v, bias, grid), **tolerance)
+    # Elsewhere they are bounded, and nothing becomes infinite or undefined.
+    for backend in operations.WINDOWS:
+        assert aft_conv(q, k, v, weight, grid, backend=backend).isfinite().all()
+    assert aft_full(q, k, v, bias, grid, backend="products").isfinite().all()
+
+
+def test_a_window_over_everything_needs_nothing_outside():
+    """All weights may be far below the 0 that would be outside."""
+    grid = Grid(2, 3)
+    q, k, v = (part.detach() for part in contents(grid, dtype=torch.float32))
+    weight = window_of(2, 3, 5).detach().float() - 300
+    for backend in ("toeplitz", "auto"):
+        got = aft_conv(q, k, v, weight, grid, backend=backend)
+        torch.testing.assert_close(got, reference.aft_conv(q, k, v, weight, grid), rtol=1e-4, atol=1e-5)
+
+
+def test_special_cases_are_equal():
+    grid = Grid(3, 4, 1)
+    q, k, v = contents(grid, width=3, key_width=3)
+    bias = bias_of(grid)
+    simple = aft_simple(q, k, v, grid)
+    torch.testing.assert_close(aft_local(q, k, v, bias, 4, grid), aft_full(q, k, v, bias, grid), rtol=0, atol=0)
+    torch.testing.assert_close(aft_local(q, k, v, bias, 0, grid), simple, rtol=0, atol=1e-14)
+    torch.testing.assert_close(aft_full(q, k, v, torch.zeros_like(bias), grid), simple, rtol=0, atol=1e-14)
+    weight = window_of(2, 5, 7)
+    torch.testing.assert_close(aft_conv(q, k, v, 0 * weight, grid), simple, rtol=0, atol=1e-14)
+    place = torch.cartesian_prod(torch.arange(3), torch.arange(4))
+    dy, dx = (place[None] - place[:, None]).unbind(-1)
+    matrix = torch.nn.functional.pad(weight[:, dy + 2, dx + 3], (1, 0, 1, 0))
+    expected = aft_full(q, k, v, matrix, grid)
+    for backend in CONV:
+        got = aft_conv(q, k, v, weight, grid, backend=backend)
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+
+
+def test_padding_adds_nothing_whatever_it_holds():
+    grid = make_grid(2, 3, valid=torch.tensor([[True, False, True, True, False, True], [False] * 6]))
+    q, k, v = (part.detach() for part in contents(grid, key_width=3))
+    for part in (k, v):
+        part[:, :, 1], part[1] = torch.nan, torch.inf
+    k.requires_grad_()
+    weight, bias = window_of(2, 3, 3), bias_of(grid)
+    calls = [lambda b=b: aft_conv(q, k, v, weight, grid, backend=b) for b in CONV]
+    calls += [lambda b=b: aft_full(q, k, v, bias, grid, backend=b) for b in ("products", "pairs")]
+    calls += [lambda c=c: aft_simple(q, k, v, grid, is_causal=c) for c in (False, True)]
+    for call in calls:
+        out = call()
+        assert out.isfinite().all()
+        assert (out[1] == 0).all()
+        (gradient,) = torch.autograd.grad(out.sum(), k)
+        assert (gradient[~grid.valid[:, None].expand(2, 2, 6)] == 0).all()
+        assert gradient.isfinite().all()
+
+
+def test_the_choice_of_a_way(monkeypatch):
+    """By size, and by what transforms would round away."""
+    taken = []
+    for name, function in operations.WINDOWS.items():
+        monkeypatch.setitem(
+            operations.WINDOWS, name, lambda *a, name=name, function=function: taken.append(name) or function(*a)
+        )
+
+    def way(height, width, heads, size, scale=1.0):
+        grid = Grid(height, width)
+        with torch.no_grad():
+            weight = scale * window_of(heads, size, size).clamp(-1, 1)
+            aft_conv(*contents(grid, 1, heads, 1), weight, grid)
+        return taken.pop()
+
+    assert way(14, 14, 4, 15) == "toeplitz"
+    assert way(64, 64, 4, 15) == "fourier"
+    assert way(64, 64, 4, 15, scale=10.0) == "convolution"
+
+
+def test_transforms_of_torch_func():
+    grid = Grid(3, 4)
+    q, k, v = (part.detach() for part in contents(grid))
+    weight = window_of(2, 3, 3).detach()
+    direction = torch.randn_like(k)
+    expected = torch.autograd.functional.jvp(lambda k: reference.aft_conv(q, k, v, weight, grid), k, direction)[1]
+    got = torch.func.jvp(lambda k: aft_conv(q, k, v, weight, grid), (k,), (direction,))[1]
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+    many = torch.stack((weight, 2 * weight))
+    got = torch.func.vmap(lambda w: aft_conv(q, k, v, w, grid))(many)
+    torch.testing.assert_close(got[1], reference.aft_conv(q, k, v, many[1], grid), rtol=0, atol=1e-12)
+
+
+def test_one_graph_for_all_sizes():
+    torch.compiler.reset()
+    weight = window_of(2, 3, 5).detach().float()
+
+    @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
+    def run(q, k, v, height, width):
+        return aft_conv(q, k, v, weight, Grid(height, width, 1))
+
+    for height, width in ((3, 4), (5, 2), (7, 9)):
+        grid = Grid(height, width, 1)
+        q, k, v = (part.detach() for part in contents(grid, dtype=torch.float32))
+        torch.testing.assert_close(run(q, k, v, height, width), reference.aft_conv(q, k, v, weight, grid))
+    assert len(torch._dynamo.eval_frame._debug_get_cache_entry_list(run._torchdynamo_orig_callable.__code__)) == 1
+
+
+def test_autocast_leaves_the_precision_alone():
+    grid = Grid(4, 4)
+    q, k, v = (part.detach() for part in contents(grid, dtype=torch.float32))
+    weight = window_of(2, 3, 3).detach().float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for backend in CONV:
+            got = aft_conv(q, k, v, weight, grid, backend=backend)
+            torch.testing.assert_close(got, reference.aft_conv(q, k, v, weight, grid), rtol=1e-5, atol=1e-5)
+
+
+def test_errors():
+    grid = Grid(2, 3)
+    q, k, v = contents(grid)
+    weight, bias = window_of(2, 3, 3), bias_of(grid)
+
+    def conv(weight=weight, **options):
+        return aft_conv(q, k, v, weight, grid, **options)
+
+    cases = [
+        (ValueError, "'toplitz'.*did you mean 'toeplitz'", lambda: conv(backend="toplitz")),
+        (ValueError, r"weight has a window of 2 x 3, expected odd sizes", lambda: conv(weight[:, 1:])),
+        (ValueError, r"weight has shape \(1, 3, 3\), expected \(2, rows", lambda: conv(weight[:1])),
+        (ValueError, r"key has shape .*, expected \(2, 2, 6, 3\)", lambda: aft_simple(q, v[..., :2], v, grid)),
+        (ValueError, r"bias has shape \(5, 6\), expected \(6, 6\)", lambda: aft_full(q, k, v, bias[1:], grid)),
+        (ValueError, "that is 6 tokens, expected 8", lambda: aft_full(q, k, v, bias, Grid(2, 4))),
+        (ValueError, "value has dtype torch.float32, expected the query's", lambda: aft_simple(q, k, v.float(), grid)),
+        (ValueError, "backend 'fourier' has no causal form", lambda: conv(is_causal=True, backend="fourier")),
+        (TypeError, "window must be an int or a pair", lambda: aft_local(q, k, v, bias, 1.5, grid)),
+        (ValueError, "window must not be negative", lambda: aft_local(q, k, v, bias, (1, -1), grid)),
+        (TypeError, "query has dtype torch.int64", lambda: aft_simple(q.long(), k.long(), v.long(), grid)),
+        (TypeError, "grid must be a Grid", lambda: aft_local(q, k, v, bias, 1, (2, 3))),
+    ]  # fmt: skip
+    for kind, message, call in cases:
+        with pytest.raises(kind, match=message):
+            call()
