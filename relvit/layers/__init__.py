@@ -1,8 +1,9 @@
 """Modules that own parameters and call `relvit.ops`: positions, attention, blocks, patches."""
 
+from relvit.layers.aft import AFTConv2d, AFTFull, AFTLocal, AFTSimple
 from relvit.layers.attention import RelativeAttention
 from relvit.layers.axial import AxialPositionEmbedding
-from relvit.layers.block import RelativeBlock
+from relvit.layers.block import GridBlock, MixerBlock, RelativeBlock
 from relvit.layers.patch_embed import AnySizePatchEmbed
 from relvit.layers.position import RelativePosition2d
 from relvit.layers.resample import resample_embedding
@@ -13,7 +14,13 @@ __all__ = [
     "SlopePosition2d",
     "AxialPositionEmbedding",
     "RelativeAttention",
+    "AFTFull",
+    "AFTLocal",
+    "AFTSimple",
+    "AFTConv2d",
+    "GridBlock",
     "RelativeBlock",
+    "MixerBlock",
     "AnySizePatchEmbed",
     "resample_embedding",
 ]

@@ -1,8 +1,9 @@
-"""The transformer block that hands the grid to its attention."""
+"""Transformer blocks that hand the grid to their mixer, attention or another one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
@@ -11,8 +12,48 @@ from relvit.layers.attention import RelativeAttention, check_position
 from relvit.ops import Grid
 
 
-class RelativeBlock(Block):
-    """timm's pre-norm `Block` with `RelativeAttention`.
+class GridBlock(Block):
+    """timm's pre-norm `Block` that tells its mixer, whatever it is, where the tokens lie."""
+
+    def forward(self, x: Tensor, grid: Grid, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """(B, N, dim) tokens laid out by `grid` -> (B, N, dim)."""
+        x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x), grid, attn_mask, is_causal)))
+        return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
+
+
+class MixerBlock(GridBlock):
+    """`GridBlock` with a mixer in the place of attention.
+
+    Args:
+        dim: width of the tokens.
+        num_heads: number of heads.
+        mixer: makes the block's own mixer, called as `mixer(dim, num_heads, qkv_bias=, proj_bias=, proj_drop=, device=,
+            dtype=)`; its `forward` has the arguments of `RelativeAttention`'s.
+        qkv_bias: whether its projections of the tokens have a bias.
+        proj_bias: whether its last projection has one.
+        proj_drop: dropout after it, and in the MLP.
+        **kwargs: see `timm.models.vision_transformer.Block`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        mixer: Callable[..., nn.Module],
+        qkv_bias: bool = False,
+        proj_bias: bool = True,
+        proj_drop: float = 0.0,
+        attn_layer: type[nn.Module] = nn.Identity,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(dim, num_heads, proj_bias=proj_bias, proj_drop=proj_drop, attn_layer=attn_layer, **kwargs)
+        made_like = {name: kwargs.get(name) for name in ("device", "dtype")}
+        self.attn = mixer(dim, num_heads, qkv_bias=qkv_bias, proj_bias=proj_bias, proj_drop=proj_drop, **made_like)
+
+
+class RelativeBlock(GridBlock):
+    """`GridBlock` with `RelativeAttention`.
 
     Args:
         dim: width of the tokens.
@@ -40,11 +81,6 @@ class RelativeBlock(Block):
         made = position(self.attn.head_dim, num_heads, device=weight.device, dtype=weight.dtype)
         check_position(made)
         self.attn.position = made
-
-    def forward(self, x: Tensor, grid: Grid, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """(B, N, dim) tokens laid out by `grid` -> (B, N, dim)."""
-        x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x), grid, attn_mask, is_causal)))
-        return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
 
 
 def check_position_factory(position: object) -> None:

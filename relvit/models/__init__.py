@@ -1,5 +1,6 @@
 """Architectures, one file per family; importing this package registers them with timm."""
 
+from relvit.models.aft_vit import AFTVisionTransformer
 from relvit.models.factory import build_model, model_arguments
 from relvit.models.image_size import check_image_size
 from relvit.models.relative_vit import RelVisionTransformer
@@ -7,6 +8,7 @@ from relvit.models.retrofit import retrofit, retrofit_arguments
 from relvit.models.weights import checkpoint_filter_fn
 
 __all__ = [
+    "AFTVisionTransformer",
     "RelVisionTransformer",
     "build_model",
     "check_image_size",

@@ -117,7 +117,9 @@ def transfer_weights(net: nn.Module, weights: Weights, class_names: Sequence[str
     # Renamed tensors are still the same objects; what a filter made up, such as zeros for tables, is constant.
     theirs, used = ({id(tensor) for tensor in tensors.values()} for tensors in (given, fitting))
     loaded = [
-        name for name, tensor in fitting.items() if name in given or id(tensor) in theirs or not _is_constant(tensor)
+        name
+        for name, tensor in fitting.items()
+        if name in given or id(tensor) in theirs or not (_is_constant(tensor) or _is_same(tensor, own[name]))
     ]
     if not loaded:
         raise ValueError(
@@ -202,6 +204,11 @@ def _fit_classifier(
     for name in names:
         state[name] = state[name][order]
     return True
+
+
+def _is_same(tensor: Tensor, own: Tensor) -> bool:
+    """Whether a filter has left the model's own."""
+    return tensor.data_ptr() == own.data_ptr()
 
 
 def _is_constant(tensor: Tensor) -> bool:

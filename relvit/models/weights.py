@@ -152,7 +152,7 @@ def _convert_absolute(state: dict[str, Tensor], model: VisionTransformer) -> Non
         return
     embedding = state.pop("pos_embed")
     lengths = {name: state[name].shape[1] for name in PREFIX_TOKENS if name in state}
-    prefix, old_size = _grid_of(embedding.shape[1], sum(lengths.values()), state.get(PATCHES), model)
+    prefix, old_size = grid_of("pos_embed", embedding.shape[1], sum(lengths.values()), state.get(PATCHES), model)
     parts = dict.fromkeys(lengths)
     if prefix:
         split = embedding[:, :prefix].split(list(lengths.values()), dim=1)
@@ -177,8 +177,10 @@ def _convert_absolute(state: dict[str, Tensor], model: VisionTransformer) -> Non
     state["pos_embed"] = patches
 
 
-def _grid_of(length: int, tokens: int, kernel: Tensor | None, model: VisionTransformer) -> tuple[int, tuple[int, int]]:
-    """How many entries of an embedding belong to prefix tokens, all or none, and rows and columns of the rest."""
+def grid_of(
+    name: str, length: int, tokens: int, kernel: Tensor | None, model: VisionTransformer
+) -> tuple[int, tuple[int, int]]:
+    """How many entries of the tensor `name` belong to prefix tokens, all or none; rows and columns of the rest."""
     for prefix in (tokens, 0):
         known = get_pretrained_grid_size(model, kernel, length - prefix)
         if known is not None:
@@ -196,7 +198,7 @@ def _grid_of(length: int, tokens: int, kernel: Tensor | None, model: VisionTrans
     if length - tokens == model.patch_embed.num_patches:
         return tokens, model.patch_embed.grid_size
     raise ValueError(
-        f"pos_embed has {length} entries and there are {tokens} prefix tokens: no square grid, and none of "
+        f"{name} has {length} entries and there are {tokens} prefix tokens: no square grid, and none of "
         f"{model.pretrained_cfg['input_size'][1:]} pixels; give the checkpoint's input_size in pretrained_cfg_overlay"
     )
 

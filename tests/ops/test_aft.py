@@ -342,8 +342,8 @@ def test_errors():
         (ValueError, "that is 6 tokens, expected 8", lambda: aft_full(q, k, v, bias, Grid(2, 4))),
         (ValueError, "value has dtype torch.float32, expected the query's", lambda: aft_simple(q, k, v.float(), grid)),
         (ValueError, "backend 'fourier' has no causal form", lambda: conv(is_causal=True, backend="fourier")),
-        (TypeError, "window must be an int or a pair", lambda: aft_local(q, k, v, bias, 1.5, grid)),
-        (ValueError, "window must not be negative", lambda: aft_local(q, k, v, bias, (1, -1), grid)),
+        (TypeError, "window must hold integers", lambda: aft_local(q, k, v, bias, 1.5, grid)),
+        (ValueError, "window must be at least 0", lambda: aft_local(q, k, v, bias, (1, -1), grid)),
         (TypeError, "query has dtype torch.int64", lambda: aft_simple(q.long(), k.long(), v.long(), grid)),
         (TypeError, "grid must be a Grid", lambda: aft_local(q, k, v, bias, 1, (2, 3))),
     ]  # fmt: skip

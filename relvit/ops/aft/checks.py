@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from numbers import Integral
-
 from torch import Tensor
 
 from relvit.ops.checks import check_shape, check_tokens
@@ -42,22 +39,6 @@ def check_weight(weight: Tensor, query: Tensor) -> None:
             f"weight has a window of {weight.shape[1]} x {weight.shape[2]}, expected odd sizes around the query"
         )
     _check_device("weight", weight, query)
-
-
-def checked_window(window: int | Sequence[int]) -> tuple[int, int]:
-    """The window by rows and columns.
-
-    Raises:
-        TypeError: something other than an int or two of them.
-        ValueError: a negative one.
-    """
-    pair = (window, window) if isinstance(window, Integral) else window
-    integers = isinstance(pair, Sequence) and len(pair) == 2 and all(isinstance(size, Integral) for size in pair)
-    if not integers or any(isinstance(size, bool) for size in pair):
-        raise TypeError(f"window must be an int or a pair (rows, columns), got {window!r}")
-    if min(pair) < 0:
-        raise ValueError(f"window must not be negative, got {window!r}")
-    return int(pair[0]), int(pair[1])
 
 
 def _check_device(name: str, tensor: Tensor | None, query: Tensor) -> None:

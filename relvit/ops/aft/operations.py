@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import has_static_value
 
 from relvit.ops import reference
-from relvit.ops.aft.checks import check_contents, check_pairs, check_weight, checked_window
+from relvit.ops.aft.checks import check_contents, check_pairs, check_weight
 from relvit.ops.aft.exponentials import (
     SPREAD,
     average,
@@ -24,9 +24,11 @@ from relvit.ops.aft.pairs import average_of_pairs, average_so_far
 from relvit.ops.aft.window import convolution, fourier, toeplitz
 from relvit.ops.checks import check_backend
 from relvit.ops.grid import Grid, key_mask, patch_coords
+from relvit.ops.pairs import int_pair
 from relvit.ops.precision import without_autocast
 from relvit.ops.transforms import in_graph, in_transform
 
+SIMPLE_BACKENDS = ("reference",)
 FULL_BACKENDS = ("products", "pairs", "reference")
 WINDOWS: dict[str, Callable[[Tensor, Tensor, Tensor, int, int], Tensor]] = {
     "toeplitz": toeplitz,
@@ -129,7 +131,7 @@ def aft_local(
 
     Returns, raises: as `aft_full`.
     """
-    rows, cols = checked_window(window)
+    rows, cols = int_pair("window", window, 0)
     if not isinstance(grid, Grid):
         check_contents(query, key, value, grid)
     check_pairs(bias, query, grid)
@@ -155,7 +157,7 @@ def aft_simple(
 
     Returns, raises: as `aft_full`.
     """
-    check_backend(backend, ("reference",))
+    check_backend(backend, SIMPLE_BACKENDS)
     check_contents(query, key, value, grid)
     if backend == "reference":
         return reference.aft_simple(query, key, value, grid, is_causal=is_causal)
@@ -241,7 +243,7 @@ def choose_window(weight: Tensor, bottom: Tensor, top: Tensor, grid: Grid, count
     """
     rows, cols = weight.shape[1] // 2, weight.shape[2] // 2
     places = grid.height * grid.width
-    if in_graph() and not has_static_value(places):
+    if torch.jit.is_tracing() or (in_graph() and not has_static_value(places)):
         return "convolution"
     whole = rows + 1 >= grid.height - 1
     if weight.device.type != "cpu" or in_graph():

@@ -1,0 +1,320 @@
+"""Attention-free mixers: what every token gets is an average of all values, gated by its query."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from timm.layers import register_notrace_function, trunc_normal_
+from torch import Tensor, nn
+
+import relvit.ops.aft.scripted  # noqa: F401 (the operators that scripted code calls)
+from relvit.layers.resample import resample_embedding
+from relvit.ops import Grid, aft_conv, aft_full, aft_local, aft_simple
+from relvit.ops.aft.operations import CONV_BACKENDS, FULL_BACKENDS, SIMPLE_BACKENDS
+from relvit.ops.checks import check_backend
+from relvit.ops.pairs import int_pair
+from relvit.ops.precision import without_autocast
+from relvit.ops.scripted import register_operator
+
+# They look at sizes and values, which symbolic tracing has none of.
+for _operation in (aft_conv, aft_full, aft_local, aft_simple):
+    register_notrace_function(_operation)
+
+
+class AFTSimple(nn.Module):
+    """AFT-simple: one average of all values, weighted by keys alone. The base of the other mixers.
+
+    A drop-in for attention: `forward` has the arguments of `RelativeAttention`'s. Source: Zhai et al. 2021 (arXiv
+    2105.14103), section 3.2; see `relvit.ops.aft_simple`.
+
+    Args:
+        dim: width of the tokens.
+        num_heads: number of heads; without a bias per head they change nothing.
+        qkv_bias: biases of the projections to query, key and value; the paper has them.
+        proj_bias: bias of the output's projection.
+        proj_drop: dropout after it.
+        backend: see `relvit.ops.aft_conv` and `relvit.ops.aft_full`; an attribute that may be set at any time.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        ValueError: heads that do not divide the width, an unknown backend.
+    """
+
+    # How many channels of keys each head has, None: as many as values.
+    key_dim: int | None = None
+    backends: Sequence[str] = SIMPLE_BACKENDS
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 1,
+        *,
+        qkv_bias: bool = True,
+        proj_bias: bool = True,
+        proj_drop: float = 0.0,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_backend(backend, self.backends)
+        if num_heads < 1 or dim % num_heads:
+            raise ValueError(f"num_heads must divide dim {dim}, got {num_heads}")
+        self.num_heads = num_heads
+        self.head_dim = dim // num_heads
+        self.keys = self.key_dim or self.head_dim
+        self.backend = backend
+        widths = (self.head_dim, self.keys, self.head_dim)
+        # One projection for all three: queries of all heads, then keys, then values.
+        self.qkv = nn.Linear(dim, num_heads * sum(widths), bias=qkv_bias, device=device, dtype=dtype)
+        self.proj = nn.Linear(dim, dim, bias=proj_bias, device=device, dtype=dtype)
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    def forward(self, x: Tensor, grid: Grid, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """(B, N, dim) tokens laid out by `grid` -> (B, N, dim).
+
+        Args:
+            x: tokens, N = number of tokens of `grid`.
+            grid: where they lie; its `valid` leaves padding out.
+            attn_mask: None; there is nothing that it could mask.
+            is_causal: leave out tokens that come later in the sequence.
+
+        Raises:
+            ValueError: an `attn_mask`.
+        """
+        refuse_mask(attn_mask)
+        wide, narrow = self.num_heads * self.head_dim, self.num_heads * self.keys
+        query, key, value = self.qkv(x).split((wide, narrow, wide), dim=-1)
+        query = query.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+        key = key.unflatten(-1, (self.num_heads, self.keys)).transpose(1, 2)
+        value = value.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+        x = self.mix(query, key, value, grid, is_causal)
+        return self.proj_drop(self.proj(x.transpose(1, 2).flatten(2)))
+
+    def mix(self, query: Tensor, key: Tensor, value: Tensor, grid: Grid, is_causal: bool) -> Tensor:
+        """Gated averages (B, heads, N, head_dim)."""
+        if torch.jit.is_scripting():
+            return torch.ops.relvit.aft_simple(
+                query, key, value, grid.height, grid.width, grid.prefix, grid.coords, grid.valid, is_causal,
+                self.backend,
+            )  # fmt: skip
+        return aft_simple(query, key, value, grid, is_causal=is_causal, backend=self.backend)
+
+
+class AFTFull(AFTSimple):
+    """AFT-full: a learned bias for every pair of places, w = u v^T.
+
+    Source: Zhai et al. 2021 (arXiv 2105.14103), eq. 2 and section 3.2; see `relvit.ops.aft_full`.
+
+    Args:
+        dim: width of the tokens.
+        num_heads: number of heads, which share the bias; the paper has one.
+        grid_size: rows and columns of the grid that the factors are learned on, one number for both or a pair. On other
+            grids they are interpolated, as absolute embeddings are.
+        prefix: number of tokens before the patches, which have factors of their own.
+        bias_dim: d', width of the factors; 128 in the paper on ImageNet.
+        **kwargs: see `AFTSimple`.
+
+    Raises:
+        ValueError: sizes out of range, in `forward` a grid with another number of prefix tokens.
+        TypeError: sizes that are not integers.
+    """
+
+    backends = FULL_BACKENDS
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 1,
+        *,
+        grid_size: int | Sequence[int],
+        prefix: int = 0,
+        bias_dim: int = 128,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: object,
+    ) -> None:
+        super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
+        if bias_dim < 1:
+            raise ValueError(f"bias_dim must be at least 1, got {bias_dim}")
+        rows, cols = int_pair("grid_size", grid_size, 1)
+        self.grid_size = (rows, cols)
+        self.prefix = prefix
+        self.u = nn.Parameter(torch.empty(prefix + rows * cols, bias_dim, device=device, dtype=dtype))
+        self.v = nn.Parameter(torch.empty(prefix + rows * cols, bias_dim, device=device, dtype=dtype))
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Draw the factors anew, of standard deviation 0.01."""
+        for factor in (self.u, self.v):
+            nn.init.normal_(factor, std=0.01)
+
+    reset_parameters = init_weights
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of the factors."""
+        return {"u", "v"}
+
+    def set_grid_size(self, grid_size: int | Sequence[int]) -> None:
+        """Make the factors those of another grid: on it nothing changes, others start from there."""
+        new = int_pair("grid_size", grid_size, 1)
+        for name in ("u", "v"):
+            factor = getattr(self, name)
+            resized = resample_embedding(factor.detach()[None], self.grid_size, new, self.prefix)[0]
+            setattr(self, name, nn.Parameter(resized, factor.requires_grad))
+        self.grid_size = new
+
+    def bias(self, grid: Grid) -> Tensor:
+        """w for all places of a grid, (T, T), queries first; in float32 at least."""
+        if grid.prefix != self.prefix:
+            raise ValueError(f"the grid has {grid.prefix} prefix tokens, the factors are for {self.prefix}")
+        size = (grid.height, grid.width)
+        if torch.jit.is_scripting():
+            return torch.ops.relvit.factored_bias(self.u, self.v, self.grid_size, size, self.prefix)
+        return factored_bias(self.u, self.v, self.grid_size, size, self.prefix)
+
+    def mix(self, query: Tensor, key: Tensor, value: Tensor, grid: Grid, is_causal: bool) -> Tensor:
+        """Gated averages (B, heads, N, head_dim)."""
+        bias = self.bias(grid)
+        if torch.jit.is_scripting():
+            return torch.ops.relvit.aft_full(
+                query, key, value, bias, grid.height, grid.width, grid.prefix, grid.coords, grid.valid, is_causal,
+                self.backend,
+            )  # fmt: skip
+        return aft_full(query, key, value, bias, grid, is_causal=is_causal, backend=self.backend)
+
+    def extra_repr(self) -> str:
+        return f"grid_size={self.grid_size}, prefix={self.prefix}, bias_dim={self.u.shape[1]}"
+
+
+class AFTLocal(AFTFull):
+    """AFT-local: `AFTFull` whose bias is zero between places that are far apart; they still see each other.
+
+    Source: Zhai et al. 2021 (arXiv 2105.14103), eq. 3; see `relvit.ops.aft_local`.
+
+    Args:
+        dim: width of the tokens.
+        num_heads: number of heads, which share the bias.
+        window: the bias is kept where rows and columns are both less than this apart, one number or a pair.
+        **kwargs: see `AFTFull`.
+    """
+
+    def __init__(self, dim: int, num_heads: int = 1, *, window: int | Sequence[int], **kwargs: object) -> None:
+        super().__init__(dim, num_heads, **kwargs)
+        self.window = int_pair("window", window, 0)
+
+    def mix(self, query: Tensor, key: Tensor, value: Tensor, grid: Grid, is_causal: bool) -> Tensor:
+        """Gated averages (B, heads, N, head_dim)."""
+        bias = self.bias(grid)
+        if torch.jit.is_scripting():
+            return torch.ops.relvit.aft_local(
+                query, key, value, bias, self.window, grid.height, grid.width, grid.prefix, grid.coords, grid.valid,
+                is_causal, self.backend,
+            )  # fmt: skip
+        return aft_local(query, key, value, bias, self.window, grid, is_causal=is_causal, backend=self.backend)
+
+    def extra_repr(self) -> str:
+        return f"window={self.window}, {super().extra_repr()}"
+
+
+class AFTConv2d(AFTSimple):
+    """AFT-conv: a learned bias per head that depends on the offset alone, in a window around each place.
+
+    The window is a normalised filter, w = gamma (f - mean(f)) / std(f) + beta for each head, gamma and beta zero at the
+    start: it starts as AFT-simple. Keys are one number per head. Any grid is served; on one row it is the paper's form
+    for sequences. Source: Zhai et al. 2021 (arXiv 2105.14103), eq. 4 and section 3.2; see `relvit.ops.aft_conv`.
+
+    Args:
+        dim: width of the tokens.
+        num_heads: number of heads.
+        kernel_size: rows and columns of the window, odd, one number for both or a pair.
+        **kwargs: see `AFTSimple`.
+
+    Raises:
+        ValueError: a size that is even or below 1.
+        TypeError: a size that is not an integer.
+    """
+
+    key_dim = 1
+    backends = CONV_BACKENDS
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        kernel_size: int | Sequence[int] = 11,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: object,
+    ) -> None:
+        super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
+        self.kernel_size = int_pair("kernel_size", kernel_size, 1)
+        if any(size % 2 == 0 for size in self.kernel_size):
+            raise ValueError(f"kernel_size must be odd, the query is in its middle, got {kernel_size!r}")
+        self.kernel = nn.Parameter(torch.empty(num_heads, *self.kernel_size, device=device, dtype=dtype))
+        self.gamma = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype))
+        self.beta = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype))
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Draw the filters anew; gain and offset are zero."""
+        # With a gain of zero they have no gradient in the first step: they must not all be the same.
+        trunc_normal_(self.kernel, std=0.02)
+        nn.init.zeros_(self.gamma)
+        nn.init.zeros_(self.beta)
+
+    reset_parameters = init_weights
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of the filters, their gains and offsets."""
+        return {"kernel", "gamma", "beta"}
+
+    def weight(self) -> Tensor:
+        """w by offset, (heads, *kernel_size)."""
+        filters = F.layer_norm(self.kernel.flatten(1), (self.kernel.shape[1] * self.kernel.shape[2],), eps=1e-8)
+        return (self.gamma[:, None] * filters + self.beta[:, None]).view_as(self.kernel)
+
+    def mix(self, query: Tensor, key: Tensor, value: Tensor, grid: Grid, is_causal: bool) -> Tensor:
+        """Gated averages (B, heads, N, head_dim)."""
+        if torch.jit.is_scripting():
+            return torch.ops.relvit.aft_conv(
+                query, key, value, self.weight(), grid.height, grid.width, grid.prefix, grid.coords, grid.valid,
+                is_causal, self.backend,
+            )  # fmt: skip
+        return aft_conv(query, key, value, self.weight(), grid, is_causal=is_causal, backend=self.backend)
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, kernel_size={self.kernel_size}"
+
+
+def factored_bias(u: Tensor, v: Tensor, old_size: Sequence[int], new_size: Sequence[int], prefix: int) -> Tensor:
+    """u v^T of factors (prefix + h w, d') that are interpolated to another grid: (T, T), T = prefix + H W.
+
+    In float32 at least, autocast or not: an error of a bias is one of the factor exp(bias).
+    """
+    precision = torch.promote_types(u.dtype, torch.float32)
+    queries, keys = (
+        resample_embedding(factor.to(precision)[None], tuple(old_size), tuple(new_size), prefix)[0] for factor in (u, v)
+    )
+    with without_autocast(u.device):
+        return queries @ keys.t()
+
+
+register_notrace_function(factored_bias)
+register_operator(
+    "factored_bias(Tensor u, Tensor v, int[2] old_size, int[2] new_size, int prefix) -> Tensor", factored_bias
+)
+
+
+def refuse_mask(attn_mask: Tensor | None) -> None:
+    """Raise ValueError unless there is none."""
+    if attn_mask is not None:
+        raise ValueError("attention-free mixers have no attn_mask: padding goes into the grid's `valid`")
+
+
+# Whether there is one is not known while a graph is traced.
+register_notrace_function(refuse_mask)

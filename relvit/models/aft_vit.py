@@ -1,0 +1,355 @@
+"""Attention-free Vision Transformers, registered with timm as `relvit_aft_*`."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from timm.layers import to_2tuple
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from relvit.layers import AFTConv2d, AFTFull, AFTLocal, AFTSimple, MixerBlock, resample_embedding
+from relvit.models import weights
+from relvit.models.grid_vit import CIFAR, GridVisionTransformer, check_arguments, model_cfg
+from relvit.names import did_you_mean, listing
+
+MIXERS: dict[str, type[AFTSimple]] = {"full": AFTFull, "local": AFTLocal, "simple": AFTSimple, "conv": AFTConv2d}
+# Arguments of the model that belong to some mixers, and what stands for None.
+OWN: dict[str, dict[str, Any]] = {
+    "full": {"bias_dim": 128},
+    "local": {"bias_dim": 128, "window": 4},
+    "simple": {},
+    "conv": {"kernel_size": 11},
+}
+
+# What only attention-free mixers have.
+MIXER = re.compile(r"\.attn\.(u|v|kernel|gamma|beta)$")
+
+
+class AFTVisionTransformer(GridVisionTransformer):
+    """timm's `VisionTransformer` with attention-free mixers (Zhai et al. 2021, arXiv 2105.14103) for attention.
+
+    Images of any size whose sides are multiples of the patch work in `forward`: 'conv' knows offsets alone, the
+    others interpolate what they have learned for `img_size`. As in the paper, 'conv' has neither class token nor
+    absolute embedding and pools by average; the others have both and read the class token, unless told otherwise.
+
+    Args:
+        mixer: 'full' (`AFTFull`), 'local' (`AFTLocal`), 'simple' (`AFTSimple`) or 'conv' (`AFTConv2d`).
+        num_heads: heads of 'conv', each with a window and keys of its own; the other mixers of the paper have one.
+        kernel_size: of 'conv', rows and columns of its window, odd, one number for both or a pair; None: 11.
+        window: of 'local', how far the bias reaches, in rows and columns, one number for both or a pair; None: 4.
+        bias_dim: of 'full' and 'local', width of the factors of their bias; None: 128.
+        pos_embed: absolute embedding: '', 'learn', 'axial' or 'axial-sum', as in `RelVisionTransformer`; None: as in
+            the paper.
+        class_token: whether there is a class token; None: as in the paper.
+        global_pool: 'avg', 'token' (needs a class token), 'max', 'avgmax', 'map', 'prr' or '' (none); None: 'token'
+            with a class token, else 'avg'.
+        patch_drop_rate: share of patches dropped in training; those that stay keep their places.
+        backend: see `relvit.ops.aft_full` and `relvit.ops.aft_conv`.
+        **kwargs: see `timm.models.vision_transformer.VisionTransformer` (img_size, patch_size, embed_dim, depth ...),
+            but for what is about attention: `qk_norm`, `attn_drop_rate`, `scale_attn_norm`.
+
+    Raises:
+        ValueError: an unknown name, an argument that is no choice here or not for this mixer, or in `forward` an image
+            whose sides are no multiples of the patch, or an `attn_mask`.
+        TypeError: an argument that there is not.
+    """
+
+    fixed = frozenset({"qk_norm", "attn_drop_rate", "scale_attn_norm"})
+
+    def __init__(
+        self,
+        *,
+        mixer: str = "conv",
+        num_heads: int = 1,
+        kernel_size: int | Sequence[int] | None = None,
+        window: int | Sequence[int] | None = None,
+        bias_dim: int | None = None,
+        pos_embed: str | None = None,
+        class_token: bool | None = None,
+        global_pool: str | None = None,
+        patch_drop_rate: float = 0.0,
+        backend: str = "auto",
+        **kwargs: Any,
+    ) -> None:
+        if mixer not in MIXERS:
+            raise ValueError(
+                f"mixer must be one of {listing(tuple(MIXERS))}, got {mixer!r}{did_you_mean(mixer, MIXERS)}"
+            )
+        check_arguments(type(self), kwargs)
+        in_paper = mixer != "conv"
+        class_token = in_paper if class_token is None else class_token
+        if global_pool is None:
+            global_pool = "token" if class_token else "avg"
+        made = make_mixer(mixer, {"kernel_size": kernel_size, "window": window, "bias_dim": bias_dim}, backend)
+        if issubclass(MIXERS[mixer], AFTFull):
+            defaults = inspect.signature(VisionTransformer).parameters
+            image, patch = (to_2tuple(kwargs.get(name, defaults[name].default)) for name in ("img_size", "patch_size"))
+            prefix = int(class_token) + kwargs.get("reg_tokens", 0)
+            made = partial(
+                made, grid_size=[size // side for size, side in zip(image, patch, strict=True)], prefix=prefix
+            )
+        super().__init__(
+            pos_embed=("learn" if in_paper else "") if pos_embed is None else pos_embed,
+            class_token=class_token,
+            global_pool=global_pool,
+            patch_drop_rate=patch_drop_rate,
+            num_heads=num_heads,
+            block_fn=partial(MixerBlock, mixer=made),
+            attn_layer=nn.Identity,
+            **kwargs,
+        )
+
+    def set_input_size(
+        self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
+    ) -> None:
+        """Make absolute embeddings and biases those of another image or patch size; None: as they are."""
+        super().set_input_size(img_size, patch_size)
+        for block in self.blocks:
+            if isinstance(block.attn, AFTFull):
+                block.attn.set_grid_size(self.patch_embed.grid_size)
+
+
+def make_mixer(mixer: str, given: dict[str, Any], backend: str) -> Callable[..., AFTSimple]:
+    """What makes the mixer of a block; `given` are the model's arguments for mixers, None where there is none."""
+    own = dict(OWN[mixer])
+    for name, value in given.items():
+        if value is None:
+            continue
+        if name not in own:
+            theirs = listing([other for other, names in OWN.items() if name in names])
+            raise ValueError(f"{name} is for mixer {theirs}, got {name}={value!r} with mixer {mixer!r}")
+        own[name] = value
+    return partial(MIXERS[mixer], backend=backend, **own)
+
+
+def checkpoint_filter_fn(
+    state_dict: dict[str, Any], model: AFTVisionTransformer, log: bool = True
+) -> dict[str, Tensor]:
+    """Turn a checkpoint of a Vision Transformer, attention-free or not, into the state dict of `model`.
+
+    What is not part of a mixer is converted as by `relvit.models.checkpoint_filter_fn`. Of mixers,
+
+    - the factors of a bias on another grid are interpolated (an approximation);
+    - from attention the projections of values and outputs are taken over, as the paper does where it fine-tunes a
+      pretrained DeiT (section 4.3); projections to queries and keys, and what is attention-free alone, stay as they are
+      in the model.
+
+    Args, returns, raises: see `relvit.models.checkpoint_filter_fn`.
+    """
+    state = weights.checkpoint_filter_fn(state_dict, model, log)
+    own = model.state_dict()
+    attention = not any(MIXER.search(name) for name in state)
+    for name in [name for name in own if MIXER.search(name)]:
+        if attention:
+            state[name] = own[name]
+        elif name in state and name.endswith((".u", ".v")):
+            factor = state[name]
+            prefix, size = weights.grid_of(
+                name, factor.shape[0], model.num_prefix_tokens, state.get(weights.PATCHES), model
+            )
+            state[name] = resample_embedding(factor[None], size, model.patch_embed.grid_size, prefix)[0]
+    for name in [name for name in state if attention and ".attn.qkv." in name and name in own]:
+        values = state[name].shape[0] // 3
+        state[name] = torch.cat((own[name][:-values], state[name][-values:].to(own[name])))
+    return state
+
+
+default_cfgs = generate_default_cfgs(
+    {
+        **{
+            f"relvit_aft_{name}.untrained": model_cfg()
+            for name in (
+                "full_tiny",
+                "full_small",
+                "local_tiny",
+                "local_small",
+                "simple_tiny",
+                "simple_small",
+                "conv_tiny",
+                "conv_small",
+                "conv_tiny_k11_h32",
+                "conv_tiny_k11_h192",
+                "conv_small_k11_h16",
+                "conv_small_k11_h384",
+                "conv_small_k15_h384",
+            )
+        },
+        "relvit_aft_conv_tiny_patch4_32.untrained": model_cfg(**CIFAR),
+        "relvit_aft_conv_small_patch4_32.untrained": model_cfg(**CIFAR),
+        "test_relvit_aft.untrained": model_cfg(input_size=(3, 160, 160), crop_pct=0.95),
+    }
+)
+
+TINY = {"embed_dim": 192, "depth": 12}
+SMALL = {"embed_dim": 384, "depth": 12}
+PATCH4_32 = {"patch_size": 4, "img_size": 32}
+
+
+def _create(variant: str, pretrained: bool, defaults: dict[str, Any], kwargs: dict[str, Any]) -> AFTVisionTransformer:
+    mixer = kwargs.get("mixer", defaults["mixer"])
+    if mixer in OWN and mixer != defaults["mixer"]:
+        foreign = {name for names in OWN.values() for name in names} - OWN[mixer].keys()
+        defaults = {name: value for name, value in defaults.items() if name not in foreign}
+    kwargs = {**defaults, **kwargs}
+    out_indices = kwargs.pop("out_indices", 3)
+    return build_model_with_cfg(
+        AFTVisionTransformer,
+        variant,
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        feature_cfg={"out_indices": out_indices, "feature_cls": "getter"},
+        **kwargs,
+    )
+
+
+def _conv(kernel_size: int, num_heads: int) -> dict[str, Any]:
+    return {"mixer": "conv", "kernel_size": kernel_size, "num_heads": num_heads}
+
+
+@register_model
+def relvit_aft_full_tiny(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
+    """Width 192, 12 blocks, a full bias, patch 16: 6.3 M parameters, AFT-full T of the paper's table 4.
+
+    Arguments of `AFTVisionTransformer`.
+    """
+    return _create("relvit_aft_full_tiny", pretrained, TINY | {"mixer": "full"}, kwargs)
+
+
+@register_model
+def relvit_aft_full_small(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
+    """Width 384, 12 blocks, a full bias, patch 16: 22.7 M parameters, AFT-full S of the paper's table 4.
+
+    Arguments of `AFTVisionTransformer`.
+    """
+    return _create("relvit_aft_full_small", pretrained, SMALL | {"mixer": "full"}, kwargs)
+
+
+@register_model
+def relvit_aft_local_tiny(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
+    """Width 192, 12 blocks, a bias within 3 patches, patch 16.
+
+    Arguments of `AFTVisionTransformer`.
+    """
+    return _create("relvit_aft_local_tiny", pretrained, TINY | {"mixer": "local"}, kwargs)
+
+
+@register_model
+def relvit_aft_local_small(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
+    """Width 384, 12 blocks, a bias within 3 patches, patch 16.
+
+    Arguments of `AFTVisionTransformer`.
+    """
+    return _create("relvit_aft_local_small", pretrained, SMALL | {"mixer": "local"}, kwargs)
+
+
+@register_model
+def relvit_aft_simple_tiny(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
+    """Width 192, 12 blocks, no bias, patch 16.
+
+    Arguments of `AFTVisionTransformer`.
+    """
+    return _create("relvit_aft_simple_tiny", pretrained, TINY | {"mixer": "simple"}, kwargs)
+
+
+@register_model
+def relvit_aft_simple_small(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
+    """Width 384, 12 blocks, no bias, patch 16.
+
+    Arguments of `AFTVisionTransformer`.
+    """
+    return _create("relvit_aft_simple_small", pretrained, SMALL | {"mixer": "simple"}, kwargs)
+
+
+@register_model
+def relvit_aft_conv_tiny(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
+    """Width 192, 12 blocks, 192 windows of 11 x 11, patch 16: the better of the paper's two.
+
+    Arguments of `AFTVisionTransformer`.
+    """
+    return _create("relvit_aft_conv_tiny", pretrained, TINY | _conv(11, 192), kwargs)
+
+
+@register_model
+def relvit_aft_conv_small(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
+    """Width 384, 12 blocks, 384 windows of 15 x 15, patch 16: the best of the paper's three.
+
+    Arguments of `AFTVisionTransformer`.
+    """
+    return _create("relvit_aft_conv_small", pretrained, SMALL | _conv(15, 384), kwargs)
+
+
+@register_model
+def relvit_aft_conv_tiny_k11_h32(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
+    """Width 192, 12 blocks, 32 windows of 11 x 11, patch 16: 5.4 M parameters, in the paper's table 4.
+
+    Arguments of `AFTVisionTransformer`.
+    """
+    return _create("relvit_aft_conv_tiny_k11_h32", pretrained, TINY | _conv(11, 32), kwargs)
+
+
+@register_model
+def relvit_aft_conv_tiny_k11_h192(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
+    """Width 192, 12 blocks, 192 windows of 11 x 11, patch 16: 5.9 M parameters, in the paper's table 4.
+
+    Arguments of `AFTVisionTransformer`.
+    """
+    return _create("relvit_aft_conv_tiny_k11_h192", pretrained, TINY | _conv(11, 192), kwargs)
+
+
+@register_model
+def relvit_aft_conv_small_k11_h16(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
+    """Width 384, 12 blocks, 16 windows of 11 x 11, patch 16: 20.3 M parameters, in the paper's table 4.
+
+    Arguments of `AFTVisionTransformer`.
+    """
+    return _create("relvit_aft_conv_small_k11_h16", pretrained, SMALL | _conv(11, 16), kwargs)
+
+
+@register_model
+def relvit_aft_conv_small_k11_h384(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
+    """Width 384, 12 blocks, 384 windows of 11 x 11, patch 16: 22.5 M parameters, in the paper's table 4.
+
+    Arguments of `AFTVisionTransformer`.
+    """
+    return _create("relvit_aft_conv_small_k11_h384", pretrained, SMALL | _conv(11, 384), kwargs)
+
+
+@register_model
+def relvit_aft_conv_small_k15_h384(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
+    """Width 384, 12 blocks, 384 windows of 15 x 15, patch 16: 23.0 M parameters, in the paper's table 4.
+
+    Arguments of `AFTVisionTransformer`.
+    """
+    return _create("relvit_aft_conv_small_k15_h384", pretrained, SMALL | _conv(15, 384), kwargs)
+
+
+@register_model
+def relvit_aft_conv_tiny_patch4_32(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
+    """`relvit_aft_conv_tiny` for images of 32 px such as CIFAR's: patch 4.
+
+    Arguments of `AFTVisionTransformer`.
+    """
+    return _create("relvit_aft_conv_tiny_patch4_32", pretrained, TINY | _conv(11, 192) | PATCH4_32, kwargs)
+
+
+@register_model
+def relvit_aft_conv_small_patch4_32(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
+    """`relvit_aft_conv_small` for images of 32 px such as CIFAR's: patch 4, windows of 11 x 11.
+
+    Arguments of `AFTVisionTransformer`.
+    """
+    return _create("relvit_aft_conv_small_patch4_32", pretrained, SMALL | _conv(11, 384) | PATCH4_32, kwargs)
+
+
+@register_model
+def test_relvit_aft(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
+    """Width 64, 6 blocks, 2 windows of 5 x 5, patch 16 at 160: for tests; arguments of `AFTVisionTransformer`."""
+    defaults = {"img_size": 160, "embed_dim": 64, "depth": 6, "mlp_ratio": 3} | _conv(5, 2)
+    return _create("test_relvit_aft", pretrained, defaults, kwargs)
