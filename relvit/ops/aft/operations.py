@@ -197,7 +197,7 @@ def aft_conv(
             'convolution' (depthwise; any size in one graph), 'fourier' (transforms of the image; rounding is that of
             the largest sum), 'pairs' (a softmax for each query and channel, exact for any weights: O(N^2 dim)
             exponentials), 'reference' (the same in double precision and O(N^2 dim) memory), or 'auto' (what was the
-            fastest, see `tools/benchmark_aft.py`). To all but the last two, weights more than 70 below the largest, or
+            fastest, see `tools/benchmark.py --level layer`). To all but the last two, weights more than 70 below the largest, or
             below the 0 outside, count as 70 below it; 'auto' takes pairs for them on the CPU, where it looks.
 
     Returns, raises: as `aft_full`.
@@ -232,7 +232,7 @@ def aft_conv(
 
 
 def choose_window(weight: Tensor, bottom: Tensor, top: Tensor, grid: Grid, count: int) -> str:
-    """Which of `WINDOWS` `aft_conv` takes for 'auto', by what took the least time in `tools/benchmark_aft.py`.
+    """Which of `WINDOWS` `aft_conv` takes for 'auto', by what took the least time in `tools/benchmark.py`.
 
     Args:
         weight: the window.
