@@ -10,8 +10,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from relvit.ops import Grid, aft_conv, aft_full, aft_local, aft_simple, make_grid, reference
 from relvit.ops.aft import operations, pairs, toeplitz
 
-EXACT = ("toeplitz", "convolution", "pairs")
-CONV = (*EXACT, "fourier", "auto")
+CONV = (*operations.WINDOWS, "pairs", "auto")
 
 
 def contents(grid, batch=2, heads=2, width=3, key_width=1, dtype=torch.float64, spread=2.0):
@@ -178,7 +177,7 @@ def test_keys_of_any_size_in_any_precision(dtype, spread):
     weight, bias = window_of(2, 5, 3, dtype).detach(), bias_of(grid, dtype=dtype).detach()
     pairs_of_results = [
         (aft_conv(q, k, v, weight, grid, backend=backend), reference.aft_conv(q, k, v, weight, grid))
-        for backend in EXACT
+        for backend in CONV
     ]
     for backend in ("products", "pairs"):
         pairs_of_results.append(
@@ -193,7 +192,7 @@ def test_keys_of_any_size_in_any_precision(dtype, spread):
         torch.testing.assert_close(got, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("backend", [*EXACT, "auto"])
+@pytest.mark.parametrize("backend", CONV)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_weights_close_to_nothing_at_a_dominant_key_do_not_cancel(backend, dtype):
     """The form of the paper, exp(w) - 1 convolved plus the sum over everything, is wrong by 0.3 here."""
@@ -284,7 +283,10 @@ def test_the_choice_of_a_way(monkeypatch):
 
     assert way(14, 14, 4, 15) == "toeplitz"
     assert way(64, 64, 4, 15) == "fourier"
-    assert way(64, 64, 4, 15, scale=10.0) == "convolution"
+    assert way(64, 64, 4, 15, scale=9.0) == "fourier"
+    assert way(64, 64, 4, 15, scale=11.0) == "convolution"
+    assert way(64, 64, 4, 31) == "fourier"
+    assert way(64, 64, 128, 3) == "toeplitz"
 
 
 def test_transforms_of_torch_func():

@@ -21,7 +21,7 @@ from relvit.ops.aft.exponentials import (
     to_raster,
 )
 from relvit.ops.aft.pairs import average_of_pairs, average_so_far
-from relvit.ops.aft.window import convolution, fourier, toeplitz
+from relvit.ops.aft.window import FOURIER_SPREAD, convolution, fourier, toeplitz
 from relvit.ops.checks import check_backend
 from relvit.ops.grid import Grid, key_mask, patch_coords
 from relvit.ops.pairs import int_pair
@@ -35,8 +35,6 @@ WINDOWS: dict[str, Callable[[Tensor, Tensor, Tensor, int, int], Tensor]] = {
     "convolution": convolution,
     "fourier": fourier,
 }
-# The rounding of transforms is that of the largest sums: below exp(4) = 55 times that of each one.
-FOURIER_SPREAD = 4.0
 CONV_BACKENDS = (*WINDOWS, "pairs", "reference")
 
 
@@ -194,11 +192,12 @@ def aft_conv(
         grid: where the tokens lie; padding (`valid`) adds nothing, whatever it holds.
         is_causal: leave out keys that come later in the sequence than the query; by pairs.
         backend: 'toeplitz' (products with the matrices of all pairs of a head, or of the rows in the window),
-            'convolution' (depthwise; any size in one graph), 'fourier' (transforms of the image; rounding is that of
-            the largest sum), 'pairs' (a softmax for each query and channel, exact for any weights: O(N^2 dim)
-            exponentials), 'reference' (the same in double precision and O(N^2 dim) memory), or 'auto' (what was the
-            fastest, see `tools/benchmark.py --level layer`). To all but the last two, weights more than 70 below the largest, or
-            below the 0 outside, count as 70 below it; 'auto' takes pairs for them on the CPU, where it looks.
+            'convolution' (depthwise; any size in one graph), 'fourier' (transforms of the image in double precision,
+            exact where weights are at most 20 apart), 'pairs' (a softmax for each query and channel, exact for any
+            weights: O(N^2 dim) exponentials), 'reference' (the same in double precision and O(N^2 dim) memory), or
+            'auto' (what was the fastest, see `tools/benchmark.py --level aft`). To the first three, weights more than
+            70 below the largest, or below the 0 outside, count as 70 below it; 'auto' takes pairs for them on the CPU,
+            where it looks.
 
     Returns, raises: as `aft_full`.
     """
@@ -248,9 +247,9 @@ def choose_window(weight: Tensor, bottom: Tensor, top: Tensor, grid: Grid, count
     whole = rows + 1 >= grid.height - 1
     if weight.device.type != "cpu" or in_graph():
         return "toeplitz" if whole else "convolution"
-    # Numbers of a matrix are read once and multiplied `count` times; a transform costs as much as 1200 products.
+    # Numbers of a matrix are read once and multiplied `count` times; a transform costs as much as 2400 products.
     band = grid.width * min(grid.height, 2 * rows + 1)
-    if places * band * (count + 20) <= 1200 * count * (grid.height + rows) * (grid.width + cols):
+    if places * band * (count + 20) <= 2400 * count * (grid.height + rows) * (grid.width + cols):
         return "toeplitz"
     return "fourier" if not in_transform() and bool((top - bottom).max() < FOURIER_SPREAD) else "convolution"
 

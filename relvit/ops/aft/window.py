@@ -9,6 +9,10 @@ from torch import Tensor
 from relvit.ops.aft.exponentials import bounded_exp, pad_window
 from relvit.ops.aft.toeplitz import toeplitz_sums
 
+# In powers of e. The smallest sum is so much smaller than the largest: exp(20) times the rounding of double precision
+# is that of single precision.
+FOURIER_SPREAD = 20.0
+
 
 def toeplitz(weight: Tensor, top: Tensor, x: Tensor, height: int, width: int) -> Tensor:
     """By products with Toeplitz matrices: of the whole raster, or row by row of the rows that the window reaches.
@@ -57,20 +61,22 @@ def convolution(weight: Tensor, top: Tensor, x: Tensor, height: int, width: int)
 def fourier(weight: Tensor, top: Tensor, x: Tensor, height: int, width: int) -> Tensor:
     """By fast Fourier transforms of exp(w) - 1, plus the sum over everything, as the paper has it.
 
-    Rounding is relative to the largest sum, not to each one: for weights of similar size. Arguments and result as
-    `toeplitz`.
+    Rounding is relative to the largest sum, not to each one: in double precision, and for weights that lie no further
+    apart than `FOURIER_SPREAD`. Arguments and result as `toeplitz`.
     """
+    dtype, x = x.dtype, x.double()
+    weight, top = weight.double(), top.double()
     rows, cols = (min(size // 2, extent - 1) for size, extent in zip(weight.shape[1:], (height, width), strict=True))
     outside = bounded_exp(-top)
     kernel = bounded_exp(pad_window(weight, rows, cols) - top) - outside
     size = (height + rows, width + cols)
     # Offset 0 comes first, offsets below 0 last.
     kernel = F.pad(kernel, (0, size[1] - kernel.shape[2], 0, size[0] - kernel.shape[1])).roll((-rows, -cols), (1, 2))
-    spectrum = torch.fft.rfft2(kernel.to(x.dtype)).conj()
+    spectrum = torch.fft.rfft2(kernel).conj()
     image = x.transpose(1, 2).unflatten(2, (height, width))
     near = torch.fft.irfft2(torch.fft.rfft2(image, s=size) * spectrum[:, None], s=size)[..., :height, :width]
-    total = outside.to(x.dtype) * x.sum(dim=1, keepdim=True)
-    return near.flatten(2).transpose(1, 2) + total
+    total = outside * x.sum(dim=1, keepdim=True)
+    return (near.flatten(2).transpose(1, 2) + total).to(dtype)
 
 
 def _beyond(size: int, reach: int, like: Tensor) -> Tensor:
