@@ -26,6 +26,7 @@ from typing import Any
 
 import timm
 import torch
+import torch.nn.functional as F
 from timm.layers import Attention
 from timm.models.vision_transformer_sam import Attention as SamAttention
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ from torch.profiler import ProfilerActivity, profile
 import relvit
 from relvit.layers import AFTConv2d, AFTFull, AFTLocal, AFTSimple, RelativeAttention, RelativePosition2d
 from relvit.names import did_you_mean, listing
-from relvit.ops import make_grid
+from relvit.ops import Grid, make_grid
 from relvit.ops.aft.operations import WINDOWS
 from relvit.ops.attention import BACKENDS
 
@@ -56,10 +57,28 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # Ways to compute the attention-free layer of the paper's best small model, with a window per channel.
 AFT_CONV = {"aft_conv": "auto"} | {f"aft_conv_{name}": name for name in WINDOWS}
+
+
+class DepthwiseAFT(AFTConv2d):
+    """The paper's own way (section 3.2): exp(w) - 1 convolved depthwise, channels first, plus the sum over all."""
+
+    def mix(self, query: Tensor, key: Tensor, value: Tensor, grid: Grid, is_causal: bool) -> Tensor:
+        weights = (key - key.amax(dim=2, keepdim=True)).exp()
+        kernel = self.weight().exp() - 1
+        sums = []
+        for part in (weights * value, weights):
+            image = part.transpose(2, 3).flatten(1, 2).unflatten(2, (grid.height, grid.width))
+            window = kernel.repeat_interleave(part.shape[3], 0)[:, None]
+            padding = [size // 2 for size in self.kernel_size]
+            near = F.conv2d(image, window, padding=padding, groups=window.shape[0])
+            sums.append(near.flatten(2).unflatten(1, (self.num_heads, -1)).transpose(2, 3) + part.sum(2, keepdim=True))
+        return query.sigmoid() * sums[0] / sums[1]
+
+
 COMPETITORS = {
     "model": tuple(MODELS),
     "layer": ("plain", "control", *(f"relvit_{name}" for name in BACKENDS), "sam"),
-    "aft": ("plain", "control", *AFT_CONV, "aft_conv_h16", "aft_full", "aft_local", "aft_simple"),
+    "aft": ("plain", "control", *AFT_CONV, "aft_conv_depthwise", "aft_conv_h16", "aft_full", "aft_local", "aft_simple"),
 }
 
 
@@ -166,6 +185,8 @@ def attention_free(name: str, side: int) -> nn.Module:
         return kind(DIM, grid_size=side, **own)
     if name in AFT_CONV:
         layer = AFTConv2d(DIM, DIM, kernel_size=15, backend=AFT_CONV[name])
+    elif name == "aft_conv_depthwise":
+        layer = DepthwiseAFT(DIM, DIM, kernel_size=15)
     else:
         layer = AFTConv2d(DIM, 16, kernel_size=11)
     nn.init.ones_(layer.gamma)

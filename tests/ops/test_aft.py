@@ -267,26 +267,22 @@ def test_padding_adds_nothing_whatever_it_holds():
 
 
 def test_the_choice_of_a_way(monkeypatch):
-    """By size, and by what transforms would round away."""
     taken = []
     for name, function in operations.WINDOWS.items():
         monkeypatch.setitem(
             operations.WINDOWS, name, lambda *a, name=name, function=function: taken.append(name) or function(*a)
         )
 
-    def way(height, width, heads, size, scale=1.0):
+    def way(height, width, **options):
         grid = Grid(height, width)
         with torch.no_grad():
-            weight = scale * window_of(heads, size, size).clamp(-1, 1)
-            aft_conv(*contents(grid, 1, heads, 1), weight, grid)
-        return taken.pop()
+            aft_conv(*contents(grid, 1, 1, 1), options.pop("scale", 1.0) * window_of(1, 3, 3), grid, **options)
+        return taken.pop() if taken else "pairs"
 
-    assert way(14, 14, 4, 15) == "toeplitz"
-    assert way(64, 64, 4, 15) == "fourier"
-    assert way(64, 64, 4, 15, scale=9.0) == "fourier"
-    assert way(64, 64, 4, 15, scale=11.0) == "convolution"
-    assert way(64, 64, 4, 31) == "fourier"
-    assert way(64, 64, 128, 3) == "toeplitz"
+    assert way(14, 14) == way(1, 256) == "toeplitz"
+    assert way(24, 24) == way(1, 257) == "convolution"
+    assert way(24, 24, backend="toeplitz") == "toeplitz"
+    assert way(2, 2, is_causal=True) == way(2, 2, scale=100.0) == "pairs"
 
 
 def test_transforms_of_torch_func():
@@ -343,7 +339,7 @@ def test_errors():
         (ValueError, r"bias has shape \(5, 6\), expected \(6, 6\)", lambda: aft_full(q, k, v, bias[1:], grid)),
         (ValueError, "that is 6 tokens, expected 8", lambda: aft_full(q, k, v, bias, Grid(2, 4))),
         (ValueError, "value has dtype torch.float32, expected the query's", lambda: aft_simple(q, k, v.float(), grid)),
-        (ValueError, "backend 'fourier' has no causal form", lambda: conv(is_causal=True, backend="fourier")),
+        (ValueError, "backend 'toeplitz' has no causal form", lambda: conv(is_causal=True, backend="toeplitz")),
         (TypeError, "window must hold integers", lambda: aft_local(q, k, v, bias, 1.5, grid)),
         (ValueError, "window must be at least 0", lambda: aft_local(q, k, v, bias, (1, -1), grid)),
         (TypeError, "query has dtype torch.int64", lambda: aft_simple(q.long(), k.long(), v.long(), grid)),
