@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from relvit.cli.run_config import RunConfig
 from relvit.data import ImageData
 from relvit.data.by_name import own_data_module
 from relvit.evaluation import EvaluationReport, MirrorAverage
+from relvit.remote import is_address, local_file
 from relvit.replacing import DISK_ERRORS
 from relvit.training import (
     DataRecord,
@@ -41,12 +43,11 @@ from relvit.training import (
     WholeCheckpoints,
     ignore_stop_signals,
     new_run_folder,
-    read_checkpoint,
     record_run,
     remove_if_fruitless,
 )
 from relvit.training.checkpoint import check_same_data, check_same_network
-from relvit.training.checkpoint_file import KEY
+from relvit.training.checkpoint_file import KEY, checkpoint_content
 from relvit.training.disk import NoRoomError, last_whole
 from relvit.training.position import Position
 from relvit.training.pretrained import Architecture
@@ -56,21 +57,27 @@ LINKS = ("num_classes", "in_chans", "class_names", "img_size")
 
 def main(command: str, arguments: Sequence[str]) -> None:
     """Run one of the Trainer's methods with command line arguments."""
-    RelvitCLI(command, arguments)
+    with ExitStack() as copies:
+        RelvitCLI(command, arguments, copies)
 
 
 class RelvitCLI(LightningCLI):
     """One command. In `fit`, classes, channels and image size flow from the data to the model; the other commands take
     model, classes and transforms from the checkpoint, and explicit flags override them or are refused.
+
+    Args:
+        command: the Trainer's method.
+        arguments: of the command line.
+        copies: keeps the local copy of a checkpoint at a remote address, until it is closed.
     """
 
-    def __init__(self, command: str, arguments: Sequence[str]) -> None:
+    def __init__(self, command: str, arguments: Sequence[str], copies: ExitStack) -> None:
         self.command = command
         self.arguments = list(arguments)
         self.resumes: Path | None = None
         if command == "fit" and (run := _option(self.arguments, "--resume")) is not None:
+            last, self.arguments = resumed(run, _without(self.arguments, "--resume"))
             self.resumes = Path(run)
-            last, self.arguments = resumed(self.resumes, _without(self.arguments, "--resume"))
             self.arguments += ["--ckpt_path", str(last)]
         self.checkpoint_path = _option(self.arguments, "--ckpt_path")
         asks_help = any(argument in ("-h", "--help") or argument.endswith(".help") for argument in self.arguments)
@@ -81,7 +88,9 @@ class RelvitCLI(LightningCLI):
         self.remembered: dict[str, Any] | None = None
         self.finished_epochs = 0
         if self.checkpoint_path:
-            checkpoint = read_checkpoint(self.checkpoint_path)
+            # Lightning reads it again, and would take an older file of the same name for one at an address of http.
+            self.checkpoint_file = copies.enter_context(local_file(self.checkpoint_path))
+            checkpoint = checkpoint_content(self.checkpoint_file, self.checkpoint_path)
             self.remembered = checkpoint[KEY]
             if command == "fit":
                 if "optimizer_states" not in checkpoint:
@@ -158,6 +167,9 @@ class RelvitCLI(LightningCLI):
             except (TypeError, ValueError, RecursionError) as error:
                 raise UsageError(f"{self.checkpoint_path} is not a checkpoint of relvit fit: {error}") from error
         self.config = parser.parse_args([self.command, *first, *self.arguments])
+        runs = self.config[self.command].get("runs")
+        if runs is not None and is_address(runs):
+            raise UsageError(f"--runs {runs} is a remote address: runs are written to folders of this machine alone")
         if self.remembered is not None and self.command == "fit":
             self._complete(self.config[self.command]["model"], self.remembered["model"])
             # The configuration that is kept says what is trained, not from where a part of it went on.
@@ -371,8 +383,8 @@ class RelvitCLI(LightningCLI):
         kwargs = super()._prepare_subcommand_kwargs(subcommand)
         # Nothing but tensors and plain types is ever read from a checkpoint.
         kwargs["weights_only"] = True
-        if subcommand == "fit" and self.checkpoint_path:
-            kwargs["ckpt_path"] = self.checkpoint_path
+        if self.checkpoint_path:
+            kwargs["ckpt_path"] = str(self.checkpoint_file)
         if subcommand == "predict":
             kwargs["return_predictions"] = False
         return kwargs

@@ -3,6 +3,7 @@
 import json
 import sys
 
+import fsspec
 import pytest
 import torch
 from conftest import TINY
@@ -90,6 +91,17 @@ def test_every_reader_of_checkpoints(command, place, photos, tmp_path, run, caps
     for kind in ("in_relvit", "legacy"):
         message = refused(command, files[kind], photos, tmp_path / kind, run, capsys)
         assert "holds more than tensors and plain values" in message
+    assert not (folder / "marker").exists()
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command != "resume"])
+def test_at_remote_addresses(command, place, photos, tmp_path, run, capsys):
+    folder, files = place
+    valid = (run / "checkpoints" / "best.ckpt").read_bytes()
+    for kind, content in (("in_relvit", files["in_relvit"].read_bytes()), ("cut", valid[: len(valid) // 2])):
+        fsspec.filesystem("memory").pipe(f"/hostile/{kind}.ckpt", content)
+        message = refused(command, f"memory://hostile/{kind}.ckpt", photos, tmp_path / kind, run, capsys)
+        assert f"memory://hostile/{kind}.ckpt cannot be read: it is damaged, no checkpoint, or holds more" in message
     assert not (folder / "marker").exists()
 
 
