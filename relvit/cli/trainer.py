@@ -51,6 +51,7 @@ from relvit.training.checkpoint_file import KEY, checkpoint_content
 from relvit.training.disk import NoRoomError, last_whole
 from relvit.training.position import Position
 from relvit.training.pretrained import Architecture
+from relvit.training.sharding import check_strategy
 
 LINKS = ("num_classes", "in_chans", "class_names", "img_size")
 
@@ -210,6 +211,7 @@ class RelvitCLI(LightningCLI):
         self.launch = launched()
         if config["devices"] == "auto" and self.launch is not None:
             config["devices"], config["num_nodes"] = self.launch.per_node, self.launch.nodes
+        check_strategy(config["strategy"])
         plugins = _listed(config["plugins"])
         environment = environment_of(self.launch)
         if environment is not None and not any(isinstance(plugin, ClusterEnvironment) for plugin in plugins):

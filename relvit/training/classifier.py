@@ -33,6 +33,7 @@ from relvit.training.optimisation import check_optimizer, make_optimizer
 from relvit.training.position import POSITION_KEY, Position, go_on, set_counters
 from relvit.training.pretrained import Architecture, architecture_of, normalisation_note, read_pretrained
 from relvit.training.schedule import Plan, make_plan, warmup_cosine
+from relvit.training.sharding import FullySharded, check_sharding, check_strategy, is_sharded, load_whole, whole
 
 # Where a checkpoint keeps the metrics of an epoch that is under way.
 METRICS_KEY = "train_metrics"
@@ -237,6 +238,7 @@ class ImageClassifier(LightningModule):
         """Names of the images, (B, num_classes) probabilities. Of an empty batch, see `ShareLoader`, there are none."""
         images, names = batch
         if not len(names):
+            self._keep_step(images)
             return {"names": [], "probabilities": images.new_empty(0, self.hparams.num_classes)}
         return {"names": list(names), "probabilities": self(images).float().softmax(-1)}
 
@@ -246,7 +248,12 @@ class ImageClassifier(LightningModule):
         And see whether the model takes the data's images, find the teacher, and take the class weights of data that
         balance the loss.
         """
-        if (size := getattr(self.trainer.datamodule, "img_size", None)) is not None:
+        check_strategy(self.trainer.strategy)
+        if isinstance(self.trainer.strategy, FullySharded):
+            check_sharding(self.trainer, self.hparams, self.net)
+        size = getattr(self.trainer.datamodule, "img_size", None)
+        # After a training in shards that has been seen.
+        if size is not None and not is_sharded(self.net):
             check_image_size(self.net, size, self.hparams.in_chans, self.hparams.img_size)
         if self.net._compiled_call_impl is None:
             self._compile(self.net)
@@ -257,6 +264,21 @@ class ImageClassifier(LightningModule):
             if self.hparams.class_weights is not None:
                 raise ValueError("the data balances the loss (balance='loss'): leave out class_weights")
             self.loss.weights = weights.to(self.device)
+
+    def configure_model(self) -> None:
+        """Under `FullySharded`, leave this process its shards."""
+        strategy, fits = self.trainer.strategy, self.trainer.state.fn == TrainerFn.FITTING
+        in_shards = isinstance(strategy, FullySharded)
+        if is_sharded(self.net) and (fits or not in_shards):
+            raise ValueError("this classifier was divided among processes by an earlier training: load its checkpoint")
+        if is_sharded(self.net) or not in_shards:
+            return
+        if fits and self.hparams.ema_decay is not None:
+            self.average = WeightAverage(self.net, self.hparams.ema_decay, self.hparams.ema_warmup)
+            strategy.shard(self.average.net)
+        strategy.shard(self.net)
+        if self.backbone is not None:
+            self.backbone = Backbone(self.net)
 
     def configure_optimizers(self) -> dict[str, Any]:
         # The first hook of a fit by which a checkpoint, if there is one, has been restored.
@@ -281,9 +303,14 @@ class ImageClassifier(LightningModule):
 
     def on_fit_start(self) -> None:
         """Start the average where the weights are now: on their device, restored from a checkpoint or fresh."""
-        self.average = None
-        if self.hparams.ema_decay is not None:
-            self.average = WeightAverage(self.net, self.hparams.ema_decay, self.hparams.ema_warmup)
+        if is_sharded(self.net):
+            # A copy cannot be made of shards: it is there already.
+            if self.average is not None:
+                self.average.net.load_state_dict(self.net.state_dict())
+        else:
+            decay, warmup = self.hparams.ema_decay, self.hparams.ema_warmup
+            self.average = None if decay is None else WeightAverage(self.net, decay, warmup)
+        if self.average is not None:
             if self._restored_average is not None:
                 self.average.load(self._restored_average)
             self._compile(self.average.net)
@@ -365,7 +392,7 @@ class ImageClassifier(LightningModule):
             checkpoint[POSITION_KEY] = position._asdict()
             checkpoint[METRICS_KEY] = of_all_processes(self._metrics_at_step if position.batch else {})
         if self.average is not None:
-            weights = self.average.net.state_dict()
+            weights = whole(self.average.net.state_dict(), keep=self.global_rank == 0)
             checkpoint[AVERAGE_KEY] = {f"net.{name}": value for name, value in weights.items()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -419,8 +446,15 @@ class ImageClassifier(LightningModule):
             self.net.set_distilled_training(True)
 
     def _load_pretrained(self) -> None:
-        weights = read_pretrained(self.hparams.pretrained)
-        self.transfer = transfer_weights(self.net, weights, self.hparams.class_names)
+        weights, net = read_pretrained(self.hparams.pretrained), self.net
+        if is_sharded(self.net):
+            # They are fitted into whole tensors alone.
+            built = (self.hparams[name] for name in ("model", "num_classes", "in_chans", "img_size"))
+            net = build_model(*built, self.hparams.model_kwargs, self.hparams.retrofit)
+            net.load_state_dict(whole(self.net.state_dict()))
+        self.transfer = transfer_weights(net, weights, self.hparams.class_names)
+        if net is not self.net:
+            load_whole(self.net, net.state_dict())
         self.awaits_pretrained = False
         self.print(f"pretrained: {self.transfer}", flush=True)
         if note := normalisation_note(weights, self.trainer.datamodule):
@@ -433,7 +467,13 @@ class ImageClassifier(LightningModule):
             self._count(metrics, F.cross_entropy(logits.float(), labels), logits, labels)
         else:
             # This process has fewer batches than others, with which it must keep step.
+            self._keep_step(images)
             self._log(metrics, 0)
+
+    def _keep_step(self, images: Tensor) -> None:
+        """Of an empty batch nothing is to be known, but other processes may wait for this one's shards."""
+        if is_sharded(self.net):
+            self(images.new_zeros(1, *images.shape[1:]))
 
     def _count(self, metrics: MetricCollection, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
         for name, metric in metrics.items(keep_base=True):
