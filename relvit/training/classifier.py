@@ -267,6 +267,8 @@ class ImageClassifier(LightningModule):
 
     def configure_model(self) -> None:
         """Under `FullySharded`, leave this process its shards."""
+        if self._trainer is None:
+            return
         strategy, fits = self.trainer.strategy, self.trainer.state.fn == TrainerFn.FITTING
         in_shards = isinstance(strategy, FullySharded)
         if is_sharded(self.net) and (fits or not in_shards):
