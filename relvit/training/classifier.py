@@ -14,25 +14,25 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
-from torchmetrics.classification import MulticlassAccuracy
 
 from relvit.data.mix import BatchMix
 from relvit.data.sampling import training_position
 from relvit.models import build_model, check_image_size
 from relvit.models.transfer import TransferReport, transfer_weights
-from relvit.names import did_you_mean
 from relvit.seeding import run_seed, seed_all
+from relvit.training.arguments import check_arguments
 from relvit.training.averaging import WeightAverage
 from relvit.training.checkpoint_file import AVERAGE_KEY
-from relvit.training.distillation import Teacher, check_distillation, distillation_loss
+from relvit.training.class_metrics import class_metrics, count_batch
+from relvit.training.distillation import Teacher, distillation_loss
 from relvit.training.finite import FiniteCheck, NonFinite
 from relvit.training.freezing import Backbone
 from relvit.training.loss import ClassificationLoss
 from relvit.training.metric_states import States, copy_states, of_all_processes, of_this_process, restore_states
-from relvit.training.optimisation import check_optimizer, make_optimizer
+from relvit.training.optimisation import make_optimizer
 from relvit.training.position import POSITION_KEY, Position, go_on, set_counters
-from relvit.training.pretrained import Architecture, architecture_of, normalisation_note, read_pretrained
-from relvit.training.schedule import Plan, make_plan, warmup_cosine
+from relvit.training.pretrained import architecture_to_build, normalisation_note, read_pretrained
+from relvit.training.schedule import Plan, describe, make_plan, warmup_cosine
 from relvit.training.sharding import FullySharded, check_sharding, check_strategy, is_sharded, load_whole, whole
 
 # Where a checkpoint keeps the metrics of an epoch that is under way.
@@ -129,34 +129,10 @@ class ImageClassifier(LightningModule):
         channels_last: bool = False,
     ) -> None:
         super().__init__()
-        if class_names is not None and len(class_names) != num_classes:
-            raise ValueError(f"class_names holds {len(class_names)} names, num_classes is {num_classes}")
-        if not 0 <= min_lr <= lr:
-            raise ValueError(f"need 0 <= min_lr <= lr, got min_lr {min_lr} and lr {lr}")
-        if lr_base_batch is not None and lr_base_batch < 1:
-            raise ValueError(f"lr_base_batch must be 1 or more, got {lr_base_batch}")
-        if ema_decay is not None and not 0 <= ema_decay < 1:
-            raise ValueError(f"ema_decay must lie in 0 <= x < 1, got {ema_decay}")
-        if freeze_epochs < 0:
-            raise ValueError(f"freeze_epochs must be 0 or more, got {freeze_epochs}")
-        for name, value, default, needed, given in (
-            ("mix_prob", mix_prob, 1.0, "mixup or cutmix", mixup or cutmix),
-            ("mix_switch_prob", mix_switch_prob, 0.5, "mixup and cutmix", mixup and cutmix),
-            ("ema_warmup", ema_warmup, True, "ema_decay", ema_decay is not None),
-            ("distill", distill, "hard", "teacher", teacher),
-            ("distill_weight", distill_weight, 0.5, "teacher", teacher),
-            ("distill_temperature", distill_temperature, 3.0, "distill 'soft'", distill == "soft"),
-        ):
-            if value != default and not given:
-                raise ValueError(f"{name} {value} has no effect without {needed}")
-        backends = torch.compiler.list_backends(exclude_tags=())
-        if isinstance(compile, str) and compile not in backends:
-            raise ValueError(f"unknown backend of torch.compile {compile!r}{did_you_mean(compile, backends)}")
-        check_optimizer(opt, layer_decay, opt_kwargs)
-        check_distillation(distill, distill_weight, distill_temperature)
         self.save_hyperparameters()
+        check_arguments(self.hparams)
         # A checkpoint has to know its model without the file that this training starts from.
-        built = _architecture(model, model_kwargs, retrofit, pretrained)
+        built = architecture_to_build(model, model_kwargs, retrofit, pretrained)
         self.save_hyperparameters(built._asdict())
         self.net = build_model(built.model, num_classes, in_chans, img_size, built.model_kwargs, built.retrofit)
         self.awaits_pretrained = pretrained is not None
@@ -180,17 +156,8 @@ class ImageClassifier(LightningModule):
         self._ended_epoch: int | None = None
         # Of the epoch up to the last optimiser step, which is where a checkpoint goes on.
         self._metrics_at_step: States = {}
-        # torchmetrics objects count every sample of every process once, whatever the batch sizes.
-        accuracies = {
-            f"acc{k}": MulticlassAccuracy(num_classes, top_k=k, average="micro") for k in (1, 5) if k <= num_classes
-        }
-        metrics = MetricCollection({"loss": MeanMetric(), **accuracies}, compute_groups=False)
-        self.val_metrics, self.test_metrics = metrics.clone("val/"), metrics.clone("test/")
-        # Accuracy on mixed images, where the larger share counts as the class, says something else.
-        mixed = {
-            f"{name}_mixed" if self.mixing and name != "loss" else name: metric for name, metric in metrics.items()
-        }
-        self.train_metrics = MetricCollection(mixed, compute_groups=False).clone("train/")
+        self.val_metrics, self.test_metrics = (class_metrics(num_classes, prefix) for prefix in ("val/", "test/"))
+        self.train_metrics = class_metrics(num_classes, "train/", mixed=self.mixing is not None)
         of_steps = {"grad_norm": MeanMetric()} | ({"skipped_steps": SumMetric()} if nonfinite == "skip" else {})
         self.step_metrics = MetricCollection(of_steps, compute_groups=False, prefix="train/")
 
@@ -220,7 +187,8 @@ class ImageClassifier(LightningModule):
             loss = distillation_loss(loss, distilled, self.teacher(images), *options)
         self.finite.note(loss)
         labels = targets if targets.ndim == 1 else targets.argmax(-1)
-        self._count(self.train_metrics, loss, logits, labels)
+        count_batch(self.train_metrics, loss, logits, labels)
+        self._log(self.train_metrics, len(labels))
         accuracy = (logits.detach().argmax(-1) == labels).float().mean()
         self.log_dict({"loss": loss, "acc": accuracy}, prog_bar=True, logger=False)
         # Of the last layer: those below may have less.
@@ -325,15 +293,8 @@ class ImageClassifier(LightningModule):
             self._restored = None
         if self.searching:
             return
-        plan, trainer, hparams = self.plan, self.trainer, self.hparams
-        factors = (trainer.accumulate_grad_batches, trainer.world_size)
-        parts = " x ".join(str(n) for n in (plan.batch // (factors[0] * factors[1]), *factors))
-        scaled = f" ({hparams.lr:g} x {plan.batch} / {hparams.lr_base_batch})" if hparams.lr_base_batch else ""
-        self.print(
-            f"effective batch {plan.batch} ({parts}: batch, accumulation, devices), learning rate {plan.lr:g}{scaled}, "
-            f"steps {plan.steps}, warm-up {plan.warmup}",
-            flush=True,
-        )
+        lr, base_batch = self.hparams.lr, self.hparams.lr_base_batch
+        self.print(describe(self.plan, self.trainer, lr, base_batch), flush=True)
 
     def on_train_epoch_start(self) -> None:
         """Lightning resets the metrics of an epoch only if there were batches since the training went on."""
@@ -466,37 +427,18 @@ class ImageClassifier(LightningModule):
         images, labels = batch
         if len(labels):
             logits = self(images)
-            self._count(metrics, F.cross_entropy(logits.float(), labels), logits, labels)
+            count_batch(metrics, F.cross_entropy(logits.float(), labels), logits, labels)
         else:
             # This process has fewer batches than others, with which it must keep step.
             self._keep_step(images)
-            self._log(metrics, 0)
+        self._log(metrics, len(labels))
 
     def _keep_step(self, images: Tensor) -> None:
         """Of an empty batch nothing is to be known, but other processes may wait for this one's shards."""
         if is_sharded(self.net):
             self(images.new_zeros(1, *images.shape[1:]))
 
-    def _count(self, metrics: MetricCollection, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
-        for name, metric in metrics.items(keep_base=True):
-            if name == "loss":
-                metric.update(loss.detach(), weight=len(labels))
-            else:
-                metric.update(logits.detach(), labels)
-        self._log(metrics, len(labels))
-
     def _log(self, metrics: MetricCollection, count: int) -> None:
         # The progress bar shows loss and accuracy of the batch while training, of the whole set in evaluation.
         show = metrics is not self.train_metrics
         self.log_dict(dict(metrics.items()), on_step=False, on_epoch=True, prog_bar=show, batch_size=max(count, 1))
-
-
-def _architecture(
-    model: str | None, model_kwargs: dict[str, Any] | None, retrofit: dict[str, Any] | None, pretrained: str | None
-) -> Architecture:
-    """What to build; without a name what `pretrained` is of, but for the arguments that are given."""
-    if "pretrained" in (model_kwargs or {}):
-        raise ValueError("model_kwargs must not hold 'pretrained': it is an option of its own, --model.pretrained")
-    if model is not None or pretrained is None:
-        return Architecture(model or "relvit_small", model_kwargs, retrofit)
-    return architecture_of(pretrained).changed(model_kwargs, retrofit)

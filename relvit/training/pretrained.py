@@ -109,6 +109,21 @@ def architecture_of(pretrained: str) -> Architecture:
     return Architecture(architecture, kwargs or None)
 
 
+def architecture_to_build(
+    model: str | None, model_kwargs: dict[str, Any] | None, retrofit: dict[str, Any] | None, pretrained: str | None
+) -> Architecture:
+    """What to build: the model of that name; without a name what `pretrained` is of, but for the arguments given.
+
+    Raises:
+        FileNotFoundError, ValueError: see `architecture_of`.
+    """
+    if "pretrained" in (model_kwargs or {}):
+        raise ValueError("model_kwargs must not hold 'pretrained': it is an option of its own, --model.pretrained")
+    if model is not None or pretrained is None:
+        return Architecture(model or "relvit_small", model_kwargs, retrofit)
+    return architecture_of(pretrained).changed(model_kwargs, retrofit)
+
+
 def normalisation_note(weights: Weights, data: Any) -> str | None:
     """What to give where the data are not normalised as the images were that the weights know; None where they are."""
     differ: dict[str, tuple[float, ...]] = {}
