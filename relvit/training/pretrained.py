@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from timm.models import load_model_config_from_hf, load_state_dict, split_model_
 from timm.models._hub import load_model_config_from_path
 
 from relvit.models.factory import BUILDER_ARGUMENTS, DATA_ARGUMENTS
+from relvit.models.limits import MemoryLimit, check_memory, check_numbers
 from relvit.models.transfer import Weights
 from relvit.names import did_you_mean, listing, nearest
 from relvit.remote import is_address, local_file, suffix_of
@@ -190,7 +192,10 @@ def _something_near(path: Path) -> str:
 def _from_timm(name: str) -> Weights:
     """Of a model made by timm itself, whose own ways to fetch and convert files differ from model to model."""
     try:
-        donor = timm.create_model(name, pretrained=True)
+        check_numbers(architecture_of(name).model_kwargs or {})
+        check_memory(partial(timm.create_model, name))
+        with MemoryLimit():
+            donor = timm.create_model(name, pretrained=True)
     # A folder's config.json may say anything, and timm and the models meet that with almost any type.
     except Exception as error:
         why = " ".join(str(error).split()) or type(error).__name__
