@@ -1,5 +1,8 @@
 """Attention-free models: the paper's sizes, its computation block by block, every image size, every kind of graph."""
 
+import copy
+import pickle
+
 import onnxruntime
 import pytest
 import timm
@@ -162,6 +165,26 @@ def test_training(mixer):
     valid = torch.zeros(2, 12, dtype=torch.bool).scatter(1, kept, True)
     padded = layer(whole.scatter(1, places, tokens), Grid(4, 3, prefix, None, valid))
     torch.testing.assert_close(layer(tokens, grid), padded.gather(1, places), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("mode", ["", "reset"])
+def test_made_without_memory_and_filled_later(mixer, mode):
+    options = {**SMALL, "mixer": mixer, "embed_dim": 64, **MIXERS[mixer]}
+    model = timm.create_model("test_relvit_aft", device="meta", **options)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+    model.init_weights(mode)
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    for block in model.blocks:
+        for name, std in {"gamma": 0, "beta": 0, "kernel": 0.02, "u": 0.01, "v": 0.01}.items():
+            if hasattr(block.attn, name):
+                drawn = getattr(block.attn, name).double()
+                assert (drawn.square().mean().sqrt() - std).abs() <= 0.5 * std, name
+    again = pickle.loads(pickle.dumps(copy.deepcopy(model))).eval()
+    torch.testing.assert_close(again(images()), model.eval()(images()), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("mixer", MIXERS)

@@ -20,7 +20,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as tv
-from vits import NAMES, SMALL, assert_same, bias_for, images, precision, small, twins
+from vits import ATTENTION_FREE, NAMES, SMALL, assert_same, bias_for, images, precision, small, twins
 
 from relvit.models.grid_vit import FIXED
 
@@ -148,7 +148,7 @@ def test_every_test_in_the_tables_is_there():
         assert test in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, entry
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *ATTENTION_FREE])
 def test_default_cfgs(name):
     with torch.device("meta"):
         model = timm.create_model(name)

@@ -3,7 +3,7 @@
 import pytest
 import timm
 import torch
-from vits import NAMES, SMALL, assert_same, bias_for, images, precision, small, twins
+from vits import ATTENTION_FREE, NAMES, SMALL, assert_same, bias_for, images, precision, small, twins
 
 PREFIXES = [{}, {"class_token": True}, {"class_token": True, "reg_tokens": 3}, {"reg_tokens": 2}]
 SIZE = (16, 40)
@@ -84,7 +84,7 @@ def test_pruning(indices, prune_norm, prune_head):
     assert_same(model(x), plain(x, attn_mask=bias_for(plain, x)))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *ATTENTION_FREE])
 def test_features_only_are_the_intermediates(name):
     model = small(name, features_only=True, out_indices=(0, 2)).eval()
     assert model.feature_info.channels() == [12, 12]
