@@ -72,7 +72,7 @@ class TransferReport:
             text += ", the classifier's rows in the order of the classes here"
         for title, names in self._titled().items():
             if names:
-                text += f"; {title}: {', '.join(names)}"
+                text += f"; {title.replace('_', ' ')}: {', '.join(names)}"
         return text
 
     def plain(self) -> dict[str, Any]:
@@ -81,7 +81,7 @@ class TransferReport:
 
     def _titled(self) -> dict[str, list[str]]:
         parts = [f"the {part} of {name}" for name, part in self.in_part.items()]
-        titled = {"resized": self.resized, "in part": parts, "new": self.new, "skipped": self.skipped}
+        titled = {"resized": self.resized, "in_part": parts, "new": self.new, "skipped": self.skipped}
         return {title: _in_short(names) for title, names in titled.items()}
 
 

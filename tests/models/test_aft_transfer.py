@@ -76,7 +76,7 @@ def test_all_of_deit_but_positions_class_token_queries_and_keys(mixer, filters, 
             assert torch.equal(tensor, given[name.replace("fc_norm", "norm")]), name
     assert given.keys() - found.keys() == absent
     said = report.plain()
-    assert said["in part"] == [f"the values of {name}" for name in PROJECTIONS]
+    assert said["in_part"] == [f"the values of {name}" for name in PROJECTIONS]
     assert said["new"] == [f"blocks.*.attn.{name} (2)" for name in filters]
     assert said["skipped"] == sorted(name for name in absent if "norm" not in name)
     assert said["resized"] == []
