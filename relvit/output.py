@@ -7,15 +7,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from relvit.names import did_you_mean
+from relvit.remote import is_address
 
 
 def check_output(output: str | os.PathLike[str], formats: Sequence[str]) -> str:
     """The ending of a file's name, if a file of this name can be written.
 
     Raises:
-        ValueError: another ending than one of `formats`.
+        ValueError: another ending than one of `formats`, or a remote address.
         FileNotFoundError: its folder does not exist.
     """
+    if is_address(output):
+        raise ValueError(f"output {output} is a remote address: give a file of this machine")
     path = Path(output)
     if path.suffix not in formats:
         hint = did_you_mean(path.suffix, formats)

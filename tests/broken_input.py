@@ -225,7 +225,7 @@ FOLDERS = [
               "is a class that the training data or the checkpoint does not know"),
     OddFolder("both val and valid", lambda root: (root / "valid").mkdir(), REFUSED, None,
               "both hold validation images; keep one"),
-    OddFolder("no such folder", shutil.rmtree, REFUSED, None, "is no folder"),
+    OddFolder("no such folder", shutil.rmtree, REFUSED, None, "is no folder; give the one that holds train/"),
 ]  # fmt: skip
 
 

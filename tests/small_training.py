@@ -73,7 +73,7 @@ class NoiseImages(ImageData):
         generator = torch.Generator().manual_seed(1)
         self.images = torch.randn(count, 3, 8, 12, generator=generator)
         self.labels = torch.randint(0, 7, (count,), generator=generator)
-        self.in_order = in_order
+        self.count, self.in_order = count, in_order
 
     def missing(self, split):
         return None

@@ -26,15 +26,17 @@ from typing import Any
 
 import timm
 import torch
+import torch.nn.functional as F
 from timm.layers import Attention
 from timm.models.vision_transformer_sam import Attention as SamAttention
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import relvit
-from relvit.layers import RelativeAttention, RelativePosition2d
+from relvit.layers import AFTConv2d, AFTFull, AFTLocal, AFTSimple, RelativeAttention, RelativePosition2d
 from relvit.names import did_you_mean, listing
-from relvit.ops import make_grid
+from relvit.ops import Grid, make_grid
+from relvit.ops.aft.operations import WINDOWS
 from relvit.ops.attention import BACKENDS
 
 ROOT = Path(__file__).parent.parent
@@ -49,8 +51,35 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "relpos": ("vit_relpos_small_patch16_224", {"init_values": 0}),
     "rope": ("vit_small_patch16_rope_224", POOLED),
     "rope_mixed": ("vit_small_patch16_rope_mixed_224", POOLED),
+    "aft_conv": ("relvit_aft_conv_small", {}),
+    "aft_conv_h16": ("relvit_aft_conv_small_k11_h16", {}),
+    "aft_full": ("relvit_aft_full_small", POOLED | {"pos_embed": ""}),
 }
-COMPETITORS = {"model": tuple(MODELS), "layer": ("plain", "control", *(f"relvit_{name}" for name in BACKENDS), "sam")}
+# Ways to compute the attention-free layer of the paper's best small model, with a window per channel.
+AFT_CONV = {"aft_conv": "auto"} | {f"aft_conv_{name}": name for name in WINDOWS}
+
+
+class DepthwiseAFT(AFTConv2d):
+    """The paper's own way (section 3.2): exp(w) - 1 convolved depthwise, channels first, plus the sum over all."""
+
+    def mix(self, query: Tensor, key: Tensor, value: Tensor, grid: Grid, is_causal: bool) -> Tensor:
+        weights = (key - key.amax(dim=2, keepdim=True)).exp()
+        kernel = self.weight().exp() - 1
+        sums = []
+        for part in (weights * value, weights):
+            image = part.transpose(2, 3).flatten(1, 2).unflatten(2, (grid.height, grid.width))
+            window = kernel.repeat_interleave(part.shape[3], 0)[:, None]
+            padding = [size // 2 for size in self.kernel_size]
+            near = F.conv2d(image, window, padding=padding, groups=window.shape[0])
+            sums.append(near.flatten(2).unflatten(1, (self.num_heads, -1)).transpose(2, 3) + part.sum(2, keepdim=True))
+        return query.sigmoid() * sums[0] / sums[1]
+
+
+COMPETITORS = {
+    "model": tuple(MODELS),
+    "layer": ("plain", "control", *(f"relvit_{name}" for name in BACKENDS), "sam"),
+    "aft": ("plain", "control", *AFT_CONV, "aft_conv_depthwise", "aft_conv_h16", "aft_full", "aft_local", "aft_simple"),
+}
 
 
 @dataclass(frozen=True)
@@ -140,9 +169,28 @@ def competitor(level: str, name: str, size: int) -> tuple[nn.Module, tuple[int, 
         return SamAttention(DIM, HEADS, use_rel_pos=True, rope=None, input_size=(side, side)), (side, side, DIM), ()
     if name in ("plain", "control"):
         return Attention(DIM, HEADS, qkv_bias=True), (side * side, DIM), ()
+    if level == "aft":
+        return attention_free(name, side), (side * side, DIM), (make_grid(side, side),)
     ours = RelativeAttention(DIM, HEADS, position=RelativePosition2d(DIM // HEADS, HEADS), qkv_bias=True)
     ours.backend = name.removeprefix("relvit_")
     return ours, (side * side, DIM), (make_grid(side, side),)
+
+
+def attention_free(name: str, side: int) -> nn.Module:
+    """A layer of the paper's small models; filters have a gain of 1, as learned ones may, not 0 as at the start."""
+    if name == "aft_simple":
+        return AFTSimple(DIM)
+    if name in ("aft_full", "aft_local"):
+        kind, own = (AFTFull, {}) if name == "aft_full" else (AFTLocal, {"window": 4})
+        return kind(DIM, grid_size=side, **own)
+    if name in AFT_CONV:
+        layer = AFTConv2d(DIM, DIM, kernel_size=15, backend=AFT_CONV[name])
+    elif name == "aft_conv_depthwise":
+        layer = DepthwiseAFT(DIM, DIM, kernel_size=15)
+    else:
+        layer = AFTConv2d(DIM, 16, kernel_size=11)
+    nn.init.ones_(layer.gamma)
+    return layer
 
 
 def timed(cell: Cell) -> float:

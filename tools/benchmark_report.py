@@ -39,10 +39,15 @@ beside this one; not to be edited by hand.
 - **No figure.** *out of memory*, or *over the cap*: the first call took longer than the run allowed.
 - **Models**, with 1000 classes, average pooling, without class token and layer scale: `plain` and `control` are timm's
   `vit_small_patch16_224`, `relpos` its `vit_relpos_small_patch16_224`, `rope` its `vit_small_patch16_rope_224`,
-  `rope_mixed` its `vit_small_patch16_rope_mixed_224`; `relvit_small` is ours.
+  `rope_mixed` its `vit_small_patch16_rope_mixed_224`; `relvit_small` is ours, and so are the attention-free `aft_conv`
+  (15 x 15 windows, 384 heads), `aft_conv_h16` (11 x 11, 16 heads) and `aft_full`.
 - **Layers**, of width 384 with 6 heads on (size / 16)² tokens: `plain` and `control` are timm's `Attention`, `sam` its
   `vision_transformer_sam.Attention` with relative positions (on keys alone), `relvit_X` is our `RelativeAttention` (on
   keys and values) with the backend X.
+- **Afts**, attention-free layers of width 384 beside timm's `Attention` (`plain`, `control`): `aft_conv` is our
+  `AFTConv2d` with 384 windows of 15 x 15, `aft_conv_X` the same with the backend X, `aft_conv_depthwise` with the
+  paper's own way, a depthwise convolution of channels-first images by PyTorch; `aft_conv_h16` has 16 windows of
+  11 x 11.
 """
 
 

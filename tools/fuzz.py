@@ -84,7 +84,7 @@ def targets(kind: str) -> Callable[[Path], Any]:
             def _run_subcommand(self, subcommand: str) -> None:
                 """And nothing is done."""
 
-        cli = ParserAlone("fit", ["--data=DigitsData"])
+        cli = ParserAlone("fit", ["--data=DigitsData"], contextlib.ExitStack())
         return lambda path: cli.parser.parse_args(["fit", "--config", str(path)])
 
     import torch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from relvit.remote import DownloadError
 from relvit.replacing import DISK_ERRORS
 
 # Lines of the parser's nested reports that only say which types it has tried.
@@ -22,8 +23,9 @@ def is_users_mistake(error: Exception) -> bool:
 
 
 def says_enough(error: Exception) -> bool:
-    """Whether a message needs no hint at the program's insides: the user's mistakes, and the disk."""
-    return is_users_mistake(error) or (isinstance(error, OSError) and error.errno in DISK_ERRORS)
+    """Whether a message needs no hint at the program's insides: the user's mistakes, the disk and the network."""
+    full = isinstance(error, OSError) and error.errno in DISK_ERRORS
+    return full or isinstance(error, DownloadError) or is_users_mistake(error)
 
 
 def describe(error: Exception) -> str:

@@ -6,18 +6,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from relvit.cli.errors import UsageError
+from relvit.remote import is_address
 
 
-def resumed(folder: Path, arguments: Sequence[str]) -> tuple[Path, list[str]]:
+def resumed(run: str, arguments: Sequence[str]) -> tuple[Path, list[str]]:
     """The checkpoint to go on from, and the arguments of the whole command: the run's configuration, then those given.
 
     Args:
-        folder: the run's folder.
+        run: the run's folder.
         arguments: what was given besides.
 
     Raises:
         UsageError: the folder is no run's, it has no checkpoint, or the arguments say where to begin as well.
     """
+    if is_address(run):
+        raise UsageError(f"--resume {run} is a remote address: a run goes on in a folder of this machine")
+    folder = Path(run)
     for option in ("--config", "-c", "--ckpt_path", "--runs"):
         if any(argument == option or argument.startswith(f"{option}=") for argument in arguments):
             raise UsageError(f"--resume {folder} goes on with that run's own configuration: drop {option}")

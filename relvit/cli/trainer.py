@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,17 @@ from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from relvit.cli.class_table import show_classes
+from relvit.cli.arguments import option, without
 from relvit.cli.errors import UsageError
 from relvit.cli.launch import check_processes, environment_of, launched
+from relvit.cli.outcome import say, tell_fit, tell_predict, tell_test
 from relvit.cli.parser import Parser
 from relvit.cli.resume import resumed
 from relvit.cli.run_config import RunConfig
 from relvit.data import ImageData
 from relvit.data.by_name import own_data_module
 from relvit.evaluation import EvaluationReport, MirrorAverage
+from relvit.remote import is_address, local_file
 from relvit.replacing import DISK_ERRORS
 from relvit.training import (
     DataRecord,
@@ -41,38 +44,44 @@ from relvit.training import (
     WholeCheckpoints,
     ignore_stop_signals,
     new_run_folder,
-    read_checkpoint,
     record_run,
     remove_if_fruitless,
 )
 from relvit.training.checkpoint import check_same_data, check_same_network
-from relvit.training.checkpoint_file import KEY
+from relvit.training.checkpoint_file import KEY, checkpoint_content
 from relvit.training.disk import NoRoomError, last_whole
 from relvit.training.position import Position
 from relvit.training.pretrained import Architecture
+from relvit.training.sharding import check_strategy
 
 LINKS = ("num_classes", "in_chans", "class_names", "img_size")
 
 
 def main(command: str, arguments: Sequence[str]) -> None:
     """Run one of the Trainer's methods with command line arguments."""
-    RelvitCLI(command, arguments)
+    with ExitStack() as copies:
+        RelvitCLI(command, arguments, copies)
 
 
 class RelvitCLI(LightningCLI):
     """One command. In `fit`, classes, channels and image size flow from the data to the model; the other commands take
     model, classes and transforms from the checkpoint, and explicit flags override them or are refused.
+
+    Args:
+        command: the Trainer's method.
+        arguments: of the command line.
+        copies: keeps the local copy of a checkpoint at a remote address, until it is closed.
     """
 
-    def __init__(self, command: str, arguments: Sequence[str]) -> None:
+    def __init__(self, command: str, arguments: Sequence[str], copies: ExitStack) -> None:
         self.command = command
         self.arguments = list(arguments)
         self.resumes: Path | None = None
-        if command == "fit" and (run := _option(self.arguments, "--resume")) is not None:
+        if command == "fit" and (run := option(self.arguments, "--resume")) is not None:
+            last, self.arguments = resumed(run, without(self.arguments, "--resume"))
             self.resumes = Path(run)
-            last, self.arguments = resumed(self.resumes, _without(self.arguments, "--resume"))
             self.arguments += ["--ckpt_path", str(last)]
-        self.checkpoint_path = _option(self.arguments, "--ckpt_path")
+        self.checkpoint_path = option(self.arguments, "--ckpt_path")
         asks_help = any(argument in ("-h", "--help") or argument.endswith(".help") for argument in self.arguments)
         if command != "fit" and self.checkpoint_path is None and not asks_help:
             bare = next((argument for argument in self.arguments if argument.endswith(".ckpt")), None)
@@ -81,7 +90,9 @@ class RelvitCLI(LightningCLI):
         self.remembered: dict[str, Any] | None = None
         self.finished_epochs = 0
         if self.checkpoint_path:
-            checkpoint = read_checkpoint(self.checkpoint_path)
+            # Lightning reads it again, and would take an older file of the same name for one at an address of http.
+            self.checkpoint_file = copies.enter_context(local_file(self.checkpoint_path))
+            checkpoint = checkpoint_content(self.checkpoint_file, self.checkpoint_path)
             self.remembered = checkpoint[KEY]
             if command == "fit":
                 if "optimizer_states" not in checkpoint:
@@ -90,7 +101,7 @@ class RelvitCLI(LightningCLI):
                         f"on: start one from them with --model.pretrained {self.checkpoint_path}"
                     )
                 self.finished_epochs = _finished_epochs(checkpoint)
-            data, asked = self.remembered["data"]["class_path"], _option(self.arguments, "--data")
+            data, asked = self.remembered["data"]["class_path"], option(self.arguments, "--data")
             # A file must not choose what is imported.
             if own_data_module(data) is None and asked is None:
                 raise UsageError(f"{self.checkpoint_path} was trained with the data module {data}: give --data {data}")
@@ -158,6 +169,9 @@ class RelvitCLI(LightningCLI):
             except (TypeError, ValueError, RecursionError) as error:
                 raise UsageError(f"{self.checkpoint_path} is not a checkpoint of relvit fit: {error}") from error
         self.config = parser.parse_args([self.command, *first, *self.arguments])
+        runs = self.config[self.command].get("runs")
+        if runs is not None and is_address(runs):
+            raise UsageError(f"--runs {runs} is a remote address: runs are written to folders of this machine alone")
         if self.remembered is not None and self.command == "fit":
             self._complete(self.config[self.command]["model"], self.remembered["model"])
             # The configuration that is kept says what is trained, not from where a part of it went on.
@@ -179,7 +193,7 @@ class RelvitCLI(LightningCLI):
         if self.remembered is not None and self.command != "fit":
             asked = self._get(self.config, "model").as_dict()
             check_same_network(self.checkpoint_path, self.remembered, asked)
-        if self.command == "predict" and _option(self.arguments, "--data.on_error") is None:
+        if self.command == "predict" and option(self.arguments, "--data.on_error") is None:
             # Whatever the training did about them: one broken file shall not cost the others their predictions.
             data = self._get(self.config, "data").init_args
             if "on_error" in data:
@@ -198,6 +212,7 @@ class RelvitCLI(LightningCLI):
         self.launch = launched()
         if config["devices"] == "auto" and self.launch is not None:
             config["devices"], config["num_nodes"] = self.launch.per_node, self.launch.nodes
+        check_strategy(config["strategy"])
         plugins = _listed(config["plugins"])
         environment = environment_of(self.launch)
         if environment is not None and not any(isinstance(plugin, ClusterEnvironment) for plugin in plugins):
@@ -236,8 +251,7 @@ class RelvitCLI(LightningCLI):
             callbacks = [EvaluationReport(self.run_folder)]
         if self.command in ("test", "predict") and self._get(self.config, "mirror"):
             callbacks.append(MirrorAverage())
-        self.data_record = DataRecord(self.run_folder)
-        return self._instantiate_trainer(config, [*callbacks, self.data_record])
+        return self._instantiate_trainer(config, [*callbacks, DataRecord(self.run_folder)])
 
     def before_fit(self) -> None:
         """Say what is about to be trained."""
@@ -253,12 +267,12 @@ class RelvitCLI(LightningCLI):
         if self.run_folder and rank_zero_only.rank == 0:
             record_run(self.run_folder, sys.argv, self._get(self.config, "seed_everything"), self.trainer)
         if epochs is not None and 0 < epochs <= warmup:
-            _say(
+            say(
                 f"Note: the warm-up takes {warmup:g} epochs, the training {epochs}: the full learning rate is never "
                 "reached; lower --model.warmup_epochs"
             )
         size = sum(parameter.numel() for parameter in model.net.parameters()) / 1e6
-        _say(
+        say(
             f"{model.hparams.model} ({size:.2f} M parameters), {data.num_classes} classes, "
             f"{data.img_size[0]} x {data.img_size[1]} px x {data.in_chans}, batch {data.batch_size}; "
             f"files in {self.run_folder or 'no folder (fast_dev_run)'}"
@@ -268,83 +282,23 @@ class RelvitCLI(LightningCLI):
         """Test the best checkpoint where there are test images, and say what came out, where it is and what is next."""
         if self.run_folder is None:
             return
-        minutes = (time.monotonic() - self.start) / 60
         # Not the trainer's, which may be one of the user's own.
-        best, score = self.best.best_model_path, self.best.best_model_score
-        if score is None:
-            _say("Nothing was trained.")
+        if self.best.best_model_score is None:
+            say("Nothing was trained.")
             return
-        summary: dict[str, Any] = {
-            "model": self.model.hparams.model,
-            "seed": self._get(self.config, "seed_everything"),
-            "epochs": self.trainer.current_epoch,
-            "minutes": round(minutes, 2),
-            "effective_batch": self.model.plan.batch,
-            "lr": self.model.plan.lr,
-            "val/acc1": float(score),
-        }
-        since = f" since resuming after epoch {self.finished_epochs}" if self.checkpoint_path else ""
-        lines = [f"Trained {summary['epochs'] - self.finished_epochs} epochs in {minutes:.1f} min."]
-        lines.append(f"Best validation accuracy{since}: {summary['val/acc1']:.4f}")
-        if self.datamodule.has_test:
-            results = self.trainer.test(self.model, self.datamodule, ckpt_path=best, verbose=False)[0]
-            summary.update(results)
-            top5 = f", top-5 {results['test/acc5']:.4f}" if "test/acc5" in results else ""
-            lines.append(f"Test accuracy of that checkpoint: {results['test/acc1']:.4f}{top5}")
-        if self.model.transfer is not None:
-            summary["pretrained"] = self.model.transfer.plain()
-        if self.data_record.counts:
-            summary["unreadable"] = self.data_record.counts
-        if rank_zero_only.rank == 0:
-            (self.run_folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-            files = ", ".join(sorted(path.name for path in self.run_folder.glob("[!.]*")))
-            lines += [f"Files: {self.run_folder} ({files})", "Next:", *self._suggestions(best)]
-        _say("\n".join(lines))
-
-    def _suggestions(self, best: str) -> list[str]:
-        """Commands that work as printed."""
-        path = Path(best).relative_to(Path.cwd()) if Path(best).is_relative_to(Path.cwd()) else best
-        lines = []
-        if getattr(self.model.net, "dynamic_img_size", False):
-            # A quarter larger, in whole patches: objects grow in patches, too, and accuracy falls with a large factor.
-            patch = self.model.net.patch_embed.patch_size
-            trained = list(self.datamodule.img_size)
-            larger = [max(side + p, round(1.25 * side / p) * p) for side, p in zip(trained, patch, strict=True)]
-            first, second = (str(size).replace(" ", "") for size in (trained, larger))
-            lines.append(f"  relvit validate --ckpt_path {path} --data.img_size '{second}'")
-            lines.append(f"  relvit resolutions --ckpt_path {path} --sizes '[{first},{second}]'")
-        option = self.datamodule.predict_option
-        images = f" --data.{option} FOLDER_OF_IMAGES" if option else ""
-        return [*lines, f"  relvit predict --ckpt_path {path}{images}"]
+        since = self.finished_epochs if self.checkpoint_path else None
+        seconds, seed = time.monotonic() - self.start, self._get(self.config, "seed_everything")
+        tell_fit(self.trainer, self.best, self.run_folder, seed, seconds, since)
 
     def after_test(self) -> None:
         """Write the numbers, show the classes and say where the rest is."""
-        if rank_zero_only.rank != 0:
-            return
-        report = next(c for c in self.trainer.callbacks if isinstance(c, EvaluationReport))
-        if not report.results:
-            raise UsageError(f"none of the images could be read; {self.run_folder / 'unreadable.csv'} says why")
-        summary: dict[str, Any] = {"checkpoint": str(self.checkpoint_path), "img_size": list(self.datamodule.img_size)}
-        summary |= report.results
-        if self.data_record.counts:
-            summary["unreadable"] = self.data_record.counts
-        (self.run_folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        show_classes(report.classes, self.datamodule.class_names)
-        _say(
-            f"{summary['images']} images, mean F1 of the classes {summary['test/f1']:.4f}, "
-            f"calibration error {summary['test/calibration_error']:.4f}"
-        )
-        files = ", ".join(sorted(path.name for path in self.run_folder.iterdir()))
-        _say(f"Files: {self.run_folder} ({files})")
+        if rank_zero_only.rank == 0:
+            tell_test(self.trainer, self.run_folder, self.checkpoint_path)
 
     def after_predict(self) -> None:
         """Say where the predictions are; fail if there are none."""
-        if rank_zero_only.rank != 0:
-            return
-        table = next(c for c in self.trainer.callbacks if isinstance(c, PredictionTable))
-        if not table.count:
-            raise UsageError(f"none of the images could be read; {self.run_folder / 'unreadable.csv'} says why")
-        _say(f"{table.count} predictions in {table.path}")
+        if rank_zero_only.rank == 0:
+            tell_predict(self.trainer, self.run_folder)
 
     def _run_subcommand(self, subcommand: str) -> None:
         try:
@@ -355,7 +309,7 @@ class RelvitCLI(LightningCLI):
             folder = self.run_folder
             if self.trainer.interrupted and folder and (folder / "checkpoints" / "last.ckpt").is_file():
                 why = f"Stopped by {stop.signal.name}" if isinstance(stop, StoppedBySignalError) else "Stopped"
-                _say(f"{why}. To go on: relvit fit --resume {folder}")
+                say(f"{why}. To go on: relvit fit --resume {folder}")
             if isinstance(stop, StoppedBySignalError):
                 ignore_stop_signals()
             elif self.trainer.interrupted:
@@ -371,8 +325,8 @@ class RelvitCLI(LightningCLI):
         kwargs = super()._prepare_subcommand_kwargs(subcommand)
         # Nothing but tensors and plain types is ever read from a checkpoint.
         kwargs["weights_only"] = True
-        if subcommand == "fit" and self.checkpoint_path:
-            kwargs["ckpt_path"] = self.checkpoint_path
+        if self.checkpoint_path:
+            kwargs["ckpt_path"] = str(self.checkpoint_file)
         if subcommand == "predict":
             kwargs["return_predictions"] = False
         return kwargs
@@ -426,35 +380,6 @@ def _listed(value: Any) -> list[Any]:
     return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _without(arguments: Sequence[str], name: str) -> list[str]:
-    """All arguments but an option with its value."""
-    rest, skip = [], False
-    for argument in arguments:
-        if skip or argument.startswith(f"{name}="):
-            skip = False
-        elif argument == name:
-            skip = True
-        else:
-            rest.append(argument)
-    return rest
-
-
 def _set(config: Namespace, architecture: Architecture) -> None:
     for name, value in architecture._asdict().items():
         config[name] = value
-
-
-@rank_zero_only
-def _say(text: str) -> None:
-    print(text, flush=True)
-
-
-def _option(arguments: Sequence[str], name: str) -> str | None:
-    """The last value given for an option, as `--name value` or `--name=value`."""
-    value = None
-    for position, argument in enumerate(arguments):
-        if argument == name and position + 1 < len(arguments):
-            value = arguments[position + 1]
-        elif argument.startswith(f"{name}="):
-            value = argument.removeprefix(f"{name}=")
-    return value

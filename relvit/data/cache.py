@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from relvit.data.available import available_memory
+from relvit.available import available_memory
 from relvit.data.images import UnreadableImageError, load_rgb
 from relvit.data.memory import Failure, ImagesInMemory, MemoryImages, OwnSizeImages
 

@@ -29,7 +29,8 @@ def read_list(file: str, labelled: bool = True) -> list[Row]:
 
     Raises:
         FileNotFoundError: No such file.
-        ValueError: Another kind of file, a missing column, no rows, a row without path or label, or a path twice.
+        ValueError: Another kind of file, broken text, a missing column, no rows, a row without path or label, or a path
+            twice.
         ModuleNotFoundError: A Parquet file, and pyarrow is not installed.
     """
     if not os.path.isfile(file):
@@ -83,10 +84,14 @@ def _from_text(file: str, wanted: list[str], delimiter: str) -> Iterator[tuple[i
     # file names need not be UTF-8
     with open(file, newline="", encoding="utf-8-sig", errors="surrogateescape") as stream:
         reader = csv.DictReader(stream, delimiter=delimiter)
-        _check_columns(file, [name.strip() for name in reader.fieldnames or []], wanted)
-        reader.fieldnames = [name.strip() for name in reader.fieldnames or []]
-        for record in reader:
-            yield reader.line_num, [(record[name] or "").strip() for name in wanted]
+        try:
+            _check_columns(file, [name.strip() for name in reader.fieldnames or []], wanted)
+            reader.fieldnames = [name.strip() for name in reader.fieldnames or []]
+            for record in reader:
+                yield reader.line_num, [(record[name] or "").strip() for name in wanted]
+        except csv.Error as error:
+            # The line that was read last, which is where a field that has no end was given up.
+            raise ValueError(f"{file} is broken at line {reader.reader.line_num}: {error}") from error
 
 
 def _from_parquet(file: str, wanted: list[str]) -> Iterator[tuple[int, list[str]]]:

@@ -22,16 +22,22 @@ _BROUGHT_ALONG: dict[str, tuple[float, float]] = {
 }
 
 
+# Of an image that a model is given, in pixels: a million patches, and gigabytes.
+LARGEST_SIDE = 2**14
+
+
 def parse_size(img_size: int | Sequence[int]) -> tuple[int, int]:
     """The (height, width) meant by one number (a square) or two.
 
     Raises:
-        ValueError: Not a positive integer, nor two of them.
+        ValueError: Not a positive integer, nor two of them, or a side that cannot be meant.
     """
     sizes = (img_size, img_size) if isinstance(img_size, int) else img_size
     ok = isinstance(sizes, Sequence) and len(sizes) == 2
     if not ok or any(not isinstance(n, int) or isinstance(n, bool) or n <= 0 for n in sizes):
         raise ValueError(f"img_size is {img_size!r}; give a positive integer, or two as (height, width)")
+    if max(sizes) > LARGEST_SIDE:
+        raise ValueError(f"img_size {img_size} cannot be meant: sides go up to {LARGEST_SIDE} pixels")
     return sizes[0], sizes[1]
 
 

@@ -9,6 +9,7 @@ from typing import Any, get_type_hints
 import timm
 from torch import nn
 
+from relvit.models.limits import MemoryLimit, check_memory, check_numbers
 from relvit.models.retrofit import retrofit as retrofit_model
 from relvit.models.retrofit import retrofit_arguments
 from relvit.names import did_you_mean, listing
@@ -40,7 +41,7 @@ def build_model(
 
     Raises:
         ValueError: an unknown model or argument; the message holds the nearest right name. A model that cannot be
-            retrofitted.
+            retrofitted, or cannot be meant: larger than the memory that there is.
     """
     kwargs = dict(model_kwargs or {})
     for key in retrofit or {}:
@@ -55,8 +56,18 @@ def build_model(
             raise ValueError(f"model {name!r} has no argument {key!r}{did_you_mean(key, arguments)}")
     if img_size is not None and "img_size" in arguments:
         kwargs["img_size"] = img_size if isinstance(img_size, int) else tuple(img_size)
-    model = timm.create_model(name, num_classes=num_classes, in_chans=in_chans, **kwargs)
-    return model if retrofit is None else retrofit_model(model, **retrofit)
+    given = {"num_classes": num_classes, "in_chans": in_chans, **kwargs}
+    check_numbers({**given, "retrofit": retrofit or {}})
+
+    def build() -> nn.Module:
+        model = timm.create_model(name, **given)
+        return model if retrofit is None else retrofit_model(model, **retrofit)
+
+    # Names alone are of models that somebody has built.
+    if kwargs or retrofit:
+        check_memory(build)
+    with MemoryLimit():
+        return build()
 
 
 def model_arguments(name: str) -> set[str]:

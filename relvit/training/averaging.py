@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
+from relvit.training.sharding import load_whole
+
 
 class WeightAverage:
     """A copy of a network whose weights are the moving average of the network's, one update per optimiser step.
@@ -42,5 +44,5 @@ class WeightAverage:
         self._ema.update(net, step)
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Go on from the state dict of an averaged network."""
-        self.net.load_state_dict(weights)
+        """Go on from the state dict of an averaged network, with whole weights where the network has shards."""
+        load_whole(self.net, weights)

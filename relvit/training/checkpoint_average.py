@@ -13,6 +13,7 @@ from torch import Tensor
 
 from relvit.names import listing
 from relvit.output import check_output
+from relvit.remote import is_address
 from relvit.training.checkpoint import NETWORK, classifier_of, first_difference, versions
 from relvit.training.checkpoint_file import KEY, read_checkpoint, write_checkpoint
 
@@ -37,7 +38,7 @@ def average_checkpoints(ckpt_paths: Sequence[str | os.PathLike[str]], output: st
     state of an optimiser. Its data are those of the first.
 
     Args:
-        ckpt_paths: two checkpoints or more, of the same model, classes and transforms.
+        ckpt_paths: two checkpoints or more, files or remote addresses, of the same model, classes and transforms.
         output: the file to write, which ends in .ckpt and does not exist yet.
 
     Raises:
@@ -84,9 +85,10 @@ def check_average(ckpt_paths: Sequence[str | os.PathLike[str]], output: str | os
     """
     if len(ckpt_paths) < 2:
         raise ValueError(f"an average needs two checkpoints or more, got {len(ckpt_paths)}")
-    seen: dict[Path, str | os.PathLike[str]] = {}
+    seen: dict[str | Path, str | os.PathLike[str]] = {}
     for path in ckpt_paths:
-        if (place := Path(path).resolve()) in seen:
+        place = os.fspath(path) if is_address(path) else Path(path).resolve()
+        if place in seen:
             also = "" if str(seen[place]) == str(path) else f", also as {seen[place]}"
             raise ValueError(f"{path} is given twice{also}: give each checkpoint once")
         seen[place] = path

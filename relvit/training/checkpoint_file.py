@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from relvit.remote import local_file
 from relvit.replacing import replacing
 
 # Where a checkpoint says which model and data it is of.
@@ -24,17 +25,26 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     'state_dict' holds the weights to use: the averaged ones where the training kept an average (`ema_decay`).
 
+    Args:
+        path: the file, or a remote address that fsspec knows, such as https://..., s3://... .
+
     Raises:
         FileNotFoundError: no such file.
-        ValueError: not a checkpoint, or not one of relvit's.
+        ValueError: not a checkpoint, or not one of relvit's; an address that cannot be read here, see `local_file`.
+        DownloadError: it could not be fetched.
     """
-    path = Path(path)
+    with local_file(path) as file:
+        return checkpoint_content(file, os.fspath(path))
+
+
+def checkpoint_content(path: Path, name: str) -> dict[str, Any]:
+    """The same of a file, which messages call by the name that the user gave."""
     if path.is_dir():
         raise FileNotFoundError(
-            f"{path} is a folder; give the checkpoint, such as {path / 'checkpoints' / 'best.ckpt'}"
+            f"{name} is a folder; give the checkpoint, such as {path / 'checkpoints' / 'best.ckpt'}"
         )
     if not path.is_file():
-        raise FileNotFoundError(f"no checkpoint at {path}; give the file, such as runs/RUN/checkpoints/best.ckpt")
+        raise FileNotFoundError(f"no checkpoint at {name}; give the file, such as runs/RUN/checkpoints/best.ckpt")
     try:
         _check_archive(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
@@ -43,12 +53,12 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     # PyTorch meets broken files with almost any type: TypeError, IndexError, AttributeError, ...
     except Exception as error:
         raise ValueError(
-            f"{path} cannot be read: it is damaged, no checkpoint, or holds more than tensors and plain values"
+            f"{name} cannot be read: it is damaged, no checkpoint, or holds more than tensors and plain values"
         ) from error
     if not isinstance(content, dict) or KEY not in content or "state_dict" not in content:
-        raise ValueError(f"{path} is not a checkpoint of relvit fit: it does not say which model and data it is of")
+        raise ValueError(f"{name} is not a checkpoint of relvit fit: it does not say which model and data it is of")
     if wrong := _wrong_part(content):
-        raise ValueError(f"{path} is not a checkpoint of relvit fit: {wrong} is not what it should be")
+        raise ValueError(f"{name} is not a checkpoint of relvit fit: {wrong} is not what it should be")
     content["state_dict"] = content["state_dict"] | content.get(AVERAGE_KEY, {})
     return content
 

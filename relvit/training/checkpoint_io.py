@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
+from relvit.remote import is_address
 from relvit.training.checkpoint_file import write_checkpoint
 from relvit.training.disk import last_whole
 
@@ -18,11 +19,13 @@ class WholeCheckpoints(TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Write.
+        """Write. At a remote address, which a callback of the user's may have, Lightning does so itself.
 
         Raises:
             OSError: the folder cannot be written to, or the disk is full; the message names the last whole checkpoint.
         """
+        if is_address(path):
+            return super().save_checkpoint(checkpoint, path, storage_options)
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         try:

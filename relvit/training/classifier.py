@@ -14,25 +14,26 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
-from torchmetrics.classification import MulticlassAccuracy
 
 from relvit.data.mix import BatchMix
 from relvit.data.sampling import training_position
 from relvit.models import build_model, check_image_size
 from relvit.models.transfer import TransferReport, transfer_weights
-from relvit.names import did_you_mean
 from relvit.seeding import run_seed, seed_all
+from relvit.training.arguments import check_arguments
 from relvit.training.averaging import WeightAverage
 from relvit.training.checkpoint_file import AVERAGE_KEY
-from relvit.training.distillation import Teacher, check_distillation, distillation_loss
+from relvit.training.class_metrics import class_metrics, count_batch
+from relvit.training.distillation import Teacher, distillation_loss
 from relvit.training.finite import FiniteCheck, NonFinite
 from relvit.training.freezing import Backbone
 from relvit.training.loss import ClassificationLoss
 from relvit.training.metric_states import States, copy_states, of_all_processes, of_this_process, restore_states
-from relvit.training.optimisation import check_optimizer, make_optimizer
+from relvit.training.optimisation import make_optimizer
 from relvit.training.position import POSITION_KEY, Position, go_on, set_counters
-from relvit.training.pretrained import Architecture, architecture_of, normalisation_note, read_pretrained
-from relvit.training.schedule import Plan, make_plan, warmup_cosine
+from relvit.training.pretrained import architecture_to_build, normalisation_note, read_pretrained
+from relvit.training.schedule import Plan, describe, make_plan, warmup_cosine
+from relvit.training.sharding import FullySharded, check_sharding, check_strategy, is_sharded, load_whole, whole
 
 # Where a checkpoint keeps the metrics of an epoch that is under way.
 METRICS_KEY = "train_metrics"
@@ -128,34 +129,10 @@ class ImageClassifier(LightningModule):
         channels_last: bool = False,
     ) -> None:
         super().__init__()
-        if class_names is not None and len(class_names) != num_classes:
-            raise ValueError(f"class_names holds {len(class_names)} names, num_classes is {num_classes}")
-        if not 0 <= min_lr <= lr:
-            raise ValueError(f"need 0 <= min_lr <= lr, got min_lr {min_lr} and lr {lr}")
-        if lr_base_batch is not None and lr_base_batch < 1:
-            raise ValueError(f"lr_base_batch must be 1 or more, got {lr_base_batch}")
-        if ema_decay is not None and not 0 <= ema_decay < 1:
-            raise ValueError(f"ema_decay must lie in 0 <= x < 1, got {ema_decay}")
-        if freeze_epochs < 0:
-            raise ValueError(f"freeze_epochs must be 0 or more, got {freeze_epochs}")
-        for name, value, default, needed, given in (
-            ("mix_prob", mix_prob, 1.0, "mixup or cutmix", mixup or cutmix),
-            ("mix_switch_prob", mix_switch_prob, 0.5, "mixup and cutmix", mixup and cutmix),
-            ("ema_warmup", ema_warmup, True, "ema_decay", ema_decay is not None),
-            ("distill", distill, "hard", "teacher", teacher),
-            ("distill_weight", distill_weight, 0.5, "teacher", teacher),
-            ("distill_temperature", distill_temperature, 3.0, "distill 'soft'", distill == "soft"),
-        ):
-            if value != default and not given:
-                raise ValueError(f"{name} {value} has no effect without {needed}")
-        backends = torch.compiler.list_backends(exclude_tags=())
-        if isinstance(compile, str) and compile not in backends:
-            raise ValueError(f"unknown backend of torch.compile {compile!r}{did_you_mean(compile, backends)}")
-        check_optimizer(opt, layer_decay, opt_kwargs)
-        check_distillation(distill, distill_weight, distill_temperature)
         self.save_hyperparameters()
+        check_arguments(self.hparams)
         # A checkpoint has to know its model without the file that this training starts from.
-        built = _architecture(model, model_kwargs, retrofit, pretrained)
+        built = architecture_to_build(model, model_kwargs, retrofit, pretrained)
         self.save_hyperparameters(built._asdict())
         self.net = build_model(built.model, num_classes, in_chans, img_size, built.model_kwargs, built.retrofit)
         self.awaits_pretrained = pretrained is not None
@@ -179,17 +156,8 @@ class ImageClassifier(LightningModule):
         self._ended_epoch: int | None = None
         # Of the epoch up to the last optimiser step, which is where a checkpoint goes on.
         self._metrics_at_step: States = {}
-        # torchmetrics objects count every sample of every process once, whatever the batch sizes.
-        accuracies = {
-            f"acc{k}": MulticlassAccuracy(num_classes, top_k=k, average="micro") for k in (1, 5) if k <= num_classes
-        }
-        metrics = MetricCollection({"loss": MeanMetric(), **accuracies}, compute_groups=False)
-        self.val_metrics, self.test_metrics = metrics.clone("val/"), metrics.clone("test/")
-        # Accuracy on mixed images, where the larger share counts as the class, says something else.
-        mixed = {
-            f"{name}_mixed" if self.mixing and name != "loss" else name: metric for name, metric in metrics.items()
-        }
-        self.train_metrics = MetricCollection(mixed, compute_groups=False).clone("train/")
+        self.val_metrics, self.test_metrics = (class_metrics(num_classes, prefix) for prefix in ("val/", "test/"))
+        self.train_metrics = class_metrics(num_classes, "train/", mixed=self.mixing is not None)
         of_steps = {"grad_norm": MeanMetric()} | ({"skipped_steps": SumMetric()} if nonfinite == "skip" else {})
         self.step_metrics = MetricCollection(of_steps, compute_groups=False, prefix="train/")
 
@@ -219,7 +187,8 @@ class ImageClassifier(LightningModule):
             loss = distillation_loss(loss, distilled, self.teacher(images), *options)
         self.finite.note(loss)
         labels = targets if targets.ndim == 1 else targets.argmax(-1)
-        self._count(self.train_metrics, loss, logits, labels)
+        count_batch(self.train_metrics, loss, logits, labels)
+        self._log(self.train_metrics, len(labels))
         accuracy = (logits.detach().argmax(-1) == labels).float().mean()
         self.log_dict({"loss": loss, "acc": accuracy}, prog_bar=True, logger=False)
         # Of the last layer: those below may have less.
@@ -237,6 +206,7 @@ class ImageClassifier(LightningModule):
         """Names of the images, (B, num_classes) probabilities. Of an empty batch, see `ShareLoader`, there are none."""
         images, names = batch
         if not len(names):
+            self._keep_step(images)
             return {"names": [], "probabilities": images.new_empty(0, self.hparams.num_classes)}
         return {"names": list(names), "probabilities": self(images).float().softmax(-1)}
 
@@ -246,7 +216,12 @@ class ImageClassifier(LightningModule):
         And see whether the model takes the data's images, find the teacher, and take the class weights of data that
         balance the loss.
         """
-        if (size := getattr(self.trainer.datamodule, "img_size", None)) is not None:
+        check_strategy(self.trainer.strategy)
+        if isinstance(self.trainer.strategy, FullySharded):
+            check_sharding(self.trainer, self.hparams, self.net)
+        size = getattr(self.trainer.datamodule, "img_size", None)
+        # After a training in shards that has been seen.
+        if size is not None and not is_sharded(self.net):
             check_image_size(self.net, size, self.hparams.in_chans, self.hparams.img_size)
         if self.net._compiled_call_impl is None:
             self._compile(self.net)
@@ -257,6 +232,23 @@ class ImageClassifier(LightningModule):
             if self.hparams.class_weights is not None:
                 raise ValueError("the data balances the loss (balance='loss'): leave out class_weights")
             self.loss.weights = weights.to(self.device)
+
+    def configure_model(self) -> None:
+        """Under `FullySharded`, leave this process its shards."""
+        if self._trainer is None:
+            return
+        strategy, fits = self.trainer.strategy, self.trainer.state.fn == TrainerFn.FITTING
+        in_shards = isinstance(strategy, FullySharded)
+        if is_sharded(self.net) and (fits or not in_shards):
+            raise ValueError("this classifier was divided among processes by an earlier training: load its checkpoint")
+        if is_sharded(self.net) or not in_shards:
+            return
+        if fits and self.hparams.ema_decay is not None:
+            self.average = WeightAverage(self.net, self.hparams.ema_decay, self.hparams.ema_warmup)
+            strategy.shard(self.average.net)
+        strategy.shard(self.net)
+        if self.backbone is not None:
+            self.backbone = Backbone(self.net)
 
     def configure_optimizers(self) -> dict[str, Any]:
         # The first hook of a fit by which a checkpoint, if there is one, has been restored.
@@ -281,9 +273,14 @@ class ImageClassifier(LightningModule):
 
     def on_fit_start(self) -> None:
         """Start the average where the weights are now: on their device, restored from a checkpoint or fresh."""
-        self.average = None
-        if self.hparams.ema_decay is not None:
-            self.average = WeightAverage(self.net, self.hparams.ema_decay, self.hparams.ema_warmup)
+        if is_sharded(self.net):
+            # A copy cannot be made of shards: it is there already.
+            if self.average is not None:
+                self.average.net.load_state_dict(self.net.state_dict())
+        else:
+            decay, warmup = self.hparams.ema_decay, self.hparams.ema_warmup
+            self.average = None if decay is None else WeightAverage(self.net, decay, warmup)
+        if self.average is not None:
             if self._restored_average is not None:
                 self.average.load(self._restored_average)
             self._compile(self.average.net)
@@ -296,15 +293,8 @@ class ImageClassifier(LightningModule):
             self._restored = None
         if self.searching:
             return
-        plan, trainer, hparams = self.plan, self.trainer, self.hparams
-        factors = (trainer.accumulate_grad_batches, trainer.world_size)
-        parts = " x ".join(str(n) for n in (plan.batch // (factors[0] * factors[1]), *factors))
-        scaled = f" ({hparams.lr:g} x {plan.batch} / {hparams.lr_base_batch})" if hparams.lr_base_batch else ""
-        self.print(
-            f"effective batch {plan.batch} ({parts}: batch, accumulation, devices), learning rate {plan.lr:g}{scaled}, "
-            f"steps {plan.steps}, warm-up {plan.warmup}",
-            flush=True,
-        )
+        lr, base_batch = self.hparams.lr, self.hparams.lr_base_batch
+        self.print(describe(self.plan, self.trainer, lr, base_batch), flush=True)
 
     def on_train_epoch_start(self) -> None:
         """Lightning resets the metrics of an epoch only if there were batches since the training went on."""
@@ -365,7 +355,7 @@ class ImageClassifier(LightningModule):
             checkpoint[POSITION_KEY] = position._asdict()
             checkpoint[METRICS_KEY] = of_all_processes(self._metrics_at_step if position.batch else {})
         if self.average is not None:
-            weights = self.average.net.state_dict()
+            weights = whole(self.average.net.state_dict(), keep=self.global_rank == 0)
             checkpoint[AVERAGE_KEY] = {f"net.{name}": value for name, value in weights.items()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -419,8 +409,15 @@ class ImageClassifier(LightningModule):
             self.net.set_distilled_training(True)
 
     def _load_pretrained(self) -> None:
-        weights = read_pretrained(self.hparams.pretrained)
-        self.transfer = transfer_weights(self.net, weights, self.hparams.class_names)
+        weights, net = read_pretrained(self.hparams.pretrained), self.net
+        if is_sharded(self.net):
+            # They are fitted into whole tensors alone.
+            built = (self.hparams[name] for name in ("model", "num_classes", "in_chans", "img_size"))
+            net = build_model(*built, self.hparams.model_kwargs, self.hparams.retrofit)
+            net.load_state_dict(whole(self.net.state_dict()))
+        self.transfer = transfer_weights(net, weights, self.hparams.class_names)
+        if net is not self.net:
+            load_whole(self.net, net.state_dict())
         self.awaits_pretrained = False
         self.print(f"pretrained: {self.transfer}", flush=True)
         if note := normalisation_note(weights, self.trainer.datamodule):
@@ -430,31 +427,18 @@ class ImageClassifier(LightningModule):
         images, labels = batch
         if len(labels):
             logits = self(images)
-            self._count(metrics, F.cross_entropy(logits.float(), labels), logits, labels)
+            count_batch(metrics, F.cross_entropy(logits.float(), labels), logits, labels)
         else:
             # This process has fewer batches than others, with which it must keep step.
-            self._log(metrics, 0)
-
-    def _count(self, metrics: MetricCollection, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
-        for name, metric in metrics.items(keep_base=True):
-            if name == "loss":
-                metric.update(loss.detach(), weight=len(labels))
-            else:
-                metric.update(logits.detach(), labels)
+            self._keep_step(images)
         self._log(metrics, len(labels))
+
+    def _keep_step(self, images: Tensor) -> None:
+        """Of an empty batch nothing is to be known, but other processes may wait for this one's shards."""
+        if is_sharded(self.net):
+            self(images.new_zeros(1, *images.shape[1:]))
 
     def _log(self, metrics: MetricCollection, count: int) -> None:
         # The progress bar shows loss and accuracy of the batch while training, of the whole set in evaluation.
         show = metrics is not self.train_metrics
         self.log_dict(dict(metrics.items()), on_step=False, on_epoch=True, prog_bar=show, batch_size=max(count, 1))
-
-
-def _architecture(
-    model: str | None, model_kwargs: dict[str, Any] | None, retrofit: dict[str, Any] | None, pretrained: str | None
-) -> Architecture:
-    """What to build; without a name what `pretrained` is of, but for the arguments that are given."""
-    if "pretrained" in (model_kwargs or {}):
-        raise ValueError("model_kwargs must not hold 'pretrained': it is an option of its own, --model.pretrained")
-    if model is not None or pretrained is None:
-        return Architecture(model or "relvit_small", model_kwargs, retrofit)
-    return architecture_of(pretrained).changed(model_kwargs, retrofit)

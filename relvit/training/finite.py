@@ -10,6 +10,7 @@ from lightning import Trainer
 from torch import Tensor, nn
 
 from relvit.names import did_you_mean
+from relvit.training.sharding import whole
 
 NonFinite = Literal["stop", "skip"]
 
@@ -51,7 +52,7 @@ class FiniteCheck:
             NonFiniteLossError: it may not, with 'stop'.
         """
         parameters = [parameter for parameter in parameters if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+        norm = whole(torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters]))
         loss, self._loss = self._loss, None
         fine = loss.isfinite()
         # With float16, infinite gradients are how the scaler finds its scale; it skips those steps itself.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateFinder
 
+from relvit.training.sharding import NAME, FullySharded
+
 
 class FindLearningRate(LearningRateFinder):
     """Before the training, tries learning rates from 1e-8 to 1 for 100 steps, restores weights and random state, and
@@ -15,7 +17,7 @@ class FindLearningRate(LearningRateFinder):
     converted. All layers have the same rate during the test, whatever `layer_decay` is.
 
     Raises:
-        ValueError: too few finite losses to judge.
+        ValueError: too few finite losses to judge, or a training in shards.
     """
 
     def __init__(self) -> None:
@@ -25,6 +27,8 @@ class FindLearningRate(LearningRateFinder):
         """Find and set the learning rate."""
         if trainer.fast_dev_run:
             return
+        if isinstance(trainer.strategy, FullySharded):
+            raise ValueError(f"strategy {NAME} does not go with --lr_find: leave out one of them")
         pl_module.searching = True
         epochs, trainer.fit_loop.max_epochs = trainer.fit_loop.max_epochs, -1
         try:

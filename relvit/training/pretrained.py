@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,8 +11,10 @@ from timm.models import load_model_config_from_hf, load_state_dict, split_model_
 from timm.models._hub import load_model_config_from_path
 
 from relvit.models.factory import BUILDER_ARGUMENTS, DATA_ARGUMENTS
+from relvit.models.limits import MemoryLimit, check_memory, check_numbers
 from relvit.models.transfer import Weights
 from relvit.names import did_you_mean, listing, nearest
+from relvit.remote import is_address, local_file, suffix_of
 from relvit.training.checkpoint_file import KEY, read_checkpoint
 
 HUB, FOLDER = "hf-hub:", "local-dir:"
@@ -45,7 +48,7 @@ def read_pretrained(pretrained: str) -> Weights:
         pretrained: one of
 
             - a file: a checkpoint of `relvit fit` (.ckpt; its averaged weights where it has some), or plain weights
-              (.safetensors, .pth, .pt, .bin ...) as timm reads them;
+              (.safetensors, .pth, .pt, .bin ...) as timm reads them; or the remote address of one, such as https://...;
             - a folder as `timm.models.save_for_hf` writes it, config.json and weights; 'local-dir:FOLDER' is the same;
             - a model of timm, with the tag of its weights or without: 'vit_small_patch16_224.augreg_in21k', or
               'hf-hub:NAME' on the Hugging Face hub. These are downloaded, once.
@@ -53,31 +56,33 @@ def read_pretrained(pretrained: str) -> Weights:
     Raises:
         FileNotFoundError: no such file.
         ValueError: a name that is none of these, or weights that cannot be had or read.
+        DownloadError: a file that could not be fetched.
     """
-    path, name = _resolve(pretrained)
-    if path is None:
+    place, name = _resolve(pretrained)
+    if place is None:
         return _from_timm(name)
-    if path.suffix == CHECKPOINT:
-        content = read_checkpoint(path)
+    if suffix_of(place) == CHECKPOINT:
+        content = read_checkpoint(place)
         model, data = content[KEY]["model"], content[KEY]["data"]["init_args"]
         size = model["img_size"] or data.get("img_size")
         return Weights(
-            source=str(path),
+            source=place,
             state={name.removeprefix("net."): tensor for name, tensor in content["state_dict"].items()},
             class_names=model["class_names"],
             input_size=(model["in_chans"], *((size, size) if isinstance(size, int) else size)) if size else None,
             mean=tuple(data.get("mean") or ()) or None,
             std=tuple(data.get("std") or ()) or None,
         )
-    if path.suffix == ARCHIVE:
-        raise ValueError(f"{path} is a JAX archive: give its name in timm, or load it in Python and save it as .pth")
-    try:
-        return Weights(source=str(path), state=load_state_dict(str(path)))
-    # Broken files are met with almost any type: TypeError, IndexError, UnicodeDecodeError, ...
-    except Exception as error:
-        raise ValueError(
-            f"{path} cannot be read: it is damaged, holds no weights, or more than tensors and plain values"
-        ) from error
+    if suffix_of(place) == ARCHIVE:
+        raise ValueError(f"{place} is a JAX archive: give its name in timm, or load it in Python and save it as .pth")
+    with local_file(place) as path:
+        try:
+            return Weights(source=place, state=load_state_dict(str(path)))
+        # Broken files are met with almost any type: TypeError, IndexError, UnicodeDecodeError, ...
+        except Exception as error:
+            raise ValueError(
+                f"{place} cannot be read: it is damaged, holds no weights, or more than tensors and plain values"
+            ) from error
 
 
 def architecture_of(pretrained: str) -> Architecture:
@@ -87,11 +92,11 @@ def architecture_of(pretrained: str) -> Architecture:
         FileNotFoundError: no such file.
         ValueError: as `read_pretrained`, or a file of plain weights, which does not say it.
     """
-    path, name = _resolve(pretrained)
-    if path is not None and path.suffix != CHECKPOINT:
-        raise ValueError(f"{path} does not say which model it is of: give --model.model as well")
-    if path is not None:
-        model = read_checkpoint(path)[KEY]["model"]
+    place, name = _resolve(pretrained)
+    if place is not None and suffix_of(place) != CHECKPOINT:
+        raise ValueError(f"{place} does not say which model it is of: give --model.model as well")
+    if place is not None:
+        model = read_checkpoint(place)[KEY]["model"]
         return Architecture(model["model"], model.get("model_kwargs"), model.get("retrofit"))
     if not name.startswith((HUB, FOLDER)):
         return Architecture(name)
@@ -104,6 +109,21 @@ def architecture_of(pretrained: str) -> Architecture:
         raise ValueError(f"the config.json of {pretrained} does not say which model it is of ({error!r})") from error
     kwargs = {key: value for key, value in given.items() if key not in {*DATA_ARGUMENTS, *BUILDER_ARGUMENTS}}
     return Architecture(architecture, kwargs or None)
+
+
+def architecture_to_build(
+    model: str | None, model_kwargs: dict[str, Any] | None, retrofit: dict[str, Any] | None, pretrained: str | None
+) -> Architecture:
+    """What to build: the model of that name; without a name what `pretrained` is of, but for the arguments given.
+
+    Raises:
+        FileNotFoundError, ValueError: see `architecture_of`.
+    """
+    if "pretrained" in (model_kwargs or {}):
+        raise ValueError("model_kwargs must not hold 'pretrained': it is an option of its own, --model.pretrained")
+    if model is not None or pretrained is None:
+        return Architecture(model or "relvit_small", model_kwargs, retrofit)
+    return architecture_of(pretrained).changed(model_kwargs, retrofit)
 
 
 def normalisation_note(weights: Weights, data: Any) -> str | None:
@@ -120,10 +140,12 @@ def normalisation_note(weights: Weights, data: Any) -> str | None:
     return f"Note: these weights know images of another {' and '.join(differ)}: give {' '.join(options)}"
 
 
-def _resolve(pretrained: str) -> tuple[Path | None, str]:
-    """A file, or None and a name for `timm.create_model`."""
+def _resolve(pretrained: str) -> tuple[str | None, str]:
+    """A file's path or remote address, or None and a name for `timm.create_model`."""
     if pretrained.startswith(HUB):
         return None, pretrained
+    if is_address(pretrained):
+        return pretrained, pretrained
     path = Path(pretrained.removeprefix(FOLDER)).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -132,7 +154,7 @@ def _resolve(pretrained: str) -> tuple[Path | None, str]:
             raise ValueError(f"{path} holds no config.json: {hint}")
         return None, f"{FOLDER}{path}"
     if path.is_file():
-        return path, pretrained
+        return str(path), pretrained
     if path.suffix in FILES or len(path.parts) > 1:
         raise FileNotFoundError(f"no weights at {pretrained}{_something_near(path)}; give {ALLOWED}")
     architecture, tag = split_model_name_tag(pretrained)
@@ -170,7 +192,10 @@ def _something_near(path: Path) -> str:
 def _from_timm(name: str) -> Weights:
     """Of a model made by timm itself, whose own ways to fetch and convert files differ from model to model."""
     try:
-        donor = timm.create_model(name, pretrained=True)
+        check_numbers(architecture_of(name).model_kwargs or {})
+        check_memory(partial(timm.create_model, name))
+        with MemoryLimit():
+            donor = timm.create_model(name, pretrained=True)
     # A folder's config.json may say anything, and timm and the models meet that with almost any type.
     except Exception as error:
         why = " ".join(str(error).split()) or type(error).__name__

@@ -78,3 +78,15 @@ def batch_size_of(trainer: Trainer) -> int:
     if not size:
         raise ValueError(f"the training loader, {type(loader).__name__}, does not say its batch_size")
     return int(size)
+
+
+def describe(plan: Plan, trainer: Trainer, lr: float, base_batch: int | None) -> str:
+    """A plan in a line, and how batch and learning rate come about: from the `lr` for `base_batch` images, see
+    `make_plan`."""
+    factors = (trainer.accumulate_grad_batches, trainer.world_size)
+    parts = " x ".join(str(n) for n in (plan.batch // (factors[0] * factors[1]), *factors))
+    scaled = f" ({lr:g} x {plan.batch} / {base_batch})" if base_batch else ""
+    return (
+        f"effective batch {plan.batch} ({parts}: batch, accumulation, devices), learning rate {plan.lr:g}{scaled}, "
+        f"steps {plan.steps}, warm-up {plan.warmup}"
+    )

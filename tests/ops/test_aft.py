@@ -10,8 +10,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from relvit.ops import Grid, aft_conv, aft_full, aft_local, aft_simple, make_grid, reference
 from relvit.ops.aft import operations, pairs, toeplitz
 
-EXACT = ("toeplitz", "convolution", "pairs")
-CONV = (*EXACT, "fourier", "auto")
+CONV = (*operations.WINDOWS, "pairs", "auto")
 
 
 def contents(grid, batch=2, heads=2, width=3, key_width=1, dtype=torch.float64, spread=2.0):
@@ -178,7 +177,7 @@ def test_keys_of_any_size_in_any_precision(dtype, spread):
     weight, bias = window_of(2, 5, 3, dtype).detach(), bias_of(grid, dtype=dtype).detach()
     pairs_of_results = [
         (aft_conv(q, k, v, weight, grid, backend=backend), reference.aft_conv(q, k, v, weight, grid))
-        for backend in EXACT
+        for backend in CONV
     ]
     for backend in ("products", "pairs"):
         pairs_of_results.append(
@@ -193,7 +192,7 @@ def test_keys_of_any_size_in_any_precision(dtype, spread):
         torch.testing.assert_close(got, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("backend", [*EXACT, "auto"])
+@pytest.mark.parametrize("backend", CONV)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_weights_close_to_nothing_at_a_dominant_key_do_not_cancel(backend, dtype):
     """The form of the paper, exp(w) - 1 convolved plus the sum over everything, is wrong by 0.3 here."""
@@ -268,23 +267,22 @@ def test_padding_adds_nothing_whatever_it_holds():
 
 
 def test_the_choice_of_a_way(monkeypatch):
-    """By size, and by what transforms would round away."""
     taken = []
     for name, function in operations.WINDOWS.items():
         monkeypatch.setitem(
             operations.WINDOWS, name, lambda *a, name=name, function=function: taken.append(name) or function(*a)
         )
 
-    def way(height, width, heads, size, scale=1.0):
+    def way(height, width, **options):
         grid = Grid(height, width)
         with torch.no_grad():
-            weight = scale * window_of(heads, size, size).clamp(-1, 1)
-            aft_conv(*contents(grid, 1, heads, 1), weight, grid)
-        return taken.pop()
+            aft_conv(*contents(grid, 1, 1, 1), options.pop("scale", 1.0) * window_of(1, 3, 3), grid, **options)
+        return taken.pop() if taken else "pairs"
 
-    assert way(14, 14, 4, 15) == "toeplitz"
-    assert way(64, 64, 4, 15) == "fourier"
-    assert way(64, 64, 4, 15, scale=10.0) == "convolution"
+    assert way(14, 14) == way(1, 256) == "toeplitz"
+    assert way(24, 24) == way(1, 257) == "convolution"
+    assert way(24, 24, backend="toeplitz") == "toeplitz"
+    assert way(2, 2, is_causal=True) == way(2, 2, scale=100.0) == "pairs"
 
 
 def test_transforms_of_torch_func():
@@ -341,7 +339,7 @@ def test_errors():
         (ValueError, r"bias has shape \(5, 6\), expected \(6, 6\)", lambda: aft_full(q, k, v, bias[1:], grid)),
         (ValueError, "that is 6 tokens, expected 8", lambda: aft_full(q, k, v, bias, Grid(2, 4))),
         (ValueError, "value has dtype torch.float32, expected the query's", lambda: aft_simple(q, k, v.float(), grid)),
-        (ValueError, "backend 'fourier' has no causal form", lambda: conv(is_causal=True, backend="fourier")),
+        (ValueError, "backend 'toeplitz' has no causal form", lambda: conv(is_causal=True, backend="toeplitz")),
         (TypeError, "window must hold integers", lambda: aft_local(q, k, v, bias, 1.5, grid)),
         (ValueError, "window must be at least 0", lambda: aft_local(q, k, v, bias, (1, -1), grid)),
         (TypeError, "query has dtype torch.int64", lambda: aft_simple(q.long(), k.long(), v.long(), grid)),

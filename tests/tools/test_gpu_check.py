@@ -9,6 +9,7 @@ from scripts import load
 
 from relvit.ops import tiled
 
+gpu_scenes = load("gpu_scenes")
 gpu_check = load("gpu_check")
 right = tiled.relative_attention
 
@@ -62,7 +63,7 @@ def refusing(*args):
     ],
 )
 def test_a_wrong_backend_is_a_failure(wrong, dtypes, remark, monkeypatch, capsys):
-    scenes = {scene.name: scene for scene in gpu_check.draw_scenes(quick=True)}
+    scenes = {scene.name: scene for scene in gpu_scenes.draw_scenes(quick=True)}
     # Zeros are wanted for one of its samples: any other number is wrong, however small.
     scene = scenes["sample without valid key"]._replace(letters=("qkvb",))
     monkeypatch.setattr(tiled, "relative_attention", wrong)
@@ -77,7 +78,7 @@ def test_a_wrong_backend_is_a_failure(wrong, dtypes, remark, monkeypatch, capsys
 
 
 def test_a_failure_is_the_exit_status(monkeypatch):
-    scene = next(gpu_check.draw_scenes(quick=True))._replace(letters=("",))
+    scene = next(gpu_scenes.draw_scenes(quick=True))._replace(letters=("",))
     monkeypatch.setattr(gpu_check, "draw_scenes", lambda quick: [scene])
     monkeypatch.setattr(tiled, "relative_attention", refusing)
     monkeypatch.setattr(gpu_check, "report_determinism", lambda *_: None)
@@ -85,7 +86,7 @@ def test_a_failure_is_the_exit_status(monkeypatch):
 
 
 def test_auto_that_runs_something_else_is_a_failure(monkeypatch):
-    scene = next(gpu_check.draw_scenes(quick=True))
+    scene = next(gpu_scenes.draw_scenes(quick=True))
     monkeypatch.setattr(gpu_check, "choose", lambda *_: gpu_check.relvit.ops.Choice("fused", "", ""))
     log = gpu_check.Log()
     gpu_check.check_choice(log, [scene], "cpu")

@@ -1,6 +1,8 @@
-"""exp(K) V and exp(K) side by side: what all sums of attention-free transformers are over."""
+"""exp(K) V and exp(K): what all sums of attention-free transformers are over."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +20,19 @@ def bounded_exp(exponent: Tensor) -> Tensor:
     return exponent.clamp_min(-SPREAD).exp()
 
 
-def exponentials(key: Tensor, value: Tensor, valid: Tensor | None) -> Tensor:
+class Sums(NamedTuple):
+    """What is summed, and its sums: exp(key) value and exp(key), both up to a factor for each query.
+
+    Attributes:
+        numerator: (B, heads, N, head_dim).
+        denominator: (B, heads, N, head_dim), or (B, heads, N, 1) where a head's channels share their keys.
+    """
+
+    numerator: Tensor
+    denominator: Tensor
+
+
+def exponentials(key: Tensor, value: Tensor, valid: Tensor | None) -> Sums:
     """exp(key - m) value and exp(key - m), m being the largest key of a sample and channel, which cancels in averages.
 
     Args:
@@ -27,8 +41,7 @@ def exponentials(key: Tensor, value: Tensor, valid: Tensor | None) -> Tensor:
         valid: (1 or B, N), False where a token does not count; whatever it holds, it adds zero.
 
     Returns:
-        (heads, N, B, head_dim + head_dim or 1), contiguous, in float32 at least: as products with matrices (N, N) per
-        head want it.
+        Both in float32 at least.
     """
     precision = torch.promote_types(key.dtype, torch.float32)
     key, value = key.to(precision), value.to(precision)
@@ -39,39 +52,48 @@ def exponentials(key: Tensor, value: Tensor, valid: Tensor | None) -> Tensor:
         key, value = key.masked_fill(absent, -torch.inf), value.masked_fill(absent, 0.0)
         top = key.detach().amax(dim=2, keepdim=True)
         weights = (key - top.masked_fill(torch.isneginf(top), 0.0)).exp()
-    return torch.cat([part.permute(1, 2, 0, 3) for part in (weights * value, weights)], dim=-1)
+    return Sums(weights * value, weights)
 
 
-def average(sums: Tensor, width: int) -> Tensor:
-    """From summed `exponentials` (heads, N, B, width + width or 1) averages (B, heads, N, width); zero over none."""
-    numerator, denominator = sums.split((width, sums.shape[-1] - width), dim=-1)
-    return (numerator / torch.where(denominator == 0, 1.0, denominator)).permute(2, 0, 1, 3)
+def average(sums: Sums, valid: Tensor | None) -> Tensor:
+    """The averages, (B, heads, N, head_dim); zero where there is nothing, which only padding can bring about."""
+    if valid is None:
+        return sums.numerator / sums.denominator
+    return sums.numerator / torch.where(sums.denominator == 0, 1.0, sums.denominator)
 
 
-def to_raster(parts: Tensor, grid: Grid) -> Tensor:
-    """Put `exponentials` (heads, prefix + P, B, c) where the tokens lie: (heads, prefix + H W, B, c), the rest 0."""
+def to_raster(parts: Sums, grid: Grid) -> Sums:
+    """Put (B, heads, prefix + P, c) where the tokens lie: (B, heads, prefix + H W, c), zero elsewhere."""
     if grid.coords is None:
         return parts
-    first, patches = parts[:, : grid.prefix], parts[:, grid.prefix :]
-    raster = patches.new_zeros(parts.shape[0], grid.height * grid.width, *parts.shape[2:])
-    return torch.cat((first, raster.scatter_add(1, _index(grid, patches), patches)), dim=1)
+    return Sums(*(_to_raster(part, grid) for part in parts))
 
 
-def from_raster(sums: Tensor, grid: Grid) -> Tensor:
-    """The inverse of `to_raster` for what the tokens get: (heads, prefix + H W, B, c) -> (heads, prefix + P, B, c)."""
+def _to_raster(part: Tensor, grid: Grid) -> Tensor:
+    first, patches = part[:, :, : grid.prefix], part[:, :, grid.prefix :]
+    raster = patches.new_zeros(*part.shape[:2], grid.height * grid.width, part.shape[3])
+    return torch.cat((first, raster.scatter_add(2, _index(grid, patches), patches)), dim=2)
+
+
+def from_raster(sums: Sums, grid: Grid) -> Sums:
+    """The inverse of `to_raster`, for what the tokens get."""
     if grid.coords is None:
         return sums
-    first, patches = sums[:, : grid.prefix], sums[:, grid.prefix :]
-    shape = patches[:, :1].expand(-1, grid.coords.shape[-2], -1, -1)
-    return torch.cat((first, patches.gather(1, _index(grid, shape))), dim=1)
+    return Sums(*(_from_raster(part, grid) for part in sums))
+
+
+def _from_raster(part: Tensor, grid: Grid) -> Tensor:
+    first, patches = part[:, :, : grid.prefix], part[:, :, grid.prefix :]
+    shape = patches[:, :, :1].expand(-1, -1, grid.coords.shape[-2], -1)
+    return torch.cat((first, patches.gather(2, _index(grid, shape))), dim=2)
 
 
 def _index(grid: Grid, like: Tensor) -> Tensor:
-    """The number of each patch's place in the raster, as (heads, P, B, c)."""
+    """The number of each patch's place in the raster, as (B, heads, P, c)."""
     coords = patch_coords(grid)
     places = coords[..., 0] * grid.width + coords[..., 1]
-    places = (places if places.dim() == 2 else places[None]).transpose(0, 1)
-    return places[None, :, :, None].expand(like.shape)
+    places = places if places.dim() == 2 else places[None]
+    return places[:, None, :, None].expand(like.shape)
 
 
 def pad_window(weight: Tensor, rows: int, cols: int) -> Tensor:

@@ -13,6 +13,7 @@ from relvit.ops import reference
 from relvit.ops.aft.checks import check_contents, check_pairs, check_weight
 from relvit.ops.aft.exponentials import (
     SPREAD,
+    Sums,
     average,
     bounded_exp,
     exponentials,
@@ -21,22 +22,20 @@ from relvit.ops.aft.exponentials import (
     to_raster,
 )
 from relvit.ops.aft.pairs import average_of_pairs, average_so_far
-from relvit.ops.aft.window import convolution, fourier, toeplitz
+from relvit.ops.aft.window import convolution, toeplitz
 from relvit.ops.checks import check_backend
 from relvit.ops.grid import Grid, key_mask, patch_coords
 from relvit.ops.pairs import int_pair
 from relvit.ops.precision import without_autocast
 from relvit.ops.transforms import in_graph, in_transform
 
+PLACES_FOR_PRODUCTS = 256
 SIMPLE_BACKENDS = ("reference",)
 FULL_BACKENDS = ("products", "pairs", "reference")
-WINDOWS: dict[str, Callable[[Tensor, Tensor, Tensor, int, int], Tensor]] = {
+WINDOWS: dict[str, Callable[[Tensor, Tensor, Sums, int, int], Sums]] = {
     "toeplitz": toeplitz,
     "convolution": convolution,
-    "fourier": fourier,
 }
-# The rounding of transforms is that of the largest sums: below exp(4) = 55 times that of each one.
-FOURIER_SPREAD = 4.0
 CONV_BACKENDS = (*WINDOWS, "pairs", "reference")
 
 
@@ -103,9 +102,8 @@ def aft_full(
             )
         else:
             parts = to_raster(exponentials(key, value, valid), grid)
-            weights = bounded_exp(bias - top).to(parts.dtype)
-            sums = weights.expand(parts.shape[0], -1, -1) @ parts.flatten(2)
-            mixed = average(from_raster(sums.unflatten(2, parts.shape[2:]), grid), value.shape[3])
+            weights = bounded_exp(bias - top).to(parts.numerator.dtype)
+            mixed = average(from_raster(products(weights, parts), grid), valid)
     return _gated(query, mixed)
 
 
@@ -166,7 +164,8 @@ def aft_simple(
         if is_causal:
             mixed = average_so_far(key, value, valid)
         else:
-            mixed = average(exponentials(key, value, valid).sum(dim=1, keepdim=True), value.shape[3])
+            parts = exponentials(key, value, valid)
+            mixed = average(Sums(*(part.sum(dim=2, keepdim=True) for part in parts)), valid)
     return _gated(query, mixed)
 
 
@@ -194,11 +193,11 @@ def aft_conv(
         grid: where the tokens lie; padding (`valid`) adds nothing, whatever it holds.
         is_causal: leave out keys that come later in the sequence than the query; by pairs.
         backend: 'toeplitz' (products with the matrices of all pairs of a head, or of the rows in the window),
-            'convolution' (depthwise; any size in one graph), 'fourier' (transforms of the image; rounding is that of
-            the largest sum), 'pairs' (a softmax for each query and channel, exact for any weights: O(N^2 dim)
-            exponentials), 'reference' (the same in double precision and O(N^2 dim) memory), or 'auto' (what was the
-            fastest, see `tools/benchmark_aft.py`). To all but the last two, weights more than 70 below the largest, or
-            below the 0 outside, count as 70 below it; 'auto' takes pairs for them on the CPU, where it looks.
+            'convolution' (depthwise; any size in one graph), 'pairs' (a softmax for each query and channel, exact for
+            any weights: O(N^2 dim) exponentials), 'reference' (the same in double precision and O(N^2 dim) memory), or
+            'auto' (what was the fastest, see `tools/benchmark.py --level aft`). To the first two, weights more than 70
+            below the largest, or below the 0 outside, count as 70 below it; 'auto' takes pairs for them on the CPU,
+            where it looks.
 
     Returns, raises: as `aft_full`.
     """
@@ -211,48 +210,53 @@ def aft_conv(
         raise ValueError(f"backend {backend!r} has no causal form: use 'auto' or 'pairs'")
     weight, bottom, top = _within(weight.to(torch.promote_types(weight.dtype, torch.float32)), grid)
     if backend == "auto":
-        count = query.shape[0] * (value.shape[3] + key.shape[3])
-        exact = is_causal or _far_apart(bottom, top)
-        backend = "pairs" if exact else choose_window(weight, bottom, top, grid, count)
+        backend = "pairs" if is_causal or _far_apart(bottom, top) else choose_window(grid)
     valid = key_mask(grid)
     with without_autocast(query.device):
         if backend == "pairs":
             mixed = average_of_pairs(key, value, _window_bias(weight, grid), valid, is_causal)
         else:
             parts = to_raster(exponentials(key, value, valid), grid)
-            prefix, patches = parts[:, : grid.prefix], parts[:, grid.prefix :]
-            sums = WINDOWS[backend](weight, top, patches.flatten(2), grid.height, grid.width)
-            sums = sums.unflatten(2, parts.shape[2:])
+            patches = Sums(*(part[:, :, grid.prefix :] for part in parts))
+            sums = WINDOWS[backend](weight, top, patches, grid.height, grid.width)
             if grid.prefix:
-                everything = parts.sum(dim=1, keepdim=True).expand_as(prefix)
-                outside = bounded_exp(-top)[..., None].to(parts.dtype)
-                sums = torch.cat((everything, sums + outside * prefix.sum(dim=1, keepdim=True)), dim=1)
-            mixed = average(from_raster(sums, grid), value.shape[3])
+                outside = bounded_exp(-top)
+                sums = Sums(*(_with_prefix(*pair, outside, grid.prefix) for pair in zip(sums, parts, strict=True)))
+            mixed = average(from_raster(sums, grid), valid)
     return _gated(query, mixed)
 
 
-def choose_window(weight: Tensor, bottom: Tensor, top: Tensor, grid: Grid, count: int) -> str:
-    """Which of `WINDOWS` `aft_conv` takes for 'auto', by what took the least time in `tools/benchmark_aft.py`.
+def choose_window(grid: Grid) -> str:
+    """Which of `WINDOWS` `aft_conv` takes for 'auto': what took the least time in `tools/benchmark.py --level aft`.
 
-    Args:
-        weight: the window.
-        bottom: its smallest entry, see `_within`.
-        top: its largest.
-        grid: where the tokens lie.
-        count: how many numbers are summed for each head and place.
+    On two CPU cores, windows from 11 to 15: up to 14 x 14 places products took as long as convolutions or less, from
+    24 x 24 on as long or more, up to twice as long for a window per channel. Nothing is known of GPUs.
     """
-    rows, cols = weight.shape[1] // 2, weight.shape[2] // 2
     places = grid.height * grid.width
     if torch.jit.is_tracing() or (in_graph() and not has_static_value(places)):
         return "convolution"
-    whole = rows + 1 >= grid.height - 1
-    if weight.device.type != "cpu" or in_graph():
-        return "toeplitz" if whole else "convolution"
-    # Numbers of a matrix are read once and multiplied `count` times; a transform costs as much as 1200 products.
-    band = grid.width * min(grid.height, 2 * rows + 1)
-    if places * band * (count + 20) <= 1200 * count * (grid.height + rows) * (grid.width + cols):
-        return "toeplitz"
-    return "fourier" if not in_transform() and bool((top - bottom).max() < FOURIER_SPREAD) else "convolution"
+    return "toeplitz" if places <= PLACES_FOR_PRODUCTS else "convolution"
+
+
+def products(weights: Tensor, parts: Sums) -> Sums:
+    """sum_j weights_ij parts_j, weights (1 or heads, T, T), parts (B, heads, T, c) each."""
+    widths = [part.shape[3] for part in parts]
+    if weights.shape[0] == 1:
+        # Heads beside channels, as the tokens lie in memory already.
+        shapes = [(part.shape[1], width) for part, width in zip(parts, widths, strict=True)]
+        x = torch.cat([part.transpose(1, 2).flatten(2) for part in parts], dim=-1)
+        sums = torch.matmul(weights, x).split([heads * width for heads, width in shapes], dim=-1)
+        return Sums(*(part.unflatten(-1, shape).transpose(1, 2) for part, shape in zip(sums, shapes, strict=True)))
+    x = torch.cat([part.permute(1, 2, 0, 3) for part in parts], dim=-1)
+    sums = torch.bmm(weights, x.flatten(2)).view(x.shape).split(widths, dim=-1)
+    return Sums(*(part.permute(2, 0, 1, 3) for part in sums))
+
+
+def _with_prefix(sums: Tensor, parts: Tensor, outside: Tensor, prefix: int) -> Tensor:
+    """Sums of the patches (B, heads, H W, c) with what prefix tokens, of weight `outside`, add, and theirs before."""
+    everything = parts.sum(dim=2, keepdim=True).expand(-1, -1, prefix, -1)
+    first = parts[:, :, :prefix].sum(dim=2, keepdim=True)
+    return torch.cat((everything, sums + outside.to(parts.dtype) * first), dim=2)
 
 
 def _within(weight: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from relvit.data.available import available_memory
+from relvit.available import available_memory
 
 GIB = 2**30
 

@@ -1,0 +1,62 @@
+"""Depthwise convolution with large windows, channels last."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from relvit.ops.transforms import in_graph, in_transform
+
+
+def depthwise(kernel: Tensor, x: Tensor) -> Tensor:
+    """sum_o kernel[o] x[i + o] in every channel, zero beyond the borders.
+
+    Args:
+        kernel: (channels, r, c), by offset, odd sizes.
+        x: (B, H, W, channels).
+
+    Returns:
+        (B, H, W, channels).
+    """
+    if x.device.type != "cpu" or in_graph() or in_transform() or not torch.is_grad_enabled():
+        return _convolve(kernel, x)
+    return _Depthwise.apply(kernel, x)
+
+
+class _Depthwise(torch.autograd.Function):
+    """The gradient of the kernel is a convolution as well, of the images with the gradients of the outputs.
+
+    PyTorch's own takes ten times as long for windows of 15 x 15 on processors, and more on larger images.
+    """
+
+    @staticmethod
+    def forward(kernel: Tensor, x: Tensor) -> Tensor:
+        return _convolve(kernel, x)
+
+    @staticmethod
+    def setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        kernel, x = ctx.saved_tensors
+        grad_kernel = grad_x = None
+        if ctx.needs_input_grad[1]:
+            grad_x = _convolve(kernel.flip((1, 2)), grad)
+        if ctx.needs_input_grad[0] and not x.shape[0]:
+            grad_kernel = torch.zeros_like(kernel)
+        elif ctx.needs_input_grad[0]:
+            rows, cols = (size // 2 for size in kernel.shape[1:])
+            # Samples beside channels: each has a kernel of its own.
+            image, window = (part.permute(1, 2, 0, 3).flatten(2) for part in (x, grad))
+            image = F.pad(image, (0, 0, cols, cols, rows, rows)).permute(2, 0, 1)[None]
+            each = F.conv2d(image, window.permute(2, 0, 1)[:, None], groups=image.shape[1])
+            grad_kernel = each.view(x.shape[0], *kernel.shape).sum(dim=0)
+        return grad_kernel, grad_x
+
+
+def _convolve(kernel: Tensor, x: Tensor) -> Tensor:
+    padding = [size // 2 for size in kernel.shape[1:]]
+    image = x.permute(0, 3, 1, 2)
+    return F.conv2d(image, kernel[:, None], padding=padding, groups=kernel.shape[0]).permute(0, 2, 3, 1)

@@ -1,0 +1,48 @@
+"""Which arguments of the classifier go together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from relvit.names import did_you_mean
+from relvit.training.distillation import check_distillation
+from relvit.training.optimisation import check_optimizer
+
+
+def check_arguments(given: Mapping[str, Any]) -> None:
+    """Refuse arguments of `ImageClassifier` that contradict each other or have no effect, before anything is built.
+
+    Raises:
+        ValueError: see there.
+    """
+    names, count = given["class_names"], given["num_classes"]
+    if names is not None and len(names) != count:
+        raise ValueError(f"class_names holds {len(names)} names, num_classes is {count}")
+    lr, min_lr, lr_base_batch, decay = (given[name] for name in ("lr", "min_lr", "lr_base_batch", "ema_decay"))
+    if not 0 <= min_lr <= lr:
+        raise ValueError(f"need 0 <= min_lr <= lr, got min_lr {min_lr} and lr {lr}")
+    if lr_base_batch is not None and lr_base_batch < 1:
+        raise ValueError(f"lr_base_batch must be 1 or more, got {lr_base_batch}")
+    if decay is not None and not 0 <= decay < 1:
+        raise ValueError(f"ema_decay must lie in 0 <= x < 1, got {decay}")
+    if given["freeze_epochs"] < 0:
+        raise ValueError(f"freeze_epochs must be 0 or more, got {given['freeze_epochs']}")
+    mixup, cutmix = given["mixup"], given["cutmix"]
+    for name, default, needed, there in (
+        ("mix_prob", 1.0, "mixup or cutmix", mixup or cutmix),
+        ("mix_switch_prob", 0.5, "mixup and cutmix", mixup and cutmix),
+        ("ema_warmup", True, "ema_decay", decay is not None),
+        ("distill", "hard", "teacher", given["teacher"]),
+        ("distill_weight", 0.5, "teacher", given["teacher"]),
+        ("distill_temperature", 3.0, "distill 'soft'", given["distill"] == "soft"),
+    ):
+        if given[name] != default and not there:
+            raise ValueError(f"{name} {given[name]} has no effect without {needed}")
+    backend, backends = given["compile"], torch.compiler.list_backends(exclude_tags=())
+    if isinstance(backend, str) and backend not in backends:
+        raise ValueError(f"unknown backend of torch.compile {backend!r}{did_you_mean(backend, backends)}")
+    check_optimizer(given["opt"], given["layer_decay"], given["opt_kwargs"])
+    check_distillation(given["distill"], given["distill_weight"], given["distill_temperature"])

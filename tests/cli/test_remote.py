@@ -1,0 +1,130 @@
+"""Checkpoints at remote addresses do what local ones do; runs are not written there."""
+
+import functools
+import http.server
+import re
+import threading
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+from conftest import TINY
+
+import relvit
+from relvit.cli import main
+from relvit.training import read_checkpoint
+from relvit.training.pretrained import read_pretrained
+
+QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
+
+
+@pytest.fixture(scope="module")
+def best(run):
+    """The path of a checkpoint, and an address with the same."""
+    path = run / "checkpoints" / "best.ckpt"
+    fsspec.filesystem("memory").pipe("/runs/best.ckpt", path.read_bytes())
+    return path, "memory://runs/best.ckpt"
+
+
+def loss(arguments, capsys):
+    assert main(arguments) == 0
+    return float(re.search(r"val/loss\W+([\d.]+)", capsys.readouterr().out)[1])
+
+
+def same(first, second):
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_what_lies_at_an_address_now_counts(best, tmp_path, capsys):
+    """Lightning's own way would read the older file of the same name again."""
+    path, _ = best
+    content = torch.load(path, weights_only=True)
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address, losses = f"http://127.0.0.1:{server.server_address[1]}/best.ckpt", []
+        for shift in (0.0, 1.0):
+            content["state_dict"]["net.head.bias"][0] += shift
+            torch.save(content, tmp_path / "best.ckpt")
+            losses.append(loss(["validate", f"--ckpt_path={address}", *QUIET], capsys))
+            assert losses[-1] == loss(["validate", f"--ckpt_path={tmp_path / 'best.ckpt'}", *QUIET], capsys)
+        server.shutdown()
+    assert losses[0] != losses[1]
+
+
+def test_commands_and_python(best, photos, tmp_path, capsys):
+    path, address = best
+    image = photos / "test" / "cat" / "0.jpg"
+    assert relvit.load(address).predict(image) == relvit.load(path).predict(image)
+    for name, source in (("local", path), ("remote", address)):
+        folder = tmp_path / name
+        folder.mkdir()
+        assert main(["predict", f"--ckpt_path={source}", f"--data.root={photos}", f"--runs={folder}", *QUIET]) == 0
+        assert main(["embed", f"--ckpt_path={source}", f"--root={photos}", f"--output={folder / 'x.npz'}"]) == 0
+        paths = f"--ckpt_paths=[{source},{path.with_name('last.ckpt')}]"
+        assert main(["average", paths, f"--output={folder / 'x.ckpt'}"]) == 0
+        sizes = ["--sizes=[16]", "--accelerator=cpu", f"--output={folder / 'sizes.csv'}"]
+        assert main(["resolutions", f"--ckpt_path={source}", *sizes]) == 0
+    tables = [next((tmp_path / name).glob("*/predictions.csv")).read_text() for name in ("local", "remote")]
+    assert tables[0] == tables[1]
+    first, second = (np.load(tmp_path / name / "x.npz") for name in ("local", "remote"))
+    assert all(np.array_equal(first[name], second[name]) for name in first)
+    same(*(read_checkpoint(tmp_path / name / "x.ckpt")["state_dict"] for name in ("local", "remote")))
+    assert (tmp_path / "local" / "sizes.csv").read_text() == (tmp_path / "remote" / "sizes.csv").read_text()
+    assert main(["average", f"--ckpt_paths=[{address},{address}]", f"--output={tmp_path / 'x.ckpt'}"]) == 2
+    assert f"{address} is given twice" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--model.pretrained", "--ckpt_path"])
+def test_trainings_start_from_an_address_as_from_a_file(option, best, photos, tmp_path):
+    weights = []
+    for number, source in enumerate(best):
+        runs = tmp_path / str(number)
+        arguments = ["fit", "--data=ImageFolderData", f"--data.root={photos}", f"--runs={runs}", f"{option}={source}"]
+        assert main([*arguments, *TINY, "--trainer.max_epochs=5"]) == 0
+        weights.append(read_checkpoint(next(runs.glob("*/checkpoints/last.ckpt")))["state_dict"])
+    same(*weights)
+
+
+def test_weights_of_other_kinds(best, tmp_path):
+    state = read_checkpoint(best[0])["state_dict"]
+    torch.save(state, tmp_path / "x.pth")
+    fsspec.filesystem("memory").put_file(str(tmp_path / "x.pth"), "/weights/x.pth")
+    same(read_pretrained("memory://weights/x.pth").state, state)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["fit", "--data=DigitsData", "--runs=s3://bucket/runs"], "--runs s3://bucket/runs is a remote address"),
+        (["fit", "--resume=s3://bucket/runs/RUN"], "--resume s3://bucket/runs/RUN is a remote address"),
+        (["test", "--ckpt_path=BEST", "--runs=s3://bucket"], "--runs s3://bucket is a remote address"),
+        (
+            ["export", "--ckpt_path=BEST", "--output=s3://x/y.onnx"],
+            "output s3://x/y.onnx is a remote address",
+        ),
+    ],
+)
+def test_what_is_not_written_to_addresses(arguments, message, best, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main([argument.replace("BEST", str(best[0])) for argument in arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_callback_may_write_there(photos, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments = ["fit", "--data=ImageFolderData", f"--data.root={photos}", f"--runs={tmp_path / 'runs'}", *TINY]
+    callback = ["--trainer.callbacks=ModelCheckpoint", "--trainer.callbacks.dirpath=memory://kept"]
+    assert main([*arguments, *callback, "--trainer.callbacks.filename=x", "--trainer.max_epochs=1"]) == 0
+    last = read_checkpoint(next((tmp_path / "runs").glob("*/checkpoints/last.ckpt")))
+    same(read_checkpoint("memory://kept/x.ckpt")["state_dict"], last["state_dict"])
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+
+
+def test_what_cannot_be_fetched_is_one_sentence(capsys):
+    assert main(["validate", "--ckpt_path=http://127.0.0.1:1/best.ckpt", *QUIET]) == 1
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("relvit validate: error: http://127.0.0.1:1/best.ckpt could not be fetched: Client")

@@ -1,0 +1,190 @@
+"""Attention-free mixers: the paper's parametrisation, written out, and what they refuse."""
+
+import pytest
+import torch
+from oracles import aft as oracle
+from timm.layers import resample_abs_pos_embed
+
+from relvit.layers import AFTConv2d, AFTFull, AFTLocal, AFTSimple, MixerBlock
+from relvit.ops import make_grid
+
+GRID = make_grid(2, 3, prefix=1)
+OPTIONS = {
+    AFTSimple: {},
+    AFTFull: {"grid_size": (2, 3), "prefix": 1, "bias_dim": 4},
+    AFTLocal: {"grid_size": (2, 3), "prefix": 1, "bias_dim": 4, "window": (1, 2)},
+    AFTConv2d: {"kernel_size": (3, 5)},
+}
+
+
+def make(kind, dim=8, heads=2, **options):
+    torch.manual_seed(0)
+    layer = kind(dim, heads, **OPTIONS[kind] | options).double()
+    # Gains and offsets start at zero: then they would hide what they are multiplied with.
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.7)
+    return layer
+
+
+def tokens(count=7, dim=8):
+    return torch.randn(2, count, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def bias_by_hand(layer):
+    """w(head, here, there) by the layer's parameters, places being (row, column) or None."""
+    if isinstance(layer, AFTConv2d):
+        filters = []
+        for head in range(layer.num_heads):
+            raw = layer.kernel[head].detach()
+            normal = (raw - raw.mean()) / raw.std(unbiased=False)
+            filters.append(layer.gamma[head].detach() * normal + layer.beta[head].detach())
+        weight = torch.stack(filters)
+        return lambda head, here, there: oracle.conv_bias(weight, head, here, there)
+    if not isinstance(layer, AFTFull):
+        return lambda head, here, there: 0.0
+    reach = layer.window if isinstance(layer, AFTLocal) else (9, 9)
+
+    def bias(head, here, there):
+        if here and there and any(abs(a - b) >= most for a, b, most in zip(here, there, reach, strict=True)):
+            return 0.0
+        i, j = (0 if place is None else 1 + 3 * place[0] + place[1] for place in (here, there))
+        return float((layer.u[i].detach() * layer.v[j].detach()).sum())
+
+    return bias
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_what_the_paper_says(kind, causal):
+    layer, x = make(kind), tokens()
+    wide, narrow = 8, 2 if kind is AFTConv2d else 8
+    q, k, v = torch.nn.functional.linear(x, layer.qkv.weight, layer.qkv.bias).detach().split((wide, narrow, wide), -1)
+    q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in (q, k, v))
+    mixed = oracle.aft(q, k, v, GRID, bias_by_hand(layer), causal)
+    expected = layer.proj(mixed.transpose(1, 2).flatten(2))
+    # Filters are normalised with an eps in their deviation.
+    atol = 1e-7 if kind is AFTConv2d else 1e-11
+    torch.testing.assert_close(layer(x, GRID, is_causal=causal), expected, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_starts_as_the_simple_one_or_close_to_it(kind):
+    torch.manual_seed(0)
+    layer = kind(8, 2, **OPTIONS[kind])
+    simple = AFTSimple(8, 2)
+    widths = (8, layer.keys * 2, 8)
+    q, k, v = layer.qkv.weight.detach().split(widths)
+    simple.load_state_dict({
+        "qkv.weight": torch.cat((q, k if layer.keys == 4 else k.repeat_interleave(4, 0), v)),
+        "qkv.bias": torch.zeros(24),
+        "proj.weight": layer.proj.weight, "proj.bias": layer.proj.bias,
+    })  # fmt: skip
+    torch.nn.init.zeros_(layer.qkv.bias)
+    x = tokens().float()
+    # u and v of standard deviation 0.01 make a bias of some 1e-4.
+    atol = 1e-6 if kind in (AFTSimple, AFTConv2d) else 1e-3
+    torch.testing.assert_close(layer(x, GRID), simple(x, GRID), rtol=0, atol=atol)
+
+
+def test_filters_learn_from_the_second_step_on():
+    torch.manual_seed(0)
+    layer = AFTConv2d(8, 2, kernel_size=3).double()
+    # None of the filters may be the same everywhere: such a one would never learn.
+    assert (layer.kernel.flatten(1).std(dim=1) > 0.005).all()
+    x = tokens()
+    layer(x, GRID).square().sum().backward()
+    assert (layer.kernel.grad == 0).all()
+    assert (layer.gamma.grad != 0).all()
+    assert (layer.beta.grad != 0).all()
+    with torch.no_grad():
+        layer.gamma -= 0.1 * layer.gamma.grad
+    layer.zero_grad()
+    layer(x, GRID).square().sum().backward()
+    assert (layer.kernel.grad.flatten(1).abs().amax(dim=1) > 0).all()
+
+
+def test_a_filter_that_is_the_same_everywhere_is_defined():
+    layer = AFTConv2d(8, 2, kernel_size=1).double()
+    torch.nn.init.ones_(layer.gamma)
+    out = layer(tokens(), GRID)
+    out.sum().backward()
+    assert out.isfinite().all()
+    assert all(parameter.grad.isfinite().all() for parameter in layer.parameters())
+
+
+@pytest.mark.parametrize("kind", [AFTFull, AFTLocal])
+def test_factors_are_interpolated_on_other_grids(kind):
+    layer = make(kind)
+    grid = make_grid(4, 5, prefix=1)
+    expected = [
+        resample_abs_pos_embed(factor.detach()[None], new_size=(4, 5), old_size=(2, 3), num_prefix_tokens=1)[0]
+        for factor in (layer.u, layer.v)
+    ]
+    # timm resamples in single precision.
+    torch.testing.assert_close(layer.bias(grid), expected[0] @ expected[1].T, rtol=0, atol=1e-5)
+    x = tokens(21)
+    before = layer(x, grid)
+    layer.set_grid_size((4, 5))
+    assert layer.u.shape == (21, 4)
+    torch.testing.assert_close(layer(x, grid), before, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_layouts(kind):
+    """Padding and dropped patches are as if they were not there; a sequence is a grid of one row."""
+    options = {} if kind in (AFTSimple, AFTConv2d) else {"grid_size": (2, 3), "prefix": 0}
+    layer = make(kind, **options)
+    x = tokens(6)
+    keep = torch.tensor([0, 2, 3, 5])
+    coords = torch.stack((keep // 3, keep % 3), dim=-1)
+    dropped = layer(x[:, keep], make_grid(2, 3, coords=coords))
+    valid = torch.zeros(6, dtype=torch.bool).index_fill(0, keep, True)
+    padded = layer(x, make_grid(2, 3, valid=valid))
+    torch.testing.assert_close(dropped, padded[:, keep], rtol=0, atol=1e-12)
+    if kind is AFTConv2d:
+        narrow = make(kind, kernel_size=(1, 5))
+        torch.testing.assert_close(
+            make(kind, kernel_size=(1, 5))(x, make_grid(1, 6)), narrow(x, make_grid(1, 6)), rtol=0, atol=0
+        )
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_backends_may_be_set_later(kind):
+    layer, x = make(kind), tokens()
+    expected = layer(x, GRID)
+    for backend in kind.backends:
+        layer.backend = backend
+        torch.testing.assert_close(layer(x, GRID), expected, rtol=0, atol=1e-10)
+    with pytest.raises(ValueError, match="unknown backend 'referenc'"):
+        make(kind, backend="referenc")
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_drop_in_for_attention_in_a_block(kind):
+    torch.manual_seed(0)
+    block = MixerBlock(
+        8, 2, mixer=lambda *sizes, **options: kind(*sizes, **OPTIONS[kind], **options), qkv_bias=True, init_values=0.5
+    )
+    x = tokens().float()
+    middle = x + 0.5 * block.attn(block.norm1(x), GRID)
+    expected = middle + 0.5 * block.mlp(block.norm2(middle))
+    torch.testing.assert_close(block(x, GRID), expected)
+    assert set(block.attn.no_weight_decay() if hasattr(block.attn, "no_weight_decay") else ()) == {
+        name for name, _ in block.attn.named_parameters() if not name.startswith(("qkv", "proj"))
+    }
+
+
+def test_errors():
+    x = tokens()
+    cases = [
+        (ValueError, "num_heads must divide dim 8, got 3", lambda: AFTSimple(8, 3)),
+        (ValueError, "kernel_size must be odd", lambda: AFTConv2d(8, 2, kernel_size=(3, 4))),
+        (TypeError, "kernel_size must hold integers", lambda: AFTConv2d(8, 2, kernel_size=3.0)),
+        (ValueError, "bias_dim must be at least 1", lambda: AFTFull(8, grid_size=2, bias_dim=0)),
+        (ValueError, "window must be at least 0", lambda: AFTLocal(8, grid_size=2, window=-1)),
+        (ValueError, "the grid has 0 prefix tokens, the factors are for 1", lambda: make(AFTFull)(x, make_grid(1, 7))),
+        (ValueError, "attention-free mixers have no attn_mask", lambda: make(AFTConv2d)(x, GRID, torch.ones(7, 7))),
+    ]
+    for kind, message, call in cases:
+        with pytest.raises(kind, match=message):
+            call()

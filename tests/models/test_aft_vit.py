@@ -1,0 +1,256 @@
+"""Attention-free models: the paper's sizes, its computation block by block, every image size, every kind of graph."""
+
+import onnxruntime
+import pytest
+import timm
+import torch
+from oracles import aft as oracle
+from timm.models import create_feature_extractor
+from timm.optim import param_groups_layer_decay, param_groups_weight_decay
+from vits import SMALL, images
+
+from relvit.models import AFTVisionTransformer
+from relvit.ops import Grid
+
+# Table 4 of the paper, in millions; counted there without fractions that three decimals show.
+PARAMETERS = {
+    "relvit_aft_conv_tiny_k11_h32": 5.356,
+    "relvit_aft_conv_tiny_k11_h192": 5.963,
+    "relvit_aft_conv_small_k11_h16": 20.298,
+    "relvit_aft_conv_small_k11_h384": 22.541,
+    "relvit_aft_conv_small_k15_h384": 23.021,
+    "relvit_aft_full_tiny": 6.323,
+    "relvit_aft_full_small": 22.656,
+}
+# Width, kernel and heads of 'conv', patch.
+FAMILY = {
+    "relvit_aft_conv_tiny": (192, "conv", 11, 192, 16),
+    "relvit_aft_conv_small": (384, "conv", 15, 384, 16),
+    "relvit_aft_conv_tiny_k11_h32": (192, "conv", 11, 32, 16),
+    "relvit_aft_conv_tiny_k11_h192": (192, "conv", 11, 192, 16),
+    "relvit_aft_conv_small_k11_h16": (384, "conv", 11, 16, 16),
+    "relvit_aft_conv_small_k11_h384": (384, "conv", 11, 384, 16),
+    "relvit_aft_conv_small_k15_h384": (384, "conv", 15, 384, 16),
+    "relvit_aft_conv_tiny_patch4_32": (192, "conv", 11, 192, 4),
+    "relvit_aft_conv_small_patch4_32": (384, "conv", 11, 384, 4),
+    "relvit_aft_full_tiny": (192, "full", None, 1, 16),
+    "relvit_aft_full_small": (384, "full", None, 1, 16),
+    "relvit_aft_local_tiny": (192, "local", None, 1, 16),
+    "relvit_aft_local_small": (384, "local", None, 1, 16),
+    "relvit_aft_simple_tiny": (192, "simple", None, 1, 16),
+    "relvit_aft_simple_small": (384, "simple", None, 1, 16),
+    "test_relvit_aft": (64, "conv", 5, 2, 16),
+}
+MIXERS = {
+    "conv": {"kernel_size": (3, 5)},
+    "full": {"bias_dim": 5},
+    "local": {"bias_dim": 5, "window": (1, 2)},
+    "simple": {},
+}
+
+
+def build(mixer="conv", **options):
+    torch.manual_seed(0)
+    model = timm.create_model("test_relvit_aft", **{**SMALL, "mixer": mixer, **MIXERS[mixer], **options})
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameters_are_those_of_the_papers_table(name):
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e6, 3) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_registered_models_are_what_they_say(name):
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    width, mixer, kernel, heads, patch = FAMILY[name]
+    attn = model.blocks[0].attn
+    assert type(attn).__name__ == {"conv": "AFTConv2d"}.get(mixer, f"AFT{mixer.title()}")
+    assert (model.embed_dim, attn.num_heads, model.patch_embed.patch_size) == (width, heads, (patch, patch))
+    assert getattr(attn, "kernel_size", None) == (kernel and (kernel, kernel))
+    assert getattr(attn, "window", None) == ((4, 4) if mixer == "local" else None)
+    conv = mixer == "conv"
+    assert (model.has_class_token, model.global_pool) == ((False, "avg") if conv else (True, "token"))
+    assert (model.pos_embed is None) == conv
+    assert len(model.blocks) == (6 if name.startswith("test") else 12)
+
+
+def test_all_registered_models_are_in_the_list():
+    assert set(timm.list_models("*relvit_aft*")) == set(FAMILY)
+    assert set(PARAMETERS) < set(FAMILY)
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_features_equal_the_papers_equations_in_every_block(mixer):
+    model = build(mixer, depth=2, reg_tokens=1).double().eval()
+    x = images(batch=1, dtype=torch.float64)
+    tokens = model.patch_embed.proj(x).flatten(2).transpose(1, 2)
+    tokens = torch.cat([t for t in (model.cls_token, model.reg_token) if t is not None] + [tokens], dim=1)
+    if model.pos_embed is not None:
+        tokens = tokens + model.pos_embed
+    grid = Grid(3, 2, model.num_prefix_tokens)
+
+    for block in model.blocks:
+        attn = block.attn
+
+        def bias(head, here, there, attn=attn):
+            if mixer == "conv":
+                return oracle.conv_bias(attn.weight().detach(), head, here, there)
+            if mixer == "simple":
+                return 0.0
+            if mixer == "local" and here and there and (here[0] != there[0] or abs(here[1] - there[1]) > 1):
+                return 0.0
+            i, j = (0 if place is None else 2 + 2 * place[0] + place[1] for place in (here, there))
+            return float(attn.u[i].detach() @ attn.v[j].detach())
+
+        if mixer in ("full", "local"):
+            # The oracle does not say which of the prefix tokens it asks for.
+            with torch.no_grad():
+                attn.u[1], attn.v[1] = attn.u[0], attn.v[0]
+        keys = 2 if mixer == "conv" else 12
+        q, k, v = (
+            part.unflatten(-1, (2, -1)).transpose(1, 2)
+            for part in attn.qkv(block.norm1(tokens)).detach().split((12, keys, 12), -1)
+        )
+        tokens = tokens + attn.proj(oracle.aft(q, k, v, grid, bias).transpose(1, 2).flatten(2))
+        tokens = tokens + block.mlp(block.norm2(tokens))
+    torch.testing.assert_close(model.forward_features(x), model.norm(tokens), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("size", [(8, 8), (40, 24), (16, 72)])
+def test_any_size_equals_a_model_set_to_that_size(mixer, size):
+    model = build(mixer).double().eval()
+    x = images(*size, dtype=torch.float64)
+    before = model(x)
+    model.set_input_size(size)
+    torch.testing.assert_close(model(x), before, rtol=0, atol=1e-6 if model.pos_embed is not None else 1e-12)
+    if mixer == "conv":
+        other = build(mixer, img_size=size).double().eval()
+        other.load_state_dict(model.state_dict())
+        torch.testing.assert_close(other(x), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_training(mixer):
+    """Every parameter has a gradient, checkpointing does not change it, and dropped patches keep their places."""
+    model = build(mixer).double().train()
+    x = images(dtype=torch.float64)
+    parameters = dict(model.named_parameters())
+    plain = model(x)
+    gradients = torch.autograd.grad(plain.square().sum(), parameters.values())
+    assert all(gradient.abs().sum() > 0 for gradient in gradients)
+    model.set_grad_checkpointing()
+    again = model(x)
+    torch.testing.assert_close(again, plain, rtol=0, atol=0)
+    for one, other in zip(torch.autograd.grad(again.square().sum(), parameters.values()), gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-11)
+
+    dropping = build(mixer, patch_drop_rate=0.5).double().train()
+    tokens, grid = dropping.embed(images(32, 24, dtype=torch.float64))
+    prefix = model.num_prefix_tokens
+    assert tokens.shape[1] == prefix + 6
+    layer = dropping.blocks[0].attn
+    whole = torch.zeros(2, prefix + 12, 12, dtype=torch.float64)
+    kept = grid.coords[..., 0] * 3 + grid.coords[..., 1]
+    places = torch.cat((torch.arange(prefix).expand(2, -1), prefix + kept), dim=1)[..., None].expand(-1, -1, 12)
+    valid = torch.zeros(2, 12, dtype=torch.bool).scatter(1, kept, True)
+    padded = layer(whole.scatter(1, places, tokens), Grid(4, 3, prefix, None, valid))
+    torch.testing.assert_close(layer(tokens, grid), padded.gather(1, places), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_groups_of_parameters(mixer):
+    model = build(mixer)
+    own = {name for name, _ in model.named_parameters() if name.split(".")[-1] in ("u", "v", "kernel", "gamma", "beta")}
+    assert len(own) == {"conv": 9, "simple": 0}.get(mixer, 6)
+    assert own <= model.no_weight_decay()
+    _, decayed = param_groups_weight_decay(model, no_weight_decay_list=model.no_weight_decay())
+    named = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert not own & {named[id(parameter)] for parameter in decayed["params"]}
+    groups = param_groups_layer_decay(model, layer_decay=0.5, no_weight_decay_list=model.no_weight_decay())
+    scales = {named[id(parameter)]: group["lr_scale"] for group in groups for parameter in group["params"]}
+    for name in own:
+        block = int(name.split(".")[1])
+        assert scales[name] == scales[f"blocks.{block}.mlp.fc1.weight"] == 0.5 ** (3 - block)
+
+
+SIZES = [(24, 16), (16, 80), (64, 64)]
+VARIANTS = [{"mixer": "conv", "class_token": True, "kernel_size": 3}, {"mixer": "local", "img_size": (32, 48)}]
+
+
+def any_size():
+    height, width = (8 * torch.export.Dim(name, min=2, max=64) for name in ("height", "width"))
+    return ({2: height, 3: width},)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_graphs_for_all_sizes(variant):
+    model = build(depth=1, **variant).eval()
+    graphs = []
+
+    def count(graph, _example):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    made = {
+        "exported": torch.export.export(model, (images(24, 16),), dynamic_shapes=any_size()).module(),
+        "compiled": torch.compile(model, fullgraph=True, dynamic=True, backend=count),
+        "scripted": torch.jit.script(model),
+        "traced": torch.jit.trace(model, images(24, 16), check_trace=False),
+        "traced by symbols": create_feature_extractor(model, {"head": "head"}),
+    }
+    with torch.no_grad():
+        for size in SIZES:
+            expected = model(images(*size))
+            for name, graph in made.items():
+                got = graph(images(*size))
+                got = got["head"] if isinstance(got, dict) else got
+                torch.testing.assert_close(got, expected, rtol=0, atol=1e-5, msg=lambda text, name=name: name + text)
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_onnx_runtime_gives_the_same_at_all_sizes(variant, tmp_path):
+    model = build(depth=1, **variant).eval()
+    program = torch.onnx.export(model, (images(24, 16),), dynamic_shapes=any_size(), dynamo=True, verbose=False)
+    program.save(tmp_path / "model.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    for size in SIZES:
+        (logits,) = session.run(None, {session.get_inputs()[0].name: images(*size).numpy()})
+        torch.testing.assert_close(torch.from_numpy(logits), model(images(*size)).detach(), rtol=0, atol=1e-5)
+
+
+def test_half_precision():
+    model = build("conv").eval()
+    x = images()
+    expected = model(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert (model(x).float() - expected).abs().max() < 0.1 * expected.abs().max()
+    assert (model.bfloat16()(x.bfloat16()).float() - expected).abs().max() < 0.2 * expected.abs().max()
+
+
+def test_errors():
+    cases = [
+        (ValueError, r"mixer must be one of .*, got 'cnov' \(did you mean 'conv'\?\)", {"mixer": "cnov"}),
+        (ValueError, "window is for mixer 'local', got window=3 with mixer 'conv'", {"window": 3}),
+        (ValueError, "kernel_size is for mixer 'conv'", {"mixer": "full", "kernel_size": 3}),
+        (ValueError, "qk_norm cannot be chosen", {"qk_norm": True}),
+        (ValueError, "attn_drop_rate cannot be chosen", {"attn_drop_rate": 0.1}),
+        (TypeError, r"has no argument 'kernel_sise' \(did you mean 'kernel_size'\?\)", {"kernel_sise": 3}),
+        (ValueError, "global_pool 'token' needs class_token=True", {"global_pool": "token"}),
+        (ValueError, "num_heads must divide dim 12, got 5", {"num_heads": 5}),
+        (ValueError, "unknown backend 'toplitz'", {"backend": "toplitz"}),
+    ]
+    for kind, message, options in cases:
+        with pytest.raises(kind, match=message):
+            timm.create_model("test_relvit_aft", **{**SMALL, **options})
+    with pytest.raises(ValueError, match="attention-free mixers have no attn_mask"):
+        build()(images(), attn_mask=torch.ones(6, 6))
+    assert isinstance(build(), AFTVisionTransformer)

@@ -1,0 +1,180 @@
+"""The cases of tools/gpu_check.py: what attends to what, by which terms, and what comes out on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from relvit.ops import (
+    AxisTables,
+    Grid,
+    JointTable,
+    RelativeTerms,
+    key_mask,
+    make_grid,
+    num_tokens,
+    relative_attention,
+)
+
+LETTERS = ("", "k", "v", "q", "b", "kv", "qkvb")
+BATCH, HEADS = 2, 2
+
+
+class Scene(NamedTuple):
+    """What attends to what, on the CPU in float64; contents are numbers that every dtype holds exactly."""
+
+    name: str
+    contents: tuple[Tensor, Tensor, Tensor]
+    cotangent: Tensor
+    grid: Grid
+    key_grid: Grid
+    distance: tuple[int, int]
+    per_head: bool
+    bucketing: str
+    options: dict[str, Any]
+    letters: tuple[str, ...]
+
+
+def draw(generator: torch.Generator, *shape: int, std: float = 1.0) -> Tensor:
+    """Normal numbers, float64, rounded to what both bfloat16 and float16 hold."""
+    exact = std * torch.randn(shape, generator=generator, dtype=torch.float64)
+    return exact.bfloat16().half().double()
+
+
+def draw_scene(
+    name: str,
+    grid: Grid,
+    key_grid: Grid | None = None,
+    *,
+    dim: int,
+    distance: tuple[int, int],
+    per_head: bool = False,
+    bucketing: str = "clip",
+    letters: tuple[str, ...] = LETTERS,
+    **options: Any,
+) -> Scene:
+    """Contents for given grids; in memory tokens come before heads, as projections leave them."""
+    key_grid = grid if key_grid is None else key_grid
+    generator = torch.Generator().manual_seed(0)
+    lengths = [num_tokens(part) for part in (grid, key_grid, key_grid, grid)]
+    query, key, value, cotangent = (draw(generator, BATCH, n, HEADS, dim).transpose(1, 2) for n in lengths)
+    places = (grid, key_grid, distance, per_head, bucketing)
+    return Scene(name, (query, key, value), cotangent, *places, options, letters)
+
+
+def draw_terms(scene: Scene, letters: str, layout: type[AxisTables] | type[JointTable]) -> RelativeTerms:
+    """Tables of a scene, float64."""
+    generator = torch.Generator().manual_seed(1)
+    sizes = [2 * distance + 1 for distance in scene.distance]
+    lead = (HEADS,) if scene.per_head else ()
+
+    def tables(tail: tuple[int, ...]) -> AxisTables | JointTable:
+        shapes = [tuple(sizes)] if layout is JointTable else [(size,) for size in sizes]
+        return layout(*(draw(generator, *lead, *shape, *tail, std=0.3) for shape in shapes))
+
+    vector = scene.contents[0].shape[-1:]
+    tails = {"query": vector, "key": vector, "value": vector, "bias": ()}
+    terms = {name: tables(tail) for name, tail in tails.items() if name[0] in letters}
+    return RelativeTerms(**terms, bucketing=scene.bucketing)
+
+
+def draw_scenes(quick: bool) -> Iterator[Scene]:
+    """All kinds of places and masks, never square; tables end before the grids do."""
+    height, width, dim, distance = (10, 7, 32, (5, 4)) if quick else (14, 10, 64, (5, 7))
+    letters = ("", "qkvb") if quick else LETTERS
+    scene = partial(draw_scene, dim=dim, distance=distance, letters=letters)
+    generator = torch.Generator().manual_seed(2)
+    patches, few = height * width, height * width // 2
+    sizes = torch.tensor([height, width])
+
+    def dropped(times: int) -> Tensor:
+        kept = torch.stack([torch.randperm(patches, generator=generator)[:few] for _ in range(BATCH)])
+        return times * torch.stack((kept // width, kept % width), dim=-1)
+
+    raster = make_grid(height, width, 1)
+    yield scene(f"raster {height}x{width}", raster)
+    yield scene("table per head", raster, per_head=True)
+    yield scene("piecewise", raster, bucketing="piecewise")
+    # Widths that are no multiple of 8 are what kernels are choosy about.
+    yield scene("head_dim 20", raster, dim=20)
+    valid = torch.rand(BATCH, patches, generator=generator) < 0.7
+    yield scene("padding", raster._replace(valid=valid))
+    valid = torch.stack((valid[0], torch.zeros_like(valid[0])))
+    yield scene("sample without valid key", make_grid(height, width, valid=valid))
+    valid = torch.rand(BATCH, few, generator=generator) < 0.7
+    yield scene("dropped patches", make_grid(height, width, 1, dropped(1), valid))
+    # The same spread over so many rows and columns that the longer vectors are wider than 256, tables likewise: were
+    # all offsets clipped, gradients of tables would cancel to nothing.
+    times = (256 - dim) // (height + width) + 1
+    far = make_grid(times * height, times * width, 1, dropped(times), valid)
+    yield scene("far apart", far, distance=(times * distance[0], times * distance[1]))
+    # Queries also lie outside the key grid, which `make_grid` would refuse.
+    coords = (torch.rand(BATCH, few, 2, generator=generator) * (sizes + 4)).long() - 2
+    valid = torch.rand(BATCH, patches, generator=generator) < 0.7
+    yield scene("cross", Grid(*reversed(sizes.tolist()), 1, coords), make_grid(height, width, 2, valid=valid))
+    mask = torch.rand(BATCH, 1, patches + 1, patches + 1, generator=generator) < 0.6
+    yield scene("boolean mask", raster, attn_mask=mask | torch.eye(patches + 1, dtype=torch.bool))
+    yield scene("causal", raster, is_causal=True)
+    if not quick:
+        yield scene("strip 3x200", make_grid(3, 200, 1), letters=("kv", "qkvb"))
+
+
+def on_device(grid: Grid, device: str) -> Grid:
+    """The grid with its tensors moved."""
+    moved = (None if tensor is None else tensor.to(device) for tensor in (grid.coords, grid.valid))
+    return Grid(grid.height, grid.width, grid.prefix, *moved)
+
+
+def options_on(scene: Scene, device: str) -> dict[str, Any]:
+    """The scene's mask, moved."""
+    return {name: given.to(device) if isinstance(given, Tensor) else given for name, given in scene.options.items()}
+
+
+def leaf(tensor: Tensor, device: str, dtype: torch.dtype) -> Tensor:
+    """A copy of its own that takes a gradient."""
+    return tensor.detach().to(device, dtype, copy=True).requires_grad_()
+
+
+def arguments_of(scene: Scene, terms: RelativeTerms, device: str, dtype: torch.dtype) -> tuple[Any, ...]:
+    """Query, key, value, terms, grid and key grid; tables are in single precision at least, as parameters are."""
+    contents = [leaf(tensor, device, dtype) for tensor in scene.contents]
+    single = torch.promote_types(dtype, torch.float32)
+    terms = RelativeTerms(
+        *(None if pair is None else type(pair)(*(leaf(table, device, single) for table in pair)) for pair in terms[:4]),
+        bucketing=terms.bucketing,
+    )
+    grid = on_device(scene.grid, device)
+    return *contents, terms, grid, grid if scene.key_grid is scene.grid else on_device(scene.key_grid, device)
+
+
+def outcome(
+    scene: Scene, terms: RelativeTerms, device: str, dtype: torch.dtype, backend: str = "auto"
+) -> dict[str, Tensor]:
+    """The result, and the gradient of each input, by name."""
+    *arguments, grid, key_grid = arguments_of(scene, terms, device, dtype)
+    out = relative_attention(*arguments, grid, key_grid, backend=backend, **options_on(scene, device))
+    if (out.dtype, out.device.type) != (dtype, device):
+        raise TypeError(f"result is {out.dtype} on {out.device.type}")
+    inputs = dict(zip(("query", "key", "value"), arguments[:3], strict=True))
+    for name, pair in zip(RelativeTerms._fields, arguments[3][:4], strict=False):
+        inputs |= {f"{name}.{part}": table for part, table in (pair._asdict() if pair else {}).items()}
+    grads = torch.autograd.grad(out, list(inputs.values()), scene.cotangent.to(device, dtype))
+    return {"result": out.detach(), **dict(zip(inputs, grads, strict=True))}
+
+
+def stock_outcome(scene: Scene, device: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The same of stock attention to the same keys, without relative terms."""
+    contents = [leaf(tensor, device, dtype) for tensor in scene.contents]
+    options = options_on(scene, device)
+    valid = key_mask(on_device(scene.key_grid, device))
+    if valid is not None:
+        # For a sample that may attend to nothing there is no stock result: it may attend to all.
+        options["attn_mask"] = (valid | ~valid.any(dim=1, keepdim=True))[:, None, None, :]
+    out = F.scaled_dot_product_attention(*contents, **options)
+    grads = torch.autograd.grad(out, contents, scene.cotangent.to(device, dtype))
+    return dict(zip(("result", "query", "key", "value"), (out.detach(), *grads), strict=True))
