@@ -5,6 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+import timm
+import torch
 import yaml
 from cifar_archive import make_archive
 from conftest import write_photos
@@ -57,6 +59,10 @@ def tiny(path, tmp_path, monkeypatch, photos, wordnet, run):
     flags = [f"--model.model_kwargs.{name}={value}" for name, value in SMALL.items()]
     data = config["data"]["class_path"].rpartition(".")[2]
     if data == "ImageNetData":
+        if "pretrained" in config["model"]:
+            # Attention of the same width, depth and MLP ratio.
+            source = shutil.copy(run / "checkpoints" / "best.ckpt", tmp_path / "source.ckpt")
+            flags += [f"--model.pretrained={source}", "--model.model_kwargs.mlp_ratio=3"]
         return [*flags, f"--data.root={wordnet}", "--data.img_size=32"]
     if data == "ImageFolderData":
         if "pretrained" in config["model"]:
@@ -82,7 +88,10 @@ def test_recipes_run_on_tiny_data(path, tmp_path, monkeypatch, photos, wordnet, 
     assert main(["fit", f"--config={path}", *ON_A_CPU, *FAST, *flags]) == 0, capsys.readouterr().err
     out = capsys.readouterr().out
     assert "effective batch 4 (4 x 1 x 1" in out
-    assert ("pretrained: " in out) == (path.stem == "finetune")
+    pretrained = re.search(r"^pretrained: .*$", out, re.MULTILINE)
+    assert bool(pretrained) == ("pretrained" in yaml.safe_load(path.read_text())["model"])
+    if path.stem == "finetune_aft":
+        assert "in part: the values of blocks.*.attn.qkv.weight (2)" in pretrained[0]
 
 
 @pytest.mark.parametrize(("name", "own"), [("cifar10", CIFAR10Data), ("cifar100", CIFAR100Data)])
@@ -110,6 +119,26 @@ def test_recipes_of_cifar_run_on_class_folders(name, own, tmp_path, monkeypatch,
     assert {split: type(transform) for _, split, transform in made} == {"train": BatchTransform, "val": BatchTransform}
     kept = ("img_size", "crop_pct", "mean", "std", "augment")
     assert [getattr(made[0][0], field) for field in kept] == [getattr(own(), field) for field in kept]
+
+
+@pytest.mark.parametrize(
+    ("attention", "free"), [("cifar10", "cifar10_aft"), ("imagenet_deit_small", "imagenet_aft_conv_small")]
+)
+def test_models_without_attention_are_of_the_same_size_and_trained_alike(attention, free):
+    recipes = [yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text()) for name in (attention, free)]
+    kwargs = [recipe["model"].pop("model_kwargs") for recipe in recipes]
+    with torch.device("meta"):
+        models = [
+            timm.create_model(recipe["model"].pop("model"), **given)
+            for recipe, given in zip(recipes, kwargs, strict=True)
+        ]
+    assert recipes[0] == recipes[1]
+    # Tables of relative positions are attention's.
+    assert {name: value for name, value in kwargs[0].items() if name != "rel_init_std"} == kwargs[1]
+    sizes = [
+        {name: tensor.shape for name, tensor in model.state_dict().items() if ".attn." not in name} for model in models
+    ]
+    assert sizes[0] == sizes[1]
 
 
 @pytest.mark.parametrize("name", sorted(ADDITIONS))

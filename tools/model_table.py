@@ -12,7 +12,9 @@ import timm
 import torch
 from torch import nn
 
-from relvit import RelVisionTransformer
+from relvit.layers import AFTConv2d, AFTFull, AFTSimple, RelativeAttention
+from relvit.models import AFTVisionTransformer
+from relvit.models.grid_vit import GridVisionTransformer
 
 README = Path(__file__).parent.parent / "README.md"
 BEGIN, END = "<!-- written by tools/model_table.py -->", "<!-- end -->"
@@ -23,7 +25,7 @@ HEAD = (
 
 
 class Cost(NamedTuple):
-    """What a model takes; relative: what of it its tables of relative positions take."""
+    """What a model takes; relative: what of it its relative positions or, without attention, biases take."""
 
     parameters: int
     macs: int
@@ -31,14 +33,12 @@ class Cost(NamedTuple):
     relative_macs: int
 
 
-def cost(model: RelVisionTransformer) -> Cost:
-    """Count a model as registered (separate tables, no absolute embedding), for one image of the size it was made for.
+def cost(model: GridVisionTransformer) -> Cost:
+    """Count a model as registered, for one image of the size it was made for.
 
     MACs are multiply-accumulates, half the FLOPs, of all matrix products: the patch embedding, the linear layers, the
-    two products of attention, the head. Relative is the product of each patch in each head with every row of each table
-    of vectors: 2 (2k + 1) rows per term, head_dim long, with the query or the key (logits) or the attention's marginals
-    (values). That is what the method needs, whatever a backend does besides; choosing among these products, adding them
-    up, and biases are no products, nor are norms and softmax.
+    mixers, the head. That is what the methods need, whatever a backend does besides; choosing among these products,
+    adding them up, and products by element are none, nor are norms and softmax.
     """
     patches = model.patch_embed.num_patches
     tokens = patches + model.num_prefix_tokens
@@ -46,29 +46,66 @@ def cost(model: RelVisionTransformer) -> Cost:
     relative_parameters = relative_macs = 0
     for block in model.blocks:
         weights = sum(module.weight.numel() for module in block.modules() if isinstance(module, nn.Linear))
-        macs += tokens * weights + 2 * tokens**2 * block.attn.attn_dim
-        for name, table in block.attn.position.named_parameters():
-            relative_parameters += table.numel()
-            if not name.startswith("bias"):
-                rows, head_dim = table.shape[-2:]
-                relative_macs += patches * block.attn.num_heads * rows * head_dim
+        mixer = block.attn
+        mixed, parameters, relative = (
+            attention_free(mixer, tokens, patches)
+            if isinstance(mixer, AFTSimple)
+            else attention(mixer, tokens, patches)
+        )
+        macs += tokens * weights + mixed + relative
+        relative_parameters += parameters
+        relative_macs += relative
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return Cost(parameters, macs + relative_macs, relative_parameters, relative_macs)
+    return Cost(parameters, macs, relative_parameters, relative_macs)
+
+
+def attention(mixer: RelativeAttention, tokens: int, patches: int) -> tuple[int, int, int]:
+    """MACs of the two products of attention; parameters and MACs of relative positions (separate tables).
+
+    The latter are the product of each patch in each head with every row of each table of vectors: 2 (2k + 1) rows per
+    term, head_dim long, with the query or the key (logits) or the attention's marginals (values). Biases are no
+    products.
+    """
+    parameters = macs = 0
+    for name, table in mixer.position.named_parameters():
+        parameters += table.numel()
+        if not name.startswith("bias"):
+            rows, head_dim = table.shape[-2:]
+            macs += patches * mixer.num_heads * rows * head_dim
+    return 2 * tokens**2 * mixer.attn_dim, parameters, macs
+
+
+def attention_free(mixer: AFTSimple, tokens: int, patches: int) -> tuple[int, int, int]:
+    """MACs of the sums over all tokens; parameters and MACs of the bias w.
+
+    A full or local bias w = u v^T is one product, and the sums of exp(k) v and of exp(k) are two with exp(w). The
+    window of AFT-conv is a product with each patch's exp(k) v and exp(k), as the paper convolves; the sums over
+    everything else are the same for all tokens, as those of AFT-simple.
+    """
+    if isinstance(mixer, AFTFull):
+        factors = mixer.u.numel() + mixer.v.numel()
+        return 2 * tokens**2 * mixer.proj.in_features, factors, tokens**2 * mixer.u.shape[1]
+    if isinstance(mixer, AFTConv2d):
+        window = mixer.kernel[0].numel()
+        parameters = mixer.kernel.numel() + mixer.gamma.numel() + mixer.beta.numel()
+        return 0, parameters, patches * window * mixer.num_heads * (mixer.head_dim + mixer.keys)
+    return 0, 0, 0
 
 
 def table() -> str:
-    """The Markdown table of all registered models but the one for tests, by image size and parameters."""
+    """The Markdown table of all registered models but those for tests: by mixer, image size and parameters."""
     rows = []
     for name in timm.list_models("relvit_*"):
         with torch.device("meta"):
             model = timm.create_model(name)
         height, width = model.patch_embed.img_size
-        rows.append((height * width, cost(model), f"`{name}`", f"{height} x {width}"))
+        free = isinstance(model, AFTVisionTransformer)
+        rows.append((free, height * width, cost(model), f"`{name}`", f"{height} x {width}"))
     lines = [
-        f"| {name} | {image} | {taken.parameters / 1e6:.2f} | {taken.macs / 1e9:.2f} "
+        f"| {name} | {image} | {taken.parameters / 1e6:.3f} | {taken.macs / 1e9:.2f} "
         f"| {taken.relative_parameters / 1e3:.1f} | {taken.relative_macs / 1e6:.1f} "
         f"| {taken.relative_macs / taken.macs:.1%} |"
-        for _, taken, name, image in sorted(rows)
+        for _, _, taken, name, image in sorted(rows)
     ]
     return "\n".join((*HEAD, *lines))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,6 +19,8 @@ from relvit.layers import AFTConv2d, AFTFull, AFTLocal, AFTSimple, MixerBlock, r
 from relvit.models import weights
 from relvit.models.grid_vit import CIFAR, GridVisionTransformer, check_arguments, model_cfg
 from relvit.names import did_you_mean, listing
+
+_logger = logging.getLogger(__name__)
 
 MIXERS: dict[str, type[AFTSimple]] = {"full": AFTFull, "local": AFTLocal, "simple": AFTSimple, "conv": AFTConv2d}
 # Arguments of the model that belong to some mixers, and what stands for None.
@@ -115,6 +118,11 @@ class AFTVisionTransformer(GridVisionTransformer):
             if isinstance(block.attn, AFTFull):
                 block.attn.set_grid_size(self.patch_embed.grid_size)
 
+    @torch.jit.ignore
+    def load_pretrained(self, checkpoint_path: str, prefix: str = "") -> None:
+        """Load an original JAX archive as `checkpoint_filter_fn` converts it, see `weights.load_jax_archive`."""
+        weights.load_jax_archive(self, checkpoint_path, prefix, checkpoint_filter_fn)
+
 
 def make_mixer(mixer: str, given: dict[str, Any], backend: str) -> Callable[..., AFTSimple]:
     """What makes the mixer of a block; `given` are the model's arguments for mixers, None where there is none."""
@@ -130,7 +138,10 @@ def make_mixer(mixer: str, given: dict[str, Any], backend: str) -> Callable[...,
 
 
 def checkpoint_filter_fn(
-    state_dict: dict[str, Any], model: AFTVisionTransformer, log: bool = True
+    state_dict: dict[str, Any],
+    model: AFTVisionTransformer,
+    log: bool = True,
+    in_part: dict[str, str] | None = None,
 ) -> dict[str, Tensor]:
     """Turn a checkpoint of a Vision Transformer, attention-free or not, into the state dict of `model`.
 
@@ -139,26 +150,49 @@ def checkpoint_filter_fn(
     - the factors of a bias on another grid are interpolated (an approximation);
     - from attention the projections of values and outputs are taken over, as the paper does where it fine-tunes a
       pretrained DeiT (section 4.3); projections to queries and keys, and what is attention-free alone, stay as they are
-      in the model.
+      in the model. 'simple' has no tensor by which its own checkpoints could be told from those of attention: it takes
+      over all.
 
-    Args, returns, raises: see `relvit.models.checkpoint_filter_fn`.
+    Args:
+        state_dict, model: see `relvit.models.checkpoint_filter_fn`.
+        log: warn of what is left out.
+        in_part: names of tensors of which only a part comes from the checkpoint are put here, and which part that is.
+
+    Returns, raises: see `relvit.models.checkpoint_filter_fn`.
     """
+    for wrapper in ("model", "state_dict"):
+        state_dict = state_dict.get(wrapper, state_dict)
     state = weights.checkpoint_filter_fn(state_dict, model, log)
     own = model.state_dict()
-    attention = not any(MIXER.search(name) for name in state)
-    for name in [name for name in own if MIXER.search(name)]:
-        if attention:
-            state[name] = own[name]
-        elif name in state and name.endswith((".u", ".v")):
+    added = [name for name in own if MIXER.search(name)]
+    if added and not any(MIXER.search(name) for name in state):
+        state.update({name: own[name] for name in added})
+        values = _keep_values(state, own)
+        if log and values:
+            _logger.warning("queries and keys of attention are left out: only the values of %s are taken", values[0])
+        if in_part is not None:
+            in_part.update(dict.fromkeys(values, "values"))
+        return state
+    prefix = sum(state_dict[name].shape[1] for name in weights.PREFIX_TOKENS if name in state_dict)
+    for name in added:
+        if name in state and name.endswith((".u", ".v")):
             factor = state[name]
-            prefix, size = weights.grid_of(
-                name, factor.shape[0], model.num_prefix_tokens, state.get(weights.PATCHES), model
+            tokens, size = weights.grid_of(
+                name, factor.shape[0], prefix, state_dict.get(weights.PATCHES), model, own[name].shape[0]
             )
-            state[name] = resample_embedding(factor[None], size, model.patch_embed.grid_size, prefix)[0]
-    for name in [name for name in state if attention and ".attn.qkv." in name and name in own]:
+            state[name] = resample_embedding(factor[None], size, model.patch_embed.grid_size, tokens)[0]
+    return state
+
+
+def _keep_values(state: dict[str, Tensor], own: dict[str, Tensor]) -> list[str]:
+    """Put the model's own queries and keys before the values of attention; the names of these projections."""
+    names = [name for name in state if ".attn.qkv." in name and name in own]
+    # Of another width: left as they are, for whoever loads them to refuse.
+    names = [name for name in names if state[name].shape[0] == 3 * own[name.replace("qkv", "proj")].shape[0]]
+    for name in names:
         values = state[name].shape[0] // 3
         state[name] = torch.cat((own[name][:-values], state[name][-values:].to(own[name])))
-    return state
+    return names
 
 
 default_cfgs = generate_default_cfgs(

@@ -48,8 +48,9 @@ class TransferReport:
 
     Attributes:
         source: where the weights came from.
-        loaded: names of the model's tensors that were loaded, those resized among them.
+        loaded: names of the model's tensors that were loaded, those resized or loaded in part among them.
         resized: those of another shape in the source: absolute embeddings, tables, patch and input sizes.
+        in_part: names of those of which only a part was loaded, the rest being as the model was made, and which part.
         new: names of the model's tensors that the source does not have, which are as the model was made.
         skipped: names of the source's tensors that the model does not have (those among them that others have taken in,
             as weights do with a layer scale that the model lacks).
@@ -59,6 +60,7 @@ class TransferReport:
     source: str
     loaded: list[str]
     resized: list[str] = field(default_factory=list)
+    in_part: dict[str, str] = field(default_factory=dict)
     new: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     reordered: bool = False
@@ -68,15 +70,19 @@ class TransferReport:
         text = f"{len(self.loaded)} of {len(self.loaded) + len(self.new)} tensors from {self.source}"
         if self.reordered:
             text += ", the classifier's rows in the order of the classes here"
-        for title in ("resized", "new", "skipped"):
-            if names := getattr(self, title):
-                text += f"; {title}: {', '.join(_in_short(names))}"
+        for title, names in self._titled().items():
+            if names:
+                text += f"; {title.replace('_', ' ')}: {', '.join(names)}"
         return text
 
     def plain(self) -> dict[str, Any]:
         """The same in plain types, for a file."""
-        names = {title: _in_short(getattr(self, title)) for title in ("resized", "new", "skipped")}
-        return {"source": self.source, "loaded": len(self.loaded), **names, "reordered": self.reordered}
+        return {"source": self.source, "loaded": len(self.loaded), **self._titled(), "reordered": self.reordered}
+
+    def _titled(self) -> dict[str, list[str]]:
+        parts = [f"the {part} of {name}" for name, part in self.in_part.items()]
+        titled = {"resized": self.resized, "in_part": parts, "new": self.new, "skipped": self.skipped}
+        return {title: _in_short(names) for title, names in titled.items()}
 
 
 def transfer_weights(net: nn.Module, weights: Weights, class_names: Sequence[str] | None = None) -> TransferReport:
@@ -102,7 +108,8 @@ def transfer_weights(net: nn.Module, weights: Weights, class_names: Sequence[str
     """
     own = net.state_dict()
     given = {name: tensor for name, tensor in weights.state.items() if isinstance(tensor, Tensor)}
-    state = _convert(dict(given), net, own, weights.input_size)
+    in_part: dict[str, str] = {}
+    state = _convert(dict(given), net, own, weights.input_size, in_part)
     _adapt_channels(state, net, own)
     reordered = _fit_classifier(state, net, own, weights.class_names, class_names)
 
@@ -131,7 +138,10 @@ def transfer_weights(net: nn.Module, weights: Weights, class_names: Sequence[str
     return TransferReport(
         source=weights.source,
         loaded=loaded,
-        resized=[name for name in loaded if name in given and given[name].shape != own[name].shape],
+        resized=[
+            name for name in loaded if name in given and name not in in_part and given[name].shape != own[name].shape
+        ],
+        in_part=in_part,
         new=[name for name in own if name not in taken],
         skipped=[name for name, tensor in given.items() if name not in own and id(tensor) not in used],
         reordered=reordered,
@@ -139,13 +149,17 @@ def transfer_weights(net: nn.Module, weights: Weights, class_names: Sequence[str
 
 
 def _convert(
-    state: dict[str, Tensor], net: nn.Module, own: dict[str, Tensor], input_size: tuple[int, int, int] | None
+    state: dict[str, Tensor],
+    net: nn.Module,
+    own: dict[str, Tensor],
+    input_size: tuple[int, int, int] | None,
+    in_part: dict[str, str],
 ) -> dict[str, Tensor]:
-    """The state dict in the names and sizes of the model."""
+    """The state dict in the names and sizes of the model; what is only partly from it is put into `in_part`."""
     if isinstance(net, Retrofitted) and not any(ABSOLUTE in name for name in own):
         # Dropped by `relvit.retrofit`; timm's filters would miss it.
         state = {name: tensor for name, tensor in state.items() if ABSOLUTE not in name}
-    filter_fn = _filter_of(net)
+    filter_fn = _filter_of(net, in_part)
     if filter_fn is not None:
         cfg = net.pretrained_cfg
         # From this the filters tell the grid of an absolute embedding.
@@ -159,7 +173,7 @@ def _convert(
     return state
 
 
-def _filter_of(net: nn.Module) -> Callable[[dict[str, Tensor]], dict[str, Tensor]] | None:
+def _filter_of(net: nn.Module, in_part: dict[str, str]) -> Callable[[dict[str, Tensor]], dict[str, Tensor]] | None:
     """The function that adapts checkpoints to the model's architecture: the one beside its class, as timm has it."""
     for cls in type(net).__mro__:
         function = getattr(sys.modules[cls.__module__], "checkpoint_filter_fn", None)
@@ -167,7 +181,7 @@ def _filter_of(net: nn.Module) -> Callable[[dict[str, Tensor]], dict[str, Tensor
             continue
         parameters = inspect.signature(function).parameters
         # DeiT III's own files call layer scale by other names; and what is left out, our report says.
-        wanted = {"adapt_layer_scale": True, "log": False}
+        wanted = {"adapt_layer_scale": True, "log": False, "in_part": in_part}
         extra = {name: value for name, value in wanted.items() if name in parameters}
         rest = (net,) if len(parameters) > 1 else ()
         return lambda state, function=function, rest=rest, extra=extra: function(state, *rest, **extra)

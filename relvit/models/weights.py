@@ -3,6 +3,7 @@
 import logging
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -85,8 +86,13 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionTransformer, l
     return state
 
 
-def load_jax_archive(model: VisionTransformer, path: str, prefix: str = "") -> None:
-    """Load an .npz archive of the original JAX Vision Transformers into a relvit model, as `checkpoint_filter_fn` does.
+def load_jax_archive(
+    model: VisionTransformer,
+    path: str,
+    prefix: str = "",
+    filter_fn: Callable[[dict[str, Any], VisionTransformer], dict[str, Tensor]] = checkpoint_filter_fn,
+) -> None:
+    """Load an .npz archive of the original JAX Vision Transformers into a relvit model, as its filter does it.
 
     timm reads the archive, into a Vision Transformer of its own with the absolute embedding and the class token that
     such archives hold.
@@ -95,6 +101,7 @@ def load_jax_archive(model: VisionTransformer, path: str, prefix: str = "") -> N
         model: a relvit model.
         path: of the archive.
         prefix: of the names in it, if they are part of something larger.
+        filter_fn: turns checkpoints of Vision Transformers into the state dict of the model.
 
     Raises:
         ValueError: not such an archive.
@@ -114,7 +121,7 @@ def load_jax_archive(model: VisionTransformer, path: str, prefix: str = "") -> N
         fc_norm=False,
     )
     plain.load_pretrained(path, prefix)
-    model.load_state_dict(checkpoint_filter_fn(plain.state_dict(), model))
+    model.load_state_dict(filter_fn(plain.state_dict(), model))
 
 
 def _has_class_token(path: str) -> bool:
@@ -152,12 +159,19 @@ def _convert_absolute(state: dict[str, Tensor], model: VisionTransformer) -> Non
         return
     embedding = state.pop("pos_embed")
     lengths = {name: state[name].shape[1] for name in PREFIX_TOKENS if name in state}
-    prefix, old_size = grid_of("pos_embed", embedding.shape[1], sum(lengths.values()), state.get(PATCHES), model)
+    target = model.pos_embed if isinstance(model.pos_embed, Tensor) else None
+    prefix, old_size = grid_of(
+        "pos_embed",
+        embedding.shape[1],
+        sum(lengths.values()),
+        state.get(PATCHES),
+        model,
+        None if target is None else target.shape[1],
+    )
     parts = dict.fromkeys(lengths)
     if prefix:
         split = embedding[:, :prefix].split(list(lengths.values()), dim=1)
         parts = dict(zip(lengths, split, strict=True))
-    target = model.pos_embed if isinstance(model.pos_embed, Tensor) else None
     if target is None or model.no_embed_class:
         for name, part in parts.items():
             if part is not None:
@@ -178,19 +192,27 @@ def _convert_absolute(state: dict[str, Tensor], model: VisionTransformer) -> Non
 
 
 def grid_of(
-    name: str, length: int, tokens: int, kernel: Tensor | None, model: VisionTransformer
+    name: str, length: int, tokens: int, kernel: Tensor | None, model: VisionTransformer, own_length: int | None
 ) -> tuple[int, tuple[int, int]]:
-    """How many entries of the tensor `name` belong to prefix tokens, all or none; rows and columns of the rest."""
+    """How many entries of a checkpoint's tensor belong to prefix tokens, all or none; rows and columns of the rest.
+
+    Args:
+        name: of the tensor.
+        length: how many entries it has.
+        tokens: how many prefix tokens the checkpoint has.
+        kernel: its patch embedding.
+        model: what it is for.
+        own_length: how many entries the model's own tensor has; None: there is none.
+    """
     for prefix in (tokens, 0):
         known = get_pretrained_grid_size(model, kernel, length - prefix)
         if known is not None:
             return prefix, known
     # Of one length and nothing known: as the model has it, rather than any other grid of as many patches.
-    if isinstance(model.pos_embed, Tensor) and length == model.pos_embed.shape[1]:
-        if model.no_embed_class:
-            return 0, model.patch_embed.grid_size
-        if tokens == model.num_prefix_tokens:
-            return tokens, model.patch_embed.grid_size
+    if length == own_length:
+        prefix = length - model.patch_embed.num_patches
+        if prefix == tokens or (prefix == 0 and model.no_embed_class):
+            return prefix, model.patch_embed.grid_size
     for prefix in (tokens, 0):
         side = math.isqrt(length - prefix)
         if side * side == length - prefix:

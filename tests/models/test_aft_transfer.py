@@ -1,0 +1,214 @@
+"""Weights into attention-free models: from attention, from their own kind at other sizes, and what is refused."""
+
+import re
+import shutil
+
+import numpy as np
+import pytest
+import timm
+import torch
+from conftest import TINY
+from timm.layers import resample_abs_pos_embed
+from timm.models import save_for_hf
+
+from relvit.cli import main
+from relvit.models import build_model
+from relvit.models.transfer import Weights, transfer_weights
+from relvit.training import load_classifier, read_checkpoint
+
+KWARGS = {"patch_size": 8, "embed_dim": 12, "depth": 2}
+SIZE = (16, 24)
+CONV = {"mixer": "conv", "kernel_size": (3, 5)}
+PROJECTIONS = ["blocks.*.attn.qkv.weight (2)", "blocks.*.attn.qkv.bias (2)"]
+CLI = [argument for argument in TINY if not argument.startswith("--model.")]
+
+
+def make(name="test_relvit_aft", classes=3, size=SIZE, seed=0, **kwargs):
+    """Every parameter is drawn at random: zeros and ones would agree by themselves."""
+    net = build_model(name, classes, 3, size, {**KWARGS, "mlp_ratio": 4, **kwargs}).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return net
+
+
+def deit(**kwargs):
+    return make("deit_small_patch16_224", num_heads=3, seed=7, **kwargs)
+
+
+def weights_of(net, size=SIZE):
+    return Weights("there", net.state_dict(), input_size=(3, *size))
+
+
+def pictures(height, width):
+    return torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(9))
+
+
+@pytest.mark.parametrize(
+    ("mixer", "filters", "absent"),
+    [
+        ({**CONV, "num_heads": 2}, ["kernel", "gamma", "beta"], {"cls_token", "pos_embed", "norm.weight", "norm.bias"}),
+        # A head for each channel: projections of attention's own shape, which could be taken for all of it.
+        (
+            {**CONV, "num_heads": 12},
+            ["kernel", "gamma", "beta"],
+            {"cls_token", "pos_embed", "norm.weight", "norm.bias"},
+        ),
+        ({"mixer": "full", "bias_dim": 5}, ["u", "v"], set()),
+        ({"mixer": "local", "bias_dim": 5, "window": 2}, ["u", "v"], set()),
+    ],
+    ids=["conv", "conv-heads", "full", "local"],
+)
+def test_all_of_deit_but_positions_class_token_queries_and_keys(mixer, filters, absent):
+    there, here = deit(), make(**mixer)
+    before = {name: tensor.clone() for name, tensor in here.state_dict().items()}
+    report = transfer_weights(here, weights_of(there))
+    given, found = there.state_dict(), here.state_dict()
+    for name, tensor in found.items():
+        if ".attn.qkv." in name:
+            assert torch.equal(tensor[-12:], given[name][24:])
+            assert torch.equal(tensor[:-12], before[name][:-12])
+        elif name.rpartition(".")[2] in filters:
+            assert torch.equal(tensor, before[name])
+        else:
+            # Pooled by average, the same norm has another name.
+            assert torch.equal(tensor, given[name.replace("fc_norm", "norm")]), name
+    assert given.keys() - found.keys() == absent
+    said = report.plain()
+    assert said["in_part"] == [f"the values of {name}" for name in PROJECTIONS]
+    assert said["new"] == [f"blocks.*.attn.{name} (2)" for name in filters]
+    assert said["skipped"] == sorted(name for name in absent if "norm" not in name)
+    assert said["resized"] == []
+    assert said["loaded"] == len(found) - 2 * len(filters)
+
+
+def test_simple_takes_all_of_attention_since_its_own_tensors_look_the_same():
+    there, here = make(mixer="simple"), make(mixer="simple", seed=1)
+    report = transfer_weights(here, weights_of(there))
+    torch.testing.assert_close(here(pictures(*SIZE)), there(pictures(*SIZE)))
+    assert len(report.loaded) == len(here.state_dict())
+    here = make(mixer="simple", seed=1)
+    assert transfer_weights(here, weights_of(deit())).in_part == {}
+    assert torch.equal(here.blocks[1].attn.qkv.weight, deit().blocks[1].attn.qkv.weight)
+
+
+@pytest.mark.parametrize("mixer", [{"mixer": "full"}, {"mixer": "local", "window": 2}], ids=["full", "local"])
+@pytest.mark.parametrize("patch_size", [8, 4], ids=["size", "patch"])
+def test_biases_of_another_grid_are_interpolated(mixer, patch_size):
+    """From 4 x 6 places to 5 x 3; also where only the patches, and so the places, were smaller."""
+    old, new = (4 * patch_size, 6 * patch_size), (40, 24)
+    there, here = make(**mixer, size=old, patch_size=patch_size), make(**mixer, size=new, seed=1)
+    report = transfer_weights(here, weights_of(there, old))
+    for block, source in zip(here.blocks, there.blocks, strict=True):
+        for name in ("u", "v"):
+            factor = getattr(source.attn, name).detach()
+            expected = resample_abs_pos_embed(factor[None], (5, 3), (4, 6), num_prefix_tokens=1)[0]
+            torch.testing.assert_close(getattr(block.attn, name).detach(), expected)
+        assert torch.equal(block.attn.qkv.weight, source.attn.qkv.weight)
+    resized = {"pos_embed", "blocks.*.attn.u (2)", "blocks.*.attn.v (2)"}
+    assert set(report.plain()["resized"]) == resized | ({"patch_embed.proj.weight"} if patch_size == 4 else set())
+    assert (report.in_part, report.new, report.skipped) == ({}, [], [])
+    if patch_size == 8:
+        # In the model, forward interpolates just so.
+        torch.testing.assert_close(here(pictures(*new)), there(pictures(*new)), rtol=1e-4, atol=1e-5)
+
+
+def test_a_grid_of_the_models_own_size_is_the_models_own():
+    """2 x 8 places, which by their number alone might be 4 x 4; of plain weights nothing else is known."""
+    options = {"mixer": "full", "size": (16, 64), "class_token": False, "pos_embed": ""}
+    there, here = make(**options), make(**options, seed=1)
+    transfer_weights(here, Weights("there", there.state_dict()))
+    torch.testing.assert_close(here(pictures(16, 64)), there(pictures(16, 64)))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "what"),
+    [
+        ({**CONV, "num_heads": 2}, {**CONV, "num_heads": 2, "kernel_size": 5}, r"attn.kernel \(2, 3, 5\), here \(2, 5"),
+        ({**CONV, "num_heads": 2}, {**CONV, "num_heads": 3}, r"blocks.0.attn.kernel \(2, 3, 5\), here \(3, 3, 5\)"),
+        ({"mixer": "full"}, {"mixer": "full", "bias_dim": 5}, r"blocks.0.attn.u \(7, 128\), here \(7, 5\)"),
+        ({"mixer": "full"}, {"mixer": "full", "reg_tokens": 1}, r"attn.u \(7, 128\), here \(8, 128\)"),
+        ({"mixer": "full"}, {"mixer": "full", "class_token": False}, r"attn.u \(7, 128\), here \(6, 128\)"),
+        (None, {**CONV, "num_heads": 2, "embed_dim": 24}, r"patch_embed.proj.weight \(12, 3, 8, 8\), here \(24"),
+    ],
+    ids=["kernel_size", "num_heads", "bias_dim", "reg_tokens", "class_token", "embed_dim"],
+)
+def test_what_does_not_fit_is_refused_and_changes_nothing(theirs, ours, what):
+    there = deit() if theirs is None else make(**theirs)
+    here = make(**ours, seed=1)
+    before = {name: tensor.clone() for name, tensor in here.state_dict().items()}
+    with pytest.raises(ValueError, match=rf"there does not fit this AFTVisionTransformer: .*{what}.* give the archit"):
+        transfer_weights(here, weights_of(there))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in here.state_dict().items())
+
+
+def test_jax_archives_are_taken_over_as_attention(tmp_path, caplog):
+    """Of a Vision Transformer of one block; what timm reads of it is timm's matter."""
+    generator = np.random.default_rng(0)
+    mixer, block = "Transformer/encoderblock_0/MultiHeadDotProductAttention_1", "Transformer/encoderblock_0"
+    shapes = {
+        "embedding/kernel": (8, 8, 3, 12),
+        "embedding/bias": (12,),
+        "cls": (1, 1, 12),
+        "Transformer/posembed_input/pos_embedding": (1, 10, 12),
+        "Transformer/encoder_norm/scale": (12,),
+        "Transformer/encoder_norm/bias": (12,),
+        "head/kernel": (12, 3),
+        "head/bias": (3,),
+        **{f"{mixer}/{name}/kernel": (12, 2, 6) for name in ("query", "key", "value")},
+        **{f"{mixer}/{name}/bias": (2, 6) for name in ("query", "key", "value")},
+        f"{mixer}/out/kernel": (2, 6, 12),
+        f"{mixer}/out/bias": (12,),
+        **{f"{block}/LayerNorm_{n}/{name}": (12,) for n in (0, 2) for name in ("scale", "bias")},
+        f"{block}/MlpBlock_3/Dense_0/kernel": (12, 48),
+        f"{block}/MlpBlock_3/Dense_0/bias": (48,),
+        f"{block}/MlpBlock_3/Dense_1/kernel": (48, 12),
+        f"{block}/MlpBlock_3/Dense_1/bias": (12,),
+    }
+    arrays = {name: generator.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    np.savez(tmp_path / "vit.npz", **arrays)
+    here = make(**CONV, num_heads=2, depth=1, size=(24, 24))
+    before = here.blocks[0].attn.qkv.weight.detach().clone()
+    here.load_pretrained(str(tmp_path / "vit.npz"))
+    weight = here.blocks[0].attn.qkv.weight.detach()
+    np.testing.assert_array_equal(weight[-12:], arrays[f"{mixer}/value/kernel"].reshape(12, 12).T)
+    assert torch.equal(weight[:-12], before[:-12])
+    np.testing.assert_array_equal(here.head.bias.detach(), arrays["head/bias"])
+    assert "only the values of blocks.0.attn.qkv.weight are taken" in caplog.text
+
+
+def test_from_deit_and_on_from_there_by_the_command_line(photos, tmp_path, capsys):
+    """The report of a conversion, then a training from its checkpoint at another size, on the same classes."""
+    kwargs = {"patch_size": 8, "embed_dim": 12, "depth": 2}
+    vit = timm.create_model("deit_tiny_patch16_224", img_size=16, **kwargs)
+    save_for_hf(vit, tmp_path / "deit", model_args=kwargs | {"img_size": 16})
+    common = ["fit", "--data=ImageFolderData", f"--data.root={photos}", *CLI, "--model.lr=0", "--model.min_lr=0"]
+    common += ["--trainer.max_epochs=1"]
+
+    def fit(runs, *extra):
+        assert main([*common, f"--runs={tmp_path / runs}", *extra]) == 0, capsys.readouterr().err
+        (folder,) = (tmp_path / runs).iterdir()
+        line = re.search(r"^pretrained: .*$", capsys.readouterr().out, re.MULTILINE)[0]
+        return shutil.copy(folder / "checkpoints" / "best.ckpt", tmp_path / f"{runs}.ckpt"), line
+
+    sizes = [f"--model.model_kwargs.{name}={value}" for name, value in kwargs.items()]
+    conv = [*sizes, "--model.model_kwargs.kernel_size=3", "--model.model_kwargs.num_heads=3"]
+    best, line = fit("conv", f"--model.pretrained={tmp_path / 'deit'}", "--model.model=relvit_aft_conv_small", *conv)
+    assert line == (
+        f"pretrained: 28 of 36 tensors from local-dir:{tmp_path / 'deit'}; "
+        f"in part: the values of {PROJECTIONS[0]}, the values of {PROJECTIONS[1]}; "
+        "new: blocks.*.attn.kernel (2), blocks.*.attn.gamma (2), blocks.*.attn.beta (2), head.weight, head.bias; "
+        "skipped: cls_token, pos_embed"
+    )
+    weight = load_classifier(best).net.blocks[1].attn.qkv.weight
+    assert torch.equal(weight[-12:], vit.blocks[1].attn.qkv.weight[24:])
+
+    again, line = fit("again", f"--model.pretrained={best}", "--data.img_size=[24,16]")
+    assert line == f"pretrained: 36 of 36 tensors from {best}"
+    first, second = (read_checkpoint(path)["state_dict"] for path in (best, again))
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+    for argument in ("kernel_size=5", "num_heads=2"):
+        refused = [f"--model.pretrained={best}", f"--runs={tmp_path / 'no'}", f"--model.model_kwargs.{argument}"]
+        assert main([*common, *refused]) == 2
+        assert "have another shape (blocks.0.attn.kernel (3, 3, 3), here (" in capsys.readouterr().err
