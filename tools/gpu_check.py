@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import gpu_aft
 import timm
 import torch
 from gpu_scenes import (
@@ -318,6 +319,27 @@ def check_compiled(log: Log, device: str) -> None:
     log.check("compiled: one graph", lambda: Measured(abs(graphs - 1.0), 0.0, f"{graphs} graphs"))
 
 
+def check_attention_free(log: Log, device: str, quick: bool, compiled: bool) -> None:
+    """Operations without attention in every dtype, with keys of ordinary and of extreme size; layers compiled."""
+    grid = make_grid(5, 7, prefix=1)
+    for spread, dtype in product((2.0,) if quick else (2.0, 3e3), gpu_aft.LIMITS):
+        drawn = gpu_aft.contents(grid, spread)
+        for name, inputs, fast, slow in gpu_aft.operations(grid):
+
+            def measure(inputs=inputs, fast=fast, slow=slow, drawn=drawn, dtype=dtype, spread=spread) -> Measured:
+                got, want = gpu_aft.compare(fast, slow, drawn, inputs, device, dtype)
+                if spread > 2:
+                    # One key outweighs all others: gradients are nothing but rounding.
+                    got = {"result": got["result"]}
+                return worst(got, want, gpu_aft.LIMITS[dtype])
+
+            log.check(f"{name}, keys {spread:g}, {short(dtype)}", measure)
+    for name, layer, square in gpu_aft.layers() if compiled else ():
+        eager, fast = (gpu_aft.compiled_outcome(layer, square, device, compiled) for compiled in (False, True))
+        exact = {key: tensor.cpu().double() for key, tensor in eager.items()}
+        log.check(f"compiled: {name}", partial(worst, fast, exact, 1e-4))
+
+
 def report_determinism(log: Log, scene: Scene, device: str) -> None:
     """Whether a second run gives the same bits."""
     terms = draw_terms(scene, "qkvb", AxisTables)
@@ -363,6 +385,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_compiled(log, device)
     else:
         log.note("compiled", "needs a GPU, or --compile", "skip")
+    check_attention_free(log, device, given.quick, device == "cuda" or given.compile)
     report_determinism(log, scenes[0], device)
 
     counts = log.counts()

@@ -13,6 +13,7 @@ from typing import Any
 from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
+from relvit.models.aft_vit import MIXER
 from relvit.models.retrofitted import Retrofitted
 from relvit.models.weights import convert_positions
 from relvit.names import listing
@@ -104,10 +105,16 @@ def transfer_weights(net: nn.Module, weights: Weights, class_names: Sequence[str
         What was loaded, resized, left as it was, and left out.
 
     Raises:
-        ValueError: nothing fits, or a tensor differs in shape that no resizing explains: another width, for instance.
+        ValueError: nothing fits, or a tensor differs in shape that no resizing explains: another width, for instance;
+            weights of an attention-free model for one with attention.
     """
     own = net.state_dict()
     given = {name: tensor for name, tensor in weights.state.items() if isinstance(tensor, Tensor)}
+    if any(map(MIXER.search, given)) and not any(map(MIXER.search, own)):
+        raise ValueError(
+            f"{weights.source} is of an attention-free model, whose queries and keys mean nothing to the attention of "
+            f"this {type(net).__name__}: give an architecture without attention, such as 'relvit_aft_conv_small'"
+        )
     in_part: dict[str, str] = {}
     state = _convert(dict(given), net, own, weights.input_size, in_part)
     _adapt_channels(state, net, own)

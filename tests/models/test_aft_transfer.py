@@ -143,6 +143,15 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(theirs, ours, what):
     assert all(torch.equal(tensor, before[name]) for name, tensor in here.state_dict().items())
 
 
+@pytest.mark.parametrize("name", ["test_relvit", "deit_tiny_patch16_224"])
+def test_attention_does_not_take_queries_and_keys_that_are_none(name):
+    attention = build_model(name, 3, 3, SIZE, {"embed_dim": 64, "depth": 6, "num_heads": 2})
+    own = {key: tensor.clone() for key, tensor in attention.state_dict().items()}
+    with pytest.raises(ValueError, match=r"there is of an attention-free model, .* give an architecture without"):
+        transfer_weights(attention, weights_of(build_model("test_relvit_aft", 3, 3, SIZE, {"num_heads": 64})))
+    assert all(torch.equal(tensor, own[key]) for key, tensor in attention.state_dict().items())
+
+
 def test_jax_archives_are_taken_over_as_attention(tmp_path, caplog):
     """Of a Vision Transformer of one block; what timm reads of it is timm's matter."""
     generator = np.random.default_rng(0)

@@ -10,6 +10,7 @@ from scripts import load
 from relvit.ops import tiled
 
 gpu_scenes = load("gpu_scenes")
+load("gpu_aft")
 gpu_check = load("gpu_check")
 right = tiled.relative_attention
 

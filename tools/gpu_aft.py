@@ -1,0 +1,96 @@
+"""What `tools/gpu_check.py` checks of attention-free operations and layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from gpu_scenes import BATCH, HEADS, leaf
+from torch import Tensor, nn
+
+from relvit.layers import AFTConv2d, AFTFull
+from relvit.ops import Grid, aft_conv, aft_full, aft_simple, make_grid, reference
+from relvit.ops.aft.operations import FULL_BACKENDS, WINDOWS
+
+WIDTH = 6
+# Exponentials and sums are in float32 at least: what half precision rounds is what goes in and what comes out.
+LIMITS = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+def contents(grid: Grid, spread: float) -> dict[str, Tensor]:
+    """Queries, keys that far apart, values, a window and a bias, drawn on the CPU in float64."""
+    generator = torch.Generator().manual_seed(0)
+    tokens, places = grid.prefix + grid.height * grid.width, grid.prefix + grid.height * grid.width
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    return {
+        "query": draw(BATCH, HEADS, tokens, WIDTH),
+        "key": spread * draw(BATCH, HEADS, tokens, WIDTH),
+        "value": draw(BATCH, HEADS, tokens, WIDTH),
+        "window": draw(HEADS, 5, 3),
+        "bias": draw(places, places),
+    }
+
+
+def outcome(
+    operation: Callable[..., Tensor], drawn: dict[str, Tensor], names: tuple[str, ...], device: str, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The result and the gradients of all inputs."""
+    inputs = {name: leaf(drawn[name], device, dtype) for name in names}
+    result = operation(*inputs.values())
+    upstream = torch.linspace(-1, 1, result.numel(), dtype=torch.float64).view_as(result).to(result)
+    gradients = torch.autograd.grad(result, list(inputs.values()), upstream)
+    return {"result": result.detach(), **dict(zip(inputs, gradients, strict=True))}
+
+
+def operations(grid: Grid) -> Iterator[tuple[str, tuple[str, ...], Callable[..., Tensor], Callable[..., Tensor]]]:
+    """Name, inputs, and the operation as it is and as its reference has it."""
+    first = ("query", "key", "value")
+    for backend in (*WINDOWS, "pairs", "auto"):
+        fast = partial(aft_conv, grid=grid, backend=backend)
+        yield f"aft_conv, {backend}", (*first, "window"), fast, partial(reference.aft_conv, grid=grid)
+    for backend in (*FULL_BACKENDS[:2], "auto"):
+        fast = partial(aft_full, grid=grid, backend=backend)
+        yield f"aft_full, {backend}", (*first, "bias"), fast, partial(reference.aft_full, grid=grid)
+    for causal in (False, True):
+        options = {"grid": grid, "is_causal": causal}
+        name = f"aft_simple, {'causal' if causal else 'auto'}"
+        yield name, first, partial(aft_simple, **options), partial(reference.aft_simple, **options)
+
+
+def compare(
+    fast: Callable[..., Tensor],
+    slow: Callable[..., Tensor],
+    drawn: dict[str, Tensor],
+    names: tuple[str, ...],
+    device: str,
+    dtype: torch.dtype,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What a device has in a dtype, and what double precision has of the same rounded inputs."""
+    rounded = {name: tensor.to(dtype).double() for name, tensor in drawn.items()}
+    return outcome(fast, rounded, names, device, dtype), outcome(slow, rounded, names, "cpu", torch.float64)
+
+
+def layers() -> Iterator[tuple[str, nn.Module, Grid]]:
+    """Layers with parameters that all matter, and a grid."""
+    for name, made in (("AFTConv2d", partial(AFTConv2d, kernel_size=5)), ("AFTFull", partial(AFTFull, grid_size=6))):
+        torch.manual_seed(0)
+        layer = made(48, HEADS)
+        for parameter in layer.parameters():
+            nn.init.normal_(parameter, std=0.3)
+        yield name, layer, make_grid(6, 6)
+
+
+def compiled_outcome(layer: nn.Module, grid: Grid, device: str, compiled: bool) -> dict[str, Any]:
+    """Result and gradients of a layer, compiled or not."""
+    layer = layer.to(device)
+    run = torch.compile(layer, fullgraph=True) if compiled else layer
+    x = torch.randn(BATCH, 36, 48, generator=torch.Generator().manual_seed(1)).to(device)
+    out = run(x, grid)
+    inputs = dict(layer.named_parameters())
+    gradients = torch.autograd.grad(out.square().sum(), list(inputs.values()))
+    return {"result": out.detach(), **dict(zip(inputs, gradients, strict=True))}
