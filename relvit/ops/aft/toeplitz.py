@@ -9,7 +9,8 @@ from torch import Tensor
 
 from relvit.ops.transforms import in_graph, in_transform
 
-# How many numbers of matrices are formed at a time: on processors, what stays in a cache.
+# How many numbers of matrices are formed at a time: on processors what stays in a cache; elsewhere, and in graphs, fewer
+# and larger operations are better.
 MATRIX_NUMBERS = {"cpu": 2**18}
 MOST_MATRIX_NUMBERS = 2**28
 
@@ -88,7 +89,8 @@ def _tiles(lines: Tensor, height: int, width: int) -> Iterator[tuple[slice, rang
         for row in range(height):
             yield slice(None), range(row, row + 1), max(0, row - reach), min(height, row + reach + 1)
         return
-    heads = max(1, MATRIX_NUMBERS.get(lines.device.type, MOST_MATRIX_NUMBERS) // (height * width) ** 2)
+    device = "a graph" if in_graph() else lines.device.type
+    heads = max(1, MATRIX_NUMBERS.get(device, MOST_MATRIX_NUMBERS) // (height * width) ** 2)
     for first in range(0, lines.shape[0], heads):
         yield slice(first, first + heads), range(height), 0, height
 
