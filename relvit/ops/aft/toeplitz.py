@@ -9,8 +9,8 @@ from torch import Tensor
 
 from relvit.ops.transforms import in_graph, in_transform
 
-# How many numbers of matrices are formed at a time: on processors what stays in a cache; elsewhere, and in graphs, fewer
-# and larger operations are better.
+# How many numbers of matrices are formed at a time: on processors what stays in a cache. Elsewhere, and in graphs, few
+# and large operations are better.
 MATRIX_NUMBERS = {"cpu": 2**18}
 MOST_MATRIX_NUMBERS = 2**28
 
