@@ -8,7 +8,7 @@ from oracles import aft as oracle
 from torch.autograd import gradcheck, gradgradcheck
 
 from relvit.ops import Grid, aft_conv, aft_full, aft_local, aft_simple, make_grid, reference
-from relvit.ops.aft import operations, pairs, toeplitz
+from relvit.ops.aft import exponentials, operations, pairs, toeplitz
 
 CONV = (*operations.WINDOWS, "pairs", "auto")
 
@@ -190,6 +190,27 @@ def test_keys_of_any_size_in_any_precision(dtype, spread):
     for got, expected in pairs_of_results:
         assert got.dtype == dtype
         torch.testing.assert_close(got, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+def test_products_in_bfloat16_as_on_gpus(monkeypatch):
+    monkeypatch.setattr(exponentials, "HALF_PRODUCTS", {"cpu"})
+    grid = Grid(5, 7, 1)
+    for spread in (1.0, 1e4):
+        q, k, v = contents(grid, width=4, dtype=torch.bfloat16, spread=spread)
+        for backend in operations.WINDOWS:
+            inputs = [q, k, v, window_of(2, 5, 3, torch.bfloat16)]
+            got, expected = aft_conv(*inputs, grid, backend=backend), reference.aft_conv(*inputs, grid)
+            assert (got - expected).norm() < 9e-3 * expected.norm()
+            if spread == 1.0:
+                for one, other in zip(
+                    torch.autograd.grad(got.float().square().sum(), inputs),
+                    torch.autograd.grad(expected.float().square().sum(), inputs),
+                    strict=True,
+                ):
+                    assert (one - other).norm() < 1.8e-2 * other.norm()
+        inputs = [q, k, v, bias_of(grid, dtype=torch.bfloat16)]
+        got, expected = aft_full(*inputs, grid, backend="products"), reference.aft_full(*inputs, grid)
+        assert (got - expected).norm() < 9e-3 * expected.norm()
 
 
 @pytest.mark.parametrize("backend", CONV)

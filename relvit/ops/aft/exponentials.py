@@ -13,6 +13,8 @@ from relvit.ops.grid import Grid, patch_coords
 # How far weights may lie apart, in powers of e. The largest exp(key - m) of a channel is 1, what is below exp(-87) is
 # lost in single precision: with a weight of exp(-70) for the one and of 1 for the other, that is less than rounding.
 SPREAD = 70.0
+# Devices that multiply matrices much faster in half precision.
+HALF_PRODUCTS = {"cuda"}
 
 
 def bounded_exp(exponent: Tensor) -> Tensor:
@@ -55,11 +57,23 @@ def exponentials(key: Tensor, value: Tensor, valid: Tensor | None) -> Sums:
     return Sums(weights * value, weights)
 
 
+def for_products(parts: Sums, dtype: torch.dtype) -> Sums:
+    """As matrices are multiplied best: on GPUs in bfloat16 where the contents had this `dtype`, as in attention.
+
+    It has the range of float32, which float16 does not have: there small exponentials would be lost.
+    """
+    if dtype != torch.bfloat16 or parts.numerator.device.type not in HALF_PRODUCTS:
+        return parts
+    return Sums(*(part.to(dtype) for part in parts))
+
+
 def average(sums: Sums, valid: Tensor | None) -> Tensor:
-    """The averages, (B, heads, N, head_dim); zero where there is nothing, which only padding can bring about."""
-    if valid is None:
-        return sums.numerator / sums.denominator
-    return sums.numerator / torch.where(sums.denominator == 0, 1.0, sums.denominator)
+    """The averages, (B, heads, N, head_dim), in float32 at least; zero where nothing is valid."""
+    precision = torch.promote_types(sums.numerator.dtype, torch.float32)
+    numerator, denominator = (part.to(precision) for part in sums)
+    if valid is not None:
+        denominator = torch.where(denominator == 0, 1.0, denominator)
+    return numerator / denominator
 
 
 def to_raster(parts: Sums, grid: Grid) -> Sums:

@@ -17,6 +17,7 @@ from relvit.ops.aft.exponentials import (
     average,
     bounded_exp,
     exponentials,
+    for_products,
     from_raster,
     pad_window,
     to_raster,
@@ -71,8 +72,8 @@ def aft_full(
             elsewhere, and in graphs, taken for granted.
 
     Returns:
-        (B, heads, N, head_dim), dtype of the query; exponentials and sums are in float32 at least. A sample in which no
-        token is valid gets zeros.
+        (B, heads, N, head_dim), dtype of the query; exponentials and sums are in float32 at least, but for products in
+        bfloat16 on GPUs. A sample in which no token is valid gets zeros.
 
     Raises:
         ValueError: shapes, dtypes or names that do not fit.
@@ -101,7 +102,7 @@ def aft_full(
                 is_causal,
             )
         else:
-            parts = to_raster(exponentials(key, value, valid), grid)
+            parts = to_raster(for_products(exponentials(key, value, valid), query.dtype), grid)
             weights = bounded_exp(bias - top).to(parts.numerator.dtype)
             mixed = average(from_raster(products(weights, parts), grid), valid)
     return _gated(query, mixed)
@@ -216,7 +217,7 @@ def aft_conv(
         if backend == "pairs":
             mixed = average_of_pairs(key, value, _window_bias(weight, grid), valid, is_causal)
         else:
-            parts = to_raster(exponentials(key, value, valid), grid)
+            parts = to_raster(for_products(exponentials(key, value, valid), query.dtype), grid)
             patches = Sums(*(part[:, :, grid.prefix :] for part in parts))
             sums = WINDOWS[backend](weight, top, patches, grid.height, grid.width)
             if grid.prefix:
