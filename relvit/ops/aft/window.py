@@ -55,9 +55,10 @@ def convolution(weight: Tensor, top: Tensor, parts: Sums, height: int, width: in
 
     sums = depthwise(per_channel(bounded_exp(weight - top)).to(x.dtype), x)
     rows, cols = (size // 2 for size in weight.shape[1:])
-    above_or_below = torch.einsum("Yy,byc->bYc", _beyond(height, rows, x), x.sum(dim=2))[:, :, None]
-    near = 1 - _beyond(height, rows, x)
-    beside = torch.einsum("Xx,bYxc->bYXc", _beyond(width, cols, x), torch.einsum("Yy,byxc->bYxc", near, x))
+    beyond = _beyond(height, rows, x)
+    above_or_below = _along_first(beyond, x.sum(dim=2))[:, :, None]
+    near = _along_first(1 - beyond, x.flatten(2)).view_as(x)
+    beside = _along_first(_beyond(width, cols, x), near.flatten(0, 1)).view_as(x)
     sums = sums + per_channel(bounded_exp(-top)).flatten().to(x.dtype) * (above_or_below + beside)
     channels = [heads * count for heads, count in shapes]
     return Sums(
@@ -66,6 +67,11 @@ def convolution(weight: Tensor, top: Tensor, parts: Sums, height: int, width: in
             for part, shape in zip(sums.flatten(1, 2).split(channels, dim=-1), shapes, strict=True)
         )
     )
+
+
+def _along_first(matrix: Tensor, x: Tensor) -> Tensor:
+    """matrix (n, n) times x (B, n, m) for each of B. Other ways to say it ask a graph whether B is 1."""
+    return torch.bmm(matrix.expand(x.shape[0], -1, -1), x)
 
 
 def _beyond(size: int, reach: int, like: Tensor) -> Tensor:
