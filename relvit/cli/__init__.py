@@ -84,6 +84,8 @@ def quieten() -> None:
         "isinstance.treespec, LeafSpec",
         "Be aware that when using `ckpt_path`, callbacks",
         "The dirpath has changed",
+        # Ours is: the data module goes on where the checkpoint was made.
+        "You're resuming from a checkpoint that ended before the epoch ended",
         "Glyph .* missing from font",
     ):
         warnings.filterwarnings("ignore", message=f".*{text}")

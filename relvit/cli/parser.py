@@ -20,7 +20,7 @@ WORDS = {
     "int": "a whole number",
     "float": "a number",
     "tuple": "a pair such as '[64,96]'",
-    "list": "a list such as '[64,96]'",
+    "list": "a list such as '[64,96]' or '[a.ckpt,b.ckpt]'",
     "dict": "name: value pairs",
 }
 

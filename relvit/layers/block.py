@@ -33,6 +33,9 @@ class MixerBlock(GridBlock):
         proj_bias: whether its last projection has one.
         proj_drop: dropout after it, and in the MLP.
         **kwargs: see `timm.models.vision_transformer.Block`.
+
+    Raises:
+        TypeError: a `mixer` that makes none, such as a module: every block has its own.
     """
 
     def __init__(
@@ -47,6 +50,11 @@ class MixerBlock(GridBlock):
         attn_layer: type[nn.Module] = nn.Identity,
         **kwargs: Any,
     ) -> None:
+        if isinstance(mixer, nn.Module) or not callable(mixer):
+            raise TypeError(
+                "mixer must make a module of its own for every block: give a class such as AFTConv2d or a "
+                f"functools.partial of it, such as partial(AFTFull, grid_size=14), got {type(mixer).__name__}"
+            )
         super().__init__(dim, num_heads, proj_bias=proj_bias, proj_drop=proj_drop, attn_layer=attn_layer, **kwargs)
         made_like = {name: kwargs.get(name) for name in ("device", "dtype")}
         self.attn = mixer(dim, num_heads, qkv_bias=qkv_bias, proj_bias=proj_bias, proj_drop=proj_drop, **made_like)

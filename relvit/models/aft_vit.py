@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from timm.layers import to_2tuple
@@ -64,7 +64,13 @@ class AFTVisionTransformer(GridVisionTransformer):
         TypeError: an argument that there is not.
     """
 
-    fixed = frozenset({"qk_norm", "attn_drop_rate", "scale_attn_norm"})
+    fixed: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("qk_norm", "attn_drop_rate", "scale_attn_norm"), "there is no attention in these models"),
+        **dict.fromkeys(
+            ("position", "max_distance", "rel_terms", "shared_heads", "layout", "bucketing", "rel_init_std"),
+            "it is for relvit's models with attention, and there is none in these",
+        ),
+    }
 
     def __init__(
         self,

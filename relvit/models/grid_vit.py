@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
@@ -45,6 +45,9 @@ class GridVisionTransformer(GridForward, VisionTransformer):
     Raises:
         ValueError: an unknown `pos_embed` or `global_pool`.
     """
+
+    # Arguments that are no choice in a model of this class, and why.
+    fixed: ClassVar[dict[str, str]] = {}
 
     def __init__(
         self,
@@ -157,16 +160,14 @@ def check_arguments(model: type[GridVisionTransformer], given: dict[str, Any]) -
     """
     if given.get("dynamic_img_size") is True:
         del given["dynamic_img_size"]
-    fixed = FIXED | set(getattr(model, "fixed", ()))
+    fixed = dict.fromkeys(FIXED, "these models take every image size, through blocks of their own") | model.fixed
     allowed: set[str] = set()
     for cls in (model, VisionTransformer):
         allowed |= inspect.signature(cls).parameters.keys()
-    allowed -= fixed | {"kwargs"}
+    allowed -= fixed.keys() | {"kwargs"}
     for name in given:
         if name in fixed:
-            raise ValueError(
-                f"{name} cannot be chosen: these models take every image size, through blocks of their own"
-            )
+            raise ValueError(f"{name} cannot be chosen: {fixed[name]}")
         if name not in allowed:
             raise TypeError(f"{model.__name__} has no argument {name!r}{did_you_mean(name, allowed)}")
 

@@ -54,8 +54,11 @@ def make_grid(
     if valid is not None:
         _check_boolean("valid", valid)
         patches = num_tokens(grid) - prefix
+        shape = tuple(valid.shape)
         if valid.dim() not in (1, 2) or valid.shape[-1] != patches:
-            raise ValueError(f"valid must have shape ({patches},) or (B, {patches}), got {tuple(valid.shape)}")
+            raise ValueError(
+                f"valid must have shape ({patches},) or (B, {patches}), patches without prefix tokens, got {shape}"
+            )
     return grid
 
 

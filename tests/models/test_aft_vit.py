@@ -209,7 +209,7 @@ VARIANTS = [{"mixer": "conv", "class_token": True, "kernel_size": 3}, {"mixer": 
 
 def any_size():
     height, width = (8 * torch.export.Dim(name, min=2, max=64) for name in ("height", "width"))
-    return ({2: height, 3: width},)
+    return ({0: torch.export.Dim("batch", min=1, max=8), 2: height, 3: width},)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
@@ -230,10 +230,10 @@ def test_graphs_for_all_sizes(variant):
         "traced by symbols": create_feature_extractor(model, {"head": "head"}),
     }
     with torch.no_grad():
-        for size in SIZES:
-            expected = model(images(*size))
+        for batch, size in enumerate(SIZES, start=1):
+            expected = model(images(*size, batch=batch))
             for name, graph in made.items():
-                got = graph(images(*size))
+                got = graph(images(*size, batch=batch))
                 got = got["head"] if isinstance(got, dict) else got
                 torch.testing.assert_close(got, expected, rtol=0, atol=1e-5, msg=lambda text, name=name: name + text)
     assert len(graphs) == 1
@@ -264,7 +264,8 @@ def test_errors():
         (ValueError, r"mixer must be one of .*, got 'cnov' \(did you mean 'conv'\?\)", {"mixer": "cnov"}),
         (ValueError, "window is for mixer 'local', got window=3 with mixer 'conv'", {"window": 3}),
         (ValueError, "kernel_size is for mixer 'conv'", {"mixer": "full", "kernel_size": 3}),
-        (ValueError, "qk_norm cannot be chosen", {"qk_norm": True}),
+        (ValueError, "qk_norm cannot be chosen: there is no attention", {"qk_norm": True}),
+        (ValueError, "rel_terms cannot be chosen: it is for relvit's models with attention", {"rel_terms": "kv"}),
         (ValueError, "attn_drop_rate cannot be chosen", {"attn_drop_rate": 0.1}),
         (TypeError, r"has no argument 'kernel_sise' \(did you mean 'kernel_size'\?\)", {"kernel_sise": 3}),
         (ValueError, "global_pool 'token' needs class_token=True", {"global_pool": "token"}),
