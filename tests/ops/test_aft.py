@@ -11,6 +11,8 @@ from relvit.ops import Grid, aft_conv, aft_full, aft_local, aft_simple, make_gri
 from relvit.ops.aft import exponentials, operations, pairs, toeplitz
 
 CONV = (*operations.WINDOWS, "pairs", "auto")
+# Exact however small the weights are.
+SAFE = [backend for backend in CONV if backend != "difference"]
 
 
 def contents(grid, batch=2, heads=2, width=3, key_width=1, dtype=torch.float64, spread=2.0):
@@ -213,7 +215,7 @@ def test_products_in_bfloat16_as_on_gpus(monkeypatch):
         assert (got - expected).norm() < 9e-3 * expected.norm()
 
 
-@pytest.mark.parametrize("backend", CONV)
+@pytest.mark.parametrize("backend", SAFE)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_weights_close_to_nothing_at_a_dominant_key_do_not_cancel(backend, dtype):
     """The form of the paper, exp(w) - 1 convolved plus the sum over everything, is wrong by 0.3 here."""
@@ -223,6 +225,19 @@ def test_weights_close_to_nothing_at_a_dominant_key_do_not_cancel(backend, dtype
     query = torch.zeros_like(key)
     got = aft_conv(query, key, value, weight, grid, backend=backend)
     torch.testing.assert_close(got, reference.aft_conv(query, key, value, weight, grid), rtol=TOLERANCE[dtype], atol=0)
+
+
+def test_differences_are_taken_where_they_do_not_cancel():
+    """The worst that 'auto' leaves to them: all weight is on a key with the smallest weight."""
+    key, value = (torch.tensor(row).view(1, 1, 3, 1) for row in ([18.0, 0, 0], [1.0, 2, 3]))
+    weight, query, grid = torch.full((1, 1, 3), -5.0), torch.zeros(1, 1, 3, 1), Grid(1, 3)
+    got, expected = (run(query, key, value, weight, grid) for run in (aft_conv, reference.aft_conv))
+    torch.testing.assert_close(got, expected, rtol=300 * 6e-8, atol=0)
+    # Further down that is no longer so.
+    got, expected = (run(query, key, value, 4 * weight, grid) for run in (aft_conv, reference.aft_conv))
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
+    off = aft_conv(query, key, value, 4 * weight, grid, backend="difference")
+    assert (off - expected).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("size", [90.0, 1e3, 1e4])
@@ -294,14 +309,18 @@ def test_the_choice_of_a_way(monkeypatch):
             operations.WINDOWS, name, lambda *a, name=name, function=function: taken.append(name) or function(*a)
         )
 
-    def way(height, width, **options):
+    def way(height, width, scale=1.0, **options):
         grid = Grid(height, width)
+        weight = scale * torch.linspace(-1, 1, 9, dtype=torch.float64).view(1, 3, 3)
         with torch.no_grad():
-            aft_conv(*contents(grid, 1, 1, 1), options.pop("scale", 1.0) * window_of(1, 3, 3), grid, **options)
+            aft_conv(*contents(grid, 1, 1, 1), weight, grid, **options)
         return taken.pop() if taken else "pairs"
 
-    assert way(14, 14) == way(1, 256) == "toeplitz"
-    assert way(24, 24) == way(1, 257) == "convolution"
+    assert way(14, 14) == way(64, 64) == "difference"
+    assert way(3, 5, scale=5.0) == "difference"
+    # Weights below -5 cancel there; on one row the smallest is a quarter of the smallest of all.
+    assert way(14, 14, scale=5.1) == way(1, 256, scale=20.4) == "toeplitz"
+    assert way(24, 24, scale=5.1) == way(1, 257, scale=20.4) == "convolution"
     assert way(24, 24, backend="toeplitz") == "toeplitz"
     assert way(2, 2, is_causal=True) == way(2, 2, scale=100.0) == "pairs"
 

@@ -23,7 +23,7 @@ from relvit.ops.aft.exponentials import (
     to_raster,
 )
 from relvit.ops.aft.pairs import average_of_pairs, average_so_far
-from relvit.ops.aft.window import convolution, toeplitz
+from relvit.ops.aft.window import LEAST_DIFFERENCE, convolution, difference, toeplitz
 from relvit.ops.checks import check_backend
 from relvit.ops.grid import Grid, key_mask, patch_coords
 from relvit.ops.pairs import int_pair
@@ -36,6 +36,7 @@ FULL_BACKENDS = ("products", "pairs", "reference")
 WINDOWS: dict[str, Callable[[Tensor, Tensor, Sums, int, int], Sums]] = {
     "toeplitz": toeplitz,
     "convolution": convolution,
+    "difference": difference,
 }
 CONV_BACKENDS = (*WINDOWS, "pairs", "reference")
 
@@ -194,11 +195,11 @@ def aft_conv(
         grid: where the tokens lie; padding (`valid`) adds nothing, whatever it holds.
         is_causal: leave out keys that come later in the sequence than the query; by pairs.
         backend: 'toeplitz' (products with the matrices of all pairs of a head, or of the rows in the window),
-            'convolution' (depthwise; any size in one graph), 'pairs' (a softmax for each query and channel, exact for
-            any weights: O(N^2 dim) exponentials), 'reference' (the same in double precision and O(N^2 dim) memory), or
-            'auto' (what was the fastest, see `tools/benchmark.py --level aft`). To the first two, weights more than 70
-            below the largest, or below the 0 outside, count as 70 below it; 'auto' takes pairs for them on the CPU,
-            where it looks.
+            'convolution' (depthwise; any size in one graph), 'difference' (depthwise as in the paper, exact for weights
+            from -5 on), 'pairs' (a softmax for each query and channel, exact for any weights: O(N^2 dim) exponentials),
+            'reference' (the same in double precision and O(N^2 dim) memory), or 'auto' (what was the fastest and is
+            exact, see `tools/benchmark.py --level aft`). To the first three, weights more than 70 below the largest, or
+            below the 0 outside, count as 70 below it; 'auto' takes pairs for them on the CPU, where it looks.
 
     Returns, raises: as `aft_full`.
     """
@@ -211,7 +212,7 @@ def aft_conv(
         raise ValueError(f"backend {backend!r} has no causal form: use 'auto' or 'pairs'")
     weight, bottom, top = _within(weight.to(torch.promote_types(weight.dtype, torch.float32)), grid)
     if backend == "auto":
-        backend = "pairs" if is_causal or _far_apart(bottom, top) else choose_window(grid)
+        backend = "pairs" if is_causal or _far_apart(bottom, top) else choose_window(bottom, grid)
     valid = key_mask(grid)
     with without_autocast(query.device):
         if backend == "pairs":
@@ -227,15 +228,17 @@ def aft_conv(
     return _gated(query, mixed)
 
 
-def choose_window(grid: Grid) -> str:
+def choose_window(bottom: Tensor, grid: Grid) -> str:
     """Which of `WINDOWS` `aft_conv` takes for 'auto': what took the least time in `tools/benchmark.py --level aft`.
 
-    On two CPU cores, windows from 11 to 15: up to 14 x 14 places products took as long as convolutions or less, from
-    24 x 24 on as long or more, up to twice as long for a window per channel. Nothing is known of GPUs.
+    On two CPU cores `difference` did, at 14 x 14 places and at 64 x 64; where weights are too small for it, products up
+    to some 16 x 16 places and convolutions beyond. Weights are looked at on the CPU alone. Nothing is known of GPUs.
     """
     places = grid.height * grid.width
     if torch.jit.is_tracing() or (in_graph() and not has_static_value(places)):
         return "convolution"
+    if bottom.device.type == "cpu" and not in_graph() and not in_transform() and bottom.min() >= LEAST_DIFFERENCE:
+        return "difference"
     return "toeplitz" if places <= PLACES_FOR_PRODUCTS else "convolution"
 
 
