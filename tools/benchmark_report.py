@@ -191,7 +191,7 @@ def main(arguments: Sequence[str]) -> None:
     rows = read(source)
     source.with_suffix(".md").write_text(render(rows))
     # By the digest a test sees whether the figure is that of the file.
-    draw(rows).savefig(source.with_suffix(".png"), dpi=72, metadata={"Description": digest(source)})
+    draw(rows).savefig(source.with_suffix(".png"), dpi=54, metadata={"Description": digest(source)})
 
 
 def digest(source: Path) -> str:

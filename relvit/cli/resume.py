@@ -22,7 +22,7 @@ def resumed(run: str, arguments: Sequence[str]) -> tuple[Path, list[str]]:
     if is_address(run):
         raise UsageError(f"--resume {run} is a remote address: a run goes on in a folder of this machine")
     folder = Path(run)
-    for option in ("--config", "-c", "--ckpt_path", "--runs"):
+    for option in ("--config", "-c", "--ckpt_path", "--runs", "--model.model"):
         if any(argument == option or argument.startswith(f"{option}=") for argument in arguments):
             raise UsageError(f"--resume {folder} goes on with that run's own configuration: drop {option}")
     if not folder.is_dir():

@@ -231,14 +231,14 @@ def aft_conv(
 def choose_window(bottom: Tensor, grid: Grid) -> str:
     """Which of `WINDOWS` `aft_conv` takes for 'auto': what took the least time in `tools/benchmark.py --level aft`.
 
-    On two CPU cores `difference` did, at 14 x 14 places and at 64 x 64; where weights are too small for it, products up
-    to some 16 x 16 places and convolutions beyond. Weights are looked at on the CPU alone. Nothing is known of GPUs.
+    On two CPU cores `difference` did, at 14 x 14 places and at 64 x 64; `convolution` took a tenth more. Weights are
+    looked at there alone. Elsewhere products are taken for small grids; nothing is known of GPUs.
     """
     places = grid.height * grid.width
     if torch.jit.is_tracing() or (in_graph() and not has_static_value(places)):
         return "convolution"
-    if bottom.device.type == "cpu" and not in_graph() and not in_transform() and bottom.min() >= LEAST_DIFFERENCE:
-        return "difference"
+    if bottom.device.type == "cpu" and not in_graph():
+        return "difference" if not in_transform() and bottom.min() >= LEAST_DIFFERENCE else "convolution"
     return "toeplitz" if places <= PLACES_FOR_PRODUCTS else "convolution"
 
 
