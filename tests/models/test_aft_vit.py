@@ -230,12 +230,15 @@ def test_graphs_for_all_sizes(variant):
         "traced by symbols": create_feature_extractor(model, {"head": "head"}),
     }
     with torch.no_grad():
-        for batch, size in enumerate(SIZES, start=1):
+        for batch, size in enumerate(SIZES, start=2):
             expected = model(images(*size, batch=batch))
             for name, graph in made.items():
                 got = graph(images(*size, batch=batch))
                 got = got["head"] if isinstance(got, dict) else got
                 torch.testing.assert_close(got, expected, rtol=0, atol=1e-5, msg=lambda text, name=name: name + text)
+        # One image alone is another graph to the compiler, and no other to the exporter.
+        alone = images(16, 80, batch=1)
+        torch.testing.assert_close(made["exported"](alone), model(alone), rtol=0, atol=1e-5)
     assert len(graphs) == 1
 
 

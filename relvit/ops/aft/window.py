@@ -51,7 +51,8 @@ def convolution(weight: Tensor, top: Tensor, parts: Sums, height: int, width: in
 
     As in `toeplitz` nothing is subtracted. Arguments and result as there.
     """
-    kernel, outside = bounded_exp(weight - top), bounded_exp(-top)
+    # Where nothing is outside, the largest weight may be below 0: what nothing is multiplied with must be finite.
+    kernel, outside = bounded_exp(weight - top), bounded_exp((-top).clamp_max(0))
     rows, cols = (size // 2 for size in weight.shape[1:])
 
     def sums_of(x: Tensor, kernel: Tensor, outside: Tensor) -> Tensor:
@@ -70,7 +71,7 @@ def difference(weight: Tensor, top: Tensor, parts: Sums, height: int, width: int
     Where exp(w) comes close to 0 at a key that outweighs all others, the two cancel: for weights of `LEAST_DIFFERENCE`
     at least. Arguments and result as `toeplitz`.
     """
-    outside = bounded_exp(-top)
+    outside = bounded_exp((-top).clamp_max(0))
     kernel = bounded_exp(weight - top) - outside
 
     def sums_of(x: Tensor, kernel: Tensor, outside: Tensor) -> Tensor:
