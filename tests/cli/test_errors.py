@@ -174,7 +174,9 @@ def test_options_of_a_start(run, fit, capsys):
 def test_options_of_resolutions(run, capsys):
     best = f"--ckpt_path={run / 'checkpoints' / 'best.ckpt'}"
     assert "missing: --sizes" in fails(["resolutions", best], capsys)
-    assert "--sizes must be a list such as '[64,96]', got 16" in fails(["resolutions", best, "--sizes=16"], capsys)
+    assert "--sizes must be a list such as '[64,96]' or '[a.ckpt,b.ckpt]', got 16" in fails(
+        ["resolutions", best, "--sizes=16"], capsys
+    )
     message = fails(["resolutions", best, "--sizes=[16]", "--data.root=x"], capsys)
     assert "unknown option --data.root (did you mean '--root'?)" in message
 
