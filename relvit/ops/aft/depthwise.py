@@ -44,15 +44,13 @@ class _Depthwise(torch.autograd.Function):
         grad_kernel = grad_x = None
         if ctx.needs_input_grad[1]:
             grad_x = _convolve(kernel.flip((1, 2)), grad)
-        if ctx.needs_input_grad[0] and not x.shape[0]:
+        if ctx.needs_input_grad[0]:
             grad_kernel = torch.zeros_like(kernel)
-        elif ctx.needs_input_grad[0]:
             rows, cols = (size // 2 for size in kernel.shape[1:])
-            # Samples beside channels: each has a kernel of its own.
-            image, window = (part.permute(1, 2, 0, 3).flatten(2) for part in (x, grad))
-            image = F.pad(image, (0, 0, cols, cols, rows, rows)).permute(2, 0, 1)[None]
-            each = F.conv2d(image, window.permute(2, 0, 1)[:, None], groups=image.shape[1])
-            grad_kernel = each.view(x.shape[0], *kernel.shape).sum(dim=0)
+            # One sample at a time stays in the caches.
+            for image, window in zip(x, grad, strict=True):
+                image = F.pad(image, (0, 0, cols, cols, rows, rows)).permute(2, 0, 1)
+                grad_kernel += F.conv2d(image, window.permute(2, 0, 1)[:, None], groups=kernel.shape[0])
         return grad_kernel, grad_x
 
 
