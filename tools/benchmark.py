@@ -206,20 +206,31 @@ def timed(cell: Cell) -> float:
 
 def kept_bytes(forward: Callable[[], Tensor]) -> int:
     """Bytes that a forward pass on the CPU allocates and autograd holds after it; neither input nor parameters."""
+    graph: list[Any] = []  # holds it until all is counted
+    return sum(allocations(lambda: graph.append(forward().grad_fn)))
+
+
+def peak_bytes(action: Callable[[], Any]) -> int:
+    """The most bytes that an action on the CPU has allocated at a time."""
+    return max(itertools.accumulate(allocations(action), initial=0))
+
+
+def allocations(action: Callable[[], Any]) -> list[int]:
+    """Bytes allocated on the CPU by an action, and, as negative numbers, released, one after the other."""
     # From the allocator: saved-tensor hooks see nothing of what is kept under other hooks or in closures, and compiled
     # code passes by dispatch modes. First, lest old garbage is released meanwhile:
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
-        graph = forward().grad_fn
-    del graph  # held until here
-    return sum(event.self_cpu_memory_usage for event in trace.events())
+        action()
+    events = (event for event in trace.profiler.kineto_results.events() if event.name() == "[memory]")
+    return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
 
 
 def memory_bytes(cell: Cell) -> int:
-    """CUDA: the peak that a step adds to what was allocated. CPU: what autograd keeps; nothing in mode 'forward'."""
+    """CUDA: the peak that a step adds to what was allocated. CPU: what autograd keeps; in mode 'forward' the peak."""
     cell.clear()
     if cell.setting.device != "cuda":
-        return kept_bytes(cell.forward) if cell.setting.mode == "train" else 0
+        return kept_bytes(cell.forward) if cell.setting.mode == "train" else peak_bytes(cell.step)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     cell.step()

@@ -33,9 +33,9 @@ beside this one; not to be edited by hand.
 - **Time ratio.** The median over the rounds of (time of this one / time of `plain` in the same round); the ratio of the
   two medians would let slow spells of the machine in.
 - **Noise.** `control` is a second instance of `plain`: what its ratio is away from 1, others' ratios may be as well.
-- **Memory.** On the CPU: what the forward pass allocates and autograd still holds after it, for backward; input, output
-  and parameters do not count. On a GPU: by how much a step's peak exceeds what was allocated before it, gradients
-  included.
+- **Memory.** On the CPU, *forward*: the most that is allocated at a time, where that was measured; *train*: what the
+  forward pass allocates and autograd still holds after it, for backward; input, output and parameters do not count. On
+  a GPU: by how much a step's peak exceeds what was allocated before it, gradients included.
 - **No figure.** *out of memory*, or *over the cap*: the first call took longer than the run allowed.
 - **Models**, with 1000 classes, average pooling, without class token and layer scale: `plain` and `control` are timm's
   `vit_small_patch16_224`, `relpos` its `vit_relpos_small_patch16_224`, `rope` its `vit_small_patch16_rope_224`,

@@ -53,7 +53,9 @@ def build_model(
         if key in DATA_ARGUMENTS:
             raise ValueError(f"model_kwargs must not hold {key!r}: it comes from the data")
         if arguments and key not in arguments:
-            raise ValueError(f"model {name!r} has no argument {key!r}{did_you_mean(key, arguments)}")
+            why = getattr(_model_class(name), "fixed", {}).get(key)
+            hint = f": {why}; take it out of model_kwargs" if why else did_you_mean(key, arguments)
+            raise ValueError(f"model {name!r} has no argument {key!r}{hint}")
     if img_size is not None and "img_size" in arguments:
         kwargs["img_size"] = img_size if isinstance(img_size, int) else tuple(img_size)
     given = {"num_classes": num_classes, "in_chans": in_chans, **kwargs}
@@ -82,8 +84,8 @@ def model_arguments(name: str) -> set[str]:
         raise ValueError(
             f"unknown model {name!r}{did_you_mean(architecture, timm.list_models())} ({ours}, or any timm model)"
         )
-    model_class = get_type_hints(timm.model_entrypoint(architecture)).get("return")
-    if not inspect.isclass(model_class):
+    model_class = _model_class(name)
+    if model_class is None:
         return set()
     arguments: set[str] = set(BUILDER_ARGUMENTS)
     for cls in model_class.__mro__:
@@ -92,3 +94,9 @@ def model_arguments(name: str) -> set[str]:
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             break
     return arguments
+
+
+def _model_class(name: str) -> type | None:
+    """The class that a registered model's function says it returns."""
+    made = get_type_hints(timm.model_entrypoint(name.split(".", 1)[0])).get("return")
+    return made if inspect.isclass(made) else None

@@ -28,6 +28,11 @@ def test_every_registered_relvit_model_knows_its_arguments():
         ("relvit_smal", {}, "unknown model 'relvit_smal' .did you mean 'relvit_small'"),
         ("relvit_small", {"rel_termz": "k"}, "has no argument 'rel_termz' .did you mean 'rel_terms'"),
         ("vit_tiny_patch16_224", {"embed_dimm": 4}, "did you mean 'embed_dim'"),
+        (
+            "relvit_aft_conv_tiny",
+            {"max_distance": 3},
+            "has no argument 'max_distance': it is for relvit's models with attention, .*; take it out of model_kwargs",
+        ),
         ("relvit_small", {"num_classes": 4}, "model_kwargs must not hold 'num_classes': it comes from the data"),
     ],
 )
