@@ -8,7 +8,7 @@ from oracles import aft as oracle
 from torch.autograd import gradcheck, gradgradcheck
 
 from relvit.ops import Grid, aft_conv, aft_full, aft_local, aft_simple, make_grid, reference
-from relvit.ops.aft import exponentials, operations, pairs, toeplitz
+from relvit.ops.aft import depthwise, exponentials, fourier, operations, pairs, toeplitz
 
 CONV = (*operations.WINDOWS, "pairs", "auto")
 # Exact however small the weights are.
@@ -153,7 +153,63 @@ def test_derivatives_of_first_and_second_order(backend, rows):
     grid = Grid(4, 2, 1)
     inputs = [*contents(grid, batch=1, width=2, heads=1), window_of(1, rows, 3)]
     assert gradcheck(lambda *given: aft_conv(*given, grid, backend=backend), inputs)
-    assert gradgradcheck(lambda *given: aft_conv(*given, grid, backend=backend), inputs)
+    assert gradgradcheck(lambda *given: aft_conv(*given, grid, backend=backend), inputs, fast_mode=True)
+
+
+@pytest.fixture
+def transforms(monkeypatch):
+    """How often gradients are computed by transforms."""
+    calls, gradients = [], fourier.gradients
+    monkeypatch.setattr(fourier, "gradients", lambda *given: calls.append(None) or gradients(*given))
+    return calls
+
+
+@pytest.mark.parametrize("size", [(2, 9, 7, 9, 11, 4), (1, 5, 6, 9, 11, 1), (3, 1, 8, 1, 15, 2), (2, 1, 1, 1, 1, 3)])
+def test_gradients_by_transforms_are_those_of_the_convolution(size):
+    batch, height, width, rows, cols, channels = size
+    images = [torch.randn(batch, height, width, channels, dtype=torch.float64) for _ in range(4)]
+    kernel = window_of(channels, rows, cols).detach()
+    for dtype, tolerance in ((torch.float64, 1e-13), (torch.float32, 4e-6)):
+        given = [image.to(dtype) for image in images]
+        got = fourier.gradients(kernel.to(dtype), given[:2], given[2:])
+        expected = depthwise.gradients(kernel, images[:2], images[2:])
+        for one, other in zip((got[0], *got[1]), (expected[0], *expected[1]), strict=True):
+            assert (one - other).norm() <= tolerance * other.norm()
+
+
+@pytest.mark.parametrize("key_width", [1, 2])
+def test_derivatives_by_transforms(transforms, key_width):
+    grid = make_grid(5, 6, 1, valid=torch.tensor([[True] * 20 + [False] * 10]))
+    inputs = [*contents(grid, batch=1, width=2, heads=1, key_width=key_width), window_of(1, 9, 11)]
+    inputs[-1] = (inputs[-1].detach() / 4).requires_grad_()
+    generator = torch.Generator().manual_seed(3)
+    above = torch.randn(inputs[0].shape, dtype=torch.float64, generator=generator)
+    got, expected = (
+        torch.autograd.grad((run(*inputs, grid) * above).sum(), inputs) for run in (aft_conv, reference.aft_conv)
+    )
+    assert len(transforms) == 3 - key_width  # keys for all channels go with the values
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    assert gradgradcheck(lambda *given: aft_conv(*given, grid), inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("dominant", [False, True])
+def test_gradients_are_exact_to_rounding_where_transforms_are_not(transforms, dominant):
+    """One key outweighs all others, and all queries but one give it a hundredth of the largest weight."""
+    grid = Grid(6, 6)
+    q, k, v = (part.detach() for part in contents(grid, heads=2, width=1, dtype=torch.float32))
+    weight = window_of(2, 9, 9).detach().float() / 4
+    if dominant:
+        k[..., 14, :] += 14.0
+        weight[:, 4, 4] += 6.0
+    inputs = [part.requires_grad_() for part in (q, k, v, weight)]
+    above = torch.randn(q.shape, generator=torch.Generator().manual_seed(3))
+    got, expected = (
+        torch.autograd.grad((run(*inputs, grid) * above).sum(), inputs) for run in (aft_conv, reference.aft_conv)
+    )
+    assert bool(transforms) != dominant
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-4, atol=1e-5)
 
 
 def test_derivatives_of_full_and_simple():
@@ -164,7 +220,7 @@ def test_derivatives_of_full_and_simple():
     for backend in ("products", "pairs"):
         bias = bias_of(grid)
         assert gradcheck(lambda *given: aft_full(*given, grid, backend=backend), [*inputs, bias])  # noqa: B023
-        assert gradgradcheck(lambda *given: aft_full(*given, grid, backend=backend), [*inputs, bias])  # noqa: B023
+        assert gradgradcheck(lambda *given: aft_full(*given, grid, backend=backend), [*inputs, bias], fast_mode=True)  # noqa: B023
 
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}

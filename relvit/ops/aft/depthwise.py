@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -41,17 +43,28 @@ class _Depthwise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         kernel, x = ctx.saved_tensors
-        grad_kernel = grad_x = None
-        if ctx.needs_input_grad[1]:
-            grad_x = _convolve(kernel.flip((1, 2)), grad)
-        if ctx.needs_input_grad[0]:
-            grad_kernel = torch.zeros_like(kernel)
-            rows, cols = (size // 2 for size in kernel.shape[1:])
-            # One sample at a time stays in the caches.
-            for image, window in zip(x, grad, strict=True):
-                image = F.pad(image, (0, 0, cols, cols, rows, rows)).permute(2, 0, 1)
-                grad_kernel += F.conv2d(image, window.permute(2, 0, 1)[:, None], groups=kernel.shape[0])
-        return grad_kernel, grad_x
+        needed = ctx.needs_input_grad
+        return _of_kernel(kernel, x, grad) if needed[0] else None, _of_image(kernel, grad) if needed[1] else None
+
+
+def gradients(kernel: Tensor, images: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Of a kernel and of images, (B, H, W, channels) each, that were convolved with it, with those of the outputs."""
+    of_kernels = [_of_kernel(kernel, image, grad) for image, grad in zip(images, grads, strict=True)]
+    return torch.stack(of_kernels).sum(dim=0), [_of_image(kernel, grad) for grad in grads]
+
+
+def _of_image(kernel: Tensor, grad: Tensor) -> Tensor:
+    return _convolve(kernel.flip((1, 2)), grad)
+
+
+def _of_kernel(kernel: Tensor, x: Tensor, grad: Tensor) -> Tensor:
+    rows, cols = (size // 2 for size in kernel.shape[1:])
+    total = torch.zeros_like(kernel)
+    # One sample at a time stays in the caches.
+    for image, window in zip(x, grad, strict=True):
+        image = F.pad(image, (0, 0, cols, cols, rows, rows)).permute(2, 0, 1)
+        total = total + F.conv2d(image, window.permute(2, 0, 1)[:, None], groups=kernel.shape[0])
+    return total
 
 
 def _convolve(kernel: Tensor, x: Tensor) -> Tensor:

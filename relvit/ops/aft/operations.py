@@ -11,6 +11,7 @@ from torch.fx.experimental.symbolic_shapes import has_static_value
 
 from relvit.ops import reference
 from relvit.ops.aft.checks import check_contents, check_pairs, check_weight
+from relvit.ops.aft.difference import LEAST_DIFFERENCE, difference
 from relvit.ops.aft.exponentials import (
     SPREAD,
     Sums,
@@ -23,7 +24,7 @@ from relvit.ops.aft.exponentials import (
     to_raster,
 )
 from relvit.ops.aft.pairs import average_of_pairs, average_so_far
-from relvit.ops.aft.window import LEAST_DIFFERENCE, convolution, difference, toeplitz
+from relvit.ops.aft.window import convolution, toeplitz
 from relvit.ops.checks import check_backend
 from relvit.ops.grid import Grid, key_mask, patch_coords
 from relvit.ops.pairs import int_pair
@@ -196,10 +197,11 @@ def aft_conv(
         is_causal: leave out keys that come later in the sequence than the query; by pairs.
         backend: 'toeplitz' (products with the matrices of all pairs of a head, or of the rows in the window),
             'convolution' (depthwise; any size in one graph), 'difference' (depthwise as in the paper, exact for weights
-            from -5 on), 'pairs' (a softmax for each query and channel, exact for any weights: O(N^2 dim) exponentials),
-            'reference' (the same in double precision and O(N^2 dim) memory), or 'auto' (what was the fastest and is
-            exact, see `tools/benchmark.py --level aft`). To the first three, weights more than 70 below the largest, or
-            below the 0 outside, count as 70 below it; 'auto' takes pairs for them on the CPU, where it looks.
+            from -5 on; gradients for large windows by Fourier transforms where these are exact), 'pairs' (a softmax for
+            each query and channel, exact for any weights: O(N^2 dim) exponentials), 'reference' (the same in double
+            precision and O(N^2 dim) memory), or 'auto' (what was the fastest and is exact, see `tools/benchmark.py
+            --level aft`). To the first three, weights more than 70 below the largest, or below the 0 outside, count as
+            70 below it; 'auto' takes pairs for them on the CPU, where it looks.
 
     Returns, raises: as `aft_full`.
     """

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
+from relvit.ops.aft.channels import from_channels, per_channel, to_channels
 from relvit.ops.aft.depthwise import depthwise
 from relvit.ops.aft.exponentials import Sums, bounded_exp, pad_window
 from relvit.ops.aft.toeplitz import toeplitz_sums
-
-# Below it `difference` cancels too much. Down to it an average is at most 2 exp(5) = 300 times further off than by
-# rounding, and that only where a key of this weight outweighs all others together by as much.
-LEAST_DIFFERENCE = -5.0
 
 
 def toeplitz(weight: Tensor, top: Tensor, parts: Sums, height: int, width: int) -> Sums:
@@ -55,44 +50,15 @@ def convolution(weight: Tensor, top: Tensor, parts: Sums, height: int, width: in
     kernel, outside = bounded_exp(weight - top), bounded_exp((-top).clamp_max(0))
     rows, cols = (size // 2 for size in weight.shape[1:])
 
-    def sums_of(x: Tensor, kernel: Tensor, outside: Tensor) -> Tensor:
+    def sums_of(x: Tensor) -> Tensor:
+        window, other = (per_channel(weights.to(x.dtype), x) for weights in (kernel, outside))
         beyond = _beyond(height, rows, x)
         above_or_below = _along_first(beyond, x.sum(dim=2))[:, :, None]
         near = _along_first(1 - beyond, x.flatten(2)).view_as(x)
         beside = _along_first(_beyond(width, cols, x), near.flatten(0, 1)).view_as(x)
-        return depthwise(kernel, x) + outside * (above_or_below + beside)
+        return depthwise(window, x) + other.flatten() * (above_or_below + beside)
 
-    return Sums(*(_in_channels(sums_of, part, kernel, outside, height, width) for part in parts))
-
-
-def difference(weight: Tensor, top: Tensor, parts: Sums, height: int, width: int) -> Sums:
-    """By a depthwise convolution with exp(w) - 1, plus the sum over everything: the paper's own way (section 3.2).
-
-    Where exp(w) comes close to 0 at a key that outweighs all others, the two cancel: for weights of `LEAST_DIFFERENCE`
-    at least. Arguments and result as `toeplitz`.
-    """
-    outside = bounded_exp((-top).clamp_max(0))
-    kernel = bounded_exp(weight - top) - outside
-
-    def sums_of(x: Tensor, kernel: Tensor, outside: Tensor) -> Tensor:
-        return depthwise(kernel, x) + outside * x.sum(dim=(1, 2), keepdim=True)
-
-    return Sums(*(_in_channels(sums_of, part, kernel, outside, height, width) for part in parts))
-
-
-def _in_channels(
-    sums_of: Callable[[Tensor, Tensor, Tensor], Tensor],
-    part: Tensor,
-    kernel: Tensor,
-    outside: Tensor,
-    height: int,
-    width: int,
-) -> Tensor:
-    """`sums_of` on (B, H, W, channels), as the tokens lie in memory already, what is per head being per channel."""
-    heads, count = part.shape[1], part.shape[3]
-    x = part.transpose(1, 2).flatten(2).unflatten(1, (height, width))
-    kernel, outside = (weights.to(x.dtype).repeat_interleave(count, 0) for weights in (kernel, outside))
-    return sums_of(x, kernel, outside.flatten()).flatten(1, 2).unflatten(-1, (heads, count)).transpose(1, 2)
+    return Sums(*(from_channels(sums_of(to_channels(part, height, width)), weight.shape[0]) for part in parts))
 
 
 def _along_first(matrix: Tensor, x: Tensor) -> Tensor:
