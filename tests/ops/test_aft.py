@@ -8,7 +8,7 @@ from oracles import aft as oracle
 from torch.autograd import gradcheck, gradgradcheck
 
 from relvit.ops import Grid, aft_conv, aft_full, aft_local, aft_simple, make_grid, reference
-from relvit.ops.aft import depthwise, exponentials, fourier, operations, pairs, toeplitz
+from relvit.ops.aft import depthwise, difference, exponentials, fourier, operations, pairs, toeplitz
 
 CONV = (*operations.WINDOWS, "pairs", "auto")
 # Exact however small the weights are.
@@ -158,14 +158,17 @@ def test_derivatives_of_first_and_second_order(backend, rows):
 
 @pytest.fixture
 def transforms(monkeypatch):
-    """How often gradients are computed by transforms."""
-    calls, gradients = [], fourier.gradients
-    monkeypatch.setattr(fourier, "gradients", lambda *given: calls.append(None) or gradients(*given))
+    """What is computed by transforms, in any window that is large for a small raster."""
+    calls = []
+    for name in ("convolve", "gradients"):
+        way = getattr(fourier, name)
+        monkeypatch.setattr(fourier, name, lambda *given, name=name, way=way: calls.append(name) or way(*given))
+    monkeypatch.setattr(difference, "WINDOW_FOR_SUMS", 81)
     return calls
 
 
 @pytest.mark.parametrize("size", [(2, 9, 7, 9, 11, 4), (1, 5, 6, 9, 11, 1), (3, 1, 8, 1, 15, 2), (2, 1, 1, 1, 1, 3)])
-def test_gradients_by_transforms_are_those_of_the_convolution(size):
+def test_transforms_equal_the_convolution(size):
     batch, height, width, rows, cols, channels = size
     images = [torch.randn(batch, height, width, channels, dtype=torch.float64) for _ in range(4)]
     kernel = window_of(channels, rows, cols).detach()
@@ -173,7 +176,9 @@ def test_gradients_by_transforms_are_those_of_the_convolution(size):
         given = [image.to(dtype) for image in images]
         got = fourier.gradients(kernel.to(dtype), given[:2], given[2:])
         expected = depthwise.gradients(kernel, images[:2], images[2:])
-        for one, other in zip((got[0], *got[1]), (expected[0], *expected[1]), strict=True):
+        found = fourier.convolve(kernel.to(dtype), given[:2])
+        wanted = [depthwise.depthwise(kernel, image) for image in images[:2]]
+        for one, other in zip((got[0], *got[1], *found), (expected[0], *expected[1], *wanted), strict=True):
             assert (one - other).norm() <= tolerance * other.norm()
 
 
@@ -187,14 +192,14 @@ def test_derivatives_by_transforms(transforms, key_width):
     got, expected = (
         torch.autograd.grad((run(*inputs, grid) * above).sum(), inputs) for run in (aft_conv, reference.aft_conv)
     )
-    assert len(transforms) == 3 - key_width  # keys for all channels go with the values
+    assert transforms == ["convolve", "gradients"] if key_width == 2 else ["convolve"] * 2 + ["gradients"] * 2
     for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
     assert gradgradcheck(lambda *given: aft_conv(*given, grid), inputs, fast_mode=True)
 
 
 @pytest.mark.parametrize("dominant", [False, True])
-def test_gradients_are_exact_to_rounding_where_transforms_are_not(transforms, dominant):
+def test_averages_and_gradients_are_exact_to_rounding_where_transforms_are_not(transforms, dominant):
     """One key outweighs all others, and all queries but one give it a hundredth of the largest weight."""
     grid = Grid(6, 6)
     q, k, v = (part.detach() for part in contents(grid, heads=2, width=1, dtype=torch.float32))
@@ -207,9 +212,12 @@ def test_gradients_are_exact_to_rounding_where_transforms_are_not(transforms, do
     got, expected = (
         torch.autograd.grad((run(*inputs, grid) * above).sum(), inputs) for run in (aft_conv, reference.aft_conv)
     )
-    assert bool(transforms) != dominant
+    # Of large windows the sums are tried.
+    assert transforms == ["convolve"] if dominant else ["convolve", "gradients"]
     for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-4, atol=1e-5)
+    got, expected = (run(*inputs, grid) for run in (aft_conv, reference.aft_conv))
+    torch.testing.assert_close(got, expected, rtol=2e-6, atol=2e-6)
 
 
 def test_derivatives_of_full_and_simple():

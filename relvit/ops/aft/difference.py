@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,12 +16,13 @@ from relvit.ops.transforms import in_graph, in_transform
 # Below it the two cancel too much. Down to it an average is at most 2 exp(5) = 300 times further off than by rounding,
 # and that only where a key of this weight outweighs all others together by as much.
 LEAST_DIFFERENCE = -5.0
-# How far norms of keys and of windows may exceed the smallest denominator, for gradients by transforms: what rounding
-# adds to them is then below 1e-4 of what they are sums over. Filters as they are learned reach 10 to 80; with one key
-# that outweighs all others, and a window that leaves it out, it can be anything.
-MOST_AMPLIFICATION = 100.0
-# Transforms pay for windows of so many places at least, on rasters of so many at most, as measured on two cores.
-WINDOW_FOR_TRANSFORMS, PLACES_FOR_TRANSFORMS = 81, 4096
+# How far norms of keys and of windows may exceed the smallest denominator, for sums and for gradients by transforms:
+# what rounding adds is then below 2e-5 and 1e-4 of what they are averages of, or sums over. Filters as they are learned
+# reach 10 to 80; with one key that outweighs all others, and a window that leaves it out, it can be anything.
+MOST_IN_SUMS, MOST_IN_GRADIENTS = 30.0, 100.0
+# Transforms pay for sums from windows of so many places on, for gradients from so many for each row and column of the
+# raster, as measured on two cores.
+WINDOW_FOR_SUMS, WINDOW_FOR_GRADIENTS = 625, 1.75
 
 
 def difference(weight: Tensor, top: Tensor, parts: Sums, height: int, width: int) -> Sums:
@@ -33,7 +34,7 @@ def difference(weight: Tensor, top: Tensor, parts: Sums, height: int, width: int
     outside = bounded_exp((-top).clamp_max(0)).to(parts.numerator.dtype)
     kernel = bounded_exp(weight - top).to(parts.numerator.dtype) - outside
     images = [to_channels(part, height, width) for part in parts]
-    if images[0].device.type != "cpu" or in_graph() or in_transform() or not torch.is_grad_enabled():
+    if images[0].device.type != "cpu" or in_graph() or in_transform():
         sums = [_sums(kernel, outside, image) for image in images]
     else:
         sums = _Difference.apply(kernel, outside, *images)
@@ -41,16 +42,27 @@ def difference(weight: Tensor, top: Tensor, parts: Sums, height: int, width: int
 
 
 def _sums(kernel: Tensor, outside: Tensor, x: Tensor) -> Tensor:
-    near = depthwise.depthwise(per_channel(kernel, x), x)
-    return near + per_channel(outside, x).flatten() * x.sum(dim=(1, 2), keepdim=True)
+    return depthwise.depthwise(per_channel(kernel, x), x) + _everything(outside, x)
+
+
+def _everything(outside: Tensor, x: Tensor) -> Tensor:
+    return per_channel(outside, x).flatten() * x.sum(dim=(1, 2), keepdim=True)
 
 
 class _Difference(torch.autograd.Function):
-    """Both sums at once, for the sake of the gradients: they know how large the denominators are."""
+    """Both sums at once: how large the denominators are says how exact transforms are."""
 
     @staticmethod
-    def forward(kernel: Tensor, outside: Tensor, numerator: Tensor, denominator: Tensor) -> tuple[Tensor, Tensor]:
-        return _sums(kernel, outside, numerator), _sums(kernel, outside, denominator)
+    def forward(kernel: Tensor, outside: Tensor, *images: Tensor) -> tuple[Tensor, ...]:
+        if kernel[0].numel() >= WINDOW_FOR_SUMS:
+            sums = []
+            for group in _alike(images):
+                sums += fourier.convolve(per_channel(kernel, images[group[0]]), [images[part] for part in group])
+            for near, image in zip(sums, images, strict=True):
+                near += _everything(outside, image)
+            if _within(MOST_IN_SUMS, torch.mul, kernel, images[1], sums[1]):
+                return tuple(sums)
+        return tuple(_sums(kernel, outside, image) for image in images)
 
     @staticmethod
     def setup_context(ctx: FunctionCtx, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -64,27 +76,32 @@ class _Difference(torch.autograd.Function):
             inputs = (kernel, *images)
             of_kernel, *of_images = torch.autograd.grad(sums, inputs, grads, create_graph=True)
             return of_kernel, None, *of_images
-        parts = list(zip(images, grads, strict=True))
-        # Where a head has a key for each channel, both have the same windows.
-        groups = [parts] if images[0].shape == images[1].shape else [[part] for part in parts]
-        way = fourier if _transforms_serve(kernel, images[1], whole) else depthwise
+        sides = sum(whole.shape[1:3])
+        pays = kernel[0].numel() >= WINDOW_FOR_GRADIENTS * sides
+        exact = pays and _within(MOST_IN_GRADIENTS, torch.maximum, kernel, images[1], whole)
+        way = fourier if exact else depthwise
         of_kernel, of_images = torch.zeros_like(kernel), []
-        for group in groups:
-            of_window, found = way.gradients(per_channel(kernel, group[0][0]), *zip(*group, strict=True))
+        for group in _alike(images):
+            window = per_channel(kernel, images[group[0]])
+            of_window, found = way.gradients(window, *([given[part] for part in group] for given in (images, grads)))
             of_kernel += of_window.unflatten(0, (kernel.shape[0], -1)).sum(dim=1)
             of_images += found
         for of_image, grad in zip(of_images, grads, strict=True):
-            of_image += per_channel(outside, grad).flatten() * grad.sum(dim=(1, 2), keepdim=True)
+            of_image += _everything(outside, grad)
         return of_kernel, None, *of_images
 
 
-def _transforms_serve(kernel: Tensor, keys: Tensor, whole: Tensor) -> bool:
-    """Whether transforms pay, and are exact enough, for the gradients of sums whose denominators are `whole`."""
-    samples, *sides = keys.shape[:3]
-    if kernel[0].numel() < WINDOW_FOR_TRANSFORMS or math.prod(sides) > PLACES_FOR_TRANSFORMS:
-        return False
-    if keys.dtype.itemsize < 4 or not samples:
+def _alike(images: Sequence[Tensor]) -> list[list[int]]:
+    """Which of both parts have the same windows: all where a head has a key for each of its channels."""
+    return [[0, 1]] if images[0].shape == images[1].shape else [[0], [1]]
+
+
+def _within(
+    limit: float, joined: Callable[[Tensor, Tensor], Tensor], kernel: Tensor, keys: Tensor, whole: Tensor
+) -> bool:
+    """Whether transforms are exact enough where the denominators are `whole`."""
+    if keys.dtype.itemsize < 4 or not keys.shape[0]:
         return False
     keys, whole = (part.flatten(1, 2).unflatten(-1, (kernel.shape[0], -1)) for part in (keys, whole))
-    norms = torch.maximum(kernel.flatten(1).norm(dim=1)[:, None], keys.norm(dim=1))
-    return bool((norms <= MOST_AMPLIFICATION * whole.amin(dim=1)).all())
+    norms = joined(kernel.flatten(1).norm(dim=1)[:, None], keys.norm(dim=1))
+    return bool((norms <= limit * whole.amin(dim=1)).all())

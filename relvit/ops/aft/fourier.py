@@ -1,4 +1,8 @@
-"""The gradients of a depthwise convolution by Fourier transforms, which are products with small matrices."""
+"""Depthwise convolution, and its gradients, by Fourier transforms that are products with small matrices.
+
+Transforms of as few places as images have patches are fastest that way. Rounding errors are relative to the norms of
+what is multiplied and lie everywhere, also where the result is small.
+"""
 
 from __future__ import annotations
 
@@ -10,40 +14,53 @@ import torch
 from torch import Tensor
 
 
-def gradients(kernel: Tensor, images: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """What `relvit.ops.aft.depthwise.gradients` computes, of windows that reach no further than the images do.
-
-    Transforms of as few places as images have patches are fastest as products with matrices, and what the kernel's
-    gradient sums over samples is summed before the one transform back. Rounding errors are relative to the norms of
-    what is multiplied and lie everywhere, also where the result is small.
+def convolve(kernel: Tensor, images: Sequence[Tensor]) -> list[Tensor]:
+    """sum_o kernel[o] x[i + o] in every channel, zero beyond the borders.
 
     Args:
         kernel: (channels, r, c), by offset, odd sizes, at most (2 H - 1, 2 W - 1).
-        images: what was convolved, (B, H, W, channels) each.
-        grads: of the outputs, likewise.
+        images: (B, H, W, channels) each.
 
     Returns:
-        Of the kernel and of each of the images.
+        For each image what has its shape.
     """
-    _, height, width, channels = images[0].shape
-    reach = [size // 2 for size in kernel.shape[1:]]
-    # So long that what passes one border meets nothing from the other.
-    periods = ((height + reach[0]) | 1, width + reach[1])
-    places = _Transform(range(height), range(width), periods, kernel)
-    window = _Transform(*(range(-size, size + 1) for size in reach), periods, kernel)
-    weights = window.forward(kernel.permute(1, 2, 0), window.spectrum())
+    places, weights, _ = _transforms(kernel, images[0])
+    of_x, product = places.spectrum(), places.spectrum()
+    found = [image.new_empty(image.shape) for image in images]
+    # One sample at a time, in the same memory, stays in the caches.
+    for image, sums in zip(images, found, strict=True):
+        for x, out in zip(image, sums, strict=True):
+            places.inverse(_multiply(places.forward(x, of_x), weights, product, conjugate=True), out)
+    return found
+
+
+def gradients(kernel: Tensor, images: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Of the kernel and of each image, with those of the outputs; arguments as of `convolve`.
+
+    What the kernel's gradient sums over samples and images is summed before the one transform back.
+    """
+    places, weights, window = _transforms(kernel, images[0])
     of_x, of_grad, product = (places.spectrum() for _ in range(3))
     correlations = places.spectrum().zero_()
     found = [image.new_empty(image.shape) for image in images]
-    # One sample at a time, in the same memory, stays in the caches.
     for parts in zip(images, grads, found, strict=True):
-        for x, grad, grad_x in zip(*parts, strict=True):
+        for x, grad, of_image in zip(*parts, strict=True):
             places.forward(grad, of_grad)
-            places.inverse(_multiply(of_grad, weights, product, conjugate=False), grad_x)
+            places.inverse(_multiply(of_grad, weights, product, conjugate=False), of_image)
             correlations += _multiply(places.forward(x, of_x), of_grad, product, conjugate=True)
-    grad_kernel = kernel.new_empty(*kernel.shape[1:], channels)
-    window.inverse(correlations, grad_kernel)
-    return grad_kernel.permute(2, 0, 1), found
+    of_kernel = kernel.new_empty(*kernel.shape[1:], kernel.shape[0])
+    return window.inverse(correlations, of_kernel).permute(2, 0, 1), found
+
+
+def _transforms(kernel: Tensor, image: Tensor) -> tuple[_Transform, Tensor, _Transform]:
+    """Of images, the kernel's spectrum, and of windows."""
+    height, width = image.shape[1:3]
+    reach = [size // 2 for size in kernel.shape[1:]]
+    # So long that what passes one border meets nothing from the other.
+    periods = ((height + reach[0]) | 1, width + reach[1])
+    window = _Transform(*(range(-size, size + 1) for size in reach), periods, kernel)
+    weights = window.forward(kernel.permute(1, 2, 0), window.spectrum())
+    return _Transform(range(height), range(width), periods, kernel), weights, window
 
 
 class _Transform:
