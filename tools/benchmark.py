@@ -78,7 +78,10 @@ class DepthwiseAFT(AFTConv2d):
 COMPETITORS = {
     "model": tuple(MODELS),
     "layer": ("plain", "control", *(f"relvit_{name}" for name in BACKENDS), "sam"),
-    "aft": ("plain", "control", *AFT_CONV, "aft_conv_depthwise", "aft_conv_h16", "aft_full", "aft_local", "aft_simple"),
+    "aft": (
+        *("plain", "control", *AFT_CONV, "aft_conv_depthwise", "aft_conv_k31", "aft_conv_depthwise_k31"),
+        *("aft_conv_h16", "aft_full", "aft_local", "aft_simple"),
+    ),
 }
 
 
@@ -183,10 +186,12 @@ def attention_free(name: str, side: int) -> nn.Module:
     if name in ("aft_full", "aft_local"):
         kind, own = (AFTFull, {}) if name == "aft_full" else (AFTLocal, {"window": 4})
         return kind(DIM, grid_size=side, **own)
-    if name in AFT_CONV:
-        layer = AFTConv2d(DIM, DIM, kernel_size=15, backend=AFT_CONV[name])
-    elif name == "aft_conv_depthwise":
-        layer = DepthwiseAFT(DIM, DIM, kernel_size=15)
+    kind, _, window = name.partition("_k")
+    size = int(window or 15)
+    if kind in AFT_CONV:
+        layer = AFTConv2d(DIM, DIM, kernel_size=size, backend=AFT_CONV[kind])
+    elif kind == "aft_conv_depthwise":
+        layer = DepthwiseAFT(DIM, DIM, kernel_size=size)
     else:
         layer = AFTConv2d(DIM, 16, kernel_size=11)
     nn.init.ones_(layer.gamma)

@@ -46,8 +46,8 @@ beside this one; not to be edited by hand.
   keys and values) with the backend X.
 - **Afts**, attention-free layers of width 384 beside timm's `Attention` (`plain`, `control`): `aft_conv` is our
   `AFTConv2d` with 384 windows of 15 x 15, `aft_conv_X` the same with the backend X, `aft_conv_depthwise` with the
-  paper's own way, a depthwise convolution of channels-first images by PyTorch; `aft_conv_h16` has 16 windows of
-  11 x 11.
+  paper's own way, a depthwise convolution of channels-first images by PyTorch; those in `_k31` have windows of
+  31 x 31, and `aft_conv_h16` has 16 of 11 x 11.
 """
 
 
