@@ -67,15 +67,6 @@ def for_products(parts: Sums, dtype: torch.dtype) -> Sums:
     return Sums(*(part.to(dtype) for part in parts))
 
 
-def average(sums: Sums, valid: Tensor | None) -> Tensor:
-    """The averages, (B, heads, N, head_dim), in float32 at least; zero where nothing is valid."""
-    precision = torch.promote_types(sums.numerator.dtype, torch.float32)
-    numerator, denominator = (part.to(precision) for part in sums)
-    if valid is not None:
-        denominator = torch.where(denominator == 0, 1.0, denominator)
-    return numerator / denominator
-
-
 def to_raster(parts: Sums, grid: Grid) -> Sums:
     """Put (B, heads, prefix + P, c) where the tokens lie: (B, heads, prefix + H W, c), zero elsewhere."""
     if grid.coords is None:

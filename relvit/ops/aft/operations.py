@@ -15,7 +15,6 @@ from relvit.ops.aft.difference import LEAST_DIFFERENCE, difference
 from relvit.ops.aft.exponentials import (
     SPREAD,
     Sums,
-    average,
     bounded_exp,
     exponentials,
     for_products,
@@ -23,6 +22,7 @@ from relvit.ops.aft.exponentials import (
     pad_window,
     to_raster,
 )
+from relvit.ops.aft.gate import gated, gated_average
 from relvit.ops.aft.pairs import average_of_pairs, average_so_far
 from relvit.ops.aft.window import convolution, toeplitz
 from relvit.ops.checks import check_backend
@@ -106,8 +106,8 @@ def aft_full(
         else:
             parts = to_raster(for_products(exponentials(key, value, valid), query.dtype), grid)
             weights = bounded_exp(bias - top).to(parts.numerator.dtype)
-            mixed = average(from_raster(products(weights, parts), grid), valid)
-    return _gated(query, mixed)
+            return gated_average(query, from_raster(products(weights, parts), grid), valid)
+    return gated(query, mixed)
 
 
 def aft_local(
@@ -168,8 +168,8 @@ def aft_simple(
             mixed = average_so_far(key, value, valid)
         else:
             parts = exponentials(key, value, valid)
-            mixed = average(Sums(*(part.sum(dim=2, keepdim=True) for part in parts)), valid)
-    return _gated(query, mixed)
+            return gated_average(query, Sums(*(part.sum(dim=2, keepdim=True) for part in parts)), valid)
+    return gated(query, mixed)
 
 
 def aft_conv(
@@ -226,8 +226,8 @@ def aft_conv(
             if grid.prefix:
                 outside = bounded_exp(-top)
                 sums = Sums(*(_with_prefix(*pair, outside, grid.prefix) for pair in zip(sums, parts, strict=True)))
-            mixed = average(from_raster(sums, grid), valid)
-    return _gated(query, mixed)
+            return gated_average(query, from_raster(sums, grid), valid)
+    return gated(query, mixed)
 
 
 def choose_window(bottom: Tensor, grid: Grid) -> str:
@@ -317,8 +317,3 @@ def _near(size: int, reach: int, device: torch.device) -> Tensor:
     """Whether two places of a line are less than `reach` apart, (size, size)."""
     places = torch.arange(size, device=device)
     return (places[:, None] - places).abs() < reach
-
-
-def _gated(query: Tensor, mixed: Tensor) -> Tensor:
-    """sigmoid(query) * mixed, in the query's dtype."""
-    return (query.to(mixed.dtype).sigmoid() * mixed).to(query.dtype)
