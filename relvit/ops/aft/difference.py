@@ -62,7 +62,8 @@ class _Difference(torch.autograd.Function):
                 near += _everything(outside, image)
             if _within(MOST_IN_SUMS, torch.mul, kernel, images[1], sums[1]):
                 return tuple(sums)
-        return tuple(_sums(kernel, outside, image) for image in images)
+        sums = [depthwise.depthwise(per_channel(kernel, image), image) for image in images]
+        return tuple(near.add_(_everything(outside, image)) for near, image in zip(sums, images, strict=True))
 
     @staticmethod
     def setup_context(ctx: FunctionCtx, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -102,6 +103,6 @@ def _within(
     """Whether transforms are exact enough where the denominators are `whole`."""
     if keys.dtype.itemsize < 4 or not keys.shape[0]:
         return False
-    keys, whole = (part.flatten(1, 2).unflatten(-1, (kernel.shape[0], -1)) for part in (keys, whole))
-    norms = joined(kernel.flatten(1).norm(dim=1)[:, None], keys.norm(dim=1))
-    return bool((norms <= limit * whole.amin(dim=1)).all())
+    window, keys = (part.square().sum(dim=(1, 2)).sqrt() for part in (kernel, keys))
+    keys, smallest = (part.unflatten(-1, (kernel.shape[0], -1)) for part in (keys, whole.amin(dim=(1, 2))))
+    return bool((joined(window[:, None], keys) <= limit * smallest).all())

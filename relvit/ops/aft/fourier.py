@@ -7,11 +7,14 @@ what is multiplied and lie everywhere, also where the result is small.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
+
+# How many numbers of spectra are formed at a time: what stays in the caches.
+SPECTRUM_NUMBERS = 2**18
 
 
 def convolve(kernel: Tensor, images: Sequence[Tensor]) -> list[Tensor]:
@@ -25,12 +28,9 @@ def convolve(kernel: Tensor, images: Sequence[Tensor]) -> list[Tensor]:
         For each image what has its shape.
     """
     places, weights, _ = _transforms(kernel, images[0])
-    of_x, product = places.spectrum(), places.spectrum()
     found = [image.new_empty(image.shape) for image in images]
-    # One sample at a time, in the same memory, stays in the caches.
-    for image, sums in zip(images, found, strict=True):
-        for x, out in zip(image, sums, strict=True):
-            places.inverse(_multiply(places.forward(x, of_x), weights, product, conjugate=True), out)
+    for x, out in _few_at_a_time(places, images, found):
+        places.inverse(_multiply(places.forward(x), weights, conjugate=True), out)
     return found
 
 
@@ -40,16 +40,15 @@ def gradients(kernel: Tensor, images: Sequence[Tensor], grads: Sequence[Tensor])
     What the kernel's gradient sums over samples and images is summed before the one transform back.
     """
     places, weights, window = _transforms(kernel, images[0])
-    of_x, of_grad, product = (places.spectrum() for _ in range(3))
-    correlations = places.spectrum().zero_()
+    correlations = torch.zeros_like(weights)
     found = [image.new_empty(image.shape) for image in images]
-    for parts in zip(images, grads, found, strict=True):
-        for x, grad, of_image in zip(*parts, strict=True):
-            places.forward(grad, of_grad)
-            places.inverse(_multiply(of_grad, weights, product, conjugate=False), of_image)
-            correlations += _multiply(places.forward(x, of_x), of_grad, product, conjugate=True)
-    of_kernel = kernel.new_empty(*kernel.shape[1:], kernel.shape[0])
-    return window.inverse(correlations, of_kernel).permute(2, 0, 1), found
+    for x, grad, of_image in _few_at_a_time(places, images, grads, found):
+        of_grad = places.forward(grad)
+        places.inverse(_multiply(of_grad, weights, conjugate=False), of_image)
+        for sample in _multiply(places.forward(x), of_grad, conjugate=True):
+            correlations[0] += sample
+    of_kernel = kernel.new_empty(1, *kernel.shape[1:], kernel.shape[0])
+    return window.inverse(correlations, of_kernel)[0].permute(2, 0, 1), found
 
 
 def _transforms(kernel: Tensor, image: Tensor) -> tuple[_Transform, Tensor, _Transform]:
@@ -58,40 +57,50 @@ def _transforms(kernel: Tensor, image: Tensor) -> tuple[_Transform, Tensor, _Tra
     reach = [size // 2 for size in kernel.shape[1:]]
     # So long that what passes one border meets nothing from the other.
     periods = ((height + reach[0]) | 1, width + reach[1])
-    window = _Transform(*(range(-size, size + 1) for size in reach), periods, kernel)
-    weights = window.forward(kernel.permute(1, 2, 0), window.spectrum())
-    return _Transform(range(height), range(width), periods, kernel), weights, window
+    window = _Transform(*(range(-size, size + 1) for size in reach), periods, kernel.dtype)
+    weights = window.forward(kernel.permute(1, 2, 0)[None])
+    return _Transform(range(height), range(width), periods, kernel.dtype), weights, window
+
+
+def _few_at_a_time(places: _Transform, *batches: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+    """Few samples of all batches at the same place of each list."""
+    for parts in zip(*batches, strict=True):
+        samples = max(1, SPECTRUM_NUMBERS // (places.numbers * parts[0].shape[-1]))
+        yield from zip(*(part.split(samples) for part in parts), strict=True)
 
 
 class _Transform:
     """The transform of images that lie at these rows and columns, zero elsewhere, and its inverse there.
 
-    A spectrum is (m, 2 n, channels): of the n frequencies along columns first all real, then all imaginary parts, for
-    each of the m frequencies along rows that are not conjugates of others.
+    A spectrum is (B, m, 2 n, channels): of the n frequencies along columns first all real, then all imaginary parts,
+    for each of the m frequencies along rows that are not conjugates of others.
     """
 
-    def __init__(self, rows: range, cols: range, periods: tuple[int, int], like: Tensor) -> None:
-        self.rows, self.like = len(rows), like
-        self.frequencies, self.waves, self.channels = periods[0] // 2 + 1, 2 * periods[1], like.shape[0]
-        self.along_rows, self.back_along_rows = _along_rows(rows, periods[0], like.dtype)
-        both, back = _along_cols(cols, periods[1], like.dtype)
-        self.along_cols, self.back_along_cols = (matrix.expand(self.frequencies, -1, -1) for matrix in (both, back))
-        self.between = like.new_empty(self.frequencies, 2 * len(cols), self.channels)
+    def __init__(self, rows: range, cols: range, periods: tuple[int, int], dtype: torch.dtype) -> None:
+        self.along_rows, self.back_along_rows = _along_rows(rows, periods[0], dtype)
+        self.along_cols, self.back_along_cols = _along_cols(cols, periods[1], dtype)
+        self.numbers = self.along_rows.shape[0] * self.along_cols.shape[0] // 2
 
-    def spectrum(self) -> Tensor:
-        """Memory for one."""
-        return self.like.new_empty(self.frequencies, self.waves, self.channels)
+    def forward(self, images: Tensor) -> Tensor:
+        """(B, rows, cols, channels) to spectra."""
+        found = _along_first(self.along_rows, images.flatten(2))
+        found = _along_first(self.along_cols, found.view(-1, self.along_cols.shape[1], images.shape[3]))
+        return found.unflatten(0, (images.shape[0], -1))
 
-    def forward(self, image: Tensor, out: Tensor) -> Tensor:
-        """(rows, cols, channels) to a spectrum."""
-        torch.mm(self.along_rows, image.reshape(self.rows, -1), out=self.between.view(2 * self.frequencies, -1))
-        return torch.bmm(self.along_cols, self.between, out=out)
-
-    def inverse(self, spectrum: Tensor, out: Tensor) -> Tensor:
-        """A spectrum to what its image has at these places, contiguous (rows, cols, channels)."""
-        torch.bmm(self.back_along_cols, spectrum, out=self.between)
-        torch.mm(self.back_along_rows, self.between.view(2 * self.frequencies, -1), out=out.view(self.rows, -1))
+    def inverse(self, spectra: Tensor, out: Tensor) -> Tensor:
+        """Spectra to what their images have at these places, contiguous (B, rows, cols, channels)."""
+        found = _along_first(self.back_along_cols, spectra.flatten(0, 1))
+        _along_first(
+            self.back_along_rows, found.view(spectra.shape[0], self.back_along_rows.shape[1], -1), out.flatten(2)
+        )
         return out
+
+
+def _along_first(matrix: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
+    """matrix (m, n) times x (B, n, c) for each of B."""
+    if x.shape[0] == 1:  # faster than a batch of one
+        return torch.mm(matrix, x[0], out=None if out is None else out[0])[None]
+    return torch.bmm(matrix.expand(x.shape[0], -1, -1), x, out=out)
 
 
 @cache
@@ -120,10 +129,11 @@ def _waves(places: range, period: int) -> tuple[Tensor, Tensor]:
     return angles.cos(), angles.sin()
 
 
-def _multiply(a: Tensor, b: Tensor, out: Tensor, conjugate: bool) -> Tensor:
-    """The product of two spectra, of the second one's conjugate if so."""
-    size, sign = a.shape[1] // 2, -1.0 if conjugate else 1.0
-    (a_real, a_imag), (b_real, b_imag), (real, imag) = (part.split(size, dim=1) for part in (a, b, out))
+def _multiply(a: Tensor, b: Tensor, conjugate: bool) -> Tensor:
+    """The product of spectra, with the conjugate of `b` if so."""
+    size, sign = a.shape[2] // 2, -1.0 if conjugate else 1.0
+    out = torch.empty_like(a)
+    (a_real, a_imag), (b_real, b_imag), (real, imag) = (part.split(size, dim=2) for part in (a, b, out))
     torch.mul(a_real, b_real, out=real).addcmul_(a_imag, b_imag, value=-sign)
     torch.mul(a_imag, b_real, out=imag).addcmul_(a_real, b_imag, value=sign)
     return out
