@@ -13,7 +13,7 @@ SIZES = [(24, 16), (16, 80), (136, 32), (64, 64)]
 
 def build(**kwargs):
     torch.manual_seed(0)
-    return timm.create_model("test_relvit", patch_size=8, depth=2, class_token=True, rel_init_std=0.5, **kwargs).eval()
+    return timm.create_model("test_relvit", patch_size=8, depth=1, class_token=True, rel_init_std=0.5, **kwargs).eval()
 
 
 def images(height, width):
@@ -25,17 +25,15 @@ def any_size():
     return ({2: height, 3: width},)
 
 
-VARIANTS = [{"rel_terms": terms} for terms in ("", "k", "v", "q", "b", "kv", "qk", "qv", "qkvb")]
+VARIANTS = [{"rel_terms": terms} for terms in ("", "k", "v", "b", "qkvb")]
 VARIANTS += [
-    {"bucketing": "piecewise"},
-    {"shared_heads": False},
+    {"bucketing": "piecewise", "shared_heads": False},
     {"pos_embed": "learn", "img_size": 32},
-    {"pos_embed": "axial", "img_size": (32, 48)},
     {"pos_embed": "axial-sum", "img_size": (32, 48)},
     {"rel_terms": "qkvb", "layout": "joint"},
 ]
 # Within SIZES smaller and larger ones, of both axes.
-ABSOLUTE = [{"pos_embed": "learn", "img_size": 32}, {"pos_embed": "axial", "img_size": (32, 48)}]
+ABSOLUTE = [{"pos_embed": "learn", "img_size": 32, "rel_terms": "qkvb"}, {"pos_embed": "axial", "img_size": (32, 48)}]
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
@@ -46,7 +44,7 @@ def test_exported_once_for_all_sizes(variant):
         torch.testing.assert_close(exported(images(*size)), model(images(*size)), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("variant", [{}, {"rel_terms": "qkvb"}, {"layout": "joint"}, *ABSOLUTE], ids=str)
+@pytest.mark.parametrize("variant", [{"layout": "joint"}, *ABSOLUTE], ids=str)
 def test_onnx_runtime_gives_the_same_at_all_sizes(variant, tmp_path):
     model = build(**variant)
     program = torch.onnx.export(model, (images(24, 16),), dynamic_shapes=any_size(), dynamo=True, verbose=False)
@@ -57,7 +55,7 @@ def test_onnx_runtime_gives_the_same_at_all_sizes(variant, tmp_path):
         torch.testing.assert_close(torch.from_numpy(logits), model(images(*size)).detach(), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("variant", [{}, {"rel_terms": "qkvb"}, *ABSOLUTE], ids=str)
+@pytest.mark.parametrize("variant", ABSOLUTE, ids=str)
 def test_compiled_without_break_into_one_graph_for_all_sizes(variant):
     model = build(**variant)
     graphs = []
@@ -74,7 +72,7 @@ def test_compiled_without_break_into_one_graph_for_all_sizes(variant):
     assert len(graphs) == 1
 
 
-@pytest.mark.parametrize("variant", [{"rel_terms": "qkvb"}, *ABSOLUTE], ids=str)
+@pytest.mark.parametrize("variant", ABSOLUTE, ids=str)
 def test_compiled_training_step_has_the_gradients_of_the_plain_one(variant):
     model = build(**variant)
     torch._dynamo.reset()
