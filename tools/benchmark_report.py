@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 Row = dict[str, Any]
 SOURCE = Path(__file__).parent.parent / "docs" / "benchmarks" / "results.jsonl"
@@ -152,37 +153,53 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def draw(rows: Sequence[Row]) -> Figure:
-    """Bars of the time ratios, a panel per run and mode, two beside each other, in it a group of bars per size."""
+    """Bars from 1 to the time ratios: a panel per run and mode, two in a row, in it one per competitor and size."""
     panels = grouped(rows, (*RUN, "mode"))
-    height = max(1, math.ceil(len(panels) / 2))
-    figure = Figure(figsize=(14, 3.2 * height), layout="constrained")
+    pairs = [list(panels.values())[first : first + 2] for first in range(0, len(panels), 2)]
+    heights = [1.2 + 0.2 * max(len(panel) for panel in pair) for pair in pairs]
+    figure = Figure(figsize=(13, sum(heights)), layout="constrained")
     FigureCanvasAgg(figure)
-    for number, panel in enumerate(panels.values(), start=1):
-        axes = figure.add_subplot(height, 2, number)
-        first, sizes = panel[0], grouped(panel, ("size",))
-        names = [name for (name,) in grouped(panel, ("name",)) if name != "plain"]
-        width = 0.8 / max(1, len(names))
-        for index, name in enumerate(names):
-            for place, group in enumerate(sizes.values()):
-                row = next((row for row in group if row["name"] == name), None)
-                ratio = time_ratio(row, plain_of(group)) if row else None
-                x = place + (index - (len(names) - 1) / 2) * width
-                label = name if place == 0 else None
-                bar = axes.bar(x, ratio or 0, 0.92 * width, color=f"C{index}", label=label)
-                if ratio is not None:
-                    axes.bar_label(bar, [f"{ratio:.2f}"], fontsize=7)
-                elif row:
-                    axes.text(x, 0.05, row["status"].replace("ok", "no plain"), rotation=90, ha="center", fontsize=7)
-        axes.axhline(1, color="#333", linewidth=1)
-        axes.set_xticks(range(len(sizes)), [f"{size} px" for (size,) in sizes])
-        axes.set_ylabel("time / plain's")
-        axes.margins(y=0.12)
-        compiled = ", compiled" if first["compiled"] else ""
-        what = f"{first['level']}s, {first['mode']}, {first['device']}, {first['dtype']}{compiled}"
-        axes.set_title(f"{what}, batch {first['batch']} (run {first['run']})", fontsize=10)
-        if names:
-            axes.legend(fontsize=8, ncols=len(names), loc="upper center", bbox_to_anchor=(0.5, -0.1), frameon=False)
+    cells = figure.add_gridspec(len(pairs), 2, height_ratios=heights)
+    for line, pair in enumerate(pairs):
+        for column, panel in enumerate(pair):
+            _draw_panel(figure.add_subplot(cells[line, column]), panel)
     return figure
+
+
+def _draw_panel(axes: Axes, panel: Sequence[Row]) -> None:
+    first, sizes = panel[0], grouped(panel, ("size",))
+    names = [name for (name,) in grouped(panel, ("name",)) if name != "plain"]
+    thickness = 0.8 / len(sizes)
+    for index, ((size,), group) in enumerate(sizes.items()):
+        places = [place + (index - (len(sizes) - 1) / 2) * thickness for place in range(len(names))]
+        by_name = {row["name"]: row for row in group}
+        ratios = [time_ratio(by_name[name], plain_of(group)) if name in by_name else None for name in names]
+        bars = axes.barh(places, [(ratio or 1) - 1 for ratio in ratios], 0.92 * thickness, left=1, color=f"C{index}")
+        bars.set_label(f"{size} px")
+        for place, name, ratio in zip(places, names, ratios, strict=True):
+            if ratio is not None:
+                aside = {
+                    "xytext": (3 if ratio >= 1 else -3, 0),
+                    "ha": "left" if ratio >= 1 else "right",
+                    "va": "center",
+                }
+                axes.annotate(f"{ratio:.2f}", (ratio, place), textcoords="offset points", fontsize=8, **aside)
+            elif name in by_name:
+                axes.text(1.02, place, by_name[name]["status"].replace("ok", "no plain"), va="center", fontsize=8)
+    axes.set_xscale("log")
+    axes.axvline(1, color="#333", linewidth=1)
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.invert_yaxis()
+    # A few hundredths are not to look like much.
+    found = [bar.get_x() + bar.get_width() for bar in axes.patches]
+    axes.set_xlim(0.7 * min(0.6, *found), 1.4 * max(1.6, *found))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlabel("time / plain's", fontsize=8)
+    axes.legend(fontsize=8)
+    compiled = ", compiled" if first["compiled"] else ""
+    what = f"{first['level']}s, {first['mode']}, {first['device']}, {first['dtype']}{compiled}"
+    axes.set_title(f"{what}, batch {first['batch']} (run {first['run']})", fontsize=10)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -191,7 +208,7 @@ def main(arguments: Sequence[str]) -> None:
     rows = read(source)
     source.with_suffix(".md").write_text(render(rows))
     # By the digest a test sees whether the figure is that of the file.
-    draw(rows).savefig(source.with_suffix(".png"), dpi=54, metadata={"Description": digest(source)})
+    draw(rows).savefig(source.with_suffix(".png"), dpi=50, metadata={"Description": digest(source)})
 
 
 def digest(source: Path) -> str:

@@ -75,7 +75,8 @@ def test_tables_do_not_mix_runs_sizes_and_modes():
 
 def test_figure_has_a_bar_per_ratio():
     (axes,) = report.draw(rows()).axes
-    assert [bar.get_height() for bar in axes.patches] == pytest.approx([1.0, 1.5, 0.0])
+    assert [bar.get_x() + bar.get_width() for bar in axes.patches] == pytest.approx([1.0, 1.5, 1.0])
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["control", "relvit_small", "rope"]
     assert "out of memory" in [text.get_text() for text in axes.texts]
 
 
