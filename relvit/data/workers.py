@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -26,6 +27,9 @@ class SteadyLoader(DataLoader):
 
     def __iter__(self) -> Iterator[Any]:
         end_workers_at_exit()
+        if self.num_workers and (self.multiprocessing_context or multiprocessing).get_start_method() == "forkserver":
+            # The server lives on and has other children: it must not be born like the workers.
+            forkserver.ensure_running()
         # Workers are born with these signals blocked, and ignore them before they let them through. What the run itself
         # is sent meanwhile, it gets afterwards.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)

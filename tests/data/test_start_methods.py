@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import time
+from multiprocessing import forkserver, resource_tracker
 
 import pytest
 import torch
@@ -78,6 +79,21 @@ def test_workers_outlive_what_stops_the_run(make):
     # Nine images in fours, and one alone, which is left out.
     assert len(list(batches)) == 2
     assert all(worker.is_alive() for worker in workers)
+
+
+def test_a_fork_server_and_its_other_children_can_be_told_to_stop(make):
+    forkserver._forkserver._stop()
+    # Starting it lets these signals through, as often as not before the server starts.
+    resource_tracker.ensure_running()
+    context = multiprocessing.get_context("forkserver")
+    loader = make("folder", augment="none").train_dataloader()
+    loader.multiprocessing_context = context
+    assert len(list(loader)) == 2
+    child = context.Process(target=time.sleep, args=(60,))
+    child.start()
+    child.terminate()
+    child.join(30)
+    assert child.exitcode == -signal.SIGTERM
 
 
 def _begin_slowly(worker):
