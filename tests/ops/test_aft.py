@@ -198,6 +198,19 @@ def test_derivatives_by_transforms(transforms, key_width):
     assert gradgradcheck(lambda *given: aft_conv(*given, grid), inputs, fast_mode=True)
 
 
+def test_transforms_of_many_samples_and_of_none(transforms):
+    """As many at a time as fit divide the batch, or they come one by one."""
+    grid = Grid(5, 6)
+    for batch in (0, 1, 7, 12):
+        inputs = [*contents(grid, batch=batch, width=1), window_of(2, 9, 11)]
+        got, expected = (
+            torch.autograd.grad(run(*inputs, grid).square().sum(), inputs) for run in (aft_conv, reference.aft_conv)
+        )
+        for one, other in zip(got, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    assert transforms == ["convolve", "gradients"] * 3
+
+
 @pytest.mark.parametrize("dominant", [False, True])
 def test_averages_and_gradients_are_exact_to_rounding_where_transforms_are_not(transforms, dominant):
     """One key outweighs all others, and all queries but one give it a hundredth of the largest weight."""

@@ -54,7 +54,7 @@ class _Difference(torch.autograd.Function):
 
     @staticmethod
     def forward(kernel: Tensor, outside: Tensor, *images: Tensor) -> tuple[Tensor, ...]:
-        if kernel[0].numel() >= WINDOW_FOR_SUMS:
+        if len(images[0]) and kernel[0].numel() >= WINDOW_FOR_SUMS:
             sums = []
             for group in _alike(images):
                 sums += fourier.convolve(per_channel(kernel, images[group[0]]), [images[part] for part in group])
@@ -78,7 +78,7 @@ class _Difference(torch.autograd.Function):
             of_kernel, *of_images = torch.autograd.grad(sums, inputs, grads, create_graph=True)
             return of_kernel, None, *of_images
         sides = sum(whole.shape[1:3])
-        pays = kernel[0].numel() >= WINDOW_FOR_GRADIENTS * sides
+        pays = len(whole) and kernel[0].numel() >= WINDOW_FOR_GRADIENTS * sides
         exact = pays and _within(MOST_IN_GRADIENTS, torch.maximum, kernel, images[1], whole)
         way = fourier if exact else depthwise
         of_kernel, of_images = torch.zeros_like(kernel), []
@@ -101,7 +101,7 @@ def _within(
     limit: float, joined: Callable[[Tensor, Tensor], Tensor], kernel: Tensor, keys: Tensor, whole: Tensor
 ) -> bool:
     """Whether transforms are exact enough where the denominators are `whole`."""
-    if keys.dtype.itemsize < 4 or not keys.shape[0]:
+    if keys.dtype.itemsize < 4:
         return False
     window, keys = (part.square().sum(dim=(1, 2)).sqrt() for part in (kernel, keys))
     keys, smallest = (part.unflatten(-1, (kernel.shape[0], -1)) for part in (keys, whole.amin(dim=(1, 2))))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,9 +29,10 @@ def convolve(kernel: Tensor, images: Sequence[Tensor]) -> list[Tensor]:
         For each image what has its shape.
     """
     places, weights, _ = _transforms(kernel, images[0])
+    of_x, product = places.spectra(), places.spectra()
     found = [image.new_empty(image.shape) for image in images]
-    for x, out in _few_at_a_time(places, images, found):
-        places.inverse(_multiply(places.forward(x), weights, conjugate=True), out)
+    for x, out in places.few_at_a_time(images, found):
+        places.inverse(_multiply(places.forward(x, of_x), weights, product, conjugate=True), out)
     return found
 
 
@@ -40,67 +42,88 @@ def gradients(kernel: Tensor, images: Sequence[Tensor], grads: Sequence[Tensor])
     What the kernel's gradient sums over samples and images is summed before the one transform back.
     """
     places, weights, window = _transforms(kernel, images[0])
-    correlations = torch.zeros_like(weights)
+    of_x, of_grad, product, sums = (places.spectra() for _ in range(4))
+    sums.numbers.zero_()
     found = [image.new_empty(image.shape) for image in images]
-    for x, grad, of_image in _few_at_a_time(places, images, grads, found):
-        of_grad = places.forward(grad)
-        places.inverse(_multiply(of_grad, weights, conjugate=False), of_image)
-        for sample in _multiply(places.forward(x), of_grad, conjugate=True):
-            correlations[0] += sample
+    for x, grad, of_image in places.few_at_a_time(images, grads, found):
+        places.forward(grad, of_grad)
+        places.inverse(_multiply(of_grad, weights, product, conjugate=False), of_image)
+        places.forward(x, of_x)
+        sums.real.addcmul_(of_x.real, of_grad.real).addcmul_(of_x.imag, of_grad.imag)
+        sums.imag.addcmul_(of_x.imag, of_grad.real).addcmul_(of_x.real, of_grad.imag, value=-1.0)
+    total = window.spectra()
+    for part, parts in ((total.real, sums.real), (total.imag, sums.imag)):
+        torch.sum(parts, dim=0, keepdim=True, out=part)
     of_kernel = kernel.new_empty(1, *kernel.shape[1:], kernel.shape[0])
-    return window.inverse(correlations, of_kernel)[0].permute(2, 0, 1), found
+    window.inverse(total, of_kernel)
+    return of_kernel[0].permute(2, 0, 1), found
 
 
-def _transforms(kernel: Tensor, image: Tensor) -> tuple[_Transform, Tensor, _Transform]:
+def _transforms(kernel: Tensor, image: Tensor) -> tuple[_Transform, _Spectra, _Transform]:
     """Of images, the kernel's spectrum, and of windows."""
-    height, width = image.shape[1:3]
+    batch, height, width, channels = image.shape
     reach = [size // 2 for size in kernel.shape[1:]]
     # So long that what passes one border meets nothing from the other.
     periods = ((height + reach[0]) | 1, width + reach[1])
-    window = _Transform(*(range(-size, size + 1) for size in reach), periods, kernel.dtype)
-    weights = window.forward(kernel.permute(1, 2, 0)[None])
-    return _Transform(range(height), range(width), periods, kernel.dtype), weights, window
+    most = max(1, SPECTRUM_NUMBERS // (math.prod(periods) * channels))
+    samples = max(count for count in range(1, most + 1) if batch % count == 0)
+    window = _Transform(*(range(-size, size + 1) for size in reach), periods, 1, kernel)
+    weights = window.forward(kernel.permute(1, 2, 0)[None], window.spectra())
+    return _Transform(range(height), range(width), periods, samples, kernel), weights, window
 
 
-def _few_at_a_time(places: _Transform, *batches: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
-    """Few samples of all batches at the same place of each list."""
-    for parts in zip(*batches, strict=True):
-        samples = max(1, SPECTRUM_NUMBERS // (places.numbers * parts[0].shape[-1]))
-        yield from zip(*(part.split(samples) for part in parts), strict=True)
+class _Spectra(NamedTuple):
+    """Of the n frequencies along columns first all real, then all imaginary parts, for each sample and for each of the
+    m frequencies along rows that are not conjugates of others: (B m, 2 n, channels); and views (B, m, n, channels).
+    """
+
+    numbers: Tensor
+    real: Tensor
+    imag: Tensor
 
 
 class _Transform:
-    """The transform of images that lie at these rows and columns, zero elsewhere, and its inverse there.
+    """The transform of a few images that lie at these rows and columns, zero elsewhere, and its inverse there.
 
-    A spectrum is (B, m, 2 n, channels): of the n frequencies along columns first all real, then all imaginary parts,
-    for each of the m frequencies along rows that are not conjugates of others.
+    All in the same memory, which stays in the caches.
     """
 
-    def __init__(self, rows: range, cols: range, periods: tuple[int, int], dtype: torch.dtype) -> None:
-        self.along_rows, self.back_along_rows = _along_rows(rows, periods[0], dtype)
-        self.along_cols, self.back_along_cols = _along_cols(cols, periods[1], dtype)
-        self.numbers = self.along_rows.shape[0] * self.along_cols.shape[0] // 2
+    def __init__(self, rows: range, cols: range, periods: tuple[int, int], samples: int, like: Tensor) -> None:
+        self.like, self.samples, self.channels = like, samples, like.shape[0]
+        self.along_rows, self.back_along_rows = _along_rows(rows, periods[0], like.dtype)
+        self.along_cols, self.back_along_cols = _along_cols(cols, periods[1], like.dtype)
+        self.frequencies = self.along_rows.shape[0] // 2
+        self.between = like.new_empty(samples * self.frequencies, self.along_cols.shape[1], self.channels)
+        self.between_rows = self.between.view(samples, 2 * self.frequencies, -1)
 
-    def forward(self, images: Tensor) -> Tensor:
-        """(B, rows, cols, channels) to spectra."""
-        found = _along_first(self.along_rows, images.flatten(2))
-        found = _along_first(self.along_cols, found.view(-1, self.along_cols.shape[1], images.shape[3]))
-        return found.unflatten(0, (images.shape[0], -1))
+    def spectra(self) -> _Spectra:
+        """Memory for those of all samples."""
+        numbers = self.like.new_empty(self.samples * self.frequencies, self.along_cols.shape[0], self.channels)
+        return _Spectra(numbers, *numbers.unflatten(0, (self.samples, -1)).chunk(2, dim=2))
 
-    def inverse(self, spectra: Tensor, out: Tensor) -> Tensor:
-        """Spectra to what their images have at these places, contiguous (B, rows, cols, channels)."""
-        found = _along_first(self.back_along_cols, spectra.flatten(0, 1))
-        _along_first(
-            self.back_along_rows, found.view(spectra.shape[0], self.back_along_rows.shape[1], -1), out.flatten(2)
-        )
+    def forward(self, images: Tensor, out: _Spectra) -> _Spectra:
+        """(samples, rows, cols, channels) to spectra."""
+        _along_first(self.along_rows, images.flatten(2), self.between_rows)
+        _along_first(self.along_cols, self.between, out.numbers)
         return out
 
+    def inverse(self, spectra: _Spectra, out: Tensor) -> None:
+        """Spectra to what their images have at these places, contiguous (samples, rows, cols, channels)."""
+        _along_first(self.back_along_cols, spectra.numbers, self.between)
+        _along_first(self.back_along_rows, self.between_rows, out.flatten(2))
 
-def _along_first(matrix: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def few_at_a_time(self, *batches: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+        """As many samples as it takes, of all batches at the same place of each list."""
+        for parts in zip(*batches, strict=True):
+            yield from zip(*(part.split(self.samples) for part in parts), strict=True)
+
+
+def _along_first(matrix: Tensor, x: Tensor, out: Tensor) -> None:
     """matrix (m, n) times x (B, n, c) for each of B."""
     if x.shape[0] == 1:  # faster than a batch of one
-        return torch.mm(matrix, x[0], out=None if out is None else out[0])[None]
-    return torch.bmm(matrix.expand(x.shape[0], -1, -1), x, out=out)
+        torch.mm(matrix, x[0], out=out[0])
+    else:
+        torch.bmm(matrix.expand(x.shape[0], -1, -1), x, out=out)
 
 
 @cache
@@ -129,11 +152,9 @@ def _waves(places: range, period: int) -> tuple[Tensor, Tensor]:
     return angles.cos(), angles.sin()
 
 
-def _multiply(a: Tensor, b: Tensor, conjugate: bool) -> Tensor:
-    """The product of spectra, with the conjugate of `b` if so."""
-    size, sign = a.shape[2] // 2, -1.0 if conjugate else 1.0
-    out = torch.empty_like(a)
-    (a_real, a_imag), (b_real, b_imag), (real, imag) = (part.split(size, dim=2) for part in (a, b, out))
-    torch.mul(a_real, b_real, out=real).addcmul_(a_imag, b_imag, value=-sign)
-    torch.mul(a_imag, b_real, out=imag).addcmul_(a_real, b_imag, value=sign)
+def _multiply(a: _Spectra, b: _Spectra, out: _Spectra, conjugate: bool) -> _Spectra:
+    """The product, with the conjugate of `b` if so."""
+    sign = -1.0 if conjugate else 1.0
+    torch.mul(a.real, b.real, out=out.real).addcmul_(a.imag, b.imag, value=-sign)
+    torch.mul(a.imag, b.real, out=out.imag).addcmul_(a.real, b.imag, value=sign)
     return out
