@@ -270,18 +270,13 @@ class RelvitCLI(LightningCLI):
         """Say what is about to be trained."""
         self.start = time.monotonic()
         model, data = self.model, self.datamodule
-        epochs, warmup = self.trainer.max_epochs, model.hparams.warmup_epochs
+        epochs = self.trainer.max_epochs
         if self.checkpoint_path and epochs is not None and 0 <= epochs <= self.finished_epochs:
             raise UsageError(
                 f"{self.checkpoint_path} has all {self.finished_epochs} epochs behind it: raise --trainer.max_epochs"
             )
         if self.changed:
             say(f"changed since: {', '.join(self.changed)}")
-        if epochs is not None and 0 < epochs <= warmup:
-            say(
-                f"Note: the warm-up takes {warmup:g} epochs, the training {epochs}: the full learning rate is never "
-                "reached; lower --model.warmup_epochs"
-            )
         size = sum(parameter.numel() for parameter in model.net.parameters()) / 1e6
         say(
             f"{model.hparams.model} ({size:.2f} M parameters), {data.num_classes} classes, "
