@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from relvit.cli.arguments import option, without
 from relvit.cli.errors import UsageError
 from relvit.cli.launch import check_processes, environment_of, launched
+from relvit.cli.normalisation import set_normalisation
 from relvit.cli.outcome import say, tell_fit, tell_predict, tell_test
 from relvit.cli.parser import Parser
 from relvit.cli.resume import resumed
@@ -216,6 +217,9 @@ class RelvitCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The trainer with this run's folder, loggers and callbacks."""
+        known = self.remembered and self.remembered["data"]["init_args"]
+        arguments = self._get(self.config, "data").get("init_args", {})
+        self.normalisation = set_normalisation(self.datamodule, arguments, known, self.model.hparams.pretrained)
         if self.remembered is not None:
             self._check_checkpoint()
         # So that config.yaml names the model, also where it came from the pretrained weights.
@@ -283,6 +287,7 @@ class RelvitCLI(LightningCLI):
             f"{data.img_size[0]} x {data.img_size[1]} px x {data.in_chans}, batch {data.batch_size}; "
             f"files in {self.run_folder or 'no folder (fast_dev_run)'}"
         )
+        say(self.normalisation)
 
     def after_fit(self) -> None:
         """Test the best checkpoint where there are test images, and say what came out, where it is and what is next."""
