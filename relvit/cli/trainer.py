@@ -42,6 +42,7 @@ from relvit.training import (
     RunLock,
     StoppedBySignalError,
     Telemetry,
+    TrainingImages,
     WholeCheckpoints,
     ignore_stop_signals,
     new_run_folder,
@@ -249,6 +250,7 @@ class RelvitCLI(LightningCLI):
                 DescribeCheckpoint(self._fit_options()),
                 History(self.run_folder, telemetry, tensorboard=config["logger"] is None),
                 telemetry,
+                TrainingImages(self.run_folder / "training_images.png"),
             ]
             plugins.append(WholeCheckpoints())
             if patience is not None:

@@ -20,6 +20,7 @@ from relvit.training.run_folder import RunLock, new_run_folder, remove_if_fruitl
 from relvit.training.run_record import record_run
 from relvit.training.schedule import warmup_cosine
 from relvit.training.telemetry import Telemetry
+from relvit.training.training_images import TrainingImages
 
 __all__ = [
     "ImageClassifier",
@@ -48,6 +49,7 @@ __all__ = [
     "RunLock",
     "record_run",
     "Telemetry",
+    "TrainingImages",
     "new_run_folder",
     "remove_if_fruitless",
 ]
