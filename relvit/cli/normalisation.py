@@ -28,18 +28,21 @@ def set_normalisation(
         known, whose = Normalisation(*(remembered.get(name) for name in Normalisation._fields)), "the checkpoint's"
     elif pretrained is not None and any(name in config and config[name] is None for name in Normalisation._fields):
         known, whose = normalisation_of(pretrained), "the pretrained weights'"
-    used, why = {}, []
+    used: dict[str, tuple[float, ...]] = {}
+    reasons: dict[str, list[str]] = {}
     for name in Normalisation._fields:
         used[name], reason = getattr(data, name), "as given"
         if config.get(name) is None:
             reason = f"the default of {type(data).__name__}"
             if name in config and (value := getattr(known, name)) and len(value) == data.in_chans:
                 used[name], reason = tuple(value), whose
-        why.append(f"{name} [{', '.join(f'{value:.4g}' for value in used[name])}], {reason}")
+        shown = f"{name} [{', '.join(f'{value:.4g}' for value in used[name])}]"
+        reasons.setdefault(reason, []).append(shown)
     # Only then: a data module of the user's may have made its own transforms.
     if used != {name: getattr(data, name) for name in used}:
         data.normalise_by(**used)
     for name in used:
         if name in config:
             config[name] = used[name]
-    return f"images normalised by {'; '.join(why)}"
+    told = (f"{' and '.join(shown)}, {reason}" for reason, shown in reasons.items())
+    return f"images normalised by {'; '.join(told)}"

@@ -121,7 +121,7 @@ def test_images_are_normalised_as_the_weights_know_them_unless_told_otherwise(an
     save_for_hf(vit, tmp_path / "vit", model_args=kwargs | {"img_size": 16})
     pretrained = f"--model.pretrained={tmp_path / 'vit'}"
     folder = fit(animals, tmp_path / "runs", pretrained)
-    theirs = "mean [0.5, 0.5, 0.5], the pretrained weights'; std [0.5, 0.5, 0.5], the pretrained weights'"
+    theirs = "mean [0.5, 0.5, 0.5] and std [0.5, 0.5, 0.5], the pretrained weights'"
     assert f"images normalised by {theirs}\n" in capsys.readouterr().out
     config = yaml.safe_load((folder / "config.yaml").read_text())["data"]["init_args"]
     assert config["mean"] == config["std"] == [0.5] * 3
@@ -131,7 +131,7 @@ def test_images_are_normalised_as_the_weights_know_them_unless_told_otherwise(an
     Image.new("RGB", (16, 16), (255, 0, 255)).save(tmp_path / "image.png")
     assert relvit.load(best).transform(Image.open(tmp_path / "image.png"))[:, 0, 0].tolist() == [1, -1, 1]
     assert main(["fit", f"--resume={folder}", "--trainer.max_epochs=2"]) == 0
-    assert "images normalised by mean [0.5, 0.5, 0.5], as given" in capsys.readouterr().out
+    assert "images normalised by mean [0.5, 0.5, 0.5] and std [0.5, 0.5, 0.5], as given" in capsys.readouterr().out
     last = folder / "checkpoints" / "last.ckpt"
     assert read_checkpoint(last)["relvit"]["data"]["init_args"]["mean"] == [0.5] * 3
 
