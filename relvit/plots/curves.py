@@ -32,7 +32,8 @@ def read_metrics(path: str | Path) -> dict[str, list[tuple[int, float]]]:
 def plot_curves(metrics: str | Path, target: str | Path, train_loss: str = "train") -> None:
     """Draw the curves of a `metrics.csv` into a PNG: loss and top-1 accuracy of training and validation, learning rate.
 
-    Epochs count from 1. A dotted line marks the epoch of the best validation accuracy, the first if there are several.
+    Epochs count from 1. A dotted line marks the epoch of the best validation accuracy, of several that of the lowest
+    loss.
 
     Args:
         metrics: the table, whose epochs count from 0.
@@ -52,7 +53,7 @@ def plot_curves(metrics: str | Path, target: str | Path, train_loss: str = "trai
     # The figure class itself instead of pyplot: no global state, no display, no threads.
     figure = Figure(figsize=(15, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
-    best = max(columns.get("val/acc1", []), key=lambda point: point[1], default=None)
+    best = _best(columns)
     for axes, (quantity, label) in zip(figure.subplots(1, len(PANELS)), PANELS, strict=True):
         for column, name, colour in lines[quantity]:
             _draw(axes, columns.get(column, []), name, colour)
@@ -71,6 +72,18 @@ def plot_curves(metrics: str | Path, target: str | Path, train_loss: str = "trai
         elif axes.lines:
             axes.legend(fontsize=SMALL)
     figure.savefig(target, dpi=100)
+
+
+def _best(columns: dict[str, list[tuple[int, float]]]) -> tuple[int, float] | None:
+    """Epoch and accuracy of the best checkpoint, see `relvit.training.RunCheckpoints`."""
+    accuracies, losses = columns.get("val/acc1", []), columns.get("val/loss", [])
+    if len(losses) != len(accuracies):
+        losses = [(epoch, 0.0) for epoch, _ in accuracies]
+    ranked = [
+        (accuracy, -loss, -place)
+        for place, ((_, accuracy), (_, loss)) in enumerate(zip(accuracies, losses, strict=True))
+    ]
+    return accuracies[-max(ranked)[2]] if ranked else None
 
 
 def _draw(axes: Axes, points: list[tuple[int, float]], name: str, colour: str) -> None:

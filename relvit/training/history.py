@@ -38,7 +38,8 @@ class History(Callback):
         self.rows: list[dict[str, float]] = []
         self.tensorboard = tensorboard
         self._writer: SummaryWriter | None = None
-        self._train_loss = "train"
+        # What its curve is called; none before there is anything to draw that has not been drawn.
+        self._train_loss: str | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """The rows so far."""
@@ -115,7 +116,7 @@ class History(Callback):
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-        if self.rows and (self.folder / "metrics.csv").is_file():
+        if self._train_loss and self.rows and (self.folder / "metrics.csv").is_file():
             plot_curves(self.folder / "metrics.csv", self.folder / "curves.png", self._train_loss)
 
 

@@ -44,7 +44,7 @@ def test_three_panels_with_epochs_from_one_and_the_best_of_them(panels, tmp_path
     drawn = curves(loss)
     assert drawn["train (labels smoothed by 0.1)"] == ([1, 2, 3], [2.2, 1.75, 1.5])
     assert drawn["val"] == ([1, 2, 3], [2.0, 1.5, 1.6])
-    # The first of two that are the best, as the checkpoint is.
+    # Of two that are the best that of the lower loss, as the checkpoint is.
     assert curves(accuracy)["best: 0.5, epoch 2"][0] == [2, 2]
     assert curves(accuracy)["val"] == ([1, 2, 3], [0.25, 0.5, 0.5])
     (line,) = rate.lines
