@@ -96,7 +96,8 @@ def _leaves(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
         elif isinstance(value, Mapping) and value and "class_path" not in value:
             yield from _leaves(value, f"{name}.")
         else:
-            yield name, _plain(value) or None if isinstance(value, Mapping) else _plain(value)
+            # No arguments are as good as none.
+            yield name, None if value == {} else _plain(value)
 
 
 def _plain(value: Any) -> Any:
