@@ -46,8 +46,8 @@ class Choice(NamedTuple):
     keeps: str
 
 
-# Far from where numbers divided by it could overflow, in half precision too.
-SMALLEST_SCALE = 1e-3
+# Far from where numbers divided or multiplied by it could overflow, in half precision too.
+SMALLEST_SCALE, LARGEST_SCALE = 1e-3, 1e3
 NOTHING = "nothing: no gradient is wanted"
 LITTLE = "logits and marginals, O(N (H + W)): backward forms each tile again"
 # The first rule that applies decides. The CPU's: at head_dim 64, on 14 x 14 patches tiles took as long as longer
@@ -137,7 +137,8 @@ def relative_attention(
             'reference' (the paper's own n products, O(N^2 head_dim) memory) or 'auto' (see `choose`).
 
     Returns:
-        (B, heads, Nq, value_dim), dtype of the query. A sample with no valid key gets zeros.
+        (B, heads, Nq, value_dim), dtype of the query. A query that may attend to no key gets zeros. What padding holds,
+        NaN included, changes nothing.
 
     Raises:
         ValueError: shapes, dtypes or names that do not fit; the message names the tensor, its shape and the one
@@ -156,9 +157,9 @@ def relative_attention(
         raise ValueError("backend 'tiled' can be no part of graphs or of torch.func's transforms: use 'auto'")
     # int: to `torch.jit.trace` sizes are tensors, and their powers single precision.
     scale = int(query.shape[3]) ** -0.5 if scale is None else scale
-    divided = terms.bias is not None or (attn_mask is not None and attn_mask.requires_grad)
-    if divided and abs(scale) < SMALLEST_SCALE:
-        # Backends divide the bias, and a mask's gradient, by the scale: here the contents are scaled instead.
+    if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
+        # Backends divide the bias, and a mask's gradient, by the scale, and multiply what hides padding by it: here the
+        # contents are scaled instead.
         position_query = scale * (query if position_query is None else position_query)
         position_key = scale * (key if position_key is None else position_key)
         query, scale = scale * query, 1.0

@@ -13,7 +13,7 @@ from einops import rearrange
 from torch import Tensor
 
 from relvit.ops.buckets import bucket
-from relvit.ops.grid import Grid, key_mask, patch_coords
+from relvit.ops.grid import Grid, key_mask, patch_coords, without_padding
 from relvit.ops.terms import AxisTables, JointTable, RelativeTerms
 
 
@@ -52,6 +52,9 @@ def relative_attention(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     position_query = query if position_query is None else position_query
     position_key = key if position_key is None else position_key
+    valid = key_mask(key_grid)
+    if valid is not None:
+        key, value, position_key = (without_padding(tensor, valid) for tensor in (key, value, position_key))
 
     logits = torch.einsum("bhid,bhjd->bhij", query, key)
     if terms.key is not None:
@@ -70,7 +73,6 @@ def relative_attention(
         logits = logits.masked_fill(~allowed, -torch.inf)
     if attn_mask is not None:
         logits = logits.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else logits + attn_mask
-    valid = key_mask(key_grid)
     if valid is not None:
         logits = logits.masked_fill(~rearrange(valid, "b j -> b 1 1 j"), -torch.inf)
 
