@@ -21,7 +21,7 @@ from relvit.data.unreadable import Tolerant, TolerantLoader, collate_readable
 from relvit.evaluation.inputs import ImageInput, InputImages
 from relvit.evaluation.mirror import average_with_mirror
 from relvit.evaluation.timm_cfg import trained_cfg
-from relvit.models import check_image_size
+from relvit.models import AttentionMaps, attention_maps, check_image_size
 from relvit.names import did_you_mean
 from relvit.training.checkpoint import classifier_of
 from relvit.training.checkpoint_file import KEY, read_checkpoint
@@ -186,6 +186,30 @@ class Predictor:
             left -= len(positions)
         _warn(unreadable, left, len(items))
         return found
+
+    def attention(self, image: ImageInput, layers: Sequence[int] | None = None) -> AttentionMaps:
+        """Compute the attention weights for one image, at `img_size`.
+
+        Args:
+            image: one image, see `predict`.
+            layers: numbers of the blocks, from 0, or from -1 backwards; None: all.
+
+        Returns:
+            See `relvit.models.AttentionMaps`: per layer float32 (heads, N, N), on the CPU; rows and columns of patches;
+            number of tokens before them.
+
+        Raises:
+            UnreadableImageError, ValueError: an image that cannot be read, or a number that no block has.
+            TypeError: something that is no image, or several; a model without attention.
+        """
+        items, form = _several(image)
+        if form != "one":
+            raise TypeError(
+                f"attention takes one image, got {form if form == 'folder' else len(items)}: give them one by one"
+            )
+        pixels, _ = next(self.batches(items))
+        maps = attention_maps(self.model, pixels.to(self.device), layers)
+        return maps._replace(weights=[weights[0].cpu() for weights in maps.weights])
 
     @torch.no_grad()
     def probabilities(self, pixels: Tensor, mirror: bool = False) -> Tensor:
