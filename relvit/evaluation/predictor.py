@@ -204,9 +204,7 @@ class Predictor:
         """
         items, form = _several(image)
         if form != "one":
-            raise TypeError(
-                f"attention takes one image, got {form if form == 'folder' else len(items)}: give them one by one"
-            )
+            raise TypeError(f"attention takes one image, got {len(items)} of them: give one after the other")
         pixels, _ = next(self.batches(items))
         maps = attention_maps(self.model, pixels.to(self.device), layers)
         return maps._replace(weights=[weights[0].cpu() for weights in maps.weights])
