@@ -62,8 +62,9 @@ class Predictor:
         img_size: size of the images given to the model, one number or (height, width); None: as in training.
 
     Attributes:
-        model: the timm model, in evaluation mode. `model.pretrained_cfg` describes the images of the training and the
-            classes, for `timm.data.resolve_model_data_config` and `timm.models.save_for_hf`.
+        model: the timm model, in evaluation mode, its parameters without gradients. `model.pretrained_cfg` describes
+            the images of the training and the classes, for `timm.data.resolve_model_data_config` and
+            `timm.models.save_for_hf`.
         class_names: name of each class; the position is the label.
         img_size: (height, width).
         mean, std: of each channel, in units of the range 0..1.

@@ -1,4 +1,4 @@
-"""What timm is to know about a trained model: which images it takes, and which classes it tells apart."""
+"""Description of a trained model for timm: which images it takes, and which classes it tells apart."""
 
 from __future__ import annotations
 

@@ -59,15 +59,15 @@ def attention_maps(model: nn.Module, images: Tensor, layers: Sequence[int] | Non
         raise ValueError(f"layers holds {wrong[0]}, the model has {depth} blocks: give numbers from 0 to {depth - 1}")
     if images.dim() != 4:
         raise ValueError(f"images must be (B, in_chans, height, width), got shape {tuple(images.shape)}")
-    with _listening([attentions[index] for index in chosen]) as heard, torch.compiler.set_stance("force_eager"):
+    with _recording([attentions[index] for index in chosen]) as recorded, torch.compiler.set_stance("force_eager"):
         model.forward_features(images)
     for index in chosen:
-        if attentions[index] not in heard:
+        if attentions[index] not in recorded:
             kind = _name(type(attentions[index]))
             raise TypeError(f"blocks.{index % depth}.attn, a {kind}, has a forward of its own that shows no weights")
     embed = model.patch_embed if hasattr(model, "patch_embed") else model.embeds
     grid = tuple(map(int, embed.dynamic_feat_size(images.shape[-2:])))
-    return AttentionMaps([heard[attentions[index]] for index in chosen], grid, model.num_prefix_tokens)
+    return AttentionMaps([recorded[attentions[index]] for index in chosen], grid, model.num_prefix_tokens)
 
 
 def _attentions(model: nn.Module) -> list[nn.Module]:
@@ -105,21 +105,21 @@ def _name(cls: type) -> str:
 
 
 @contextmanager
-def _listening(attentions: Sequence[nn.Module]) -> Iterator[dict[nn.Module, Tensor]]:
-    """Put down the weights with which these layers call their `attn_drop`."""
-    heard: dict[nn.Module, Tensor] = {}
+def _recording(attentions: Sequence[nn.Module]) -> Iterator[dict[nn.Module, Tensor]]:
+    """Record the weights with which these layers call their `attn_drop`."""
+    recorded: dict[nn.Module, Tensor] = {}
     handles, unfused = [], []
     for attention in attentions:
 
-        def listen(_module: nn.Module, given: tuple[Tensor], attention: nn.Module = attention) -> None:
-            heard[attention] = given[0].float()
+        def record(_module: nn.Module, given: tuple[Tensor], attention: nn.Module = attention) -> None:
+            recorded[attention] = given[0].float()
 
-        handles.append(attention.attn_drop.register_forward_pre_hook(listen))
+        handles.append(attention.attn_drop.register_forward_pre_hook(record))
         if not isinstance(attention, OURS) and attention.fused_attn:
             unfused.append(attention)
             attention.fused_attn = False
     try:
-        yield heard
+        yield recorded
     finally:
         for handle in handles:
             handle.remove()
