@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import TINY
 from PIL import Image
 
@@ -46,6 +47,8 @@ def test_python_blocks_run(place, capsys):
     assert names["x"].shape == (2, 140, 64)
     assert (place / "model.onnx").is_file()
     assert names["features"].shape == (2, 16)
+    assert names["received"].shape == (2, 2)
+    torch.testing.assert_close(float(names["received"].sum()), 1.0)
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("photos")] == [
         f"photos/test/{name}/{number}.jpg" for name in ("cat", "dog", "owl") for number in range(6)
     ]

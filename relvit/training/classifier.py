@@ -22,7 +22,7 @@ from relvit.models.transfer import TransferReport, transfer_weights
 from relvit.seeding import run_seed, seed_all
 from relvit.training.arguments import check_arguments
 from relvit.training.averaging import WeightAverage
-from relvit.training.checkpoint_file import AVERAGE_KEY
+from relvit.training.checkpoint_file import AVERAGE_KEY, TIMM_KEY, timm_weights
 from relvit.training.class_metrics import class_metrics, count_batch
 from relvit.training.distillation import Teacher, distillation_loss
 from relvit.training.finite import FiniteCheck, NonFinite
@@ -357,6 +357,7 @@ class ImageClassifier(LightningModule):
         if self.average is not None:
             weights = whole(self.average.net.state_dict(), keep=self.global_rank == 0)
             checkpoint[AVERAGE_KEY] = {f"net.{name}": value for name, value in weights.items()}
+        checkpoint[TIMM_KEY] = timm_weights(checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """A training goes on with both kinds of weights; everything else uses the averaged ones."""
