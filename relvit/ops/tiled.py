@@ -28,9 +28,10 @@ from relvit.ops.longer import add_times_table, logits_of_keys, logits_of_queries
 from relvit.ops.precision import without_autocast
 from relvit.ops.terms import RelativeTerms
 
-# Logits of one tile over samples and heads: 1 MB in float32, what a core's cache holds. Tiles of fewer queries would
-# spend their time on adding up the gradients of keys and values.
-TILE_LOGITS = 1 << 18
+# Logits of one tile over samples and heads, for each thread that works on it: 2 MB in float32.
+# Smaller tiles spend their time in Python and in waiting for the other threads, those of fewer queries on adding up the
+# gradients of keys and values.
+TILE_LOGITS = 1 << 19
 LEAST_QUERIES = 64
 
 
@@ -56,6 +57,7 @@ class Job(NamedTuple):
             column; one beyond the last for prefix tokens.
         value: pick of the value term.
         valid: (1 or B, Nk) booleans, which keys may be attended to.
+        tile: samples and queries of one tile at the most: the same in backward, whatever thread runs it.
     """
 
     keys: Keys
@@ -66,6 +68,7 @@ class Job(NamedTuple):
     dropout_p: float
     seed: int
     scale: float
+    tile: tuple[int, int]
 
 
 def to_pairs(values: Tensor, keys: Keys, out: Tensor) -> None:
@@ -142,6 +145,7 @@ def relative_attention(
             # Drawn from the generator that users seed; each tile's own follows from it, in backward again.
             seed=int(torch.randint(2**48, ())) if dropout_p else 0,
             scale=scale,
+            tile=_tile_sizes(query, key),
         )
         result = Tiles.apply(query, key, value, query_logits, key_logits, table, attn_mask, job)
         return result.transpose(1, 2).to(dtype)
@@ -173,8 +177,8 @@ class Tiles(torch.autograd.Function):
         marginals = on_entries = None
         if table is not None:
             marginals = value.new_empty(batch, length, heads, job.keys.height + job.keys.width)
-        room = _room(query, key)
-        for tile in _tiles(query, key):
+        room = _room(query, key, job)
+        for tile in _tiles(query, job):
             weights = _weights(query, key, query_logits, key_logits, attn_mask, job, tile, room)
             if job.dropout_p:
                 weights *= _kept(weights, job, tile)
@@ -218,8 +222,8 @@ def _backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
     grad_query_logits = None if query_logits is None else _empty_like(query_logits)
     grad_key_logits = None if key_logits is None else torch.zeros_like(key_logits)
     grad_mask = torch.zeros_like(_with_four_axes(attn_mask)) if ctx.needs_input_grad[6] else None
-    room, further_room = _room(query, key), _room(query, key)
-    for tile in _tiles(query, key):
+    room, further_room = _room(query, key, job), _room(query, key, job)
+    for tile in _tiles(query, job):
         samples, queries = tile.samples, tile.queries
         weights = _weights(query, key, query_logits, key_logits, attn_mask, job, tile, room)
         kept = _kept(weights, job, tile) if job.dropout_p else None
@@ -261,27 +265,28 @@ class Tile(NamedTuple):
             _add_product(total[self.samples], left, right, 1.0, 1.0)
 
 
-def _sizes(query: Tensor, key: Tensor) -> tuple[int, int]:
+def _tile_sizes(query: Tensor, key: Tensor) -> tuple[int, int]:
     """How many samples and how many queries a tile has at the most."""
     _, heads, length, _ = query.shape
-    step = max(LEAST_QUERIES, TILE_LOGITS // max(1, heads * key.shape[2]))
-    group = max(1, TILE_LOGITS // max(1, heads * key.shape[2] * length)) if step >= length else 1
+    most = TILE_LOGITS * torch.get_num_threads()
+    step = max(LEAST_QUERIES, most // max(1, heads * key.shape[2]))
+    group = max(1, most // max(1, heads * key.shape[2] * length)) if step >= length else 1
     return group, step
 
 
-def _tiles(query: Tensor, key: Tensor) -> Iterator[Tile]:
+def _tiles(query: Tensor, job: Job) -> Iterator[Tile]:
     batch, _, length, _ = query.shape
-    group, step = _sizes(query, key)
+    group, step = job.tile
     # Without queries one empty tile, which sets the gradients of keys and values to zero.
     starts = product(range(0, batch, group), range(0, max(1, length), step))
     for number, (sample, start) in enumerate(starts):
         yield Tile(number, slice(sample, sample + group), slice(start, min(length, start + step)))
 
 
-def _room(query: Tensor, key: Tensor) -> Tensor:
+def _room(query: Tensor, key: Tensor, job: Job) -> Tensor:
     """Memory for a tile's weights, for one tile after the other: fresh memory costs more than what is done in it."""
     batch, heads, length, _ = query.shape
-    group, step = _sizes(query, key)
+    group, step = job.tile
     return query.new_empty(min(batch, group) * heads * min(length, step) * key.shape[2])
 
 

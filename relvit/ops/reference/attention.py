@@ -50,6 +50,9 @@ def relative_attention(
     """Attention with relative terms, term by term as in the paper; see `relvit.ops.relative_attention`."""
     key_grid = grid if key_grid is None else key_grid
     options = (attn_mask, is_causal, scale, position_query, position_key)
+    valid = key_mask(key_grid)
+    if valid is not None:
+        value = without_padding(value, valid)
     weights = F.dropout(attention_weights(query, key, terms, grid, key_grid, *options), dropout_p)
     out = torch.einsum("bhij,bhjd->bhid", weights, value)
     if terms.value is not None:
@@ -80,7 +83,7 @@ def attention_weights(
     position_key = key if position_key is None else position_key
     valid = key_mask(key_grid)
     if valid is not None:
-        key, value, position_key = (without_padding(tensor, valid) for tensor in (key, value, position_key))
+        key, position_key = without_padding(key, valid), without_padding(position_key, valid)
 
     logits = torch.einsum("bhid,bhjd->bhij", query, key)
     if terms.key is not None:
