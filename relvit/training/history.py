@@ -13,6 +13,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from relvit.plots import plot_curves
 from relvit.replacing import replacing
+from relvit.training.epoch_metrics import current_lr
 from relvit.training.telemetry import Telemetry
 
 PLACE = ("epoch", "step")
@@ -72,8 +73,7 @@ class History(Callback):
         """Every process computes, the main one writes."""
         computed = pl_module.train_metrics.compute() | pl_module.step_metrics.compute()
         found = {name: float(value) for name, value in computed.items()}
-        # Of the last layer: those below may have less.
-        found["lr"] = max(group["lr"] for group in trainer.optimizers[0].param_groups)
+        found["lr"] = current_lr(trainer)
         self._add(trainer, found | self.telemetry.measured(trainer))
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
