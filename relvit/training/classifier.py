@@ -19,6 +19,7 @@ from relvit.data.sampling import training_position
 from relvit.models import build_model, check_image_size
 from relvit.models.transfer import TransferReport, transfer_weights
 from relvit.seeding import run_seed, seed_all
+from relvit.training.accumulation import average_gradients
 from relvit.training.arguments import check_arguments
 from relvit.training.averaging import WeightAverage
 from relvit.training.checkpoint_file import AVERAGE_KEY
@@ -299,9 +300,10 @@ class ImageClassifier(EpochMetrics):
             self.backbone.freeze(without_gradients=self.trainer.world_size == 1)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Only finite gradients, and none of what is frozen."""
+        """Only finite gradients, none of what is frozen, and the mean of the batches that were accumulated."""
         if self.backbone is not None and self.backbone.frozen:
             self.backbone.drop_gradients()
+        average_gradients(self.trainer, self.net.parameters())
         if self.searching:
             return
         norm, fine = self.finite.before_step(self.trainer, self.net.parameters())

@@ -38,9 +38,7 @@ class EpochMetrics(LightningModule):
 
     def log_running(self) -> None:
         """Show loss and accuracy of the epoch so far, over the images of this process, in the progress bar."""
-        values = {
-            name.split("/")[1].removesuffix("_mixed"): v for name, v in running_values(self.train_metrics).items()
-        }
+        values = running_values(self.train_metrics)
         self.log_dict({"loss": values["loss"], "acc": values["acc1"]}, prog_bar=True, logger=False)
 
     def on_train_epoch_start(self) -> None:
@@ -48,8 +46,8 @@ class EpochMetrics(LightningModule):
         self.train_metrics.reset()
         self.step_metrics.reset()
 
-    # At the end of an epoch callbacks come before the module: for their sake metrics are logged with the last batch. And
-    # then once more, as that batch may be known afterwards only: a training is told to stop, data have no length.
+    # At the end of an epoch callbacks come before the module: for their sake metrics are logged with the last batch, and
+    # then once more, as it may be known afterwards only which one that was: where training stops, or data have no length.
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.trainer.fit_loop.epoch_loop._is_training_done:
