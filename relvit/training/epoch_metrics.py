@@ -46,8 +46,9 @@ class EpochMetrics(LightningModule):
         self.train_metrics.reset()
         self.step_metrics.reset()
 
-    # At the end of an epoch callbacks come before the module: for their sake metrics are logged with the last batch, and
-    # then once more, as it may be known afterwards only which one that was: where training stops, or data have no length.
+    # At the end of an epoch callbacks come before the module: for their sake metrics are logged with the last batch,
+    # and once more at the end, as it may turn out later which batch was the last: where training stops early, or where
+    # data have no length.
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.trainer.fit_loop.epoch_loop._is_training_done:
