@@ -23,9 +23,9 @@ class History(Callback):
     """Writes `metrics.csv` and a TensorBoard log: a row for each epoch, and for each validation within one.
 
     A row has `epoch` (0 is the first, while what people read counts from 1) and `step` (optimiser steps so far),
-    `train/...`, the learning rate `lr` at its end, `val/...`, and `system/...` (see `Telemetry`). The rows are part of every checkpoint: a training that goes on from one first
-    brings the files to where that checkpoint was, so that they have neither gap nor duplicate. `curves.png` is drawn
-    when training ends, however it ends.
+    `train/...`, the learning rate `lr` at its end, `val/...`, and `system/...` (see `Telemetry`). The rows are part of
+    every checkpoint: a training that goes on from one first brings the files to where that checkpoint was, so that they
+    have neither gap nor duplicate. `curves.png` is drawn when training ends, however it ends.
 
     Args:
         folder: where to write.

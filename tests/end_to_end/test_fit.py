@@ -76,7 +76,6 @@ def test_into_a_file_and_on_with_early_stopping(tmp_path):
     assert "\r" not in out + err
     assert err == ""
     check_lines(out, tmp_path, [1, 2], 2)
-    # Without a rate there is nothing to improve: the first validation after it is as good as the last.
     run = run_of(tmp_path)
     status, out, err = finish(start(["fit", f"--resume={run}", "--trainer.max_epochs=4", "-q"], tmp_path))
     assert status == 0, err
