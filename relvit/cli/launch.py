@@ -107,8 +107,8 @@ def check_processes(launch: Launch | None, trainer: Trainer) -> None:
 def leave_processes() -> None:
     """Leave the group of processes at the end of a run; Lightning does so with NCCL alone.
 
-    Gloo's threads, where they are left to the end of the interpreter, can abort it ("terminate called without an active
-    exception").
+    A C++ thread that is still running when the interpreter ends aborts it: "terminate called without an active
+    exception".
     """
     if torch.distributed.is_initialized() and torch.distributed.get_backend() == "gloo":
         torch.distributed.destroy_process_group()
