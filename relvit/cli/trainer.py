@@ -20,9 +20,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from relvit.cli.arguments import option, without
 from relvit.cli.errors import UsageError
-from relvit.cli.launch import check_processes, environment_of, launched
+from relvit.cli.launch import check_processes, environment_of, launched, leave_processes
 from relvit.cli.outcome import say, tell_fit, tell_predict, tell_test
 from relvit.cli.parser import Parser
+from relvit.cli.progress_display import progress_callbacks
 from relvit.cli.resume import resumed
 from relvit.cli.run_config import RunConfig
 from relvit.data import ImageData
@@ -61,6 +62,7 @@ def main(command: str, arguments: Sequence[str]) -> None:
     """Run one of the Trainer's methods with command line arguments."""
     with ExitStack() as copies:
         RelvitCLI(command, arguments, copies)
+    leave_processes()
 
 
 class RelvitCLI(LightningCLI):
@@ -152,6 +154,12 @@ class RelvitCLI(LightningCLI):
                 help="Stop when the validation accuracy has not improved in so many validations.",
             )
             parser.add_argument(
+                "-q",
+                "--quiet",
+                action="store_true",
+                help="Show no progress, neither a bar nor a line for each epoch: only start, result and errors.",
+            )
+            parser.add_argument(
                 "--lr_find", type=bool, default=False, help="Find the learning rate by a range test of 100 steps first."
             )
             for name in LINKS:
@@ -221,18 +229,15 @@ class RelvitCLI(LightningCLI):
         if patience is not None and patience < 1:
             raise UsageError(f"--patience must be 1 or more, got {patience}")
         callbacks: list[Any] = []
+        history: History | None = None
         if self.command == "fit" and not config["fast_dev_run"]:
             self.run_folder = self.resumes or self._new_run_folder(self.model.hparams.model)
             if rank_zero_only.rank == 0:
                 self.lock = self._lock(self.run_folder)
             telemetry = Telemetry()
             self.best = RunCheckpoints(self.run_folder / "checkpoints", self._get(self.config, "save_every"))
-            callbacks = [
-                self.best,
-                DescribeCheckpoint(),
-                History(self.run_folder, telemetry, tensorboard=config["logger"] is None),
-                telemetry,
-            ]
+            history = History(self.run_folder, telemetry, tensorboard=config["logger"] is None)
+            callbacks = [self.best, DescribeCheckpoint(), history, telemetry]
             plugins.append(WholeCheckpoints())
             if patience is not None:
                 callbacks.append(EarlyStopping("val/acc1", mode="max", patience=patience))
@@ -251,6 +256,8 @@ class RelvitCLI(LightningCLI):
             callbacks = [EvaluationReport(self.run_folder)]
         if self.command in ("test", "predict") and self._get(self.config, "mirror"):
             callbacks.append(MirrorAverage())
+        config["callbacks"] = _listed(config["callbacks"])
+        callbacks += progress_callbacks(config, history, self.command == "fit" and self._get(self.config, "quiet"))
         return self._instantiate_trainer(config, [*callbacks, DataRecord(self.run_folder)])
 
     def before_fit(self) -> None:

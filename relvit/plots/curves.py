@@ -37,6 +37,8 @@ def plot_curves(metrics: str | Path, target: str | Path) -> None:
             points = columns.get(column.format(quantity), [])
             if points:
                 epochs, values = zip(*points, strict=True)
+                # As people count.
+                epochs = [epoch + 1 for epoch in epochs]
                 axes.plot(epochs, values, marker="o" if len(points) < 30 else None, markersize=3, label=name)
         axes.set(xlabel="epoch", ylabel=label)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))

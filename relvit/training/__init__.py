@@ -14,6 +14,8 @@ from relvit.training.history import History
 from relvit.training.loss import ClassificationLoss, soft_targets
 from relvit.training.lr_finder import FindLearningRate
 from relvit.training.optimisation import make_optimizer
+from relvit.training.progress_bar import TrainingProgressBar
+from relvit.training.progress_lines import EpochLines
 from relvit.training.run_checkpoints import RunCheckpoints, StoppedBySignalError, ignore_stop_signals
 from relvit.training.run_folder import RunLock, new_run_folder, remove_if_fruitless
 from relvit.training.run_record import record_run
@@ -37,6 +39,8 @@ __all__ = [
     "average_checkpoints",
     "load_classifier",
     "History",
+    "EpochLines",
+    "TrainingProgressBar",
     "RunCheckpoints",
     "StoppedBySignalError",
     "ignore_stop_signals",

@@ -8,26 +8,28 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from lightning import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from torchmetrics import MeanMetric, MetricCollection, SumMetric
+from torchmetrics import MetricCollection
 
 from relvit.data.mix import BatchMix
 from relvit.data.sampling import training_position
 from relvit.models import build_model, check_image_size
 from relvit.models.transfer import TransferReport, transfer_weights
 from relvit.seeding import run_seed, seed_all
+from relvit.training.accumulation import average_gradients
 from relvit.training.arguments import check_arguments
 from relvit.training.averaging import WeightAverage
 from relvit.training.checkpoint_file import AVERAGE_KEY, TIMM_KEY, timm_weights
-from relvit.training.class_metrics import class_metrics, count_batch
+from relvit.training.class_metrics import count_batch
 from relvit.training.distillation import Teacher, distillation_loss
+from relvit.training.epoch_metrics import EpochMetrics
 from relvit.training.finite import FiniteCheck, NonFinite
 from relvit.training.freezing import Backbone
 from relvit.training.loss import ClassificationLoss
+from relvit.training.messages import rank_zero_print
 from relvit.training.metric_states import States, copy_states, of_all_processes, of_this_process, restore_states
 from relvit.training.optimisation import make_optimizer
 from relvit.training.position import POSITION_KEY, Position, go_on, set_counters
@@ -39,7 +41,7 @@ from relvit.training.sharding import FullySharded, check_sharding, check_strateg
 METRICS_KEY = "train_metrics"
 
 
-class ImageClassifier(LightningModule):
+class ImageClassifier(EpochMetrics):
     """Image classification with any timm model and optimiser, and a warm-up + cosine learning rate per optimiser step.
 
     Args:
@@ -156,10 +158,7 @@ class ImageClassifier(LightningModule):
         self._ended_epoch: int | None = None
         # Of the epoch up to the last optimiser step, which is where a checkpoint goes on.
         self._metrics_at_step: States = {}
-        self.val_metrics, self.test_metrics = (class_metrics(num_classes, prefix) for prefix in ("val/", "test/"))
-        self.train_metrics = class_metrics(num_classes, "train/", mixed=self.mixing is not None)
-        of_steps = {"grad_norm": MeanMetric()} | ({"skipped_steps": SumMetric()} if nonfinite == "skip" else {})
-        self.step_metrics = MetricCollection(of_steps, compute_groups=False, prefix="train/")
+        self.create_metrics(num_classes, mixed=self.mixing is not None, skipped_steps=nonfinite == "skip")
 
     def forward(self, images: Tensor) -> Tensor:
         """Images (B, in_chans, height, width) -> logits (B, num_classes).
@@ -188,12 +187,7 @@ class ImageClassifier(LightningModule):
         self.finite.note(loss)
         labels = targets if targets.ndim == 1 else targets.argmax(-1)
         count_batch(self.train_metrics, loss, logits, labels)
-        self._log(self.train_metrics, len(labels))
-        accuracy = (logits.detach().argmax(-1) == labels).float().mean()
-        self.log_dict({"loss": loss, "acc": accuracy}, prog_bar=True, logger=False)
-        # Of the last layer: those below may have less.
-        lr = max(group["lr"] for group in self.trainer.optimizers[0].param_groups)
-        self.log("lr", lr, on_step=False, on_epoch=True, sync_dist=True)
+        self.log_running()
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
@@ -294,12 +288,7 @@ class ImageClassifier(LightningModule):
         if self.searching:
             return
         lr, base_batch = self.hparams.lr, self.hparams.lr_base_batch
-        self.print(describe(self.plan, self.trainer, lr, base_batch), flush=True)
-
-    def on_train_epoch_start(self) -> None:
-        """Lightning resets the metrics of an epoch only if there were batches since the training went on."""
-        self.train_metrics.reset()
-        self.step_metrics.reset()
+        rank_zero_print(describe(self.plan, self.trainer, lr, base_batch))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Freeze or unfreeze by the number of the epoch alone, so that a resumed run does likewise."""
@@ -311,9 +300,10 @@ class ImageClassifier(LightningModule):
             self.backbone.freeze(without_gradients=self.trainer.world_size == 1)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Only finite gradients, and none of what is frozen."""
+        """Only finite gradients, none of what is frozen, and the mean of the batches that were accumulated."""
         if self.backbone is not None and self.backbone.frozen:
             self.backbone.drop_gradients()
+        average_gradients(self.trainer, self.net.parameters())
         if self.searching:
             return
         norm, fine = self.finite.before_step(self.trainer, self.net.parameters())
@@ -337,11 +327,13 @@ class ImageClassifier(LightningModule):
         self._metrics_at_step = copy_states(self.train_metrics) | copy_states(self.step_metrics)
 
     def on_validation_epoch_end(self) -> None:
+        super().on_validation_epoch_end()
         if self.trainer.state.fn == TrainerFn.FITTING and not self.trainer.sanity_checking:
             self._validated_at = training_position(self.trainer)
 
     def on_train_epoch_end(self) -> None:
         """After all other callbacks, and before those that save."""
+        super().on_train_epoch_end()
         self._ended_epoch = self.current_epoch
 
     def on_train_end(self) -> None:
@@ -420,9 +412,9 @@ class ImageClassifier(LightningModule):
         if net is not self.net:
             load_whole(self.net, net.state_dict())
         self.awaits_pretrained = False
-        self.print(f"pretrained: {self.transfer}", flush=True)
+        rank_zero_print(f"pretrained: {self.transfer}")
         if note := normalisation_note(weights, self.trainer.datamodule):
-            self.print(note, flush=True)
+            rank_zero_print(note)
 
     def _evaluate(self, metrics: MetricCollection, batch: tuple[Tensor, Tensor]) -> None:
         images, labels = batch
@@ -432,14 +424,8 @@ class ImageClassifier(LightningModule):
         else:
             # This process has fewer batches than others, with which it must keep step.
             self._keep_step(images)
-        self._log(metrics, len(labels))
 
     def _keep_step(self, images: Tensor) -> None:
         """Of an empty batch nothing is to be known, but other processes may wait for this one's shards."""
         if is_sharded(self.net):
             self(images.new_zeros(1, *images.shape[1:]))
-
-    def _log(self, metrics: MetricCollection, count: int) -> None:
-        # The progress bar shows loss and accuracy of the batch while training, of the whole set in evaluation.
-        show = metrics is not self.train_metrics
-        self.log_dict(dict(metrics.items()), on_step=False, on_epoch=True, prog_bar=show, batch_size=max(count, 1))

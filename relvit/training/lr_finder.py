@@ -5,6 +5,7 @@ from __future__ import annotations
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateFinder
 
+from relvit.training.messages import rank_zero_print
 from relvit.training.sharding import NAME, FullySharded
 
 
@@ -43,4 +44,4 @@ class FindLearningRate(LearningRateFinder):
         # Not `hparams.lr = ...`, which loggers do not see.
         pl_module.save_hyperparameters({"lr": pl_module.hparams.lr * found / pl_module.plan.lr})
         trainer.strategy.setup_optimizers(trainer)
-        pl_module.print(f"learning rate found: {found:.3g}, as --model.lr {pl_module.hparams.lr:.3g}", flush=True)
+        rank_zero_print(f"learning rate found: {found:.3g}, as --model.lr {pl_module.hparams.lr:.3g}")

@@ -149,7 +149,7 @@ def test_a_checkpoint_does_not_choose_what_is_imported(run, tmp_path, capsys):
 
 def test_non_finite_loss_stops_before_the_step(fit, tmp_path, capsys):
     message = fails([*fit, "--model.lr=1e30", "--trainer.max_epochs=9", "--model.warmup_epochs=0"], capsys, status=1)
-    assert re.search(r"the loss is nan at step [1-9]\d* of epoch \d+: stopped before the optimiser step", message)
+    assert re.search(r"the loss is nan at step \d+, in epoch [1-9]\d*: stopped before the optimiser step", message)
 
 
 def test_a_run_that_fails_before_it_has_anything_leaves_no_folder(fit, tmp_path, capsys):

@@ -35,7 +35,9 @@ def test_training_loss_is_smoothed_cross_entropy():
 def test_non_finite_loss_leaves_the_weights_of_the_step_before():
     module = build(warmup_epochs=0)
     record = Record(module)
-    with pytest.raises(NonFiniteLossError, match=r"the loss is nan at step 2 of epoch 0: stopped before the optimiser"):
+    with pytest.raises(
+        NonFiniteLossError, match=r"the loss is nan at step 3, in epoch 1: stopped before the optimiser"
+    ):
         train(module, Noise(spoilt=True), max_epochs=1)
     # The batch with image 9 is the third; Lightning runs training_step inside the optimiser's step.
     assert len(record.weights) == 2
