@@ -17,7 +17,7 @@ FLOORS = {
     "__main__": 5,
 }
 # These belong to no floor: everybody may use them, and they use nobody above.
-GROUND = {"available", "names", "output", "progress", "remote", "replacing", "seeding", "version"}
+GROUND = {"available", "extras", "names", "output", "progress", "remote", "replacing", "seeding", "version"}
 
 
 def imported_modules(path):

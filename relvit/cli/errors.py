@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from relvit.extras import MissingPackageError
 from relvit.remote import DownloadError
 from relvit.replacing import DISK_ERRORS
 
@@ -19,7 +20,8 @@ class UsageError(ValueError):
 
 def is_users_mistake(error: Exception) -> bool:
     """Whether the message alone says enough: bad values and missing files, in contrast to faults of the program."""
-    return isinstance(error, ValueError | FileNotFoundError | NotADirectoryError | PermissionError)
+    mistakes = (ValueError, FileNotFoundError, NotADirectoryError, PermissionError, MissingPackageError)
+    return isinstance(error, mistakes)
 
 
 def says_enough(error: Exception) -> bool:
@@ -39,6 +41,9 @@ def describe(error: Exception) -> str:
         text = re.split(rf"^(?:[\w.]+\.)?{re.escape(type(error).__name__)}: ", text, flags=re.MULTILINE)[-1]
     if isinstance(error, UnreadableImageError):
         text += " (relvit check-data finds all such files, --data.on_error skip goes on without them)"
+    # As Lightning says it of its loggers.
+    if absent := re.search(r"class_path '(?:\w+\.)*(\w+)'.*?Requirement '([\w-]+)", text, re.DOTALL):
+        return str(MissingPackageError(absent[1], absent[2]))
     if text.startswith("Does not validate"):
         # A constructor's own error, wrapped by the parser that tried every type which the option may have.
         lines = [line.strip().removeprefix("- ") for line in text.splitlines()]

@@ -48,6 +48,8 @@ def tell_fit(
         "minutes": round(seconds / 60, 2),
         "effective_batch": model.plan.batch,
         "lr": model.plan.lr,
+        "steps": model.plan.steps,
+        "warmup_steps": model.plan.warmup,
         "val/acc1": float(checkpoints.best_model_score),
     }
     resumed = "" if since is None else f" since resuming after epoch {since}"

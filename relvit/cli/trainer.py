@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -14,17 +13,18 @@ from typing import Any
 from jsonargparse import Namespace
 from lightning import Trainer
 from lightning.fabric.plugins.environments import ClusterEnvironment
-from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from relvit.cli.arguments import option, without
 from relvit.cli.errors import UsageError
 from relvit.cli.launch import check_processes, environment_of, launched, leave_processes
+from relvit.cli.normalisation import set_normalisation
 from relvit.cli.outcome import say, tell_fit, tell_predict, tell_test
 from relvit.cli.parser import Parser
 from relvit.cli.progress_display import progress_callbacks
 from relvit.cli.resume import resumed
+from relvit.cli.resume_options import changed_options, fit_options
 from relvit.cli.run_config import RunConfig
 from relvit.data import ImageData
 from relvit.data.by_name import own_data_module
@@ -37,18 +37,19 @@ from relvit.training import (
     FindLearningRate,
     History,
     ImageClassifier,
+    Patience,
     PredictionTable,
     RunCheckpoints,
     RunLock,
     StoppedBySignalError,
     Telemetry,
+    TrainingImages,
     WholeCheckpoints,
     ignore_stop_signals,
     new_run_folder,
-    record_run,
     remove_if_fruitless,
 )
-from relvit.training.checkpoint import check_same_data, check_same_network
+from relvit.training.checkpoint import check_same_data, check_same_network, data_arguments
 from relvit.training.checkpoint_file import KEY, checkpoint_content
 from relvit.training.disk import NoRoomError, last_whole
 from relvit.training.position import Position
@@ -91,6 +92,8 @@ class RelvitCLI(LightningCLI):
             raise UsageError(f"--ckpt_path is missing: {hint}")
         self.remembered: dict[str, Any] | None = None
         self.finished_epochs = 0
+        # What a training that goes on does otherwise than before.
+        self.changed: list[str] = []
         if self.checkpoint_path:
             # Lightning reads it again, and would take an older file of the same name for one at an address of http.
             self.checkpoint_file = copies.enter_context(local_file(self.checkpoint_path))
@@ -168,10 +171,16 @@ class RelvitCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: None) -> None:
         """Parse; what the checkpoint remembers comes first, so that whatever the user gives overrides it."""
         first = []
-        if self.remembered is not None and self.command != "fit":
-            known = {"model": self.remembered["model"]}
+        if self.remembered is not None:
+            known = {"model": dict(self.remembered["model"])}
             if self.knows_data:
-                known["data"] = {key: self.remembered["data"][key] for key in ("class_path", "init_args")}
+                data = self.remembered["data"]
+                known["data"] = {"class_path": data["class_path"], "init_args": dict(data["init_args"])}
+            if self.command == "fit":
+                for name in LINKS:
+                    known["model"].pop(name, None)
+                # Which classes there are now is seen by the images, and compared.
+                known.get("data", {"init_args": {}})["init_args"].pop("class_names", None)
             try:
                 first = ["--config", json.dumps(known)]
             except (TypeError, ValueError, RecursionError) as error:
@@ -181,17 +190,8 @@ class RelvitCLI(LightningCLI):
         if runs is not None and is_address(runs):
             raise UsageError(f"--runs {runs} is a remote address: runs are written to folders of this machine alone")
         if self.remembered is not None and self.command == "fit":
-            self._complete(self.config[self.command]["model"], self.remembered["model"])
             # The configuration that is kept says what is trained, not from where a part of it went on.
             self.config[self.command]["ckpt_path"] = None
-
-    def _complete(self, asked: Namespace, trained: dict[str, Any]) -> None:
-        """What goes on needs no file to know its model, nor to be told again where its training started."""
-        if asked.model is None:
-            known = Architecture(*(trained.get(name) for name in Architecture._fields))
-            _set(asked, known.changed(asked.model_kwargs, asked.retrofit))
-        if asked.pretrained is None:
-            asked.pretrained = trained.get("pretrained")
 
     def _parse_ckpt_path(self) -> None:
         """Lightning's own lets the checkpoint's hyper-parameters silently win over explicit flags."""
@@ -207,12 +207,30 @@ class RelvitCLI(LightningCLI):
             if "on_error" in data:
                 data.on_error = "skip"
         super().instantiate_classes()
-        if self.remembered is not None:
-            check_same_network(self.checkpoint_path, self.remembered, self.model.hparams)
-            check_same_data(self.checkpoint_path, self.remembered, self.datamodule)
+
+    def _check_checkpoint(self) -> None:
+        """Refuse data and options that contradict the checkpoint; before anything is written."""
+        check_same_network(self.checkpoint_path, self.remembered, self.model.hparams)
+        check_same_data(self.checkpoint_path, self.remembered, self.datamodule)
+        if self.command == "fit":
+            if self._get(self.config, "lr_find"):
+                raise UsageError(
+                    "--lr_find starts a training; one that goes on keeps its learning rate: drop that option"
+                )
+            trained = {name: self.remembered[name] for name in ("model", "data")} | self.remembered.get("fit", {})
+            now = {"model": self.model.hparams, "data": data_arguments(self.datamodule)} | self._fit_options()
+            self.changed = changed_options(self.checkpoint_path, trained, now, self.arguments)
+
+    def _fit_options(self) -> dict[str, Any]:
+        return fit_options(self.config[self.command])
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The trainer with this run's folder, loggers and callbacks."""
+        known = self.remembered and self.remembered["data"]["init_args"]
+        arguments = self._get(self.config, "data").get("init_args", {})
+        self.normalisation = set_normalisation(self.datamodule, arguments, known, self.model.hparams.pretrained)
+        if self.remembered is not None:
+            self._check_checkpoint()
         # So that config.yaml names the model, also where it came from the pretrained weights.
         built = Architecture(*(self.model.hparams[name] for name in Architecture._fields))
         _set(self._get(self.config, "model"), built)
@@ -237,10 +255,11 @@ class RelvitCLI(LightningCLI):
             telemetry = Telemetry()
             self.best = RunCheckpoints(self.run_folder / "checkpoints", self._get(self.config, "save_every"))
             history = History(self.run_folder, telemetry, tensorboard=config["logger"] is None)
-            callbacks = [self.best, DescribeCheckpoint(), history, telemetry]
+            sheet = TrainingImages(self.run_folder / "training_images.png")
+            callbacks = [self.best, DescribeCheckpoint(self._fit_options()), history, telemetry, sheet]
             plugins.append(WholeCheckpoints())
             if patience is not None:
-                callbacks.append(EarlyStopping("val/acc1", mode="max", patience=patience))
+                callbacks.append(Patience(patience))
             if self._get(self.config, "lr_find"):
                 callbacks.append(FindLearningRate())
             config["default_root_dir"] = self.run_folder
@@ -264,26 +283,20 @@ class RelvitCLI(LightningCLI):
         """Say what is about to be trained."""
         self.start = time.monotonic()
         model, data = self.model, self.datamodule
-        epochs, warmup = self.trainer.max_epochs, model.hparams.warmup_epochs
+        epochs = self.trainer.max_epochs
         if self.checkpoint_path and epochs is not None and 0 <= epochs <= self.finished_epochs:
             raise UsageError(
                 f"{self.checkpoint_path} has all {self.finished_epochs} epochs behind it: raise --trainer.max_epochs"
             )
-        if self.checkpoint_path and self._get(self.config, "lr_find"):
-            raise UsageError("--lr_find starts a training; one that goes on keeps its learning rate: drop that option")
-        if self.run_folder and rank_zero_only.rank == 0:
-            record_run(self.run_folder, sys.argv, self._get(self.config, "seed_everything"), self.trainer)
-        if epochs is not None and 0 < epochs <= warmup:
-            say(
-                f"Note: the warm-up takes {warmup:g} epochs, the training {epochs}: the full learning rate is never "
-                "reached; lower --model.warmup_epochs"
-            )
+        if self.changed:
+            say(f"changed since: {', '.join(self.changed)}")
         size = sum(parameter.numel() for parameter in model.net.parameters()) / 1e6
         say(
             f"{model.hparams.model} ({size:.2f} M parameters), {data.num_classes} classes, "
             f"{data.img_size[0]} x {data.img_size[1]} px x {data.in_chans}, batch {data.batch_size}; "
             f"files in {self.run_folder or 'no folder (fast_dev_run)'}"
         )
+        say(self.normalisation)
 
     def after_fit(self) -> None:
         """Test the best checkpoint where there are test images, and say what came out, where it is and what is next."""

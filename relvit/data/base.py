@@ -54,7 +54,7 @@ class ImageData(LightningDataModule, ABC):
         img_size: Size of the images given to the model, one number or (height, width).
         augment: Augmentation of the training images, see :func:`relvit.data.train_transform`.
         crop_pct: Share of the side that the centre crop of evaluation keeps, in (0, 1].
-        mean: Mean of each channel, in units of the range 0..1.
+        mean: Mean of each channel by which the images are normalised, in units of the range 0..1.
         std: Standard deviation of each channel, in the same units.
         batch_size: Images per batch (and per device).
         num_workers: Processes that load images; 0 loads them in the main process.
@@ -98,29 +98,38 @@ class ImageData(LightningDataModule, ABC):
             raise ValueError(f"num_workers is {num_workers}; give 0 (load in the main process) or more")
         if repeats < 1:
             raise ValueError(f"repeats is {repeats}; give 1 (every image once) or more, such as 3")
-        if len(mean) != in_chans:
-            raise ValueError(f"mean is {tuple(mean)}; the images have {in_chans} channels, give {in_chans} numbers")
         self.class_names: list[str] = _checked_classes(class_names)
         self.in_chans = in_chans
         self.img_size: tuple[int, int] = parse_size(img_size)
         self.augment: Augment = augment
         self.crop_pct = crop_pct
-        self.mean: tuple[float, ...] = tuple(mean)
-        self.std: tuple[float, ...] = tuple(std)
         self.batch_size = batch_size
         self.num_workers = num_workers
         self.color_jitter = color_jitter
         self.random_erasing = random_erasing
         self.balance: Balance = check_balance(balance)
         self.repeats = repeats
-        self.train_transform = train_transform(
-            self.img_size, self.mean, self.std, augment, crop_pct, color_jitter, random_erasing
-        )
-        self.eval_transform = eval_transform(self.img_size, self.mean, self.std, crop_pct)
+        self.normalise_by(mean, std)
         self._datasets: dict[Split, Dataset] = {}
         self._begin = (0, 0)
         # Path and reason of the images of each split that could not be read so far (data from files, on_error='skip').
         self.unreadable: dict[Split, dict[str, str]] = {}
+
+    def normalise_by(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        """Normalise the images by another mean and standard deviation; before they are first used.
+
+        Raises:
+            ValueError: Not one number for each channel, or an std that is not greater than zero.
+        """
+        if len(mean) != self.in_chans:
+            raise ValueError(
+                f"mean is {tuple(mean)}; the images have {self.in_chans} channels, give {self.in_chans} numbers"
+            )
+        self.mean: tuple[float, ...] = tuple(mean)
+        self.std: tuple[float, ...] = tuple(std)
+        augmentation = self.augment, self.crop_pct, self.color_jitter, self.random_erasing
+        self.train_transform = train_transform(self.img_size, self.mean, self.std, *augmentation)
+        self.eval_transform = eval_transform(self.img_size, self.mean, self.std, self.crop_pct)
 
     @abstractmethod
     def missing(self, split: Split) -> str | None:

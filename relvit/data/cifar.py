@@ -44,8 +44,9 @@ class CIFARData(ImageData):
         img_size: Size of the images given to the model, one number or (height, width).
         augment: Augmentation of the training images, see :func:`relvit.data.train_transform`.
         crop_pct: Share of the side that the centre crop of evaluation keeps, in (0, 1].
-        mean: Mean of red, green and blue, in units of the range 0..1; None: that of the training images.
-        std: Standard deviation of each, in the same units; None: that of the training images.
+        mean: Mean of red, green and blue, in units of the range 0..1; None: that of the training images, and in a
+            training on the command line that of the pretrained weights, if it starts from some.
+        std: Standard deviation of each, in the same units; None: likewise.
         val_fraction: Share of each class of train that is put aside, in (0, 1).
         split_seed: Another seed puts other images aside; the seed of the training has no part in it.
         class_names: None, or the class names of a checkpoint, which must be the data's own.

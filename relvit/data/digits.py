@@ -45,8 +45,9 @@ class DigitsData(ImageData):
         img_size: Size of the images given to the model, one number or (height, width); the digits have 8.
         augment: Augmentation of the training images, see :func:`relvit.data.train_transform`.
         crop_pct: Share of the side that the centre crop of evaluation keeps, in (0, 1].
-        mean: Mean of the pixels, in units of the range 0..1.
-        std: Standard deviation of the pixels, in the same units.
+        mean: Mean of the pixels, in units of the range 0..1; None: that of the training images, and in a training on
+            the command line that of the pretrained weights, if it starts from some on grey images.
+        std: Standard deviation of the pixels, in the same units; None: likewise.
         num_workers: Processes that load images; 0 loads them in the main process, which is faster here.
         class_names: None, or the class names of a checkpoint, which must be '0' to '9'.
         options: See :class:`relvit.data.ImageData`.
@@ -60,8 +61,8 @@ class DigitsData(ImageData):
         img_size: int | tuple[int, int] = 8,
         augment: Augment = "shift",
         crop_pct: float = 1.0,
-        mean: tuple[float, ...] = DIGITS_MEAN,
-        std: tuple[float, ...] = DIGITS_STD,
+        mean: tuple[float, ...] | None = None,
+        std: tuple[float, ...] | None = None,
         num_workers: int = 0,
         class_names: list[str] | None = None,
         **options: Any,
@@ -73,8 +74,8 @@ class DigitsData(ImageData):
             img_size=img_size,
             augment=augment,
             crop_pct=crop_pct,
-            mean=mean,
-            std=std,
+            mean=DIGITS_MEAN if mean is None else mean,
+            std=DIGITS_STD if std is None else std,
             num_workers=num_workers,
             **options,
         )

@@ -11,6 +11,7 @@ from typing import Any
 from relvit.data.images import StoredImage
 from relvit.data.labels import as_label
 from relvit.data.stored import Content, Reader
+from relvit.extras import MissingPackageError
 from relvit.names import did_you_mean, listing
 
 
@@ -175,9 +176,7 @@ def _datasets() -> ModuleType:
     try:
         import datasets
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            'Hugging Face datasets need the package datasets: pip install "relvit[hfds]"', name=error.name
-        ) from error
+        raise MissingPackageError("a Hugging Face dataset", "datasets") from error
     # Older ones run the code that a dataset brings along.
     if int(datasets.__version__.split(".")[0]) < 4:
         raise ModuleNotFoundError(

@@ -38,8 +38,9 @@ class ImageFilesData(ImageData):
         img_size: Size of the images given to the model, one number or (height, width).
         augment: Augmentation of the training images, see :func:`relvit.data.train_transform`.
         crop_pct: Share of the side that the centre crop of evaluation keeps, in (0, 1].
-        mean: Mean of red, green and blue, in units of the range 0..1.
-        std: Standard deviation of red, green and blue, in the same units.
+        mean: Mean of red, green and blue, in units of the range 0..1; None: ImageNet's, and in a training on the
+            command line that of the pretrained weights, if it starts from some.
+        std: Standard deviation of red, green and blue, in the same units; None: likewise.
         val_fraction: Share of each class of train that is put aside where there is no val, in (0, 1).
         split_seed: Another seed puts other images aside; the seed of the training has no part in it.
         on_error: What to do about a file that cannot be read: 'error' stops and names it; 'skip' goes on, in training
@@ -67,8 +68,8 @@ class ImageFilesData(ImageData):
         img_size: int | tuple[int, int] = 224,
         augment: Augment = "resized-crop",
         crop_pct: float = 0.9,
-        mean: tuple[float, ...] = IMAGENET_MEAN,
-        std: tuple[float, ...] = IMAGENET_STD,
+        mean: tuple[float, ...] | None = None,
+        std: tuple[float, ...] | None = None,
         val_fraction: float = 0.1,
         split_seed: int = 0,
         on_error: OnError = "error",
@@ -84,7 +85,14 @@ class ImageFilesData(ImageData):
         self.on_error: OnError = on_error
         self.cache = cache
         super().__init__(
-            class_names, 3, img_size=img_size, augment=augment, crop_pct=crop_pct, mean=mean, std=std, **options
+            class_names,
+            3,
+            img_size=img_size,
+            augment=augment,
+            crop_pct=crop_pct,
+            mean=IMAGENET_MEAN if mean is None else mean,
+            std=IMAGENET_STD if std is None else std,
+            **options,
         )
 
     @abstractmethod

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from relvit.extras import MissingPackageError
 from relvit.names import did_you_mean, listing
 
 _SHOWN = 5  # wrong rows that a message names
@@ -98,9 +99,7 @@ def _from_parquet(file: str, wanted: list[str]) -> Iterator[tuple[int, list[str]
     try:
         import pyarrow.parquet as parquet
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f'{file} is a Parquet file, which needs pyarrow: pip install "relvit[parquet]"', name=error.name
-        ) from error
+        raise MissingPackageError(f"the Parquet file {file}", "pyarrow") from error
     _check_columns(file, parquet.read_schema(file).names, wanted)
     table = parquet.read_table(file, columns=wanted)
     columns = [table.column(name).to_pylist() for name in wanted]

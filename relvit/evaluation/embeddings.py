@@ -14,6 +14,7 @@ import torch
 from relvit.data.files import image_files
 from relvit.data.folder import find_splits
 from relvit.evaluation.predictor import Predictor
+from relvit.extras import MissingPackageError
 from relvit.names import printable
 from relvit.output import check_output
 
@@ -132,5 +133,5 @@ def _pyarrow() -> Any:
     try:
         import pyarrow.parquet
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError('Parquet files need pyarrow: pip install "relvit[parquet]"') from error
+        raise MissingPackageError("a Parquet file", "pyarrow") from error
     return pyarrow

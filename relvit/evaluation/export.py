@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from relvit.evaluation.predictor import Predictor
+from relvit.extras import MissingPackageError
 from relvit.output import check_output
 
 FORMATS = (".onnx", ".pt2")
@@ -82,7 +83,7 @@ def check_export(output: str | os.PathLike[str]) -> None:
             import onnxruntime  # noqa: F401
             import onnxscript  # noqa: F401
         except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(f'ONNX needs {error.name}: pip install "relvit[onnx]"') from error
+            raise MissingPackageError("ONNX", error.name) from error
 
 
 def _shapes(predictor: Predictor) -> tuple[list[tuple[int, ...]], dict[int, Any]]:

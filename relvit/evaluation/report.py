@@ -11,17 +11,15 @@ import numpy as np
 import torch
 import torch.distributed
 from lightning import Callback, LightningModule, Trainer
-from PIL import Image
 from torch import Tensor, nn
 
-from relvit.data import ImageData
 from relvit.data.files import LabelledFiles
 from relvit.evaluation.metrics import ClassMetrics, calibration_error, class_metrics, confusion_matrix
 from relvit.names import printable
-from relvit.plots import plot_confusion, plot_sheet
+from relvit.plots import picture_of, plot_confusion, plot_sheet
 
-# Images on the sheet, and their longer side in pixels.
-SHOWN, SIDE = 25, 160
+# Images on the sheet.
+SHOWN = 25
 # Rows of mistakes.csv; classes beyond which the confusion matrix is mostly zeros and is written as pairs.
 LISTED, DENSE = 10_000, 1000
 
@@ -87,7 +85,7 @@ class EvaluationReport(Callback):
         for place in wrong.topk(min(SHOWN, len(labels))).indices[: int((wrong >= 0).sum())].tolist():
             numbers = (probability[place].item(), labels[place].item(), predicted[place].item())
             if len(self._mistakes) < SHOWN or numbers[0] > self._mistakes[-1].probability:
-                picture = _picture(images[place], trainer.datamodule)
+                picture = picture_of(images[place], trainer.datamodule.mean, trainer.datamodule.std)
                 self._mistakes.append(Mistake(self._count + place, *numbers, picture))
                 self._mistakes = _first(self._mistakes)
         self._count += len(labels)
@@ -157,17 +155,6 @@ class EvaluationReport(Callback):
 
 def _first(mistakes: list[Mistake]) -> list[Mistake]:
     return sorted(mistakes, key=lambda mistake: -mistake.probability)[:SHOWN]
-
-
-def _picture(image: Tensor, data: ImageData) -> np.ndarray:
-    """A transformed image (C, H, W) to look at: uint8 (height, width, 3), at most 160 pixels long."""
-    mean, std = (torch.tensor(values)[:, None, None] for values in (data.mean, data.std))
-    pixels = (255 * (image.float().cpu() * std + mean)).round().clamp(0, 255).to(torch.uint8)
-    if len(pixels) != 3:
-        pixels = pixels[:1].expand(3, -1, -1)
-    picture = Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
-    picture.thumbnail((SIDE, SIDE))
-    return np.asarray(picture)
 
 
 def _names(trainer: Trainer) -> list[str]:

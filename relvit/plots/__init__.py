@@ -2,6 +2,6 @@
 
 from relvit.plots.confusion import plot_confusion
 from relvit.plots.curves import plot_curves, read_metrics
-from relvit.plots.sheet import plot_sheet
+from relvit.plots.sheet import picture_of, plot_sheet
 
-__all__ = ["plot_curves", "read_metrics", "plot_confusion", "plot_sheet"]
+__all__ = ["plot_curves", "read_metrics", "plot_confusion", "picture_of", "plot_sheet"]

@@ -6,13 +6,16 @@ import csv
 from collections import defaultdict
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-PANELS = (("loss", "loss"), ("acc1", "top-1 accuracy"))
-# Columns of a quantity, and what to call them.
-STAGES = (("train/{}", "train"), ("train/{}_mixed", "train, mixed images"), ("val/{}", "val"))
+# Columns of a quantity in each panel, and what its axis is called.
+PANELS = (("loss", "loss"), ("acc1", "top-1 accuracy"), ("lr", "learning rate"))
+# Legible where the figure is shown at half its size.
+FONT, SMALL = 15, 13
+TRAIN, VAL = "tab:blue", "tab:orange"
 
 
 def read_metrics(path: str | Path) -> dict[str, list[tuple[int, float]]]:
@@ -26,23 +29,65 @@ def read_metrics(path: str | Path) -> dict[str, list[tuple[int, float]]]:
     return dict(columns)
 
 
-def plot_curves(metrics: str | Path, target: str | Path) -> None:
-    """Draw loss and top-1 accuracy of training and validation over the epochs of a `metrics.csv` into a PNG."""
+def plot_curves(metrics: str | Path, target: str | Path, train_loss: str = "train") -> None:
+    """Draw the curves of a `metrics.csv` into a PNG: loss and top-1 accuracy of training and validation, learning rate.
+
+    Epochs count from 1. A dotted line marks the epoch of the best validation accuracy, of several that of the lowest
+    loss.
+
+    Args:
+        metrics: the table, whose epochs count from 0.
+        target: the PNG.
+        train_loss: what the curve of the training loss is called.
+    """
     columns = read_metrics(metrics)
+    lines = {
+        "loss": [("train/loss", train_loss, TRAIN), ("val/loss", "val", VAL)],
+        "acc1": [
+            ("train/acc1", "train", TRAIN),
+            ("train/acc1_mixed", "train, mixed images", TRAIN),
+            ("val/acc1", "val", VAL),
+        ],
+        "lr": [("lr", "", TRAIN)],
+    }
     # The figure class itself instead of pyplot: no global state, no display, no threads.
-    figure = Figure(figsize=(9, 3.5), layout="constrained")
+    figure = Figure(figsize=(15, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
+    best = _best(columns)
     for axes, (quantity, label) in zip(figure.subplots(1, len(PANELS)), PANELS, strict=True):
-        for column, name in STAGES:
-            points = columns.get(column.format(quantity), [])
-            if points:
-                epochs, values = zip(*points, strict=True)
-                # As people count.
-                epochs = [epoch + 1 for epoch in epochs]
-                axes.plot(epochs, values, marker="o" if len(points) < 30 else None, markersize=3, label=name)
-        axes.set(xlabel="epoch", ylabel=label)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        for column, name, colour in lines[quantity]:
+            _draw(axes, columns.get(column, []), name, colour)
+        if best is not None and quantity != "lr":
+            text = f"best: {best[1]:.4g}, epoch {best[0] + 1}" if quantity == "acc1" else None
+            axes.axvline(best[0] + 1, color="black", linestyle=":", linewidth=1.5, label=text)
+        axes.set_xlabel("epoch", fontsize=FONT)
+        axes.set_ylabel(label, fontsize=FONT)
+        axes.tick_params(labelsize=SMALL)
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         axes.grid(alpha=0.3)
-        if axes.lines:
-            axes.legend()
-    figure.savefig(target, dpi=120)
+        if quantity == "lr":
+            axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+            axes.yaxis.get_offset_text().set_fontsize(SMALL)
+            axes.set_ylim(bottom=0)
+        elif axes.lines:
+            axes.legend(fontsize=SMALL)
+    figure.savefig(target, dpi=100)
+
+
+def _best(columns: dict[str, list[tuple[int, float]]]) -> tuple[int, float] | None:
+    """Epoch and accuracy of the best checkpoint, see `relvit.training.RunCheckpoints`."""
+    accuracies, losses = columns.get("val/acc1", []), columns.get("val/loss", [])
+    if len(losses) != len(accuracies):
+        losses = [(epoch, 0.0) for epoch, _ in accuracies]
+    ranked = [
+        (accuracy, -loss, -place)
+        for place, ((_, accuracy), (_, loss)) in enumerate(zip(accuracies, losses, strict=True))
+    ]
+    return accuracies[-max(ranked)[2]] if ranked else None
+
+
+def _draw(axes: Axes, points: list[tuple[int, float]], name: str, colour: str) -> None:
+    if points:
+        epochs, values = zip(*points, strict=True)
+        marker = "o" if len(points) < 30 else None
+        axes.plot([epoch + 1 for epoch in epochs], values, color=colour, marker=marker, markersize=4, label=name)

@@ -7,10 +7,29 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from PIL import Image
+from torch import Tensor
 
 LONGEST = 24
+# Of the longer side of a picture, in pixels.
+SIDE = 160
+
+
+def picture_of(image: Tensor, mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
+    """A normalised image (C, H, W) to look at: uint8 (height, width, 3), at most 160 pixels long.
+
+    With other than three channels the first of them, in grey.
+    """
+    means, deviations = (torch.tensor(values)[:, None, None] for values in (mean, std))
+    pixels = (255 * (image.float().cpu() * deviations + means)).round().clamp(0, 255).to(torch.uint8)
+    if len(pixels) != 3:
+        pixels = pixels[:1].expand(3, -1, -1)
+    picture = Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
+    picture.thumbnail((SIDE, SIDE))
+    return np.asarray(picture)
 
 
 def plot_sheet(images: Sequence[np.ndarray], captions: Sequence[str], target: str | Path, title: str = "") -> None:

@@ -14,6 +14,7 @@ from relvit.training.history import History
 from relvit.training.loss import ClassificationLoss, soft_targets
 from relvit.training.lr_finder import FindLearningRate
 from relvit.training.optimisation import make_optimizer
+from relvit.training.patience import Patience
 from relvit.training.progress_bar import TrainingProgressBar
 from relvit.training.progress_lines import EpochLines
 from relvit.training.run_checkpoints import RunCheckpoints, StoppedBySignalError, ignore_stop_signals
@@ -21,6 +22,7 @@ from relvit.training.run_folder import RunLock, new_run_folder, remove_if_fruitl
 from relvit.training.run_record import record_run
 from relvit.training.schedule import warmup_cosine
 from relvit.training.telemetry import Telemetry
+from relvit.training.training_images import TrainingImages
 
 __all__ = [
     "ImageClassifier",
@@ -41,6 +43,7 @@ __all__ = [
     "History",
     "EpochLines",
     "TrainingProgressBar",
+    "Patience",
     "RunCheckpoints",
     "StoppedBySignalError",
     "ignore_stop_signals",
@@ -50,6 +53,7 @@ __all__ = [
     "RunLock",
     "record_run",
     "Telemetry",
+    "TrainingImages",
     "new_run_folder",
     "remove_if_fruitless",
 ]

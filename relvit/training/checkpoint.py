@@ -12,6 +12,7 @@ import timm
 import torch
 from lightning import Callback, LightningDataModule, LightningModule, Trainer
 
+from relvit.data import ImageData
 from relvit.training.checkpoint_file import KEY, read_checkpoint
 from relvit.training.classifier import ImageClassifier
 from relvit.version import __version__
@@ -24,16 +25,27 @@ class DescribeCheckpoint(Callback):
     """Writes into every checkpoint what is needed to use it elsewhere, in plain types.
 
     Under the key 'relvit': `model` (arguments of `ImageClassifier`, class names included), `data` (class and arguments
-    of the data module: image size, normalisation and class names) and `versions`.
+    of the data module: image size, normalisation and class names), `fit` and `versions`.
+
+    Args:
+        fit: other options of the training, in plain types.
     """
 
+    def __init__(self, fit: Mapping[str, Any] | None = None) -> None:
+        self.fit = dict(fit or {})
+
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        data = trainer.datamodule
         checkpoint[KEY] = {
             "model": {key: _plain(value) for key, value in pl_module.hparams.items()},
-            "data": {"class_path": f"{type(data).__module__}.{type(data).__qualname__}", "init_args": data.init_args()},
+            "data": data_arguments(trainer.datamodule),
+            "fit": self.fit,
             "versions": versions(),
         }
+
+
+def data_arguments(data: ImageData) -> dict[str, Any]:
+    """Class and arguments of a data module, in plain types."""
+    return {"class_path": f"{type(data).__module__}.{type(data).__qualname__}", "init_args": data.init_args()}
 
 
 def versions() -> dict[str, str]:

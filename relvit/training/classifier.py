@@ -32,9 +32,9 @@ from relvit.training.loss import ClassificationLoss
 from relvit.training.messages import rank_zero_print
 from relvit.training.metric_states import States, copy_states, of_all_processes, of_this_process, restore_states
 from relvit.training.optimisation import make_optimizer
-from relvit.training.position import POSITION_KEY, Position, go_on, set_counters
+from relvit.training.position import POSITION_KEY, Position, check_layout, go_on, set_counters
 from relvit.training.pretrained import architecture_to_build, normalisation_note, read_pretrained
-from relvit.training.schedule import Plan, describe, make_plan, warmup_cosine
+from relvit.training.schedule import Plan, describe, make_plan, set_rates, warmup_cosine
 from relvit.training.sharding import FullySharded, check_sharding, check_strategy, is_sharded, load_whole, whole
 
 # Where a checkpoint keeps the metrics of an epoch that is under way.
@@ -250,6 +250,8 @@ class ImageClassifier(EpochMetrics):
             self._load_pretrained()
         hparams = self.hparams
         self.plan = make_plan(self.trainer, hparams.lr, hparams.lr_base_batch, hparams.warmup_epochs)
+        if self._restored is not None:
+            check_layout(self.trainer, self._restored)
         lr = self.plan.lr
         if hparams.min_lr > lr:
             raise ValueError(
@@ -284,6 +286,7 @@ class ImageClassifier(EpochMetrics):
         """Go on exactly where a checkpoint was, and say what the devices make of batch and learning rate."""
         if self._restored is not None:
             go_on(self.trainer, self._restored)
+            set_rates(self.lr_schedulers())
             self._restored = None
         if self.searching:
             return

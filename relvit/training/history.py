@@ -39,6 +39,8 @@ class History(Callback):
         self.rows: list[dict[str, float]] = []
         self.tensorboard = tensorboard
         self._writer: SummaryWriter | None = None
+        # What its curve is called; none before there is anything to draw that has not been drawn.
+        self._train_loss: str | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """The rows so far."""
@@ -54,6 +56,7 @@ class History(Callback):
         """Bring the files to where the training is."""
         if not trainer.is_global_zero:
             return
+        self._train_loss = _name_of_loss(pl_module)
         if self.tensorboard:
             log = self.folder / "tensorboard"
             if log.exists():
@@ -113,5 +116,19 @@ class History(Callback):
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-        if self.rows and (self.folder / "metrics.csv").is_file():
-            plot_curves(self.folder / "metrics.csv", self.folder / "curves.png")
+        if self._train_loss and self.rows and (self.folder / "metrics.csv").is_file():
+            plot_curves(self.folder / "metrics.csv", self.folder / "curves.png", self._train_loss)
+
+
+def _name_of_loss(classifier: LightningModule) -> str:
+    """What the curve of the training loss is called, which validation computes as plain cross-entropy."""
+    options = classifier.hparams
+    parts = [
+        ("binary", options.loss == "bce"),
+        (f"labels smoothed by {options.label_smoothing:g}", options.label_smoothing),
+        ("mixed images", classifier.mixing is not None),
+        ("weighted classes", classifier.loss.weights is not None),
+        ("with a teacher", options.teacher),
+    ]
+    told = ",\n".join(text for text, applies in parts if applies)
+    return f"train ({told})" if told else "train"

@@ -7,6 +7,7 @@ which weights, averages and optimiser belong; the counters are set by that befor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -78,11 +79,7 @@ def set_counters(checkpoint: dict[str, Any], position: Position) -> None:
 
 
 def go_on(trainer: Trainer, position: Position) -> None:
-    """Tell a trainer, whose loops have those counters and are about to run, what comes next.
-
-    Raises:
-        ValueError: within an epoch that was divided into batches or steps in another way.
-    """
+    """Tell a trainer, whose loops have those counters and are about to run, what comes next."""
     loop = trainer.fit_loop.epoch_loop
     # Early stopping has decided, but the decision itself is in no checkpoint.
     if any(callback.wait_count >= callback.patience for callback in trainer.early_stopping_callbacks):
@@ -91,16 +88,6 @@ def go_on(trainer: Trainer, position: Position) -> None:
         # A new epoch like any other.
         loop.restarting = False
         return
-    if position.layout != _layout(trainer):
-        names = ("batches", "images in a batch", "batches in an optimiser step", "devices")
-        then, now = (
-            ", ".join(f"{count} {name}" for count, name in zip(layout, names, strict=True))
-            for layout in (position.layout, _layout(trainer))
-        )
-        raise ValueError(
-            f"the checkpoint is from within an epoch of {then}, here it has {now}: go on with the same images, batch "
-            "size, accumulation and devices, or from a checkpoint of an epoch's end"
-        )
     loop.batch_progress.is_last_batch = position.batch >= trainer.num_training_batches
     if not loop._should_check_val_fx(trainer.fit_loop._data_fetcher):
         return
@@ -108,6 +95,42 @@ def go_on(trainer: Trainer, position: Position) -> None:
     loop._batches_that_stepped -= 1
     if not position.validated:
         loop.val_loop._restart_stage = RestartStage.RESTARTED_MID_EVALUATION
+
+
+def check_layout(trainer: Trainer, position: Position) -> None:
+    """Refuse to go on with other steps than before.
+
+    Within an epoch all of its layout has to stay. At an epoch's end batch size, accumulation and devices may change,
+    but neither the images in an optimiser step, by which the learning rate is chosen, nor the steps in an epoch, by
+    which the schedule knows where it is.
+
+    Raises:
+        ValueError: see above.
+    """
+    then, now = position.layout, _layout(trainer)
+    if then == now or (position.batch == 0 and _steps(then) == _steps(now)):
+        return
+    if position.batch == 0:
+        (steps, images), (steps_now, images_now) = _steps(then), _steps(now)
+        raise ValueError(
+            f"the checkpoint is from a training of {steps} optimiser steps in an epoch, of {images} images each; here "
+            f"there are {steps_now}, of {images_now}: go on with the same images, and with a batch size x accumulation "
+            f"x devices of {images}"
+        )
+    names = ("batches", "images in a batch", "batches in an optimiser step", "devices")
+    told, told_now = (
+        ", ".join(f"{count} {name}" for count, name in zip(layout, names, strict=True)) for layout in (then, now)
+    )
+    raise ValueError(
+        f"the checkpoint is from within an epoch of {told}, here it has {told_now}: go on with the same images, batch "
+        "size, accumulation and devices, or from a checkpoint of an epoch's end"
+    )
+
+
+def _steps(layout: list[int]) -> tuple[int, int]:
+    """Optimiser steps in an epoch, and images in each."""
+    batches, size, accumulated, devices = layout
+    return math.ceil(batches / accumulated), size * accumulated * devices
 
 
 def _layout(trainer: Trainer) -> list[int]:

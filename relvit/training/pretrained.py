@@ -100,13 +100,7 @@ def architecture_of(pretrained: str) -> Architecture:
         return Architecture(model["model"], model.get("model_kwargs"), model.get("retrofit"))
     if not name.startswith((HUB, FOLDER)):
         return Architecture(name)
-    source, _, place = name.partition(":")
-    read = load_model_config_from_hf if f"{source}:" == HUB else load_model_config_from_path
-    try:
-        _, architecture, arguments = read(place)
-        given = dict(arguments or {})
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"the config.json of {pretrained} does not say which model it is of ({error!r})") from error
+    _, architecture, given = _config_of(name)
     kwargs = {key: value for key, value in given.items() if key not in {*DATA_ARGUMENTS, *BUILDER_ARGUMENTS}}
     return Architecture(architecture, kwargs or None)
 
@@ -126,18 +120,61 @@ def architecture_to_build(
     return architecture_of(pretrained).changed(model_kwargs, retrofit)
 
 
+class Normalisation(NamedTuple):
+    """Mean and standard deviation of each channel, in units of the range 0..1, as far as they are known."""
+
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+
+
+def normalisation_of(pretrained: str) -> Normalisation:
+    """What the images were normalised by on which these weights were trained; `pretrained` is as in `read_pretrained`.
+
+    Raises:
+        FileNotFoundError, ValueError: see `architecture_of`; plain weights do not say it.
+    """
+    place, name = _resolve(pretrained)
+    if place is not None and suffix_of(place) != CHECKPOINT:
+        return Normalisation()
+    if place is not None:
+        said = read_checkpoint(place)[KEY]["data"]["init_args"]
+    elif name.startswith((HUB, FOLDER)):
+        said = _config_of(name)[0]
+    else:
+        said = timm.get_pretrained_cfg(name).to_dict()
+    try:
+        return Normalisation(*(tuple(map(float, said.get(key) or ())) or None for key in Normalisation._fields))
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{pretrained} has no mean and std of numbers ({error})") from error
+
+
 def normalisation_note(weights: Weights, data: Any) -> str | None:
-    """What to give where the data are not normalised as the images were that the weights know; None where they are."""
-    differ: dict[str, tuple[float, ...]] = {}
-    for name in ("mean", "std"):
-        theirs, ours = getattr(weights, name), getattr(data, name, None)
-        if theirs and ours and len(theirs) == len(ours):
-            pairs = zip(theirs, ours, strict=True)
-            differ |= {name: theirs} if any(abs(a - b) > TOLERANCE for a, b in pairs) else {}
-    if not differ:
+    """That the data are not normalised as the images were on which weights were trained; None where they are."""
+    theirs, ours = {}, {}
+    for name in Normalisation._fields:
+        one, other = getattr(weights, name), getattr(data, name, None)
+        if one and other and len(one) == len(other):
+            pairs = zip(one, other, strict=True)
+            if any(abs(a - b) > TOLERANCE for a, b in pairs):
+                theirs[name], ours[name] = (
+                    f"[{','.join(f'{value:g}' for value in values)}]" for values in (one, other)
+                )
+    if not theirs:
         return None
-    options = [f"--data.{name} '[{','.join(f'{value:g}' for value in values)}]'" for name, values in differ.items()]
-    return f"Note: these weights know images of another {' and '.join(differ)}: give {' '.join(options)}"
+    given = " and ".join(f"{name} {value}" for name, value in ours.items())
+    options = " ".join(f"--data.{name} '{value}'" for name, value in theirs.items())
+    return f"Note: the images are normalised by {given}, those of the pretrained weights were by {options}"
+
+
+def _config_of(name: str) -> tuple[dict[str, Any], str, dict[str, Any]]:
+    """What a folder's config.json, or one on the hub, says: about the weights, the model's name, its arguments."""
+    source, _, place = name.partition(":")
+    read = load_model_config_from_hf if f"{source}:" == HUB else load_model_config_from_path
+    try:
+        weights, architecture, arguments = read(place)
+        return dict(weights or {}), architecture, dict(arguments or {})
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"the config.json of {name} does not say which model it is of ({error!r})") from error
 
 
 def _resolve(pretrained: str) -> tuple[str | None, str]:

@@ -37,7 +37,8 @@ class StoppedBySignalError(SystemExit):
 
 
 class RunCheckpoints(Checkpoint):
-    """Writes `best.ckpt` when the validation score is higher than before, and `last.ckpt` at the end of each epoch.
+    """Writes `best.ckpt` when the validation score is higher than before, or the same with a lower `val/loss`, which
+    decides often where few images validate; and `last.ckpt` at the end of each epoch.
 
     And `last.ckpt` besides every so many steps; at the first optimiser step after SIGTERM or SIGUSR1, or within a
     validation, before the run stops; and when an exception ends it. From every one of them the training goes on as if
@@ -59,6 +60,8 @@ class RunCheckpoints(Checkpoint):
         self.every_n_steps = every_n_steps
         self.monitor = monitor
         self.best_model_score: float | None = None
+        # Its loss.
+        self._best_loss: float | None = None
         self._told: int | None = None
         self._handlers: dict[int, Any] = {}
         # Whether weights, averages and schedule belong to the same step just now.
@@ -79,12 +82,12 @@ class RunCheckpoints(Checkpoint):
         self.folder = Path(trainer.strategy.broadcast(str(self.folder)))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best_model_score}
+        return {"best": self.best_model_score, "loss": self._best_loss}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """In another folder the best is still to come."""
         if Path(self.best_model_path).is_file():
-            self.best_model_score = state_dict["best"]
+            self.best_model_score, self._best_loss = state_dict["best"], state_dict.get("loss")
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Rather no training than one that cannot be kept.
@@ -125,10 +128,17 @@ class RunCheckpoints(Checkpoint):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
-        score = trainer.callback_metrics.get(self.monitor)
-        if score is not None and (self.best_model_score is None or float(score) > self.best_model_score):
-            self.best_model_score = float(score)
+        found = (trainer.callback_metrics.get(name) for name in (self.monitor, "val/loss"))
+        score, loss = (None if value is None else float(value) for value in found)
+        if score is not None and self._is_better(score, loss):
+            self.best_model_score, self._best_loss = score, loss
             trainer.save_checkpoint(self.best_model_path)
+
+    def _is_better(self, score: float, loss: float | None) -> bool:
+        before, loss_before = self.best_model_score, self._best_loss
+        if before is None or loss is None or loss_before is None:
+            return before is None or score > before
+        return (score, -loss) > (before, -loss_before)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stop_if_told(trainer)

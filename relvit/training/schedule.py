@@ -6,6 +6,7 @@ import math
 from typing import NamedTuple
 
 from lightning import Trainer
+from torch.optim.lr_scheduler import LambdaLR
 
 
 def warmup_cosine(step: int, total: int, warmup: int, floor: float) -> float:
@@ -33,19 +34,23 @@ class Plan(NamedTuple):
         batch: images per optimiser step, over all devices and accumulated batches.
         lr: peak learning rate, scaled where scaling is asked for.
         steps: optimiser steps of the whole training.
-        warmup: those of the warm-up among them.
+        warmup: those of the warm-up among them, at most half.
+        warmup_asked: those that it would take by `warmup_epochs`.
     """
 
     batch: int
     lr: float
     steps: int
     warmup: int
+    warmup_asked: int
 
 
 def make_plan(trainer: Trainer, lr: float, base_batch: int | None, warmup_epochs: float) -> Plan:
     """Batch, learning rate and steps for a trainer that is about to fit.
 
-    A last, partial accumulation of an epoch ends in an optimiser step as well. With `base_batch`, `lr` is meant for
+    A last, partial accumulation of an epoch ends in an optimiser step as well. The warm-up takes at most half of the
+    steps, so that the full rate is reached and something is done with it: in a training that goes on for longer than it
+    was meant to, it is that of the longer one. With `base_batch`, `lr` is meant for
     that many images per step and grows in proportion (Goyal et al. 2017, arXiv 1706.02677).
 
     Raises:
@@ -63,12 +68,26 @@ def make_plan(trainer: Trainer, lr: float, base_batch: int | None, warmup_epochs
     else:
         per_epoch = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
     batch = batch_size_of(trainer) * trainer.accumulate_grad_batches * trainer.world_size
+    warmup = round(warmup_epochs * per_epoch)
     return Plan(
         batch=batch,
         lr=lr * batch / base_batch if base_batch else lr,
         steps=int(steps),
-        warmup=min(round(warmup_epochs * per_epoch), int(steps) - 1),
+        warmup=min(warmup, int(steps) // 2),
+        warmup_asked=warmup,
     )
+
+
+def set_rates(scheduler: LambdaLR) -> None:
+    """Give the optimiser the rates of the scheduler's step.
+
+    A checkpoint holds those that the schedule had when it was written, which is another one where the training has
+    become longer.
+    """
+    for group, base, factor in zip(
+        scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
+    ):
+        group["lr"] = base * factor(scheduler.last_epoch)
 
 
 def batch_size_of(trainer: Trainer) -> int:
@@ -82,11 +101,17 @@ def batch_size_of(trainer: Trainer) -> int:
 
 def describe(plan: Plan, trainer: Trainer, lr: float, base_batch: int | None) -> str:
     """A plan in a line, and how batch and learning rate come about: from the `lr` for `base_batch` images, see
-    `make_plan`."""
+    `make_plan`; one more line where the warm-up is shortened."""
     factors = (trainer.accumulate_grad_batches, trainer.world_size)
     parts = " x ".join(str(n) for n in (plan.batch // (factors[0] * factors[1]), *factors))
     scaled = f" ({lr:g} x {plan.batch} / {base_batch})" if base_batch else ""
+    note = ""
+    if plan.warmup < plan.warmup_asked:
+        note = (
+            f"\nNote: the warm-up would take {plan.warmup_asked} steps: it takes {plan.warmup}, half of the training, "
+            "so that the full learning rate is reached"
+        )
     return (
         f"effective batch {plan.batch} ({parts}: batch, accumulation, devices), learning rate {plan.lr:g}{scaled}, "
-        f"steps {plan.steps}, warm-up {plan.warmup}"
+        f"steps {plan.steps}, warm-up {plan.warmup}{note}"
     )

@@ -130,5 +130,5 @@ def test_mistakes(run, photos, tmp_path, monkeypatch, capsys):
     assert main(["embed"]) == 2
     assert "missing: --ckpt_path" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    assert embed(run, photos, tmp_path / "e.parquet") == 1
-    assert 'Parquet files need pyarrow: pip install "relvit[parquet]"' in capsys.readouterr().err
+    assert embed(run, photos, tmp_path / "e.parquet") == 2
+    assert 'a Parquet file needs the package pyarrow: pip install "relvit[parquet]"' in capsys.readouterr().err

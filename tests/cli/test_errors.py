@@ -218,3 +218,28 @@ def test_a_size_that_a_model_of_timm_does_not_take(fit, tmp_path, capsys):
     ):
         assert fails([*command, f"--ckpt_path={best}"], capsys).endswith(wanted)
     assert list((tmp_path / "runs").iterdir()) == [folder]
+
+
+@pytest.mark.parametrize(
+    ("logger", "module", "package", "install"),
+    [
+        ("WandbLogger", "wandb._WANDB_AVAILABLE", "wandb", '"relvit[wandb]"'),
+        ("MLFlowLogger", "mlflow._MLFLOW_AVAILABLE", "mlflow", '"relvit[mlflow]"'),
+        ("CometLogger", "comet._COMET_AVAILABLE", "comet-ml", "comet-ml"),
+    ],
+)
+def test_loggers_whose_package_is_missing(fit, logger, module, package, install, tmp_path, monkeypatch, capsys):
+    class Missing:
+        """As Lightning says it of what is not installed."""
+
+        def __bool__(self):
+            return False
+
+        def __str__(self):
+            return f"Requirement '{package}>=1.0' not met. HINT: Try running `pip install -U '{package}>=1.0'`"
+
+    monkeypatch.setattr(f"lightning.pytorch.loggers.{module}", Missing())
+    message = fails([*fit, f"--trainer.logger={logger}"], capsys)
+    assert message.endswith(f"error: {logger} needs the package {package}: pip install {install}\n")
+    assert message.count("\n") == 1
+    assert not (tmp_path / "runs").exists()

@@ -15,6 +15,7 @@ from conftest import TINY
 from PIL import Image
 from timm.models import save_for_hf
 
+import relvit
 from relvit.cli import main
 from relvit.training import load_classifier, read_checkpoint
 
@@ -108,10 +109,43 @@ def test_from_a_folder_of_timm_retrofitted(animals, tmp_path, capsys):
     out = capsys.readouterr().out
     line = f"pretrained: 30 of 36 tensors from local-dir:{tmp_path / 'vit'}; resized: pos_embed; new: "
     assert f"{line}blocks.*.attn.position.key_rows (2), blocks.*.attn.position.key_cols (2), head.weight, head" in out
-    assert "Note: these weights know images of another mean and std: give --data.mean '[0.5,0.5,0.5]'" in out
+    assert "Note: the images are normalised" not in out
     net = load_classifier(folder / "checkpoints" / "best.ckpt").net
     assert torch.equal(net.blocks[1].attn.qkv.weight, vit.blocks[1].attn.qkv.weight)
     assert net.blocks[1].attn.position.rel_terms == "k"
+
+
+def test_images_are_normalised_as_the_weights_know_them_unless_told_otherwise(animals, tmp_path, capsys):
+    kwargs = {"patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
+    vit = timm.create_model("vit_tiny_patch16_224", img_size=16, **kwargs)
+    save_for_hf(vit, tmp_path / "vit", model_args=kwargs | {"img_size": 16})
+    pretrained = f"--model.pretrained={tmp_path / 'vit'}"
+    folder = fit(animals, tmp_path / "runs", pretrained)
+    theirs = "mean [0.5, 0.5, 0.5] and std [0.5, 0.5, 0.5], the pretrained weights'"
+    assert f"images normalised by {theirs}\n" in capsys.readouterr().out
+    config = yaml.safe_load((folder / "config.yaml").read_text())["data"]["init_args"]
+    assert config["mean"] == config["std"] == [0.5] * 3
+    best = folder / "checkpoints" / "best.ckpt"
+    assert read_checkpoint(best)["relvit"]["data"]["init_args"]["std"] == [0.5] * 3
+    # The values themselves: black and white are -1 and 1, in training, predictions and what goes on.
+    Image.new("RGB", (16, 16), (255, 0, 255)).save(tmp_path / "image.png")
+    assert relvit.load(best).transform(Image.open(tmp_path / "image.png"))[:, 0, 0].tolist() == [1, -1, 1]
+    assert main(["fit", f"--resume={folder}", "--trainer.max_epochs=2"]) == 0
+    assert "images normalised by mean [0.5, 0.5, 0.5] and std [0.5, 0.5, 0.5], as given" in capsys.readouterr().out
+    last = folder / "checkpoints" / "last.ckpt"
+    assert read_checkpoint(last)["relvit"]["data"]["init_args"]["mean"] == [0.5] * 3
+
+    folder = fit(animals, tmp_path / "given", pretrained, "--data.mean=[0.4,0.4,0.4]")
+    out = capsys.readouterr().out
+    assert "images normalised by mean [0.4, 0.4, 0.4], as given; std [0.5, 0.5, 0.5], the pretrained weights'" in out
+    assert (
+        "Note: the images are normalised by mean [0.4,0.4,0.4], those of the pretrained weights were by --data" in out
+    )
+    found = read_checkpoint(folder / "checkpoints" / "best.ckpt")["relvit"]["data"]["init_args"]
+    assert (found["mean"], found["std"]) == ([0.4] * 3, [0.5] * 3)
+
+    fit(animals, tmp_path / "none", "--model.model=test_relvit", "--model.model_kwargs.patch_size=8")
+    assert "std [0.229, 0.224, 0.225], the default of ImageFolderData" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -152,6 +186,6 @@ def test_the_commands_of_the_readme(run, photos, tmp_path, monkeypatch, capsys):
         assert main([*command[1:], *COMMON, "--data.img_size=32", *ONE_STEP]) == 0, line
         out = capsys.readouterr().out
         found.append(re.search(r"^pretrained: \d+ of \d+ tensors from (\S+?);?(?: .*)?$", out, re.MULTILINE)[1])
-        assert "Note: these weights" not in out
+        assert "Note: the images are normalised" not in out
     names = ["deit3_small_patch16_224.fb_in22k_ft_in1k", "best.ckpt", "deit_small_patch16_224"]
     assert found == [*names, "vit_small_patch16_224.augreg_in21k"]

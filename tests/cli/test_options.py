@@ -8,10 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
 from conftest import TINY
+from PIL import Image
 
 from relvit.cli import main
 from relvit.data import ImageFolderData
@@ -85,6 +87,23 @@ def test_learning_rate_finder(photos, tmp_path, capsys):
     (again,) = (tmp_path / "again").iterdir()
     for name in ("lr", "train/loss", "val/loss"):
         assert read_metrics(again / "metrics.csv")[name] == read_metrics(folder / "metrics.csv")[name]
+
+
+def test_learning_rate_finder_on_few_images(tmp_path, capsys):
+    """Forty grey images that hardly differ: Lightning's suggestion is noise at the lower end of its range."""
+    generator = np.random.default_rng(0)
+    for split, count in (("train", 20), ("val", 5)):
+        for name, grey in (("dark", 120), ("light", 124)):
+            (tmp_path / "grey" / split / name).mkdir(parents=True)
+            for i in range(count):
+                pixels = np.clip(generator.normal(grey, 60, (20, 24)), 0, 255).astype(np.uint8)
+                Image.fromarray(pixels).save(tmp_path / "grey" / split / name / f"{i}.png")
+    folder = fit(
+        tmp_path / "grey", tmp_path / "runs", "--lr_find=true", "--data.batch_size=16", "--trainer.max_epochs=1"
+    )
+    found = re.search(r"learning rate found: (\S+), as", capsys.readouterr().out)
+    assert 1e-5 < float(found[1]) < 0.1
+    assert json.loads((folder / "summary.json").read_text())["lr"] == pytest.approx(float(found[1]), rel=0.01)
 
 
 def test_a_whole_recipe_by_flags_and_its_averaged_checkpoint(photos, tmp_path, capsys):

@@ -46,6 +46,7 @@ def test_a_run_leaves_everything_in_its_folder(run, photos):
         "config.yaml",
         "metrics.csv",
         "curves.png",
+        "training_images.png",
         "summary.json",
         "checkpoints/best.ckpt",
         "checkpoints/last.ckpt",
@@ -113,6 +114,18 @@ def test_resolutions_prints_and_writes_a_row_per_size(run, photos, tmp_path, cap
     data = ImageFolderData(str(photos), img_size=(24, 16), num_workers=0)
     _, loss = by_hand(load_classifier(run / "checkpoints" / "best.ckpt"), data, "val")
     assert float(rows[1]["loss"]) == pytest.approx(loss, rel=1e-4)
+
+
+def test_of_two_epochs_of_one_accuracy_the_one_of_the_lower_loss_is_the_best(photos, tmp_path):
+    arguments = ["fit", "--data=ImageFolderData", f"--data.root={photos}", f"--runs={tmp_path}", *TINY]
+    assert main([*arguments, "--trainer.max_epochs=6", "--model.lr=5e-3", "--model.warmup_epochs=0"]) == 0
+    (folder,) = tmp_path.iterdir()
+    columns = read_metrics(folder / "metrics.csv")
+    accuracies, losses = ([value for _, value in columns[name]] for name in ("val/acc1", "val/loss"))
+    first, wanted = accuracies.index(max(accuracies)), max(range(6), key=lambda i: (accuracies[i], -losses[i]))
+    # Otherwise this shows nothing.
+    assert first < wanted
+    assert read_checkpoint(folder / "checkpoints" / "best.ckpt")["epoch"] == wanted
 
 
 def test_the_saved_config_trains_the_same_again_in_another_folder(run, tmp_path):

@@ -190,6 +190,6 @@ def test_not_installed_or_too_old(monkeypatch, place):
     with pytest.raises(ModuleNotFoundError, match=r"datasets 3.6.0 is too old, 4.0 or newer .* \"relvit\[hfds\]\""):
         data_of(**place)
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ModuleNotFoundError, match=r'need the package datasets: pip install "relvit\[hfds\]"'):
+    with pytest.raises(ModuleNotFoundError, match=r'needs the package datasets: pip install "relvit\[hfds\]"'):
         data_of(**place)
     assert os.path.isdir(place["name"].removeprefix("hfds/"))

@@ -1,5 +1,6 @@
 """Where weights may come from, and when they are loaded."""
 
+import json
 import re
 from pathlib import Path
 
@@ -13,7 +14,13 @@ from timm.models import save_for_hf
 from relvit.training import ImageClassifier, load_classifier
 from relvit.training.checkpoint import DescribeCheckpoint
 from relvit.training.checkpoint_file import AVERAGE_KEY
-from relvit.training.pretrained import Architecture, architecture_of, normalisation_note, read_pretrained
+from relvit.training.pretrained import (
+    Architecture,
+    architecture_of,
+    normalisation_note,
+    normalisation_of,
+    read_pretrained,
+)
 
 VIT = {"img_size": (8, 12), "num_classes": 7, "patch_size": 4, "embed_dim": 8, "depth": 1, "num_heads": 2}
 NAMES = [f"class {i}" for i in range(7)]
@@ -190,8 +197,27 @@ def test_another_normalisation_is_told(checkpoint):
     data.std = (0.25, 0.25, 0.28)
     assert normalisation_note(weights, data) is None
     data.mean = (0.5, 0.4, 0.5)
-    expected = "Note: these weights know images of another mean: give --data.mean '[0.5,0.5,0.5]'"
+    expected = (
+        "Note: the images are normalised by mean [0.5,0.4,0.5], those of the pretrained weights were by "
+        "--data.mean '[0.5,0.5,0.5]'"
+    )
     assert normalisation_note(weights, data) == expected
     data.std = (1.0, 1.0, 1.0)
     assert normalisation_note(weights, data).endswith("--data.mean '[0.5,0.5,0.5]' --data.std '[0.25,0.25,0.25]'")
     assert normalisation_note(weights, None) is None
+
+
+def test_normalisation_of_weights(checkpoint, tmp_path):
+    assert normalisation_of(str(checkpoint)) == ((0.5,) * 3, (0.25,) * 3)
+    # Of timm's own table, without a download.
+    assert normalisation_of("vit_small_patch16_224.augreg_in21k") == ((0.5,) * 3, (0.5,) * 3)
+    assert normalisation_of("deit_small_patch16_224") == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    torch.save({}, tmp_path / "plain.pth")
+    assert normalisation_of(str(tmp_path / "plain.pth")) == (None, None)
+    config = {"architecture": "vit_tiny_patch16_224", "num_classes": 3, "pretrained_cfg": {"mean": [0.1, 0.2, 0.3]}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert normalisation_of(str(tmp_path)) == ((0.1, 0.2, 0.3), None)
+    config["pretrained_cfg"]["mean"] = ["red"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="has no mean and std of numbers"):
+        normalisation_of(str(tmp_path))

@@ -45,6 +45,29 @@ def test_a_limit_of_steps_ends_the_cosine():
     assert record.rates == pytest.approx(curve(0.01, 0.0, 8, 3))
 
 
+def test_a_warmup_takes_at_most_half_of_a_training_also_of_one_that_goes_on_for_longer(tmp_path, capsys):
+    """Five epochs of six steps asked for, of which two epochs have room for six, and eight for 24."""
+    module, longer = (build(lr=0.01, min_lr=0.001, warmup_epochs=5) for _ in range(2))
+    record = Record(module)
+    train(module, max_epochs=2).save_checkpoint(tmp_path / "two.ckpt")
+    assert record.rates == pytest.approx(curve(0.01, 0.001, 12, 6))
+    assert max(record.rates) == 0.01
+    assert (
+        "steps 12, warm-up 6\nNote: the warm-up would take 30 steps: it takes 6, half of the training, so that the full"
+    ) in capsys.readouterr().out
+    record = Record(longer)
+    train(longer, max_epochs=8, ckpt_path=tmp_path / "two.ckpt")
+    assert record.rates == pytest.approx(curve(0.01, 0.001, 48, 24)[12:])
+    assert "it takes 24, half" in capsys.readouterr().out
+
+
+def test_a_single_step_has_the_full_rate():
+    module = build(lr=0.01, warmup_epochs=5)
+    record = Record(module)
+    train(module, max_steps=1)
+    assert record.rates == [0.01]
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_rate_for_a_batch_grows_with_the_batch(accumulate, capsys):
     module = build(lr=0.01, min_lr=0.001, lr_base_batch=16, warmup_epochs=0, layer_decay=0.5)
