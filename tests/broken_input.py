@@ -190,6 +190,15 @@ def hidden(root: Path) -> None:
     (root / "train" / "ant" / "._000.png").write_bytes(b"resource fork")
 
 
+def gif(root: Path) -> None:
+    grey(GREY["ant"], size=(8, 8)).save(root / "train" / "ant" / "a.GIF")
+
+
+def not_read(root: Path, names: tuple[str, ...] = ("ant/a.heic", "bee/b.HEIC", "cat/c.svg")) -> None:
+    for name in names:
+        (root / "train" / name).write_bytes(b"not looked at")
+
+
 def without(root: Path, *names: str) -> None:
     for name in names:
         shutil.rmtree(root / "train" / name)
@@ -210,6 +219,12 @@ FOLDERS = [
               lambda root: (add(root / "more", GREY["ant"]), linked("../../more")(root),
                             linked("../../more", "train/ant/again")(root)), "followed, once", (3, 2, 2)),
     OddFolder("hidden files and folders", hidden, "left out", (2, 2, 2)),
+    OddFolder("GIF among the images of a class", gif, "read as the others", (3, 2, 2)),
+    OddFolder("images of a format that is not read, by the ending", not_read, WARNED, (2, 2, 2),
+              "3 files left out: 2 .heic, 1 .svg"),
+    OddFolder("class folder with such images alone",
+              lambda root: ((root / "train" / "dog").mkdir(), not_read(root, ("dog/a.heic",))), REFUSED, None,
+              "holds no image that can be read (1 file left out: 1 .heic)"),
     OddFolder("images beside class folders", lambda root: add(root / "train"), WARNED, (2, 2, 2),
               "1 image lies beside the class folders"),
     OddFolder("class names that differ by case",
