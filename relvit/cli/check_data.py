@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from jsonargparse import auto_cli
 from rich.console import Console
 from rich.table import Table
 
 from relvit.cli.errors import UsageError
-from relvit.cli.parser import Parser
+from relvit.cli.parser import run_function
 from relvit.data import ImageData, ImageFolderData
 from relvit.data.check import check_data
 from relvit.names import printable
@@ -23,7 +22,7 @@ SHOWN = 10
 
 def main(command: str, arguments: Sequence[str]) -> None:
     """Run with command line arguments; exit status 1 if there are bad files."""
-    report = auto_cli(check, args=list(arguments), prog=f"relvit {command}", as_positional=False, parser_class=Parser)
+    report = run_function(check, command, arguments)
     if report["bad"]:
         raise SystemExit(1)
 

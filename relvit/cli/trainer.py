@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jsonargparse import Namespace
 from lightning import Trainer
@@ -23,6 +23,7 @@ from relvit.cli.errors import UsageError
 from relvit.cli.launch import check_processes, environment_of, launched
 from relvit.cli.outcome import say, tell_fit, tell_predict, tell_test
 from relvit.cli.parser import Parser
+from relvit.cli.predict_paths import asked_paths, data_of_paths
 from relvit.cli.resume import resumed
 from relvit.cli.run_config import RunConfig
 from relvit.data import ImageData
@@ -82,11 +83,11 @@ class RelvitCLI(LightningCLI):
             self.resumes = Path(run)
             self.arguments += ["--ckpt_path", str(last)]
         self.checkpoint_path = option(self.arguments, "--ckpt_path")
+        self.paths = asked_paths(self.arguments)
+        self.arguments = without(self.arguments, "--paths")
         asks_help = any(argument in ("-h", "--help") or argument.endswith(".help") for argument in self.arguments)
         if command != "fit" and self.checkpoint_path is None and not asks_help:
-            bare = next((argument for argument in self.arguments if argument.endswith(".ckpt")), None)
-            hint = f"put --ckpt_path before {bare}" if bare else "give one, such as runs/RUN/checkpoints/best.ckpt"
-            raise UsageError(f"--ckpt_path is missing: {hint}")
+            raise UsageError(f"no checkpoint given: relvit {command} runs/RUN/checkpoints/best.ckpt")
         self.remembered: dict[str, Any] | None = None
         self.finished_epochs = 0
         if self.checkpoint_path:
@@ -103,9 +104,11 @@ class RelvitCLI(LightningCLI):
                 self.finished_epochs = _finished_epochs(checkpoint)
             data, asked = self.remembered["data"]["class_path"], option(self.arguments, "--data")
             # A file must not choose what is imported.
-            if own_data_module(data) is None and asked is None:
+            if own_data_module(data) is None and asked is None and self.paths is None:
                 raise UsageError(f"{self.checkpoint_path} was trained with the data module {data}: give --data {data}")
             self.knows_data = own_data_module(data) is not None or data == asked
+            if self.paths is not None:
+                self.remembered["data"], self.knows_data = data_of_paths(self.remembered["data"]["init_args"]), True
         self.run_folder: Path | None = None
         # What this process made, and may remove where nothing came of it.
         self.made_folder: Path | None = None
@@ -128,7 +131,10 @@ class RelvitCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Options beside those of trainer, model and data, and what flows from the data to the model."""
         if self.command in ("fit", "test", "predict"):
-            parser.add_argument("--runs", type=str, default="runs", help="Folder in which the run gets its folder.")
+            parser.add_argument("--runs", type=str, default="runs", help="The folder in which a run gets its own.")
+        if self.command == "test":
+            text = "The images to evaluate: those of train (without augmentation), val or test."
+            parser.add_argument("--split", type=Literal["train", "val", "test"], default="test", help=text)
         if self.command in ("test", "predict"):
             text = "Average the probabilities of each image and its mirror image."
             parser.add_argument("--mirror", type=bool, default=False, help=text)
@@ -137,19 +143,19 @@ class RelvitCLI(LightningCLI):
                 "--resume",
                 type=str | None,
                 default=None,
-                help="A run's folder: go on there, with its configuration, where its last checkpoint is.",
+                help="Continue the training in this run's folder, with its configuration.",
             )
             parser.add_argument(
                 "--save_every",
                 type=int | None,
                 default=None,
-                help="Optimiser steps between checkpoints within an epoch; by default there are none.",
+                help="Save a checkpoint after every so many optimiser steps, besides the one after each epoch.",
             )
             parser.add_argument(
                 "--patience",
                 type=int | None,
                 default=None,
-                help="Stop when the validation accuracy has not improved in so many validations.",
+                help="Stop after this number of validations in a row without a better accuracy.",
             )
             parser.add_argument(
                 "--lr_find", type=bool, default=False, help="Find the learning rate by a range test of 100 steps first."
@@ -169,6 +175,9 @@ class RelvitCLI(LightningCLI):
             except (TypeError, ValueError, RecursionError) as error:
                 raise UsageError(f"{self.checkpoint_path} is not a checkpoint of relvit fit: {error}") from error
         self.config = parser.parse_args([self.command, *first, *self.arguments])
+        if self.paths is not None:
+            # Not by the parser: names of files need not be text.
+            self.config[self.command].data.init_args.paths = self.paths
         runs = self.config[self.command].get("runs")
         if runs is not None and is_address(runs):
             raise UsageError(f"--runs {runs} is a remote address: runs are written to folders of this machine alone")
@@ -202,6 +211,8 @@ class RelvitCLI(LightningCLI):
         if self.remembered is not None:
             check_same_network(self.checkpoint_path, self.remembered, self.model.hparams)
             check_same_data(self.checkpoint_path, self.remembered, self.datamodule)
+        if self.command == "test":
+            self.datamodule.evaluate_on(self._get(self.config, "split"))
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The trainer with this run's folder, loggers and callbacks."""
@@ -260,7 +271,8 @@ class RelvitCLI(LightningCLI):
         epochs, warmup = self.trainer.max_epochs, model.hparams.warmup_epochs
         if self.checkpoint_path and epochs is not None and 0 <= epochs <= self.finished_epochs:
             raise UsageError(
-                f"{self.checkpoint_path} has all {self.finished_epochs} epochs behind it: raise --trainer.max_epochs"
+                f"the training of {self.checkpoint_path} has reached its {self.finished_epochs} epochs: to go on, give "
+                f"--epochs with a larger number"
             )
         if self.checkpoint_path and self._get(self.config, "lr_find"):
             raise UsageError("--lr_find starts a training; one that goes on keeps its learning rate: drop that option")
