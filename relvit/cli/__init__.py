@@ -25,7 +25,7 @@ COMMANDS = {
     "embed": ("relvit.cli.embed", "write the features of all images below a folder"),
     "export": ("relvit.cli.export", "write the model as ONNX or as a program of torch.export, for all image sizes"),
     "average": ("relvit.cli.average", "write the mean of several checkpoints' weights as one checkpoint"),
-    "check-data": ("relvit.cli.check_data", "decode all images: bad files, classes, sizes, duplicates"),
+    "check-data": ("relvit.cli.check_data", "decode all images: files that cannot be read, classes, sizes, duplicates"),
 }
 
 EXAMPLES = """examples:
