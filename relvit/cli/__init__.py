@@ -7,7 +7,10 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 from relvit.cli.aliases import Rewritten, rewrite
 from relvit.cli.errors import describe, is_users_mistake, says_enough
@@ -83,7 +86,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def quieten() -> None:
     """Keep out of the user's sight Lightning's advertisements, hints about workers and its own deprecated calls, and
-    what Matplotlib says of class names in scripts that its font lacks."""
+    what Matplotlib says of class names in scripts that its font lacks; and print relvit's own warnings without a place
+    in the code."""
+    if getattr(warnings.formatwarning, "func", None) is not format_warning:
+        warnings.formatwarning = partial(format_warning, warnings.formatwarning)
     for package in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(package).setLevel(logging.WARNING)
     for text in (
@@ -97,6 +103,13 @@ def quieten() -> None:
         "Glyph .* missing from font",
     ):
         warnings.filterwarnings("ignore", message=f".*{text}")
+
+
+def format_warning(other: Callable[..., str], message: Warning, category: type, filename: str, *place: Any) -> str:
+    """A warning of relvit as a sentence, any other as it is formatted otherwise."""
+    if Path(filename).is_relative_to(Path(__file__).parents[1]) and category is UserWarning:
+        return f"Warning: {message}\n"
+    return other(message, category, filename, *place)
 
 
 def overview() -> str:

@@ -52,7 +52,8 @@ def embed(
         rows = [(printable(path), reason) for path, reason in sorted(found.unreadable.items())]
         with open(listed, "w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([("path", "reason"), *rows])
-        print(f"Unreadable images: {len(found.unreadable)} left out; listed in {listed}")
+        images = "1 image" if len(rows) == 1 else f"{len(rows)} images"
+        print(f"{images} could not be read and were left out; {listed} says why")
     if not found.paths:
         raise UsageError("none of the images could be read")
     write_embeddings(found, output)
