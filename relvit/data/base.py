@@ -322,7 +322,7 @@ def _checked_classes(class_names: Sequence[str]) -> list[str]:
         if printable(name) != name:
             raise ValueError(f"the class name '{printable(name)}' is not UTF-8; rename it")
     if len(names) < 2:
-        raise ValueError(f"there is only one class or none, {names}; classification needs two or more")
+        raise ValueError(f"classification needs two or more classes, got {names}; add images of another class")
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise ValueError(f"class_names holds {', '.join(map(repr, twice))} more than once; name each class once")
