@@ -38,7 +38,7 @@ def describe(error: Exception) -> str:
         # The worker's own message follows the last line that names the exception's type.
         text = re.split(rf"^(?:[\w.]+\.)?{re.escape(type(error).__name__)}: ", text, flags=re.MULTILINE)[-1]
     if isinstance(error, UnreadableImageError):
-        text += " (relvit check-data finds all such files, --data.on_error skip goes on without them)"
+        text = f"{text.strip()} (relvit check-data finds all such files, --data.on_error skip goes on without them)"
     if text.startswith("Does not validate"):
         # A constructor's own error, wrapped by the parser that tried every type which the option may have.
         lines = [line.strip().removeprefix("- ") for line in text.splitlines()]
