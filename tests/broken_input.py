@@ -1,4 +1,4 @@
-"""Every kind of broken or odd image and folder, with what becomes of it.
+"""Every kind of broken or odd image and folder, with the result.
 
 `python tests/broken_input.py` writes the tables of docs/broken_input.md.
 """
@@ -226,7 +226,7 @@ FOLDERS = [
               lambda root: ((root / "train" / "dog").mkdir(), not_read(root, ("dog/a.heic",))), REFUSED, None,
               "holds no image that can be read (1 file left out: 1 .heic)"),
     OddFolder("images beside class folders", lambda root: add(root / "train"), WARNED, (2, 2, 2),
-              "1 image lies beside the class folders"),
+              "1 image is beside the class folders"),
     OddFolder("class names that differ by case",
               lambda root: (add(root / "train" / "ANT", count=2)), WARNED,
               (2, 2, 2, 2), "'ANT', 'ant', which differ in case"),
@@ -247,9 +247,9 @@ FOLDERS = [
 
 def table() -> str:
     """The lists as two tables of Markdown."""
-    lines = ["| image | what becomes of it |", "|---|---|"]
+    lines = ["| image | result |", "|---|---|"]
     lines += [f"| {case.kind} | {_told(case.outcome, case.reason)} |" for case in IMAGES]
-    lines += ["", "| folder | what becomes of it |", "|---|---|"]
+    lines += ["", "| folder | result |", "|---|---|"]
     lines += [f"| {case.kind} | {_told(case.outcome, case.says)} |" for case in FOLDERS]
     return "\n".join(lines)
 

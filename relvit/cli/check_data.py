@@ -60,13 +60,8 @@ def _show(report: dict[str, Any]) -> None:
         counts = sorted(found["classes"].values())
         sizes = [_range(found[side]) for side in ("height", "width")]
         present = sum(count > 0 for count in counts)
-        table.add_row(
-            split,
-            str(found["images"]),
-            str(present),
-            " to ".join(dict.fromkeys((str(counts[0]), str(counts[-1])))),
-            *sizes,
-        )
+        each = str(counts[0]) if counts[0] == counts[-1] else f"{counts[0]} to {counts[-1]}"
+        table.add_row(split, str(found["images"]), str(present), each, *sizes)
     # No markup: paths may hold brackets.
     console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(table)

@@ -164,7 +164,7 @@ class RelvitCLI(LightningCLI):
                 parser.link_arguments(f"data.{name}", f"model.{name}", apply_on="instantiate")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: None) -> None:
-        """Parse; what the checkpoint remembers comes first, so that whatever the user gives overrides it."""
+        """Parse the values of the checkpoint, then those of the user, which override them."""
         first = []
         if self.remembered is not None and self.command != "fit":
             known = {"model": self.remembered["model"]}
@@ -187,7 +187,7 @@ class RelvitCLI(LightningCLI):
             self.config[self.command]["ckpt_path"] = None
 
     def _complete(self, asked: Namespace, trained: dict[str, Any]) -> None:
-        """What goes on needs no file to know its model, nor to be told again where its training started."""
+        """Take the model and the name of the first weights from the checkpoint, where the user gave none."""
         if asked.model is None:
             known = Architecture(*(trained.get(name) for name in Architecture._fields))
             _set(asked, known.changed(asked.model_kwargs, asked.retrofit))
@@ -367,7 +367,7 @@ class RelvitCLI(LightningCLI):
             raise UsageError(f"cannot write into {folder}: {error.strerror}") from error
 
     def _new_run_folder(self, name: str) -> Path:
-        """A fresh folder on the main process; the others write nothing and are told the checkpoints' place by it."""
+        """Make a new folder, in the main process alone; it sends the paths of checkpoints to the others."""
         parent = Path(self._get(self.config, "runs"))
         if rank_zero_only.rank != 0:
             return parent

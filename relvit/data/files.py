@@ -87,7 +87,7 @@ def class_folders(folder: str) -> list[str]:
     if names:
         warn_about_classes(folder, names, images)
     else:
-        found = f"{images} images lie directly in {folder}" if images else f"{folder} is empty"
+        found = f"{images} images are directly in {folder}" if images else f"{folder} is empty"
         raise ValueError(f"{found}; put the images of each class into a folder {os.path.join(folder, '<class>')}")
     return names
 

@@ -97,7 +97,7 @@ class ImageFolderData(ImageFilesData):
         expected = f"expected {os.path.join(self.root, 'train', '<class>', '<image>')}"
         if images:
             raise ValueError(
-                f"{images} images lie directly in {self.root}, without class folders; {expected}, "
+                f"{images} images are directly in {self.root}, without class folders; {expected}, "
                 "or give class_names (a checkpoint knows them) to predict"
             )
         raise FileNotFoundError(

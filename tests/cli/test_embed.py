@@ -124,7 +124,7 @@ def test_mistakes(run, photos, tmp_path, monkeypatch, capsys):
     assert "ends in '.parket'; allowed are .npz, .csv, .parquet (did you mean '.parquet'?)" in message(
         output=tmp_path / "e.parket"
     )
-    assert "lies in a folder that does not exist" in message(output=tmp_path / "none" / "e.npz")
+    assert "is in a folder that does not exist" in message(output=tmp_path / "none" / "e.npz")
     assert "root nowhere is no folder" in message(root="nowhere")
     (tmp_path / "empty").mkdir()
     assert f"no image below {tmp_path / 'empty'}" in message(root=tmp_path / "empty")

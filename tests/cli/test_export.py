@@ -132,7 +132,7 @@ def test_mistakes(run, tmp_path, monkeypatch, capsys):
     assert export(run, tmp_path / "model.onxx") == 2
     assert "ends in '.onxx'; allowed are .onnx, .pt2 (did you mean '.onnx'?)" in capsys.readouterr().err
     assert export(run, tmp_path / "none" / "model.onnx") == 2
-    assert "lies in a folder that does not exist" in capsys.readouterr().err
+    assert "is in a folder that does not exist" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     assert export(run, tmp_path / "model.onnx") == 1
     assert 'ONNX needs onnxscript: pip install "relvit[onnx]"' in capsys.readouterr().err
