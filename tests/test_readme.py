@@ -80,12 +80,12 @@ def test_commands_in_the_text(place, capsys):
     text = re.sub(r"```.*?```", "", README.read_text(), flags=re.DOTALL)
     inline = {" ".join(code.split()) for code in re.findall(r"`(relvit [^`|]+)`", text)}
     whole = [code for code in inline if "check-data" in code or "help" in code]
-    assert len(whole) == 4
+    assert len(whole) == 5
     for code in whole:
         assert main(shlex.split(code)[1:]) == 0, code
     Path("photos/train/cat/0.jpg").write_bytes(b"nothing")
     capsys.readouterr()
-    assert main(["check-data", "--root", "photos"]) == 1
+    assert main(["check-data", "photos"]) == 1
     assert "train/cat/0.jpg: it is not an image" in capsys.readouterr().out.replace("\n", "")
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jsonargparse import Namespace
 from lightning import Trainer
@@ -22,6 +22,7 @@ from relvit.cli.launch import check_processes, environment_of, launched, leave_p
 from relvit.cli.normalisation import set_normalisation
 from relvit.cli.outcome import say, tell_fit, tell_predict, tell_test
 from relvit.cli.parser import Parser
+from relvit.cli.predict_paths import asked_paths, data_of_paths
 from relvit.cli.progress_display import progress_callbacks
 from relvit.cli.resume import resumed
 from relvit.cli.resume_options import changed_options, fit_options
@@ -85,11 +86,11 @@ class RelvitCLI(LightningCLI):
             self.resumes = Path(run)
             self.arguments += ["--ckpt_path", str(last)]
         self.checkpoint_path = option(self.arguments, "--ckpt_path")
+        self.paths = asked_paths(self.arguments)
+        self.arguments = without(self.arguments, "--paths")
         asks_help = any(argument in ("-h", "--help") or argument.endswith(".help") for argument in self.arguments)
         if command != "fit" and self.checkpoint_path is None and not asks_help:
-            bare = next((argument for argument in self.arguments if argument.endswith(".ckpt")), None)
-            hint = f"put --ckpt_path before {bare}" if bare else "give one, such as runs/RUN/checkpoints/best.ckpt"
-            raise UsageError(f"--ckpt_path is missing: {hint}")
+            raise UsageError(f"no checkpoint given: relvit {command} runs/RUN/checkpoints/best.ckpt")
         self.remembered: dict[str, Any] | None = None
         self.finished_epochs = 0
         # What a training that goes on does otherwise than before.
@@ -108,9 +109,11 @@ class RelvitCLI(LightningCLI):
                 self.finished_epochs = _finished_epochs(checkpoint)
             data, asked = self.remembered["data"]["class_path"], option(self.arguments, "--data")
             # A file must not choose what is imported.
-            if own_data_module(data) is None and asked is None:
+            if own_data_module(data) is None and asked is None and self.paths is None:
                 raise UsageError(f"{self.checkpoint_path} was trained with the data module {data}: give --data {data}")
             self.knows_data = own_data_module(data) is not None or data == asked
+            if self.paths is not None:
+                self.remembered["data"], self.knows_data = data_of_paths(self.remembered["data"]["init_args"]), True
         self.run_folder: Path | None = None
         # What this process made, and may remove where nothing came of it.
         self.made_folder: Path | None = None
@@ -133,7 +136,10 @@ class RelvitCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Options beside those of trainer, model and data, and what flows from the data to the model."""
         if self.command in ("fit", "test", "predict"):
-            parser.add_argument("--runs", type=str, default="runs", help="Folder in which the run gets its folder.")
+            parser.add_argument("--runs", type=str, default="runs", help="The folder in which a run gets its own.")
+        if self.command == "test":
+            text = "The images to evaluate: those of train (without augmentation), val or test."
+            parser.add_argument("--split", type=Literal["train", "val", "test"], default="test", help=text)
         if self.command in ("test", "predict"):
             text = "Average the probabilities of each image and its mirror image."
             parser.add_argument("--mirror", type=bool, default=False, help=text)
@@ -142,19 +148,19 @@ class RelvitCLI(LightningCLI):
                 "--resume",
                 type=str | None,
                 default=None,
-                help="A run's folder: go on there, with its configuration, where its last checkpoint is.",
+                help="Continue the training in this run's folder, with its configuration.",
             )
             parser.add_argument(
                 "--save_every",
                 type=int | None,
                 default=None,
-                help="Optimiser steps between checkpoints within an epoch; by default there are none.",
+                help="Save a checkpoint after every so many optimiser steps, besides the one after each epoch.",
             )
             parser.add_argument(
                 "--patience",
                 type=int | None,
                 default=None,
-                help="Stop when the validation accuracy has not improved in so many validations.",
+                help="Stop after this number of validations in a row without a better accuracy.",
             )
             parser.add_argument(
                 "-q",
@@ -169,7 +175,7 @@ class RelvitCLI(LightningCLI):
                 parser.link_arguments(f"data.{name}", f"model.{name}", apply_on="instantiate")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: None) -> None:
-        """Parse; what the checkpoint remembers comes first, so that whatever the user gives overrides it."""
+        """Parse the values of the checkpoint, then those of the user, which override them."""
         first = []
         if self.remembered is not None:
             known = {"model": dict(self.remembered["model"])}
@@ -186,6 +192,9 @@ class RelvitCLI(LightningCLI):
             except (TypeError, ValueError, RecursionError) as error:
                 raise UsageError(f"{self.checkpoint_path} is not a checkpoint of relvit fit: {error}") from error
         self.config = parser.parse_args([self.command, *first, *self.arguments])
+        if self.paths is not None:
+            # Not by the parser: names of files need not be text.
+            self.config[self.command].data.init_args.paths = self.paths
         runs = self.config[self.command].get("runs")
         if runs is not None and is_address(runs):
             raise UsageError(f"--runs {runs} is a remote address: runs are written to folders of this machine alone")
@@ -207,6 +216,8 @@ class RelvitCLI(LightningCLI):
             if "on_error" in data:
                 data.on_error = "skip"
         super().instantiate_classes()
+        if self.command == "test":
+            self.datamodule.evaluate_on(self._get(self.config, "split"))
 
     def _check_checkpoint(self) -> None:
         """Refuse data and options that contradict the checkpoint; before anything is written."""
@@ -286,7 +297,8 @@ class RelvitCLI(LightningCLI):
         epochs = self.trainer.max_epochs
         if self.checkpoint_path and epochs is not None and 0 <= epochs <= self.finished_epochs:
             raise UsageError(
-                f"{self.checkpoint_path} has all {self.finished_epochs} epochs behind it: raise --trainer.max_epochs"
+                f"the training of {self.checkpoint_path} has reached its {self.finished_epochs} epochs: to go on, give "
+                f"--epochs with a larger number"
             )
         if self.changed:
             say(f"changed since: {', '.join(self.changed)}")
@@ -375,7 +387,7 @@ class RelvitCLI(LightningCLI):
             raise UsageError(f"cannot write into {folder}: {error.strerror}") from error
 
     def _new_run_folder(self, name: str) -> Path:
-        """A fresh folder on the main process; the others write nothing and are told the checkpoints' place by it."""
+        """Make a new folder, in the main process alone; it sends the paths of checkpoints to the others."""
         parent = Path(self._get(self.config, "runs"))
         if rank_zero_only.rank != 0:
             return parent

@@ -45,48 +45,53 @@ class ImageClassifier(EpochMetrics):
     """Image classification with any timm model and optimiser, and a warm-up + cosine learning rate per optimiser step.
 
     Args:
-        model: name of a relvit or timm model; none: that of `pretrained`, of which `model_kwargs` and `retrofit` are
-            then taken over as well, unless given here; without either relvit_small.
-        num_classes: number of classes.
-        in_chans: channels of the images.
-        img_size: image size that the model is built for; evaluation may use others.
-        class_names: names of the classes in order.
-        model_kwargs: further arguments of the model, checked against its signature.
-        retrofit: arguments of `relvit.retrofit`, which gives a timm model relative positions; {} for its defaults, None
-            to leave the model as it is.
-        pretrained: weights that a training starts from: a relvit checkpoint, a model of timm with its tag, a file or
-            folder of weights, see `read_pretrained`. They are loaded when a fresh training starts, into the model with
-            these classes and this image size, see `transfer_weights`; never to go on with a training, nor to evaluate.
-        opt: name of an optimiser of timm (adamw, lamb, lion, muon, sgd ...).
-        opt_kwargs: further arguments of the optimiser, such as betas, momentum, eps.
-        lr: peak learning rate.
-        lr_base_batch: images per optimiser step that `lr` is meant for: the learning rate grows in proportion to the
-            batch over all devices and accumulated steps (`min_lr` does not); none: `lr` as it is.
-        layer_decay: factor on the learning rate per layer from the classifier down to the stem; none: the same for all.
-        weight_decay: the optimiser's decay; biases, norms and position tables take none.
-        warmup_epochs: length of the linear warm-up in epochs, fractions allowed.
-        min_lr: learning rate at the end.
-        loss: 'ce' (cross-entropy) or 'bce' (binary cross-entropy, class by class); evaluation reports cross-entropy.
-        label_smoothing: share of the target that is spread over all classes (Szegedy et al. 2016, arXiv 1512.00567).
-        bce_threshold: with 'bce', targets above it count as 1 and others as 0; none: targets as they are.
-        class_weights: weight of each class in the training loss, in the order of the classes.
-        mixup: parameter of mixup's Beta distribution; 0: no mixup.
-        cutmix: parameter of cutmix's Beta distribution; 0: no cutmix.
-        mix_prob: probability that a batch is mixed at all.
-        mix_switch_prob: probability of cutmix where mixup is on as well.
-        ema_decay: decay of a moving average of the weights, with which evaluation and checkpoints then work; none: no
-            average.
-        ema_warmup: let the average's decay grow from 0, as 1 - step^(-2/3).
-        teacher: a trained classifier of the same classes to learn from besides, named as `pretrained` is (not plain
-            weights); models with a distillation token learn from it by that. See `distillation_loss`.
-        distill: 'hard' (the teacher's class) or 'soft' (its probabilities).
-        distill_weight: weight of the teacher's part of the loss; DeiT has 0.5 for 'hard', 0.1 for 'soft'.
-        distill_temperature: temperature of the probabilities, with 'soft'.
-        freeze_epochs: epochs in which the classifier alone is trained, the rest being in evaluation mode.
-        nonfinite: what to do where a loss or gradient is not finite, on any device: 'stop' before the optimiser step,
+        model: The name of a relvit or timm model. None: the model of `pretrained`, with its `model_kwargs` and
+            `retrofit` where these are not given; without `pretrained` relvit_small.
+        num_classes: The number of classes.
+        in_chans: The number of channels of the images.
+        img_size: The image size that the model is built for; evaluation may use others.
+        class_names: The names of the classes in order.
+        model_kwargs: Further arguments of the model, checked against its signature.
+        retrofit: The arguments of `relvit.retrofit`, which gives a timm model relative positions. {} takes its
+            defaults, None leaves the model as it is.
+        pretrained: The weights that a training starts from: a relvit checkpoint, a model of timm with its tag, a file
+            or folder of weights, see `read_pretrained`. They are loaded when a new training starts, into the model with
+            these classes and this image size, see `transfer_weights`; a resumed training or an evaluation loads its
+            checkpoint alone.
+        opt: The name of an optimiser of timm (adamw, lamb, lion, muon, sgd ...).
+        opt_kwargs: Further arguments of the optimiser, such as betas, momentum, eps.
+        lr: The peak learning rate.
+        lr_base_batch: The number of images per optimiser step that `lr` is meant for: the learning rate grows in
+            proportion to the batch over all devices and accumulated steps (`min_lr` does not). None uses `lr` itself.
+        layer_decay: The factor on the learning rate from each layer to the one below it, from the classifier down to
+            the stem. None gives all layers the same learning rate.
+        weight_decay: The weight decay of the optimiser; biases, norms and position tables have none.
+        warmup_epochs: The length of the linear warm-up in epochs; fractions are allowed.
+        min_lr: The learning rate at the end.
+        loss: The training loss: 'ce' (cross-entropy) or 'bce' (binary cross-entropy, class by class); evaluation
+            reports cross-entropy.
+        label_smoothing: The share of the target that is spread over all classes (Szegedy et al. 2016, arXiv
+            1512.00567).
+        bce_threshold: With 'bce', targets above this count as 1 and others as 0. None leaves the targets as they are.
+        class_weights: The weight of each class in the training loss, in the order of the classes.
+        mixup: The parameter of mixup's Beta distribution; 0 turns mixup off.
+        cutmix: The parameter of cutmix's Beta distribution; 0 turns cutmix off.
+        mix_prob: The probability that a batch is mixed at all.
+        mix_switch_prob: The probability of cutmix where mixup is on as well.
+        ema_decay: The decay of a moving average of the weights, which evaluation then uses and checkpoints hold as
+            well. None keeps no average.
+        ema_warmup: Whether the decay of the average grows from 0, as 1 - step^(-2/3).
+        teacher: A trained classifier of the same classes for distillation, named as `pretrained` is (but not plain
+            weights). In models with a distillation token, the output of that token learns from the teacher; in others
+            the only output does. See `distillation_loss`.
+        distill: 'hard' (the target is the teacher's class) or 'soft' (the target is the teacher's probabilities).
+        distill_weight: The weight of the teacher's part of the loss; DeiT has 0.5 for 'hard', 0.1 for 'soft'.
+        distill_temperature: The temperature of the probabilities, with 'soft'.
+        freeze_epochs: The number of epochs in which the classifier alone is trained, all else being in evaluation mode.
+        nonfinite: What to do where a loss or gradient is not finite, on any device: 'stop' before the optimiser step,
             or 'skip' that step and count it.
-        compile: `torch.compile` the model, with the backend of that name or, if true, inductor.
-        channels_last: keep images and convolutions in the memory format that GPUs prefer.
+        compile: Whether the model is compiled by `torch.compile`, or the name of the backend that compiles it.
+        channels_last: Whether images and convolutions use the memory format that GPUs prefer.
 
     Raises:
         ValueError: an unknown name, class names that do not match `num_classes`, numbers out of range.

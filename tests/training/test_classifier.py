@@ -52,7 +52,7 @@ def test_non_finite_loss_leaves_the_weights_of_the_step_before():
         ({"min_lr": -1.0}, "need 0 <= min_lr <= lr"),
         ({"label_smoothing": 1.0}, "label_smoothing"),
         ({"lr_base_batch": 0}, "lr_base_batch must be 1 or more"),
-        ({"ema_decay": 1.0}, "ema_decay must lie in 0 <= x < 1"),
+        ({"ema_decay": 1.0}, "ema_decay must be in 0 <= x < 1"),
         ({"freeze_epochs": -1}, "freeze_epochs must be 0 or more"),
         ({"compile": "inducter"}, r"unknown backend of torch.compile 'inducter' \(did you mean 'inductor'\?\)"),
         ({"loss": "bec"}, r"loss must be one of 'ce', 'bce', got 'bec' \(did you mean 'bce'\?\)"),
