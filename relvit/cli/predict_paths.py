@@ -33,7 +33,7 @@ def listed(paths: Sequence[str]) -> str:
 
 def data_of_paths(remembered: Mapping[str, Any]) -> dict[str, Any]:
     """The data module for named images, with the transforms and classes that a checkpoint remembers."""
-    # Not above: where nothing imports it, it is no choice for `--data`.
+    # Not above: the parser's help would list it among the kinds of data.
     from relvit.data.image_paths import ImagePathsData
 
     # A broken file shall not cost the others their predictions, whatever the training did about it.

@@ -4,7 +4,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning import LightningDataModule
@@ -69,6 +69,9 @@ class ImageData(LightningDataModule, ABC):
     Raises:
         ValueError: An argument out of its range, fewer than two classes, or a class named twice.
     """
+
+    # Whether it can be chosen by its name, as by `--data`.
+    chosen_by_name: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -30,6 +30,9 @@ class ImagePathsData(ImageData):
         ValueError: An argument out of its range; later, a path at which there is no image.
     """
 
+    # It has nothing to train on; `relvit predict` makes it of the paths.
+    chosen_by_name = False
+
     def __init__(
         self,
         paths: Sequence[str],

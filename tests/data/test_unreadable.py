@@ -162,7 +162,7 @@ def test_what_was_told_is_not_told_again(tmp_path, capsys):
     assert capsys.readouterr().out.count("1 image of train could not be read; other images") == 1
     data.unreadable["test"]["b.jpg"] = "broken"
     record.on_test_end(trainer, None)
-    assert "1 of train replaced by others, 1 of test left out" in capsys.readouterr().out
+    assert "1 image of test could not be read and was left out." in capsys.readouterr().out
     assert record.counts == {"train": 1, "test": 1}
 
 
