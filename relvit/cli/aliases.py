@@ -36,7 +36,7 @@ POSITIONALS: dict[str, tuple[str, ...]] = {
 LISTS = ("--ckpt_paths", "--paths")
 # Options that need no value to be true.
 SWITCHES = ("--mirror", "--lr_find")
-ALONE = ("-h", "--help", "--help-all", "--print_config")
+ALONE = ("-h", "--help", "--help-all", "--print_config", "-q", "--quiet")
 # Where a value of `--model` is a file of the model's options, as the parser takes it, and no name.
 _FILE = (".yaml", ".yml", ".json")
 

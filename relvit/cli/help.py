@@ -137,6 +137,7 @@ OPTIONS: dict[str, dict[str, Sequence[Option]]] = {
             Option("--resume", "RUN", "Continue the training in the folder of that run, with its configuration."),
             Option("--save_every", "N", "Save a checkpoint after every N optimiser steps, besides each epoch."),
             Option("--seed_everything", "N", "The seed of all random numbers.", "0"),
+            Option("-q, --quiet", "", "Show no progress: neither a bar nor a line for each epoch."),
             *_DEVICES,
         ),
     },

@@ -207,3 +207,8 @@ def test_test_of_images_in_memory_and_resolutions_of_train(digits_run, run, tmp_
     arguments = ["resolutions", best, "--sizes", "8", "--split=train", f"--output={tmp_path / 'table.csv'}"]
     assert main([*arguments, "--accelerator=cpu"]) == 0
     assert float(rows(tmp_path / "table.csv")[0]["acc1"]) == pytest.approx(summary["test/acc1"])
+
+
+def test_quiet_takes_no_value():
+    assert rewrite("fit", ["-q", "--epochs", "2"]).arguments == ["-q", "--trainer.max_epochs=2"]
+    assert rewrite("fit", ["--quiet", "--lr=1"]).arguments == ["--quiet", "--model.lr=1"]
