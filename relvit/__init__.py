@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from relvit import layers, models, ops
-from relvit.models import RelVisionTransformer, retrofit
+from relvit.models import RelVisionTransformer, attention_maps, retrofit
 from relvit.version import __version__
 
 if TYPE_CHECKING:
     from relvit.evaluation import Predictor
 
-__all__ = ["__version__", "RelVisionTransformer", "retrofit", "load", "layers", "models", "ops"]
+__all__ = ["__version__", "RelVisionTransformer", "retrofit", "attention_maps", "load", "layers", "models", "ops"]
 
 
 def load(ckpt_path: str | os.PathLike[str], img_size: int | Sequence[int] | None = None) -> Predictor:

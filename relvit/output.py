@@ -24,5 +24,5 @@ def check_output(output: str | os.PathLike[str], formats: Sequence[str]) -> str:
         hint = did_you_mean(path.suffix, formats)
         raise ValueError(f"output {output} ends in {path.suffix!r}; allowed are {', '.join(formats)}{hint}")
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"output {output} lies in a folder that does not exist; make it first")
+        raise FileNotFoundError(f"output {output} is in a folder that does not exist; make it first")
     return path.suffix

@@ -1,4 +1,4 @@
-"""Every kind of broken or odd image and folder, with what becomes of it.
+"""Every kind of broken or odd image and folder, with the result.
 
 `python tests/broken_input.py` writes the tables of docs/broken_input.md.
 """
@@ -190,6 +190,15 @@ def hidden(root: Path) -> None:
     (root / "train" / "ant" / "._000.png").write_bytes(b"resource fork")
 
 
+def gif(root: Path) -> None:
+    grey(GREY["ant"], size=(8, 8)).save(root / "train" / "ant" / "a.GIF")
+
+
+def not_read(root: Path, names: tuple[str, ...] = ("ant/a.heic", "bee/b.HEIC", "cat/c.svg")) -> None:
+    for name in names:
+        (root / "train" / name).write_bytes(b"not looked at")
+
+
 def without(root: Path, *names: str) -> None:
     for name in names:
         shutil.rmtree(root / "train" / name)
@@ -210,14 +219,21 @@ FOLDERS = [
               lambda root: (add(root / "more", GREY["ant"]), linked("../../more")(root),
                             linked("../../more", "train/ant/again")(root)), "followed, once", (3, 2, 2)),
     OddFolder("hidden files and folders", hidden, "left out", (2, 2, 2)),
+    OddFolder("GIF among the images of a class", gif, "read as the others", (3, 2, 2)),
+    OddFolder("images of a format that is not read, by the ending", not_read, WARNED, (2, 2, 2),
+              "3 files left out: 2 .heic, 1 .svg"),
+    OddFolder("class folder with such images alone",
+              lambda root: ((root / "train" / "dog").mkdir(), not_read(root, ("dog/a.heic",))), REFUSED, None,
+              "holds no image that can be read (1 file left out: 1 .heic)"),
     OddFolder("images beside class folders", lambda root: add(root / "train"), WARNED, (2, 2, 2),
-              "1 image lies beside the class folders"),
+              "1 image is beside the class folders"),
     OddFolder("class names that differ by case",
               lambda root: (add(root / "train" / "ANT", count=2)), WARNED,
               (2, 2, 2, 2), "'ANT', 'ant', which differ in case"),
     OddFolder("class name that is not UTF-8", lambda root: add(root / "train" / os.fsdecode(b"caf\xe9")), REFUSED,
               None, r"the class name 'caf\xe9' is not UTF-8; rename it"),
-    OddFolder("one class alone", lambda root: without(root, "bee", "cat"), REFUSED, None, "there is only one class"),
+    OddFolder("one class alone", lambda root: without(root, "bee", "cat"), REFUSED, None,
+              "classification needs two or more classes"),
     OddFolder("empty class folder", lambda root: (root / "train" / "dog").mkdir(), REFUSED, None, "holds no image"),
     OddFolder("no class folders", lambda root: (without(root, *GREY), add(root / "train")), REFUSED, None,
               "put the images of each class into a folder"),
@@ -231,9 +247,9 @@ FOLDERS = [
 
 def table() -> str:
     """The lists as two tables of Markdown."""
-    lines = ["| image | what becomes of it |", "|---|---|"]
+    lines = ["| image | result |", "|---|---|"]
     lines += [f"| {case.kind} | {_told(case.outcome, case.reason)} |" for case in IMAGES]
-    lines += ["", "| folder | what becomes of it |", "|---|---|"]
+    lines += ["", "| folder | result |", "|---|---|"]
     lines += [f"| {case.kind} | {_told(case.outcome, case.says)} |" for case in FOLDERS]
     return "\n".join(lines)
 

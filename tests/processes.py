@@ -1,11 +1,17 @@
 """Runs of the command line in several processes: under real launchers, or as one of them would start them."""
 
 import contextlib
+import fcntl
 import multiprocessing
 import os
+import pty
+import re
 import socket
+import struct
 import subprocess
 import sys
+import termios
+import threading
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -36,6 +42,34 @@ def finish(process, seconds=240):
         out, err = process.communicate()
         raise AssertionError(f"still running after {seconds} s: {out[-2000:]} {err[-3000:]}") from None
     return process.returncode, out, err
+
+
+def in_terminal(arguments, folder, columns=160, seconds=240):
+    """Exit status of `relvit` in a pseudo-terminal, and what it wrote there without control characters."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "relvit", *map(str, arguments)],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TERM": "xterm"},
+        start_new_session=True,
+    )
+    os.close(theirs)
+    stop = threading.Timer(seconds, os.killpg, (process.pid, 9))
+    stop.start()
+    written = b""
+    # Linux reports the end of a pseudo-terminal as an error.
+    with contextlib.suppress(OSError):
+        while part := os.read(ours, 65536):
+            written += part
+    os.close(ours)
+    status = process.wait()
+    stop.cancel()
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.decode())
+    return status, text.replace("\r", "\n")
 
 
 def as_torchrun(count=2):

@@ -10,9 +10,12 @@ import pytest
 from broken_input import BEGIN, DOCUMENT, END, FOLDERS, IMAGES, WARNED, table
 from grey_folders import data_of, make
 from PIL import Image
+from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from relvit.data import UnreadableImageError, eval_transform, load_rgb
+from relvit.data.files import image_files
 from relvit.data.folder_walk import walk_once
+from relvit.data.images import IMAGE_ENDINGS
 
 
 @pytest.fixture(autouse=True)
@@ -84,6 +87,18 @@ def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "scandir", refusing)
     with pytest.raises(PermissionError, match="closed"):
         list(walk_once(str(tmp_path)))
+
+
+def test_every_ending_is_read_and_documented(tmp_path):
+    text = DOCUMENT.read_text()
+    assert set(IMAGE_ENDINGS) >= set(IMG_EXTENSIONS)  # those of torchvision
+    for ending in IMAGE_ENDINGS:
+        assert f"`{ending}`" in text
+        mode = {".pbm": "1", ".pgm": "L"}.get(ending, "RGB")
+        (tmp_path / ending).mkdir()
+        Image.new("RGB", (8, 8), (255,) * 3).convert(mode).save(tmp_path / ending / f"a{ending.upper()}")
+        (path,) = image_files(str(tmp_path / ending))
+        assert load_rgb(path).getpixel((4, 4)) == (255,) * 3
 
 
 def test_the_document_holds_the_list():

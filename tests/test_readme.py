@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import TINY
 from PIL import Image
 
@@ -46,6 +47,8 @@ def test_python_blocks_run(place, capsys):
     assert names["x"].shape == (2, 140, 64)
     assert (place / "model.onnx").is_file()
     assert names["features"].shape == (2, 16)
+    assert names["received"].shape == (2, 2)
+    torch.testing.assert_close(float(names["received"].sum()), 1.0)
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("photos")] == [
         f"photos/test/{name}/{number}.jpg" for name in ("cat", "dog", "owl") for number in range(6)
     ]
@@ -77,12 +80,12 @@ def test_commands_in_the_text(place, capsys):
     text = re.sub(r"```.*?```", "", README.read_text(), flags=re.DOTALL)
     inline = {" ".join(code.split()) for code in re.findall(r"`(relvit [^`|]+)`", text)}
     whole = [code for code in inline if "check-data" in code or "help" in code]
-    assert len(whole) == 4
+    assert len(whole) == 5
     for code in whole:
         assert main(shlex.split(code)[1:]) == 0, code
     Path("photos/train/cat/0.jpg").write_bytes(b"nothing")
     capsys.readouterr()
-    assert main(["check-data", "--root", "photos"]) == 1
+    assert main(["check-data", "photos"]) == 1
     assert "train/cat/0.jpg: it is not an image" in capsys.readouterr().out.replace("\n", "")
 
 

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter
+from matplotlib.ticker import NullLocator
 
 Row = dict[str, Any]
 SOURCE = Path(__file__).parent.parent / "docs" / "benchmarks" / "results.jsonl"
@@ -152,54 +154,151 @@ def _number(value: float | None, digits: int) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
 
 
+class Panel(NamedTuple):
+    """One message of the figure: what a training step takes, as a multiple of what plain takes.
+
+    Attributes:
+        level: the level of its rows.
+        title: the message, with `{ours}`, the multiple of the first competitor at the largest size that the first two
+            have, `{times}`, how often it goes into the second one's, and `{patches}`, the number of patches there.
+        names: its competitors, ours first: names of rows, and names for readers.
+        plain: what plain is.
+        memory: compare what backward needs, not time.
+        size: the only size, drawn as bars; None: all of them, as lines.
+    """
+
+    level: str
+    title: str
+    names: dict[str, str]
+    plain: str
+    memory: bool = False
+    size: int | None = None
+
+    @property
+    def unit(self) -> str:
+        """The name of the axis of the multiples."""
+        return f"{'memory' if self.memory else 'time'}, multiple of {self.plain}'s"
+
+
+MODELS = {
+    "relvit_small": "relvit_small",
+    "relpos": "relative bias (timm)",
+    "rope_mixed": "mixed RoPE (timm)",
+    "rope": "axial RoPE (timm)",
+}
+LAYERS = {"relvit_tiled": "relvit", "relvit_reference": "the paper's algorithm"}
+AFTS = {"aft_conv": "AFT-conv", "aft_conv_h16": "AFT-conv, 16 heads", "aft_conv_depthwise": "as a convolution"}
+PANELS = (
+    Panel("model", "relvit_small trains in {ours:.2f} times\nthe time of a plain ViT-S", MODELS, "ViT-S", size=224),
+    Panel(
+        "model", "relvit_small keeps {ours:.2f} times\nthe memory for backward", MODELS, "ViT-S", memory=True, size=224
+    ),
+    Panel("model", "relvit_small on larger images:\n{ours:.2f} times at {patches:,} patches", MODELS, "ViT-S"),
+    Panel(
+        "layer",
+        "A layer: {times:.0f} times faster than the\npaper's algorithm, {patches:,} patches",
+        LAYERS,
+        "attention",
+    ),
+    Panel(
+        "layer",
+        "A layer: 1/{times:.0f} of its memory\nfor backward, {patches:,} patches",
+        LAYERS,
+        "attention",
+        memory=True,
+    ),
+    Panel("aft", "A layer of AFT-conv: {ours:.2f} of\nattention's time, {patches:,} patches", AFTS, "attention"),
+)
+# Okabe and Ito's, which colour-blind readers tell apart.
+OURS, *OTHERS = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
+STYLE = {
+    "font.size": 15,
+    "axes.titlesize": 17,
+    "axes.titlepad": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+}
+TICKS = [digit * 10.0**power for power in range(-3, 5) for digit in (1, 2, 5)]
+PATCH = 16
+
+
 def draw(rows: Sequence[Row]) -> Figure:
-    """Bars from 1 to the time ratios: a panel per run and mode, two in a row, in it one per competitor and size."""
-    panels = grouped(rows, (*RUN, "mode"))
-    pairs = [list(panels.values())[first : first + 2] for first in range(0, len(panels), 2)]
-    heights = [1.2 + 0.2 * max(len(panel) for panel in pair) for pair in pairs]
-    figure = Figure(figsize=(13, sum(heights)), layout="constrained")
-    FigureCanvasAgg(figure)
-    cells = figure.add_gridspec(len(pairs), 2, height_ratios=heights)
-    for line, pair in enumerate(pairs):
-        for column, panel in enumerate(pair):
-            _draw_panel(figure.add_subplot(cells[line, column]), panel)
+    """Draw a panel per message that there are rows for: training steps, on the device of the first row."""
+    first = rows[0]
+    alike = {**{key: first[key] for key in ("device", "dtype", "compiled")}, "mode": "train"}
+    rows = [row for row in rows if all(row[key] == value for key, value in alike.items())]
+    found = [(panel, points) for panel in PANELS if (points := _points(rows, panel))]
+    lines = math.ceil(len(found) / 2)
+    with rc_context({**STYLE, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(14, 5.2 * lines + 0.6), layout="constrained")
+        FigureCanvasAgg(figure)
+        figure.get_layout_engine().set(w_pad=0.15, h_pad=0.2)
+        for place, (panel, points) in enumerate(found, start=1):
+            axes = figure.add_subplot(lines, 2, place)
+            (_lines if panel.size is None else _bars)(axes, panel, points)
+            axes.set_title(_title(panel, points))
+        batches = sorted({row["batch"] for row in rows})
+        batch = f"batch {batches[0]}" if len(batches) == 1 else f"batches of {batches[0]} to {batches[-1]}"
+        compiled = ", compiled" if first["compiled"] else ""
+        note = f"Forward and backward on {first['device']}, {first['dtype']}{compiled}, {batch}. Dashed: plain."
+        figure.supxlabel(note, fontsize=14)
     return figure
 
 
-def _draw_panel(axes: Axes, panel: Sequence[Row]) -> None:
-    first, sizes = panel[0], grouped(panel, ("size",))
-    names = [name for (name,) in grouped(panel, ("name",)) if name != "plain"]
-    thickness = 0.8 / len(sizes)
-    for index, ((size,), group) in enumerate(sizes.items()):
-        places = [place + (index - (len(sizes) - 1) / 2) * thickness for place in range(len(names))]
-        by_name = {row["name"]: row for row in group}
-        ratios = [time_ratio(by_name[name], plain_of(group)) if name in by_name else None for name in names]
-        bars = axes.barh(places, [(ratio or 1) - 1 for ratio in ratios], 0.92 * thickness, left=1, color=f"C{index}")
-        bars.set_label(f"{size} px")
-        for place, name, ratio in zip(places, names, ratios, strict=True):
-            if ratio is not None:
-                aside = {
-                    "xytext": (3 if ratio >= 1 else -3, 0),
-                    "ha": "left" if ratio >= 1 else "right",
-                    "va": "center",
-                }
-                axes.annotate(f"{ratio:.2f}", (ratio, place), textcoords="offset points", fontsize=8, **aside)
-            elif name in by_name:
-                axes.text(1.02, place, by_name[name]["status"].replace("ok", "no plain"), va="center", fontsize=8)
-    axes.set_xscale("log")
-    axes.axvline(1, color="#333", linewidth=1)
-    axes.set_yticks(range(len(names)), names, fontsize=8)
+def _points(rows: Iterable[Row], panel: Panel) -> dict[str, dict[int, float]]:
+    """Multiples by competitor and size, each of the last run that has it; {} where ours has none."""
+    ratio_of = memory_ratio if panel.memory else time_ratio
+    points: dict[str, dict[int, float]] = {name: {} for name in panel.names}
+    for group in grouped((row for row in rows if row["level"] == panel.level), GROUP).values():
+        plain, size = plain_of(group), group[0]["size"]
+        for row in group:
+            ratio = ratio_of(row, plain)
+            if row["name"] in points and ratio is not None and panel.size in (None, size):
+                points[row["name"]][size] = ratio
+    if not points[next(iter(panel.names))]:
+        return {}
+    return {name: dict(sorted(line.items())) for name, line in points.items() if line}
+
+
+def _title(panel: Panel, points: dict[str, dict[int, float]]) -> str:
+    ours, other = [*points.values(), next(iter(points.values()))][:2]
+    size = max(ours.keys() & other.keys(), default=max(ours))
+    times = other.get(size, math.nan) / ours[size]
+    return panel.title.format(ours=ours[size], times=times, patches=(size // PATCH) ** 2)
+
+
+def _bars(axes: Axes, panel: Panel, points: dict[str, dict[int, float]]) -> None:
+    ratios = [line[panel.size] for line in points.values()]
+    axes.barh(range(len(ratios)), ratios, 0.6, color=[OURS, *["#9A9A9A"] * (len(ratios) - 1)])
+    axes.axvline(1, color="black", linewidth=1.2, linestyle="--")
+    for place, ratio in enumerate(ratios):
+        axes.annotate(f"{ratio:.2f}", (ratio, place), (6, 0), textcoords="offset points", va="center")
+    axes.set_yticks(range(len(ratios)), [panel.names[name] for name in points])
     axes.invert_yaxis()
-    # A few hundredths are not to look like much.
-    found = [bar.get_x() + bar.get_width() for bar in axes.patches]
-    axes.set_xlim(0.7 * min(0.6, *found), 1.4 * max(1.6, *found))
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("time / plain's", fontsize=8)
-    axes.legend(fontsize=8)
-    compiled = ", compiled" if first["compiled"] else ""
-    what = f"{first['level']}s, {first['mode']}, {first['device']}, {first['dtype']}{compiled}"
-    axes.set_title(f"{what}, batch {first['batch']} (run {first['run']})", fontsize=10)
+    axes.set_xlim(0, 1.15 * max(1, *ratios))
+    axes.set_xlabel(f"{panel.unit}, {panel.size} px")
+
+
+def _lines(axes: Axes, panel: Panel, points: dict[str, dict[int, float]]) -> None:
+    for colour, (name, line) in zip((OURS, *OTHERS), points.items(), strict=False):
+        patches = [(size // PATCH) ** 2 for size in line]
+        axes.plot(patches, line.values(), "o-", color=colour, linewidth=3, markersize=9, label=panel.names[name])
+    axes.axhline(1, color="black", linewidth=1.2, linestyle="--")
+    ratios = [1.0, *(ratio for line in points.values() for ratio in line.values())]
+    axes.set_xscale("log")
+    if max(ratios) / min(ratios) > 5:
+        axes.set_yscale("log")
+        axes.set_ylim(min(ratios) / 1.3, 1.3 * max(ratios))
+        axes.set_yticks([tick for tick in TICKS if min(ratios) / 1.3 <= tick <= 1.3 * max(ratios)])
+    sizes = sorted({(size // PATCH) ** 2 for line in points.values() for size in line})
+    axes.set_xticks(sizes, [f"{size:,}" for size in sizes], fontsize=13)
+    axes.yaxis.set_major_formatter("{x:g}")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_minor_locator(NullLocator())
+    axes.set_xlabel("patches in the image")
+    axes.set_ylabel(panel.unit)
+    # Beside the data: there is no corner that stays free.
+    axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.2), ncols=2, frameon=False, fontsize=14)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -208,7 +307,7 @@ def main(arguments: Sequence[str]) -> None:
     rows = read(source)
     source.with_suffix(".md").write_text(render(rows))
     # By the digest a test sees whether the figure is that of the file.
-    draw(rows).savefig(source.with_suffix(".png"), dpi=50, metadata={"Description": digest(source)})
+    draw(rows).savefig(source.with_suffix(".png"), dpi=100, metadata={"Description": digest(source)})
 
 
 def digest(source: Path) -> str:

@@ -7,29 +7,35 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
 
+from relvit.cli.aliases import Rewritten, rewrite
 from relvit.cli.errors import describe, is_users_mistake, says_enough
+from relvit.cli.help import asks_help, short_help
 from relvit.names import did_you_mean, listing
 from relvit.version import __version__
 
 # Command -> (module whose main(command, arguments) runs it, one line of help).
 COMMANDS = {
     "fit": ("relvit.cli.trainer", "train a model on images; the run gets a folder of its own"),
-    "validate": ("relvit.cli.trainer", "validate a checkpoint, at any image size (--data.img_size)"),
+    "validate": ("relvit.cli.trainer", "validate a checkpoint, at any image size (--img_size)"),
     "test": ("relvit.cli.trainer", "test a checkpoint: metrics of each class, confusion matrix, the worst mistakes"),
     "predict": ("relvit.cli.trainer", "write the classes of each image into predictions.csv"),
     "resolutions": ("relvit.cli.resolutions", "validate a checkpoint at several image sizes"),
     "embed": ("relvit.cli.embed", "write the features of all images below a folder"),
     "export": ("relvit.cli.export", "write the model as ONNX or as a program of torch.export, for all image sizes"),
     "average": ("relvit.cli.average", "write the mean of several checkpoints' weights as one checkpoint"),
-    "check-data": ("relvit.cli.check_data", "decode all images: bad files, classes, sizes, duplicates"),
+    "check-data": ("relvit.cli.check_data", "decode all images: files that cannot be read, classes, sizes, duplicates"),
 }
 
 EXAMPLES = """examples:
   relvit fit --config configs/digits.yaml
-  relvit fit --config configs/folder.yaml --data.root photos --model.model relvit_tiny
-  relvit validate --ckpt_path runs/RUN/checkpoints/best.ckpt --data.img_size 48
+  relvit fit --config configs/folder.yaml --root photos --model relvit_tiny --epochs 50
+  relvit validate runs/RUN/checkpoints/best.ckpt --img_size 288
+  relvit predict runs/RUN/checkpoints/best.ckpt photo.jpg more/photos 'others/*.png'
 """
 
 
@@ -50,10 +56,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = did_you_mean(command, COMMANDS)
         print(f"relvit: error: unknown command {command!r}{hint}; commands: {listing(list(COMMANDS))}", file=sys.stderr)
         return 2
+    typed = Rewritten(rest, {})
     try:
+        typed = rewrite(command, rest)
+        if asks_help(typed.arguments):
+            print(short_help(command))
+            return 0
         module = importlib.import_module(COMMANDS[command][0])
         quieten()
-        module.main(command, rest)
+        module.main(command, ["--help" if given == "--help-all" else given for given in typed.arguments])
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:
@@ -66,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             raise
-        print(f"relvit {command}: error: {describe(error)}", file=sys.stderr)
+        print(f"relvit {command}: error: {typed.as_typed(describe(error))}", file=sys.stderr)
         if not says_enough(error):
             print("(with --debug it shows where this happened)", file=sys.stderr)
         return 2 if is_users_mistake(error) else 1
@@ -75,7 +86,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def quieten() -> None:
     """Keep out of the user's sight Lightning's advertisements, hints about workers and its own deprecated calls, and
-    what Matplotlib says of class names in scripts that its font lacks."""
+    what Matplotlib says of class names in scripts that its font lacks; and print relvit's own warnings without a place
+    in the code."""
+    if getattr(warnings.formatwarning, "func", None) is not format_warning:
+        warnings.formatwarning = partial(format_warning, warnings.formatwarning)
     for package in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(package).setLevel(logging.WARNING)
     for text in (
@@ -89,6 +103,13 @@ def quieten() -> None:
         "Glyph .* missing from font",
     ):
         warnings.filterwarnings("ignore", message=f".*{text}")
+
+
+def format_warning(other: Callable[..., str], message: Warning, category: type, filename: str, *place: Any) -> str:
+    """A warning of relvit as a sentence, any other as it is formatted otherwise."""
+    if Path(filename).is_relative_to(Path(__file__).parents[1]) and category is UserWarning:
+        return f"Warning: {message}\n"
+    return other(message, category, filename, *place)
 
 
 def overview() -> str:

@@ -7,23 +7,23 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from jsonargparse import auto_cli
 from rich.console import Console
 from rich.table import Table
 
 from relvit.cli.errors import UsageError
-from relvit.cli.parser import Parser
+from relvit.cli.parser import run_function
 from relvit.data import ImageData, ImageFolderData
 from relvit.data.check import check_data
 from relvit.names import printable
 from relvit.progress import with_bar
 
 SHOWN = 10
+DUPLICATES = {"classes": "under different classes", "across": "in several splits", "within": "twice in a class"}
 
 
 def main(command: str, arguments: Sequence[str]) -> None:
-    """Run with command line arguments; exit status 1 if there are bad files."""
-    report = auto_cli(check, args=list(arguments), prog=f"relvit {command}", as_positional=False, parser_class=Parser)
+    """Run with command line arguments; exit status 1 if a file cannot be read."""
+    report = run_function(check, command, arguments)
     if report["bad"]:
         raise SystemExit(1)
 
@@ -34,13 +34,15 @@ def check(
     processes: int | None = None,
     output: str | None = None,
 ) -> dict[str, Any]:
-    """Decode every image; print bad files, classes, sizes and duplicates. The exit status is 1 if there are bad files.
+    """Decode every image; print the files that cannot be read, classes, sizes and images that come twice.
+
+    The exit status is 1 if a file cannot be read, otherwise 0: images that come twice do not stop a training.
 
     Args:
-        root: A folder with train/CLASS/IMAGE, and val and test likewise.
-        data: Or other images, as in fit: --data NAME --data.OPTION VALUE.
-        processes: Processes that decode; none: one for each core.
-        output: A JSON file to write everything to.
+        root: The folder that holds train/CLASS/IMAGE, and val and test likewise.
+        data: Another kind of data, with its options: --data NAME --data.OPTION VALUE.
+        processes: The number of processes that decode; None means one for each core.
+        output: A JSON file to which all results are written.
     """
     if (root is None) == (data is None):
         raise UsageError("give either --root DIR, which holds train/<class>/<image>, or --data NAME with its options")
@@ -58,19 +60,21 @@ def _show(report: dict[str, Any]) -> None:
         counts = sorted(found["classes"].values())
         sizes = [_range(found[side]) for side in ("height", "width")]
         present = sum(count > 0 for count in counts)
-        table.add_row(split, str(found["images"]), str(present), f"{counts[0]} to {counts[-1]}", *sizes)
+        each = str(counts[0]) if counts[0] == counts[-1] else f"{counts[0]} to {counts[-1]}"
+        table.add_row(split, str(found["images"]), str(present), each, *sizes)
     # No markup: paths may hold brackets.
     console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(table)
     bad = [f"{file['split']}: {printable(file['path'])}: {file['reason']}" for file in report["bad"]]
-    console.print(f"bad files: {len(bad)}")
+    console.print(f"files that cannot be read: {len(bad)}")
     for line in bad:
         console.print(f"  {line}")
-    for name, what in {"across": "splits that share", "within": "inside one split,"}.items():
+    for name, where in DUPLICATES.items():
         groups = report[f"duplicates_{name}"]
-        console.print(f"{what} the same image: {len(groups)}")
+        console.print(f"the same image {where}: {len(groups)}")
         for group in groups[:SHOWN]:
-            console.print("  " + ", ".join(f"{printable(image['path'])} ({image['split']})" for image in group))
+            images = (f"{printable(image['path'])} ({image['split']}, {image['class']})" for image in group)
+            console.print("  " + ", ".join(images))
         if len(groups) > SHOWN:
             console.print(f"  and {len(groups) - SHOWN} more (--output FILE lists all)")
 

@@ -8,10 +8,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from jsonargparse import auto_cli
 
 from relvit.cli.errors import UsageError
-from relvit.cli.parser import Parser
+from relvit.cli.parser import run_function
 from relvit.evaluation import Predictor, Size, embed_folder, write_embeddings
 from relvit.evaluation.embeddings import check_format
 from relvit.names import printable
@@ -20,7 +19,7 @@ from relvit.progress import with_bar
 
 def main(command: str, arguments: Sequence[str]) -> None:
     """Run with command line arguments."""
-    auto_cli(embed, args=list(arguments), prog=f"relvit {command}", as_positional=False, parser_class=Parser)
+    run_function(embed, command, arguments)
 
 
 def embed(
@@ -37,13 +36,13 @@ def embed(
     Files that cannot be read are left out and listed in a CSV file beside the output.
 
     Args:
-        ckpt_path: The checkpoint, runs/RUN/checkpoints/best.ckpt.
-        root: The folder with images.
-        output: What to write: a file that ends in .npz, .csv or .parquet.
-        img_size: Size of the images given to the model, such as 288 or [256,384]; none: as in training.
-        batch_size: Images per batch.
-        num_workers: Processes that read images; 0 reads them in the main process.
-        device: Where to compute, such as cpu or cuda:1; auto: an accelerator if there is one.
+        ckpt_path: The checkpoint to use, such as runs/RUN/checkpoints/best.ckpt.
+        root: The folder whose images are read, with all folders in it.
+        output: The file to write: its name ends in .npz, .csv or .parquet.
+        img_size: The size of the images that the model gets, such as 288 or [256,384]; None means as in training.
+        batch_size: The number of images in a batch.
+        num_workers: The number of processes that read images; 0 reads them in the main process.
+        device: The device that computes, such as cpu or cuda:1; auto takes an accelerator if there is one.
     """
     check_format(output)
     predictor = Predictor(ckpt_path, img_size).to(find_device(device))
@@ -53,7 +52,8 @@ def embed(
         rows = [(printable(path), reason) for path, reason in sorted(found.unreadable.items())]
         with open(listed, "w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([("path", "reason"), *rows])
-        print(f"Unreadable images: {len(found.unreadable)} left out; listed in {listed}")
+        images = "1 image" if len(rows) == 1 else f"{len(rows)} images"
+        print(f"{images} could not be read and were left out; {listed} says why")
     if not found.paths:
         raise UsageError("none of the images could be read")
     write_embeddings(found, output)

@@ -40,7 +40,7 @@ def describe(error: Exception) -> str:
         # The worker's own message follows the last line that names the exception's type.
         text = re.split(rf"^(?:[\w.]+\.)?{re.escape(type(error).__name__)}: ", text, flags=re.MULTILINE)[-1]
     if isinstance(error, UnreadableImageError):
-        text += " (relvit check-data finds all such files, --data.on_error skip goes on without them)"
+        text = f"{text.strip()} (relvit check-data finds all such files, --data.on_error skip goes on without them)"
     # As Lightning says it of its loggers.
     if absent := re.search(r"class_path '(?:\w+\.)*(\w+)'.*?Requirement '([\w-]+)", text, re.DOTALL):
         return str(MissingPackageError(absent[1], absent[2]))

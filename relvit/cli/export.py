@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from jsonargparse import auto_cli
-
-from relvit.cli.parser import Parser
+from relvit.cli.parser import run_function
 from relvit.evaluation import Predictor, Size, export_model
 from relvit.evaluation.export import check_export
 
 
 def main(command: str, arguments: Sequence[str]) -> None:
     """Run with command line arguments."""
-    auto_cli(export, args=list(arguments), prog=f"relvit {command}", as_positional=False, parser_class=Parser)
+    run_function(export, command, arguments)
 
 
 def export(ckpt_path: str, output: str, img_size: Size | None = None) -> None:
@@ -24,9 +22,9 @@ def export(ckpt_path: str, output: str, img_size: Size | None = None) -> None:
     and transforms.
 
     Args:
-        ckpt_path: The checkpoint, runs/RUN/checkpoints/best.ckpt.
-        output: What to write: a file that ends in .onnx or .pt2 (torch.export).
-        img_size: For models that take only one size: that size, such as 288 or [256,384]; none: as in training.
+        ckpt_path: The checkpoint to use, such as runs/RUN/checkpoints/best.ckpt.
+        output: The file to write: its name ends in .onnx or .pt2 (torch.export).
+        img_size: The size of a model that takes only one, such as 288 or [256,384]; None means as in training.
     """
     check_export(output)
     shapes = export_model(Predictor(ckpt_path, img_size), output)

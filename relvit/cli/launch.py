@@ -6,6 +6,7 @@ import os
 import sys
 from typing import NamedTuple
 
+import torch.distributed
 from lightning import Trainer
 from lightning.fabric.plugins.environments import (
     ClusterEnvironment,
@@ -101,6 +102,16 @@ def check_processes(launch: Launch | None, trainer: Trainer) -> None:
             f"--trainer.num_nodes {nodes} needs this command on {nodes} machines: start it by torchrun or srun, see "
             "configs/multi_node.yaml"
         )
+
+
+def leave_processes() -> None:
+    """Leave the group of processes at the end of a run; Lightning does so with NCCL alone.
+
+    A C++ thread that is still running when the interpreter ends aborts it: "terminate called without an active
+    exception".
+    """
+    if torch.distributed.is_initialized() and torch.distributed.get_backend() == "gloo":
+        torch.distributed.destroy_process_group()
 
 
 def _tasks() -> int:

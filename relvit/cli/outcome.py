@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -84,12 +85,12 @@ def tell_test(trainer: Trainer, folder: Path, checkpoint: str) -> None:
     report, data = _callback(trainer, EvaluationReport), trainer.datamodule
     if not report.results:
         raise UsageError(f"none of the images could be read; {folder / 'unreadable.csv'} says why")
-    summary: dict[str, Any] = {"checkpoint": checkpoint, "img_size": list(data.img_size)}
+    summary: dict[str, Any] = {"checkpoint": checkpoint, "split": data.evaluated_split, "img_size": list(data.img_size)}
     summary |= report.results | _unreadable(trainer)
     _write_summary(folder, summary)
     show_classes(report.classes, data.class_names)
     say(
-        f"{summary['images']} images, mean F1 of the classes {summary['test/f1']:.4f}, "
+        f"{summary['images']} images of {data.evaluated_split}, mean F1 of the classes {summary['test/f1']:.4f}, "
         f"calibration error {summary['test/calibration_error']:.4f}"
     )
     files = ", ".join(sorted(path.name for path in folder.iterdir()))
@@ -124,6 +125,7 @@ def _write_summary(folder: Path, summary: dict[str, Any]) -> None:
 def _suggestions(net: nn.Module, data: LightningDataModule, best: str) -> list[str]:
     """Commands that work as printed."""
     path = Path(best).relative_to(Path.cwd()) if Path(best).is_relative_to(Path.cwd()) else best
+    path = shlex.quote(str(path))
     lines = []
     if getattr(net, "dynamic_img_size", False):
         # A quarter larger, in whole patches: objects grow in patches, too, and accuracy falls with a large factor.
@@ -131,8 +133,6 @@ def _suggestions(net: nn.Module, data: LightningDataModule, best: str) -> list[s
         trained = list(data.img_size)
         larger = [max(side + p, round(1.25 * side / p) * p) for side, p in zip(trained, patch, strict=True)]
         first, second = (str(size).replace(" ", "") for size in (trained, larger))
-        lines.append(f"  relvit validate --ckpt_path {path} --data.img_size '{second}'")
-        lines.append(f"  relvit resolutions --ckpt_path {path} --sizes '[{first},{second}]'")
-    option = data.predict_option
-    images = f" --data.{option} FOLDER_OF_IMAGES" if option else ""
-    return [*lines, f"  relvit predict --ckpt_path {path}{images}"]
+        lines.append(f"  relvit validate {path} --img_size '{second}'")
+        lines.append(f"  relvit resolutions {path} --sizes '{first}' '{second}'")
+    return [*lines, f"  relvit predict {path} FOLDER_OF_IMAGES"]

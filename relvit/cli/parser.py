@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from jsonargparse import ArgumentParser, Namespace
+from jsonargparse import ArgumentParser, Namespace, auto_cli
 from lightning.pytorch.cli import LightningArgumentParser
 
+from relvit.cli.aliases import ALIASES
 from relvit.cli.config_text import MODE
 from relvit.cli.errors import NOISE, UsageError
+from relvit.cli.help import USAGE
 from relvit.data.by_name import data_modules
 from relvit.names import did_you_mean, listing
 
-NO_DATA = (
-    "no data given: use --config configs/digits.yaml, --data DigitsData, or --data ImageFolderData --data.root DIR"
-)
+NO_DATA = "no data given: give --root DIR, which holds train/CLASS/IMAGE, or --data NAME, or --config FILE"
 WORDS = {
     "int": "a whole number",
     "float": "a number",
@@ -47,6 +48,12 @@ class Parser(LightningArgumentParser):
         raise UsageError(explain_parser_error(self, message)) from ex
 
 
+def run_function(function: Callable[..., Any], command: str, arguments: Sequence[str]) -> Any:
+    """Run a function whose arguments are the options of a command, and return its result."""
+    program = f"relvit {command}"
+    return auto_cli(function, args=list(arguments), prog=program, as_positional=False, parser_class=Parser)
+
+
 def explain_parser_error(parser: ArgumentParser, message: str) -> str:
     """A parser's error message, shortened, with the nearest right name for an option that does not exist.
 
@@ -54,6 +61,7 @@ def explain_parser_error(parser: ArgumentParser, message: str) -> str:
     one that the user can act on.
     """
     known = [f"--{name}" for name in known_options(parser)]
+    known += [short for table in ALIASES.values() for short, own in table.items() if own in known and "." not in short]
     data_classes = {cls.__name__ for cls in data_modules()}
     if unknown := re.search(r"[Uu]nrecognized arguments: (\S+)", message):
         flag = unknown[1].split("=")[0]
@@ -71,7 +79,9 @@ def explain_parser_error(parser: ArgumentParser, message: str) -> str:
         return NO_DATA
     if missing := re.search(r"(- )?the following arguments are required: (.+)", message):
         nested = "data." if missing[1] else ""
-        return f"missing: {', '.join(f'--{nested}{name}' for name in missing[2].split(', '))}"
+        usage = USAGE.get(parser.prog.removeprefix("relvit "))
+        names = ", ".join(f"--{nested}{name}" for name in missing[2].split(", "))
+        return f"missing: {names}" + (f"; usage: {' or '.join(usage)}" if usage else "")
 
     keys = re.findall(r'Parser key "([\w.]+)"', message)
     complaints = [line.strip().removeprefix("- ") for line in message.splitlines()]

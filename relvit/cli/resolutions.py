@@ -6,23 +6,22 @@ import csv
 from collections.abc import Sequence
 from typing import Literal
 
-from jsonargparse import auto_cli
 from rich.console import Console
 from rich.table import Table
 
-from relvit.cli.parser import Parser
+from relvit.cli.parser import run_function
 from relvit.evaluation import Size, evaluate_sizes
 
 
 def main(command: str, arguments: Sequence[str]) -> None:
     """Run with command line arguments."""
-    auto_cli(resolutions, args=list(arguments), prog=f"relvit {command}", as_positional=False, parser_class=Parser)
+    run_function(resolutions, command, arguments)
 
 
 def resolutions(
     ckpt_path: str,
     sizes: list[Size],
-    split: Literal["val", "test"] = "val",
+    split: Literal["train", "val", "test"] = "val",
     root: str | None = None,
     batch_size: int | None = None,
     accelerator: str = "auto",
@@ -31,13 +30,13 @@ def resolutions(
     """Print the accuracy of a checkpoint at several image sizes; see `evaluate_sizes`.
 
     Args:
-        ckpt_path: The checkpoint, runs/RUN/checkpoints/best.ckpt.
-        sizes: Image sizes in pixels, such as [24,32,48] or [[32,48],64].
-        split: Which images: val or test.
-        root: The data's folder, where it is no longer what the checkpoint remembers.
-        batch_size: Images per batch; none: as in training.
-        accelerator: Lightning's name of the device, such as cpu or gpu.
-        output: A CSV file to write the table to.
+        ckpt_path: The checkpoint to use, such as runs/RUN/checkpoints/best.ckpt.
+        sizes: The image sizes in pixels, such as [24,32,48] or [[32,48],64].
+        split: The images to use: those of train, val or test.
+        root: The folder of the images, where it is not the one that the checkpoint remembers.
+        batch_size: The number of images in a batch; None means as in training.
+        accelerator: The kind of device by Lightning's name: auto, cpu, gpu or mps.
+        output: A CSV file to which the table is written, too.
     """
     rows = evaluate_sizes(ckpt_path, sizes, split, root, batch_size, accelerator)
     table = Table(title=f"{ckpt_path} on {split}")

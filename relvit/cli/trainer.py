@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jsonargparse import Namespace
 from lightning import Trainer
@@ -18,10 +18,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from relvit.cli.arguments import option, without
 from relvit.cli.errors import UsageError
-from relvit.cli.launch import check_processes, environment_of, launched
+from relvit.cli.launch import check_processes, environment_of, launched, leave_processes
 from relvit.cli.normalisation import set_normalisation
 from relvit.cli.outcome import say, tell_fit, tell_predict, tell_test
 from relvit.cli.parser import Parser
+from relvit.cli.predict_paths import asked_paths, data_of_paths
+from relvit.cli.progress_display import progress_callbacks
 from relvit.cli.resume import resumed
 from relvit.cli.resume_options import changed_options, fit_options
 from relvit.cli.run_config import RunConfig
@@ -62,6 +64,7 @@ def main(command: str, arguments: Sequence[str]) -> None:
     """Run one of the Trainer's methods with command line arguments."""
     with ExitStack() as copies:
         RelvitCLI(command, arguments, copies)
+    leave_processes()
 
 
 class RelvitCLI(LightningCLI):
@@ -83,11 +86,11 @@ class RelvitCLI(LightningCLI):
             self.resumes = Path(run)
             self.arguments += ["--ckpt_path", str(last)]
         self.checkpoint_path = option(self.arguments, "--ckpt_path")
+        self.paths = asked_paths(self.arguments)
+        self.arguments = without(self.arguments, "--paths")
         asks_help = any(argument in ("-h", "--help") or argument.endswith(".help") for argument in self.arguments)
         if command != "fit" and self.checkpoint_path is None and not asks_help:
-            bare = next((argument for argument in self.arguments if argument.endswith(".ckpt")), None)
-            hint = f"put --ckpt_path before {bare}" if bare else "give one, such as runs/RUN/checkpoints/best.ckpt"
-            raise UsageError(f"--ckpt_path is missing: {hint}")
+            raise UsageError(f"no checkpoint given: relvit {command} runs/RUN/checkpoints/best.ckpt")
         self.remembered: dict[str, Any] | None = None
         self.finished_epochs = 0
         # What a training that goes on does otherwise than before.
@@ -106,9 +109,11 @@ class RelvitCLI(LightningCLI):
                 self.finished_epochs = _finished_epochs(checkpoint)
             data, asked = self.remembered["data"]["class_path"], option(self.arguments, "--data")
             # A file must not choose what is imported.
-            if own_data_module(data) is None and asked is None:
+            if own_data_module(data) is None and asked is None and self.paths is None:
                 raise UsageError(f"{self.checkpoint_path} was trained with the data module {data}: give --data {data}")
             self.knows_data = own_data_module(data) is not None or data == asked
+            if self.paths is not None:
+                self.remembered["data"], self.knows_data = data_of_paths(self.remembered["data"]["init_args"]), True
         self.run_folder: Path | None = None
         # What this process made, and may remove where nothing came of it.
         self.made_folder: Path | None = None
@@ -131,7 +136,10 @@ class RelvitCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Options beside those of trainer, model and data, and what flows from the data to the model."""
         if self.command in ("fit", "test", "predict"):
-            parser.add_argument("--runs", type=str, default="runs", help="Folder in which the run gets its folder.")
+            parser.add_argument("--runs", type=str, default="runs", help="The folder in which a run gets its own.")
+        if self.command == "test":
+            text = "The images to evaluate: those of train (without augmentation), val or test."
+            parser.add_argument("--split", type=Literal["train", "val", "test"], default="test", help=text)
         if self.command in ("test", "predict"):
             text = "Average the probabilities of each image and its mirror image."
             parser.add_argument("--mirror", type=bool, default=False, help=text)
@@ -140,19 +148,25 @@ class RelvitCLI(LightningCLI):
                 "--resume",
                 type=str | None,
                 default=None,
-                help="A run's folder: go on there, with its configuration, where its last checkpoint is.",
+                help="Continue the training in this run's folder, with its configuration.",
             )
             parser.add_argument(
                 "--save_every",
                 type=int | None,
                 default=None,
-                help="Optimiser steps between checkpoints within an epoch; by default there are none.",
+                help="Save a checkpoint after every so many optimiser steps, besides the one after each epoch.",
             )
             parser.add_argument(
                 "--patience",
                 type=int | None,
                 default=None,
-                help="Stop when the validation accuracy has not improved in so many validations.",
+                help="Stop after this number of validations in a row without a better accuracy.",
+            )
+            parser.add_argument(
+                "-q",
+                "--quiet",
+                action="store_true",
+                help="Show no progress, neither a bar nor a line for each epoch: only start, result and errors.",
             )
             parser.add_argument(
                 "--lr_find", type=bool, default=False, help="Find the learning rate by a range test of 100 steps first."
@@ -161,7 +175,7 @@ class RelvitCLI(LightningCLI):
                 parser.link_arguments(f"data.{name}", f"model.{name}", apply_on="instantiate")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: None) -> None:
-        """Parse; what the checkpoint remembers comes first, so that whatever the user gives overrides it."""
+        """Parse the values of the checkpoint, then those of the user, which override them."""
         first = []
         if self.remembered is not None:
             known = {"model": dict(self.remembered["model"])}
@@ -178,6 +192,9 @@ class RelvitCLI(LightningCLI):
             except (TypeError, ValueError, RecursionError) as error:
                 raise UsageError(f"{self.checkpoint_path} is not a checkpoint of relvit fit: {error}") from error
         self.config = parser.parse_args([self.command, *first, *self.arguments])
+        if self.paths is not None:
+            # Not by the parser: names of files need not be text.
+            self.config[self.command].data.init_args.paths = self.paths
         runs = self.config[self.command].get("runs")
         if runs is not None and is_address(runs):
             raise UsageError(f"--runs {runs} is a remote address: runs are written to folders of this machine alone")
@@ -199,6 +216,8 @@ class RelvitCLI(LightningCLI):
             if "on_error" in data:
                 data.on_error = "skip"
         super().instantiate_classes()
+        if self.command == "test":
+            self.datamodule.evaluate_on(self._get(self.config, "split"))
 
     def _check_checkpoint(self) -> None:
         """Refuse data and options that contradict the checkpoint; before anything is written."""
@@ -239,19 +258,16 @@ class RelvitCLI(LightningCLI):
         if patience is not None and patience < 1:
             raise UsageError(f"--patience must be 1 or more, got {patience}")
         callbacks: list[Any] = []
+        history: History | None = None
         if self.command == "fit" and not config["fast_dev_run"]:
             self.run_folder = self.resumes or self._new_run_folder(self.model.hparams.model)
             if rank_zero_only.rank == 0:
                 self.lock = self._lock(self.run_folder)
             telemetry = Telemetry()
             self.best = RunCheckpoints(self.run_folder / "checkpoints", self._get(self.config, "save_every"))
-            callbacks = [
-                self.best,
-                DescribeCheckpoint(self._fit_options()),
-                History(self.run_folder, telemetry, tensorboard=config["logger"] is None),
-                telemetry,
-                TrainingImages(self.run_folder / "training_images.png"),
-            ]
+            history = History(self.run_folder, telemetry, tensorboard=config["logger"] is None)
+            sheet = TrainingImages(self.run_folder / "training_images.png")
+            callbacks = [self.best, DescribeCheckpoint(self._fit_options()), history, telemetry, sheet]
             plugins.append(WholeCheckpoints())
             if patience is not None:
                 callbacks.append(Patience(patience))
@@ -270,6 +286,8 @@ class RelvitCLI(LightningCLI):
             callbacks = [EvaluationReport(self.run_folder)]
         if self.command in ("test", "predict") and self._get(self.config, "mirror"):
             callbacks.append(MirrorAverage())
+        config["callbacks"] = _listed(config["callbacks"])
+        callbacks += progress_callbacks(config, history, self.command == "fit" and self._get(self.config, "quiet"))
         return self._instantiate_trainer(config, [*callbacks, DataRecord(self.run_folder)])
 
     def before_fit(self) -> None:
@@ -279,7 +297,8 @@ class RelvitCLI(LightningCLI):
         epochs = self.trainer.max_epochs
         if self.checkpoint_path and epochs is not None and 0 <= epochs <= self.finished_epochs:
             raise UsageError(
-                f"{self.checkpoint_path} has all {self.finished_epochs} epochs behind it: raise --trainer.max_epochs"
+                f"the training of {self.checkpoint_path} has reached its {self.finished_epochs} epochs: to go on, give "
+                f"--epochs with a larger number"
             )
         if self.changed:
             say(f"changed since: {', '.join(self.changed)}")
@@ -368,7 +387,7 @@ class RelvitCLI(LightningCLI):
             raise UsageError(f"cannot write into {folder}: {error.strerror}") from error
 
     def _new_run_folder(self, name: str) -> Path:
-        """A fresh folder on the main process; the others write nothing and are told the checkpoints' place by it."""
+        """Make a new folder, in the main process alone; it sends the paths of checkpoints to the others."""
         parent = Path(self._get(self.config, "runs"))
         if rank_zero_only.rank != 0:
             return parent

@@ -29,10 +29,10 @@ from relvit.seeding import run_seed
 
 Split = Literal["train", "val", "test", "predict"]
 
+# But for 'test', which evaluates any split.
 _SPLITS_OF_STAGE: dict[str, tuple[Split, ...]] = {
     "fit": ("train", "val"),
     "validate": ("val",),
-    "test": ("test",),
     "predict": ("predict",),
 }
 
@@ -70,8 +70,8 @@ class ImageData(LightningDataModule, ABC):
         ValueError: An argument out of its range, fewer than two classes, or a class named twice.
     """
 
-    # The argument that names other images to predict than those that came with the data, if there is one.
-    predict_option: ClassVar[str | None] = None
+    # Whether it can be chosen by its name, as by `--data`.
+    chosen_by_name: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -112,6 +112,8 @@ class ImageData(LightningDataModule, ABC):
         self.normalise_by(mean, std)
         self._datasets: dict[Split, Dataset] = {}
         self._begin = (0, 0)
+        # The split that a test evaluates.
+        self.evaluated_split: Split = "test"
         # Path and reason of the images of each split that could not be read so far (data from files, on_error='skip').
         self.unreadable: dict[Split, dict[str, str]] = {}
 
@@ -208,9 +210,18 @@ class ImageData(LightningDataModule, ABC):
         if stage is None:
             splits = [split for split in ("train", "val", "test", "predict") if self.missing(split) is None]
         else:
-            splits = _SPLITS_OF_STAGE[stage]
+            splits = (self.evaluated_split,) if stage == "test" else _SPLITS_OF_STAGE[stage]
         for split in splits:
             self.dataset(split)
+
+    def evaluate_on(self, split: Split) -> None:
+        """Let a test evaluate the images of train, val or test; those of train in order and without augmentation."""
+        self.evaluated_split = split
+        self._datasets.pop("train", None)
+
+    def trains_on(self, split: Split) -> bool:
+        """Whether the images of a split are shuffled and augmented: those of train, unless a test evaluates them."""
+        return split == "train" and self.evaluated_split != "train"
 
     def begin_at(self, epoch: int, batch: int) -> None:
         """Where the training begins: with that epoch, after so many of its batches (of each device)."""
@@ -249,8 +260,11 @@ class ImageData(LightningDataModule, ABC):
         return self._share("val")
 
     def test_dataloader(self) -> DataLoader | ShareLoader:
-        """All test images in order; on several devices this one's share, see :class:`ShareLoader`."""
-        return self._share("test")
+        """All test images in order; on several devices this one's share, see :class:`ShareLoader`.
+
+        Or those of another split, see :meth:`evaluate_on`.
+        """
+        return self._share(self.evaluated_split)
 
     def predict_dataloader(self) -> DataLoader | ShareLoader:
         """All images to predict in order, with their names; on several devices this one's share, as in a test."""
@@ -293,7 +307,7 @@ class ImageData(LightningDataModule, ABC):
 
     def _asked(self, split: Split, dataset: Dataset) -> Dataset:
         """A dataset as the loader of a split asks it: by draws in training, where items are made at random."""
-        return Draws(dataset, run_seed()) if split == "train" else dataset
+        return Draws(dataset, run_seed()) if self.trains_on(split) else dataset
 
     def _batch_transform(self, split: Split) -> BatchTransform | None:
         """What is done to a whole batch at once, or None where images come one by one: where they are not in memory in
@@ -301,7 +315,7 @@ class ImageData(LightningDataModule, ABC):
         images = self.dataset(split)
         if not isinstance(images, MemoryImages):
             return None
-        training = split == "train"
+        training = self.trains_on(split)
         return batch_transform(
             tuple(images.pixels.shape[1:]),
             self.img_size,
@@ -320,7 +334,7 @@ def _checked_classes(class_names: Sequence[str]) -> list[str]:
         if printable(name) != name:
             raise ValueError(f"the class name '{printable(name)}' is not UTF-8; rename it")
     if len(names) < 2:
-        raise ValueError(f"there is only one class or none, {names}; classification needs two or more")
+        raise ValueError(f"classification needs two or more classes, got {names}; add images of another class")
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise ValueError(f"class_names holds {', '.join(map(repr, twice))} more than once; name each class once")

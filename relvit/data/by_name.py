@@ -11,7 +11,7 @@ def data_modules() -> list[type[ImageData]]:
     while families:
         subclasses = families.pop().__subclasses__()
         families += subclasses
-        found += [cls for cls in subclasses if not inspect.isabstract(cls)]
+        found += [cls for cls in subclasses if cls.chosen_by_name and not inspect.isabstract(cls)]
     return found
 
 

@@ -6,6 +6,7 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from itertools import compress
 from typing import Any, NamedTuple
 
 from relvit.data.base import ImageData, Split
@@ -56,8 +57,10 @@ def check_data(
         - 'splits': for each split 'images', 'classes' (images of each), 'height' and 'width' (each 'min', 'median' and
           'max' of the readable images, in pixels; None where there are none)
         - 'bad': 'split', 'path' and 'reason' of each file that cannot be read
-        - 'duplicates_across' and 'duplicates_within': groups of images with equal pixels, in several splits or in one;
-          of each 'split', 'class' and 'path'
+        - 'duplicates_classes': groups of images with equal pixels under different classes; of each image 'split',
+          'class' and 'path'
+        - 'duplicates_across': likewise in several splits, under whatever classes
+        - 'duplicates_within': likewise in one split, under one class
 
     Raises:
         ValueError: No images from files, no labelled split, or a number of processes below one.
@@ -92,8 +95,12 @@ def check_data(
         else:
             groups[seen.digest].append({"split": split, "class": data.class_names[label], "path": str(path)})
     equal = [group for group in groups.values() if len(group) > 1]
-    report["duplicates_across"] = [group for group in equal if len({image["split"] for image in group}) > 1]
-    report["duplicates_within"] = [group for group in equal if len({image["split"] for image in group}) == 1]
+    several = {key: [len({image[key] for image in group}) > 1 for group in equal] for key in ("class", "split")}
+    report["duplicates_classes"] = list(compress(equal, several["class"]))
+    report["duplicates_across"] = list(compress(equal, several["split"]))
+    report["duplicates_within"] = [
+        group for group, *differ in zip(equal, *several.values(), strict=True) if not any(differ)
+    ]
     return report
 
 

@@ -158,7 +158,7 @@ class CIFARData(ImageData):
             pixels, targets = pixels[torch.tensor(indices)], [labels[i] for i in indices]
         else:
             targets = labels if split == "test" else [self._name("test", i) for i in range(len(labels))]
-        return MemoryImages(pixels, targets, self.train_transform if split == "train" else self.eval_transform)
+        return MemoryImages(pixels, targets, self.train_transform if self.trains_on(split) else self.eval_transform)
 
     def held_out(self) -> list[tuple[str, int]]:
         """Names such as 'cifar10/train/00012', by the place in the training files, and labels."""

@@ -93,7 +93,7 @@ class DigitsData(ImageData):
         else:
             chosen = indices[split]
             targets = labels[chosen].tolist()
-        transform = self.train_transform if split == "train" else self.eval_transform
+        transform = self.train_transform if self.trains_on(split) else self.eval_transform
         return GreyImages(images[chosen], targets, transform)
 
 

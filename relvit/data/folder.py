@@ -5,11 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torchvision.datasets.folder import IMG_EXTENSIONS
-
 from relvit.data.base import Split
 from relvit.data.files import class_folders, images_to_predict, labelled_files
 from relvit.data.image_files import ImageFilesData
+from relvit.data.images import IMAGE_ENDINGS
 from relvit.names import listing
 
 _FOLDER_NAMES: dict[Split, tuple[str, ...]] = {
@@ -37,8 +36,6 @@ class ImageFolderData(ImageFilesData):
         FileNotFoundError: root is missing, or there is no train folder and class_names is None.
         ValueError: An argument out of its range, fewer than two classes, or images outside class folders.
     """
-
-    predict_option = "root"
 
     def __init__(self, root: str, class_names: list[str] | None = None, **options: Any) -> None:
         # Absolute: a checkpoint remembers it, and may be used from elsewhere.
@@ -95,12 +92,12 @@ class ImageFolderData(ImageFilesData):
         if "train" in self._folders:
             return class_folders(self._folders["train"])
         entries = [entry for entry in os.scandir(self.root) if not entry.name.startswith(".")]
-        images = sum(entry.name.lower().endswith(IMG_EXTENSIONS) for entry in entries)
+        images = sum(entry.name.lower().endswith(IMAGE_ENDINGS) for entry in entries)
         folders = sorted(entry.name for entry in entries if entry.is_dir())
         expected = f"expected {os.path.join(self.root, 'train', '<class>', '<image>')}"
         if images:
             raise ValueError(
-                f"{images} images lie directly in {self.root}, without class folders; {expected}, "
+                f"{images} images are directly in {self.root}, without class folders; {expected}, "
                 "or give class_names (a checkpoint knows them) to predict"
             )
         raise FileNotFoundError(

@@ -52,7 +52,7 @@ def warn_about_classes(folder: str, names: Sequence[str], images: int) -> None:
         )
     if images:
         warnings.warn(
-            f"{images} {'image lies' if images == 1 else 'images lie'} beside the class folders of {printable(folder)} "
+            f"{images} {'image is' if images == 1 else 'images are'} beside the class folders of {printable(folder)} "
             "and will not be used as one of a class: move them into class folders, or away",
             stacklevel=2,
         )

@@ -138,12 +138,12 @@ class ImageFilesData(ImageData):
         Raises:
             ValueError: There is no such split, its files are not as they should be, or the memory is too small.
         """
-        if self.cache and split == "train" and split not in self._datasets and self.missing(split) is None:
+        if self.cache and self.trains_on(split) and split not in self._datasets and self.missing(split) is None:
             self._datasets |= self._decoded()
         return super().dataset(split)
 
     def _transform(self, split: Split) -> v2.Compose:
-        return self.train_transform if split == "train" else self.eval_transform
+        return self.train_transform if self.trains_on(split) else self.eval_transform
 
     def _decoded(self) -> dict[Split, Dataset]:
         """Train and val in memory: together, so that one look at the memory is enough."""
@@ -184,8 +184,8 @@ class ImageFilesData(ImageData):
             return super()._make_loader(split, **arguments)
         images, transform = self.dataset(split), self._batch_transform(split)
         if transform is None:
-            dataset, collate = Tolerant(images, replace=split == "train"), collate_readable
+            dataset, collate = Tolerant(images, replace=self.trains_on(split)), collate_readable
         else:
-            dataset, collate = TolerantBatches(WholeBatches(images, transform), replace=split == "train"), as_it_is
+            dataset, collate = TolerantBatches(WholeBatches(images, transform), replace=self.trains_on(split)), as_it_is
         record = self.unreadable.setdefault(split, {})
         return TolerantLoader(self._asked(split, dataset), collate_fn=collate, record=record, **arguments)

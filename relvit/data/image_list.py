@@ -37,8 +37,6 @@ class ImageListData(ImageFilesData):
         ModuleNotFoundError: A Parquet file without pyarrow.
     """
 
-    predict_option = "predict"
-
     def __init__(
         self,
         train: str | None = None,

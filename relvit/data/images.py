@@ -19,6 +19,15 @@ _FIX = "delete or replace it"
 Image.init()
 _SAFE = ("AVIF", "BMP", "DIB", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 _FORMATS = [name for name in _SAFE if name in Image.OPEN]
+# Endings of the names of files that are taken for images; those of PFM hold floats, which have no known range.
+IMAGE_ENDINGS = tuple(
+    sorted(ending for ending, name in Image.registered_extensions().items() if name in _FORMATS and ending != ".pfm")
+)
+# Endings of images that are not read.
+_CAMERAS = (".arw", ".cr2", ".cr3", ".dng", ".nef", ".orf", ".raf", ".raw", ".rw2")
+_DRAWN = (".cur", ".emf", ".eps", ".icns", ".ico", ".ps", ".psd", ".svg", ".wmf", ".xcf")
+_PIXELS = (".avif", ".dds", ".exr", ".hdr", ".heic", ".heif", ".jp2", ".jxl", ".mpo", ".pcx", ".pfm", ".qoi", ".tga")
+OTHER_ENDINGS = tuple(ending for ending in (*_CAMERAS, *_DRAWN, *_PIXELS) if ending not in IMAGE_ENDINGS)
 
 
 class UnreadableImageError(ValueError):

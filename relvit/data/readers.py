@@ -55,8 +55,6 @@ class ReaderData(ImageFilesData):
         ModuleNotFoundError: ``hfds`` without the package datasets.
     """
 
-    predict_option = "predict"
-
     def __init__(
         self,
         name: str = "",

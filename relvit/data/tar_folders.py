@@ -3,10 +3,9 @@
 import os
 from collections.abc import Sequence
 
-from torchvision.datasets.folder import IMG_EXTENSIONS
-
 from relvit.data.archives import Member, members
 from relvit.data.files import files_below
+from relvit.data.images import IMAGE_ENDINGS
 from relvit.data.stored import Content, Reader
 from relvit.names import did_you_mean, listing
 
@@ -80,7 +79,9 @@ class TarFolders(Reader):
     def _check_all_are(self, split: str, folders: Sequence[Sequence[str]]) -> None:
         """Everything stands for train where there are no splits; it must not where there are others."""
         if not folders:
-            raise ValueError(f"no image in {self.place}; the names of images end in {', '.join(IMG_EXTENSIONS)}")
+            raise ValueError(
+                f"no image in {self.place}; the names of images end in .jpg, .png, .webp, .tif, .gif or the like"
+            )
         parents = sorted({name for path in folders for name in path[:-1]})
         if split == "train" and not _SPLIT_NAMES & {name.lower() for name in parents}:
             return
@@ -112,4 +113,4 @@ def _inside(folders: Sequence[str], split: str) -> bool:
 
 def _is_image(name: str) -> bool:
     hidden = any(part.startswith(".") and part != ".." for part in name.split("/"))
-    return name.lower().endswith(IMG_EXTENSIONS) and not hidden
+    return name.lower().endswith(IMAGE_ENDINGS) and not hidden

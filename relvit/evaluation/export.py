@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from relvit.evaluation.predictor import Predictor
 from relvit.extras import MissingPackageError
+from relvit.layers.patch_embed import AnySizePatchEmbed, whole_patches
 from relvit.output import check_output
 
 FORMATS = (".onnx", ".pt2")
@@ -31,8 +32,8 @@ def export_model(predictor: Predictor, output: str | os.PathLike[str]) -> list[t
 
     The file takes normalised images float32 (B, C, H, W), as `predictor.transform` makes them, and gives logits (B,
     classes): any number of images, with sides of 2 to 256 whole patches if the model takes such, else those of
-    `predictor.img_size`. Beside it a JSON file, named alike, holds what else is needed: class names and the steps from
-    an image to the model's input.
+    `predictor.img_size`. With other sizes the file fails. Beside it a JSON file, named alike, holds what else is
+    needed: class names and the steps from an image to the model's input.
 
     Args:
         predictor: see `relvit.load`.
@@ -101,6 +102,25 @@ def _shapes(predictor: Predictor) -> tuple[list[tuple[int, ...]], dict[int, Any]
     return [(2, channels, *sides[0]), (1, channels, *sides[1])], dynamic
 
 
+class _WholePatches(nn.Module):
+    """A model of timm, whose graph refuses images that do not divide into patches, as the model itself does."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.net(whole_patches(images, self.net.patch_embed.patch_size))
+
+
+def _refusing(net: nn.Module) -> nn.Module:
+    embed = getattr(net, "patch_embed", None)
+    own = isinstance(embed, AnySizePatchEmbed)
+    if own or not getattr(net, "dynamic_img_size", False) or getattr(embed, "dynamic_img_pad", False):
+        return net
+    return _WholePatches(net)
+
+
 def _program(net: nn.Module, images: Tensor, dynamic: dict[int, Any], output: Path) -> Callable[[Tensor], Tensor]:
     program = torch.export.export(net, (images,), dynamic_shapes=(dynamic,))
     torch.export.save(program, output)
@@ -111,6 +131,7 @@ def _onnx(net: nn.Module, images: Tensor, dynamic: dict[int, Any], output: Path)
     import onnxruntime
 
     names = {"input_names": ["images"], "output_names": ["logits"]}
+    net = _refusing(net)
     program = torch.onnx.export(net, (images,), dynamic_shapes=(dynamic,), dynamo=True, verbose=False, **names)
     program.save(output)
     session = onnxruntime.InferenceSession(output, providers=["CPUExecutionProvider"])

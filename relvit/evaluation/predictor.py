@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from relvit.data import eval_transform, parse_size
@@ -20,7 +20,8 @@ from relvit.data.image_files import OnError
 from relvit.data.unreadable import Tolerant, TolerantLoader, collate_readable
 from relvit.evaluation.inputs import ImageInput, InputImages
 from relvit.evaluation.mirror import average_with_mirror
-from relvit.models import check_image_size
+from relvit.evaluation.timm_cfg import trained_cfg
+from relvit.models import AttentionMaps, attention_maps, check_image_size
 from relvit.names import did_you_mean
 from relvit.training.checkpoint import classifier_of
 from relvit.training.checkpoint_file import KEY, read_checkpoint
@@ -61,6 +62,9 @@ class Predictor:
         img_size: size of the images given to the model, one number or (height, width); None: as in training.
 
     Attributes:
+        model: the timm model, in evaluation mode, its parameters without gradients. `model.pretrained_cfg` describes
+            the images of the training and the classes, for `timm.data.resolve_model_data_config` and
+            `timm.models.save_for_hf`.
         class_names: name of each class; the position is the label.
         img_size: (height, width).
         mean, std: of each channel, in units of the range 0..1.
@@ -78,7 +82,8 @@ class Predictor:
         self.classifier = classifier_of(content).requires_grad_(False)
         try:
             self.class_names = [str(name) for name in data["class_names"]]
-            self.img_size: tuple[int, int] = parse_size(data["img_size"] if img_size is None else img_size)
+            trained_size = parse_size(data["img_size"])
+            self.img_size: tuple[int, int] = trained_size if img_size is None else parse_size(img_size)
             self.mean, self.std = (tuple(map(float, data[name])) for name in ("mean", "std"))
             self.crop_pct = float(data["crop_pct"])
         except (KeyError, TypeError) as error:
@@ -90,9 +95,19 @@ class Predictor:
         if len(self.mean) not in (1, 3):
             raise ValueError(f"{ckpt_path} was trained on images of {len(self.mean)} channels; 1 or 3 can be read")
         if img_size is not None:
-            check_image_size(self.classifier.net, self.img_size, len(self.mean), self.classifier.hparams.img_size)
+            check_image_size(self.model, self.img_size, len(self.mean), self.classifier.hparams.img_size)
         self.transform = eval_transform(self.img_size, self.mean, self.std, self.crop_pct)
-        self.num_features: int = self.classifier.net.num_features
+        self.num_features: int = self.model.num_features
+        described = trained_cfg(
+            self.model.pretrained_cfg, self.class_names, trained_size, self.mean, self.std, self.crop_pct
+        )
+        # timm has it under both names.
+        self.model.pretrained_cfg = self.model.default_cfg = described
+
+    @property
+    def model(self) -> nn.Module:
+        """The timm model, with the averaged weights where the training kept an average."""
+        return self.classifier.net
 
     @property
     def device(self) -> torch.device:
@@ -173,6 +188,28 @@ class Predictor:
         _warn(unreadable, left, len(items))
         return found
 
+    def attention(self, image: ImageInput, layers: Sequence[int] | None = None) -> AttentionMaps:
+        """Compute the attention weights for one image, at `img_size`.
+
+        Args:
+            image: one image, see `predict`.
+            layers: numbers of the blocks, from 0, or from -1 backwards; None: all.
+
+        Returns:
+            See `relvit.models.AttentionMaps`: per layer float32 (heads, N, N), on the CPU; rows and columns of patches;
+            number of tokens before them.
+
+        Raises:
+            UnreadableImageError, ValueError: an image that cannot be read, or a number that no block has.
+            TypeError: something that is no image, or several; a model without attention.
+        """
+        items, form = _several(image)
+        if form != "one":
+            raise TypeError(f"attention takes one image, got {len(items)} of them: give one after the other")
+        pixels, _ = next(self.batches(items))
+        maps = attention_maps(self.model, pixels.to(self.device), layers)
+        return maps._replace(weights=[weights[0].cpu() for weights in maps.weights])
+
     @torch.no_grad()
     def probabilities(self, pixels: Tensor, mirror: bool = False) -> Tensor:
         """Probabilities float32 (B, classes), on the CPU, of transformed images (B, C, H, W)."""
@@ -185,7 +222,7 @@ class Predictor:
     @torch.no_grad()
     def features(self, pixels: Tensor) -> Tensor:
         """Pooled features before the classifier, float32 (B, num_features), on the CPU, of transformed images."""
-        net = self.classifier.net
+        net = self.model
         return net.forward_head(net.forward_features(pixels.to(self.device)), pre_logits=True).float().cpu()
 
     def batches(

@@ -158,14 +158,15 @@ def _first(mistakes: list[Mistake]) -> list[Mistake]:
 
 
 def _names(trainer: Trainer) -> list[str]:
-    """A name for each test image that this process had, in the order in which they came."""
+    """A name for each evaluated image that this process had, in the order in which they came."""
     data = trainer.datamodule
-    dataset = data.dataset("test")
+    split = data.evaluated_split
+    dataset = data.dataset(split)
     # As ImageData deals them out.
     indices = range(trainer.global_rank, len(dataset), trainer.world_size)
     if not isinstance(dataset, LabelledFiles):
-        return [f"test/{index:05d}" for index in indices]
-    unreadable = data.unreadable.get("test", {})
+        return [f"{split}/{index:05d}" for index in indices]
+    unreadable = data.unreadable.get(split, {})
     paths = (str(dataset.samples[index][0]) for index in indices)
     return [printable(path) for path in paths if path not in unreadable]
 

@@ -19,7 +19,7 @@ Size = int | tuple[int, int]
 def evaluate_sizes(
     ckpt_path: str,
     sizes: Sequence[Size],
-    split: Literal["val", "test"] = "val",
+    split: Literal["train", "val", "test"] = "val",
     root: str | None = None,
     batch_size: int | None = None,
     accelerator: str = "auto",
@@ -29,7 +29,7 @@ def evaluate_sizes(
     Args:
         ckpt_path: the checkpoint.
         sizes: image sizes in pixels, each one number or (height, width), multiples of the patch.
-        split: 'val' or 'test'.
+        split: 'train' (without augmentation), 'val' or 'test'.
         root: the data's folder, where it is no longer what the checkpoint remembers.
         batch_size: images per batch; None: as in training.
         accelerator: Lightning's name of the device, such as 'cpu' or 'gpu'.
@@ -40,8 +40,8 @@ def evaluate_sizes(
     Raises:
         FileNotFoundError, ValueError: a checkpoint, folder or size that does not fit.
     """
-    if split not in ("val", "test"):
-        raise ValueError(f"split must be 'val' or 'test', got {split!r}")
+    if split not in ("train", "val", "test"):
+        raise ValueError(f"split must be 'train', 'val' or 'test', got {split!r}")
     content = read_checkpoint(ckpt_path)
     remembered = content[KEY]["data"]
     data_class = own_data_module(remembered["class_path"])
@@ -63,8 +63,8 @@ def evaluate_sizes(
             data = data_class(**arguments)
         except TypeError as error:  # an argument that there is not
             raise ValueError(f"{ckpt_path} does not make a {data_class.__name__}: {error}") from error
-        run = trainer.validate if split == "val" else trainer.test
-        results = run(classifier, data, verbose=False)[0]
-        row = {name.removeprefix(f"{split}/"): value for name, value in results.items()}
+        data.evaluate_on(split)
+        results = trainer.test(classifier, data, verbose=False)[0]
+        row = {name.removeprefix("test/"): value for name, value in results.items()}
         rows.append({"height": data.img_size[0], "width": data.img_size[1], **row})
     return rows

@@ -4,6 +4,7 @@ import torch
 from timm.layers import Attention, register_notrace_function
 from torch import Tensor, nn
 
+from relvit.layers.attention_weights import show_weights
 from relvit.ops import Grid, RelativeTerms, relative_attention
 from relvit.ops.attention import BACKENDS
 from relvit.ops.checks import check_backend
@@ -97,6 +98,8 @@ class RelativeAttention(Attention):
         terms: RelativeTerms | None = None
         if self.position is not None:
             terms = self.position(grid)
+        if not torch.jit.is_scripting():
+            show_weights(self.attn_drop, q, k, terms, grid, attn_mask, is_causal, self.scale)
         dropout_p = self.attn_drop.p if self.training else 0.0
         x = attend(q, k, v, terms, grid, attn_mask, is_causal, dropout_p, self.scale, self.backend)
         x = self.norm(x.transpose(1, 2).reshape(B, N, self.attn_dim))

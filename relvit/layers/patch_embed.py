@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from timm.layers import Format, PatchEmbed, nchw_to, register_notrace_function
 from torch import Tensor
@@ -31,12 +32,28 @@ class AnySizePatchEmbed(PatchEmbed):
             x = F.pad(x, (0, -width % self.patch_size[1], 0, -height % self.patch_size[0]))
         else:
             check_image_size(x, self.patch_size, self.cropped_size)
+            # TorchScript would compile the second condition if it stood behind the first.
+            if not torch.jit.is_scripting():  # noqa: SIM102
+                if torch.compiler.is_exporting() and self.cropped_size is None:
+                    x = whole_patches(x, self.patch_size)
         x = self.proj(x)
         if self.flatten:
             x = x.flatten(2).transpose(1, 2)
         elif self.output_fmt != Format.NCHW:
             x = nchw_to(x, self.output_fmt)
         return self.norm(x)
+
+
+def whole_patches(x: Tensor, patch_size: tuple[int, int]) -> Tensor:
+    """The same images (B, C, H, W), by way of a shape that other sides than multiples of the patch do not have.
+
+    A graph of ONNX holds no checks, and its convolution would leave out what remains at the lower and the right edge:
+    with this the graph refuses such images.
+    """
+    batch, channels, height, width = x.shape
+    rows, columns = patch_size
+    parts = x.reshape(batch, channels, height // rows, rows, width // columns, columns)
+    return parts.reshape(batch, channels, height, width)
 
 
 def check_image_size(x: Tensor, patch_size: tuple[int, int], cropped_size: tuple[int, int] | None = None) -> None:

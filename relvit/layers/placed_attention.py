@@ -10,6 +10,7 @@ from timm.layers import Attention, AttentionRope, apply_rot_embed_cat
 from timm.models.eva import EvaAttention
 from torch import Tensor, nn
 
+from relvit.layers.attention_weights import show_weights
 from relvit.ops import Grid, relative_attention
 
 
@@ -78,14 +79,19 @@ class PlacedAttention:
         query, key = query.to(value.dtype), key.to(value.dtype)
         if (group := self.num_kv_groups) > 1:
             key, value, position_key = (p.repeat_interleave(group, dim=1) for p in (key, value, position_key))
+        if rope is None:
+            position_query = position_key = None
+        terms = self.position(grid)
+        options = (attn_mask, is_causal, self.scale, position_query, position_key)
+        show_weights(self.attn_drop, query, key, terms, grid, *options)
         x = relative_attention(
             query,
             key,
             value,
-            self.position(grid),
+            terms,
             grid,
-            position_query=None if rope is None else position_query,
-            position_key=None if rope is None else position_key,
+            position_query=position_query,
+            position_key=position_key,
             attn_mask=attn_mask,
             is_causal=is_causal,
             dropout_p=self.attn_drop.p if self.training else 0.0,

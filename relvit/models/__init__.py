@@ -1,6 +1,7 @@
 """Architectures, one file per family; importing this package registers them with timm."""
 
 from relvit.models.aft_vit import AFTVisionTransformer
+from relvit.models.attention_maps import AttentionMaps, attention_maps
 from relvit.models.factory import build_model, model_arguments
 from relvit.models.image_size import check_image_size
 from relvit.models.relative_vit import RelVisionTransformer
@@ -9,7 +10,9 @@ from relvit.models.weights import checkpoint_filter_fn
 
 __all__ = [
     "AFTVisionTransformer",
+    "AttentionMaps",
     "RelVisionTransformer",
+    "attention_maps",
     "build_model",
     "check_image_size",
     "checkpoint_filter_fn",

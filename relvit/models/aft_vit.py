@@ -166,8 +166,7 @@ def checkpoint_filter_fn(
 
     Returns, raises: see `relvit.models.checkpoint_filter_fn`.
     """
-    for wrapper in ("model", "state_dict"):
-        state_dict = state_dict.get(wrapper, state_dict)
+    state_dict = weights.unwrap(state_dict)
     state = weights.checkpoint_filter_fn(state_dict, model, log)
     own = model.state_dict()
     added = [name for name in own if MIXER.search(name)]

@@ -24,6 +24,8 @@ PATCHES = "patch_embed.proj.weight"
 PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")
 # What only training needs.
 IGNORED = ("head_dist.", "pre_logits.")
+# What the names of the network's tensors begin with in the state dict of `relvit.training.ImageClassifier`.
+CLASSIFIER_NET = "net."
 GAMMA = re.compile(r"\.ls[12]\.gamma$")
 
 
@@ -31,8 +33,9 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionTransformer, l
     """Turn a checkpoint of a Vision Transformer into the state dict of `model`.
 
     timm calls it for `create_model(..., pretrained=True)`; for a file at hand there is
-    `timm.models.load_checkpoint(model, path, filter_fn=checkpoint_filter_fn)`. Outputs stay the same, up to what is
-    called an approximation here:
+    `timm.models.load_checkpoint(model, path, filter_fn=checkpoint_filter_fn)`. Where the classifier has as many classes
+    as the model, `model.pretrained_cfg` says so afterwards, since timm drops the classifier if the two numbers differ.
+    Outputs stay the same, up to what is called an approximation here:
 
     - relative tables that the checkpoint does not have are zero; tables of another clip distance get the outermost row
       repeated (exact), or cut (exact within the new distance); shared tables are repeated for every head, rows and
@@ -50,18 +53,19 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionTransformer, l
     Input channels and a classifier of other sizes are timm's matter, see `timm.models.load_pretrained`.
 
     Args:
-        state_dict: tensors by name, also one wrapped as 'model' or 'state_dict', as DeiT's files are.
-        model: a relvit model; it is not changed.
+        state_dict: tensors by name, also one wrapped as 'model' or 'state_dict', as DeiT's files are, or with the
+            prefix 'net.' of the raw weights of `relvit fit`.
+        model: a relvit model; its weights are not changed.
         log: warn of what is left out, for callers that do not say it themselves.
 
     Raises:
         ValueError: tables per head for a model that shares them, joint tables for one with rows and columns apart,
             another clip distance with piecewise bucketing, an absolute embedding whose grid cannot be told.
     """
-    for wrapper in ("model", "state_dict"):
-        state_dict = state_dict.get(wrapper, state_dict)
+    state_dict = unwrap(state_dict)
     state = {name: tensor for name, tensor in state_dict.items() if not name.startswith(IGNORED)}
     own = model.state_dict()
+    _note_classes(state, model)
     if PATCHES in state and state[PATCHES].dim() == 2:
         state[PATCHES] = state[PATCHES].unflatten(1, (-1, *own[PATCHES].shape[-2:]))
     _convert_layer_scale(state, own)
@@ -84,6 +88,29 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionTransformer, l
     if gone and log:
         _logger.warning("left out, since the model has no place for it: %s", ", ".join(gone))
     return state
+
+
+def unwrap(state_dict: dict[str, Any]) -> dict[str, Tensor]:
+    """Take the tensors out of what files wrap them in, and the prefix of `relvit fit` off their names."""
+    for wrapper in ("model", "state_dict"):
+        state_dict = state_dict.get(wrapper, state_dict)
+    if not any(name.startswith(CLASSIFIER_NET) for name in state_dict):
+        return state_dict
+    # timm has found no weights under the model's own names, or was told not to look for an average.
+    _logger.warning(
+        "these are the raw weights of a checkpoint of relvit fit; if the training kept an average, relvit.load(path)"
+        ".model has it"
+    )
+    named = (item for item in state_dict.items() if item[0].startswith(CLASSIFIER_NET))
+    return {name.removeprefix(CLASSIFIER_NET): tensor for name, tensor in named}
+
+
+def _note_classes(state: dict[str, Tensor], model: VisionTransformer) -> None:
+    """Tell timm, which reads it afterwards, that the checkpoint's classifier has as many classes as the model."""
+    cfg = getattr(model, "pretrained_cfg", None) or {}
+    weight = state.get(f"{cfg.get('classifier')}.weight")
+    if weight is not None and weight.shape[0] == model.num_classes:
+        cfg["num_classes"] = model.num_classes
 
 
 def load_jax_archive(

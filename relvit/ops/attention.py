@@ -30,6 +30,7 @@ class Case(NamedTuple):
 
     device: str
     dtype: torch.dtype
+    terms: bool  # there are relative terms
     joint: bool  # some table is joint
     graph: bool  # a graph is being compiled, exported or traced
     transform: bool  # torch.func or forward-mode differentiation is at work
@@ -46,18 +47,22 @@ class Choice(NamedTuple):
     keeps: str
 
 
-# Far from where numbers divided by it could overflow, in half precision too.
-SMALLEST_SCALE = 1e-3
+# Far from where numbers divided or multiplied by it could overflow, in half precision too.
+SMALLEST_SCALE, LARGEST_SCALE = 1e-3, 1e3
 NOTHING = "nothing: no gradient is wanted"
-LITTLE = "logits and marginals, O(N (H + W)): backward forms each tile again"
-# The first rule that applies decides. The CPU's: at head_dim 64, on 14 x 14 patches tiles took as long as longer
-# vectors, on 24 x 24 three quarters, on 64 x 64 two thirds, on 1 x 1024 a tenth (`tools/benchmark.py --level layer`).
+LITTLE = "logits and marginals, O(N (H + W)): backward computes each tile again"
+# The first rule that applies decides. The CPU's is by measurement: `tools/benchmark.py --names plain relvit_small_fused
+# relvit_small_tiled`, whose rows are in docs/benchmarks.
 RULES: tuple[tuple[Callable[[Case], bool], Choice], ...] = (
     (
         lambda case: case.joint,
         Choice(
-            "gathered", "joint tables do not split into rows and columns", "nothing: backward forms each tile again"
+            "gathered", "joint tables do not split into rows and columns", "nothing: backward computes each tile again"
         ),
+    ),
+    (
+        lambda case: not case.terms and not case.transform,
+        Choice("fused", "without relative terms it is stock attention", "what stock attention keeps"),
     ),
     (
         lambda case: case.graph,
@@ -131,13 +136,14 @@ def relative_attention(
         scale: factor on content and relative logits alike; None: head_dim ** -0.5.
         backend: 'fused' (one `scaled_dot_product_attention` over longer vectors: memory O(N (H + W)), nothing of N x N
             is kept for backward; with `dropout_p` > 0 PyTorch's CPU kernel gives up this promise), 'tiled' (one tile of
-            queries after the other, formed again in backward: nothing of N x N either; but no second derivatives, and
+            queries after the other, computed again in backward: nothing of N x N either; but no second derivatives, and
             no part of compiled or exported graphs), 'gathered' (tiles as well, every pair looks up its table entries:
             slower, but for joint tables, second derivatives and all of `torch.func` too),
             'reference' (the paper's own n products, O(N^2 head_dim) memory) or 'auto' (see `choose`).
 
     Returns:
-        (B, heads, Nq, value_dim), dtype of the query. A sample with no valid key gets zeros.
+        (B, heads, Nq, value_dim), dtype of the query. A query that may attend to no key gets zeros. What padding holds,
+        NaN included, changes nothing.
 
     Raises:
         ValueError: shapes, dtypes or names that do not fit; the message names the tensor, its shape and the one
@@ -156,9 +162,9 @@ def relative_attention(
         raise ValueError("backend 'tiled' can be no part of graphs or of torch.func's transforms: use 'auto'")
     # int: to `torch.jit.trace` sizes are tensors, and their powers single precision.
     scale = int(query.shape[3]) ** -0.5 if scale is None else scale
-    divided = terms.bias is not None or (attn_mask is not None and attn_mask.requires_grad)
-    if divided and abs(scale) < SMALLEST_SCALE:
-        # Backends divide the bias, and a mask's gradient, by the scale: here the contents are scaled instead.
+    if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
+        # Backends divide the bias, and a mask's gradient, by the scale, and multiply what hides padding by it: here the
+        # contents are scaled instead.
         position_query = scale * (query if position_query is None else position_query)
         position_key = scale * (key if position_key is None else position_key)
         query, scale = scale * query, 1.0
@@ -207,6 +213,7 @@ def _choose(query: Tensor, key: Tensor, value: Tensor, terms: RelativeTerms, gri
     case = Case(
         device=query.device.type,
         dtype=query.dtype,
+        terms=bool(tables),
         joint=any(isinstance(term, JointTable) for term in terms),
         graph=graph,
         transform=not graph and in_transform(),

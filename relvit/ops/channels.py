@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from relvit.ops.buckets import bucket, saturation
-from relvit.ops.grid import Grid, key_mask
+from relvit.ops.grid import Grid
 from relvit.ops.terms import AxisTables, RelativeTerms
 from relvit.ops.transforms import in_graph
 
@@ -62,6 +62,20 @@ class Picks(NamedTuple):
     bias: Pick | None
 
 
+class Padding(NamedTuple):
+    """One more channel, whose product is 0 for real keys and for padding a logit that softmax turns into zero.
+
+    Attributes:
+        on_query: (), the same for all queries.
+        on_key: (1 or B, 1, Nk, 1).
+        valid: (1 or B, 1, Nk, 1) booleans, False where a key is padding.
+    """
+
+    on_query: Tensor
+    on_key: Tensor
+    valid: Tensor
+
+
 class Channels(NamedTuple):
     """What is appended, as far as places decide it. Parts that no term needs are None.
 
@@ -70,27 +84,32 @@ class Channels(NamedTuple):
         picks: for each term the table entries that make its logits or meet its marginals.
         key_hot: (1 or B, 1, Nk, H + W), one-hot row and column of each key; zeros for prefix tokens.
         query_hot: (1 or B, 1, Nq, H' + W'), the same of each query, for the query term.
-        padding: (1 or B, 1, Nk, 1), zero for valid keys, else a logit that softmax turns into zero.
-        alive: (1 or B, 1, 1, 1) booleans, whether a sample has any valid key.
+        padding: what hides keys that are padding, None where there are none, or a mask hides them.
     """
 
     width: int
     picks: Picks
     key_hot: Tensor | None
     query_hot: Tensor | None
-    padding: Tensor | None
-    alive: Tensor | None
+    padding: Padding | None
 
 
-def channels(terms: RelativeTerms, grid: Grid, key_grid: Grid, like: Tensor, value_dim: int) -> Channels:
-    """The channels for queries such as `like` on `grid` and keys on `key_grid`; those of rasters are remembered."""
-    valid = key_mask(key_grid)
+def channels(
+    terms: RelativeTerms, grid: Grid, key_grid: Grid, valid: Tensor | None, like: Tensor, value_dim: int
+) -> Channels:
+    """The channels for queries such as `like` on `grid` and keys on `key_grid`; those of rasters are remembered.
+
+    `valid` is (1 or B, Nk), which keys are not padding, or None where that needs no channel.
+    """
     request = _request(terms, like.shape[-1], value_dim, valid is not None)
     made = _once(_make_channels, _remembered_channels, grid, key_grid, request, like)
     if valid is None:
         return made
-    padding = torch.where(valid, 0.0, _forbidden(like.dtype)).to(like.dtype)[:, None, :, None]
-    return made._replace(padding=padding, alive=valid.any(dim=1)[:, None, None, None])
+    # Their product, -1e30, is far below all logits and finite; half precision, multiplied in single, reaches -3.6e9.
+    size = 6e4 if like.dtype == torch.float16 else 1e15
+    valid = valid[:, None, :, None]
+    on_key = torch.where(valid, 0.0, -size).to(like.dtype)
+    return made._replace(padding=Padding(like.new_full((), size), on_key, valid))
 
 
 def picks(terms: RelativeTerms, grid: Grid, key_grid: Grid, like: Tensor) -> Picks:
@@ -157,7 +176,6 @@ def _make_channels(grid: Grid, key_grid: Grid, request: Request, dtype: torch.dt
         key_hot=_indicators(key_grid, key_places, dtype, device) if for_query or for_value else None,
         query_hot=_indicators(grid, query_places, dtype, device) if for_key else None,
         padding=None,
-        alive=None,
     )
 
 
@@ -288,8 +306,3 @@ def _side_by_side(rows: Tensor, cols: Tensor) -> Tensor:
     """Concatenate what belongs to rows and to columns after broadcasting over the tokens: (1 or B, P, H + W)."""
     shape = torch.broadcast_shapes(rows.shape[:-1], cols.shape[:-1])
     return torch.cat((rows.expand(*shape, -1), cols.expand(*shape, -1)), dim=-1).flatten(1, 2)
-
-
-def _forbidden(dtype: torch.dtype) -> float:
-    """A logit (before the scale) that softmax turns into exactly zero, and that the dtype can hold."""
-    return -3e4 if dtype == torch.float16 else -1e9

@@ -87,7 +87,7 @@ def check_options(
     if scale is not None and not in_graph() and not math.isfinite(scale):
         raise ValueError(f"scale must be finite, got {scale}")
     if not 0 <= dropout_p <= 1:
-        raise ValueError(f"dropout_p must lie between 0 and 1, got {dropout_p}")
+        raise ValueError(f"dropout_p must be between 0 and 1, got {dropout_p}")
 
 
 def check_backend(name: str, backends: Sequence[str]) -> None:

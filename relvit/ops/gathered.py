@@ -3,9 +3,7 @@
 So it serves joint tables, which do not split into rows and columns, and it is made of plain operations alone, which
 `torch.func` transforms and which have derivatives of any order. As in `fused`, one product with all table rows gives
 each query's logit for each offset; a pair of tokens then picks its own. Each tile forms its logits against all keys,
-and backward forms them again: N x N is never stored.
-
-Recomputation in backward as in Chen et al. 2016 (arXiv 1604.06174) and Rabe & Staats 2021 (arXiv 2112.05682).
+and backward computes them again: N x N is never stored (Rabe & Staats 2021, arXiv 2112.05682).
 """
 
 from __future__ import annotations
@@ -17,11 +15,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from relvit.ops.buckets import bucket
-from relvit.ops.grid import Grid, key_mask, patch_coords
+from relvit.ops.grid import Grid, key_mask, patch_coords, without_padding
 from relvit.ops.precision import without_autocast
+from relvit.ops.recompute import recomputed
 from relvit.ops.terms import AxisTables, JointTable, RelativeTerms
 from relvit.ops.transforms import in_transform
 
@@ -59,25 +57,19 @@ def relative_attention(
     precision = torch.promote_types(dtype, torch.float32)
     query, key, value = (t.to(precision) for t in (query, key, value))
     position_query = query if position_query is None else position_query.to(precision)
-    attend = partial(
-        _attend,
-        key=key,
-        position_key=key if position_key is None else position_key.to(precision),
-        value=value,
-        terms=terms,
-        keys=_tokens(key_grid, key.device),
-        valid=key_mask(key_grid),
-        dropout_p=dropout_p,
-        scale=query.shape[-1] ** -0.5 if scale is None else scale,
-    )
-    # Backward forms tiles again under the autocast state of here.
+    position_key = key if position_key is None else position_key.to(precision)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    keys, valid = _tokens(key_grid, key.device), key_mask(key_grid)
+    common = (key, position_key, value, terms, keys, valid, dropout_p, scale)
+    # Backward computes tiles again under the autocast state of here.
     with without_autocast(query.device):
         queries = _tokens(grid, query.device)
         if torch.compiler.is_exporting() or torch.jit.is_tracing() or in_transform():
             # The number of tiles is not known in a graph for all sizes, and transforms cannot form tiles again.
-            return attend(query, position_query, queries, attn_mask, 0 if is_causal else None).to(dtype)
+            return _attend(query, position_query, queries, attn_mask, 0 if is_causal else None, *common).to(dtype)
+        attend = _attend
         if torch.is_grad_enabled():
-            attend = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=dropout_p > 0)
+            attend = partial(recomputed, _attend, preserve_rng_state=dropout_p > 0)
         tiles = []
         for part in _parts(query, key):
             here = Tokens(queries.y[:, part], queries.x[:, part], queries.placed[part])
@@ -85,7 +77,7 @@ def relative_attention(
             if mask is not None and mask.dim() > 1 and mask.shape[-2] > 1:
                 mask = mask[..., part, :]
             first = part.start if is_causal else None
-            tiles.append(attend(query[:, :, part], position_query[:, :, part], here, mask, first))
+            tiles.append(attend(query[:, :, part], position_query[:, :, part], here, mask, first, *common))
         out = torch.cat(tiles, dim=2) if tiles else value.new_zeros(*query.shape[:3], value.shape[-1])
         return out.to(dtype)
 
@@ -103,7 +95,6 @@ def _attend(
     queries: Tokens,
     attn_mask: Tensor | None,
     causal_start: int | None,
-    *,
     key: Tensor,
     position_key: Tensor,
     value: Tensor,
@@ -117,6 +108,8 @@ def _attend(
     dy = keys.y[:, None, :] - queries.y[:, :, None]
     dx = keys.x[:, None, :] - queries.x[:, :, None]
     placed = queries.placed[:, None] & keys.placed
+    if valid is not None:
+        key, position_key, value = (without_padding(tensor, valid) for tensor in (key, position_key, value))
     entries = partial(_entries, dy=dy, dx=dx, placed=placed, bucketing=terms.bucketing)
 
     logits = query @ key.transpose(-2, -1)

@@ -118,6 +118,16 @@ def key_mask(grid: Grid) -> Tensor | None:
     return torch.cat((valid.new_ones(valid.shape[0], grid.prefix), valid), dim=1)
 
 
+def without_padding(tokens: Tensor, valid: Tensor) -> Tensor:
+    """(B, heads, N, dim) tokens with zeros in the place of padding, which may hold anything, NaN included.
+
+    Args:
+        tokens: keys or values.
+        valid: (1 or B, N) booleans, as `key_mask` returns them.
+    """
+    return tokens.masked_fill(~valid[:, None, :, None], 0.0)
+
+
 def _checked_sizes(height: int, width: int, prefix: int) -> list[int]:
     sizes = []
     for name, size, least in (("height", height, 1), ("width", width, 1), ("prefix", prefix, 0)):

@@ -7,15 +7,13 @@ from torch import Tensor
 
 from relvit.ops.channels import Channels, Pick, Picks, join_tables, with_width
 from relvit.ops.precision import without_autocast
-from relvit.ops.rebuilt import Rebuilt
+from relvit.ops.recompute import pick_from
 from relvit.ops.terms import AxisTables, RelativeTerms
 
 
-def logits_of_queries(
-    query: Tensor, terms: RelativeTerms, picks: Picks, scale: float, rebuilt: Rebuilt
-) -> Tensor | None:
+def logits_of_queries(query: Tensor, terms: RelativeTerms, picks: Picks, scale: float) -> Tensor | None:
     """What the key term and the bias add to the logit of a key in each row and column: (B, heads, Nq, H + W)."""
-    logits = None if terms.key is None else axis_logits(query, terms.key, picks.key, rebuilt)
+    logits = None if terms.key is None else axis_logits(query, terms.key, picks.key)
     if terms.bias is None:
         return logits
     # In the tables' precision, for the sake of the sums over all tokens in backward.
@@ -27,16 +25,16 @@ def logits_of_queries(
     return bias.expand(query.shape[0], -1, -1, -1) if logits is None else logits + bias
 
 
-def logits_of_keys(key: Tensor, terms: RelativeTerms, picks: Picks, rebuilt: Rebuilt) -> Tensor | None:
+def logits_of_keys(key: Tensor, terms: RelativeTerms, picks: Picks) -> Tensor | None:
     """What the query term adds to the logit of a query in each row and column: (B, heads, Nk, H' + W')."""
     if terms.query is None:
         return None
     # Seen from the key, the offset to the query is the other way round.
     mirrored = AxisTables(terms.query.rows.flip(-2), terms.query.cols.flip(-2))
-    return axis_logits(key, mirrored, picks.query, rebuilt)
+    return axis_logits(key, mirrored, picks.query)
 
 
-def axis_logits(query: Tensor, tables: AxisTables, pick: Pick, rebuilt: Rebuilt | None = None) -> Tensor:
+def axis_logits(query: Tensor, tables: AxisTables, pick: Pick) -> Tensor:
     """query_i . rows[r - y_i] for all places r, then the same for columns: (B, heads, N, H + W).
 
     One product with all table rows, then a choice, is faster than a product per row of the grid: the tables are short.
@@ -46,9 +44,7 @@ def axis_logits(query: Tensor, tables: AxisTables, pick: Pick, rebuilt: Rebuilt 
     by_head = query.permute(1, 0, 2, 3).flatten(1, 2)
     per_offset = torch.bmm(by_head, table.expand(query.shape[1], -1, -1).transpose(-2, -1))
     per_offset = per_offset.unflatten(1, (query.shape[0], query.shape[2])).transpose(0, 1)
-    if rebuilt is not None:
-        rebuilt.shape_of(per_offset)  # autograd would keep all of it
-    return per_offset.gather(-1, pick.index.expand(*per_offset.shape[:-1], -1))
+    return pick_from(per_offset, pick.index.expand(*per_offset.shape[:-1], -1))
 
 
 def lengthen(
@@ -60,6 +56,8 @@ def lengthen(
     appended: Channels,
 ) -> list[Tensor]:
     """Queries, keys and values with all that is appended to them, (B, heads, N, width) each."""
+    if appended.padding is not None:
+        key, value = (tensor.masked_fill(~appended.padding.valid, 0.0) for tensor in (key, value))
     long_query, long_key, long_value = [query], [key], [value]
     if query_logits is not None:
         long_query.append(query_logits)
@@ -68,8 +66,8 @@ def lengthen(
         long_query.append(appended.query_hot)
         long_key.append(key_logits)
     if appended.padding is not None:
-        long_query.append(query.new_ones(()).expand(*query.shape[:-1], 1))
-        long_key.append(appended.padding)
+        long_query.append(appended.padding.on_query.expand(*query.shape[:-1], 1))
+        long_key.append(appended.padding.on_key)
     if appended.picks.value is not None:
         long_value.append(appended.key_hot)
     return [join(parts, appended.width) for parts in (long_query, long_key, long_value)]
@@ -91,7 +89,6 @@ def shorten(out: Tensor, content: int, table: Tensor | None, appended: Channels)
     """From the longer output the content's `content` channels plus, with a value table, the value term.
 
     The channels after the content are the marginals: how much of the attention falls on each row and each column.
-    Samples without any valid key have attended to padding: they get zeros, forward and backward.
     """
     result = out[..., :content]
     if table is not None:
@@ -103,7 +100,7 @@ def shorten(out: Tensor, content: int, table: Tensor | None, appended: Channels)
         on_entries = sum_by_entry(parts[1].to(precision), appended.picks.value, table.shape[-2])
         with without_autocast(out.device):
             result = (parts[0] + times_table(on_entries, table.to(precision))).to(out.dtype).transpose(1, 2)
-    return result if appended.alive is None else torch.where(appended.alive, result, 0.0)
+    return result
 
 
 def sum_by_entry(marginals: Tensor, pick: Pick, entries: int) -> Tensor:

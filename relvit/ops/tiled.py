@@ -23,15 +23,15 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from relvit.ops.channels import Pick, distances_of, join_tables, picks, places_of_queries
-from relvit.ops.grid import Grid, key_mask, patch_coords
+from relvit.ops.grid import Grid, key_mask, patch_coords, without_padding
 from relvit.ops.longer import add_times_table, logits_of_keys, logits_of_queries, sum_by_entry, times_table
 from relvit.ops.precision import without_autocast
-from relvit.ops.rebuilt import Rebuilt
 from relvit.ops.terms import RelativeTerms
 
-# Logits of one tile over samples and heads: 1 MB in float32, what a core's cache holds. Tiles of fewer queries would
-# spend their time on adding up the gradients of keys and values.
-TILE_LOGITS = 1 << 18
+# Logits of one tile over samples and heads, for each thread that works on it: 2 MB in float32.
+# Smaller tiles spend their time in Python and in waiting for the other threads, those of fewer queries on adding up the
+# gradients of keys and values.
+TILE_LOGITS = 1 << 19
 LEAST_QUERIES = 64
 
 
@@ -56,7 +56,8 @@ class Job(NamedTuple):
         query_channels: two of (1 or B, Nq) int64, the channels of `key_logits` that belong to each query's row and
             column; one beyond the last for prefix tokens.
         value: pick of the value term.
-        valid: (1 or B, 1, 1, Nk) booleans, which keys may be attended to.
+        valid: (1 or B, Nk) booleans, which keys may be attended to.
+        tile: samples and queries of one tile at the most: the same in backward, whatever thread runs it.
     """
 
     keys: Keys
@@ -67,6 +68,7 @@ class Job(NamedTuple):
     dropout_p: float
     seed: int
     scale: float
+    tile: tuple[int, int]
 
 
 def to_pairs(values: Tensor, keys: Keys, out: Tensor) -> None:
@@ -127,29 +129,32 @@ def relative_attention(
     position_key = key if position_key is None else position_key.to(precision)
     with without_autocast(query.device):
         needed = picks(terms, grid, key_grid, query)
-        with Rebuilt() as rebuilt:
-            query_logits = logits_of_queries(position_query, terms, needed, scale, rebuilt)
-            key_logits = logits_of_keys(position_key, terms, needed, rebuilt)
-        table = None if terms.value is None else join_tables(terms.value, needed.value.reach, value.dtype)
         valid = key_mask(key_grid)
+        if valid is not None:
+            position_key = without_padding(position_key, valid)
+        query_logits = logits_of_queries(position_query, terms, needed, scale)
+        key_logits = logits_of_keys(position_key, terms, needed)
+        table = None if terms.value is None else join_tables(terms.value, needed.value.reach, value.dtype)
         job = Job(
             keys=_keys(key_grid, key.device),
             query_channels=None if terms.query is None else _query_channels(terms, grid, key_grid, query.device),
             value=needed.value,
-            valid=None if valid is None else valid[:, None, None, :],
+            valid=valid,
             is_causal=is_causal,
             dropout_p=dropout_p,
             # Drawn from the generator that users seed; each tile's own follows from it, in backward again.
             seed=int(torch.randint(2**48, ())) if dropout_p else 0,
             scale=scale,
+            tile=_tile_sizes(query, key),
         )
-        return Tiles.apply(query, key, value, query_logits, key_logits, table, attn_mask, job).to(dtype)
+        result = Tiles.apply(query, key, value, query_logits, key_logits, table, attn_mask, job)
+        return result.transpose(1, 2).to(dtype)
 
 
 class Tiles(torch.autograd.Function):
     """All tiles, forward and backward.
 
-    `apply(query, key, value, query_logits, key_logits, table, attn_mask, job)` -> (B, heads, Nq, value_dim): logits as
+    `apply(query, key, value, query_logits, key_logits, table, attn_mask, job)` -> (B, Nq, heads, value_dim): logits as
     `relvit.ops.longer` makes them, `table` the joined value table; each of the last four tensors may be None.
     """
 
@@ -166,13 +171,14 @@ class Tiles(torch.autograd.Function):
         job: Job,
     ) -> Tensor:
         batch, heads, length, _ = query.shape
+        given, (key, value) = (key, value), _without_padding(key, value, job)
         # Tokens before heads: so the projections have it.
         result = value.new_empty(batch, length, heads, value.shape[-1])
         marginals = on_entries = None
         if table is not None:
             marginals = value.new_empty(batch, length, heads, job.keys.height + job.keys.width)
-        room = _room(query, key)
-        for tile in _tiles(query, key):
+        room = _room(query, key, job)
+        for tile in _tiles(query, job):
             weights = _weights(query, key, query_logits, key_logits, attn_mask, job, tile, room)
             if job.dropout_p:
                 weights *= _kept(weights, job, tile)
@@ -182,8 +188,7 @@ class Tiles(torch.autograd.Function):
         if table is not None:
             on_entries = sum_by_entry(marginals, job.value, table.shape[-2])
             add_times_table(result, on_entries, table)
-        result = result.transpose(1, 2)
-        ctx.save_for_backward(query, key, value, query_logits, key_logits, table, attn_mask, on_entries, result)
+        ctx.save_for_backward(query, *given, query_logits, key_logits, table, attn_mask, on_entries, result)
         ctx.job = job
         return result
 
@@ -200,9 +205,10 @@ class Tiles(torch.autograd.Function):
 def _backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
     query, key, value, query_logits, key_logits, table, attn_mask, on_entries, result = ctx.saved_tensors
     job: Job = ctx.job
+    key, value = _without_padding(key, value, job)
+    tokens, grad, result = grad, grad.transpose(1, 2), result.transpose(1, 2)
     grad_marginals = grad_table = None
     if table is not None:
-        tokens = grad.transpose(1, 2)
         per_entry = times_table(tokens, table.mT * job.scale).transpose(1, 2)
         grad_marginals = per_entry.gather(-1, job.value.index.expand(*per_entry.shape[:-1], -1))
         if table.dim() == 2:
@@ -216,8 +222,8 @@ def _backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
     grad_query_logits = None if query_logits is None else _empty_like(query_logits)
     grad_key_logits = None if key_logits is None else torch.zeros_like(key_logits)
     grad_mask = torch.zeros_like(_with_four_axes(attn_mask)) if ctx.needs_input_grad[6] else None
-    room, further_room = _room(query, key), _room(query, key)
-    for tile in _tiles(query, key):
+    room, further_room = _room(query, key, job), _room(query, key, job)
+    for tile in _tiles(query, job):
         samples, queries = tile.samples, tile.queries
         weights = _weights(query, key, query_logits, key_logits, attn_mask, job, tile, room)
         kept = _kept(weights, job, tile) if job.dropout_p else None
@@ -259,27 +265,28 @@ class Tile(NamedTuple):
             _add_product(total[self.samples], left, right, 1.0, 1.0)
 
 
-def _sizes(query: Tensor, key: Tensor) -> tuple[int, int]:
+def _tile_sizes(query: Tensor, key: Tensor) -> tuple[int, int]:
     """How many samples and how many queries a tile has at the most."""
     _, heads, length, _ = query.shape
-    step = max(LEAST_QUERIES, TILE_LOGITS // max(1, heads * key.shape[2]))
-    group = max(1, TILE_LOGITS // max(1, heads * key.shape[2] * length)) if step >= length else 1
+    most = TILE_LOGITS * torch.get_num_threads()
+    step = max(LEAST_QUERIES, most // max(1, heads * key.shape[2]))
+    group = max(1, most // max(1, heads * key.shape[2] * length)) if step >= length else 1
     return group, step
 
 
-def _tiles(query: Tensor, key: Tensor) -> Iterator[Tile]:
+def _tiles(query: Tensor, job: Job) -> Iterator[Tile]:
     batch, _, length, _ = query.shape
-    group, step = _sizes(query, key)
+    group, step = job.tile
     # Without queries one empty tile, which sets the gradients of keys and values to zero.
     starts = product(range(0, batch, group), range(0, max(1, length), step))
     for number, (sample, start) in enumerate(starts):
         yield Tile(number, slice(sample, sample + group), slice(start, min(length, start + step)))
 
 
-def _room(query: Tensor, key: Tensor) -> Tensor:
+def _room(query: Tensor, key: Tensor, job: Job) -> Tensor:
     """Memory for a tile's weights, for one tile after the other: fresh memory costs more than what is done in it."""
     batch, heads, length, _ = query.shape
-    group, step = _sizes(query, key)
+    group, step = job.tile
     return query.new_empty(min(batch, group) * heads * min(length, step) * key.shape[2])
 
 
@@ -315,7 +322,7 @@ def _weights(
         here, there = (torch.arange(size, device=key.device) for size in (queries.stop, key.shape[2]))
         logits.masked_fill_(there > here[queries.start :, None], -torch.inf)
     if job.valid is not None:
-        logits.masked_fill_(~_slice(job.valid, samples), -torch.inf)
+        logits.masked_fill_(~_slice(job.valid, samples)[:, None, None, :], -torch.inf)
     masked = attn_mask is not None or job.valid is not None
     empty = torch.isneginf(logits).all(dim=-1, keepdim=True) if masked else None
     # In place: fresh memory costs more than the arithmetic.
@@ -324,8 +331,15 @@ def _weights(
     return weights if empty is None else weights.masked_fill_(empty, 0.0)
 
 
+def _without_padding(key: Tensor, value: Tensor, job: Job) -> tuple[Tensor, Tensor]:
+    """Keys and values with zeros in the place of padding: a weight of zero times NaN would be NaN."""
+    return (key, value) if job.valid is None else tuple(without_padding(t, job.valid) for t in (key, value))
+
+
 def _kept(weights: Tensor, job: Job, tile: Tile) -> Tensor:
     """By how much dropout multiplies each weight: the same whenever this tile is asked for."""
+    if weights.is_meta:  # has no generators
+        return torch.empty_like(weights)
     generator = torch.Generator(weights.device).manual_seed(job.seed + tile.number)
     kept = 1 - job.dropout_p
     return torch.empty_like(weights).bernoulli_(kept, generator=generator).mul_(1 / kept if kept else 0.0)

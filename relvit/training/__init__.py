@@ -15,6 +15,8 @@ from relvit.training.loss import ClassificationLoss, soft_targets
 from relvit.training.lr_finder import FindLearningRate
 from relvit.training.optimisation import make_optimizer
 from relvit.training.patience import Patience
+from relvit.training.progress_bar import TrainingProgressBar
+from relvit.training.progress_lines import EpochLines
 from relvit.training.run_checkpoints import RunCheckpoints, StoppedBySignalError, ignore_stop_signals
 from relvit.training.run_folder import RunLock, new_run_folder, remove_if_fruitless
 from relvit.training.run_record import record_run
@@ -39,6 +41,8 @@ __all__ = [
     "average_checkpoints",
     "load_classifier",
     "History",
+    "EpochLines",
+    "TrainingProgressBar",
     "Patience",
     "RunCheckpoints",
     "StoppedBySignalError",

@@ -27,7 +27,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
     if lr_base_batch is not None and lr_base_batch < 1:
         raise ValueError(f"lr_base_batch must be 1 or more, got {lr_base_batch}")
     if decay is not None and not 0 <= decay < 1:
-        raise ValueError(f"ema_decay must lie in 0 <= x < 1, got {decay}")
+        raise ValueError(f"ema_decay must be in 0 <= x < 1, got {decay}")
     if given["freeze_epochs"] < 0:
         raise ValueError(f"freeze_epochs must be 0 or more, got {given['freeze_epochs']}")
     mixup, cutmix = given["mixup"], given["cutmix"]

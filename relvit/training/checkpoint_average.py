@@ -15,7 +15,7 @@ from relvit.names import listing
 from relvit.output import check_output
 from relvit.remote import is_address
 from relvit.training.checkpoint import NETWORK, classifier_of, first_difference, versions
-from relvit.training.checkpoint_file import KEY, read_checkpoint, write_checkpoint
+from relvit.training.checkpoint_file import KEY, TIMM_KEY, read_checkpoint, timm_weights, write_checkpoint
 
 FORMATS = (".ckpt",)
 # The arguments of a data module that say what the network is shown.
@@ -74,6 +74,7 @@ def average_checkpoints(ckpt_paths: Sequence[str | os.PathLike[str]], output: st
         # Without it Lightning takes the file for one of its earliest.
         "pytorch-lightning_version": lightning.__version__,
     }
+    checkpoint[TIMM_KEY] = timm_weights(checkpoint)
     write_checkpoint(checkpoint, output)
 
 

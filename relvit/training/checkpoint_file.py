@@ -18,6 +18,8 @@ from relvit.replacing import replacing
 KEY = "relvit"
 # Where it keeps the averaged weights, under the same names as the raw ones in 'state_dict'.
 AVERAGE_KEY = "ema_state_dict"
+# Where timm looks before 'state_dict': the weights to use, under the model's own names.
+TIMM_KEY = "state_dict_ema"
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -94,6 +96,15 @@ def _wrong_part(content: dict[Any, Any]) -> str | None:
 
 def _named(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(name, str) for name in value)
+
+
+def timm_weights(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Select the weights to use, averaged where there is an average, and name them as the model itself does.
+
+    They are the tensors that the checkpoint holds already, which PyTorch writes once: a file grows by their names.
+    """
+    weights = checkpoint["state_dict"] | checkpoint.get(AVERAGE_KEY, {})
+    return {name.removeprefix("net."): tensor for name, tensor in weights.items() if name.startswith("net.")}
 
 
 def write_checkpoint(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> None:

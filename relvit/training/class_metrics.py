@@ -32,3 +32,12 @@ def count_batch(metrics: MetricCollection, loss: Tensor, logits: Tensor, labels:
             metric.update(loss.detach(), weight=len(labels))
         else:
             metric.update(logits.detach(), labels)
+
+
+def running_values(metrics: MetricCollection) -> dict[str, Tensor]:
+    """Values over the batches of this process so far, as 'loss', 'acc1' ...: no process waits for another.
+
+    By the class's `compute`; that of the object synchronises, and remembers what it found.
+    """
+    values = {name: type(metric).compute(metric) for name, metric in metrics.items(keep_base=True)}
+    return {name.removesuffix("_mixed"): value for name, value in values.items()}

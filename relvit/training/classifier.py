@@ -8,26 +8,28 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from lightning import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from torchmetrics import MeanMetric, MetricCollection, SumMetric
+from torchmetrics import MetricCollection
 
 from relvit.data.mix import BatchMix
 from relvit.data.sampling import training_position
 from relvit.models import build_model, check_image_size
 from relvit.models.transfer import TransferReport, transfer_weights
 from relvit.seeding import run_seed, seed_all
+from relvit.training.accumulation import average_gradients
 from relvit.training.arguments import check_arguments
 from relvit.training.averaging import WeightAverage
-from relvit.training.checkpoint_file import AVERAGE_KEY
-from relvit.training.class_metrics import class_metrics, count_batch
+from relvit.training.checkpoint_file import AVERAGE_KEY, TIMM_KEY, timm_weights
+from relvit.training.class_metrics import count_batch
 from relvit.training.distillation import Teacher, distillation_loss
+from relvit.training.epoch_metrics import EpochMetrics
 from relvit.training.finite import FiniteCheck, NonFinite
 from relvit.training.freezing import Backbone
 from relvit.training.loss import ClassificationLoss
+from relvit.training.messages import rank_zero_print
 from relvit.training.metric_states import States, copy_states, of_all_processes, of_this_process, restore_states
 from relvit.training.optimisation import make_optimizer
 from relvit.training.position import POSITION_KEY, Position, check_layout, go_on, set_counters
@@ -39,52 +41,57 @@ from relvit.training.sharding import FullySharded, check_sharding, check_strateg
 METRICS_KEY = "train_metrics"
 
 
-class ImageClassifier(LightningModule):
+class ImageClassifier(EpochMetrics):
     """Image classification with any timm model and optimiser, and a warm-up + cosine learning rate per optimiser step.
 
     Args:
-        model: name of a relvit or timm model; none: that of `pretrained`, of which `model_kwargs` and `retrofit` are
-            then taken over as well, unless given here; without either relvit_small.
-        num_classes: number of classes.
-        in_chans: channels of the images.
-        img_size: image size that the model is built for; evaluation may use others.
-        class_names: names of the classes in order.
-        model_kwargs: further arguments of the model, checked against its signature.
-        retrofit: arguments of `relvit.retrofit`, which gives a timm model relative positions; {} for its defaults, None
-            to leave the model as it is.
-        pretrained: weights that a training starts from: a relvit checkpoint, a model of timm with its tag, a file or
-            folder of weights, see `read_pretrained`. They are loaded when a fresh training starts, into the model with
-            these classes and this image size, see `transfer_weights`; never to go on with a training, nor to evaluate.
-        opt: name of an optimiser of timm (adamw, lamb, lion, muon, sgd ...).
-        opt_kwargs: further arguments of the optimiser, such as betas, momentum, eps.
-        lr: peak learning rate.
-        lr_base_batch: images per optimiser step that `lr` is meant for: the learning rate grows in proportion to the
-            batch over all devices and accumulated steps (`min_lr` does not); none: `lr` as it is.
-        layer_decay: factor on the learning rate per layer from the classifier down to the stem; none: the same for all.
-        weight_decay: the optimiser's decay; biases, norms and position tables take none.
-        warmup_epochs: length of the linear warm-up in epochs, fractions allowed.
-        min_lr: learning rate at the end.
-        loss: 'ce' (cross-entropy) or 'bce' (binary cross-entropy, class by class); evaluation reports cross-entropy.
-        label_smoothing: share of the target that is spread over all classes (Szegedy et al. 2016, arXiv 1512.00567).
-        bce_threshold: with 'bce', targets above it count as 1 and others as 0; none: targets as they are.
-        class_weights: weight of each class in the training loss, in the order of the classes.
-        mixup: parameter of mixup's Beta distribution; 0: no mixup.
-        cutmix: parameter of cutmix's Beta distribution; 0: no cutmix.
-        mix_prob: probability that a batch is mixed at all.
-        mix_switch_prob: probability of cutmix where mixup is on as well.
-        ema_decay: decay of a moving average of the weights, with which evaluation and checkpoints then work; none: no
-            average.
-        ema_warmup: let the average's decay grow from 0, as 1 - step^(-2/3).
-        teacher: a trained classifier of the same classes to learn from besides, named as `pretrained` is (not plain
-            weights); models with a distillation token learn from it by that. See `distillation_loss`.
-        distill: 'hard' (the teacher's class) or 'soft' (its probabilities).
-        distill_weight: weight of the teacher's part of the loss; DeiT has 0.5 for 'hard', 0.1 for 'soft'.
-        distill_temperature: temperature of the probabilities, with 'soft'.
-        freeze_epochs: epochs in which the classifier alone is trained, the rest being in evaluation mode.
-        nonfinite: what to do where a loss or gradient is not finite, on any device: 'stop' before the optimiser step,
+        model: The name of a relvit or timm model. None: the model of `pretrained`, with its `model_kwargs` and
+            `retrofit` where these are not given; without `pretrained` relvit_small.
+        num_classes: The number of classes.
+        in_chans: The number of channels of the images.
+        img_size: The image size that the model is built for; evaluation may use others.
+        class_names: The names of the classes in order.
+        model_kwargs: Further arguments of the model, checked against its signature.
+        retrofit: The arguments of `relvit.retrofit`, which gives a timm model relative positions. {} takes its
+            defaults, None leaves the model as it is.
+        pretrained: The weights that a training starts from: a relvit checkpoint, a model of timm with its tag, a file
+            or folder of weights, see `read_pretrained`. They are loaded when a new training starts, into the model with
+            these classes and this image size, see `transfer_weights`; a resumed training or an evaluation loads its
+            checkpoint alone.
+        opt: The name of an optimiser of timm (adamw, lamb, lion, muon, sgd ...).
+        opt_kwargs: Further arguments of the optimiser, such as betas, momentum, eps.
+        lr: The peak learning rate.
+        lr_base_batch: The number of images per optimiser step that `lr` is meant for: the learning rate grows in
+            proportion to the batch over all devices and accumulated steps (`min_lr` does not). None uses `lr` itself.
+        layer_decay: The factor on the learning rate from each layer to the one below it, from the classifier down to
+            the stem. None gives all layers the same learning rate.
+        weight_decay: The weight decay of the optimiser; biases, norms and position tables have none.
+        warmup_epochs: The length of the linear warm-up in epochs; fractions are allowed.
+        min_lr: The learning rate at the end.
+        loss: The training loss: 'ce' (cross-entropy) or 'bce' (binary cross-entropy, class by class); evaluation
+            reports cross-entropy.
+        label_smoothing: The share of the target that is spread over all classes (Szegedy et al. 2016, arXiv
+            1512.00567).
+        bce_threshold: With 'bce', targets above this count as 1 and others as 0. None leaves the targets as they are.
+        class_weights: The weight of each class in the training loss, in the order of the classes.
+        mixup: The parameter of mixup's Beta distribution; 0 turns mixup off.
+        cutmix: The parameter of cutmix's Beta distribution; 0 turns cutmix off.
+        mix_prob: The probability that a batch is mixed at all.
+        mix_switch_prob: The probability of cutmix where mixup is on as well.
+        ema_decay: The decay of a moving average of the weights, which evaluation then uses and checkpoints hold as
+            well. None keeps no average.
+        ema_warmup: Whether the decay of the average grows from 0, as 1 - step^(-2/3).
+        teacher: A trained classifier of the same classes for distillation, named as `pretrained` is (but not plain
+            weights). In models with a distillation token, the output of that token learns from the teacher; in others
+            the only output does. See `distillation_loss`.
+        distill: 'hard' (the target is the teacher's class) or 'soft' (the target is the teacher's probabilities).
+        distill_weight: The weight of the teacher's part of the loss; DeiT has 0.5 for 'hard', 0.1 for 'soft'.
+        distill_temperature: The temperature of the probabilities, with 'soft'.
+        freeze_epochs: The number of epochs in which the classifier alone is trained, all else being in evaluation mode.
+        nonfinite: What to do where a loss or gradient is not finite, on any device: 'stop' before the optimiser step,
             or 'skip' that step and count it.
-        compile: `torch.compile` the model, with the backend of that name or, if true, inductor.
-        channels_last: keep images and convolutions in the memory format that GPUs prefer.
+        compile: Whether the model is compiled by `torch.compile`, or the name of the backend that compiles it.
+        channels_last: Whether images and convolutions use the memory format that GPUs prefer.
 
     Raises:
         ValueError: an unknown name, class names that do not match `num_classes`, numbers out of range.
@@ -156,10 +163,7 @@ class ImageClassifier(LightningModule):
         self._ended_epoch: int | None = None
         # Of the epoch up to the last optimiser step, which is where a checkpoint goes on.
         self._metrics_at_step: States = {}
-        self.val_metrics, self.test_metrics = (class_metrics(num_classes, prefix) for prefix in ("val/", "test/"))
-        self.train_metrics = class_metrics(num_classes, "train/", mixed=self.mixing is not None)
-        of_steps = {"grad_norm": MeanMetric()} | ({"skipped_steps": SumMetric()} if nonfinite == "skip" else {})
-        self.step_metrics = MetricCollection(of_steps, compute_groups=False, prefix="train/")
+        self.create_metrics(num_classes, mixed=self.mixing is not None, skipped_steps=nonfinite == "skip")
 
     def forward(self, images: Tensor) -> Tensor:
         """Images (B, in_chans, height, width) -> logits (B, num_classes).
@@ -188,12 +192,7 @@ class ImageClassifier(LightningModule):
         self.finite.note(loss)
         labels = targets if targets.ndim == 1 else targets.argmax(-1)
         count_batch(self.train_metrics, loss, logits, labels)
-        self._log(self.train_metrics, len(labels))
-        accuracy = (logits.detach().argmax(-1) == labels).float().mean()
-        self.log_dict({"loss": loss, "acc": accuracy}, prog_bar=True, logger=False)
-        # Of the last layer: those below may have less.
-        lr = max(group["lr"] for group in self.trainer.optimizers[0].param_groups)
-        self.log("lr", lr, on_step=False, on_epoch=True, sync_dist=True)
+        self.log_running()
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
@@ -297,12 +296,7 @@ class ImageClassifier(LightningModule):
         if self.searching:
             return
         lr, base_batch = self.hparams.lr, self.hparams.lr_base_batch
-        self.print(describe(self.plan, self.trainer, lr, base_batch), flush=True)
-
-    def on_train_epoch_start(self) -> None:
-        """Lightning resets the metrics of an epoch only if there were batches since the training went on."""
-        self.train_metrics.reset()
-        self.step_metrics.reset()
+        rank_zero_print(describe(self.plan, self.trainer, lr, base_batch))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Freeze or unfreeze by the number of the epoch alone, so that a resumed run does likewise."""
@@ -314,9 +308,10 @@ class ImageClassifier(LightningModule):
             self.backbone.freeze(without_gradients=self.trainer.world_size == 1)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Only finite gradients, and none of what is frozen."""
+        """Only finite gradients, none of what is frozen, and the mean of the batches that were accumulated."""
         if self.backbone is not None and self.backbone.frozen:
             self.backbone.drop_gradients()
+        average_gradients(self.trainer, self.net.parameters())
         if self.searching:
             return
         norm, fine = self.finite.before_step(self.trainer, self.net.parameters())
@@ -340,11 +335,13 @@ class ImageClassifier(LightningModule):
         self._metrics_at_step = copy_states(self.train_metrics) | copy_states(self.step_metrics)
 
     def on_validation_epoch_end(self) -> None:
+        super().on_validation_epoch_end()
         if self.trainer.state.fn == TrainerFn.FITTING and not self.trainer.sanity_checking:
             self._validated_at = training_position(self.trainer)
 
     def on_train_epoch_end(self) -> None:
         """After all other callbacks, and before those that save."""
+        super().on_train_epoch_end()
         self._ended_epoch = self.current_epoch
 
     def on_train_end(self) -> None:
@@ -360,6 +357,7 @@ class ImageClassifier(LightningModule):
         if self.average is not None:
             weights = whole(self.average.net.state_dict(), keep=self.global_rank == 0)
             checkpoint[AVERAGE_KEY] = {f"net.{name}": value for name, value in weights.items()}
+        checkpoint[TIMM_KEY] = timm_weights(checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """A training goes on with both kinds of weights; everything else uses the averaged ones."""
@@ -422,9 +420,9 @@ class ImageClassifier(LightningModule):
         if net is not self.net:
             load_whole(self.net, net.state_dict())
         self.awaits_pretrained = False
-        self.print(f"pretrained: {self.transfer}", flush=True)
+        rank_zero_print(f"pretrained: {self.transfer}")
         if note := normalisation_note(weights, self.trainer.datamodule):
-            self.print(note, flush=True)
+            rank_zero_print(note)
 
     def _evaluate(self, metrics: MetricCollection, batch: tuple[Tensor, Tensor]) -> None:
         images, labels = batch
@@ -434,14 +432,8 @@ class ImageClassifier(LightningModule):
         else:
             # This process has fewer batches than others, with which it must keep step.
             self._keep_step(images)
-        self._log(metrics, len(labels))
 
     def _keep_step(self, images: Tensor) -> None:
         """Of an empty batch nothing is to be known, but other processes may wait for this one's shards."""
         if is_sharded(self.net):
             self(images.new_zeros(1, *images.shape[1:]))
-
-    def _log(self, metrics: MetricCollection, count: int) -> None:
-        # The progress bar shows loss and accuracy of the batch while training, of the whole set in evaluation.
-        show = metrics is not self.train_metrics
-        self.log_dict(dict(metrics.items()), on_step=False, on_epoch=True, prog_bar=show, batch_size=max(count, 1))

@@ -19,7 +19,7 @@ class DataRecord(Callback):
     (split, path, reason) where images were skipped, and prints how many.
 
     Args:
-        folder: where to write; None: unreadable images are only told.
+        folder: where to write; None: the first unreadable images are only printed.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -69,18 +69,22 @@ class DataRecord(Callback):
         self.told = found
         files_of = {split: sorted(files.items()) for split, files in found.items()}
         rows = [[split, printable(path), reason] for split, files in files_of.items() for path, reason in files]
-        counts = [
-            f"{len(files)} of {split} {'replaced by others' if split == 'train' else 'left out'}"
-            for split, files in found.items()
-        ]
-        text = f"Unreadable images: {', '.join(counts)}"
+        lines = [_sentence(split, len(files), data.trains_on(split)) for split, files in found.items()]
         if self.folder:
             _write(self.folder / "unreadable.csv", ["split", "path", "reason"], rows)
-            print(f"{text}; listed in {self.folder / 'unreadable.csv'}", flush=True)
+            lines[-1] += f" {self.folder / 'unreadable.csv'} says why."
         else:
-            listed = [f"  {path}: {reason}" for _, path, reason in rows[:SHOWN]]
-            more = [f"  and {len(rows) - SHOWN} more"] if len(rows) > SHOWN else []
-            print("\n".join([text, *listed, *more]), flush=True)
+            lines += [f"  {path}: {reason}" for _, path, reason in rows[:SHOWN]]
+            lines += [f"  and {len(rows) - SHOWN} more"] if len(rows) > SHOWN else []
+        print("\n".join(lines), flush=True)
+
+
+def _sentence(split: str, count: int, replaced: bool) -> str:
+    images = "1 image" if count == 1 else f"{count} images"
+    of = "" if split == "predict" else f" of {split}"
+    if replaced:
+        return f"{images}{of} could not be read; other images of {split} took their place in the batches."
+    return f"{images}{of} could not be read and {'was' if count == 1 else 'were'} left out."
 
 
 def _write(path: Path, header: list[str], rows: list[list[str]]) -> None:

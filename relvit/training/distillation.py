@@ -59,7 +59,7 @@ def check_distillation(kind: str, weight: float, temperature: float) -> None:
     if kind not in KINDS:
         raise ValueError(f"distill must be one of {listing(KINDS)}, got {kind!r}{did_you_mean(str(kind), KINDS)}")
     if not 0 < weight <= 1:
-        raise ValueError(f"distill_weight must lie in 0 < x <= 1, got {weight}")
+        raise ValueError(f"distill_weight must be in 0 < x <= 1, got {weight}")
     if not temperature > 0:
         raise ValueError(f"distill_temperature must be positive, got {temperature}")
 

@@ -67,9 +67,9 @@ class FiniteCheck:
             if loss.isfinite() and norm.isfinite():
                 what = "loss or gradient is not finite on another device"
             raise NonFiniteLossError(
-                f"{what} at step {trainer.global_step} of epoch {trainer.current_epoch}: stopped before the optimiser "
-                "step; try a lower --model.lr, a longer --model.warmup_epochs or --trainer.gradient_clip_val 1, or "
-                "leave such steps out with --model.nonfinite skip"
+                f"{what} at step {trainer.global_step + 1}, in epoch {trainer.current_epoch + 1}: stopped before the "
+                "optimiser step; try a lower --model.lr, a longer --model.warmup_epochs or --trainer.gradient_clip_val "
+                "1, or leave such steps out with --model.nonfinite skip"
             )
         for parameter in parameters:
             parameter.grad = None

@@ -13,6 +13,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from relvit.plots import plot_curves
 from relvit.replacing import replacing
+from relvit.training.epoch_metrics import current_lr
 from relvit.training.telemetry import Telemetry
 
 PLACE = ("epoch", "step")
@@ -21,10 +22,10 @@ PLACE = ("epoch", "step")
 class History(Callback):
     """Writes `metrics.csv` and a TensorBoard log: a row for each epoch, and for each validation within one.
 
-    A row has `epoch` and `step` (optimiser steps so far), `train/...`, the learning rate `lr` at its end, `val/...`,
-    and `system/...` (see `Telemetry`). The rows are part of every checkpoint: a training that goes on from one first
-    brings the files to where that checkpoint was, so that they have neither gap nor duplicate. `curves.png` is drawn
-    when training ends, however it ends.
+    A row has `epoch` (0 is the first, while what people read counts from 1) and `step` (optimiser steps so far),
+    `train/...`, the learning rate `lr` at its end, `val/...`, and `system/...` (see `Telemetry`). The rows are part of
+    every checkpoint: a training that goes on from one first brings the files to where that checkpoint was, so that they
+    have neither gap nor duplicate. `curves.png` is drawn when training ends, however it ends.
 
     Args:
         folder: where to write.
@@ -75,8 +76,7 @@ class History(Callback):
         """Every process computes, the main one writes."""
         computed = pl_module.train_metrics.compute() | pl_module.step_metrics.compute()
         found = {name: float(value) for name, value in computed.items()}
-        # Of the last layer: those below may have less.
-        found["lr"] = max(group["lr"] for group in trainer.optimizers[0].param_groups)
+        found["lr"] = current_lr(trainer)
         self._add(trainer, found | self.telemetry.measured(trainer))
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -54,12 +54,12 @@ class ClassificationLoss(nn.Module):
         if kind not in LOSSES:
             raise ValueError(f"loss must be one of {listing(LOSSES)}, got {kind!r}{did_you_mean(str(kind), LOSSES)}")
         if not 0 <= smoothing < 1:
-            raise ValueError(f"label_smoothing must lie in 0 <= x < 1, got {smoothing}")
+            raise ValueError(f"label_smoothing must be in 0 <= x < 1, got {smoothing}")
         if threshold is not None and kind != "bce":
             raise ValueError(f"bce_threshold is for loss 'bce', got {threshold} with loss {kind!r}")
         if threshold is not None and not smoothing / num_classes <= threshold < 1:
             raise ValueError(
-                f"bce_threshold must lie in label_smoothing / num_classes = {smoothing / num_classes:g} <= x < 1, or "
+                f"bce_threshold must be in label_smoothing / num_classes = {smoothing / num_classes:g} <= x < 1, or "
                 f"every class would count as present; got {threshold}"
             )
         if class_weights is not None and len(class_weights) != num_classes:

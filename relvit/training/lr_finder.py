@@ -11,6 +11,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateFinder
 from scipy.ndimage import gaussian_filter1d
 
+from relvit.training.messages import rank_zero_print
 from relvit.training.sharding import NAME, FullySharded
 
 LOWEST, HIGHEST, STEPS = 1e-7, 1.0, 100
@@ -67,9 +68,9 @@ class FindLearningRate(LearningRateFinder):
             why = ""
             # Not `hparams.lr = ...`, which loggers do not see.
             pl_module.save_hyperparameters({"lr": configured * found / pl_module.plan.lr})
-            pl_module.print(f"learning rate found: {found:.3g}, as --model.lr {pl_module.hparams.lr:.3g}", flush=True)
+            rank_zero_print(f"learning rate found: {found:.3g}, as --model.lr {pl_module.hparams.lr:.3g}")
         if why:
-            pl_module.print(f"Warning: --lr_find: {why}; the training keeps --model.lr {configured:g}", flush=True)
+            rank_zero_print(f"Warning: --lr_find: {why}; the training keeps --model.lr {configured:g}")
         trainer.strategy.setup_optimizers(trainer)
 
     @contextmanager

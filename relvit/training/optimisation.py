@@ -65,7 +65,7 @@ def check_optimizer(opt: str, layer_decay: float | None, opt_kwargs: dict[str, A
     if get_optimizer_info(opt).second_order:
         raise ValueError(f"optimiser {opt!r} needs second derivatives, which training here does not compute")
     if layer_decay is not None and not 0 < layer_decay <= 1:
-        raise ValueError(f"layer_decay must lie in 0 < x <= 1, got {layer_decay}")
+        raise ValueError(f"layer_decay must be in 0 < x <= 1, got {layer_decay}")
     allowed = _arguments(opt)
     for key in opt_kwargs or {}:
         if key in TAKEN:

@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 
 
 class Patience(EarlyStopping):
-    """Stops a training whose validation accuracy has not improved in so many validations.
+    """Stop a training after this number of validations in a row without a better accuracy.
 
     Lightning's own goes on from a checkpoint with the patience that is stored there, whatever it is given.
 

@@ -11,6 +11,7 @@ from lightning import Callback, LightningModule, Trainer
 from relvit.data import ImageData
 from relvit.plots import picture_of, plot_sheet
 from relvit.seeding import run_seed, seeded
+from relvit.training.messages import rank_zero_print
 
 SHOWN = 20
 
@@ -41,7 +42,7 @@ class TrainingImages(Callback):
         # Files, transforms and fonts may all fail in their own way; the training itself will say so, or do without.
         except Exception as error:
             why = " ".join(str(error).split()) or type(error).__name__
-            pl_module.print(f"Note: {self.path.name} could not be drawn: {why}", flush=True)
+            rank_zero_print(f"Note: {self.path.name} could not be drawn: {why}")
 
 
 def _first(data: ImageData) -> Iterator[tuple[np.ndarray, str]]:

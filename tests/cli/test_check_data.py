@@ -27,9 +27,10 @@ def flawed(tmp_path):
         write(root / "train" / name / f"{number}.png", number, size)
     write(root / "val" / "cat" / "v.png", 10)
     write(root / "test" / "dog" / "t.png", 11)
-    # the same picture in train and test, in another format; and twice in train, under two classes
+    # the same picture in train and test, in another format; twice in train, under two classes; twice under one
     Image.open(root / "train" / "cat" / "0.png").save(root / "test" / "dog" / "leak.bmp")
     shutil.copy(root / "train" / "dog" / "3.png", root / "train" / "cat" / "copy [1].png")
+    Image.open(root / "train" / "cat" / "1.png").save(root / "train" / "cat" / "again.tif")
     whole = write(root / "val" / "dog" / "half.png", 12).read_bytes()
     (root / "val" / "dog" / "half.png").write_bytes(whole[: len(whole) // 2])
     (root / "train" / "dog" / "empty.jpg").touch()
@@ -48,15 +49,19 @@ def check_report(report, root):
     assert "zero bytes" in report["bad"][0]["reason"]
     assert "broken" in report["bad"][1]["reason"]
     assert report["splits"]["train"] == {
-        "images": 6,
-        "classes": {"cat": 3, "dog": 3},
-        "height": {"min": 8, "median": 10, "max": 30},  # 8, 10, 30 (the copy), 9, 30
+        "images": 7,
+        "classes": {"cat": 4, "dog": 3},
+        "height": {"min": 8, "median": 10, "max": 30},  # 8, 10, 10, 30 (the copy), 9, 30
         "width": {"min": 12, "median": 16, "max": 20},
     }
     assert report["splits"]["val"]["classes"] == {"cat": 1, "dog": 1}
-    assert paths(report["duplicates_across"]) == [{f"{root}/train/cat/0.png", f"{root}/test/dog/leak.bmp"}]
-    assert paths(report["duplicates_within"]) == [{f"{root}/train/cat/copy [1].png", f"{root}/train/dog/3.png"}]
-    assert {image["class"] for image in report["duplicates_within"][0]} == {"cat", "dog"}
+    leak = {f"{root}/train/cat/0.png", f"{root}/test/dog/leak.bmp"}
+    assert paths(report["duplicates_across"]) == [leak]
+    assert paths(report["duplicates_within"]) == [{f"{root}/train/cat/1.png", f"{root}/train/cat/again.tif"}]
+    twice = {f"{root}/train/cat/copy [1].png", f"{root}/train/dog/3.png"}
+    assert sorted(map(sorted, paths(report["duplicates_classes"]))) == sorted(map(sorted, [leak, twice]))
+    for group in report["duplicates_classes"]:
+        assert {image["class"] for image in group} == {"cat", "dog"}
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -71,11 +76,13 @@ def test_command(flawed, tmp_path, how, capsys):
     assert main(["check-data", *arguments, "--processes=2", f"--output={output}"]) == 1
     check_report(json.loads(output.read_text()), flawed)
     out, err = capsys.readouterr()
-    assert "bad files: 2" in out
+    assert "files that cannot be read: 2" in out
+    assert "the same image under different classes: 2" in out
+    assert f"{flawed}/train/cat/copy [1].png (train, cat), {flawed}/train/dog/3.png (train, dog)" in out
+    assert "the same image twice in a class: 1" in out
     assert f"train: {flawed}/train/dog/empty.jpg: the file is empty (zero bytes)" in out
-    assert "splits that share the same image: 1" in out
-    assert f"{flawed}/train/cat/copy [1].png (train)" in out
-    assert "10/10" in err
+    assert "the same image in several splits: 1" in out
+    assert "11/11" in err
 
 
 def test_a_clean_folder_exits_with_0_and_the_automatic_val_is_checked(tmp_path, capsys):
@@ -85,7 +92,7 @@ def test_a_clean_folder_exits_with_0_and_the_automatic_val_is_checked(tmp_path, 
         for path in list((tmp_path / "train" / name).iterdir()):
             shutil.copy(path, path.with_name(f"again{path.name}"))
     assert main(["check-data", f"--root={tmp_path}", "--processes=1"]) == 0
-    assert "bad files: 0" in capsys.readouterr().out
+    assert "files that cannot be read: 0" in capsys.readouterr().out
     report = check_data(ImageFolderData(str(tmp_path), val_fraction=0.3), 1)
     assert report["splits"]["val"]["images"] == 12
     assert len(report["duplicates_across"]) + len(report["duplicates_within"]) == 20

@@ -15,11 +15,15 @@ QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
 
 
 def fit_and_follow(arguments, runs, capsys, replace=None):
-    """Fit for an epoch, then run what it suggests; the folders of the run and of the prediction."""
+    """Fit for an epoch, then run what it suggests; the folders of the run and of the prediction.
+
+    Without anything in the place of FOLDER_OF_IMAGES the images that came with the data are predicted.
+    """
+    replace = replace or {"FOLDER_OF_IMAGES": ""}
     assert main(["fit", *arguments, f"--runs={runs}", *TINY, "--trainer.max_epochs=1"]) == 0
     (folder,) = runs.iterdir()
     for line in [line for line in capsys.readouterr().out.splitlines() if line.startswith("  relvit ")]:
-        command = [(replace or {}).get(word, word) for word in shlex.split(line)[1:]]
+        command = [word for word in (replace.get(word, word) for word in shlex.split(line)[1:]) if word]
         limit = ["--accelerator=cpu"] if command[0] == "resolutions" else QUIET
         more = [f"--runs={runs}"] if command[0] == "predict" else []
         assert main([*command, *limit, *more]) == 0, line

@@ -105,7 +105,10 @@ def test_without_class_folders_and_past_broken_files(run, photos, tmp_path, caps
         f'{root}/1.jpg,"it is not an image, or of an unknown format"',
         f"{root}/4.jpg,the file is empty (zero bytes)",
     ]
-    assert f"Unreadable images: 2 left out; listed in {tmp_path / 'e.unreadable.csv'}" in capsys.readouterr().out
+    assert (
+        f"2 images could not be read and were left out; {tmp_path / 'e.unreadable.csv'} says why"
+        in capsys.readouterr().out
+    )
     for path in root.iterdir():
         path.write_bytes(b"")
     assert embed(run, root, tmp_path / "none.npz") == 2
@@ -121,7 +124,7 @@ def test_mistakes(run, photos, tmp_path, monkeypatch, capsys):
     assert "ends in '.parket'; allowed are .npz, .csv, .parquet (did you mean '.parquet'?)" in message(
         output=tmp_path / "e.parket"
     )
-    assert "lies in a folder that does not exist" in message(output=tmp_path / "none" / "e.npz")
+    assert "is in a folder that does not exist" in message(output=tmp_path / "none" / "e.npz")
     assert "root nowhere is no folder" in message(root="nowhere")
     (tmp_path / "empty").mkdir()
     assert f"no image below {tmp_path / 'empty'}" in message(root=tmp_path / "empty")

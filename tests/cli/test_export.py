@@ -100,11 +100,39 @@ def test_a_file_that_computes_something_else_is_not_kept(run, tmp_path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("model", ["test_relvit", "test_vit"])
+def test_files_refuse_sizes_that_the_model_refuses(model, run, photos, tmp_path):
+    """Whose sides are no multiples of the patch, in either direction."""
+    best = run / "checkpoints" / "best.ckpt"
+    if model != "test_relvit":
+        # timm's own embedding of patches
+        tiny = [f"--model.model_kwargs.{name}" for name in ("dynamic_img_size=true", "patch_size=8", "embed_dim=16")]
+        tiny += [f"--model={model}", "--model.model_kwargs.depth=1", "--epochs=1", f"--runs={tmp_path / 'runs'}"]
+        assert main(["fit", f"--root={photos}", "--img_size=16", "--num_workers=0", *tiny, *TINY[-2:]]) == 0
+        best = next((tmp_path / "runs").glob("*/checkpoints/best.ckpt"))
+    net = load_classifier(best)
+    for name in ("model.pt2", "model.onnx"):
+        export_model(relvit.load(best), tmp_path / name)
+    program = torch.export.load(tmp_path / "model.pt2").module()
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    for height, width in ((20, 24), (24, 20), (31, 16), (17, 23)):
+        x = torch.randn(2, 3, height, width)
+        with pytest.raises((ValueError, AssertionError)):
+            net(x)
+        with pytest.raises(AssertionError, match="Guard failed"):
+            program(x)
+        with pytest.raises(Exception, match="cannot be reshaped"):
+            session.run(["logits"], {"images": x.numpy()})
+    x = torch.randn(1, 3, 24, 40)
+    (logits,) = session.run(["logits"], {"images": x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(logits), net(x).detach(), rtol=1e-4, atol=1e-5)
+
+
 def test_mistakes(run, tmp_path, monkeypatch, capsys):
     assert export(run, tmp_path / "model.onxx") == 2
     assert "ends in '.onxx'; allowed are .onnx, .pt2 (did you mean '.onnx'?)" in capsys.readouterr().err
     assert export(run, tmp_path / "none" / "model.onnx") == 2
-    assert "lies in a folder that does not exist" in capsys.readouterr().err
+    assert "is in a folder that does not exist" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     assert export(run, tmp_path / "model.onnx") == 2
     assert 'ONNX needs the package onnxscript: pip install "relvit[onnx]"' in capsys.readouterr().err

@@ -60,7 +60,7 @@ def test_the_last_epochs_kept_and_averaged(photos, tmp_path, capsys):
     # A checkpoint callback of one's own is not taken for that of the best epoch.
     accuracies = [value for _, value in read_metrics(folder / "metrics.csv")["val/acc1"]]
     assert json.loads((folder / "summary.json").read_text())["val/acc1"] == pytest.approx(max(accuracies))
-    assert f"--ckpt_path {folder / 'checkpoints' / 'best.ckpt'}" in capsys.readouterr().out
+    assert f"relvit validate {folder / 'checkpoints' / 'best.ckpt'} " in capsys.readouterr().out
     paths = sorted((folder / "checkpoints").glob("epoch=*.ckpt"))
     assert [path.name for path in paths] == ["epoch=1-step=6.ckpt", "epoch=2-step=9.ckpt"]
     output = tmp_path / "mean.ckpt"

@@ -132,7 +132,7 @@ def test_broken_files_are_left_out_listed_and_counted(run, pictures, tmp_path, c
     status, folder = predict(run, tmp_path / "runs", f"--data.root={pictures}")
     out = capsys.readouterr().out
     assert status == 0
-    assert f"Unreadable images: 3 of predict left out; listed in {folder / 'unreadable.csv'}" in out
+    assert f"3 images could not be read and were left out. {folder / 'unreadable.csv'} says why." in out
     assert f"3 predictions in {folder / 'predictions.csv'}" in out
     assert rows(folder / "predictions.csv") == rows(whole / "predictions.csv")
     listed = {row["path"]: row["reason"] for row in rows(folder / "unreadable.csv")}

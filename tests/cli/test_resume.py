@@ -38,7 +38,7 @@ def test_goes_on_in_the_same_folder_with_the_same_configuration(stopped, capsys)
 
 def test_a_finished_run_says_so(stopped, capsys):
     assert main(["fit", "--resume", str(stopped)]) == 2
-    assert "has all 4 epochs behind it: raise --trainer.max_epochs" in capsys.readouterr().err
+    assert "has reached its 4 epochs: to go on, give --epochs with a larger number" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

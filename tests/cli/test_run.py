@@ -152,7 +152,9 @@ def test_digits_train_without_any_file(tmp_path, monkeypatch, capsys):
     assert "test_relvit (0.0" in out
     assert "10 classes, 8 x 8 px x 1" in out
     assert re.search(r"Test accuracy of that checkpoint: 0\.\d{4}, top-5", out)
-    # What it suggests next works as printed.
+    # What it suggests next works as printed, on files, too.
+    Path("FOLDER_OF_IMAGES").mkdir()
+    Image.new("L", (8, 8)).save("FOLDER_OF_IMAGES/a.png")
     for line in [line for line in out.splitlines() if line.startswith("  relvit ")]:
         command = shlex.split(line)[1:]
         limit = ["--accelerator=cpu"] if command[0] == "resolutions" else QUIET

@@ -111,7 +111,7 @@ def test_report(run, mixed_up, tmp_path, mirror, capsys):
     metrics = rows(folder / "classes.csv")
     for row in metrics:
         assert all(value in out for value in row.values())
-    assert "17 images, mean F1 of the classes " in out
+    assert "17 images of test, mean F1 of the classes " in out
     assert f"Files: {folder} (classes.csv, confusion.csv, confusion.png, mistakes.csv, mistakes.png, summary" in out
 
 
@@ -125,7 +125,7 @@ def test_two_processes_write_the_same_once(run, mixed_up, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     (folder,) = (tmp_path / "runs").iterdir()
     check(folder, run, mixed_up)
-    assert done.stdout.count("17 images, mean F1 of the classes ") == 1
+    assert done.stdout.count("17 images of test, mean F1 of the classes ") == 1
 
 
 def test_images_in_memory_and_more_mistakes_than_the_sheet_holds(digits_run, tmp_path):

@@ -190,7 +190,7 @@ def test_missing_test(tmp_path):
 
 def test_images_without_class_folders(tmp_path):
     add(tmp_path / "a", count=2)
-    with pytest.raises(ValueError, match=r"2 images lie directly in .*, without class folders; expected"):
+    with pytest.raises(ValueError, match=r"2 images are directly in .*, without class folders; expected"):
         ImageFolderData(str(tmp_path / "a"))
 
 

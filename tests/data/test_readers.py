@@ -255,7 +255,7 @@ def test_on_the_command_line(tmp_path, photos, capsys):
     (folder,) = runs.iterdir()
     best = folder / "checkpoints" / "best.ckpt"
     assert [row["label"] for row in rows(folder / "val_split.csv")] == list(CLASSES)
-    assert f"relvit predict --ckpt_path {best} --data.predict FOLDER_OF_IMAGES" in capsys.readouterr().out
+    assert f"relvit predict {best} FOLDER_OF_IMAGES" in capsys.readouterr().out
     assert main(["validate", f"--ckpt_path={best}", *QUIET]) == 0
     for command in ("test", "predict"):
         assert main([command, f"--ckpt_path={best}", f"--runs={runs}", *QUIET]) == 0

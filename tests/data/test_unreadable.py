@@ -159,10 +159,10 @@ def test_what_was_told_is_not_told_again(tmp_path, capsys):
     # The test of the best checkpoint behind it meets nothing more.
     data.unreadable["test"] = {}
     record.on_test_end(trainer, None)
-    assert capsys.readouterr().out.count("Unreadable images: 1 of train replaced by others") == 1
+    assert capsys.readouterr().out.count("1 image of train could not be read; other images") == 1
     data.unreadable["test"]["b.jpg"] = "broken"
     record.on_test_end(trainer, None)
-    assert "1 of train replaced by others, 1 of test left out" in capsys.readouterr().out
+    assert "1 image of test could not be read and was left out." in capsys.readouterr().out
     assert record.counts == {"train": 1, "test": 1}
 
 
@@ -171,7 +171,7 @@ def test_metrics_do_not_count_what_was_skipped(skipping, tmp_path, capsys):
     best = folder / "checkpoints" / "best.ckpt"
     assert main(["test", f"--ckpt_path={best}", f"--runs={tmp_path}", *QUIET]) == 0
     (tested,) = tmp_path.iterdir()
-    assert f"Unreadable images: 1 of test left out; listed in {tested / 'unreadable.csv'}" in capsys.readouterr().out
+    assert f"1 image of test could not be read and was left out. {tested / 'unreadable.csv'}" in capsys.readouterr().out
     assert [row["path"] for row in rows(tested / "unreadable.csv")] == [f"{root}/test/dog/1.jpg"]
     classifier = load_classifier(best)
     data = ImageFolderData(str(root), img_size=16, num_workers=0)
@@ -190,7 +190,9 @@ def test_validate_tells_without_a_folder(skipping, tmp_path, capsys):
     shutil.copytree(root / "test", tmp_path / "val")
     best = folder / "checkpoints" / "best.ckpt"
     assert main(["validate", f"--ckpt_path={best}", f"--data.root={tmp_path}", *QUIET]) == 0
-    assert f"Unreadable images: 1 of val left out\n  {tmp_path}/val/dog/1.jpg: " in capsys.readouterr().out
+    assert (
+        f"1 image of val could not be read and was left out.\n  {tmp_path}/val/dog/1.jpg: " in capsys.readouterr().out
+    )
 
 
 def test_predict_skips_and_lists(skipping, tmp_path):

@@ -53,8 +53,8 @@ def rotation(head_dim, rows, cols, half):
     return rope.get_embed((rows, cols), dtype=torch.float64)
 
 
-def expected(attn, x, terms, places, rope=None, half=False, mask=None):
-    """Projections by hand, the oracle between them."""
+def projected(attn, x, rope=None, half=False):
+    """Queries, keys and values by hand; queries and keys as they meet tables, and as they meet each other."""
     weights, biases = [], []
     for index, letter in enumerate("qkv"):
         projection = getattr(attn, f"{letter}_proj", None)
@@ -74,11 +74,21 @@ def expected(attn, x, terms, places, rope=None, half=False, mask=None):
         parts.append(torch.stack([heads[:, h // group] for h in range(attn.num_heads)], dim=1))
     q, k, v = attn.q_norm(parts[0]), attn.k_norm(parts[1]), parts[2]
     contents = (q, k) if rope is None else tuple(oracle.rotate(part, rope, PREFIX, half) for part in (q, k))
-    out = oracle.attention(*contents, v, terms, places, position_query=q, position_key=k, mask=mask)
+    return q, k, v, contents
+
+
+def finished(attn, x, out):
     out = attn.norm(out.transpose(1, 2).flatten(2))
     if attn.gate is not None:
         out = out * torch.sigmoid(attn.gate(x))
     return attn.proj(out)
+
+
+def expected(attn, x, terms, places, rope=None, half=False, mask=None):
+    """Projections by hand, the oracle between them."""
+    q, k, v, contents = projected(attn, x, rope, half)
+    out = oracle.attention(*contents, v, terms, places, position_query=q, position_key=k, mask=mask)
+    return finished(attn, x, out)
 
 
 def terms_of(position):
@@ -103,6 +113,41 @@ def test_every_kind_of_attention_equals_brute_force(kind, rel_terms):
     torch.testing.assert_close(attn(x, **arguments, attn_mask=Placed(grid, None)), want, rtol=0, atol=1e-12)
     if not isinstance(attn, Attention):
         torch.testing.assert_close(attn(x, rope=Placed(grid, rope)), want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks_on_attn_drop_get_the_weights(kind):
+    attn, half = build(kind, rel_terms="qkvb")
+    grid = make_grid(HEIGHT, WIDTH, PREFIX)
+    x = torch.randn(2, PREFIX + HEIGHT * WIDTH, DIM, dtype=torch.float64)
+    rope = None if half is None else rotation(attn.head_dim, HEIGHT, WIDTH, half)
+    arguments = {} if rope is None else {"rope": rope}
+    places = [oracle.place(i, PREFIX, None, HEIGHT, WIDTH) for i in range(x.shape[1])]
+    terms = terms_of(attn.position)
+    alone = attn.eval()(x, **arguments, attn_mask=Placed(grid, None))
+    shown = []
+    handle = attn.attn_drop.register_forward_hook(lambda _module, given, _out: shown.append(given[0]))
+    out = attn(x, **arguments, attn_mask=Placed(grid, None))
+    handle.remove()
+    assert torch.equal(out, alone)
+    (weights,) = shown
+
+    # The oracle's average of unit vectors is the weights themselves.
+    q, k, v, contents = projected(attn, x, rope, half)
+    units = torch.eye(x.shape[1], dtype=torch.float64).expand(2, attn.num_heads, -1, -1)
+    without = terms._replace(value=None)
+    want = oracle.attention(*contents, units, without, [places] * 2, position_query=q, position_key=k)
+    torch.testing.assert_close(weights, want, rtol=0, atol=1e-12)
+
+    # And of the values, each with its relative vector, they are the layer's output.
+    total = weights @ v
+    for h in range(attn.num_heads):
+        for i, here in enumerate(places):
+            for j, there in enumerate(places):
+                vector = oracle.pair_entry(terms.value, h, here, there, "clip")
+                if vector is not None:
+                    total[:, h, i] += weights[:, h, i, j, None] * vector
+    torch.testing.assert_close(finished(attn, x, total), out, rtol=0, atol=1e-12)
 
 
 def test_masks_add_to_the_logits_and_causal_tokens_see_earlier_ones():

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("several_tiles")
         ({}, {}, "tiled", "on the CPU"),
         ({"layout": "joint"}, {}, "gathered", "joint tables"),
         ({}, {"dropout_p": 0.1}, "tiled", "on the CPU"),
-        ({"which": ""}, {}, "tiled", "on the CPU"),
+        ({"which": ""}, {}, "fused", "without relative terms"),
         ({}, {"attn_mask": torch.ones(42, 42, dtype=torch.bool)}, "tiled", "on the CPU"),
     ],
 )
@@ -74,7 +74,7 @@ def test_tiles_refuse_to_be_part_of_graphs_and_transforms():
 
 
 def on_a_gpu(**changes):
-    case = {"device": "cuda", "dtype": torch.bfloat16, "joint": False, "width": 96}
+    case = {"device": "cuda", "dtype": torch.bfloat16, "terms": True, "joint": False, "width": 96}
     case |= {"graph": False, "transform": False, "stock": False}
     case = attention.Case(**{**case, "gradient": True, **changes})
     return next(choice.backend for applies, choice in attention.RULES if applies(case))

@@ -65,7 +65,7 @@ OPTIONS = [
     ({"attn_mask": torch.ones(2, 5, dtype=torch.bool)}, ValueError, r"attn_mask has shape \(2, 5\), .*grid's `valid`"),
     ({"attn_mask": torch.ones(1, 2, 2, 6, 6)}, ValueError, "attn_mask has shape"),
     ({"attn_mask": torch.ones(6, 6), "is_causal": True}, ValueError, "exclude each other"),
-    ({"dropout_p": 1.5}, ValueError, "dropout_p must lie between 0 and 1, got 1.5"),
+    ({"dropout_p": 1.5}, ValueError, "dropout_p must be between 0 and 1, got 1.5"),
     ({"dropout_p": "0.1"}, TypeError, "dropout_p must be a number, got '0.1' of type str"),
     ({"scale": torch.ones(())}, TypeError, "scale must be a number"),
     ({"scale": float("nan")}, ValueError, "scale must be finite, got nan"),

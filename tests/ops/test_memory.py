@@ -113,7 +113,7 @@ def test_gathered_tiles_keep_nothing_and_are_made_one_at_a_time(which, mask, dro
 @pytest.mark.parametrize("mask", ["none", "valid", "keys"])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
 def test_tiles_keep_logits_and_marginals_and_are_made_one_at_a_time(which, mask, dropout_p, monkeypatch):
-    monkeypatch.setattr(tiled, "TILE_LOGITS", TILE)
+    monkeypatch.setattr(tiled, "TILE_LOGITS", TILE // torch.get_num_threads())
     kept, largest = run(which, mask, "tiled", dropout_p)
     places, entries = HEIGHT + WIDTH, 32
     channels = DIM

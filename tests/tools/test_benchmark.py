@@ -73,11 +73,56 @@ def test_tables_do_not_mix_runs_sizes_and_modes():
     assert "| `control` | 1000.00 | 6.0 | – |\n" in text
 
 
-def test_figure_has_a_bar_per_ratio():
-    (axes,) = report.draw(rows()).axes
-    assert [bar.get_x() + bar.get_width() for bar in axes.patches] == pytest.approx([1.0, 1.5, 1.0])
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["control", "relvit_small", "rope"]
-    assert "out of memory" in [text.get_text() for text in axes.texts]
+def test_figure_has_a_bar_per_competitor():
+    time, memory, larger = report.draw(rows()).axes
+    # Without control, which is noise, and without rope, which has no figure.
+    assert [bar.get_width() for bar in time.patches] == pytest.approx([1.5])
+    assert [label.get_text() for label in time.get_yticklabels()] == ["relvit_small"]
+    assert time.get_title("left") == "relvit_small trains in 1.50 times\nthe time of a plain ViT-S"
+    assert [bar.get_width() for bar in memory.patches] == pytest.approx([2.5])
+    assert larger.lines[0].get_ydata() == pytest.approx([1.5])
+
+
+def test_figure_has_lines_over_the_patches():
+    def layers(size, plain, tiled, reference, **other):
+        found = {"plain": (plain, 10), "relvit_tiled": (tiled, 15), "relvit_reference": (reference, 3000)}
+        return [
+            row(name, [seconds] * 3, memory, level="layer", size=size, **other)
+            for name, (seconds, memory) in found.items()
+        ]
+
+    measured = [
+        *layers(448, 0.1, 0.3, 1.0),
+        # A later run of the same, which counts; another mode and another device, which do not.
+        *layers(448, 0.1, 0.2, 1.2, run="later"),
+        *layers(448, 0.1, 0.9, 0.9, mode="forward"),
+        *layers(448, 0.1, 0.9, 0.9, device="cuda"),
+        *layers(224, 0.1, 0.1, 0.4),
+        *layers(1024, 0.1, 0.2, 9.0)[:2],
+    ]
+    time, memory = report.draw(measured).axes
+    ours, theirs = time.lines[:2]
+    assert list(ours.get_xdata()) == [196, 784, 4096]
+    assert ours.get_ydata() == pytest.approx([1, 2, 2])
+    assert list(theirs.get_xdata()) == [196, 784]
+    assert theirs.get_ydata() == pytest.approx([4, 12])
+    # At the largest size that both have.
+    assert time.get_title("left") == "A layer: 6 times faster than the\npaper's algorithm, 784 patches"
+    assert memory.get_title("left") == "A layer: 1/200 of its memory\nfor backward, 784 patches"
+    assert [text.get_text() for text in time.get_legend().get_texts()] == ["relvit", "the paper's algorithm"]
+
+
+def test_committed_figure_has_six_panels_and_overlaps_nothing():
+    figure = report.draw(report.read(ROOT / "docs" / "benchmarks" / "results.jsonl"))
+    figure.canvas.draw()
+    assert len(figure.axes) == 6
+    for axes in figure.axes:
+        data = axes.get_window_extent()
+        if (legend := axes.get_legend()) is not None:
+            assert not data.overlaps(legend.get_window_extent())
+        assert figure.bbox.x1 > axes._left_title.get_window_extent().x1
+        assert axes.get_xlabel()
+    assert (ROOT / "docs" / "benchmarks" / "results.png").stat().st_size < 500_000
 
 
 def test_committed_tables_are_those_of_the_committed_samples():

@@ -73,7 +73,7 @@ def test_every_weight_is_the_mean_of_those_that_are_evaluated(three, tmp_path):
         expected = np.mean(columns, axis=0).astype(np.float32)
         assert tensor.dtype == torch.float32
         np.testing.assert_array_equal(tensor.numpy(), expected, err_msg=name)
-    assert set(content) == {"state_dict", "relvit", "pytorch-lightning_version"}
+    assert set(content) == {"state_dict", "state_dict_ema", "relvit", "pytorch-lightning_version"}
     record = content["relvit"]
     assert record["average_of"] == [str(path) for path in paths]
     # Which network it is and what it is shown, nothing about a training that it has not had.

@@ -116,7 +116,7 @@ def test_mistakes(teacher, tmp_path):
         ({"distill": "softly", "teacher": "x"}, r"distill must be one of 'hard', 'soft', got 'softly' \(did you mean"),
         ({"distill": "soft"}, "distill soft has no effect without teacher"),
         ({"distill_temperature": 2.0, "teacher": "x"}, "distill_temperature 2.0 has no effect without distill 'soft'"),
-        ({"distill_weight": 0.0, "teacher": "x"}, "distill_weight must lie in 0 < x <= 1"),
+        ({"distill_weight": 0.0, "teacher": "x"}, "distill_weight must be in 0 < x <= 1"),
     ):
         with pytest.raises(ValueError, match=message):
             ImageClassifier("test_relvit", 7, **arguments)

@@ -27,7 +27,7 @@ def test_a_gradient_that_is_not_finite_stops_before_the_step():
     module = build(**OPTIONS)
     record = Record(module)
     spoil_gradient(module, 2)
-    with pytest.raises(NonFiniteLossError, match=r"the gradient's norm is inf at step 2 of epoch 0: stopped"):
+    with pytest.raises(NonFiniteLossError, match=r"the gradient's norm is inf at step 3, in epoch 1: stopped"):
         train(module, max_epochs=1)
     assert len(record.weights) == 2
     for name, value in module.net.named_parameters():
@@ -58,7 +58,7 @@ def test_accumulated_losses_all_count():
     """Image 9 is in the third batch, the first of a pair, of which the second is fine."""
     module = build(**OPTIONS)
     record = Record(module)
-    with pytest.raises(NonFiniteLossError, match="the loss is nan at step 1 of epoch 0"):
+    with pytest.raises(NonFiniteLossError, match="the loss is nan at step 2, in epoch 1"):
         train(module, Noise(spoilt=True), max_epochs=1, accumulate_grad_batches=2)
     assert len(record.weights) == 1
 

@@ -128,7 +128,7 @@ def test_one_step_of_sgd_is_the_formula(net):
         ({"opt": "sgd", "opt_kwargs": {"momemtum": 0.9}}, r"no argument 'momemtum' \(did you mean 'momentum'\?\)"),
         ({"opt": "sgd", "opt_kwargs": {"betas": [0.9, 0.9]}}, "optimiser 'sgd' has no argument 'betas'"),
         ({"opt_kwargs": {"lr": 1.0}}, "opt_kwargs must not hold 'lr'"),
-        ({"layer_decay": 1.5}, "layer_decay must lie in 0 < x <= 1, got 1.5"),
+        ({"layer_decay": 1.5}, "layer_decay must be in 0 < x <= 1, got 1.5"),
     ],
 )
 def test_errors(net, arguments, message):

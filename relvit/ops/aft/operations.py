@@ -99,7 +99,8 @@ def aft_full(
             mixed = average_of_pairs(
                 key,
                 value,
-                lambda first, last: bias[:, place[:, first:last, None], place[:, None, :]].transpose(0, 1),
+                bias,
+                lambda bias, first, last: bias[:, place[:, first:last, None], place[:, None, :]].transpose(0, 1),
                 valid,
                 is_causal,
             )
@@ -218,7 +219,7 @@ def aft_conv(
     valid = key_mask(grid)
     with without_autocast(query.device):
         if backend == "pairs":
-            mixed = average_of_pairs(key, value, _window_bias(weight, grid), valid, is_causal)
+            mixed = average_of_pairs(key, value, weight, _window_bias(weight, grid), valid, is_causal)
         else:
             parts = to_raster(for_products(exponentials(key, value, valid), query.dtype), grid)
             patches = Sums(*(part[:, :, grid.prefix :] for part in parts))
@@ -286,14 +287,14 @@ def _far_apart(bottom: Tensor, top: Tensor) -> bool:
     return bool((top - bottom).max() > SPREAD)
 
 
-def _window_bias(weight: Tensor, grid: Grid) -> Callable[[int, int], Tensor]:
-    """w of some queries with all tokens, (1 or B, heads, queries, N)."""
+def _window_bias(weight: Tensor, grid: Grid) -> Callable[[Tensor, int, int], Tensor]:
+    """w of some queries with all tokens, (1 or B, heads, queries, N), from windows such as `weight`."""
     coords = patch_coords(grid, weight.device)
     coords = coords if coords.dim() == 3 else coords[None]
     coords = F.pad(coords, (0, 0, grid.prefix, 0))
     placed = torch.arange(coords.shape[1], device=weight.device) >= grid.prefix
 
-    def bias_of(first: int, last: int) -> Tensor:
+    def bias_of(weight: Tensor, first: int, last: int) -> Tensor:
         near, index = placed[first:last, None] & placed, []
         for axis, size in enumerate(weight.shape[1:]):
             offset = coords[:, None, :, axis] - coords[:, first:last, None, axis]

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
+from relvit.ops.grid import without_padding
+from relvit.ops.recompute import recomputed
 from relvit.ops.transforms import in_graph, in_transform
 
 # How many logits are formed at a time, and for how many queries at least.
@@ -18,18 +19,21 @@ LEAST_QUERIES = 1
 def average_of_pairs(
     key: Tensor,
     value: Tensor,
-    bias_of: Callable[[int, int], Tensor],
+    bias: Tensor,
+    bias_of: Callable[[Tensor, int, int], Tensor],
     valid: Tensor | None,
     is_causal: bool,
 ) -> Tensor:
     """sum_j softmax_j(key_j + w_ij) value_j in each channel; zero where there is no key.
 
-    O(N^2 dim) time. Nothing of that size is kept for backward, which forms each tile again.
+    O(N^2 dim) time. Nothing of that size is kept for backward, which computes each tile again.
 
     Args:
         key: (B, heads, N, head_dim) or (B, heads, N, 1).
         value: (B, heads, N, head_dim).
-        bias_of: w of the queries from one number up to another, (1 or B, 1 or heads, queries, N).
+        bias: what w is looked up in, the only tensor with a gradient that `bias_of` reads.
+        bias_of: from `bias` and two numbers w of the queries from the one up to the other, (1 or B, 1 or heads,
+            queries, N).
         valid: (1 or B, N), False where a token does not count.
         is_causal: leave out keys that come later than the query.
 
@@ -39,21 +43,25 @@ def average_of_pairs(
     precision = torch.promote_types(key.dtype, torch.float32)
     key, value = key.to(precision), value.to(precision)
     if valid is not None:
-        absent = ~valid[:, None, :, None]
-        key, value = key.masked_fill(absent, torch.finfo(precision).min), value.masked_fill(absent, 0.0)
-    # What the largest keys differ by, biases are not rounded away from.
-    key = key - key.detach().amax(dim=2, keepdim=True)
+        key, value = without_padding(key, valid), without_padding(value, valid)
     batch, heads, count, width = key.shape
     size = max(LEAST_QUERIES, TILE_LOGITS // max(1, batch * heads * count * width))
 
-    def tile(key: Tensor, value: Tensor, first: int) -> Tensor:
+    def tile(key: Tensor, value: Tensor, bias: Tensor, first: int) -> Tensor:
         last = min(first + size, count)
-        logits = bias_of(first, last).to(precision)[..., None] + key[:, :, None]
+        key, pairs = key[:, :, None], bias_of(bias, first, last).to(precision)[..., None]
         allowed: Tensor | None = None if valid is None else valid[:, None, None, :, None]
         if is_causal:
             places = torch.arange(count, device=key.device)
             earlier = (places <= places[first:last, None])[None, None, ..., None]
             allowed = earlier if allowed is None else earlier & allowed
+        top = (key + pairs).detach()
+        top = (top if allowed is None else top.masked_fill(~allowed, -torch.inf)).argmax(dim=3, keepdim=True)
+        # Keys and biases relative to those of the largest sum that the query may see, each by itself: in the sum of a
+        # large key and a small bias the bias would be rounded away.
+        of_top = (part.detach().expand(*top.shape[:3], count, top.shape[4]).gather(3, top) for part in (key, pairs))
+        key, pairs = (part - at_top for part, at_top in zip((key, pairs), of_top, strict=True))
+        logits = key + pairs
         if allowed is None:
             return _weighted(logits.softmax(dim=3), value)
         empty = ~allowed.any(dim=3, keepdim=True)
@@ -62,7 +70,7 @@ def average_of_pairs(
 
     again = torch.is_grad_enabled() and not in_graph() and not in_transform()
     tiles = [
-        checkpoint(tile, key, value, first, use_reentrant=False) if again else tile(key, value, first)
+        recomputed(tile, key, value, bias, first) if again else tile(key, value, bias, first)
         for first in range(0, count, size)
     ]
     return torch.cat(tiles, dim=2)

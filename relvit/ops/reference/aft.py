@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from relvit.ops.grid import Grid, key_mask, patch_coords
+from relvit.ops.grid import Grid, key_mask, patch_coords, without_padding
 
 
 def aft_full(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, grid: Grid, *, is_causal: bool = False) -> Tensor:
@@ -62,12 +62,14 @@ def aft_conv(
 
 def _average(query: Tensor, key: Tensor, value: Tensor, pairs: Tensor, grid: Grid, is_causal: bool) -> Tensor:
     """The gated average of the values, `pairs` (1 or B, 1 or heads, N or 1, N or 1) being w."""
+    valid = key_mask(grid)
+    if valid is not None:
+        key, value = without_padding(key, valid), without_padding(value, valid)
     logits = pairs.double()[..., None] + rearrange(key.double(), "b h j c -> b h 1 j c")
     logits = logits.expand(-1, -1, query.shape[2], -1, -1)
     if is_causal:
         later = torch.ones(logits.shape[2:4], dtype=torch.bool, device=logits.device).triu(1)
         logits = logits.masked_fill(later[..., None], -torch.inf)
-    valid = key_mask(grid)
     if valid is not None:
         logits = logits.masked_fill(~rearrange(valid, "b j -> b 1 1 j 1"), -torch.inf)
     # A query for which there is no key gets zeros, and zero gradients instead of NaN.

@@ -13,7 +13,7 @@ from einops import rearrange
 from torch import Tensor
 
 from relvit.ops.buckets import bucket
-from relvit.ops.grid import Grid, key_mask, patch_coords
+from relvit.ops.grid import Grid, key_mask, patch_coords, without_padding
 from relvit.ops.terms import AxisTables, JointTable, RelativeTerms
 
 
@@ -49,9 +49,41 @@ def relative_attention(
 ) -> Tensor:
     """Attention with relative terms, term by term as in the paper; see `relvit.ops.relative_attention`."""
     key_grid = grid if key_grid is None else key_grid
+    options = (attn_mask, is_causal, scale, position_query, position_key)
+    valid = key_mask(key_grid)
+    if valid is not None:
+        value = without_padding(value, valid)
+    weights = F.dropout(attention_weights(query, key, terms, grid, key_grid, *options), dropout_p)
+    out = torch.einsum("bhij,bhjd->bhid", weights, value)
+    if terms.value is not None:
+        vectors = _pair_vectors(terms.value, terms.bucketing, grid, key_grid, value)
+        out = out + torch.einsum("bhij,bhijd->bhid", weights, vectors)
+    return out
+
+
+def attention_weights(
+    query: Tensor,
+    key: Tensor,
+    terms: RelativeTerms,
+    grid: Grid,
+    key_grid: Grid | None = None,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    position_query: Tensor | None = None,
+    position_key: Tensor | None = None,
+) -> Tensor:
+    """Compute softmax_j(logit_ij), (B, heads, Nq, Nk), of `relvit.ops.relative_attention`, before dropout.
+
+    Rows sum to 1; they are zero where a query may attend to nothing.
+    """
+    key_grid = grid if key_grid is None else key_grid
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     position_query = query if position_query is None else position_query
     position_key = key if position_key is None else position_key
+    valid = key_mask(key_grid)
+    if valid is not None:
+        key, position_key = without_padding(key, valid), without_padding(position_key, valid)
 
     logits = torch.einsum("bhid,bhjd->bhij", query, key)
     if terms.key is not None:
@@ -70,20 +102,12 @@ def relative_attention(
         logits = logits.masked_fill(~allowed, -torch.inf)
     if attn_mask is not None:
         logits = logits.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else logits + attn_mask
-    valid = key_mask(key_grid)
     if valid is not None:
         logits = logits.masked_fill(~rearrange(valid, "b j -> b 1 1 j"), -torch.inf)
 
     # A query that may attend to nothing gets zeros, and zero gradients instead of NaN.
     empty = torch.isneginf(logits).all(dim=-1, keepdim=True)
-    weights = logits.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)
-    weights = F.dropout(weights, dropout_p)
-
-    out = torch.einsum("bhij,bhjd->bhid", weights, value)
-    if terms.value is not None:
-        vectors = _pair_vectors(terms.value, terms.bucketing, grid, key_grid, value)
-        out = out + torch.einsum("bhij,bhijd->bhid", weights, vectors)
-    return out
+    return logits.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)
 
 
 def _look_up(table: Tensor, *offsets: Tensor, bucketing: str) -> Tensor:

@@ -1,0 +1,167 @@
+"""Short names of options and arguments without a name, rewritten before the parser sees them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from relvit.cli.errors import UsageError
+
+_DATA = {f"--{name}": f"--data.{name}" for name in ("root", "img_size", "batch_size", "num_workers")}
+_TRAINER = {f"--{name}": f"--trainer.{name}" for name in ("devices", "accelerator", "precision")}
+_TRAINING = {"--epochs": "--trainer.max_epochs"} | {f"--{name}": f"--model.{name}" for name in ("model", "lr")}
+_TRAINING |= {"--pretrained": "--model.pretrained"}
+
+# Command -> {another name of an option: its name}. Functions have the short names themselves, and take the long ones
+# under which the data of the other commands knows the same options.
+ALIASES: dict[str, dict[str, str]] = {
+    "fit": _DATA | _TRAINER | _TRAINING,
+    **dict.fromkeys(("validate", "test", "predict"), _DATA | _TRAINER),
+    "resolutions": {f"--data.{name}": f"--{name}" for name in ("root", "batch_size")},
+    "embed": {f"--data.{name}": f"--{name}" for name in ("root", "img_size", "batch_size", "num_workers")},
+    "export": {"--data.img_size": "--img_size"},
+}
+
+# Command -> the options that arguments without a name stand for.
+POSITIONALS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("validate", "test", "resolutions", "export"), ("--ckpt_path",)),
+    "predict": ("--ckpt_path", "--paths"),
+    "embed": ("--ckpt_path", "--root"),
+    "average": ("--ckpt_paths",),
+    "check-data": ("--root",),
+}
+# Those that take several.
+LISTS = ("--ckpt_paths", "--paths")
+# Options that need no value to be true.
+SWITCHES = ("--mirror", "--lr_find")
+ALONE = ("-h", "--help", "--help-all", "--print_config", "-q", "--quiet")
+# Where a value of `--model` is a file of the model's options, as the parser takes it, and no name.
+_FILE = (".yaml", ".yml", ".json")
+
+# Options that a command does not have although it is like others that do, and what to do instead.
+ELSEWHERE = {
+    ("validate", "--split"): "validate uses the images of val; to use others: relvit test --split SPLIT",
+    ("validate", "--runs"): "validate prints its results and writes no file; to get a report: relvit test --runs DIR",
+    ("predict", "--split"): "predict takes images without labels; name their folder instead, such as photos/val",
+}
+
+
+class Rewritten(NamedTuple):
+    """A command's arguments by the names that its parser knows.
+
+    Attributes:
+        arguments: the arguments.
+        typed: the name that the user gave, of each option that has another one.
+    """
+
+    arguments: list[str]
+    typed: Mapping[str, str]
+
+    def as_typed(self, message: str) -> str:
+        """A message with the names of options that the user gave."""
+        for name, given in self.typed.items():
+            message = re.sub(rf"(?<![\w.-]){re.escape(name)}(?![\w.])", given, message)
+        return message
+
+
+def rewrite(command: str, arguments: Sequence[str]) -> Rewritten:
+    """Replace short names of options by their own, and name the arguments that have no name.
+
+    Options of the data that were given by a short name come last: the parser takes them only after `--data NAME`.
+
+    Raises:
+        UsageError: an argument without a name where there is none to take, two different values for one option under
+            two names, or an option that another command has.
+    """
+    aliases, kept, last, bare, typed = ALIASES.get(command, {}), [], [], [], {}
+    values: dict[str, dict[str, str]] = {}
+    for name, value in _split(arguments):
+        if name is None:
+            bare.append(value)
+            continue
+        if reason := ELSEWHERE.get((command, name)):
+            raise UsageError(f"{name}: {reason}")
+        own = aliases.get(name, name)
+        if own == "--model.model" and own != name and (value is None or value.endswith(_FILE) or value.startswith("{")):
+            own = name
+        if value is not None:
+            values.setdefault(own, {})[name] = value
+        if own != name:
+            typed[own] = name
+        (last if own != name and own.startswith("--data.") else kept).extend(_joined(own, value))
+    for given in values.values():
+        if len(set(given.values())) > 1:
+            both = " and ".join(f"{name} {value}" for name, value in given.items())
+            raise UsageError(f"{both} are two values for one option: give one of them")
+    kept += _named(command, bare, values)
+    if command == "fit" and "--data.root" in values and not _says_which_data(values):
+        kept = ["--data", "ImageFolderData", *kept]
+    return Rewritten([*kept, *last], typed)
+
+
+def _says_which_data(values: Mapping[str, object]) -> bool:
+    return any(name in values for name in ("--data", "--data.class_path", "--config", "-c", "--resume", "--ckpt_path"))
+
+
+def _split(arguments: Sequence[str]) -> list[tuple[str | None, str | None]]:
+    """Name and value of each option; no name for an argument without one, no value for an option without one.
+
+    `--sizes` takes all numbers and pairs that follow it.
+    """
+    found: list[tuple[str | None, str | None]] = []
+    waiting = list(arguments)
+    while waiting:
+        argument = waiting.pop(0)
+        if argument == "--":
+            return [*found, *((None, rest) for rest in waiting)]
+        name, equals, value = argument.partition("=")
+        if not _is_option(argument):
+            found.append((None, argument))
+        elif equals:
+            found.append((name, _as_list([value]) if name == "--sizes" else value))
+        elif name in ALONE or not waiting or _is_option(waiting[0]):
+            found.append((name, "true" if name in SWITCHES else None))
+        elif name in SWITCHES and waiting[0].lower() not in ("true", "false"):
+            found.append((name, "true"))
+        elif name == "--sizes":
+            taken = [waiting.pop(0)]
+            while waiting and re.match(r"\[?\d", waiting[0]):
+                taken.append(waiting.pop(0))
+            found.append((name, _as_list(taken)))
+        else:
+            found.append((name, waiting.pop(0)))
+    return found
+
+
+def _as_list(values: Sequence[str]) -> str:
+    return values[0] if len(values) == 1 and values[0].startswith("[") else f"[{','.join(values)}]"
+
+
+def _is_option(argument: str) -> bool:
+    # A number below zero is a value.
+    return re.match(r"-[^\d.\s]", argument) is not None
+
+
+def _joined(name: str, value: str | None) -> list[str]:
+    return [name] if value is None else [f"{name}={value}"]
+
+
+def _named(command: str, bare: Sequence[str], values: Mapping[str, object]) -> list[str]:
+    """Options for the arguments that have no name."""
+    if not bare:
+        return []
+    # A checkpoint that was given by its name leaves the rest to what comes after it.
+    names = [name for name in POSITIONALS.get(command, ()) if name not in values]
+    found, rest = [], list(bare)
+    for name in names:
+        if rest and name in LISTS:
+            return [*found, f"{name}={json.dumps(rest)}"]
+        if rest:
+            found.append(f"{name}={rest.pop(0)}")
+    if rest:
+        given = [name for name in POSITIONALS.get(command, ()) if name in values]
+        hint = f"{' and '.join(given)} given already" if given else "each value follows the name of its option"
+        raise UsageError(f"unexpected argument {rest[0]!r}: {hint}; relvit {command} --help lists the options")
+    return found

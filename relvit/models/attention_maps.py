@@ -1,0 +1,127 @@
+"""Attention maps: which tokens every token of an image looks at, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from relvit.layers import AFTSimple, RelativeAttention
+from relvit.layers.placed_attention import PLACED_ATTENTIONS, PlacedAttention
+from relvit.names import listing
+
+# They show hooks their weights; timm's do where they are not fused.
+OURS = (RelativeAttention, PlacedAttention)
+
+
+class AttentionMaps(NamedTuple):
+    """The attention weights of a model for some images.
+
+    Attributes:
+        weights: one tensor per layer, float32 (B, heads, N, N), or (heads, N, N) for a single image: by how much a
+            token (row) draws on another one (column). Rows sum to 1. The `prefix` tokens come first, then the patches,
+            row by row.
+        grid: rows and columns of patches: `weights[-1][..., 0, prefix:].unflatten(-1, grid)` are pictures of what the
+            first token looks at.
+        prefix: number of tokens that are no patches: class token, registers.
+    """
+
+    weights: list[Tensor]
+    grid: tuple[int, int]
+    prefix: int
+
+
+@torch.no_grad()
+def attention_maps(model: nn.Module, images: Tensor, layers: Sequence[int] | None = None) -> AttentionMaps:
+    """Compute the attention weights of a Vision Transformer, which fused attention never forms.
+
+    Each layer takes N x N numbers per head and image. The model is as it was afterwards.
+
+    Args:
+        model: in evaluation mode: a relvit model with attention, a model that `relvit.retrofit` has changed, or one of
+            timm's whose blocks have its `Attention`, `AttentionRope` or `EvaAttention`.
+        images: (B, in_chans, height, width) as the model takes them, normalised.
+        layers: numbers of the blocks, from 0, or from -1 backwards; None: all.
+
+    Raises:
+        TypeError: a model without attention, or with another kind, which is named.
+        ValueError: a model in training mode, a number that no block has, images of another shape.
+    """
+    attentions = _attentions(model)
+    if model.training:
+        raise ValueError("attention_maps needs a model in evaluation mode, where nothing is dropped: call model.eval()")
+    depth = len(attentions)
+    chosen = list(range(depth)) if layers is None else list(layers)
+    if wrong := [index for index in chosen if not -depth <= index < depth]:
+        raise ValueError(f"layers holds {wrong[0]}, the model has {depth} blocks: give numbers from 0 to {depth - 1}")
+    if images.dim() != 4:
+        raise ValueError(f"images must be (B, in_chans, height, width), got shape {tuple(images.shape)}")
+    with _recording([attentions[index] for index in chosen]) as recorded, torch.compiler.set_stance("force_eager"):
+        model.forward_features(images)
+    for index in chosen:
+        if attentions[index] not in recorded:
+            kind = _name(type(attentions[index]))
+            raise TypeError(f"blocks.{index % depth}.attn, a {kind}, has a forward of its own that shows no weights")
+    embed = model.patch_embed if hasattr(model, "patch_embed") else model.embeds
+    grid = tuple(map(int, embed.dynamic_feat_size(images.shape[-2:])))
+    return AttentionMaps([recorded[attentions[index]] for index in chosen], grid, model.num_prefix_tokens)
+
+
+def _attentions(model: nn.Module) -> list[nn.Module]:
+    """The attention of each block."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a module, got {type(model).__name__}; of relvit.load it is the attribute model")
+    blocks = list(getattr(model, "blocks", ()))
+    if not blocks:
+        raise _unknown(model, "it has no blocks")
+    for index, block in enumerate(blocks):
+        attention = getattr(block, "attn", None)
+        if isinstance(attention, AFTSimple):
+            raise TypeError(
+                f"{type(model).__name__} has no attention weights: it is attention-free, {type(attention).__name__} "
+                "averages values by keys and places alone"
+            )
+        if attention is None:
+            raise _unknown(model, f"blocks.{index} is a {_name(type(block))}, without attention of the name attn")
+        if not isinstance(attention, OURS) and type(attention) not in PLACED_ATTENTIONS:
+            raise _unknown(model, f"blocks.{index}.attn is a {_name(type(attention))}")
+    return [block.attn for block in blocks]
+
+
+def _unknown(model: nn.Module, why: str) -> TypeError:
+    timms = listing([cls.__name__ for cls in PLACED_ATTENTIONS])
+    return TypeError(
+        f"attention_maps does not know the attention of {type(model).__name__}: {why}; it takes relvit's models, those "
+        f"that relvit.retrofit has changed, and those of timm with {timms}"
+    )
+
+
+def _name(cls: type) -> str:
+    """Several classes of timm are called Attention."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+@contextmanager
+def _recording(attentions: Sequence[nn.Module]) -> Iterator[dict[nn.Module, Tensor]]:
+    """Record the weights with which these layers call their `attn_drop`."""
+    recorded: dict[nn.Module, Tensor] = {}
+    handles, unfused = [], []
+    for attention in attentions:
+
+        def record(_module: nn.Module, given: tuple[Tensor], attention: nn.Module = attention) -> None:
+            recorded[attention] = given[0].float()
+
+        handles.append(attention.attn_drop.register_forward_pre_hook(record))
+        if not isinstance(attention, OURS) and attention.fused_attn:
+            unfused.append(attention)
+            attention.fused_attn = False
+    try:
+        yield recorded
+    finally:
+        for handle in handles:
+            handle.remove()
+        for attention in unfused:
+            attention.fused_attn = True

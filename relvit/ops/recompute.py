@@ -1,0 +1,141 @@
+"""Recomputation in backward of what autograd would keep, with a check that nothing it reads was modified in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from relvit.ops.transforms import in_graph, in_transform
+
+
+class Versions:
+    """Context that raises if one of several tensors was modified in place after this object was made.
+
+    Autograd makes this check for what it keeps by itself, but neither for what a saved-tensor hook keeps nor for what
+    `torch.utils.checkpoint` reads again.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        # Inference tensors cannot be modified in place where gradients are computed, and have no version.
+        self._seen = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
+
+    def __enter__(self) -> None:
+        for tensor, version in self._seen:
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"a tensor of shape {tuple(tensor.shape)} that is needed for gradients was modified in place "
+                    "after an operation of relvit had read it: clone it before, or compute the gradients first"
+                )
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+
+def recomputed(function: Callable[..., Tensor], *args: object, preserve_rng_state: bool = False) -> Tensor:
+    """Compute `function(*args)`; backward computes it once more instead of keeping its intermediate tensors.
+
+    Recomputation as in Chen et al. 2016 (arXiv 1604.06174).
+
+    Args:
+        function: reads no tensors but those in `args`.
+        args: tensors, also within tuples, or anything else.
+        preserve_rng_state: whether `function` draws random numbers.
+
+    Raises:
+        RuntimeError: in backward, if one of the tensors was modified in place.
+    """
+    options = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
+    if torch.compiler.is_compiling():
+        return checkpoint(function, *args, **options)
+    versions = Versions(leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+    return checkpoint(function, *args, context_fn=lambda: (nullcontext(), versions), **options)
+
+
+@contextmanager
+def recompute_saved(
+    tensors: list[Tensor], make: Callable[..., list[Tensor]], inputs: list[Tensor | None]
+) -> Iterator[None]:
+    """Context in which operations save how to compute `tensors` for backward instead of the tensors themselves.
+
+    Autograd's saved-tensor hooks do the exchange, so gradients of any order, and every kernel, stay what they are. In
+    graphs and inside `torch.func`, which forbids such hooks, the context does nothing.
+
+    Args:
+        tensors: what operations in the context read.
+        make: computes them all from `inputs`.
+        inputs: tensors that exist anyway; None is handed on.
+
+    Raises:
+        RuntimeError: in backward, if one of `inputs`, or what the operations save besides, was modified in place.
+    """
+    if not torch.is_grad_enabled() or in_graph() or in_transform():
+        yield
+        return
+    recomputation = _Recomputation(make, inputs)
+    # Tensors stay alive within the context, so that their addresses are theirs alone.
+    places = {tensor.data_ptr(): (place, tensor) for place, tensor in enumerate(tensors)}
+
+    def pack(saved: Tensor) -> Callable[[], Tensor]:
+        place, tensor = places.get(saved.data_ptr(), (None, None))
+        if tensor is not None and place is not None and tensor.numel() == saved.numel():
+            if tensor.shape == saved.shape:
+                return partial(recomputation.take, place)
+            if tensor.is_contiguous() and saved.is_contiguous():
+                shape = saved.shape
+                return lambda: recomputation.take(place).reshape(shape)
+        return partial(_unchanged, saved, Versions([saved]))
+
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda unpack: unpack()):
+            yield
+    finally:
+        # What is saved keeps its hooks, and these would keep the tensors.
+        places.clear()
+
+
+def _unchanged(saved: Tensor, versions: Versions) -> Tensor:
+    with versions:
+        return saved
+
+
+class _Recomputation:
+    """Results of one call, each handed out once: one backward asks for all of them, one after the other."""
+
+    def __init__(self, make: Callable[..., list[Tensor]], inputs: list[Tensor | None]) -> None:
+        self._make = make
+        self._inputs = [None if tensor is None else tensor.detach() for tensor in inputs]
+        self._versions = Versions(tensor for tensor in self._inputs if tensor is not None)
+        self._waiting: dict[int, Tensor] = {}
+
+    def take(self, place: int) -> Tensor:
+        with self._versions:
+            if place not in self._waiting:
+                with torch.no_grad():
+                    self._waiting = dict(enumerate(self._make(*self._inputs)))
+            return self._waiting.pop(place)
+
+
+def pick_from(values: Tensor, index: Tensor) -> Tensor:
+    """Compute `values.gather(-1, index)` without keeping `values`, of which backward needs the shape alone."""
+    if in_graph() or in_transform() or not torch.is_grad_enabled():
+        return values.gather(-1, index)
+    return _PickFrom.apply(values, index)
+
+
+class _PickFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, values: Tensor, index: Tensor) -> Tensor:
+        ctx.shape = values.shape
+        ctx.save_for_backward(index)
+        return values.gather(-1, index)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.shape).scatter_add_(-1, index, grad), None

@@ -1,0 +1,111 @@
+"""`relvit fit` as it is used: with its progress bar, loader workers, loggers and checkpoints."""
+
+import csv
+import re
+
+import pytest
+import yaml
+from processes import BY_ITSELF, ROOT, finish, in_terminal, start
+
+# Two epochs of a small model: the digits are 1,437 images to train on and validate.
+SMALL = ["--config", ROOT / "configs" / "digits.yaml", "--trainer.accelerator=cpu", "--model.model_kwargs.depth=1"]
+SMALL += ["--model.model_kwargs.embed_dim=16", "--data.batch_size=128", "--model.warmup_epochs=0.5"]
+LINE = re.compile(
+    r"epoch (\d+)/(\d+): train loss ([\d.]+), val loss ([\d.]+), val accuracy ([\d.]+), lr ([\de.-]+), \d+ images/s, "
+    r"elapsed \d+:\d\d:\d\d, remaining \d+:\d\d:\d\d"
+)
+RESULT = ("effective batch ", "Best validation accuracy: ", "Test accuracy of that checkpoint: ", "Next:")
+
+
+def run_of(folder):
+    (run,) = (folder / "runs").iterdir()
+    return run
+
+
+def rows(folder):
+    with open(run_of(folder) / "metrics.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def check_lines(text, folder, epochs, total):
+    """There is a line for each of these epochs, counted from 1, and it says what the table says."""
+    lines = [LINE.fullmatch(line) for line in text.splitlines() if line.startswith("epoch ")]
+    assert all(lines), text
+    assert [(int(line[1]), int(line[2])) for line in lines] == [(epoch, total) for epoch in epochs]
+    for line, epoch in zip(lines, epochs, strict=True):
+        row = rows(folder)[epoch - 1]
+        names = ("train/loss", "val/loss", "val/acc1", "lr")
+        assert [float(cell) for cell in line.groups()[2:]] == pytest.approx([float(row[n]) for n in names], rel=6e-3)
+
+
+def test_in_a_terminal(tmp_path):
+    status, text = in_terminal(["fit", *SMALL, "--trainer.max_epochs=2"], tmp_path)
+    assert status == 0, text
+    assert all(text.count(words) == 1 for words in RESULT), text
+    assert re.search(r"Epoch 1/2 .* remaining: \d:\d\d:\d\d loss: \d.\d+ acc: \d.\d+", text), text
+    assert re.search(r"Epoch 2/2 .* val/loss: \d.\d+ val/acc1: \d.\d+", text), text
+    assert "Epoch 0" not in text
+    assert not LINE.search(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "lines", "bars"),
+    [
+        (["--trainer.enable_progress_bar=false"], True, None),
+        (["-q"], False, None),
+        (["-q", "--trainer.callbacks+=TQDMProgressBar"], False, None),
+        (["--trainer.callbacks+=TQDMProgressBar"], False, "Training: "),
+        (["--trainer.callbacks+=RichProgressBar"], False, "Epoch 0/0"),
+    ],
+)
+def test_what_a_terminal_shows_can_be_chosen(options, lines, bars, tmp_path):
+    status, text = in_terminal(["fit", *SMALL, "--trainer.max_epochs=1", *options], tmp_path)
+    assert status == 0, text
+    assert all(text.count(words) == 1 for words in RESULT), text
+    assert bool(LINE.search(text)) == lines
+    assert bool(re.search(r"━━|\d%\|", text)) == (bars is not None)
+    assert bars is None or bars in text
+
+
+def test_into_a_file_and_on_with_early_stopping(tmp_path):
+    options = ["--trainer.max_epochs=2", "--model.ema_decay=0.9", "--trainer.accumulate_grad_batches=3"]
+    status, out, err = finish(start(["fit", *SMALL, *options, "--patience=1"], tmp_path))
+    assert status == 0, err
+    assert all(out.count(words) == 1 for words in RESULT), out
+    assert "\x1b" not in out + err
+    assert "\r" not in out + err
+    assert err == ""
+    check_lines(out, tmp_path, [1, 2], 2)
+    run = run_of(tmp_path)
+    status, out, err = finish(start(["fit", f"--resume={run}", "--trainer.max_epochs=4", "-q"], tmp_path))
+    assert status == 0, err
+    assert not LINE.search(out)
+    assert yaml.safe_load((run / "config.yaml").read_text())["quiet"] is True
+    assert [int(row["epoch"]) for row in rows(tmp_path)] == list(range(len(rows(tmp_path))))
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("bar", [[], pytest.param(["--trainer.callbacks+=TQDMProgressBar"], marks=pytest.mark.slow)])
+def test_several_processes_in_a_terminal_and_on(count, bar, tmp_path):
+    options = [f"--trainer.devices={count}", "--patience=5", "--model.ema_decay=0.9", *bar]
+    options += ["--trainer.accumulate_grad_batches=2", "--trainer.max_epochs=1"]
+    status, text = in_terminal(["fit", *SMALL, *options], tmp_path)
+    assert status == 0, text
+    assert all(text.count(words) == 1 for words in RESULT), text
+    assert re.search(r"━━|\d%\|", text)
+    run = run_of(tmp_path)
+    status, text = in_terminal(["fit", f"--resume={run}", "--trainer.max_epochs=2"], tmp_path)
+    assert status == 0, text
+    assert [row["epoch"] for row in rows(tmp_path)] == ["0", "1"]
+    if not bar:
+        assert "Epoch 2/2" in text
+
+
+def test_two_processes_into_a_file_and_on(tmp_path):
+    status, out, err = finish(start(["fit", *SMALL, "--trainer.max_epochs=1", *BY_ITSELF], tmp_path))
+    assert status == 0, err
+    check_lines(out, tmp_path, [1], 1)
+    arguments = ["fit", f"--resume={run_of(tmp_path)}", "--trainer.max_epochs=2"]
+    status, out, err = finish(start(arguments, tmp_path))
+    assert status == 0, err
+    check_lines(out, tmp_path, [2], 2)

@@ -1,0 +1,200 @@
+"""Attention maps of whole models: timm's own unfused attention, brute force, and what is refused."""
+
+import pytest
+import timm
+import torch
+from oracles import relative_attention as oracle
+from retrofit_cases import CASES, build, retrofitted
+from timm.utils import AttentionExtract
+from torch import nn
+from vits import ATTENTION_FREE, bias_for, images, small, twins
+
+import relvit
+from relvit.layers import RelativeAttention
+
+
+def timms(model, x, attn_mask=None):
+    """The weights in float64 that timm's attention puts through `attn_drop` where it is not fused."""
+    found, handles = [], []
+    for block in model.blocks:
+        block.attn.fused_attn = False
+        keep = block.attn.attn_drop.register_forward_hook(lambda _module, _given, out: found.append(out))
+        handles.append(keep)
+    with torch.no_grad():
+        model.forward_features(x, **({} if attn_mask is None else {"attn_mask": attn_mask}))
+    for block, handle in zip(model.blocks, handles, strict=True):
+        block.attn.fused_attn = True
+        handle.remove()
+    return found
+
+
+def hooks(model):
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def check(maps, expected, grid, prefix, atol=1e-6):
+    assert (maps.grid, maps.prefix) == (grid, prefix)
+    assert len(maps.weights) == len(expected)
+    for weights, want in zip(maps.weights, expected, strict=True):
+        assert weights.dtype == torch.float32
+        torch.testing.assert_close(weights.double(), want, rtol=0, atol=atol)
+        torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_models_of_timm_before_and_after_a_retrofit(case):
+    model, x = build(case), images(dtype=torch.float64)
+    before = model(x)
+    expected = timms(model, x)
+    prefix = expected[0].shape[-1] - 6
+    check(relvit.attention_maps(model, x), expected, (3, 2), prefix)
+    # Of new tables nothing is to be seen.
+    changed = retrofitted(model, trained=False)
+    check(relvit.attention_maps(changed, x), expected, (3, 2), prefix)
+    larger = relvit.attention_maps(retrofitted(model, rel_terms="qkvb"), images(32, 40, dtype=torch.float64))
+    assert (larger.grid, larger.prefix) == ((4, 5), prefix)
+    assert {tuple(weights.shape[-2:]) for weights in larger.weights} == {(prefix + 20, prefix + 20)}
+    for one in (model, changed):
+        assert hooks(one) == 0
+        torch.testing.assert_close(one(x), before, rtol=0, atol=1e-10)
+    assert all(block.attn.fused_attn for block in model.blocks)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"class_token": True, "global_pool": "token", "reg_tokens": 3, "pos_embed": "learn"},
+        {"reg_tokens": 2, "qk_norm": True},
+        {"dynamic_img_pad": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("size", [(24, 16), (16, 40)])
+def test_slopes_are_timms_attention_with_a_mask(options, size):
+    model, plain = twins(**options)
+    x = images(*size, dtype=torch.float64)
+    expected = timms(plain, x, bias_for(plain, x))
+    check(relvit.attention_maps(model, x), expected, (size[0] // 8, size[1] // 8), plain.num_prefix_tokens)
+
+
+def test_tables_are_the_brute_force():
+    model = small(rel_terms="qkvb", max_distance=(1, 2), reg_tokens=1, class_token=True, global_pool="token")
+    model = model.double().eval()
+    x, inputs = images(16, 24, dtype=torch.float64), []
+    handles = [
+        block.attn.register_forward_pre_hook(lambda _module, given: inputs.append(given[0])) for block in model.blocks
+    ]
+    maps = relvit.attention_maps(model, x)
+    for handle in handles:
+        handle.remove()
+    places = [[oracle.place(i, 2, None, 2, 3) for i in range(8)]] * 2
+    units = torch.eye(8, dtype=torch.float64).expand(2, 2, -1, -1)
+    expected = []
+    for block, tokens in zip(model.blocks, inputs, strict=True):
+        q, k, _ = block.attn.qkv(tokens).unflatten(-1, (3, 2, 6)).permute(2, 0, 3, 1, 4)
+        terms = block.attn.position(None)._replace(value=None)
+        expected.append(oracle.attention(q, k, units, terms, places))
+    check(maps, expected, (2, 3), 2)
+
+
+def test_chosen_layers():
+    model, x = small().eval(), images()
+    whole = relvit.attention_maps(model, x).weights
+    found = relvit.attention_maps(model, x, layers=[-1, 0]).weights
+    assert [torch.equal(one, other) for one, other in zip(found, (whole[2], whole[0]), strict=True)] == [True, True]
+    with pytest.raises(ValueError, match="layers holds 3, the model has 3 blocks: give numbers from 0 to 2"):
+        relvit.attention_maps(model, x, layers=[0, 3])
+
+
+@pytest.mark.parametrize("compiled", ["whole", "in place", "blocks"])
+def test_compiled_and_checkpointing_models(compiled):
+    model, x = small().eval(), images()
+    expected = relvit.attention_maps(model, x)
+    model.set_grad_checkpointing()
+    if compiled == "whole":
+        outer = torch.compile(model, backend="eager")
+    else:
+        outer = model
+        for module in [model] if compiled == "in place" else model.blocks:
+            module.compile(backend="eager")
+    before = outer(x)
+    maps = relvit.attention_maps(outer, x)
+    for weights, want in zip(maps.weights, expected.weights, strict=True):
+        torch.testing.assert_close(weights, want)
+    assert torch.equal(outer(x), before)
+
+
+def test_a_failing_model_is_left_as_it_was():
+    model = build("dinov2")
+    with pytest.raises(AssertionError):
+        relvit.attention_maps(model, images(40, 40, dtype=torch.float64))
+    assert hooks(model) == 0
+    assert all(block.attn.fused_attn for block in model.blocks)
+
+
+class Silent(RelativeAttention):
+    """With a forward of its own, as users write one."""
+
+    def forward(self, x, grid, attn_mask=None, is_causal=False):
+        return x
+
+
+def test_refused():
+    x = images()
+    free = timm.create_model(ATTENTION_FREE[0], depth=1, embed_dim=16, num_heads=2).eval()
+    with pytest.raises(
+        TypeError, match="AFTVisionTransformer has no attention weights: it is attention-free, AFTConv2d"
+    ):
+        relvit.attention_maps(free, x)
+    for name, why in {
+        "resnet18": "ResNet: it has no blocks",
+        "cait_xxs24_224": r"blocks.0.attn is a timm.models.cait.TalkingHeadAttn",
+        "vit_small_patch16_18x2_224": r"blocks.0 is a timm.models.vision_transformer.ParallelThingsBlock",
+    }.items():
+        with torch.device("meta"):
+            model = timm.create_model(name).eval()
+        with pytest.raises(TypeError, match=rf"{why}.*; it takes relvit's models.* 'AttentionRope', 'EvaAttention'"):
+            relvit.attention_maps(model, x)
+    with pytest.raises(TypeError, match="model must be a module, got str"):
+        relvit.attention_maps("relvit_tiny", x)
+    model = small()
+    with pytest.raises(ValueError, match=r"in evaluation mode.*: call model.eval\(\)"):
+        relvit.attention_maps(model.train(), x)
+    with pytest.raises(ValueError, match=r"images must be \(B, in_chans, height, width\), got shape \(3, 24, 16\)"):
+        relvit.attention_maps(model.eval(), x[0])
+    model.blocks[1].attn.__class__ = Silent
+    with pytest.raises(TypeError, match=r"blocks.1.attn, a .*\.Silent, has a forward of its own that shows no weights"):
+        relvit.attention_maps(model, x)
+
+
+@pytest.mark.parametrize("kind", ["relvit", "retrofitted"])
+def test_timms_attention_extract_by_hooks(kind):
+    model = small().eval() if kind == "relvit" else retrofitted(build("dinov3")).float()
+    x = images()
+    expected = relvit.attention_maps(model, x).weights
+    with torch.no_grad():
+        found = AttentionExtract(model, method="hook")(x)
+    assert list(found) == [f"blocks.{index}.attn.attn_drop" for index in range(len(expected))]
+    for weights, want in zip(found.values(), expected, strict=True):
+        torch.testing.assert_close(weights, want)
+
+
+def test_timms_attention_extract_by_graphs_says_that_there_is_none():
+    """Its default; fused attention has no softmax in the graph, timm's own neither."""
+    for model in (small().eval(), timm.create_model("test_vit").eval()):
+        with pytest.raises(RuntimeError, match=r"No node names found matching \['\*attn.softmax'\]"):
+            AttentionExtract(model)
+
+
+def test_modules_are_called_as_before():
+    """Summaries and counters hook every module, also those that take the weights."""
+    model, x = small().train(), images()
+    expected = model(x)
+    handles = [
+        module.register_forward_hook(lambda *_: None)
+        for module in model.modules()
+        if not isinstance(module, nn.ModuleList)
+    ]
+    assert torch.equal(model(x), expected)
+    for handle in handles:
+        handle.remove()

@@ -1,0 +1,341 @@
+"""Properties of every backend under every option: no silent wrong gradient, no leak from the future or padding."""
+
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+from draws import BACKENDS, assert_all_close, brute_force, draw, draw_terms, gradients, tables_of, with_tables
+
+from relvit.ops import RelativeTerms, aft_conv, aft_full, aft_local, aft_simple, make_grid, relative_attention
+
+pytestmark = pytest.mark.usefixtures("several_tiles")
+
+HEADS, DIM, HEIGHT, WIDTH, PREFIX = 2, 5, 3, 4, 1
+TOKENS = PREFIX + HEIGHT * WIDTH
+AFT_BACKENDS = {
+    "simple": ("auto", "reference"),
+    "full": ("products", "pairs", "reference"),
+    "local": ("products", "pairs", "reference"),
+    "conv": ("toeplitz", "convolution", "difference", "pairs", "reference"),
+}
+AFT_CASES = [(kind, backend) for kind, backends in AFT_BACKENDS.items() for backend in backends]
+CAUSAL_AFT_CASES = [(kind, "auto" if kind == "simple" else "pairs") for kind in AFT_BACKENDS]
+
+
+def attention_case(batch, backend, layout="separate", dtype=torch.float64):
+    """All inputs by name, and the operation as a function of them."""
+    generator = torch.Generator().manual_seed(batch)
+    names = ["query", "key", "value", "position_query", "position_key"]
+    inputs = {name: draw(generator, batch, HEADS, TOKENS, DIM) for name in names}
+    inputs["attn_mask"] = draw(generator, TOKENS, TOKENS)
+    terms = draw_terms(generator, "qkvb", (2, 2), DIM, HEADS, layout=layout)
+    for letter, pair in zip("qkvb", terms[:4], strict=True):
+        inputs |= {f"{letter}.{part}": table for part, table in zip(pair._fields, pair, strict=True)}
+    inputs = {name: tensor.to(dtype).requires_grad_() for name, tensor in inputs.items()}
+    coords = torch.cartesian_prod(torch.arange(HEIGHT), torch.arange(WIDTH)).flip(0)
+    inputs |= {"coords": coords, "valid": torch.arange(TOKENS - PREFIX) != 3}
+
+    def attend(inputs, names=tuple(inputs)):
+        tables = iter([inputs[name] for name in names if "." in name])
+        filled = with_tables(terms, lambda _: next(tables))
+        grid = make_grid(HEIGHT, WIDTH, PREFIX, inputs["coords"], inputs["valid"])
+        contents = (inputs[name] for name in ("query", "key", "value"))
+        options = {name: inputs[name] for name in ("position_query", "position_key", "attn_mask")}
+        return relative_attention(*contents, filled, grid, **options, backend=backend)
+
+    return inputs, attend
+
+
+def aft_case(kind, backend, is_causal=False, dtype=torch.float64, valid=None):
+    """All inputs of an attention-free operation by name, and the operation as a function of them."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = {name: draw(generator, 2, HEADS, TOKENS, DIM) for name in ("query", "key", "value")}
+    if kind == "conv":
+        inputs |= {"key": inputs["key"][..., :1].clone(), "weight": draw(generator, HEADS, 3, 5)}
+    elif kind != "simple":
+        inputs["bias"] = draw(generator, HEADS, TOKENS, TOKENS)
+    inputs = {name: tensor.to(dtype).requires_grad_() for name, tensor in inputs.items()}
+    grid = make_grid(HEIGHT, WIDTH, PREFIX, valid=valid)
+    operation = {"simple": aft_simple, "full": aft_full, "local": aft_local, "conv": aft_conv}[kind]
+    window = {"window": 2} if kind == "local" else {}
+    return inputs, lambda inputs: operation(**inputs, **window, grid=grid, is_causal=is_causal, backend=backend)
+
+
+def assert_right_or_refused(inputs, operation, changed):
+    """Change an input, or the output, between forward and backward: gradients are as if nothing was, or refused."""
+    wanted = [tensor for tensor in inputs.values() if tensor.requires_grad]
+    out = operation(inputs)
+    cotangent = draw(torch.Generator().manual_seed(9), *out.shape).to(out.dtype)
+    expected = gradients(out, wanted, cotangent)
+    out = operation(inputs)
+    if changed == "output":
+        out.mul_(2)
+        expected = [2 * gradient for gradient in expected]
+    else:
+        kept = inputs[changed].detach().clone()
+        with torch.no_grad():
+            inputs[changed].zero_()
+    try:
+        found = gradients(out, wanted, cotangent)
+    except RuntimeError as error:
+        assert "modified" in str(error)  # noqa: PT017 (either outcome is right)
+    else:
+        assert_all_close(found, expected, atol=1e-10)
+    if changed != "output":
+        # An error must not be the answer to everything.
+        with torch.no_grad():
+            inputs[changed].copy_(kept)
+        assert_all_close(gradients(operation(inputs), wanted, cotangent), expected, atol=1e-10)
+
+
+INPUTS = ["query", "key", "value", "position_query", "position_key", "attn_mask", "coords", "valid", "output"]
+TABLES = [f"{letter}.{part}" for letter in "qkvb" for part in ("rows", "cols")]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("changed", [*INPUTS, *TABLES])
+def test_attention_changed_in_place_before_backward(backend, batch, changed):
+    assert_right_or_refused(*attention_case(batch, backend), changed)
+
+
+@pytest.mark.parametrize("backend", ["reference", "gathered"])
+@pytest.mark.parametrize("changed", ["query", "value", *(f"{letter}.table" for letter in "qkvb")])
+def test_joint_tables_changed_in_place_before_backward(backend, changed):
+    assert_right_or_refused(*attention_case(1, backend, layout="joint"), changed)
+
+
+@pytest.mark.parametrize("backend", ["fused", "tiled", "gathered"])
+@pytest.mark.parametrize("which", ["", "k", "b"])
+def test_output_of_attention_without_a_value_term_changed_in_place(backend, which):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (draw(generator, 2, HEADS, TOKENS, DIM).requires_grad_() for _ in range(3))
+    terms = draw_terms(generator, which, (2, 2), DIM, HEADS)
+    inputs = {"query": q, "key": k, "value": v}
+    attend = partial(relative_attention, terms=terms, grid=make_grid(HEIGHT, WIDTH, PREFIX), backend=backend)
+    assert_right_or_refused(inputs, lambda inputs: attend(**inputs), "output")
+
+
+@pytest.mark.parametrize(("kind", "backend"), AFT_CASES)
+@pytest.mark.parametrize("changed", ["query", "key", "value", "weight", "bias", "output"])
+def test_attention_free_changed_in_place_before_backward(kind, backend, changed):
+    inputs, operation = aft_case(kind, backend)
+    if changed in inputs or changed == "output":
+        assert_right_or_refused(inputs, operation, changed)
+
+
+@pytest.mark.parametrize("kind", ["full", "local", "conv"])
+@pytest.mark.parametrize("changed", ["weight", "bias", "value"])
+def test_causal_attention_free_changed_in_place_before_backward(kind, changed):
+    inputs, operation = aft_case(kind, "pairs", is_causal=True)
+    if changed in inputs:
+        assert_right_or_refused(inputs, operation, changed)
+
+
+LATER = 7  # tokens from here on are changed
+
+
+@pytest.mark.parametrize("size", [1e4, 1e8, 1e30])
+@pytest.mark.parametrize(("kind", "backend"), CAUSAL_AFT_CASES)
+def test_later_tokens_do_not_change_a_causal_attention_free_average(kind, backend, size):
+    inputs, operation = aft_case(kind, backend, is_causal=True, dtype=torch.float32)
+    before = operation(inputs)
+    changed = {name: inputs[name].detach().clone() for name in ("key", "value")}
+    for tensor in changed.values():
+        tensor[:, :, LATER:] = size
+    after = operation(inputs | changed)
+    torch.testing.assert_close(after[:, :, :LATER], before[:, :, :LATER], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1e4, 1e8])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_later_tokens_do_not_change_causal_attention(backend, size):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = draw(generator, 3, 2, HEADS, TOKENS, DIM).float()
+    terms = draw_terms(generator, "qkvb", (2, 2), DIM, HEADS)
+    grid = make_grid(HEIGHT, WIDTH, PREFIX)
+    attend = partial(relative_attention, terms=terms, grid=grid, is_causal=True, backend=backend)
+    before = attend(q, k, v)
+    k, v = k.clone(), v.clone()
+    k[:, :, LATER:], v[:, :, LATER:] = size, size
+    torch.testing.assert_close(attend(q, k, v)[:, :, :LATER], before[:, :, :LATER], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["full", "conv"])
+def test_a_bias_that_hides_a_large_key_leaves_the_others_exact(kind):
+    inputs, operation = aft_case(kind, "pairs", dtype=torch.float32)
+    hidden = TOKENS - 1
+    with torch.no_grad():
+        inputs["key"][:, :, hidden] = 1e6
+        if kind == "full":
+            inputs["bias"][:, :, hidden] = -1e9
+        else:
+            inputs["weight"].fill_(-1e9)
+    exact, exact_operation = aft_case(kind, "reference")
+    wide = {name: inputs[name].detach().double() for name in exact}
+    torch.testing.assert_close(operation(inputs).double(), exact_operation(wide), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("garbage", [float("nan"), 1e30, float("inf")])
+@pytest.mark.parametrize("option", ["none", "causal", "mask"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_attention_does_not_depend_on_what_padding_holds(backend, option, garbage):
+    generator = torch.Generator().manual_seed(0)
+    tensors = [draw(generator, 2, HEADS, TOKENS, DIM).float() for _ in range(4)]
+    valid = torch.rand(2, TOKENS - PREFIX, generator=generator) < 0.6
+    grid = make_grid(HEIGHT, WIDTH, PREFIX, valid=valid)
+    real = torch.cat((valid.new_ones(2, PREFIX), valid), dim=1)[:, None, :, None]
+    terms = draw_terms(generator, "qkvb", (2, 2), DIM, HEADS)
+    options = {"is_causal": True} if option == "causal" else {}
+    if option == "mask":
+        options["attn_mask"] = torch.rand(2, 1, TOKENS, TOKENS, generator=generator) < 0.7
+    cotangent = draw(generator, 2, HEADS, TOKENS, DIM).float()
+
+    def run(padding):
+        query, *keys = (tensor.clone().requires_grad_() for tensor in tensors)
+        key, value, position_key = (torch.where(real, tensor, padding) for tensor in keys)
+        out = relative_attention(query, key, value, terms, grid, position_key=position_key, backend=backend, **options)
+        return out, *gradients(out, [query, *keys], cotangent)
+
+    assert_all_close(run(garbage), run(0.0), atol=1e-6)
+
+
+@pytest.mark.parametrize("garbage", [float("nan"), 1e30, float("inf")])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("kind", "backend"), AFT_CASES)
+def test_attention_free_averages_do_not_depend_on_what_padding_holds(kind, backend, is_causal, garbage):
+    if is_causal and backend not in ("auto", "pairs", "reference"):
+        return
+    valid = torch.rand(2, TOKENS - PREFIX, generator=torch.Generator().manual_seed(3)) < 0.6
+    real = torch.cat((valid.new_ones(2, PREFIX), valid), dim=1)[:, None, :, None]
+    inputs, operation = aft_case(kind, backend, is_causal, torch.float32, valid)
+
+    def run(padding):
+        filled = {name: torch.where(real, inputs[name], padding) for name in ("key", "value")}
+        out = operation(inputs | filled)
+        return out, *gradients(out, list(inputs.values()), torch.ones_like(out))
+
+    assert_all_close(run(garbage), run(0.0), atol=1e-5)
+
+
+def options_case(option):
+    """Padding, a mask and whether attention is causal, such that some queries may attend to padding alone."""
+    generator = torch.Generator().manual_seed(1)
+    valid = torch.ones(2, TOKENS - PREFIX, dtype=torch.bool)
+    valid[0, :4], valid[1, 6:] = False, False
+    if option == "causal, left padding":
+        return valid, None, True
+    if option == "padding":
+        return valid, None, False
+    mask = torch.rand(2, 1, TOKENS, TOKENS, generator=generator) < 0.6
+    mask[0, :, 5] = torch.cat((valid.new_zeros(PREFIX), ~valid[0]))  # this query is allowed padding alone
+    mask[1, :, 2] = False  # and this one nothing
+    if option == "boolean mask":
+        return valid, mask, False
+    if option == "mask of -inf":
+        return valid, torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -torch.inf), False
+    finite = draw(generator, 2, 1, TOKENS, TOKENS)
+    finite[0, :, 4] = -1e9  # finite: what this query may see, it still sees, to 1e-7 in double precision
+    return valid, finite, False
+
+
+OPTIONS = ["padding", "causal, left padding", "boolean mask", "mask of -inf", "finite mask"]
+TOLERANCE = {"finite mask": 1e-5}
+
+
+def run_options(backend, option, scale, which, compiled=False):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (draw(generator, 2, HEADS, TOKENS, DIM) for _ in range(3))
+    terms = draw_terms(generator, which, (2, 2), DIM, HEADS)
+    valid, mask, is_causal = options_case(option)
+    if compiled:
+        padding = ~torch.cat((valid[:, :1], valid), dim=1)[:, None, :, None]
+        k, v = k.masked_fill(padding, torch.nan), v.masked_fill(padding, torch.nan)
+    inputs = [tensor.requires_grad_() for tensor in (q, k, v, *tables_of(terms))]
+    # No prefix token: it would always be there to attend to.
+    grid = make_grid(1, TOKENS, valid=torch.cat((valid[:, :1], valid), dim=1))
+    attend = partial(relative_attention, grid=grid, attn_mask=mask, is_causal=is_causal, scale=scale, backend=backend)
+    if compiled:
+        torch._dynamo.reset()
+        attend = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    out = attend(q, k, v, terms)
+    return out, *gradients(out, inputs, draw(generator, *out.shape))
+
+
+@pytest.mark.parametrize("scale", [None, 0.0, -0.5, 1e-9, 1e5])
+@pytest.mark.parametrize("which", ["", "kv", "qkvb"])
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("backend", ["fused", "tiled", "gathered"])
+def test_backends_agree_under_every_option(backend, option, which, scale):
+    expected = run_options("reference", option, scale, which)
+    got = run_options(backend, option, scale, which)
+    largest = max(float(tensor.detach().abs().max()) for tensor in expected)
+    assert_all_close(got, expected, atol=TOLERANCE.get(option, 1e-10) * max(1.0, largest))
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_compiled_graphs_agree_with_eager_under_every_option(option):
+    expected = run_options("reference", option, None, "qkvb")
+    got = run_options("auto", option, None, "qkvb", compiled=True)
+    assert_all_close(got, expected, atol=TOLERANCE.get(option, 1e-10))
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_the_reference_agrees_with_brute_force_under_every_option(option):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = draw(generator, 3, 2, HEADS, TOKENS, DIM)
+    terms = draw_terms(generator, "kb", (2, 2), DIM, HEADS)
+    valid, mask, is_causal = options_case(option)
+    valid = torch.cat((valid[:, :1], valid), dim=1)
+    grid = make_grid(1, TOKENS, valid=valid)
+    got = relative_attention(q, k, v, terms, grid, attn_mask=mask, is_causal=is_causal, backend="reference")
+
+    allowed = valid[:, None, None, :].expand(2, HEADS, TOKENS, TOKENS)
+    if is_causal:
+        allowed = allowed & torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+    added = torch.zeros(2, HEADS, TOKENS, TOKENS, dtype=torch.float64)
+    if mask is not None and mask.dtype == torch.bool:
+        allowed = allowed & mask
+    elif mask is not None:
+        allowed, added = allowed & ~mask.isneginf(), mask.expand_as(added)
+    # The brute force leaves out keys by sample alone: so one query's keys at a time, in the first head of each sample.
+    for b, i in product(range(2), range(TOKENS)):
+        one = slice(b, b + 1)
+        options = {"valid": [allowed[b, 0, i].tolist()], "mask": added[one].tolist()}
+        seen = brute_force(q[one], k[one], v[one], terms, make_grid(1, TOKENS), **options)
+        torch.testing.assert_close(got[b, 0, i], seen[0, 0, i], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("queries", [3, 9])
+@pytest.mark.parametrize("backend", ["fused", "tiled", "gathered"])
+def test_causal_attention_to_left_padding_on_another_grid(backend, queries):
+    generator = torch.Generator().manual_seed(0)
+    valid = torch.tensor([[False, False, True, False, True, True]])
+    grid, key_grid = make_grid(1, queries), make_grid(2, 3, valid=valid)
+    query, (key, value) = draw(generator, 1, HEADS, queries, DIM), draw(generator, 2, 1, HEADS, 6, DIM)
+    terms = draw_terms(generator, "qkvb", (2, 2), DIM, HEADS)
+    attend = partial(relative_attention, query, key, value, terms, grid, key_grid, is_causal=True)
+    torch.testing.assert_close(attend(backend=backend), attend(backend="reference"), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("kind", AFT_BACKENDS)
+def test_compiled_attention_free_averages_agree_with_eager_beside_padding_of_nan(kind, is_causal):
+    valid = torch.rand(2, TOKENS - PREFIX, generator=torch.Generator().manual_seed(3)) < 0.6
+    real = torch.cat((valid.new_ones(2, PREFIX), valid), dim=1)[:, None, :, None]
+    inputs, operation = aft_case(kind, "auto", is_causal, valid=valid)
+    inputs |= {name: torch.where(real, inputs[name], torch.nan).detach().requires_grad_() for name in ("key", "value")}
+    torch._dynamo.reset()
+    runs = [torch.compile(operation, backend="aot_eager", fullgraph=True), operation]
+    got, expected = (
+        (out, *gradients(out, list(inputs.values()), torch.ones_like(out))) for out in (run(inputs) for run in runs)
+    )
+    assert_all_close(got, expected, atol=1e-10)
+
+
+@pytest.mark.parametrize("backend", ["reference", "fused", "tiled", "gathered"])
+def test_dropout_on_the_meta_device_gives_shapes(backend):
+    q, k, v = torch.empty(3, 2, HEADS, TOKENS, DIM, device="meta")
+    out = relative_attention(q, k, v, RelativeTerms(), make_grid(HEIGHT, WIDTH, PREFIX), dropout_p=0.1, backend=backend)
+    assert out.shape == (2, HEADS, TOKENS, DIM)
