@@ -54,7 +54,7 @@ def in_terminal(arguments, folder, columns=160, seconds=240):
         stdout=theirs,
         stderr=theirs,
         cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TERM": "xterm"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": str(columns)},
         start_new_session=True,
     )
     os.close(theirs)
