@@ -26,7 +26,13 @@ def say(text: str) -> None:
 
 
 def tell_fit(
-    trainer: Trainer, checkpoints: RunCheckpoints, folder: Path, seed: Any, seconds: float, since: int | None
+    trainer: Trainer,
+    checkpoints: RunCheckpoints,
+    folder: Path,
+    seed: Any,
+    seconds: float,
+    since: int,
+    whole: bool,
 ) -> None:
     """Test the best checkpoint where there are test images, write `summary.json` and say what is next.
 
@@ -38,10 +44,11 @@ def tell_fit(
         folder: of the run.
         seed: of the run.
         seconds: that the training took.
-        since: epochs that had been trained before this training went on; none: it did not.
+        since: epochs that had been trained before this training went on; 0 where it began afresh.
+        whole: whether the best checkpoint is that of these epochs too.
     """
     model, data = trainer.lightning_module, trainer.datamodule
-    best, before = checkpoints.best_model_path, since or 0
+    best, trained = checkpoints.best_model_path, trainer.current_epoch - since
     summary: dict[str, Any] = {
         "model": model.hparams.model,
         "seed": seed,
@@ -53,8 +60,12 @@ def tell_fit(
         "warmup_steps": model.plan.warmup,
         "val/acc1": float(checkpoints.best_model_score),
     }
-    resumed = "" if since is None else f" since resuming after epoch {since}"
-    lines = [f"Trained {summary['epochs'] - before} epochs in {seconds / 60:.1f} min."]
+    resumed = f" since resuming after epoch {since}" if since and not whole else ""
+    lines = [f"Trained {trained} {'epoch' if trained == 1 else 'epochs'} in {seconds / 60:.1f} min."]
+    for stop in trainer.early_stopping_callbacks:
+        if stop.stopped_epoch and stop.stopped_epoch + 1 == trainer.current_epoch:
+            lines.append(f"Stopped early: patience {stop.patience} with {stop.monitor} has run out.")
+            summary["stopped_early"] = True
     lines.append(f"Best validation accuracy{resumed}: {summary['val/acc1']:.4f}")
     if data.has_test:
         results = trainer.test(model, data, ckpt_path=best, verbose=False)[0]

@@ -318,9 +318,9 @@ class RelvitCLI(LightningCLI):
         if self.best.best_model_score is None:
             say("Nothing was trained.")
             return
-        since = self.finished_epochs if self.checkpoint_path else None
+        since = self.finished_epochs if self.checkpoint_path else 0
         seconds, seed = time.monotonic() - self.start, self._get(self.config, "seed_everything")
-        tell_fit(self.trainer, self.best, self.run_folder, seed, seconds, since)
+        tell_fit(self.trainer, self.best, self.run_folder, seed, seconds, since, whole=self.resumes is not None)
 
     def after_test(self) -> None:
         """Write the numbers, show the classes and say where the rest is."""

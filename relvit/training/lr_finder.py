@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.pytorch.tuner import lr_finder as lightning_lr_finder
 from scipy.ndimage import gaussian_filter1d
+from tqdm import tqdm
 
 from relvit.training.messages import rank_zero_print
 from relvit.training.sharding import NAME, FullySharded
@@ -50,10 +53,14 @@ class FindLearningRate(LearningRateFinder):
             raise ValueError(f"strategy {NAME} does not go with --lr_find: leave out one of them")
         pl_module.searching = True
         epochs, trainer.fit_loop.max_epochs = trainer.fit_loop.max_epochs, -1
+        # Lightning's search has a bar of its own, which no option hides, and takes the training's away meanwhile.
+        hide = trainer.progress_bar_callback is None
+        lightning_lr_finder.tqdm = partial(tqdm, disable=hide)
         try:
             with self._recording(trainer, pl_module):
                 self.lr_find(trainer, pl_module)
         finally:
+            lightning_lr_finder.tqdm = tqdm
             pl_module.searching = False
             trainer.fit_loop.max_epochs = epochs
         # Every process saw losses of its own.

@@ -39,11 +39,13 @@ def by_hand(folder, root, split):
     return float(accuracy), float(torch.nn.functional.cross_entropy(logits, labels))
 
 
-def test_patience_ends_a_training_that_learns_nothing(photos, tmp_path):
+def test_patience_ends_a_training_that_learns_nothing(photos, tmp_path, capsys):
     flags = ("--patience=2", "--trainer.max_epochs=9", "--model.lr=0", "--model.min_lr=0", "--model.warmup_epochs=0")
     folder = fit(photos, tmp_path, *flags)
     # The first epoch is the best one, after which two pass.
     assert len(read_metrics(folder / "metrics.csv")["val/acc1"]) == 3
+    assert "Stopped early: patience 2 with val/acc1 has run out." in capsys.readouterr().out
+    assert json.loads((folder / "summary.json").read_text())["stopped_early"] is True
 
 
 def test_early_stopping_by_lightnings_callback(photos, tmp_path):
@@ -72,7 +74,9 @@ def test_the_last_epochs_kept_and_averaged(photos, tmp_path, capsys):
 def test_learning_rate_finder(photos, tmp_path, capsys):
     flags = ("--lr_find=true", "--trainer.max_epochs=1", "--model.warmup_epochs=0", "--model.min_lr=0")
     folder = fit(photos, tmp_path / "runs", *flags, "--model.lr_base_batch=16", "--trainer.accumulate_grad_batches=2")
-    found = re.search(r"learning rate found: (\S+), as --model.lr (\S+)", capsys.readouterr().out)
+    out, err = capsys.readouterr()
+    found = re.search(r"learning rate found: (\S+), as --model.lr (\S+)", out)
+    assert "Finding best" not in out + err  # the bar is off
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["effective_batch"] == 16
     assert summary["lr"] == pytest.approx(float(found[1]), rel=0.01) == pytest.approx(float(found[2]), rel=0.01)
