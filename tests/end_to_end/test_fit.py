@@ -48,6 +48,12 @@ def test_in_a_terminal(tmp_path):
     assert not LINE.search(text)
 
 
+def test_in_a_narrow_terminal_the_bar_stays_in_its_line(tmp_path):
+    status, text = in_terminal(["fit", *SMALL, "--trainer.max_epochs=1"], tmp_path, columns=80)
+    assert status == 0, text
+    assert re.search(r"Epoch 1/1 .* \d+/\d+ remaining: \d:\d\d:\d\d loss: \d.\d+ acc: \d.\d+", text), text
+
+
 @pytest.mark.parametrize(
     ("options", "lines", "bars"),
     [
