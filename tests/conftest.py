@@ -3,10 +3,9 @@
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
+from photos import TINY, write_photos
 
 from relvit.cli import main
 
@@ -14,34 +13,6 @@ from relvit.cli import main
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-
-CLASSES = {"cat": (200, 40, 40), "dog": (40, 200, 40), "owl": (40, 40, 200)}
-TINY = [
-    "--model.model=test_relvit",
-    "--model.model_kwargs.patch_size=8",
-    "--model.model_kwargs.embed_dim=16",
-    "--model.model_kwargs.depth=2",
-    "--model.model_kwargs.max_distance=2",
-    "--data.img_size=16",
-    "--data.batch_size=8",
-    "--data.num_workers=0",
-    "--trainer.accelerator=cpu",
-    "--trainer.enable_progress_bar=false",
-]
-
-
-def write_photos(root: Path, splits=("train", "val", "test"), count=6) -> Path:
-    """Noisy pictures of one colour per class, of mixed sizes: root/split/class/number.jpg."""
-    generator = np.random.default_rng(0)
-    for split in splits:
-        for name, colour in CLASSES.items():
-            folder = root / split / name
-            folder.mkdir(parents=True)
-            for number in range(count):
-                shape = (int(generator.integers(16, 40)), int(generator.integers(16, 40)), 3)
-                pixels = np.clip(generator.normal(colour, 40, shape), 0, 255).astype(np.uint8)
-                Image.fromarray(pixels).save(folder / f"{number}.jpg")
-    return root
 
 
 @pytest.fixture(scope="session")

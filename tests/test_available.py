@@ -2,7 +2,7 @@
 
 import pytest
 
-from relvit.available import available_memory
+from relvit.utils.memory import available_memory
 
 GIB = 2**30
 

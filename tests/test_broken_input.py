@@ -13,9 +13,9 @@ from PIL import Image
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from relvit.data import UnreadableImageError, eval_transform, load_rgb
-from relvit.data.files import image_files
-from relvit.data.folder_walk import walk_once
-from relvit.data.images import IMAGE_ENDINGS
+from relvit.data.files.dataset import image_files
+from relvit.data.files.folder_walk import walk_once
+from relvit.data.files.images import IMAGE_ENDINGS
 
 
 @pytest.fixture(autouse=True)
@@ -103,5 +103,5 @@ def test_every_ending_is_read_and_documented(tmp_path):
 
 def test_the_document_holds_the_list():
     written = DOCUMENT.read_text().split(BEGIN)[1].split(END)[0].strip()
-    assert written == table(), "run python tests/broken_input.py"
+    assert written == table(), "run python tests/support/broken_input.py"
     assert len(IMAGES) + len(FOLDERS) >= 25

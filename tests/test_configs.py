@@ -9,13 +9,13 @@ import timm
 import torch
 import yaml
 from cifar_archive import make_archive
-from conftest import write_photos
+from photos import write_photos
 from PIL import Image
 from torchvision.datasets import CIFAR10, CIFAR100
 
 from relvit.cli import main
 from relvit.data import CIFAR10Data, CIFAR100Data, ImageFolderData
-from relvit.data.memory import BatchTransform
+from relvit.data.loading.memory import BatchTransform
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

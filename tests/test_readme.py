@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY
+from photos import TINY
 from PIL import Image
 
 from relvit.cli import main

@@ -11,7 +11,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import known_implementations
 
-from relvit.remote import DownloadError, is_address, local_file, suffix_of
+from relvit.utils.remote import DownloadError, is_address, local_file, suffix_of
 
 CONTENT = os.urandom(100_000)
 

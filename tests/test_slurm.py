@@ -8,13 +8,13 @@ import subprocess
 import sys
 
 import pytest
-from conftest import TINY
+from photos import TINY
 from processes import ROOT, Ranks, as_srun
 from scripts import load
 
 from relvit.cli import main
 from relvit.cli.errors import UsageError
-from relvit.cli.launch import Launch, environment_of, launched
+from relvit.cli.fit.launch import Launch, environment_of, launched
 
 PROOF = load("resume_proof")
 # The processes find it by name.

@@ -34,10 +34,10 @@ from torch.profiler import ProfilerActivity, profile
 
 import relvit
 from relvit.layers import AFTConv2d, AFTFull, AFTLocal, AFTSimple, RelativeAttention, RelativePosition2d
-from relvit.names import did_you_mean, listing
 from relvit.ops import Grid, make_grid
 from relvit.ops.aft.operations import WINDOWS
 from relvit.ops.attention import BACKENDS
+from relvit.utils.messages import did_you_mean, listing
 
 ROOT = Path(__file__).parent.parent
 PATCH, DIM, HEADS, CLASSES = 16, 384, 6, 1000

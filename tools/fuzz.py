@@ -75,7 +75,7 @@ def targets(kind: str) -> Callable[[Path], Any]:
         transform = eval_transform(16, (0.5,) * 3, (0.5,) * 3)
         return lambda path: transform(load_rgb(path))
     if kind == "configs":
-        from relvit.cli.trainer import RelvitCLI
+        from relvit.cli.fit.trainer import RelvitCLI
 
         class ParserAlone(RelvitCLI):
             def instantiate_classes(self) -> None:

@@ -22,7 +22,18 @@ KINDS = ("images", "configs", "checkpoints")
 EDGES = (0, 1, 2, 7, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFE, 0xFFFFFFFF)
 ODD_VALUES: tuple[Any, ...] = (
     *(None, True, -1, 0, 1, 7, 2**40, -(2**63), 0.5, -0.0, 1e308, float("nan"), float("inf"), "", "x", "relvit_tiny"),
-    *("é\u202e\n", "[", "../../x", "os.system", "relvit.data.base.ImageData", [], [[]], [1, "a"], {}, {"": None}),
+    *(
+        "é\u202e\n",
+        "[",
+        "../../x",
+        "os.system",
+        "relvit.data.modules.base.ImageData",
+        [],
+        [[]],
+        [1, "a"],
+        {},
+        {"": None},
+    ),
     *({"class_path": "os.system"}, [None] * 50, "9" * 400),
 )
 

@@ -17,7 +17,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from relvit.data import ImageFolderData, train_transform
-from relvit.data.memory import BatchTransform, MemoryImages, WholeBatches, as_it_is, batch_transform, pack
+from relvit.data.loading.memory import BatchTransform, MemoryImages, WholeBatches, as_it_is, batch_transform, pack
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from relvit.layers import AFTConv2d, AFTFull, AFTSimple, RelativeAttention
 from relvit.models import AFTVisionTransformer
-from relvit.models.grid_vit import GridVisionTransformer
+from relvit.models.base import GridVisionTransformer
 
 README = Path(__file__).parent.parent / "README.md"
 BEGIN, END = "<!-- written by tools/model_table.py -->", "<!-- end -->"

@@ -86,7 +86,7 @@ def make_images(root: Path) -> Path:
 def run(arguments: list[str], **environment: str) -> int:
     """Exit status of `relvit` in a process of its own."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["relvit.cli.trainer", "torch.utils.tensorboard", "tensorboard.backend"])
+    context.set_forkserver_preload(["relvit.cli.fit.trainer", "torch.utils.tensorboard", "tensorboard.backend"])
     process = context.Process(target=_relvit, args=(arguments, environment))
     process.start()
     process.join()

@@ -15,20 +15,29 @@ from typing import Any
 from relvit.cli.aliases import Rewritten, rewrite
 from relvit.cli.errors import describe, is_users_mistake, says_enough
 from relvit.cli.help import asks_help, short_help
-from relvit.names import did_you_mean, listing
+from relvit.utils.messages import did_you_mean, listing
 from relvit.version import __version__
 
 # Command -> (module whose main(command, arguments) runs it, one line of help).
 COMMANDS = {
-    "fit": ("relvit.cli.trainer", "train a model on images; the run gets a folder of its own"),
-    "validate": ("relvit.cli.trainer", "validate a checkpoint, at any image size (--img_size)"),
-    "test": ("relvit.cli.trainer", "test a checkpoint: metrics of each class, confusion matrix, the worst mistakes"),
-    "predict": ("relvit.cli.trainer", "write the classes of each image into predictions.csv"),
-    "resolutions": ("relvit.cli.resolutions", "validate a checkpoint at several image sizes"),
-    "embed": ("relvit.cli.embed", "write the features of all images below a folder"),
-    "export": ("relvit.cli.export", "write the model as ONNX or as a program of torch.export, for all image sizes"),
-    "average": ("relvit.cli.average", "write the mean of several checkpoints' weights as one checkpoint"),
-    "check-data": ("relvit.cli.check_data", "decode all images: files that cannot be read, classes, sizes, duplicates"),
+    "fit": ("relvit.cli.fit.trainer", "train a model on images; the run gets a folder of its own"),
+    "validate": ("relvit.cli.fit.trainer", "validate a checkpoint, at any image size (--img_size)"),
+    "test": (
+        "relvit.cli.fit.trainer",
+        "test a checkpoint: metrics per class, confusion matrix, worst mistakes",
+    ),
+    "predict": ("relvit.cli.fit.trainer", "write the classes of each image into predictions.csv"),
+    "resolutions": ("relvit.cli.commands.resolutions", "validate a checkpoint at several image sizes"),
+    "embed": ("relvit.cli.commands.embed", "write the features of all images below a folder"),
+    "export": (
+        "relvit.cli.commands.export",
+        "write the model as ONNX or torch.export program, for any image size",
+    ),
+    "average": ("relvit.cli.commands.average", "write the mean of several checkpoints' weights as one checkpoint"),
+    "check-data": (
+        "relvit.cli.commands.check_data",
+        "decode all images: broken files, classes, sizes, duplicates",
+    ),
 }
 
 EXAMPLES = """examples:

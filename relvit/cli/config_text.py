@@ -7,6 +7,8 @@ from typing import Any
 import yaml
 from jsonargparse import get_loader, set_loader
 
+from relvit.data.modules.by_name import public_class_path
+
 # The name under which parsers find `load_config`.
 MODE = "relvit"
 
@@ -27,7 +29,7 @@ def load_config(text: str) -> Any:
             comes twice in one mapping, or a tag that stands for code.
     """
     _Checker().check(text)
-    return _stock_loader(text)
+    return _stock_loader(public_class_path(text))
 
 
 class _Checker:

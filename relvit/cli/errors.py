@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from relvit.extras import MissingPackageError
-from relvit.remote import DownloadError
-from relvit.replacing import DISK_ERRORS
+from relvit.utils.atomic_write import DISK_ERRORS
+from relvit.utils.extras import MissingPackageError
+from relvit.utils.remote import DownloadError
 
 # Lines of the parser's nested reports that only say which types it has tried.
 NOISE = (
@@ -33,7 +33,7 @@ def says_enough(error: Exception) -> bool:
 def describe(error: Exception) -> str:
     """What went wrong in few words: without the traceback that a data loader's worker puts into its message."""
     # Not above: it loads torch and Lightning, which `relvit --help` can do without.
-    from relvit.data.images import UnreadableImageError
+    from relvit.data.files.images import UnreadableImageError
 
     text = str(error)
     if "Original Traceback" in text:

@@ -1,16 +1,16 @@
 """Data modules and what they are made of: images from files, transforms, fixed splits."""
 
-from relvit.data.base import ImageData
-from relvit.data.cifar import CIFAR10Data, CIFAR100Data
-from relvit.data.digits import DigitsData
-from relvit.data.folder import ImageFolderData
-from relvit.data.image_files import ImageFilesData
-from relvit.data.image_list import ImageListData
-from relvit.data.imagenet import ImageNetData
-from relvit.data.images import UnreadableImageError, load_rgb
-from relvit.data.mix import BatchMix
-from relvit.data.readers import ReaderData
-from relvit.data.sampling import TrainSampler
+from relvit.data.files.images import UnreadableImageError, load_rgb
+from relvit.data.loading.train_sampler import TrainSampler
+from relvit.data.mixup import BatchMix
+from relvit.data.modules.base import ImageData
+from relvit.data.modules.cifar import CIFAR10Data, CIFAR100Data
+from relvit.data.modules.digits import DigitsData
+from relvit.data.modules.folder import ImageFolderData
+from relvit.data.modules.image_files import ImageFilesData
+from relvit.data.modules.imagenet import ImageNetData
+from relvit.data.modules.listing import ImageListData
+from relvit.data.modules.readers import ReaderData
 from relvit.data.transforms import Augment, eval_transform, parse_size, train_transform
 
 __all__ = [

@@ -5,7 +5,7 @@ import reprlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from relvit.names import listing
+from relvit.utils.messages import listing
 
 
 def as_label(value: Any) -> str | None:

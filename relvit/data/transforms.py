@@ -9,7 +9,7 @@ from PIL import Image
 from timm.data.auto_augment import auto_augment_transform, rand_augment_transform
 from torchvision.transforms import v2
 
-from relvit.names import did_you_mean
+from relvit.utils.messages import did_you_mean
 
 Augment = Literal["none", "shift", "crop-flip", "resized-crop", "deit", "three-augment", "three-augment-crop"]
 

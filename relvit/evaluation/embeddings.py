@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from relvit.data.files import image_files
-from relvit.data.folder import find_splits
+from relvit.data.files.dataset import image_files
+from relvit.data.modules.folder import find_splits
 from relvit.evaluation.predictor import Predictor
-from relvit.extras import MissingPackageError
-from relvit.names import printable
-from relvit.output import check_output
+from relvit.utils.extras import MissingPackageError
+from relvit.utils.messages import printable
+from relvit.utils.output import check_output
 
 FORMATS = (".npz", ".csv", ".parquet")
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from relvit.evaluation.predictor import Predictor
-from relvit.extras import MissingPackageError
 from relvit.layers.patch_embed import AnySizePatchEmbed, whole_patches
-from relvit.output import check_output
+from relvit.utils.extras import MissingPackageError
+from relvit.utils.output import check_output
 
 FORMATS = (".onnx", ".pt2")
 # Largest side of an image, in patches.

@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from relvit.data import eval_transform, parse_size
-from relvit.data.files import image_files
-from relvit.data.image_files import OnError
-from relvit.data.unreadable import Tolerant, TolerantLoader, collate_readable
+from relvit.data.files.dataset import image_files
+from relvit.data.files.unreadable import Tolerant, TolerantLoader, collate_readable
+from relvit.data.modules.image_files import OnError
 from relvit.evaluation.inputs import ImageInput, InputImages
 from relvit.evaluation.mirror import average_with_mirror
 from relvit.evaluation.timm_cfg import trained_cfg
 from relvit.models import AttentionMaps, attention_maps, check_image_size
-from relvit.names import did_you_mean
-from relvit.training.checkpoint import classifier_of
-from relvit.training.checkpoint_file import KEY, read_checkpoint
+from relvit.training.checkpoints.checkpoint import classifier_of
+from relvit.training.checkpoints.file import KEY, read_checkpoint
+from relvit.utils.messages import did_you_mean
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from timm.layers import register_notrace_function, trunc_normal_
 from torch import Tensor, nn
 
 import relvit.ops.aft.scripted  # noqa: F401 (the operators that scripted code calls)
-from relvit.layers.resample import resample_embedding
+from relvit.layers.interpolate import resample_embedding
 from relvit.ops import Grid, aft_conv, aft_full, aft_local, aft_simple
 from relvit.ops.aft.operations import CONV_BACKENDS, FULL_BACKENDS, SIMPLE_BACKENDS
 from relvit.ops.checks import check_backend

@@ -5,8 +5,8 @@ from relvit.models.attention_maps import AttentionMaps, attention_maps
 from relvit.models.factory import build_model, model_arguments
 from relvit.models.image_size import check_image_size
 from relvit.models.relative_vit import RelVisionTransformer
-from relvit.models.retrofit import retrofit, retrofit_arguments
-from relvit.models.weights import checkpoint_filter_fn
+from relvit.models.retrofit.api import retrofit, retrofit_arguments
+from relvit.models.weights.convert import checkpoint_filter_fn
 
 __all__ = [
     "AFTVisionTransformer",

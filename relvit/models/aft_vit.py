@@ -16,9 +16,9 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from relvit.layers import AFTConv2d, AFTFull, AFTLocal, AFTSimple, MixerBlock, resample_embedding
-from relvit.models import weights
-from relvit.models.grid_vit import CIFAR, GridVisionTransformer, check_arguments, model_cfg
-from relvit.names import did_you_mean, listing
+from relvit.models.base import CIFAR, GridVisionTransformer, check_arguments, model_cfg
+from relvit.models.weights import convert
+from relvit.utils.messages import did_you_mean, listing
 
 _logger = logging.getLogger(__name__)
 
@@ -126,8 +126,8 @@ class AFTVisionTransformer(GridVisionTransformer):
 
     @torch.jit.ignore
     def load_pretrained(self, checkpoint_path: str, prefix: str = "") -> None:
-        """Load an original JAX archive as `checkpoint_filter_fn` converts it, see `weights.load_jax_archive`."""
-        weights.load_jax_archive(self, checkpoint_path, prefix, checkpoint_filter_fn)
+        """Load an original JAX archive as `checkpoint_filter_fn` converts it, see `convert.load_jax_archive`."""
+        convert.load_jax_archive(self, checkpoint_path, prefix, checkpoint_filter_fn)
 
 
 def make_mixer(mixer: str, given: dict[str, Any], backend: str) -> Callable[..., AFTSimple]:
@@ -166,8 +166,8 @@ def checkpoint_filter_fn(
 
     Returns, raises: see `relvit.models.checkpoint_filter_fn`.
     """
-    state_dict = weights.unwrap(state_dict)
-    state = weights.checkpoint_filter_fn(state_dict, model, log)
+    state_dict = convert.unwrap(state_dict)
+    state = convert.checkpoint_filter_fn(state_dict, model, log)
     own = model.state_dict()
     added = [name for name in own if MIXER.search(name)]
     if added and not any(MIXER.search(name) for name in state):
@@ -178,12 +178,12 @@ def checkpoint_filter_fn(
         if in_part is not None:
             in_part.update(dict.fromkeys(values, "values"))
         return state
-    prefix = sum(state_dict[name].shape[1] for name in weights.PREFIX_TOKENS if name in state_dict)
+    prefix = sum(state_dict[name].shape[1] for name in convert.PREFIX_TOKENS if name in state_dict)
     for name in added:
         if name in state and name.endswith((".u", ".v")):
             factor = state[name]
-            tokens, size = weights.grid_of(
-                name, factor.shape[0], prefix, state_dict.get(weights.PATCHES), model, own[name].shape[0]
+            tokens, size = convert.grid_of(
+                name, factor.shape[0], prefix, state_dict.get(convert.PATCHES), model, own[name].shape[0]
             )
             state[name] = resample_embedding(factor[None], size, model.patch_embed.grid_size, tokens)[0]
     return state

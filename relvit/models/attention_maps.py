@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from relvit.layers import AFTSimple, RelativeAttention
-from relvit.layers.placed_attention import PLACED_ATTENTIONS, PlacedAttention
-from relvit.names import listing
+from relvit.layers.timm_attention import PLACED_ATTENTIONS, PlacedAttention
+from relvit.utils.messages import listing
 
 # They show hooks their weights; timm's do where they are not fused.
 OURS = (RelativeAttention, PlacedAttention)

@@ -10,9 +10,9 @@ import timm
 from torch import nn
 
 from relvit.models.limits import MemoryLimit, check_memory, check_numbers
-from relvit.models.retrofit import retrofit as retrofit_model
-from relvit.models.retrofit import retrofit_arguments
-from relvit.names import did_you_mean, listing
+from relvit.models.retrofit.api import retrofit as retrofit_model
+from relvit.models.retrofit.api import retrofit_arguments
+from relvit.utils.messages import did_you_mean, listing
 
 # What timm's own builder takes besides the arguments of the model's class.
 BUILDER_ARGUMENTS = {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_strict", "checkpoint_path"}

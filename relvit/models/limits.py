@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from relvit.available import available_memory
+from relvit.utils.memory import available_memory
 
 # Far beyond every model there is; what is meant to be smaller but is not is met by the memory that it takes.
 LARGEST = 10**6

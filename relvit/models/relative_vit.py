@@ -12,11 +12,11 @@ from torch import nn
 
 from relvit.layers import RelativeAttention, RelativeBlock, RelativePosition2d, SlopePosition2d
 from relvit.layers.block import check_position_factory
-from relvit.models.grid_vit import CIFAR, GridVisionTransformer, check_arguments, model_cfg
-from relvit.models.weights import checkpoint_filter_fn
-from relvit.names import did_you_mean, listing
+from relvit.models.base import CIFAR, GridVisionTransformer, check_arguments, model_cfg
+from relvit.models.weights.convert import checkpoint_filter_fn
 from relvit.ops.attention import BACKENDS
 from relvit.ops.checks import check_backend
+from relvit.utils.messages import did_you_mean, listing
 
 POSITIONS = {"tables": RelativePosition2d, "slopes": SlopePosition2d}
 

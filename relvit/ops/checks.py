@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relvit.names import did_you_mean, listing
 from relvit.ops.buckets import BUCKETINGS
 from relvit.ops.grid import Grid, num_tokens
 from relvit.ops.terms import AxisTables, JointTable, RelativeTerms
 from relvit.ops.transforms import in_graph
+from relvit.utils.messages import did_you_mean, listing
 
 
 def check_attention(

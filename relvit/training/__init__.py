@@ -1,28 +1,28 @@
 """Training with Lightning: the classifier module, its schedule, checkpoints and callbacks."""
 
-from relvit.training.averaging import WeightAverage
-from relvit.training.callbacks import PredictionTable
-from relvit.training.checkpoint import DescribeCheckpoint, load_classifier
-from relvit.training.checkpoint_average import average_checkpoints
-from relvit.training.checkpoint_file import read_checkpoint, write_checkpoint
-from relvit.training.checkpoint_io import WholeCheckpoints
+from relvit.training.callbacks.early_stopping import Patience
+from relvit.training.callbacks.epoch_lines import EpochLines
+from relvit.training.callbacks.finite import NonFiniteLossError
+from relvit.training.callbacks.history import History
+from relvit.training.callbacks.predictions import PredictionTable
+from relvit.training.callbacks.progress_bar import TrainingProgressBar
+from relvit.training.callbacks.telemetry import Telemetry
+from relvit.training.callbacks.training_images import TrainingImages
+from relvit.training.checkpoints.atomic_io import WholeCheckpoints
+from relvit.training.checkpoints.average import average_checkpoints
+from relvit.training.checkpoints.callback import RunCheckpoints, StoppedBySignalError, ignore_stop_signals
+from relvit.training.checkpoints.checkpoint import DescribeCheckpoint, load_classifier
+from relvit.training.checkpoints.file import read_checkpoint, write_checkpoint
 from relvit.training.classifier import ImageClassifier
-from relvit.training.data_record import DataRecord
-from relvit.training.distillation import Teacher, distillation_loss
-from relvit.training.finite import NonFiniteLossError
-from relvit.training.history import History
-from relvit.training.loss import ClassificationLoss, soft_targets
-from relvit.training.lr_finder import FindLearningRate
-from relvit.training.optimisation import make_optimizer
-from relvit.training.patience import Patience
-from relvit.training.progress_bar import TrainingProgressBar
-from relvit.training.progress_lines import EpochLines
-from relvit.training.run_checkpoints import RunCheckpoints, StoppedBySignalError, ignore_stop_signals
-from relvit.training.run_folder import RunLock, new_run_folder, remove_if_fruitless
-from relvit.training.run_record import record_run
-from relvit.training.schedule import warmup_cosine
-from relvit.training.telemetry import Telemetry
-from relvit.training.training_images import TrainingImages
+from relvit.training.optim.distillation import Teacher, distillation_loss
+from relvit.training.optim.ema import WeightAverage
+from relvit.training.optim.loss import ClassificationLoss, soft_targets
+from relvit.training.optim.lr_finder import FindLearningRate
+from relvit.training.optim.optimizer import make_optimizer
+from relvit.training.optim.schedule import warmup_cosine
+from relvit.training.run.data_record import DataRecord
+from relvit.training.run.folder import RunLock, new_run_folder, remove_if_fruitless
+from relvit.training.run.record import record_run
 
 __all__ = [
     "ImageClassifier",

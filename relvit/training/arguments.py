@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from relvit.names import did_you_mean
-from relvit.training.distillation import check_distillation
-from relvit.training.optimisation import check_optimizer
+from relvit.training.optim.distillation import check_distillation
+from relvit.training.optim.optimizer import check_optimizer
+from relvit.utils.messages import did_you_mean
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:

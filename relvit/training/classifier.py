@@ -14,28 +14,34 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MetricCollection
 
-from relvit.data.mix import BatchMix
-from relvit.data.sampling import training_position
+from relvit.data.loading.train_sampler import training_position
+from relvit.data.mixup import BatchMix
 from relvit.models import build_model, check_image_size
-from relvit.models.transfer import TransferReport, transfer_weights
-from relvit.seeding import run_seed, seed_all
-from relvit.training.accumulation import average_gradients
+from relvit.models.weights.transfer import TransferReport, transfer_weights
 from relvit.training.arguments import check_arguments
-from relvit.training.averaging import WeightAverage
-from relvit.training.checkpoint_file import AVERAGE_KEY, TIMM_KEY, timm_weights
+from relvit.training.callbacks.finite import FiniteCheck, NonFinite
+from relvit.training.callbacks.messages import rank_zero_print
+from relvit.training.checkpoints.file import AVERAGE_KEY, TIMM_KEY, timm_weights
+from relvit.training.checkpoints.metric_states import (
+    States,
+    copy_states,
+    of_all_processes,
+    of_this_process,
+    restore_states,
+)
+from relvit.training.checkpoints.pretrained import architecture_to_build, normalisation_note, read_pretrained
+from relvit.training.checkpoints.resume import POSITION_KEY, Position, check_layout, go_on, set_counters
 from relvit.training.class_metrics import count_batch
-from relvit.training.distillation import Teacher, distillation_loss
 from relvit.training.epoch_metrics import EpochMetrics
-from relvit.training.finite import FiniteCheck, NonFinite
-from relvit.training.freezing import Backbone
-from relvit.training.loss import ClassificationLoss
-from relvit.training.messages import rank_zero_print
-from relvit.training.metric_states import States, copy_states, of_all_processes, of_this_process, restore_states
-from relvit.training.optimisation import make_optimizer
-from relvit.training.position import POSITION_KEY, Position, check_layout, go_on, set_counters
-from relvit.training.pretrained import architecture_to_build, normalisation_note, read_pretrained
-from relvit.training.schedule import Plan, describe, make_plan, set_rates, warmup_cosine
-from relvit.training.sharding import FullySharded, check_sharding, check_strategy, is_sharded, load_whole, whole
+from relvit.training.optim.accumulation import average_gradients
+from relvit.training.optim.distillation import Teacher, distillation_loss
+from relvit.training.optim.ema import WeightAverage
+from relvit.training.optim.freeze import Backbone
+from relvit.training.optim.loss import ClassificationLoss
+from relvit.training.optim.optimizer import make_optimizer
+from relvit.training.optim.schedule import Plan, describe, make_plan, set_rates, warmup_cosine
+from relvit.training.optim.sharding import FullySharded, check_sharding, check_strategy, is_sharded, load_whole, whole
+from relvit.utils.seeding import run_seed, seed_all
 
 # Where a checkpoint keeps the metrics of an epoch that is under way.
 METRICS_KEY = "train_metrics"

@@ -7,7 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
-from conftest import CLASSES, TINY
+from photos import CLASSES, TINY
 from PIL import Image
 
 from relvit.cli import main

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from conftest import CLASSES, TINY
+from photos import CLASSES, TINY
 
 import relvit
 from relvit.cli import main

@@ -9,7 +9,7 @@ from PIL import Image
 
 from relvit.cli import main
 from relvit.data import DigitsData, ImageFolderData
-from relvit.data.check import check_data, inspect_image
+from relvit.data.inspect import check_data, inspect_image
 
 
 def write(path, seed, size=(12, 8)):

@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 from cifar_archive import make_archive
-from conftest import CLASSES, TINY
+from photos import CLASSES, TINY
 from torchvision.datasets import CIFAR10
 
 from relvit.cli import main

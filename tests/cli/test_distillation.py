@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import TINY
+from photos import TINY
 
 from relvit.cli import main
 from relvit.data import ImageFolderData

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import CLASSES
+from photos import CLASSES
 from PIL import Image
 from pyarrow import parquet
 

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import TINY
+from photos import TINY
 from PIL import Image
 
 from relvit.cli import main

@@ -8,7 +8,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-from conftest import CLASSES, TINY
+from photos import CLASSES, TINY
 from PIL import Image
 
 import relvit

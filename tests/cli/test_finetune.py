@@ -11,7 +11,7 @@ import pytest
 import timm
 import torch
 import yaml
-from conftest import TINY
+from photos import TINY
 from PIL import Image
 from timm.models import save_for_hf
 

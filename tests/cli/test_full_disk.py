@@ -4,8 +4,8 @@ import re
 import subprocess
 
 import pytest
-from conftest import TINY
 from failures import DISK, SPARE, fill
+from photos import TINY
 
 from relvit.cli import main
 from relvit.training import History, read_checkpoint

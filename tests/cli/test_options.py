@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import TINY
+from photos import TINY
 from PIL import Image
 
 from relvit.cli import main

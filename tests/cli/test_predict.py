@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import CLASSES
+from photos import CLASSES
 from PIL import Image
 from processes import BY_ITSELF, Ranks, as_torchrun, finish, start
 

@@ -7,10 +7,10 @@ import subprocess
 
 import pytest
 import torch
-from conftest import TINY
+from photos import TINY
 
 from relvit.cli import main
-from relvit.training.run_record import git_state
+from relvit.training.run.record import git_state
 
 
 def test_the_table_has_a_row_per_epoch_with_all_quantities(run):

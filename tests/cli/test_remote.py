@@ -9,12 +9,12 @@ import fsspec
 import numpy as np
 import pytest
 import torch
-from conftest import TINY
+from photos import TINY
 
 import relvit
 from relvit.cli import main
 from relvit.training import read_checkpoint
-from relvit.training.pretrained import read_pretrained
+from relvit.training.checkpoints.pretrained import read_pretrained
 
 QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 import yaml
-from conftest import TINY
+from photos import TINY
 
 from relvit.cli import main
 from relvit.plots import read_metrics

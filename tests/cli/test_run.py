@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import CLASSES, TINY
+from photos import CLASSES, TINY
 from PIL import Image
 
 from relvit.cli import main

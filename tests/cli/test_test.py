@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import sklearn.metrics
 import torch
-from conftest import CLASSES, write_photos
+from photos import CLASSES, write_photos
 from PIL import Image
 from torchmetrics.functional.classification import multiclass_calibration_error
 

@@ -15,9 +15,9 @@ from grey_folders import data_of, make
 from PIL import Image
 
 from relvit.data import Augment, ImageFolderData, ImageListData, UnreadableImageError, load_rgb
-from relvit.data.check import check_data
-from relvit.data.files import LabelledFiles, NamedFiles
-from relvit.data.memory import MemoryImages, OwnSizeImages, WholeBatches, batch_transform, pack
+from relvit.data.files.dataset import LabelledFiles, NamedFiles
+from relvit.data.inspect import check_data
+from relvit.data.loading.memory import MemoryImages, OwnSizeImages, WholeBatches, batch_transform, pack
 
 ONE_PROCESS = SimpleNamespace(world_size=1, num_devices=1, current_epoch=0, global_rank=0, progress_bar_callback=None)
 
@@ -170,8 +170,8 @@ def decoded(monkeypatch):
         counts[path] += 1
         return load_rgb(path)
 
-    monkeypatch.setattr("relvit.data.cache.load_rgb", counting)
-    monkeypatch.setattr("relvit.data.files.load_rgb", counting)
+    monkeypatch.setattr("relvit.data.files.cache.load_rgb", counting)
+    monkeypatch.setattr("relvit.data.files.dataset.load_rgb", counting)
     return counts
 
 
@@ -208,7 +208,7 @@ def test_a_part_put_aside_is_kept(tmp_path, decoded):
 
 
 def test_check_data_keeps_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("relvit.data.image_files.decode_into_memory", lambda *_: pytest.fail("decoded"))
+    monkeypatch.setattr("relvit.data.modules.image_files.decode_into_memory", lambda *_: pytest.fail("decoded"))
     data = pair(folders(tmp_path))[1]
     assert check_data(data, processes=1)["splits"]["train"]["images"] == 14
 
@@ -233,14 +233,14 @@ def test_too_little_memory_is_refused_before_anything_is_decoded(tmp_path, monke
     areas = [np.prod(Image.open(path).size) for split in ("train", "val") for path, _ in data.samples(split)]
     needed = int(sum(areas)) * (3 if size is None else 4)
     enough = -(-needed * copies * 5 // 4)
-    monkeypatch.setattr("relvit.data.cache.available_memory", lambda: enough - 2)
+    monkeypatch.setattr("relvit.data.files.cache.available_memory", lambda: enough - 2)
     with pytest.raises(
         ValueError, match=rf"cache: the {len(areas)} images of train and val take .*cache false"
     ) as caught:
         data.setup("fit")
     assert ("in each of 4 processes" in str(caught.value)) == (copies == 4)
     assert not decoded
-    monkeypatch.setattr("relvit.data.cache.available_memory", lambda: enough)
+    monkeypatch.setattr("relvit.data.files.cache.available_memory", lambda: enough)
     data.setup("fit")
     assert len(decoded) == len(areas)
 
@@ -249,7 +249,7 @@ def test_figures_of_the_refusal(tmp_path, monkeypatch):
     for split, name in (("train", "a"), ("train", "b"), ("val", "a")):
         (tmp_path / split / name).mkdir(parents=True)
         Image.new("1", (10_000, 6_000)).save(tmp_path / split / name / "large.png")
-    monkeypatch.setattr("relvit.data.cache.available_memory", lambda: 600 * 2**20)
+    monkeypatch.setattr("relvit.data.files.cache.available_memory", lambda: 600 * 2**20)
     data = pair(str(tmp_path))[1]
     # 3 x 60 million pixels of three bytes
     text = "the 3 images of train and val take 515.0 MiB when decoded; 600.0 MiB of memory are available, 80% of which"
@@ -258,7 +258,7 @@ def test_figures_of_the_refusal(tmp_path, monkeypatch):
 
 
 def test_a_system_that_does_not_tell_its_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("relvit.data.cache.available_memory", lambda: None)
+    monkeypatch.setattr("relvit.data.files.cache.available_memory", lambda: None)
     data = pair(folders(tmp_path))[1]
     assert isinstance(data.dataset("train"), OwnSizeImages)
 
@@ -326,9 +326,9 @@ def test_processes_and_threads_find_the_same(tmp_path, monkeypatch, size, small)
     root = folders(tmp_path, size)
     spoil(tmp_path / "train" / "a" / "3.png")
     alone = pair(root, on_error="skip")[1].dataset("train")
-    monkeypatch.setattr("relvit.data.cache._FILES", 3)
-    monkeypatch.setattr("relvit.data.cache._cores", lambda: 2)
-    monkeypatch.setattr("relvit.data.cache._SMALL", 10**6 if small else 0)
+    monkeypatch.setattr("relvit.data.files.cache._FILES", 3)
+    monkeypatch.setattr("relvit.data.files.cache._cores", lambda: 2)
+    monkeypatch.setattr("relvit.data.files.cache._SMALL", 10**6 if small else 0)
     together = pair(root, on_error="skip")[1].dataset("train")
     assert torch.equal(together.pixels, alone.pixels)
     assert together.unreadable == alone.unreadable
@@ -358,7 +358,7 @@ def test_a_bar_on_a_terminal_unless_the_trainer_has_none(tmp_path, monkeypatch, 
         shown.append((what, total))
         return items
 
-    monkeypatch.setattr("relvit.data.image_files.with_bar", bar)
+    monkeypatch.setattr("relvit.data.modules.image_files.with_bar", bar)
     monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
     data = pair(folders(tmp_path, (8, 6)))[1]
     data.trainer = SimpleNamespace(**{**vars(ONE_PROCESS), "progress_bar_callback": object() if wanted else None})

@@ -11,7 +11,7 @@ from PIL import Image
 from torchvision.datasets import CIFAR10, CIFAR100
 
 from relvit.data import CIFAR10Data, CIFAR100Data, train_transform
-from relvit.data.memory import WholeBatches, batch_transform, pack, unpack
+from relvit.data.loading.memory import WholeBatches, batch_transform, pack, unpack
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import torch
 from sklearn.datasets import load_digits
 
 from relvit.data import DigitsData
-from relvit.data.digits import DIGITS_MEAN, DIGITS_STD, _digits
+from relvit.data.modules.digits import DIGITS_MEAN, DIGITS_STD, _digits
 
 SPLITS = ("train", "val", "test")
 

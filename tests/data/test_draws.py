@@ -8,8 +8,8 @@ import torch
 from grey_folders import data_of, make
 from torch.utils.data import Dataset
 
-from relvit.data.draws import Draw, Draws
-from relvit.seeding import run_seed, seed_all
+from relvit.data.loading.deterministic import Draw, Draws
+from relvit.utils.seeding import run_seed, seed_all
 
 
 class Dice(Dataset):

@@ -1,4 +1,4 @@
-"""Known pixel values for every kind of image file; broken ones are in tests/broken_input.py."""
+"""Known pixel values for every kind of image file; broken ones are in tests/support/broken_input.py."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""Turned and transparent files through every data module of files: all go by the rules of tests/broken_input.py."""
+"""Turned and transparent files through every data module of files."""
 
 import numpy as np
 import pytest

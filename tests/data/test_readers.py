@@ -6,15 +6,15 @@ import pickle
 from types import SimpleNamespace
 
 import pytest
-from conftest import CLASSES, TINY
 from grey_folders import GREY
+from photos import CLASSES, TINY
 from stored_images import KINDS, data_of, fits, grey_files, png, write
 from torch.utils.data import ConcatDataset, DataLoader
 
 import relvit
 from relvit.cli import main
 from relvit.data import ReaderData, UnreadableImageError
-from relvit.data.check import check_data
+from relvit.data.inspect import check_data
 
 QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
 BROKEN = png(0)[:40]

@@ -9,7 +9,7 @@ from grey_folders import GREY, make
 from stored_images import data_of, fits, grey_files, png, write_parquet
 
 from relvit.data import UnreadableImageError, load_rgb
-from relvit.data.hfds import HuggingFace
+from relvit.data.archives.huggingface import HuggingFace
 
 datasets = pytest.importorskip("datasets")
 pa = pytest.importorskip("pyarrow")

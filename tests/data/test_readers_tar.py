@@ -12,7 +12,7 @@ from stored_images import data_of, fits, grey_files, png, write_tar
 from timm.data.readers.reader_image_in_tar import ReaderImageInTar
 
 from relvit.data import UnreadableImageError, load_rgb
-from relvit.data.archives import members, read_all
+from relvit.data.archives.tar import members, read_all
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 

@@ -10,7 +10,7 @@ from grey_folders import GREY
 from stored_images import data_of, fits, grey_files, png, write_shards, write_tar
 
 from relvit.data import ReaderData
-from relvit.data.shards import Shards, expand_braces
+from relvit.data.archives.webdataset import Shards, expand_braces
 
 
 def samples(count, **more):

@@ -9,11 +9,11 @@ from multiprocessing import forkserver, resource_tracker
 import pytest
 import torch
 from cifar_archive import make_archive
-from conftest import write_photos
+from photos import write_photos
 from torchvision.datasets import CIFAR10
 
 from relvit.data import CIFAR10Data, ImageFolderData, ImageListData
-from relvit.data.workers import heed_no_stop_signal
+from relvit.data.loading.loader import heed_no_stop_signal
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ CASES = [
 def test_workers_started_by_any_method_give_the_same_batches(make, kind, method, options):
     context = multiprocessing.get_context(method)
     if method == "forkserver":
-        context.set_forkserver_preload(["relvit.cli.trainer", "torch.utils.tensorboard", "tensorboard.backend"])
+        context.set_forkserver_preload(["relvit.cli.fit.trainer", "torch.utils.tensorboard", "tensorboard.backend"])
     data = make(kind, **options)
     expected = list(data.train_dataloader())
     loader = data.train_dataloader()

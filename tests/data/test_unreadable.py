@@ -8,14 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY
 from grey_folders import GREY, data_of, make
+from photos import TINY
 from PIL import Image
 from torch._utils import ExceptionWrapper
 
 from relvit.cli import main
 from relvit.data import ImageFolderData, UnreadableImageError, load_rgb
-from relvit.data.unreadable import TolerantLoader
+from relvit.data.files.unreadable import TolerantLoader
 from relvit.training import DataRecord, load_classifier
 
 QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]

@@ -9,7 +9,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-from conftest import CLASSES
+from photos import CLASSES
 from PIL import Image
 from terminal import ESCAPE, in_terminal, into_files
 

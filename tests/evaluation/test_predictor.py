@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import CLASSES, TINY
+from photos import CLASSES, TINY
 from PIL import Image
 
 import relvit

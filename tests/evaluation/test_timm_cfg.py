@@ -5,7 +5,7 @@ import json
 import pytest
 import timm
 import torch
-from conftest import TINY
+from photos import TINY
 from PIL import Image
 from timm.data import create_transform, resolve_model_data_config
 from timm.models import load_checkpoint, save_for_hf

@@ -8,7 +8,7 @@ from timm.models.eva import EvaAttention
 from torch import nn
 
 from relvit.layers import RelativePosition2d
-from relvit.layers.placed_attention import PLACED_ATTENTIONS, Placed
+from relvit.layers.timm_attention import PLACED_ATTENTIONS, Placed
 from relvit.ops import RelativeTerms, make_grid
 
 HEIGHT, WIDTH, PREFIX, DIM, HEADS, HEAD_DIM = 2, 3, 2, 16, 2, 8

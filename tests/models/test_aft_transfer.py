@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import timm
 import torch
-from conftest import TINY
+from photos import TINY
 from timm.layers import resample_abs_pos_embed
 from timm.models import save_for_hf
 
 from relvit.cli import main
 from relvit.models import build_model
-from relvit.models.transfer import Weights, transfer_weights
+from relvit.models.weights.transfer import Weights, transfer_weights
 from relvit.training import load_classifier, read_checkpoint
 
 KWARGS = {"patch_size": 8, "embed_dim": 12, "depth": 2}

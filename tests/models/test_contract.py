@@ -22,7 +22,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as tv
 from vits import ATTENTION_FREE, NAMES, SMALL, assert_same, bias_for, images, precision, small, twins
 
-from relvit.models.grid_vit import FIXED
+from relvit.models.base import FIXED
 
 FEATURES, TRAINING, WEIGHTS = "test_contract_features.py", "test_contract_training.py", "test_weights.py"
 SAME = "test_contract.py::test_state_is_described_as_timm_describes_it"

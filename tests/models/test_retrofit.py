@@ -13,7 +13,7 @@ from torch import nn
 
 import relvit
 from relvit.layers import RelativePosition2d, SlopePosition2d
-from relvit.layers.placed_attention import Placed
+from relvit.layers.timm_attention import Placed
 
 SIZES = [(24, 16), (8, 40), (32, 32)]
 OTHERS = {"max_distance": (1, 2), "rel_terms": "qkvb", "shared_heads": False}

@@ -7,7 +7,7 @@ from timm.layers import resample_abs_pos_embed
 from timm.models import adapt_input_conv
 
 from relvit.models import build_model, retrofit
-from relvit.models.transfer import Weights, transfer_weights
+from relvit.models.weights.transfer import Weights, transfer_weights
 
 KWARGS = {"patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2}
 SIZE = (16, 24)

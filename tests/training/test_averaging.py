@@ -7,7 +7,7 @@ from small_training import KWARGS, Noise, Record, build, train
 from torch import nn
 
 from relvit.training import ImageClassifier, WeightAverage
-from relvit.training.checkpoint_file import AVERAGE_KEY
+from relvit.training.checkpoints.file import AVERAGE_KEY
 
 
 def averages(weights, decay, warmup):

@@ -9,9 +9,9 @@ import torch
 from small_training import KWARGS, Noise, train
 
 from relvit.training import ImageClassifier, average_checkpoints, load_classifier
-from relvit.training.checkpoint import DescribeCheckpoint
-from relvit.training.checkpoint_file import AVERAGE_KEY
-from relvit.training.pretrained import Architecture, architecture_of, read_pretrained
+from relvit.training.checkpoints.checkpoint import DescribeCheckpoint
+from relvit.training.checkpoints.file import AVERAGE_KEY
+from relvit.training.checkpoints.pretrained import Architecture, architecture_of, read_pretrained
 
 NAMES = [f"class {i}" for i in range(7)]
 RECORD = {"img_size": [8, 12], "crop_pct": 0.9, "mean": [0.5] * 3, "std": [0.25] * 3, "root": "photos"}

@@ -13,7 +13,7 @@ from timm.models import save_for_hf
 from torch import nn
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "tests" / "two_processes.py"
+SCRIPT = ROOT / "tests" / "support" / "two_processes.py"
 
 
 @pytest.fixture(scope="module")

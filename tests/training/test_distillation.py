@@ -10,8 +10,8 @@ from small_training import KWARGS, Noise, train
 from timm.models import save_for_hf
 
 from relvit.training import ImageClassifier, load_classifier
-from relvit.training.checkpoint import DescribeCheckpoint
-from relvit.training.distillation import Teacher, distillation_loss
+from relvit.training.checkpoints.checkpoint import DescribeCheckpoint
+from relvit.training.optim.distillation import Teacher, distillation_loss
 
 VIT = {"patch_size": 4, "embed_dim": 8, "depth": 1, "num_heads": 2}
 NAMES = [f"class {i}" for i in range(7)]

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from conftest import TINY
 from lightning import Callback
+from photos import TINY
 from processes import Ranks, as_torchrun
 from small_training import Noise, build, train
 

@@ -5,8 +5,8 @@ import pytest
 from small_training import Noise, build, train
 
 from relvit.training import FindLearningRate
-from relvit.training.finite import NonFiniteLossError
-from relvit.training.lr_finder import steepest_fall
+from relvit.training.callbacks.finite import NonFiniteLossError
+from relvit.training.optim.lr_finder import steepest_fall
 
 RATES = np.logspace(-7, 0, 100)
 

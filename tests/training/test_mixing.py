@@ -5,7 +5,7 @@ import torch
 from small_training import build, train
 
 from relvit.data import BatchMix
-from relvit.seeding import seeded
+from relvit.utils.seeding import seeded
 
 LABELS = torch.tensor([3, 0, 6, 1, 4])
 # Constant images: the share of each can be read from the pixels.

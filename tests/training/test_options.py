@@ -7,7 +7,7 @@ import torch
 from small_training import Record, build, train
 
 from relvit.training import FindLearningRate
-from relvit.training.lr_finder import steepest_fall
+from relvit.training.optim.lr_finder import steepest_fall
 
 ARGUMENTS = {"lr": 0.02, "warmup_epochs": 0}
 

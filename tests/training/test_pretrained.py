@@ -12,9 +12,9 @@ from small_training import KWARGS, Noise, build, train
 from timm.models import save_for_hf
 
 from relvit.training import ImageClassifier, load_classifier
-from relvit.training.checkpoint import DescribeCheckpoint
-from relvit.training.checkpoint_file import AVERAGE_KEY
-from relvit.training.pretrained import (
+from relvit.training.checkpoints.checkpoint import DescribeCheckpoint
+from relvit.training.checkpoints.file import AVERAGE_KEY
+from relvit.training.checkpoints.pretrained import (
     Architecture,
     architecture_of,
     normalisation_note,

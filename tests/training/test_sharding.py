@@ -7,21 +7,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY
 from lightning import Trainer
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from photos import TINY
 from sharded_processes import CHANGES, OPTIMIZERS, STEPS
 from small_training import NoiseImages, Record, build, train
 from torch import nn
 
 from relvit.cli import main
 from relvit.training import load_classifier
-from relvit.training.checkpoint import DescribeCheckpoint
-from relvit.training.checkpoint_file import AVERAGE_KEY
-from relvit.training.sharding import FullySharded, check_strategy
+from relvit.training.checkpoints.checkpoint import DescribeCheckpoint
+from relvit.training.checkpoints.file import AVERAGE_KEY
+from relvit.training.optim.sharding import FullySharded, check_strategy
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "tests" / "sharded_processes.py"
+SCRIPT = ROOT / "tests" / "support" / "sharded_processes.py"
 
 
 @pytest.fixture(scope="module")

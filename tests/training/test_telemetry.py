@@ -10,7 +10,7 @@ from relvit.training import Telemetry
 class Clock:
     def __init__(self, monkeypatch):
         self.now = 100.0
-        monkeypatch.setattr("relvit.training.telemetry.time", self)
+        monkeypatch.setattr("relvit.training.callbacks.telemetry.time", self)
         self.perf_counter = lambda: self.now
 
 

@@ -11,8 +11,8 @@ from timm.models import load_checkpoint, load_state_dict
 import relvit
 from relvit.models import checkpoint_filter_fn
 from relvit.training import ImageClassifier, average_checkpoints, load_classifier
-from relvit.training.checkpoint import DescribeCheckpoint
-from relvit.training.checkpoint_file import AVERAGE_KEY, TIMM_KEY, read_checkpoint, write_checkpoint
+from relvit.training.checkpoints.checkpoint import DescribeCheckpoint
+from relvit.training.checkpoints.file import AVERAGE_KEY, TIMM_KEY, read_checkpoint, write_checkpoint
 
 SIZE = {"img_size": (8, 12)}
 VIT = {"patch_size": 4, "embed_dim": 8, "depth": 1, "num_heads": 2}

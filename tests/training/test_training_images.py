@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import TINY
+from photos import TINY
 from small_training import KWARGS, train
 
 from relvit.cli import main
@@ -93,7 +93,7 @@ def test_images_that_cannot_be_read_or_drawn_end_nothing(photos, tmp_path, monke
 def test_whole_batches_of_images_in_memory(sheets):
     """CIFAR's come augmented as a batch; here they are noise."""
     data = CIFAR10Data(num_workers=0, batch_size=16)
-    from relvit.data.memory import MemoryImages, pack
+    from relvit.data.loading.memory import MemoryImages, pack
 
     pixels = np.random.default_rng(0).integers(0, 256, (40, 32, 32, 3), np.uint8)
     data._datasets["train"] = MemoryImages(pack(pixels), [i % 10 for i in range(40)], data.train_transform)

@@ -1,0 +1,1 @@
+"""Commands that are no Trainer method, one file each."""

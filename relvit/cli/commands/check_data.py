@@ -1,0 +1,83 @@
+"""`relvit check-data`: decode every image and say what is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from relvit.cli.errors import UsageError
+from relvit.cli.parser import run_function
+from relvit.data import ImageData, ImageFolderData
+from relvit.data.inspect import check_data
+from relvit.utils.messages import printable
+from relvit.utils.progress import with_bar
+
+SHOWN = 10
+DUPLICATES = {"classes": "under different classes", "across": "in several splits", "within": "twice in a class"}
+
+
+def main(command: str, arguments: Sequence[str]) -> None:
+    """Run with command line arguments; exit status 1 if a file cannot be read."""
+    report = run_function(check, command, arguments)
+    if report["bad"]:
+        raise SystemExit(1)
+
+
+def check(
+    root: str | None = None,
+    data: ImageData | None = None,
+    processes: int | None = None,
+    output: str | None = None,
+) -> dict[str, Any]:
+    """Decode every image; print the files that cannot be read, classes, sizes and images that come twice.
+
+    The exit status is 1 if a file cannot be read, otherwise 0: images that come twice do not stop a training.
+
+    Args:
+        root: The folder that holds train/CLASS/IMAGE, and val and test likewise.
+        data: Another kind of data, with its options: --data NAME --data.OPTION VALUE.
+        processes: The number of processes that decode; None means one for each core.
+        output: A JSON file to which all results are written.
+    """
+    if (root is None) == (data is None):
+        raise UsageError("give either --root DIR, which holds train/<class>/<image>, or --data NAME with its options")
+    report = check_data(ImageFolderData(root) if data is None else data, processes, partial(with_bar, what="decoding"))
+    _show(report)
+    if output is not None:
+        with open(output, "w") as file:
+            json.dump(report, file, indent=2)
+    return report
+
+
+def _show(report: dict[str, Any]) -> None:
+    table = Table("split", "images", "classes", "images per class", "height", "width")
+    for split, found in report["splits"].items():
+        counts = sorted(found["classes"].values())
+        sizes = [_range(found[side]) for side in ("height", "width")]
+        present = sum(count > 0 for count in counts)
+        each = str(counts[0]) if counts[0] == counts[-1] else f"{counts[0]} to {counts[-1]}"
+        table.add_row(split, str(found["images"]), str(present), each, *sizes)
+    # No markup: paths may hold brackets.
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console.print(table)
+    bad = [f"{file['split']}: {printable(file['path'])}: {file['reason']}" for file in report["bad"]]
+    console.print(f"files that cannot be read: {len(bad)}")
+    for line in bad:
+        console.print(f"  {line}")
+    for name, where in DUPLICATES.items():
+        groups = report[f"duplicates_{name}"]
+        console.print(f"the same image {where}: {len(groups)}")
+        for group in groups[:SHOWN]:
+            images = (f"{printable(image['path'])} ({image['split']}, {image['class']})" for image in group)
+            console.print("  " + ", ".join(images))
+        if len(groups) > SHOWN:
+            console.print(f"  and {len(groups) - SHOWN} more (--output FILE lists all)")
+
+
+def _range(spread: dict[str, float] | None) -> str:
+    return "-" if spread is None else f"{spread['min']} to {spread['max']}, median {spread['median']:g}"

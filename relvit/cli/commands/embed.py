@@ -1,0 +1,78 @@
+"""`relvit embed`: features of all images below a folder."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from relvit.cli.errors import UsageError
+from relvit.cli.parser import run_function
+from relvit.evaluation import Predictor, Size, embed_folder, write_embeddings
+from relvit.evaluation.embeddings import check_format
+from relvit.utils.messages import printable
+from relvit.utils.progress import with_bar
+
+
+def main(command: str, arguments: Sequence[str]) -> None:
+    """Run with command line arguments."""
+    run_function(embed, command, arguments)
+
+
+def embed(
+    ckpt_path: str,
+    root: str,
+    output: str,
+    img_size: Size | None = None,
+    batch_size: int = 64,
+    num_workers: int = 2,
+    device: str = "auto",
+) -> None:
+    """Write the features, from which the classifier decides, of all images below a folder.
+
+    Files that cannot be read are left out and listed in a CSV file beside the output.
+
+    Args:
+        ckpt_path: The checkpoint to use, such as runs/RUN/checkpoints/best.ckpt.
+        root: The folder whose images are read, with all folders in it.
+        output: The file to write: its name ends in .npz, .csv or .parquet.
+        img_size: The size of the images that the model gets, such as 288 or [256,384]; None means as in training.
+        batch_size: The number of images in a batch.
+        num_workers: The number of processes that read images; 0 reads them in the main process.
+        device: The device that computes, such as cpu or cuda:1; auto takes an accelerator if there is one.
+    """
+    check_format(output)
+    predictor = Predictor(ckpt_path, img_size).to(find_device(device))
+    found = embed_folder(predictor, root, batch_size, num_workers, partial(with_bar, what="embedding"))
+    if found.unreadable:
+        listed = Path(output).with_suffix(".unreadable.csv")
+        rows = [(printable(path), reason) for path, reason in sorted(found.unreadable.items())]
+        with open(listed, "w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([("path", "reason"), *rows])
+        images = "1 image" if len(rows) == 1 else f"{len(rows)} images"
+        print(f"{images} could not be read and were left out; {listed} says why")
+    if not found.paths:
+        raise UsageError("none of the images could be read")
+    write_embeddings(found, output)
+    count, length = found.features.shape
+    print(f"{count} images, {length} features each, in {output}", flush=True)
+
+
+def find_device(name: str) -> torch.device:
+    """The device of that name; 'auto': an accelerator if there is one, else the CPU.
+
+    Raises:
+        UsageError: there is no such device.
+    """
+    if name == "auto":
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UsageError(f"cannot compute on device {name!r}: {reason}") from error
+    return device

@@ -1,0 +1,42 @@
+"""`relvit predict CKPT PATH ...`: images that are named one by one, by folders or by patterns."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from relvit.cli.arguments import option
+from relvit.cli.errors import UsageError
+
+
+def asked_paths(arguments: Sequence[str]) -> list[str] | None:
+    """The files, folders and patterns that a user named; None where there are none.
+
+    Raises:
+        UsageError: the data are named as well.
+    """
+    paths = option(arguments, "--paths")
+    if paths is None:
+        return None
+    for other in ("--data", "--data.root"):
+        if (value := option(arguments, other)) is not None:
+            raise UsageError(f"{other} {value} and {listed(json.loads(paths))} both name the images: give one of them")
+    return json.loads(paths)
+
+
+def listed(paths: Sequence[str]) -> str:
+    """The first of the paths, and how many more there are."""
+    return paths[0] if len(paths) == 1 else f"{paths[0]} (and {len(paths) - 1} more)"
+
+
+def data_of_paths(remembered: Mapping[str, Any]) -> dict[str, Any]:
+    """The data module for named images, with the transforms and classes that a checkpoint remembers."""
+    # Not above: the parser's help would list it among the kinds of data.
+    from relvit.data.modules.paths import ImagePathsData
+
+    # A broken file shall not cost the others their predictions, whatever the training did about it.
+    known = inspect.signature(ImagePathsData).parameters.keys() - {"on_error"}
+    arguments = {name: value for name, value in remembered.items() if name in known}
+    return {"class_path": "relvit.data.modules.paths.ImagePathsData", "init_args": arguments | {"paths": []}}

@@ -1,0 +1,1 @@
+"""Images inside archives: tar, WebDataset shards, Hugging Face datasets."""

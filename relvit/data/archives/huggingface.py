@@ -1,0 +1,186 @@
+"""Hugging Face datasets: rows with an encoded image and a label."""
+
+import errno
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from relvit.data.archives.stored import Content, Reader
+from relvit.data.files.images import StoredImage
+from relvit.data.labels import as_label
+from relvit.utils.extras import MissingPackageError
+from relvit.utils.messages import did_you_mean, listing
+
+
+class Rows:
+    """The encoded images of a split. Copies in loader workers share the files that it is mapped from.
+
+    Args:
+        name: What the rows belong to, for messages.
+        column: The column of the images.
+        encoded: A `datasets.Dataset` of this column alone, not decoded.
+        keys: A name of each row.
+    """
+
+    def __init__(self, name: str, column: str, encoded: Any, keys: Sequence[str]) -> None:
+        self.name = name
+        self.column = column
+        self.encoded = encoded
+        self.keys = keys
+
+
+@dataclass(frozen=True, slots=True)
+class RowImage(StoredImage):
+    """The image of one row."""
+
+    rows: Rows
+    index: int
+
+    @property
+    def key(self) -> str:
+        """Its name in the split."""
+        return self.rows.keys[self.index]
+
+    def read(self) -> bytes:
+        """The encoded image, from the row, or from the file on disk that the row names."""
+        value = self.rows.encoded[self.index][self.rows.column]
+        if isinstance(value, bytes):
+            return value
+        content, path = (value or {}).get("bytes"), (value or {}).get("path")
+        if content is not None:
+            return content
+        if path is None:
+            raise ValueError("the row holds no image")
+        # A dataset from elsewhere may name anything: links, devices.
+        if not os.path.isfile(path):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        with open(path, "rb") as stream:
+            return stream.read()
+
+    def __str__(self) -> str:
+        return f"{self.rows.name}/{self.key}"
+
+
+class HuggingFace(Reader):
+    """A dataset of the Hugging Face hub or in a local folder, as `datasets.load_dataset` takes it, or as `save_to_disk`
+    has left it. No code that comes with a dataset is ever run, and no link to an image is opened.
+
+    Args:
+        path: The name on the hub, or the folder.
+        cache: The folder for what is downloaded and prepared; None: that of `datasets`.
+        input_key: The column of the images.
+        target_key: The column of the labels.
+    """
+
+    def __init__(self, path: str, cache: str | None, input_key: str = "image", target_key: str = "label") -> None:
+        self.path = path
+        self.cache = cache
+        self.input_key = input_key
+        self.target_key = target_key
+
+    def find(self, split: str, labelled: bool) -> Content:
+        """The images of a split in the order of its rows, see :class:`Reader`."""
+        datasets = _datasets()
+        table = self._load(datasets, split).with_format(None)
+        encoded = self._encoded(datasets, table)
+        rows = Rows(f"hfds/{self.path}/{split}", self.input_key, encoded, self._keys(encoded))
+        images = [RowImage(rows, index) for index in range(len(encoded))]
+        return Content(images, *self._labels(datasets, table)) if labelled else Content(images)
+
+    def key(self, image: RowImage) -> str:
+        """Its file name, where the dataset knows one, or the number of its row."""
+        return image.key
+
+    def _load(self, datasets: ModuleType, split: str) -> Any:
+        saved = [name for name in ("dataset_dict.json", "state.json") if os.path.isfile(os.path.join(self.path, name))]
+        try:
+            if not saved:
+                return datasets.load_dataset(self.path, split=split, cache_dir=self.cache)
+            found = datasets.load_from_disk(self.path)
+        except MemoryError:
+            raise
+        # Whatever goes wrong: files, formats, connections, other kinds of data than images.
+        except Exception as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise ValueError(f"cannot load the split {split!r} of hfds/{self.path}: {reason}") from error
+        splits = found if isinstance(found, datasets.DatasetDict) else {str(found.split or "train"): found}
+        if split not in splits:
+            known = sorted(map(str, splits))
+            hint = did_you_mean(split, known)
+            raise ValueError(f"no split {split!r} in hfds/{self.path}{hint}; it holds {listing(known)}")
+        return splits[split]
+
+    def _encoded(self, datasets: ModuleType, table: Any) -> Any:
+        feature = self._feature(table, self.input_key, "input_key")
+        column = table.select_columns([self.input_key])
+        if isinstance(feature, datasets.Image):
+            return column.cast_column(self.input_key, datasets.Image(decode=False))
+        raw = isinstance(feature, datasets.Value) and feature.dtype in ("binary", "large_binary")
+        if raw or (isinstance(feature, dict) and {"bytes", "path"} >= feature.keys() and "bytes" in feature):
+            return column
+        images = [name for name, kind in table.features.items() if isinstance(kind, datasets.Image)]
+        raise ValueError(
+            f"column {self.input_key!r} of hfds/{self.path} holds no images but {feature}; columns of images are "
+            f"{listing(images) or 'none'} (--data.input_key)"
+        )
+
+    def _feature(self, table: Any, column: str, option: str) -> Any:
+        if column not in table.features:
+            names = sorted(table.features)
+            raise ValueError(
+                f"no column {column!r} in hfds/{self.path}{did_you_mean(column, names)}; its columns are "
+                f"{listing(names)} (--data.{option})"
+            )
+        return table.features[column]
+
+    def _keys(self, encoded: Any) -> list[str]:
+        """A name of each row: of its file, counted where several have the same, or else its number."""
+        flat = encoded.flatten()
+        column = f"{self.input_key}.path"
+        if column not in flat.features:
+            return [f"row {index}" for index in range(len(encoded))]
+        paths = flat.select_columns([column]).with_format("arrow")[:][column].to_pylist()
+        seen: Counter[str] = Counter()
+        keys = []
+        for index, path in enumerate(paths):
+            name = f"row {index}" if path is None else self._without_place(path)
+            seen[name] += 1
+            keys.append(name if seen[name] == 1 else f"{name} #{seen[name]}")
+        return keys
+
+    def _without_place(self, path: str) -> str:
+        if path.startswith(f"{self.path}/"):
+            return os.path.relpath(path, self.path)
+        return os.path.basename(path) if os.path.isabs(path) else path
+
+    def _labels(self, datasets: ModuleType, table: Any) -> tuple[list[str | None], list[str] | None]:
+        """The label of each row, and the names of the classes where the column has them."""
+        feature = self._feature(table, self.target_key, "target_key")
+        if not isinstance(feature, datasets.ClassLabel | datasets.Value):
+            raise ValueError(f"column {self.target_key!r} of hfds/{self.path} holds no classes but {feature}")
+        values = table.select_columns([self.target_key]).with_format("arrow")[:][self.target_key].to_pylist()
+        if isinstance(feature, datasets.ClassLabel) and feature.names:
+            names = feature.names
+            known = dict(enumerate(names)) | {None: None}
+            return [known[value] if value in known else as_label(value) for value in values], list(names)
+        try:
+            return [as_label(value) for value in values], None
+        except TypeError as error:
+            raise ValueError(f"column {self.target_key!r} of hfds/{self.path} holds no classes: {error}") from error
+
+
+def _datasets() -> ModuleType:
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        raise MissingPackageError("a Hugging Face dataset", "datasets") from error
+    # Older ones run the code that a dataset brings along.
+    if int(datasets.__version__.split(".")[0]) < 4:
+        raise ModuleNotFoundError(
+            f'datasets {datasets.__version__} is too old, 4.0 or newer is needed: pip install -U "relvit[hfds]"',
+            name="datasets",
+        )
+    return datasets

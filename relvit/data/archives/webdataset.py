@@ -1,0 +1,217 @@
+"""WebDataset shards: tar archives in which files that share a name up to its first dot are the parts of one sample."""
+
+import json
+import os
+import re
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from relvit.data.archives.stored import Content, Reader
+from relvit.data.archives.tar import Member, members, read_all
+from relvit.data.labels import as_label
+from relvit.utils.messages import did_you_mean, listing
+
+IMAGE_PARTS = "jpg;jpeg;png;webp"
+
+# Each sample by its name: its parts by their endings, in lower case, without the dot.
+Samples = dict[str, dict[str, Member]]
+
+
+class _Split(NamedTuple):
+    """The shards of a split, the least number of samples in each and in all, and the field of the label by default."""
+
+    files: list[str]
+    least: list[int]
+    total: int
+    field: str | None
+
+
+class Shards(Reader):
+    """Samples of image and label in WebDataset's tar archives, on disk and uncompressed, read at random.
+
+    A split is what ``_info.json`` (or ``info.json``) in root says, as timm writes it, or names shards by itself:
+    ``'name-{0000..0127}.tar'``, relative to root, several joined by ``::``; ``|N`` behind it says how many samples
+    there are at least. Samples without an image are left out with a warning.
+
+    Args:
+        root: The folder of the shards.
+        input_key: Endings of the part that is the image, separated by ``;``, the first that a sample has.
+        target_key: The field of the part ``json`` that is the label; None: what ``_info.json`` says, or else the label
+            is the part ``cls``.
+    """
+
+    def __init__(self, root: str, input_key: str = IMAGE_PARTS, target_key: str | None = None) -> None:
+        self.root = root
+        self.endings = [ending.strip().lstrip(".").lower() for ending in input_key.split(";")]
+        self.target_key = target_key
+
+    def find(self, split: str, labelled: bool) -> Content:
+        """The images of a split in the order of shards and samples, see :class:`Reader`."""
+        shards = self._split(split)
+        images: list[Member] = []
+        labels: list[str | None] = []
+        for file, least in zip(shards.files, shards.least, strict=True):
+            samples = _samples(file)
+            pairs = self._images(file, samples)
+            if len(pairs) < least:
+                raise ValueError(f"{file} has {len(pairs)} samples, and {least} by the information on it; copy it anew")
+            images += [image for _, image in pairs]
+            if labelled:
+                labels += self._labels([samples[name] for name, _ in pairs], self.target_key or shards.field)
+        if len(images) < shards.total:
+            raise ValueError(f"{split} has {len(images)} samples in {self.root}; there should be {shards.total}")
+        return Content(images, labels)
+
+    def key(self, image: Member) -> str:
+        """The shard, relative to root, and the name in it."""
+        return f"{os.path.relpath(image.file, self.root)}/{image.name}"
+
+    def _split(self, split: str) -> _Split:
+        if not os.path.isdir(self.root):
+            raise FileNotFoundError(f"root {self.root} is no folder; give the one that holds the shards")
+        refuse_remote(split)
+        known = self._known_splits()
+        if split in known:
+            found = _described(os.path.join(self.root, split), known[split])
+        elif ".tar" in split or "{" in split:
+            pattern, _, count = split.partition("|")
+            if count and not count.isdigit():
+                raise ValueError(f"{split!r} should name a number of samples behind '|', such as 'a-{{0..9}}.tar|1000'")
+            names = [name for part in pattern.split("::") for name in expand_braces(part)]
+            found = _Split(names, [0] * len(names), int(count or 0), None)
+        else:
+            there = sorted(name for name in os.listdir(self.root) if name.endswith(".tar"))
+            says = f"_info.json knows {listing(sorted(known))}" if known else "there is no _info.json"
+            raise ValueError(
+                f"no split {split!r} in {self.root}{did_you_mean(split, known)}: {says}; or name the shards, such as "
+                f"'name-{{0000..0127}}.tar' (there are {listing(there, 3) or 'none'})"
+            )
+        for name in found.files:
+            refuse_remote(name)
+        paths = [os.path.normpath(os.path.join(self.root, name)) for name in found.files]
+        if twice := [path for path, count in Counter(paths).items() if count > 1]:
+            raise ValueError(f"{split!r} names {listing(twice)} more than once; name each shard once")
+        return found._replace(files=paths)
+
+    def _known_splits(self) -> dict[str, Any]:
+        for name in ("_info.json", "info.json"):
+            file = os.path.join(self.root, name)
+            if os.path.isfile(file):
+                try:
+                    with open(file, encoding="utf-8") as stream:
+                        return dict(json.load(stream).get("splits", {}))
+                except (ValueError, AttributeError, TypeError) as error:
+                    raise ValueError(f"{file} does not describe shards as timm writes it: {error}") from error
+        return {}
+
+    def _images(self, file: str, samples: Samples) -> list[tuple[str, Member]]:
+        """Name and image of each sample that has one."""
+        found, without = [], []
+        for name, parts in samples.items():
+            image = next((parts[ending] for ending in self.endings if ending in parts), None)
+            if image is None:
+                without.append(name)
+            else:
+                found.append((name, image))
+        if without:
+            text = f"{len(without)} of {len(samples)} samples in {file} have no part {' or '.join(self.endings)}"
+            text += f", such as {without[0]!r}, which has {listing(sorted(samples[without[0]]))}"
+            if not found:
+                raise ValueError(f"{text}; give the ending of the images (--data.input_key)")
+            warnings.warn(f"{text}; they are left out", stacklevel=2)
+        return found
+
+    def _labels(self, samples: Sequence[dict[str, Member]], field: str | None) -> list[str | None]:
+        part = "json" if field else "cls"
+        wanted = [sample[part] for sample in samples if part in sample]
+        if samples and not wanted:
+            raise ValueError(
+                f"no sample in {next(iter(samples[0].values())).file} has a part {part!r}; the first has "
+                f"{listing(sorted(samples[0]))}: --data.target_key FIELD takes a field of the part 'json'"
+            )
+        contents = zip(wanted, read_all(wanted), strict=True)
+        known = {member.name: _label(member, content, field) for member, content in contents}
+        return [known[sample[part].name] if part in sample else None for sample in samples]
+
+
+def refuse_remote(name: str) -> None:
+    """Refuse whatever is no path: nothing is downloaded, and ``pipe:`` would run a command.
+
+    Raises:
+        ValueError: `name` begins as a URL.
+    """
+    if re.match(r"pipe:|[A-Za-z][\w+.-]*:/", name):
+        raise ValueError(f"{name} is not on disk; download the archives first, no URL is opened and no command is run")
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """The names of a pattern as a shell expands it: ``{000..127}``, with or without leading zeros, and ``{a,b}``.
+
+    Raises:
+        ValueError: Braces within braces, or one that has no partner.
+    """
+    before, opening, rest = pattern.partition("{")
+    inside, closing, after = rest.partition("}")
+    if "}" in before or bool(opening) != bool(closing) or "{" in inside:
+        raise ValueError(f"{pattern!r} has braces that do not pair; allowed are '{{000..127}}' and '{{a,b}}'")
+    if not opening:
+        return [pattern]
+    if numbers := re.fullmatch(r"(\d+)\.\.(\d+)", inside):
+        first, last = numbers.groups()
+        padded = any(len(number) > 1 and number.startswith("0") for number in (first, last))
+        width = max(len(first), len(last)) if padded else 0
+        step = 1 if int(first) <= int(last) else -1
+        choices = [f"{number:0{width}d}" for number in range(int(first), int(last) + step, step)]
+    elif "," in inside:
+        choices = inside.split(",")
+    else:
+        raise ValueError(f"{pattern!r} holds {{{inside}}}; allowed are '{{000..127}}' and '{{a,b}}'")
+    return [before + choice + end for choice in choices for end in expand_braces(after)]
+
+
+def _samples(file: str) -> Samples:
+    samples: Samples = {}
+    for member in members(file):
+        folder, slash, base = member.name.rpartition("/")
+        stem, dot, ending = base.partition(".")
+        # Hidden files, and what WebDataset keeps for itself.
+        if not stem or not dot or re.match(r"__[^/]*__($|/)", member.name):
+            continue
+        parts = samples.setdefault(folder + slash + stem, {})
+        if ending.lower() in parts:
+            raise ValueError(
+                f"{file} holds {parts[ending.lower()].name} and {member.name}, which are the same part of one sample; "
+                "write the shard anew"
+            )
+        parts[ending.lower()] = member
+    if not samples:
+        raise ValueError(f"no samples in {file}; a sample is files such as '000.jpg' and '000.cls'")
+    return samples
+
+
+def _described(place: str, split: Any) -> _Split:
+    """A split as `_info.json` describes it."""
+    try:
+        files = [str(name) for name in split["filenames"]]
+        least = [int(length) for length in split.get("shard_lengths") or [0] * len(files)]
+        if len(least) != len(files):
+            raise ValueError(f"{len(files)} of these and {len(least)} of those")
+        return _Split(files, least, int(split.get("num_samples") or 0), split.get("alt_label") or None)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"_info.json should describe {place} by 'filenames' and as many 'shard_lengths': {error}"
+        ) from error
+
+
+def _label(member: Member, content: bytes, field: str | None) -> str | None:
+    try:
+        if field is None:
+            return as_label(content.decode())
+        fields = json.loads(content)
+        if field not in fields:
+            raise ValueError(f"no field {field!r}{did_you_mean(field, fields)}; there are {listing(sorted(fields))}")
+        return as_label(fields[field])
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"cannot read the label {member}: {error}") from error

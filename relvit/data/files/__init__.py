@@ -1,0 +1,1 @@
+"""Image files: find, list, decode and cache them."""

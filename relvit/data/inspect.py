@@ -1,0 +1,119 @@
+"""Look at every image of a dataset before training: which cannot be read, how many, how large, which come twice."""
+
+import hashlib
+import os
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from itertools import compress
+from typing import Any, NamedTuple
+
+from relvit.data.files.images import ImageSource, UnreadableImageError, load_rgb
+from relvit.data.modules.base import ImageData, Split
+from relvit.data.modules.image_files import ImageFilesData
+
+_CHUNK = 32  # files that a process gets at a time
+
+
+class Inspected(NamedTuple):
+    """What one file holds: its size in pixels and a hash of its decoded pixels, or why it cannot be read."""
+
+    height: int = 0
+    width: int = 0
+    digest: str = ""
+    reason: str = ""
+
+
+def inspect_image(source: ImageSource) -> Inspected:
+    """Decode one file completely.
+
+    The hash is of the pixels as a model would see them: copies in other formats without loss, or with other metadata,
+    are the same image.
+    """
+    try:
+        image = load_rgb(source)
+    except UnreadableImageError as error:
+        return Inspected(reason=error.reason)
+    digest = hashlib.blake2b(f"{image.width}x{image.height}".encode() + image.tobytes(), digest_size=16)
+    return Inspected(image.height, image.width, digest.hexdigest())
+
+
+def check_data(
+    data: ImageData, processes: int | None = None, progress: Callable[[Iterable, int], Iterable] | None = None
+) -> dict[str, Any]:
+    """Decode all images of train, val and test in parallel, and report on them.
+
+    Where a part of train is put aside to validate, that is val.
+
+    Args:
+        data: A data module of image files.
+        processes: Processes that decode; None: one for each core.
+        progress: Called with the results as they come and their number; gives them on.
+
+    Returns:
+        Plain types, fit for JSON:
+
+        - 'splits': for each split 'images', 'classes' (images of each), 'height' and 'width' (each 'min', 'median' and
+          'max' of the readable images, in pixels; None where there are none)
+        - 'bad': 'split', 'path' and 'reason' of each file that cannot be read
+        - 'duplicates_classes': groups of images with equal pixels under different classes; of each image 'split',
+          'class' and 'path'
+        - 'duplicates_across': likewise in several splits, under whatever classes
+        - 'duplicates_within': likewise in one split, under one class
+
+    Raises:
+        ValueError: No images from files, no labelled split, or a number of processes below one.
+    """
+    if not isinstance(data, ImageFilesData):
+        raise ValueError(f"{type(data).__name__} has no image files to check; it keeps its images in one piece")
+    if processes is not None and processes < 1:
+        raise ValueError(f"processes is {processes}; give 1 or more")
+    splits: list[Split] = [split for split in ("train", "val", "test") if data.missing(split) is None]
+    if not splits:
+        raise ValueError(f"neither train, val nor test in {data.place}: there are no labelled images to check")
+    images = [(split, *sample) for split in splits for sample in data.samples(split)]
+    results = _inspect_all([path for _, path, _ in images], processes or os.cpu_count() or 1)
+    if progress is not None:
+        results = progress(results, len(images))
+    inspected = list(results)
+
+    report: dict[str, Any] = {"splits": {}, "bad": []}
+    for split in splits:
+        labels = Counter(label for where, _, label in images if where == split)
+        good = [seen for (where, *_), seen in zip(images, inspected, strict=True) if where == split and not seen.reason]
+        report["splits"][split] = {
+            "images": labels.total(),
+            "classes": {name: labels[label] for label, name in enumerate(data.class_names)},
+            "height": _spread([seen.height for seen in good]),
+            "width": _spread([seen.width for seen in good]),
+        }
+    groups: dict[str, list[dict[str, str]]] = defaultdict(list)
+    for (split, path, label), seen in zip(images, inspected, strict=True):
+        if seen.reason:
+            report["bad"].append({"split": split, "path": str(path), "reason": seen.reason})
+        else:
+            groups[seen.digest].append({"split": split, "class": data.class_names[label], "path": str(path)})
+    equal = [group for group in groups.values() if len(group) > 1]
+    several = {key: [len({image[key] for image in group}) > 1 for group in equal] for key in ("class", "split")}
+    report["duplicates_classes"] = list(compress(equal, several["class"]))
+    report["duplicates_across"] = list(compress(equal, several["split"]))
+    report["duplicates_within"] = [
+        group for group, *differ in zip(equal, *several.values(), strict=True) if not any(differ)
+    ]
+    return report
+
+
+def _inspect_all(paths: list[ImageSource], processes: int) -> Iterator[Inspected]:
+    """Results in the order of the paths."""
+    if processes == 1:
+        yield from map(inspect_image, paths)
+        return
+    with ProcessPoolExecutor(min(processes, len(paths))) as pool:
+        yield from pool.map(inspect_image, paths, chunksize=min(_CHUNK, -(-len(paths) // processes)))
+
+
+def _spread(values: list[int]) -> dict[str, float] | None:
+    if not values:
+        return None
+    return {"min": min(values), "median": statistics.median(values), "max": max(values)}

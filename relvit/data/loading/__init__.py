@@ -1,0 +1,1 @@
+"""Data loaders: batches, samplers, shards for evaluation, deterministic augmentation."""

@@ -1,0 +1,1 @@
+"""Lightning data modules, one per kind of dataset."""

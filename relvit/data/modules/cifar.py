@@ -1,0 +1,216 @@
+"""CIFAR-10 and CIFAR-100, from the files of their authors."""
+
+import os
+import warnings
+from abc import abstractmethod
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from torch.utils.data import Dataset
+from torchvision.datasets import CIFAR10, CIFAR100
+from torchvision.datasets.utils import check_integrity, extract_archive
+
+from relvit.data.loading.memory import MemoryImages, pack
+from relvit.data.modules.base import ImageData, Split, check_class_names
+from relvit.data.split import check_fraction, stratified_split
+from relvit.data.transforms import Augment
+
+CIFAR10_CLASSES = "airplane automobile bird cat deer dog frog horse ship truck".split()  # noqa: SIM905
+CIFAR100_CLASSES = """
+    apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can castle
+    caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin elephant
+    flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster man maple_tree
+    motorcycle mountain mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck pine_tree plain plate
+    poppy porcupine possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk skyscraper snail snake spider
+    squirrel streetcar sunflower sweet_pepper table tank telephone television tiger tractor train trout tulip turtle
+    wardrobe whale willow_tree wolf woman worm
+""".split()  # noqa: SIM905
+
+
+class CIFARData(ImageData):
+    """What CIFAR-10 and CIFAR-100 share: 50,000 images of 32 x 32 to train, 10,000 to test, all kept in memory.
+
+    The files are those of https://www.cs.toronto.edu/~kriz/cifar.html, in torchvision's places below `root`, and their
+    MD5 sums are checked. Where they are missing, :meth:`prepare_data` (which Lightning calls, in one process of each
+    machine) unpacks the archive if it lies in root, or downloads it. A part of train is put aside to validate. Predict
+    gives the test images, named 'cifar10/test/00000' and so on.
+
+    With the augmentations 'none', 'shift' and 'crop-flip' at 32 x 32 a whole batch is augmented at once.
+
+    Args:
+        root: The folder that holds, or is to hold, the files.
+        download: Whether missing files may be downloaded (170 MB).
+        img_size: Size of the images given to the model, one number or (height, width).
+        augment: Augmentation of the training images, see :func:`relvit.data.train_transform`.
+        crop_pct: Share of the side that the centre crop of evaluation keeps, in (0, 1].
+        mean: Mean of red, green and blue, in units of the range 0..1; None: that of the training images, and in a
+            training on the command line that of the pretrained weights, if it starts from some.
+        std: Standard deviation of each, in the same units; None: likewise.
+        val_fraction: Share of each class of train that is put aside, in (0, 1).
+        split_seed: Another seed puts other images aside; the seed of the training has no part in it.
+        class_names: None, or the class names of a checkpoint, which must be the data's own.
+        options: See :class:`relvit.data.ImageData`.
+
+    Raises:
+        ValueError: An argument out of its range, or other class names; later, missing or damaged files.
+    """
+
+    dataset_class: ClassVar[type[CIFAR10]]
+    channels: ClassVar[tuple[tuple[float, ...], tuple[float, ...]]]  # mean and deviation, pixels in 0..1
+
+    def __init__(
+        self,
+        root: str = "data",
+        download: bool = True,
+        img_size: int | tuple[int, int] = 32,
+        augment: Augment = "crop-flip",
+        crop_pct: float = 1.0,
+        mean: tuple[float, ...] | None = None,
+        std: tuple[float, ...] | None = None,
+        val_fraction: float = 0.1,
+        split_seed: int = 0,
+        class_names: list[str] | None = None,
+        **options: Any,
+    ) -> None:
+        check_class_names(class_names, self.classes, f"{self._title} has")
+        # Absolute: a checkpoint remembers it, and may be used from elsewhere.
+        self.root = os.path.abspath(os.path.expanduser(root))
+        self.download = download
+        self.val_fraction = check_fraction(val_fraction)
+        self.split_seed = split_seed
+        super().__init__(
+            self.classes,
+            3,
+            img_size=img_size,
+            augment=augment,
+            crop_pct=crop_pct,
+            mean=self.channels[0] if mean is None else mean,
+            std=self.channels[1] if std is None else std,
+            **options,
+        )
+
+    @property
+    @abstractmethod
+    def classes(self) -> list[str]:
+        """The names of the classes."""
+
+    @property
+    def _title(self) -> str:
+        return self.dataset_class.__name__.replace("CIFAR", "CIFAR-")
+
+    @property
+    def _folder(self) -> str:
+        return os.path.join(self.root, self.dataset_class.base_folder)
+
+    @property
+    def _archive(self) -> str:
+        return os.path.join(self.root, self.dataset_class.filename)
+
+    def prepare_data(self) -> None:
+        """Unpack or download what is missing.
+
+        Raises:
+            ValueError: A file is damaged, or the images are missing and may not be downloaded.
+        """
+        if not self._damaged():
+            return
+        if check_integrity(self._archive, self.dataset_class.tgz_md5):
+            extract_archive(self._archive, self.root)
+        elif self.download:
+            print(f"{self._title} is not in {self.root}: downloading {self.dataset_class.url}", flush=True)
+            self.dataset_class(self.root, download=True)
+        if damaged := self._damaged():
+            raise ValueError(self._complaint(damaged))
+
+    def _damaged(self) -> list[str]:
+        """The files that are missing or differ from the published ones."""
+        files = [*self.dataset_class.train_list, *self.dataset_class.test_list]
+        meta = self.dataset_class.meta
+        files.append([meta["filename"], meta["md5"]])
+        return [name for name, md5 in files if not check_integrity(os.path.join(self._folder, name), md5)]
+
+    def _complaint(self, damaged: list[str]) -> str:
+        there = [name for name in damaged if os.path.exists(os.path.join(self._folder, name))]
+        if there:
+            return (
+                f"{os.path.join(self._folder, there[0])} is damaged: its MD5 sum is not that of {self._title}; "
+                f"delete {self._folder}, so that it is unpacked or downloaded again"
+            )
+        if os.path.exists(self._archive):
+            return (
+                f"{self._archive} is damaged: its MD5 sum is not that of {self._title}; delete it and download it again"
+            )
+        url = self.dataset_class.url
+        return f"no {self._title} in {self.root}: set download (--data.download true), or put {url} there"
+
+    def missing(self, split: Split) -> str | None:
+        """Whether the images are not there at all."""
+        if os.path.isdir(self._folder):
+            return None
+        return f"no {self._title} in {self.root}: call prepare_data() first, as Lightning does"
+
+    def build(self, split: Split) -> Dataset:
+        """The dataset of one split, in memory."""
+        pixels, labels = self._stored(split in ("train", "val"))
+        if split in ("train", "val"):
+            indices = self._divided[split == "val"]
+            pixels, targets = pixels[torch.tensor(indices)], [labels[i] for i in indices]
+        else:
+            targets = labels if split == "test" else [self._name("test", i) for i in range(len(labels))]
+        return MemoryImages(pixels, targets, self.train_transform if self.trains_on(split) else self.eval_transform)
+
+    def held_out(self) -> list[tuple[str, int]]:
+        """Names such as 'cifar10/train/00012', by the place in the training files, and labels."""
+        labels = self._stored_train[1]
+        return [(self._name("train", i), labels[i]) for i in self._divided[1]]
+
+    @cached_property
+    def _divided(self) -> tuple[list[int], list[int]]:
+        labels = self._stored_train[1]
+        names = [self._name("train", i) for i in range(len(labels))]
+        return stratified_split(names, labels, self.val_fraction, self.split_seed, self.root)
+
+    @cached_property
+    def _stored_train(self) -> tuple[torch.Tensor, list[int]]:
+        return self._read(train=True)
+
+    def _stored(self, train: bool) -> tuple[torch.Tensor, list[int]]:
+        return self._stored_train if train else self._read(train=False)
+
+    def _read(self, train: bool) -> tuple[torch.Tensor, list[int]]:
+        """Packed pixels int32 (N, 32, 32) and labels."""
+        with warnings.catch_warnings():
+            # NumPy's complaint about how the authors' pickles write a dtype.
+            warnings.filterwarnings("ignore", message=".*align should be passed")
+            try:
+                stored = self.dataset_class(self.root, train=train)
+            except RuntimeError as error:  # torchvision's, which names no file
+                raise ValueError(self._complaint(self._damaged())) from error
+        return pack(stored.data), list(stored.targets)
+
+    def _name(self, part: str, index: int) -> str:
+        return f"{self.dataset_class.__name__.lower()}/{part}/{index:05d}"
+
+
+class CIFAR10Data(CIFARData):
+    """CIFAR-10 (Krizhevsky 2009): 32 x 32 colour images of ten classes, 5,000 each to train and 1,000 to test.
+
+    Arguments and files are those of :class:`relvit.data.modules.cifar.CIFARData`.
+    """
+
+    dataset_class = CIFAR10
+    classes = CIFAR10_CLASSES
+    channels = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+
+
+class CIFAR100Data(CIFARData):
+    """CIFAR-100 (Krizhevsky 2009): 32 x 32 colour images of 100 classes (the fine labels), 500 each to train and 100 to
+    test.
+
+    Arguments and files are those of :class:`relvit.data.modules.cifar.CIFARData`.
+    """
+
+    dataset_class = CIFAR100
+    classes = CIFAR100_CLASSES
+    channels = ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))

@@ -1,0 +1,118 @@
+"""Handwritten digits that come with scikit-learn: real images for a first run without any download."""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import Tensor
+from torch.utils.data import Dataset
+from torchvision.transforms import v2
+
+from relvit.data.modules.base import ImageData, Split, check_class_names
+from relvit.data.transforms import Augment
+
+DIGITS_CLASSES = [str(digit) for digit in range(10)]
+# of the 1,257 training images, pixels in 0..1
+DIGITS_MEAN = (0.3049319887,)
+DIGITS_STD = (0.3756725775,)
+
+_SPLIT_SEED = 0
+
+
+@cache
+def _digits() -> tuple[np.ndarray, np.ndarray, dict[Split, np.ndarray]]:
+    """Images uint8 (1797, 8, 8), labels int64 (1797,), and the indices of each split."""
+    bunch = load_digits()
+    images = ((bunch.images.astype(np.int64) * 255 + 8) // 16).astype(np.uint8)
+    labels = bunch.target.astype(np.int64)
+    rest, test = train_test_split(np.arange(len(labels)), test_size=360, stratify=labels, random_state=_SPLIT_SEED)
+    train, val = train_test_split(rest, test_size=180, stratify=labels[rest], random_state=_SPLIT_SEED)
+    return images, labels, {"train": np.sort(train), "val": np.sort(val), "test": np.sort(test)}
+
+
+class DigitsData(ImageData):
+    """1,797 handwritten digits of 8 x 8 grey pixels (scikit-learn's load_digits, from UCI), in ten classes.
+
+    A fixed stratified split: 1,257 images to train, 180 to validate, 360 to test. It depends on no seed.
+    Predict gives the test images, named 'digits/test/0000' to 'digits/test/0359'.
+
+    Args:
+        img_size: Size of the images given to the model, one number or (height, width); the digits have 8.
+        augment: Augmentation of the training images, see :func:`relvit.data.train_transform`.
+        crop_pct: Share of the side that the centre crop of evaluation keeps, in (0, 1].
+        mean: Mean of the pixels, in units of the range 0..1; None: that of the training images, and in a training on
+            the command line that of the pretrained weights, if it starts from some on grey images.
+        std: Standard deviation of the pixels, in the same units; None: likewise.
+        num_workers: Processes that load images; 0 loads them in the main process, which is faster here.
+        class_names: None, or the class names of a checkpoint, which must be '0' to '9'.
+        options: See :class:`relvit.data.ImageData`.
+
+    Raises:
+        ValueError: An argument out of its range, or other class names.
+    """
+
+    def __init__(
+        self,
+        img_size: int | tuple[int, int] = 8,
+        augment: Augment = "shift",
+        crop_pct: float = 1.0,
+        mean: tuple[float, ...] | None = None,
+        std: tuple[float, ...] | None = None,
+        num_workers: int = 0,
+        class_names: list[str] | None = None,
+        **options: Any,
+    ) -> None:
+        check_class_names(class_names, DIGITS_CLASSES, "the digits have")
+        super().__init__(
+            DIGITS_CLASSES,
+            1,
+            img_size=img_size,
+            augment=augment,
+            crop_pct=crop_pct,
+            mean=DIGITS_MEAN if mean is None else mean,
+            std=DIGITS_STD if std is None else std,
+            num_workers=num_workers,
+            **options,
+        )
+
+    def missing(self, split: Split) -> str | None:
+        """None: the digits have every split."""
+        return None
+
+    def build(self, split: Split) -> Dataset:
+        """The dataset of one split."""
+        images, labels, indices = _digits()
+        if split == "predict":
+            chosen = indices["test"]
+            targets: list[int] | list[str] = [f"digits/test/{i:04d}" for i in range(len(chosen))]
+        else:
+            chosen = indices[split]
+            targets = labels[chosen].tolist()
+        transform = self.train_transform if self.trains_on(split) else self.eval_transform
+        return GreyImages(images[chosen], targets, transform)
+
+
+class GreyImages(Dataset):
+    """Grey images in memory.
+
+    Args:
+        images: uint8 (N, H, W).
+        targets: N labels or names.
+        transform: From a PIL image of mode 'L' to a tensor.
+    """
+
+    def __init__(self, images: np.ndarray, targets: Sequence[int] | Sequence[str], transform: v2.Compose) -> None:
+        self.images = torch.from_numpy(images)
+        self.targets = targets
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int | str]:
+        return self.transform(Image.fromarray(self.images[index].numpy())), self.targets[index]

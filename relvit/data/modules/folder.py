@@ -1,0 +1,125 @@
+"""Photographs in folders, one folder per class."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from relvit.data.files.dataset import class_folders, images_to_predict, labelled_files
+from relvit.data.files.images import IMAGE_ENDINGS
+from relvit.data.modules.base import Split
+from relvit.data.modules.image_files import ImageFilesData
+from relvit.utils.messages import listing
+
+_FOLDER_NAMES: dict[Split, tuple[str, ...]] = {
+    "train": ("train",),
+    "val": ("val", "valid", "validation"),
+    "test": ("test",),
+}
+
+
+class ImageFolderData(ImageFilesData):
+    """Images in ``root/train/<class>/...``, ``root/val/<class>/...`` and ``root/test/<class>/...``.
+
+    The folder of val may also be named valid or validation; without one, a part of train is put aside. All images
+    are read as RGB. Classes are matched by name, so a split may lack some. Predict gives, without labels, the
+    images below test or else below val; if root has none of these folders, all images below root. Hidden files and
+    folders are left out.
+
+    Args:
+        root: The folder that holds train, val and test.
+        class_names: Name of each class, the position is the label (a checkpoint knows them); None takes the sorted
+            folders in train. Where they are given, train need not exist.
+        options: See :class:`relvit.data.ImageFilesData`.
+
+    Raises:
+        FileNotFoundError: root is missing, or there is no train folder and class_names is None.
+        ValueError: An argument out of its range, fewer than two classes, or images outside class folders.
+    """
+
+    def __init__(self, root: str, class_names: list[str] | None = None, **options: Any) -> None:
+        # Absolute: a checkpoint remembers it, and may be used from elsewhere.
+        self.root = os.path.abspath(os.path.expanduser(root))
+        self._folders = find_splits(self.root)
+        super().__init__(self._train_classes() if class_names is None else class_names, **options)
+
+    @property
+    def _folder_classes(self) -> Sequence[str]:
+        """The name of each class's folder."""
+        return self.class_names
+
+    def missing(self, split: Split) -> str | None:
+        """Which folder is missing, or None."""
+        if split == "predict":
+            only_train = list(self._folders) == ["train"]
+            return (
+                f"no test or val folder in {self.root}; add one, or give a folder of images (--data.root)"
+                if only_train
+                else None
+            )
+        if self._came(split) or (split == "val" and self._came("train")):
+            return None
+        return f"no {split} folder in {self.root}; add the images as {os.path.join(self.root, split, '<class>')}/..."
+
+    def _came(self, split: Split) -> bool:
+        return split in self._folders
+
+    def _samples(self, split: Split) -> list[tuple[str, int]]:
+        folder = self._folders[split]
+        samples = labelled_files(folder, self._folder_classes)
+        if split == "train" and (absent := set(range(self.num_classes)) - {label for _, label in samples}):
+            raise ValueError(
+                f"{folder} has no folder for the classes {sorted(self._folder_classes[i] for i in absent)} of "
+                "class_names; add them, or leave class_names out to train on the classes that are there"
+            )
+        return samples
+
+    def _paths_to_predict(self) -> list[str]:
+        return images_to_predict(self._folders.get("test") or self._folders.get("val") or self.root)
+
+    def _shown(self, path: str) -> str:
+        return Path(os.path.relpath(path, self.root)).as_posix()
+
+    def _hashed(self, path: str) -> str:
+        return Path(os.path.relpath(path, self._folders["train"])).as_posix()
+
+    @property
+    def place(self) -> str:
+        """The folder."""
+        return self.root
+
+    def _train_classes(self) -> list[str]:
+        if "train" in self._folders:
+            return class_folders(self._folders["train"])
+        entries = [entry for entry in os.scandir(self.root) if not entry.name.startswith(".")]
+        images = sum(entry.name.lower().endswith(IMAGE_ENDINGS) for entry in entries)
+        folders = sorted(entry.name for entry in entries if entry.is_dir())
+        expected = f"expected {os.path.join(self.root, 'train', '<class>', '<image>')}"
+        if images:
+            raise ValueError(
+                f"{images} images are directly in {self.root}, without class folders; {expected}, "
+                "or give class_names (a checkpoint knows them) to predict"
+            )
+        raise FileNotFoundError(
+            f"no train folder in {self.root}, which holds {listing(folders) or 'no folders'}; {expected}, "
+            "or give class_names (a checkpoint knows them)"
+        )
+
+
+def find_splits(root: str) -> dict[Split, str]:
+    """The folder of each split that root has."""
+    if os.path.isfile(root):
+        raise NotADirectoryError(f"root {root} is a file; give the folder of images that it is in (--data.root)")
+    if not os.path.isdir(root):
+        raise FileNotFoundError(
+            f"root {root} is no folder; give the one that holds train/<class>/<image>, or the images to predict "
+            "(--data.root)"
+        )
+    found: dict[Split, str] = {}
+    for split, names in _FOLDER_NAMES.items():
+        folders = [path for name in names if os.path.isdir(path := os.path.join(root, name))]
+        if len(folders) > 1:
+            raise ValueError(f"{' and '.join(folders)} both hold validation images; keep one")
+        if folders:
+            found[split] = folders[0]
+    return found

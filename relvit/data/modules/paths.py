@@ -1,0 +1,72 @@
+"""Images to predict, named on a command line: files, folders and patterns."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset
+from torchvision.transforms import v2
+
+from relvit.data.files.dataset import NamedFiles, find_images
+from relvit.data.files.unreadable import Tolerant, TolerantLoader, collate_readable
+from relvit.data.modules.base import ImageData, Split
+from relvit.data.modules.image_files import OnError
+
+
+class ImagePathsData(ImageData):
+    """Images to predict, wherever they are, for a model of whatever data.
+
+    Args:
+        paths: Files, folders with all images below them, and patterns, see `find_images`.
+        class_names: Name of each class; the position is the label.
+        img_size: Size of the images given to the model, one number or (height, width).
+        mean: Mean of each channel, in units of the range 0..1; of one channel the images become grey.
+        std: Standard deviation of each channel, in the same units.
+        crop_pct: Share of the side that the centre crop keeps, in (0, 1].
+        batch_size: Images per batch (and per device).
+        num_workers: Processes that load images; 0 loads them in the main process.
+        on_error: What to do about a file that cannot be read: 'skip' goes on without it, 'error' stops and names it.
+
+    Raises:
+        ValueError: An argument out of its range; later, a path at which there is no image.
+    """
+
+    # It has nothing to train on; `relvit predict` makes it of the paths.
+    chosen_by_name = False
+
+    def __init__(
+        self,
+        paths: Sequence[str],
+        class_names: list[str],
+        img_size: int | tuple[int, int],
+        mean: tuple[float, ...],
+        std: tuple[float, ...],
+        crop_pct: float,
+        batch_size: int = 64,
+        num_workers: int = 2,
+        on_error: OnError = "skip",
+    ) -> None:
+        if len(mean) not in (1, 3):
+            raise ValueError(f"the model takes images of {len(mean)} channels; files are read with 1 or 3")
+        sizes: dict[str, Any] = {"img_size": img_size, "crop_pct": crop_pct}
+        loading = {"batch_size": batch_size, "num_workers": num_workers}
+        super().__init__(class_names, len(mean), augment="none", mean=mean, std=std, **sizes, **loading)
+        self.paths = list(paths)
+        self.on_error: OnError = on_error
+
+    def missing(self, split: Split) -> str | None:
+        """There is nothing but images to predict."""
+        return None if split == "predict" else f"images without labels can only be predicted: there is no {split}"
+
+    def build(self, split: Split) -> Dataset:
+        """The dataset of the images; looks for the files."""
+        transform = self.eval_transform
+        if self.in_chans == 1:
+            transform = v2.Compose([v2.Grayscale(), *transform.transforms])
+        return NamedFiles(find_images(self.paths), transform)
+
+    def _make_loader(self, split: Split, **arguments: Any) -> DataLoader:
+        if self.on_error == "error":
+            return super()._make_loader(split, **arguments)
+        tolerant = Tolerant(self.dataset(split), replace=False)
+        record = self.unreadable.setdefault(split, {})
+        return TolerantLoader(tolerant, collate_fn=collate_readable, record=record, **arguments)

@@ -1,0 +1,1 @@
+"""Relative and absolute positions: one paper per file."""

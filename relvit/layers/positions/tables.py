@@ -1,0 +1,121 @@
+"""Learned relative positions in 2D: Shaw's clipped offset tables, rows and columns apart."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from relvit.layers.init import draw_tables
+from relvit.ops import BUCKETINGS, AxisTables, Grid, JointTable, RelativeTerms
+from relvit.ops.pairs import int_pair
+from relvit.utils.messages import did_you_mean, listing
+
+TERMS = {"q": "query", "k": "key", "v": "value", "b": "bias"}
+LAYOUTS: dict[str, type[AxisTables] | type[JointTable]] = {"separate": AxisTables, "joint": JointTable}
+
+
+class RelativePosition2d(nn.Module):
+    """Tables of Shaw et al. 2018 (arXiv 1803.02155, section 3.2) for the vertical and the horizontal offset.
+
+    For every term in `rel_terms` it holds one table per axis, (2k + 1, head_dim), or (num_heads, 2k + 1, head_dim) with
+    `shared_heads=False`; row r belongs to the offset r - k, key minus query, clipped to -k ... k. The bias has one
+    number per head, (num_heads, 2k + 1). Called with a `Grid` it returns the `RelativeTerms` for
+    `relvit.ops.relative_attention`; these tables serve every grid alike.
+
+    Args:
+        head_dim: width of one attention head.
+        num_heads: number of heads, for tables per head and for the bias.
+        rel_terms: letters of the terms, each at most once: 'q' (vectors that meet the keys), 'k' (that meet the
+            queries), 'v' (added to the values), 'b' (bias); '' for none.
+        max_distance: clip distance k in patches, one for both axes or (rows, columns).
+        shared_heads: one set of vectors for all heads, as in the paper.
+        layout: 'separate' (a table per axis, the two vectors are added) or 'joint' (one table of (2k + 1)^2 vectors; it
+            can tell apart what sums cannot, and costs more: see the backend 'gathered').
+        bucketing: 'clip', or 'piecewise' for iRPE's index, whose 2k + 1 rows reach up to 4k patches away.
+        init_std: standard deviation of the truncated normal that the tables start from; 0 starts at zero, where the
+            layer computes plain attention.
+
+    Raises:
+        ValueError: unknown or repeated letters, an unknown layout or bucketing, a negative clip distance or standard
+            deviation.
+        TypeError: a clip distance that is not an integer, `shared_heads` that is not a bool.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        num_heads: int,
+        rel_terms: str = "kv",
+        max_distance: int | Sequence[int] = 7,
+        shared_heads: bool = True,
+        layout: str = "separate",
+        bucketing: str = "clip",
+        init_std: float = 0.02,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if any(letter not in TERMS for letter in rel_terms) or len(set(rel_terms)) != len(rel_terms):
+            letters = ", ".join(f"{letter!r} ({term})" for letter, term in TERMS.items())
+            raise ValueError(f"rel_terms must be made of the letters {letters}, each at most once, got {rel_terms!r}")
+        for name, given, allowed in (("layout", layout, tuple(LAYOUTS)), ("bucketing", bucketing, BUCKETINGS)):
+            if given not in allowed:
+                hint = did_you_mean(str(given), allowed)
+                raise ValueError(f"{name} must be one of {listing(allowed)}, got {given!r}{hint}")
+        if not isinstance(shared_heads, bool):
+            raise TypeError(f"shared_heads must be True or False, got {shared_heads!r}")
+        if init_std < 0:
+            raise ValueError(f"init_std must not be negative, got {init_std}")
+        self.rel_terms = rel_terms
+        self.max_distance = int_pair("max_distance", max_distance, 0)
+        self.shared_heads = shared_heads
+        self.layout = layout
+        self.bucketing = bucketing
+        self.init_std = init_std
+        rows, cols = (2 * distance + 1 for distance in self.max_distance)
+        offsets = {"rows": (rows,), "cols": (cols,), "table": (rows, cols)}
+        for letter, term in TERMS.items():
+            lead = (num_heads,) if letter == "b" or not shared_heads else ()
+            tail = () if letter == "b" else (head_dim,)
+            for part, shape in offsets.items():
+                table = None
+                if letter in rel_terms and part in LAYOUTS[layout]._fields:
+                    table = nn.Parameter(torch.empty(*lead, *shape, *tail, device=device, dtype=dtype))
+                self.register_parameter(f"{term}_{part}", table)
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Draw the tables anew."""
+        draw_tables(self, self.init_std)
+
+    # What PyTorch and timm call for modules whose memory holds nothing yet.
+    reset_parameters = init_weights
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of all tables: decay would pull positions towards 'everything is equally far'."""
+        return {name for name, _ in self.named_parameters()}
+
+    def forward(self, grid: Grid) -> RelativeTerms:
+        """The terms for a grid; the same tables for every grid."""
+        return RelativeTerms(
+            tables_or_none(self.query_rows, self.query_cols, self.query_table),
+            tables_or_none(self.key_rows, self.key_cols, self.key_table),
+            tables_or_none(self.value_rows, self.value_cols, self.value_table),
+            tables_or_none(self.bias_rows, self.bias_cols, self.bias_table),
+            self.bucketing,
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"rel_terms={self.rel_terms!r}, max_distance={self.max_distance}, shared_heads={self.shared_heads}, "
+            f"layout={self.layout!r}, bucketing={self.bucketing!r}, init_std={self.init_std}"
+        )
+
+
+def tables_or_none(rows: Tensor | None, cols: Tensor | None, joint: Tensor | None) -> AxisTables | JointTable | None:
+    """The pair of tables, the joint one, or None."""
+    if rows is not None and cols is not None:
+        return AxisTables(rows, cols)
+    if joint is not None:
+        return JointTable(joint)
+    return None

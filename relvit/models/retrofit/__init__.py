@@ -1,0 +1,1 @@
+"""Relative positions for existing timm models, weights and all."""

@@ -1,0 +1,172 @@
+"""What timm's Vision Transformers become by `relvit.retrofit`: the same models, whose attention is told the grid."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from timm.layers import Format, PatchDropout, PatchDropoutWithIndices, PatchEmbed, apply_keep_indices_nlc
+from timm.models import checkpoint
+from timm.models.deit import VisionTransformerDistilled
+from timm.models.eva import Eva
+from timm.models.naflexvit import NaFlexVit
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from relvit.layers.patch_embed import AnySizePatchEmbed, check_image_size
+from relvit.layers.positions.rope import ANY_SIZE_ROPES
+from relvit.layers.timm_attention import Placed
+from relvit.models.grid_forward import GridForward
+from relvit.ops import Grid, grid_from_naflex, patch_coords
+
+
+class Retrofitted:
+    """Mixin before one of timm's models: its attention modules are `PlacedAttention` and it hands them the grid.
+
+    Every class has a method `open_to_all_sizes`, which lets images of every size in; `relvit.retrofit` calls it once.
+    """
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        """Parameters without weight decay: timm's, and all tables of relative positions."""
+        tables = {
+            f"{name}.{table}"
+            for name, module in self.named_modules()
+            if name.endswith(".attn.position") and hasattr(module, "no_weight_decay")
+            for table in module.no_weight_decay()
+        }
+        return super().no_weight_decay() | tables
+
+
+class RetrofittedVisionTransformer(Retrofitted, GridForward, VisionTransformer):
+    """timm's `VisionTransformer` after `relvit.retrofit`."""
+
+    def open_to_all_sizes(self) -> None:
+        _open_patch_embed(self)
+        if isinstance(self.patch_drop, PatchDropout):
+            # timm's own throws away which patches stayed, and with them their places.
+            self.patch_drop.__class__ = PatchDropoutWithIndices
+            # timm counts the distillation token to the patches.
+            self.patch_drop.num_prefix_tokens = self.num_prefix_tokens
+
+    def _run_block(self, block: nn.Module, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+        placed = Placed(grid, attn_mask)
+        if self.grad_checkpointing:
+            return checkpoint(block, x, attn_mask=placed, is_causal=is_causal)
+        return block(x, attn_mask=placed, is_causal=is_causal)
+
+
+class RetrofittedVisionTransformerDistilled(RetrofittedVisionTransformer, VisionTransformerDistilled):
+    """timm's `VisionTransformerDistilled` after `relvit.retrofit`."""
+
+    def _pos_embed(self, x: Tensor) -> Tensor:
+        if self.pos_embed is not None:
+            return super()._pos_embed(x)
+        # timm's own cannot do without.
+        prefix = (token.expand(x.shape[0], -1, -1) for token in (self.cls_token, self.dist_token))
+        return torch.cat((*prefix, x.flatten(1, 2)), dim=1)
+
+
+class DeferredPatchDropout(PatchDropoutWithIndices):
+    """timm's patch dropout for a model that would forget which patches stayed: drops only where `drop` is called."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return x, None
+
+    def drop(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(B, N, dim) tokens -> those that stay, and which patches they are, (B, K); None: all."""
+        return super().forward(x)
+
+
+class RetrofittedEva(Retrofitted, Eva):
+    """timm's `Eva` after `relvit.retrofit`; the grid travels with the rotary embedding."""
+
+    def open_to_all_sizes(self) -> None:
+        _open_patch_embed(self)
+        if type(self.rope) in ANY_SIZE_ROPES:
+            self.rope.__class__ = ANY_SIZE_ROPES[type(self.rope)]
+        if self.patch_drop is not None:
+            self.patch_drop.__class__ = DeferredPatchDropout
+
+    def _pos_embed(self, x: Tensor) -> tuple[Tensor, Placed | list[Placed]]:
+        """As timm's, but with the grid in what the blocks are given as `rope`: for each block, or for all the same."""
+        grid = Grid(x.shape[1], x.shape[2], self.num_prefix_tokens)
+        x, rope = super()._pos_embed(x)
+        mixed = self.rope_mixed and rope is not None
+        if self.patch_drop is not None:
+            x, kept = self.patch_drop.drop(x)
+            if kept is not None:
+                grid = grid._replace(coords=patch_coords(grid, x.device)[kept])
+                if rope is not None:
+                    rope = apply_keep_indices_nlc(x, rope, kept)
+                    # To (depth, B, heads, N, dim) where each block has its own, (B, 1, N, dim) where heads share it.
+                    rope = rope.transpose(0, 1) if mixed else rope.unsqueeze(1)
+        if mixed:
+            return x, [Placed(grid, rope[index]) for index in range(len(self.blocks))]
+        return x, Placed(grid, rope)
+
+
+class RetrofittedNaFlexVit(Retrofitted, NaFlexVit):
+    """timm's `NaFlexVit` after `relvit.retrofit`; the grid travels with the attention mask.
+
+    Attributes:
+        max_grid: rows and columns of patches that no image of a NaFlex batch exceeds.
+    """
+
+    max_grid: tuple[int, int]
+
+    def open_to_all_sizes(self) -> None:
+        """Nothing to do: timm's `NaFlexVit` takes all sizes."""
+
+    def _forward_embeds(
+        self, x: Tensor, patch_coord: Tensor | None, patch_valid: Tensor | None, attn_mask: Tensor | None
+    ) -> dict[str, Any]:
+        grid = self._image_grid(x) if patch_coord is None else self._batch_grid(patch_coord, patch_valid)
+        embeds = super()._forward_embeds(x, patch_coord, patch_valid, attn_mask)
+        if (kept := embeds["keep_indices"]) is not None:
+            coords = patch_coords(grid, kept.device)
+            coords = coords.expand(len(kept), -1, 2).gather(1, kept[..., None].expand(-1, -1, 2))
+            grid = grid._replace(coords=coords)
+        embeds["attn_mask"] = Placed(grid, embeds["attn_mask"])
+        return embeds
+
+    def _image_grid(self, x: Tensor) -> Grid:
+        if self.embeds.is_linear and not self.embeds.dynamic_img_pad:
+            check_image_size(x, self.embeds.patch_size)
+        return Grid(*self.embeds.dynamic_feat_size(x.shape[-2:]), self.num_prefix_tokens)
+
+    def _batch_grid(self, patch_coord: Tensor, patch_valid: Tensor | None) -> Grid:
+        valid = None if patch_valid is None else patch_valid.bool()
+        try:
+            grid = grid_from_naflex(patch_coord, valid, *self.max_grid, self.num_prefix_tokens)
+        except ValueError as error:
+            rows, cols = self.max_grid
+            raise ValueError(
+                f"{error}; images of up to {rows} x {cols} patches are allowed by max_grid, an argument of "
+                "relvit.retrofit and an attribute of the model"
+            ) from error
+        # Padding is masked by timm's own mask.
+        return grid._replace(valid=None)
+
+
+# timm's class -> the one that a model of it becomes.
+RETROFITTED: dict[type[nn.Module], type[Retrofitted]] = {
+    VisionTransformer: RetrofittedVisionTransformer,
+    VisionTransformerDistilled: RetrofittedVisionTransformerDistilled,
+    Eva: RetrofittedEva,
+    NaFlexVit: RetrofittedNaFlexVit,
+}
+
+
+def _open_patch_embed(model: nn.Module) -> None:
+    """What timm's `dynamic_img_size=True` does in the constructor."""
+    embed = model.patch_embed
+    model.dynamic_img_size = True
+    embed.flatten, embed.output_fmt, embed.strict_img_size = False, Format.NHWC, False
+    if type(embed) is PatchEmbed:
+        embed.__class__ = AnySizePatchEmbed
+        if any(size % patch for size, patch in zip(embed.img_size, embed.patch_size, strict=True)):
+            # As before, what remains of the size that the model was made for is left out.
+            embed.cropped_size = tuple(embed.img_size)
+    # timm's transforms ask whether other sizes are allowed.
+    model._traits = {**getattr(model, "_traits", {}), "fixed_input_size": False}

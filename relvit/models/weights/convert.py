@@ -1,0 +1,333 @@
+"""Weights from elsewhere: plain Vision Transformers, DeiT, JAX archives, relvit models with other tables."""
+
+import logging
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from timm.layers import resample_abs_pos_embed, resample_patch_embed
+from timm.models._input import get_pretrained_grid_size
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from relvit.layers import RelativePosition2d
+from relvit.layers.positions.axial import look_up
+from relvit.layers.positions.tables import TERMS
+
+_logger = logging.getLogger(__name__)
+
+PATCHES = "patch_embed.proj.weight"
+# What comes before the patches, in the order of timm's models; relvit's have no token for distillation.
+PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")
+# What only training needs.
+IGNORED = ("head_dist.", "pre_logits.")
+# What the names of the network's tensors begin with in the state dict of `relvit.training.ImageClassifier`.
+CLASSIFIER_NET = "net."
+GAMMA = re.compile(r"\.ls[12]\.gamma$")
+
+
+def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionTransformer, log: bool = True) -> dict[str, Tensor]:
+    """Turn a checkpoint of a Vision Transformer into the state dict of `model`.
+
+    timm calls it for `create_model(..., pretrained=True)`; for a file at hand there is
+    `timm.models.load_checkpoint(model, path, filter_fn=checkpoint_filter_fn)`. Where the classifier has as many classes
+    as the model, `model.pretrained_cfg` says so afterwards, since timm drops the classifier if the two numbers differ.
+    Outputs stay the same, up to what is called an approximation here:
+
+    - relative tables that the checkpoint does not have are zero; tables of another clip distance get the outermost row
+      repeated (exact), or cut (exact within the new distance); shared tables are repeated for every head, rows and
+      columns added up where the model has joint tables (both exact);
+    - an absolute embedding is resampled to the model's grid (an approximation at another size), and left out where the
+      model has none (an approximation; the prefix tokens keep theirs, added to the tokens);
+    - axial tables are those of the model's grid, as `AxialPositionEmbedding.set_grid_size` makes them; zero where the
+      checkpoint has none;
+    - a class token is left out where the model has none (an approximation), a distillation token and its head always;
+    - layer scale is multiplied into the weights where the model has none, and one where the checkpoint has none
+      (exact);
+    - the patch embedding is resampled to another patch size (FlexiViT, Beyer et al. 2023, arXiv 2212.08013);
+    - the last norm goes before or behind the pooling, as the model has it (an approximation, but for token pooling).
+
+    Input channels and a classifier of other sizes are timm's matter, see `timm.models.load_pretrained`.
+
+    Args:
+        state_dict: tensors by name, also one wrapped as 'model' or 'state_dict', as DeiT's files are, or with the
+            prefix 'net.' of the raw weights of `relvit fit`.
+        model: a relvit model; its weights are not changed.
+        log: warn of what is left out, for callers that do not say it themselves.
+
+    Raises:
+        ValueError: tables per head for a model that shares them, joint tables for one with rows and columns apart,
+            another clip distance with piecewise bucketing, an absolute embedding whose grid cannot be told.
+    """
+    state_dict = unwrap(state_dict)
+    state = {name: tensor for name, tensor in state_dict.items() if not name.startswith(IGNORED)}
+    own = model.state_dict()
+    _note_classes(state, model)
+    if PATCHES in state and state[PATCHES].dim() == 2:
+        state[PATCHES] = state[PATCHES].unflatten(1, (-1, *own[PATCHES].shape[-2:]))
+    _convert_layer_scale(state, own)
+    _convert_absolute(state, model)
+    for name in PREFIX_TOKENS:
+        if name not in own:
+            state.pop(name, None)
+    if PATCHES in state:
+        state[PATCHES] = resample_patch_embed(state[PATCHES], list(own[PATCHES].shape[-2:]))
+    for here, there in (("fc_norm", "norm"), ("norm", "fc_norm")):
+        if f"{here}.weight" in own and f"{here}.weight" not in state and f"{there}.weight" not in own:
+            _rename(state, f"{there}.", f"{here}.")
+    _convert_axial(state, own)
+    convert_positions(state, model, own)
+    gone = sorted(
+        name
+        for name in state_dict
+        if (name in ("pos_embed", *PREFIX_TOKENS) and name not in own) or name.startswith("head_dist.")
+    )
+    if gone and log:
+        _logger.warning("left out, since the model has no place for it: %s", ", ".join(gone))
+    return state
+
+
+def unwrap(state_dict: dict[str, Any]) -> dict[str, Tensor]:
+    """Take the tensors out of what files wrap them in, and the prefix of `relvit fit` off their names."""
+    for wrapper in ("model", "state_dict"):
+        state_dict = state_dict.get(wrapper, state_dict)
+    if not any(name.startswith(CLASSIFIER_NET) for name in state_dict):
+        return state_dict
+    # timm has found no weights under the model's own names, or was told not to look for an average.
+    _logger.warning(
+        "these are the raw weights of a checkpoint of relvit fit; if the training kept an average, relvit.load(path)"
+        ".model has it"
+    )
+    named = (item for item in state_dict.items() if item[0].startswith(CLASSIFIER_NET))
+    return {name.removeprefix(CLASSIFIER_NET): tensor for name, tensor in named}
+
+
+def _note_classes(state: dict[str, Tensor], model: VisionTransformer) -> None:
+    """Tell timm, which reads it afterwards, that the checkpoint's classifier has as many classes as the model."""
+    cfg = getattr(model, "pretrained_cfg", None) or {}
+    weight = state.get(f"{cfg.get('classifier')}.weight")
+    if weight is not None and weight.shape[0] == model.num_classes:
+        cfg["num_classes"] = model.num_classes
+
+
+def load_jax_archive(
+    model: VisionTransformer,
+    path: str,
+    prefix: str = "",
+    filter_fn: Callable[[dict[str, Any], VisionTransformer], dict[str, Tensor]] = checkpoint_filter_fn,
+) -> None:
+    """Load an .npz archive of the original JAX Vision Transformers into a relvit model, as its filter does it.
+
+    timm reads the archive, into a Vision Transformer of its own with the absolute embedding and the class token that
+    such archives hold.
+
+    Args:
+        model: a relvit model.
+        path: of the archive.
+        prefix: of the names in it, if they are part of something larger.
+        filter_fn: turns checkpoints of Vision Transformers into the state dict of the model.
+
+    Raises:
+        ValueError: not such an archive.
+    """
+    block = model.blocks[0]
+    plain = VisionTransformer(
+        img_size=model.patch_embed.img_size,
+        patch_size=model.patch_embed.patch_size,
+        in_chans=model.in_chans,
+        num_classes=model.num_classes,
+        embed_dim=model.embed_dim,
+        depth=len(model.blocks),
+        num_heads=block.attn.num_heads,
+        mlp_ratio=block.mlp.fc1.out_features / model.embed_dim,
+        class_token=_has_class_token(path),
+        global_pool="map" if model.global_pool == "map" else "avg",
+        fc_norm=False,
+    )
+    plain.load_pretrained(path, prefix)
+    model.load_state_dict(filter_fn(plain.state_dict(), model))
+
+
+def _has_class_token(path: str) -> bool:
+    try:
+        names = np.load(path, allow_pickle=False).files
+    except (AttributeError, EOFError, OSError, ValueError) as error:
+        raise ValueError(
+            f"{path!r} is no .npz archive: timm.models.load_checkpoint reads .pth and .safetensors"
+        ) from error
+    return any(name == "cls" or name.endswith("/cls") for name in names)
+
+
+def _rename(state: dict[str, Tensor], old: str, new: str) -> None:
+    for name in [name for name in state if name.startswith(old)]:
+        state[new + name.removeprefix(old)] = state.pop(name)
+
+
+def _convert_layer_scale(state: dict[str, Tensor], own: dict[str, Tensor]) -> None:
+    """DeiT-III's names to timm's; gammas that only one side has are multiplied into weights, or one."""
+    for name in list(state):
+        state[re.sub(r"\.gamma_([12])$", r".ls\1.gamma", name)] = state.pop(name)
+    if not any(map(GAMMA.search, state)):
+        state.update({name: torch.ones_like(tensor) for name, tensor in own.items() if GAMMA.search(name)})
+    for name in [name for name in state if GAMMA.search(name) and name not in own]:
+        gamma = state.pop(name)
+        last = name.replace("ls1.gamma", "attn.proj").replace("ls2.gamma", "mlp.fc2")
+        state[f"{last}.weight"] = gamma[:, None] * state[f"{last}.weight"]
+        if f"{last}.bias" in state:
+            state[f"{last}.bias"] = gamma * state[f"{last}.bias"]
+
+
+def _convert_absolute(state: dict[str, Tensor], model: VisionTransformer) -> None:
+    """Resample `pos_embed` for the model's grid, and leave prefix tokens the same with or without a part in it."""
+    if "pos_embed" not in state:
+        return
+    embedding = state.pop("pos_embed")
+    lengths = {name: state[name].shape[1] for name in PREFIX_TOKENS if name in state}
+    target = model.pos_embed if isinstance(model.pos_embed, Tensor) else None
+    prefix, old_size = grid_of(
+        "pos_embed",
+        embedding.shape[1],
+        sum(lengths.values()),
+        state.get(PATCHES),
+        model,
+        None if target is None else target.shape[1],
+    )
+    parts = dict.fromkeys(lengths)
+    if prefix:
+        split = embedding[:, :prefix].split(list(lengths.values()), dim=1)
+        parts = dict(zip(lengths, split, strict=True))
+    if target is None or model.no_embed_class:
+        for name, part in parts.items():
+            if part is not None:
+                state[name] = state[name] + part
+    if target is None:
+        return
+    new_size = model.patch_embed.grid_size
+    patches = resample_abs_pos_embed(embedding[:, prefix:], new_size, old_size, num_prefix_tokens=0)
+    if not model.no_embed_class:
+        tokens = {"cls_token": model.cls_token, "reg_token": model.reg_token}
+        ahead = [
+            torch.zeros_like(token) if parts.get(name) is None else parts[name]
+            for name, token in tokens.items()
+            if token is not None
+        ]
+        patches = torch.cat([*ahead, patches], dim=1)
+    state["pos_embed"] = patches
+
+
+def grid_of(
+    name: str, length: int, tokens: int, kernel: Tensor | None, model: VisionTransformer, own_length: int | None
+) -> tuple[int, tuple[int, int]]:
+    """How many entries of a checkpoint's tensor belong to prefix tokens, all or none; rows and columns of the rest.
+
+    Args:
+        name: of the tensor.
+        length: how many entries it has.
+        tokens: how many prefix tokens the checkpoint has.
+        kernel: its patch embedding.
+        model: what it is for.
+        own_length: how many entries the model's own tensor has; None: there is none.
+    """
+    for prefix in (tokens, 0):
+        known = get_pretrained_grid_size(model, kernel, length - prefix)
+        if known is not None:
+            return prefix, known
+    # Of one length and nothing known: as the model has it, rather than any other grid of as many patches.
+    if length == own_length:
+        prefix = length - model.patch_embed.num_patches
+        if prefix == tokens or (prefix == 0 and model.no_embed_class):
+            return prefix, model.patch_embed.grid_size
+    for prefix in (tokens, 0):
+        side = math.isqrt(length - prefix)
+        if side * side == length - prefix:
+            return prefix, (side, side)
+    if length - tokens == model.patch_embed.num_patches:
+        return tokens, model.patch_embed.grid_size
+    raise ValueError(
+        f"{name} has {length} entries and there are {tokens} prefix tokens: no square grid, and none of "
+        f"{model.pretrained_cfg['input_size'][1:]} pixels; give the checkpoint's input_size in pretrained_cfg_overlay"
+    )
+
+
+def _convert_axial(state: dict[str, Tensor], own: dict[str, Tensor]) -> None:
+    """Axial tables of the model's grid; zeros where the checkpoint has none."""
+    foreign = not any(name.startswith("axial.") for name in state)
+    for name in [name for name in own if name.startswith("axial.")]:
+        size = own[name].shape[0]
+        if name in state:
+            state[name] = look_up(state[name], torch.arange(size, device=state[name].device), size)
+        elif foreign:
+            state[name] = torch.zeros_like(own[name])
+
+
+def convert_positions(state: dict[str, Tensor], model: nn.Module, own: dict[str, Tensor]) -> None:
+    """Make the relative tables of a state dict those of the model, in place, as `checkpoint_filter_fn` says.
+
+    Args:
+        state: the state dict, in the model's names.
+        model: with position modules, also one that `relvit.retrofit` has given them.
+        own: the model's state dict.
+
+    Raises:
+        ValueError: as `checkpoint_filter_fn`, about tables.
+    """
+    held = {term for term in TERMS.values() if any(re.search(rf"\.position\.{term}_", name) for name in state)}
+    foreign = not any(".position." in name for name in state)
+    for name, module in model.named_modules():
+        if not name.endswith(".position"):
+            continue
+        if isinstance(module, RelativePosition2d):
+            for letter in module.rel_terms:
+                _convert_term(state, f"{name}.{TERMS[letter]}", module, own, TERMS[letter] in held)
+        elif foreign:
+            # What a position of another kind starts as, it alone knows.
+            state.update({key: tensor for key, tensor in own.items() if key.startswith(f"{name}.")})
+
+
+def _convert_term(
+    state: dict[str, Tensor], name: str, module: RelativePosition2d, own: dict[str, Tensor], held: bool
+) -> None:
+    parts = [f"{name}_{part}" for part in ("rows", "cols", "table") if f"{name}_{part}" in own]
+    if not held:
+        state.update({part: torch.zeros_like(own[part]) for part in parts})
+        return
+    width = 0 if name.endswith("bias") else 1
+    given = {part: state.pop(f"{name}_{part}") for part in ("rows", "cols", "table") if f"{name}_{part}" in state}
+    if "table" in given and module.layout == "separate":
+        raise ValueError(f"{name}_table is joint, the model has rows and columns apart (layout='joint' would take it)")
+    for part, table in given.items():
+        axes = {"rows": [0], "cols": [1], "table": [0, 1]}[part]
+        for axis, distance in zip(axes, [module.max_distance[axis] for axis in axes], strict=True):
+            dim = table.dim() - width - len(axes) + axes.index(axis)
+            table = _to_distance(table, dim, distance, f"{name}_{part}", module.bucketing)
+        given[part] = table
+    if module.layout == "joint" and "rows" in given and "cols" in given:
+        rows, cols = given.pop("rows"), given.pop("cols")
+        given["table"] = rows.unsqueeze(-1 - width) + cols.unsqueeze(-2 - width)
+    for part, table in given.items():
+        want = own.get(f"{name}_{part}")
+        if want is not None and table.dim() > want.dim():
+            raise ValueError(
+                f"{name}_{part} has shape {tuple(table.shape)}, one table per head; the model shares them, "
+                f"{tuple(want.shape)} (shared_heads=False would take it)"
+            )
+        if want is not None and table.dim() < want.dim():
+            table = table.expand(want.shape[0], *table.shape).clone()
+        state[f"{name}_{part}"] = table
+
+
+def _to_distance(table: Tensor, dim: int, distance: int, name: str, bucketing: str) -> Tensor:
+    """The rows for offsets -distance ... distance along `dim`, beyond the table's reach its outermost row."""
+    reach = (table.shape[dim] - 1) // 2
+    if reach == distance:
+        return table
+    if bucketing != "clip":
+        raise ValueError(
+            f"{name} is for clip distance {reach}, the model's is {distance}: with bucketing {bucketing!r} the rows "
+            "stand for other offsets at another distance"
+        )
+    offsets = torch.arange(-distance, distance + 1, device=table.device).clamp(-reach, reach)
+    return table.index_select(dim, offsets + reach)

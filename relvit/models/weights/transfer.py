@@ -1,0 +1,242 @@
+"""Weights of one classifier into another: other classes, another image size, positions that only one of them has."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from timm.models import adapt_input_conv
+from torch import Tensor, nn
+
+from relvit.models.aft_vit import MIXER
+from relvit.models.retrofit.models import Retrofitted
+from relvit.models.weights.convert import convert_positions
+from relvit.utils.messages import listing
+
+POSITION = ".position."
+ABSOLUTE = "pos_embed"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A state dict and what is known about where it comes from.
+
+    Attributes:
+        source: a name for messages.
+        state: tensors by name.
+        class_names: classes of the classifier in order, if they are known.
+        input_size: channels, height and width of the images that it was trained on, if they are known.
+        mean: normalisation of these images, if it is known.
+        std: likewise.
+    """
+
+    source: str
+    state: dict[str, Tensor]
+    class_names: list[str] | None = None
+    input_size: tuple[int, int, int] | None = None
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+
+
+@dataclass
+class TransferReport:
+    """Which tensors of a model came from where.
+
+    Attributes:
+        source: where the weights came from.
+        loaded: names of the model's tensors that were loaded, those resized or loaded in part among them.
+        resized: those of another shape in the source: absolute embeddings, tables, patch and input sizes.
+        in_part: names of those of which only a part was loaded, the rest being as the model was made, and which part.
+        new: names of the model's tensors that the source does not have, which are as the model was made.
+        skipped: names of the source's tensors that the model does not have (those among them that others have taken in,
+            as weights do with a layer scale that the model lacks).
+        reordered: whether the classifier's rows were put into the order of the model's classes.
+    """
+
+    source: str
+    loaded: list[str]
+    resized: list[str] = field(default_factory=list)
+    in_part: dict[str, str] = field(default_factory=dict)
+    new: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    reordered: bool = False
+
+    def __str__(self) -> str:
+        """One line."""
+        text = f"{len(self.loaded)} of {len(self.loaded) + len(self.new)} tensors from {self.source}"
+        if self.reordered:
+            text += ", the classifier's rows in the order of the classes here"
+        for title, names in self._titled().items():
+            if names:
+                text += f"; {title.replace('_', ' ')}: {', '.join(names)}"
+        return text
+
+    def plain(self) -> dict[str, Any]:
+        """The same in plain types, for a file."""
+        return {"source": self.source, "loaded": len(self.loaded), **self._titled(), "reordered": self.reordered}
+
+    def _titled(self) -> dict[str, list[str]]:
+        parts = [f"the {part} of {name}" for name, part in self.in_part.items()]
+        titled = {"resized": self.resized, "in_part": parts, "new": self.new, "skipped": self.skipped}
+        return {title: _in_short(names) for title, names in titled.items()}
+
+
+def transfer_weights(net: nn.Module, weights: Weights, class_names: Sequence[str] | None = None) -> TransferReport:
+    """Load what fits of a classifier's weights into another one, in place.
+
+    - Sizes are adapted by `relvit.models.checkpoint_filter_fn`, in models of timm by timm's function for the
+      architecture: absolute embeddings, patch sizes, axial tables, clip distances. Input channels as timm adapts them.
+    - The classifier is taken over where both have the same classes, its rows in the order of the model's; it stays as
+      the model has made it where the names differ, or, without names on either side, their number.
+    - Relative tables that the source does not have are zero in relvit's models and stay as they are in retrofitted
+      ones, where `relvit.retrofit` has made them.
+
+    Args:
+        net: the model, built for its own classes and image size.
+        weights: from where.
+        class_names: classes of the model in order, if they have names.
+
+    Returns:
+        What was loaded, resized, left as it was, and left out.
+
+    Raises:
+        ValueError: nothing fits, or a tensor differs in shape that no resizing explains: another width, for instance;
+            weights of an attention-free model for one with attention.
+    """
+    own = net.state_dict()
+    given = {name: tensor for name, tensor in weights.state.items() if isinstance(tensor, Tensor)}
+    if any(map(MIXER.search, given)) and not any(map(MIXER.search, own)):
+        raise ValueError(
+            f"{weights.source} is of an attention-free model, whose queries and keys mean nothing to the attention of "
+            f"this {type(net).__name__}: give an architecture without attention, such as 'relvit_aft_conv_small'"
+        )
+    in_part: dict[str, str] = {}
+    state = _convert(dict(given), net, own, weights.input_size, in_part)
+    _adapt_channels(state, net, own)
+    reordered = _fit_classifier(state, net, own, weights.class_names, class_names)
+
+    fitting = {name: tensor for name, tensor in state.items() if name in own}
+    differ = [name for name, tensor in fitting.items() if tensor.shape != own[name].shape]
+    if differ:
+        shapes = ", ".join(f"{name} {tuple(fitting[name].shape)}, here {tuple(own[name].shape)}" for name in differ[:2])
+        raise ValueError(
+            f"{weights.source} does not fit this {type(net).__name__}: {len(differ)} tensors have another shape "
+            f"({shapes}); give the architecture that the weights are of"
+        )
+    # Renamed tensors are still the same objects; what a filter made up, such as zeros for tables, is constant.
+    theirs, used = ({id(tensor) for tensor in tensors.values()} for tensors in (given, fitting))
+    loaded = [
+        name
+        for name, tensor in fitting.items()
+        if name in given or id(tensor) in theirs or not (_is_constant(tensor) or _is_same(tensor, own[name]))
+    ]
+    if not loaded:
+        raise ValueError(
+            f"nothing in {weights.source} fits this {type(net).__name__}: it holds {listing(list(given), 3)}, "
+            f"the model {listing(list(own), 3)}"
+        )
+    net.load_state_dict(fitting, strict=False)
+    taken = set(loaded)
+    return TransferReport(
+        source=weights.source,
+        loaded=loaded,
+        resized=[
+            name for name in loaded if name in given and name not in in_part and given[name].shape != own[name].shape
+        ],
+        in_part=in_part,
+        new=[name for name in own if name not in taken],
+        skipped=[name for name, tensor in given.items() if name not in own and id(tensor) not in used],
+        reordered=reordered,
+    )
+
+
+def _convert(
+    state: dict[str, Tensor],
+    net: nn.Module,
+    own: dict[str, Tensor],
+    input_size: tuple[int, int, int] | None,
+    in_part: dict[str, str],
+) -> dict[str, Tensor]:
+    """The state dict in the names and sizes of the model; what is only partly from it is put into `in_part`."""
+    if isinstance(net, Retrofitted) and not any(ABSOLUTE in name for name in own):
+        # Dropped by `relvit.retrofit`; timm's filters would miss it.
+        state = {name: tensor for name, tensor in state.items() if ABSOLUTE not in name}
+    filter_fn = _filter_of(net, in_part)
+    if filter_fn is not None:
+        cfg = net.pretrained_cfg
+        # From this the filters tell the grid of an absolute embedding.
+        net.pretrained_cfg = cfg | ({"input_size": input_size} if input_size else {})
+        try:
+            state = filter_fn(state)
+        finally:
+            net.pretrained_cfg = cfg
+    if isinstance(net, Retrofitted) and any(POSITION in name for name in state):
+        convert_positions(state, net, own)
+    return state
+
+
+def _filter_of(net: nn.Module, in_part: dict[str, str]) -> Callable[[dict[str, Tensor]], dict[str, Tensor]] | None:
+    """The function that adapts checkpoints to the model's architecture: the one beside its class, as timm has it."""
+    for cls in type(net).__mro__:
+        function = getattr(sys.modules[cls.__module__], "checkpoint_filter_fn", None)
+        if function is None:
+            continue
+        parameters = inspect.signature(function).parameters
+        # DeiT III's own files call layer scale by other names; and what is left out, our report says.
+        wanted = {"adapt_layer_scale": True, "log": False, "in_part": in_part}
+        extra = {name: value for name, value in wanted.items() if name in parameters}
+        rest = (net,) if len(parameters) > 1 else ()
+        return lambda state, function=function, rest=rest, extra=extra: function(state, *rest, **extra)
+    return None
+
+
+def _adapt_channels(state: dict[str, Tensor], net: nn.Module, own: dict[str, Tensor]) -> None:
+    first = getattr(net, "pretrained_cfg", {}).get("first_conv") or ()
+    for name in (f"{module}.weight" for module in ((first,) if isinstance(first, str) else first)):
+        if name in state and name in own and state[name].dim() == own[name].dim() == 4:
+            state[name] = adapt_input_conv(own[name].shape[1], state[name], base_chans=state[name].shape[1])
+
+
+def _fit_classifier(
+    state: dict[str, Tensor],
+    net: nn.Module,
+    own: dict[str, Tensor],
+    theirs: Sequence[str] | None,
+    ours: Sequence[str] | None,
+) -> bool:
+    """Leave out a classifier of other classes; put the rows of the same ones in order. Whether that moved any."""
+    heads = net.get_classifier() if hasattr(net, "get_classifier") else ()
+    heads = heads if isinstance(heads, tuple) else (heads,)
+    parts = {id(parameter) for head in heads for parameter in head.parameters()}
+    names = [name for name, parameter in net.named_parameters() if id(parameter) in parts and name in state]
+    named = theirs is not None and ours is not None
+    if (named and sorted(theirs) != sorted(ours)) or any(state[name].shape != own[name].shape for name in names):
+        for name in names:
+            del state[name]
+        return False
+    if not named or not names or list(theirs) == list(ours):
+        return False
+    order = [list(theirs).index(name) for name in ours]
+    for name in names:
+        state[name] = state[name][order]
+    return True
+
+
+def _is_same(tensor: Tensor, own: Tensor) -> bool:
+    """Whether a filter has left the model's own."""
+    return tensor.data_ptr() == own.data_ptr()
+
+
+def _is_constant(tensor: Tensor) -> bool:
+    return bool((tensor == tensor.flatten()[0]).all()) if tensor.numel() else True
+
+
+def _in_short(names: Sequence[str]) -> list[str]:
+    """Names, those of all blocks together: 'blocks.*.attn.position.key_rows (12)'."""
+    counts = Counter(re.sub(r"\.\d+(?=\.)", ".*", name) for name in names)
+    return [name if count == 1 else f"{name} ({count})" for name, count in counts.items()]

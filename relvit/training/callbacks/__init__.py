@@ -1,0 +1,1 @@
+"""Lightning callbacks: history, progress, telemetry, predictions, early stopping."""

@@ -1,0 +1,1 @@
+"""Checkpoints: read, write, resume, average, start from pretrained weights."""

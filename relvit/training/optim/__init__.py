@@ -1,0 +1,1 @@
+"""Optimiser, learning rate schedule, losses, weight averages, distillation, sharding."""

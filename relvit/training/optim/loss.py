@@ -1,0 +1,83 @@
+"""Losses of image classification for labels and for soft targets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from relvit.utils.messages import did_you_mean, listing
+
+LOSSES = ("ce", "bce")
+
+
+def soft_targets(labels: Tensor, num_classes: int, smoothing: float = 0.0) -> Tensor:
+    """Labels (B,) -> target distributions (B, num_classes), float32, each of which sums to one.
+
+    The label gets 1 - smoothing + smoothing / num_classes, every other class smoothing / num_classes (Szegedy et al.
+    2016, arXiv 1512.00567, section 7).
+    """
+    return F.one_hot(labels, num_classes).float() * (1.0 - smoothing) + smoothing / num_classes
+
+
+class ClassificationLoss(nn.Module):
+    """Cross-entropy, or binary cross-entropy class by class (DeiT III, Touvron et al. 2022, arXiv 2204.07118).
+
+    The mean over the images, of the binary one also over the classes.
+
+    With class weights w: the mean over images of `-sum_c w_c t_c log p_c`, divided by the number of images and not by
+    the sum of their weights, so that batches of several devices or steps add up to one larger batch.
+
+    Args:
+        num_classes: number of classes.
+        kind: 'ce' or 'bce'.
+        smoothing: label smoothing; soft targets are taken as they are.
+        threshold: 'bce' alone: classes whose target exceeds it count as present (1), all others as absent (0).
+        class_weights: one positive number per class.
+
+    Raises:
+        ValueError: an unknown kind, numbers out of range, a threshold that every smoothed class would exceed.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        kind: str = "ce",
+        smoothing: float = 0.0,
+        threshold: float | None = None,
+        class_weights: Sequence[float] | None = None,
+    ) -> None:
+        super().__init__()
+        if kind not in LOSSES:
+            raise ValueError(f"loss must be one of {listing(LOSSES)}, got {kind!r}{did_you_mean(str(kind), LOSSES)}")
+        if not 0 <= smoothing < 1:
+            raise ValueError(f"label_smoothing must be in 0 <= x < 1, got {smoothing}")
+        if threshold is not None and kind != "bce":
+            raise ValueError(f"bce_threshold is for loss 'bce', got {threshold} with loss {kind!r}")
+        if threshold is not None and not smoothing / num_classes <= threshold < 1:
+            raise ValueError(
+                f"bce_threshold must be in label_smoothing / num_classes = {smoothing / num_classes:g} <= x < 1, or "
+                f"every class would count as present; got {threshold}"
+            )
+        if class_weights is not None and len(class_weights) != num_classes:
+            raise ValueError(f"class_weights holds {len(class_weights)} numbers, there are {num_classes} classes")
+        if class_weights is not None and not all(0 < weight < math.inf for weight in class_weights):
+            raise ValueError(f"class_weights must be positive and finite, got {list(class_weights)}")
+        self.num_classes, self.kind, self.smoothing, self.threshold = num_classes, kind, smoothing, threshold
+        weights = None if class_weights is None else torch.tensor(class_weights, dtype=torch.float32)
+        # Not persistent: these are arguments, which checkpoints hold already.
+        self.register_buffer("weights", weights, persistent=False)
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Logits (B, num_classes) and labels (B,) or target distributions (B, num_classes) -> scalar, in float32."""
+        logits = logits.float()
+        if targets.ndim == 1:
+            targets = soft_targets(targets, self.num_classes, self.smoothing)
+        if self.kind == "ce":
+            return F.cross_entropy(logits, targets, weight=self.weights)
+        if self.threshold is not None:
+            targets = (targets > self.threshold).float()
+        return F.binary_cross_entropy_with_logits(logits, targets, weight=self.weights)

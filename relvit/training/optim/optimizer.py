@@ -1,0 +1,83 @@
+"""Optimisers by timm's names, with weight decay and learning rates per group of parameters."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from timm.optim import create_optimizer_v2, get_optimizer_class, get_optimizer_info, list_optimizers
+from torch import nn
+from torch.optim import Optimizer
+
+from relvit.utils.messages import did_you_mean
+
+# What is an argument of its own, or timm's business.
+TAKEN = {"self", "params", "lr", "weight_decay"}
+
+
+def make_optimizer(
+    net: nn.Module,
+    opt: str = "adamw",
+    lr: float = 1e-3,
+    weight_decay: float = 0.05,
+    layer_decay: float | None = None,
+    opt_kwargs: dict[str, Any] | None = None,
+) -> Optimizer:
+    """An optimiser of `timm.optim` over all parameters of a network.
+
+    Norms, biases and what the network's `no_weight_decay()` names (tables of relative positions, embeddings, tokens)
+    take no decay. Optimisers that treat matrices as a whole (Muon) leave those, and the classifier, to their fallback.
+
+    Args:
+        net: a timm model.
+        opt: name of the optimiser, see `timm.optim.list_optimizers()`.
+        lr: learning rate of the last layer, of all layers without `layer_decay`.
+        weight_decay: decay of all other parameters.
+        layer_decay: factor on the learning rate per layer from the classifier down to the stem, in 0 < x <= 1, by the
+            network's `group_matcher` (ELECTRA, Clark et al. 2020, arXiv 2003.10555; BEiT, arXiv 2106.08254).
+        opt_kwargs: further arguments of the optimiser, such as `betas`, `momentum`, `eps`.
+
+    Raises:
+        ValueError: an unknown optimiser or argument, an optimiser that needs second derivatives, rates out of range.
+    """
+    check_optimizer(opt, layer_decay, opt_kwargs)
+    extra: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in (opt_kwargs or {}).items()}
+    if "fallback_lr_scale" in _arguments(opt):
+        head = getattr(net, "pretrained_cfg", {}).get("classifier") or ()
+        extra["fallback_list"] = [f"{name}.*" for name in ([head] if isinstance(head, str) else head)]
+        extra["fallback_no_weight_decay"] = True
+    optimizer = create_optimizer_v2(net, opt=opt, lr=lr, weight_decay=weight_decay, layer_decay=layer_decay, **extra)
+    for group in optimizer.param_groups:
+        # timm leaves this to its own schedulers, which are not used here.
+        group["lr"] = lr * group.get("lr_scale", 1.0)
+    return optimizer
+
+
+def check_optimizer(opt: str, layer_decay: float | None, opt_kwargs: dict[str, Any] | None) -> None:
+    """Refuse what `make_optimizer` could not make.
+
+    Raises:
+        ValueError: see `make_optimizer`.
+    """
+    names = list_optimizers()
+    if opt not in names:
+        raise ValueError(f"unknown optimiser {opt!r}{did_you_mean(str(opt), names)}; timm.optim lists them")
+    if get_optimizer_info(opt).second_order:
+        raise ValueError(f"optimiser {opt!r} needs second derivatives, which training here does not compute")
+    if layer_decay is not None and not 0 < layer_decay <= 1:
+        raise ValueError(f"layer_decay must be in 0 < x <= 1, got {layer_decay}")
+    allowed = _arguments(opt)
+    for key in opt_kwargs or {}:
+        if key in TAKEN:
+            raise ValueError(f"opt_kwargs must not hold {key!r}: it is an option of its own")
+        if key not in allowed:
+            raise ValueError(f"optimiser {opt!r} has no argument {key!r}{did_you_mean(key, allowed)}")
+
+
+def _arguments(opt: str) -> set[str]:
+    try:
+        optimizer_class = get_optimizer_class(opt, bind_defaults=False)
+    except (AssertionError, ImportError) as error:
+        # Those of apex and bitsandbytes want a GPU and these packages.
+        raise ValueError(f"optimiser {opt!r} cannot be used here: {error}") from error
+    return set(inspect.signature(optimizer_class).parameters) - TAKEN

@@ -1,0 +1,64 @@
+"""What was run, where and by what: `run.json` in a run's folder."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning import Trainer
+
+from relvit.utils.atomic_write import replacing
+from relvit.version import __version__
+
+PACKAGES = ("torchvision", "timm", "lightning", "torchmetrics", "numpy", "pillow")
+
+
+def record_run(folder: Path, command: Sequence[str], seed: int | bool | None, trainer: Trainer) -> None:
+    """Write `run.json`, or add to it where a training goes on.
+
+    It holds a list, `sessions`, of which each has `started` (UTC), `command` (as typed), `seed`, `git` (of the working
+    folder: `commit`, and `changed`, whether there were uncommitted changes; None where there is no repository),
+    `versions`, `devices` and `deterministic`.
+    """
+    path = folder / "run.json"
+    sessions: list[dict[str, Any]] = json.loads(path.read_text())["sessions"] if path.is_file() else []
+    device = trainer.strategy.root_device
+    sessions.append(
+        {
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": list(command),
+            "seed": seed,
+            "git": git_state(Path.cwd()),
+            "versions": {"relvit": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
+            | {name: version(name) for name in PACKAGES},
+            "devices": {
+                "count": trainer.world_size,
+                "kind": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+                "precision": str(trainer.precision),
+            },
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+        }
+    )
+    with replacing(path) as part:
+        part.write_text(json.dumps({"sessions": sessions}, indent=2) + "\n")
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """Commit, and whether tracked files differ from it; None outside a repository or without git."""
+
+    def git(*arguments: str) -> str:
+        run = subprocess.run(["git", "-C", folder, *arguments], capture_output=True, text=True, check=True, timeout=10)
+        return run.stdout.strip()
+
+    try:
+        changed = bool(git("status", "--porcelain", "--untracked-files=no"))
+        return {"commit": git("rev-parse", "HEAD"), "changed": changed}
+    except (OSError, subprocess.SubprocessError):
+        return None

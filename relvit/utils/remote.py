@@ -1,0 +1,90 @@
+"""Files at remote addresses, such as https://..., s3://... and memory://..., which fsspec reads."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from relvit.utils.atomic_write import DISK_ERRORS
+from relvit.utils.messages import did_you_mean
+
+# Seconds without a connection, or without any byte of a file that has begun. A whole file may take as long as it takes.
+PATIENCE = 60
+
+
+class DownloadError(ConnectionError):
+    """What lies at a remote address could not be fetched, or not whole."""
+
+
+def is_address(path: str | os.PathLike[str]) -> bool:
+    """Whether this is an address like https://..., and no path of a file."""
+    return "://" in os.fspath(path)
+
+
+def suffix_of(path: str | os.PathLike[str]) -> str:
+    """The ending of a file's name, such as '.ckpt'; of an address without the query behind it."""
+    name = os.fspath(path)
+    return PurePosixPath(name.partition("?")[0] if is_address(name) else name).suffix
+
+
+@contextmanager
+def local_file(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """The file at a path as it is; of a remote address a whole copy, which is gone afterwards.
+
+    Raises:
+        FileNotFoundError: there is nothing at the address, or a folder.
+        ValueError: an address of an unknown kind, or of one that needs a package which is not installed.
+        DownloadError: it could not be fetched.
+        OSError: the disk has no room for the copy.
+    """
+    if not is_address(path):
+        yield Path(path)
+        return
+    with tempfile.TemporaryDirectory(prefix="relvit-") as folder:
+        copy = Path(folder) / f"copy{suffix_of(path)}"
+        _fetch(os.fspath(path), copy)
+        yield copy
+
+
+def _fetch(address: str, copy: Path) -> None:
+    # Not above: most commands never need it.
+    from fsspec import available_protocols
+    from fsspec.core import url_to_fs
+    from fsspec.registry import registry
+
+    protocol = address.partition("://")[0].partition("::")[0]
+    known = {*available_protocols(), *registry}
+    if protocol not in known:
+        raise ValueError(f"{address} is an address of an unknown kind, {protocol!r}{did_you_mean(protocol, known)}")
+    try:
+        files, place = url_to_fs(address, **_options(protocol))
+        files.get_file(place, str(copy))
+    except ImportError as error:
+        cause = error if error.name else error.__cause__
+        package = getattr(cause, "name", None) or protocol
+        raise ValueError(f"{address} cannot be read without the package {package}: pip install {package}") from error
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"there is no file at {address}") from error
+    # The libraries behind fsspec have each their own.
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+            raise
+        why = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+        raise DownloadError(f"{address} could not be fetched: {why}") from error
+    if not copy.is_file():
+        raise FileNotFoundError(f"there is no file at {address}, but a folder")
+
+
+def _options(protocol: str) -> dict[str, Any]:
+    """What fsspec is to be told besides the address."""
+    if protocol not in ("http", "https"):
+        return {}
+    from aiohttp import ClientTimeout
+
+    # By default a file that takes more than five minutes is given up, and proxies of the environment are not used.
+    timeout = ClientTimeout(total=None, sock_connect=PATIENCE, sock_read=PATIENCE)
+    return {"client_kwargs": {"timeout": timeout, "trust_env": True}}

@@ -1,0 +1,268 @@
+"""Every kind of broken or odd image and folder, with the result.
+
+`python tests/support/broken_input.py` writes the tables of docs/broken_input.md.
+"""
+
+import os
+import shutil
+import socket
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from grey_folders import GREY, add
+from PIL import Image
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "broken_input.md"
+BEGIN, END = "<!-- written by tests/support/broken_input.py -->", "<!-- end -->"
+
+
+class OddImage(NamedTuple):
+    """A file: what it is, how it is written into a folder (its path comes back), and what is read: size and upper left
+    pixel, or the reason why it is not."""
+
+    kind: str
+    write: Callable[[Path], Path]
+    outcome: str
+    size: tuple[int, int] | None = None
+    pixel: tuple[int, int, int] | None = None
+    reason: str = ""
+
+
+class OddFolder(NamedTuple):
+    """What is done to a folder of two ants, bees and cats to train and one of each to validate, the images of train
+    that are then read, by class (None: it is refused), and what is said about it."""
+
+    kind: str
+    spoil: Callable[[Path], Any]
+    outcome: str
+    counts: tuple[int, ...] | None = None
+    says: str = ""
+
+
+def saved(image: Image.Image, name: str, **options: Any) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        image.save(folder / name, **options)
+        return folder / name
+
+    return write
+
+
+def stored(content: bytes, name: str) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        (folder / name).write_bytes(content)
+        return folder / name
+
+    return write
+
+
+def halved(name: str, **options: Any) -> Callable[[Path], Path]:
+    noise = Image.fromarray(np.random.RandomState(0).randint(0, 256, (64, 64, 3)).astype(np.uint8))
+
+    def write(folder: Path) -> Path:
+        noise.save(folder / name, **options)
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[: len(content) // 2])
+        return folder / name
+
+    return write
+
+
+def made(make: Callable[[Path], Any], name: str) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        make(folder / name)
+        return folder / name
+
+    return write
+
+
+def renamed(image: Image.Image, saved_as: str, name: str) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        image.save(folder / saved_as)
+        (folder / saved_as).rename(folder / name)
+        return folder / name
+
+    return write
+
+
+def huge_png() -> bytes:
+    """A PNG of a few bytes whose header claims 60,000 x 60,000 pixels."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
+    parts = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(9))) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + parts
+
+
+def exif(orientation: int) -> Image.Exif:
+    found = Image.Exif()
+    found[0x0112] = orientation
+    return found
+
+
+def listen(path: Path) -> None:
+    # Sockets have short names; one that is closed stays in its folder.
+    here = os.getcwd()
+    os.chdir(path.parent)
+    with socket.socket(socket.AF_UNIX) as found:
+        found.bind(path.name)
+    os.chdir(here)
+
+
+def grey(value: int, mode: str = "L", size: tuple[int, int] = (3, 2)) -> Image.Image:
+    return Image.new(mode, size, value)
+
+
+RED, GREEN = (200, 0, 0), (0, 200, 0)
+PALETTE = Image.new("P", (3, 2), 1)
+PALETTE.putpalette([9, 8, 7, *RED])
+SIDEWAYS = Image.fromarray(np.array([[0] * 3, [255, 0, 0]], np.uint8)).convert("RGB")
+FRAMES = [Image.new("RGB", (3, 2), colour) for colour in (RED, GREEN)]
+NOT_REGULAR = "it is no file but a pipe, a socket or a device"
+BROKEN, NO_IMAGE = "the image data are truncated or broken", "it is not an image, or of an unknown format"
+READ, REFUSED, WARNED = "read", "refused", "warned"
+
+IMAGES = [
+    OddImage("EXIF orientation", saved(SIDEWAYS, "a.png", exif=exif(6)), "turned as a viewer does", (2, 3), (255,) * 3),
+    OddImage("alpha channel", saved(Image.new("RGBA", (3, 2), (9, 0, 0, 0)), "a.png"), "on white", (3, 2), (255,) * 3),
+    OddImage("palette", saved(PALETTE, "a.png"), "its colours", (3, 2), RED),
+    OddImage("palette with transparency", saved(PALETTE, "a.png", transparency=1), "on white", (3, 2), (255,) * 3),
+    OddImage("16-bit grey", saved(Image.fromarray(np.full((2, 3), 25700, np.uint16)), "a.png"), "divided by 257",
+             (3, 2), (100,) * 3),
+    OddImage("32-bit integers within 16 bits", saved(grey(257 * 3, "I"), "a.tif"), "divided by 257", (3, 2), (3,) * 3),
+    OddImage("32-bit integers beyond 16 bits", saved(grey(65536, "I"), "a.tif"), REFUSED, reason="do not fit 16 bits"),
+    OddImage("1-bit", saved(grey(1, "1"), "a.png"), "black and white", (3, 2), (255,) * 3),
+    OddImage("8-bit grey", saved(grey(100), "a.png"), "grey as RGB", (3, 2), (100,) * 3),
+    OddImage("CMYK", saved(Image.new("CMYK", (3, 2), (255, 0, 0, 0)), "a.tif"), "converted", (3, 2), (0, 255, 255)),
+    OddImage("32-bit float", saved(Image.new("F", (3, 2), 0.5), "a.tif"), REFUSED,
+             reason="32-bit float pixels have no known range"),
+    OddImage("animated GIF", saved(FRAMES[0], "a.gif", save_all=True, append_images=FRAMES[1:]), "its first frame",
+             (3, 2), RED),
+    *(OddImage(f"truncated {kind}", halved(f"a.{kind.lower()}"), REFUSED, reason=BROKEN)
+      for kind in ("JPEG", "PNG", "TIFF", "BMP", "WebP")),
+    OddImage("zero bytes", stored(b"", "a.jpg"), REFUSED, reason="the file is empty (zero bytes)"),
+    OddImage("text named .jpg", stored(b"not an image\n" * 100, "a.jpg"), REFUSED, reason=NO_IMAGE),
+    OddImage("PostScript named .jpg, which would be given to another program",
+             renamed(Image.new("RGB", (3, 2)), "a.eps", "a.jpg"), REFUSED, reason=NO_IMAGE),
+    OddImage("PNG named .jpg", renamed(Image.new("RGB", (3, 2), RED), "a.png", "a.jpg"), "by its content", (3, 2), RED),
+    OddImage("decompression bomb: few bytes, 14,000 x 14,000 pixels",
+             saved(Image.new("1", (14_000, 14_000)), "a.png"), REFUSED, reason="maybe a decompression bomb"),
+    OddImage("header that claims 60,000 x 60,000 pixels", stored(huge_png(), "a.png"), REFUSED,
+             reason="maybe a decompression bomb"),
+    OddImage("one pixel", saved(Image.new("RGB", (1, 1), RED), "a.png"), "enlarged", (1, 1), RED),
+    OddImage("line of 1 x 30,000 pixels", saved(Image.new("RGB", (1, 30_000), RED), "a.png"),
+             "the middle, 64 times as long as the model's images", (1, 30_000), RED),
+    OddImage("broken link", made(lambda path: path.symlink_to("gone.jpg"), "a.jpg"), REFUSED,
+             reason="there is no such file"),
+    OddImage("link to itself", made(lambda path: path.symlink_to(path), "a.jpg"), REFUSED,
+             reason="the system cannot read it"),
+    OddImage("pipe (FIFO) named .jpg", made(os.mkfifo, "a.jpg"), REFUSED, reason=NOT_REGULAR),
+    OddImage("socket named .jpg", made(listen, "a.jpg"), REFUSED, reason=NOT_REGULAR),
+    OddImage("link to a device named .jpg", made(lambda path: path.symlink_to("/dev/zero"), "a.jpg"), REFUSED,
+             reason=NOT_REGULAR),
+    OddImage("folder named .jpg, given as an image", made(Path.mkdir, "a.jpg"), REFUSED,
+             reason="it is a folder, not a file"),
+    OddImage("no right to read it", made(lambda path: (path.write_bytes(b"x"), path.chmod(0)), "a.jpg"), REFUSED,
+             reason="permission denied"),
+    OddImage("commas and a newline in its name", saved(Image.new("RGB", (3, 2), RED), 'a, "b"\nc.png'),
+             "quoted in CSV files", (3, 2), RED),
+    OddImage("name that is not UTF-8", saved(Image.new("RGB", (3, 2), RED), os.fsdecode(b"caf\xe9.png")),
+             r"written as `caf\xe9.png`", (3, 2), RED),
+]  # fmt: skip
+
+
+def nested(root: Path) -> None:
+    add(root / "train" / "ant" / "deep" / "er", GREY["ant"])
+
+
+def linked(target: str, name: str = "train/ant/link") -> Callable[[Path], None]:
+    return lambda root: (root / name).symlink_to(target)
+
+
+def hidden(root: Path) -> None:
+    add(root / "train" / ".ipynb_checkpoints")
+    add(root / "train" / "ant" / ".ipynb_checkpoints")
+    (root / "train" / "ant" / "._000.png").write_bytes(b"resource fork")
+
+
+def gif(root: Path) -> None:
+    grey(GREY["ant"], size=(8, 8)).save(root / "train" / "ant" / "a.GIF")
+
+
+def not_read(root: Path, names: tuple[str, ...] = ("ant/a.heic", "bee/b.HEIC", "cat/c.svg")) -> None:
+    for name in names:
+        (root / "train" / name).write_bytes(b"not looked at")
+
+
+def without(root: Path, *names: str) -> None:
+    for name in names:
+        shutil.rmtree(root / "train" / name)
+        shutil.rmtree(root / "val" / name)
+
+
+FOLDERS = [
+    OddFolder("nested folders inside a class", nested, "images of the class", (3, 2, 2)),
+    OddFolder("folder named .jpg inside a class", lambda root: add(root / "train" / "ant" / "x.jpg", GREY["ant"]),
+              "a nested folder", (3, 2, 2)),
+    OddFolder("link from a class to its parent", linked(".."), "not followed", (2, 2, 2)),
+    OddFolder("link from a class to itself", linked("."), "not followed", (2, 2, 2)),
+    OddFolder("links in a circle below a class",
+              lambda root: (nested(root), linked("../..", "train/ant/deep/er/link")(root)), "not followed", (3, 2, 2)),
+    OddFolder("link to a folder elsewhere", lambda root: (add(root / "more", GREY["ant"]), linked("../../more")(root)),
+              "followed, once", (3, 2, 2)),
+    OddFolder("two links to one folder elsewhere",
+              lambda root: (add(root / "more", GREY["ant"]), linked("../../more")(root),
+                            linked("../../more", "train/ant/again")(root)), "followed, once", (3, 2, 2)),
+    OddFolder("hidden files and folders", hidden, "left out", (2, 2, 2)),
+    OddFolder("GIF among the images of a class", gif, "read as the others", (3, 2, 2)),
+    OddFolder("images of a format that is not read, by the ending", not_read, WARNED, (2, 2, 2),
+              "3 files left out: 2 .heic, 1 .svg"),
+    OddFolder("class folder with such images alone",
+              lambda root: ((root / "train" / "dog").mkdir(), not_read(root, ("dog/a.heic",))), REFUSED, None,
+              "holds no image that can be read (1 file left out: 1 .heic)"),
+    OddFolder("images beside class folders", lambda root: add(root / "train"), WARNED, (2, 2, 2),
+              "1 image is beside the class folders"),
+    OddFolder("class names that differ by case",
+              lambda root: (add(root / "train" / "ANT", count=2)), WARNED,
+              (2, 2, 2, 2), "'ANT', 'ant', which differ in case"),
+    OddFolder("class name that is not UTF-8", lambda root: add(root / "train" / os.fsdecode(b"caf\xe9")), REFUSED,
+              None, r"the class name 'caf\xe9' is not UTF-8; rename it"),
+    OddFolder("one class alone", lambda root: without(root, "bee", "cat"), REFUSED, None,
+              "classification needs two or more classes"),
+    OddFolder("empty class folder", lambda root: (root / "train" / "dog").mkdir(), REFUSED, None, "holds no image"),
+    OddFolder("no class folders", lambda root: (without(root, *GREY), add(root / "train")), REFUSED, None,
+              "put the images of each class into a folder"),
+    OddFolder("class of val that train does not have", lambda root: add(root / "val" / "dog"), REFUSED, None,
+              "is a class that the training data or the checkpoint does not know"),
+    OddFolder("both val and valid", lambda root: (root / "valid").mkdir(), REFUSED, None,
+              "both hold validation images; keep one"),
+    OddFolder("no such folder", shutil.rmtree, REFUSED, None, "is no folder; give the one that holds train/"),
+]  # fmt: skip
+
+
+def table() -> str:
+    """The lists as two tables of Markdown."""
+    lines = ["| image | result |", "|---|---|"]
+    lines += [f"| {case.kind} | {_told(case.outcome, case.reason)} |" for case in IMAGES]
+    lines += ["", "| folder | result |", "|---|---|"]
+    lines += [f"| {case.kind} | {_told(case.outcome, case.says)} |" for case in FOLDERS]
+    return "\n".join(lines)
+
+
+def _told(outcome: str, message: str) -> str:
+    return f"{outcome}: “{message}”" if message else outcome
+
+
+def write_document() -> None:
+    """Put the tables into the document."""
+    before, rest = DOCUMENT.read_text().split(BEGIN)
+    DOCUMENT.write_text(f"{before}{BEGIN}\n\n{table()}\n\n{END}{rest.split(END)[1]}")
+
+
+if __name__ == "__main__":
+    write_document()

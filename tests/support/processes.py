@@ -1,0 +1,141 @@
+"""Runs of the command line in several processes: under real launchers, or as one of them would start them."""
+
+import contextlib
+import fcntl
+import multiprocessing
+import os
+import pty
+import re
+import socket
+import struct
+import subprocess
+import sys
+import termios
+import threading
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+# Lightning starts the second process itself.
+BY_ITSELF = ["--trainer.devices=2", "--trainer.strategy=ddp"]
+
+
+def start(arguments, folder, launcher=(), **environment):
+    """A process that runs `relvit`, by itself or by a launcher (arguments of python), leading a group of its own."""
+    return subprocess.Popen(
+        [sys.executable, *launcher, "-m", "relvit", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}"} | environment,
+        start_new_session=True,
+    )
+
+
+def finish(process, seconds=240):
+    """Exit status, standard output and standard error; a process that takes longer is killed, with its group."""
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        out, err = process.communicate()
+        raise AssertionError(f"still running after {seconds} s: {out[-2000:]} {err[-3000:]}") from None
+    return process.returncode, out, err
+
+
+def in_terminal(arguments, folder, columns=160, seconds=240):
+    """Exit status of `relvit` in a pseudo-terminal, and what it wrote there without control characters."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "relvit", *map(str, arguments)],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": str(columns)},
+        start_new_session=True,
+    )
+    os.close(theirs)
+    stop = threading.Timer(seconds, os.killpg, (process.pid, 9))
+    stop.start()
+    written = b""
+    # Linux reports the end of a pseudo-terminal as an error.
+    with contextlib.suppress(OSError):
+        while part := os.read(ours, 65536):
+            written += part
+    os.close(ours)
+    status = process.wait()
+    stop.cancel()
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.decode())
+    return status, text.replace("\r", "\n")
+
+
+def as_torchrun(count=2):
+    """The environment variables that torchrun gives to each of so many processes."""
+    common = _meeting() | {"TORCHELASTIC_RUN_ID": "test", "LOCAL_WORLD_SIZE": str(count), "WORLD_SIZE": str(count)}
+    return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+
+
+def as_srun(count=2):
+    """The environment variables that srun gives to each of so many tasks on one machine."""
+    common = _meeting() | {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "relvit", "SLURM_NODEID": "0"}
+    common |= {"SLURM_NTASKS": str(count), "SLURM_STEP_NUM_TASKS": str(count), "SLURM_STEP_NUM_NODES": "1"}
+    return [common | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(count)]
+
+
+def _meeting():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+
+
+class Ranks:
+    """`relvit` in one process for each of the given environments, forked from one that has imported everything.
+
+    Some twenty times as fast as starting them by torchrun.
+    """
+
+    def __init__(self, arguments, folder, environments):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["relvit.cli.fit.trainer", "torch.utils.tensorboard", "tensorboard.backend"])
+        self.logs = [Path(folder) / f"rank{i}.log" for i in range(len(environments))]
+        self.processes = [
+            context.Process(target=_relvit, args=([str(a) for a in arguments], str(folder), environment, log))
+            for environment, log in zip(environments, self.logs, strict=True)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def finish(self, seconds=120):
+        """The exit statuses; whoever takes longer is killed, and it is an error."""
+        for process in self.processes:
+            process.join(seconds)
+        alive = [i for i, process in enumerate(self.processes) if process.is_alive()]
+        for i in alive:
+            self.processes[i].kill()
+        assert not alive, f"processes {alive} still ran after {seconds} s: {self.text()[-3000:]}"
+        return [process.exitcode for process in self.processes]
+
+    def text(self):
+        """All that they have written."""
+        return "\n".join(log.read_text() for log in self.logs)
+
+
+def _relvit(arguments, folder, environment, log):
+    import torch
+    from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+    from relvit.cli import main
+
+    os.environ.update(environment)
+    os.chdir(folder)
+    # Lightning looked for it when it was imported, in another process.
+    rank_zero_only.rank = int(environment.get("RANK", environment.get("SLURM_PROCID", 0)))
+    torch.set_num_threads(1)
+    # Otherwise the loader's workers would come from a fork server as well, and import everything anew.
+    multiprocessing.set_start_method("fork", force=True)
+    sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tests" / "support")]
+    with open(log, "w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+        sys.exit(main(arguments))

@@ -1,0 +1,17 @@
+"""Scripts of the tools folder as modules."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def load(name):
+    """The module of tools/`name`.py, the same every time; dataclasses and pickle look theirs up in `sys.modules`."""
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
