@@ -35,7 +35,7 @@ from torch.profiler import ProfilerActivity, profile
 import relvit
 from relvit.layers import AFTConv2d, AFTFull, AFTLocal, AFTSimple, RelativeAttention, RelativePosition2d
 from relvit.ops import Grid, make_grid
-from relvit.ops.aft.operations import WINDOWS
+from relvit.ops.aft.api import WINDOW_FORMS
 from relvit.ops.attention import BACKENDS
 from relvit.utils.messages import did_you_mean, listing
 
@@ -58,7 +58,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "aft_full": ("relvit_aft_full_small", POOLED | {"pos_embed": ""}),
 }
 # Ways to compute the attention-free layer of the paper's best small model, with a window per channel.
-AFT_CONV = {"aft_conv": "auto"} | {f"aft_conv_{name}": name for name in WINDOWS}
+AFT_CONV = {"aft_conv": "auto"} | {f"aft_conv_{name}": name for name in WINDOW_FORMS}
 
 
 class DepthwiseAFT(AFTConv2d):

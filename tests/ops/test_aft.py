@@ -8,9 +8,9 @@ from oracles import aft as oracle
 from torch.autograd import gradcheck, gradgradcheck
 
 from relvit.ops import Grid, aft_conv, aft_full, aft_local, aft_simple, make_grid, reference
-from relvit.ops.aft import depthwise, difference, exponentials, fourier, operations, pairs, toeplitz
+from relvit.ops.aft import api, conv, pairs, sums
 
-CONV = (*operations.WINDOWS, "pairs", "auto")
+CONV = (*api.WINDOW_FORMS, "pairs", "auto")
 # Exact however small the weights are.
 SAFE = [backend for backend in CONV if backend != "difference"]
 
@@ -276,7 +276,7 @@ def test_products_in_bfloat16_as_on_gpus(monkeypatch):
     grid = Grid(5, 7, 1)
     for spread in (1.0, 1e4):
         q, k, v = contents(grid, width=4, dtype=torch.bfloat16, spread=spread)
-        for backend in operations.WINDOWS:
+        for backend in api.WINDOW_FORMS:
             inputs = [q, k, v, window_of(2, 5, 3, torch.bfloat16)]
             got, expected = aft_conv(*inputs, grid, backend=backend), reference.aft_conv(*inputs, grid)
             assert (got - expected).norm() < 9e-3 * expected.norm()
@@ -325,7 +325,7 @@ def test_biases_of_any_size_are_exact_by_choice(size):
     torch.testing.assert_close(aft_conv(q, k, v, weight, grid), reference.aft_conv(q, k, v, weight, grid), **tolerance)
     torch.testing.assert_close(aft_full(q, k, v, bias, grid), reference.aft_full(q, k, v, bias, grid), **tolerance)
     # Elsewhere they are bounded, and nothing becomes infinite or undefined.
-    for backend in operations.WINDOWS:
+    for backend in api.WINDOW_FORMS:
         assert aft_conv(q, k, v, weight, grid, backend=backend).isfinite().all()
     assert aft_full(q, k, v, bias, grid, backend="products").isfinite().all()
 
@@ -380,9 +380,9 @@ def test_padding_adds_nothing_whatever_it_holds():
 
 def test_the_choice_of_a_way(monkeypatch):
     taken = []
-    for name, function in operations.WINDOWS.items():
+    for name, function in api.WINDOW_FORMS.items():
         monkeypatch.setitem(
-            operations.WINDOWS, name, lambda *a, name=name, function=function: taken.append(name) or function(*a)
+            api.WINDOW_FORMS, name, lambda *a, name=name, function=function: taken.append(name) or function(*a)
         )
 
     def way(height, width, scale=1.0, **options):
