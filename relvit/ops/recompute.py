@@ -22,7 +22,7 @@ class Versions:
     """Context that raises if one of several tensors was modified in place after this object was created.
 
     Autograd makes this check for what it keeps by itself, but neither for what a saved-tensor hook keeps nor for what
-    `torch.utils.checkpoint` reads again.
+    `torch.utils.checkpoint` reads in backward.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:

@@ -27,7 +27,6 @@ from relvit.ops.backends.axis_logits import (
     Axes,
     TableIndex,
     axis_indices,
-    axis_logits,
     grid_axes,
     join_tables,
     key_logits,
@@ -41,7 +40,6 @@ from relvit.ops.backends.axis_logits import (
 from relvit.ops.grid import Grid, batched_coords, key_mask, without_padding
 from relvit.ops.inputs import AttentionInputs
 from relvit.ops.recompute import recompute_saved
-from relvit.ops.terms import RelativeTerms
 from relvit.ops.tracing import without_autocast
 
 
@@ -61,12 +59,6 @@ class Layout(NamedTuple):
     query_axes: Axes
     key_hot: Tensor | None
     query_hot: Tensor | None
-
-
-def relative_logits(query: Tensor, terms: RelativeTerms, grid: Grid, key_grid: Grid) -> tuple[Tensor, Tensor]:
-    """Compute row and column logits of every query; see `relvit.ops.relative_logits`."""
-    entries = table_index(terms.key, terms.bucketing, grid, grid_axes(key_grid), query)
-    return axis_logits(query, terms.key, entries).split((key_grid.height, key_grid.width), dim=-1)
 
 
 def relative_attention(inputs: AttentionInputs) -> Tensor:
