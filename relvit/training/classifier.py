@@ -20,7 +20,6 @@ from relvit.models import build_model, check_image_size
 from relvit.models.weights.transfer import TransferReport, transfer_weights
 from relvit.training.arguments import check_arguments
 from relvit.training.callbacks.finite import FiniteCheck, NonFinite
-from relvit.training.callbacks.messages import rank_zero_print
 from relvit.training.checkpoints.file import AVERAGE_KEY, TIMM_KEY, timm_weights
 from relvit.training.checkpoints.metric_states import (
     States,
@@ -41,6 +40,7 @@ from relvit.training.optim.loss import ClassificationLoss
 from relvit.training.optim.optimizer import make_optimizer
 from relvit.training.optim.schedule import Plan, describe, make_plan, set_rates, warmup_cosine
 from relvit.training.optim.sharding import FullySharded, check_sharding, check_strategy, is_sharded, load_whole, whole
+from relvit.utils.progress import rank_zero_print
 from relvit.utils.seeding import run_seed, seed_all
 
 # Where a checkpoint keeps the metrics of an epoch that is under way.

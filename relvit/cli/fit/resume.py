@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from relvit.cli.errors import UsageError
-from relvit.utils.remote import is_address
+from relvit.utils.files import is_address
 
 
 def resumed(run: str, arguments: Sequence[str]) -> tuple[Path, list[str]]:

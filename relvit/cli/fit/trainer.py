@@ -54,8 +54,8 @@ from relvit.training.checkpoints.file import KEY, checkpoint_content
 from relvit.training.checkpoints.pretrained import Architecture
 from relvit.training.checkpoints.resume import Position
 from relvit.training.optim.sharding import check_strategy
-from relvit.utils.atomic_write import DISK_ERRORS
-from relvit.utils.remote import is_address, local_file
+from relvit.utils.files import DISK_ERRORS, is_address
+from relvit.utils.remote import local_file
 
 LINKS = ("num_classes", "in_chans", "class_names", "img_size")
 

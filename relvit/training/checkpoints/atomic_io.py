@@ -10,7 +10,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from relvit.training.checkpoints.disk import last_whole
 from relvit.training.checkpoints.file import write_checkpoint
-from relvit.utils.remote import is_address
+from relvit.utils.files import is_address
 
 
 class WholeCheckpoints(TorchCheckpointIO):

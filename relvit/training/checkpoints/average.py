@@ -13,9 +13,8 @@ from torch import Tensor
 
 from relvit.training.checkpoints.checkpoint import NETWORK, classifier_of, first_difference, versions
 from relvit.training.checkpoints.file import KEY, TIMM_KEY, read_checkpoint, timm_weights, write_checkpoint
+from relvit.utils.files import check_output, is_address
 from relvit.utils.messages import listing
-from relvit.utils.output import check_output
-from relvit.utils.remote import is_address
 
 FORMATS = (".ckpt",)
 # The arguments of a data module that say what the network is shown.

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from relvit.training.callbacks.finite import NonFiniteLossError
 from relvit.training.checkpoints.disk import check_room, checkpoint_size
-from relvit.utils.atomic_write import DISK_ERRORS
+from relvit.utils.files import DISK_ERRORS
 
 # As a batch system announces the end of a job's time.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)

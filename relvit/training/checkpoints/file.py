@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from relvit.data.modules.by_name import public_class_path
-from relvit.utils.atomic_write import replacing
+from relvit.utils.files import atomic_write
 from relvit.utils.remote import local_file
 
 # Where a checkpoint says which model and data it is of.
@@ -119,7 +119,7 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]
     Raises:
         OSError: the folder cannot be written to, or the disk is full.
     """
-    with replacing(path) as part:
+    with atomic_write(path) as part:
         try:
             # By name PyTorch would write it itself, and not say what the system has to complain of.
             with open(part, "wb") as file:

@@ -14,8 +14,9 @@ from relvit.models.factory import BUILDER_ARGUMENTS, DATA_ARGUMENTS
 from relvit.models.limits import MemoryLimit, check_memory, check_numbers
 from relvit.models.weights.transfer import Weights
 from relvit.training.checkpoints.file import KEY, read_checkpoint
+from relvit.utils.files import is_address
 from relvit.utils.messages import did_you_mean, listing, nearest
-from relvit.utils.remote import is_address, local_file, suffix_of
+from relvit.utils.remote import local_file, suffix_of
 
 HUB, FOLDER = "hf-hub:", "local-dir:"
 CHECKPOINT, ARCHIVE = ".ckpt", ".npz"
