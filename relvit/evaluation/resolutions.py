@@ -8,7 +8,7 @@ from typing import Any, Literal
 from lightning import Trainer
 
 from relvit.data import parse_size
-from relvit.data.modules.by_name import own_data_module
+from relvit.data.modules.registry import own_data_module
 from relvit.models import check_image_size
 from relvit.training.checkpoints.checkpoint import classifier_of
 from relvit.training.checkpoints.file import KEY, read_checkpoint

@@ -25,3 +25,14 @@ def listing(names: Sequence[str], most: int = 10) -> str:
     """The names, quoted and separated by commas; of many the first ``most`` and how many more there are."""
     shown = ", ".join(map(repr, names[:most]))
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+def check_choice(argument: str, value: object, allowed: Sequence[str]) -> None:
+    """Refuse a value that is not one of the allowed names.
+
+    Raises:
+        ValueError: `value` is not in `allowed`; the message has the nearest name.
+    """
+    if value not in allowed:
+        hint = did_you_mean(str(value), allowed)
+        raise ValueError(f"{argument} is {value!r}; allowed are {', '.join(map(repr, allowed))}{hint}")

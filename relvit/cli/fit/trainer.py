@@ -28,7 +28,7 @@ from relvit.cli.fit.resume_options import changed_options, fit_options
 from relvit.cli.fit.run_config import RunConfig
 from relvit.cli.parser import Parser
 from relvit.data import ImageData
-from relvit.data.modules.by_name import own_data_module
+from relvit.data.modules.registry import own_data_module
 from relvit.evaluation import EvaluationReport, MirrorAverage
 from relvit.training import (
     DataRecord,

@@ -13,7 +13,7 @@ import torch
 from lightning import Callback, LightningDataModule, LightningModule, Trainer
 
 from relvit.data import ImageData
-from relvit.data.modules.by_name import public_class_path
+from relvit.data.modules.registry import public_class_path
 from relvit.training.checkpoints.file import KEY, read_checkpoint
 from relvit.training.classifier import ImageClassifier
 from relvit.version import __version__

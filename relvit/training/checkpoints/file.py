@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relvit.data.modules.by_name import public_class_path
+from relvit.data.modules.registry import public_class_path
 from relvit.utils.atomic_write import replacing
 from relvit.utils.remote import local_file
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from lightning import Trainer
 from lightning.pytorch.loops.evaluation_loop import RestartStage
 
-from relvit.data.loading.train_sampler import training_position
+from relvit.data.loading.sampler import training_position
 from relvit.training.optim.schedule import batch_size_of
 
 # Where a checkpoint keeps it.
