@@ -33,7 +33,7 @@ def says_enough(error: Exception) -> bool:
 def describe(error: Exception) -> str:
     """What went wrong in few words: without the traceback that a data loader's worker puts into its message."""
     # Not above: it loads torch and Lightning, which `relvit --help` can do without.
-    from relvit.data.files.images import UnreadableImageError
+    from relvit.data.images.decode import UnreadableImageError
 
     text = str(error)
     if "Original Traceback" in text:

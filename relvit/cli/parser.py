@@ -13,7 +13,7 @@ from relvit.cli.aliases import ALIASES
 from relvit.cli.config_text import MODE
 from relvit.cli.errors import NOISE, UsageError
 from relvit.cli.help import USAGE
-from relvit.data.modules.by_name import data_modules
+from relvit.data.modules.registry import data_modules
 from relvit.utils.messages import did_you_mean, listing
 
 NO_DATA = "no data given: give --root DIR, which holds train/CLASS/IMAGE, or --data NAME, or --config FILE"

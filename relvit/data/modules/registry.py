@@ -1,4 +1,4 @@
-"""The data modules that there are, by name."""
+"""Which data module a name or class path stands for, of configurations, checkpoints and `--data`."""
 
 import inspect
 import re
@@ -7,7 +7,7 @@ from relvit.data.modules.base import ImageData
 
 
 def data_modules() -> list[type[ImageData]]:
-    """The data modules that can be chosen by name: all that have been imported."""
+    """List the data modules that can be chosen by name: all that have been imported."""
     found, families = [], [ImageData]
     while families:
         subclasses = families.pop().__subclasses__()
