@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -137,125 +138,76 @@ def summary(rows: Iterable[Row]) -> str:
     return "\n".join(lines)
 
 
-class Panel(NamedTuple):
-    """One message of the figure: multiples of what a training step of plain takes, over image sizes.
-
-    Attributes:
-        level: the level of its rows.
-        title: the message, with `{ours}`, the multiple of the first competitor at the largest size that the first two
-            have, `{times}`, how often it goes into the second one's, and `{patches}`, the number of patches there.
-        names: its competitors, ours first: names of rows, and names for readers.
-        plain: the name of plain for readers.
-        memory: compare memory for backward instead of time.
-    """
-
-    level: str
-    title: str
-    names: dict[str, str]
-    plain: str
-    memory: bool = False
-
-
-MODELS = {
-    "relvit_small": "relvit_small",
-    "relpos": "relative bias (timm)",
-    "rope_mixed": "mixed RoPE (timm)",
-    "rope": "axial RoPE (timm)",
+# Names of rows, and names for readers: ours first.
+PANELS = {
+    "model": {
+        "relvit_small": "relvit_small",
+        "relpos": "relative bias (timm)",
+        "rope_mixed": "mixed RoPE (timm)",
+        "rope": "axial RoPE (timm)",
+    },
+    "layer": {"relvit_tiled": "relvit's layer", "relvit_reference": "the paper's algorithm"},
+    "aft": {"aft_conv": "AFT-conv's layer", "aft_conv_h16": "with 16 heads", "aft_conv_depthwise": "as a convolution"},
 }
-LAYERS = {"relvit_tiled": "relvit", "relvit_reference": "the paper's algorithm"}
-AFTS = {"aft_conv": "AFT-conv", "aft_conv_h16": "AFT-conv, 16 heads", "aft_conv_depthwise": "as a convolution"}
-PANELS = (
-    Panel(
-        "model", "relvit_small trains in {ours:.2f} times the\ntime of a ViT-S at {patches:,} patches", MODELS, "ViT-S"
-    ),
-    Panel(
-        "model",
-        "relvit_small keeps {ours:.2f} times the\nmemory for backward, {patches:,} patches",
-        MODELS,
-        "ViT-S",
-        memory=True,
-    ),
-    Panel(
-        "layer",
-        "A layer: {times:.0f} times faster than the\npaper's algorithm, {patches:,} patches",
-        LAYERS,
-        "attention",
-    ),
-    Panel(
-        "layer",
-        "A layer: 1/{times:.0f} of its memory\nfor backward, {patches:,} patches",
-        LAYERS,
-        "attention",
-        memory=True,
-    ),
-    Panel("aft", "A layer of AFT-conv: {ours:.2f} of\nattention's time, {patches:,} patches", AFTS, "attention"),
-    Panel(
-        "aft",
-        "AFT-conv: {ours:.2f} times its memory\nfor backward, {patches:,} patches",
-        AFTS,
-        "attention",
-        memory=True,
-    ),
-)
 # Okabe and Ito's, which colour-blind readers can distinguish.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 TICKS = [digit * 10.0**power for power in range(-3, 5) for digit in (1, 2, 5)]
-STYLE = {"font.size": 15, "axes.titlesize": 17, "axes.titlepad": 10, "axes.titleweight": "bold"}
-STYLE |= {"axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False}
+STYLE = {"font.size": 15, "axes.titlesize": 17, "axes.titleweight": "bold", "axes.titlelocation": "left"}
+STYLE |= {"axes.spines.top": False, "axes.spines.right": False}
 
 
 def draw(rows: Sequence[Row]) -> Figure:
-    """Draw a panel per message that there are rows for: training steps, on the device of the first row."""
+    """Draw time and memory of training steps at each level that there are rows for, on the device of the first row."""
     alike = {**{key: rows[0][key] for key in ("device", "dtype", "compiled")}, "mode": "train"}
     rows = [row for row in rows if all(row[key] == value for key, value in alike.items())]
-    found = [(panel, lines) for panel in PANELS if (lines := _lines(rows, panel))]
+    found = {(level, memory): _lines(rows, level, memory) for level in PANELS for memory in (False, True)}
+    found = {key: lines for key, lines in found.items() if next(iter(PANELS[key[0]])) in lines}
+    count = math.ceil(len(found) / 2)
     with rc_context(STYLE):
-        figure = Figure(figsize=(14, 5.2 * -(-len(found) // 2) + 0.6), layout="constrained")
+        figure = Figure(figsize=(14, 5.2 * count + 0.6), layout="constrained")
         figure.get_layout_engine().set(w_pad=0.15, h_pad=0.2)
-        for number, (panel, lines) in enumerate(found, start=1):
-            _draw_panel(figure.add_subplot(-(-len(found) // 2), 2, number), panel, lines)
+        for number, ((level, memory), lines) in enumerate(found.items(), start=1):
+            _draw_panel(figure.add_subplot(count, 2, number), level, memory, lines)
         compiled = ", compiled" if alike["compiled"] else ""
-        note = f"Forward and backward on {alike['device']}, {alike['dtype']}{compiled}. Dashed: plain."
+        note = f"Training steps (memory: for backward) on {alike['device']}, {alike['dtype']}{compiled}. Dashed: plain."
         figure.supxlabel(note, fontsize=14)
     return figure
 
 
-def _lines(rows: Iterable[Row], panel: Panel) -> dict[str, dict[int, float]]:
-    """Return multiples by competitor and number of patches, of the last run that has them; {} where ours has none."""
-    lines: dict[str, dict[int, float]] = {name: {} for name in panel.names}
-    for group in grouped((row for row in rows if row["level"] == panel.level), GROUP):
-        for name, ratio in ratios(group, panel.memory).items():
+def _lines(rows: Iterable[Row], level: str, memory: bool) -> dict[str, dict[int, float]]:
+    """Return multiples of plain by competitor and number of patches, of the last run that has them."""
+    lines: dict[str, dict[int, float]] = {name: {} for name in PANELS[level]}
+    for group in grouped((row for row in rows if row["level"] == level), GROUP):
+        for name, ratio in ratios(group, memory).items():
             if name in lines:
                 lines[name][(group[0]["size"] // 16) ** 2] = ratio
-    if not lines[next(iter(lines))]:
-        return {}
     return {name: dict(sorted(line.items())) for name, line in lines.items() if line}
 
 
-def _draw_panel(axes: Axes, panel: Panel, lines: dict[str, dict[int, float]]) -> None:
-    """Draw one panel."""
+def _draw_panel(axes: Axes, level: str, memory: bool, lines: dict[str, dict[int, float]]) -> None:
+    """Draw multiples over the number of patches; the title has ours at the largest one."""
+    names, unit = PANELS[level], "memory" if memory else "time"
     for colour, (name, line) in zip(COLOURS, lines.items(), strict=False):
-        axes.plot(line.keys(), line.values(), "o-", color=colour, linewidth=3, markersize=9, label=panel.names[name])
+        axes.plot(line.keys(), line.values(), "o-", color=colour, linewidth=3, markersize=9, label=names[name])
     axes.axhline(1, color="black", linewidth=1.2, linestyle="--")
     values = [1.0, *(ratio for line in lines.values() for ratio in line.values())]
+    patches = sorted({count for line in lines.values() for count in line})
     axes.set_xscale("log")
+    axes.set_xticks(patches, [f"{count:,}" for count in patches], fontsize=13)
+    axes.set_xlabel("patches in the image")
     if max(values) / min(values) > 5:
         axes.set_yscale("log")
         axes.set_ylim(min(values) / 1.3, 1.3 * max(values))
         axes.set_yticks([tick for tick in TICKS if min(values) / 1.3 <= tick <= 1.3 * max(values)])
-    patches = sorted({count for line in lines.values() for count in line})
-    axes.set_xticks(patches, [f"{count:,}" for count in patches], fontsize=13)
     axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_ylabel(f"{unit}, multiple of plain's")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_minor_locator(NullLocator())
-    axes.set_xlabel("patches in the image")
-    axes.set_ylabel(f"{'memory' if panel.memory else 'time'}, multiple of {panel.plain}'s")
     # Beside the data: there is no corner that stays free.
     axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.2), ncols=2, frameon=False, fontsize=14)
-    first, second = [*lines.values(), *lines.values()][:2]
-    count = max(first.keys() & second.keys(), default=max(first))
-    times = second.get(count, first[count]) / first[count]
-    axes.set_title(panel.title.format(ours=first[count], times=times, patches=count))
+    most, ratio = list(next(iter(lines.values())).items())[-1]
+    plain = "a plain ViT-S" if level == "model" else "plain attention"
+    axes.set_title(f"{next(iter(names.values()))}: {ratio:.2f} times the {unit}\nof {plain}, {most:,} patches")
 
 
 def replaced(text: str, table: str) -> str:
