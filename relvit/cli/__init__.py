@@ -14,7 +14,6 @@ from typing import Any
 
 from relvit.cli.aliases import Rewritten, rewrite
 from relvit.cli.errors import describe, is_users_mistake, says_enough
-from relvit.cli.help import asks_help, short_help
 from relvit.utils.messages import did_you_mean, listing
 from relvit.version import __version__
 
@@ -68,10 +67,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     typed = Rewritten(rest, {})
     try:
         typed = rewrite(command, rest)
-        if asks_help(typed.arguments):
-            print(short_help(command))
-            return 0
         module = importlib.import_module(COMMANDS[command][0])
+        if {"-h", "--help"} & set(typed.arguments):
+            print(importlib.import_module("relvit.cli.help").short_help(command, *COMMANDS[command]))
+            return 0
         quieten()
         module.main(command, ["--help" if given == "--help-all" else given for given in typed.arguments])
     except SystemExit as stop:

@@ -32,6 +32,17 @@ POSITIONALS: dict[str, tuple[str, ...]] = {
     "average": ("--ckpt_paths",),
     "check-data": ("--root",),
 }
+USAGE = {
+    "fit": ("relvit fit --root DIR [options]", "relvit fit --config FILE [options]"),
+    "validate": ("relvit validate CKPT [options]",),
+    "test": ("relvit test CKPT [options]",),
+    "predict": ("relvit predict CKPT [PATH ...] [options]",),
+    "resolutions": ("relvit resolutions CKPT --sizes SIZE ... [options]",),
+    "embed": ("relvit embed CKPT FOLDER --output FILE [options]",),
+    "export": ("relvit export CKPT --output FILE [options]",),
+    "average": ("relvit average CKPT CKPT ... --output FILE",),
+    "check-data": ("relvit check-data FOLDER [options]", "relvit check-data --data NAME [options]"),
+}
 # Those that take several.
 LISTS = ("--ckpt_paths", "--paths")
 # Options that need no value to be true.

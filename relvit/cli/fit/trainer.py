@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from jsonargparse import Namespace
 from lightning import Trainer
@@ -21,6 +21,7 @@ from relvit.cli.commands.normalisation import set_normalisation
 from relvit.cli.commands.predict_paths import asked_paths, data_of_paths
 from relvit.cli.errors import UsageError
 from relvit.cli.fit.launch import check_processes, environment_of, launched, leave_processes
+from relvit.cli.fit.options import TRAINER_DEFAULTS, add_own_options
 from relvit.cli.fit.outcome import say, tell_fit, tell_predict, tell_test
 from relvit.cli.fit.progress_display import progress_callbacks
 from relvit.cli.fit.resume import resumed
@@ -123,7 +124,7 @@ class RelvitCLI(LightningCLI):
             subclass_mode_data=True,
             parser_class=Parser,
             seed_everything_default=0,
-            trainer_defaults={"max_epochs": 100, "enable_model_summary": False},
+            trainer_defaults=TRAINER_DEFAULTS,
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
             save_config_callback=RunConfig if command == "fit" else None,
@@ -135,42 +136,8 @@ class RelvitCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Options beside those of trainer, model and data, and what flows from the data to the model."""
-        if self.command in ("fit", "test", "predict"):
-            parser.add_argument("--runs", type=str, default="runs", help="The folder in which a run gets its own.")
-        if self.command == "test":
-            text = "The images to evaluate: those of train (without augmentation), val or test."
-            parser.add_argument("--split", type=Literal["train", "val", "test"], default="test", help=text)
-        if self.command in ("test", "predict"):
-            text = "Average the probabilities of each image and its mirror image."
-            parser.add_argument("--mirror", type=bool, default=False, help=text)
+        add_own_options(parser, self.command)
         if self.command == "fit":
-            parser.add_argument(
-                "--resume",
-                type=str | None,
-                default=None,
-                help="Continue the training in this run's folder, with its configuration.",
-            )
-            parser.add_argument(
-                "--save_every",
-                type=int | None,
-                default=None,
-                help="Save a checkpoint after every so many optimiser steps, besides the one after each epoch.",
-            )
-            parser.add_argument(
-                "--patience",
-                type=int | None,
-                default=None,
-                help="Stop after this number of validations in a row without a better accuracy.",
-            )
-            parser.add_argument(
-                "-q",
-                "--quiet",
-                action="store_true",
-                help="Show no progress, neither a bar nor a line for each epoch: only start, result and errors.",
-            )
-            parser.add_argument(
-                "--lr_find", type=bool, default=False, help="Find the learning rate by a range test of 100 steps first."
-            )
             for name in LINKS:
                 parser.link_arguments(f"data.{name}", f"model.{name}", apply_on="instantiate")
 
