@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from relvit.cli.arguments import option
+from relvit.cli.aliases import option
 from relvit.cli.errors import UsageError
 
 
@@ -39,4 +39,4 @@ def data_of_paths(remembered: Mapping[str, Any]) -> dict[str, Any]:
     # A broken file shall not cost the others their predictions, whatever the training did about it.
     known = inspect.signature(ImagePathsData).parameters.keys() - {"on_error"}
     arguments = {name: value for name, value in remembered.items() if name in known}
-    return {"class_path": "relvit.data.modules.paths.ImagePathsData", "init_args": arguments | {"paths": []}}
+    return {"class_path": ImagePathsData.__name__, "init_args": arguments | {"paths": []}}

@@ -38,4 +38,4 @@ def resumed(run: str, arguments: Sequence[str]) -> tuple[Path, list[str]]:
         if others:
             hint = f"go on in a new folder with {start} --ckpt_path {others[0]}, or {hint}"
         raise UsageError(f"{folder} has no {last.relative_to(folder)} to go on from: {hint}")
-    return last, ["--config", str(config), *arguments]
+    return last, [f"--config={config}", *arguments]

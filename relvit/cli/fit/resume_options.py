@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from relvit.cli.arguments import option
+from relvit.cli.aliases import option
 from relvit.cli.errors import UsageError
 from relvit.training.checkpoints.checkpoint import NETWORK
 

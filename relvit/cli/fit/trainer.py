@@ -16,7 +16,7 @@ from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from relvit.cli.arguments import option, without
+from relvit.cli.aliases import option, without
 from relvit.cli.commands.normalisation import set_normalisation
 from relvit.cli.commands.predict_paths import asked_paths, data_of_paths
 from relvit.cli.errors import UsageError
@@ -85,7 +85,7 @@ class RelvitCLI(LightningCLI):
         if command == "fit" and (run := option(self.arguments, "--resume")) is not None:
             last, self.arguments = resumed(run, without(self.arguments, "--resume"))
             self.resumes = Path(run)
-            self.arguments += ["--ckpt_path", str(last)]
+            self.arguments.append(f"--ckpt_path={last}")
         self.checkpoint_path = option(self.arguments, "--ckpt_path")
         self.paths = asked_paths(self.arguments)
         self.arguments = without(self.arguments, "--paths")
@@ -155,7 +155,7 @@ class RelvitCLI(LightningCLI):
                 # Which classes there are now is seen by the images, and compared.
                 known.get("data", {"init_args": {}})["init_args"].pop("class_names", None)
             try:
-                first = ["--config", json.dumps(known)]
+                first = [f"--config={json.dumps(known)}"]
             except (TypeError, ValueError, RecursionError) as error:
                 raise UsageError(f"{self.checkpoint_path} is not a checkpoint of relvit fit: {error}") from error
         self.config = parser.parse_args([self.command, *first, *self.arguments])
