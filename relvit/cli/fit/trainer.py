@@ -24,8 +24,7 @@ from relvit.cli.fit.launch import check_processes, environment_of, launched, lea
 from relvit.cli.fit.options import TRAINER_DEFAULTS, add_own_options
 from relvit.cli.fit.outcome import say, tell_fit, tell_predict, tell_test
 from relvit.cli.fit.progress_display import progress_callbacks
-from relvit.cli.fit.resume import resumed
-from relvit.cli.fit.resume_options import changed_options, fit_options
+from relvit.cli.fit.resume import changed_options, fit_options, resume_arguments
 from relvit.cli.fit.run_config import RunConfig
 from relvit.cli.parser import Parser
 from relvit.data import ImageData
@@ -83,9 +82,8 @@ class RelvitCLI(LightningCLI):
         self.arguments = list(arguments)
         self.resumes: Path | None = None
         if command == "fit" and (run := option(self.arguments, "--resume")) is not None:
-            last, self.arguments = resumed(run, without(self.arguments, "--resume"))
+            self.arguments = resume_arguments(run, without(self.arguments, "--resume"))
             self.resumes = Path(run)
-            self.arguments.append(f"--ckpt_path={last}")
         self.checkpoint_path = option(self.arguments, "--ckpt_path")
         self.paths = asked_paths(self.arguments)
         self.arguments = without(self.arguments, "--paths")
