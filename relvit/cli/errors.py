@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from relvit.utils.atomic_write import DISK_ERRORS
-from relvit.utils.extras import MissingPackageError
+from relvit.utils.files import DISK_ERRORS
+from relvit.utils.messages import MissingPackageError
 from relvit.utils.remote import DownloadError
 
 

@@ -14,9 +14,8 @@ import torch
 from relvit.data.files.dataset import image_files
 from relvit.data.modules.folder import find_splits
 from relvit.evaluation.predictor import Predictor
-from relvit.utils.extras import MissingPackageError
-from relvit.utils.messages import printable
-from relvit.utils.output import check_output
+from relvit.utils.files import check_output
+from relvit.utils.messages import MissingPackageError, printable
 
 FORMATS = (".npz", ".csv", ".parquet")
 

@@ -14,7 +14,7 @@ from typing import Any
 from relvit.cli.aliases import option
 from relvit.cli.errors import UsageError
 from relvit.training.checkpoints.checkpoint import NETWORK
-from relvit.utils.remote import is_address
+from relvit.utils.files import is_address
 
 # Options that take effect from the checkpoint on. Batch size, accumulation and devices may change as far as
 # `relvit.training.checkpoints.resume.check_layout` allows.

@@ -11,8 +11,7 @@ from typing import Any
 from relvit.data.archives.stored import Content, Reader
 from relvit.data.files.images import StoredImage
 from relvit.data.labels import as_label
-from relvit.utils.extras import MissingPackageError
-from relvit.utils.messages import did_you_mean, listing
+from relvit.utils.messages import MissingPackageError, did_you_mean, listing
 
 
 class Rows:

@@ -5,8 +5,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from relvit.utils.extras import MissingPackageError
-from relvit.utils.messages import did_you_mean, listing
+from relvit.utils.messages import MissingPackageError, did_you_mean, listing
 
 _SHOWN = 5  # wrong rows that a message names
 
