@@ -52,12 +52,11 @@ from relvit.ops import (
     JointTable,
     RelativeTerms,
     choose,
-    gathered,
     make_grid,
     relative_attention,
-    tiled,
 )
 from relvit.ops.attention import BACKENDS
+from relvit.ops.backends import gathered, tiled
 
 FAST = tuple(name for name in BACKENDS if name != "reference")
 EXACT = {torch.float64: 1e-10, torch.float32: 1e-5}
