@@ -75,7 +75,7 @@ def draw_terms(scene: Scene, letters: str, layout: type[AxisTables] | type[Joint
 def draw_scenes(quick: bool) -> Iterator[Scene]:
     """Yield all kinds of grids and masks, never square; tables end before the grids do."""
     height, width, dim, distance = (10, 7, 32, (5, 4)) if quick else (14, 10, 64, (5, 7))
-    letters = ("", "qkvb") if quick else LETTERS
+    letters = ("qkvb",) if quick else LETTERS
     scene = partial(draw_scene, dim=dim, distance=distance, letters=letters)
     generator = torch.Generator().manual_seed(2)
     patches, few = height * width, height * width // 2
