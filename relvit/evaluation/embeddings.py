@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from relvit.data.files.dataset import image_files
+from relvit.data.images.folders import image_files
 from relvit.data.modules.folder import find_splits
 from relvit.evaluation.predictor import Predictor
-from relvit.utils.extras import MissingPackageError
-from relvit.utils.messages import printable
-from relvit.utils.output import check_output
+from relvit.utils.files import check_output
+from relvit.utils.messages import MissingPackageError, printable
 
 FORMATS = (".npz", ".csv", ".parquet")
 

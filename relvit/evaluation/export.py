@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from relvit.evaluation.predictor import Predictor
 from relvit.layers.patch_embed import AnySizePatchEmbed, whole_patches
-from relvit.utils.extras import MissingPackageError
-from relvit.utils.output import check_output
+from relvit.utils.files import check_output
+from relvit.utils.messages import MissingPackageError
 
 FORMATS = (".onnx", ".pt2")
 # Largest side of an image, in patches.

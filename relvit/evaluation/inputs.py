@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
 from relvit.data import UnreadableImageError, load_rgb
-from relvit.data.files.images import as_rgb
+from relvit.data.images.decode import as_rgb
 
 ImageInput = str | os.PathLike[str] | Image.Image | np.ndarray | Tensor
 

@@ -15,15 +15,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from relvit.data import eval_transform, parse_size
-from relvit.data.files.dataset import image_files
-from relvit.data.files.unreadable import Tolerant, TolerantLoader, collate_readable
-from relvit.data.modules.image_files import OnError
+from relvit.data.images.datasets import OnError, SkipUnreadable, SkipUnreadableLoader, collate_readable
+from relvit.data.images.folders import image_files
 from relvit.evaluation.inputs import ImageInput, InputImages
 from relvit.evaluation.mirror import average_with_mirror
 from relvit.evaluation.timm_cfg import trained_cfg
 from relvit.models import AttentionMaps, attention_maps, check_image_size
-from relvit.training.checkpoints.checkpoint import classifier_of
-from relvit.training.checkpoints.file import KEY, read_checkpoint
+from relvit.training import Checkpoint
 from relvit.utils.messages import did_you_mean
 
 
@@ -77,17 +75,11 @@ class Predictor:
     """
 
     def __init__(self, ckpt_path: str | os.PathLike[str], img_size: int | Sequence[int] | None = None) -> None:
-        content = read_checkpoint(ckpt_path)
-        data = content[KEY]["data"]["init_args"]
-        self.classifier = classifier_of(content).requires_grad_(False)
-        try:
-            self.class_names = [str(name) for name in data["class_names"]]
-            trained_size = parse_size(data["img_size"])
-            self.img_size: tuple[int, int] = trained_size if img_size is None else parse_size(img_size)
-            self.mean, self.std = (tuple(map(float, data[name])) for name in ("mean", "std"))
-            self.crop_pct = float(data["crop_pct"])
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{ckpt_path} does not say how its images are to be made: {error!r}") from error
+        checkpoint = Checkpoint.read(ckpt_path)
+        self.classifier = checkpoint.classifier().requires_grad_(False)
+        trained_size, self.mean, self.std, self.crop_pct = checkpoint.transforms()
+        self.img_size: tuple[int, int] = trained_size if img_size is None else parse_size(img_size)
+        self.class_names = [str(name) for name in checkpoint.data_args.get("class_names") or ()]
         if len(self.class_names) != self.classifier.hparams.num_classes:
             raise ValueError(
                 f"{ckpt_path} names {len(self.class_names)} classes and has {self.classifier.hparams.num_classes}"
@@ -249,7 +241,7 @@ class Predictor:
         if unreadable is None:
             return iter(DataLoader(dataset, batch_size, num_workers=num_workers))
         options = {"num_workers": num_workers, "collate_fn": collate_readable, "record": unreadable}
-        return iter(TolerantLoader(Tolerant(dataset, replace=False), batch_size, **options))
+        return iter(SkipUnreadableLoader(SkipUnreadable(dataset, replace=False), batch_size, **options))
 
     def __repr__(self) -> str:
         name, (height, width) = self.classifier.hparams.model, self.img_size

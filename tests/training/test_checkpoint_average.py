@@ -11,7 +11,7 @@ from small_training import KWARGS, Noise, train
 from relvit.training import ImageClassifier, average_checkpoints, load_classifier
 from relvit.training.checkpoints.checkpoint import DescribeCheckpoint
 from relvit.training.checkpoints.file import AVERAGE_KEY
-from relvit.training.checkpoints.pretrained import Architecture, architecture_of, read_pretrained
+from relvit.training.checkpoints.pretrained import Architecture, Pretrained
 
 NAMES = [f"class {i}" for i in range(7)]
 RECORD = {"img_size": [8, 12], "crop_pct": 0.9, "mean": [0.5] * 3, "std": [0.25] * 3, "root": "photos"}
@@ -92,8 +92,8 @@ def test_it_is_used_as_any_other(three, tmp_path):
     expected = module.eval()(images)
     torch.testing.assert_close(load_classifier(tmp_path / "mean.ckpt")(images), expected)
     path = str(tmp_path / "mean.ckpt")
-    assert architecture_of(path) == Architecture("test_relvit", KWARGS, None)
-    assert read_pretrained(path).class_names == NAMES
+    assert Pretrained(path).architecture() == Architecture("test_relvit", KWARGS, None)
+    assert Pretrained(path).weights().class_names == NAMES
     fresh = ImageClassifier(None, 7, 3, (8, 12), NAMES, pretrained=path, lr=0.0, min_lr=0.0)
     train(fresh, NamedNoise(), max_epochs=1)
     torch.testing.assert_close(fresh.eval()(images), expected)

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from relvit.data import ImageData
-from relvit.training.checkpoints.pretrained import Normalisation, normalisation_of
+from relvit.training import Checkpoint
+from relvit.training.checkpoints.checkpoint import Normalisation
+from relvit.training.checkpoints.pretrained import Pretrained
 
 
 def set_normalisation(
-    data: ImageData, config: dict[str, Any], remembered: Mapping[str, Any] | None, pretrained: str | None
+    data: ImageData, config: dict[str, Any], checkpoint: Checkpoint | None, pretrained: Pretrained | None
 ) -> str:
     """Let data that were given no mean or std have those of the weights; note in the configuration what is used.
 
     Args:
         data: as built by that configuration.
         config: the data module's arguments; its own default is None.
-        remembered: the arguments of the data that a checkpoint was trained with; none: there is no checkpoint.
-        pretrained: what a training starts from, see `read_pretrained`.
+        checkpoint: the checkpoint that a command uses, if there is one.
+        pretrained: what a training starts from.
 
     Returns:
         What is used and why, in words.
     """
     known, whose = Normalisation(), ""
-    if remembered is not None:
-        known, whose = Normalisation(*(remembered.get(name) for name in Normalisation._fields)), "the checkpoint's"
+    if checkpoint is not None:
+        known, whose = checkpoint.normalisation(), "the checkpoint's"
     elif pretrained is not None and any(name in config and config[name] is None for name in Normalisation._fields):
-        known, whose = normalisation_of(pretrained), "the pretrained weights'"
+        known, whose = pretrained.normalisation(), "the pretrained weights'"
     used: dict[str, tuple[float, ...]] = {}
     reasons: dict[str, list[str]] = {}
     for name in Normalisation._fields:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
-from relvit.cli.arguments import option
+from relvit.cli.aliases import option
 from relvit.cli.errors import UsageError
+from relvit.training import Checkpoint
 
 
 def asked_paths(arguments: Sequence[str]) -> list[str] | None:
@@ -31,12 +32,12 @@ def listed(paths: Sequence[str]) -> str:
     return paths[0] if len(paths) == 1 else f"{paths[0]} (and {len(paths) - 1} more)"
 
 
-def data_of_paths(remembered: Mapping[str, Any]) -> dict[str, Any]:
-    """The data module for named images, with the transforms and classes that a checkpoint remembers."""
+def data_of_paths(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the checkpoint with the data module for named images, with its own transforms and classes."""
     # Not above: the parser's help would list it among the kinds of data.
     from relvit.data.modules.paths import ImagePathsData
 
     # A broken file shall not cost the others their predictions, whatever the training did about it.
     known = inspect.signature(ImagePathsData).parameters.keys() - {"on_error"}
-    arguments = {name: value for name, value in remembered.items() if name in known}
-    return {"class_path": "relvit.data.modules.paths.ImagePathsData", "init_args": arguments | {"paths": []}}
+    arguments = {name: value for name, value in checkpoint.data_args.items() if name in known}
+    return replace(checkpoint, data_class=ImagePathsData.__name__, data_args=arguments | {"paths": []})

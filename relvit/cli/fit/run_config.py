@@ -9,7 +9,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.cli import SaveConfigCallback
 
 from relvit.training import record_run
-from relvit.utils.atomic_write import replacing
+from relvit.utils.files import atomic_write
 
 
 class RunConfig(SaveConfigCallback):
@@ -31,6 +31,6 @@ class RunConfig(SaveConfigCallback):
         if trainer.fast_dev_run or not trainer.is_global_zero:
             return
         folder = Path(trainer.default_root_dir)
-        with replacing(folder / self.config_filename) as path:
+        with atomic_write(folder / self.config_filename) as path:
             self.parser.save(self.config, path, skip_none=False, multifile=self.multifile)
         record_run(folder, sys.argv, self.config.seed_everything, trainer)

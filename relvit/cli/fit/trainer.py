@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from jsonargparse import Namespace
 from lightning import Trainer
@@ -16,21 +16,22 @@ from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from relvit.cli.arguments import option, without
+from relvit.cli.aliases import option, without
 from relvit.cli.commands.normalisation import set_normalisation
 from relvit.cli.commands.predict_paths import asked_paths, data_of_paths
 from relvit.cli.errors import UsageError
 from relvit.cli.fit.launch import check_processes, environment_of, launched, leave_processes
+from relvit.cli.fit.options import TRAINER_DEFAULTS, add_own_options
 from relvit.cli.fit.outcome import say, tell_fit, tell_predict, tell_test
 from relvit.cli.fit.progress_display import progress_callbacks
-from relvit.cli.fit.resume import resumed
-from relvit.cli.fit.resume_options import changed_options, fit_options
+from relvit.cli.fit.resume import changed_options, fit_options, resume_arguments
 from relvit.cli.fit.run_config import RunConfig
 from relvit.cli.parser import Parser
 from relvit.data import ImageData
-from relvit.data.modules.by_name import own_data_module
 from relvit.evaluation import EvaluationReport, MirrorAverage
 from relvit.training import (
+    AtomicCheckpointIO,
+    Checkpoint,
     DataRecord,
     DescribeCheckpoint,
     FindLearningRate,
@@ -43,19 +44,15 @@ from relvit.training import (
     StoppedBySignalError,
     Telemetry,
     TrainingImages,
-    WholeCheckpoints,
     ignore_stop_signals,
     new_run_folder,
-    remove_if_fruitless,
+    remove_if_empty,
 )
-from relvit.training.checkpoints.checkpoint import check_same_data, check_same_network, data_arguments
-from relvit.training.checkpoints.disk import NoRoomError, last_whole
-from relvit.training.checkpoints.file import KEY, checkpoint_content
-from relvit.training.checkpoints.pretrained import Architecture
-from relvit.training.checkpoints.resume import Position
+from relvit.training.checkpoints.checkpoint import Architecture, data_arguments
+from relvit.training.checkpoints.file import DiskSpaceError, describe_last
 from relvit.training.optim.sharding import check_strategy
-from relvit.utils.atomic_write import DISK_ERRORS
-from relvit.utils.remote import is_address, local_file
+from relvit.utils.files import DISK_ERRORS, is_address
+from relvit.utils.remote import local_file
 
 LINKS = ("num_classes", "in_chans", "class_names", "img_size")
 
@@ -82,38 +79,36 @@ class RelvitCLI(LightningCLI):
         self.arguments = list(arguments)
         self.resumes: Path | None = None
         if command == "fit" and (run := option(self.arguments, "--resume")) is not None:
-            last, self.arguments = resumed(run, without(self.arguments, "--resume"))
+            self.arguments = resume_arguments(run, without(self.arguments, "--resume"))
             self.resumes = Path(run)
-            self.arguments += ["--ckpt_path", str(last)]
         self.checkpoint_path = option(self.arguments, "--ckpt_path")
         self.paths = asked_paths(self.arguments)
         self.arguments = without(self.arguments, "--paths")
         asks_help = any(argument in ("-h", "--help") or argument.endswith(".help") for argument in self.arguments)
         if command != "fit" and self.checkpoint_path is None and not asks_help:
             raise UsageError(f"no checkpoint given: relvit {command} runs/RUN/checkpoints/best.ckpt")
-        self.remembered: dict[str, Any] | None = None
+        self.checkpoint: Checkpoint | None = None
         self.finished_epochs = 0
         # What a training that goes on does otherwise than before.
         self.changed: list[str] = []
         if self.checkpoint_path:
             # Lightning reads it again, and would take an older file of the same name for one at an address of http.
             self.checkpoint_file = copies.enter_context(local_file(self.checkpoint_path))
-            checkpoint = checkpoint_content(self.checkpoint_file, self.checkpoint_path)
-            self.remembered = checkpoint[KEY]
+            checkpoint = self.checkpoint = Checkpoint.read(self.checkpoint_path, self.checkpoint_file)
             if command == "fit":
-                if "optimizer_states" not in checkpoint:
+                if not checkpoint.resumable:
                     raise UsageError(
                         f"{self.checkpoint_path} holds weights alone (an average does), with which no training can go "
                         f"on: start one from them with --model.pretrained {self.checkpoint_path}"
                     )
-                self.finished_epochs = _finished_epochs(checkpoint)
-            data, asked = self.remembered["data"]["class_path"], option(self.arguments, "--data")
+                self.finished_epochs = checkpoint.finished_epochs
+            data, asked = checkpoint.data_class, option(self.arguments, "--data")
             # A file must not choose what is imported.
-            if own_data_module(data) is None and asked is None and self.paths is None:
+            if checkpoint.data_type is None and asked is None and self.paths is None:
                 raise UsageError(f"{self.checkpoint_path} was trained with the data module {data}: give --data {data}")
-            self.knows_data = own_data_module(data) is not None or data == asked
+            self.knows_data = checkpoint.data_type is not None or data == asked
             if self.paths is not None:
-                self.remembered["data"], self.knows_data = data_of_paths(self.remembered["data"]["init_args"]), True
+                self.checkpoint, self.knows_data = data_of_paths(checkpoint), True
         self.run_folder: Path | None = None
         # What this process made, and may remove where nothing came of it.
         self.made_folder: Path | None = None
@@ -123,7 +118,7 @@ class RelvitCLI(LightningCLI):
             subclass_mode_data=True,
             parser_class=Parser,
             seed_everything_default=0,
-            trainer_defaults={"max_epochs": 100, "enable_model_summary": False},
+            trainer_defaults=TRAINER_DEFAULTS,
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
             save_config_callback=RunConfig if command == "fit" else None,
@@ -135,60 +130,28 @@ class RelvitCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Options beside those of trainer, model and data, and what flows from the data to the model."""
-        if self.command in ("fit", "test", "predict"):
-            parser.add_argument("--runs", type=str, default="runs", help="The folder in which a run gets its own.")
-        if self.command == "test":
-            text = "The images to evaluate: those of train (without augmentation), val or test."
-            parser.add_argument("--split", type=Literal["train", "val", "test"], default="test", help=text)
-        if self.command in ("test", "predict"):
-            text = "Average the probabilities of each image and its mirror image."
-            parser.add_argument("--mirror", type=bool, default=False, help=text)
+        add_own_options(parser, self.command)
         if self.command == "fit":
-            parser.add_argument(
-                "--resume",
-                type=str | None,
-                default=None,
-                help="Continue the training in this run's folder, with its configuration.",
-            )
-            parser.add_argument(
-                "--save_every",
-                type=int | None,
-                default=None,
-                help="Save a checkpoint after every so many optimiser steps, besides the one after each epoch.",
-            )
-            parser.add_argument(
-                "--patience",
-                type=int | None,
-                default=None,
-                help="Stop after this number of validations in a row without a better accuracy.",
-            )
-            parser.add_argument(
-                "-q",
-                "--quiet",
-                action="store_true",
-                help="Show no progress, neither a bar nor a line for each epoch: only start, result and errors.",
-            )
-            parser.add_argument(
-                "--lr_find", type=bool, default=False, help="Find the learning rate by a range test of 100 steps first."
-            )
             for name in LINKS:
                 parser.link_arguments(f"data.{name}", f"model.{name}", apply_on="instantiate")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: None) -> None:
         """Parse the values of the checkpoint, then those of the user, which override them."""
         first = []
-        if self.remembered is not None:
-            known = {"model": dict(self.remembered["model"])}
+        if self.checkpoint is not None:
+            known = {"model": dict(self.checkpoint.model)}
             if self.knows_data:
-                data = self.remembered["data"]
-                known["data"] = {"class_path": data["class_path"], "init_args": dict(data["init_args"])}
+                known["data"] = {
+                    "class_path": self.checkpoint.data_class,
+                    "init_args": dict(self.checkpoint.data_args),
+                }
             if self.command == "fit":
                 for name in LINKS:
                     known["model"].pop(name, None)
                 # Which classes there are now is seen by the images, and compared.
                 known.get("data", {"init_args": {}})["init_args"].pop("class_names", None)
             try:
-                first = ["--config", json.dumps(known)]
+                first = [f"--config={json.dumps(known)}"]
             except (TypeError, ValueError, RecursionError) as error:
                 raise UsageError(f"{self.checkpoint_path} is not a checkpoint of relvit fit: {error}") from error
         self.config = parser.parse_args([self.command, *first, *self.arguments])
@@ -198,7 +161,7 @@ class RelvitCLI(LightningCLI):
         runs = self.config[self.command].get("runs")
         if runs is not None and is_address(runs):
             raise UsageError(f"--runs {runs} is a remote address: runs are written to folders of this machine alone")
-        if self.remembered is not None and self.command == "fit":
+        if self.checkpoint is not None and self.command == "fit":
             # The configuration that is kept says what is trained, not from where a part of it went on.
             self.config[self.command]["ckpt_path"] = None
 
@@ -207,9 +170,8 @@ class RelvitCLI(LightningCLI):
 
     def instantiate_classes(self) -> None:
         """Build data, model and trainer; refuse flags that contradict the checkpoint."""
-        if self.remembered is not None and self.command != "fit":
-            asked = self._get(self.config, "model").as_dict()
-            check_same_network(self.checkpoint_path, self.remembered, asked)
+        if self.checkpoint is not None and self.command != "fit":
+            self.checkpoint.check_network(self._get(self.config, "model").as_dict())
         if self.command == "predict" and option(self.arguments, "--data.on_error") is None:
             # Whatever the training did about them: one broken file shall not cost the others their predictions.
             data = self._get(self.config, "data").init_args
@@ -221,14 +183,15 @@ class RelvitCLI(LightningCLI):
 
     def _check_checkpoint(self) -> None:
         """Refuse data and options that contradict the checkpoint; before anything is written."""
-        check_same_network(self.checkpoint_path, self.remembered, self.model.hparams)
-        check_same_data(self.checkpoint_path, self.remembered, self.datamodule)
+        self.checkpoint.check_network(self.model.hparams)
+        self.checkpoint.check_data(self.datamodule)
         if self.command == "fit":
             if self._get(self.config, "lr_find"):
                 raise UsageError(
                     "--lr_find starts a training; one that goes on keeps its learning rate: drop that option"
                 )
-            trained = {name: self.remembered[name] for name in ("model", "data")} | self.remembered.get("fit", {})
+            data = {"class_path": self.checkpoint.data_class, "init_args": self.checkpoint.data_args}
+            trained = {"model": self.checkpoint.model, "data": data} | self.checkpoint.fit
             now = {"model": self.model.hparams, "data": data_arguments(self.datamodule)} | self._fit_options()
             self.changed = changed_options(self.checkpoint_path, trained, now, self.arguments)
 
@@ -237,10 +200,9 @@ class RelvitCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The trainer with this run's folder, loggers and callbacks."""
-        known = self.remembered and self.remembered["data"]["init_args"]
         arguments = self._get(self.config, "data").get("init_args", {})
-        self.normalisation = set_normalisation(self.datamodule, arguments, known, self.model.hparams.pretrained)
-        if self.remembered is not None:
+        self.normalisation = set_normalisation(self.datamodule, arguments, self.checkpoint, self.model.pretrained)
+        if self.checkpoint is not None:
             self._check_checkpoint()
         # So that config.yaml names the model, also where it came from the pretrained weights.
         built = Architecture(*(self.model.hparams[name] for name in Architecture._fields))
@@ -268,7 +230,7 @@ class RelvitCLI(LightningCLI):
             history = History(self.run_folder, telemetry, tensorboard=config["logger"] is None)
             sheet = TrainingImages(self.run_folder / "training_images.png")
             callbacks = [self.best, DescribeCheckpoint(self._fit_options()), history, telemetry, sheet]
-            plugins.append(WholeCheckpoints())
+            plugins.append(AtomicCheckpointIO())
             if patience is not None:
                 callbacks.append(Patience(patience))
             if self._get(self.config, "lr_find"):
@@ -351,7 +313,7 @@ class RelvitCLI(LightningCLI):
             raise self._about_the_disk(error) from error
         finally:
             if self.made_folder:
-                remove_if_fruitless(self.made_folder)
+                remove_if_empty(self.made_folder)
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         kwargs = super()._prepare_subcommand_kwargs(subcommand)
@@ -365,12 +327,12 @@ class RelvitCLI(LightningCLI):
 
     def _about_the_disk(self, error: OSError) -> OSError:
         """The same; where the disk is full, with what is left and what to do about it."""
-        if error.errno not in DISK_ERRORS or isinstance(error, NoRoomError) or self.run_folder is None:
+        if error.errno not in DISK_ERRORS or isinstance(error, DiskSpaceError) or self.run_folder is None:
             return error
         found = error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"
         if self.command != "fit":
             return OSError(error.errno, f"{found}: make room, or give another folder than {self.run_folder} (--runs)")
-        kept = last_whole(self.run_folder / "checkpoints")
+        kept = describe_last(self.run_folder / "checkpoints")
         if kept in found:
             kept = ""
         last = self.run_folder / "checkpoints" / "last.ckpt"
@@ -397,14 +359,6 @@ class RelvitCLI(LightningCLI):
             reason = f"cannot make a run's folder in {parent}: {error.strerror}"
             raise UsageError(f"{reason}; give another with --runs") from error
         return self.made_folder
-
-
-def _finished_epochs(checkpoint: dict[str, Any]) -> int:
-    try:
-        position = Position.read(checkpoint)
-        return int(checkpoint["epoch"] + 1 if position is None else position.epoch)
-    except (KeyError, TypeError, ValueError) as error:
-        raise UsageError("the checkpoint does not say how far its training was: it is not one of relvit fit") from error
 
 
 def _listed(value: Any) -> list[Any]:

@@ -14,8 +14,8 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from relvit.training.callbacks.finite import NonFiniteLossError
-from relvit.training.checkpoints.disk import check_room, checkpoint_size
-from relvit.utils.atomic_write import DISK_ERRORS
+from relvit.training.checkpoints.file import check_disk_space
+from relvit.utils.files import DISK_ERRORS
 
 # As a batch system announces the end of a job's time.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -93,9 +93,9 @@ class RunCheckpoints(Checkpoint):
         """Rather no training than one that cannot be kept.
 
         Raises:
-            NoRoomError: the disk has no room for two checkpoints.
+            DiskSpaceError: the disk has no space for two checkpoints.
         """
-        check_room(self.folder, checkpoint_size(trainer))
+        check_disk_space(self.folder, trainer)
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._keep_signals()

@@ -11,7 +11,8 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import known_implementations
 
-from relvit.utils.remote import DownloadError, is_address, local_file, suffix_of
+from relvit.utils.files import is_address
+from relvit.utils.remote import DownloadError, local_file, suffix_of
 
 CONTENT = os.urandom(100_000)
 
