@@ -10,8 +10,7 @@ import timm
 from timm.models import load_model_config_from_hf, load_state_dict, split_model_name_tag
 from timm.models._hub import load_model_config_from_path
 
-from relvit.models.factory import BUILDER_ARGUMENTS, DATA_ARGUMENTS
-from relvit.models.limits import MemoryLimit, check_memory, check_numbers
+from relvit.models.factory import BUILDER_ARGUMENTS, DATA_ARGUMENTS, check_size
 from relvit.models.weights.transfer import Weights
 from relvit.training.checkpoints.file import KEY, read_checkpoint
 from relvit.utils.messages import did_you_mean, listing, nearest
@@ -229,10 +228,8 @@ def _something_near(path: Path) -> str:
 def _from_timm(name: str) -> Weights:
     """Of a model made by timm itself, whose own ways to fetch and convert files differ from model to model."""
     try:
-        check_numbers(architecture_of(name).model_kwargs or {})
-        check_memory(partial(timm.create_model, name))
-        with MemoryLimit():
-            donor = timm.create_model(name, pretrained=True)
+        check_size(partial(timm.create_model, name), architecture_of(name).model_kwargs or {})
+        donor = timm.create_model(name, pretrained=True)
     # A folder's config.json may say anything, and timm and the models meet that with almost any type.
     except Exception as error:
         why = " ".join(str(error).split()) or type(error).__name__
