@@ -41,4 +41,4 @@ def data_of_paths(checkpoint: Checkpoint) -> Checkpoint:
     known = inspect.signature(ImagePathsData).parameters.keys() - {"on_error"}
     arguments = {name: value for name, value in checkpoint.data_args.items() if name in known}
     class_path = "relvit.data.modules.paths.ImagePathsData"
-    return replace(checkpoint, data_class=class_path, data_args=arguments | {"paths": []})
+    return replace(checkpoint, data={"class_path": class_path, "init_args": arguments | {"paths": []}})

@@ -102,8 +102,8 @@ class RelvitCLI(LightningCLI):
                         f"{self.checkpoint_path} holds weights alone (an average does), with which no training can go "
                         f"on: start one from them with --model.pretrained {self.checkpoint_path}"
                     )
-                self.finished_epochs = checkpoint.finished_epochs
-            data, asked = checkpoint.data_class, option(self.arguments, "--data")
+                self.finished_epochs = checkpoint.finished_epochs()
+            data, asked = checkpoint.data["class_path"], option(self.arguments, "--data")
             # A file must not choose what is imported.
             if checkpoint.data_type is None and asked is None and self.paths is None:
                 raise UsageError(f"{self.checkpoint_path} was trained with the data module {data}: give --data {data}")
@@ -176,10 +176,7 @@ class RelvitCLI(LightningCLI):
         if self.checkpoint is not None:
             known = {"model": dict(self.checkpoint.model)}
             if self.knows_data:
-                known["data"] = {
-                    "class_path": self.checkpoint.data_class,
-                    "init_args": dict(self.checkpoint.data_args),
-                }
+                known["data"] = self.checkpoint.data | {"init_args": dict(self.checkpoint.data_args)}
             if self.command == "fit":
                 for name in LINKS:
                     known["model"].pop(name, None)
@@ -225,8 +222,7 @@ class RelvitCLI(LightningCLI):
                 raise UsageError(
                     "--lr_find starts a training; one that goes on keeps its learning rate: drop that option"
                 )
-            data = {"class_path": self.checkpoint.data_class, "init_args": self.checkpoint.data_args}
-            trained = {"model": self.checkpoint.model, "data": data} | self.checkpoint.fit
+            trained = {"model": self.checkpoint.model, "data": self.checkpoint.data} | self.checkpoint.fit
             now = {"model": self.model.hparams, "data": data_arguments(self.datamodule)} | self._fit_options()
             self.changed = changed_options(self.checkpoint_path, trained, now, self.arguments)
 
