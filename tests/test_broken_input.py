@@ -13,9 +13,8 @@ from PIL import Image
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from relvit.data import UnreadableImageError, eval_transform, load_rgb
-from relvit.data.files.dataset import image_files
-from relvit.data.files.folder_walk import walk_once
-from relvit.data.files.images import IMAGE_ENDINGS
+from relvit.data.images.decode import IMAGE_ENDINGS
+from relvit.data.images.folders import image_files, walk_once
 
 
 @pytest.fixture(autouse=True)

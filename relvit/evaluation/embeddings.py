@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from relvit.data.files.dataset import image_files
+from relvit.data.images.folders import image_files
 from relvit.data.modules.folder import find_splits
 from relvit.evaluation.predictor import Predictor
 from relvit.utils.files import check_output

@@ -14,7 +14,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import to_pil_image
 
 from relvit.data import UnreadableImageError, load_rgb
-from relvit.data.files.images import as_rgb
+from relvit.data.images.decode import as_rgb
 
 ImageInput = str | os.PathLike[str] | Image.Image | np.ndarray | Tensor
 

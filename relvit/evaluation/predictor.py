@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from relvit.data import eval_transform, parse_size
-from relvit.data.files.dataset import image_files
-from relvit.data.files.unreadable import Tolerant, TolerantLoader, collate_readable
-from relvit.data.modules.image_files import OnError
+from relvit.data.images.datasets import OnError, SkipUnreadable, SkipUnreadableLoader, collate_readable
+from relvit.data.images.folders import image_files
 from relvit.evaluation.inputs import ImageInput, InputImages
 from relvit.evaluation.mirror import average_with_mirror
 from relvit.models import AttentionMaps, attention_maps, check_image_size
@@ -240,7 +239,7 @@ class Predictor:
         if unreadable is None:
             return iter(DataLoader(dataset, batch_size, num_workers=num_workers))
         options = {"num_workers": num_workers, "collate_fn": collate_readable, "record": unreadable}
-        return iter(TolerantLoader(Tolerant(dataset, replace=False), batch_size, **options))
+        return iter(SkipUnreadableLoader(SkipUnreadable(dataset, replace=False), batch_size, **options))
 
     def _map(
         self,

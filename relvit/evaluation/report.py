@@ -14,7 +14,7 @@ from lightning import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from relvit.data import ImageData
-from relvit.data.files.dataset import LabelledFiles
+from relvit.data.images.datasets import LabelledFiles
 from relvit.evaluation.metrics import ClassMetrics, calibration_error, class_metrics, confusion_matrix
 from relvit.plots import picture_of, plot_confusion, plot_sheet
 from relvit.utils.messages import printable

@@ -15,9 +15,10 @@ from grey_folders import data_of, make
 from PIL import Image
 
 from relvit.data import Augment, ImageFolderData, ImageListData, UnreadableImageError, load_rgb
-from relvit.data.files.dataset import LabelledFiles, NamedFiles
+from relvit.data.images.datasets import LabelledFiles, NamedFiles
+from relvit.data.images.memory import AnySizeImages, InMemoryBatches, SameSizeImages
 from relvit.data.inspect import check_data
-from relvit.data.loading.memory import MemoryImages, OwnSizeImages, WholeBatches, batch_transform, pack
+from relvit.data.transforms import batch_transform, pack
 
 ONE_PROCESS = SimpleNamespace(world_size=1, num_devices=1, current_epoch=0, global_rank=0, progress_bar_callback=None)
 
@@ -61,7 +62,7 @@ def pair(root, **options):
 @pytest.mark.parametrize("augment", get_args(Augment))
 def test_every_item_is_bit_for_bit_the_same(tmp_path, augment, size):
     plain, cached = pair(folders(tmp_path, size), augment=augment)
-    kind = MemoryImages if size == (8, 6) else OwnSizeImages
+    kind = SameSizeImages if size == (8, 6) else AnySizeImages
     for split in ("train", "val"):
         ours, theirs = cached.dataset(split), plain.dataset(split)
         assert (type(ours), type(theirs)) == (kind, LabelledFiles)
@@ -103,7 +104,7 @@ def test_batches_of_any_sizes(tmp_path, workers):
 def test_whole_batches_of_one_size(tmp_path, workers):
     plain, cached = pair(folders(tmp_path, (8, 6)), augment="none", batch_size=3, num_workers=workers)
     train, val = cached.train_dataloader(), cached.val_dataloader()
-    assert isinstance(val.dataset, WholeBatches)
+    assert isinstance(val.dataset, InMemoryBatches)
     for split in ("train", "val"):
         cached.dataset(split).transform = None  # of single images
     compare(train, plain.train_dataloader(), exactly=False)
@@ -118,11 +119,11 @@ def test_whole_batches_are_augmented_as_those_of_cifar(tmp_path, augment):
     pixels = pack(np.stack([np.asarray(Image.open(path)) for path in files]))
     transform = batch_transform((8, 6), (8, 6), data.mean, data.std, augment)
     seeded(5)
-    expected, labels = WholeBatches(MemoryImages(pixels, data.dataset("train").targets, None), transform).__getitems__(
-        [7, 70, 7, 3]
-    )
+    expected, labels = InMemoryBatches(
+        SameSizeImages(pixels, data.dataset("train").targets, None), transform
+    ).__getitems__([7, 70, 7, 3])
     seeded(5)
-    images, targets = WholeBatches(data.dataset("train"), data._batch_transform("train")).__getitems__([7, 70, 7, 3])
+    images, targets = InMemoryBatches(data.dataset("train"), data._batch_transform("train")).__getitems__([7, 70, 7, 3])
     assert torch.equal(images, expected)
     assert targets.tolist() == labels.tolist() == [0, 1, 0, 0]
 
@@ -139,7 +140,7 @@ def test_each_split_has_a_store_of_its_own(tmp_path):
     Image.new("RGB", (9, 9)).save(tmp_path / "val" / "a" / "other.png")
     data = pair(str(tmp_path), augment="none")[1]
     data.setup("fit")
-    assert [type(data.dataset(split)) for split in ("train", "val")] == [MemoryImages, OwnSizeImages]
+    assert [type(data.dataset(split)) for split in ("train", "val")] == [SameSizeImages, AnySizeImages]
     assert data.dataset("train").pixels.nbytes == 8 * 4 * 8 * 6
     assert data.dataset("val").pixels.nbytes == 3 * (8 * 8 * 6 + 81)
 
@@ -155,7 +156,7 @@ def test_an_image_on_its_side_is_met_while_decoding(tmp_path):
     data = pair(str(tmp_path), augment="none")[1]
     data.setup("fit")
     images = data.dataset("train")
-    assert isinstance(images, OwnSizeImages)
+    assert isinstance(images, AnySizeImages)
     assert images.sizes.tolist() == [[8, 6], [6, 8]] + 6 * [[8, 6]]
     index = [path for path, _ in data.samples("train")].index(f"{tmp_path}/train/a/1.png")
     assert np.array_equal(images.values(index), np.rot90(values, -1))
@@ -170,8 +171,8 @@ def decoded(monkeypatch):
         counts[path] += 1
         return load_rgb(path)
 
-    monkeypatch.setattr("relvit.data.files.cache.load_rgb", counting)
-    monkeypatch.setattr("relvit.data.files.dataset.load_rgb", counting)
+    monkeypatch.setattr("relvit.data.images.memory.load_rgb", counting)
+    monkeypatch.setattr("relvit.data.images.datasets.load_rgb", counting)
     return counts
 
 
@@ -193,7 +194,7 @@ def test_what_is_read_once_is_not_kept(tmp_path, decoded):
         assert type(data.dataset(split)) is (NamedFiles if split == "predict" else LabelledFiles)
     assert not decoded
     data.setup("fit")
-    assert isinstance(data.dataset("val"), OwnSizeImages)
+    assert isinstance(data.dataset("val"), AnySizeImages)
     assert isinstance(data.dataset("test"), LabelledFiles)
     assert set(decoded) == {path for split in ("train", "val") for path, _ in data.samples(split)}
 
@@ -203,7 +204,7 @@ def test_a_part_put_aside_is_kept(tmp_path, decoded):
     data = data_of(root, cache=True, img_size=(4, 6))
     data.setup("fit")
     assert len(data.held_out()) == len(data.dataset("val")) == 3
-    assert isinstance(data.dataset("val"), MemoryImages)
+    assert isinstance(data.dataset("val"), SameSizeImages)
     assert len(decoded) == 30
 
 
@@ -233,14 +234,14 @@ def test_too_little_memory_is_refused_before_anything_is_decoded(tmp_path, monke
     areas = [np.prod(Image.open(path).size) for split in ("train", "val") for path, _ in data.samples(split)]
     needed = int(sum(areas)) * (3 if size is None else 4)
     enough = -(-needed * copies * 5 // 4)
-    monkeypatch.setattr("relvit.data.files.cache.available_memory", lambda: enough - 2)
+    monkeypatch.setattr("relvit.data.images.memory.available_memory", lambda: enough - 2)
     with pytest.raises(
         ValueError, match=rf"cache: the {len(areas)} images of train and val take .*cache false"
     ) as caught:
         data.setup("fit")
     assert ("in each of 4 processes" in str(caught.value)) == (copies == 4)
     assert not decoded
-    monkeypatch.setattr("relvit.data.files.cache.available_memory", lambda: enough)
+    monkeypatch.setattr("relvit.data.images.memory.available_memory", lambda: enough)
     data.setup("fit")
     assert len(decoded) == len(areas)
 
@@ -249,7 +250,7 @@ def test_figures_of_the_refusal(tmp_path, monkeypatch):
     for split, name in (("train", "a"), ("train", "b"), ("val", "a")):
         (tmp_path / split / name).mkdir(parents=True)
         Image.new("1", (10_000, 6_000)).save(tmp_path / split / name / "large.png")
-    monkeypatch.setattr("relvit.data.files.cache.available_memory", lambda: 600 * 2**20)
+    monkeypatch.setattr("relvit.data.images.memory.available_memory", lambda: 600 * 2**20)
     data = pair(str(tmp_path))[1]
     # 3 x 60 million pixels of three bytes
     text = "the 3 images of train and val take 515.0 MiB when decoded; 600.0 MiB of memory are available, 80% of which"
@@ -258,9 +259,9 @@ def test_figures_of_the_refusal(tmp_path, monkeypatch):
 
 
 def test_a_system_that_does_not_tell_its_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("relvit.data.files.cache.available_memory", lambda: None)
+    monkeypatch.setattr("relvit.data.images.memory.available_memory", lambda: None)
     data = pair(folders(tmp_path))[1]
-    assert isinstance(data.dataset("train"), OwnSizeImages)
+    assert isinstance(data.dataset("train"), AnySizeImages)
 
 
 def spoil(*paths):
@@ -295,7 +296,7 @@ def test_unreadable_files_are_skipped_as_without_cache(tmp_path, size, batch_siz
     assert {split: sorted(files) for split, files in cached.unreadable.items()} == {
         split: sorted(map(str, files)) for split, files in bad.items()
     }
-    assert isinstance(cached.dataset("train"), OwnSizeImages if size is None else MemoryImages)
+    assert isinstance(cached.dataset("train"), AnySizeImages if size is None else SameSizeImages)
 
 
 def test_several_devices_get_equally_many_batches(tmp_path):
@@ -326,9 +327,9 @@ def test_processes_and_threads_find_the_same(tmp_path, monkeypatch, size, small)
     root = folders(tmp_path, size)
     spoil(tmp_path / "train" / "a" / "3.png")
     alone = pair(root, on_error="skip")[1].dataset("train")
-    monkeypatch.setattr("relvit.data.files.cache._FILES", 3)
-    monkeypatch.setattr("relvit.data.files.cache._cores", lambda: 2)
-    monkeypatch.setattr("relvit.data.files.cache._SMALL", 10**6 if small else 0)
+    monkeypatch.setattr("relvit.data.images.memory._PART_FILES", 3)
+    monkeypatch.setattr("relvit.data.images.memory._cores", lambda: 2)
+    monkeypatch.setattr("relvit.data.images.memory._SMALL", 10**6 if small else 0)
     together = pair(root, on_error="skip")[1].dataset("train")
     assert torch.equal(together.pixels, alone.pixels)
     assert together.unreadable == alone.unreadable

@@ -11,7 +11,8 @@ from PIL import Image
 from torchvision.datasets import CIFAR10, CIFAR100
 
 from relvit.data import CIFAR10Data, CIFAR100Data, train_transform
-from relvit.data.loading.memory import WholeBatches, batch_transform, pack, unpack
+from relvit.data.images.memory import InMemoryBatches
+from relvit.data.transforms import batch_transform, pack, unpack
 
 
 @pytest.fixture
@@ -184,7 +185,7 @@ def test_what_a_batch_cannot_do_is_done_image_by_image(cifar10, tmp_path, option
     images, labels = next(iter(loader))
     assert images.shape == (50, 3, *data.img_size)
     assert sorted(labels.tolist()) == sorted(data.dataset("train").targets)
-    by_batch = isinstance(data.val_dataloader().dataset, WholeBatches)
+    by_batch = isinstance(data.val_dataloader().dataset, InMemoryBatches)
     assert by_batch != ("img_size" in options or "crop_pct" in options)
 
 
@@ -192,7 +193,7 @@ def test_loaders_give_whole_batches_of_the_same_images(cifar10, tmp_path):
     data = data_of(tmp_path, augment="none", batch_size=8)
     data.setup()
     loader = data.train_dataloader()
-    assert isinstance(loader.dataset.dataset, WholeBatches)
+    assert isinstance(loader.dataset.dataset, InMemoryBatches)
     found = {}
     for images, labels in loader:
         assert (images.dtype, labels.dtype) == (torch.float32, torch.int64)

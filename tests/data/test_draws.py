@@ -8,7 +8,7 @@ import torch
 from grey_folders import data_of, make
 from torch.utils.data import Dataset
 
-from relvit.data.loading.deterministic import Draw, Draws
+from relvit.data.loading.deterministic import DeterministicDataset, SeededIndex
 from relvit.utils.seeding import run_seed, seed_all
 
 
@@ -32,25 +32,29 @@ def state():
 
 
 def test_items_follow_from_seed_epoch_and_place_and_leave_no_trace():
-    before, dice = state(), Draws(Dice(), seed=1)
-    first = dice[Draw(3, 2, 7)]
+    before, dice = state(), DeterministicDataset(Dice(), seed=1)
+    first = dice[SeededIndex(3, 2, 7)]
     random.random(), np.random.rand(), torch.rand(3)
     after = state()
-    assert dice[Draw(3, 2, 7)] == first
+    assert dice[SeededIndex(3, 2, 7)] == first
     assert state() == after != before
-    others = [dice[Draw(3, 2, 8)], dice[Draw(3, 3, 7)], Draws(Dice(), seed=2)[Draw(3, 2, 7)]]
+    others = [
+        dice[SeededIndex(3, 2, 8)],
+        dice[SeededIndex(3, 3, 7)],
+        DeterministicDataset(Dice(), seed=2)[SeededIndex(3, 2, 7)],
+    ]
     assert [item[0] for item in others] == [3, 3, 3]
     for generator in (1, 2, 3):
         assert len({first[generator], *(item[generator] for item in others)}) == 4
     # Another image at the same place has the same luck.
-    assert dice[Draw(4, 2, 7)] == (4, *first[1:])
+    assert dice[SeededIndex(4, 2, 7)] == (4, *first[1:])
 
 
 def test_batches_made_one_by_one_and_at_once():
-    draws = [Draw(5, 0, 10), Draw(6, 0, 11)]
-    alone = Draws(Dice(), seed=1)
+    draws = [SeededIndex(5, 0, 10), SeededIndex(6, 0, 11)]
+    alone = DeterministicDataset(Dice(), seed=1)
     assert alone.__getitems__(draws) == [alone[draw] for draw in draws]
-    at_once = Draws(DiceAtOnce(), seed=1).__getitems__(draws)
+    at_once = DeterministicDataset(DiceAtOnce(), seed=1).__getitems__(draws)
     assert at_once[0] == alone[draws[0]]
     assert at_once[1] != alone[draws[1]]
 
@@ -58,7 +62,7 @@ def test_batches_made_one_by_one_and_at_once():
 def test_an_error_inside_puts_the_generators_back():
     before = state()
     with pytest.raises(IndexError):
-        Draws([], seed=0)[Draw(4, 0, 0)]
+        DeterministicDataset([], seed=0)[SeededIndex(4, 0, 0)]
     assert state() == before
 
 

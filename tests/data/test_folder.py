@@ -29,7 +29,7 @@ def test_defaults(tmp_path):
 
 def test_construction_reads_no_files(tmp_path, monkeypatch):
     root = make(tmp_path, train=2, val=1)
-    monkeypatch.setattr("relvit.data.files.dataset.os.walk", lambda *_, **__: pytest.fail("walked"))
+    monkeypatch.setattr("relvit.data.images.folders.os.walk", lambda *_, **__: pytest.fail("walked"))
     assert data_of(root).num_classes == 3
 
 

@@ -7,7 +7,7 @@ import pytest
 from grey_folders import GREY, make
 
 from relvit.data import ImageListData
-from relvit.data.files.lists import read_list
+from relvit.data.modules.image_list import read_list
 
 OPTIONS = {"img_size": 4, "num_workers": 0, "augment": "none", "mean": (0.0,) * 3, "std": (1.0,) * 3}
 

@@ -224,7 +224,7 @@ def test_predict_takes_a_folder_or_an_archive(tmp_path):
         ({"name": "hfids/mnist"}, "data of the kind 'hfids' are not read"),
         ({"name": "torch/cifar10"}, "data of the kind 'torch' are not read"),
         ({"name": "nowhere/photos.tar"}, "neither a tar archive nor a folder of them at /.*nowhere/photos.tar"),
-        ({"name": "photos", "input_key": "jpg"}, "input_key says nothing about class folders in tar archives"),
+        ({"name": "photos", "input_key": "jpg"}, "input_key has no meaning for class folders in tar archives"),
         ({"name": "https://host/photos.tar"}, "https://host/photos.tar is not on disk; download"),
         ({"name": "wds/x", "root": "s3://bucket"}, "s3://bucket is not on disk"),
         ({"name": "wds/nowhere"}, "root /.*nowhere is no folder"),

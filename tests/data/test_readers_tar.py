@@ -12,7 +12,7 @@ from stored_images import data_of, fits, grey_files, png, write_tar
 from timm.data.readers.reader_image_in_tar import ReaderImageInTar
 
 from relvit.data import UnreadableImageError, load_rgb
-from relvit.data.archives.tar import members, read_all
+from relvit.data.archives.tar import members
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 
@@ -29,7 +29,6 @@ def test_contents_of_every_format(kind, tmp_path):
     file = write_tar(tmp_path / "a.tar", list(zip(names, contents, strict=True)), format=FORMATS[kind])
     found = members(str(file))
     assert [(member.name, member.read()) for member in found] == list(zip(names, contents, strict=True))
-    assert list(read_all(found)) == contents
     with tarfile.open(file) as archive:
         assert [archive.extractfile(name).read() for name in names] == contents
 
@@ -113,7 +112,7 @@ def test_a_class_may_be_called_as_a_split(tmp_path):
 
 def test_without_classes(tmp_path):
     file = write_tar(tmp_path / "flat.tar", [("b.png", png(2)), ("a.png", png(1))])
-    with pytest.raises(ValueError, match=r"flat.tar/a.png lies in no folder, which would be its class"):
+    with pytest.raises(ValueError, match=r"flat.tar/a.png is in no folder, which would be its class"):
         data_of(name=str(file))
     write_tar(tmp_path / "data" / "train.tar", in_folder("x", 2))
     write_tar(tmp_path / "data" / "test.tar", [("b.png", png(2)), ("a.png", png(1))])
@@ -253,8 +252,6 @@ def test_an_archive_that_changes_later(tmp_path):
     load_rgb(found[0])
     with pytest.raises(UnreadableImageError, match=r"a\.tar/x/cat/000\.png: .*the archive ends before it"):
         load_rgb(found[-1])
-    with pytest.raises(ValueError, match=r"cannot read .*a\.tar/x/cat/000\.png: the archive ends before it"):
-        list(read_all(found))
     file.unlink()
     with pytest.raises(UnreadableImageError, match="there is no such file"):
         load_rgb(found[0])

@@ -135,7 +135,7 @@ def test_info_names_splits_labels_and_numbers(tmp_path):
     with pytest.warns(UserWarning, match="3 of 9 images in the split 'few' of .* have no label"):
         assert fits(few.dataset("train"), ("ant", "cat")) == [0] * 3 + [1] * 3
     with pytest.raises(
-        ValueError, match=r"no split 'trian' .*\(did you mean 'train'\?\): _info.json knows 'few', 'train'"
+        ValueError, match=r"no split 'trian' .*\(did you mean 'train'\?\): _info.json has 'few', 'train'"
     ):
         data_of(**place, train_split="trian")
     write_info(shard_lengths=[5, 5], num_samples=9)

@@ -11,7 +11,7 @@ from lightning import LightningModule, Trainer
 from sklearn.utils.class_weight import compute_class_weight
 
 from relvit.data import TrainSampler
-from relvit.data.loading.train_sampler import class_weights
+from relvit.data.loading.sampler import class_weights
 
 
 def images(sampler):

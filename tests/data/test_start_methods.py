@@ -13,7 +13,7 @@ from photos import write_photos
 from torchvision.datasets import CIFAR10
 
 from relvit.data import CIFAR10Data, ImageFolderData, ImageListData
-from relvit.data.loading.loader import heed_no_stop_signal
+from relvit.data.loading.loader import ignore_stop_signals
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_a_fork_server_and_its_other_children_can_be_told_to_stop(make):
 
 def _begin_slowly(worker):
     time.sleep(0.5)
-    heed_no_stop_signal(worker)
+    ignore_stop_signals(worker)
 
 
 def test_workers_end_with_a_run_that_never_closed_its_loader(make):

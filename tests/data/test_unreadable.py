@@ -15,7 +15,7 @@ from torch._utils import ExceptionWrapper
 
 from relvit.cli import main
 from relvit.data import ImageFolderData, UnreadableImageError, load_rgb
-from relvit.data.files.unreadable import TolerantLoader
+from relvit.data.images.datasets import SkipUnreadableLoader
 from relvit.training import DataRecord, load_classifier
 
 QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
@@ -62,7 +62,7 @@ def test_evaluation_leaves_out_what_cannot_be_read(tmp_path, workers, batch_size
     greys, labels = (torch.cat(column).tolist() for column in zip(*found, strict=True))
     assert (greys, labels) == ([10, 10, 200, 200], [0, 0, 2, 2])
     assert set(data.unreadable["val"]) == {str(path) for path in bad}
-    assert isinstance(data.val_dataloader(), TolerantLoader)
+    assert isinstance(data.val_dataloader(), SkipUnreadableLoader)
     shutil.rmtree(tmp_path / "test")
     data = data_of(root, on_error="skip", batch_size=batch_size, num_workers=workers)
     names = [name for _, names in data.predict_dataloader() for name in names]

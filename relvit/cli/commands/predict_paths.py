@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 
-from relvit.cli.arguments import option
+from relvit.cli.aliases import option
 from relvit.cli.errors import UsageError
 from relvit.training import Checkpoint
 
@@ -40,5 +40,5 @@ def data_of_paths(checkpoint: Checkpoint) -> Checkpoint:
     # A broken file shall not cost the others their predictions, whatever the training did about it.
     known = inspect.signature(ImagePathsData).parameters.keys() - {"on_error"}
     arguments = {name: value for name, value in checkpoint.data_args.items() if name in known}
-    class_path = "relvit.data.modules.paths.ImagePathsData"
-    return replace(checkpoint, data={"class_path": class_path, "init_args": arguments | {"paths": []}})
+    data = {"class_path": ImagePathsData.__name__, "init_args": arguments | {"paths": []}}
+    return replace(checkpoint, data=data)

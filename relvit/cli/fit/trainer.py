@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from jsonargparse import Namespace
 from lightning import Trainer
@@ -16,15 +16,15 @@ from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from relvit.cli.arguments import option, without
+from relvit.cli.aliases import option, without
 from relvit.cli.commands.normalisation import set_normalisation
 from relvit.cli.commands.predict_paths import asked_paths, data_of_paths
 from relvit.cli.errors import UsageError
 from relvit.cli.fit.launch import check_processes, environment_of, launched, leave_processes
+from relvit.cli.fit.options import TRAINER_DEFAULTS, add_own_options
 from relvit.cli.fit.outcome import say, tell_fit, tell_predict, tell_test
 from relvit.cli.fit.progress_display import progress_callbacks
-from relvit.cli.fit.resume import resumed
-from relvit.cli.fit.resume_options import changed_options, fit_options
+from relvit.cli.fit.resume import changed_options, fit_options, resume_arguments
 from relvit.cli.fit.run_config import RunConfig
 from relvit.cli.parser import Parser
 from relvit.data import ImageData
@@ -79,9 +79,8 @@ class RelvitCLI(LightningCLI):
         self.arguments = list(arguments)
         self.resumes: Path | None = None
         if command == "fit" and (run := option(self.arguments, "--resume")) is not None:
-            last, self.arguments = resumed(run, without(self.arguments, "--resume"))
+            self.arguments = resume_arguments(run, without(self.arguments, "--resume"))
             self.resumes = Path(run)
-            self.arguments += ["--ckpt_path", str(last)]
         self.checkpoint_path = option(self.arguments, "--ckpt_path")
         self.paths = asked_paths(self.arguments)
         self.arguments = without(self.arguments, "--paths")
@@ -119,7 +118,7 @@ class RelvitCLI(LightningCLI):
             subclass_mode_data=True,
             parser_class=Parser,
             seed_everything_default=0,
-            trainer_defaults={"max_epochs": 100, "enable_model_summary": False},
+            trainer_defaults=TRAINER_DEFAULTS,
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
             save_config_callback=RunConfig if command == "fit" else None,
@@ -131,42 +130,8 @@ class RelvitCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Options beside those of trainer, model and data, and what flows from the data to the model."""
-        if self.command in ("fit", "test", "predict"):
-            parser.add_argument("--runs", type=str, default="runs", help="The folder in which a run gets its own.")
-        if self.command == "test":
-            text = "The images to evaluate: those of train (without augmentation), val or test."
-            parser.add_argument("--split", type=Literal["train", "val", "test"], default="test", help=text)
-        if self.command in ("test", "predict"):
-            text = "Average the probabilities of each image and its mirror image."
-            parser.add_argument("--mirror", type=bool, default=False, help=text)
+        add_own_options(parser, self.command)
         if self.command == "fit":
-            parser.add_argument(
-                "--resume",
-                type=str | None,
-                default=None,
-                help="Continue the training in this run's folder, with its configuration.",
-            )
-            parser.add_argument(
-                "--save_every",
-                type=int | None,
-                default=None,
-                help="Save a checkpoint after every so many optimiser steps, besides the one after each epoch.",
-            )
-            parser.add_argument(
-                "--patience",
-                type=int | None,
-                default=None,
-                help="Stop after this number of validations in a row without a better accuracy.",
-            )
-            parser.add_argument(
-                "-q",
-                "--quiet",
-                action="store_true",
-                help="Show no progress, neither a bar nor a line for each epoch: only start, result and errors.",
-            )
-            parser.add_argument(
-                "--lr_find", type=bool, default=False, help="Find the learning rate by a range test of 100 steps first."
-            )
             for name in LINKS:
                 parser.link_arguments(f"data.{name}", f"model.{name}", apply_on="instantiate")
 
@@ -183,7 +148,7 @@ class RelvitCLI(LightningCLI):
                 # Which classes there are now is seen by the images, and compared.
                 known.get("data", {"init_args": {}})["init_args"].pop("class_names", None)
             try:
-                first = ["--config", json.dumps(known)]
+                first = [f"--config={json.dumps(known)}"]
             except (TypeError, ValueError, RecursionError) as error:
                 raise UsageError(f"{self.checkpoint_path} is not a checkpoint of relvit fit: {error}") from error
         self.config = parser.parse_args([self.command, *first, *self.arguments])

@@ -15,7 +15,7 @@ from lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from relvit.data import ImageData, parse_size
-from relvit.data.modules.by_name import own_data_module, public_class_path
+from relvit.data.modules.registry import own_data_module, public_class_path
 from relvit.training.checkpoints.file import KEY, read_checkpoint
 from relvit.training.checkpoints.resume import POINT_KEY, ResumePoint
 from relvit.version import __version__

@@ -1,10 +1,10 @@
-"""Where images come from that have no files of their own."""
+"""Base class of the readers of archives, and the list of images and labels that a reader returns."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from relvit.data.files.images import StoredImage
+from relvit.data.images.decode import StoredImage
 
 
 class Content(NamedTuple):
@@ -12,9 +12,8 @@ class Content(NamedTuple):
 
     Attributes:
         images: The images.
-        labels: The label of each as the data state it, a name or a number, None where there is none; without labels
-            if none were asked for.
-        declared: The names of the classes in their order, where the data name them; images of some may be missing.
+        labels: The label of each in the data, a name or a number, None where there is none; empty if not asked for.
+        declared: The names of the classes in order, where the data declare them; some may have no images.
     """
 
     images: Sequence[StoredImage]
@@ -27,11 +26,7 @@ class Reader(ABC):
 
     @abstractmethod
     def find(self, split: str, labelled: bool) -> Content:
-        """The images of a split, in an order that is always the same.
-
-        Args:
-            split: Its name.
-            labelled: Whether labels are needed.
+        """Find the images of a split, and their labels if needed, in an order that is always the same.
 
         Raises:
             FileNotFoundError: Files are missing.
@@ -40,4 +35,4 @@ class Reader(ABC):
 
     @abstractmethod
     def key(self, image: Any) -> str:
-        """A name of one of these images that says nothing about where the data are stored; no two have the same."""
+        """Name one of these images uniquely, without the location of the data."""

@@ -1,4 +1,4 @@
-"""The data modules that there are, by name."""
+"""Which data module a name or class path stands for, of configurations, checkpoints and `--data`."""
 
 import inspect
 import re
@@ -7,7 +7,7 @@ from relvit.data.modules.base import ImageData
 
 
 def data_modules() -> list[type[ImageData]]:
-    """The data modules that can be chosen by name: all that have been imported."""
+    """List the data modules that can be chosen by name: all that have been imported."""
     found, families = [], [ImageData]
     while families:
         subclasses = families.pop().__subclasses__()
@@ -18,8 +18,7 @@ def data_modules() -> list[type[ImageData]]:
 
 def public_class_path(text: str) -> str:
     """Replace full names of relvit's classes of data, wherever their modules are or were, by `relvit.data.NAME`."""
-    # `ImagePathsData` is no public name: `relvit predict` alone makes it.
-    return re.sub(r"\brelvit\.data(?:\.[a-z_]+)+\.(?!ImagePathsData\b)([A-Z]\w*)", r"relvit.data.\1", text)
+    return re.sub(r"\brelvit\.data(?:\.[a-z_]+)+\.([A-Z]\w*)", r"relvit.data.\1", text)
 
 
 def own_data_module(class_path: str) -> type[ImageData] | None:

@@ -1,36 +1,31 @@
-"""The position of `docs/own_position.md`, as it stands there: plain attention with the paper's formula as a mask."""
+"""The position of docs/own_position.md: plain attention with the paper's formula as a mask, in graphs and scripts."""
 
 import copy
 import functools
-import importlib.util
-import re
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from documents import blocks
 from timm.layers import set_scriptable
 from timm.models import create_feature_extractor
 from timm.models.vision_transformer import VisionTransformer
 from vits import DEFAULTS, SMALL, assert_same, images, small
 
-DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "own_position.md"
-
 
 @pytest.fixture(scope="module")
 def quadratic(tmp_path_factory):
     """The class, from a module of its own: TorchScript wants to read the source."""
-    (block,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    (block,) = blocks("docs/own_position.md", "python")
     assert len(block.splitlines()) <= 40
-    path = tmp_path_factory.mktemp("docs") / "own_position_example.py"
-    path.write_text(block)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    example = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = example
-    spec.loader.exec_module(example)
-    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in example.model.parameters())
-    yield example.QuadraticPosition2d
-    del sys.modules[path.stem]
+    folder = tmp_path_factory.mktemp("docs")
+    (folder / "own_position_example.py").write_text(block)
+    sys.path.insert(0, str(folder))
+    import own_position_example
+
+    yield own_position_example.QuadraticPosition2d
+    sys.path.remove(str(folder))
+    del sys.modules["own_position_example"]
 
 
 def formula(position, rows, cols, most, prefix):
@@ -45,9 +40,8 @@ def formula(position, rows, cols, most, prefix):
     return bias
 
 
-@pytest.mark.parametrize("most", [14, 1])
-@pytest.mark.parametrize("extra", [{}, {"class_token": True, "reg_tokens": 1}])
-def test_the_documents_position_is_its_formula(quadratic, most, extra):
+@pytest.mark.parametrize(("most", "extra"), [(14, {}), (1, {"class_token": True, "reg_tokens": 1})])
+def test_it_is_its_formula(quadratic, most, extra):
     model = small(position=functools.partial(quadratic, max_distance=most), **extra).double().eval()
     for block in model.blocks[1:]:
         block.attn.position = copy.deepcopy(model.blocks[0].attn.position)
@@ -71,10 +65,8 @@ def test_it_is_a_position_like_any_other(quadratic):
     assert_same(other.eval()(images(16, 40)), model(images(16, 40)), atol=0)
     exported = torch.export.export(model, (images(16, 40),)).module()
     assert_same(exported(images(16, 40)), model(images(16, 40)), atol=1e-5)
-
-
-def test_it_scripts(quadratic):
     with set_scriptable(True):
         model = small(position=quadratic, class_token=True).eval()
+        scripted = torch.jit.script(model)
     for size in ((24, 16), (16, 40)):
-        assert_same(torch.jit.script(model)(images(*size)), model(images(*size)), atol=0)
+        assert_same(scripted(images(*size)), model(images(*size)), atol=0)

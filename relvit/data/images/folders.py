@@ -1,34 +1,68 @@
-"""Image files: which there are in folders, and datasets of them."""
+"""Walk folders: find image files, class folders and their labels, and warn of files that are left out."""
 
 import glob
 import os
+import unicodedata
 import warnings
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 
-from torch import Tensor
-from torch.utils.data import Dataset
-from torchvision.transforms import v2
-
-from relvit.data.files.folder_walk import walk_once, warn_about_classes
-from relvit.data.files.images import IMAGE_ENDINGS, OTHER_ENDINGS, ImageSource, load_rgb
+from relvit.data.images.decode import IMAGE_ENDINGS, OTHER_ENDINGS
 from relvit.utils.messages import did_you_mean, listing, printable
 
 _ADD = "add images whose names end in .jpg, .png, .webp, .tif, .gif or the like"
 
 
-def image_files(folder: str) -> list[str]:
-    """Sorted paths of all files below a folder that have the ending of an image that can be read.
+def walk_once(folder: str) -> Iterator[tuple[str, list[str]]]:
+    """Walk each folder at or below `folder` once, with the names of the files right in it; skip hidden ones.
 
-    Hidden files are left out. Images of other formats, by their endings, are left out with a warning.
+    Links to folders are followed, but no folder comes twice, and none that holds `folder` comes at all: links may lead
+    in circles, and a class must not take in the others through a link to their parent. A folder that is there itself
+    and by a link comes as itself.
+
+    Raises:
+        OSError: A folder cannot be listed.
     """
+    if not os.path.isdir(folder):
+        return
+    seen, parent = set(), os.path.realpath(folder)
+    while (above := os.path.dirname(parent)) != parent:
+        parent = above
+        seen.add(_identity(parent))
+    waiting = [folder]
+    while waiting:
+        links: list[str] = []
+        for start in waiting:
+            for parent, folders, names in os.walk(start, onerror=_raise):
+                if (identity := _identity(parent)) in seen:
+                    folders.clear()
+                    continue
+                seen.add(identity)
+                # .ipynb_checkpoints holds copies, and macOS puts ._name.jpg next to name.jpg, which is no image.
+                folders[:] = sorted(name for name in folders if not name.startswith("."))
+                paths = (os.path.join(parent, name) for name in folders)
+                links += [path for path in paths if os.path.islink(path)]
+                yield parent, [name for name in names if not name.startswith(".")]
+        waiting = sorted(links)
+
+
+def files_below(folder: str, endings: tuple[str, ...]) -> list[str]:
+    """Sorted paths of all files below a folder with these endings, in lower or upper case; hidden ones are left out."""
+    found = []
+    for parent, names in walk_once(folder):
+        found += [os.path.join(parent, name) for name in names if name.lower().endswith(endings)]
+    return sorted(found)
+
+
+def image_files(folder: str) -> list[str]:
+    """Sorted paths of all files below a folder with the ending of an image; warn of image formats that are not read."""
     images, others = _images_and_others(folder)
     _warn_about_formats(folder, others)
     return images
 
 
 def images_to_predict(folder: str) -> list[str]:
-    """The same, of which there must be some.
+    """Sorted paths of the image files below a folder.
 
     Raises:
         ValueError: There are none.
@@ -40,7 +74,7 @@ def images_to_predict(folder: str) -> list[str]:
 
 
 def find_images(paths: Iterable[str]) -> list[str]:
-    """The image files that paths name, in the order of the paths, each once.
+    """Find the image files that paths name, in the order of the paths, each once.
 
     Args:
         paths: Files, whatever their endings; folders, of which all images below them are taken, sorted; and patterns
@@ -51,8 +85,7 @@ def find_images(paths: Iterable[str]) -> list[str]:
         ValueError: A folder or a pattern without images.
     """
     found: dict[str, None] = {}
-    for path in paths:
-        path = os.path.expanduser(path)
+    for path in map(os.path.expanduser, paths):
         if os.path.isdir(path):
             found |= dict.fromkeys(images_to_predict(path))
         elif os.path.lexists(path):
@@ -67,16 +100,10 @@ def find_images(paths: Iterable[str]) -> list[str]:
     return list(found)
 
 
-def files_below(folder: str, endings: tuple[str, ...]) -> list[str]:
-    """Sorted paths of all files below a folder that end so, in lower or upper case; hidden ones are left out."""
-    found = []
-    for parent, names in walk_once(folder):
-        found += [os.path.join(parent, name) for name in names if name.lower().endswith(endings)]
-    return sorted(found)
-
-
 def class_folders(folder: str) -> list[str]:
     """Sorted names of the folders right inside a folder, one for each class; hidden ones are left out.
+
+    Warns of images beside them, and of names that some file systems take for one.
 
     Raises:
         ValueError: There are none.
@@ -84,16 +111,29 @@ def class_folders(folder: str) -> list[str]:
     entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
     names = sorted(entry.name for entry in entries if entry.is_dir())
     images = sum(entry.name.lower().endswith(IMAGE_ENDINGS) and not entry.is_dir() for entry in entries)
-    if names:
-        warn_about_classes(folder, names, images)
-    else:
+    if not names:
         found = f"{images} images are directly in {folder}" if images else f"{folder} is empty"
         raise ValueError(f"{found}; put the images of each class into a folder {os.path.join(folder, '<class>')}")
+    alike = defaultdict(list)
+    for name in names:
+        alike[unicodedata.normalize("NFC", name).casefold()].append(printable(name))
+    if groups := [group for group in alike.values() if len(group) > 1]:
+        warnings.warn(
+            f"{printable(folder)} has the classes {' and '.join(listing(group) for group in groups)}, which differ in "
+            "case or accents alone; some file systems make one class of them: rename them",
+            stacklevel=2,
+        )
+    if images:
+        warnings.warn(
+            f"{images} {'image is' if images == 1 else 'images are'} beside the class folders of {printable(folder)} "
+            "and will not be used as one of a class: move them into class folders, or away",
+            stacklevel=2,
+        )
     return names
 
 
 def labelled_files(folder: str, class_names: Sequence[str]) -> list[tuple[str, int]]:
-    """Path and label of the images of ``folder/<class>/...``, by the class's name and not by the order of the folders.
+    """Path and label of the images of ``folder/<class>/...``; a label is the position of the folder's class name.
 
     Classes without a folder are allowed.
 
@@ -119,50 +159,6 @@ def labelled_files(folder: str, class_names: Sequence[str]) -> list[tuple[str, i
     return samples
 
 
-class LabelledFiles(Dataset):
-    """Image files with labels. Items are ``(image, label)``.
-
-    Args:
-        samples: Path, or stored image, and label of each.
-        transform: From a PIL image of mode 'RGB' to a tensor.
-    """
-
-    def __init__(self, samples: Sequence[tuple[ImageSource, int]], transform: v2.Compose) -> None:
-        self.samples = list(samples)
-        self.targets = [label for _, label in self.samples]
-        self.transform = transform
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        path, label = self.samples[index]
-        return self.transform(load_rgb(path)), label
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__} of {len(self)} images\n{self.transform}"
-
-
-class NamedFiles(Dataset):
-    """Image files without labels. Items are ``(image, path)``.
-
-    Args:
-        paths: The files; stored images are called by their names.
-        transform: From a PIL image of mode 'RGB' to a tensor.
-    """
-
-    def __init__(self, paths: Sequence[ImageSource], transform: v2.Compose) -> None:
-        self.paths = list(paths)
-        self.transform = transform
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, str]:
-        path = self.paths[index]
-        return self.transform(load_rgb(path)), str(path)
-
-
 def _images_and_others(folder: str) -> tuple[list[str], list[str]]:
     """Images below a folder that can be read, and those of other formats, by their endings."""
     found = files_below(folder, IMAGE_ENDINGS + OTHER_ENDINGS)
@@ -176,7 +172,7 @@ def _matching(pattern: str) -> list[str]:
     files = [path for path in matches if not os.path.isdir(path)]
     _warn_about_formats(pattern, [path for path in files if path.lower().endswith(OTHER_ENDINGS)])
     images = [path for path in files if path.lower().endswith(IMAGE_ENDINGS)]
-    # What is below the folders that match `**` matches it itself.
+    # Files below folders that match `**` match the pattern themselves.
     folders = [] if "**" in pattern else [path for path in matches if os.path.isdir(path)]
     return images + [image for folder in folders for image in image_files(folder)]
 
@@ -188,7 +184,17 @@ def _warn_about_formats(place: str, left_out: Sequence[str]) -> None:
 
 
 def _counted(left_out: Sequence[str]) -> str:
-    """How many files of which endings, such as '12 files left out: 10 .psd, 2 .heic'."""
+    """Count files by their endings, such as '12 files left out: 10 .psd, 2 .heic'."""
     endings = Counter(os.path.splitext(path)[1].lower() for path in left_out).most_common()
     total = f"{len(left_out)} {'file' if len(left_out) == 1 else 'files'} left out"
     return f"{total}: {', '.join(f'{count} {ending}' for ending, count in endings)}"
+
+
+def _identity(path: str) -> tuple[int, int]:
+    found = os.stat(path)
+    return found.st_dev, found.st_ino
+
+
+def _raise(error: OSError) -> None:
+    # By default `os.walk` leaves out folders that cannot be listed.
+    raise error

@@ -1,4 +1,4 @@
-"""Read one image file as 8-bit RGB, or say in one line why that is impossible."""
+"""Decode one image file as 8-bit RGB (`load_rgb`), or report in one line why it cannot be read."""
 
 import os
 import stat
@@ -19,11 +19,11 @@ _FIX = "delete or replace it"
 Image.init()
 _SAFE = ("AVIF", "BMP", "DIB", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 _FORMATS = [name for name in _SAFE if name in Image.OPEN]
-# Endings of the names of files that are taken for images; those of PFM hold floats, which have no known range.
+# PFM files hold floats, which have no known range.
 IMAGE_ENDINGS = tuple(
     sorted(ending for ending, name in Image.registered_extensions().items() if name in _FORMATS and ending != ".pfm")
 )
-# Endings of images that are not read.
+# Endings of images that are not read, so that a warning can name them.
 _CAMERAS = (".arw", ".cr2", ".cr3", ".dng", ".nef", ".orf", ".raf", ".raw", ".rw2")
 _DRAWN = (".cur", ".emf", ".eps", ".icns", ".ico", ".ps", ".psd", ".svg", ".wmf", ".xcf")
 _PIXELS = (".avif", ".dds", ".exr", ".hdr", ".heic", ".heif", ".jp2", ".jxl", ".mpo", ".pcx", ".pfm", ".qoi", ".tga")
@@ -39,7 +39,7 @@ class UnreadableImageError(ValueError):
         reason: Why, in plain words.
     """
 
-    # A loader's worker hands errors on by their message alone.
+    # A DataLoader's worker hands errors on by their message alone.
     def __init__(self, message: str, path: str = "", reason: str = "") -> None:
         super().__init__(message)
         self.path = path
@@ -47,17 +47,17 @@ class UnreadableImageError(ValueError):
 
 
 class StoredImage(ABC):
-    """An image file that lies inside of something else, such as an archive.
+    """An encoded image inside of another file, such as an archive.
 
-    ``str()`` of it says where it lies and what it is called there; no two images of a dataset are called the same.
-    Loader workers get copies, so it holds no open file.
+    ``str()`` of a stored image names that file and the image in it, in a dataset each image differently. DataLoader
+    workers get copies of stored images, which therefore hold no open file.
     """
 
     __slots__ = ()
 
     @abstractmethod
     def read(self) -> bytes:
-        """The whole file. What goes wrong becomes the reason of an UnreadableImageError."""
+        """Read the encoded image. Any exception becomes the reason of an UnreadableImageError."""
 
     @abstractmethod
     def __str__(self) -> str: ...
@@ -74,15 +74,14 @@ def load_rgb(source: ImageSource) -> Image.Image:
     divided by 257 and rounded. Of a file with several frames the first is read. The file is closed on return.
 
     Args:
-        source: The path of an image file, or an image stored elsewhere.
+        source: The path of an image file, or a stored image.
 
     Returns:
-        An image of mode 'RGB' that holds its pixels and needs the file no more.
+        An image of mode 'RGB' that holds its pixels.
 
     Raises:
         UnreadableImageError: A ValueError: the file is missing, empty, no image, truncated or otherwise broken, larger
-            than Pillow's limit against decompression bombs, or holds 32-bit grey. The message is one line: path,
-            reason, remedy.
+            than Pillow's limit against decompression bombs, or holds 32-bit grey.
     """
     name = str(source) if isinstance(source, StoredImage) else os.fspath(source)
     try:
@@ -98,14 +97,13 @@ def load_rgb(source: ImageSource) -> Image.Image:
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
-    """An open PIL image of any mode as 8-bit RGB, as :func:`load_rgb`. Broken files raise almost any type."""
-    # As long as it is not decoded, its transparent colour is as stored.
+    """Convert an open PIL image of any mode to 8-bit RGB, see :func:`load_rgb`. Broken files raise almost any type."""
     _scale_transparency(image)
     return _to_rgb(ImageOps.exif_transpose(image))
 
 
 class _RefusedError(Exception):
-    """A reason of our own, in plain words, why a file is not read."""
+    """The reason, in plain words, why relvit itself refuses a file."""
 
 
 def _open(source: ImageSource) -> Image.Image:
@@ -114,7 +112,7 @@ def _open(source: ImageSource) -> Image.Image:
         file, size = BytesIO(content), len(content)
     else:
         found = os.stat(source)
-        # To open a pipe waits until something is written to it, maybe for ever.
+        # Opening a pipe would wait until something is written to it, maybe for ever.
         if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
             raise _RefusedError("it is no file but a pipe, a socket or a device")
         file, size = source, found.st_size
@@ -124,7 +122,7 @@ def _open(source: ImageSource) -> Image.Image:
 
 
 def _explain(error: Exception) -> tuple[str, str]:
-    """The reason and the remedy, in plain words, for an exception met while reading."""
+    """Explain an exception met while reading: reason and remedy in plain words."""
     match error:
         case _RefusedError():
             return str(error), _FIX
@@ -138,7 +136,7 @@ def _explain(error: Exception) -> tuple[str, str]:
             return "it is not an image, or of an unknown format", _FIX
         case Image.DecompressionBombError() | Image.DecompressionBombWarning():
             return f"it is too large, maybe a decompression bomb ({error})", _FIX
-        # the decoders' own OSErrors have no number
+        # The decoders' own OSErrors have no number.
         case OSError() if error.errno is not None:
             return f"the system cannot read it ({error.strerror})", "try again, or " + _FIX
         case _:
@@ -146,7 +144,7 @@ def _explain(error: Exception) -> tuple[str, str]:
 
 
 def _scale_transparency(image: Image.Image) -> None:
-    """Bring the transparent colour of a PNG to the range of the decoded pixels (before decoding)."""
+    """Scale the transparent colour of a PNG, before decoding, to the range of the decoded pixels."""
     if "transparency" not in image.info or not image.tile:
         return
     raw_mode = image.tile[0][3]

@@ -1,32 +1,18 @@
-"""Which training images an epoch shows, in which order and to which process."""
+"""Training sampler: which images an epoch shows, in which order and in which process."""
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from lightning import Trainer
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
-from relvit.data.loading.deterministic import Draw
-from relvit.utils.messages import did_you_mean
+from relvit.data.loading.deterministic import SeededIndex
 from relvit.utils.seeding import run_seed
 
 Balance = Literal["none", "sampler", "loss"]
-
-
-def check_balance(balance: str) -> Balance:
-    """The same, if it is one of the allowed names.
-
-    Raises:
-        ValueError: It is not.
-    """
-    allowed = get_args(Balance)
-    if balance not in allowed:
-        hint = did_you_mean(str(balance), allowed)
-        raise ValueError(f"balance is {balance!r}; allowed are {', '.join(map(repr, allowed))}{hint}")
-    return balance
 
 
 def class_weights(labels: Sequence[int], num_classes: int) -> Tensor:
@@ -36,23 +22,23 @@ def class_weights(labels: Sequence[int], num_classes: int) -> Tensor:
 
 
 class TrainSampler(DistributedSampler):
-    """The shuffled images of an epoch, drawn by weight, repeated, or both, divided among the processes, as `Draw`s.
+    """Shuffled images of an epoch, weighted, repeated, or both, divided among the processes, as `SeededIndex`.
 
     With weights, images are drawn with replacement; without, every one comes once. With ``repeats > 1`` the first
     ``1 / repeats`` of them come so many times, one copy next to the other before they are dealt to the processes in
     turn, so that copies meet in one optimiser step and on different devices (repeated augmentation, Hoffer et al.
     2019, arXiv 1901.09335, in the form of DeiT's sampler: an epoch is as long as without). The order depends on seed
-    and epoch alone, so a training that goes on within an epoch begins where it was. The length is that of the epoch.
+    and epoch alone, so a training that is resumed within an epoch begins where it was. The length is that of the epoch.
 
     Args:
         count: Number of images.
         weights: Relative chance of each image, (count,); None: each once.
         repeats: Copies of each image.
         num_replicas: Number of processes.
-        rank: Number of this one.
+        rank: Number of this process.
         seed: Another seed gives another order; the same in all processes.
         epoch: The epoch to begin with; Lightning calls ``set_epoch`` later on.
-        start: Images of this process that are left out of that epoch, having been trained on already.
+        start: Images of this process in that epoch that are left out, having been trained on already.
     """
 
     def __init__(
@@ -66,7 +52,7 @@ class TrainSampler(DistributedSampler):
         epoch: int = 0,
         start: int = 0,
     ) -> None:
-        # A DistributedSampler, so that Lightning leaves it as it is.
+        # Lightning replaces any other sampler than a DistributedSampler.
         super().__init__(range(count), num_replicas=num_replicas, rank=rank, shuffle=True, seed=seed)
         self.count = count
         self.weights = weights
@@ -75,7 +61,7 @@ class TrainSampler(DistributedSampler):
         self.start = start
         self.set_epoch(epoch)
 
-    def __iter__(self) -> Iterator[Draw]:
+    def __iter__(self) -> Iterator[SeededIndex]:
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         distinct = math.ceil(self.total_size / self.repeats)
         if self.weights is None:
@@ -83,21 +69,21 @@ class TrainSampler(DistributedSampler):
             chosen = torch.randperm(self.count, generator=generator)[torch.arange(distinct) % self.count]
         else:
             chosen = torch.multinomial(self.weights.double(), distinct, replacement=True, generator=generator)
-        order = chosen.repeat_interleave(self.repeats)[: self.total_size]
-        places = range(self.rank, self.total_size, self.num_replicas)
-        draws = [Draw(index, self.epoch, place) for index, place in zip(order[places].tolist(), places, strict=True)]
-        return iter(draws[self.start :] if self.epoch == self.first_epoch else draws)
+        order = chosen.repeat_interleave(self.repeats)[: self.total_size].tolist()
+        skipped = self.start if self.epoch == self.first_epoch else 0
+        positions = range(self.rank, self.total_size, self.num_replicas)[skipped:]
+        return (SeededIndex(order[position], self.epoch, position) for position in positions)
 
 
 def for_this_process(trainer: Trainer | None) -> dict[str, int]:
-    """Arguments of :class:`TrainSampler` that follow from the trainer; without one, those of a single process."""
+    """Arguments of :class:`TrainSampler` by the trainer; without one, those of a single process."""
     if trainer is None:
         return {"seed": run_seed()}
     return {"num_replicas": trainer.world_size, "rank": trainer.global_rank, "seed": run_seed()}
 
 
 def training_position(trainer: Trainer) -> tuple[int, int]:
-    """Epoch, and batches of it (on each device) that an optimiser step has taken in: where to begin again.
+    """Epoch and number of its batches (on each device) after which to resume: those that an optimiser step has used.
 
     Batches whose gradients are still being accumulated do not count; at the end of an epoch it is the next one.
     """
