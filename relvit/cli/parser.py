@@ -199,7 +199,8 @@ def _wrong_value(option: Given, known: Mapping[str, Any]) -> str | None:
     hint, place = known.get(name), "" if file is None else f" in {file}"
     if hint is None:
         if file is not None and not isinstance(value, dict) and any(other.startswith(f"{name}.") for other in known):
-            return f"{name} in {file} must hold its options by name, such as '{name}: {{NAME: VALUE}}', got {_one_line(value)}"
+            example = f"'{name}: {{NAME: VALUE}}'"
+            return f"{name} in {file} must hold its options by name, such as {example}, got {_one_line(value)}"
         return None
     if value is None and file is None:
         return f"--{name} needs a value"
