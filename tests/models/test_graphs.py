@@ -15,7 +15,7 @@ SIZES = [(24, 16), (16, 80), (136, 32), (64, 64)]
 def build(**kwargs):
     """A retrofitted model for `case`, else a relvit model with these arguments."""
     if "case" in kwargs:
-        return retrofitted(build_original(kwargs["case"], depth=1), "qkvb", max_distance=2).float()
+        return retrofitted(build_original(kwargs["case"], depth=1), "kv", max_distance=2).float()
     torch.manual_seed(0)
     return timm.create_model("test_relvit", patch_size=8, depth=1, class_token=True, rel_init_std=0.5, **kwargs).eval()
 
@@ -31,7 +31,7 @@ def any_size():
 
 # Absolute embeddings smaller than some of SIZES and larger than others, in both axes.
 VARIANTS = [
-    {"pos_embed": "learn", "img_size": 32, "rel_terms": "qkvb", "bucketing": "piecewise", "shared_heads": False},
+    {"pos_embed": "learn", "img_size": 32, "rel_terms": "kvb", "shared_heads": False},
     {"pos_embed": "axial-sum", "img_size": (32, 48), "layout": "joint"},
     {"position": "slopes"},
     {"case": "dinov2"},
