@@ -8,8 +8,8 @@ from relvit.layers.attention_weights import show_weights
 from relvit.layers.positions.factory import check_position
 from relvit.ops import Grid, RelativeTerms, relative_attention
 from relvit.ops.attention import BACKENDS
+from relvit.ops.backends.scripted import scripted_attention
 from relvit.ops.checks import check_backend
-from relvit.ops.scripted import scripted_attention
 
 
 def attend(

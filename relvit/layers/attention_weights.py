@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from relvit.ops import Grid, RelativeTerms, relative_attention
-from relvit.ops.precision import without_autocast
+from relvit.ops.tracing import without_autocast
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
 from relvit.ops import BUCKETINGS, AxisTables, Grid, JointTable, RelativeTerms
-from relvit.ops.pairs import int_pair
+from relvit.ops.checks import int_pair
 from relvit.utils.messages import did_you_mean, listing
 
 TERMS = {"q": "query", "k": "key", "v": "value", "b": "bias"}
