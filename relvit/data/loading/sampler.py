@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler
 
 from relvit.data.loading.deterministic import SeededIndex
-from relvit.utils.seeding import run_seed
 
 Balance = Literal["none", "sampler", "loss"]
 
@@ -73,13 +72,6 @@ class TrainSampler(DistributedSampler):
         skipped = self.start if self.epoch == self.first_epoch else 0
         positions = range(self.rank, self.total_size, self.num_replicas)[skipped:]
         return (SeededIndex(order[position], self.epoch, position) for position in positions)
-
-
-def for_this_process(trainer: Trainer | None) -> dict[str, int]:
-    """Arguments of :class:`TrainSampler` by the trainer; without one, those of a single process."""
-    if trainer is None:
-        return {"seed": run_seed()}
-    return {"num_replicas": trainer.world_size, "rank": trainer.global_rank, "seed": run_seed()}
 
 
 def training_position(trainer: Trainer) -> tuple[int, int]:
