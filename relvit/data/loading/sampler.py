@@ -23,7 +23,7 @@ def class_weights(labels: Sequence[int], num_classes: int) -> Tensor:
 class TrainSampler(DistributedSampler):
     """Shuffled images of an epoch, weighted, repeated, or both, divided among the processes, as `SeededIndex`.
 
-    With weights, images are drawn with replacement; without, every one comes once. With ``repeats > 1`` the first
+    With weights, images are sampled with replacement; without, every one comes once. With ``repeats > 1`` the first
     ``1 / repeats`` of them come so many times, one copy next to the other before they are dealt to the processes in
     turn, so that copies meet in one optimiser step and on different devices (repeated augmentation, Hoffer et al.
     2019, arXiv 1901.09335, in the form of DeiT's sampler: an epoch is as long as without). The order depends on seed
