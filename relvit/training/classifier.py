@@ -20,17 +20,20 @@ from relvit.models import build_model, check_image_size
 from relvit.models.weights.transfer import TransferReport, transfer_weights
 from relvit.training.arguments import check_arguments
 from relvit.training.callbacks.finite import FiniteCheck, NonFinite
-from relvit.training.callbacks.messages import rank_zero_print
 from relvit.training.checkpoints.file import AVERAGE_KEY, TIMM_KEY, timm_weights
-from relvit.training.checkpoints.metric_states import (
+from relvit.training.checkpoints.pretrained import Pretrained, architecture_to_build, normalisation_note
+from relvit.training.checkpoints.resume import (
+    POINT_KEY,
+    ResumePoint,
     States,
+    check_layout,
     copy_states,
-    of_all_processes,
-    of_this_process,
+    gather_states,
+    go_on,
     restore_states,
+    set_counters,
+    states_of_process,
 )
-from relvit.training.checkpoints.pretrained import architecture_to_build, normalisation_note, read_pretrained
-from relvit.training.checkpoints.resume import POSITION_KEY, Position, check_layout, go_on, set_counters
 from relvit.training.class_metrics import count_batch
 from relvit.training.epoch_metrics import EpochMetrics
 from relvit.training.optim.accumulation import average_gradients
@@ -41,6 +44,7 @@ from relvit.training.optim.loss import ClassificationLoss
 from relvit.training.optim.optimizer import make_optimizer
 from relvit.training.optim.schedule import Plan, describe, make_plan, set_rates, warmup_cosine
 from relvit.training.optim.sharding import FullySharded, check_sharding, check_strategy, is_sharded, load_whole, whole
+from relvit.utils.progress import rank_zero_print
 from relvit.utils.seeding import run_seed, seed_all
 
 # Where a checkpoint keeps the metrics of an epoch that is under way.
@@ -61,7 +65,7 @@ class ImageClassifier(EpochMetrics):
         retrofit: The arguments of `relvit.retrofit`, which gives a timm model relative positions. {} takes its
             defaults, None leaves the model as it is.
         pretrained: The weights that a training starts from: a relvit checkpoint, a model of timm with its tag, a file
-            or folder of weights, see `read_pretrained`. They are loaded when a new training starts, into the model with
+            or folder of weights, see `Pretrained`. They are loaded when a new training starts, into the model with
             these classes and this image size, see `transfer_weights`; a resumed training or an evaluation loads its
             checkpoint alone.
         opt: The name of an optimiser of timm (adamw, lamb, lion, muon, sgd ...).
@@ -144,11 +148,12 @@ class ImageClassifier(EpochMetrics):
         super().__init__()
         self.save_hyperparameters()
         check_arguments(self.hparams)
+        # What a new training starts from; None once the weights are loaded.
+        self.pretrained = None if pretrained is None else Pretrained(pretrained)
         # A checkpoint has to know its model without the file that this training starts from.
-        built = architecture_to_build(model, model_kwargs, retrofit, pretrained)
+        built = architecture_to_build(model, model_kwargs, retrofit, self.pretrained)
         self.save_hyperparameters(built._asdict())
         self.net = build_model(built.model, num_classes, in_chans, img_size, built.model_kwargs, built.retrofit)
-        self.awaits_pretrained = pretrained is not None
         self.transfer: TransferReport | None = None
         if channels_last:
             self.net.to(memory_format=torch.channels_last)
@@ -164,7 +169,7 @@ class ImageClassifier(EpochMetrics):
         # While learning rates are tried out, which ends in an exploding loss.
         self.searching = False
         self._restored_average: dict[str, Tensor] | None = None
-        self._restored: Position | None = None
+        self._restored: ResumePoint | None = None
         self._validated_at: tuple[int, int] | None = None
         self._ended_epoch: int | None = None
         # Of the epoch up to the last optimiser step, which is where a checkpoint goes on.
@@ -257,7 +262,7 @@ class ImageClassifier(EpochMetrics):
 
     def configure_optimizers(self) -> dict[str, Any]:
         # The first hook of a fit by which a checkpoint, if there is one, has been restored.
-        if self.awaits_pretrained:
+        if self.pretrained is not None:
             self._load_pretrained()
         hparams = self.hparams
         self.plan = make_plan(self.trainer, hparams.lr, hparams.lr_base_batch, hparams.warmup_epochs)
@@ -357,9 +362,9 @@ class ImageClassifier(EpochMetrics):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Raw weights stay in 'state_dict', where resuming finds them."""
         if self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING:
-            position = Position.of(self.trainer, self._validated_at, self._ended_epoch)
-            checkpoint[POSITION_KEY] = position._asdict()
-            checkpoint[METRICS_KEY] = of_all_processes(self._metrics_at_step if position.batch else {})
+            point = ResumePoint.of(self.trainer, self._validated_at, self._ended_epoch)
+            checkpoint[POINT_KEY] = point._asdict()
+            checkpoint[METRICS_KEY] = gather_states(self._metrics_at_step if point.batch else {})
         if self.average is not None:
             weights = whole(self.average.net.state_dict(), keep=self.global_rank == 0)
             checkpoint[AVERAGE_KEY] = {f"net.{name}": value for name, value in weights.items()}
@@ -367,7 +372,7 @@ class ImageClassifier(EpochMetrics):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """A training goes on with both kinds of weights; everything else uses the averaged ones."""
-        self.awaits_pretrained = False
+        self.pretrained = None
         averaged = checkpoint.get(AVERAGE_KEY)
         if self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING:
             self._restore_position(checkpoint)
@@ -379,17 +384,17 @@ class ImageClassifier(EpochMetrics):
 
     def _restore_position(self, checkpoint: dict[str, Any]) -> None:
         """Set the counters that Lightning is about to read, and put back what it knows nothing of."""
-        position = Position.read(checkpoint)
-        if position is None:
+        point = ResumePoint.read(checkpoint)
+        if point is None:
             return
-        set_counters(checkpoint, position)
-        self._restored = position
-        self._validated_at = (position.epoch, position.batch) if position.validated else None
-        self._ended_epoch = position.epoch - 1
+        set_counters(checkpoint, point)
+        self._restored = point
+        self._validated_at = (point.epoch, point.batch) if point.validated else None
+        self._ended_epoch = point.epoch - 1
         self.train_metrics.reset()
         self.step_metrics.reset()
         place = self.global_rank, self.trainer.world_size
-        self._metrics_at_step = of_this_process(checkpoint[METRICS_KEY], *place)
+        self._metrics_at_step = states_of_process(checkpoint[METRICS_KEY], *place)
         for metrics in (self.train_metrics, self.step_metrics):
             restore_states(metrics, self._metrics_at_step)
 
@@ -416,7 +421,7 @@ class ImageClassifier(EpochMetrics):
             self.net.set_distilled_training(True)
 
     def _load_pretrained(self) -> None:
-        weights, net = read_pretrained(self.hparams.pretrained), self.net
+        weights, net = self.pretrained.weights(), self.net
         if is_sharded(self.net):
             # They are fitted into whole tensors alone.
             built = (self.hparams[name] for name in ("model", "num_classes", "in_chans", "img_size"))
@@ -425,7 +430,7 @@ class ImageClassifier(EpochMetrics):
         self.transfer = transfer_weights(net, weights, self.hparams.class_names)
         if net is not self.net:
             load_whole(self.net, net.state_dict())
-        self.awaits_pretrained = False
+        self.pretrained = None
         rank_zero_print(f"pretrained: {self.transfer}")
         if note := normalisation_note(weights, self.trainer.datamodule):
             rank_zero_print(note)

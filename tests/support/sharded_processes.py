@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from small_training import NoiseImages, Record, build, train
 
-from relvit.training.checkpoints.atomic_io import WholeCheckpoints
+from relvit.training import AtomicCheckpointIO
 from relvit.training.checkpoints.checkpoint import DescribeCheckpoint
 from relvit.training.optim.sharding import OPTIMIZERS, is_sharded, whole
 
@@ -20,7 +20,7 @@ CHANGES = [("fsdp2", "fsdp2"), ("fsdp2", "ddp"), ("ddp", "fsdp2")]
 def run(strategy, module=None, epochs=3, ckpt_path=None, in_order=True, **kwargs):
     data = NoiseImages(16, in_order=in_order)
     options = {"devices": 2, "use_distributed_sampler": False, "callbacks": [DescribeCheckpoint()]}
-    options["plugins"] = [WholeCheckpoints()]
+    options["plugins"] = [AtomicCheckpointIO()]
     return train(module, data, ckpt_path, max_epochs=epochs, strategy=strategy, **options | kwargs)
 
 

@@ -10,8 +10,7 @@ from typing import Any
 from relvit.data.archives.reader import Content, Reader
 from relvit.data.images.decode import StoredImage
 from relvit.data.labels import as_label
-from relvit.utils.extras import MissingPackageError
-from relvit.utils.messages import did_you_mean, listing
+from relvit.utils.messages import MissingPackageError, did_you_mean, listing
 
 
 @dataclass(frozen=True, slots=True, eq=False)

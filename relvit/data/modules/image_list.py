@@ -10,8 +10,7 @@ from relvit.data.images.folders import images_to_predict
 from relvit.data.labels import check_every_class, classes_of, positions
 from relvit.data.modules.base import Split
 from relvit.data.modules.image_files import ImageFilesData
-from relvit.utils.extras import MissingPackageError
-from relvit.utils.messages import did_you_mean, listing
+from relvit.utils.messages import MissingPackageError, did_you_mean, listing
 
 _SHOWN = 5  # wrong rows that a message names
 

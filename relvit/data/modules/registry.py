@@ -17,7 +17,7 @@ def data_modules() -> list[type[ImageData]]:
 
 
 def public_class_path(text: str) -> str:
-    """Replace full names of relvit's data modules, of this version and earlier ones, by `relvit.data.NAME`."""
+    """Replace full names of relvit's classes of data, wherever their modules are or were, by `relvit.data.NAME`."""
     return re.sub(r"\brelvit\.data(?:\.[a-z_]+)+\.([A-Z]\w*)", r"relvit.data.\1", text)
 
 

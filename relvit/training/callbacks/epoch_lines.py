@@ -5,8 +5,8 @@ from __future__ import annotations
 from lightning import Callback, LightningModule, Trainer
 
 from relvit.training.callbacks.history import History
-from relvit.training.callbacks.messages import rank_zero_print
 from relvit.training.callbacks.pace import Pace, clock, epoch_title
+from relvit.utils.progress import rank_zero_print
 
 
 class EpochLines(Callback):

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 
 from relvit.data import ImageData
 from relvit.data.images.datasets import NamedFiles
-from relvit.utils.atomic_write import replacing
+from relvit.utils.files import atomic_write
 from relvit.utils.messages import printable
 
 # Classes named for each image.
@@ -101,7 +101,7 @@ class PredictionTable(BasePredictionWriter):
         places = ["", *map(str, range(2, self.shown + 1))]
         header = ["path", *(f"{column}{place}" for place in places for column in ("class", "probability"))]
         parts = [self._part_of(rank) for rank in range(len(unreadable))]
-        with replacing(self.path) as path, ExitStack() as stack:
+        with atomic_write(self.path) as path, ExitStack() as stack:
             table = csv.writer(stack.enter_context(open(path, "w", newline="", encoding="utf-8")))
             rows = [csv.reader(stack.enter_context(open(part, newline="", encoding="utf-8"))) for part in parts]
             table.writerow(header)

@@ -7,7 +7,7 @@ import shutil
 from datetime import datetime
 from pathlib import Path
 
-FRUITS = ("metrics.csv", "predictions.csv", "checkpoints", "summary.json", "unreadable.csv")
+ARTIFACTS = ("metrics.csv", "predictions.csv", "checkpoints", "summary.json", "unreadable.csv")
 
 
 def new_run_folder(parent: str | Path, name: str, now: datetime | None = None) -> Path:
@@ -54,7 +54,7 @@ class RunLock:
         self._file.close()
 
 
-def remove_if_fruitless(folder: Path) -> None:
-    """Remove the folder of a run that failed before there was anything in it that is worth keeping."""
-    if not any((folder / name).exists() for name in FRUITS):
+def remove_if_empty(folder: Path) -> None:
+    """Remove the folder of an empty run: one that failed before it wrote any artifact of a training."""
+    if not any((folder / name).exists() for name in ARTIFACTS):
         shutil.rmtree(folder)
