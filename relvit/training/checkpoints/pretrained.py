@@ -11,8 +11,7 @@ from timm.models import load_model_config_from_hf, load_state_dict, split_model_
 from timm.models._hub import load_model_config_from_path
 
 from relvit.data import parse_size
-from relvit.models.factory import BUILDER_ARGUMENTS, DATA_ARGUMENTS
-from relvit.models.limits import check_memory
+from relvit.models.factory import BUILDER_ARGUMENTS, DATA_ARGUMENTS, check_size
 from relvit.models.weights.transfer import Weights
 from relvit.training.checkpoints.checkpoint import Architecture, Checkpoint, Normalisation
 from relvit.utils.files import is_address
@@ -160,7 +159,7 @@ class Pretrained:
         """Read the weights of a model made by timm itself, which fetches and converts files model by model."""
         name = self._timm_name
         try:
-            check_memory(partial(timm.create_model, name))
+            check_size(partial(timm.create_model, name), self._config[2] if self._config else {})
             donor = timm.create_model(name, pretrained=True)
         # A folder's config.json may hold anything, for which timm and the models raise almost any type.
         except Exception as error:
