@@ -1,11 +1,9 @@
 """Training with Lightning: the classifier module, its schedule, checkpoints and callbacks."""
 
 from relvit.training.callbacks.early_stopping import Patience
-from relvit.training.callbacks.epoch_lines import EpochLines
-from relvit.training.callbacks.finite import NonFiniteLossError
 from relvit.training.callbacks.history import History
 from relvit.training.callbacks.predictions import PredictionTable
-from relvit.training.callbacks.progress_bar import TrainingProgressBar
+from relvit.training.callbacks.progress_bar import EpochLines, TrainingProgressBar
 from relvit.training.callbacks.telemetry import Telemetry
 from relvit.training.callbacks.training_images import TrainingImages
 from relvit.training.checkpoints.atomic_io import WholeCheckpoints
@@ -16,13 +14,17 @@ from relvit.training.checkpoints.file import read_checkpoint, write_checkpoint
 from relvit.training.classifier import ImageClassifier
 from relvit.training.optim.distillation import Teacher, distillation_loss
 from relvit.training.optim.ema import WeightAverage
+from relvit.training.optim.gradients import NonFiniteLossError
 from relvit.training.optim.loss import ClassificationLoss, soft_targets
 from relvit.training.optim.lr_finder import FindLearningRate
 from relvit.training.optim.optimizer import make_optimizer
 from relvit.training.optim.schedule import warmup_cosine
 from relvit.training.run.data_record import DataRecord
-from relvit.training.run.folder import RunLock, new_run_folder, remove_if_fruitless
+from relvit.training.run.folder import RunLock, new_run_folder, remove_if_empty
 from relvit.training.run.record import record_run
+
+# The name before version 0.2, kept for one release.
+remove_if_fruitless = remove_if_empty
 
 __all__ = [
     "ImageClassifier",
@@ -55,5 +57,6 @@ __all__ = [
     "Telemetry",
     "TrainingImages",
     "new_run_folder",
+    "remove_if_empty",
     "remove_if_fruitless",
 ]

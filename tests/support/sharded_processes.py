@@ -11,7 +11,7 @@ from small_training import NoiseImages, Record, build, train
 
 from relvit.training.checkpoints.atomic_io import WholeCheckpoints
 from relvit.training.checkpoints.checkpoint import DescribeCheckpoint
-from relvit.training.optim.sharding import OPTIMIZERS, is_sharded, whole
+from relvit.training.optim.sharding import OPTIMIZERS, gather_full, is_sharded
 
 STEPS = {"warmup_epochs": 0, "label_smoothing": 0.0, "ema_decay": 0.9, "freeze_epochs": 1}
 CHANGES = [("fsdp2", "fsdp2"), ("fsdp2", "ddp"), ("ddp", "fsdp2")]
@@ -39,7 +39,7 @@ def steps(folder):
         assert is_sharded(module.net)
         assert is_sharded(module.average.net)
         trainer.save_checkpoint(folder / f"{opt}.ckpt")
-        found[opt] = {"steps": [whole(weights) for weights in record.weights], "norms": norms}
+        found[opt] = {"steps": [gather_full(weights) for weights in record.weights], "norms": norms}
     return found
 
 

@@ -18,8 +18,8 @@ def test_only_the_classifier_moves_until_its_epoch(without_gradients):
     module = build(freeze_epochs=2, **ARGUMENTS)
     start = {name: parameter.detach().clone() for name, parameter in module.net.named_parameters()}
     if not without_gradients:  # as on several devices
-        freeze = module.backbone.freeze
-        module.backbone.freeze = lambda without_gradients: freeze(False)
+        freeze = module.backbone.set_frozen
+        module.backbone.set_frozen = lambda frozen, without_gradients=True: freeze(frozen, False)
     record = Record(module)
     train(module, max_epochs=3)
     head = {"head.weight", "head.bias"}

@@ -5,7 +5,7 @@ import pytest
 from small_training import Noise, build, train
 
 from relvit.training import FindLearningRate
-from relvit.training.callbacks.finite import NonFiniteLossError
+from relvit.training.optim.gradients import NonFiniteLossError
 from relvit.training.optim.lr_finder import steepest_fall
 
 RATES = np.logspace(-7, 0, 100)
@@ -76,5 +76,5 @@ def test_non_finite_losses_end_the_search_and_then_the_training(capsys):
     with pytest.raises(NonFiniteLossError):
         train(module, Noise(spoilt=True), max_epochs=1, callbacks=[FindLearningRate()])
     assert "Warning: --lr_find" in capsys.readouterr().out
-    assert not module.searching
+    assert module.range_test is None
     assert "training_step" not in vars(module)

@@ -79,7 +79,7 @@ def test_learning_rate_finder_sets_the_whole_schedule_and_leaves_the_rest(base, 
     weights, rates, counts, finder = [], [], [], FindLearningRate()
 
     def record(*_):
-        if not module.searching:
+        if module.range_test is None:
             weights.append({name: value.clone() for name, value in module.state_dict().items()})
             counts.append(int(module.train_metrics["train/loss"].weight))
             rates.append(module.trainer.optimizers[0].param_groups[0]["lr"])

@@ -12,7 +12,8 @@ from small_training import KWARGS, train
 from relvit.cli import main
 from relvit.data import CIFAR10Data, ImageFolderData
 from relvit.plots import read_metrics
-from relvit.training import ImageClassifier, TrainingImages, training_images
+from relvit.training import ImageClassifier, TrainingImages
+from relvit.training.callbacks import training_images
 
 
 @pytest.fixture
@@ -97,6 +98,6 @@ def test_whole_batches_of_images_in_memory(sheets):
 
     pixels = np.random.default_rng(0).integers(0, 256, (40, 32, 32, 3), np.uint8)
     data._datasets["train"] = MemoryImages(pack(pixels), [i % 10 for i in range(40)], data.train_transform)
-    pictures = list(training_images._first(data))
+    pictures = list(training_images._training_pictures(data))[:20]
     assert len(pictures) == 20
     assert all(picture.shape == (32, 32, 3) for picture, _ in pictures)

@@ -13,8 +13,9 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from relvit.training.callbacks.finite import NonFiniteLossError
 from relvit.training.checkpoints.disk import check_room, checkpoint_size
+from relvit.training.lightning_internals import stepped_within_epoch
+from relvit.training.optim.gradients import NonFiniteLossError
 from relvit.utils.atomic_write import DISK_ERRORS
 
 # As a batch system announces the end of a job's time.
@@ -113,9 +114,8 @@ class RunCheckpoints(Checkpoint):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._between_steps = True
-        loop = trainer.fit_loop.epoch_loop
         # The end of an epoch has a checkpoint of its own.
-        if loop._should_accumulate() or loop._num_ready_batches_reached():
+        if not stepped_within_epoch(trainer):
             return
         self._stop_if_told(trainer)
         if self.every_n_steps and trainer.global_step % self.every_n_steps == 0:

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from lightning import Trainer
-from lightning.pytorch.loops.evaluation_loop import RestartStage
 
 from relvit.data.loading.train_sampler import training_position
+from relvit.training.lightning_internals import resume_before_validation, validation_due
 from relvit.training.optim.schedule import batch_size_of
 
 # Where a checkpoint keeps it.
@@ -89,12 +89,8 @@ def go_on(trainer: Trainer, position: Position) -> None:
         loop.restarting = False
         return
     loop.batch_progress.is_last_batch = position.batch >= trainer.num_training_batches
-    if not loop._should_check_val_fx(trainer.fit_loop._data_fetcher):
-        return
-    # The loop comes past the validation once more, does it or not, and then counts the step that led there.
-    loop._batches_that_stepped -= 1
-    if not position.validated:
-        loop.val_loop._restart_stage = RestartStage.RESTARTED_MID_EVALUATION
+    if validation_due(trainer):
+        resume_before_validation(trainer, skip=position.validated)
 
 
 def check_layout(trainer: Trainer, position: Position) -> None:
