@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import MetricCollection
@@ -33,7 +32,6 @@ from relvit.training.optim.schedule import Plan, describe, make_plan, update_rat
 from relvit.training.optim.sharding import (
     FullySharded,
     check_sharding,
-    check_strategy,
     full_network,
     gather_full,
     is_sharded,
@@ -52,8 +50,8 @@ class ImageClassifier(EpochMetrics):
         img_size: The image size that the model is built for; evaluation may use others.
         class_names: The names of the classes in order.
         model_kwargs: Further arguments of the model, checked against its signature.
-        retrofit: The arguments of `relvit.retrofit`, which gives a timm model relative positions. {} is with
-            its defaults; None is no retrofit.
+        retrofit: The arguments of `relvit.retrofit`, which gives a timm model relative positions; {} takes its
+            defaults. None leaves the model unchanged.
         pretrained: The weights that a new training starts from: a relvit checkpoint, a model of timm with its tag, a
             file or folder of weights, see `read_pretrained`. They are adapted to these classes and this image size, see
             `transfer_weights`. A resumed training or an evaluation loads its checkpoint alone.
@@ -66,8 +64,7 @@ class ImageClassifier(EpochMetrics):
         weight_decay: The weight decay of the optimiser; biases, norms and position tables have none.
         warmup_epochs: The length of the linear warm-up in epochs; fractions are allowed.
         min_lr: The learning rate at the end.
-        loss: The training loss: 'ce' (cross-entropy) or 'bce' (binary cross-entropy, class by class); evaluation
-            reports cross-entropy.
+        loss: The training loss: 'ce' (cross-entropy, as in evaluation) or 'bce' (binary cross-entropy of each class).
         label_smoothing: The part of the target that is spread over all classes (Szegedy et al. 2016).
         bce_threshold: With 'bce', targets above this count as 1 and others as 0. None leaves the targets as they are.
         class_weights: The weight of each class in the training loss, in the order of the classes.
@@ -77,21 +74,19 @@ class ImageClassifier(EpochMetrics):
         mix_switch_prob: The probability of cutmix where mixup is on as well.
         ema_decay: The decay of a moving average of the weights, which evaluation then uses. None keeps no average.
         ema_warmup: Whether the decay of the average grows from 0, as 1 - step^(-2/3).
-        teacher: A trained classifier of the same classes for distillation, named as `pretrained` is (but not plain
-            weights). In models with a distillation token, the output of that token learns from the teacher; in others
-            the only output does. See `distillation_loss`.
+        teacher: A trained classifier of the same classes for distillation, named as `pretrained` is (not plain
+            weights). The output of the distillation token learns from it, in models without this token the only output.
         distill: 'hard' (the target is the teacher's class) or 'soft' (the target is the teacher's probabilities).
         distill_weight: The weight of the teacher's part of the loss; DeiT has 0.5 for 'hard', 0.1 for 'soft'.
         distill_temperature: The temperature of the probabilities, with 'soft'.
         freeze_epochs: The number of epochs in which the classifier alone is trained, all else being in evaluation mode.
-        nonfinite: What to do where a loss or gradient is not finite, on any device: 'stop' before the optimiser step,
-            or 'skip' that step and count it.
+        nonfinite: At a non-finite loss or gradient, on any device, 'stop' before the optimiser step, or 'skip' it.
         compile: Whether the model is compiled by `torch.compile`, or the name of the backend that compiles it.
         channels_last: Whether images and convolutions use the memory format that GPUs prefer.
 
     Raises:
-        ValueError: an unknown name, class names that do not match `num_classes`, numbers out of range.
-        FileNotFoundError: without `model`, no file at `pretrained`.
+        ValueError: An unknown name, class names that do not match `num_classes`, or numbers out of range.
+        FileNotFoundError: There is no file at `pretrained`, and no `model`.
     """
 
     def __init__(
@@ -201,8 +196,7 @@ class ImageClassifier(EpochMetrics):
     def predict_step(self, batch: tuple[Tensor, list[str]], batch_idx: int) -> dict[str, Any]:
         """Return the names of the images and (B, num_classes) probabilities; none for an empty batch."""
         images, names = batch
-        logits = self._logits(images)
-        return {"names": list(names), "probabilities": logits.float().softmax(-1)}
+        return {"names": list(names), "probabilities": self._logits(images).float().softmax(-1)}
 
     def _evaluate(self, metrics: MetricCollection, batch: tuple[Tensor, Tensor]) -> None:
         images, labels = batch
@@ -224,9 +218,7 @@ class ImageClassifier(EpochMetrics):
     def setup(self, stage: str) -> None:
         """Check the data's images and the strategy, compile, load the teacher, and take class weights from the data."""
         trainer, data = self.trainer, self.trainer.datamodule
-        check_strategy(trainer.strategy)
-        if isinstance(trainer.strategy, FullySharded):
-            check_sharding(trainer, self.hparams, self.net)
+        check_sharding(trainer, self.hparams, self.net)
         size = getattr(data, "img_size", None)
         # A network that is sharded already was checked before.
         if size is not None and not is_sharded(self.net):
@@ -378,7 +370,7 @@ class ImageClassifier(EpochMetrics):
     @property
     def _is_fitting(self) -> bool:
         trainer = attached_trainer(self)
-        return trainer is not None and trainer.state.fn == TrainerFn.FITTING
+        return trainer is not None and trainer.state.fn == "fit"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ImageClassifier:
         """Move the average and the teacher, which are no submodules, to another device or dtype as well."""

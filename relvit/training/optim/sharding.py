@@ -136,16 +136,19 @@ def check_strategy(strategy: str | Strategy) -> None:
 
 
 def check_sharding(trainer: Trainer, hparams: Mapping[str, Any], net: nn.Module) -> None:
-    """Refuse what has not been tested under `FullySharded`.
+    """Refuse other strategies that shard, and what has not been tested under `FullySharded`.
 
     Args:
-        trainer: The trainer with that strategy.
+        trainer: The trainer, with any strategy.
         hparams: The arguments of `ImageClassifier`.
         net: The classifier's network.
 
     Raises:
-        ValueError: The optimiser, the precision, an option or the network is not supported.
+        ValueError: The strategy, or under `FullySharded` optimiser, precision, option or network, is not supported.
     """
+    check_strategy(trainer.strategy)
+    if not isinstance(trainer.strategy, FullySharded):
+        return
     if any(isinstance(module, _BatchNorm) for module in net.modules()):
         raise ValueError(f"strategy {NAME} does not go with batch norm, whose statistics each device would have alone")
     for what, given, allowed in (

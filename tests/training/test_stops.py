@@ -87,7 +87,7 @@ def test_a_process_that_is_killed_ends_the_other_and_the_last_checkpoint_goes_on
 
 def test_torchrun_and_all_its_processes_are_told_to_stop(images, whole, tmp_path):
     environment = {PROOF.PLACE: "", PROOF.END: "", PROOF.COUNT: str(tmp_path / "steps")}
-    process = start([*flags(images, tmp_path / "runs"), "--trainer.max_epochs=1000"], tmp_path, TORCHRUN, **environment)
+    process = start([*flags(images, tmp_path / "runs"), "--trainer.max_epochs=1000"], tmp_path, TORCHRUN, env=environment)
     while process.poll() is None and not ((tmp_path / "steps").exists() and (tmp_path / "steps").stat().st_size > 20):
         time.sleep(0.1)
     os.killpg(process.pid, signal.SIGTERM)
