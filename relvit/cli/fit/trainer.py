@@ -13,7 +13,7 @@ from typing import Any, Literal
 from jsonargparse import Namespace
 from lightning import Trainer
 from lightning.fabric.plugins.environments import ClusterEnvironment
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from relvit.cli.arguments import option, without
@@ -46,13 +46,14 @@ from relvit.training import (
     WholeCheckpoints,
     ignore_stop_signals,
     new_run_folder,
-    remove_if_fruitless,
+    remove_if_empty,
 )
 from relvit.training.checkpoints.checkpoint import check_same_data, check_same_network, data_arguments
 from relvit.training.checkpoints.disk import NoRoomError, last_whole
 from relvit.training.checkpoints.file import KEY, checkpoint_content
 from relvit.training.checkpoints.pretrained import Architecture
 from relvit.training.checkpoints.resume import Position
+from relvit.training.lightning_internals import OpenLightningCLI
 from relvit.training.optim.sharding import check_strategy
 from relvit.utils.atomic_write import DISK_ERRORS
 from relvit.utils.remote import is_address, local_file
@@ -67,7 +68,7 @@ def main(command: str, arguments: Sequence[str]) -> None:
     leave_processes()
 
 
-class RelvitCLI(LightningCLI):
+class RelvitCLI(OpenLightningCLI):
     """One command. In `fit`, classes, channels and image size flow from the data to the model; the other commands take
     model, classes and transforms from the checkpoint, and explicit flags override them or are refused.
 
@@ -131,7 +132,7 @@ class RelvitCLI(LightningCLI):
 
     def subcommands(self) -> dict[str, set[str]]:
         """Only the command that runs: each further parser costs a second. And no options that we decide ourselves."""
-        return {self.command: LightningCLI.subcommands()[self.command] | {"weights_only", "return_predictions"}}
+        return {self.command: OpenLightningCLI.subcommands()[self.command] | {"weights_only", "return_predictions"}}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Options beside those of trainer, model and data, and what flows from the data to the model."""
@@ -202,29 +203,26 @@ class RelvitCLI(LightningCLI):
             # The configuration that is kept says what is trained, not from where a part of it went on.
             self.config[self.command]["ckpt_path"] = None
 
-    def _parse_ckpt_path(self) -> None:
-        """Lightning's own lets the checkpoint's hyper-parameters silently win over explicit flags."""
-
     def instantiate_classes(self) -> None:
         """Build data, model and trainer; refuse flags that contradict the checkpoint."""
         if self.remembered is not None and self.command != "fit":
-            asked = self._get(self.config, "model").as_dict()
+            asked = self.config_value(self.config, "model").as_dict()
             check_same_network(self.checkpoint_path, self.remembered, asked)
         if self.command == "predict" and option(self.arguments, "--data.on_error") is None:
             # Whatever the training did about them: one broken file shall not cost the others their predictions.
-            data = self._get(self.config, "data").init_args
+            data = self.config_value(self.config, "data").init_args
             if "on_error" in data:
                 data.on_error = "skip"
         super().instantiate_classes()
         if self.command == "test":
-            self.datamodule.evaluate_on(self._get(self.config, "split"))
+            self.datamodule.evaluate_on(self.config_value(self.config, "split"))
 
     def _check_checkpoint(self) -> None:
         """Refuse data and options that contradict the checkpoint; before anything is written."""
         check_same_network(self.checkpoint_path, self.remembered, self.model.hparams)
         check_same_data(self.checkpoint_path, self.remembered, self.datamodule)
         if self.command == "fit":
-            if self._get(self.config, "lr_find"):
+            if self.config_value(self.config, "lr_find"):
                 raise UsageError(
                     "--lr_find starts a training; one that goes on keeps its learning rate: drop that option"
                 )
@@ -238,14 +236,14 @@ class RelvitCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The trainer with this run's folder, loggers and callbacks."""
         known = self.remembered and self.remembered["data"]["init_args"]
-        arguments = self._get(self.config, "data").get("init_args", {})
+        arguments = self.config_value(self.config, "data").get("init_args", {})
         self.normalisation = set_normalisation(self.datamodule, arguments, known, self.model.hparams.pretrained)
         if self.remembered is not None:
             self._check_checkpoint()
         # So that config.yaml names the model, also where it came from the pretrained weights.
         built = Architecture(*(self.model.hparams[name] for name in Architecture._fields))
-        _set(self._get(self.config, "model"), built)
-        config = {**self._get(self.config_init, "trainer"), **kwargs}
+        _set(self.config_value(self.config, "model"), built)
+        config = {**self.config_value(self.config_init, "trainer"), **kwargs}
         self.launch = launched()
         if config["devices"] == "auto" and self.launch is not None:
             config["devices"], config["num_nodes"] = self.launch.per_node, self.launch.nodes
@@ -254,7 +252,7 @@ class RelvitCLI(LightningCLI):
         environment = environment_of(self.launch)
         if environment is not None and not any(isinstance(plugin, ClusterEnvironment) for plugin in plugins):
             plugins.append(environment)
-        patience = self._get(self.config, "patience") if self.command == "fit" else None
+        patience = self.config_value(self.config, "patience") if self.command == "fit" else None
         if patience is not None and patience < 1:
             raise UsageError(f"--patience must be 1 or more, got {patience}")
         callbacks: list[Any] = []
@@ -264,14 +262,14 @@ class RelvitCLI(LightningCLI):
             if rank_zero_only.rank == 0:
                 self.lock = self._lock(self.run_folder)
             telemetry = Telemetry()
-            self.best = RunCheckpoints(self.run_folder / "checkpoints", self._get(self.config, "save_every"))
+            self.best = RunCheckpoints(self.run_folder / "checkpoints", self.config_value(self.config, "save_every"))
             history = History(self.run_folder, telemetry, tensorboard=config["logger"] is None)
             sheet = TrainingImages(self.run_folder / "training_images.png")
             callbacks = [self.best, DescribeCheckpoint(self._fit_options()), history, telemetry, sheet]
             plugins.append(WholeCheckpoints())
             if patience is not None:
                 callbacks.append(Patience(patience))
-            if self._get(self.config, "lr_find"):
+            if self.config_value(self.config, "lr_find"):
                 callbacks.append(FindLearningRate())
             config["default_root_dir"] = self.run_folder
         else:
@@ -284,11 +282,13 @@ class RelvitCLI(LightningCLI):
         if self.command == "test":
             self.run_folder = self._new_run_folder("test")
             callbacks = [EvaluationReport(self.run_folder)]
-        if self.command in ("test", "predict") and self._get(self.config, "mirror"):
+        if self.command in ("test", "predict") and self.config_value(self.config, "mirror"):
             callbacks.append(MirrorAverage())
         config["callbacks"] = _listed(config["callbacks"])
-        callbacks += progress_callbacks(config, history, self.command == "fit" and self._get(self.config, "quiet"))
-        return self._instantiate_trainer(config, [*callbacks, DataRecord(self.run_folder)])
+        callbacks += progress_callbacks(
+            config, history, self.command == "fit" and self.config_value(self.config, "quiet")
+        )
+        return self.make_trainer(config, [*callbacks, DataRecord(self.run_folder)])
 
     def before_fit(self) -> None:
         """Say what is about to be trained."""
@@ -319,7 +319,7 @@ class RelvitCLI(LightningCLI):
             say("Nothing was trained.")
             return
         since = self.finished_epochs if self.checkpoint_path else 0
-        seconds, seed = time.monotonic() - self.start, self._get(self.config, "seed_everything")
+        seconds, seed = time.monotonic() - self.start, self.config_value(self.config, "seed_everything")
         tell_fit(self.trainer, self.best, self.run_folder, seed, seconds, since, whole=self.resumes is not None)
 
     def after_test(self) -> None:
@@ -332,10 +332,10 @@ class RelvitCLI(LightningCLI):
         if rank_zero_only.rank == 0:
             tell_predict(self.trainer, self.run_folder)
 
-    def _run_subcommand(self, subcommand: str) -> None:
+    def run_subcommand(self, subcommand: str) -> None:
         try:
             check_processes(self.launch, self.trainer)
-            super()._run_subcommand(subcommand)
+            super().run_subcommand(subcommand)
         except SystemExit as stop:
             # Told to stop, or Lightning has caught Ctrl-C and is on its way out.
             folder = self.run_folder
@@ -351,10 +351,10 @@ class RelvitCLI(LightningCLI):
             raise self._about_the_disk(error) from error
         finally:
             if self.made_folder:
-                remove_if_fruitless(self.made_folder)
+                remove_if_empty(self.made_folder)
 
-    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
-        kwargs = super()._prepare_subcommand_kwargs(subcommand)
+    def subcommand_arguments(self, subcommand: str) -> dict[str, Any]:
+        kwargs = super().subcommand_arguments(subcommand)
         # Nothing but tensors and plain types is ever read from a checkpoint.
         kwargs["weights_only"] = True
         if self.checkpoint_path:
@@ -388,7 +388,7 @@ class RelvitCLI(LightningCLI):
 
     def _new_run_folder(self, name: str) -> Path:
         """Make a new folder, in the main process alone; it sends the paths of checkpoints to the others."""
-        parent = Path(self._get(self.config, "runs"))
+        parent = Path(self.config_value(self.config, "runs"))
         if rank_zero_only.rank != 0:
             return parent
         try:

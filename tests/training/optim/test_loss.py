@@ -15,7 +15,7 @@ SOFT = torch.rand(5, 7, generator=torch.Generator().manual_seed(1)).softmax(-1)
 WEIGHTS = [0.5, 1.0, 2.0, 1.0, 3.0, 1.0, 0.25]
 
 
-def test_soft_targets_sum_to_one_and_lie_where_they_should():
+def test_soft_targets_sum_to_one_and_have_their_mass_on_the_label():
     targets = soft_targets(LABELS, 7, 0.2)
     assert targets.sum(-1) == pytest.approx(1.0)
     for row, label in zip(targets.tolist(), LABELS.tolist(), strict=True):
@@ -26,7 +26,7 @@ def test_soft_targets_sum_to_one_and_lie_where_they_should():
 def test_cross_entropy(smoothing):
     expected = LabelSmoothingCrossEntropy(smoothing)(LOGITS, LABELS)
     torch.testing.assert_close(ClassificationLoss(7, smoothing=smoothing)(LOGITS, LABELS), expected)
-    # Soft targets are taken as they are.
+    # Soft targets are not smoothed further.
     torch.testing.assert_close(
         ClassificationLoss(7, smoothing=smoothing)(LOGITS, SOFT), SoftTargetCrossEntropy()(LOGITS, SOFT)
     )
