@@ -14,10 +14,17 @@ import time
 import numpy as np
 import torch
 from PIL import Image
+from relvit.data.loading.memory import (
+    BatchTransform,
+    InMemoryBatches,
+    SameSizeImages,
+    batch_transform,
+    identity_collate,
+    pack,
+)
 from torch.utils.data import DataLoader, Dataset
 
 from relvit.data import ImageFolderData, train_transform
-from relvit.data.loading.memory import BatchTransform, MemoryImages, WholeBatches, as_it_is, batch_transform, pack
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
@@ -44,10 +51,10 @@ class FromMemory:
     """Loaders of images in memory, one by one or, with the transform of a batch, by the batch."""
 
     def __init__(self, images: np.ndarray, augment: str, batch_size: int, by_batch: BatchTransform | None) -> None:
-        self.dataset: Dataset = MemoryImages(pack(images), [0] * len(images), train_transform(32, MEAN, STD, augment))
+        self.dataset: Dataset = SameSizeImages(pack(images), [0] * len(images), train_transform(32, MEAN, STD, augment))
         self.form = {"batch_size": batch_size, "shuffle": True}
         if by_batch is not None:
-            self.dataset, self.form["collate_fn"] = WholeBatches(self.dataset, by_batch), as_it_is
+            self.dataset, self.form["collate_fn"] = InMemoryBatches(self.dataset, by_batch), identity_collate
 
     def loader(self, num_workers: int) -> DataLoader:
         """With so many workers."""

@@ -11,15 +11,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import MetricCollection
 
-from relvit.data.loading.train_sampler import training_position
+from relvit.data.loading.sampler import training_position
 from relvit.data.mixup import BatchMix
 from relvit.models import build_model, check_image_size
 from relvit.models.weights.transfer import TransferReport, transfer_weights
 from relvit.training.arguments import check_arguments
-from relvit.training.callbacks.progress_bar import rank_zero_print
 from relvit.training.checkpoints.file import AVERAGE_KEY, TIMM_KEY, timm_weights
-from relvit.training.checkpoints.pretrained import architecture_to_build, normalisation_note, read_pretrained
-from relvit.training.checkpoints.resume import POSITION_KEY, Position, check_layout, go_on, set_counters
+from relvit.training.checkpoints.pretrained import Pretrained, architecture_to_build, normalisation_note
+from relvit.training.checkpoints.resume import POINT_KEY, ResumePoint, check_layout, go_on, set_counters
 from relvit.training.lightning_internals import attached_trainer
 from relvit.training.metrics import METRICS_KEY, EpochMetrics, count_batch, current_lr
 from relvit.training.optim.distillation import Teacher, build_teacher, distillation_loss
@@ -36,6 +35,7 @@ from relvit.training.optim.sharding import (
     gather_full,
     is_sharded,
 )
+from relvit.utils.progress import rank_zero_print
 from relvit.utils.seeding import run_seed, seed_all
 
 
@@ -53,7 +53,7 @@ class ImageClassifier(EpochMetrics):
         retrofit: The arguments of `relvit.retrofit`, which gives a timm model relative positions; {} takes its
             defaults. None leaves the model unchanged.
         pretrained: The weights that a new training starts from: a relvit checkpoint, a model of timm with its tag, a
-            file or folder of weights, see `read_pretrained`. They are adapted to these classes and this image size, see
+            file or folder of weights, see `Pretrained`. They are adapted to these classes and this image size, see
             `transfer_weights`. A resumed training or an evaluation loads its checkpoint alone.
         opt: The name of an optimiser of timm (adamw, lamb, lion, muon, sgd ...).
         opt_kwargs: Further arguments of the optimiser, such as betas, momentum, eps.
@@ -129,8 +129,10 @@ class ImageClassifier(EpochMetrics):
         super().__init__()
         self.save_hyperparameters()
         check_arguments(self.hparams)
+        # What a new training starts from; None once the weights are loaded.
+        self.pretrained = None if pretrained is None else Pretrained(pretrained)
         # A checkpoint has to name its model without the file that this training starts from.
-        built = architecture_to_build(model, model_kwargs, retrofit, pretrained)
+        built = architecture_to_build(model, model_kwargs, retrofit, self.pretrained)
         self.save_hyperparameters(built._asdict())
         self.net = self._build_net()
         if channels_last:
@@ -144,12 +146,11 @@ class ImageClassifier(EpochMetrics):
         self.teacher: Teacher | None = None
         self.finite = FiniteCheck(nonfinite)
         self.plan: Plan | None = None
-        self.awaits_pretrained = pretrained is not None
         self.transfer: TransferReport | None = None
         # The rate and loss of each batch while `FindLearningRate` runs, which ends in an exploding loss.
         self.range_test: list[tuple[float, float]] | None = None
         self._restored_average: dict[str, Tensor] | None = None
-        self._restored: Position | None = None
+        self._restored: ResumePoint | None = None
         self._validated_at: tuple[int, int] | None = None
         self._ended_epoch: int | None = None
         self.create_metrics(num_classes, self.mixing is not None, count_skipped_steps=nonfinite == "skip")
@@ -256,7 +257,7 @@ class ImageClassifier(EpochMetrics):
 
     def configure_optimizers(self) -> dict[str, Any]:
         # The first hook of a fit behind the loading of a checkpoint, if there is one.
-        if self.awaits_pretrained:
+        if self.pretrained is not None:
             self._load_pretrained()
         hparams = self.hparams
         self.plan = make_plan(self.trainer, hparams.lr, hparams.lr_base_batch, hparams.warmup_epochs)
@@ -340,9 +341,9 @@ class ImageClassifier(EpochMetrics):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the average and where the training is; 'state_dict' holds the raw weights."""
         if self._is_fitting:
-            position = Position.of(self.trainer, self._validated_at, self._ended_epoch)
-            checkpoint[POSITION_KEY] = position._asdict()
-            checkpoint[METRICS_KEY] = self.metrics_to_save(within_epoch=position.batch > 0)
+            point = ResumePoint.of(self.trainer, self._validated_at, self._ended_epoch)
+            checkpoint[POINT_KEY] = point._asdict()
+            checkpoint[METRICS_KEY] = self.metrics_to_save(within_epoch=point.batch > 0)
         if self.average is not None:
             weights = gather_full(self.average.net.state_dict(), keep=self.global_rank == 0)
             checkpoint[AVERAGE_KEY] = {f"net.{name}": value for name, value in weights.items()}
@@ -350,7 +351,7 @@ class ImageClassifier(EpochMetrics):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore both kinds of weights to resume a training; everything else uses the averaged ones."""
-        self.awaits_pretrained = False
+        self.pretrained = None
         averaged = checkpoint.get(AVERAGE_KEY)
         if not self._is_fitting:
             self.average = None
@@ -358,13 +359,13 @@ class ImageClassifier(EpochMetrics):
             return
         if averaged is not None:
             self._restored_average = {name.removeprefix("net."): value for name, value in averaged.items()}
-        position = Position.read(checkpoint)
-        if position is None:
+        point = ResumePoint.read(checkpoint)
+        if point is None:
             return
-        set_counters(checkpoint, position)
-        self._restored = position
-        self._validated_at = (position.epoch, position.batch) if position.validated else None
-        self._ended_epoch = position.epoch - 1
+        set_counters(checkpoint, point)
+        self._restored = point
+        self._validated_at = (point.epoch, point.batch) if point.validated else None
+        self._ended_epoch = point.epoch - 1
         self.restore_metrics(checkpoint[METRICS_KEY])
 
     @property
@@ -391,10 +392,10 @@ class ImageClassifier(EpochMetrics):
             net.compile(backend="inductor" if self.hparams.compile is True else self.hparams.compile)
 
     def _load_pretrained(self) -> None:
-        weights = read_pretrained(self.hparams.pretrained)
+        weights = self.pretrained.weights()
         with full_network(self.net, self._build_net) as net:
             self.transfer = transfer_weights(net, weights, self.hparams.class_names)
-        self.awaits_pretrained = False
+        self.pretrained = None
         rank_zero_print(f"pretrained: {self.transfer}")
         if note := normalisation_note(weights, self.trainer.datamodule):
             rank_zero_print(note)

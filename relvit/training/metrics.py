@@ -9,12 +9,12 @@ from torch import Tensor
 from torchmetrics import MeanMetric, Metric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from relvit.training.checkpoints.metric_states import (
+from relvit.training.checkpoints.resume import (
     States,
     copy_states,
-    of_all_processes,
-    of_this_process,
+    gather_states,
     restore_states,
+    states_of_process,
 )
 from relvit.training.lightning_internals import training_batches_done
 
@@ -89,11 +89,11 @@ class EpochMetrics(LightningModule):
 
     def metrics_to_save(self, within_epoch: bool) -> list[States]:
         """Gather the metrics at the last optimiser step from all processes; at the end of an epoch there are none."""
-        return of_all_processes(self._metrics_at_step if within_epoch else {})
+        return gather_states(self._metrics_at_step if within_epoch else {})
 
     def restore_metrics(self, stored: list[States]) -> None:
         """Resume with the metrics of a checkpoint."""
-        self._metrics_at_step = of_this_process(stored, self.global_rank, self.trainer.world_size)
+        self._metrics_at_step = states_of_process(stored, self.global_rank, self.trainer.world_size)
         for metrics in (self.train_metrics, self.step_metrics):
             metrics.reset()
             restore_states(metrics, self._metrics_at_step)

@@ -27,7 +27,7 @@ QUIET = ["--accelerator=cpu", "--trainer.enable_progress_bar=false"]
         ("fit", "--model model.yaml", "--model=model.yaml"),
         ("fit", "--model={lr:1}", "--model={lr:1}"),
         ("fit", "--devices -1", "--trainer.devices=-1"),
-        ("fit", "--root a", "--data ImageFolderData --data.root=a"),
+        ("fit", "--root a", "--data=ImageFolderData --data.root=a"),
         ("fit", "--root a --data ImageNetData", "--data=ImageNetData --data.root=a"),
         ("fit", "--img_size 64 --config c.yaml", "--config=c.yaml --data.img_size=64"),
         ("fit", "--root a --config=c.yaml", "--config=c.yaml --data.root=a"),

@@ -53,7 +53,7 @@ def test_while_training(photos, mount, monkeypatch, capsys, what):
     last = run / "checkpoints" / "last.ckpt"
     assert len(err) == 1
     assert "No space left on device" in err[0]
-    assert f"the last whole checkpoint is {last}; make room, then relvit fit --resume {run}" in err[0]
+    assert f"the last complete checkpoint is {last}; make room, then relvit fit --resume {run}" in err[0]
     if what != "tensorboard":
         assert ("cannot write the checkpoint" in err[0]) == (what == "checkpoint")
     assert read_checkpoint(last)["position"]["epoch"] == 1

@@ -163,7 +163,7 @@ def test_a_checkpoint_of_a_model_beyond_measure(command, run, tmp_path, photos, 
 
 @pytest.mark.parametrize("command", ["validate", "test", "predict", "resolutions"])
 @pytest.mark.parametrize(
-    "name", ["os.system", "relvit.data.something.not.a.class", "relvit.data.files.dataset.os.system", "x", ""]
+    "name", ["os.system", "relvit.data.something.not.a.class", "relvit.data.images.datasets.os.system", "x", ""]
 )
 def test_a_checkpoint_does_not_choose_what_is_imported(command, name, run, tmp_path, photos, capsys):
     content = torch.load(run / "checkpoints" / "best.ckpt", weights_only=True)

@@ -7,7 +7,7 @@ from lightning import Callback
 from small_training import NoiseImages, Record, build, train
 from torch import nn
 
-from relvit.training.checkpoints.atomic_io import WholeCheckpoints
+from relvit.training import AtomicCheckpointIO
 from relvit.training.checkpoints.checkpoint import DescribeCheckpoint
 from relvit.training.optim.sharding import OPTIMIZERS, gather_full, is_sharded
 
@@ -20,7 +20,7 @@ CHANGES = [("fsdp2", "fsdp2"), ("fsdp2", "ddp"), ("ddp", "fsdp2")]
 def fit(module, strategy="ddp", data=None, ckpt_path=None, **kwargs):
     """Two epochs of 16 images in order, four in each process and step."""
     options = {"max_epochs": 2, "devices": 2, "strategy": strategy, "use_distributed_sampler": False}
-    options |= {"plugins": [WholeCheckpoints()], "callbacks": [DescribeCheckpoint(), *kwargs.pop("callbacks", [])]}
+    options |= {"plugins": [AtomicCheckpointIO()], "callbacks": [DescribeCheckpoint(), *kwargs.pop("callbacks", [])]}
     return train(module, data or NoiseImages(16, in_order=True), ckpt_path, **options | kwargs)
 
 

@@ -11,7 +11,7 @@ from small_training import KWARGS, Noise, train
 from relvit.training import ImageClassifier, average_checkpoints, load_classifier
 from relvit.training.checkpoints.checkpoint import DescribeCheckpoint
 from relvit.training.checkpoints.file import AVERAGE_KEY
-from relvit.training.checkpoints.pretrained import Architecture, architecture_of, read_pretrained
+from relvit.training.checkpoints.pretrained import Architecture, Pretrained
 
 NAMES = [f"class {i}" for i in range(7)]
 RECORD = {"img_size": [8, 12], "crop_pct": 0.9, "mean": [0.5] * 3, "std": [0.25] * 3, "root": "photos"}
@@ -92,8 +92,8 @@ def test_it_is_used_as_any_other(three, tmp_path):
     expected = module.eval()(images)
     torch.testing.assert_close(load_classifier(tmp_path / "mean.ckpt")(images), expected)
     path = str(tmp_path / "mean.ckpt")
-    assert architecture_of(path) == Architecture("test_relvit", KWARGS, None)
-    assert read_pretrained(path).class_names == NAMES
+    assert Pretrained(path).architecture() == Architecture("test_relvit", KWARGS, None)
+    assert Pretrained(path).weights().class_names == NAMES
     fresh = ImageClassifier(None, 7, 3, (8, 12), NAMES, pretrained=path, lr=0.0, min_lr=0.0)
     train(fresh, NamedNoise(), max_epochs=1)
     torch.testing.assert_close(fresh.eval()(images), expected)
@@ -164,8 +164,14 @@ HEAD = ("state_dict", "net.head.weight")
         (put("relvit", "data", "init_args", "mean", [0.5, 0.4, 0.5]), r"mean \[0.5, 0.4, 0.5\], .* \[0.5, 0.5, 0.5\]"),
         (put("relvit", "data", "init_args", "std", [1.0] * 3), r"std \[1.0, 1.0, 1.0\], .* with \[0.25, 0.25, 0.25\]"),
         (put("relvit", "data", "init_args", "crop_pct", 1.0), "crop_pct 1.0, .* with 0.9"),
-        (put(*HEAD, torch.zeros(7, 9)), r"net.head.weight is float32 \(7, 9\) in .*q.ckpt, float32 \(7, 8\) in .*p.ck"),
-        (put(*HEAD, torch.zeros(7, 8).half()), r"net.head.weight is float16 \(7, 8\) in .*q.ckpt, float32 \(7, 8\)"),
+        (
+            put(*HEAD, torch.zeros(7, 9)),
+            r"weight is torch.float32 \(7, 9\) in .*q.ckpt, torch.float32 \(7, 8\)",
+        ),
+        (
+            put(*HEAD, torch.zeros(7, 8).half()),
+            r"weight is torch.float16 \(7, 8\) in .*q.ckpt, torch.float32 \(7, 8\)",
+        ),
         (put(*HEAD, torch.full((7, 8), torch.nan)), "q.ckpt holds values in net.head.weight that are infinite or not"),
         (put("state_dict", "net.more", torch.zeros(1)), "the same tensors: only .*q.ckpt has 'net.more'"),
         (lambda content: content["state_dict"].pop("net.head.bias"), "only .*p.ckpt has 'net.head.bias'"),

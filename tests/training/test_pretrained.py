@@ -4,22 +4,24 @@ import json
 import re
 from pathlib import Path
 
+import fsspec
 import pytest
 import timm
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from photos import TINY
 from safetensors.torch import save_file
 from small_training import KWARGS, Noise, build, train
 from timm.models import save_for_hf
 
+from relvit.cli import main
 from relvit.training import ImageClassifier, load_classifier
 from relvit.training.checkpoints.checkpoint import DescribeCheckpoint
 from relvit.training.checkpoints.file import AVERAGE_KEY
 from relvit.training.checkpoints.pretrained import (
     Architecture,
-    architecture_of,
+    Pretrained,
     normalisation_note,
-    normalisation_of,
-    read_pretrained,
 )
 
 VIT = {"img_size": (8, 12), "num_classes": 7, "patch_size": 4, "embed_dim": 8, "depth": 1, "num_heads": 2}
@@ -51,12 +53,12 @@ def checkpoint(tmp_path):
 
 def test_a_relvit_checkpoint_gives_its_averaged_weights_and_model(checkpoint):
     content = torch.load(checkpoint, weights_only=True)
-    weights = read_pretrained(str(checkpoint))
+    weights = Pretrained(str(checkpoint)).weights()
     same(weights.state, {name.removeprefix("net."): value for name, value in content[AVERAGE_KEY].items()})
     assert not torch.equal(weights.state["head.weight"], content["state_dict"]["net.head.weight"])
     assert (weights.class_names, weights.input_size) == (NAMES, (3, 8, 12))
     assert (weights.mean, weights.std) == ((0.5,) * 3, (0.25,) * 3)
-    assert architecture_of(str(checkpoint)) == Architecture("test_relvit", KWARGS, None)
+    assert Pretrained(str(checkpoint)).architecture() == Architecture("test_relvit", KWARGS, None)
 
 
 def test_files_and_folders_of_weights(tmp_path):
@@ -66,19 +68,21 @@ def test_files_and_folders_of_weights(tmp_path):
     # As timm's training script wraps them, with an average.
     torch.save({"state_dict": {}, "state_dict_ema": vit.state_dict()}, tmp_path / "a.pth.tar")
     for name in ("a.safetensors", "a.pth", "a.pth.tar"):
-        same(read_pretrained(str(tmp_path / name)).state, vit.state_dict())
+        same(Pretrained(str(tmp_path / name)).weights().state, vit.state_dict())
     with pytest.raises(ValueError, match=r"a.pth does not say which model it is of: give --model.model as well"):
-        architecture_of(str(tmp_path / "a.pth"))
+        Pretrained(str(tmp_path / "a.pth")).architecture()
 
     kwargs = {key: value for key, value in VIT.items() if key not in ("img_size", "num_classes")}
     save_for_hf(
         vit, tmp_path / "folder", model_config={"label_names": NAMES}, model_args=kwargs | {"img_size": [8, 12]}
     )
     for name in (str(tmp_path / "folder"), f"local-dir:{tmp_path / 'folder'}"):
-        weights = read_pretrained(name)
+        weights = Pretrained(name).weights()
         same(weights.state, vit.state_dict())
         assert (weights.class_names, weights.mean) == (NAMES, vit.pretrained_cfg["mean"])
-        assert architecture_of(name) == Architecture("vit_tiny_patch16_224", {**kwargs, "global_pool": "token"})
+        assert Pretrained(name).architecture() == Architecture(
+            "vit_tiny_patch16_224", {**kwargs, "global_pool": "token"}
+        )
 
 
 def test_a_name_of_timm_is_downloaded_by_timm(monkeypatch):
@@ -86,11 +90,11 @@ def test_a_name_of_timm_is_downloaded_by_timm(monkeypatch):
     monkeypatch.setattr(
         "timm.models._builder.load_state_dict_from_hf", lambda *args, **kwargs: asked.append(args) or state
     )
-    weights = read_pretrained("test_vit.r160_in1k")
+    weights = Pretrained("test_vit.r160_in1k").weights()
     assert asked == [("timm/test_vit.r160_in1k",)]
     same(weights.state, state)
     assert weights.input_size == (3, 160, 160)
-    assert architecture_of("test_vit.r160_in1k") == Architecture("test_vit.r160_in1k")
+    assert Pretrained("test_vit.r160_in1k").architecture() == Architecture("test_vit.r160_in1k")
 
 
 @pytest.mark.parametrize(
@@ -117,7 +121,7 @@ def test_mistakes(given, error, message, tmp_path):
     torch.save({"model": re.compile("code")}, tmp_path / "x.pth")
     torch.save({"state_dict": {}}, tmp_path / "x.ckpt")
     with pytest.raises(error, match=re.escape(message.format(tmp_path))):
-        read_pretrained(given.format(tmp_path))
+        Pretrained(given.format(tmp_path)).weights()
 
 
 def test_the_nearest_thing_that_exists_is_named(tmp_path, monkeypatch):
@@ -140,7 +144,7 @@ def test_the_nearest_thing_that_exists_is_named(tmp_path, monkeypatch):
         ("zzz.ckpt", ""),
     ):
         with pytest.raises(FileNotFoundError, match=rf"^{re.escape(f'no weights at {given}{hint}{rest}')}"):
-            read_pretrained(given)
+            Pretrained(given).weights()
 
 
 def test_a_download_that_fails_is_explained(monkeypatch):
@@ -149,7 +153,7 @@ def test_a_download_that_fails_is_explained(monkeypatch):
 
     monkeypatch.setattr("timm.models._builder.load_state_dict_from_hf", fail)
     with pytest.raises(ValueError, match="the weights of test_vit could not be loaded: no connection"):
-        read_pretrained("test_vit")
+        Pretrained("test_vit").weights()
 
 
 def test_loaded_at_the_start_of_a_fresh_training_and_never_else(checkpoint, tmp_path, capsys):
@@ -192,7 +196,7 @@ def test_arguments_change_the_model_that_the_weights_are_of(checkpoint):
 
 
 def test_another_normalisation_is_told(checkpoint):
-    weights, data = read_pretrained(str(checkpoint)), NamedNoise()
+    weights, data = Pretrained(str(checkpoint)).weights(), NamedNoise()
     assert normalisation_note(weights, data) is None
     data.std = (0.25, 0.25, 0.28)
     assert normalisation_note(weights, data) is None
@@ -208,16 +212,29 @@ def test_another_normalisation_is_told(checkpoint):
 
 
 def test_normalisation_of_weights(checkpoint, tmp_path):
-    assert normalisation_of(str(checkpoint)) == ((0.5,) * 3, (0.25,) * 3)
+    assert Pretrained(str(checkpoint)).normalisation() == ((0.5,) * 3, (0.25,) * 3)
     # Of timm's own table, without a download.
-    assert normalisation_of("vit_small_patch16_224.augreg_in21k") == ((0.5,) * 3, (0.5,) * 3)
-    assert normalisation_of("deit_small_patch16_224") == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    assert Pretrained("vit_small_patch16_224.augreg_in21k").normalisation() == ((0.5,) * 3, (0.5,) * 3)
+    assert Pretrained("deit_small_patch16_224").normalisation() == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
     torch.save({}, tmp_path / "plain.pth")
-    assert normalisation_of(str(tmp_path / "plain.pth")) == (None, None)
+    assert Pretrained(str(tmp_path / "plain.pth")).normalisation() == (None, None)
     config = {"architecture": "vit_tiny_patch16_224", "num_classes": 3, "pretrained_cfg": {"mean": [0.1, 0.2, 0.3]}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert normalisation_of(str(tmp_path)) == ((0.1, 0.2, 0.3), None)
+    assert Pretrained(str(tmp_path)).normalisation() == ((0.1, 0.2, 0.3), None)
     config["pretrained_cfg"]["mean"] = ["red"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="has no mean and std of numbers"):
-        normalisation_of(str(tmp_path))
+        Pretrained(str(tmp_path)).normalisation()
+
+
+@pytest.mark.parametrize("option", ["--model.pretrained", "--model.teacher", "--ckpt_path"])
+def test_a_training_fetches_an_address_once(option, run, photos, tmp_path, monkeypatch):
+    fetched, get_file = [], MemoryFileSystem.get_file
+    monkeypatch.setattr(
+        MemoryFileSystem, "get_file", lambda self, path, *args: fetched.append(path) or get_file(self, path, *args)
+    )
+    fsspec.filesystem("memory").pipe("/source/x.ckpt", (run / "checkpoints" / "best.ckpt").read_bytes())
+    arguments = ["fit", "--data=ImageFolderData", f"--data.root={photos}", f"--runs={tmp_path}"]
+    tiny = [argument for argument in TINY if option != "--model.pretrained" or not argument.startswith("--model.model")]
+    assert main([*arguments, f"{option}=memory://source/x.ckpt", *tiny, "--trainer.max_epochs=5"]) == 0
+    assert fetched == ["/source/x.ckpt"]

@@ -13,7 +13,7 @@ from rich.table import Table
 from relvit.cli.errors import UsageError
 from relvit.cli.parser import run_function
 from relvit.data import ImageData, ImageFolderData
-from relvit.data.inspect import check_data
+from relvit.data.inspect import check_data as inspect_data
 from relvit.utils.messages import printable
 from relvit.utils.progress import with_bar
 
@@ -23,12 +23,12 @@ DUPLICATES = {"classes": "under different classes", "across": "in several splits
 
 def main(command: str, arguments: Sequence[str]) -> None:
     """Run with command line arguments; exit status 1 if a file cannot be read."""
-    report = run_function(check, command, arguments)
+    report = run_function(check_data, command, arguments)
     if report["bad"]:
         raise SystemExit(1)
 
 
-def check(
+def check_data(
     root: str | None = None,
     data: ImageData | None = None,
     processes: int | None = None,
@@ -46,7 +46,9 @@ def check(
     """
     if (root is None) == (data is None):
         raise UsageError("give either --root DIR, which holds train/<class>/<image>, or --data NAME with its options")
-    report = check_data(ImageFolderData(root) if data is None else data, processes, partial(with_bar, what="decoding"))
+    report = inspect_data(
+        ImageFolderData(root) if data is None else data, processes, partial(with_bar, what="decoding")
+    )
     _show(report)
     if output is not None:
         with open(output, "w") as file:

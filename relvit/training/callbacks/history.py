@@ -14,7 +14,7 @@ from torch.utils.tensorboard import SummaryWriter
 from relvit.plots import plot_curves
 from relvit.training.callbacks.telemetry import Telemetry
 from relvit.training.metrics import current_lr
-from relvit.utils.atomic_write import replacing
+from relvit.utils.files import atomic_write
 
 ROW_KEYS = ("epoch", "step")
 
@@ -96,7 +96,7 @@ class History(Callback):
 
     def _write_table(self) -> None:
         columns = [*ROW_KEYS, *sorted({name for row in self.rows for name in row} - set(ROW_KEYS))]
-        with replacing(self.folder / "metrics.csv") as path, open(path, "w", newline="") as file:
+        with atomic_write(self.folder / "metrics.csv") as path, open(path, "w", newline="") as file:
             writer = csv.DictWriter(file, columns)
             writer.writeheader()
             writer.writerows(self.rows)

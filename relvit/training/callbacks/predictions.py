@@ -13,8 +13,8 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 
 from relvit.data import ImageData
-from relvit.data.files.dataset import NamedFiles
-from relvit.utils.atomic_write import replacing
+from relvit.data.images.datasets import NamedFiles
+from relvit.utils.files import atomic_write
 from relvit.utils.messages import printable
 
 # The number of classes in a row.
@@ -93,7 +93,7 @@ class PredictionTable(BasePredictionWriter):
         for rank in range(1, self.shown + 1):
             header += [f"{column}{'' if rank == 1 else rank}" for column in ("class", "probability")]
         parts = [self._part_of(rank) for rank in range(len(unreadable))]
-        with replacing(self.path) as path, ExitStack() as stack:
+        with atomic_write(self.path) as path, ExitStack() as stack:
             table = csv.writer(stack.enter_context(open(path, "w", newline="", encoding="utf-8")))
             rows = [csv.reader(stack.enter_context(open(part, newline="", encoding="utf-8"))) for part in parts]
             table.writerow(header)

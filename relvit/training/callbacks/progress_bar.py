@@ -1,34 +1,22 @@
-"""Progress bar of a training, a line per epoch where there is no bar, and messages printed above the bar."""
+"""Progress bar of a training, and a line per epoch where there is no bar."""
 
 from __future__ import annotations
 
 import math
 import shutil
-import sys
 import time
 from datetime import timedelta
 from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from tqdm import tqdm
 
 from relvit.training.callbacks.history import History
 from relvit.training.lightning_internals import EpochTitleProgressBar
+from relvit.utils.progress import rank_zero_print
 
 # A terminal of this many columns has room for all of `SHOWN` in one line.
 WIDE = 140
 SHOWN, SHOWN_IF_NARROW = ("loss", "acc", "val/loss", "val/acc1"), ("loss", "acc")
-
-
-@rank_zero_only
-def rank_zero_print(text: str) -> None:
-    """Print on the main process, at once, above a progress bar if there is one.
-
-    `LightningModule.print` leaves that to the bar, and `TQDMProgressBar` drops what is printed before its start.
-    """
-    tqdm.write(text)
-    sys.stdout.flush()
 
 
 class TrainingProgressBar(EpochTitleProgressBar):

@@ -11,7 +11,7 @@ from lightning import Callback, LightningModule, Trainer
 
 from relvit.data import ImageData
 from relvit.plots import picture_of, plot_sheet
-from relvit.training.callbacks.progress_bar import rank_zero_print
+from relvit.utils.progress import rank_zero_print
 from relvit.utils.seeding import run_seed, seeded
 
 SHOWN = 20

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from relvit.models import build_model
 from relvit.models.weights.transfer import transfer_weights
-from relvit.training.checkpoints.pretrained import architecture_of, read_pretrained
+from relvit.training.checkpoints.pretrained import Pretrained
 from relvit.utils.messages import did_you_mean, listing
 
 KINDS = ("hard", "soft")
@@ -70,7 +70,7 @@ class Teacher:
     The teacher is no submodule of anything: checkpoints of the student do not hold it.
 
     Args:
-        pretrained: The classifier, see `read_pretrained`; not a file of plain weights.
+        pretrained: The classifier, see `Pretrained`; not a file of plain weights.
         num_classes: The number of classes of the student.
         img_size: The size of the images.
         class_names: The student's classes in order, if they have names.
@@ -91,7 +91,8 @@ class Teacher:
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
     ) -> None:
-        weights, architecture = read_pretrained(pretrained), architecture_of(pretrained)
+        source = Pretrained(pretrained)
+        weights, architecture = source.weights(), source.architecture()
         channels = weights.input_size[0] if weights.input_size else 3
         self.net: nn.Module = build_model(
             architecture.model, num_classes, channels, img_size, architecture.model_kwargs, architecture.retrofit

@@ -12,8 +12,8 @@ from lightning.pytorch.tuner import lr_finder as lightning_lr_finder
 from scipy.ndimage import gaussian_filter1d
 from tqdm import tqdm
 
-from relvit.training.callbacks.progress_bar import rank_zero_print
 from relvit.training.optim.sharding import NAME, FullySharded
+from relvit.utils.progress import rank_zero_print
 
 LOWEST, HIGHEST, STEPS = 1e-7, 1.0, 100
 # Losses are smoothed over neighbouring rates by a Gaussian of this width, in steps: a third of a decade.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from lightning import Trainer
 
-from relvit.utils.atomic_write import replacing
+from relvit.utils.files import atomic_write
 from relvit.version import __version__
 
 PACKAGES = ("torchvision", "timm", "lightning", "torchmetrics", "numpy", "pillow")
@@ -46,7 +46,7 @@ def record_run(folder: Path, command: Sequence[str], seed: int | bool | None, tr
             "deterministic": torch.are_deterministic_algorithms_enabled(),
         }
     )
-    with replacing(path) as part:
+    with atomic_write(path) as part:
         part.write_text(json.dumps({"sessions": sessions}, indent=2) + "\n")
 
 
