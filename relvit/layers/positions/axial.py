@@ -80,6 +80,9 @@ class AxialPositionEmbedding(nn.Module):
         """Initialise the tables."""
         initialise(self, self.init_std)
 
+    # PyTorch and timm call it for modules made on the meta device.
+    reset_parameters = init_weights
+
     def no_weight_decay(self) -> set[str]:
         """Return the names of the tables."""
         return {"rows", "cols"}
