@@ -11,7 +11,7 @@ import pytest
 import torch
 from photos import CLASSES
 from PIL import Image
-from terminal import ESCAPE, in_terminal, into_files
+from processes import finish, in_terminal, start
 
 import relvit
 
@@ -36,9 +36,9 @@ def relvit_in(where, place, *arguments, status=0):
     if where == "terminal":
         found, text = in_terminal(arguments, place)
     else:
-        found, out, err = into_files(arguments, place)
+        found, out, err = finish(start(arguments, place))
         text = f"{out}\n{err}"
-        assert ESCAPE not in text
+        assert "\x1b" not in text
     assert found == status, text[-3000:]
     assert "Traceback" not in text
     return text
