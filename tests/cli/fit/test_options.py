@@ -20,7 +20,7 @@ from relvit.data import ImageFolderData
 from relvit.plots import read_metrics
 from relvit.training import load_classifier, read_checkpoint
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def fit(photos, runs, *extra):

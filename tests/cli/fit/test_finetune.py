@@ -20,7 +20,7 @@ from relvit.cli import main
 from relvit.training import load_classifier, read_checkpoint
 
 COMMON = [argument for argument in TINY if not argument.startswith("--model.")]
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ONE_STEP = ["--trainer.fast_dev_run=true", "--trainer.precision=32-true", "--data.batch_size=2", "--model.min_lr=0"]
 COLOURS = {"ape": (220, 220, 30), "cat": (200, 40, 40), "emu": (30, 220, 220), "yak": (120, 30, 160)}
 

@@ -20,7 +20,7 @@ from relvit.data import DigitsData, ImageFolderData
 from relvit.training import load_classifier
 
 QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 NAMES = list(CLASSES)
 
 

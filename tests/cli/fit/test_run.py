@@ -169,6 +169,6 @@ def test_timm_models_train_as_well(photos, tmp_path):
 
 @pytest.mark.parametrize("name", ["folder.yaml", "cifar10_folder.yaml"])
 def test_configs_for_folders_train_as_shipped_but_smaller(name, photos, tmp_path):
-    config = Path(__file__).parents[2] / "configs" / name
+    config = Path(__file__).parents[3] / "configs" / name
     arguments = ["fit", f"--config={config}", f"--data.root={photos}", f"--runs={tmp_path}", *TINY]
     assert main([*arguments, "--model.model_kwargs.num_heads=2", "--trainer.max_epochs=1"]) == 0
