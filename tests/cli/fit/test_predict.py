@@ -155,6 +155,7 @@ def test_broken_files_are_left_out_listed_and_counted(run, pictures, tmp_path, c
     assert f"2 images could not be read and were left out. {folder / 'unreadable.csv'} says why." in out
     assert f"3 predictions in {folder / 'predictions.csv'}" in out
     assert rows(folder / "predictions.csv") == rows(whole / "predictions.csv")
+    wanted = (("empty.jpg", "zero bytes"), ("half.png", "broken"))
     listed = [(row["path"], row["reason"]) for row in rows(folder / "unreadable.csv")]
     for (path, reason), (name, words) in zip(
         listed, (("empty.jpg", "zero bytes"), ("half.png", "broken")), strict=True
