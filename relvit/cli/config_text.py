@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 from jsonargparse import get_loader, set_loader
 
-from relvit.data.modules.by_name import public_class_path
+from relvit.data.modules.registry import public_class_path
 
 # The name under which parsers find `load_config`.
 MODE = "relvit"

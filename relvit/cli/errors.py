@@ -28,7 +28,7 @@ def says_enough(error: Exception) -> bool:
 def describe(error: Exception) -> str:
     """Describe what went wrong, without what jsonargparse and the workers of data loaders put around a message."""
     # Not above: it loads torch and Lightning, which `relvit --help` can do without.
-    from relvit.data.files.images import UnreadableImageError
+    from relvit.data.images.decode import UnreadableImageError
 
     # A constructor's own error is the first cause of the parser's, which lists all types that the option may have.
     cause: BaseException = error

@@ -15,7 +15,7 @@ from relvit.cli.aliases import ALIASES, POSITIONALS, USAGE
 from relvit.cli.fit.options import TRAINER_DEFAULTS, add_own_options
 from relvit.cli.parser import Parser, function_of
 from relvit.data import ImageFolderData
-from relvit.data.modules.by_name import data_modules
+from relvit.data.modules.registry import data_modules
 from relvit.data.transforms import Augment
 from relvit.training import ImageClassifier
 

@@ -17,7 +17,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from relvit.cli.aliases import ALIASES, USAGE
 from relvit.cli.config_text import MODE, load_config
 from relvit.cli.errors import UsageError
-from relvit.data.modules.by_name import data_modules
+from relvit.data.modules.registry import data_modules
 from relvit.utils.messages import did_you_mean, listing
 
 NO_DATA = "no data given: give --root DIR, which holds train/CLASS/IMAGE, or --data NAME, or --config FILE"

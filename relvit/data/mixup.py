@@ -1,4 +1,4 @@
-"""Mixup and CutMix of a batch, with the soft labels that belong to them."""
+"""Mixup, CutMix and label smoothing of a training batch."""
 
 import torch
 from torch import Tensor, nn

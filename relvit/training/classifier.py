@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MetricCollection
 
-from relvit.data.loading.train_sampler import training_position
+from relvit.data.loading.sampler import training_position
 from relvit.data.mixup import BatchMix
 from relvit.models import build_model, check_image_size
 from relvit.models.weights.transfer import TransferReport, transfer_weights

@@ -50,3 +50,14 @@ class MissingPackageError(ModuleNotFoundError):
         name = (package or "").partition(".")[0]
         install = f'"relvit[{EXTRAS[name]}]"' if name in EXTRAS else name
         super().__init__(f"{purpose} needs the package {name}: pip install {install}", name=name)
+
+
+def check_choice(argument: str, value: object, allowed: Sequence[str]) -> None:
+    """Refuse a value that is not one of the allowed names.
+
+    Raises:
+        ValueError: `value` is not in `allowed`; the message has the nearest name.
+    """
+    if value not in allowed:
+        hint = did_you_mean(str(value), allowed)
+        raise ValueError(f"{argument} is {value!r}; allowed are {', '.join(map(repr, allowed))}{hint}")

@@ -153,7 +153,7 @@ def test_a_checkpoint_of_a_model_beyond_measure(command, content, tmp_path, refu
 
 
 @pytest.mark.parametrize("command", ["validate", "resolutions"])
-@pytest.mark.parametrize("name", ["os.system", "relvit.data.files.dataset.os.system", ""])
+@pytest.mark.parametrize("name", ["os.system", "relvit.data.images.datasets.os.system", ""])
 def test_a_checkpoint_does_not_choose_what_is_imported(command, name, content, tmp_path, refused):
     content["relvit"]["data"]["class_path"] = name
     assert f"was trained with the data module {name}" in refused(command, saved(tmp_path / "x.ckpt", content))

@@ -12,7 +12,8 @@ from small_training import KWARGS, train
 from relvit.cli import main
 from relvit.data import CIFAR10Data, ImageFolderData
 from relvit.plots import read_metrics
-from relvit.training import ImageClassifier, TrainingImages, training_images
+from relvit.training import ImageClassifier, TrainingImages
+from relvit.training.callbacks import training_images
 
 
 @pytest.fixture
@@ -93,10 +94,11 @@ def test_images_that_cannot_be_read_or_drawn_end_nothing(photos, tmp_path, monke
 def test_whole_batches_of_images_in_memory(sheets):
     """CIFAR's come augmented as a batch; here they are noise."""
     data = CIFAR10Data(num_workers=0, batch_size=16)
-    from relvit.data.loading.memory import MemoryImages, pack
+    from relvit.data.images.memory import SameSizeImages
+    from relvit.data.transforms import pack
 
     pixels = np.random.default_rng(0).integers(0, 256, (40, 32, 32, 3), np.uint8)
-    data._datasets["train"] = MemoryImages(pack(pixels), [i % 10 for i in range(40)], data.train_transform)
+    data._datasets["train"] = SameSizeImages(pack(pixels), [i % 10 for i in range(40)], data.train_transform)
     pictures = list(training_images._first(data))
     assert len(pictures) == 20
     assert all(picture.shape == (32, 32, 3) for picture, _ in pictures)

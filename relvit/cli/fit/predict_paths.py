@@ -37,4 +37,5 @@ def data_of_paths(checkpoint: Checkpoint) -> Checkpoint:
     # A broken file shall not cost the others their predictions, whatever the training did about it.
     known = inspect.signature(ImagePathsData).parameters.keys() - {"on_error"}
     arguments = {name: value for name, value in checkpoint.data_args.items() if name in known}
-    return replace(checkpoint, data_class=ImagePathsData.__name__, data_args=arguments | {"paths": []})
+    data = {"class_path": ImagePathsData.__name__, "init_args": arguments | {"paths": []}}
+    return replace(checkpoint, data=data)

@@ -115,7 +115,7 @@ class RelvitCLI(LightningCLI):
         if self.paths is not None:
             self.knows_data = True
             return data_of_paths(checkpoint)
-        data, asked = checkpoint.data_class, option(self.arguments, "--data")
+        data, asked = checkpoint.data["class_path"], option(self.arguments, "--data")
         # A file must not choose what is imported.
         if checkpoint.data_type is None and asked is None:
             raise UsageError(f"{path} was trained with the data module {data}: give --data {data}")
@@ -145,7 +145,7 @@ class RelvitCLI(LightningCLI):
                 data.pop("class_names", None)
             known: dict[str, Any] = {"model": model}
             if self.knows_data:
-                known["data"] = {"class_path": self.checkpoint.data_class, "init_args": data}
+                known["data"] = {"class_path": self.checkpoint.data["class_path"], "init_args": data}
             try:
                 first = [f"--config={json.dumps(known)}"]
             except (TypeError, ValueError, RecursionError) as error:
@@ -183,7 +183,7 @@ class RelvitCLI(LightningCLI):
             return
         if self._get(self.config, "lr_find"):
             raise UsageError("--lr_find starts a training; one that goes on keeps its learning rate: drop that option")
-        data = {"class_path": checkpoint.data_class, "init_args": checkpoint.data_args}
+        data = checkpoint.data
         trained = {"model": checkpoint.model, "data": data} | checkpoint.fit
         now = {"model": self.model.hparams, "data": data_arguments(self.datamodule)} | fit_options(self.config.fit)
         self.changed = changed_options(self.checkpoint_path, trained, now, self.arguments)
@@ -275,7 +275,7 @@ class RelvitCLI(LightningCLI):
             self.trainer.callbacks.remove(self.announcement)
             rank_zero_print(text)
             return
-        finished = self.checkpoint.finished_epochs
+        finished = self.checkpoint.finished_epochs()
         if epochs is not None and 0 <= epochs <= finished:
             raise UsageError(
                 f"the training of {self.checkpoint_path} has reached its {finished} epochs: to go on, give --epochs "
@@ -293,7 +293,7 @@ class RelvitCLI(LightningCLI):
         if self.best.best_model_score is None:
             rank_zero_print("Nothing was trained.")
             return
-        since = self.checkpoint.finished_epochs if self.checkpoint else 0
+        since = self.checkpoint.finished_epochs() if self.checkpoint else 0
         seconds, seed = time.monotonic() - self.start, self._get(self.config, "seed_everything")
         report_fit(self.trainer, self.best, self.run_folder, seed, seconds, since, same_run=self.resumes is not None)
 

@@ -13,7 +13,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 
 from relvit.data import ImageData
-from relvit.data.files.dataset import NamedFiles
+from relvit.data.images.datasets import NamedFiles
 from relvit.utils.files import atomic_write
 from relvit.utils.messages import printable
 

@@ -15,7 +15,7 @@ from lightning import Trainer
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import Tensor
 
-from relvit.data.modules.by_name import public_class_path
+from relvit.data.modules.registry import public_class_path
 from relvit.utils.files import atomic_write, is_address
 from relvit.utils.remote import local_file
 

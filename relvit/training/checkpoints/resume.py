@@ -18,7 +18,7 @@ from lightning.pytorch.loops.evaluation_loop import RestartStage
 from torch import Tensor
 from torchmetrics import MetricCollection
 
-from relvit.data.loading.train_sampler import training_position
+from relvit.data.loading.sampler import training_position
 from relvit.training.optim.schedule import batch_size_of
 
 # The key of the `ResumePoint` in a checkpoint.

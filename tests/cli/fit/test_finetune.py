@@ -1,8 +1,6 @@
 """Fine-tuning through the command line: from a checkpoint, and from weights of timm, on other classes and sizes."""
 
 import json
-import re
-import shlex
 import shutil
 from pathlib import Path
 
@@ -20,8 +18,6 @@ from relvit.cli import main
 from relvit.training import load_classifier, read_checkpoint
 
 COMMON = [argument for argument in TINY if not argument.startswith("--model.")]
-ROOT = Path(__file__).parents[3]
-ONE_STEP = ["--trainer.fast_dev_run=true", "--trainer.precision=32-true", "--data.batch_size=2", "--model.min_lr=0"]
 COLOURS = {"ape": (220, 220, 30), "cat": (200, 40, 40), "emu": (30, 220, 220), "yak": (120, 30, 160)}
 
 
@@ -163,29 +159,3 @@ def test_mistakes(arguments, message, run, animals, tmp_path, capsys):
     assert main([*common, *(argument.format(best) for argument in arguments), "--data.img_size=32"]) == 2
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_commands_of_the_readme(run, photos, tmp_path, monkeypatch, capsys):
-    """As printed, but for one step each on small images; weights of timm are drawn here instead of downloaded."""
-    monkeypatch.setattr(
-        "timm.models._builder.load_state_dict_from_hf",
-        lambda name, *args, **kwargs: timm.create_model(name.removeprefix("timm/")).state_dict(),
-    )
-    shutil.copy(run / "checkpoints" / "best.ckpt", tmp_path / "best.ckpt")
-    (tmp_path / "photos").symlink_to(photos)
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
-    monkeypatch.chdir(tmp_path)
-    section = re.search(r"^## Fine-tuning\n(.*?)^## ", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)[1]
-    blocks = "\n".join(re.findall(r"```bash\n(.*?)```", section, re.DOTALL)).replace("\\\n", " ")
-    lines = [line for line in blocks.splitlines() if line]
-    assert len(lines) == 4
-    found = []
-    for line in lines:
-        command = shlex.split(line.replace("--img_size 288", ""))
-        assert command[0] == "relvit"
-        assert main([*command[1:], *COMMON, "--data.img_size=32", *ONE_STEP]) == 0, line
-        out = capsys.readouterr().out
-        found.append(re.search(r"^pretrained: \d+ of \d+ tensors from (\S+?);?(?: .*)?$", out, re.MULTILINE)[1])
-        assert "Note: the images are normalised" not in out
-    names = ["deit3_small_patch16_224.fb_in22k_ft_in1k", "best.ckpt", "deit_small_patch16_224"]
-    assert found == [*names, "vit_small_patch16_224.augreg_in21k"]

@@ -157,9 +157,7 @@ def test_broken_files_are_left_out_listed_and_counted(run, pictures, tmp_path, c
     assert rows(folder / "predictions.csv") == rows(whole / "predictions.csv")
     wanted = (("empty.jpg", "zero bytes"), ("half.png", "broken"))
     listed = [(row["path"], row["reason"]) for row in rows(folder / "unreadable.csv")]
-    for (path, reason), (name, words) in zip(
-        listed, (("empty.jpg", "zero bytes"), ("half.png", "broken")), strict=True
-    ):
+    for (path, reason), (name, words) in zip(listed, wanted, strict=True):
         assert path == f"{pictures}/{name}"
         assert words in reason
     # Where that is asked for they stop it, and an interrupted table is none.
