@@ -47,7 +47,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import relvit
 from relvit.layers import RelativeAttention, RelativePosition2d
-from relvit.ops import AxisTables, JointTable, RelativeTerms, choose, gathered, make_grid, relative_attention, tiled
+from relvit.ops import AxisTables, JointTable, RelativeTerms, choose, make_grid, relative_attention
+from relvit.ops.backends import gathered, tiled
 
 BACKENDS = ("fused", "tiled", "gathered")
 EXACT = {torch.float64: 1e-10, torch.float32: 1e-5}

@@ -13,10 +13,9 @@ import relvit.ops.aft.scripted  # noqa: F401 (the operators that scripted code c
 from relvit.layers.interpolate import resample_embedding
 from relvit.ops import Grid, aft_conv, aft_full, aft_local, aft_simple
 from relvit.ops.aft.operations import CONV_BACKENDS, FULL_BACKENDS, SIMPLE_BACKENDS
-from relvit.ops.checks import check_backend
-from relvit.ops.pairs import int_pair
-from relvit.ops.precision import without_autocast
-from relvit.ops.scripted import register_operator
+from relvit.ops.backends.scripted import register_operator
+from relvit.ops.checks import check_backend, int_pair
+from relvit.ops.tracing import without_autocast
 
 # They look at sizes and values, which symbolic tracing has none of.
 for _operation in (aft_conv, aft_full, aft_local, aft_simple):

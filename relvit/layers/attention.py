@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from relvit.layers.attention_weights import show_weights
 from relvit.ops import Grid, RelativeTerms, relative_attention
 from relvit.ops.attention import BACKENDS
+from relvit.ops.backends.scripted import scripted_attention
 from relvit.ops.checks import check_backend
-from relvit.ops.scripted import scripted_attention
 
 
 def attend(

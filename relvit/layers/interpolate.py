@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from relvit.ops.precision import without_autocast
-from relvit.ops.scripted import register_operator
+from relvit.ops.backends.scripted import register_operator
+from relvit.ops.tracing import without_autocast
 
 
 def resample_embedding(

@@ -1,4 +1,4 @@
-"""Where every token of a sequence lies in the image."""
+"""The grid: where every token of a sequence is in the image, its checks, its mask of padding."""
 
 from numbers import Integral
 from typing import NamedTuple
@@ -108,6 +108,12 @@ def patch_coords(grid: Grid, device: torch.device | None = None) -> Tensor:
     rows = torch.arange(grid.height, device=device)[:, None].expand(grid.height, grid.width)
     cols = torch.arange(grid.width, device=device)[None, :].expand(grid.height, grid.width)
     return torch.stack((rows, cols), dim=-1).reshape(-1, 2)
+
+
+def batched_coords(grid: Grid, device: torch.device) -> Tensor:
+    """Row and column of each patch token, (1 or B, P, 2) int64."""
+    coords = patch_coords(grid, device)
+    return coords if coords.dim() == 3 else coords[None]
 
 
 def key_mask(grid: Grid) -> Tensor | None:

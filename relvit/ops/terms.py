@@ -63,3 +63,8 @@ class RelativeTerms(NamedTuple):
     value: AxisTables | JointTable | None = None
     bias: AxisTables | JointTable | None = None
     bucketing: str = "clip"
+
+
+def with_width(tables: AxisTables | JointTable) -> AxisTables | JointTable:
+    """Turn tables of scalars into tables of vectors of width 1."""
+    return type(tables)(*(table[..., None] for table in tables))

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
+from relvit.ops.checks import int_pair
 from relvit.ops.grid import Grid, num_tokens
-from relvit.ops.pairs import int_pair
 
 
 class Division(NamedTuple):

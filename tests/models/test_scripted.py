@@ -12,7 +12,7 @@ from vits import NAMES, SMALL, assert_same, images, small
 
 from relvit.layers import RelativeAttention, RelativePosition2d
 from relvit.ops import AxisTables, JointTable, RelativeTerms, make_grid, relative_attention
-from relvit.ops.scripted import scripted_attention
+from relvit.ops.backends.scripted import scripted_attention
 
 SIZES = [(24, 16), (16, 40), (8, 72)]
 VARIANTS = [

@@ -10,7 +10,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from relvit.ops import AxisTables, RelativeTerms, gathered, make_grid, relative_attention, tiled
+from relvit.ops import AxisTables, RelativeTerms, make_grid, relative_attention
+from relvit.ops.backends import gathered, tiled
 
 HEIGHT, WIDTH, PREFIX, HEADS, BATCH, DIM = 24, 20, 1, 2, 2, 32
 TOKENS = HEIGHT * WIDTH + PREFIX

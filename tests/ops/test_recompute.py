@@ -5,7 +5,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from relvit.ops import AxisTables, RelativeTerms, fused, make_grid, relative_attention
+from relvit.ops import AxisTables, RelativeTerms, make_grid, relative_attention
+from relvit.ops.backends import fused
 
 
 def case():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from scripts import load
 
-from relvit.ops import tiled
+from relvit.ops.backends import tiled
 
 gpu_scenes = load("gpu_scenes")
 load("gpu_aft")
@@ -33,20 +33,25 @@ def test_all_is_well_on_the_cpu(tmp_path, capsys):
     assert found["versions"]["torch"] == torch.__version__
 
 
-def with_a_wrong_gradient(*args):
-    out = right(*args)
-    return out + 1e-4 * (out - out.detach())
+def without_the_value_term(inputs):
+    terms = inputs.terms
+    return right(inputs._replace(terms=terms._replace(value=None))) + 0 * terms.value.rows.sum()
 
 
-def with_a_leak(*args):
-    return right(*args) + 1e-12
+def with_a_wrong_gradient(inputs):
+    query = inputs.query
+    return right(inputs._replace(query=query + 1e-4 * (query - query.detach())))
 
 
-def with_nan(*args):
-    return right(*args) * math.nan
+def with_a_leak(inputs):
+    return right(inputs) + 1e-12
 
 
-def refusing(*args):
+def with_nan(inputs):
+    return right(inputs) * math.nan
+
+
+def refusing(inputs):
     raise RuntimeError("no kernel\nfor this")
 
 

@@ -8,19 +8,13 @@ from torch.utils.data import Dataset, default_collate
 from torchvision.transforms import v2
 
 from relvit.data.images.decode import ImageSource, UnreadableImageError, load_rgb
-from relvit.data.images.memory import InMemoryBatches
 from relvit.data.loading.loader import SignalSafeDataLoader
 
 OnError = Literal["error", "skip"]
 
 
 class LabelledFiles(Dataset):
-    """Image files with labels. Items are ``(image, label)``.
-
-    Args:
-        samples: Path, or stored image, and label of each.
-        transform: From a PIL image of mode 'RGB' to a tensor.
-    """
+    """Image files, or stored images, with labels. Items are ``(image, label)``, transformed from RGB."""
 
     def __init__(self, samples: Sequence[tuple[ImageSource, int]], transform: v2.Compose) -> None:
         self.samples = list(samples)
@@ -39,12 +33,7 @@ class LabelledFiles(Dataset):
 
 
 class NamedFiles(Dataset):
-    """Image files without labels. Items are ``(image, path)``.
-
-    Args:
-        paths: The files, or stored images.
-        transform: From a PIL image of mode 'RGB' to a tensor.
-    """
+    """Image files, or stored images, without labels. Items are ``(image, path)``, transformed from RGB."""
 
     def __init__(self, paths: Sequence[ImageSource], transform: v2.Compose) -> None:
         self.paths = list(paths)
@@ -99,9 +88,7 @@ class SkipUnreadable(Dataset):
 
 
 class SkipUnreadableBatches(SkipUnreadable):
-    """Skip unreadable files of batches from memory, for a DataLoader with `identity_collate`."""
-
-    dataset: InMemoryBatches
+    """Skip unreadable files of `InMemoryBatches`, for a DataLoader with `identity_collate`."""
 
     def __getitems__(self, indices: list[int]) -> tuple[Any, list[Unreadable]]:
         """Make a batch of the readable images, None where there are none, and the list of unreadable files."""
@@ -123,13 +110,9 @@ def collate_readable(items: list[tuple[Any, list[Unreadable]]]) -> tuple[Any, li
 
 
 class SkipUnreadableLoader(SignalSafeDataLoader):
-    """DataLoader of a `SkipUnreadable` dataset: gives batches of the readable images and records the other files.
+    """DataLoader of a `SkipUnreadable` dataset: gives the readable images and records path and reason of other files.
 
-    A batch in which nothing can be read does not come at all.
-
-    Args:
-        record: Takes path and reason of unreadable files, in the main process.
-        arguments, options: Those of `DataLoader`.
+    A batch in which nothing can be read does not come at all. The record is kept in the main process.
     """
 
     def __init__(self, *arguments: Any, record: dict[str, str], **options: Any) -> None:

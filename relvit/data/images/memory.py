@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
+from relvit.data.images.datasets import LabelledFiles
 from relvit.data.images.decode import UnreadableImageError, load_rgb
 from relvit.data.transforms import BatchTransform, unpack
 from relvit.utils.memory import available_memory
@@ -76,29 +77,20 @@ class ImagesInMemory(Dataset):
 
 
 class SameSizeImages(ImagesInMemory):
-    """Colour images of one size, four bytes a pixel.
-
-    Args:
-        pixels: Packed pixels int32 (N, H, W), see :func:`relvit.data.transforms.pack`; any for unreadable images.
-        targets, transform, unreadable: See `ImagesInMemory`.
-    """
+    """Colour images of one size: packed pixels int32 (N, H, W), see :func:`relvit.data.transforms.pack`."""
 
     def __init__(self, pixels: Tensor, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.pixels = pixels
 
     def values(self, index: int) -> np.ndarray:
-        """Pixels of one image, uint8 (H, W, 3)."""
         return unpack(self.pixels[index]).contiguous().numpy()
 
 
 class AnySizeImages(ImagesInMemory):
-    """Colour images of any sizes, one behind the other in one tensor, three bytes a pixel.
+    """Colour images of any sizes: pixels uint8, one image behind the other, and their sizes int64 (N, 2).
 
-    Args:
-        pixels: uint8, at least the sum of 3 H W over all images.
-        sizes: Height and width of each, int64 (N, 2); zeros for unreadable images.
-        targets, transform, unreadable: See `ImagesInMemory`.
+    A single tensor, so that however many images there are, workers copy none. Unreadable images have the size zero.
     """
 
     def __init__(self, pixels: Tensor, sizes: Tensor, *args: Any, **options: Any) -> None:
@@ -108,19 +100,13 @@ class AnySizeImages(ImagesInMemory):
         self.ends = (3 * sizes.prod(1)).cumsum(0)
 
     def values(self, index: int) -> np.ndarray:
-        """Pixels of one image, uint8 (H, W, 3), a view."""
         height, width = self.sizes[index].tolist()
         end = int(self.ends[index])
         return self.pixels[end - 3 * height * width : end].view(height, width, 3).numpy()
 
 
 class InMemoryBatches(Dataset):
-    """Batches of images of one size, transformed at once, for a DataLoader with `identity_collate`.
-
-    Args:
-        images: The images; their own transform is not used.
-        transform: The transform of a batch.
-    """
+    """Batches of images of one size, transformed at once, for a DataLoader with `identity_collate`."""
 
     def __init__(self, images: SameSizeImages, transform: BatchTransform) -> None:
         self.images = images
@@ -130,21 +116,14 @@ class InMemoryBatches(Dataset):
         return len(self.images)
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor | list[str]]:
-        """Make the batch that a DataLoader asks for: images float32 (B, 3, H, W), and labels int64 (B,) or names."""
+        """Make a batch: images float32 (B, 3, H, W), and labels int64 (B,) or names."""
         targets = [self.images.targets[index] for index in indices]
         images = self.transform(self.images.pixels[torch.as_tensor(indices)])
         return images, targets if isinstance(targets[0], str) else torch.as_tensor(targets)
 
 
-class ImagesToDecode(NamedTuple):
-    """The images of a split: path and label of each, and the transform from a PIL image to a tensor."""
-
-    samples: Sequence[tuple[str, int]]
-    transform: v2.Compose
-
-
 def decode_into_memory(
-    splits: Mapping[str, ImagesToDecode],
+    splits: Mapping[str, LabelledFiles],
     packed_size: Size,
     skip: bool,
     copies: int = 1,
@@ -155,7 +134,7 @@ def decode_into_memory(
     A split whose images all have the packed size becomes `SameSizeImages`, any other one `AnySizeImages`.
 
     Args:
-        splits: The images by split.
+        splits: The files by split.
         packed_size: Height and width for which batches can be transformed at once.
         skip: Whether a file that cannot be read is noted in the result, or raised.
         copies: Processes of this machine that do the same; they divide its memory and its cores.
@@ -169,7 +148,7 @@ def decode_into_memory(
     # Measured before the other processes of this machine begin to allocate.
     available = available_memory()
     decoder = _Decoder(max(1, _cores() // copies), skip, progress or (lambda items, total, what: items))
-    paths = {split: [path for path, _ in images.samples] for split, images in splits.items()}
+    paths = {split: [path for path, _ in files.samples] for split, files in splits.items()}
     sizes = {split: decoder.header_sizes(some, f"reading sizes of {split}") for split, some in paths.items()}
     packed = {split: set(some) - {_UNKNOWN} == {packed_size} for split, some in sizes.items()}
     needed = sum((4 if packed[split] else 3) * sum(map(_area, some)) for split, some in sizes.items())
@@ -182,12 +161,12 @@ def decode_into_memory(
         )
 
     decoded: dict[str, ImagesInMemory] = {}
-    for split, (samples, transform) in splits.items():
-        rest = [label for _, label in samples], transform
-        files = paths[split], sizes[split], f"decoding {split}"
-        images = _same_size(decoder.images(*files), packed_size, *rest) if packed[split] else None
+    for split, files in splits.items():
+        rest = files.targets, files.transform
+        what = paths[split], sizes[split], f"decoding {split}"
+        images = _same_size(decoder.images(*what), packed_size, *rest) if packed[split] else None
         # An EXIF orientation may give an image another size than its header.
-        decoded[split] = images or _any_size(decoder.images(*files), sizes[split], *rest)
+        decoded[split] = images or _any_size(decoder.images(*what), sizes[split], *rest)
     return decoded
 
 

@@ -105,36 +105,29 @@ class CIFARData(ImageData):
         return os.path.join(self.root, self.dataset_class.filename)
 
     def prepare_data(self) -> None:
-        """Unpack or download what is missing.
+        """Unpack or download what is missing, by torchvision.
 
         Raises:
             ValueError: A file is damaged, or the images are missing and may not be downloaded.
         """
-        if not self._damaged():
-            return
         unpack = check_integrity(self._archive, self.dataset_class.tgz_md5)
-        if self.download and not unpack:
-            print(f"{self._title} is not in {self.root}: downloading {self.dataset_class.url}", flush=True)
-        if unpack or self.download:
-            # torchvision downloads the archive only if it is not there.
-            self.dataset_class(self.root, download=True)
-        if damaged := self._damaged():
-            raise ValueError(self._complaint(damaged))
+        self._open(train=False, download=self.download or unpack)
 
-    def _damaged(self) -> list[str]:
-        """The files that are missing or differ from the published ones."""
-        files = [*self.dataset_class.train_list, *self.dataset_class.test_list]
-        meta = self.dataset_class.meta
-        files.append([meta["filename"], meta["md5"]])
-        return [name for name, md5 in files if not check_integrity(os.path.join(self._folder, name), md5)]
+    def _open(self, train: bool, download: bool = False) -> CIFAR10:
+        with warnings.catch_warnings():
+            # NumPy's complaint about how the authors' pickles write a dtype.
+            warnings.filterwarnings("ignore", message=".*align should be passed")
+            try:
+                return self.dataset_class(self.root, train=train, download=download)
+            except RuntimeError as error:  # torchvision's, for missing files and wrong MD5 sums
+                raise ValueError(self._complaint()) from error
 
-    def _complaint(self, damaged: list[str]) -> str:
-        sum_differs = f"is damaged: its MD5 sum is not that of {self._title}; delete"
-        there = [path for name in damaged if os.path.exists(path := os.path.join(self._folder, name))]
-        if there:
-            return f"{there[0]} {sum_differs} {self._folder}, so that it is unpacked or downloaded again"
+    def _complaint(self) -> str:
+        damaged = f"is damaged: its MD5 sum is not that of {self._title}; delete"
+        if os.path.isdir(self._folder):
+            return f"a file in {self._folder} {damaged} the folder, so that it is unpacked or downloaded again"
         if os.path.exists(self._archive):
-            return f"{self._archive} {sum_differs} it and download it again"
+            return f"{self._archive} {damaged} it and download it again"
         url = self.dataset_class.url
         return f"no {self._title} in {self.root}: set download (--data.download true), or put {url} there"
 
@@ -173,13 +166,7 @@ class CIFARData(ImageData):
 
     def _read(self, train: bool) -> tuple[torch.Tensor, list[int]]:
         """Packed pixels int32 (N, 32, 32) and labels."""
-        with warnings.catch_warnings():
-            # NumPy's complaint about how the authors' pickles write a dtype.
-            warnings.filterwarnings("ignore", message=".*align should be passed")
-            try:
-                stored = self.dataset_class(self.root, train=train)
-            except RuntimeError as error:  # torchvision's, which names no file
-                raise ValueError(self._complaint(self._damaged())) from error
+        stored = self._open(train)
         return pack(stored.data), list(stored.targets)
 
     def _name(self, part: str, index: int) -> str:

@@ -93,17 +93,11 @@ class DigitsData(ImageData):
 
 
 class GreyImages(ImagesInMemory):
-    """Grey images in memory.
-
-    Args:
-        images: uint8 (N, H, W).
-        options: See `ImagesInMemory`.
-    """
+    """Grey images in memory, uint8 (N, H, W)."""
 
     def __init__(self, images: np.ndarray, *options: Any) -> None:
         super().__init__(*options)
         self.images = images
 
     def values(self, index: int) -> np.ndarray:
-        """Pixels of one image, uint8 (H, W)."""
         return self.images[index]

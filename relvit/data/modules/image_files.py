@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from relvit.data.images.datasets import LabelledFiles, NamedFiles, OnError
 from relvit.data.images.decode import ImageSource
-from relvit.data.images.memory import ImagesToDecode, decode_into_memory, in_units
+from relvit.data.images.memory import decode_into_memory, in_units
 from relvit.data.modules.base import ImageData, Split
 from relvit.data.split import check_fraction, stratified_split
 from relvit.data.transforms import Augment
@@ -136,8 +136,7 @@ class ImageFilesData(ImageData):
     def _decoded(self) -> dict[Split, Dataset]:
         """Decode train and val together, so that the available memory is measured once."""
         start = time.monotonic()
-        splits: tuple[Split, ...] = ("train", "val")
-        images = {split: ImagesToDecode(self.samples(split), self.transform_of(split)) for split in splits}
+        images = {split: self.build(split) for split in ("train", "val")}
         copies, shown = 1, rank_zero_only.rank == 0 and sys.stderr.isatty()
         if self.trainer is not None:
             copies, shown = self.trainer.num_devices, shown and self.trainer.progress_bar_callback is not None

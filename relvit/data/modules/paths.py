@@ -16,14 +16,9 @@ class ImagePathsData(ImageData):
 
     Args:
         paths: Files, folders with all images below them, and patterns, see `find_images`.
-        class_names: Name of each class; the position is the label.
-        img_size: Size of the images given to the model, one number or (height, width).
         mean: Mean of each channel, in units of the range 0..1; with one channel the images become grey.
-        std: Standard deviation of each channel, in the same units.
-        crop_pct: Share of the side that the centre crop keeps, in (0, 1].
-        batch_size: Images per batch (and per device).
-        num_workers: Processes that load images; 0 loads them in the main process.
         on_error: What to do about a file that cannot be read: 'skip' goes on without it, 'error' stops and names it.
+        class_names, img_size, std, crop_pct, batch_size, num_workers: See :class:`relvit.data.ImageData`.
 
     Raises:
         ValueError: An argument out of its range; later, a path at which there is no image.

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from relvit.layers.init import draw_tables
 from relvit.layers.interpolate import larger
 from relvit.ops import Grid
-from relvit.ops.pairs import int_pair
-from relvit.ops.scripted import register_operator
+from relvit.ops.backends.scripted import register_operator
+from relvit.ops.checks import int_pair
 from relvit.utils.messages import did_you_mean, listing
 
 COMBINES = ("concat", "sum")

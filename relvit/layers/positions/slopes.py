@@ -7,7 +7,7 @@ from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from relvit.ops import AxisTables, Grid, RelativeTerms
-from relvit.ops.pairs import int_pair
+from relvit.ops.checks import int_pair
 
 
 # Tables are as long as the grid, whose sizes have no value while a graph is traced.

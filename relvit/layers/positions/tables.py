@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from relvit.layers.init import draw_tables
 from relvit.ops import BUCKETINGS, AxisTables, Grid, JointTable, RelativeTerms
-from relvit.ops.pairs import int_pair
+from relvit.ops.checks import int_pair
 from relvit.utils.messages import did_you_mean, listing
 
 TERMS = {"q": "query", "k": "key", "v": "value", "b": "bias"}

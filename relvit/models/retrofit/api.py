@@ -25,7 +25,7 @@ from relvit.layers.timm_attention import PLACED_ATTENTIONS
 from relvit.models.relative_vit import POSITIONS, RelVisionTransformer
 from relvit.models.retrofit.models import RETROFITTED, Retrofitted, RetrofittedNaFlexVit
 from relvit.ops.attention import BACKENDS
-from relvit.ops.pairs import int_pair
+from relvit.ops.checks import int_pair
 from relvit.utils.messages import did_you_mean, listing
 
 ABS_POS = ("keep", "freeze", "drop")

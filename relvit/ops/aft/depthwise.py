@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from relvit.ops.transforms import in_graph, in_transform
+from relvit.ops.tracing import is_compiling, is_functorch
 
 
 def depthwise(kernel: Tensor, x: Tensor) -> Tensor:
@@ -21,7 +21,7 @@ def depthwise(kernel: Tensor, x: Tensor) -> Tensor:
     Returns:
         (B, H, W, channels).
     """
-    if x.device.type != "cpu" or in_graph() or in_transform() or not torch.is_grad_enabled():
+    if x.device.type != "cpu" or is_compiling() or is_functorch() or not torch.is_grad_enabled():
         return _convolve(kernel, x)
     return _Depthwise.apply(kernel, x)
 

@@ -11,7 +11,7 @@ from torch.autograd.function import FunctionCtx
 from relvit.ops.aft import depthwise, fourier
 from relvit.ops.aft.channels import from_channels, per_channel, to_channels
 from relvit.ops.aft.exponentials import Sums, bounded_exp
-from relvit.ops.transforms import in_graph, in_transform
+from relvit.ops.tracing import is_compiling, is_functorch
 
 # Below it the two cancel too much. Down to it an average is at most 2 exp(5) = 300 times further off than by rounding,
 # and that only where a key of this weight outweighs all others together by as much.
@@ -34,7 +34,7 @@ def difference(weight: Tensor, top: Tensor, parts: Sums, height: int, width: int
     outside = bounded_exp((-top).clamp_max(0)).to(parts.numerator.dtype)
     kernel = bounded_exp(weight - top).to(parts.numerator.dtype) - outside
     images = [to_channels(part, height, width) for part in parts]
-    if images[0].device.type != "cpu" or in_graph() or in_transform():
+    if images[0].device.type != "cpu" or is_compiling() or is_functorch():
         sums = [_sums(kernel, outside, image) for image in images]
     else:
         sums = _Difference.apply(kernel, outside, *images)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from relvit.ops.grid import Grid, patch_coords
-from relvit.ops.transforms import in_graph, in_transform
+from relvit.ops.tracing import is_compiling, is_functorch
 
 # How far weights may lie apart, in powers of e. The largest exp(key - m) of a channel is 1, what is below exp(-87) is
 # lost in single precision: with a weight of exp(-70) for the one and of 1 for the other, that is less than rounding.
@@ -56,7 +56,7 @@ def exponentials(key: Tensor, value: Tensor, valid: Tensor | None) -> Sums:
         key, value = key.masked_fill(absent, -torch.inf), value.masked_fill(absent, 0.0)
         top = key.detach().amax(dim=2, keepdim=True)
         top = top.masked_fill(torch.isneginf(top), 0.0)
-    if in_graph() or in_transform():
+    if is_compiling() or is_functorch():
         weights = (key - top).exp()
         return Sums(weights * value, weights)
     return Sums(*_Exponentials.apply(key, value, top))

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from relvit.ops.aft.exponentials import Sums
-from relvit.ops.transforms import in_graph, in_transform
+from relvit.ops.tracing import is_compiling, is_functorch
 
 
 def gated(query: Tensor, mixed: Tensor) -> Tensor:
@@ -23,7 +23,7 @@ def gated_average(query: Tensor, sums: Sums, valid: Tensor | None) -> Tensor:
     numerator, denominator = sums
     if valid is not None:
         denominator = torch.where(denominator == 0, 1.0, denominator)
-    if in_graph() or in_transform() or numerator.shape != query.shape:
+    if is_compiling() or is_functorch() or numerator.shape != query.shape:
         return _gated_average(query, numerator, denominator)
     return _GatedAverage.apply(query, numerator, denominator)
 

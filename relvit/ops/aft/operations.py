@@ -25,11 +25,9 @@ from relvit.ops.aft.exponentials import (
 from relvit.ops.aft.gate import gated, gated_average
 from relvit.ops.aft.pairs import average_of_pairs, average_so_far
 from relvit.ops.aft.window import convolution, toeplitz
-from relvit.ops.checks import check_backend
+from relvit.ops.checks import check_backend, int_pair
 from relvit.ops.grid import Grid, key_mask, patch_coords
-from relvit.ops.pairs import int_pair
-from relvit.ops.precision import without_autocast
-from relvit.ops.transforms import in_graph, in_transform
+from relvit.ops.tracing import is_compiling, is_functorch, without_autocast
 
 PLACES_FOR_PRODUCTS = 256
 SIMPLE_BACKENDS = ("reference",)
@@ -238,10 +236,10 @@ def choose_window(bottom: Tensor, grid: Grid) -> str:
     looked at there alone. Elsewhere products are taken for small grids; nothing is known of GPUs.
     """
     places = grid.height * grid.width
-    if torch.jit.is_tracing() or (in_graph() and not has_static_value(places)):
+    if torch.jit.is_tracing() or (is_compiling() and not has_static_value(places)):
         return "convolution"
-    if bottom.device.type == "cpu" and not in_graph():
-        return "difference" if not in_transform() and bottom.min() >= LEAST_DIFFERENCE else "convolution"
+    if bottom.device.type == "cpu" and not is_compiling():
+        return "difference" if not is_functorch() and bottom.min() >= LEAST_DIFFERENCE else "convolution"
     return "toeplitz" if places <= PLACES_FOR_PRODUCTS else "convolution"
 
 
@@ -272,7 +270,7 @@ def _within(weight: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
     The w = 0 of all that is outside of the window is one of them, if there is anything outside.
     """
     covers = False
-    if not in_graph():
+    if not is_compiling():
         reach = [min(size // 2, extent - 1) for size, extent in zip(weight.shape[1:], grid[:2], strict=True)]
         weight = pad_window(weight, *reach)
         covers = reach == [grid.height - 1, grid.width - 1] and grid.prefix == 0
@@ -282,7 +280,7 @@ def _within(weight: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
 
 def _far_apart(bottom: Tensor, top: Tensor) -> bool:
     """Whether biases lie too far apart for products; only where that is known without waiting."""
-    if top.device.type != "cpu" or in_graph() or in_transform():
+    if top.device.type != "cpu" or is_compiling() or is_functorch():
         return False
     return bool((top - bottom).max() > SPREAD)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from relvit.ops.grid import without_padding
 from relvit.ops.recompute import recomputed
-from relvit.ops.transforms import in_graph, in_transform
+from relvit.ops.tracing import is_compiling, is_functorch
 
 # How many logits are formed at a time, and for how many queries at least.
 TILE_LOGITS = 2**24
@@ -68,7 +68,7 @@ def average_of_pairs(
         logits = logits.masked_fill(~allowed, -torch.inf).masked_fill(empty, 0.0)
         return _weighted(logits.softmax(dim=3).masked_fill(empty, 0.0), value)
 
-    again = torch.is_grad_enabled() and not in_graph() and not in_transform()
+    again = torch.is_grad_enabled() and not is_compiling() and not is_functorch()
     tiles = [
         recomputed(tile, key, value, bias, first) if again else tile(key, value, bias, first)
         for first in range(0, count, size)

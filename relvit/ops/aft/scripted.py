@@ -1,4 +1,4 @@
-"""The operations of attention-free transformers as operators of PyTorch, for TorchScript; see `relvit.ops.scripted`."""
+"""Attention-free operations as operators of PyTorch, for TorchScript; see `relvit.ops.backends.scripted`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable
 from torch import Tensor
 
 from relvit.ops.aft.operations import aft_conv, aft_full, aft_local, aft_simple
+from relvit.ops.backends.scripted import register_operator
 from relvit.ops.grid import Grid
-from relvit.ops.scripted import register_operator
 
 CONTENTS = "Tensor query, Tensor key, Tensor value"
 LAYOUT = "int height, int width, int prefix, Tensor? coords, Tensor? valid, bool is_causal, str backend"

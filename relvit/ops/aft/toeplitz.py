@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from relvit.ops.transforms import in_graph, in_transform
+from relvit.ops.tracing import is_compiling, is_functorch
 
 # How many numbers of matrices are formed at a time: on processors what stays in a cache. Elsewhere, and in graphs, few
 # and large operations are better.
@@ -34,7 +34,7 @@ def toeplitz_sums(table: Tensor, x: Tensor, height: int, width: int) -> Tensor:
     """
     # (heads, W, (2 r + 1) W): for a query's column, the weights of all offsets of rows and columns of keys.
     lines = table.unfold(2, width, 1).permute(0, 2, 1, 3).flip(1).flatten(2)
-    if in_graph() or in_transform() or not torch.is_grad_enabled():
+    if is_compiling() or is_functorch() or not torch.is_grad_enabled():
         return _product(lines, x, height, width)
     return _Product.apply(lines, x, height, width)
 
@@ -89,7 +89,7 @@ def _tiles(lines: Tensor, height: int, width: int) -> Iterator[tuple[slice, rang
         for row in range(height):
             yield slice(None), range(row, row + 1), max(0, row - reach), min(height, row + reach + 1)
         return
-    device = "a graph" if in_graph() else lines.device.type
+    device = "a graph" if is_compiling() else lines.device.type
     heads = max(1, MATRIX_NUMBERS.get(device, MOST_MATRIX_NUMBERS) // (height * width) ** 2)
     for first in range(0, lines.shape[0], heads):
         yield slice(first, first + heads), range(height), 0, height

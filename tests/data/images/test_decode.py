@@ -1,4 +1,4 @@
-"""Known pixel values for every kind of image file; broken ones are in tests/support/broken_input.py."""
+"""Known pixel values for every kind of image file; broken files are in tests/support/broken_input.py."""
 
 import gc
 import os
@@ -8,17 +8,17 @@ import zlib
 
 import numpy as np
 import pytest
+import torch
 from broken_input import IMAGES
 from PIL import Image
+from stored_images import KINDS
+from stored_images import write as write_stored
 
-from relvit.data import load_rgb
+from relvit.data import ImageFolderData, ImageListData, ImageNetData, ReaderData, load_rgb
 
 
 def pixels(path):
-    image = load_rgb(path)
-    assert image.mode == "RGB"
-    assert type(image) is Image.Image  # detached from the file
-    return np.asarray(image).tolist()
+    return np.asarray(load_rgb(path)).tolist()
 
 
 def saved(image, path, **options):
@@ -43,39 +43,28 @@ def test_rgb_is_unchanged(tmp_path):
     assert pixels(saved(Image.fromarray(values), tmp_path / "a.png")) == values.tolist()
 
 
-def palette_image():
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("a.png", {"transparency": 1}, [[10, 20, 30], [255, 255, 255], [0, 0, 200]]),
+        ("a.png", {"transparency": bytes([255, 0, 51])}, [[10, 20, 30], [255, 255, 255], [204, 204, 244]]),
+        ("a.gif", {"transparency": 2}, [[10, 20, 30], [200, 0, 0], [255, 255, 255]]),
+    ],
+)
+def test_palette(tmp_path, name, options, expected):
     palette = Image.new("P", (3, 1))
     palette.putdata([0, 1, 2])
     palette.putpalette([10, 20, 30, 200, 0, 0, 0, 0, 200])
-    return palette
+    assert np.abs(np.subtract(pixels(saved(palette, tmp_path / name, **options)), [expected])).max() <= 1
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, [[10, 20, 30], [200, 0, 0], [0, 0, 200]]),
-        ({"transparency": 1}, [[10, 20, 30], [255, 255, 255], [0, 0, 200]]),
-        ({"transparency": bytes([255, 0, 51])}, [[10, 20, 30], [255, 255, 255], [204, 204, 244]]),
-    ],
-)
-def test_palette(tmp_path, options, expected):
-    assert pixels(saved(palette_image(), tmp_path / "a.png", **options)) == [expected]
-
-
-def test_transparent_gif(tmp_path):
-    assert pixels(saved(palette_image(), tmp_path / "a.gif", transparency=2))[0][2] == [255, 255, 255]
-
-
-def test_rgba_hides_the_colour_below(tmp_path):
+def test_alpha_hides_the_colour_below(tmp_path):
     values = np.array([[[255, 0, 0, 0], [255, 0, 0, 51], [255, 0, 0, 255]]], np.uint8)
     path = saved(Image.fromarray(values, "RGBA"), tmp_path / "a.png")
     assert pixels(path) == [[[255, 255, 255], [255, 204, 204], [255, 0, 0]]]
-
-
-@pytest.mark.parametrize("name", ["a.png", "a.tif"])
-def test_grey_with_alpha(tmp_path, name):
-    image = Image.merge("LA", [Image.new("L", (1, 1), 100), Image.new("L", (1, 1), 0)])
-    assert pixels(saved(image, tmp_path / name)) == [[[255] * 3]]
+    for name in ("a.png", "a.tif"):
+        image = Image.merge("LA", [Image.new("L", (1, 1), 100), Image.new("L", (1, 1), 0)])
+        assert pixels(saved(image, tmp_path / name)) == [[[255] * 3]]
 
 
 def test_premultiplied_grey(tmp_path):
@@ -88,14 +77,11 @@ def test_premultiplied_grey(tmp_path):
     assert pixels(path) == [[[20 + 204] * 3]]
 
 
-def test_transparent_colour_of_grey_and_rgb(tmp_path):
+def test_transparent_colour_of_every_depth(tmp_path):
     grey = Image.fromarray(np.array([[7, 100]], np.uint8))
     assert pixels(saved(grey, tmp_path / "g.png", transparency=7)) == [[[255] * 3, [100] * 3]]
     rgb = Image.new("RGB", (1, 1), (1, 2, 3))
     assert pixels(saved(rgb, tmp_path / "c.png", transparency=(1, 2, 3))) == [[[255] * 3]]
-
-
-def test_transparent_colour_of_other_depths(tmp_path):
     two_bit = png(tmp_path / "2.png", 4, 2, 0, b"\x1b", struct.pack(">H", 2))
     assert pixels(two_bit) == [[[0] * 3, [85] * 3, [255] * 3, [255] * 3]]
     four_bit = png(tmp_path / "4.png", 2, 4, 0, b"\x5a", struct.pack(">H", 5))
@@ -109,31 +95,20 @@ def test_transparent_colour_of_other_depths(tmp_path):
     assert pixels(grey) == [[[255] * 3, [9] * 3]]
 
 
-def test_cmyk(tmp_path):
+def test_cmyk_as_jpeg(tmp_path):
     image = Image.merge("CMYK", [Image.new("L", (8, 8), v) for v in (255, 0, 0, 0)])
-    assert pixels(saved(image, tmp_path / "a.tif"))[0][0] == [0, 255, 255]
     red, green, blue = pixels(saved(image, tmp_path / "a.jpg", quality=100))[4][4]
     assert red <= 3
     assert min(green, blue) >= 252
 
 
-@pytest.mark.parametrize("name", ["a.png", "a.tif"])
-def test_16_bit_grey_is_scaled(tmp_path, name):
+def test_16_bit_grey_is_scaled(tmp_path):
     values = np.array([[0, 128, 129, 257 * 100, 65535]], np.uint16)
-    assert pixels(saved(Image.fromarray(values), tmp_path / name)) == [[[v] * 3 for v in (0, 0, 1, 100, 255)]]
-
-
-def test_16_bit_grey_big_endian(tmp_path):
-    image = Image.new("I;16B", (1, 1), 257 * 18)
-    assert image.mode == "I;16B"
-    assert pixels(saved(image, tmp_path / "a.tif")) == [[[18] * 3]]
-
-
-def test_wide_integers_are_16_bit_or_refused(tmp_path):
-    assert pixels(saved(Image.new("I", (1, 1), 257 * 3), tmp_path / "a.tif")) == [[[3] * 3]]
-    for value in (65536, -1):
-        with pytest.raises(ValueError, match="do not fit 16 bits; delete or replace it"):
-            load_rgb(saved(Image.new("I", (1, 1), value), tmp_path / "b.tif"))
+    for name in ("a.png", "a.tif"):
+        assert pixels(saved(Image.fromarray(values), tmp_path / name)) == [[[v] * 3 for v in (0, 0, 1, 100, 255)]]
+    assert pixels(saved(Image.new("I;16B", (1, 1), 257 * 18), tmp_path / "b.tif")) == [[[18] * 3]]
+    with pytest.raises(ValueError, match="grey values from -1 to -1 do not fit 16 bits; delete or replace it"):
+        load_rgb(saved(Image.new("I", (1, 1), -1), tmp_path / "c.tif"))
 
 
 @pytest.mark.parametrize(("name", "tolerance"), [("a.jpg", 8), ("a.tif", 0), ("a.png", 0)])
@@ -170,3 +145,47 @@ def test_files_are_closed(tmp_path):
         assert len(os.listdir("/proc/self/fd")) == before
         gc.collect()
     assert image.getpixel((0, 0)) == (0, 0, 0)
+
+
+# File: how a viewer shows its upper left and lower right pixels.
+ODD = {"turned.png": ([255] * 3, [0] * 3), "transparent.png": ([255] * 3, [1, 2, 3])}
+
+
+def write_odd(folder):
+    folder.mkdir(parents=True)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the first stored row is shown as the right column
+    stored = np.zeros((4, 6), np.uint8)
+    stored[3, 0] = 255  # so the lower left corner comes to the upper left
+    Image.fromarray(stored).save(folder / "turned.png", exif=exif)
+    rgba = np.full((6, 4, 4), (1, 2, 3, 255), np.uint8)
+    rgba[0, 0] = (200, 0, 0, 0)
+    Image.fromarray(rgba).save(folder / "transparent.png")
+
+
+def test_every_data_module_of_files_decodes_so(tmp_path):
+    """Turned and transparent images, of test and of predict."""
+    options = {"img_size": (6, 4), "num_workers": 0, "crop_pct": 1.0, "mean": (0.0,) * 3, "std": (1.0,) * 3}
+    names = ["n00000001", "n00000002"]
+    for name in names:
+        write_odd(tmp_path / "test" / name)
+    rows = [f"test/{name}/{file},{name}" for name in names for file in ODD]
+    (tmp_path / "test.csv").write_text("\n".join(["path,label", *rows]) + "\n")
+    modules = [
+        ImageFolderData(str(tmp_path), class_names=names, **options),
+        ImageNetData(str(tmp_path), **options),
+        ImageListData(test=str(tmp_path / "test.csv"), class_names=names, **options),
+    ]
+    files = [(f"{name}/{file}", (tmp_path / "test" / name / file).read_bytes(), name) for name in names for file in ODD]
+    for kind in KINDS:
+        stored = write_stored(kind, tmp_path / kind, {"test": files})
+        modules.append(ReaderData(**stored, test_split="test", class_names=names, **options))
+    for data in modules:
+        for split in ("test", "predict"):
+            dataset = data.dataset(split)
+            paths = [path for path, _ in dataset.samples] if split == "test" else dataset.paths
+            assert len(paths) == 4
+            for (image, _), path in zip(dataset, map(str, paths), strict=True):
+                corners = (image[:, 0, 0] * 255).round().tolist(), (image[:, -1, -1] * 255).round().tolist()
+                assert corners == ODD[path.rsplit("/", 1)[1]], path
+                assert (image.shape, image.dtype) == ((3, 6, 4), torch.float32)

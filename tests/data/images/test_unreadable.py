@@ -1,4 +1,4 @@
-"""Going on past broken files: what comes, what is counted, what is written down."""
+"""Skip unreadable files: which images come, which count, and the list of those that were skipped."""
 
 import csv
 import json
@@ -8,22 +8,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from grey_folders import GREY, data_of, make
+from grey_folders import GREY, data_of, make, spoil
 from photos import TINY
 from PIL import Image
 from torch._utils import ExceptionWrapper
 
 from relvit.cli import main
 from relvit.data import ImageFolderData, UnreadableImageError, load_rgb
-from relvit.data.images.datasets import SkipUnreadableLoader
 from relvit.training import DataRecord, load_classifier
 
 QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
-
-
-def spoil(*paths):
-    for path in paths:
-        path.write_bytes(path.read_bytes()[:40])
 
 
 def test_the_error_comes_out_of_a_worker(tmp_path):
@@ -51,8 +45,7 @@ def test_training_batches_stay_full_and_labels_right(tmp_path, workers):
     assert set(data.unreadable["train"].values()) == {"it is not an image, or of an unknown format"}
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("batch_size", [1, 2, 64])
+@pytest.mark.parametrize(("workers", "batch_size"), [(2, 1), (0, 2), (0, 64)])
 def test_evaluation_leaves_out_what_cannot_be_read(tmp_path, workers, batch_size):
     root = make(tmp_path, train=1, val=2, test=2)
     data = data_of(root, on_error="skip", batch_size=batch_size, num_workers=workers)
@@ -62,7 +55,6 @@ def test_evaluation_leaves_out_what_cannot_be_read(tmp_path, workers, batch_size
     greys, labels = (torch.cat(column).tolist() for column in zip(*found, strict=True))
     assert (greys, labels) == ([10, 10, 200, 200], [0, 0, 2, 2])
     assert set(data.unreadable["val"]) == {str(path) for path in bad}
-    assert isinstance(data.val_dataloader(), SkipUnreadableLoader)
     shutil.rmtree(tmp_path / "test")
     data = data_of(root, on_error="skip", batch_size=batch_size, num_workers=workers)
     names = [name for _, names in data.predict_dataloader() for name in names]
@@ -70,25 +62,27 @@ def test_evaluation_leaves_out_what_cannot_be_read(tmp_path, workers, batch_size
     assert set(data.unreadable["predict"]) == {str(path) for path in bad}
 
 
-def test_several_devices_get_equally_many_batches(tmp_path):
+@pytest.mark.parametrize("cache", [False, True])
+def test_several_devices_get_equally_many_batches(tmp_path, cache):
     """The first device's share, ants and bees 0 and 2 of each, is all broken: empty batches stand in."""
     root = make(tmp_path, train=1, val={"ant": 4, "bee": 4})
     spoil(*(tmp_path / "val" / name / f"00{i}.png" for name in ("ant", "bee") for i in (0, 2)))
     counts = []
     for rank in (0, 1):
-        data = data_of(root, on_error="skip", batch_size=3)
-        data.trainer = SimpleNamespace(world_size=2, global_rank=rank)
+        data = data_of(root, on_error="skip", cache=cache, img_size=(4, 6), batch_size=3)
+        data.trainer = SimpleNamespace(world_size=2, num_devices=2, global_rank=rank, progress_bar_callback=None)
+        data.setup("fit")
         counts.append([len(labels) for _, labels in data.val_dataloader()])
         assert len(data.unreadable["val"]) == (4 if rank == 0 else 0)
     assert counts == [[0, 0], [3, 1]]
 
 
-def test_nothing_can_be_read(tmp_path):
-    data = data_of(make(tmp_path, train=2, val=1), on_error="skip")
-    spoil(*(tmp_path / "train").rglob("*.png"))
+@pytest.mark.parametrize("cache", [False, True])
+def test_nothing_can_be_read(tmp_path, cache):
+    data = data_of(make(tmp_path, train=2, val=1), on_error="skip", cache=cache)
+    spoil(*tmp_path.rglob("*.png"))
     with pytest.raises(ValueError, match=r"none of the 6 training images can be read; .*00\d\.png: it is not an image"):
         list(data.train_dataloader())
-    spoil(*(tmp_path / "val").rglob("*.png"))
     assert list(data.val_dataloader()) == []
 
 
@@ -113,20 +107,14 @@ def skipping(photos, tmp_path_factory):
     shutil.rmtree(root / "val")
     spoil(root / "train" / "cat" / "0.jpg", root / "train" / "owl" / "5.jpg", root / "test" / "dog" / "1.jpg")
     runs = tmp_path_factory.mktemp("runs")
-    arguments = [
-        "fit",
-        "--data=ImageFolderData",
-        f"--data.root={root}",
-        f"--runs={runs}",
-        *TINY,
-        "--trainer.max_epochs=1",
-    ]
-    assert main([*arguments, "--data.on_error=skip", "--data.val_fraction=0.34", "--data.batch_size=2"]) == 0
+    arguments = ["fit", "--data=ImageFolderData", f"--data.root={root}", f"--runs={runs}", *TINY]
+    options = ["--data.on_error=skip", "--data.val_fraction=0.34", "--data.batch_size=2"]
+    assert main([*arguments, "--trainer.max_epochs=1", *options]) == 0
     (folder,) = runs.iterdir()
     return root, folder
 
 
-def test_a_run_lists_what_it_skipped(skipping):
+def test_a_run_lists_what_it_skipped_and_put_aside(skipping, run):
     root, folder = skipping
     # depending on the split the broken training files are in train or val
     found = {row["path"]: row for row in rows(folder / "unreadable.csv")}
@@ -136,21 +124,16 @@ def test_a_run_lists_what_it_skipped(skipping):
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["unreadable"] == dict(Counter(row["split"] for row in found.values()))
 
-
-def test_a_run_lists_what_it_put_aside(skipping):
-    root, folder = skipping
     data = ImageFolderData(str(root), val_fraction=0.34)
     held_out = [path for path, _ in data.dataset("val").samples]
     assert [str(root / row["path"]) for row in rows(folder / "val_split.csv")] == held_out
     assert [row["label"] for row in rows(folder / "val_split.csv")] == ["cat"] * 2 + ["dog"] * 2 + ["owl"] * 2
-
-
-def test_a_run_with_a_val_folder_and_whole_files_writes_neither(run):
+    # `run` has a val folder and no broken files.
     assert not {"val_split.csv", "unreadable.csv"} & {path.name for path in run.iterdir()}
     assert "unreadable" not in json.loads((run / "summary.json").read_text())
 
 
-def test_what_was_told_is_not_told_again(tmp_path, capsys):
+def test_a_skipped_image_is_reported_once(tmp_path, capsys):
     data = data_of(make(tmp_path, train=2, test=2), on_error="skip")
     trainer = SimpleNamespace(datamodule=data, world_size=1, is_global_zero=True)
     record = DataRecord(None)
@@ -185,20 +168,14 @@ def test_metrics_do_not_count_what_was_skipped(skipping, tmp_path, capsys):
     assert summary["test/loss"] == pytest.approx(sum(losses) / 17, rel=1e-4)
 
 
-def test_validate_tells_without_a_folder(skipping, tmp_path, capsys):
+def test_validate_and_predict_report_it(skipping, tmp_path, capsys):
     root, folder = skipping
-    shutil.copytree(root / "test", tmp_path / "val")
+    shutil.copytree(root / "test", tmp_path / "photos" / "val")
     best = folder / "checkpoints" / "best.ckpt"
-    assert main(["validate", f"--ckpt_path={best}", f"--data.root={tmp_path}", *QUIET]) == 0
-    assert (
-        f"1 image of val could not be read and was left out.\n  {tmp_path}/val/dog/1.jpg: " in capsys.readouterr().out
-    )
-
-
-def test_predict_skips_and_lists(skipping, tmp_path):
-    root, folder = skipping
-    arguments = [f"--ckpt_path={folder / 'checkpoints' / 'best.ckpt'}", f"--runs={tmp_path}", *QUIET]
-    assert main(["predict", *arguments]) == 0
-    (predictions,) = tmp_path.iterdir()
+    assert main(["validate", f"--ckpt_path={best}", f"--data.root={tmp_path / 'photos'}", *QUIET]) == 0
+    skipped = f"{tmp_path / 'photos'}/val/dog/1.jpg"
+    assert f"1 image of val could not be read and was left out.\n  {skipped}: " in capsys.readouterr().out
+    assert main(["predict", f"--ckpt_path={best}", f"--runs={tmp_path / 'runs'}", *QUIET]) == 0
+    (predictions,) = (tmp_path / "runs").iterdir()
     assert len(rows(predictions / "predictions.csv")) == 17
     assert [row["path"] for row in rows(predictions / "unreadable.csv")] == [f"{root}/test/dog/1.jpg"]

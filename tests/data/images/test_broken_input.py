@@ -57,7 +57,7 @@ def test_a_long_image_keeps_its_middle():
 def test_folders(case, tmp_path):
     root = make(tmp_path / "photos", train=2, val=1)
     case.spoil(tmp_path / "photos")
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught_warnings:
         warnings.simplefilter("always")
         if case.counts is None:
             with pytest.raises((ValueError, FileNotFoundError), match=re.escape(case.says)) as caught:
@@ -69,7 +69,7 @@ def test_folders(case, tmp_path):
     assert tuple(np.bincount(train.targets)) == case.counts
     paths = [path for path, _ in train.samples]
     assert len({os.path.realpath(path) for path in paths}) == len(paths)
-    messages = [str(warning.message) for warning in told]
+    messages = [str(warning.message) for warning in caught_warnings]
     assert (case.outcome == WARNED) == any(case.says in message for message in messages if case.says)
     assert case.outcome == WARNED or messages == []
 
