@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from relvit.layers import AFTConv2d, AFTFull
 from relvit.ops import Grid, aft_conv, aft_full, aft_simple, make_grid, reference
-from relvit.ops.aft.operations import FULL_BACKENDS, WINDOWS
+from relvit.ops.aft.api import FULL_BACKENDS, WINDOW_FORMS
 
 WIDTH = 6
 # Exponentials and sums are in float32 at least: what half precision rounds is what goes in and what comes out.
@@ -50,7 +50,7 @@ def outcome(
 def operations(grid: Grid) -> Iterator[tuple[str, tuple[str, ...], Callable[..., Tensor], Callable[..., Tensor]]]:
     """Name, inputs, and the operation as it is and as its reference has it."""
     first = ("query", "key", "value")
-    for backend in (*WINDOWS, "pairs", "auto"):
+    for backend in (*WINDOW_FORMS, "pairs", "auto"):
         fast = partial(aft_conv, grid=grid, backend=backend)
         yield f"aft_conv, {backend}", (*first, "window"), fast, partial(reference.aft_conv, grid=grid)
     for backend in (*FULL_BACKENDS[:2], "auto"):

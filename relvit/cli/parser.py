@@ -133,7 +133,7 @@ def _options_of(config: str) -> dict[str, Any]:
         raise UsageError(f"--config {config}: {_one_line(error)}") from error
     if not isinstance(options, dict):
         raise UsageError(
-            f"--config {config}: options go by name, such as 'trainer: {{max_epochs: 10}}', got {options!r}"
+            f"--config {config}: options go by name, such as 'trainer: {{max_epochs: 10}}', got {_one_line(options)}"
         )
     return options
 
@@ -199,9 +199,8 @@ def _wrong_value(option: Given, known: Mapping[str, Any]) -> str | None:
     hint, place = known.get(name), "" if file is None else f" in {file}"
     if hint is None:
         if file is not None and not isinstance(value, dict) and any(other.startswith(f"{name}.") for other in known):
-            return (
-                f"{name} in {file} must hold its options by name, such as '{name}: {{{name}: {value}}}', got {value!r}"
-            )
+            example = f"'{name}: {{NAME: VALUE}}'"
+            return f"{name} in {file} must hold its options by name, such as {example}, got {_one_line(value)}"
         return None
     if value is None and file is None:
         return f"--{name} needs a value"
@@ -211,7 +210,7 @@ def _wrong_value(option: Given, known: Mapping[str, Any]) -> str | None:
     if families and "." not in value:
         names = sorted([cls.__name__ for cls in data_modules()] if name == "data" else _subclasses(hint))
         return f"unknown {name} {value!r}{place}{did_you_mean(value, names)}; known: {listing(names)}"
-    return f"--{name}{place} must be {_in_words(hint)}, got {value}"
+    return f"--{name}{place} must be {_in_words(hint)}, got {_one_line(value)}"
 
 
 def _accepts(hint: Any, value: Any) -> bool:
@@ -236,6 +235,6 @@ def _in_words(hint: Any) -> str:
     return WORDS.get(kind, kind.__name__)
 
 
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
+def _one_line(value: object) -> str:
+    text = " ".join(str(value).split())
     return text if len(text) <= 500 else f"{text[:497]}..."

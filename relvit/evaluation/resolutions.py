@@ -1,4 +1,4 @@
-"""One checkpoint, several image sizes: accuracy as a function of the resolution."""
+"""Evaluate one checkpoint at several image sizes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Attention-free mixers: what every token gets is an average of all values, gated by its query."""
+"""Attention-free mixers (AFT) in place of attention: each token gets an average of all values, gated by its query."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 
 import torch
@@ -9,16 +10,17 @@ import torch.nn.functional as F
 from timm.layers import register_notrace_function, trunc_normal_
 from torch import Tensor, nn
 
-import relvit.ops.aft.scripted  # noqa: F401 (the operators that scripted code calls)
 from relvit.layers.interpolate import resample_embedding
 from relvit.ops import Grid, aft_conv, aft_full, aft_local, aft_simple
-from relvit.ops.aft.operations import CONV_BACKENDS, FULL_BACKENDS, SIMPLE_BACKENDS
+from relvit.ops.aft.api import CONV_BACKENDS, FULL_BACKENDS, SIMPLE_BACKENDS, local_bias
+from relvit.ops.aft.scripted import gated_mix
 from relvit.ops.backends.scripted import register_operator
 from relvit.ops.checks import check_backend, int_pair
 from relvit.ops.tracing import without_autocast
+from relvit.utils.messages import did_you_mean
 
 # They look at sizes and values, which symbolic tracing has none of.
-for _operation in (aft_conv, aft_full, aft_local, aft_simple):
+for _operation in (gated_mix, aft_conv, aft_full, aft_local, aft_simple):
     register_notrace_function(_operation)
 
 
@@ -40,6 +42,7 @@ class AFTSimple(nn.Module):
 
     Raises:
         ValueError: heads that do not divide the width, an unknown backend.
+        TypeError: an argument that the class does not have.
     """
 
     # How many channels of keys each head has, None: as many as values.
@@ -57,8 +60,13 @@ class AFTSimple(nn.Module):
         backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **unknown: object,
     ) -> None:
         super().__init__()
+        for name in unknown:
+            allowed = {name for cls in type(self).__mro__[:-2] for name in inspect.signature(cls).parameters}
+            hint = did_you_mean(name, allowed - {"self", "kwargs", "unknown"})
+            raise TypeError(f"{type(self).__name__} has no argument {name!r}{hint}")
         check_backend(backend, self.backends)
         if num_heads < 1 or dim % num_heads:
             raise ValueError(f"num_heads must divide dim {dim}, got {num_heads}")
@@ -66,18 +74,18 @@ class AFTSimple(nn.Module):
         self.head_dim = dim // num_heads
         self.keys = self.key_dim or self.head_dim
         self.backend = backend
-        widths = (self.head_dim, self.keys, self.head_dim)
         # One projection for all three: queries of all heads, then keys, then values.
-        self.qkv = nn.Linear(dim, num_heads * sum(widths), bias=qkv_bias, device=device, dtype=dtype)
+        outputs = num_heads * (self.head_dim + self.keys + self.head_dim)
+        self.qkv = nn.Linear(dim, outputs, bias=qkv_bias, device=device, dtype=dtype)
         self.proj = nn.Linear(dim, dim, bias=proj_bias, device=device, dtype=dtype)
         self.proj_drop = nn.Dropout(proj_drop)
 
     def forward(self, x: Tensor, grid: Grid, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """(B, N, dim) tokens laid out by `grid` -> (B, N, dim).
+        """Mix (B, N, dim) tokens laid out by `grid` into (B, N, dim).
 
         Args:
             x: tokens, N = number of tokens of `grid`.
-            grid: where they lie; its `valid` leaves padding out.
+            grid: where tokens are; its `valid` leaves padding out.
             attn_mask: None; there is nothing that it could mask.
             is_causal: leave out tokens that come later in the sequence.
 
@@ -94,13 +102,8 @@ class AFTSimple(nn.Module):
         return self.proj_drop(self.proj(x.transpose(1, 2).flatten(2)))
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, grid: Grid, is_causal: bool) -> Tensor:
-        """Gated averages (B, heads, N, head_dim)."""
-        if torch.jit.is_scripting():
-            return torch.ops.relvit.aft_simple(
-                query, key, value, grid.height, grid.width, grid.prefix, grid.coords, grid.valid, is_causal,
-                self.backend,
-            )  # fmt: skip
-        return aft_simple(query, key, value, grid, is_causal=is_causal, backend=self.backend)
+        """Compute gated averages (B, heads, N, head_dim)."""
+        return gated_mix("simple", query, key, value, None, grid, is_causal, self.backend)
 
 
 class AFTFull(AFTSimple):
@@ -132,22 +135,20 @@ class AFTFull(AFTSimple):
         grid_size: int | Sequence[int],
         prefix: int = 0,
         bias_dim: int = 128,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
         **kwargs: object,
     ) -> None:
-        super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
+        super().__init__(dim, num_heads, **kwargs)
         if bias_dim < 1:
             raise ValueError(f"bias_dim must be at least 1, got {bias_dim}")
         rows, cols = int_pair("grid_size", grid_size, 1)
         self.grid_size = (rows, cols)
         self.prefix = prefix
-        self.u = nn.Parameter(torch.empty(prefix + rows * cols, bias_dim, device=device, dtype=dtype))
-        self.v = nn.Parameter(torch.empty(prefix + rows * cols, bias_dim, device=device, dtype=dtype))
+        self.u = nn.Parameter(self.proj.weight.new_empty(prefix + rows * cols, bias_dim))
+        self.v = nn.Parameter(torch.empty_like(self.u))
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Draw the factors anew, of standard deviation 0.01."""
+        """Initialise the factors at random, of standard deviation 0.01."""
         for factor in (self.u, self.v):
             nn.init.normal_(factor, std=0.01)
 
@@ -167,23 +168,14 @@ class AFTFull(AFTSimple):
         self.grid_size = new
 
     def bias(self, grid: Grid) -> Tensor:
-        """w for all places of a grid, (T, T), queries first; in float32 at least."""
+        """Compute w for all places of a grid, (T, T), queries first; in float32 at least."""
         if grid.prefix != self.prefix:
             raise ValueError(f"the grid has {grid.prefix} prefix tokens, the factors are for {self.prefix}")
-        size = (grid.height, grid.width)
-        if torch.jit.is_scripting():
-            return torch.ops.relvit.factored_bias(self.u, self.v, self.grid_size, size, self.prefix)
-        return factored_bias(self.u, self.v, self.grid_size, size, self.prefix)
+        return factored_bias(self.u, self.v, self.grid_size, (grid.height, grid.width), self.prefix)
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, grid: Grid, is_causal: bool) -> Tensor:
-        """Gated averages (B, heads, N, head_dim)."""
-        bias = self.bias(grid)
-        if torch.jit.is_scripting():
-            return torch.ops.relvit.aft_full(
-                query, key, value, bias, grid.height, grid.width, grid.prefix, grid.coords, grid.valid, is_causal,
-                self.backend,
-            )  # fmt: skip
-        return aft_full(query, key, value, bias, grid, is_causal=is_causal, backend=self.backend)
+        """Compute gated averages (B, heads, N, head_dim)."""
+        return gated_mix("full", query, key, value, self.bias(grid), grid, is_causal, self.backend)
 
     def extra_repr(self) -> str:
         return f"grid_size={self.grid_size}, prefix={self.prefix}, bias_dim={self.u.shape[1]}"
@@ -205,15 +197,11 @@ class AFTLocal(AFTFull):
         super().__init__(dim, num_heads, **kwargs)
         self.window = int_pair("window", window, 0)
 
-    def mix(self, query: Tensor, key: Tensor, value: Tensor, grid: Grid, is_causal: bool) -> Tensor:
-        """Gated averages (B, heads, N, head_dim)."""
-        bias = self.bias(grid)
-        if torch.jit.is_scripting():
-            return torch.ops.relvit.aft_local(
-                query, key, value, bias, self.window, grid.height, grid.width, grid.prefix, grid.coords, grid.valid,
-                is_causal, self.backend,
-            )  # fmt: skip
-        return aft_local(query, key, value, bias, self.window, grid, is_causal=is_causal, backend=self.backend)
+    def bias(self, grid: Grid) -> Tensor:
+        """Compute w for all places of a grid, (T, T), zero where two are far apart; in float32 at least."""
+        if grid.prefix != self.prefix:
+            raise ValueError(f"the grid has {grid.prefix} prefix tokens, the factors are for {self.prefix}")
+        return factored_bias(self.u, self.v, self.grid_size, (grid.height, grid.width), self.prefix, self.window)
 
     def extra_repr(self) -> str:
         return f"window={self.window}, {super().extra_repr()}"
@@ -240,28 +228,19 @@ class AFTConv2d(AFTSimple):
     key_dim = 1
     backends = CONV_BACKENDS
 
-    def __init__(
-        self,
-        dim: int,
-        num_heads: int,
-        *,
-        kernel_size: int | Sequence[int] = 11,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        **kwargs: object,
-    ) -> None:
-        super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
+    def __init__(self, dim: int, num_heads: int, *, kernel_size: int | Sequence[int] = 11, **kwargs: object) -> None:
+        super().__init__(dim, num_heads, **kwargs)
         self.kernel_size = int_pair("kernel_size", kernel_size, 1)
         if any(size % 2 == 0 for size in self.kernel_size):
             raise ValueError(f"kernel_size must be odd, the query is in its middle, got {kernel_size!r}")
-        self.kernel = nn.Parameter(torch.empty(num_heads, *self.kernel_size, device=device, dtype=dtype))
-        self.gamma = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype))
-        self.beta = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype))
+        self.kernel = nn.Parameter(self.proj.weight.new_empty(num_heads, *self.kernel_size))
+        self.gamma = nn.Parameter(self.kernel.new_empty(num_heads))
+        self.beta = nn.Parameter(self.kernel.new_empty(num_heads))
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Draw the filters anew; gain and offset are zero."""
-        # With a gain of zero they have no gradient in the first step: they must not all be the same.
+        """Initialise the filters at random; gain and offset are zero."""
+        # With a gain of zero filters have no gradient in the first step: they must not all be the same.
         trunc_normal_(self.kernel, std=0.02)
         nn.init.zeros_(self.gamma)
         nn.init.zeros_(self.beta)
@@ -273,39 +252,48 @@ class AFTConv2d(AFTSimple):
         return {"kernel", "gamma", "beta"}
 
     def weight(self) -> Tensor:
-        """w by offset, (heads, *kernel_size)."""
+        """Compute w by offset, (heads, *kernel_size)."""
         filters = F.layer_norm(self.kernel.flatten(1), (self.kernel.shape[1] * self.kernel.shape[2],), eps=1e-8)
         return (self.gamma[:, None] * filters + self.beta[:, None]).view_as(self.kernel)
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, grid: Grid, is_causal: bool) -> Tensor:
-        """Gated averages (B, heads, N, head_dim)."""
-        if torch.jit.is_scripting():
-            return torch.ops.relvit.aft_conv(
-                query, key, value, self.weight(), grid.height, grid.width, grid.prefix, grid.coords, grid.valid,
-                is_causal, self.backend,
-            )  # fmt: skip
-        return aft_conv(query, key, value, self.weight(), grid, is_causal=is_causal, backend=self.backend)
+        """Compute gated averages (B, heads, N, head_dim)."""
+        return gated_mix("conv", query, key, value, self.weight(), grid, is_causal, self.backend)
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, kernel_size={self.kernel_size}"
 
 
-def factored_bias(u: Tensor, v: Tensor, old_size: Sequence[int], new_size: Sequence[int], prefix: int) -> Tensor:
-    """u v^T of factors (prefix + h w, d') that are interpolated to another grid: (T, T), T = prefix + H W.
+def factored_bias(
+    u: Tensor,
+    v: Tensor,
+    old_size: tuple[int, int],
+    new_size: tuple[int, int],
+    prefix: int,
+    window: tuple[int, int] | None = None,
+) -> Tensor:
+    """Compute u v^T of factors (prefix + h w, d') that are interpolated to another grid: (T, T), T = prefix + H W.
 
-    In float32 at least, autocast or not: an error of a bias is one of the factor exp(bias).
+    In float32 at least, autocast or not: an error of a bias is one of the factor exp(bias). With a window, w is zero
+    between places that are that far apart.
     """
+    if torch.jit.is_scripting():
+        if window is None:
+            return torch.ops.relvit.factored_bias(u, v, old_size, new_size, prefix)
+        return torch.ops.relvit.factored_bias(u, v, old_size, new_size, prefix, window)
     precision = torch.promote_types(u.dtype, torch.float32)
     queries, keys = (
         resample_embedding(factor.to(precision)[None], tuple(old_size), tuple(new_size), prefix)[0] for factor in (u, v)
     )
     with without_autocast(u.device):
-        return queries @ keys.t()
+        bias = queries @ keys.t()
+    return local_bias(bias, window, new_size, prefix) if window else bias
 
 
 register_notrace_function(factored_bias)
 register_operator(
-    "factored_bias(Tensor u, Tensor v, int[2] old_size, int[2] new_size, int prefix) -> Tensor", factored_bias
+    "factored_bias(Tensor u, Tensor v, int[2] old_size, int[2] new_size, int prefix, int[] window=[]) -> Tensor",
+    factored_bias,
 )
 
 

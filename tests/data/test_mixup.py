@@ -16,8 +16,8 @@ def batch(seed=0):
 
 
 def fixed(mix, monkeypatch, lam):
-    """Let Beta's next draws be lam, and each image's partner the one before."""
-    monkeypatch.setattr(torch, "randperm", lambda n: torch.arange(n))  # with the one before
+    """Fix the proportion, and the partner of each image to the one before."""
+    monkeypatch.setattr(torch, "randperm", lambda n: torch.arange(n))
     for part in (mix.mixup, mix.cutmix):
         if part is not None:
             monkeypatch.setattr(part._dist, "sample", lambda shape: torch.tensor([lam]))
@@ -37,7 +37,7 @@ def test_mixup_of_a_fixed_proportion(monkeypatch):
     torch.testing.assert_close(images, batch(), rtol=0, atol=0)  # the caller's stay as they are
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_cutmix_pastes_a_rectangle_and_counts_its_area(monkeypatch, seed):
     mix = fixed(BatchMix(5, mixup_alpha=0, label_smoothing=0), monkeypatch, 0.7)
     images = batch()
@@ -57,16 +57,15 @@ def test_cutmix_pastes_a_rectangle_and_counts_its_area(monkeypatch, seed):
         torch.testing.assert_close(targets[i].double(), wanted.double(), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("prob", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_targets_sum_to_one(prob, smoothing):
-    mix = BatchMix(5, prob=prob, label_smoothing=smoothing)
-    for seed in range(30):
-        torch.manual_seed(seed)
-        _, targets = mix(batch(), LABELS)
-        assert (targets.shape, targets.dtype) == ((5, 5), torch.float32)
+def test_targets_sum_to_one():
+    mix = BatchMix(5, prob=0.7, label_smoothing=0.1)
+    assert mix.state_dict() == {}
+    torch.manual_seed(0)
+    for _ in range(30):
+        images, targets = mix(batch().bfloat16(), LABELS)
+        assert (images.dtype, targets.shape, targets.dtype) == (torch.bfloat16, (5, 5), torch.float32)
         torch.testing.assert_close(targets.sum(1), torch.ones(5))
-        assert targets.min() >= smoothing / 5 - 1e-7
+        assert targets.min() >= 0.1 / 5 - 1e-7
 
 
 def test_smoothing_is_that_of_cross_entropy_and_of_timm(monkeypatch):
@@ -102,8 +101,8 @@ def kinds(mix, count):
 
 def test_probabilities():
     # a CutMix of less than a pixel cuts nothing: with alpha 1, (1 - lam) < 1/64 or so, 2 %
-    assert kinds(BatchMix(5, switch_prob=0.25), 2000) == pytest.approx([0.01, 0.75, 0.24], abs=0.03)
-    assert kinds(BatchMix(5, prob=0.4, switch_prob=0.5), 2000) == pytest.approx([0.61, 0.2, 0.2], abs=0.03)
+    assert kinds(BatchMix(5, switch_prob=0.25), 1000) == pytest.approx([0.01, 0.75, 0.24], abs=0.05)
+    assert kinds(BatchMix(5, prob=0.4, switch_prob=0.5), 1000) == pytest.approx([0.61, 0.2, 0.2], abs=0.05)
     assert kinds(BatchMix(5, cutmix_alpha=0), 200) == [0, 1, 0]
     assert kinds(BatchMix(5, mixup_alpha=0), 200)[1] == 0
 
@@ -111,24 +110,19 @@ def test_probabilities():
 def test_partners_are_random_others_and_the_order_stays():
     mix = BatchMix(5, mixup_alpha=0.5, cutmix_alpha=0, label_smoothing=0)
     torch.manual_seed(0)
-    images, seen = torch.eye(5).reshape(5, 1, 1, 5), set()
-    for _ in range(400):
+    images, seen, proportions = torch.eye(5).reshape(5, 1, 1, 5), set(), []
+    for _ in range(2000):
         out, targets = mix(images, torch.arange(5))
         torch.testing.assert_close(out.flatten(1), targets)  # image and label of i have the same two parts
+        proportions.append(float(targets[0, 0]))
         if 0.01 < targets[0, 0] < 0.99:
             assert ((targets > 0).sum(1) == 2).all()
             assert (targets.diagonal() == targets[0, 0]).all()
             seen |= {tuple(row.nonzero().flatten().tolist()) for row in targets}
     assert len(seen) == 10
-
-
-def test_the_proportion_is_betas(monkeypatch):
-    """Mean 1/2 and variance 1 / (4 (2 alpha + 1))."""
-    mix = BatchMix(5, mixup_alpha=0.4, cutmix_alpha=0, label_smoothing=0)
-    torch.manual_seed(0)
-    shares = [float(mix(batch(), torch.tensor([0, 1, 2, 3, 4]))[1][0, 0]) for _ in range(4000)]
-    assert np.mean(shares) == pytest.approx(0.5, abs=0.02)
-    assert np.var(shares) == pytest.approx(1 / (4 * 1.8), abs=0.01)
+    # Beta's mean 1/2 and variance 1 / (4 (2 alpha + 1)).
+    assert np.mean(proportions) == pytest.approx(0.5, abs=0.03)
+    assert np.var(proportions) == pytest.approx(1 / (4 * 2), abs=0.012)
 
 
 def test_a_seed_gives_the_same_again():
@@ -138,13 +132,6 @@ def test_a_seed_gives_the_same_again():
         results.append([BatchMix(5)(batch(), LABELS)[0] for _ in range(4)])
     assert all(map(torch.equal, results[0], results[1]))
     assert not all(map(torch.equal, results[0], results[2]))
-
-
-def test_half_precision_and_no_state():
-    mix = BatchMix(5)
-    assert mix.state_dict() == {}
-    out, targets = mix(batch().bfloat16(), LABELS)
-    assert (out.dtype, targets.dtype) == (torch.bfloat16, torch.float32)
 
 
 @pytest.mark.parametrize(

@@ -164,8 +164,14 @@ HEAD = ("state_dict", "net.head.weight")
         (put("relvit", "data", "init_args", "mean", [0.5, 0.4, 0.5]), r"mean \[0.5, 0.4, 0.5\], .* \[0.5, 0.5, 0.5\]"),
         (put("relvit", "data", "init_args", "std", [1.0] * 3), r"std \[1.0, 1.0, 1.0\], .* with \[0.25, 0.25, 0.25\]"),
         (put("relvit", "data", "init_args", "crop_pct", 1.0), "crop_pct 1.0, .* with 0.9"),
-        (put(*HEAD, torch.zeros(7, 9)), r"net.head.weight is float32 \(7, 9\) in .*q.ckpt, float32 \(7, 8\) in .*p.ck"),
-        (put(*HEAD, torch.zeros(7, 8).half()), r"net.head.weight is float16 \(7, 8\) in .*q.ckpt, float32 \(7, 8\)"),
+        (
+            put(*HEAD, torch.zeros(7, 9)),
+            r"weight is torch.float32 \(7, 9\) in .*q.ckpt, torch.float32 \(7, 8\)",
+        ),
+        (
+            put(*HEAD, torch.zeros(7, 8).half()),
+            r"weight is torch.float16 \(7, 8\) in .*q.ckpt, torch.float32 \(7, 8\)",
+        ),
         (put(*HEAD, torch.full((7, 8), torch.nan)), "q.ckpt holds values in net.head.weight that are infinite or not"),
         (put("state_dict", "net.more", torch.zeros(1)), "the same tensors: only .*q.ckpt has 'net.more'"),
         (lambda content: content["state_dict"].pop("net.head.bias"), "only .*p.ckpt has 'net.head.bias'"),

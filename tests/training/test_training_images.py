@@ -12,7 +12,8 @@ from small_training import KWARGS, train
 from relvit.cli import main
 from relvit.data import CIFAR10Data, ImageFolderData
 from relvit.plots import read_metrics
-from relvit.training import ImageClassifier, TrainingImages, training_images
+from relvit.training import ImageClassifier, TrainingImages
+from relvit.training.callbacks import training_images
 
 
 @pytest.fixture

@@ -18,8 +18,7 @@ def data_modules() -> list[type[ImageData]]:
 
 def public_class_path(text: str) -> str:
     """Replace full names of relvit's classes of data, wherever their modules are or were, by `relvit.data.NAME`."""
-    # `ImagePathsData` is no public name: `relvit predict` alone makes it.
-    return re.sub(r"\brelvit\.data(?:\.[a-z_]+)+\.(?!ImagePathsData\b)([A-Z]\w*)", r"relvit.data.\1", text)
+    return re.sub(r"\brelvit\.data(?:\.[a-z_]+)+\.([A-Z]\w*)", r"relvit.data.\1", text)
 
 
 def own_data_module(class_path: str) -> type[ImageData] | None:

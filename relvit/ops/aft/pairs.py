@@ -1,19 +1,19 @@
-"""Averages over all pairs of tokens, exact whatever the weights are: a softmax per query and channel."""
+"""AFT averages by pairs of tokens: a softmax per query and channel, exact for any bias, causal too, O(N^2 dim) time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from relvit.ops.grid import without_padding
+from relvit.ops.grid import Grid, patch_coords, without_padding
 from relvit.ops.recompute import recomputed
 from relvit.ops.tracing import is_compiling, is_functorch
 
-# How many logits are formed at a time, and for how many queries at least.
+# How many logits are formed at a time, of one query at least.
 TILE_LOGITS = 2**24
-LEAST_QUERIES = 1
 
 
 def average_of_pairs(
@@ -24,9 +24,9 @@ def average_of_pairs(
     valid: Tensor | None,
     is_causal: bool,
 ) -> Tensor:
-    """sum_j softmax_j(key_j + w_ij) value_j in each channel; zero where there is no key.
+    """Compute sum_j softmax_j(key_j + w_ij) value_j in each channel; zero where there is no key.
 
-    O(N^2 dim) time. Nothing of that size is kept for backward, which computes each tile again.
+    Nothing of size N^2 is kept for backward, which recomputes each tile.
 
     Args:
         key: (B, heads, N, head_dim) or (B, heads, N, 1).
@@ -45,15 +45,15 @@ def average_of_pairs(
     if valid is not None:
         key, value = without_padding(key, valid), without_padding(value, valid)
     batch, heads, count, width = key.shape
-    size = max(LEAST_QUERIES, TILE_LOGITS // max(1, batch * heads * count * width))
+    size = max(1, TILE_LOGITS // max(1, batch * heads * count * width))
 
     def tile(key: Tensor, value: Tensor, bias: Tensor, first: int) -> Tensor:
         last = min(first + size, count)
         key, pairs = key[:, :, None], bias_of(bias, first, last).to(precision)[..., None]
         allowed: Tensor | None = None if valid is None else valid[:, None, None, :, None]
         if is_causal:
-            places = torch.arange(count, device=key.device)
-            earlier = (places <= places[first:last, None])[None, None, ..., None]
+            index = torch.arange(count, device=key.device)
+            earlier = (index <= index[first:last, None])[None, None, ..., None]
             allowed = earlier if allowed is None else earlier & allowed
         top = (key + pairs).detach()
         top = (top if allowed is None else top.masked_fill(~allowed, -torch.inf)).argmax(dim=3, keepdim=True)
@@ -63,52 +63,49 @@ def average_of_pairs(
         key, pairs = (part - at_top for part, at_top in zip((key, pairs), of_top, strict=True))
         logits = key + pairs
         if allowed is None:
-            return _weighted(logits.softmax(dim=3), value)
-        empty = ~allowed.any(dim=3, keepdim=True)
-        logits = logits.masked_fill(~allowed, -torch.inf).masked_fill(empty, 0.0)
-        return _weighted(logits.softmax(dim=3).masked_fill(empty, 0.0), value)
+            weights = logits.softmax(dim=3)
+        else:
+            empty = ~allowed.any(dim=3, keepdim=True)
+            logits = logits.masked_fill(~allowed, -torch.inf).masked_fill(empty, 0.0)
+            weights = logits.softmax(dim=3).masked_fill(empty, 0.0)
+        if weights.shape[-1] == 1:
+            return weights[..., 0] @ value
+        return torch.einsum("bhijc,bhjc->bhic", weights, value)
 
-    again = torch.is_grad_enabled() and not is_compiling() and not is_functorch()
+    recompute = torch.is_grad_enabled() and not is_compiling() and not is_functorch()
     tiles = [
-        recomputed(tile, key, value, bias, first) if again else tile(key, value, bias, first)
+        recomputed(tile, key, value, bias, first) if recompute else tile(key, value, bias, first)
         for first in range(0, count, size)
     ]
     return torch.cat(tiles, dim=2)
 
 
-def _weighted(weights: Tensor, value: Tensor) -> Tensor:
-    """sum_j weights_ij value_j: (B, heads, queries, N, head_dim or 1) and (B, heads, N, head_dim)."""
-    if weights.shape[-1] == 1:
-        return weights[..., 0] @ value
-    return torch.einsum("bhijc,bhjc->bhic", weights, value)
+def token_places(grid: Grid, device: torch.device) -> Tensor:
+    """Number each token's place, prefix tokens first, then the raster: (1 or B, N)."""
+    coords = patch_coords(grid, device)
+    patches = grid.prefix + coords[..., 0] * grid.width + coords[..., 1]
+    patches = patches if patches.dim() == 2 else patches[None]
+    return torch.cat((torch.arange(grid.prefix, device=device).expand(patches.shape[0], -1), patches), dim=1)
 
 
-def average_so_far(key: Tensor, value: Tensor, valid: Tensor | None) -> Tensor:
-    """sum over j <= i of softmax_j(key_j) value_j in each channel, for each i, in log2 N steps over all tokens.
-
-    After each step a token knows the sums over twice as many predecessors, relative to the largest key among them:
-    nothing overflows, and nothing is lost that is not smaller than rounding.
-
-    Args, returns: as `average_of_pairs`.
-    """
-    precision = torch.promote_types(key.dtype, torch.float32)
-    top, numerator = key.to(precision), value.to(precision)
-    lowest = torch.finfo(precision).min
-    denominator = torch.ones_like(top)
-    if valid is not None:
-        absent = ~valid[:, None, :, None]
-        top, numerator = top.masked_fill(absent, lowest), numerator.masked_fill(absent, 0.0)
-        denominator = denominator.masked_fill(absent, 0.0)
-    step = 1
-    while step < key.shape[2]:
-        before = slice(None, -step)
-        highest = torch.cat((top[:, :, :step], torch.maximum(top[:, :, step:], top[:, :, before])), dim=2)
-        here, there = (top - highest).exp(), (top[:, :, before] - highest[:, :, step:]).exp()
-        numerator = _plus_shifted(here * numerator, there * numerator[:, :, before], step)
-        denominator = _plus_shifted(here * denominator, there * denominator[:, :, before], step)
-        top, step = highest, 2 * step
-    return numerator / torch.where(denominator == 0, 1.0, denominator)
+def place_bias(grid: Grid, device: torch.device) -> Callable[[Tensor, int, int], Tensor]:
+    """Make the `bias_of` of `average_of_pairs` for a bias (1 or heads, T, T) by place."""
+    place = token_places(grid, device)
+    return lambda bias, first, last: bias[:, place[:, first:last, None], place[:, None, :]].transpose(0, 1)
 
 
-def _plus_shifted(sums: Tensor, earlier: Tensor, step: int) -> Tensor:
-    return torch.cat((sums[:, :, :step], sums[:, :, step:] + earlier), dim=2)
+def window_bias(grid: Grid, device: torch.device) -> Callable[[Tensor, int, int], Tensor]:
+    """Make the `bias_of` of `average_of_pairs` for windows (heads, r, c) by offset."""
+    coords = patch_coords(grid, device)
+    coords = F.pad(coords if coords.dim() == 3 else coords[None], (0, 0, grid.prefix, 0))
+    placed = torch.arange(coords.shape[1], device=device) >= grid.prefix
+
+    def bias_of(weight: Tensor, first: int, last: int) -> Tensor:
+        near, index = placed[first:last, None] & placed, []
+        for axis, size in enumerate(weight.shape[1:]):
+            offset = coords[:, None, :, axis] - coords[:, first:last, None, axis]
+            near = near & (offset.abs() <= size // 2)
+            index.append(offset.clamp(-(size // 2), size // 2) + size // 2)
+        return torch.where(near, weight[:, index[0], index[1]], 0.0).transpose(0, 1)
+
+    return bias_of

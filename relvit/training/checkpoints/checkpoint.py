@@ -43,11 +43,7 @@ class Normalisation(NamedTuple):
 
     @classmethod
     def read(cls, source: str, values: Mapping[str, Any]) -> Normalisation:
-        """Read 'mean' and 'std' of a file, which may hold anything there.
-
-        Raises:
-            ValueError: something else than numbers.
-        """
+        """Read 'mean' and 'std' of a file; a ValueError if they are no numbers."""
         try:
             return cls(*(tuple(map(float, values.get(name) or ())) or None for name in cls._fields))
         except (TypeError, ValueError, AttributeError) as error:
@@ -67,23 +63,23 @@ class Transforms(NamedTuple):
 class Checkpoint:
     """A checkpoint of `relvit fit` or `relvit average`, without the state of the optimiser.
 
+    Methods raise a ValueError where the file does not hold what they need.
+
     Attributes:
         path: the file or remote address, for messages.
         model: arguments of `ImageClassifier`.
-        data_class: import path of the data module; it may be one that is not installed.
-        data_args: arguments of the data module.
+        data: 'class_path' and 'init_args' of the data module; the class may be one that is not installed.
         fit: further options of the training.
         versions: of the packages that wrote the checkpoint.
         weights: the classifier's tensors to use: the averaged ones where the training kept an average.
         resumable: whether there is the state of an optimiser, so that the training can go on.
         epoch: Lightning's number of the epoch in which the checkpoint was written.
-        resume_point: where the training was, as stored; None in checkpoints that Lightning wrote by itself.
+        resume_point: the `ResumePoint` as stored; None in checkpoints that `relvit fit` did not write.
     """
 
     path: str
     model: dict[str, Any]
-    data_class: str
-    data_args: dict[str, Any]
+    data: dict[str, Any]
     fit: dict[str, Any]
     versions: dict[str, str]
     weights: dict[str, Tensor] = field(repr=False)
@@ -99,8 +95,7 @@ class Checkpoint:
         return cls(
             path=os.fspath(path),
             model=description["model"],
-            data_class=description["data"]["class_path"],
-            data_args=description["data"]["init_args"],
+            data=description["data"],
             fit=description.get("fit") or {},
             versions=description.get("versions") or {},
             weights=content["state_dict"],
@@ -110,11 +105,7 @@ class Checkpoint:
         )
 
     def classifier(self) -> ImageClassifier:
-        """Build the trained classifier, on the CPU, in evaluation mode.
-
-        Raises:
-            ValueError: the arguments or weights in the file do not make a model.
-        """
+        """Build the trained classifier, on the CPU, in evaluation mode."""
         # A classifier itself may start from a checkpoint.
         from relvit.training.classifier import ImageClassifier
 
@@ -125,30 +116,29 @@ class Checkpoint:
         # The arguments are whatever the file holds, and models raise almost any type for wrong ones.
         except Exception as error:
             why = " ".join(str(error).split()) or type(error).__name__
-            raise ValueError(f"the checkpoint does not make a model: {_cut(why, 300)}") from error
+            raise ValueError(f"the checkpoint does not make a model: {_short(why, 300)}") from error
         return classifier.eval()
 
-    @property
     def architecture(self) -> Architecture:
-        """The model, which can be built anew for other classes and another image size."""
+        """Return the model, which can be built anew for other classes and another image size."""
         return Architecture(self.model["model"], self.model.get("model_kwargs"), self.model.get("retrofit"))
+
+    @property
+    def data_args(self) -> dict[str, Any]:
+        """Arguments of the data module."""
+        return self.data["init_args"]
 
     @property
     def data_type(self) -> type[ImageData] | None:
         """The class of the data module if it is one of relvit; nothing is imported that a file names."""
-        return own_data_module(self.data_class)
+        return own_data_module(self.data["class_path"])
 
     def data_module(self, **changes: Any) -> ImageData:
-        """Build the data module of the training with some arguments changed; those that are None stay.
-
-        Raises:
-            ValueError: the data module is not one of relvit's, or does not have such arguments.
-        """
+        """Build the data module of the training with some arguments changed; those that are None stay."""
         data_type = self.data_type
         if data_type is None:
-            raise ValueError(
-                f"{self.path} was trained with the data module {self.data_class}, which is not one of relvit.data"
-            )
+            name = self.data["class_path"]
+            raise ValueError(f"{self.path} was trained with the data module {name}, which is not one of relvit.data")
         arguments = self.data_args | {name: value for name, value in changes.items() if value is not None}
         try:
             return data_type(**arguments)
@@ -156,70 +146,43 @@ class Checkpoint:
             raise ValueError(f"{self.path} does not make a {data_type.__name__}: {error}") from error
 
     def normalisation(self) -> Normalisation:
-        """Read the mean and standard deviation of the training's images.
-
-        Raises:
-            ValueError: they are no numbers.
-        """
+        """Return the mean and standard deviation of the training's images."""
         return Normalisation.read(self.path, self.data_args)
 
     def transforms(self) -> Transforms:
-        """Read how images are resized, cropped and normalised in evaluation.
-
-        Raises:
-            ValueError: the checkpoint does not hold that.
-        """
+        """Return how images are resized, cropped and normalised in evaluation."""
         try:
             mean, std = (tuple(map(float, self.data_args[name])) for name in Normalisation._fields)
             return Transforms(parse_size(self.data_args["img_size"]), mean, std, float(self.data_args["crop_pct"]))
         except (KeyError, TypeError) as error:
-            raise ValueError(f"{self.path} does not say how its images are to be made: {error!r}") from error
+            raise ValueError(f"{self.path} does not hold the transforms of its images: {error!r}") from error
 
-    @property
     def finished_epochs(self) -> int:
-        """Epochs that were complete.
-
-        Raises:
-            ValueError: the checkpoint does not hold that.
-        """
+        """Return the number of epochs that were complete."""
         try:
-            if self.resume_point is None:
-                return int(self.epoch + 1)
-            return int(ResumePoint(**self.resume_point).epoch)
-        except (KeyError, TypeError, ValueError) as error:
+            return int(self.epoch + 1 if self.resume_point is None else ResumePoint(**self.resume_point).epoch)
+        except (TypeError, ValueError) as error:
             raise ValueError(
-                "the checkpoint does not say how far its training was: it is not one of relvit fit"
+                f"{self.path} does not hold the progress of its training, as relvit fit writes it"
             ) from error
 
     def check_network(self, asked: Mapping[str, Any]) -> None:
-        """Refuse arguments of an `ImageClassifier` into which the weights do not belong.
-
-        Raises:
-            ValueError: another architecture, other classes, another image size or number of channels, or weights that
-                the training did not start from.
-        """
+        """Refuse arguments of an `ImageClassifier` for which the weights were not trained."""
         if difference := first_difference(self.model, asked, (*NETWORK, "pretrained")):
             name, trained, wanted = difference
             raise ValueError(f"{self.path} was trained with {name} {trained}, not {wanted}: drop that option")
 
     def check_data(self, data: ImageData) -> None:
-        """Refuse a data module with other classes or another number of channels; the image size may differ.
-
-        Raises:
-            ValueError: see above.
-        """
-        for name in ("class_names", "in_chans"):
-            trained, given = self.model[name], _plain(getattr(data, name))
-            if trained is not None and trained != given:
-                raise ValueError(f"{self.path} was trained with {name} {_short(trained)}, the data has {_short(given)}")
+        """Refuse a data module with other classes or another number of channels; the image size may differ."""
+        names = [name for name in ("class_names", "in_chans") if self.model[name] is not None]
+        given = {name: _plain(getattr(data, name)) for name in names}
+        if difference := first_difference(self.model, given, names):
+            name, trained, found = difference
+            raise ValueError(f"{self.path} was trained with {name} {trained}, the data has {found}")
 
 
 def load_classifier(path: str | os.PathLike[str]) -> ImageClassifier:
-    """Load the trained classifier of a checkpoint, on the CPU, in evaluation mode.
-
-    Raises:
-        FileNotFoundError, ValueError: see `read_checkpoint`.
-    """
+    """Load the trained classifier of a checkpoint, on the CPU, in evaluation mode; errors as in `read_checkpoint`."""
     return Checkpoint.read(path).classifier()
 
 
@@ -246,19 +209,15 @@ class DescribeCheckpoint(Callback):
 
 
 def data_arguments(data: ImageData) -> dict[str, Any]:
-    """Return class and arguments of a data module, in plain types."""
+    """Return 'class_path' and 'init_args' of a data module, in plain types."""
     class_path = public_class_path(f"{type(data).__module__}.{type(data).__qualname__}")
     return {"class_path": class_path, "init_args": data.init_args()}
 
 
 def versions() -> dict[str, str]:
     """Return the versions of the packages that write a checkpoint."""
-    return {
-        "relvit": __version__,
-        "torch": str(torch.__version__),
-        "timm": timm.__version__,
-        "lightning": lightning.__version__,
-    }
+    modules = {"torch": torch, "timm": timm, "lightning": lightning}
+    return {"relvit": __version__} | {name: str(module.__version__) for name, module in modules.items()}
 
 
 def first_difference(
@@ -273,15 +232,11 @@ def first_difference(
             ours, theirs = ({key: side.get(key) for key in differ} for side in (ours, theirs))
         # No arguments are as good as none, but for `retrofit`, where {} is a retrofit with the defaults.
         if ours != theirs and (ours or theirs or name == "retrofit"):
-            return name, _short(ours), _short(theirs)
+            return name, _short(repr(ours)), _short(repr(theirs))
     return None
 
 
-def _short(value: Any) -> str:
-    return _cut(repr(value), 80)
-
-
-def _cut(text: str, most: int) -> str:
+def _short(text: str, most: int = 80) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 

@@ -11,8 +11,7 @@ from timm.models import load_model_config_from_hf, load_state_dict, split_model_
 from timm.models._hub import load_model_config_from_path
 
 from relvit.data import parse_size
-from relvit.models.factory import BUILDER_ARGUMENTS, DATA_ARGUMENTS
-from relvit.models.limits import check_memory
+from relvit.models.factory import BUILDER_ARGUMENTS, DATA_ARGUMENTS, check_size
 from relvit.models.weights.transfer import Weights
 from relvit.training.checkpoints.checkpoint import Architecture, Checkpoint, Normalisation
 from relvit.utils.files import is_address
@@ -20,13 +19,12 @@ from relvit.utils.messages import did_you_mean, listing, nearest
 from relvit.utils.remote import local_file, suffix_of
 
 HUB, FOLDER = "hf-hub:", "local-dir:"
-CHECKPOINT, ARCHIVE = ".ckpt", ".npz"
-FILES = (CHECKPOINT, ".safetensors", ".pth", ".pt", ".bin")
+FILES = (".ckpt", ".safetensors", ".pth", ".pt", ".bin")
 ALLOWED = (
     "a checkpoint of relvit fit, a file or folder of weights, or a model of timm such as "
     "'vit_small_patch16_224.augreg_in21k'"
 )
-# Differences of means and deviations, in units of the range 0..1, that a training hardly notices.
+# Differences of means and deviations, in units of the range 0..1, that hardly matter.
 TOLERANCE = 0.05
 
 
@@ -56,7 +54,7 @@ class Pretrained:
     def architecture(self) -> Architecture:
         """Return the model that the weights are of; a file of plain weights, which names no model, is a ValueError."""
         if self._checkpoint is not None:
-            return self._checkpoint.architecture
+            return self._checkpoint.architecture()
         if self._file is not None:
             raise ValueError(f"{self._file} does not say which model it is of: give --model.model as well")
         if self._config is None:
@@ -76,52 +74,40 @@ class Pretrained:
 
     def weights(self) -> Weights:
         """Read the weights and what is known about the images and classes that they were trained for."""
-        checkpoint, file = self._checkpoint, self._file
-        if file is None:
+        if self._checkpoint is not None:
+            return self._weights_of_checkpoint(self._checkpoint)
+        if self._file is None:
             return self._weights_of_timm()
-        if checkpoint is not None:
-            size = checkpoint.model.get("img_size") or checkpoint.data_args.get("img_size")
-            return Weights(
-                source=file,
-                state={name.removeprefix("net."): tensor for name, tensor in checkpoint.weights.items()},
-                class_names=checkpoint.model.get("class_names"),
-                input_size=(checkpoint.model["in_chans"], *parse_size(size)) if size else None,
-                **self.normalisation()._asdict(),
-            )
-        if suffix_of(file) == ARCHIVE:
-            raise ValueError(
-                f"{file} is a JAX archive: give its name in timm, or load it in Python and save it as .pth"
-            )
-        with local_file(file) as path:
+        if suffix_of(self._file) == ".npz":
+            raise ValueError(f"{self._file} is a JAX archive: give its name in timm, or save it as .pth in Python")
+        with local_file(self._file) as path:
             try:
-                return Weights(source=file, state=load_state_dict(str(path)))
+                return Weights(source=self._file, state=load_state_dict(str(path)))
             # timm and PyTorch raise almost any type for broken files: TypeError, IndexError, UnicodeDecodeError, ...
             except Exception as error:
                 raise ValueError(
-                    f"{file} cannot be read: it is damaged, holds no weights, or more than tensors and plain values"
+                    f"{self._file} cannot be read: it is damaged, holds no weights, or more than tensors and plain "
+                    "values"
                 ) from error
 
     @cached_property
-    def _source(self) -> tuple[str | None, str]:
-        """A file's path or remote address, or None and a name for `timm.create_model`."""
-        name = self.name
-        if name.startswith(HUB):
-            return None, name
+    def _file(self) -> str | None:
+        """The path or remote address of a file; None for a folder or a name, which timm reads."""
+        name, path = self.name, Path(self.name.removeprefix(FOLDER)).expanduser()
         if is_address(name):
-            return name, name
-        path = Path(name.removeprefix(FOLDER)).expanduser()
-        if path.is_dir():
-            if not (path / "config.json").is_file():
-                best = path / "checkpoints" / "best.ckpt"
-                hint = (
-                    f"give its checkpoint, {best}" if best.is_file() else "folders of weights that timm saves have one"
-                )
-                raise ValueError(f"{path} holds no config.json: {hint}")
-            return None, f"{FOLDER}{path}"
+            return name
+        if name.startswith(HUB):
+            return None
         if path.is_file():
-            return str(path), name
+            return str(path)
+        if path.is_dir():
+            if (path / "config.json").is_file():
+                return None
+            best = path / "checkpoints" / "best.ckpt"
+            hint = f"give its checkpoint, {best}" if best.is_file() else "folders of weights that timm saves have one"
+            raise ValueError(f"{path} holds no config.json: {hint}")
         if path.suffix in FILES or len(path.parts) > 1:
-            raise FileNotFoundError(f"no weights at {name}{_something_near(path)}; give {ALLOWED}")
+            raise FileNotFoundError(f"no weights at {name}{_nearest_hint(path)}; give {ALLOWED}")
         architecture, tag = split_model_name_tag(name)
         if not timm.is_model(architecture):
             hint = did_you_mean(architecture, timm.list_models())
@@ -133,19 +119,17 @@ class Pretrained:
             )
         if tag and name not in tags:
             raise ValueError(f"there are no weights {name!r}{did_you_mean(name, tags)}; known: {listing(tags)}")
-        return None, name
-
-    @property
-    def _file(self) -> str | None:
-        return self._source[0]
+        return None
 
     @property
     def _timm_name(self) -> str:
-        return self._source[1]
+        """The name for `timm.create_model`, where there is no file."""
+        path = Path(self.name.removeprefix(FOLDER)).expanduser()
+        return f"{FOLDER}{path}" if path.is_dir() else self.name
 
     @cached_property
     def _checkpoint(self) -> Checkpoint | None:
-        return Checkpoint.read(self._file) if self._file is not None and suffix_of(self._file) == CHECKPOINT else None
+        return Checkpoint.read(self._file) if self._file is not None and suffix_of(self._file) == ".ckpt" else None
 
     @cached_property
     def _config(self) -> tuple[dict[str, Any], str, dict[str, Any]] | None:
@@ -158,15 +142,24 @@ class Pretrained:
             cfg, architecture, arguments = read(place)
             return dict(cfg or {}), architecture, dict(arguments or {})
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(
-                f"the config.json of {self._timm_name} does not say which model it is of ({error!r})"
-            ) from error
+            raise ValueError(f"the config.json of {self.name} does not say which model it is of ({error!r})") from error
+
+    def _weights_of_checkpoint(self, checkpoint: Checkpoint) -> Weights:
+        model = checkpoint.model
+        size = model.get("img_size") or checkpoint.data_args.get("img_size")
+        return Weights(
+            source=checkpoint.path,
+            state={name.removeprefix("net."): tensor for name, tensor in checkpoint.weights.items()},
+            class_names=model.get("class_names"),
+            input_size=(model["in_chans"], *parse_size(size)) if size else None,
+            **checkpoint.normalisation()._asdict(),
+        )
 
     def _weights_of_timm(self) -> Weights:
-        """Weights of a model made by timm itself, which fetches and converts files model by model."""
+        """Read the weights of a model made by timm itself, which fetches and converts files model by model."""
         name = self._timm_name
         try:
-            check_memory(partial(timm.create_model, name))
+            check_size(partial(timm.create_model, name), self._config[2] if self._config else {})
             donor = timm.create_model(name, pretrained=True)
         # A folder's config.json may hold anything, for which timm and the models raise almost any type.
         except Exception as error:
@@ -205,36 +198,31 @@ def architecture_to_build(
 
 def normalisation_note(weights: Weights, data: Any) -> str | None:
     """Note that the data are normalised otherwise than the images of the pretraining; None where they are not."""
-    theirs, ours = {}, {}
+    ours, options = [], []
     for name in Normalisation._fields:
-        one, other = getattr(weights, name), getattr(data, name, None)
-        if one and other and len(one) == len(other):
-            pairs = zip(one, other, strict=True)
-            if any(abs(a - b) > TOLERANCE for a, b in pairs):
-                theirs[name], ours[name] = (
-                    f"[{','.join(f'{value:g}' for value in values)}]" for values in (one, other)
-                )
-    if not theirs:
+        theirs, given = getattr(weights, name) or (), getattr(data, name, None) or ()
+        if len(theirs) == len(given) and any(abs(a - b) > TOLERANCE for a, b in zip(theirs, given, strict=True)):
+            known, used = (f"[{','.join(f'{value:g}' for value in values)}]" for values in (theirs, given))
+            ours.append(f"{name} {used}")
+            options.append(f"--data.{name} '{known}'")
+    if not options:
         return None
-    given = " and ".join(f"{name} {value}" for name, value in ours.items())
-    options = " ".join(f"--data.{name} '{value}'" for name, value in theirs.items())
-    return f"Note: the images are normalised by {given}, those of the pretrained weights were by {options}"
+    return (
+        f"Note: the images are normalised by {' and '.join(ours)}, those of the pretrained weights were by "
+        f"{' '.join(options)}"
+    )
 
 
-def _something_near(path: Path) -> str:
-    """A hint at the nearest existing name: beside the first part of the path that is missing, in a run's folder of
-    checkpoints there, or among the models of timm."""
+def _nearest_hint(path: Path) -> str:
+    """Hint at a file beside the first missing part of a path, or in `checkpoints` there, or at a model of timm."""
     missing = path
     while not missing.parent.is_dir():
         missing = missing.parent
-    places = {}
-    for folder in (missing.parent / "checkpoints", missing.parent):
-        if folder.is_dir():
-            there = (entry for entry in folder.iterdir() if entry.is_dir() or entry.suffix in FILES)
-            places |= {entry.name: entry for entry in there if not entry.name.startswith(".")}
-    if name := nearest(missing.name, places, cutoff=0.6):
-        return f" (did you mean '{places[name]}'?)"
-    # Of a path only much the same name is meant as timm's, such as that of a repository on the hub.
+    found = [*(missing.parent / "checkpoints").glob("[!.]*"), *missing.parent.glob("[!.]*")]
+    near = {entry.name: entry for entry in found if entry.is_dir() or entry.suffix in FILES}
+    if name := nearest(missing.name, near, cutoff=0.6):
+        return f" (did you mean '{near[name]}'?)"
+    # For a path, only a model of much the same name is meant, such as that of a repository on the hub.
     architecture, tag = split_model_name_tag(path.name)
     name = nearest(architecture, timm.list_models(), cutoff=0.8)
     known = f"{name}.{tag}" if name and timm.is_model_pretrained(f"{name}.{tag}") else name

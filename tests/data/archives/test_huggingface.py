@@ -35,8 +35,10 @@ def place(tmp_path):
     return {"name": f"hfds/{tmp_path}", "root": str(tmp_path / "cache")}
 
 
-def test_declared_classes_keep_their_order(place):
-    data = data_of(**place, test_split="test")
+def test_declared_classes_keep_their_order(place, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path.parent)
+    data = data_of(name=f"HFDS/{tmp_path.name}", root=place["root"], test_split="test")
+    assert data.name == place["name"]  # absolute
     assert data.class_names == ["cat", "ant", "bee"]
     assert fits(data.dataset("test"), data.class_names) == [1, 1, 2, 2, 0, 0]
     # of a checkpoint
@@ -47,12 +49,6 @@ def test_declared_classes_keep_their_order(place):
     assert fits(data.dataset("train"), data.class_names) == [1] * 4 + [2] * 2
     assert fits(data.dataset("val"), data.class_names) == [2, 2]
     assert str(data.dataset("val").samples[0][0]) == f"{place['name']}/train[6:8]/bee/002.png"
-
-
-def test_a_relative_folder_becomes_absolute(place, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path.parent)
-    data = data_of(name=f"HFDS/{tmp_path.name}", root=place["root"])
-    assert data.name == place["name"]
 
 
 def test_declared_but_unknown_labels(tmp_path):
@@ -67,13 +63,13 @@ def test_saved_to_disk(tmp_path):
     features = datasets.Features({"picture": datasets.Image(), "kind": datasets.Value("string")})
     files = grey_files(3)
     table = {"picture": [{"path": None, "bytes": content} for _, content, _ in files], "kind": [f[2] for f in files]}
-    whole = datasets.Dataset.from_dict(table, features=features)
+    everything = datasets.Dataset.from_dict(table, features=features)
     keys = {"input_key": "picture", "target_key": "kind"}
-    whole.with_format("torch").save_to_disk(tmp_path / "one")
+    everything.with_format("torch").save_to_disk(tmp_path / "one")
     data = data_of(name=f"hfds/{tmp_path}/one", val_split="train", **keys)
     assert (data.class_names, fits(data.dataset("train"))) == (list(GREY), [0] * 3 + [1] * 3 + [2] * 3)
     assert str(data.dataset("train").samples[4][0]) == f"hfds/{tmp_path}/one/train/row 4"
-    split = whole.train_test_split(3, seed=0)
+    split = everything.train_test_split(3, seed=0)
     split.save_to_disk(tmp_path / "two")
     data = data_of(name=f"hfds/{tmp_path}/two", test_split="test", **keys)
     assert sorted(fits(data.dataset("train")) + fits(data.dataset("val")) + fits(data.dataset("test"))) == (
@@ -155,33 +151,23 @@ def test_code_that_comes_along_does_not_run(tmp_path):
     assert not ran.exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"train_split": "trian"}, "cannot load the split 'trian' of hfds/.*: Unknown split"),
-        (
-            {"input_key": "img"},
-            r"no column 'img' in hfds/.* \(did you mean 'image'\?\); its columns are 'image', 'label'",
-        ),
-        ({"target_key": "labels"}, r"no column 'labels' in .* \(did you mean 'label'\?\).*\(--data.target_key\)"),
-        (
-            {"input_key": "label"},
-            "column 'label' of hfds/.* holds no images but ClassLabel.*; columns of images are 'im",
-        ),
-        ({"target_key": "image"}, "column 'image' of hfds/.* holds no classes but Image"),
-    ],
-)
-def test_mistakes(arguments, message, place):
-    with pytest.raises(ValueError, match=message):
-        data_of(**place, **arguments)
+MISTAKES = [
+    ({"train_split": "trian"}, "cannot load the split 'trian' of hfds/.*: Unknown split"),
+    ({"input_key": "img"}, r"no column 'img' in hfds/.* \(did you mean 'image'\?\); its columns are 'image', 'label'"),
+    ({"target_key": "labels"}, r"no column 'labels' in .* \(did you mean 'label'\?\).*\(--data.target_key\)"),
+    ({"input_key": "label"}, "column 'label' of hfds/.* holds no images but ClassLabel.*; columns of images are 'im"),
+    ({"target_key": "image"}, "column 'image' of hfds/.* holds no classes but Image"),
+]
 
 
-def test_labels_of_other_types(tmp_path):
+def test_mistakes(place, tmp_path):
+    for arguments, message in MISTAKES:
+        with pytest.raises(ValueError, match=message):
+            data_of(**place, **arguments)
+    message = "'label' of hfds/.* holds no classes: .{3,60} is neither the name nor the n"
     for folder, value, kind in (("float", 0.5, "float32"), ("bytes", b"x" * 999, "binary")):
         write_parquet(tmp_path / folder / "train.parquet", [("1.png", png(1), value)], datasets.Value(kind))
-        with pytest.raises(
-            ValueError, match=r"'label' of hfds/.* holds no classes: .{3,60} is neither the name nor the n"
-        ):
+        with pytest.raises(ValueError, match=message):
             data_of(name=f"hfds/{tmp_path}/{folder}", root=str(tmp_path / "cache"))
 
 

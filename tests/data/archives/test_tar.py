@@ -1,10 +1,9 @@
-"""Tar archives: which files are found, that nothing of them can do harm, and every kind of damage."""
+"""Tar archives: which files are found, that hostile archives do no harm, and every kind of damage."""
 
 import io
 import os
 import pickle
 import tarfile
-import warnings
 
 import pytest
 from grey_folders import GREY
@@ -14,6 +13,8 @@ from timm.data.readers.reader_image_in_tar import ReaderImageInTar
 from relvit.data import UnreadableImageError, load_rgb
 from relvit.data.archives.tar import members
 
+# Sparse files are not stored in one piece.
+SPARSE = {"major": "0", "minor": "1", "map": "0,4", "size": "9"}
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 
 
@@ -93,7 +94,7 @@ def test_splits_are_folders_or_archives(tmp_path):
         ValueError, match=r"no folder or archive 'vall' .* \(did you mean 'val'\?\); it holds 'all', 't"
     ):
         data_of(root=one.root, val_split="vall").dataset("val")
-    # the place that a checkpoint remembers can be told anew, by another root or another path
+    # the place that a checkpoint remembers can be changed, by another root or another path
     for change in ({"root": str(tmp_path / "two")}, {"name": str(tmp_path / "two")}):
         assert data_of(**one.init_args() | change).dataset("val").samples == two.dataset("val").samples
     # other splits are not taken for train
@@ -142,6 +143,10 @@ def test_nothing_but_regular_files_is_read_and_nothing_is_written(tmp_path, monk
             info = tarfile.TarInfo(name)
             info.size = len(png(9))
             archive.addfile(info, io.BytesIO(png(9)))
+        sparse = tarfile.TarInfo("dog/GNUSparseFile.0/a.png")
+        sparse.pax_headers = {f"GNU.sparse.{key}": text for key, text in SPARSE.items()}
+        sparse.size = 4
+        archive.addfile(sparse, io.BytesIO(b"abcd"))
         kinds = {"soft": tarfile.SYMTYPE, "hard": tarfile.LNKTYPE, "null": tarfile.CHRTYPE, "pipe": tarfile.FIFOTYPE}
         for name, kind in kinds.items():
             info = tarfile.TarInfo(f"dog/{name}.png")
@@ -150,9 +155,7 @@ def test_nothing_but_regular_files_is_read_and_nothing_is_written(tmp_path, monk
         folder = tarfile.TarInfo("dog/folder.png")
         folder.type = tarfile.DIRTYPE
         archive.addfile(folder)
-    with pytest.warns(
-        UserWarning, match=r"4 members that are no regular files, left out: dog/soft.png \(a link or dev"
-    ):
+    with pytest.warns(UserWarning, match=r"5 members that are no regular files, left out: dog/GNUSparse.* \(sparse\)"):
         data = data_of(name=str(file), val_split="train")
     assert sorted(data.dataset("train").targets) == [0, 0, 1, 1]
     for image, _ in data.dataset("train"):
@@ -160,22 +163,6 @@ def test_nothing_but_regular_files_is_read_and_nothing_is_written(tmp_path, monk
     assert all(str(image).startswith(f"{file}/") for image, _ in data.dataset("train").samples)
     assert os.listdir(tmp_path / "empty") == []
     assert sorted(os.listdir(tmp_path)) == ["a.tar", "empty", "secret.png"]
-
-
-def test_sparse_files_are_left_out(tmp_path):
-    """Their content is not stored in one piece."""
-    info = tarfile.TarInfo("GNUSparseFile.0/a.png")
-    info.pax_headers = {
-        "GNU.sparse.major": "0",
-        "GNU.sparse.minor": "1",
-        "GNU.sparse.map": "0,4",
-        "GNU.sparse.size": "9",
-    }
-    info.size = 4
-    with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.PAX_FORMAT) as archive:
-        archive.addfile(info, io.BytesIO(b"abcd"))
-    with pytest.warns(UserWarning, match=r"1 members .*: GNUSparseFile.0/a.png \(sparse\)"):
-        assert members(str(tmp_path / "a.tar")) == []
 
 
 def test_pickles_beside_an_archive_are_not_read(tmp_path):
@@ -195,53 +182,52 @@ def test_pickles_beside_an_archive_are_not_read(tmp_path):
 
 def test_cut_anywhere(tmp_path):
     """Only what is missing behind the first block of the end is no loss."""
-    file = write_tar(tmp_path / "whole.tar", in_folder("x", 1), format=tarfile.PAX_FORMAT)
-    whole = file.read_bytes()
+    file = write_tar(tmp_path / "all.tar", in_folder("x", 1), format=tarfile.PAX_FORMAT)
+    content = file.read_bytes()
     with tarfile.open(file) as archive:
         archive.getmembers()
         end = archive.offset
-    assert len(members(str(file))) == 3
     cut = tmp_path / "cut.tar"
-    for length in [*range(0, end + 512, 128), end - 1, end + 511]:
-        cut.write_bytes(whole[:length])
+    for length in [*range(0, end + 512, 256), end - 1, end + 511]:
+        cut.write_bytes(content[:length])
         with pytest.raises(ValueError, match=r"cut\.tar: not a tar archive, or a truncated or broken one \(.+\); copy"):
             members(str(cut))
-    cut.write_bytes(whole[: end + 512])
+    cut.write_bytes(content[: end + 512])
     assert len(members(str(cut))) == 3
 
 
 def test_bytes_changed_anywhere_never_lose_images_in_silence(tmp_path):
     """Headers have check sums: where one is broken the archive is refused."""
     file = write_tar(tmp_path / "a.tar", in_folder("x", 1), format=tarfile.USTAR_FORMAT)
-    whole = file.read_bytes()
+    content = file.read_bytes()
     found = members(str(file))
     starts = [0, *(member.offset - 512 for member in found[1:])]
     for start in starts:
         for place in (0, 100, 124, 130, 148, 156, 345):
-            changed = bytearray(whole)
+            changed = bytearray(content)
             changed[start + place] ^= 0x15
             file.write_bytes(changed)
             with pytest.raises(ValueError, match=r"a\.tar: not a tar archive, or"):
                 members(str(file))
     # a size below zero would lead back to the same header for ever
-    header = bytearray(whole[:512])
+    header = bytearray(content[:512])
     header[124:136] = b"\xff" * 11 + b"\x00"
     header[148:156] = b"%06o\0 " % (sum(header[:148]) + 8 * 32 + sum(header[156:]))
-    file.write_bytes(bytes(header) + whole[512:])
+    file.write_bytes(bytes(header) + content[512:])
     with pytest.raises(ValueError, match=r"a\.tar: not a tar archive, or"):
         members(str(file))
     # two archives in one file
-    file.write_bytes(whole + whole)
+    file.write_bytes(content + content)
     with pytest.raises(ValueError, match=r"what comes after byte .* is no header"):
         members(str(file))
 
 
-@pytest.mark.parametrize("kind", ["gz", "bz2", "xz"])
-def test_compressed(kind, tmp_path):
-    with tarfile.open(tmp_path / "a.tar", f"w:{kind}"):
-        pass
-    with pytest.raises(ValueError, match=r"a\.tar: a compressed archive, .*; decompress it to a plain tar"):
-        members(str(tmp_path / "a.tar"))
+def test_compressed(tmp_path):
+    for kind in ("gz", "bz2", "xz"):
+        with tarfile.open(tmp_path / "a.tar", f"w:{kind}"):
+            pass
+        with pytest.raises(ValueError, match=r"a\.tar: a compressed archive, .*; decompress it to a plain tar"):
+            members(str(tmp_path / "a.tar"))
 
 
 def test_an_archive_that_changes_later(tmp_path):
@@ -257,14 +243,3 @@ def test_an_archive_that_changes_later(tmp_path):
         load_rgb(found[0])
     with pytest.raises(FileNotFoundError, match="no archive at"):
         members(str(file))
-
-
-@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open files through /proc")
-def test_archives_are_closed(tmp_path):
-    file = write_tar(tmp_path / "a.tar", in_folder("x", 1))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", ResourceWarning)
-        before = len(os.listdir("/proc/self/fd"))
-        for member in members(str(file)):
-            load_rgb(member)
-        assert len(os.listdir("/proc/self/fd")) == before

@@ -1,4 +1,4 @@
-"""The fixed split of the digits, their values, and the arguments that a checkpoint keeps."""
+"""DigitsData: the fixed split, the values, and the arguments that a checkpoint keeps."""
 
 import json
 
@@ -13,63 +13,47 @@ from relvit.data.modules.digits import DIGITS_MEAN, DIGITS_STD, _digits
 SPLITS = ("train", "val", "test")
 
 
-def test_known_at_construction():
-    data = DigitsData()
-    assert data.class_names == list("0123456789")
-    assert (data.num_classes, data.in_chans, data.img_size, data.has_test) == (10, 1, (8, 8), True)
-
-
-def test_split_is_stratified_and_disjoint():
+def test_split_is_stratified_disjoint_and_the_same_whatever_the_seed():
     _, labels, indices = _digits()
     assert {name: len(indices[name]) for name in SPLITS} == {"train": 1257, "val": 180, "test": 360}
     assert sorted(np.concatenate([indices[name] for name in SPLITS])) == list(range(1797))
     assert np.bincount(labels[indices["val"]]).tolist() == [18] * 10
     assert set(np.bincount(labels[indices["test"]])) <= {35, 36, 37}
-
-
-def test_split_is_the_same_whatever_the_seed():
-    before = {name: indices.tolist() for name, indices in _digits()[2].items()}
-    assert before["test"][:5] == [21, 24, 28, 34, 35]
+    assert indices["test"][:5].tolist() == [21, 24, 28, 34, 35]
     np.random.seed(123)
     torch.manual_seed(123)
-    after = _digits.__wrapped__()[2]
-    assert {name: indices.tolist() for name, indices in after.items()} == before
+    again = _digits.__wrapped__()[2]
+    assert all(np.array_equal(again[name], indices[name]) for name in SPLITS)
 
 
-def test_mean_and_std_are_those_of_the_training_pixels():
+def test_values_labels_and_statistics():
     images, _, indices = _digits()
     pixels = images[indices["train"]] / 255
     assert pixels.mean() == pytest.approx(DIGITS_MEAN[0], abs=1e-9)
     assert pixels.std() == pytest.approx(DIGITS_STD[0], abs=1e-9)
-
-
-def test_values_and_labels():
     data = DigitsData(mean=(0.0,), std=(1.0,))
     bunch = load_digits()
-    for position, index in enumerate(_digits()[2]["test"][:5]):
+    for position, index in enumerate(indices["test"][:5]):
         image, label = data.dataset("test")[position]
         assert label == bunch.target[index]
-        torch.testing.assert_close(
-            image[0].double(), torch.from_numpy(bunch.images[index] / 16), atol=0.501 / 255, rtol=0
-        )
+        expected = torch.from_numpy(bunch.images[index] / 16)
+        torch.testing.assert_close(image[0].double(), expected, atol=0.501 / 255, rtol=0)
 
 
 def test_loaders():
     data = DigitsData(batch_size=100)
+    assert (data.class_names, data.num_classes, data.in_chans) == (list("0123456789"), 10, 1)
     data.setup("fit")
     assert len(data.train_dataloader()) == 13  # the last batch has 57
     assert len(DigitsData(batch_size=1256).train_dataloader()) == 1  # a batch of one is left out
+    assert len(DigitsData(batch_size=5000).train_dataloader()) == 1  # the only batch is kept
     assert [len(labels) for _, labels in data.val_dataloader()] == [100, 80]
-    images, labels = next(iter(data.train_dataloader()))
-    assert images.shape == (100, 1, 8, 8)
-    assert images.dtype == torch.float32
-    assert labels.dtype == torch.int64
     loader = data.train_dataloader()
-    first, again = next(iter(loader))[1], next(iter(loader))[1]
+    (images, first), again = next(iter(loader)), next(iter(loader))[1]
+    assert (images.shape, images.dtype, first.dtype) == ((100, 1, 8, 8), torch.float32, torch.int64)
     loader.sampler.set_epoch(1)
     assert torch.equal(first, again)
     assert not torch.equal(first, next(iter(loader))[1])
-    assert len(DigitsData(batch_size=5000).train_dataloader()) == 1  # the only batch is kept
 
 
 def test_predict_names_the_test_images():

@@ -13,7 +13,7 @@ from relvit.training import Checkpoint
 
 
 def asked_paths(arguments: Sequence[str]) -> list[str] | None:
-    """The files, folders and patterns that a user named; None where there are none.
+    """Return the files, folders and patterns that a user named; None where there are none.
 
     Raises:
         UsageError: the data are named as well.
@@ -23,13 +23,10 @@ def asked_paths(arguments: Sequence[str]) -> list[str] | None:
         return None
     for other in ("--data", "--data.root"):
         if (value := option(arguments, other)) is not None:
-            raise UsageError(f"{other} {value} and {listed(json.loads(paths))} both name the images: give one of them")
+            first, *more = json.loads(paths)
+            shown = f"{first} (and {len(more)} more)" if more else first
+            raise UsageError(f"{other} {value} and {shown} both name the images: give one of them")
     return json.loads(paths)
-
-
-def listed(paths: Sequence[str]) -> str:
-    """The first of the paths, and how many more there are."""
-    return paths[0] if len(paths) == 1 else f"{paths[0]} (and {len(paths) - 1} more)"
 
 
 def data_of_paths(checkpoint: Checkpoint) -> Checkpoint:
@@ -40,4 +37,5 @@ def data_of_paths(checkpoint: Checkpoint) -> Checkpoint:
     # A broken file shall not cost the others their predictions, whatever the training did about it.
     known = inspect.signature(ImagePathsData).parameters.keys() - {"on_error"}
     arguments = {name: value for name, value in checkpoint.data_args.items() if name in known}
-    return replace(checkpoint, data_class=ImagePathsData.__name__, data_args=arguments | {"paths": []})
+    data = {"class_path": ImagePathsData.__name__, "init_args": arguments | {"paths": []}}
+    return replace(checkpoint, data=data)

@@ -13,7 +13,7 @@ from torch import nn
 
 import relvit
 from relvit.layers import RelativePosition2d, SlopePosition2d
-from relvit.layers.timm_attention import Placed
+from relvit.layers.timm_attention import GridArgument
 
 SIZES = [(24, 16), (8, 40), (32, 32)]
 OTHERS = {"max_distance": (1, 2), "rel_terms": "qkvb", "shared_heads": False}
@@ -73,7 +73,7 @@ def grid_of(model, x):
     seen = []
 
     def look(_module, _args, kwargs):
-        given = [part for part in (kwargs.get("rope"), kwargs.get("attn_mask")) if isinstance(part, Placed)]
+        given = [part for part in (kwargs.get("rope"), kwargs.get("attn_mask")) if isinstance(part, GridArgument)]
         seen.append(given[0].grid)
 
     handle = model.blocks[0].attn.register_forward_pre_hook(look, with_kwargs=True)

@@ -1,4 +1,4 @@
-"""timm's attention modules with relative positions against the formula, pair by pair in float64."""
+"""timm's attention modules after a retrofit against the formula, pair by pair in float64."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from timm.models.eva import EvaAttention
 from torch import nn
 
 from relvit.layers import RelativePosition2d
-from relvit.layers.timm_attention import PLACED_ATTENTIONS, Placed
+from relvit.layers.timm_attention import TIMM_ATTENTIONS, GridArgument
 from relvit.ops import RelativeTerms, make_grid
 
 HEIGHT, WIDTH, PREFIX, DIM, HEADS, HEAD_DIM = 2, 3, 2, 16, 2, 8
@@ -40,7 +40,7 @@ def build(kind, **kwargs):
     if cls is EvaAttention and half:
         arguments = {**arguments, "rotate_half": True}
     attn = cls(DIM, **{"num_heads": HEADS, **arguments})
-    attn.__class__ = PLACED_ATTENTIONS[cls]
+    attn.__class__ = TIMM_ATTENTIONS[cls]
     attn.position = RelativePosition2d(attn.head_dim, attn.num_heads, max_distance=(1, 2), **kwargs)
     attn.backend = "auto"
     for parameter in attn.parameters():
@@ -77,18 +77,14 @@ def projected(attn, x, rope=None, half=False):
     return q, k, v, contents
 
 
-def finished(attn, x, out):
-    out = attn.norm(out.transpose(1, 2).flatten(2))
-    if attn.gate is not None:
-        out = out * torch.sigmoid(attn.gate(x))
-    return attn.proj(out)
-
-
 def expected(attn, x, terms, places, rope=None, half=False, mask=None):
     """Projections by hand, the oracle between them."""
     q, k, v, contents = projected(attn, x, rope, half)
     out = oracle.attention(*contents, v, terms, places, position_query=q, position_key=k, mask=mask)
-    return finished(attn, x, out)
+    out = attn.norm(out.transpose(1, 2).flatten(2))
+    if attn.gate is not None:
+        out = out * torch.sigmoid(attn.gate(x))
+    return attn.proj(out)
 
 
 def terms_of(position):
@@ -99,55 +95,32 @@ def terms_of(position):
     return RelativeTerms(**{name: None if pair[0] is None else pair for name, pair in pairs.items()})
 
 
-@pytest.mark.parametrize("rel_terms", ["kv", "qkvb"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_attention_equals_brute_force(kind, rel_terms):
-    attn, half = build(kind, rel_terms=rel_terms, shared_heads=rel_terms == "kv")
+def test_outputs_and_shown_weights_equal_brute_force(kind):
+    attn, half = build(kind, rel_terms="qkvb", shared_heads="gate" in kind)
     grid = make_grid(HEIGHT, WIDTH, PREFIX)
     x = torch.randn(2, PREFIX + HEIGHT * WIDTH, DIM, dtype=torch.float64)
     rope = None if half is None else rotation(attn.head_dim, HEIGHT, WIDTH, half)
     places = [[oracle.place(i, PREFIX, None, HEIGHT, WIDTH) for i in range(x.shape[1])]] * 2
-    want = expected(attn, x, terms_of(attn.position), places, rope, half)
-    # The grid travels in the place of either argument.
-    arguments = {} if rope is None else {"rope": rope}
-    torch.testing.assert_close(attn(x, **arguments, attn_mask=Placed(grid, None)), want, rtol=0, atol=1e-12)
-    if not isinstance(attn, Attention):
-        torch.testing.assert_close(attn(x, rope=Placed(grid, rope)), want, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_hooks_on_attn_drop_get_the_weights(kind):
-    attn, half = build(kind, rel_terms="qkvb")
-    grid = make_grid(HEIGHT, WIDTH, PREFIX)
-    x = torch.randn(2, PREFIX + HEIGHT * WIDTH, DIM, dtype=torch.float64)
-    rope = None if half is None else rotation(attn.head_dim, HEIGHT, WIDTH, half)
-    arguments = {} if rope is None else {"rope": rope}
-    places = [oracle.place(i, PREFIX, None, HEIGHT, WIDTH) for i in range(x.shape[1])]
     terms = terms_of(attn.position)
-    alone = attn.eval()(x, **arguments, attn_mask=Placed(grid, None))
+    want = expected(attn, x, terms, places, rope, half)
+    # The grid is passed in either argument.
+    arguments = {} if rope is None else {"rope": rope}
+    out = attn(x, **arguments, attn_mask=GridArgument(grid, None))
+    torch.testing.assert_close(out, want, rtol=0, atol=1e-12)
+    if not isinstance(attn, Attention):
+        torch.testing.assert_close(attn(x, rope=GridArgument(grid, rope)), want, rtol=0, atol=1e-12)
+
     shown = []
     handle = attn.attn_drop.register_forward_hook(lambda _module, given, _out: shown.append(given[0]))
-    out = attn(x, **arguments, attn_mask=Placed(grid, None))
+    assert torch.equal(attn(x, **arguments, attn_mask=GridArgument(grid, None)), out)
     handle.remove()
-    assert torch.equal(out, alone)
-    (weights,) = shown
-
-    # The oracle's average of unit vectors is the weights themselves.
-    q, k, v, contents = projected(attn, x, rope, half)
+    # The average of unit vectors is the weights themselves.
+    q, k, _, contents = projected(attn, x, rope, half)
     units = torch.eye(x.shape[1], dtype=torch.float64).expand(2, attn.num_heads, -1, -1)
     without = terms._replace(value=None)
-    want = oracle.attention(*contents, units, without, [places] * 2, position_query=q, position_key=k)
-    torch.testing.assert_close(weights, want, rtol=0, atol=1e-12)
-
-    # And of the values, each with its relative vector, they are the layer's output.
-    total = weights @ v
-    for h in range(attn.num_heads):
-        for i, here in enumerate(places):
-            for j, there in enumerate(places):
-                vector = oracle.pair_entry(terms.value, h, here, there, "clip")
-                if vector is not None:
-                    total[:, h, i] += weights[:, h, i, j, None] * vector
-    torch.testing.assert_close(finished(attn, x, total), out, rtol=0, atol=1e-12)
+    want = oracle.attention(*contents, units, without, places, position_query=q, position_key=k)
+    torch.testing.assert_close(shown[0], want, rtol=0, atol=1e-12)
 
 
 def test_masks_add_to_the_logits_and_causal_tokens_see_earlier_ones():
@@ -159,22 +132,25 @@ def test_masks_add_to_the_logits_and_causal_tokens_see_earlier_ones():
     places = [[oracle.place(i, PREFIX, None, HEIGHT, WIDTH) for i in range(count)]] * 2
     mask = torch.randn(2, HEADS, count, count, dtype=torch.float64)
     want = expected(attn, x, terms_of(attn.position), places, rope, half, mask)
-    for arguments in ({"rope": Placed(grid, rope), "attn_mask": mask}, {"rope": rope, "attn_mask": Placed(grid, mask)}):
+    for arguments in (
+        {"rope": GridArgument(grid, rope), "attn_mask": mask},
+        {"rope": rope, "attn_mask": GridArgument(grid, mask)},
+    ):
         torch.testing.assert_close(attn(x, **arguments), want, rtol=0, atol=1e-12)
     earlier = torch.full((count, count), -torch.inf, dtype=torch.float64).triu(1).expand(2, HEADS, -1, -1)
     want = expected(attn, x, terms_of(attn.position), places, rope, half, earlier)
-    torch.testing.assert_close(attn(x, rope=Placed(grid, rope), is_causal=True), want, rtol=0, atol=1e-12)
+    torch.testing.assert_close(attn(x, rope=GridArgument(grid, rope), is_causal=True), want, rtol=0, atol=1e-12)
 
 
 def test_under_autocast_all_stays_in_half_precision():
     attn, half = build("rope, halves, norms, gate")
     attn = attn.float()
     x = torch.randn(2, PREFIX + HEIGHT * WIDTH, DIM)
-    placed = Placed(make_grid(HEIGHT, WIDTH, PREFIX), rotation(attn.head_dim, HEIGHT, WIDTH, half).float())
+    argument = GridArgument(make_grid(HEIGHT, WIDTH, PREFIX), rotation(attn.head_dim, HEIGHT, WIDTH, half).float())
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        low = attn(x, rope=placed)
+        low = attn(x, rope=argument)
     assert low.dtype == torch.bfloat16
-    full = attn(x, rope=placed)
+    full = attn(x, rope=argument)
     assert (low.float() - full).norm() < 0.05 * full.norm()
 
 

@@ -1,0 +1,259 @@
+"""Public operations of attention-free transformers: checks of the arguments, and the choice of a backend."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from relvit.ops import reference
+from relvit.ops.aft.conv import LEAST_DIFFERENCE, window_sums
+from relvit.ops.aft.pairs import average_of_pairs, place_bias, token_places, window_bias
+from relvit.ops.aft.sums import SPREAD, bounded_exp, exponentials, gated_average, products, running_average
+from relvit.ops.checks import check_backend, check_shape, check_tokens, int_pair
+from relvit.ops.grid import Grid, key_mask
+from relvit.ops.tracing import is_compiling, is_functorch, without_autocast
+
+SIMPLE_BACKENDS = ("reference",)
+FULL_BACKENDS = ("products", "pairs", "reference")
+WINDOW_FORMS = ("convolution", "difference")
+CONV_BACKENDS = (*WINDOW_FORMS, "pairs", "reference")
+
+
+def aft_full(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    grid: Grid,
+    *,
+    is_causal: bool = False,
+    backend: str = "auto",
+) -> Tensor:
+    """Compute AFT-full: an average of all values, weighted in each channel by keys and a learned bias for each pair.
+
+        out_i = sigmoid(q_i) * sum_j exp(k_j + w_ij) v_j / sum_j exp(k_j + w_ij)
+
+    with all products by element. Source: Zhai et al. 2021 (arXiv 2105.14103), eq. 2.
+
+    Args:
+        query: (B, heads, N, head_dim), any floating dtype; the paper has one head.
+        key: (B, heads, N, head_dim), or (B, heads, N, 1) where a head's channels share it; same dtype, any size of
+            numbers.
+        value: (B, heads, N, head_dim), same dtype.
+        bias: w, (T, T) or (heads, T, T), any floating dtype, for the T = prefix + H W places of the grid, queries
+            first, prefix tokens before the raster. Tokens with coordinates look up the entries of their places.
+        grid: layout of the tokens; padding (`valid`) adds nothing, whatever it holds.
+        is_causal: leave out keys that come later in the sequence than the query; by pairs.
+        backend: 'products' (exp(w) times exp(k) v and exp(k), one product with a matrix each; where one query's biases
+            are more than 70 apart, those further below the largest count as 70 below it), 'pairs' (a softmax for each
+            query and channel, exact for any bias: O(N^2 dim) exponentials), 'reference' (the same in double precision
+            and O(N^2 dim) memory), or 'auto': products where they are exact, which on the CPU is looked up and
+            elsewhere, and in graphs, taken for granted.
+
+    Returns:
+        (B, heads, N, head_dim), dtype of the query; exponentials and sums are in float32 at least, but for products in
+        bfloat16 on GPUs. A sample in which no token is valid gets zeros.
+
+    Raises:
+        ValueError: shapes, dtypes or names that do not fit.
+        TypeError: arguments that are not of the kind asked for.
+    """
+    check_backend(backend, FULL_BACKENDS)
+    check_tokens("query", query, "grid", grid)
+    _check_contents(query, key, value, {"grid.coords": grid.coords, "grid.valid": grid.valid, "bias": bias})
+    _check_bias(bias, query, grid)
+    if backend == "reference":
+        return reference.aft_full(query, key, value, bias, grid, is_causal=is_causal)
+    if is_causal and backend == "products":
+        raise ValueError("backend 'products' has no causal form: use 'auto' or 'pairs'")
+    bias = (bias if bias.dim() == 3 else bias[None]).to(torch.promote_types(bias.dtype, torch.float32))
+    bottom, top = (extreme(bias.detach(), dim=2, keepdim=True) for extreme in (torch.amin, torch.amax))
+    if backend == "auto":
+        backend = "pairs" if is_causal or _far_apart(bottom, top) else "products"
+    valid = key_mask(grid)
+    with without_autocast(query.device):
+        if backend == "pairs":
+            bias_of = place_bias(grid, query.device)
+            return _gate(query, average_of_pairs(key, value, bias, bias_of, valid, is_causal))
+        parts, index = exponentials(key, value, valid), None
+        if grid.coords is not None:
+            index = token_places(grid, query.device)[..., None].expand(parts.shape)
+            parts = parts.new_zeros(parts.shape[0], bias.shape[1], parts.shape[2]).scatter_add(1, index, parts)
+        sums = products(bounded_exp(bias - top).to(parts.dtype), parts, query.shape[3])
+        return gated_average(query, sums if index is None else sums.gather(1, index), valid)
+
+
+def aft_local(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    window: int | Sequence[int],
+    grid: Grid,
+    *,
+    is_causal: bool = False,
+    backend: str = "auto",
+) -> Tensor:
+    """Compute AFT-local: `aft_full` whose bias is zero, not absent, between places that are far apart.
+
+    Every token still sees all others. Source: Zhai et al. 2021 (arXiv 2105.14103), eq. 3, by rows and columns.
+
+    Args:
+        query, key, value, bias, grid, is_causal, backend: see `aft_full`.
+        window: the bias is kept where rows and columns are both less than this apart: one number or (rows, columns).
+            Prefix tokens, which have no place, are near to all, but for a window of 0: that leaves `aft_simple`.
+
+    Returns, raises: as `aft_full`.
+    """
+    reach = int_pair("window", window, 0)
+    check_tokens("query", query, "grid", grid)
+    _check_bias(bias, query, grid)
+    bias = local_bias(bias, reach, (grid.height, grid.width), grid.prefix)
+    return aft_full(query, key, value, bias, grid, is_causal=is_causal, backend=backend)
+
+
+def local_bias(bias: Tensor, window: tuple[int, int], size: tuple[int, int], prefix: int) -> Tensor:
+    """Set a bias (..., T, T) to zero between places of a grid of this size that are `window` or more apart."""
+    near = []
+    for extent, reach in zip(size, window, strict=True):
+        index = torch.arange(extent, device=bias.device)
+        near.append((index[:, None] - index).abs() < reach)
+    mask = (near[0][:, None, :, None] & near[1][None, :, None, :]).flatten(2).flatten(0, 1)
+    return torch.where(F.pad(mask, (prefix, 0, prefix, 0), value=min(window) > 0), bias, 0.0)
+
+
+def aft_simple(
+    query: Tensor, key: Tensor, value: Tensor, grid: Grid, *, is_causal: bool = False, backend: str = "auto"
+) -> Tensor:
+    """Compute AFT-simple: `aft_full` without a bias. All tokens share one average, which their queries gate.
+
+        out_i = sigmoid(q_i) * sum_j softmax_j(k_j) v_j
+
+    Source: Zhai et al. 2021 (arXiv 2105.14103), section 3.2.
+
+    Args:
+        query, key, value, grid: see `aft_full`.
+        is_causal: leave out keys that come later in the sequence than the query: an average of its own for each.
+        backend: 'auto' or 'reference'.
+
+    Returns, raises: as `aft_full`.
+    """
+    check_backend(backend, SIMPLE_BACKENDS)
+    check_tokens("query", query, "grid", grid)
+    _check_contents(query, key, value, {"grid.coords": grid.coords, "grid.valid": grid.valid})
+    if backend == "reference":
+        return reference.aft_simple(query, key, value, grid, is_causal=is_causal)
+    valid = key_mask(grid)
+    with without_autocast(query.device):
+        if is_causal:
+            return _gate(query, running_average(key, value, valid))
+        return gated_average(query, exponentials(key, value, valid).sum(dim=1, keepdim=True), valid)
+
+
+def aft_conv(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weight: Tensor,
+    grid: Grid,
+    *,
+    is_causal: bool = False,
+    backend: str = "auto",
+) -> Tensor:
+    """Compute AFT-conv: `aft_full` whose bias depends on the offset from query to key alone, zero outside of a window.
+
+    Every token sees all others; the bias of those near it makes the difference. Source: Zhai et al. 2021 (arXiv
+    2105.14103), eq. 4 and section 3.2, in two dimensions; a sequence is a grid of one row.
+
+    Args:
+        query: (B, heads, N, head_dim), any floating dtype.
+        key: (B, heads, N, 1), as the paper has it, or (B, heads, N, head_dim); same dtype, any size of numbers.
+        value: (B, heads, N, head_dim), same dtype.
+        weight: w, (heads, r, c), any floating dtype: entry [r // 2 + dy, c // 2 + dx] is for a key dy rows below and dx
+            columns right of the query; r and c are odd. To, from and between prefix tokens w is 0.
+        grid: layout of the tokens; padding (`valid`) adds nothing, whatever it holds.
+        is_causal: leave out keys that come later in the sequence than the query; by pairs.
+        backend: 'convolution' (depthwise), 'difference' (depthwise as in the paper, exact for weights from -5 on),
+            'pairs' (a softmax for each query and channel, exact for any weights: O(N^2 dim) exponentials), 'reference'
+            (the same in double precision and O(N^2 dim) memory), or 'auto': the first of 'difference', 'convolution'
+            and 'pairs' that is exact, which is looked up on the CPU; elsewhere, and in graphs, 'convolution'. To both
+            convolutions weights more than 70 below the largest, or below the 0 outside, count as 70 below it.
+
+    Returns, raises: as `aft_full`.
+    """
+    if backend == "toeplitz":
+        warnings.warn(
+            "aft_conv has no backend 'toeplitz' any more, 'convolution' is taken", FutureWarning, stacklevel=2
+        )
+        backend = "convolution"
+    check_backend(backend, CONV_BACKENDS)
+    check_tokens("query", query, "grid", grid)
+    _check_contents(query, key, value, {"grid.coords": grid.coords, "grid.valid": grid.valid, "weight": weight})
+    check_shape("weight", weight, (query.shape[1], "rows", "columns"))
+    rows, cols = weight.shape[1:]
+    if rows % 2 == 0 or cols % 2 == 0:
+        raise ValueError(f"weight has a window of {rows} x {cols}, expected odd sizes around the query")
+    if backend == "reference":
+        return reference.aft_conv(query, key, value, weight, grid, is_causal=is_causal)
+    if is_causal and backend in WINDOW_FORMS:
+        raise ValueError(f"backend {backend!r} has no causal form: use 'auto' or 'pairs'")
+    weight, outside = weight.to(torch.promote_types(weight.dtype, torch.float32)), True
+    if not is_compiling():
+        # Two patches are not further apart than this; where the window covers all, its weights alone bound the sums.
+        down, right = min(rows // 2, grid.height - 1), min(cols // 2, grid.width - 1)
+        weight = weight[:, rows // 2 - down : rows // 2 + down + 1, cols // 2 - right : cols // 2 + right + 1]
+        outside = grid.prefix > 0 or (down, right) != (grid.height - 1, grid.width - 1)
+    bottom, top = (extreme(weight.detach(), dim=(1, 2), keepdim=True) for extreme in (torch.amin, torch.amax))
+    if outside:
+        bottom, top = bottom.clamp_max(0), top.clamp_min(0)
+    if backend == "auto":
+        if is_causal or _far_apart(bottom, top):
+            backend = "pairs"
+        else:
+            backend = "difference" if _values_known(bottom) and bottom.min() >= LEAST_DIFFERENCE else "convolution"
+    valid = key_mask(grid)
+    with without_autocast(query.device):
+        if backend == "pairs":
+            bias_of = window_bias(grid, query.device)
+            return _gate(query, average_of_pairs(key, value, weight, bias_of, valid, is_causal))
+        parts = exponentials(key, value, valid)
+        return gated_average(query, window_sums(parts, weight, top, query.shape[3], grid, backend), valid)
+
+
+def _gate(query: Tensor, mixed: Tensor) -> Tensor:
+    return (query.to(mixed.dtype).sigmoid() * mixed).to(query.dtype)
+
+
+def _values_known(tensor: Tensor) -> bool:
+    """Whether values can be read without waiting for a device, and do not become part of a graph."""
+    return tensor.device.type == "cpu" and not is_compiling() and not is_functorch()
+
+
+def _far_apart(bottom: Tensor, top: Tensor) -> bool:
+    """Whether biases are known to be too far apart for products."""
+    return _values_known(top) and bool((top - bottom).max() > SPREAD)
+
+
+def _check_contents(query: Tensor, key: Tensor, value: Tensor, others: dict[str, Tensor | None]) -> None:
+    """Raise unless keys and values fit the queries, and they and all `others` are on the query's device."""
+    batch, heads, count, width = query.shape
+    shared = isinstance(key, Tensor) and key.dim() == 4 and key.shape[3] == 1
+    check_shape("key", key, (batch, heads, count, 1 if shared else width))
+    check_shape("value", value, (batch, heads, count, width))
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.dtype != query.dtype:
+            raise ValueError(f"{name} has dtype {tensor.dtype}, expected the query's {query.dtype}")
+    for name, tensor in ({"key": key, "value": value} | others).items():
+        if isinstance(tensor, Tensor) and tensor.device != query.device:
+            raise ValueError(f"{name} is on {tensor.device}, expected the query's device, {query.device}")
+
+
+def _check_bias(bias: Tensor, query: Tensor, grid: Grid) -> None:
+    """Raise unless `bias` has an entry for each pair of places of the grid, for all heads or for each."""
+    places = grid.prefix + grid.height * grid.width
+    lead = (query.shape[1],) if isinstance(bias, Tensor) and bias.dim() == 3 else ()
+    check_shape("bias", bias, (*lead, places, places))

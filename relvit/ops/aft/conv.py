@@ -1,0 +1,126 @@
+"""Window sums of AFT-conv: weights exp(w) in a window around each patch, 1 everywhere else, by depthwise convolution.
+
+Two forms: 'difference' is the paper's (section 3.2), which subtracts, and 'convolution' subtracts nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from relvit.ops.aft.sums import bounded_exp, per_channel
+from relvit.ops.grid import Grid
+from relvit.ops.tracing import is_compiling, is_functorch
+
+# The difference cancels too much below. Down to it an average is at most 2 exp(5) = 300 times further off than by
+# rounding, and that only where a key of this weight outweighs all others together by as much.
+LEAST_DIFFERENCE = -5.0
+
+
+def window_sums(parts: Tensor, weight: Tensor, top: Tensor, width: int, grid: Grid, form: str) -> Tensor:
+    """Sum over all tokens j with weights exp(w_ij), in a window, and 1 outside of it.
+
+    Args:
+        parts: what is summed, (B, N, channels), as `exponentials` returns them.
+        weight: w by offset, (heads, r, c), odd sizes.
+        top: (heads, 1, 1), no less than any w that occurs, the 0 outside of the window included.
+        width: head_dim.
+        grid: layout of the tokens.
+        form: 'difference' or 'convolution'.
+
+    Returns:
+        (B, N, channels), up to a factor for each token.
+    """
+    height, columns, coords = grid.height, grid.width, grid.coords
+    # Where nothing is outside, the largest weight may be below 0: what nothing is multiplied with must be finite.
+    window, outside = bounded_exp(weight - top), bounded_exp((-top).clamp_max(0))
+    window, outside = (per_channel(part.to(parts.dtype), parts.shape[2], width) for part in (window, outside))
+    outside = outside.flatten()
+    first, image = parts[:, : grid.prefix], parts[:, grid.prefix :]
+    index = None
+    if coords is not None:
+        places = (coords[..., 0] * columns + coords[..., 1]).to(torch.int64)
+        index = places[..., None].expand(image.shape)
+        image = image.new_zeros(image.shape[0], height * columns, image.shape[2]).scatter_add(1, index, image)
+    image = image.unflatten(1, (height, columns))
+    if form == "difference":
+        everywhere = image.sum(dim=(1, 2), keepdim=True)
+        sums = depthwise(window - outside[:, None, None], image) + outside * everywhere
+    else:
+        sums = depthwise(window, image) + outside * _outside_sums(image, *weight.shape[1:])
+    sums = sums.flatten(1, 2)
+    if index is not None:
+        sums = sums.gather(1, index)
+    if grid.prefix == 0:
+        return sums
+    everything = parts.sum(dim=1, keepdim=True).expand(-1, grid.prefix, -1)
+    return torch.cat((everything, sums + outside * first.sum(dim=1, keepdim=True)), dim=1)
+
+
+def _outside_sums(image: Tensor, rows: int, cols: int) -> Tensor:
+    """Sum (B, H, W, channels) over all that is outside of a window of this size, by two small products."""
+    above_or_below, beside = _apart(image.shape[1], rows // 2, image), _apart(image.shape[2], cols // 2, image)
+    far = _along_first(above_or_below, image.sum(dim=2))[:, :, None]
+    near = _along_first(1 - above_or_below, image.flatten(2)).view_as(image)
+    return far + _along_first(beside, near.flatten(0, 1)).view_as(image)
+
+
+def _along_first(matrix: Tensor, x: Tensor) -> Tensor:
+    """Multiply matrix (n, n) by x (B, n, m) for each of B. Other ways to write it ask a graph whether B is 1."""
+    return torch.bmm(matrix.expand(x.shape[0], -1, -1), x)
+
+
+def _apart(size: int, reach: int, like: Tensor) -> Tensor:
+    """1 where two rows are further apart than `reach`, else 0: (size, size)."""
+    index = torch.arange(size, device=like.device)
+    return ((index[:, None] - index).abs() > reach).to(like.dtype)
+
+
+def depthwise(kernel: Tensor, x: Tensor) -> Tensor:
+    """Compute sum_o kernel[o] x[i + o] in every channel, zero beyond the borders.
+
+    Args:
+        kernel: (channels, r, c), by offset, odd sizes.
+        x: (B, H, W, channels).
+    """
+    if x.device.type != "cpu" or is_compiling() or is_functorch() or not torch.is_grad_enabled():
+        return _convolve(kernel, x)
+    return _Depthwise.apply(kernel, x)
+
+
+class _Depthwise(torch.autograd.Function):
+    """Convolution whose kernel's gradient is a convolution as well, of the images with the gradients of the outputs.
+
+    PyTorch's own gradient of large depthwise kernels takes many times as long on processors.
+    """
+
+    @staticmethod
+    def forward(kernel: Tensor, x: Tensor) -> Tensor:
+        return _convolve(kernel, x)
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        kernel, x = ctx.saved_tensors
+        of_x = _convolve(kernel.flip((1, 2)), grad) if ctx.needs_input_grad[1] else None
+        if not ctx.needs_input_grad[0]:
+            return None, of_x
+        rows, cols = (size // 2 for size in kernel.shape[1:])
+        of_kernel = torch.zeros_like(kernel)
+        # One sample at a time stays in the caches; with channels first this convolution is faster.
+        for image, of_output in zip(x, grad, strict=True):
+            image = F.pad(image.permute(2, 0, 1).contiguous(), (cols, cols, rows, rows))
+            of_output = of_output.permute(2, 0, 1)[:, None].contiguous()
+            of_kernel = of_kernel + F.conv2d(image, of_output, groups=kernel.shape[0])
+        return of_kernel, of_x
+
+
+def _convolve(kernel: Tensor, x: Tensor) -> Tensor:
+    padding = [size // 2 for size in kernel.shape[1:]]
+    image = x.permute(0, 3, 1, 2)
+    return F.conv2d(image, kernel[:, None], padding=padding, groups=kernel.shape[0]).permute(0, 2, 3, 1)

@@ -1,0 +1,191 @@
+"""Sums of exp(key) value and of exp(key), which all AFT averages are quotients of, and the gated average itself.
+
+Both sums of a token are channels of one tensor (B, N, heads head_dim + heads c): the numerators of all heads, then the
+denominators, c of them per head: head_dim, or 1 where the channels of a head share their key.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from relvit.ops.tracing import is_compiling, is_functorch
+
+# How far weights may be apart, in powers of e. The largest exp(key - m) of a channel is 1, what is below exp(-87) is
+# lost in single precision: with a weight of exp(-70) for the one and of 1 for the other, that is less than rounding.
+SPREAD = 70.0
+# Devices that multiply matrices much faster in half precision.
+HALF_PRODUCTS = {"cuda"}
+
+
+def bounded_exp(exponent: Tensor) -> Tensor:
+    """Compute exp of what is 0 at most; less than -SPREAD counts as -SPREAD."""
+    return exponent.clamp_min(-SPREAD).exp()
+
+
+def exponentials(key: Tensor, value: Tensor, valid: Tensor | None) -> Tensor:
+    """Compute exp(key - m) value and exp(key - m), m being the largest key of a sample and channel, which cancels.
+
+    Args:
+        key: (B, heads, N, head_dim) or (B, heads, N, 1).
+        value: (B, heads, N, head_dim).
+        valid: (1 or B, N), False where a token does not count; whatever it holds, it adds zero.
+
+    Returns:
+        (B, N, heads head_dim + heads c), in float32 at least, but for bfloat16 on GPUs, which has the range of float32.
+    """
+    dtype, precision = value.dtype, torch.promote_types(key.dtype, torch.float32)
+    key, value = (part.to(precision).transpose(1, 2) for part in (key, value))
+    if valid is not None:
+        absent = ~valid[:, :, None, None]
+        key, value = key.masked_fill(absent, -torch.inf), value.masked_fill(absent, 0.0)
+    top = key.detach().amax(dim=1, keepdim=True)
+    if valid is not None:
+        top = top.masked_fill(torch.isneginf(top), 0.0)
+    if is_compiling() or is_functorch():
+        weights = (key - top).exp()
+        parts = torch.cat(((weights * value).flatten(2), weights.flatten(2)), dim=2)
+    else:
+        parts = _Exponentials.apply(key, value, top)
+    half = dtype == torch.bfloat16 and parts.device.type in HALF_PRODUCTS
+    return parts.to(dtype) if half else parts
+
+
+class _Exponentials(torch.autograd.Function):
+    """Gradients in fewer passes over memory than autograd's own."""
+
+    @staticmethod
+    def forward(key: Tensor, value: Tensor, top: Tensor) -> Tensor:
+        batch, count, heads, width = value.shape
+        parts = value.new_empty(batch, count, heads * (width + key.shape[3]))
+        numerator, denominator = split_heads(parts, heads, width)
+        torch.mul(torch.sub(key, top, out=denominator).exp_(), value, out=numerator)
+        return parts
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1], output)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        value, parts = ctx.saved_tensors
+        weights = split_heads(parts, *value.shape[2:])[1]
+        of_numerator, of_denominator = split_heads(grad, *value.shape[2:])
+        of_key = (of_numerator * value).sum_to_size(weights.shape).add_(of_denominator).mul_(weights)
+        return of_key, of_numerator * weights, None
+
+
+def split_heads(parts: Tensor, heads: int, width: int) -> tuple[Tensor, Tensor]:
+    """Split (B, N, heads width + heads c) into numerators (B, N, heads, width) and denominators (B, N, heads, c)."""
+    numerator, denominator = parts.split((heads * width, parts.shape[2] - heads * width), dim=2)
+    return numerator.unflatten(2, (heads, width)), denominator.unflatten(2, (heads, -1))
+
+
+def per_channel(per_head: Tensor, channels: int, width: int) -> Tensor:
+    """Repeat what is per head, (heads, ...), for all channels of numerators of this width and of denominators."""
+    heads = per_head.shape[0]
+    shared = channels // heads - width
+    return torch.cat((per_head.repeat_interleave(width, 0), per_head.repeat_interleave(shared, 0)))
+
+
+def products(weights: Tensor, parts: Tensor, width: int) -> Tensor:
+    """Compute sum_j weights_ij parts_j.
+
+    Args:
+        weights: (1 or heads, N, N), for all heads or for each.
+        parts: (B, N, channels), as `exponentials` returns them.
+        width: head_dim.
+    """
+    if weights.shape[0] == 1:
+        return weights @ parts
+    split = split_heads(parts, weights.shape[0], width)
+    together = torch.cat(split, dim=3).permute(2, 1, 0, 3)  # (heads, N, B, head_dim + c)
+    sums = torch.bmm(weights, together.flatten(2)).view(together.shape).permute(2, 1, 0, 3)
+    return torch.cat((sums[..., :width].flatten(2), sums[..., width:].flatten(2)), dim=2)
+
+
+def gated_average(query: Tensor, sums: Tensor, valid: Tensor | None) -> Tensor:
+    """Compute sigmoid(query) * numerator / denominator, in float32 at least.
+
+    Args:
+        query: (B, heads, N, head_dim).
+        sums: (B, N or 1, heads head_dim + heads c).
+        valid: None says that no denominator is zero; otherwise averages are zero where it is.
+
+    Returns:
+        (B, heads, N, head_dim), dtype of the query.
+    """
+    query, padded = query.transpose(1, 2), valid is not None
+    if is_compiling() or is_functorch() or sums.shape[1] != query.shape[1]:
+        return _gated_average(query, sums, padded).transpose(1, 2)
+    return _GatedAverage.apply(query, sums, padded).transpose(1, 2)
+
+
+def _gated_average(query: Tensor, sums: Tensor, padded: bool) -> Tensor:
+    numerator, denominator = split_heads(sums.to(torch.promote_types(sums.dtype, torch.float32)), *query.shape[2:])
+    if padded:
+        denominator = torch.where(denominator == 0, 1.0, denominator)
+    return (query.to(numerator.dtype).sigmoid() * (numerator / denominator)).to(query.dtype)
+
+
+class _GatedAverage(torch.autograd.Function):
+    """Gates and averages are recomputed for the gradients: autograd by itself would keep both."""
+
+    @staticmethod
+    def forward(query: Tensor, sums: Tensor, padded: bool) -> Tensor:
+        return _gated_average(query, sums, padded)
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Tensor, Tensor, bool], output: Tensor) -> None:
+        *tensors, ctx.padded = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, sums = ctx.saved_tensors
+        if torch.is_grad_enabled():  # these gradients are to be differentiated
+            mixed = _gated_average(query, sums, ctx.padded)
+            return *torch.autograd.grad(mixed, (query, sums), grad, create_graph=True), None
+        precision = torch.promote_types(sums.dtype, torch.float32)
+        numerator, denominator = split_heads(sums.to(precision), *query.shape[2:])
+        if ctx.padded:
+            denominator = torch.where(denominator == 0, 1.0, denominator)
+        gate, mixed, grad = query.to(precision).sigmoid(), numerator / denominator, grad.to(precision)
+        of_query = torch.ops.aten.sigmoid_backward(grad * mixed, gate)
+        of_sums = torch.empty(sums.shape, dtype=precision, device=sums.device)
+        of_numerator, of_denominator = split_heads(of_sums, *query.shape[2:])
+        torch.div(gate.mul_(grad), denominator, out=of_numerator)
+        of_denominator.copy_(mixed.mul_(of_numerator).neg_().sum_to_size(denominator.shape))
+        return of_query.to(query.dtype), of_sums.to(sums.dtype), None
+
+
+def running_average(key: Tensor, value: Tensor, valid: Tensor | None) -> Tensor:
+    """Compute sum over j <= i of softmax_j(key_j) value_j for each channel and each i, in log2 N steps over all tokens.
+
+    After each step a token knows the sums over twice as many predecessors, relative to the largest key among them:
+    nothing overflows, and nothing is lost that is not smaller than rounding.
+
+    Args: see `exponentials`.
+
+    Returns:
+        (B, heads, N, head_dim), in float32 at least.
+    """
+    precision = torch.promote_types(key.dtype, torch.float32)
+    top, numerator = key.to(precision), value.to(precision)
+    denominator = torch.ones_like(top)
+    if valid is not None:
+        absent = ~valid[:, None, :, None]
+        top = top.masked_fill(absent, torch.finfo(precision).min)
+        numerator, denominator = numerator.masked_fill(absent, 0.0), denominator.masked_fill(absent, 0.0)
+    step = 1
+    while step < key.shape[2]:
+        first, before = top[:, :, :step], top[:, :, :-step]
+        highest = torch.cat((first, torch.maximum(top[:, :, step:], before)), dim=2)
+        here, there = (top - highest).exp(), (before - highest[:, :, step:]).exp()
+        numerator, denominator = (
+            torch.cat((sums[:, :, :step], (here * sums)[:, :, step:] + there * sums[:, :, :-step]), dim=2)
+            for sums in (numerator, denominator)
+        )
+        top, step = highest, 2 * step
+    return numerator / torch.where(denominator == 0, 1.0, denominator)
