@@ -15,7 +15,7 @@ from torchvision.datasets import CIFAR10, CIFAR100
 
 from relvit.cli import main
 from relvit.data import CIFAR10Data, CIFAR100Data, ImageFolderData
-from relvit.data.loading.memory import BatchTransform
+from relvit.data.transforms import BatchTransform
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -106,13 +106,13 @@ def test_recipes_of_cifar_run_on_class_folders(name, own, tmp_path, monkeypatch,
     command = re.search(r"^ *relvit (fit .*--data ImageFolderData.*)$", header(path), re.MULTILINE)[1].split()
     command = [{"DIR": str(tmp_path), f"configs/{name}.yaml": str(path)}.get(word, word) for word in command]
     made = []
-    make_loader = ImageFolderData._make_loader
+    make_loader = ImageFolderData._loader
 
     def recorded(data, split, **arguments):
         made.append((data, split, data._batch_transform(split)))
         return make_loader(data, split, **arguments)
 
-    monkeypatch.setattr(ImageFolderData, "_make_loader", recorded)
+    monkeypatch.setattr(ImageFolderData, "_loader", recorded)
     flags = [f"--model.model_kwargs.{key}={value}" for key, value in SMALL.items()]
     assert main([*command, *ON_A_CPU, *FAST, *flags]) == 0, capsys.readouterr().err
     assert "8 images of train and val in memory" in capsys.readouterr().out
@@ -178,6 +178,6 @@ def test_files_that_headers_name_exist(path):
         assert (ROOT / name).is_file(), f"{path.name} names {name}"
 
 
-def test_the_readme_lists_them_all():
-    readme = (ROOT / "README.md").read_text()
-    assert [path.name for path in CONFIGS if path.name not in readme] == []
+def test_the_docs_list_them_all():
+    page = (ROOT / "docs" / "options.md").read_text()
+    assert [path.name for path in CONFIGS if path.name not in page] == []

@@ -1,6 +1,6 @@
-"""Tables and a figure of what `tools/benchmark.py` wrote: `python tools/benchmark_report.py [results.jsonl]`.
+"""Write tables and a figure of what `tools/benchmark.py` measured: `python tools/benchmark_report.py [results.jsonl]`.
 
-Writes `results.md` and `results.png` beside the file (of the same name, whatever it is).
+`results.md` and `results.png` are written beside the file, under its name; without an argument the README's table, too.
 """
 
 from __future__ import annotations
@@ -8,297 +8,217 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import statistics
+import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from statistics import median
+from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 Row = dict[str, Any]
-SOURCE = Path(__file__).parent.parent / "docs" / "benchmarks" / "results.jsonl"
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "docs" / "benchmarks" / "results.jsonl"
+BEGIN, END = "<!-- written by tools/benchmark_report.py -->", "<!-- end -->"
 RUN = ("run", "level", "device", "dtype", "compiled", "batch")
 GROUP = (*RUN, "size", "mode")
-MIB = 1024**2
 INTRODUCTION = """# Benchmarks
 
-Written by `python tools/benchmark_report.py` from what `python tools/benchmark.py` appended to the file of raw samples
-beside this one; not to be edited by hand.
-
-- **Time.** In every round all competitors of a table are called once, in a freshly shuffled order, after three warm-up
-  calls each. *forward* is the forward pass without gradients in evaluation mode; *train* is forward and backward of the
-  sum of the outputs in training mode, from gradients that are None.
-- **Time ratio.** The median over the rounds of (time of this one / time of `plain` in the same round); the ratio of the
-  two medians would let slow spells of the machine in.
-- **Noise.** `control` is a second instance of `plain`: what its ratio is away from 1, others' ratios may be as well.
-- **Memory.** On the CPU, *forward*: the most that is allocated at a time, where that was measured; *train*: what the
-  forward pass allocates and autograd still holds after it, for backward; input, output and parameters do not count. On
-  a GPU: by how much a step's peak exceeds what was allocated before it, gradients included.
-- **No figure.** *out of memory*, or *over the cap*: the first call took longer than the run allowed.
-- **Models**, with 1000 classes, average pooling, without class token and layer scale: `plain` and `control` are timm's
-  `vit_small_patch16_224`, `relpos` its `vit_relpos_small_patch16_224`, `rope` its `vit_small_patch16_rope_224`,
-  `rope_mixed` its `vit_small_patch16_rope_mixed_224`; `relvit_small` is ours, and so are the attention-free `aft_conv`
-  (15 x 15 windows, 384 heads), `aft_conv_h16` (11 x 11, 16 heads) and `aft_full`.
-- **Layers**, of width 384 with 6 heads on (size / 16)² tokens: `plain` and `control` are timm's `Attention`, `sam` its
-  `vision_transformer_sam.Attention` with relative positions (on keys alone), `relvit_X` is our `RelativeAttention` (on
-  keys and values) with the backend X.
-- **Afts**, attention-free layers of width 384 beside timm's `Attention` (`plain`, `control`): `aft_conv` is our
-  `AFTConv2d` with 384 windows of 15 x 15, `aft_conv_X` the same with the backend X, `aft_conv_depthwise` with the
-  paper's own way, a depthwise convolution of channels-first images by PyTorch; those in `_k31` have windows of
-  31 x 31, and `aft_conv_h16` has 16 of 11 x 11.
+Written by `python tools/benchmark_report.py` from the [raw samples](results.jsonl); not to be edited by hand.
+[How to read the tables](README.md#how-to-read-the-tables).
 """
 
 
 def read(path: str | Path) -> list[Row]:
-    """The rows of a JSONL file."""
+    """Read the rows of a JSONL file."""
     return [json.loads(line) for line in Path(path).read_text().splitlines() if line]
 
 
-def grouped(rows: Iterable[Row], keys: Sequence[str]) -> dict[tuple[Any, ...], list[Row]]:
-    """Rows that agree in `keys`, groups and rows in order of appearance."""
+def grouped(rows: Iterable[Row], keys: Sequence[str]) -> list[list[Row]]:
+    """Group the rows that agree in `keys`, in order of appearance."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault(tuple(row[key] for key in keys), []).append(row)
-    return groups
+    return list(groups.values())
 
 
-def plain_of(group: Iterable[Row]) -> Row | None:
-    """The row that ratios refer to, if it was measured."""
-    return next((row for row in group if row["name"] == "plain" and row["status"] == "ok"), None)
+def ratios(group: Iterable[Row], memory: bool = False) -> dict[str, float]:
+    """Return the multiple of plain's time, or memory, of each row that has a figure, by name.
 
-
-def time_ratio(row: Row, plain: Row | None) -> float | None:
-    """Median over the rounds of the ratio within a round; None if one of the two has no figure.
+    The multiple of time is the median over the rounds of the ratio within a round.
 
     Raises:
-        ValueError: the two were not measured in the same rounds.
+        ValueError: a row and plain's were not measured in the same rounds.
     """
-    if plain is None or not (row["seconds"] and plain["seconds"]):
-        return None
-    if len(row["seconds"]) != len(plain["seconds"]):
-        counts = f"{len(row['seconds'])} samples of {row['name']!r}, {len(plain['seconds'])} of 'plain'"
-        raise ValueError(f"{counts} in run {row['run']}: they cannot be paired by round")
-    return statistics.median(ours / theirs for ours, theirs in zip(row["seconds"], plain["seconds"], strict=True))
-
-
-def memory_ratio(row: Row, plain: Row | None) -> float | None:
-    """Memory as a multiple of plain's; None if one of the two has no figure or plain needs nothing."""
-    if plain is None or not plain["memory_bytes"] or row["memory_bytes"] is None:
-        return None
-    return row["memory_bytes"] / plain["memory_bytes"]
+    group = list(group)
+    plain = next((row for row in group if row["name"] == "plain" and row["status"] == "ok"), None)
+    if plain is None:
+        return {}
+    if memory:
+        found = {row["name"]: row["memory_bytes"] for row in group if row["memory_bytes"] is not None}
+        return {name: value / plain["memory_bytes"] for name, value in found.items() if plain["memory_bytes"]}
+    result = {}
+    for row in (row for row in group if row["seconds"]):
+        pairs = list(zip(row["seconds"], plain["seconds"], strict=False))
+        if not len(pairs) == len(row["seconds"]) == len(plain["seconds"]):
+            counts = f"{len(row['seconds'])} samples of {row['name']!r}, {len(plain['seconds'])} of 'plain'"
+            raise ValueError(f"{counts} in run {row['run']}: they cannot be paired by round")
+        result[row["name"]] = median(ours / theirs for ours, theirs in pairs)
+    return result
 
 
 def render(rows: Sequence[Row]) -> str:
-    """All rows as Markdown: a section per run, in it a table per size and mode; the same rows give the same text."""
+    """Return all rows as Markdown: a section per run, in each a table per size and mode."""
     parts = [INTRODUCTION]
-    for run in grouped(rows, RUN).values():
-        parts.append(_heading(run[0]))
-        parts.extend(_table(group) for group in grouped(run, GROUP).values())
+    for run in grouped(rows, RUN):
+        first = run[0]
+        machine, versions = first["machine"], first["versions"]
+        compiled = ", compiled" if first["compiled"] else ""
+        place = f"{machine['gpu']}, " if machine["gpu"] else ""
+        place += f"{machine['processor']}, {machine['cores']} cores, {machine['threads']} threads"
+        parts.append(
+            f"## {first['level'].capitalize()}s on {first['device']}, {first['dtype']}{compiled}, "
+            f"batch {first['batch']}\n\n"
+            f"Run {first['run']}, {first['rounds']} rounds, commit {first['commit']}; {place}; "
+            f"{', '.join(f'{name} {version}' for name, version in versions.items())}.\n"
+        )
+        parts.extend(_table(group) for group in grouped(run, GROUP))
     return "\n".join(parts)
 
 
-def _heading(row: Row) -> str:
-    """What all tables of a run have in common."""
-    machine, versions = row["machine"], row["versions"]
-    compiled = ", compiled" if row["compiled"] else ""
-    place = f"{machine['gpu']}, " if machine["gpu"] else ""
-    place += f"{machine['processor']}, {machine['cores']} cores, {machine['threads']} threads"
-    return (
-        f"## {row['level'].capitalize()}s on {row['device']}, {row['dtype']}{compiled}, batch {row['batch']}\n\n"
-        f"Run {row['run']}, {row['rounds']} rounds, commit {row['commit']}; {place}; "
-        f"{', '.join(f'{name} {version}' for name, version in versions.items())}.\n"
-    )
-
-
 def _table(group: Sequence[Row]) -> str:
-    """The table of one size and mode, and the noise."""
-    plain = plain_of(group)
-    first = group[0]
-    columns = {
+    """Return the table of one size and mode, and the noise."""
+    time, memory, first = ratios(group), ratios(group, memory=True), group[0]
+    columns: dict[str, Callable[[Row], str]] = {
         "": lambda row: f"`{row['name']}`",
-        "median ms": _milliseconds,
-        "images/s": _images,
-        "time ratio": lambda row: _number(time_ratio(row, plain), 2),
-        "memory MiB": lambda row: _number(None if row["memory_bytes"] is None else row["memory_bytes"] / MIB, 1),
-        "memory ratio": lambda row: _number(memory_ratio(row, plain), 2),
+        "median ms": lambda row: f"{1000 * median(row['seconds']):.2f}" if row["seconds"] else row["status"],
     }
-    if first["level"] != "model":
-        del columns["images/s"]
-    # Without gradients the CPU keeps nothing: a column of zeros says less than none.
-    if not any(row["memory_bytes"] for row in group):
-        del columns["memory MiB"], columns["memory ratio"]
+    if first["level"] == "model":
+        columns["images/s"] = lambda row: f"{row['batch'] / median(row['seconds']):.1f}" if row["seconds"] else "–"
+    columns["time ratio"] = lambda row: f"{time[row['name']]:.2f}" if row["name"] in time else "–"
+    # Without gradients autograd keeps nothing: early runs have zeros there.
+    if any(row["memory_bytes"] for row in group):
+        columns["memory MiB"] = lambda row: "–" if row["memory_bytes"] is None else f"{row['memory_bytes'] / 2**20:.1f}"
+        columns["memory ratio"] = lambda row: f"{memory[row['name']]:.2f}" if row["name"] in memory else "–"
     lines = [" | ".join(columns), " | ".join(["---", *["---:"] * (len(columns) - 1)])]
     lines += [" | ".join(cell(row) for cell in columns.values()) for row in group]
-    noise = next((time_ratio(row, plain) for row in group if row["name"] == "control"), None)
-    noise_line = f"\nNoise: `control` took {noise:.3f} times as long as `plain`.\n" if noise is not None else ""
-    table = "\n".join(f"| {line} |" for line in lines)
-    return f"### {first['size']} px, {first['mode']}\n\n{table}\n{noise_line}"
+    noise = f"\nNoise: `control` took {time['control']:.3f} times as long as `plain`.\n" if "control" in time else ""
+    return f"### {first['size']} px, {first['mode']}\n\n" + "".join(f"| {line} |\n" for line in lines) + noise
 
 
-def _milliseconds(row: Row) -> str:
-    """The median time, or why there is none."""
-    return f"{1000 * statistics.median(row['seconds']):.2f}" if row["seconds"] else row["status"]
-
-
-def _images(row: Row) -> str:
-    """Images per second at the median time."""
-    return _number(row["batch"] / statistics.median(row["seconds"]) if row["seconds"] else None, 1)
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "–" if value is None else f"{value:.{digits}f}"
-
-
-class Panel(NamedTuple):
-    """One message of the figure: what a training step takes, as a multiple of what plain takes.
-
-    Attributes:
-        level: the level of its rows.
-        title: the message, with `{ours}`, the multiple of the first competitor at the largest size that the first two
-            have, `{times}`, how often it goes into the second one's, and `{patches}`, the number of patches there.
-        names: its competitors, ours first: names of rows, and names for readers.
-        plain: what plain is.
-        memory: compare what backward needs, not time.
-        size: the only size, drawn as bars; None: all of them, as lines.
-    """
-
-    level: str
-    title: str
-    names: dict[str, str]
-    plain: str
-    memory: bool = False
-    size: int | None = None
-
-    @property
-    def unit(self) -> str:
-        """The name of the axis of the multiples."""
-        return f"{'memory' if self.memory else 'time'}, multiple of {self.plain}'s"
-
-
-MODELS = {
-    "relvit_small": "relvit_small",
-    "relpos": "relative bias (timm)",
-    "rope_mixed": "mixed RoPE (timm)",
-    "rope": "axial RoPE (timm)",
+COMPARED = {
+    # On the CPU `relvit_small` takes this backend by itself.
+    "`relvit_small`": ("relvit_small", "relvit_small_tiled"),
+    "`relpos`: `vit_relpos_small_patch16_224`": ("relpos",),
+    "`rope`: `vit_small_patch16_rope_224`": ("rope",),
+    "`rope_mixed`: `vit_small_patch16_rope_mixed_224`": ("rope_mixed",),
 }
-LAYERS = {"relvit_tiled": "relvit", "relvit_reference": "the paper's algorithm"}
-AFTS = {"aft_conv": "AFT-conv", "aft_conv_h16": "AFT-conv, 16 heads", "aft_conv_depthwise": "as a convolution"}
-PANELS = (
-    Panel("model", "relvit_small trains in {ours:.2f} times\nthe time of a plain ViT-S", MODELS, "ViT-S", size=224),
-    Panel(
-        "model", "relvit_small keeps {ours:.2f} times\nthe memory for backward", MODELS, "ViT-S", memory=True, size=224
-    ),
-    Panel("model", "relvit_small on larger images:\n{ours:.2f} times at {patches:,} patches", MODELS, "ViT-S"),
-    Panel(
-        "layer",
-        "A layer: {times:.0f} times faster than the\npaper's algorithm, {patches:,} patches",
-        LAYERS,
-        "attention",
-    ),
-    Panel(
-        "layer",
-        "A layer: 1/{times:.0f} of its memory\nfor backward, {patches:,} patches",
-        LAYERS,
-        "attention",
-        memory=True,
-    ),
-    Panel("aft", "A layer of AFT-conv: {ours:.2f} of\nattention's time, {patches:,} patches", AFTS, "attention"),
-)
-# Okabe and Ito's, which colour-blind readers tell apart.
-OURS, *OTHERS = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
-STYLE = {
-    "font.size": 15,
-    "axes.titlesize": 17,
-    "axes.titlepad": 10,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
+SIZES = (112, 224, 384, 512)
+
+
+def summary(rows: Iterable[Row]) -> str:
+    """Return the README's table: models on the CPU, the lowest and highest ratio of all runs at each size."""
+    kind = {"level": "model", "device": "cpu", "dtype": "float32", "compiled": False}
+    rows = [row for row in rows if all(row[key] == value for key, value in kind.items())]
+    groups = [(group[0]["size"], group[0]["mode"], group) for group in grouped(rows, GROUP)]
+
+    def span(names: Sequence[str], size: int, mode: str, memory: bool = False) -> str:
+        measured = [ratios(group, memory) for *key, group in groups if key == [size, mode]]
+        found = sorted({f"{one[name]:.2f}" for one in measured for name in names if name in one})
+        return "–".join(dict.fromkeys((found[0], found[-1]))) if found else "not measured"
+
+    lines = [f"| | {' | '.join(f'{size} px' for size in SIZES)} | memory, 224 px |", "|---" * (len(SIZES) + 2) + "|"]
+    for title, names in {"plain ViT-S": ("plain",), **COMPARED}.items():
+        times = [f"{span(names, size, 'forward')}, {span(names, size, 'train')}" for size in SIZES]
+        lines.append(f"| {title} | {' | '.join(times)} | {span(names, 224, 'train', memory=True)} |")
+    return "\n".join(lines)
+
+
+# Names of rows, and names for readers: ours first.
+PANELS = {
+    "model": {
+        "relvit_small": "relvit_small",
+        "relpos": "relative bias (timm)",
+        "rope_mixed": "mixed RoPE (timm)",
+        "rope": "axial RoPE (timm)",
+    },
+    "layer": {"relvit_tiled": "relvit's layer", "relvit_reference": "the paper's algorithm"},
+    "aft": {"aft_conv": "AFT-conv's layer", "aft_conv_h16": "with 16 heads", "aft_conv_depthwise": "as a convolution"},
 }
+# Okabe and Ito's, which colour-blind readers can distinguish.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 TICKS = [digit * 10.0**power for power in range(-3, 5) for digit in (1, 2, 5)]
-PATCH = 16
+STYLE = {"font.size": 15, "axes.titlesize": 17, "axes.titleweight": "bold", "axes.titlelocation": "left"}
+STYLE |= {"axes.spines.top": False, "axes.spines.right": False}
 
 
 def draw(rows: Sequence[Row]) -> Figure:
-    """Draw a panel per message that there are rows for: training steps, on the device of the first row."""
-    first = rows[0]
-    alike = {**{key: first[key] for key in ("device", "dtype", "compiled")}, "mode": "train"}
+    """Draw time and memory of training steps at each level that there are rows for, on the device of the first row."""
+    alike = {**{key: rows[0][key] for key in ("device", "dtype", "compiled")}, "mode": "train"}
     rows = [row for row in rows if all(row[key] == value for key, value in alike.items())]
-    found = [(panel, points) for panel in PANELS if (points := _points(rows, panel))]
-    lines = math.ceil(len(found) / 2)
-    with rc_context({**STYLE, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(14, 5.2 * lines + 0.6), layout="constrained")
-        FigureCanvasAgg(figure)
+    found = {(level, memory): _lines(rows, level, memory) for level in PANELS for memory in (False, True)}
+    found = {key: lines for key, lines in found.items() if next(iter(PANELS[key[0]])) in lines}
+    count = math.ceil(len(found) / 2)
+    with rc_context(STYLE):
+        figure = Figure(figsize=(14, 5.2 * count + 0.6), layout="constrained")
         figure.get_layout_engine().set(w_pad=0.15, h_pad=0.2)
-        for place, (panel, points) in enumerate(found, start=1):
-            axes = figure.add_subplot(lines, 2, place)
-            (_lines if panel.size is None else _bars)(axes, panel, points)
-            axes.set_title(_title(panel, points))
-        batches = sorted({row["batch"] for row in rows})
-        batch = f"batch {batches[0]}" if len(batches) == 1 else f"batches of {batches[0]} to {batches[-1]}"
-        compiled = ", compiled" if first["compiled"] else ""
-        note = f"Forward and backward on {first['device']}, {first['dtype']}{compiled}, {batch}. Dashed: plain."
+        for number, ((level, memory), lines) in enumerate(found.items(), start=1):
+            _draw_panel(figure.add_subplot(count, 2, number), level, memory, lines)
+        compiled = ", compiled" if alike["compiled"] else ""
+        note = f"Training steps (memory: for backward) on {alike['device']}, {alike['dtype']}{compiled}. Dashed: plain."
         figure.supxlabel(note, fontsize=14)
     return figure
 
 
-def _points(rows: Iterable[Row], panel: Panel) -> dict[str, dict[int, float]]:
-    """Multiples by competitor and size, each of the last run that has it; {} where ours has none."""
-    ratio_of = memory_ratio if panel.memory else time_ratio
-    points: dict[str, dict[int, float]] = {name: {} for name in panel.names}
-    for group in grouped((row for row in rows if row["level"] == panel.level), GROUP).values():
-        plain, size = plain_of(group), group[0]["size"]
-        for row in group:
-            ratio = ratio_of(row, plain)
-            if row["name"] in points and ratio is not None and panel.size in (None, size):
-                points[row["name"]][size] = ratio
-    if not points[next(iter(panel.names))]:
-        return {}
-    return {name: dict(sorted(line.items())) for name, line in points.items() if line}
+def _lines(rows: Iterable[Row], level: str, memory: bool) -> dict[str, dict[int, float]]:
+    """Return multiples of plain by competitor and number of patches, of the last run that has them."""
+    lines: dict[str, dict[int, float]] = {name: {} for name in PANELS[level]}
+    for group in grouped((row for row in rows if row["level"] == level), GROUP):
+        for name, ratio in ratios(group, memory).items():
+            if name in lines:
+                lines[name][(group[0]["size"] // 16) ** 2] = ratio
+    return {name: dict(sorted(line.items())) for name, line in lines.items() if line}
 
 
-def _title(panel: Panel, points: dict[str, dict[int, float]]) -> str:
-    ours, other = [*points.values(), next(iter(points.values()))][:2]
-    size = max(ours.keys() & other.keys(), default=max(ours))
-    times = other.get(size, math.nan) / ours[size]
-    return panel.title.format(ours=ours[size], times=times, patches=(size // PATCH) ** 2)
-
-
-def _bars(axes: Axes, panel: Panel, points: dict[str, dict[int, float]]) -> None:
-    ratios = [line[panel.size] for line in points.values()]
-    axes.barh(range(len(ratios)), ratios, 0.6, color=[OURS, *["#9A9A9A"] * (len(ratios) - 1)])
-    axes.axvline(1, color="black", linewidth=1.2, linestyle="--")
-    for place, ratio in enumerate(ratios):
-        axes.annotate(f"{ratio:.2f}", (ratio, place), (6, 0), textcoords="offset points", va="center")
-    axes.set_yticks(range(len(ratios)), [panel.names[name] for name in points])
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.15 * max(1, *ratios))
-    axes.set_xlabel(f"{panel.unit}, {panel.size} px")
-
-
-def _lines(axes: Axes, panel: Panel, points: dict[str, dict[int, float]]) -> None:
-    for colour, (name, line) in zip((OURS, *OTHERS), points.items(), strict=False):
-        patches = [(size // PATCH) ** 2 for size in line]
-        axes.plot(patches, line.values(), "o-", color=colour, linewidth=3, markersize=9, label=panel.names[name])
+def _draw_panel(axes: Axes, level: str, memory: bool, lines: dict[str, dict[int, float]]) -> None:
+    """Draw multiples over the number of patches; the title has ours at the largest one."""
+    names, unit = PANELS[level], "memory" if memory else "time"
+    for colour, (name, line) in zip(COLOURS, lines.items(), strict=False):
+        axes.plot(line.keys(), line.values(), "o-", color=colour, linewidth=3, markersize=9, label=names[name])
     axes.axhline(1, color="black", linewidth=1.2, linestyle="--")
-    ratios = [1.0, *(ratio for line in points.values() for ratio in line.values())]
+    values = [1.0, *(ratio for line in lines.values() for ratio in line.values())]
+    patches = sorted({count for line in lines.values() for count in line})
     axes.set_xscale("log")
-    if max(ratios) / min(ratios) > 5:
+    axes.set_xticks(patches, [f"{count:,}" for count in patches], fontsize=13)
+    axes.set_xlabel("patches in the image")
+    if max(values) / min(values) > 5:
         axes.set_yscale("log")
-        axes.set_ylim(min(ratios) / 1.3, 1.3 * max(ratios))
-        axes.set_yticks([tick for tick in TICKS if min(ratios) / 1.3 <= tick <= 1.3 * max(ratios)])
-    sizes = sorted({(size // PATCH) ** 2 for line in points.values() for size in line})
-    axes.set_xticks(sizes, [f"{size:,}" for size in sizes], fontsize=13)
+        axes.set_ylim(min(values) / 1.3, 1.3 * max(values))
+        axes.set_yticks([tick for tick in TICKS if min(values) / 1.3 <= tick <= 1.3 * max(values)])
     axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_ylabel(f"{unit}, multiple of plain's")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_minor_locator(NullLocator())
-    axes.set_xlabel("patches in the image")
-    axes.set_ylabel(panel.unit)
     # Beside the data: there is no corner that stays free.
     axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.2), ncols=2, frameon=False, fontsize=14)
+    most, ratio = list(next(iter(lines.values())).items())[-1]
+    plain = "a plain ViT-S" if level == "model" else "plain attention"
+    axes.set_title(f"{next(iter(names.values()))}: {ratio:.2f} times the {unit}\nof {plain}, {most:,} patches")
+
+
+def replaced(text: str, table: str) -> str:
+    """Return the text with the table between its markers."""
+    pattern = f"(?s){re.escape(BEGIN)}.*?{re.escape(END)}"
+    return re.sub(pattern, lambda _: f"{BEGIN}\n\n{table}\n\n{END}", text)
+
+
+def digest(source: Path) -> str:
+    """Return the SHA-256 of the file of samples, by which a test knows the figure of the file."""
+    return hashlib.sha256(source.read_bytes()).hexdigest()
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -306,13 +226,10 @@ def main(arguments: Sequence[str]) -> None:
     source = Path(arguments[0]) if arguments else SOURCE
     rows = read(source)
     source.with_suffix(".md").write_text(render(rows))
-    # By the digest a test sees whether the figure is that of the file.
     draw(rows).savefig(source.with_suffix(".png"), dpi=100, metadata={"Description": digest(source)})
-
-
-def digest(source: Path) -> str:
-    """SHA-256 of the file of samples."""
-    return hashlib.sha256(source.read_bytes()).hexdigest()
+    if source == SOURCE:
+        readme = ROOT / "README.md"
+        readme.write_text(replaced(readme.read_text(), summary(rows)))
 
 
 if __name__ == "__main__":

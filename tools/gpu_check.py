@@ -1,14 +1,13 @@
-"""What the test suite checks on the CPU, checked on a GPU, which CI lacks: `python tools/gpu_check.py`.
+"""Check on a GPU, which CI lacks, what the test suite checks on the CPU: `python tools/gpu_check.py`.
 
 Every backend, in every dtype, against `backend='reference'` in float64 on the CPU, forward and backward; then what only
 a GPU can show: which kernels run, how much memory a training step takes, compiled code. A line per check, `ok|FAIL name
-error limit`; the exit status is 1 if any failed. Lines `note` report, lines `skip` say what this device cannot show.
+error limit`; the exit status is 1 if any failed. Lines `note` report, lines `skip` name what this device cannot show.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import platform
 import sys
@@ -17,10 +16,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -36,9 +33,9 @@ from gpu_scenes import (
     draw_scenes,
     draw_terms,
     leaf,
-    options_on,
     outcome,
     stock_outcome,
+    with_gradients,
 )
 from timm.layers import Attention
 from torch import Tensor, nn
@@ -47,25 +44,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import relvit
 from relvit.layers import RelativeAttention, RelativePosition2d
-from relvit.ops import (
-    AxisTables,
-    JointTable,
-    RelativeTerms,
-    choose,
-    gathered,
-    make_grid,
-    relative_attention,
-    tiled,
-)
-from relvit.ops.attention import BACKENDS
+from relvit.ops import AxisTables, JointTable, RelativeTerms, choose, make_grid, relative_attention
+from relvit.ops.backends import gathered, tiled
 
-FAST = tuple(name for name in BACKENDS if name != "reference")
+BACKENDS = ("fused", "tiled", "gathered")
 EXACT = {torch.float64: 1e-10, torch.float32: 1e-5}
 HALVES = (torch.bfloat16, torch.float16)
-DTYPES = (*EXACT, *HALVES)
 # How many times the error of stock attention on the same contents is allowed in half precision.
 TIMES_STOCK = 2
 FUSED_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+Limits = dict[str, float] | float
 
 
 class Measured(NamedTuple):
@@ -76,54 +64,35 @@ class Measured(NamedTuple):
     remark: str = ""
 
 
-class Line(NamedTuple):
-    """What is printed and written of a check; only 'ok' and 'FAIL' have numbers, and those only if finite."""
-
-    status: str
-    name: str
-    error: float | None
-    limit: float | None
-    remark: str
-
-
-@dataclass
 class Log:
-    """All lines so far, printed as they come."""
+    """Prints a line per check, and counts them by status."""
 
-    lines: list[Line] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
 
     def check(self, name: str, measure: Callable[[], Measured]) -> None:
-        """Compare what `measure` returns; whatever it raises is a failure."""
+        """Compare what `measure` returns; an exception is a failure."""
         try:
             error, limit, remark = measure()
         except Exception as raised:
             error, limit = math.inf, 0.0
             remark = f"{type(raised).__name__}: {str(raised).partition(chr(10))[0][:200]}"
         # NaN is no better than any limit.
-        status = "ok" if error <= limit else "FAIL"
-        line = Line(status, name, error if math.isfinite(error) else None, limit, remark)
-        self._add(line, f"{error:.1e} {limit:.1e}")
+        self.print("ok" if error <= limit else "FAIL", name, f"{error:.1e} {limit:.1e} {remark}")
 
-    def note(self, name: str, remark: str, status: str = "note") -> None:
-        """Report something that cannot fail."""
-        self._add(Line(status, name, None, None, remark))
-
-    def counts(self) -> Counter[str]:
-        """How many lines there are of each status."""
-        return Counter(line.status for line in self.lines)
-
-    def _add(self, line: Line, numbers: str = "") -> None:
-        self.lines.append(line)
-        print(*filter(None, (f"{line.status:4}", line.name, numbers, line.remark)), flush=True)
+    def print(self, status: str, name: str, remark: str) -> None:
+        """Print a line, also of something that cannot fail."""
+        self.counts[status] += 1
+        print(f"{status:4} {name} {remark}".rstrip(), flush=True)
 
 
 def short(dtype: torch.dtype) -> str:
-    """Name of a dtype."""
+    """Return the name of a dtype."""
     return str(dtype).removeprefix("torch.")
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
-    """Root mean square of the difference over that of what is wanted; where zeros are wanted, nothing else will do."""
+    """Return the RMS of the difference over that of the wanted; where zeros are wanted, nothing else will do."""
     difference, size = (float(t.norm()) for t in (got.detach().cpu().double() - want, want))
     if not math.isfinite(difference):
         return math.inf
@@ -131,20 +100,20 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 
 
 def error_of(name: str, got: Tensor, want: Tensor) -> float:
-    """The relative error; that of the worst sample, lest a sample of zeros be lost among others."""
+    """Return the relative error; that of the worst sample, lest a sample of zeros be lost among others."""
     if name in ("result", "query", "key", "value"):
         return max(map(relative_error, got, want))
     return relative_error(got, want)
 
 
-def stock_limits(got: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
-    """Errors allowed in half precision: of the result, and of gradients, where the worst of the stock ones counts."""
+def stock_limits(got: dict[str, Tensor], exact: dict[str, Tensor]) -> Limits:
+    """Return errors allowed in half precision: of the result, and of gradients, by the worst of the stock ones."""
     errors = {name: TIMES_STOCK * error_of(name, got[name], exact[name]) for name in got}
     return {"result": errors.pop("result"), "gradient": max(errors.values())}
 
 
-def worst(got: dict[str, Tensor], want: dict[str, Tensor], limits: dict[str, float] | float) -> Measured:
-    """The error nearest to its limit, or furthest beyond; limits are of 'result' and 'gradient', or one for both."""
+def worst(got: dict[str, Tensor], want: dict[str, Tensor], limits: Limits) -> Measured:
+    """Return the error nearest to its limit, or furthest beyond."""
     measured = []
     for name, tensor in got.items():
         limit = limits if isinstance(limits, float) else limits["result" if name == "result" else "gradient"]
@@ -157,7 +126,7 @@ def worst(got: dict[str, Tensor], want: dict[str, Tensor], limits: dict[str, flo
 
 @contextmanager
 def several_tiles() -> Iterator[None]:
-    """Small cases must still be made of several tiles, the last one smaller."""
+    """Divide even small cases into several tiles, the last one smaller."""
     with ExitStack() as stack:
         for module in (tiled, gathered):
             stack.enter_context(mock.patch.multiple(module, TILE_LOGITS=1, LEAST_QUERIES=16))
@@ -165,12 +134,11 @@ def several_tiles() -> Iterator[None]:
 
 
 def check_scene(log: Log, scene: Scene, device: str) -> None:
-    """Each backend in each dtype, forward and backward; joint tables where the backend takes them."""
+    """Check each backend in each dtype, forward and backward; joint tables where the backend takes them."""
     exact_stock = stock_outcome(scene, "cpu", torch.float64)
-    limits: dict[torch.dtype, dict[str, float] | float] = dict(EXACT)
-    for dtype in HALVES:
-        limits[dtype] = stock_limits(stock_outcome(scene, device, dtype), exact_stock)
-    cases = [(letters, AxisTables, FAST) for letters in scene.letters]
+    limits: dict[torch.dtype, Limits] = dict(EXACT)
+    limits |= {dtype: stock_limits(stock_outcome(scene, device, dtype), exact_stock) for dtype in HALVES}
+    cases = [(letters, AxisTables, (*BACKENDS, "auto")) for letters in scene.letters]
     cases += [(letters, JointTable, ("gathered",)) for letters in scene.letters if len(letters) > 1]
     for letters, layout, backends in cases:
         terms = draw_terms(scene, letters, layout)
@@ -178,40 +146,25 @@ def check_scene(log: Log, scene: Scene, device: str) -> None:
 
         def measure(backend: str, dtype: torch.dtype, terms: RelativeTerms, want: dict[str, Tensor]) -> Measured:
             with several_tiles():
-                return worst(outcome(scene, terms, device, dtype, backend), want, limits[dtype])
+                measured = worst(outcome(scene, terms, device, dtype, backend), want, limits[dtype])
+            if backend != "auto":
+                return measured
+            chosen = choose(*arguments_of(scene, terms, device, dtype)).backend
+            return measured._replace(remark=f"{chosen}, {measured.remark}")
 
-        for backend, dtype in product(backends, DTYPES):
+        for backend, dtype in product(backends, limits):
             name = f"{scene.name}, {layout.__name__} {letters or '-'}, {backend}, {short(dtype)}"
             log.check(name, partial(measure, backend, dtype, terms, want))
 
 
-def check_choice(log: Log, scenes: Sequence[Scene], device: str) -> None:
-    """Whether `choose` names what runs."""
-
-    def measure(scene: Scene, dtype: torch.dtype, terms: RelativeTerms) -> Measured:
-        arguments = arguments_of(scene, terms, device, dtype)
-        spied = {name: mock.Mock(wraps=module.relative_attention) for name, module in BACKENDS.items()}
-        with ExitStack() as stack:
-            for name, spy in spied.items():
-                stack.enter_context(mock.patch.object(BACKENDS[name], "relative_attention", spy))
-            relative_attention(*arguments, **options_on(scene, device))
-        chosen, ran = choose(*arguments).backend, [name for name, spy in spied.items() if spy.called]
-        return Measured(float(ran != [chosen]), 0.0, f"chosen {chosen}, ran {', '.join(ran)}")
-
-    for scene, dtype, layout in product(scenes, DTYPES, (AxisTables, JointTable)):
-        name = f"choose: {scene.name}, {layout.__name__} qkvb, {short(dtype)}"
-        log.check(name, partial(measure, scene, dtype, draw_terms(scene, "qkvb", layout)))
-
-
 def check_kernels(log: Log, scenes: Sequence[Scene], device: str) -> None:
-    """Whether a fused kernel computes what `choose` leaves to `fused`; stock attention keeps N x N in others."""
+    """Check that a fused kernel computes what `choose` leaves to `fused`; others of stock attention keep N x N."""
     if device != "cuda":
-        log.note("kernels", "needs a GPU", "skip")
+        log.print("skip", "kernels", "needs a GPU")
         return
     # Just as wide as `choose` lets them be, and one channel more, for padding, which it does not count.
     edge = draw_scene("width 256", make_grid(2, 190), dim=64, distance=(5, 7))
-    valid = torch.arange(380) < torch.tensor([[300], [380]])
-    grid = edge.grid._replace(valid=valid)
+    grid = edge.grid._replace(valid=torch.arange(380) < torch.tensor([[300], [380]]))
     padded = edge._replace(name="width 256 and padding", grid=grid, key_grid=grid)
 
     def measure(scene: Scene, dtype: torch.dtype, terms: RelativeTerms) -> Measured:
@@ -226,50 +179,39 @@ def check_kernels(log: Log, scenes: Sequence[Scene], device: str) -> None:
             log.check(f"fused kernel: {scene.name}, {letters}, {short(dtype)}", partial(measure, scene, dtype, terms))
 
 
-def layer_outcome(
-    layer: nn.Module, x: Tensor, cotangent: Tensor, others: tuple[Any, ...], autocast: bool, inside: bool
-) -> dict[str, Tensor]:
-    """Result and gradients of a layer, under bfloat16 autocast or not, its backward inside of it or not."""
-    x = leaf(x, x.device.type, x.dtype)
-    context = partial(torch.autocast, x.device.type, torch.bfloat16)
-    with context(enabled=autocast):
-        out = layer(x, *others)
-    inputs = {"x": x, **dict(layer.named_parameters())}
-    with context(enabled=inside):
-        grads = torch.autograd.grad(out, list(inputs.values()), cotangent.to(out.dtype))
-    return {"result": out.detach(), **dict(zip(inputs, grads, strict=True))}
-
-
 def check_autocast(log: Log, device: str, quick: bool) -> None:
-    """The layer under autocast, beside timm's with the same projections; tiles are as large as they are for users."""
+    """Check the layer under autocast, beside timm's with the same projections; tiles are as large as for users."""
     height, width, dim = (10, 7, 64) if quick else (14, 10, 128)
     torch.manual_seed(0)
     position = RelativePosition2d(dim // HEADS, HEADS, "qkvb", (5, 4), init_std=0.3)
     ours = RelativeAttention(dim, HEADS, position=position, qkv_bias=True)
     stock = Attention(dim, HEADS, qkv_bias=True)
     stock.load_state_dict(ours.state_dict(), strict=False)
-    x, cotangent = torch.randn(2, BATCH, height * width, dim)
+    noise = torch.randn(2, BATCH, height * width, dim)
     grid = (make_grid(height, width),)
 
-    def exact(layer: nn.Module, others: tuple[Any, ...]) -> dict[str, Tensor]:
-        return layer_outcome(deepcopy(layer).double(), x.double(), cotangent.double(), others, False, False)
+    def run(layer: nn.Module, others: tuple[Any, ...], place: str, dtype: torch.dtype, inside: bool = False) -> Any:
+        layer, cotangent, x = deepcopy(layer).to(place, dtype), noise[1].to(place, dtype), leaf(noise[0], place, dtype)
+        half = partial(torch.autocast, place, torch.bfloat16)
+        with half(enabled=dtype == torch.float32):
+            out = layer(x, *others)
+        with half(enabled=inside):
+            return with_gradients(out, {"x": x, **dict(layer.named_parameters())}, cotangent)
 
-    def half(layer: nn.Module, others: tuple[Any, ...], inside: bool) -> dict[str, Tensor]:
-        return layer_outcome(deepcopy(layer).to(device), x.to(device), cotangent.to(device), others, True, inside)
-
+    exact, half = ("cpu", torch.float64), (device, torch.float32)
     ours.backend = "reference"
-    want, limits = exact(ours, grid), stock_limits(half(stock, (), False), exact(stock, ()))
+    want, limits = run(ours, grid, *exact), stock_limits(run(stock, (), *half), run(stock, (), *exact))
     # torch advises against a backward inside, but stock attention can do it.
-    for inside, backend in product((False, True), (*FAST, "auto")):
+    for inside, backend in product((False, True), (*BACKENDS, "auto")):
         ours.backend = backend
         name = f"autocast, backward {'inside' if inside else 'outside'}, {backend}"
-        log.check(name, lambda inside=inside: worst(half(ours, grid, inside), want, limits))
+        log.check(name, lambda inside=inside: worst(run(ours, grid, *half, inside), want, limits))
 
 
 def check_memory(log: Log, device: str) -> None:
-    """What a training step at 64 x 64 patches adds to the memory in use, in N x N tensors of all samples and heads."""
+    """Check what a training step at 64 x 64 patches adds to the memory in use, in N x N tensors of all heads."""
     if device != "cuda":
-        log.note("memory", "needs a GPU", "skip")
+        log.print("skip", "memory", "needs a GPU")
         return
     side, heads, dim = 64, 6, 64
     new = partial(torch.randn, device=device)
@@ -278,13 +220,11 @@ def check_memory(log: Log, device: str) -> None:
     terms, grid = RelativeTerms(key=pairs[0], value=pairs[1]), make_grid(side, side)
 
     def measure() -> Measured:
-        def step() -> None:
+        # Twice: the first step also allocates what is remembered of rasters, and gradients.
+        for _ in range(2):
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
             relative_attention(*contents, terms, grid).sum().backward()
-
-        step()  # what is remembered of rasters, and gradients, are not this step's
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        step()
         added = torch.cuda.max_memory_allocated() - before
         square = BATCH * heads * side**4 * contents[0].element_size()
         backend = choose(*contents, terms, grid).backend
@@ -294,19 +234,16 @@ def check_memory(log: Log, device: str) -> None:
 
 
 def check_compiled(log: Log, device: str) -> None:
-    """A compiled model beside the eager one: results and gradients at three sizes, one graph."""
+    """Check a compiled model beside the eager one: results and gradients at three sizes, one graph."""
     torch.manual_seed(0)
-    options = {"patch_size": 8, "depth": 2, "class_token": True, "rel_init_std": 0.5}
-    model = timm.create_model("test_relvit", **options).to(device)
+    model = timm.create_model("test_relvit", patch_size=8, depth=2, class_token=True, rel_init_std=0.5).to(device)
     torch._dynamo.reset()
     counters.clear()
     compiled = torch.compile(model, fullgraph=True, dynamic=True)
 
     def step(net: nn.Module, images: Tensor) -> dict[str, Tensor]:
         out = net(images)
-        inputs = dict(model.named_parameters())
-        grads = torch.autograd.grad(out.square().sum(), list(inputs.values()))
-        return {"result": out.detach(), **dict(zip(inputs, grads, strict=True))}
+        return with_gradients(out, dict(model.named_parameters()), 2 * out.detach())
 
     def measure(images: Tensor) -> Measured:
         eager = {name: tensor.cpu().double() for name, tensor in step(model, images).items()}
@@ -320,7 +257,7 @@ def check_compiled(log: Log, device: str) -> None:
 
 
 def check_attention_free(log: Log, device: str, quick: bool, compiled: bool) -> None:
-    """Operations without attention in every dtype, with keys of ordinary and of extreme size; layers compiled."""
+    """Check operations without attention in every dtype, with keys of ordinary and of extreme size; layers compiled."""
     grid = make_grid(5, 7, prefix=1)
     for spread, dtype in product((2.0,) if quick else (2.0, 3e3), gpu_aft.LIMITS):
         drawn = gpu_aft.contents(grid, spread)
@@ -341,30 +278,26 @@ def check_attention_free(log: Log, device: str, quick: bool, compiled: bool) -> 
 
 
 def report_determinism(log: Log, scene: Scene, device: str) -> None:
-    """Whether a second run gives the same bits."""
+    """Report whether a second run gives the same bits."""
     terms = draw_terms(scene, "qkvb", AxisTables)
-    for backend, dtype in product(FAST, (torch.float32, torch.bfloat16)):
+    for backend, dtype in product(BACKENDS, (torch.float32, torch.bfloat16)):
         once, twice = (outcome(scene, terms, device, dtype, backend) for _ in range(2))
         others = [name for name in once if not torch.equal(once[name], twice[name])]
         remark = f"not bit-equal: {', '.join(others)}" if others else "bit-equal"
-        log.note(f"two runs: {scene.name}, qkvb, {backend}, {short(dtype)}", remark)
-
-
-def versions() -> dict[str, str | None]:
-    """Of all that has a say in the numbers."""
-    cudnn = torch.backends.cudnn.version()
-    libraries = {library.__name__: str(library.__version__) for library in (torch, timm, relvit)}
-    return {**libraries, "python": platform.python_version(), "cuda": torch.version.cuda, "cudnn": cudnn and str(cudnn)}
+        log.print("note", f"two runs: {scene.name}, qkvb, {backend}, {short(dtype)}", remark)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check and print; returns the exit status. Raises ValueError without a GPU, unless it is to be the CPU."""
+    """Check and print; return the exit status.
+
+    Raises:
+        ValueError: there is no GPU, and the device is not the CPU.
+    """
     parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
     add = parser.add_argument
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--quick", action="store_true", help="few and tiny cases")
     add("--compile", action="store_true", help="check compiled code on the CPU too, which needs a C++ compiler")
-    add("--output", type=Path, help="a JSON file of all lines, versions and the device")
     given = parser.parse_args(arguments)
     device: str = given.device
     if device == "cuda" and not torch.cuda.is_available():
@@ -378,25 +311,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for scene in scenes:
         check_scene(log, scene, device)
     check_autocast(log, device, given.quick)
-    check_choice(log, scenes, device)
     check_kernels(log, scenes, device)
     check_memory(log, device)
-    if device == "cuda" or given.compile:
+    compiled = device == "cuda" or given.compile
+    if compiled:
         check_compiled(log, device)
     else:
-        log.note("compiled", "needs a GPU, or --compile", "skip")
-    check_attention_free(log, device, given.quick, device == "cuda" or given.compile)
+        log.print("skip", "compiled", "needs a GPU, or --compile")
+    check_attention_free(log, device, given.quick, compiled)
     report_determinism(log, scenes[0], device)
 
-    counts = log.counts()
     machine = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
-    result = {"device": machine, "seconds": round(time.perf_counter() - begin, 1), "counts": counts}
-    print(*(f"{count} {status}" for status, count in counts.items()), sep=", ", end="")
-    print(f" in {result['seconds']} s on {machine}, torch {torch.__version__}")
-    if given.output is not None:
-        lines = [line._asdict() for line in log.lines]
-        given.output.write_text(json.dumps({**result, "versions": versions(), "checks": lines}, indent=1) + "\n")
-    return int(counts["FAIL"] > 0)
+    counts = ", ".join(f"{count} {status}" for status, count in log.counts.items())
+    versions = f"torch {torch.__version__}, CUDA {torch.version.cuda}, timm {timm.__version__}"
+    print(f"{counts} in {time.perf_counter() - begin:.1f} s on {machine}, {versions}, relvit {relvit.__version__}")
+    return int(log.counts["FAIL"] > 0)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The cases of tools/gpu_check.py: what attends to what, by which terms, and what comes out on a device."""
+"""Build the cases of tools/gpu_check.py: grids, masks and tables on the CPU, and results and gradients on a device."""
 
 from __future__ import annotations
 
@@ -10,23 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from relvit.ops import (
-    AxisTables,
-    Grid,
-    JointTable,
-    RelativeTerms,
-    key_mask,
-    make_grid,
-    num_tokens,
-    relative_attention,
-)
+from relvit.ops import AxisTables, Grid, JointTable, RelativeTerms, key_mask, make_grid, num_tokens, relative_attention
 
 LETTERS = ("", "k", "v", "q", "b", "kv", "qkvb")
 BATCH, HEADS = 2, 2
 
 
 class Scene(NamedTuple):
-    """What attends to what, on the CPU in float64; contents are numbers that every dtype holds exactly."""
+    """Queries, keys, values, their grids and options, on the CPU in float64; every dtype holds the numbers exactly."""
 
     name: str
     contents: tuple[Tensor, Tensor, Tensor]
@@ -41,7 +32,7 @@ class Scene(NamedTuple):
 
 
 def draw(generator: torch.Generator, *shape: int, std: float = 1.0) -> Tensor:
-    """Normal numbers, float64, rounded to what both bfloat16 and float16 hold."""
+    """Draw normal numbers, float64, rounded to what both bfloat16 and float16 hold."""
     exact = std * torch.randn(shape, generator=generator, dtype=torch.float64)
     return exact.bfloat16().half().double()
 
@@ -58,35 +49,33 @@ def draw_scene(
     letters: tuple[str, ...] = LETTERS,
     **options: Any,
 ) -> Scene:
-    """Contents for given grids; in memory tokens come before heads, as projections leave them."""
+    """Draw contents for given grids; in memory tokens come before heads, as projections leave them."""
     key_grid = grid if key_grid is None else key_grid
     generator = torch.Generator().manual_seed(0)
     lengths = [num_tokens(part) for part in (grid, key_grid, key_grid, grid)]
-    query, key, value, cotangent = (draw(generator, BATCH, n, HEADS, dim).transpose(1, 2) for n in lengths)
-    places = (grid, key_grid, distance, per_head, bucketing)
-    return Scene(name, (query, key, value), cotangent, *places, options, letters)
+    *contents, cotangent = (draw(generator, BATCH, n, HEADS, dim).transpose(1, 2) for n in lengths)
+    return Scene(name, tuple(contents), cotangent, grid, key_grid, distance, per_head, bucketing, options, letters)
 
 
 def draw_terms(scene: Scene, letters: str, layout: type[AxisTables] | type[JointTable]) -> RelativeTerms:
-    """Tables of a scene, float64."""
+    """Draw the tables of a scene, float64."""
     generator = torch.Generator().manual_seed(1)
     sizes = [2 * distance + 1 for distance in scene.distance]
     lead = (HEADS,) if scene.per_head else ()
-
-    def tables(tail: tuple[int, ...]) -> AxisTables | JointTable:
-        shapes = [tuple(sizes)] if layout is JointTable else [(size,) for size in sizes]
-        return layout(*(draw(generator, *lead, *shape, *tail, std=0.3) for shape in shapes))
-
+    shapes = [tuple(sizes)] if layout is JointTable else [(size,) for size in sizes]
     vector = scene.contents[0].shape[-1:]
-    tails = {"query": vector, "key": vector, "value": vector, "bias": ()}
-    terms = {name: tables(tail) for name, tail in tails.items() if name[0] in letters}
+    terms = {
+        name: layout(*(draw(generator, *lead, *shape, *tail, std=0.3) for shape in shapes))
+        for name, tail in {"query": vector, "key": vector, "value": vector, "bias": ()}.items()
+        if name[0] in letters
+    }
     return RelativeTerms(**terms, bucketing=scene.bucketing)
 
 
 def draw_scenes(quick: bool) -> Iterator[Scene]:
-    """All kinds of places and masks, never square; tables end before the grids do."""
+    """Yield all kinds of grids and masks, never square; tables end before the grids do."""
     height, width, dim, distance = (10, 7, 32, (5, 4)) if quick else (14, 10, 64, (5, 7))
-    letters = ("", "qkvb") if quick else LETTERS
+    letters = ("qkvb",) if quick else LETTERS
     scene = partial(draw_scene, dim=dim, distance=distance, letters=letters)
     generator = torch.Generator().manual_seed(2)
     patches, few = height * width, height * width // 2
@@ -108,12 +97,12 @@ def draw_scenes(quick: bool) -> Iterator[Scene]:
     yield scene("sample without valid key", make_grid(height, width, valid=valid))
     valid = torch.rand(BATCH, few, generator=generator) < 0.7
     yield scene("dropped patches", make_grid(height, width, 1, dropped(1), valid))
-    # The same spread over so many rows and columns that the longer vectors are wider than 256, tables likewise: were
+    # The same spread over so many rows and columns that the augmented vectors are wider than 256, tables likewise: were
     # all offsets clipped, gradients of tables would cancel to nothing.
     times = (256 - dim) // (height + width) + 1
     far = make_grid(times * height, times * width, 1, dropped(times), valid)
     yield scene("far apart", far, distance=(times * distance[0], times * distance[1]))
-    # Queries also lie outside the key grid, which `make_grid` would refuse.
+    # Queries are also outside the key grid, which `make_grid` would refuse.
     coords = (torch.rand(BATCH, few, 2, generator=generator) * (sizes + 4)).long() - 2
     valid = torch.rand(BATCH, patches, generator=generator) < 0.7
     yield scene("cross", Grid(*reversed(sizes.tolist()), 1, coords), make_grid(height, width, 2, valid=valid))
@@ -124,57 +113,56 @@ def draw_scenes(quick: bool) -> Iterator[Scene]:
         yield scene("strip 3x200", make_grid(3, 200, 1), letters=("kv", "qkvb"))
 
 
-def on_device(grid: Grid, device: str) -> Grid:
-    """The grid with its tensors moved."""
-    moved = (None if tensor is None else tensor.to(device) for tensor in (grid.coords, grid.valid))
-    return Grid(grid.height, grid.width, grid.prefix, *moved)
-
-
-def options_on(scene: Scene, device: str) -> dict[str, Any]:
-    """The scene's mask, moved."""
-    return {name: given.to(device) if isinstance(given, Tensor) else given for name, given in scene.options.items()}
+def moved(values: Any, device: str) -> Any:
+    """Move all tensors among the values of a tuple or dictionary."""
+    if isinstance(values, dict):
+        return dict(zip(values, moved(tuple(values.values()), device), strict=True))
+    found = [value.to(device) if isinstance(value, Tensor) else value for value in values]
+    return values._make(found) if isinstance(values, Grid) else found
 
 
 def leaf(tensor: Tensor, device: str, dtype: torch.dtype) -> Tensor:
-    """A copy of its own that takes a gradient."""
+    """Copy a tensor to a leaf of the graph."""
     return tensor.detach().to(device, dtype, copy=True).requires_grad_()
 
 
 def arguments_of(scene: Scene, terms: RelativeTerms, device: str, dtype: torch.dtype) -> tuple[Any, ...]:
-    """Query, key, value, terms, grid and key grid; tables are in single precision at least, as parameters are."""
+    """Return query, key, value, terms and both grids; tables are in single precision at least, as parameters are."""
     contents = [leaf(tensor, device, dtype) for tensor in scene.contents]
     single = torch.promote_types(dtype, torch.float32)
-    terms = RelativeTerms(
-        *(None if pair is None else type(pair)(*(leaf(table, device, single) for table in pair)) for pair in terms[:4]),
-        bucketing=terms.bucketing,
-    )
-    grid = on_device(scene.grid, device)
-    return *contents, terms, grid, grid if scene.key_grid is scene.grid else on_device(scene.key_grid, device)
+    pairs = (pair and type(pair)(*(leaf(table, device, single) for table in pair)) for pair in terms[:4])
+    grid = moved(scene.grid, device)
+    key_grid = grid if scene.key_grid is scene.grid else moved(scene.key_grid, device)
+    return *contents, RelativeTerms(*pairs, bucketing=terms.bucketing), grid, key_grid
+
+
+def with_gradients(out: Tensor, inputs: dict[str, Tensor], cotangent: Tensor) -> dict[str, Tensor]:
+    """Return a result and the gradient of each input, by name."""
+    grads = torch.autograd.grad(out, list(inputs.values()), cotangent.to(out))
+    return {"result": out.detach(), **dict(zip(inputs, grads, strict=True))}
 
 
 def outcome(
     scene: Scene, terms: RelativeTerms, device: str, dtype: torch.dtype, backend: str = "auto"
 ) -> dict[str, Tensor]:
-    """The result, and the gradient of each input, by name."""
+    """Compute the result and all gradients."""
     *arguments, grid, key_grid = arguments_of(scene, terms, device, dtype)
-    out = relative_attention(*arguments, grid, key_grid, backend=backend, **options_on(scene, device))
+    out = relative_attention(*arguments, grid, key_grid, backend=backend, **moved(scene.options, device))
     if (out.dtype, out.device.type) != (dtype, device):
         raise TypeError(f"result is {out.dtype} on {out.device.type}")
     inputs = dict(zip(("query", "key", "value"), arguments[:3], strict=True))
     for name, pair in zip(RelativeTerms._fields, arguments[3][:4], strict=False):
         inputs |= {f"{name}.{part}": table for part, table in (pair._asdict() if pair else {}).items()}
-    grads = torch.autograd.grad(out, list(inputs.values()), scene.cotangent.to(device, dtype))
-    return {"result": out.detach(), **dict(zip(inputs, grads, strict=True))}
+    return with_gradients(out, inputs, scene.cotangent)
 
 
 def stock_outcome(scene: Scene, device: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The same of stock attention to the same keys, without relative terms."""
+    """Compute stock attention to the same keys, without relative terms."""
     contents = [leaf(tensor, device, dtype) for tensor in scene.contents]
-    options = options_on(scene, device)
-    valid = key_mask(on_device(scene.key_grid, device))
+    options = moved(scene.options, device)
+    valid = key_mask(moved(scene.key_grid, device))
     if valid is not None:
         # For a sample that may attend to nothing there is no stock result: it may attend to all.
         options["attn_mask"] = (valid | ~valid.any(dim=1, keepdim=True))[:, None, None, :]
     out = F.scaled_dot_product_attention(*contents, **options)
-    grads = torch.autograd.grad(out, contents, scene.cotangent.to(device, dtype))
-    return dict(zip(("result", "query", "key", "value"), (out.detach(), *grads), strict=True))
+    return with_gradients(out, dict(zip(("query", "key", "value"), contents, strict=True)), scene.cotangent)

@@ -1,8 +1,7 @@
-"""How many small images a second the loader gives: `python tools/loading.py`. Random images, so nothing is needed.
+"""Measure how many small images a second the loaders give: `python tools/loading.py`. Random images, no data needed.
 
-From memory as CIFAR-10 is (one by one, and by the batch where the augmentation has such a form), and from class folders
-of JPEG files, read each time and with `cache`. Run it on an idle machine; it prints the median of a few epochs, on one
-thread and the workers.
+From memory as CIFAR-10 (one by one, and by the batch where the augmentation has such a form), and from class folders of
+JPEG files, read each time and with `cache`. Run it on an idle machine; it prints the median of a few epochs.
 """
 
 import argparse
@@ -10,14 +9,17 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from relvit.data import ImageFolderData, train_transform
-from relvit.data.loading.memory import BatchTransform, MemoryImages, WholeBatches, as_it_is, batch_transform, pack
+from relvit.data.images.memory import InMemoryBatches, SameSizeImages
+from relvit.data.loading.loader import identity_collate
+from relvit.data.transforms import BatchTransform, batch_transform, pack
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
@@ -33,38 +35,32 @@ def images_per_second(loader: DataLoader, epochs: int) -> float:
 
 
 def write_folders(root: str, images: np.ndarray) -> None:
-    """Ten class folders of train, a JPEG file for each image."""
+    """Write ten class folders of train, a JPEG file for each image."""
     for number, image in enumerate(images):
         folder = os.path.join(root, "train", f"class {number % 10}")
         os.makedirs(folder, exist_ok=True)
         Image.fromarray(image).save(os.path.join(folder, f"{number}.jpg"))
 
 
-class FromMemory:
-    """Loaders of images in memory, one by one or, with the transform of a batch, by the batch."""
-
-    def __init__(self, images: np.ndarray, augment: str, batch_size: int, by_batch: BatchTransform | None) -> None:
-        self.dataset: Dataset = MemoryImages(pack(images), [0] * len(images), train_transform(32, MEAN, STD, augment))
-        self.form = {"batch_size": batch_size, "shuffle": True}
-        if by_batch is not None:
-            self.dataset, self.form["collate_fn"] = WholeBatches(self.dataset, by_batch), as_it_is
-
-    def loader(self, num_workers: int) -> DataLoader:
-        """With so many workers."""
-        return DataLoader(self.dataset, num_workers=num_workers, persistent_workers=num_workers > 0, **self.form)
+def from_memory(images: np.ndarray, augment: str, by_batch: BatchTransform | None, size: int) -> Callable:
+    """Make loaders, for a number of workers, of images in memory."""
+    dataset = SameSizeImages(pack(images), [0] * len(images), train_transform(32, MEAN, STD, augment))
+    options = {"batch_size": size, "shuffle": True}
+    if by_batch is not None:
+        dataset, options["collate_fn"] = InMemoryBatches(dataset, by_batch), identity_collate
+    return lambda workers: DataLoader(dataset, num_workers=workers, persistent_workers=workers > 0, **options)
 
 
-class FromFolders:
-    """Training loaders of class folders (a tenth of the images is put aside to validate)."""
+def from_folders(root: str, augment: str, cache: bool, size: int) -> Callable:
+    """Make training loaders, for a number of workers, of class folders."""
+    options = {"img_size": 32, "crop_pct": 1.0, "mean": MEAN, "std": STD, "cache": cache, "batch_size": size}
+    data = ImageFolderData(root, augment=augment, **options)
 
-    def __init__(self, root: str, augment: str, batch_size: int, cache: bool) -> None:
-        sizes = {"img_size": 32, "crop_pct": 1.0, "mean": MEAN, "std": STD}
-        self.data = ImageFolderData(root, augment=augment, batch_size=batch_size, cache=cache, **sizes)
+    def loader(workers: int) -> DataLoader:
+        data.num_workers = workers
+        return data.train_dataloader()
 
-    def loader(self, num_workers: int) -> DataLoader:
-        """With so many workers."""
-        self.data.num_workers = num_workers
-        return self.data.train_dataloader()
+    return loader
 
 
 def main() -> None:
@@ -78,23 +74,21 @@ def main() -> None:
 
     torch.set_num_threads(1)
     images = np.random.default_rng(0).integers(0, 256, (options.count, 32, 32, 3)).astype(np.uint8)
-    few = images[: options.count // 10]
+    few, size = images[: options.count // 10], options.batch_size
     with tempfile.TemporaryDirectory() as large, tempfile.TemporaryDirectory() as small:
         write_folders(large, images)
         write_folders(small, few)
         print("augment     images from           workers   images/s")
         for augment in options.augment:
             by_batch = batch_transform((32, 32), (32, 32), MEAN, STD, augment)
-            cached = small if by_batch is None else large
-            size = options.batch_size
-            sources = {"memory, one by one": FromMemory(few, augment, size, None)}
+            sources = {"memory, one by one": from_memory(few, augment, None, size)}
             if by_batch is not None:
-                sources["memory, by the batch"] = FromMemory(images, augment, size, by_batch)
-            sources["folders"] = FromFolders(small, augment, size, cache=False)
-            sources["folders, cached"] = FromFolders(cached, augment, size, cache=True)
-            for name, source in sources.items():
+                sources["memory, by the batch"] = from_memory(images, augment, by_batch, size)
+            sources["folders"] = from_folders(small, augment, False, size)
+            sources["folders, cached"] = from_folders(large if by_batch else small, augment, True, size)
+            for name, loader in sources.items():
                 for workers in options.num_workers:
-                    rate = images_per_second(source.loader(workers), options.epochs)
+                    rate = images_per_second(loader(workers), options.epochs)
                     print(f"{augment:<12}{name:<22}{workers:<10}{rate:,.0f}", flush=True)
 
 

@@ -1,4 +1,7 @@
-"""Sizes and costs of all relvit models, a Markdown table: `python tools/model_table.py`, `--write`: into README.md."""
+"""Count parameters and MACs of all relvit models, as a table: `python tools/model_table.py`; `--write`: into the docs.
+
+docs/models.md gets the table of all models, README.md that of the main ones.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +17,18 @@ from torch import nn
 
 from relvit.layers import AFTConv2d, AFTFull, AFTSimple, RelativeAttention
 from relvit.models import AFTVisionTransformer
-from relvit.models.base import GridVisionTransformer
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- written by tools/model_table.py -->", "<!-- end -->"
 HEAD = (
-    "| model | image | parameters, M | GMACs | relative parameters, k | relative MACs, M | share of MACs |",
+    "| model | image | parameters, M | GMACs | relative parameters, k | relative MACs, M | relative part of MACs |",
     "|---|---|---|---|---|---|---|",
 )
+MAIN = ("tiny_patch4_32", "tiny", "small", "base", "large", "aft_conv_tiny", "aft_conv_small", "aft_full_small")
 
 
 class Cost(NamedTuple):
-    """What a model takes; relative: what of it its relative positions or, without attention, biases take."""
+    """Parameters and multiply-accumulates of a model, and the part of its relative positions or, in AFT, biases."""
 
     parameters: int
     macs: int
@@ -33,12 +36,12 @@ class Cost(NamedTuple):
     relative_macs: int
 
 
-def cost(model: GridVisionTransformer) -> Cost:
-    """Count a model as registered, for one image of the size it was made for.
+def cost(model: nn.Module) -> Cost:
+    """Count a relvit model as registered, for one image of its default size.
 
     MACs are multiply-accumulates, half the FLOPs, of all matrix products: the patch embedding, the linear layers, the
-    mixers, the head. That is what the methods need, whatever a backend does besides; choosing among these products,
-    adding them up, and products by element are none, nor are norms and softmax.
+    mixers, the head. The methods need these, whatever a backend computes besides; lookups, sums, products by element,
+    norms and softmax do not count.
     """
     patches = model.patch_embed.num_patches
     tokens = patches + model.num_prefix_tokens
@@ -46,12 +49,8 @@ def cost(model: GridVisionTransformer) -> Cost:
     relative_parameters = relative_macs = 0
     for block in model.blocks:
         weights = sum(module.weight.numel() for module in block.modules() if isinstance(module, nn.Linear))
-        mixer = block.attn
-        mixed, parameters, relative = (
-            attention_free(mixer, tokens, patches)
-            if isinstance(mixer, AFTSimple)
-            else attention(mixer, tokens, patches)
-        )
+        count = attention_free if isinstance(block.attn, AFTSimple) else attention
+        mixed, parameters, relative = count(block.attn, tokens, patches)
         macs += tokens * weights + mixed + relative
         relative_parameters += parameters
         relative_macs += relative
@@ -60,7 +59,7 @@ def cost(model: GridVisionTransformer) -> Cost:
 
 
 def attention(mixer: RelativeAttention, tokens: int, patches: int) -> tuple[int, int, int]:
-    """MACs of the two products of attention; parameters and MACs of relative positions (separate tables).
+    """Count MACs of the two products of attention; parameters and MACs of relative positions (separate tables).
 
     The latter are the product of each patch in each head with every row of each table of vectors: 2 (2k + 1) rows per
     term, head_dim long, with the query or the key (logits) or the attention's marginals (values). Biases are no
@@ -76,7 +75,7 @@ def attention(mixer: RelativeAttention, tokens: int, patches: int) -> tuple[int,
 
 
 def attention_free(mixer: AFTSimple, tokens: int, patches: int) -> tuple[int, int, int]:
-    """MACs of the sums over all tokens; parameters and MACs of the bias w.
+    """Count MACs of the sums over all tokens; parameters and MACs of the bias w.
 
     A full or local bias w = u v^T is one product, and the sums of exp(k) v and of exp(k) are two with exp(w). The
     window of AFT-conv is a product with each patch's exp(k) v and exp(k), as the paper convolves; the sums over
@@ -92,26 +91,26 @@ def attention_free(mixer: AFTSimple, tokens: int, patches: int) -> tuple[int, in
     return 0, 0, 0
 
 
-def table() -> str:
-    """The Markdown table of all registered models but those for tests: by mixer, image size and parameters."""
+def tables() -> dict[str, str]:
+    """Return the Markdown table of each document; models by mixer, image size and parameters."""
     rows = []
     for name in timm.list_models("relvit_*"):
         with torch.device("meta"):
             model = timm.create_model(name)
         height, width = model.patch_embed.img_size
-        free = isinstance(model, AFTVisionTransformer)
-        rows.append((free, height * width, cost(model), f"`{name}`", f"{height} x {width}"))
-    lines = [
-        f"| {name} | {image} | {taken.parameters / 1e6:.3f} | {taken.macs / 1e9:.2f} "
+        rows.append((isinstance(model, AFTVisionTransformer), height * width, cost(model), name, f"{height} x {width}"))
+    lines = {
+        name: f"| `{name}` | {image} | {taken.parameters / 1e6:.3f} | {taken.macs / 1e9:.2f} "
         f"| {taken.relative_parameters / 1e3:.1f} | {taken.relative_macs / 1e6:.1f} "
         f"| {taken.relative_macs / taken.macs:.1%} |"
         for _, _, taken, name, image in sorted(rows)
-    ]
-    return "\n".join((*HEAD, *lines))
+    }
+    main_lines = [lines[f"relvit_{name}"] for name in MAIN]
+    return {"docs/models.md": "\n".join((*HEAD, *lines.values())), "README.md": "\n".join((*HEAD, *main_lines))}
 
 
-def written(text: str) -> str:
-    """The text with the table between its markers.
+def replaced(text: str, table: str) -> str:
+    """Return the text with the table between its markers.
 
     Raises:
         ValueError: not exactly one pair of markers.
@@ -119,17 +118,20 @@ def written(text: str) -> str:
     pattern = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
     if len(pattern.findall(text)) != 1:
         raise ValueError(f"expected one table between the lines {BEGIN!r} and {END!r}")
-    return pattern.sub(lambda _: f"{BEGIN}\n\n{table()}\n\n{END}", text)
+    return pattern.sub(lambda _: f"{BEGIN}\n\n{table}\n\n{END}", text)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the table, or write it."""
+    """Print the table of all models, or write both tables."""
     parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
-    parser.add_argument("--write", action="store_true", help="into README.md, between its markers")
-    if parser.parse_args(arguments).write:
-        README.write_text(written(README.read_text()))
-    else:
-        print(table())
+    parser.add_argument("--write", action="store_true", help="into README.md and docs/models.md, between their markers")
+    given = parser.parse_args(arguments)
+    for name, table in tables().items():
+        if given.write:
+            path = ROOT / name
+            path.write_text(replaced(path.read_text(), table))
+        elif name == "docs/models.md":
+            print(table)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,14 @@
-"""Make class folders of ImageNet-1k's official archives: `python tools/prepare_imagenet.py ARCHIVES ROOT`.
+"""Unpack ImageNet-1k's official archives into class folders: `python tools/prepare_imagenet.py ARCHIVES ROOT`.
 
-ARCHIVES is the folder that holds ILSVRC2012_img_train.tar (138 GB), ILSVRC2012_img_val.tar (6.3 GB) and
-ILSVRC2012_devkit_t12.tar.gz (2.5 MB), from https://image-net.org, for which one has to register. Then
+ARCHIVES is the folder with ILSVRC2012_img_train.tar (138 GB), ILSVRC2012_img_val.tar (6.3 GB) and
+ILSVRC2012_devkit_t12.tar.gz (2.5 MB), from https://image-net.org, which needs a registration. The result is
 
     ROOT/train/<wnid>/*.JPEG    ROOT/val/<wnid>/*.JPEG    ROOT/ILSVRC2012_devkit_t12/data/
 
-are what `relvit.data.ImageNetData` reads. The archives stay as they are; ROOT takes another 145 GB.
-
-It may be stopped at any time and started again: what is there is not unpacked again, and nothing half-written ever has
-its final name. `--md5` first compares the archives with the published sums (some minutes). At the end the images of
-each class are counted; the exit status is 1 where they are not the official ones (`--subset`: any number will do).
+for `relvit.data.ImageNetData`, another 145 GB. The command may be stopped at any time and started again: it goes on,
+and no unfinished file ever has its final name. `--md5` first compares the archives with the published sums (some
+minutes). At the end the images of each class are counted; the exit status is 1 where the numbers are not the official
+ones (`--subset`: any number will do).
 """
 
 from __future__ import annotations
@@ -42,24 +41,15 @@ Advance = Callable[[int], None]
 
 
 class ArchiveError(ValueError):
-    """An archive that is damaged, or holds what it should not."""
+    """A damaged archive, or one with unexpected members."""
 
 
 def prepare(archives: Path, root: Path, check_md5: bool = False, subset: bool = False) -> list[str]:
-    """Unpack what is missing below root.
-
-    Args:
-        archives: the folder of the three archives.
-        root: where train, val and the devkit's data go.
-        check_md5: whether to compare the archives with the published sums first.
-        subset: whether other numbers of classes and images than the official ones are right.
-
-    Returns:
-        What is wrong with the result, a line each.
+    """Unpack what is missing below root; return how numbers differ from the official ones, a line each.
 
     Raises:
-        FileNotFoundError: an archive is missing.
-        ArchiveError: an archive is damaged or holds a member that it should not.
+        FileNotFoundError: An archive is missing.
+        ArchiveError: An archive is damaged or has unexpected members.
     """
     files = {name: archives / name for name in (DEVKIT, VAL, TRAIN)}
     if absent := [name for name, file in files.items() if not file.is_file()]:
@@ -91,7 +81,7 @@ def compare_md5(file: Path, expected: str, advance: Advance) -> None:
 
 
 def unpack_devkit(archive: Path, folder: Path) -> None:
-    """The two files that name the classes and say which one each validation image is of."""
+    """Unpack the two files with the names of the classes and the classes of the validation images."""
     if (folder / META).is_file() and (folder / GROUND_TRUTH).is_file():
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -105,14 +95,14 @@ def unpack_devkit(archive: Path, folder: Path) -> None:
 
 
 def read_val_classes(folder: Path) -> list[str]:
-    """WordNet id of each validation image in order; the devkit's numbers are not positions of sorted ids."""
+    """Read the WordNet id of each validation image; the devkit's numbers are not positions of sorted ids."""
     synsets = loadmat(folder / META, squeeze_me=True)["synsets"]
     wnids = {int(number): str(wnid) for number, wnid in zip(synsets["ILSVRC2012_ID"], synsets["WNID"], strict=True)}
     return [wnids[int(line)] for line in (folder / GROUND_TRUTH).read_text().split()]
 
 
 def unpack_val(archive: Path, folder: Path, classes: list[str], advance: Advance) -> None:
-    """Each image into the folder of its class; `folder` appears when all are there."""
+    """Unpack each image into the folder of its class; `folder` appears when all are there."""
     unfinished = folder.with_name(f".{folder.name}.part")
     count = 0
     with opened(archive) as tar:
@@ -120,19 +110,17 @@ def unpack_val(archive: Path, folder: Path, classes: list[str], advance: Advance
             name = checked_name(member, r"ILSVRC2012_val_(\d{8})\.JPEG", archive)
             number = int(name[15:23])
             if not 1 <= number <= len(classes):
-                raise ArchiveError(f"{archive} holds {name}; the devkit knows the classes of {len(classes)} images")
+                raise ArchiveError(f"{archive} holds {name}; the devkit has the classes of {len(classes)} images")
             write_member(tar, member, unfinished / classes[number - 1] / name, archive)
             count += 1
             advance(member.size)
     if count != len(classes):
-        raise ArchiveError(
-            f"{archive} holds {count} images; the devkit knows the classes of {len(classes)}: not whole?"
-        )
+        raise ArchiveError(f"{archive} holds {count} images; the devkit has the classes of {len(classes)}")
     unfinished.rename(folder)
 
 
 def unpack_train(archive: Path, folder: Path, advance: Advance) -> None:
-    """The archive of each class into a folder, which appears when all images of the class are there."""
+    """Unpack the archive of each class into a folder, which appears when all images of the class are there."""
     folder.mkdir(exist_ok=True)
     with opened(archive) as outer:
         for entry in outer:
@@ -151,21 +139,18 @@ def unpack_train(archive: Path, folder: Path, advance: Advance) -> None:
 
 @contextmanager
 def opened(archive: Path, stream: object = None) -> Iterator[tarfile.TarFile]:
-    """An archive to read, on disk or as a stream; its errors name it."""
+    """Open an archive, on disk or as a stream; errors name it."""
     try:
         with tarfile.open(archive, fileobj=stream) if stream is None else tarfile.open(fileobj=stream) as tar:
             yield tar
     except (tarfile.TarError, EOFError, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # a full disk, for one
             raise
-        raise ArchiveError(f"{archive} is damaged or not whole ({error}): download it again") from error
+        raise ArchiveError(f"{archive} is damaged or incomplete ({error}): download it again") from error
 
 
 def checked_name(member: tarfile.TarInfo, pattern: str, archive: Path) -> str:
-    """The name of a plain file right inside the archive, of the form that the official ones have.
-
-    Links, folders, devices, absolute paths and paths that lead elsewhere are all refused.
-    """
+    """Return the name of a member; refuse links, folders, devices and names unlike those of the official archives."""
     name = member.name.removeprefix("./")
     if not member.isreg() or not re.fullmatch(pattern, name):
         kind = "" if member.isreg() else " (no plain file)"
@@ -174,7 +159,7 @@ def checked_name(member: tarfile.TarInfo, pattern: str, archive: Path) -> str:
 
 
 def write_member(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path, archive: Path) -> None:
-    """Write a member under a temporary name, then give it the final one; nothing to do where that exists."""
+    """Write a member under a temporary name, then rename it; skip a member that exists."""
     if target.exists():
         return
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -182,37 +167,28 @@ def write_member(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path, ar
     with tar.extractfile(member) as source, open(temporary, "wb") as file:
         shutil.copyfileobj(source, file)
     if temporary.stat().st_size != member.size:
-        raise ArchiveError(f"{archive} ends inside {member.name}: not whole, download it again")
+        raise ArchiveError(f"{archive} ends inside {member.name}: download it again")
     os.replace(temporary, target)
 
 
 def complaints(root: Path) -> list[str]:
-    """How classes and images differ from the official numbers."""
-    counts = {
-        split: {folder.name: len(os.listdir(folder)) for folder in sorted((root / split).iterdir()) if folder.is_dir()}
+    """Compare classes and images with the official numbers."""
+    train, val = (
+        {folder.name: len(os.listdir(folder)) for folder in sorted((root / split).iterdir()) if folder.is_dir()}
         for split in ("train", "val")
-    }
-    found = [
-        f"{split} has {len(classes)} classes instead of {CLASSES}"
-        for split, classes in counts.items()
-        if len(classes) != CLASSES
-    ]
-    total = sum(counts["train"].values())
-    if total != TRAIN_IMAGES:
-        found.append(f"train has {total:,} images instead of {TRAIN_IMAGES:,}")
-    found += [
-        f"val/{wnid} has {count} images instead of {VAL_IMAGES_OF_A_CLASS}"
-        for wnid, count in counts["val"].items()
-        if count != VAL_IMAGES_OF_A_CLASS
-    ]
-    if differ := sorted(counts["train"].keys() ^ counts["val"].keys()):
+    )
+    checks = [("train", "classes", len(train), CLASSES), ("val", "classes", len(val), CLASSES)]
+    checks.append(("train", "images", sum(train.values()), TRAIN_IMAGES))
+    checks += [(f"val/{wnid}", "images", count, VAL_IMAGES_OF_A_CLASS) for wnid, count in val.items()]
+    found = [f"{part} has {n:,} {what} instead of {right:,}" for part, what, n, right in checks if n != right]
+    if differ := sorted(train.keys() ^ val.keys()):
         found.append(f"only in train or only in val: {', '.join(differ[:10])}")
     return found
 
 
 @contextmanager
 def progress(what: str, size: int) -> Iterator[Advance]:
-    """A bar over so many bytes."""
+    """Show a bar over so many bytes."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(what, total=size)
@@ -222,7 +198,7 @@ def progress(what: str, size: int) -> Iterator[Advance]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("archives", type=Path, help="folder of the official archives")
-    parser.add_argument("root", type=Path, help="folder that train and val are made in")
+    parser.add_argument("root", type=Path, help="folder for train and val")
     parser.add_argument("--md5", action="store_true", help="compare the archives with the published sums first")
     parser.add_argument("--subset", action="store_true", help="the archives hold other numbers than the official ones")
     options = parser.parse_args()

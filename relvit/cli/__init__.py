@@ -1,4 +1,4 @@
-"""The command line, `relvit COMMAND ...`: Trainer methods through the Lightning CLI, all else plain functions."""
+"""The command line `relvit COMMAND ...`: `main`, the table of commands, exit statuses and `relvit --help`."""
 
 from __future__ import annotations
 
@@ -14,30 +14,21 @@ from typing import Any
 
 from relvit.cli.aliases import Rewritten, rewrite
 from relvit.cli.errors import describe, is_users_mistake, says_enough
-from relvit.cli.help import asks_help, short_help
 from relvit.utils.messages import did_you_mean, listing
 from relvit.version import __version__
 
-# Command -> (module whose main(command, arguments) runs it, one line of help).
+# Command -> (module that runs it, one line of help). But for Trainer methods its function has the command's name.
+_FIT, _COMMANDS = "relvit.cli.fit.trainer", "relvit.cli.commands"
 COMMANDS = {
-    "fit": ("relvit.cli.fit.trainer", "train a model on images; the run gets a folder of its own"),
-    "validate": ("relvit.cli.fit.trainer", "validate a checkpoint, at any image size (--img_size)"),
-    "test": (
-        "relvit.cli.fit.trainer",
-        "test a checkpoint: metrics per class, confusion matrix, worst mistakes",
-    ),
-    "predict": ("relvit.cli.fit.trainer", "write the classes of each image into predictions.csv"),
-    "resolutions": ("relvit.cli.commands.resolutions", "validate a checkpoint at several image sizes"),
-    "embed": ("relvit.cli.commands.embed", "write the features of all images below a folder"),
-    "export": (
-        "relvit.cli.commands.export",
-        "write the model as ONNX or torch.export program, for any image size",
-    ),
-    "average": ("relvit.cli.commands.average", "write the mean of several checkpoints' weights as one checkpoint"),
-    "check-data": (
-        "relvit.cli.commands.check_data",
-        "decode all images: broken files, classes, sizes, duplicates",
-    ),
+    "fit": (_FIT, "train a model on images; the run gets a folder of its own"),
+    "validate": (_FIT, "validate a checkpoint, at any image size (--img_size)"),
+    "test": (_FIT, "test a checkpoint: metrics per class, confusion matrix, worst mistakes"),
+    "predict": (_FIT, "write the classes of each image into predictions.csv"),
+    "resolutions": (f"{_COMMANDS}.resolutions", "validate a checkpoint at several image sizes"),
+    "embed": (f"{_COMMANDS}.embed", "write the features of all images below a folder"),
+    "export": (f"{_COMMANDS}.export", "write the model as ONNX or torch.export program, for any image size"),
+    "average": (f"{_COMMANDS}.average", "write the mean of several checkpoints' weights as one checkpoint"),
+    "check-data": (f"{_COMMANDS}.check_data", "decode all images: broken files, classes, sizes, duplicates"),
 }
 
 EXAMPLES = """examples:
@@ -68,19 +59,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     typed = Rewritten(rest, {})
     try:
         typed = rewrite(command, rest)
-        if asks_help(typed.arguments):
-            print(short_help(command))
+        module, summary = COMMANDS[command]
+        if {"-h", "--help"} & set(typed.arguments):
+            print(importlib.import_module("relvit.cli.help").short_help(command, module, summary))
             return 0
-        module = importlib.import_module(COMMANDS[command][0])
         quieten()
-        module.main(command, ["--help" if given == "--help-all" else given for given in typed.arguments])
+        given = ["--help" if argument == "--help-all" else argument for argument in typed.arguments]
+        if module == _FIT:
+            importlib.import_module(module).main(command, given)
+        else:
+            importlib.import_module("relvit.cli.parser").run_function(module, command, given)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:
         print("relvit: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader of our output is gone (`relvit ... | head`): nobody is left to tell.
+        # The reader of our output is gone (`relvit ... | head`).
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
@@ -94,9 +89,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def quieten() -> None:
-    """Keep out of the user's sight Lightning's advertisements, hints about workers and its own deprecated calls, and
-    what Matplotlib says of class names in scripts that its font lacks; and print relvit's own warnings without a place
-    in the code."""
+    """Silence warnings that a user of the command line can do nothing about, and shorten relvit's own.
+
+    Lightning's are advertisements, hints about workers and its own deprecated calls; Matplotlib's are about class names
+    in scripts that its font lacks.
+    """
     if getattr(warnings.formatwarning, "func", None) is not format_warning:
         warnings.formatwarning = partial(format_warning, warnings.formatwarning)
     for package in ("lightning.pytorch", "lightning.fabric"):
@@ -107,7 +104,7 @@ def quieten() -> None:
         "isinstance.treespec, LeafSpec",
         "Be aware that when using `ckpt_path`, callbacks",
         "The dirpath has changed",
-        # Ours is: the data module goes on where the checkpoint was made.
+        # relvit's data modules can: each goes on where the checkpoint was written.
         "You're resuming from a checkpoint that ended before the epoch ended",
         "Glyph .* missing from font",
     ):
@@ -115,14 +112,14 @@ def quieten() -> None:
 
 
 def format_warning(other: Callable[..., str], message: Warning, category: type, filename: str, *place: Any) -> str:
-    """A warning of relvit as a sentence, any other as it is formatted otherwise."""
+    """Format a warning of relvit as a sentence, without a place in the code, and any other as `other` does."""
     if Path(filename).is_relative_to(Path(__file__).parents[1]) and category is UserWarning:
         return f"Warning: {message}\n"
     return other(message, category, filename, *place)
 
 
 def overview() -> str:
-    """The text of `relvit --help`."""
+    """Return the text of `relvit --help`."""
     lines = ["usage: relvit COMMAND [options]", "", "commands:"]
     lines += [f"  {command:<12} {text}" for command, (_, text) in COMMANDS.items()]
     lines += ["", "relvit COMMAND --help lists a command's options; --debug shows the traceback of an error;"]

@@ -1,10 +1,10 @@
-"""Short names of options and arguments without a name, rewritten before the parser sees them."""
+"""Short names of options (aliases) and arguments without a name: rewritten before the parser sees them."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from relvit.cli.errors import UsageError
@@ -32,6 +32,17 @@ POSITIONALS: dict[str, tuple[str, ...]] = {
     "average": ("--ckpt_paths",),
     "check-data": ("--root",),
 }
+USAGE = {
+    "fit": ("relvit fit --root DIR [options]", "relvit fit --config FILE [options]"),
+    "validate": ("relvit validate CKPT [options]",),
+    "test": ("relvit test CKPT [options]",),
+    "predict": ("relvit predict CKPT [PATH ...] [options]",),
+    "resolutions": ("relvit resolutions CKPT --sizes SIZE ... [options]",),
+    "embed": ("relvit embed CKPT FOLDER --output FILE [options]",),
+    "export": ("relvit export CKPT --output FILE [options]",),
+    "average": ("relvit average CKPT CKPT ... --output FILE",),
+    "check-data": ("relvit check-data FOLDER [options]", "relvit check-data --data NAME [options]"),
+}
 # Those that take several.
 LISTS = ("--ckpt_paths", "--paths")
 # Options that need no value to be true.
@@ -52,7 +63,7 @@ class Rewritten(NamedTuple):
     """A command's arguments by the names that its parser knows.
 
     Attributes:
-        arguments: the arguments.
+        arguments: each as '--name=value', or '--name' where an option has no value.
         typed: the name that the user gave, of each option that has another one.
     """
 
@@ -60,10 +71,21 @@ class Rewritten(NamedTuple):
     typed: Mapping[str, str]
 
     def as_typed(self, message: str) -> str:
-        """A message with the names of options that the user gave."""
+        """Return a message with the names of options that the user gave."""
         for name, given in self.typed.items():
             message = re.sub(rf"(?<![\w.-]){re.escape(name)}(?![\w.])", given, message)
         return message
+
+
+def option(arguments: Sequence[str], name: str) -> str | None:
+    """Return the last value given for an option in arguments of the form '--name=value'."""
+    values = [argument.removeprefix(f"{name}=") for argument in arguments if argument.startswith(f"{name}=")]
+    return values[-1] if values else None
+
+
+def without(arguments: Sequence[str], name: str) -> list[str]:
+    """Return all arguments but an option, of the form '--name=value'."""
+    return [argument for argument in arguments if not argument.startswith(f"{name}=")]
 
 
 def rewrite(command: str, arguments: Sequence[str]) -> Rewritten:
@@ -84,55 +106,52 @@ def rewrite(command: str, arguments: Sequence[str]) -> Rewritten:
         if reason := ELSEWHERE.get((command, name)):
             raise UsageError(f"{name}: {reason}")
         own = aliases.get(name, name)
-        if own == "--model.model" and own != name and (value is None or value.endswith(_FILE) or value.startswith("{")):
+        if name == "--model" and (value is None or value.endswith(_FILE) or value.startswith("{")):
             own = name
         if value is not None:
             values.setdefault(own, {})[name] = value
         if own != name:
             typed[own] = name
-        (last if own != name and own.startswith("--data.") else kept).extend(_joined(own, value))
+        place = last if own != name and own.startswith("--data.") else kept
+        place.append(own if value is None else f"{own}={value}")
     for given in values.values():
         if len(set(given.values())) > 1:
             both = " and ".join(f"{name} {value}" for name, value in given.items())
             raise UsageError(f"{both} are two values for one option: give one of them")
     kept += _named(command, bare, values)
-    if command == "fit" and "--data.root" in values and not _says_which_data(values):
-        kept = ["--data", "ImageFolderData", *kept]
+    chosen = {"--data", "--data.class_path", "--config", "-c", "--resume", "--ckpt_path"} & values.keys()
+    if command == "fit" and "--data.root" in values and not chosen:
+        kept.insert(0, "--data=ImageFolderData")
     return Rewritten([*kept, *last], typed)
 
 
-def _says_which_data(values: Mapping[str, object]) -> bool:
-    return any(name in values for name in ("--data", "--data.class_path", "--config", "-c", "--resume", "--ckpt_path"))
-
-
-def _split(arguments: Sequence[str]) -> list[tuple[str | None, str | None]]:
-    """Name and value of each option; no name for an argument without one, no value for an option without one.
+def _split(arguments: Sequence[str]) -> Iterator[tuple[str | None, str | None]]:
+    """Yield name and value of each option; no name for an argument without one, no value for an option without one.
 
     `--sizes` takes all numbers and pairs that follow it.
     """
-    found: list[tuple[str | None, str | None]] = []
     waiting = list(arguments)
     while waiting:
         argument = waiting.pop(0)
         if argument == "--":
-            return [*found, *((None, rest) for rest in waiting)]
+            yield from ((None, rest) for rest in waiting)
+            return
         name, equals, value = argument.partition("=")
         if not _is_option(argument):
-            found.append((None, argument))
+            yield None, argument
         elif equals:
-            found.append((name, _as_list([value]) if name == "--sizes" else value))
+            yield name, _as_list([value]) if name == "--sizes" else value
         elif name in ALONE or not waiting or _is_option(waiting[0]):
-            found.append((name, "true" if name in SWITCHES else None))
+            yield name, "true" if name in SWITCHES else None
         elif name in SWITCHES and waiting[0].lower() not in ("true", "false"):
-            found.append((name, "true"))
+            yield name, "true"
         elif name == "--sizes":
             taken = [waiting.pop(0)]
             while waiting and re.match(r"\[?\d", waiting[0]):
                 taken.append(waiting.pop(0))
-            found.append((name, _as_list(taken)))
+            yield name, _as_list(taken)
         else:
-            found.append((name, waiting.pop(0)))
-    return found
+            yield name, waiting.pop(0)
 
 
 def _as_list(values: Sequence[str]) -> str:
@@ -144,14 +163,8 @@ def _is_option(argument: str) -> bool:
     return re.match(r"-[^\d.\s]", argument) is not None
 
 
-def _joined(name: str, value: str | None) -> list[str]:
-    return [name] if value is None else [f"{name}={value}"]
-
-
 def _named(command: str, bare: Sequence[str], values: Mapping[str, object]) -> list[str]:
-    """Options for the arguments that have no name."""
-    if not bare:
-        return []
+    """Turn the arguments that have no name into options."""
     # A checkpoint that was given by its name leaves the rest to what comes after it.
     names = [name for name in POSITIONALS.get(command, ()) if name not in values]
     found, rest = [], list(bare)

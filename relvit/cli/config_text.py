@@ -1,4 +1,4 @@
-"""Configuration files may come from others: what repeats a key or unfolds without end is refused before it is built."""
+"""Load the YAML of configuration files: keys that repeat are refused, class paths of earlier releases still work."""
 
 from __future__ import annotations
 
@@ -7,84 +7,44 @@ from typing import Any
 import yaml
 from jsonargparse import get_loader, set_loader
 
-from relvit.data.modules.by_name import public_class_path
+from relvit.data.modules.registry import public_class_path
 
 # The name under which parsers find `load_config`.
 MODE = "relvit"
 
-DEPTH, NODES = 50, 100_000
-
 _stock_loader = get_loader("yaml")
 
 
-class ConfigError(yaml.YAMLError):
-    """A text that is YAML but no configuration."""
+class RepeatedKeyError(yaml.MarkedYAMLError):
+    """Report a key that comes twice in one mapping, of which YAML itself would silently use the last."""
 
 
 def load_config(text: str) -> Any:
-    """The plain values of a YAML text: no tags that name objects of Python, no key twice, no depth without end.
+    """Return the plain values of a YAML text.
 
     Raises:
-        yaml.YAMLError: not YAML, more than 50 levels, more than 100,000 values with all aliases written out, a key that
-            comes twice in one mapping, or a tag that stands for code.
+        yaml.YAMLError: not YAML, a tag that stands for code, or a key that comes twice in one mapping.
     """
-    _Checker().check(text)
+    _check_keys(yaml.compose(text, Loader=yaml.SafeLoader), set())
     return _stock_loader(public_class_path(text))
 
 
-class _Checker:
-    """Goes through the events of a parser, which unlike the building of values needs neither stack nor memory."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.sizes: dict[str, int] = {}
-        # Of each open collection: its anchor, the count at its start, and the keys so far (None: a sequence).
-        self.open: list[tuple[str | None, int, list[str | None] | None]] = []
-        # Of each open collection: children so far, of which every other one in a mapping is a key.
-        self.children: list[int] = []
-
-    def check(self, text: str) -> None:
-        for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-            match event:
-                case yaml.ScalarEvent():
-                    self._child(event, event.value)
-                    if event.anchor:
-                        self.sizes[event.anchor] = 1
-                case yaml.AliasEvent():
-                    self._child(event, None)
-                    # One that is still open has no size yet: it would hold itself.
-                    if event.anchor not in self.sizes:
-                        raise ConfigError(f"unknown or endless alias *{event.anchor}{_place(event)}")
-                    self.count += self.sizes[event.anchor]
-                case yaml.CollectionStartEvent():
-                    self._child(event, None)
-                    keys: list[str | None] | None = [] if isinstance(event, yaml.MappingStartEvent) else None
-                    self.open.append((event.anchor, self.count, keys))
-                    self.children.append(0)
-                    if len(self.open) > DEPTH:
-                        raise ConfigError(f"more than {DEPTH} levels{_place(event)}")
-                case yaml.CollectionEndEvent():
-                    anchor, start, _ = self.open.pop()
-                    self.children.pop()
-                    if anchor:
-                        self.sizes[anchor] = self.count - start + 1
-            if self.count > NODES:
-                raise ConfigError(f"more than {NODES:,} values{_place(event)}")
-
-    def _child(self, event: yaml.NodeEvent, key: str | None) -> None:
-        self.count += 1
-        if not self.open:
-            return
-        *_, keys = self.open[-1]
-        if keys is not None and self.children[-1] % 2 == 0 and key is not None:
-            if key in keys and key != "<<":
-                raise ConfigError(f"the key {key!r} comes twice{_place(event)}")
-            keys.append(key)
-        self.children[-1] += 1
-
-
-def _place(event: yaml.Event) -> str:
-    return f" (line {event.start_mark.line + 1})"
+def _check_keys(node: yaml.Node | None, seen: set[int]) -> None:
+    # A node that an alias repeats is the same object.
+    if not isinstance(node, yaml.CollectionNode) or id(node) in seen:
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.SequenceNode):
+        children = node.value
+    else:
+        children = [value for _, value in node.value]
+        names = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"):
+            if key.value in names:
+                raise RepeatedKeyError(problem=f"the key {key.value!r} comes twice", problem_mark=key.start_mark)
+            names.add(key.value)
+    for child in children:
+        _check_keys(child, seen)
 
 
 set_loader(MODE, load_config, exceptions=(yaml.YAMLError, RecursionError, ValueError))

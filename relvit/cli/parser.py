@@ -1,128 +1,244 @@
-"""The parser of all commands, and its complaints in the user's words."""
+"""Parse a command's options by jsonargparse, and explain a refusal by the option or value that is wrong."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
-from typing import Any
+import importlib
+import inspect
+import types
+from argparse import ArgumentError
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
+import yaml
 from jsonargparse import ArgumentParser, Namespace, auto_cli
 from lightning.pytorch.cli import LightningArgumentParser
 
-from relvit.cli.aliases import ALIASES
-from relvit.cli.config_text import MODE
-from relvit.cli.errors import NOISE, UsageError
-from relvit.cli.help import USAGE
-from relvit.data.modules.by_name import data_modules
+from relvit.cli.aliases import ALIASES, USAGE
+from relvit.cli.config_text import MODE, load_config
+from relvit.cli.errors import UsageError
+from relvit.data.modules.registry import data_modules
 from relvit.utils.messages import did_you_mean, listing
 
 NO_DATA = "no data given: give --root DIR, which holds train/CLASS/IMAGE, or --data NAME, or --config FILE"
-WORDS = {
-    "int": "a whole number",
-    "float": "a number",
-    "tuple": "a pair such as '[64,96]'",
-    "list": "a list such as '[64,96]' or '[a.ckpt,b.ckpt]'",
-    "dict": "name: value pairs",
-}
+WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "name: value pairs"}
+WORDS |= {tuple: "a pair such as '[64,96]'"}
 
 
 class Parser(LightningArgumentParser):
-    """Raises `UsageError`, with the nearest right name, where the stock parser prints its usage and exits.
+    """Raise `UsageError` where the stock parser prints its usage and exits.
 
     Options must be spelt out: an abbreviation that works today is another option's tomorrow.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{"allow_abbrev": False, "description": "", "parser_mode": MODE, **kwargs})
+        defaults = {"allow_abbrev": False, "description": "", "parser_mode": MODE}
+        super().__init__(*args, **{**defaults, **kwargs, "exit_on_error": False})
 
-    def parse_args(self, *args: Any, **kwargs: Any) -> Namespace:
-        """Parse; a file that is no text, and a number that is no float, are the user's mistakes, too."""
+    def parse_args(self, args: Sequence[str] | None = None, *others: Any, **kwargs: Any) -> Namespace:
         try:
-            return super().parse_args(*args, **kwargs)
-        except UnicodeDecodeError as error:
-            raise UsageError(f"--config: the file is not UTF-8 text ({error.reason} at byte {error.start})") from error
-        except OverflowError as error:
-            raise UsageError(f"a number is too large: {error}") from error
-
-    def error(self, message: str, ex: Exception | None = None) -> None:
-        raise UsageError(explain_parser_error(self, message)) from ex
+            return super().parse_args(args, *others, **kwargs)
+        except (ArgumentError, UnicodeDecodeError, OverflowError, RecursionError) as error:
+            raise UsageError(explain(self, args or (), error)) from error
 
 
-def run_function(function: Callable[..., Any], command: str, arguments: Sequence[str]) -> Any:
-    """Run a function whose arguments are the options of a command, and return its result."""
-    program = f"relvit {command}"
-    return auto_cli(function, args=list(arguments), prog=program, as_positional=False, parser_class=Parser)
+def function_of(module: str, command: str) -> Callable[..., Any]:
+    """Return the function that runs a command: its arguments are the options."""
+    return getattr(importlib.import_module(module), command.replace("-", "_"))
 
 
-def explain_parser_error(parser: ArgumentParser, message: str) -> str:
-    """A parser's error message, shortened, with the nearest right name for an option that does not exist.
+def run_function(module: str, command: str, arguments: Sequence[str]) -> None:
+    """Run a command that is no Trainer method."""
+    function = function_of(module, command)
+    given = {argument.partition("=")[0] for argument in arguments}
+    missing = [f"--{name}" for name in _required(function) if f"--{name}" not in given]
+    if missing and given.isdisjoint(("--config", "--help", "--print_config")):
+        raise UsageError(f"missing: {', '.join(missing)}; usage: {' or '.join(USAGE[command])}")
+    auto_cli(function, args=list(arguments), prog=f"relvit {command}", as_positional=False, parser_class=Parser)
 
-    The parser tries every type that an option may have and reports all of them, nested; the innermost complaint is the
-    one that the user can act on.
+
+def _required(function: Callable[..., Any]) -> list[str]:
+    parameters = inspect.signature(function).parameters.values()
+    named = (p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+    return [parameter.name for parameter in named if parameter.default is parameter.empty]
+
+
+class Given(NamedTuple):
+    """An option that was given.
+
+    Attributes:
+        name: without dashes, such as 'model.lr'.
+        value: text from the command line, any plain value from a configuration; None: none.
+        file: the configuration that holds it; None: it is from the command line.
     """
-    known = [f"--{name}" for name in known_options(parser)]
-    known += [short for table in ALIASES.values() for short, own in table.items() if own in known and "." not in short]
-    data_classes = {cls.__name__ for cls in data_modules()}
-    if unknown := re.search(r"[Uu]nrecognized arguments: (\S+)", message):
-        flag = unknown[1].split("=")[0]
-        if flag in known:  # an option of the data, of which none was chosen
+
+    name: str
+    value: Any
+    file: str | None = None
+
+
+def explain(parser: ArgumentParser, arguments: Sequence[str], error: Exception) -> str:
+    """Find the first option that a parser does not have, or whose value is of another type than the option.
+
+    The parser's own message, which reports all types that it has tried, is the last resort.
+    """
+    known = option_types(parser)
+    needs_data = "model.lr" in known
+    try:
+        given = list(_given(arguments, known))
+    except UsageError as wrong:
+        return str(wrong)
+    names = {option.name for option in given}
+    missing = []
+    for option in given:
+        if (cls := _class_named(known.get(option.name), option.value)) is not None:
+            probe = Parser()
+            probe.add_class_arguments(cls, option.name, fail_untyped=False)
+            known = option_types(probe) | known
+            required = [f"{option.name}.{name}" for name in _required(cls)]
+            missing += [f"--{name}" for name in required if name not in names]
+    for option in given:
+        if option.name.startswith("data.") and "data" not in names and "data" in known:
             return NO_DATA
-        return f"unknown option {flag}{did_you_mean(flag, known)}"
-    if file := re.fullmatch(r'Parser key "config": (.+)', message):
-        return f"--config: {file[1]}"
-    if key := re.search(r"Option '([\w.]+)' is not accepted|does not accept option '([\w.]+)'", message):
-        name = key[1] or key[2]
-        return f"unknown option {name}{did_you_mean(name, (option.lstrip('-') for option in known))}"
-    if name := re.search(r"Expected a dot import path string: (\S+)", message):
-        return f"unknown data {name[1]!r}{did_you_mean(name[1], data_classes)}; known: {listing(sorted(data_classes))}"
-    if re.search(r"arguments are required: (\w+\.)?data\b|ImageData is abstract", message):
+        if complaint := _wrong_name(option, known) or _wrong_value(option, known):
+            return complaint
+    if needs_data and "data" not in names:
         return NO_DATA
-    if missing := re.search(r"(- )?the following arguments are required: (.+)", message):
-        nested = "data." if missing[1] else ""
-        usage = USAGE.get(parser.prog.removeprefix("relvit "))
-        names = ", ".join(f"--{nested}{name}" for name in missing[2].split(", "))
-        return f"missing: {names}" + (f"; usage: {' or '.join(usage)}" if usage else "")
-
-    keys = re.findall(r'Parser key "([\w.]+)"', message)
-    complaints = [line.strip().removeprefix("- ") for line in message.splitlines()]
-    complaints = [line for line in complaints if line and not re.match(NOISE, line)]
-    if not complaints:
-        return message
-    expected = r"Expected an? (.+?)\.?(?: Got value: .*)?"
-    wanted = [found[1] for line in complaints if (found := re.fullmatch(expected, line))]
-    given = re.search(r"(?:Got value|Given value): (?!NestedArg)(.+)", message)
-    if len(wanted) == len(complaints) and given:
-        types = " or ".join(dict.fromkeys(map(_readable, wanted)))
-        return f"--{'.'.join(dict.fromkeys(keys))} must be {types}, got {given[1]}"
-    return "; ".join(_nested(line, "".join(f"{key}." for key in keys)) for line in complaints)
+    return f"missing: {', '.join(missing)}" if missing else _one_line(error)
 
 
-def _nested(line: str, prefix: str) -> str:
-    """A complaint of the parser of a nested class, which does not know under which name it is nested."""
-    if line.startswith("unknown option "):
-        name = re.sub(r"unknown option -*([\w.]+).*", r"\1", line)
-        if prefix == "data." and (owners := [cls.__name__ for cls in data_modules() if name in cls.argument_names()]):
-            have = f"{listing(sorted(owners))} {'has' if len(owners) == 1 else 'have'} it"
-            return f"unknown option --data.{name}: {have}; name the data (--data NAME) before its options"
-        return re.sub(r"(^unknown option |did you mean ')-*", rf"\1--{prefix}", line)
-    return f"--{prefix}{line.removeprefix('--')}" if line.startswith("--") else line
-
-
-def _readable(wanted: str) -> str:
-    """A type as the parser prints it, in words."""
-    named = re.fullmatch(r"<class '([\w.]+)'>", wanted)
-    return WORDS.get(named[1], named[1]) if named else wanted.replace("typing.Literal", "one of ")
-
-
-def known_options(parser: ArgumentParser) -> list[str]:
-    """All options of a parser and its commands, those of the data modules included."""
-    names = set()
+def option_types(parser: ArgumentParser) -> dict[str, Any]:
+    """Return the options of a parser and its commands by name, each with its type; None: it has no type hint."""
+    found: dict[str, Any] = {}
     for action in parser._actions:
-        names |= {string.lstrip("-") for string in action.option_strings}
-        choices = action.choices if isinstance(action.choices, dict) else {}
-        for sub in choices.values():
-            names |= set(known_options(sub))
-        if action.dest == "data":
-            for data in data_modules():
-                names |= {f"data.{name}" for name in data.argument_names()}
-    return sorted(names)
+        if isinstance(action.choices, dict):
+            for command in action.choices.values():
+                found |= option_types(command)
+        names = (string.lstrip("-") for string in action.option_strings)
+        found |= dict.fromkeys(names, getattr(action, "_typehint", action.type))
+    return found
+
+
+def _given(arguments: Sequence[str], known: Mapping[str, Any]) -> Iterator[Given]:
+    for argument in arguments:
+        name, equals, value = argument.lstrip("-").partition("=")
+        if argument.startswith("-") and name in ("config", "c"):
+            yield from _in_file(_options_of(value), value if not value.startswith("{") else "the checkpoint", known)
+        elif argument.startswith("-"):
+            yield Given(name.removesuffix("+"), value if equals else None)
+
+
+def _options_of(config: str) -> dict[str, Any]:
+    """Load a configuration: the path of a file, or JSON."""
+    try:
+        options = load_config(config if config.startswith("{") else Path(config).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"--config {config}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--config {config}: not UTF-8 text ({error.reason} at byte {error.start})") from error
+    except yaml.MarkedYAMLError as error:
+        raise UsageError(f"--config {config}: {error.problem} (line {error.problem_mark.line + 1})") from error
+    except (yaml.YAMLError, RecursionError) as error:
+        raise UsageError(f"--config {config}: {_one_line(error)}") from error
+    if not isinstance(options, dict):
+        raise UsageError(
+            f"--config {config}: options go by name, such as 'trainer: {{max_epochs: 10}}', got {_one_line(options)}"
+        )
+    return options
+
+
+def _in_file(options: Mapping[str, Any], file: str, known: Mapping[str, Any], prefix: str = "") -> Iterator[Given]:
+    for key, value in options.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and "class_path" in value:
+            yield Given(name, value["class_path"], file)
+            yield from _in_file(value.get("init_args") or {}, file, known, f"{name}.")
+        elif isinstance(value, dict) and known.get(name) is None:
+            yield from _in_file(value, file, known, f"{name}.")
+        else:
+            yield Given(name, value, file)
+
+
+def _families(hint: Any) -> list[type]:
+    """Return the classes of which an option takes subclasses."""
+    parts = [hint, *get_args(hint), *(inner for part in get_args(hint) for inner in get_args(part))]
+    return [part for part in parts if inspect.isclass(part) and part.__module__ != "builtins" and not get_args(part)]
+
+
+def _subclasses(hint: Any) -> dict[str, type]:
+    found, waiting = {}, _families(hint)
+    while waiting:
+        cls = waiting.pop()
+        found[cls.__name__] = cls
+        waiting += cls.__subclasses__()
+    return found
+
+
+def _class_named(hint: Any, value: Any) -> type | None:
+    return _subclasses(hint).get(value.rpartition(".")[2]) if isinstance(value, str) else None
+
+
+def _wrong_name(option: Given, known: Mapping[str, Any]) -> str | None:
+    if option.name in known:
+        return None
+    owners = [name for name in known if option.name.startswith(f"{name}.") and known[name] is not None]
+    if any(not any(name.startswith(f"{owner}.") for name in known) for owner in owners):
+        # Inside a dictionary, or a class that only the parser finds.
+        return None
+    dashes, place = ("--", "") if option.file is None else ("", f" in {option.file}")
+    shown = f"unknown option {dashes}{option.name}"
+    if option.name.startswith("data.") and "data" in known:
+        name = option.name.removeprefix("data.")
+        if owners := sorted(cls.__name__ for cls in data_modules() if name in cls.argument_names()):
+            have = f"{listing(owners)} {'has' if len(owners) == 1 else 'have'} it"
+            return f"{shown}{place}: {have}; name the data (--data NAME) before its options"
+    names = [f"{dashes}{name}" for name in known]
+    if option.file is None:
+        names += [short for table in ALIASES.values() for short, own in table.items() if own.lstrip("-") in known]
+    return f"{shown}{place}{did_you_mean(shown.split()[-1], names)}"
+
+
+def _wrong_value(option: Given, known: Mapping[str, Any]) -> str | None:
+    name, value, file = option
+    hint, place = known.get(name), "" if file is None else f" in {file}"
+    if hint is None:
+        if file is None or isinstance(value, dict) or not any(other.startswith(f"{name}.") for other in known):
+            return None
+        example = f"'{name}: {{NAME: VALUE}}'"
+        return f"{name}{place} must hold its options by name, such as {example}, got {_one_line(value)}"
+    if value is None and file is None:
+        return f"--{name} needs a value"
+    families = _families(hint)
+    if _class_named(hint, value) is not None or (families and not isinstance(value, str)) or _accepts(hint, value):
+        return None
+    if families and "." not in value:
+        names = sorted([cls.__name__ for cls in data_modules()] if name == "data" else _subclasses(hint))
+        return f"unknown {name} {value!r}{place}{did_you_mean(value, names)}; known: {listing(names)}"
+    return f"--{name}{place} must be {_in_words(hint)}, got {_one_line(value)}"
+
+
+def _accepts(hint: Any, value: Any) -> bool:
+    probe = ArgumentParser(exit_on_error=False, parser_mode=MODE)
+    probe.add_argument("--value", type=hint)
+    try:
+        probe.parse_object({"value": value})
+    except ArgumentError:
+        return False
+    return True
+
+
+def _in_words(hint: Any) -> str:
+    """Name a type as users know it."""
+    kind, parts = get_origin(hint) or hint, get_args(hint)
+    if kind in (Union, types.UnionType):
+        return " or ".join(dict.fromkeys(_in_words(part) for part in parts if part is not type(None)))
+    if kind is Literal:
+        return f"one of {', '.join(map(repr, parts))}"
+    if kind is list and parts:
+        return f"a list, of which each item is {_in_words(parts[0])}"
+    return WORDS.get(kind, kind.__name__)
+
+
+def _one_line(value: object) -> str:
+    text = " ".join(str(value).split())
+    return text if len(text) <= 500 else f"{text[:497]}..."

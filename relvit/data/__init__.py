@@ -1,15 +1,15 @@
-"""Data modules and what they are made of: images from files, transforms, fixed splits."""
+"""Data: Lightning data modules, image files and archives, transforms, samplers and loaders."""
 
-from relvit.data.files.images import UnreadableImageError, load_rgb
-from relvit.data.loading.train_sampler import TrainSampler
+from relvit.data.images.decode import UnreadableImageError, load_rgb
+from relvit.data.loading.sampler import TrainSampler
 from relvit.data.mixup import BatchMix
 from relvit.data.modules.base import ImageData
 from relvit.data.modules.cifar import CIFAR10Data, CIFAR100Data
 from relvit.data.modules.digits import DigitsData
 from relvit.data.modules.folder import ImageFolderData
 from relvit.data.modules.image_files import ImageFilesData
+from relvit.data.modules.image_list import ImageListData
 from relvit.data.modules.imagenet import ImageNetData
-from relvit.data.modules.listing import ImageListData
 from relvit.data.modules.readers import ReaderData
 from relvit.data.transforms import Augment, eval_transform, parse_size, train_transform
 

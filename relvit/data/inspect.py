@@ -1,4 +1,4 @@
-"""Look at every image of a dataset before training: which cannot be read, how many, how large, which come twice."""
+"""Check a dataset before training (`relvit check-data`): unreadable images, counts, sizes and duplicates."""
 
 import hashlib
 import os
@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from itertools import compress
 from typing import Any, NamedTuple
 
-from relvit.data.files.images import ImageSource, UnreadableImageError, load_rgb
+from relvit.data.images.decode import ImageSource, UnreadableImageError, load_rgb
 from relvit.data.modules.base import ImageData, Split
 from relvit.data.modules.image_files import ImageFilesData
 
@@ -17,7 +17,7 @@ _CHUNK = 32  # files that a process gets at a time
 
 
 class Inspected(NamedTuple):
-    """What one file holds: its size in pixels and a hash of its decoded pixels, or why it cannot be read."""
+    """Size in pixels and hash of the decoded pixels of one file, or why it cannot be read."""
 
     height: int = 0
     width: int = 0
@@ -49,7 +49,7 @@ def check_data(
     Args:
         data: A data module of image files.
         processes: Processes that decode; None: one for each core.
-        progress: Called with the results as they come and their number; gives them on.
+        progress: Called with the results as they come and their number; yields the results.
 
     Returns:
         Plain types, fit for JSON:

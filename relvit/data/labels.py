@@ -1,4 +1,4 @@
-"""Labels as data state them, by names or by numbers, and what they stand for."""
+"""Class labels of lists and readers: parse names or numbers, and map them to positions in class_names."""
 
 import re
 import reprlib
@@ -9,10 +9,10 @@ from relvit.utils.messages import listing
 
 
 def as_label(value: Any) -> str | None:
-    """A label as a name or a number, in text; None for what stands for no label: None, '' and negative numbers.
+    """Parse a label to text, a name or a number; None for None, '' and negative numbers, which mean no label.
 
     Raises:
-        TypeError: Neither text nor a whole number.
+        TypeError: Neither text nor an integer.
     """
     if not isinstance(value, str | int | None):
         raise TypeError(f"{reprlib.repr(value)} is neither the name nor the number of a class")
@@ -21,14 +21,13 @@ def as_label(value: Any) -> str | None:
 
 
 def classes_of(labels: Iterable[str]) -> list[str]:
-    """The different labels in order: by their value where all are numbers, else by the alphabet."""
+    """Sort the different labels: by value where all are numbers, else alphabetically."""
     different = set(labels)
     return sorted(different, key=int) if all(map(_is_number, different)) else sorted(different)
 
 
 def positions(labels: Iterable[str], class_names: Sequence[str]) -> dict[str, int]:
-    """The position of each class by its label: its name, or, where all labels are numbers and no name is one, the
-    position itself."""
+    """Map labels to positions of classes: by name, or by number where all labels are numbers and no class name is."""
     known = {name: position for position, name in enumerate(class_names)}
     if not any(map(_is_number, class_names)) and all(map(_is_number, labels)):
         return {str(position): position for position in known.values()}
@@ -36,7 +35,7 @@ def positions(labels: Iterable[str], class_names: Sequence[str]) -> dict[str, in
 
 
 def check_every_class(labels: Iterable[int], class_names: Sequence[str], where: str) -> None:
-    """Refuse to train on data in which a class has no image.
+    """Refuse training data in which a class has no image.
 
     Raises:
         ValueError: There is such a class.

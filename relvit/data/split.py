@@ -1,4 +1,4 @@
-"""Images put aside to validate, where the data come without a validation set."""
+"""Automatic validation split: put a part of each class of train aside, by a hash of seed and file name."""
 
 import hashlib
 from collections import Counter
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 def check_fraction(fraction: float) -> float:
-    """The same, if it lies between 0 and 1.
+    """Return a fraction between 0 and 1.
 
     Raises:
-        ValueError: It does not.
+        ValueError: It is not between 0 and 1.
     """
     if not 0 < fraction < 1:
         raise ValueError(f"val_fraction is {fraction}; it is the share of train, 0 < val_fraction < 1")
@@ -19,18 +19,18 @@ def check_fraction(fraction: float) -> float:
 def stratified_split(
     names: Sequence[str], labels: Sequence[int], fraction: float, seed: int, where: str
 ) -> tuple[list[int], list[int]]:
-    """Indices of the larger and the smaller part, each class divided in the same proportion.
+    """Split images into a larger and a smaller part, each class in the same proportion; return their indices.
 
-    Of each class ``round(n * fraction)`` images go to the smaller part, at least one and at most n - 1; a class of
-    one image keeps it in the larger part. The choice follows a hash of the seed and the names: it depends on no random
-    state, machine or location, and an added image changes the place of few others.
+    Of each class ``round(n * fraction)`` images go to the smaller part, at least one and at most n - 1; the image of a
+    class of one stays in the larger part. The choice follows a hash of the seed and the names: it depends on no random
+    state, machine or location, and an added image changes the part of few others.
 
     Args:
-        names: A name of each image that says nothing about where the data are stored.
+        names: Name of each image, without the location of the data.
         labels: Class of each image.
         fraction: Share of each class in the smaller part.
         seed: Another seed gives another choice.
-        where: What the images belong to, for the message.
+        where: Name of the data, for the message.
 
     Raises:
         ValueError: The smaller part is empty since every class has one image.

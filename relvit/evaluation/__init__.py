@@ -1,4 +1,4 @@
-"""What a trained model does: predictions and features, reports of tests, accuracy over image sizes."""
+"""Use and evaluate trained models: predictions, features, test reports, accuracy by image size, export."""
 
 from relvit.evaluation.embeddings import Embeddings, embed_folder, write_embeddings
 from relvit.evaluation.export import ExportError, export_model

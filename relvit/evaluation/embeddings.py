@@ -1,8 +1,9 @@
-"""Features of all images below a folder, and files that hold them."""
+"""Compute features (embeddings) of all images in a folder, and write them to .npz, .csv or .parquet files."""
 
 from __future__ import annotations
 
 import csv
+import math
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -11,12 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from relvit.data.files.dataset import image_files
+from relvit.data.images.folders import image_files
 from relvit.data.modules.folder import find_splits
 from relvit.evaluation.predictor import Predictor
-from relvit.utils.extras import MissingPackageError
-from relvit.utils.messages import printable
-from relvit.utils.output import check_output
+from relvit.utils.files import check_output
+from relvit.utils.messages import MissingPackageError, printable
 
 FORMATS = (".npz", ".csv", ".parquet")
 
@@ -42,16 +42,16 @@ def embed_folder(
     root: str | os.PathLike[str],
     batch_size: int = 32,
     num_workers: int = 0,
-    progress: Callable[[Iterable[Any], int], Iterable[Any]] = lambda batches, count: batches,
+    progress: Callable[[Iterable[Any], int], Iterable[Any]] | None = None,
 ) -> Embeddings:
-    """Features of all images below a folder in the order of their paths, without those that cannot be read.
+    """Compute features of all images below a folder in the order of their paths, without those that cannot be read.
 
     Args:
         predictor: see `relvit.load`.
         root: the folder. The class of an image is the folder right inside root, or inside its train, val or test.
         batch_size: images per batch.
         num_workers: processes that read images.
-        progress: is given batches and their number, and hands the batches on.
+        progress: wraps the iterable of batches, whose number is its second argument, such as in a progress bar.
 
     Raises:
         FileNotFoundError: no such folder.
@@ -64,29 +64,23 @@ def embed_folder(
     if not paths:
         raise ValueError(f"no image below {root}")
     unreadable: dict[str, str] = {}
-    kept: list[int] = []
-    features = [torch.empty(0, predictor.num_features)]
-    batches = predictor.batches(paths, batch_size, num_workers, unreadable)
-    for pixels, positions in progress(batches, -(-len(paths) // batch_size)):
+    features, read = [torch.empty(0, predictor.num_features)], []
+    batches: Iterable[Any] = predictor.batches(paths, batch_size, num_workers, unreadable)
+    for pixels, indices in batches if progress is None else progress(batches, math.ceil(len(paths) / batch_size)):
         features.append(predictor.features(pixels))
-        kept += positions.tolist()
-    paths = [paths[position] for position in kept]
-    starts = [*find_splits(root).values(), root]
-    return Embeddings(paths, [_class(path, starts) for path in paths], torch.cat(features).numpy(), unreadable)
+        read += [paths[index] for index in indices.tolist()]
+    splits = find_splits(root).values()
+    return Embeddings(read, [_class(path, [*splits, root]) for path in read], torch.cat(features).numpy(), unreadable)
 
 
-def _class(path: str, starts: list[str]) -> str:
-    """The folder right inside the first of the folders that the file is below."""
-    parts = next(rest.parts for start in starts if (rest := _below(path, start)) is not None)
-    return parts[0] if len(parts) > 1 else ""
-
-
-def _below(path: str, folder: str) -> Path | None:
-    return Path(path).relative_to(folder) if Path(path).is_relative_to(folder) else None
+def _class(path: str, folders: list[str]) -> str:
+    """The folder right inside the first of the folders that the file is below; '' without one."""
+    folder = next(folder for folder in folders if Path(path).is_relative_to(folder))
+    return Path(path).relative_to(folder).parts[0] if Path(path).parent != Path(folder) else ""
 
 
 def check_format(output: str | os.PathLike[str]) -> None:
-    """See, before hours of work, whether embeddings can be written to a file of this name.
+    """Check, before hours of work, that embeddings can be written to a file of this name.
 
     Raises:
         ValueError: another ending than .npz, .csv or .parquet.

@@ -1,4 +1,4 @@
-"""A trained classifier as one file that needs no relvit: ONNX, or PyTorch's own format for exported programs."""
+"""Export a trained classifier to a file that needs no relvit: ONNX, or PyTorch's exported program (.pt2)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from relvit.evaluation.predictor import Predictor
 from relvit.layers.patch_embed import AnySizePatchEmbed, whole_patches
-from relvit.utils.extras import MissingPackageError
-from relvit.utils.output import check_output
+from relvit.utils.files import check_output
+from relvit.utils.messages import MissingPackageError
 
 FORMATS = (".onnx", ".pt2")
 # Largest side of an image, in patches.
@@ -77,7 +77,7 @@ def export_model(predictor: Predictor, output: str | os.PathLike[str]) -> list[t
 
 
 def check_export(output: str | os.PathLike[str]) -> None:
-    """See beforehand whether a model can be written to a file of this name; raises what `export_model` does."""
+    """Check beforehand that a model can be written to a file of this name; errors as in `export_model`."""
     if check_output(output, FORMATS) == ".onnx":
         try:
             import onnx  # noqa: F401
@@ -88,7 +88,7 @@ def check_export(output: str | os.PathLike[str]) -> None:
 
 
 def _shapes(predictor: Predictor) -> tuple[list[tuple[int, ...]], dict[int, Any]]:
-    """Shapes to trace and compare with, and which sides may vary, by their position."""
+    """Shapes of images to trace and compare with, and the dimensions that may vary, by their index."""
     net, (height, width), channels = predictor.classifier.net, predictor.img_size, len(predictor.mean)
     dynamic: dict[int, Any] = {0: torch.export.Dim("batch", min=1, max=4096)}
     if not getattr(net, "dynamic_img_size", False):
@@ -102,8 +102,8 @@ def _shapes(predictor: Predictor) -> tuple[list[tuple[int, ...]], dict[int, Any]
     return [(2, channels, *sides[0]), (1, channels, *sides[1])], dynamic
 
 
-class _WholePatches(nn.Module):
-    """A model of timm, whose graph refuses images that do not divide into patches, as the model itself does."""
+class _CompletePatches(nn.Module):
+    """A timm model whose ONNX graph refuses images that do not divide into patches, as the model itself does."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -111,14 +111,6 @@ class _WholePatches(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         return self.net(whole_patches(images, self.net.patch_embed.patch_size))
-
-
-def _refusing(net: nn.Module) -> nn.Module:
-    embed = getattr(net, "patch_embed", None)
-    own = isinstance(embed, AnySizePatchEmbed)
-    if own or not getattr(net, "dynamic_img_size", False) or getattr(embed, "dynamic_img_pad", False):
-        return net
-    return _WholePatches(net)
 
 
 def _program(net: nn.Module, images: Tensor, dynamic: dict[int, Any], output: Path) -> Callable[[Tensor], Tensor]:
@@ -131,7 +123,10 @@ def _onnx(net: nn.Module, images: Tensor, dynamic: dict[int, Any], output: Path)
     import onnxruntime
 
     names = {"input_names": ["images"], "output_names": ["logits"]}
-    net = _refusing(net)
+    embed = getattr(net, "patch_embed", None)
+    checks = isinstance(embed, AnySizePatchEmbed) or getattr(embed, "dynamic_img_pad", False)
+    if getattr(net, "dynamic_img_size", False) and not checks:
+        net = _CompletePatches(net)
     program = torch.onnx.export(net, (images,), dynamic_shapes=(dynamic,), dynamo=True, verbose=False, **names)
     program.save(output)
     session = onnxruntime.InferenceSession(output, providers=["CPUExecutionProvider"])

@@ -1,4 +1,4 @@
-"""Images as people have them in Python: files, PIL images, arrays, tensors; all made PIL images for the transforms."""
+"""Convert images given in Python (paths, PIL images, arrays, tensors) to 8-bit PIL images, as a dataset."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms import v2
+from torchvision.transforms.v2.functional import to_pil_image
 
 from relvit.data import UnreadableImageError, load_rgb
-from relvit.data.files.images import as_rgb
+from relvit.data.images.decode import as_rgb
 
 ImageInput = str | os.PathLike[str] | Image.Image | np.ndarray | Tensor
 
@@ -22,7 +23,7 @@ TENSORS = "tensors are (3, height, width) or (1, height, width), uint8, or float
 
 
 class InputImages(Dataset):
-    """Images of any kind, read when asked for. Items are ``(image, position)``: float32 (in_chans, H, W), int.
+    """Images of any kind, read when they are accessed. Items are ``(image, index)``: float32 (in_chans, H, W), int.
 
     Args:
         images: see `to_pil`.
@@ -39,12 +40,11 @@ class InputImages(Dataset):
         return len(self.images)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        image = to_pil(self.images[index])
-        return self.transform(image if image.mode == self.mode else image.convert(self.mode)), index
+        return self.transform(to_pil(self.images[index]).convert(self.mode)), index
 
 
 def to_pil(image: ImageInput) -> Image.Image:
-    """One image as 8-bit RGB.
+    """Convert one image to 8-bit RGB.
 
     Args:
         image: a path (see `relvit.data.load_rgb`); a PIL image of any mode, treated as if it came from a file (EXIF
@@ -58,23 +58,19 @@ def to_pil(image: ImageInput) -> Image.Image:
     """
     if isinstance(image, str | os.PathLike):
         return load_rgb(image)
-    if isinstance(image, Image.Image):
-        return _from_pil(image)
     if isinstance(image, np.ndarray):
-        return _from_array(image)
-    if isinstance(image, Tensor):
-        return _from_tensor(image)
-    raise TypeError(
-        f"an image is a path, a PIL image, an array or a tensor, got {type(image).__name__}; {ARRAYS}; {TENSORS}"
-    )
-
-
-def _from_pil(image: Image.Image) -> Image.Image:
+        image = _from_array(image)
+    elif isinstance(image, Tensor):
+        image = _from_tensor(image)
+    if not isinstance(image, Image.Image):
+        raise TypeError(
+            f"an image is a path, a PIL image, an array or a tensor, got {type(image).__name__}; {ARRAYS}; {TENSORS}"
+        )
     try:
         return as_rgb(image)
     except MemoryError:
         raise
-    # Pillow meets broken files, which it opens lazily, with almost any type.
+    # Pillow opens files lazily and raises almost any type for broken ones.
     except Exception as error:
         path = getattr(image, "filename", "") or str(image)
         raise UnreadableImageError(f"cannot use the image {image}: {error}", path, str(error)) from error
@@ -85,9 +81,9 @@ def _from_array(array: np.ndarray) -> Image.Image:
         raise TypeError(f"an array of dtype {array.dtype} is no image; {ARRAYS}")
     if array.ndim == 3 and array.shape[-1] == 1:
         array = array[..., 0]
-    if array.ndim not in (2, 3) or 0 in array.shape or (array.ndim == 3 and array.shape[-1] not in (3, 4)):
+    if array.ndim not in (2, 3) or 0 in array.shape or array.shape[2:] not in ((), (3,), (4,)):
         raise ValueError(f"an array of shape {array.shape} is no image; {ARRAYS}")
-    return _from_pil(Image.fromarray(array))
+    return Image.fromarray(array)
 
 
 def _from_tensor(tensor: Tensor) -> Image.Image:
@@ -96,11 +92,10 @@ def _from_tensor(tensor: Tensor) -> Image.Image:
     tensor = tensor.detach().cpu()
     if tensor.dtype.is_floating_point:
         low, high = tensor.min().item(), tensor.max().item()
-        # NaN fails, too.
+        # Written so that NaN fails, too.
         if not (low >= 0 and high <= 1):
             raise ValueError(f"a tensor with values from {low:g} to {high:g} is no image; {TENSORS}")
         tensor = (tensor.float() * 255).round().to(torch.uint8)
     elif tensor.dtype != torch.uint8:
         raise TypeError(f"a tensor of dtype {tensor.dtype} is no image; {TENSORS}")
-    array = tensor.permute(1, 2, 0).contiguous().numpy()
-    return Image.fromarray(array[..., 0] if array.shape[-1] == 1 else array).convert("RGB")
+    return to_pil_image(tensor)

@@ -1,14 +1,16 @@
-"""What a confusion matrix says of each class, and how far probabilities can be trusted."""
+"""Compute metrics of each class from a confusion matrix, and the calibration error of probabilities."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import numpy as np
+import torch
+from torchmetrics.functional.classification import binary_calibration_error
 
 
 class ClassMetrics(NamedTuple):
-    """Of each class, (C,): images of it, int64, and float64 values that are NaN where nothing defines them.
+    """Images of each class, int64 (C,), and float64 (C,) metrics that are NaN where they are undefined.
 
     `precision` is undefined where a class is never predicted, `recall` where it has no images, `f1` where both.
     """
@@ -20,27 +22,24 @@ class ClassMetrics(NamedTuple):
 
 
 def confusion_matrix(labels: np.ndarray, predicted: np.ndarray, classes: int) -> np.ndarray:
-    """Images of each class (rows) that were taken for each class (columns): int64 (N,), int64 (N,) -> int64 (C, C)."""
+    """Count images of each class (rows) by predicted class (columns): int64 (N,), int64 (N,) -> int64 (C, C)."""
     return np.bincount(labels * classes + predicted, minlength=classes**2).reshape(classes, classes)
 
 
 def class_metrics(confusion: np.ndarray) -> ClassMetrics:
-    """Precision, recall and F1, 2 right / (images + predictions), of each class of a confusion matrix (C, C)."""
+    """Compute precision, recall and F1, 2 right / (images + predictions), of each class of a confusion matrix."""
     right, count, guesses = confusion.diagonal(), confusion.sum(1), confusion.sum(0)
+    # torchmetrics has no value for what is undefined.
     with np.errstate(invalid="ignore"):
         return ClassMetrics(count, right / guesses, right / count, 2 * right / (count + guesses))
 
 
 def calibration_error(confidence: np.ndarray, right: np.ndarray, bins: int = 15) -> float:
-    """Expected calibration error (Guo et al. 2017, arXiv 1706.04599, eq. 3): how far confidence is from accuracy.
+    """Compute the expected calibration error (Guo et al. 2017, arXiv 1706.04599, eq. 3) in bins of equal width.
 
     Args:
         confidence: probability of the predicted class, (N,).
         right: whether that was the class, (N,).
-        bins: number of bins of equal width, each open below.
-
-    Returns:
-        The mean of |accuracy - mean confidence| of the bins, weighted by their images.
+        bins: number of bins.
     """
-    place = np.clip(np.ceil(confidence * bins).astype(np.int64) - 1, 0, bins - 1)
-    return float(np.abs(np.bincount(place, right - confidence, bins)).sum() / len(confidence))
+    return float(binary_calibration_error(torch.as_tensor(confidence), torch.as_tensor(right).int(), n_bins=bins))

@@ -1,4 +1,4 @@
-"""Test-time augmentation: an image and its mirror image, averaged."""
+"""Test-time augmentation: average the probabilities of an image and its mirror image."""
 
 from __future__ import annotations
 

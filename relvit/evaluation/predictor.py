@@ -1,30 +1,31 @@
-"""A trained classifier for use in Python: images of any kind in, names and probabilities or features out."""
+"""`Predictor`: a trained classifier in Python, from images of any kind to class probabilities or features."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
+from timm.models import filter_pretrained_cfg
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from relvit.data import eval_transform, parse_size
-from relvit.data.files.dataset import image_files
-from relvit.data.files.unreadable import Tolerant, TolerantLoader, collate_readable
-from relvit.data.modules.image_files import OnError
+from relvit.data.images.datasets import OnError, SkipUnreadable, SkipUnreadableLoader, collate_readable
+from relvit.data.images.folders import image_files
 from relvit.evaluation.inputs import ImageInput, InputImages
 from relvit.evaluation.mirror import average_with_mirror
-from relvit.evaluation.timm_cfg import trained_cfg
 from relvit.models import AttentionMaps, attention_maps, check_image_size
-from relvit.training.checkpoints.checkpoint import classifier_of
-from relvit.training.checkpoints.file import KEY, read_checkpoint
+from relvit.training import Checkpoint
 from relvit.utils.messages import did_you_mean
+
+# Entries of timm's description that are about the weights with which it usually loads the architecture.
+FOREIGN = ("tag", "test_input_size", "test_crop_pct", "test_pool_size", "label_offset", "label_descriptions")
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Prediction:
 
     @property
     def probability(self) -> float:
-        """Its probability."""
+        """The probability of the most probable class."""
         return self.probabilities[0]
 
 
@@ -77,17 +78,11 @@ class Predictor:
     """
 
     def __init__(self, ckpt_path: str | os.PathLike[str], img_size: int | Sequence[int] | None = None) -> None:
-        content = read_checkpoint(ckpt_path)
-        data = content[KEY]["data"]["init_args"]
-        self.classifier = classifier_of(content).requires_grad_(False)
-        try:
-            self.class_names = [str(name) for name in data["class_names"]]
-            trained_size = parse_size(data["img_size"])
-            self.img_size: tuple[int, int] = trained_size if img_size is None else parse_size(img_size)
-            self.mean, self.std = (tuple(map(float, data[name])) for name in ("mean", "std"))
-            self.crop_pct = float(data["crop_pct"])
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{ckpt_path} does not say how its images are to be made: {error!r}") from error
+        checkpoint = Checkpoint.read(ckpt_path)
+        self.classifier = checkpoint.classifier().requires_grad_(False)
+        trained_size, self.mean, self.std, self.crop_pct = checkpoint.transforms()
+        self.img_size: tuple[int, int] = trained_size if img_size is None else parse_size(img_size)
+        self.class_names = [str(name) for name in checkpoint.data_args.get("class_names") or ()]
         if len(self.class_names) != self.classifier.hparams.num_classes:
             raise ValueError(
                 f"{ckpt_path} names {len(self.class_names)} classes and has {self.classifier.hparams.num_classes}"
@@ -98,11 +93,8 @@ class Predictor:
             check_image_size(self.model, self.img_size, len(self.mean), self.classifier.hparams.img_size)
         self.transform = eval_transform(self.img_size, self.mean, self.std, self.crop_pct)
         self.num_features: int = self.model.num_features
-        described = trained_cfg(
-            self.model.pretrained_cfg, self.class_names, trained_size, self.mean, self.std, self.crop_pct
-        )
-        # timm has it under both names.
-        self.model.pretrained_cfg = self.model.default_cfg = described
+        # timm has the description under both names.
+        self.model.pretrained_cfg = self.model.default_cfg = self._timm_cfg(trained_size)
 
     @property
     def model(self) -> nn.Module:
@@ -154,15 +146,15 @@ class Predictor:
         if top < 1:
             raise ValueError(f"top is {top}; give the number of classes, 1 or more")
         items, form = _several(images)
-        found: list[Prediction | None] = [None] * len(items)
-        unreadable = _record(on_error)
-        for pixels, positions in self.batches(items, batch_size, num_workers, unreadable):
-            best, labels = self.probabilities(pixels, mirror).topk(min(top, len(self.class_names)))
-            for position, values, numbers in zip(positions.tolist(), best.tolist(), labels.tolist(), strict=True):
-                item = items[position]
-                path = os.fspath(item) if isinstance(item, str | os.PathLike) else None
-                found[position] = Prediction([self.class_names[n] for n in numbers], values, path)
-        _warn(unreadable, sum(prediction is None for prediction in found), len(items))
+
+        def best(pixels: Tensor) -> list[tuple[list[float], list[int]]]:
+            values, labels = self.probabilities(pixels, mirror).topk(min(top, len(self.class_names)))
+            return list(zip(values.tolist(), labels.tolist(), strict=True))
+
+        found: list[Prediction | None] = []
+        for item, row in zip(items, self._map(best, items, batch_size, num_workers, on_error), strict=True):
+            path = os.fspath(item) if isinstance(item, str | os.PathLike) else None
+            found.append(row and Prediction([self.class_names[label] for label in row[1]], row[0], path))
         if form == "folder":
             return [prediction for prediction in found if prediction is not None]
         return found[0] if form == "one" else found
@@ -181,11 +173,9 @@ class Predictor:
         """
         items, _ = _several(images)
         found = torch.full((len(items), self.num_features), torch.nan)
-        unreadable, left = _record(on_error), len(items)
-        for pixels, positions in self.batches(items, batch_size, num_workers, unreadable):
-            found[positions] = self.features(pixels)
-            left -= len(positions)
-        _warn(unreadable, left, len(items))
+        for index, row in enumerate(self._map(self.features, items, batch_size, num_workers, on_error)):
+            if row is not None:
+                found[index] = row
         return found
 
     def attention(self, image: ImageInput, layers: Sequence[int] | None = None) -> AttentionMaps:
@@ -212,7 +202,7 @@ class Predictor:
 
     @torch.no_grad()
     def probabilities(self, pixels: Tensor, mirror: bool = False) -> Tensor:
-        """Probabilities float32 (B, classes), on the CPU, of transformed images (B, C, H, W)."""
+        """Compute probabilities float32 (B, classes), on the CPU, of transformed images (B, C, H, W)."""
         pixels = pixels.to(self.device)
         logits = self.classifier(pixels)
         if mirror:
@@ -221,7 +211,7 @@ class Predictor:
 
     @torch.no_grad()
     def features(self, pixels: Tensor) -> Tensor:
-        """Pooled features before the classifier, float32 (B, num_features), on the CPU, of transformed images."""
+        """Compute the pooled features before the classifier, float32 (B, num_features), of transformed images."""
         net = self.model
         return net.forward_head(net.forward_features(pixels.to(self.device)), pre_logits=True).float().cpu()
 
@@ -232,7 +222,7 @@ class Predictor:
         num_workers: int = 0,
         unreadable: dict[str, str] | None = None,
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Transformed images float32 (B, C, H, W), and int64 (B,) their positions in `items`.
+        """Yield transformed images float32 (B, C, H, W), and int64 (B,) their indices in `items`.
 
         Args:
             items: images, see `predict`.
@@ -249,7 +239,50 @@ class Predictor:
         if unreadable is None:
             return iter(DataLoader(dataset, batch_size, num_workers=num_workers))
         options = {"num_workers": num_workers, "collate_fn": collate_readable, "record": unreadable}
-        return iter(TolerantLoader(Tolerant(dataset, replace=False), batch_size, **options))
+        return iter(SkipUnreadableLoader(SkipUnreadable(dataset, replace=False), batch_size, **options))
+
+    def _map(
+        self,
+        compute: Callable[[Tensor], Sequence[Any]],
+        items: Sequence[ImageInput],
+        batch_size: int,
+        num_workers: int,
+        on_error: OnError,
+    ) -> list[Any]:
+        """Compute a row for each image, batch by batch; None for an image that cannot be read, with 'skip'."""
+        allowed = get_args(OnError)
+        if on_error not in allowed:
+            hint = did_you_mean(str(on_error), allowed)
+            raise ValueError(f"on_error is {on_error!r}; allowed are {', '.join(map(repr, allowed))}{hint}")
+        unreadable: dict[str, str] | None = None if on_error == "error" else {}
+        rows: list[Any] = [None] * len(items)
+        for pixels, indices in self.batches(items, batch_size, num_workers, unreadable):
+            for index, row in zip(indices.tolist(), compute(pixels), strict=True):
+                rows[index] = row
+        if unreadable:
+            path, reason = next(iter(unreadable.items()))
+            count = sum(row is None for row in rows)
+            text = f"{count} of {len(items)} images could not be read; the first: {path}: {reason}"
+            # At the line of the user's call.
+            warnings.warn(text, stacklevel=3)
+        return rows
+
+    def _timm_cfg(self, trained_size: tuple[int, int]) -> dict[str, Any]:
+        """Describe the trained model as timm does in `model.pretrained_cfg`: images of the training and classes."""
+        of_architecture = filter_pretrained_cfg(self.model.pretrained_cfg, remove_source=True)
+        return {
+            **{name: value for name, value in of_architecture.items() if name not in FOREIGN},
+            "num_classes": len(self.class_names),
+            "label_names": tuple(self.class_names),
+            "input_size": (len(self.mean), *trained_size),
+            "pool_size": None,
+            "mean": self.mean,
+            "std": self.std,
+            "crop_pct": self.crop_pct,
+            "crop_mode": "center",
+            "interpolation": "bicubic",
+            "custom_load": False,
+        }
 
     def __repr__(self) -> str:
         name, (height, width) = self.classifier.hparams.model, self.img_size
@@ -259,7 +292,7 @@ class Predictor:
 def _several(
     images: ImageInput | Sequence[ImageInput],
 ) -> tuple[Sequence[ImageInput], Literal["one", "several", "folder"]]:
-    """The images one by one, and how they were given."""
+    """List the images one by one, with how they were given."""
     if isinstance(images, str | os.PathLike) and Path(images).is_dir():
         paths = image_files(os.fspath(images))
         if not paths:
@@ -270,20 +303,3 @@ def _several(
     if isinstance(images, np.ndarray | Tensor) and images.ndim == 4:
         return list(images), "several"
     return [images], "one"
-
-
-def _record(on_error: OnError) -> dict[str, str] | None:
-    """Where `batches` puts down what it cannot read; None, and it stops there."""
-    allowed = get_args(OnError)
-    if on_error not in allowed:
-        hint = did_you_mean(str(on_error), allowed)
-        raise ValueError(f"on_error is {on_error!r}; allowed are {', '.join(map(repr, allowed))}{hint}")
-    return None if on_error == "error" else {}
-
-
-def _warn(unreadable: dict[str, str] | None, count: int, total: int) -> None:
-    """Say how many images could not be read, and which was the first."""
-    if unreadable:
-        path, reason = next(iter(unreadable.items()))
-        text = f"{count} of {total} images could not be read; the first: {path}: {reason}"
-        warnings.warn(text, stacklevel=3)

@@ -1,4 +1,4 @@
-"""One checkpoint, several image sizes: accuracy as a function of the resolution."""
+"""Evaluate one checkpoint at several image sizes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from typing import Any, Literal
 from lightning import Trainer
 
 from relvit.data import parse_size
-from relvit.data.modules.by_name import own_data_module
 from relvit.models import check_image_size
-from relvit.training.checkpoints.checkpoint import classifier_of
-from relvit.training.checkpoints.file import KEY, read_checkpoint
+from relvit.training import Checkpoint
 
 Size = int | tuple[int, int]
 
@@ -42,27 +40,16 @@ def evaluate_sizes(
     """
     if split not in ("train", "val", "test"):
         raise ValueError(f"split must be 'train', 'val' or 'test', got {split!r}")
-    content = read_checkpoint(ckpt_path)
-    remembered = content[KEY]["data"]
-    data_class = own_data_module(remembered["class_path"])
-    if data_class is None:
-        raise ValueError(
-            f"{ckpt_path} was trained with the data module {remembered['class_path']}, which is not one of relvit.data"
-        )
-    classifier = classifier_of(content)
+    checkpoint = Checkpoint.read(ckpt_path)
+    modules = [checkpoint.data_module(img_size=size, root=root, batch_size=batch_size) for size in sizes]
+    classifier = checkpoint.classifier()
     # All of them, before the first one takes its time.
     for size in sizes:
         check_image_size(classifier.net, parse_size(size), classifier.hparams.in_chans, classifier.hparams.img_size)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
     trainer = Trainer(accelerator=accelerator, devices=1, **quiet)
     rows = []
-    for size in sizes:
-        changes = {"img_size": size, "root": root, "batch_size": batch_size}
-        arguments = remembered["init_args"] | {key: value for key, value in changes.items() if value is not None}
-        try:
-            data = data_class(**arguments)
-        except TypeError as error:  # an argument that there is not
-            raise ValueError(f"{ckpt_path} does not make a {data_class.__name__}: {error}") from error
+    for data in modules:
         data.evaluate_on(split)
         results = trainer.test(classifier, data, verbose=False)[0]
         row = {name.removeprefix("test/"): value for name, value in results.items()}

@@ -14,10 +14,9 @@ from relvit.layers.interpolate import resample_embedding
 from relvit.ops import Grid, aft_conv, aft_full, aft_local, aft_simple
 from relvit.ops.aft.api import CONV_BACKENDS, FULL_BACKENDS, SIMPLE_BACKENDS, local_bias
 from relvit.ops.aft.scripted import gated_mix
-from relvit.ops.checks import check_backend
-from relvit.ops.pairs import int_pair
-from relvit.ops.precision import without_autocast
-from relvit.ops.scripted import register_operator
+from relvit.ops.backends.scripted import register_operator
+from relvit.ops.checks import check_backend, int_pair
+from relvit.ops.tracing import without_autocast
 from relvit.utils.messages import did_you_mean
 
 # They look at sizes and values, which symbolic tracing has none of.

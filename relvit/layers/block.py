@@ -1,4 +1,4 @@
-"""Transformer blocks that hand the grid to their mixer, attention or another one."""
+"""Transformer blocks that hand the grid to their mixer: relative attention, or an attention-free one."""
 
 from __future__ import annotations
 
@@ -8,31 +8,29 @@ from typing import Any
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
-from relvit.layers.attention import RelativeAttention, check_position
+from relvit.layers.attention import RelativeAttention
+from relvit.layers.positions.factory import make_position
 from relvit.ops import Grid
 
 
 class GridBlock(Block):
-    """timm's pre-norm `Block` that tells its mixer, whatever it is, where the tokens lie."""
+    """timm's pre-norm `Block` that hands the `Grid` of the tokens to its mixer."""
 
     def forward(self, x: Tensor, grid: Grid, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """(B, N, dim) tokens laid out by `grid` -> (B, N, dim)."""
+        """(B, N, dim) tokens of `grid` -> (B, N, dim)."""
         x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x), grid, attn_mask, is_causal)))
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
 
 
 class MixerBlock(GridBlock):
-    """`GridBlock` with a mixer in the place of attention.
+    """`GridBlock` with a mixer instead of attention.
 
     Args:
         dim: width of the tokens.
         num_heads: number of heads.
         mixer: makes the block's own mixer, called as `mixer(dim, num_heads, qkv_bias=, proj_bias=, proj_drop=, device=,
             dtype=)`; its `forward` has the arguments of `RelativeAttention`'s.
-        qkv_bias: whether its projections of the tokens have a bias.
-        proj_bias: whether its last projection has one.
-        proj_drop: dropout after it, and in the MLP.
-        **kwargs: see `timm.models.vision_transformer.Block`.
+        **kwargs: see `timm.models.vision_transformer.Block`; what is about projections is handed to the mixer.
 
     Raises:
         TypeError: a `mixer` that makes none, such as a module: every block has its own.
@@ -56,8 +54,8 @@ class MixerBlock(GridBlock):
                 f"functools.partial of it, such as partial(AFTFull, grid_size=14), got {type(mixer).__name__}"
             )
         super().__init__(dim, num_heads, proj_bias=proj_bias, proj_drop=proj_drop, attn_layer=attn_layer, **kwargs)
-        made_like = {name: kwargs.get(name) for name in ("device", "dtype")}
-        self.attn = mixer(dim, num_heads, qkv_bias=qkv_bias, proj_bias=proj_bias, proj_drop=proj_drop, **made_like)
+        factory_kwargs = {name: kwargs.get(name) for name in ("device", "dtype")}
+        self.attn = mixer(dim, num_heads, qkv_bias=qkv_bias, proj_bias=proj_bias, proj_drop=proj_drop, **factory_kwargs)
 
 
 class RelativeBlock(GridBlock):
@@ -83,19 +81,5 @@ class RelativeBlock(GridBlock):
         attn_layer: type[nn.Module] = RelativeAttention,
         **kwargs: object,
     ) -> None:
-        check_position_factory(position)
         super().__init__(dim, num_heads, attn_layer=attn_layer, **kwargs)
-        weight = self.attn.proj.weight
-        made = position(self.attn.head_dim, num_heads, device=weight.device, dtype=weight.dtype)
-        check_position(made)
-        self.attn.position = made
-
-
-def check_position_factory(position: object) -> None:
-    """Raise TypeError for what cannot make a position module for each block."""
-    if isinstance(position, nn.Module) or not callable(position):
-        kind = f"a module {type(position).__name__}" if isinstance(position, nn.Module) else repr(position)
-        raise TypeError(
-            "position must make a module of its own for every block, called as position(head_dim, num_heads, device=, "
-            f"dtype=): give a class such as RelativePosition2d or a functools.partial of it, got {kind}"
-        )
+        self.attn.position = make_position(position, self.attn)

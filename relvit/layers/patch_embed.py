@@ -1,4 +1,4 @@
-"""Patches of images of any size."""
+"""Patch embedding for images of any size, and the check that sides are multiples of the patch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 class AnySizePatchEmbed(PatchEmbed):
     """timm's `PatchEmbed` for images of every size whose sides are multiples of the patch.
 
-    timm's own puts the sizes into error messages before it knows whether it needs them, which makes them constants of a
-    compiled graph: another graph for each size. Arguments: see `timm.layers.PatchEmbed`.
+    timm's own formats error messages before it needs them, which makes sizes constants of a compiled graph. Arguments:
+    see `timm.layers.PatchEmbed`.
 
     Attributes:
-        cropped_size: a size that is let through although it is no multiple of the patch; the convolution leaves out
-            what remains at the lower and the right edge. None: there is no such size.
+        cropped_size: a size that is allowed although it is no multiple of the patch; the convolution leaves out what
+            remains at the lower and the right edge. None: there is no such size.
 
     Raises:
         ValueError: in `forward`, sides that are no multiples of the patch, unless `dynamic_img_pad` pads them.
@@ -31,7 +31,7 @@ class AnySizePatchEmbed(PatchEmbed):
             height, width = x.shape[-2:]
             x = F.pad(x, (0, -width % self.patch_size[1], 0, -height % self.patch_size[0]))
         else:
-            check_image_size(x, self.patch_size, self.cropped_size)
+            check_divisible(x, self.patch_size, self.cropped_size)
             # TorchScript would compile the second condition if it stood behind the first.
             if not torch.jit.is_scripting():  # noqa: SIM102
                 if torch.compiler.is_exporting() and self.cropped_size is None:
@@ -45,10 +45,10 @@ class AnySizePatchEmbed(PatchEmbed):
 
 
 def whole_patches(x: Tensor, patch_size: tuple[int, int]) -> Tensor:
-    """The same images (B, C, H, W), by way of a shape that other sides than multiples of the patch do not have.
+    """Reshape images (B, C, H, W) into patches and back.
 
     A graph of ONNX holds no checks, and its convolution would leave out what remains at the lower and the right edge:
-    with this the graph refuses such images.
+    with these reshapes the graph refuses such images.
     """
     batch, channels, height, width = x.shape
     rows, columns = patch_size
@@ -56,7 +56,7 @@ def whole_patches(x: Tensor, patch_size: tuple[int, int]) -> Tensor:
     return parts.reshape(batch, channels, height, width)
 
 
-def check_image_size(x: Tensor, patch_size: tuple[int, int], cropped_size: tuple[int, int] | None = None) -> None:
+def check_divisible(x: Tensor, patch_size: tuple[int, int], cropped_size: tuple[int, int] | None = None) -> None:
     """Raise ValueError for images (B, C, H, W) that do not divide into patches, unless they have `cropped_size`."""
     if cropped_size is not None and x.shape[-2] == cropped_size[0] and x.shape[-1] == cropped_size[1]:
         return
@@ -74,5 +74,5 @@ def _check_side(name: str, size: int, patch: int) -> None:
         )
 
 
-# It looks at sizes, which have no value while a graph is traced.
-register_notrace_function(check_image_size)
+# Sizes have no value while a graph is traced.
+register_notrace_function(check_divisible)

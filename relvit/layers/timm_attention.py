@@ -1,4 +1,4 @@
-"""timm's attention modules with relative positions; the grid comes with an argument that blocks pass through."""
+"""Attention modules of models that `relvit.retrofit` changes: timm's own, with relative positions."""
 
 from __future__ import annotations
 
@@ -14,30 +14,24 @@ from relvit.layers.attention_weights import show_weights
 from relvit.ops import Grid, relative_attention
 
 
-class Placed(NamedTuple):
-    """What travels through a timm block to its attention in the place of one of its arguments, `attn_mask` or `rope`.
+class GridArgument(NamedTuple):
+    """A grid together with the argument of a timm block, `attn_mask` or `rope`, for which it is passed.
 
     timm's blocks hand both on untouched, so the grid reaches every attention explicitly, and no block needs a class of
     its own.
-
-    Attributes:
-        grid: where the tokens lie.
-        argument: the argument in whose place it travels, as timm has it.
     """
 
     grid: Grid
     argument: Tensor | None
 
 
-class PlacedAttention:
+class TimmRelativeAttention:
     """Mixin before one of timm's attention modules: relative terms between its projections.
 
     All parameters and options are timm's, plus a position module. With q and k as they come out of `q_norm` and
     `k_norm`, and R the rotary embedding, where there is one,
 
         logit_ij = scale * (R q_i . R k_j + q_i . a^K_ij + k_j . a^Q_ij) + b_ij
-
-    Tables meet vectors that are not rotated yet, because these do not depend on where a token lies by itself.
 
     Attributes:
         position: module that maps a `Grid` to `RelativeTerms`, such as `RelativePosition2d`.
@@ -52,52 +46,47 @@ class PlacedAttention:
     def forward(
         self,
         x: Tensor,
-        rope: Placed | Tensor | None = None,
-        attn_mask: Placed | Tensor | None = None,
+        rope: GridArgument | Tensor | None = None,
+        attn_mask: GridArgument | Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
         """(B, N, dim) tokens -> (B, N, dim).
 
         Args:
-            x: tokens, N = number of tokens of the grid.
+            x: tokens of the grid.
             rope: sines and cosines of the patches, (..., N - prefix, 2 head_dim).
             attn_mask: see `relvit.ops.relative_attention`.
             is_causal: see `relvit.ops.relative_attention`.
 
         Raises:
-            TypeError: neither `rope` nor `attn_mask` is `Placed`: the model around was not told of the retrofit.
+            TypeError: neither `rope` nor `attn_mask` is a `GridArgument`: the model around is not retrofitted.
         """
-        grid, rope, attn_mask = _unpack(rope, attn_mask)
+        grid, rope, attn_mask = _split_arguments(rope, attn_mask)
         gate = self.gate(x).sigmoid() if self.gate is not None else None
         query, key, value = self._project(x)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         query, key = self.q_norm(query), self.k_norm(key)
-        # As in timm, norms that return float32 under autocast are rotated in float32.
-        position_query, position_key = query.to(value.dtype), key.to(value.dtype)
+        position_query = position_key = None
         if rope is not None:
+            # Tables meet vectors that are not rotated: those do not depend on a token's own coordinates. As in timm,
+            # norms that return float32 under autocast are rotated in float32.
+            position_query, position_key = query.to(value.dtype), key.to(value.dtype)
             query, key = (_rotate(part, rope, grid.prefix, self.rotate_half) for part in (query, key))
         query, key = query.to(value.dtype), key.to(value.dtype)
         if (group := self.num_kv_groups) > 1:
-            key, value, position_key = (p.repeat_interleave(group, dim=1) for p in (key, value, position_key))
-        if rope is None:
-            position_query = position_key = None
+            key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+            position_key = None if position_key is None else position_key.repeat_interleave(group, dim=1)
         terms = self.position(grid)
-        options = (attn_mask, is_causal, self.scale, position_query, position_key)
-        show_weights(self.attn_drop, query, key, terms, grid, *options)
-        x = relative_attention(
-            query,
-            key,
-            value,
-            terms,
-            grid,
-            position_query=position_query,
-            position_key=position_key,
-            attn_mask=attn_mask,
-            is_causal=is_causal,
-            dropout_p=self.attn_drop.p if self.training else 0.0,
-            scale=self.scale,
-            backend=self.backend,
-        )
+        options = {
+            "attn_mask": attn_mask,
+            "is_causal": is_causal,
+            "scale": self.scale,
+            "position_query": position_query,
+            "position_key": position_key,
+        }
+        show_weights(self.attn_drop, query, key, terms, grid, **options)
+        dropout_p = self.attn_drop.p if self.training else 0.0
+        x = relative_attention(query, key, value, terms, grid, dropout_p=dropout_p, backend=self.backend, **options)
         x = self.norm(x.transpose(1, 2).flatten(2))
         if gate is not None:
             x = x * gate
@@ -108,49 +97,46 @@ class PlacedAttention:
         if self.qkv is None:
             parts = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
             return tuple(part.unflatten(-1, (-1, self.head_dim)) for part in parts)
-        return self._project_at_once(x).unflatten(-1, (3, self.num_heads, self.head_dim)).unbind(2)
-
-    def _project_at_once(self, x: Tensor) -> Tensor:
-        return self.qkv(x)
-
-
-class PlacedPlainAttention(PlacedAttention, Attention):
-    """timm's `Attention` with relative positions, see `PlacedAttention`."""
-
-
-class PlacedRopeAttention(PlacedAttention, AttentionRope):
-    """timm's `AttentionRope` with relative positions, see `PlacedAttention`; key and value heads may be fewer."""
+        if getattr(self, "q_bias", None) is None:
+            qkv = self.qkv(x)
+        else:
+            # timm's `EvaAttention`, whose keys have no trained bias.
+            bias = torch.cat((self.q_bias, self.k_bias, self.v_bias))
+            qkv = self.qkv(x) + bias if self.qkv_bias_separate else F.linear(x, self.qkv.weight, bias)
+        return qkv.unflatten(-1, (3, self.num_heads, self.head_dim)).unbind(2)
 
 
-class PlacedEvaAttention(PlacedAttention, EvaAttention):
-    """timm's `EvaAttention` with relative positions, see `PlacedAttention`; its keys have no trained bias."""
+class TimmRelativePlain(TimmRelativeAttention, Attention):
+    """timm's `Attention` after a retrofit, see `TimmRelativeAttention`."""
 
-    def _project_at_once(self, x: Tensor) -> Tensor:
-        if self.q_bias is None:
-            return self.qkv(x)
-        bias = torch.cat((self.q_bias, self.k_bias, self.v_bias))
-        return self.qkv(x) + bias if self.qkv_bias_separate else F.linear(x, self.qkv.weight, bias)
+
+class TimmRelativeRope(TimmRelativeAttention, AttentionRope):
+    """timm's `AttentionRope` after a retrofit, see `TimmRelativeAttention`; key and value heads may be fewer."""
+
+
+class TimmRelativeEva(TimmRelativeAttention, EvaAttention):
+    """timm's `EvaAttention` after a retrofit, see `TimmRelativeAttention`."""
 
 
 # timm's class -> the one that a module of it becomes.
-PLACED_ATTENTIONS: dict[type[nn.Module], type[nn.Module]] = {
-    Attention: PlacedPlainAttention,
-    AttentionRope: PlacedRopeAttention,
-    EvaAttention: PlacedEvaAttention,
+TIMM_ATTENTIONS: dict[type[nn.Module], type[nn.Module]] = {
+    Attention: TimmRelativePlain,
+    AttentionRope: TimmRelativeRope,
+    EvaAttention: TimmRelativeEva,
 }
 
 
-def _unpack(
-    rope: Placed | Tensor | None, attn_mask: Placed | Tensor | None
+def _split_arguments(
+    rope: GridArgument | Tensor | None, attn_mask: GridArgument | Tensor | None
 ) -> tuple[Grid, Tensor | None, Tensor | None]:
-    """The grid and what is meant by `rope` and `attn_mask`."""
-    if isinstance(rope, Placed):
+    """The grid, and `rope` and `attn_mask` without it."""
+    if isinstance(rope, GridArgument):
         return rope.grid, rope.argument, attn_mask
-    if isinstance(attn_mask, Placed):
+    if isinstance(attn_mask, GridArgument):
         return attn_mask.grid, rope, attn_mask.argument
     raise TypeError(
-        "retrofitted attention needs the grid, as rope=Placed(grid, rope) or attn_mask=Placed(grid, attn_mask); got "
-        f"rope of type {type(rope).__name__} and attn_mask of type {type(attn_mask).__name__}"
+        "retrofitted attention needs the grid, as rope=GridArgument(grid, rope) or attn_mask=GridArgument(grid, "
+        f"attn_mask); got rope of type {type(rope).__name__} and attn_mask of type {type(attn_mask).__name__}"
     )
 
 

@@ -1,12 +1,12 @@
-"""Architectures, one file per family; importing this package registers them with timm."""
+"""Models, one file per family, registered with timm by the import; how to build, retrofit and load them."""
 
 from relvit.models.aft_vit import AFTVisionTransformer
 from relvit.models.attention_maps import AttentionMaps, attention_maps
 from relvit.models.factory import build_model, model_arguments
 from relvit.models.image_size import check_image_size
 from relvit.models.relative_vit import RelVisionTransformer
-from relvit.models.retrofit.api import retrofit, retrofit_arguments
-from relvit.models.weights.convert import checkpoint_filter_fn
+from relvit.models.retrofit import retrofit, retrofit_arguments
+from relvit.models.weights import checkpoint_filter_fn
 
 __all__ = [
     "AFTVisionTransformer",

@@ -1,4 +1,4 @@
-"""Attention maps: which tokens every token of an image looks at, layer by layer."""
+"""Attention maps of a model: the weights between all tokens of an image, layer by layer."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ import torch
 from torch import Tensor, nn
 
 from relvit.layers import AFTSimple, RelativeAttention
-from relvit.layers.timm_attention import PLACED_ATTENTIONS, PlacedAttention
+from relvit.layers.timm_attention import TIMM_ATTENTIONS, TimmRelativeAttention
 from relvit.utils.messages import listing
 
-# They show hooks their weights; timm's do where they are not fused.
-OURS = (RelativeAttention, PlacedAttention)
+# They call `attn_drop` with their weights where it has hooks; timm's do where they are not fused.
+OURS = (RelativeAttention, TimmRelativeAttention)
 
 
 class AttentionMaps(NamedTuple):
     """The attention weights of a model for some images.
 
     Attributes:
-        weights: one tensor per layer, float32 (B, heads, N, N), or (heads, N, N) for a single image: by how much a
-            token (row) draws on another one (column). Rows sum to 1. The `prefix` tokens come first, then the patches,
-            row by row.
-        grid: rows and columns of patches: `weights[-1][..., 0, prefix:].unflatten(-1, grid)` are pictures of what the
-            first token looks at.
+        weights: one tensor per layer, float32 (B, heads, N, N), or (heads, N, N) for a single image: rows are queries,
+            columns keys, and rows sum to 1. The `prefix` tokens come first, then the patches, row by row.
+        grid: rows and columns of patches: `weights[-1][..., 0, prefix:].unflatten(-1, grid)` are the maps of the first
+            token.
         prefix: number of tokens that are no patches: class token, registers.
     """
 
@@ -38,7 +37,7 @@ class AttentionMaps(NamedTuple):
 def attention_maps(model: nn.Module, images: Tensor, layers: Sequence[int] | None = None) -> AttentionMaps:
     """Compute the attention weights of a Vision Transformer, which fused attention never forms.
 
-    Each layer takes N x N numbers per head and image. The model is as it was afterwards.
+    Each layer takes N x N numbers per head and image. The model is not changed.
 
     Args:
         model: in evaluation mode: a relvit model with attention, a model that `relvit.retrofit` has changed, or one of
@@ -47,12 +46,12 @@ def attention_maps(model: nn.Module, images: Tensor, layers: Sequence[int] | Non
         layers: numbers of the blocks, from 0, or from -1 backwards; None: all.
 
     Raises:
-        TypeError: a model without attention, or with another kind, which is named.
+        TypeError: a model without attention, or with another kind.
         ValueError: a model in training mode, a number that no block has, images of another shape.
     """
     attentions = _attentions(model)
     if model.training:
-        raise ValueError("attention_maps needs a model in evaluation mode, where nothing is dropped: call model.eval()")
+        raise ValueError("attention_maps needs a model in evaluation mode: call model.eval()")
     depth = len(attentions)
     chosen = list(range(depth)) if layers is None else list(layers)
     if wrong := [index for index in chosen if not -depth <= index < depth]:
@@ -81,18 +80,17 @@ def _attentions(model: nn.Module) -> list[nn.Module]:
         attention = getattr(block, "attn", None)
         if isinstance(attention, AFTSimple):
             raise TypeError(
-                f"{type(model).__name__} has no attention weights: it is attention-free, {type(attention).__name__} "
-                "averages values by keys and places alone"
+                f"{type(model).__name__} has no attention weights: it is attention-free, {type(attention).__name__}"
             )
         if attention is None:
             raise _unknown(model, f"blocks.{index} is a {_name(type(block))}, without attention of the name attn")
-        if not isinstance(attention, OURS) and type(attention) not in PLACED_ATTENTIONS:
+        if not isinstance(attention, OURS) and type(attention) not in TIMM_ATTENTIONS:
             raise _unknown(model, f"blocks.{index}.attn is a {_name(type(attention))}")
     return [block.attn for block in blocks]
 
 
 def _unknown(model: nn.Module, why: str) -> TypeError:
-    timms = listing([cls.__name__ for cls in PLACED_ATTENTIONS])
+    timms = listing([cls.__name__ for cls in TIMM_ATTENTIONS])
     return TypeError(
         f"attention_maps does not know the attention of {type(model).__name__}: {why}; it takes relvit's models, those "
         f"that relvit.retrofit has changed, and those of timm with {timms}"

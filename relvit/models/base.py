@@ -1,4 +1,4 @@
-"""What relvit's Vision Transformers have in common: timm's class, whose blocks are told where tokens lie."""
+"""Base classes of relvit's models: timm's Vision Transformer, which hands every block the grid of its tokens."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import PatchDropoutWithIndices
 from timm.models import checkpoint
+from timm.models._features import feature_take_indices
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from relvit.layers import AnySizePatchEmbed, AxialPositionEmbedding, resample_embedding
-from relvit.models.grid_forward import GridForward
 from relvit.models.weights.convert import load_jax_archive
-from relvit.ops import Grid
+from relvit.ops import Grid, patch_coords
 from relvit.utils.messages import did_you_mean, listing
 
-# How an axial embedding puts rows and columns together.
+# The `combine` of `AxialPositionEmbedding`.
 AXIAL = {"axial": "concat", "axial-sum": "sum"}
 POS_EMBEDS = ("", "learn", *AXIAL)
 POOLS = ("", "avg", "avgmax", "max", "token", "map", "prr")
@@ -29,24 +29,105 @@ FIXED = {"dynamic_img_size", "block_fn", "attn_layer"}
 torch.fx.wrap("resample_embedding")
 
 
-class GridVisionTransformer(GridForward, VisionTransformer):
-    """timm's `VisionTransformer` that takes images of every size and hands each block the `Grid` of its tokens.
+class TablesWithoutDecay:
+    """Mixin before one of timm's models: position modules and mixers name the parameters that take no weight decay."""
 
-    Args:
-        pos_embed: absolute embedding, learned for `img_size`: '' (none), 'learn' (one vector per patch, interpolated at
-            other sizes), 'axial' (half a vector per row, half a vector per column) or 'axial-sum' (one per row plus one
-            per column); see `AxialPositionEmbedding`. Prefix tokens have one in 'learn' alone.
-        class_token: prepend a class token; it has no place on the grid.
-        global_pool: 'avg', 'token' (needs a class token), 'max', 'avgmax', 'map', 'prr' or '' (none).
-        patch_drop_rate: share of patches dropped in training; those that stay keep their coordinates.
-        block_fn: makes the blocks, `GridBlock`s, as timm's class calls it.
-        **kwargs: see `timm.models.vision_transformer.VisionTransformer` (img_size, patch_size, embed_dim, depth ...).
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        """Return the names of parameters without weight decay: timm's, and all tables of positions."""
+        tables = {
+            f"{name}.{table}"
+            for name, module in self.named_modules()
+            if module is not self and hasattr(module, "no_weight_decay")
+            for table in module.no_weight_decay()
+        }
+        return super().no_weight_decay() | tables
+
+
+class GridForward:
+    """Mixin before timm's `VisionTransformer`: makes the `Grid` at the patch embedding and hands it to every block.
+
+    The model has `dynamic_img_size`, and where patches are dropped, `PatchDropoutWithIndices`. Its `_run_block` calls a
+    block.
+    """
+
+    def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
+        """Images (B, in_chans, height, width) -> tokens (B, N, embed_dim) and their grid."""
+        x = self.patch_embed(x)
+        grid = Grid(x.shape[1], x.shape[2], self.num_prefix_tokens)
+        x = self._pos_embed(x)
+        if self.pos_embed is None:
+            x = self.pos_drop(x)  # timm applies it to absolute embeddings only
+        dropped = self.patch_drop(x)
+        if isinstance(dropped, tuple):
+            x, kept = dropped
+            if kept is not None:
+                grid = Grid(grid.height, grid.width, grid.prefix, patch_coords(grid, x.device)[kept], None)
+        return self.norm_pre(x), grid
+
+    def forward_features(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """Images (B, in_chans, height, width) -> normalised tokens (B, N, embed_dim), prefix tokens first."""
+        x, grid = self.embed(x)
+        for block in self.blocks:
+            if torch.jit.is_scripting():
+                x = block(x, grid, attn_mask, is_causal)
+            else:
+                x = self._run_block(block, x, grid, attn_mask, is_causal)
+        return self.norm(x)
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | list[int] | None = None,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+        output_dict: bool = False,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> list[Any] | tuple[Tensor, list[Any]] | dict[str, Any]:
+        """Compute features after chosen blocks, as timm's `VisionTransformer.forward_intermediates`."""
+        if output_fmt not in ("NCHW", "NLC"):
+            raise ValueError(f"output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}")
+        take_indices, max_index = feature_take_indices(len(self.blocks), indices)
+        x, grid = self.embed(x)
+        if grid.coords is not None and output_fmt == "NCHW":
+            raise ValueError("output_fmt 'NCHW' needs all patches, patch_drop_rate dropped some: use 'NLC' or eval()")
+        taken = []
+        for index, block in enumerate(self.blocks[: max_index + 1] if stop_early else self.blocks):
+            x = self._run_block(block, x, grid, attn_mask, is_causal)
+            if index in take_indices:
+                taken.append(self.norm(x) if norm else x)
+
+        prefixes = [tokens[:, : self.num_prefix_tokens] for tokens in taken] if self.num_prefix_tokens else None
+        patches = [tokens[:, self.num_prefix_tokens :] for tokens in taken]
+        if output_fmt == "NCHW":
+            patches = [p.transpose(1, 2).unflatten(2, (grid.height, grid.width)).contiguous() for p in patches]
+
+        if output_dict:
+            result: dict[str, Any] = {"image_intermediates": patches}
+            if return_prefix_tokens and prefixes is not None:
+                result["image_intermediates_prefix"] = prefixes
+            if not intermediates_only:
+                result["image_features"] = self.norm(x)
+            return result
+        if return_prefix_tokens and prefixes is not None:
+            patches = list(zip(patches, prefixes, strict=True))
+        return patches if intermediates_only else (self.norm(x), patches)
+
+
+class GridVisionTransformer(TablesWithoutDecay, GridForward, VisionTransformer):
+    """timm's `VisionTransformer` for images of every size, whose blocks are `GridBlock`s.
+
+    Args: see `RelVisionTransformer`; `block_fn` as in timm's class.
 
     Raises:
         ValueError: an unknown `pos_embed` or `global_pool`.
     """
 
-    # Arguments that are no choice in a model of this class, and why.
+    # Arguments that cannot be chosen in a model of this class, and why.
     fixed: ClassVar[dict[str, str]] = {}
 
     def __init__(
@@ -56,15 +137,12 @@ class GridVisionTransformer(GridForward, VisionTransformer):
         class_token: bool,
         global_pool: str,
         patch_drop_rate: float,
-        block_fn: Any,
         **kwargs: Any,
     ) -> None:
-        if pos_embed not in POS_EMBEDS:
-            hint = did_you_mean(str(pos_embed), POS_EMBEDS)
-            raise ValueError(f"pos_embed must be one of {listing(POS_EMBEDS)}, got {pos_embed!r}{hint}")
-        if global_pool not in POOLS:
-            hint = did_you_mean(str(global_pool), POOLS)
-            raise ValueError(f"global_pool must be one of {listing(POOLS)}, got {global_pool!r}{hint}")
+        for name, given, allowed in (("pos_embed", pos_embed, POS_EMBEDS), ("global_pool", global_pool, POOLS)):
+            if given not in allowed:
+                hint = did_you_mean(str(given), allowed)
+                raise ValueError(f"{name} must be one of {listing(allowed)}, got {given!r}{hint}")
         if global_pool == "token" and not class_token:
             raise ValueError("global_pool 'token' needs class_token=True")
         kwargs.setdefault("embed_layer", AnySizePatchEmbed)
@@ -73,53 +151,36 @@ class GridVisionTransformer(GridForward, VisionTransformer):
             class_token=class_token,
             global_pool=global_pool,
             dynamic_img_size=True,
-            block_fn=block_fn,
             **kwargs,
         )
         # Blocks take more than one argument, which no scripted Sequential hands on.
         self.blocks = nn.ModuleList(self.blocks)
         if patch_drop_rate > 0:
-            # timm's own throws away which patches stayed, and with them their places.
+            # timm's own discards which patches stayed, and with them their coordinates.
             self.patch_drop = PatchDropoutWithIndices(patch_drop_rate, num_prefix_tokens=self.num_prefix_tokens)
         self.axial: AxialPositionEmbedding | None = None
         if pos_embed in AXIAL:
-            made_like = {name: kwargs.get(name) for name in ("device", "dtype")}
+            factory_kwargs = {name: kwargs.get(name) for name in ("device", "dtype")}
             self.axial = AxialPositionEmbedding(
-                self.embed_dim, self.patch_embed.grid_size, AXIAL[pos_embed], **made_like
+                self.embed_dim, self.patch_embed.grid_size, AXIAL[pos_embed], **factory_kwargs
             )
 
     def set_input_size(
         self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
     ) -> None:
-        """Make absolute embeddings those of another image or patch size; where there are none, any size works as it is.
-
-        Args:
-            img_size: height and width; None: as they are.
-            patch_size: height and width; None: as they are.
-        """
+        """Resample absolute embeddings for another image or patch size; without them every size works already."""
         super().set_input_size(img_size, patch_size)
         if self.axial is not None:
             self.axial.set_grid_size(self.patch_embed.grid_size)
 
     @torch.jit.ignore
-    def no_weight_decay(self) -> set[str]:
-        """Parameters without weight decay: timm's, and all tables of relative positions."""
-        tables = {
-            f"{name}.{table}"
-            for name, module in self.named_modules()
-            if module is not self and hasattr(module, "no_weight_decay")
-            for table in module.no_weight_decay()
-        }
-        return super().no_weight_decay() | tables
-
-    @torch.jit.ignore
     def load_pretrained(self, checkpoint_path: str, prefix: str = "") -> None:
-        """Load an original JAX archive, see `relvit.models.weights.convert.load_jax_archive`."""
+        """Load an original JAX archive, see `relvit.models.weights.load_jax_archive`."""
         load_jax_archive(self, checkpoint_path, prefix)
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Patterns of parameter names by depth, for layer-wise learning rates: timm's, axial tables in the stem."""
+        """Return timm's patterns of parameter names by depth, with axial tables in the stem."""
         groups = super().group_matcher(coarse)
         return groups if self.axial is None else {**groups, "stem": rf"{groups['stem']}|axial\."}
 
@@ -136,7 +197,7 @@ class GridVisionTransformer(GridForward, VisionTransformer):
         if self.pos_embed is None:
             tokens.append(x)
             return torch.cat(tokens, dim=1)
-        # As timm has it, but for the interpolation.
+        # As in timm but for the interpolation.
         embedded = 0 if self.no_embed_class else self.num_prefix_tokens
         embedding = resample_embedding(self.pos_embed, self.patch_embed.grid_size, (height, width), embedded)
         if self.no_embed_class:
@@ -154,9 +215,9 @@ class GridVisionTransformer(GridForward, VisionTransformer):
 
 
 def check_arguments(model: type[GridVisionTransformer], given: dict[str, Any]) -> None:
-    """Refuse arguments that neither a model's class nor timm's has, and those that are no choice; in place.
+    """Refuse arguments that neither a model's class nor timm's has, and those that cannot be chosen.
 
-    `dynamic_img_size=True` is taken out: it is what these models do, and configurations shared with timm's may say so.
+    `dynamic_img_size=True` is taken out of `given`: configurations shared with timm's models may hold it.
     """
     if given.get("dynamic_img_size") is True:
         del given["dynamic_img_size"]
@@ -173,7 +234,7 @@ def check_arguments(model: type[GridVisionTransformer], given: dict[str, Any]) -
 
 
 def model_cfg(**kwargs: Any) -> dict[str, Any]:
-    """What timm knows about a model: ImageNet's, but for what is given."""
+    """Return timm's configuration of a model: ImageNet's, but for what is given."""
     return {
         "url": "",
         "num_classes": 1000,

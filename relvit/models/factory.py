@@ -1,23 +1,27 @@
-"""Build any timm model by name with its arguments checked first, so that a misspelling is named and not forwarded."""
+"""Build any timm model by name, with its arguments and its size checked first."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, get_type_hints
 
 import timm
+import torch
 from torch import nn
 
-from relvit.models.limits import MemoryLimit, check_memory, check_numbers
-from relvit.models.retrofit.api import retrofit as retrofit_model
-from relvit.models.retrofit.api import retrofit_arguments
+from relvit.models.retrofit import retrofit as retrofit_model
+from relvit.models.retrofit import retrofit_arguments
+from relvit.utils.memory import available_memory
 from relvit.utils.messages import did_you_mean, listing
 
 # What timm's own builder takes besides the arguments of the model's class.
 BUILDER_ARGUMENTS = {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_strict", "checkpoint_path"}
-# What the data decides.
+# Arguments that come from the data.
 DATA_ARGUMENTS = ("num_classes", "in_chans", "img_size")
+# Beyond those of every model there is. What is within them is measured, in bytes.
+LARGEST, DEEPEST = 10**6, 1000
 
 
 def build_model(
@@ -34,14 +38,14 @@ def build_model(
         name: any name that `timm.create_model` knows.
         num_classes: outputs of the classifier.
         in_chans: channels of the images.
-        img_size: size of the images, for models that want to know.
+        img_size: size of the images, for models that take it as an argument.
         model_kwargs: further arguments of the model's class.
         retrofit: give a timm model relative positions with these arguments of `relvit.retrofit`, {} for its defaults;
             None: leave it as it is.
 
     Raises:
         ValueError: an unknown model or argument; the message holds the nearest right name. A model that cannot be
-            retrofitted, or cannot be meant: larger than the memory that there is.
+            retrofitted, or is larger than the memory.
     """
     kwargs = dict(model_kwargs or {})
     for key in retrofit or {}:
@@ -59,21 +63,66 @@ def build_model(
     if img_size is not None and "img_size" in arguments:
         kwargs["img_size"] = img_size if isinstance(img_size, int) else tuple(img_size)
     given = {"num_classes": num_classes, "in_chans": in_chans, **kwargs}
-    check_numbers({**given, "retrofit": retrofit or {}})
 
     def build() -> nn.Module:
         model = timm.create_model(name, **given)
         return model if retrofit is None else retrofit_model(model, **retrofit)
 
-    # Names alone are of models that somebody has built.
-    if kwargs or retrofit:
-        check_memory(build)
-    with MemoryLimit():
-        return build()
+    check_size(build, {**given, "retrofit": retrofit or {}})
+    return build()
+
+
+def check_size(build: Callable[[], nn.Module], arguments: Mapping[str, Any]) -> None:
+    """Refuse a model larger than the memory, as a broken or hostile checkpoint or configuration may ask for one.
+
+    Args:
+        build: makes the model; it is called on the meta device, where tensors take no memory.
+        arguments: of the model, whose numbers are checked first: also on the meta device layers take time.
+
+    Raises:
+        ValueError: a number beyond a million, more than a thousand layers in all, or too many bytes of parameters.
+    """
+    layers = 0.0
+    for name, number in _numbers("", arguments):
+        most = LARGEST
+        if "depth" in name or "layers" in name:
+            most, layers = DEEPEST, layers + number
+            number = layers
+        # Written so that NaN is refused, too.
+        if not abs(number) <= most:
+            raise ValueError(f"{name} {number:.6g} cannot be meant: numbers of a model go up to {most}")
+    model = None
+    # The fork leaves random numbers as they are. What is suppressed are operations that the meta device lacks.
+    with (
+        torch.random.fork_rng(devices=[]),
+        contextlib.suppress(RuntimeError, TypeError),
+        torch.device("meta"),
+    ):
+        model = build()
+    memory = available_memory()
+    if model is None or memory is None:
+        return
+    needed = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    if needed > memory:
+        raise ValueError(
+            f"the model needs more memory than there is: {needed / 2**30:.1f} GiB, available {memory / 2**30:.1f}"
+        )
+
+
+def _numbers(name: str, given: Any) -> Iterator[tuple[str, float]]:
+    """All numbers in nested dictionaries and lists, with their names."""
+    if isinstance(given, Mapping):
+        for key, value in given.items():
+            yield from _numbers(f"{name}.{key}" if name else str(key), value)
+    elif isinstance(given, Sequence) and not isinstance(given, str):
+        for value in given:
+            yield from _numbers(name, value)
+    elif isinstance(given, int | float):
+        yield name, given
 
 
 def model_arguments(name: str) -> set[str]:
-    """Names of all arguments that the model takes; empty where its class cannot be known without building it.
+    """Return the names of all arguments of a model; empty where its class is not known without building it.
 
     Raises:
         ValueError: an unknown model.
@@ -97,6 +146,6 @@ def model_arguments(name: str) -> set[str]:
 
 
 def _model_class(name: str) -> type | None:
-    """The class that a registered model's function says it returns."""
+    """The return type of a registered model's function."""
     made = get_type_hints(timm.model_entrypoint(name.split(".", 1)[0])).get("return")
     return made if inspect.isclass(made) else None

@@ -1,4 +1,4 @@
-"""Whether a model takes images of a size, found out before hours of work."""
+"""Check that a model takes images of a size, by one image, before a long run starts."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from relvit.models.factory import model_arguments
 def check_image_size(
     net: nn.Module, img_size: Sequence[int], in_chans: int, trained_size: int | Sequence[int] | None = None
 ) -> None:
-    """Show the model one black image of this size: which sizes a model of timm takes, no attribute of it says.
+    """Run the model on one black image of this size: no attribute of timm's models holds which sizes they take.
 
     Args:
         net: a model of timm or relvit; not changed.
         img_size: (height, width).
         in_chans: channels of the images.
-        trained_size: the size that the model was built for, to be named as one that it takes.
+        trained_size: the size that the model was built for, for the error message.
 
     Raises:
-        ValueError: the model cannot take such images; the message holds its reason, and what to do.
+        ValueError: the model cannot take such images; the message holds the reason, and what to do.
     """
     try:
-        _show(net, img_size, in_chans)
+        _run(net, img_size, in_chans)
     except (ValueError, MemoryError):
-        # Of relvit's models: says all of this itself.
+        # relvit's models raise it with advice of their own.
         raise
     except Exception as error:
         cfg = getattr(net, "pretrained_cfg", None) or {}
@@ -48,21 +48,21 @@ def check_image_size(
 
 def _takes(net: nn.Module, img_size: Sequence[int], in_chans: int) -> bool:
     try:
-        _show(net, img_size, in_chans)
+        _run(net, img_size, in_chans)
     except Exception:
         return False
     return True
 
 
 @torch.no_grad()
-def _show(net: nn.Module, img_size: Sequence[int], in_chans: int) -> None:
+def _run(net: nn.Module, img_size: Sequence[int], in_chans: int) -> None:
     like = next(net.parameters())
     image = torch.zeros(1, in_chans, *img_size, dtype=like.dtype, device=like.device)
-    # One by one: a part may be in evaluation mode while the rest is trained.
+    # A part may be in evaluation mode while the rest is trained.
     modes = [(module, module.training) for module in net.modules()]
     net.eval()
     try:
-        # `net(...)` would compile where that has been asked for.
+        # `net(...)` would compile a model on which `compile` was called.
         net.forward(image)
     finally:
         for module, mode in modes:

@@ -1,8 +1,7 @@
-"""Vision Transformers with relative positions, registered with timm as `relvit_*`."""
+"""Vision Transformers with relative attention, registered with timm as `relvit_*`; options: `RelVisionTransformer`."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -10,29 +9,25 @@ from typing import Any
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import nn
 
-from relvit.layers import RelativeAttention, RelativeBlock, RelativePosition2d, SlopePosition2d
-from relvit.layers.block import check_position_factory
+from relvit.layers import RelativeAttention, RelativeBlock
+from relvit.layers.positions.factory import position_factory
 from relvit.models.base import CIFAR, GridVisionTransformer, check_arguments, model_cfg
 from relvit.models.weights.convert import checkpoint_filter_fn
 from relvit.ops.attention import BACKENDS
 from relvit.ops.checks import check_backend
-from relvit.utils.messages import did_you_mean, listing
-
-POSITIONS = {"tables": RelativePosition2d, "slopes": SlopePosition2d}
 
 
 class RelVisionTransformer(GridVisionTransformer):
-    """timm's `VisionTransformer` whose blocks see where patches lie relative to each other in 2D.
+    """timm's `VisionTransformer` whose attention has relative positions in 2D.
 
-    Everything that timm's class offers is inherited; blocks are `RelativeBlock`s, to which the `Grid` of the patches is
-    handed. Since positions are offsets, images of any size whose sides are multiples of the patch work in `forward`,
-    without `set_input_size` and without interpolation. By default: no absolute embedding, no class token, average
-    pooling.
+    Everything that timm's class offers is inherited; blocks are `RelativeBlock`s. Since positions are offsets, images
+    of any size whose sides are multiples of the patch work in `forward`, without `set_input_size` and without
+    interpolation. By default: no absolute embedding, no class token, average pooling.
 
     Args:
         position: 'tables' (learned, `RelativePosition2d`), 'slopes' (ALiBi's, without parameters, `SlopePosition2d`),
-            or what makes the position module of a block, called as `position(head_dim, num_heads, device=, dtype=)`: a
-            class of your own or a `functools.partial` of one.
+            or a class of your own or a `functools.partial` of one, called as `position(head_dim, num_heads, device=,
+            dtype=)` for each block.
         max_distance: clip distance in patches, one for both axes or (rows, columns); None: the default of the position,
             7 for tables, none for slopes, which reach over the whole grid. Not for a position of your own.
         rel_terms: relative terms by letter: 'q', 'k', 'v' (vectors on queries, keys, values), 'b' (bias); see
@@ -40,20 +35,20 @@ class RelVisionTransformer(GridVisionTransformer):
         shared_heads: one set of tables for all heads of a block, or one per head.
         layout: a table per axis ('separate') or one over both ('joint').
         bucketing: which row of a table an offset uses: 'clip' or iRPE's 'piecewise'.
-        rel_init_std: standard deviation of the tables at the start; 0 starts as plain attention.
+        rel_init_std: standard deviation that initialises the tables; 0 starts as plain attention.
         pos_embed: absolute embedding besides, learned for `img_size`: '' (none), 'learn' (one vector per patch,
             interpolated at other sizes), 'axial' (half a vector per row, half a vector per column) or 'axial-sum' (one
             per row plus one per column); see `AxialPositionEmbedding`. Prefix tokens have one in 'learn' alone.
-        class_token: prepend a class token; it has no place on the grid.
+        class_token: prepend a class token; it has no position.
         global_pool: 'avg', 'token' (needs a class token), 'max', 'avgmax', 'map', 'prr' or '' (none).
         patch_drop_rate: share of patches dropped in training; those that stay keep their coordinates.
         backend: see `relvit.ops.relative_attention`; 'gathered' for second derivatives.
         **kwargs: see `timm.models.vision_transformer.VisionTransformer` (img_size, patch_size, embed_dim, depth ...).
 
     Raises:
-        ValueError: an unknown `position`, `pos_embed` or `global_pool`, an argument that is no choice here or not for
-            this position, or in `forward` an image whose sides are no multiples of the patch.
-        TypeError: an argument that there is not, a `position` that makes no modules.
+        ValueError: an unknown `position`, `pos_embed` or `global_pool`, an argument that cannot be chosen here or not
+            for this position, or in `forward` an image whose sides are no multiples of the patch.
+        TypeError: an unknown argument, a `position` that makes no modules.
     """
 
     def __init__(
@@ -77,13 +72,20 @@ class RelVisionTransformer(GridVisionTransformer):
         check_arguments(type(self), kwargs)
         make_position = position_factory(
             position,
-            max_distance,
+            RelVisionTransformer,
             rel_terms=rel_terms,
             shared_heads=shared_heads,
             layout=layout,
             bucketing=bucketing,
             rel_init_std=rel_init_std,
         )
+        if max_distance is not None:
+            if not isinstance(position, str):
+                raise ValueError(
+                    f"max_distance={max_distance!r} is for positions known by name; give it to your own one: "
+                    "position=functools.partial(YourPosition, max_distance=...)"
+                )
+            make_position = partial(make_position, max_distance=max_distance)
         super().__init__(
             pos_embed=pos_embed,
             class_token=class_token,
@@ -95,33 +97,6 @@ class RelVisionTransformer(GridVisionTransformer):
         )
         for block in self.blocks:
             block.attn.backend = backend
-
-
-def position_factory(
-    position: str | Callable[..., nn.Module], max_distance: int | Sequence[int] | None, **tables: Any
-) -> Callable[..., nn.Module]:
-    """What makes the position module of a block; `tables` are the model's arguments that are for tables alone."""
-    if not isinstance(position, str):
-        check_position_factory(position)
-    elif position not in POSITIONS:
-        hint = did_you_mean(position, POSITIONS)
-        raise ValueError(f"position must be one of {listing(tuple(POSITIONS))}, got {position!r}{hint}")
-    own = {} if max_distance is None else {"max_distance": max_distance}
-    if position == "tables":
-        init_std = tables.pop("rel_init_std")
-        return partial(RelativePosition2d, init_std=init_std, **own, **tables)
-    defaults = inspect.signature(RelVisionTransformer).parameters
-    for name, given in tables.items():
-        if given != defaults[name].default:
-            raise ValueError(f"{name} is for position 'tables', got {name}={given!r} with position {position!r}")
-    if isinstance(position, str):
-        return partial(POSITIONS[position], **own)
-    if own:
-        raise ValueError(
-            f"max_distance={max_distance!r} is for positions known by name; give it to your own one: "
-            "position=functools.partial(YourPosition, max_distance=...)"
-        )
-    return position
 
 
 default_cfgs = generate_default_cfgs(
@@ -161,60 +136,54 @@ def _create(variant: str, pretrained: bool, defaults: dict[str, Any], kwargs: di
 
 @register_model
 def relvit_tiny(pretrained: bool = False, **kwargs: Any) -> RelVisionTransformer:
-    """Width 192, 12 blocks, 3 heads, patch 16; arguments of `RelVisionTransformer`."""
+    """Width 192, 12 blocks, 3 heads, patch 16."""
     return _create("relvit_tiny", pretrained, TINY, kwargs)
 
 
 @register_model
 def relvit_small(pretrained: bool = False, **kwargs: Any) -> RelVisionTransformer:
-    """Width 384, 12 blocks, 6 heads, patch 16; arguments of `RelVisionTransformer`."""
+    """Width 384, 12 blocks, 6 heads, patch 16."""
     return _create("relvit_small", pretrained, SMALL, kwargs)
 
 
 @register_model
 def relvit_base(pretrained: bool = False, **kwargs: Any) -> RelVisionTransformer:
-    """Width 768, 12 blocks, 12 heads, patch 16; arguments of `RelVisionTransformer`."""
+    """Width 768, 12 blocks, 12 heads, patch 16."""
     return _create("relvit_base", pretrained, BASE, kwargs)
 
 
 @register_model
 def relvit_large(pretrained: bool = False, **kwargs: Any) -> RelVisionTransformer:
-    """Width 1024, 24 blocks, 16 heads, patch 16; arguments of `RelVisionTransformer`."""
+    """Width 1024, 24 blocks, 16 heads, patch 16."""
     return _create("relvit_large", pretrained, LARGE, kwargs)
 
 
 @register_model
 def relvit_small_reg4_gap(pretrained: bool = False, **kwargs: Any) -> RelVisionTransformer:
-    """`relvit_small` with four registers (Darcet et al. 2024, arXiv 2309.16588), which pooling leaves out.
-
-    Arguments of `RelVisionTransformer`.
-    """
+    """`relvit_small` with four registers (Darcet et al. 2024, arXiv 2309.16588), which pooling leaves out."""
     return _create("relvit_small_reg4_gap", pretrained, SMALL | REG4_GAP, kwargs)
 
 
 @register_model
 def relvit_base_reg4_gap(pretrained: bool = False, **kwargs: Any) -> RelVisionTransformer:
-    """`relvit_base` with four registers (Darcet et al. 2024, arXiv 2309.16588), which pooling leaves out.
-
-    Arguments of `RelVisionTransformer`.
-    """
+    """`relvit_base` with four registers (Darcet et al. 2024, arXiv 2309.16588), which pooling leaves out."""
     return _create("relvit_base_reg4_gap", pretrained, BASE | REG4_GAP, kwargs)
 
 
 @register_model
 def relvit_tiny_patch4_32(pretrained: bool = False, **kwargs: Any) -> RelVisionTransformer:
-    """`relvit_tiny` for images of 32 px such as CIFAR's: patch 4; arguments of `RelVisionTransformer`."""
+    """`relvit_tiny` for images of 32 px such as CIFAR's: patch 4."""
     return _create("relvit_tiny_patch4_32", pretrained, TINY | PATCH4_32, kwargs)
 
 
 @register_model
 def relvit_small_patch4_32(pretrained: bool = False, **kwargs: Any) -> RelVisionTransformer:
-    """`relvit_small` for images of 32 px such as CIFAR's: patch 4; arguments of `RelVisionTransformer`."""
+    """`relvit_small` for images of 32 px such as CIFAR's: patch 4."""
     return _create("relvit_small_patch4_32", pretrained, SMALL | PATCH4_32, kwargs)
 
 
 @register_model
 def test_relvit(pretrained: bool = False, **kwargs: Any) -> RelVisionTransformer:
-    """Width 64, 6 blocks, 2 heads, patch 16 at 160: for tests; arguments of `RelVisionTransformer`."""
+    """Width 64, 6 blocks, 2 heads, patch 16 at 160: for tests."""
     defaults = {"img_size": 160, "embed_dim": 64, "depth": 6, "num_heads": 2, "mlp_ratio": 3}
     return _create("test_relvit", pretrained, defaults, kwargs)

@@ -1,4 +1,8 @@
-"""Recomputation in backward of what autograd would keep, with a check that nothing it reads was modified in place."""
+"""Recomputation in backward of what autograd would keep, with a check that nothing it reads was modified in place.
+
+`recomputed` computes a function once more, forward included (PyTorch's checkpoint, plus the check). `recompute_saved`
+recomputes only what another operation reads: `fused` could not use the former without running its attention twice.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +15,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from relvit.ops.transforms import in_graph, in_transform
+from relvit.ops.tracing import is_compiling, is_functorch
 
 
 class Versions:
-    """Context that raises if one of several tensors was modified in place after this object was made.
+    """Context that raises if one of several tensors was modified in place after this object was created.
 
     Autograd makes this check for what it keeps by itself, but neither for what a saved-tensor hook keeps nor for what
-    `torch.utils.checkpoint` reads again.
+    `torch.utils.checkpoint` reads in backward.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -45,7 +49,7 @@ def recomputed(function: Callable[..., Tensor], *args: object, preserve_rng_stat
     Args:
         function: reads no tensors but those in `args`.
         args: tensors, also within tuples, or anything else.
-        preserve_rng_state: whether `function` draws random numbers.
+        preserve_rng_state: whether `function` uses random numbers.
 
     Raises:
         RuntimeError: in backward, if one of the tensors was modified in place.
@@ -59,7 +63,7 @@ def recomputed(function: Callable[..., Tensor], *args: object, preserve_rng_stat
 
 @contextmanager
 def recompute_saved(
-    tensors: list[Tensor], make: Callable[..., list[Tensor]], inputs: list[Tensor | None]
+    tensors: list[Tensor], function: Callable[..., list[Tensor]], inputs: list[Tensor | None]
 ) -> Iterator[None]:
     """Context in which operations save how to compute `tensors` for backward instead of the tensors themselves.
 
@@ -68,27 +72,23 @@ def recompute_saved(
 
     Args:
         tensors: what operations in the context read.
-        make: computes them all from `inputs`.
+        function: computes them all from `inputs`.
         inputs: tensors that exist anyway; None is handed on.
 
     Raises:
         RuntimeError: in backward, if one of `inputs`, or what the operations save besides, was modified in place.
     """
-    if not torch.is_grad_enabled() or in_graph() or in_transform():
+    if not torch.is_grad_enabled() or is_compiling() or is_functorch():
         yield
         return
-    recomputation = _Recomputation(make, inputs)
+    recomputation = _Recomputation(function, inputs)
     # Tensors stay alive within the context, so that their addresses are theirs alone.
-    places = {tensor.data_ptr(): (place, tensor) for place, tensor in enumerate(tensors)}
+    by_address = {tensor.data_ptr(): (number, tensor) for number, tensor in enumerate(tensors)}
 
     def pack(saved: Tensor) -> Callable[[], Tensor]:
-        place, tensor = places.get(saved.data_ptr(), (None, None))
-        if tensor is not None and place is not None and tensor.numel() == saved.numel():
-            if tensor.shape == saved.shape:
-                return partial(recomputation.take, place)
-            if tensor.is_contiguous() and saved.is_contiguous():
-                shape = saved.shape
-                return lambda: recomputation.take(place).reshape(shape)
+        number, tensor = by_address.get(saved.data_ptr(), (0, None))
+        if tensor is not None and tensor.shape == saved.shape:
+            return partial(recomputation.take, number)
         return partial(_unchanged, saved, Versions([saved]))
 
     try:
@@ -96,7 +96,7 @@ def recompute_saved(
             yield
     finally:
         # What is saved keeps its hooks, and these would keep the tensors.
-        places.clear()
+        by_address.clear()
 
 
 def _unchanged(saved: Tensor, versions: Versions) -> Tensor:
@@ -107,35 +107,15 @@ def _unchanged(saved: Tensor, versions: Versions) -> Tensor:
 class _Recomputation:
     """Results of one call, each handed out once: one backward asks for all of them, one after the other."""
 
-    def __init__(self, make: Callable[..., list[Tensor]], inputs: list[Tensor | None]) -> None:
-        self._make = make
+    def __init__(self, function: Callable[..., list[Tensor]], inputs: list[Tensor | None]) -> None:
+        self._function = function
         self._inputs = [None if tensor is None else tensor.detach() for tensor in inputs]
         self._versions = Versions(tensor for tensor in self._inputs if tensor is not None)
         self._waiting: dict[int, Tensor] = {}
 
-    def take(self, place: int) -> Tensor:
+    def take(self, number: int) -> Tensor:
         with self._versions:
-            if place not in self._waiting:
+            if number not in self._waiting:
                 with torch.no_grad():
-                    self._waiting = dict(enumerate(self._make(*self._inputs)))
-            return self._waiting.pop(place)
-
-
-def pick_from(values: Tensor, index: Tensor) -> Tensor:
-    """Compute `values.gather(-1, index)` without keeping `values`, of which backward needs the shape alone."""
-    if in_graph() or in_transform() or not torch.is_grad_enabled():
-        return values.gather(-1, index)
-    return _PickFrom.apply(values, index)
-
-
-class _PickFrom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, values: Tensor, index: Tensor) -> Tensor:
-        ctx.shape = values.shape
-        ctx.save_for_backward(index)
-        return values.gather(-1, index)
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
-        (index,) = ctx.saved_tensors
-        return grad.new_zeros(ctx.shape).scatter_add_(-1, index, grad), None
+                    self._waiting = dict(enumerate(self._function(*self._inputs)))
+            return self._waiting.pop(number)

@@ -1,4 +1,4 @@
-"""Figures."""
+"""Draw figures with Matplotlib: training curves, confusion matrices, sheets of images."""
 
 from relvit.plots.confusion import plot_confusion
 from relvit.plots.curves import plot_curves, read_metrics

@@ -1,4 +1,4 @@
-"""A confusion matrix as a figure."""
+"""Draw a confusion matrix."""
 
 from __future__ import annotations
 

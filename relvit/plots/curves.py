@@ -1,4 +1,4 @@
-"""The course of a training as a figure."""
+"""Draw the training curves of a run: loss, accuracy and learning rate by epoch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TRAIN, VAL = "tab:blue", "tab:orange"
 
 
 def read_metrics(path: str | Path) -> dict[str, list[tuple[int, float]]]:
-    """Columns of a Lightning `metrics.csv` as lists of (epoch, value), empty cells left out."""
+    """Read the columns of a Lightning `metrics.csv` as lists of (epoch, value), without empty cells."""
     columns: dict[str, list[tuple[int, float]]] = defaultdict(list)
     with open(path, newline="") as file:
         for row in csv.DictReader(file):
@@ -53,7 +53,9 @@ def plot_curves(metrics: str | Path, target: str | Path, train_loss: str = "trai
     # The figure class itself instead of pyplot: no global state, no display, no threads.
     figure = Figure(figsize=(15, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
-    best = _best(columns)
+    # The best checkpoint as `relvit.training.RunCheckpoints` chooses it.
+    losses = dict(columns.get("val/loss", []))
+    best = max(columns.get("val/acc1", []), key=lambda point: (point[1], -losses.get(point[0], 0.0)), default=None)
     for axes, (quantity, label) in zip(figure.subplots(1, len(PANELS)), PANELS, strict=True):
         for column, name, colour in lines[quantity]:
             _draw(axes, columns.get(column, []), name, colour)
@@ -72,18 +74,6 @@ def plot_curves(metrics: str | Path, target: str | Path, train_loss: str = "trai
         elif axes.lines:
             axes.legend(fontsize=SMALL)
     figure.savefig(target, dpi=100)
-
-
-def _best(columns: dict[str, list[tuple[int, float]]]) -> tuple[int, float] | None:
-    """Epoch and accuracy of the best checkpoint, see `relvit.training.RunCheckpoints`."""
-    accuracies, losses = columns.get("val/acc1", []), columns.get("val/loss", [])
-    if len(losses) != len(accuracies):
-        losses = [(epoch, 0.0) for epoch, _ in accuracies]
-    ranked = [
-        (accuracy, -loss, -place)
-        for place, ((_, accuracy), (_, loss)) in enumerate(zip(accuracies, losses, strict=True))
-    ]
-    return accuracies[-max(ranked)[2]] if ranked else None
 
 
 def _draw(axes: Axes, points: list[tuple[int, float]], name: str, colour: str) -> None:

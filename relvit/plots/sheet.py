@@ -1,4 +1,4 @@
-"""Images with captions on one sheet."""
+"""Draw images with captions on one sheet."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ SIDE = 160
 
 
 def picture_of(image: Tensor, mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
-    """A normalised image (C, H, W) to look at: uint8 (height, width, 3), at most 160 pixels long.
+    """Undo the normalisation of an image (C, H, W): uint8 (height, width, 3), at most 160 pixels long.
 
-    With other than three channels the first of them, in grey.
+    Of an image without three channels, the first channel in grey.
     """
     means, deviations = (torch.tensor(values)[:, None, None] for values in (mean, std))
     pixels = (255 * (image.float().cpu() * deviations + means)).round().clamp(0, 255).to(torch.uint8)

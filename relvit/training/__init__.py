@@ -1,27 +1,28 @@
 """Training with Lightning: the classifier module, its schedule, checkpoints and callbacks."""
 
+import warnings
+from typing import Any
+
 from relvit.training.callbacks.early_stopping import Patience
-from relvit.training.callbacks.epoch_lines import EpochLines
-from relvit.training.callbacks.finite import NonFiniteLossError
 from relvit.training.callbacks.history import History
 from relvit.training.callbacks.predictions import PredictionTable
-from relvit.training.callbacks.progress_bar import TrainingProgressBar
+from relvit.training.callbacks.progress_bar import EpochLines, TrainingProgressBar
 from relvit.training.callbacks.telemetry import Telemetry
 from relvit.training.callbacks.training_images import TrainingImages
-from relvit.training.checkpoints.atomic_io import WholeCheckpoints
 from relvit.training.checkpoints.average import average_checkpoints
 from relvit.training.checkpoints.callback import RunCheckpoints, StoppedBySignalError, ignore_stop_signals
-from relvit.training.checkpoints.checkpoint import DescribeCheckpoint, load_classifier
-from relvit.training.checkpoints.file import read_checkpoint, write_checkpoint
+from relvit.training.checkpoints.checkpoint import Checkpoint, DescribeCheckpoint, load_classifier
+from relvit.training.checkpoints.file import AtomicCheckpointIO, read_checkpoint, write_checkpoint
 from relvit.training.classifier import ImageClassifier
 from relvit.training.optim.distillation import Teacher, distillation_loss
 from relvit.training.optim.ema import WeightAverage
+from relvit.training.optim.gradients import NonFiniteLossError
 from relvit.training.optim.loss import ClassificationLoss, soft_targets
 from relvit.training.optim.lr_finder import FindLearningRate
 from relvit.training.optim.optimizer import make_optimizer
 from relvit.training.optim.schedule import warmup_cosine
 from relvit.training.run.data_record import DataRecord
-from relvit.training.run.folder import RunLock, new_run_folder, remove_if_fruitless
+from relvit.training.run.folder import RunLock, new_run_folder, remove_if_empty
 from relvit.training.run.record import record_run
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "make_optimizer",
     "FindLearningRate",
     "warmup_cosine",
+    "Checkpoint",
     "DescribeCheckpoint",
     "read_checkpoint",
     "write_checkpoint",
@@ -47,7 +49,7 @@ __all__ = [
     "RunCheckpoints",
     "StoppedBySignalError",
     "ignore_stop_signals",
-    "WholeCheckpoints",
+    "AtomicCheckpointIO",
     "PredictionTable",
     "DataRecord",
     "RunLock",
@@ -55,5 +57,16 @@ __all__ = [
     "Telemetry",
     "TrainingImages",
     "new_run_folder",
-    "remove_if_fruitless",
+    "remove_if_empty",
 ]
+
+# Names of version 0.1, for one release.
+_RENAMED = {"WholeCheckpoints": AtomicCheckpointIO, "remove_if_fruitless": remove_if_empty}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _RENAMED:
+        new = _RENAMED[name]
+        warnings.warn(f"relvit.training.{name} is now {new.__name__}", DeprecationWarning, stacklevel=2)
+        return new
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,16 +1,30 @@
-"""A progress bar for what takes long outside the Trainer."""
+"""Report progress on the terminal: a progress bar outside the Trainer, and lines printed above the Trainer's bar."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from tqdm import tqdm
 
 
 def with_bar(items: Iterable[Any], total: int, what: str) -> Iterator[Any]:
-    """Hand items on while a bar on the standard error output counts them."""
+    """Yield the items while a progress bar on standard error counts them."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
         yield from bar.track(items, total, description=what)
+
+
+@rank_zero_only
+def rank_zero_print(text: str) -> None:
+    """Print on the main process, at once, above a progress bar if there is one.
+
+    `LightningModule.print` passes the text to the bar, and not every bar prints the text: `TQDMProgressBar` drops what
+    comes before its start.
+    """
+    tqdm.write(text)
+    sys.stdout.flush()

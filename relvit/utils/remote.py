@@ -1,4 +1,4 @@
-"""Files at remote addresses, such as https://..., s3://... and memory://..., which fsspec reads."""
+"""Fetch files from remote addresses such as https://..., s3://... and memory://..., by fsspec."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from relvit.utils.atomic_write import DISK_ERRORS
+from relvit.utils.files import DISK_ERRORS, is_address
 from relvit.utils.messages import did_you_mean
 
 # Seconds without a connection, or without any byte of a file that has begun. A whole file may take as long as it takes.
@@ -17,23 +17,18 @@ PATIENCE = 60
 
 
 class DownloadError(ConnectionError):
-    """What lies at a remote address could not be fetched, or not whole."""
-
-
-def is_address(path: str | os.PathLike[str]) -> bool:
-    """Whether this is an address like https://..., and no path of a file."""
-    return "://" in os.fspath(path)
+    """A file at a remote address could not be fetched, or only a part of the file."""
 
 
 def suffix_of(path: str | os.PathLike[str]) -> str:
-    """The ending of a file's name, such as '.ckpt'; of an address without the query behind it."""
+    """Return the suffix of a file's name, such as '.ckpt'; of an address without the query."""
     name = os.fspath(path)
     return PurePosixPath(name.partition("?")[0] if is_address(name) else name).suffix
 
 
 @contextmanager
 def local_file(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """The file at a path as it is; of a remote address a whole copy, which is gone afterwards.
+    """Yield the path of a local file, or of a temporary copy of the file at a remote address.
 
     Raises:
         FileNotFoundError: there is nothing at the address, or a folder.
@@ -80,7 +75,7 @@ def _fetch(address: str, copy: Path) -> None:
 
 
 def _options(protocol: str) -> dict[str, Any]:
-    """What fsspec is to be told besides the address."""
+    """Options of fsspec's file system."""
     if protocol not in ("http", "https"):
         return {}
     from aiohttp import ClientTimeout

@@ -1,7 +1,4 @@
-"""Random numbers that are a function of where a training is, and of nothing before it.
-
-So a training that goes on after an interruption draws what it would have drawn without.
-"""
+"""Seed random numbers by seed, epoch and index alone, so that a resumed training draws what it would have drawn."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from torch.utils.data import get_worker_info
 
 
 def run_seed() -> int:
-    """The seed of the run, where Lightning's `seed_everything` leaves it; 0 without one."""
+    """Return the seed of the run, which Lightning's `seed_everything` keeps; 0 without one."""
     return int(os.environ.get("PL_GLOBAL_SEED", 0))
 
 
@@ -32,10 +29,10 @@ def seed_all(*key: int) -> None:
 
 @contextmanager
 def seeded(*key: int) -> Iterator[None]:
-    """Random numbers of Python, NumPy and PyTorch's CPU that depend on `key` alone.
+    """Seed Python, NumPy and PyTorch's CPU by `key` alone within the context.
 
-    Outside they go on as if nothing had been drawn. In a loader's worker, where nobody else draws, they do not: putting
-    three states back takes longer than loading a small image.
+    Afterwards their states are restored. In a loader's worker, where nothing else draws random numbers, they are not:
+    restoring three states takes longer than loading a small image.
     """
     if get_worker_info() is not None:
         _seed_host(_hash(key))
@@ -59,6 +56,6 @@ def _seed_host(seed: int) -> None:
 
 
 def _hash(key: tuple[int, ...]) -> int:
-    """63 bits in which neighbouring keys have nothing in common."""
+    """A hash of 63 bits, so that neighbouring keys give unrelated random numbers."""
     digest = hashlib.blake2b(struct.pack(f"{len(key)}q", *key), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

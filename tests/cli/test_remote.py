@@ -14,7 +14,7 @@ from photos import TINY
 import relvit
 from relvit.cli import main
 from relvit.training import read_checkpoint
-from relvit.training.checkpoints.pretrained import read_pretrained
+from relvit.training.checkpoints.pretrained import Pretrained
 
 QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
 
@@ -92,7 +92,7 @@ def test_weights_of_other_kinds(best, tmp_path):
     state = read_checkpoint(best[0])["state_dict"]
     torch.save(state, tmp_path / "x.pth")
     fsspec.filesystem("memory").put_file(str(tmp_path / "x.pth"), "/weights/x.pth")
-    same(read_pretrained("memory://weights/x.pth").state, state)
+    same(Pretrained("memory://weights/x.pth").weights().state, state)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,11 @@
+"""`build_model`: arguments checked by name, and models larger than the memory refused before they take any."""
+
+import math
+import resource
+
 import pytest
 import timm
+import torch
 
 from relvit.models import build_model, model_arguments
 
@@ -50,3 +56,46 @@ def test_a_retrofit_follows_when_asked_for():
         build_model("test_vit", 4, retrofit={"rel_term": "k"})
     with pytest.raises(ValueError, match="ResNet cannot be retrofitted"):
         build_model("test_resnet", 4, retrofit={"rel_terms": "k"})
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"depth": 10**9}, "depth 1e.09 cannot be meant: numbers of a model go up to 1000"),
+        ({"max_distance": [3, 10**9]}, "max_distance 1e.09 cannot be meant"),
+        ({"mlp_ratio": math.inf}, "mlp_ratio inf cannot be meant"),
+        ({"mlp_ratio": math.nan}, "mlp_ratio nan cannot be meant"),
+        ({"mlp_ratio": 1e5, "embed_dim": 960}, "the model needs more memory than there is: .* GiB, available"),
+        ({"embed_dim": 96_000, "depth": 2, "num_heads": 1000}, "more memory than there is"),
+    ],
+)
+def test_a_model_larger_than_the_memory_is_refused_before_it_takes_any(kwargs, message):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ValueError, match=message):
+        build_model("relvit_tiny", 7, model_kwargs=kwargs)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2e5  # in KiB
+
+
+@pytest.mark.parametrize(
+    ("name", "classes", "kwargs", "retrofit"),
+    [("test_vit", 10**9, {}, None), ("test_vit", 7, {}, {"max_distance": 10**9}),
+     ("test_resnet", 7, {"layers": [600, 600, 1, 1]}, None)],
+)  # fmt: skip
+def test_numbers_anywhere_among_the_arguments_are_checked(name, classes, kwargs, retrofit):
+    with pytest.raises(ValueError, match="cannot be meant"):
+        build_model(name, classes, model_kwargs=kwargs, retrofit=retrofit)
+
+
+def test_the_check_changes_no_random_numbers(monkeypatch):
+    kwargs = {"depth": 2, "embed_dim": 48}
+    torch.manual_seed(0)
+    expected = timm.create_model("relvit_tiny", num_classes=7, **kwargs).state_dict()
+    torch.manual_seed(0)
+    model = build_model("relvit_tiny", 7, model_kwargs=kwargs)
+    torch.testing.assert_close(dict(model.state_dict()), dict(expected), rtol=0, atol=0)
+    size = sum(p.nbytes for p in model.parameters())
+    monkeypatch.setattr("relvit.models.factory.available_memory", lambda: size)
+    build_model("relvit_tiny", 7, model_kwargs=kwargs)
+    monkeypatch.setattr("relvit.models.factory.available_memory", lambda: size - 1)
+    with pytest.raises(ValueError, match="more memory than there is"):
+        build_model("relvit_tiny", 7, model_kwargs=kwargs)

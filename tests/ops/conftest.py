@@ -2,7 +2,7 @@
 
 import pytest
 
-from relvit.ops import gathered, tiled
+from relvit.ops.backends import gathered, tiled
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,14 @@
 """Which backend runs, and that it is the one that is said to run."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from draws import draw_case, leaves
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from relvit.ops import attention, choose, relative_attention
+from relvit.ops.inputs import AttentionInputs, checked
 
 pytestmark = pytest.mark.usefixtures("several_tiles")
 
@@ -38,7 +41,7 @@ def spied_backends(monkeypatch):
     ran = []
     for name, module in attention.BACKENDS.items():
         original = module.relative_attention
-        spy = lambda *args, name=name, original=original: ran.append(name) or original(*args)  # noqa: E731
+        spy = lambda *inputs, name=name, original=original: ran.append(name) or original(*inputs)  # noqa: E731
         monkeypatch.setattr(module, "relative_attention", spy)
     return ran
 
@@ -73,15 +76,17 @@ def test_tiles_refuse_to_be_part_of_graphs_and_transforms():
         torch.func.grad(lambda q: attend(q, k, v).sum())(q)
 
 
-def on_a_gpu(**changes):
-    case = {"device": "cuda", "dtype": torch.bfloat16, "terms": True, "joint": False, "width": 96}
-    case |= {"graph": False, "transform": False, "stock": False}
-    case = attention.Case(**{**case, "gradient": True, **changes})
-    return next(choice.backend for applies, choice in attention.RULES if applies(case))
+def on_a_gpu(width=96, dtype=torch.bfloat16, layout="separate"):
+    q, k, v, terms, grid = draw_case(8, width - 64 - 8, layout=layout, dim=64, batch=1)
+    # As wide as wanted: 64 channels of the contents, 8 rows, the others columns.
+    inputs = AttentionInputs(q.to(dtype), k.to(dtype), v.to(dtype), terms, grid)
+    query = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=q.shape)
+    return attention._choose(checked(inputs)._replace(query=query)).backend
 
 
-def test_the_rules_for_gpus():
+def test_the_rules_for_gpus(monkeypatch):
     assert on_a_gpu() == on_a_gpu(width=256) == on_a_gpu(dtype=torch.float32) == "fused"
     assert on_a_gpu(width=257) == on_a_gpu(dtype=torch.float64) == "tiled"
-    assert on_a_gpu(width=257, graph=True) == "fused"
-    assert on_a_gpu(joint=True, graph=True) == "gathered"
+    monkeypatch.setattr(attention, "is_compiling", lambda: True)
+    assert on_a_gpu(width=257) == "fused"
+    assert on_a_gpu(layout="joint") == "gathered"

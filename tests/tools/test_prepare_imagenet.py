@@ -1,4 +1,4 @@
-"""ImageNet's archives in small: unpacked, interrupted, damaged, malicious; and read as data."""
+"""Small archives like ImageNet's: unpacked, interrupted, damaged, hostile; and read by ImageNetData."""
 
 import importlib.util
 import io
@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 from scipy.io import savemat
 
@@ -92,7 +91,7 @@ def expected(count=4):
     return sorted([*files, f"{tool.DEVKIT_DATA}/{tool.META}", f"{tool.DEVKIT_DATA}/{tool.GROUND_TRUTH}"])
 
 
-def test_folders_by_class_and_the_data_of_them(archives, tmp_path):
+def test_folders_by_class_and_the_data_of_them(archives, tmp_path, monkeypatch):
     root = tmp_path / "imagenet"
     assert tool.prepare(archives, root, subset=True) == []
     assert listing(root) == expected()
@@ -106,16 +105,12 @@ def test_folders_by_class_and_the_data_of_them(archives, tmp_path):
     args = json.loads(json.dumps(data.init_args()))
     assert (args["wnids"], args["class_names"]) == (WNIDS, data.class_names)
     assert ImageNetData(**args).init_args() == data.init_args()
-
-
-def test_a_second_run_unpacks_nothing(archives, tmp_path, monkeypatch):
-    root = tmp_path / "imagenet"
-    tool.prepare(archives, root, subset=True)
+    # A second run unpacks nothing.
     monkeypatch.setattr(tool, "write_member", lambda *_: pytest.fail("written again"))
     tool.prepare(archives, root, subset=True)
 
 
-@pytest.mark.parametrize("stop", [1, 4, 7, 9, 13, 19])
+@pytest.mark.parametrize("stop", [1, 7, 13])
 def test_interrupted_anywhere_it_goes_on_and_has_no_half_file_under_a_final_name(archives, tmp_path, monkeypatch, stop):
     """The copy number `stop` (2 of the devkit, 6 of val, 12 of train) writes half a file and is killed."""
     root, copies = tmp_path / "imagenet", []
@@ -135,21 +130,21 @@ def test_interrupted_anywhere_it_goes_on_and_has_no_half_file_under_a_final_name
     for file in final:
         if file.endswith("JPEG"):
             Image.open(root / file).load()
-    # a class's folder is there when it is whole
+    # A class's folder appears when all of it is there.
     for folder in (root / "train").glob("n*"):
         assert len(list(folder.iterdir())) == 4
     assert (root / "val").exists() == (stop > 8)
     done = len(copies) - 1
     tool.prepare(archives, root, subset=True)
     assert listing(root) == expected()
-    assert len(copies) == stop + 20 - done  # what was whole is not copied again
+    assert len(copies) == stop + 20 - done  # finished files are not copied again
     for file in expected():
         if file.endswith("JPEG"):
             Image.open(root / file).load()
 
 
 LINK = {"type": tarfile.SYMTYPE, "linkname": "/etc/passwd"}
-BAD = [
+HOSTILE = [
     ("../../outside.JPEG", {}),
     ("/tmp/absolute.JPEG", {}),
     ("n01440764_1.JPEG", LINK),
@@ -163,32 +158,31 @@ BAD = [
 
 
 @pytest.mark.parametrize("place", ["train_extra", "inner_extra", "val_extra"])
-@pytest.mark.parametrize("member", BAD, ids=[name for name, _ in BAD])
-def test_members_that_do_not_belong_there_are_refused(tmp_path, place, member):
-    archives = tmp_path / "a"
-    make_archives(archives, 1, **{place: [member]})
-    with pytest.raises(tool.ArchiveError, match=r"which the official archive does not: refused") as caught:
-        tool.prepare(archives, tmp_path / "x" / "y" / "imagenet", subset=True)
-    assert repr(member[0]) in str(caught.value)
+def test_hostile_members_are_refused(tmp_path, place):
+    for number, member in enumerate(HOSTILE):
+        archives = make_archives(tmp_path / str(number), 1, **{place: [member]})
+        with pytest.raises(tool.ArchiveError, match=r"which the official archive does not: refused") as caught:
+            tool.prepare(archives, tmp_path / "x" / "y" / str(number), subset=True)
+        assert repr(member[0]) in str(caught.value)
     outside = [*tmp_path.rglob("*outside*"), Path("/tmp/absolute.JPEG")]
     assert not any(path.exists() for path in outside)
     assert not any(path.is_symlink() for path in tmp_path.rglob("*"))
 
 
 def test_damaged_archives_are_named(archives, tmp_path):
-    whole = (archives / tool.TRAIN).read_bytes()
-    (archives / tool.TRAIN).write_bytes(whole[: len(whole) // 2 + 300])
-    with pytest.raises(tool.ArchiveError, match=r"ILSVRC2012_img_train\.tar.*(damaged or not whole|ends inside)"):
+    content = (archives / tool.TRAIN).read_bytes()
+    (archives / tool.TRAIN).write_bytes(content[: len(content) // 2 + 300])
+    with pytest.raises(tool.ArchiveError, match=r"ILSVRC2012_img_train\.tar.*(damaged or incomplete|ends inside)"):
         tool.prepare(archives, tmp_path / "a", subset=True)
-    (archives / tool.TRAIN).write_bytes(whole)
+    (archives / tool.TRAIN).write_bytes(content)
     with tarfile.open(archives / tool.VAL, "w") as tar:
         add(tar, "ILSVRC2012_val_00000001.JPEG", jpeg(10))
-    with pytest.raises(tool.ArchiveError, match="holds 1 images; the devkit knows the classes of 6"):
+    with pytest.raises(tool.ArchiveError, match="holds 1 images; the devkit has the classes of 6"):
         tool.prepare(archives, tmp_path / "b", subset=True)
     assert not (tmp_path / "b" / "val").exists()
     with tarfile.open(archives / tool.VAL, "a") as tar:
         add(tar, "ILSVRC2012_val_00000007.JPEG", jpeg(10))
-    with pytest.raises(tool.ArchiveError, match=r"holds ILSVRC2012_val_00000007\.JPEG; the devkit knows"):
+    with pytest.raises(tool.ArchiveError, match=r"holds ILSVRC2012_val_00000007\.JPEG; the devkit has"):
         tool.prepare(archives, tmp_path / "c", subset=True)
     (archives / tool.VAL).unlink()
     with pytest.raises(FileNotFoundError, match=r"no ILSVRC2012_img_val\.tar in"):
@@ -209,8 +203,8 @@ def test_md5(archives, tmp_path, monkeypatch):
 def test_counts_are_compared_with_the_official_ones(archives, tmp_path, monkeypatch, capsys):
     root = tmp_path / "imagenet"
     assert tool.prepare(archives, root) == [
-        "train has 3 classes instead of 1000",
-        "val has 3 classes instead of 1000",
+        "train has 3 classes instead of 1,000",
+        "val has 3 classes instead of 1,000",
         "train has 12 images instead of 1,281,167",
         *(f"val/{wnid} has 2 images instead of 50" for wnid in WNIDS),
     ]
@@ -225,31 +219,3 @@ def test_counts_are_compared_with_the_official_ones(archives, tmp_path, monkeypa
     assert tool.complaints(root) == [f"only in train or only in val: {WNIDS[0]}, n99999999"]
     monkeypatch.setattr(sys, "argv", ["prepare_imagenet.py", str(tmp_path / "none"), str(root)])
     assert tool.main() == 2
-
-
-def test_names_from_torchvisions_file_or_none(tmp_path):
-    for wnid in WNIDS:
-        (tmp_path / "val" / wnid).mkdir(parents=True)
-        (tmp_path / "val" / wnid / "a.JPEG").write_bytes(jpeg(GREY[wnid]))
-    assert ImageNetData(str(tmp_path)).class_names == WNIDS  # from val, where there is no train
-    words = {"n01440764": ("tench", "Tinca tinca"), "n02012849": ("crane",), "n03126707": ("winch", "crane")}
-    torch.save((words, []), tmp_path / "meta.bin")
-    assert ImageNetData(str(tmp_path)).class_names == ["tench", "crane", "winch"]
-    (tmp_path / "val" / "n77777777").mkdir()
-    with pytest.raises(ValueError, match=r"meta\.bin does not know 'n77777777'"):
-        ImageNetData(str(tmp_path))
-
-
-def test_a_checkpoints_classes_keep_their_labels(tmp_path):
-    (tmp_path / "val" / WNIDS[2]).mkdir(parents=True)
-    (tmp_path / "val" / WNIDS[2] / "a.JPEG").write_bytes(jpeg(1))
-    data = ImageNetData(str(tmp_path), wnids=WNIDS, class_names=["a", "b", "c"])
-    assert data.dataset("val").targets == [2]
-    with pytest.raises(ValueError, match="class_names holds 2 names; there are 3 wnids"):
-        ImageNetData(str(tmp_path), wnids=WNIDS, class_names=["a", "b"])
-    (tmp_path / "val" / "cats").mkdir()
-    with pytest.raises(ValueError, match=r"no WordNet ids such as 'n01440764': 'cats'; .* use ImageFolderData"):
-        ImageNetData(str(tmp_path))
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(FileNotFoundError, match=r"neither train nor val in .*; make them with tools/prepare_imagenet"):
-        ImageNetData(str(tmp_path / "empty"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,9 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from relvit.cli.errors import UsageError
-from relvit.cli.parser import run_function
 from relvit.data import ImageData, ImageFolderData
-from relvit.data.inspect import check_data
+from relvit.data.inspect import check_data as inspect_data
 from relvit.utils.messages import printable
 from relvit.utils.progress import with_bar
 
@@ -21,19 +19,12 @@ SHOWN = 10
 DUPLICATES = {"classes": "under different classes", "across": "in several splits", "within": "twice in a class"}
 
 
-def main(command: str, arguments: Sequence[str]) -> None:
-    """Run with command line arguments; exit status 1 if a file cannot be read."""
-    report = run_function(check, command, arguments)
-    if report["bad"]:
-        raise SystemExit(1)
-
-
-def check(
+def check_data(
     root: str | None = None,
     data: ImageData | None = None,
     processes: int | None = None,
     output: str | None = None,
-) -> dict[str, Any]:
+) -> None:
     """Decode every image; print the files that cannot be read, classes, sizes and images that come twice.
 
     The exit status is 1 if a file cannot be read, otherwise 0: images that come twice do not stop a training.
@@ -46,12 +37,15 @@ def check(
     """
     if (root is None) == (data is None):
         raise UsageError("give either --root DIR, which holds train/<class>/<image>, or --data NAME with its options")
-    report = check_data(ImageFolderData(root) if data is None else data, processes, partial(with_bar, what="decoding"))
+    report = inspect_data(
+        ImageFolderData(root) if data is None else data, processes, partial(with_bar, what="decoding")
+    )
     _show(report)
     if output is not None:
         with open(output, "w") as file:
             json.dump(report, file, indent=2)
-    return report
+    if report["bad"]:
+        raise SystemExit(1)
 
 
 def _show(report: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Who has started the processes of a run, and whether there are as many of them as devices."""
+"""How the processes of a run were launched (torchrun, srun), and whether there are as many as devices."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ from typing import NamedTuple
 
 import torch.distributed
 from lightning import Trainer
-from lightning.fabric.plugins.environments import (
-    ClusterEnvironment,
-    LightningEnvironment,
-    SLURMEnvironment,
-)
+from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment, SLURMEnvironment
 
 from relvit.cli.errors import UsageError
+from relvit.training.lightning_internals import cluster_environment
 
 # What Slurm calls a job that is a shell.
 SHELLS = ("bash", "interactive")
@@ -40,7 +37,10 @@ class Launch(NamedTuple):
 
 
 class SrunTasks(SLURMEnvironment):
-    """The tasks of srun. A run saves, and ends, by itself when it is told to; the job's script queues it again."""
+    """The tasks of srun as Lightning's cluster environment, which leaves it to the job's script to queue the job again.
+
+    A run saves a checkpoint and ends by itself when Slurm sends a signal.
+    """
 
     def __init__(self) -> None:
         # Slurm sets it only where it was asked for by that name, Lightning wants it always.
@@ -48,14 +48,14 @@ class SrunTasks(SLURMEnvironment):
         super().__init__(auto_requeue=False)
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """`check_processes` does it, by the tasks of srun and not by those of the job."""
+        """Do nothing: `check_processes` compares the tasks of srun, Lightning those of the job."""
 
 
 def launched() -> Launch | None:
-    """How this process was started from outside; None if it is the only one so far.
+    """Return how this process was started from outside; None if it is the only one so far.
 
     A process in a job of Slurm that srun has not started as one of several tasks, but a shell (`srun --pty bash`,
-    `salloc`) or the job's script, is alone, whatever the number of tasks that the job may have: nobody else would come.
+    `salloc`) or the job's script, is alone, whatever the number of tasks that the job may have.
 
     Raises:
         UsageError: srun has started more tasks on one machine than on another.
@@ -64,7 +64,9 @@ def launched() -> Launch | None:
         processes, here = (int(os.environ[name]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
         return Launch("torchrun", processes, processes // here)
     tasks, nodes = _tasks(), _nodes()
-    if tasks < 2 or os.environ.get("SLURM_JOB_NAME") in SHELLS or _is_terminal():
+    # The tasks of srun have no terminal, a shell by `srun --pty` does.
+    in_shell = os.environ.get("SLURM_JOB_NAME") in SHELLS or (sys.stdin is not None and sys.stdin.isatty())
+    if tasks < 2 or in_shell:
         return None
     if tasks % nodes or "," in os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""):
         raise UsageError(
@@ -75,7 +77,7 @@ def launched() -> Launch | None:
 
 
 def environment_of(launch: Launch | None) -> ClusterEnvironment | None:
-    """What Lightning is to take for its surroundings; None: let it look by itself."""
+    """Return the cluster environment that Lightning is to use; None: the one that it detects."""
     if launch is not None:
         return SrunTasks() if launch.by == "srun" else None
     # Lightning would wait for the tasks of a Slurm job, wherever in it this process is.
@@ -86,7 +88,7 @@ def check_processes(launch: Launch | None, trainer: Trainer) -> None:
     """Refuse other numbers of processes than the trainer is to use: some would wait for others that never come.
 
     Raises:
-        UsageError: they differ, or several machines are to be used and there is nobody on the others.
+        UsageError: they differ, or several machines are to be used and no process runs on the others.
     """
     devices, nodes = trainer.num_devices, trainer.num_nodes
     if launch is not None and (launch.per_node, launch.nodes) != (devices, nodes):
@@ -95,7 +97,7 @@ def check_processes(launch: Launch | None, trainer: Trainer) -> None:
             f"{devices * nodes} on {_machines(nodes)}: leave out --trainer.devices and --trainer.num_nodes, or give "
             f"{launch.per_node} and {launch.nodes}"
         )
-    environment = trainer._accelerator_connector.cluster_environment
+    environment = cluster_environment(trainer)
     alone = isinstance(environment, LightningEnvironment) and "MASTER_ADDR" not in os.environ
     if launch is None and nodes > 1 and alone:
         raise UsageError(
@@ -115,17 +117,12 @@ def leave_processes() -> None:
 
 
 def _tasks() -> int:
-    """Tasks of the step of Slurm that this process belongs to, 0 if to none."""
+    """Return the number of tasks of the step of Slurm that this process belongs to, 0 if to none."""
     return int(os.environ.get("SLURM_STEP_NUM_TASKS", 0))
 
 
 def _nodes() -> int:
     return int(os.environ.get("SLURM_STEP_NUM_NODES", 1))
-
-
-def _is_terminal() -> bool:
-    # As in a shell by `srun --pty`; the tasks of srun have none.
-    return sys.stdin is not None and sys.stdin.isatty()
 
 
 def _machines(count: int) -> str:

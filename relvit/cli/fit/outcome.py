@@ -1,51 +1,38 @@
-"""What came out of `relvit fit`, `test` and `predict`, where it is and what is next."""
+"""The result of `relvit fit`, `test` and `predict`: summary.json, the lines that are printed, the commands to go on."""
 
 from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 from lightning import Callback, LightningDataModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from rich.console import Console
+from rich.table import Table
 from torch import nn
 
-from relvit.cli.commands.class_table import show_classes
 from relvit.cli.errors import UsageError
-from relvit.evaluation import EvaluationReport
+from relvit.evaluation import ClassMetrics, EvaluationReport
 from relvit.training import DataRecord, PredictionTable, RunCheckpoints
+from relvit.utils.progress import rank_zero_print
+
+# All classes up to so many are shown, else the worst few.
+ALL, WORST = 20, 10
 
 Kind = TypeVar("Kind", bound=Callback)
 
 
-@rank_zero_only
-def say(text: str) -> None:
-    """Print, in the main process alone."""
-    print(text, flush=True)
-
-
-def tell_fit(
-    trainer: Trainer,
-    checkpoints: RunCheckpoints,
-    folder: Path,
-    seed: Any,
-    seconds: float,
-    since: int,
-    whole: bool,
+def report_fit(
+    trainer: Trainer, checkpoints: RunCheckpoints, folder: Path, seed: Any, seconds: float, since: int, same_run: bool
 ) -> None:
-    """Test the best checkpoint where there are test images, write `summary.json` and say what is next.
+    """Test the best checkpoint where there are test images, write `summary.json` and print the result.
 
-    All processes call this.
-
-    Args:
-        trainer: which has trained.
-        checkpoints: that it has written, a best one among them.
-        folder: of the run.
-        seed: of the run.
-        seconds: that the training took.
-        since: epochs that had been trained before this training went on; 0 where it began afresh.
-        whole: whether the best checkpoint is that of these epochs too.
+    All processes call this. `since` is the number of epochs that had been trained before this training went on; with
+    `same_run` they are in the same folder, so that the best checkpoint is that of them, too.
     """
     model, data = trainer.lightning_module, trainer.datamodule
     best, trained = checkpoints.best_model_path, trainer.current_epoch - since
@@ -60,12 +47,12 @@ def tell_fit(
         "warmup_steps": model.plan.warmup,
         "val/acc1": float(checkpoints.best_model_score),
     }
-    resumed = f" since resuming after epoch {since}" if since and not whole else ""
     lines = [f"Trained {trained} {'epoch' if trained == 1 else 'epochs'} in {seconds / 60:.1f} min."]
     for stop in trainer.early_stopping_callbacks:
         if stop.stopped_epoch and stop.stopped_epoch + 1 == trainer.current_epoch:
             lines.append(f"Stopped early: patience {stop.patience} with {stop.monitor} has run out.")
             summary["stopped_early"] = True
+    resumed = f" since resuming after epoch {since}" if since and not same_run else ""
     lines.append(f"Best validation accuracy{resumed}: {summary['val/acc1']:.4f}")
     if data.has_test:
         results = trainer.test(model, data, ckpt_path=best, verbose=False)[0]
@@ -74,21 +61,13 @@ def tell_fit(
         lines.append(f"Test accuracy of that checkpoint: {results['test/acc1']:.4f}{top5}")
     if model.transfer is not None:
         summary["pretrained"] = model.transfer.plain()
-    summary |= _unreadable(trainer)
     if rank_zero_only.rank == 0:
-        _write_summary(folder, summary)
-        files = ", ".join(sorted(path.name for path in folder.glob("[!.]*")))
-        lines += [f"Files: {folder} ({files})", "Next:", *_suggestions(model.net, data, best)]
-    say("\n".join(lines))
+        _write_summary(folder, summary, trainer)
+        rank_zero_print("\n".join([*lines, _files(folder), "Next:", *_suggestions(model.net, data, best)]))
 
 
-def tell_test(trainer: Trainer, folder: Path, checkpoint: str) -> None:
-    """Write `summary.json`, show the classes and say where the rest is.
-
-    Args:
-        trainer: which has tested.
-        folder: of the run.
-        checkpoint: as the user gave it.
+def report_test(trainer: Trainer, folder: Path, checkpoint: str) -> None:
+    """Write `summary.json` and print metrics of the classes, in the main process; `checkpoint` is as the user gave it.
 
     Raises:
         UsageError: no image could be read.
@@ -96,20 +75,18 @@ def tell_test(trainer: Trainer, folder: Path, checkpoint: str) -> None:
     report, data = _callback(trainer, EvaluationReport), trainer.datamodule
     if not report.results:
         raise UsageError(f"none of the images could be read; {folder / 'unreadable.csv'} says why")
-    summary: dict[str, Any] = {"checkpoint": checkpoint, "split": data.evaluated_split, "img_size": list(data.img_size)}
-    summary |= report.results | _unreadable(trainer)
-    _write_summary(folder, summary)
-    show_classes(report.classes, data.class_names)
-    say(
+    summary = {"checkpoint": checkpoint, "split": data.evaluated_split, "img_size": list(data.img_size)}
+    summary |= report.results
+    _write_summary(folder, summary, trainer)
+    print_classes(report.classes, data.class_names)
+    rank_zero_print(
         f"{summary['images']} images of {data.evaluated_split}, mean F1 of the classes {summary['test/f1']:.4f}, "
-        f"calibration error {summary['test/calibration_error']:.4f}"
+        f"calibration error {summary['test/calibration_error']:.4f}\n{_files(folder)}"
     )
-    files = ", ".join(sorted(path.name for path in folder.iterdir()))
-    say(f"Files: {folder} ({files})")
 
 
-def tell_predict(trainer: Trainer, folder: Path) -> None:
-    """Say where the predictions are.
+def report_predict(trainer: Trainer, folder: Path) -> None:
+    """Print where the predictions are; in the main process.
 
     Raises:
         UsageError: there are none.
@@ -117,24 +94,42 @@ def tell_predict(trainer: Trainer, folder: Path) -> None:
     table = _callback(trainer, PredictionTable)
     if not table.count:
         raise UsageError(f"none of the images could be read; {folder / 'unreadable.csv'} says why")
-    say(f"{table.count} predictions in {table.path}")
+    rank_zero_print(f"{table.count} predictions in {table.path}")
+
+
+def print_classes(metrics: ClassMetrics, class_names: Sequence[str]) -> None:
+    """Print a row for each class; of more than 20 the ten with the lowest F1 among those that have images."""
+    rows, title = np.arange(len(class_names)), None
+    if len(rows) > ALL:
+        known = rows[metrics.count > 0]
+        rows = known[np.argsort(metrics.f1[known], kind="stable")][:WORST]
+        title = f"the {len(rows)} classes with the lowest F1 of {len(class_names)}"
+    table = Table(title=title, title_justify="left")
+    for name in ("class", *ClassMetrics._fields):
+        table.add_column(name, justify="left" if name == "class" else "right")
+    for row in rows:
+        values = ("-" if np.isnan(column[row]) else f"{column[row]:.4f}" for column in metrics[1:])
+        table.add_row(class_names[row], str(metrics.count[row]), *values)
+    # No markup: names may hold brackets.
+    Console(highlight=False, markup=False).print(table)
 
 
 def _callback(trainer: Trainer, kind: type[Kind]) -> Kind:
     return next(callback for callback in trainer.callbacks if isinstance(callback, kind))
 
 
-def _unreadable(trainer: Trainer) -> dict[str, Any]:
-    counts = _callback(trainer, DataRecord).counts
-    return {"unreadable": counts} if counts else {}
-
-
-def _write_summary(folder: Path, summary: dict[str, Any]) -> None:
+def _write_summary(folder: Path, summary: dict[str, Any], trainer: Trainer) -> None:
+    if counts := _callback(trainer, DataRecord).counts:
+        summary["unreadable"] = counts
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
 
 
+def _files(folder: Path) -> str:
+    return f"Files: {folder} ({', '.join(sorted(path.name for path in folder.glob('[!.]*')))})"
+
+
 def _suggestions(net: nn.Module, data: LightningDataModule, best: str) -> list[str]:
-    """Commands that work as printed."""
+    """Return commands that work as printed."""
     path = Path(best).relative_to(Path.cwd()) if Path(best).is_relative_to(Path.cwd()) else best
     path = shlex.quote(str(path))
     lines = []

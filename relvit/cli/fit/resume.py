@@ -1,16 +1,50 @@
-"""`relvit fit --resume RUN`: go on in a run's folder, as it was configured, where its last checkpoint is."""
+"""Resume a training: `relvit fit --resume RUN` or `--ckpt_path`; which options may differ from before is decided here.
+
+What may change is how long a training lasts, where and how fast it runs; not what is trained. A checkpoint brings the
+optimiser, the schedule's place and the callbacks' states along: an option that they would override, or that would make
+the run's configuration untrue for the epochs that are done, is refused by its name.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from relvit.cli.aliases import option
 from relvit.cli.errors import UsageError
-from relvit.utils.remote import is_address
+from relvit.training.checkpoints.checkpoint import NETWORK
+from relvit.utils.files import is_address
+
+# Options that take effect from the checkpoint on. Batch size, accumulation and devices may change as far as
+# `relvit.training.checkpoints.resume.check_layout` allows.
+FREE = {
+    *("save_every", "patience", "model.compile", "model.channels_last", "model.nonfinite"),
+    *(f"data.{name}" for name in ("batch_size", "num_workers", "cache", "on_error", "download", "test", "predict")),
+    *(f"trainer.{limit}_{unit}" for limit in ("min", "max") for unit in ("epochs", "steps")),
+    *(f"trainer.{name}" for name in ("max_time", "accelerator", "devices", "num_nodes", "strategy", "precision")),
+    *(f"trainer.{name}" for name in ("accumulate_grad_batches", "logger", "log_every_n_steps", "profiler")),
+    *(f"trainer.{name}" for name in ("enable_progress_bar", "enable_model_summary", "num_sanity_val_steps")),
+    *(f"trainer.{name}" for name in ("limit_test_batches", "deterministic", "benchmark", "inference_mode")),
+    "trainer.detect_anomaly",
+}
+# Files that may have moved, but neither appear nor disappear.
+PLACES = {"data.root", "data.name", "data.train", "data.val", "model.teacher"}
+# Whatever is in neither is refused. Why: the reason of the longest name that an option begins with.
+REASONS = {
+    "": "a training that goes on stays as it was configured",
+    "seed_everything": "order, augmentation and dropout follow from it",
+    "model": "the recipe, the optimiser and the schedule of a training stay the same to its end",
+    "data": "the images, and what is done to them, stay the same to the end of a training",
+    "trainer.callbacks": "callbacks go on with the states that they had",
+    "trainer.fast_dev_run": "a trial writes nothing and begins afresh",
+}
+# What `check_same_network` and `check_same_data` compare.
+COMPARED_ELSEWHERE = {f"model.{name}" for name in (*NETWORK, "pretrained")} | {"data.class_names", "data.img_size"}
 
 
-def resumed(run: str, arguments: Sequence[str]) -> tuple[Path, list[str]]:
-    """The checkpoint to go on from, and the arguments of the whole command: the run's configuration, then those given.
+def resume_arguments(run: str, arguments: Sequence[str]) -> list[str]:
+    """Return the arguments of the whole command: the run's configuration, those given, and its last checkpoint.
 
     Args:
         run: the run's folder.
@@ -22,20 +56,86 @@ def resumed(run: str, arguments: Sequence[str]) -> tuple[Path, list[str]]:
     if is_address(run):
         raise UsageError(f"--resume {run} is a remote address: a run goes on in a folder of this machine")
     folder = Path(run)
-    for option in ("--config", "-c", "--ckpt_path", "--runs", "--model.model"):
-        if any(argument == option or argument.startswith(f"{option}=") for argument in arguments):
-            raise UsageError(f"--resume {folder} goes on with that run's own configuration: drop {option}")
+    for name in ("--config", "-c", "--ckpt_path", "--runs", "--model.model"):
+        if option(arguments, name) is not None:
+            raise UsageError(f"--resume {folder} goes on with that run's own configuration: drop {name}")
     if not folder.is_dir():
         raise UsageError(f"no run at {folder}: give a folder that relvit fit has made, such as runs/RUN")
-    config, checkpoints = folder / "config.yaml", folder / "checkpoints"
+    config, last = folder / "config.yaml", folder / "checkpoints" / "last.ckpt"
     if not config.is_file():
         raise UsageError(f"{folder} is no run of relvit fit: it has no config.yaml")
-    last = checkpoints / "last.ckpt"
     if not last.is_file():
-        others = sorted(checkpoints.glob("*.ckpt"))
         start = f"relvit fit --config {config}"
         hint = f"begin again with {start}"
-        if others:
+        if others := sorted(last.parent.glob("*.ckpt")):
             hint = f"go on in a new folder with {start} --ckpt_path {others[0]}, or {hint}"
         raise UsageError(f"{folder} has no {last.relative_to(folder)} to go on from: {hint}")
-    return last, ["--config", str(config), *arguments]
+    return [f"--config={config}", *arguments, f"--ckpt_path={last}"]
+
+
+def fit_options(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a fit beside those of model and data, in plain types, as its checkpoints hold them."""
+    return {name: _plain(config[name]) for name in ("seed_everything", "save_every", "patience", "trainer")}
+
+
+def changed_options(
+    path: str, trained: Mapping[str, Any], asked: Mapping[str, Any], arguments: Sequence[str]
+) -> list[str]:
+    """Return the options that changed since a checkpoint, such as 'trainer.max_epochs 10 -> 20'.
+
+    Args:
+        path: where the checkpoint is, for the message.
+        trained: options of its training: 'model', 'data' and those of `fit_options`; none is compared that it lacks.
+        asked: those of the training that goes on.
+        arguments: of the command line.
+
+    Raises:
+        UsageError: an option changed that must not.
+    """
+    before, now = (dict(_leaves(options)) for options in (trained, asked))
+    groups = {name.partition(".")[0] for name in before}
+    changed = []
+    for name in sorted({**before, **now}):
+        was, wanted = before.get(name), now.get(name)
+        if was == wanted or name in COMPARED_ELSEWHERE or name.partition(".")[0] not in groups:
+            continue
+        moved = name in PLACES and None not in (was, wanted)
+        if name not in FREE and not moved:
+            given = option(arguments, f"--{name}") is not None
+            do = "drop that option" if given else f"give --{name} {_short(was)}"
+            reason = REASONS[max((key for key in REASONS if f"{name}.".startswith(f"{key}.") or not key), key=len)]
+            raise UsageError(
+                f"{path} was trained with --{name} {_short(was)}, not {_short(wanted)}: {reason}; {do}, or "
+                f"start another training from these weights with --model.pretrained {path}"
+            )
+        changed.append(f"{name} {_short(was)} -> {_short(wanted)}")
+    return changed
+
+
+def _leaves(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield names as on the command line, and plain values; those of classes in one piece."""
+    for key, value in options.items():
+        name = f"{prefix}{key}"
+        if name == "data":
+            yield "data", value["class_path"]
+            yield from _leaves(value["init_args"], "data.")
+        elif isinstance(value, Mapping) and value and "class_path" not in value:
+            yield from _leaves(value, f"{name}.")
+        else:
+            # No arguments are as good as none.
+            yield name, None if value == {} else _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "as_dict"):
+        value = value.as_dict()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, str | int | float | bool) else str(value)
+
+
+def _short(value: Any) -> str:
+    text = "null" if value is None else str(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,1 +1,1 @@
-"""Images inside archives: tar, WebDataset shards, Hugging Face datasets."""
+"""Readers of images inside archives: tar, WebDataset shards, Hugging Face datasets. Nothing is unpacked or copied."""

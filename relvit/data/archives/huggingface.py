@@ -1,52 +1,39 @@
-"""Hugging Face datasets: rows with an encoded image and a label."""
+"""Hugging Face reader: datasets of the hub, of local Parquet files, or from save_to_disk."""
 
 import errno
 import os
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from relvit.data.archives.stored import Content, Reader
-from relvit.data.files.images import StoredImage
+from relvit.data.archives.reader import Content, Reader
+from relvit.data.images.decode import StoredImage
 from relvit.data.labels import as_label
-from relvit.utils.extras import MissingPackageError
-from relvit.utils.messages import did_you_mean, listing
+from relvit.utils.messages import MissingPackageError, did_you_mean, listing
 
 
-class Rows:
-    """The encoded images of a split. Copies in loader workers share the files that it is mapped from.
+@dataclass(frozen=True, slots=True, eq=False)
+class RowImage(StoredImage):
+    """The encoded image of one row. Copies in DataLoader workers share the memory-mapped files.
 
     Args:
-        name: What the rows belong to, for messages.
+        split: Name of dataset and split, for messages.
+        rows: A `datasets.Dataset` of the column of images alone, not decoded.
         column: The column of the images.
-        encoded: A `datasets.Dataset` of this column alone, not decoded.
-        keys: A name of each row.
+        index: The row.
+        key: Name of the row.
     """
 
-    def __init__(self, name: str, column: str, encoded: Any, keys: Sequence[str]) -> None:
-        self.name = name
-        self.column = column
-        self.encoded = encoded
-        self.keys = keys
-
-
-@dataclass(frozen=True, slots=True)
-class RowImage(StoredImage):
-    """The image of one row."""
-
-    rows: Rows
+    split: str
+    rows: Any
+    column: str
     index: int
-
-    @property
-    def key(self) -> str:
-        """Its name in the split."""
-        return self.rows.keys[self.index]
+    key: str
 
     def read(self) -> bytes:
-        """The encoded image, from the row, or from the file on disk that the row names."""
-        value = self.rows.encoded[self.index][self.rows.column]
+        """Read the encoded image from the row, or from the file on disk that the row names."""
+        value = self.rows[self.index][self.column]
         if isinstance(value, bytes):
             return value
         content, path = (value or {}).get("bytes"), (value or {}).get("path")
@@ -54,19 +41,20 @@ class RowImage(StoredImage):
             return content
         if path is None:
             raise ValueError("the row holds no image")
-        # A dataset from elsewhere may name anything: links, devices.
+        # A downloaded dataset may name anything: links, devices.
         if not os.path.isfile(path):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         with open(path, "rb") as stream:
             return stream.read()
 
     def __str__(self) -> str:
-        return f"{self.rows.name}/{self.key}"
+        return f"{self.split}/{self.key}"
 
 
 class HuggingFace(Reader):
-    """A dataset of the Hugging Face hub or in a local folder, as `datasets.load_dataset` takes it, or as `save_to_disk`
-    has left it. No code that comes with a dataset is ever run, and no link to an image is opened.
+    """A Hugging Face dataset: for `datasets.load_dataset`, or in a folder from `save_to_disk`.
+
+    No code that comes with a dataset is ever run, and no link to an image is opened.
 
     Args:
         path: The name on the hub, or the folder.
@@ -82,16 +70,16 @@ class HuggingFace(Reader):
         self.target_key = target_key
 
     def find(self, split: str, labelled: bool) -> Content:
-        """The images of a split in the order of its rows, see :class:`Reader`."""
+        """Find the images of a split in the order of its rows, see :class:`Reader`."""
         datasets = _datasets()
         table = self._load(datasets, split).with_format(None)
         encoded = self._encoded(datasets, table)
-        rows = Rows(f"hfds/{self.path}/{split}", self.input_key, encoded, self._keys(encoded))
-        images = [RowImage(rows, index) for index in range(len(encoded))]
+        source = f"hfds/{self.path}/{split}", encoded, self.input_key
+        images = [RowImage(*source, index, key) for index, key in enumerate(self._keys(encoded))]
         return Content(images, *self._labels(datasets, table)) if labelled else Content(images)
 
     def key(self, image: RowImage) -> str:
-        """Its file name, where the dataset knows one, or the number of its row."""
+        """Name an image by its file, where the dataset has its name, or by the number of its row."""
         return image.key
 
     def _load(self, datasets: ModuleType, split: str) -> Any:
@@ -102,7 +90,7 @@ class HuggingFace(Reader):
             found = datasets.load_from_disk(self.path)
         except MemoryError:
             raise
-        # Whatever goes wrong: files, formats, connections, other kinds of data than images.
+        # Wrong files, formats, connections or kinds of data raise exceptions of any type.
         except Exception as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ValueError(f"cannot load the split {split!r} of hfds/{self.path}: {reason}") from error
@@ -137,7 +125,7 @@ class HuggingFace(Reader):
         return table.features[column]
 
     def _keys(self, encoded: Any) -> list[str]:
-        """A name of each row: of its file, counted where several have the same, or else its number."""
+        """Name each row: by its file, counted where several have the same, or else by its number."""
         flat = encoded.flatten()
         column = f"{self.input_key}.path"
         if column not in flat.features:
@@ -146,18 +134,18 @@ class HuggingFace(Reader):
         seen: Counter[str] = Counter()
         keys = []
         for index, path in enumerate(paths):
-            name = f"row {index}" if path is None else self._without_place(path)
+            name = f"row {index}" if path is None else self._file_name(path)
             seen[name] += 1
             keys.append(name if seen[name] == 1 else f"{name} #{seen[name]}")
         return keys
 
-    def _without_place(self, path: str) -> str:
+    def _file_name(self, path: str) -> str:
         if path.startswith(f"{self.path}/"):
             return os.path.relpath(path, self.path)
         return os.path.basename(path) if os.path.isabs(path) else path
 
     def _labels(self, datasets: ModuleType, table: Any) -> tuple[list[str | None], list[str] | None]:
-        """The label of each row, and the names of the classes where the column has them."""
+        """Read the label of each row, and the names of the classes where the column has them."""
         feature = self._feature(table, self.target_key, "target_key")
         if not isinstance(feature, datasets.ClassLabel | datasets.Value):
             raise ValueError(f"column {self.target_key!r} of hfds/{self.path} holds no classes but {feature}")
@@ -177,7 +165,7 @@ def _datasets() -> ModuleType:
         import datasets
     except ModuleNotFoundError as error:
         raise MissingPackageError("a Hugging Face dataset", "datasets") from error
-    # Older ones run the code that a dataset brings along.
+    # Older versions run code of the dataset.
     if int(datasets.__version__.split(".")[0]) < 4:
         raise ModuleNotFoundError(
             f'datasets {datasets.__version__} is too old, 4.0 or newer is needed: pip install -U "relvit[hfds]"',

@@ -1,4 +1,4 @@
-"""WebDataset shards: tar archives in which files that share a name up to its first dot are the parts of one sample."""
+"""WebDataset reader: shards of samples, whose files in a tar archive share a name up to its first dot."""
 
 import json
 import os
@@ -6,40 +6,39 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
-from relvit.data.archives.stored import Content, Reader
-from relvit.data.archives.tar import Member, members, read_all
+from relvit.data.archives.reader import Content, Reader
+from relvit.data.archives.tar import Member, members
 from relvit.data.labels import as_label
 from relvit.utils.messages import did_you_mean, listing
 
 IMAGE_PARTS = "jpg;jpeg;png;webp"
 
-# Each sample by its name: its parts by their endings, in lower case, without the dot.
+# The parts of each sample by its name, a part by its ending, in lower case, without the dot.
 Samples = dict[str, dict[str, Member]]
 
 
 class _Split(NamedTuple):
-    """The shards of a split, the least number of samples in each and in all, and the field of the label by default."""
+    """The shards of a split, the number of samples in them at least, and the default field of the label."""
 
     files: list[str]
-    least: list[int]
-    total: int
-    field: str | None
+    least: int = 0
+    field: str | None = None
 
 
 class Shards(Reader):
     """Samples of image and label in WebDataset's tar archives, on disk and uncompressed, read at random.
 
-    A split is what ``_info.json`` (or ``info.json``) in root says, as timm writes it, or names shards by itself:
-    ``'name-{0000..0127}.tar'``, relative to root, several joined by ``::``; ``|N`` behind it says how many samples
-    there are at least. Samples without an image are left out with a warning.
+    A split is one of ``_info.json`` (or ``info.json``) in root, as timm writes it, or the names of shards:
+    ``'name-{0000..0127}.tar'``, relative to root, several joined by ``::``; ``|N`` behind it is the number of samples
+    at least. Samples without an image are left out with a warning.
 
     Args:
         root: The folder of the shards.
         input_key: Endings of the part that is the image, separated by ``;``, the first that a sample has.
-        target_key: The field of the part ``json`` that is the label; None: what ``_info.json`` says, or else the label
-            is the part ``cls``.
+        target_key: The field of the part ``json`` that is the label; None: the field in ``_info.json``, or else the
+            label is the part ``cls``.
     """
 
     def __init__(self, root: str, input_key: str = IMAGE_PARTS, target_key: str | None = None) -> None:
@@ -48,24 +47,24 @@ class Shards(Reader):
         self.target_key = target_key
 
     def find(self, split: str, labelled: bool) -> Content:
-        """The images of a split in the order of shards and samples, see :class:`Reader`."""
+        """Find the images of a split in the order of shards and samples, see :class:`Reader`."""
         shards = self._split(split)
         images: list[Member] = []
         labels: list[str | None] = []
-        for file, least in zip(shards.files, shards.least, strict=True):
+        for file in shards.files:
             samples = _samples(file)
             pairs = self._images(file, samples)
-            if len(pairs) < least:
-                raise ValueError(f"{file} has {len(pairs)} samples, and {least} by the information on it; copy it anew")
             images += [image for _, image in pairs]
             if labelled:
-                labels += self._labels([samples[name] for name, _ in pairs], self.target_key or shards.field)
-        if len(images) < shards.total:
-            raise ValueError(f"{split} has {len(images)} samples in {self.root}; there should be {shards.total}")
+                labels += _labels(file, [samples[name] for name, _ in pairs], self.target_key or shards.field)
+        if len(images) < shards.least:
+            raise ValueError(
+                f"{split} has {len(images)} samples in {self.root}; there should be {shards.least}: copy them anew"
+            )
         return Content(images, labels)
 
     def key(self, image: Member) -> str:
-        """The shard, relative to root, and the name in it."""
+        """Name an image by the shard, relative to root, and the name in it."""
         return f"{os.path.relpath(image.file, self.root)}/{image.name}"
 
     def _split(self, split: str) -> _Split:
@@ -74,18 +73,18 @@ class Shards(Reader):
         refuse_remote(split)
         known = self._known_splits()
         if split in known:
-            found = _described(os.path.join(self.root, split), known[split])
+            found = _described(f"{self.root}/{split}", known[split])
         elif ".tar" in split or "{" in split:
             pattern, _, count = split.partition("|")
             if count and not count.isdigit():
                 raise ValueError(f"{split!r} should name a number of samples behind '|', such as 'a-{{0..9}}.tar|1000'")
             names = [name for part in pattern.split("::") for name in expand_braces(part)]
-            found = _Split(names, [0] * len(names), int(count or 0), None)
+            found = _Split(names, int(count or 0))
         else:
             there = sorted(name for name in os.listdir(self.root) if name.endswith(".tar"))
-            says = f"_info.json knows {listing(sorted(known))}" if known else "there is no _info.json"
+            info = f"_info.json has {listing(sorted(known))}" if known else "there is no _info.json"
             raise ValueError(
-                f"no split {split!r} in {self.root}{did_you_mean(split, known)}: {says}; or name the shards, such as "
+                f"no split {split!r} in {self.root}{did_you_mean(split, known)}: {info}; or name the shards, such as "
                 f"'name-{{0000..0127}}.tar' (there are {listing(there, 3) or 'none'})"
             )
         for name in found.files:
@@ -123,21 +122,9 @@ class Shards(Reader):
             warnings.warn(f"{text}; they are left out", stacklevel=2)
         return found
 
-    def _labels(self, samples: Sequence[dict[str, Member]], field: str | None) -> list[str | None]:
-        part = "json" if field else "cls"
-        wanted = [sample[part] for sample in samples if part in sample]
-        if samples and not wanted:
-            raise ValueError(
-                f"no sample in {next(iter(samples[0].values())).file} has a part {part!r}; the first has "
-                f"{listing(sorted(samples[0]))}: --data.target_key FIELD takes a field of the part 'json'"
-            )
-        contents = zip(wanted, read_all(wanted), strict=True)
-        known = {member.name: _label(member, content, field) for member, content in contents}
-        return [known[sample[part].name] if part in sample else None for sample in samples]
-
 
 def refuse_remote(name: str) -> None:
-    """Refuse whatever is no path: nothing is downloaded, and ``pipe:`` would run a command.
+    """Refuse URLs and commands: nothing is downloaded, and ``pipe:`` would run a command.
 
     Raises:
         ValueError: `name` begins as a URL.
@@ -147,7 +134,7 @@ def refuse_remote(name: str) -> None:
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """The names of a pattern as a shell expands it: ``{000..127}``, with or without leading zeros, and ``{a,b}``.
+    """Expand a pattern as a shell does: ``{000..127}``, with or without leading zeros, and ``{a,b}``.
 
     Raises:
         ValueError: Braces within braces, or one that has no partner.
@@ -176,7 +163,7 @@ def _samples(file: str) -> Samples:
     for member in members(file):
         folder, slash, base = member.name.rpartition("/")
         stem, dot, ending = base.partition(".")
-        # Hidden files, and what WebDataset keeps for itself.
+        # Hidden files, and WebDataset's own metadata.
         if not stem or not dot or re.match(r"__[^/]*__($|/)", member.name):
             continue
         parts = samples.setdefault(folder + slash + stem, {})
@@ -191,27 +178,34 @@ def _samples(file: str) -> Samples:
     return samples
 
 
-def _described(place: str, split: Any) -> _Split:
-    """A split as `_info.json` describes it."""
+def _described(split: str, info: Any) -> _Split:
+    """Parse a split of `_info.json`."""
     try:
-        files = [str(name) for name in split["filenames"]]
-        least = [int(length) for length in split.get("shard_lengths") or [0] * len(files)]
-        if len(least) != len(files):
-            raise ValueError(f"{len(files)} of these and {len(least)} of those")
-        return _Split(files, least, int(split.get("num_samples") or 0), split.get("alt_label") or None)
-    except (KeyError, TypeError, ValueError) as error:
+        least = info.get("num_samples") or sum(info.get("shard_lengths") or [0])
+        return _Split([str(name) for name in info["filenames"]], int(least), info.get("alt_label") or None)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"_info.json should describe {split} by 'filenames' and 'num_samples': {error!r}") from error
+
+
+def _labels(file: str, samples: Sequence[dict[str, Member]], field: str | None) -> list[str | None]:
+    part = "json" if field else "cls"
+    if samples and not any(part in sample for sample in samples):
         raise ValueError(
-            f"_info.json should describe {place} by 'filenames' and as many 'shard_lengths': {error}"
-        ) from error
+            f"no sample in {file} has a part {part!r}; the first has {listing(sorted(samples[0]))}: "
+            "--data.target_key FIELD takes a field of the part 'json'"
+        )
+    with open(file, "rb") as stream:
+        return [_label(sample[part], stream, field) if part in sample else None for sample in samples]
 
 
-def _label(member: Member, content: bytes, field: str | None) -> str | None:
+def _label(member: Member, stream: BinaryIO, field: str | None) -> str | None:
     try:
+        content = member.read_from(stream)
         if field is None:
             return as_label(content.decode())
         fields = json.loads(content)
         if field not in fields:
             raise ValueError(f"no field {field!r}{did_you_mean(field, fields)}; there are {listing(sorted(fields))}")
         return as_label(fields[field])
-    except (ValueError, TypeError) as error:
+    except (EOFError, ValueError, TypeError) as error:
         raise ValueError(f"cannot read the label {member}: {error}") from error

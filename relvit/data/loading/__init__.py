@@ -1,1 +1,1 @@
-"""Data loaders: batches, samplers, shards for evaluation, deterministic augmentation."""
+"""Load batches: the DataLoader, the training sampler, seeded augmentation, and evaluation over several processes."""

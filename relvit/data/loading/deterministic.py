@@ -1,4 +1,4 @@
-"""Training images whose augmentation follows from seed, epoch and place in the epoch's order."""
+"""Deterministic augmentation: random numbers of an image depend on seed, epoch and position in the epoch alone."""
 
 from typing import Any, NamedTuple
 
@@ -7,27 +7,25 @@ from torch.utils.data import Dataset
 from relvit.utils.seeding import seeded
 
 
-class Draw(NamedTuple):
-    """What a sampler asks of a dataset: an image, for one place in the order of one epoch (over all processes).
+class SeededIndex(NamedTuple):
+    """Index of an image, with the epoch and the position in the epoch's order (over all processes) that seed it.
 
-    The place, since an image may come several times in an epoch, augmented in its own way each time.
+    The position, since an image may come several times in an epoch, each time augmented differently.
     """
 
     index: int
     epoch: int
-    place: int
+    position: int
 
 
-class Draws(Dataset):
-    """A dataset asked by `Draw` instead of by index.
+class DeterministicDataset(Dataset):
+    """Dataset whose items are random by seed, epoch and position alone, whatever was loaded before and by which worker.
 
-    Whatever is drawn at random to make an item depends on seed, epoch and place alone: not on what was loaded before,
-    nor on which worker loads it. Batches that the dataset makes at once (``__getitems__``) depend on the place of their
-    first image.
+    Batches that the wrapped dataset makes at once (``__getitems__``) depend on the position of their first image.
 
     Args:
-        dataset: Asked by index; may draw from the generators of Python, NumPy and PyTorch's CPU.
-        seed: Of the run.
+        dataset: Takes indices; may use the generators of Python, NumPy and PyTorch's CPU.
+        seed: Seed of the run.
     """
 
     def __init__(self, dataset: Dataset, seed: int) -> None:
@@ -37,13 +35,13 @@ class Draws(Dataset):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, draw: Draw) -> Any:
-        with seeded(self.seed, draw.epoch, draw.place):
-            return self.dataset[draw.index]
+    def __getitem__(self, item: SeededIndex) -> Any:
+        with seeded(self.seed, item.epoch, item.position):
+            return self.dataset[item.index]
 
-    def __getitems__(self, draws: list[Draw]) -> Any:
+    def __getitems__(self, items: list[SeededIndex]) -> Any:
         at_once = getattr(self.dataset, "__getitems__", None)
         if at_once is None:
-            return [self[draw] for draw in draws]
-        with seeded(self.seed, draws[0].epoch, draws[0].place):
-            return at_once([draw.index for draw in draws])
+            return [self[item] for item in items]
+        with seeded(self.seed, items[0].epoch, items[0].position):
+            return at_once([item.index for item in items])

@@ -1,4 +1,4 @@
-"""Processes that load images, in a run that is told to stop."""
+"""Signal-safe DataLoader: its workers ignore SIGTERM and SIGUSR1, which stop a run after it has saved."""
 
 import multiprocessing
 import os
@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-# How long workers have to end by themselves when Python ends, in seconds.
+# Seconds that workers have to end by themselves when Python ends.
 PATIENCE = 1.0
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -19,19 +19,24 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _registered_in: int | None = None
 
 
-class SteadyLoader(DataLoader):
-    """A `DataLoader` whose workers outlive what stops the run from their first moment on, and end with Python.
+class SignalSafeDataLoader(DataLoader):
+    """DataLoader whose workers ignore stop signals from their first moment on, and end with Python.
 
-    Its `worker_init_fn` is to be :func:`heed_no_stop_signal`.
+    Args:
+        arguments, options: Those of `DataLoader`; `worker_init_fn` is :func:`ignore_stop_signals` by default, which any
+            other one has to call.
     """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **{"worker_init_fn": ignore_stop_signals} | options)
 
     def __iter__(self) -> Iterator[Any]:
         end_workers_at_exit()
         if self.num_workers and (self.multiprocessing_context or multiprocessing).get_start_method() == "forkserver":
-            # The server lives on and has other children: it must not be born like the workers.
+            # The fork server outlives the loader and has other children: it must not start with signals blocked.
             forkserver.ensure_running()
-        # Workers are born with these signals blocked, and ignore them before they let them through. What the run itself
-        # is sent meanwhile, it gets afterwards.
+        # Workers start with these signals blocked, and ignore them before unblocking them. Signals that arrive in this
+        # process meanwhile are delivered afterwards.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             return super().__iter__()
@@ -39,14 +44,14 @@ class SteadyLoader(DataLoader):
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def heed_no_stop_signal(worker: int) -> None:
-    """Let a loader's worker go on when the run is told to stop, as the run goes on until it has saved.
+def ignore_stop_signals(worker: int) -> None:
+    """Let a DataLoader worker go on when the run is asked to stop, since the run goes on until it has saved.
 
-    Batch systems, and `kill` on a process group, send SIGTERM or SIGUSR1 to workers as well; without them the run ends
-    in an error. Workers end when their loader or their run does, see :func:`end_workers_at_exit`.
+    Batch systems, and `kill` on a process group, send SIGTERM or SIGUSR1 to workers as well, without which the run
+    would end in an error. Workers end when their loader or their run does, see :func:`end_workers_at_exit`.
 
     Args:
-        worker: Its number, as a `DataLoader` gives it to its `worker_init_fn`.
+        worker: The number of the worker, as a `DataLoader` gives it to its `worker_init_fn`.
     """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -54,14 +59,19 @@ def heed_no_stop_signal(worker: int) -> None:
 
 
 def end_workers_at_exit() -> None:
-    """See to it that workers that are left when Python ends do end.
+    """Register that workers which are left when Python ends are ended.
 
-    Python itself would send them SIGTERM, which they ignore, and wait for ever.
+    Python by itself would send SIGTERM, which workers ignore, and wait for ever.
     """
     global _registered_in
     if _registered_in != os.getpid():
         _registered_in = os.getpid()
         Finalize(None, _end_workers, exitpriority=100)
+
+
+def identity_collate(batch: Any) -> Any:
+    """Return a batch unchanged: the collate function of datasets that make batches at once."""
+    return batch
 
 
 def _end_workers() -> None:

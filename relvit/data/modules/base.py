@@ -1,35 +1,37 @@
-"""What all image data modules share: arguments, transforms, loaders."""
+"""Base class of all image data modules: the shared arguments, transforms and DataLoaders."""
 
 import inspect
+import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from lightning import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
+from torchvision.transforms import v2
 
-from relvit.data.loading.deterministic import Draws
-from relvit.data.loading.eval_shards import ShareLoader, batches_per_rank
-from relvit.data.loading.loader import SteadyLoader, heed_no_stop_signal
-from relvit.data.loading.memory import BatchTransform, MemoryImages, WholeBatches, as_it_is, batch_transform
-from relvit.data.loading.train_sampler import (
-    Balance,
-    TrainSampler,
-    check_balance,
-    class_weights,
-    for_this_process,
-    training_position,
+from relvit.data.images.datasets import (
+    OnError,
+    SkipUnreadable,
+    SkipUnreadableBatches,
+    SkipUnreadableLoader,
+    collate_readable,
 )
-from relvit.data.transforms import Augment, eval_transform, parse_size, train_transform
-from relvit.utils.messages import listing, printable
+from relvit.data.images.memory import InMemoryBatches, SameSizeImages
+from relvit.data.loading.deterministic import DeterministicDataset
+from relvit.data.loading.eval_shards import EvalShardLoader
+from relvit.data.loading.loader import SignalSafeDataLoader, identity_collate
+from relvit.data.loading.sampler import Balance, TrainSampler, class_weights, training_position
+from relvit.data.transforms import Augment, BatchTransform, batch_transform, eval_transform, parse_size, train_transform
+from relvit.utils.messages import check_choice, listing, printable
 from relvit.utils.seeding import run_seed
 
 Split = Literal["train", "val", "test", "predict"]
 
-# But for 'test', which evaluates any split.
+# Without 'test', which evaluates any split.
 _SPLITS_OF_STAGE: dict[str, tuple[Split, ...]] = {
     "fit": ("train", "val"),
     "validate": ("val",),
@@ -41,12 +43,11 @@ class ImageData(LightningDataModule, ABC):
     """Images with one label each, in the splits train, val, test and predict.
 
     Items are ``(image, label)``, those of predict ``(image, name)``: image float32 (C, H, W), label int, name str.
-    The names, the number of classes and the channels are known at construction, so that a model can be built from
-    them; images are looked for when a split is first used.
+    Class names and channels are known at construction, so that a model can be built from them; images are looked for
+    when a split is first used.
 
-    A subclass implements :meth:`missing` and :meth:`build`, and keeps each argument of its constructor in an
-    attribute of the same name, from which :meth:`init_args` reads it. It takes the keyword arguments below as
-    ``**options`` and hands them on; the positional ones it knows itself.
+    A subclass implements :meth:`missing` and :meth:`build`, keeps each argument of its constructor in an attribute of
+    the same name, from which :meth:`init_args` reads it, and hands on the keyword arguments below as ``**options``.
 
     Args:
         class_names: Name of each class; the position is the label.
@@ -60,9 +61,8 @@ class ImageData(LightningDataModule, ABC):
         num_workers: Processes that load images; 0 loads them in the main process.
         color_jitter: Strength of the colour jitter in training; none: as `augment` has it.
         random_erasing: Probability of random erasing in training; none: as `augment` has it.
-        balance: What to do about classes of different sizes: 'none'; 'sampler' draws the training images with
-            replacement so that every class comes equally often; 'loss' draws nothing otherwise but gives
-            :attr:`class_weights` for the loss.
+        balance: What to do about classes of different sizes: 'none'; 'sampler' samples the training images with
+            replacement so that every class comes equally often; 'loss' gives :attr:`class_weights` for the loss.
         repeats: Copies of an image in a training batch, each augmented in its own way; an epoch keeps its length and
             sees only one image in `repeats` (repeated augmentation, see :class:`relvit.data.TrainSampler`).
 
@@ -70,8 +70,10 @@ class ImageData(LightningDataModule, ABC):
         ValueError: An argument out of its range, fewer than two classes, or a class named twice.
     """
 
-    # Whether it can be chosen by its name, as by `--data`.
+    # Whether `--data` offers this class.
     chosen_by_name: ClassVar[bool] = True
+    # What to do about unreadable images; modules that read files have an argument for it.
+    on_error: OnError = "error"
 
     def __init__(
         self,
@@ -98,6 +100,7 @@ class ImageData(LightningDataModule, ABC):
             raise ValueError(f"num_workers is {num_workers}; give 0 (load in the main process) or more")
         if repeats < 1:
             raise ValueError(f"repeats is {repeats}; give 1 (every image once) or more, such as 3")
+        check_choice("balance", balance, get_args(Balance))
         self.class_names: list[str] = _checked_classes(class_names)
         self.in_chans = in_chans
         self.img_size: tuple[int, int] = parse_size(img_size)
@@ -107,18 +110,18 @@ class ImageData(LightningDataModule, ABC):
         self.num_workers = num_workers
         self.color_jitter = color_jitter
         self.random_erasing = random_erasing
-        self.balance: Balance = check_balance(balance)
+        self.balance: Balance = balance
         self.repeats = repeats
         self.normalise_by(mean, std)
         self._datasets: dict[Split, Dataset] = {}
         self._begin = (0, 0)
         # The split that a test evaluates.
         self.evaluated_split: Split = "test"
-        # Path and reason of the images of each split that could not be read so far (data from files, on_error='skip').
+        # Path and reason of the images of each split that have been skipped, see on_error.
         self.unreadable: dict[Split, dict[str, str]] = {}
 
     def normalise_by(self, mean: Sequence[float], std: Sequence[float]) -> None:
-        """Normalise the images by another mean and standard deviation; before they are first used.
+        """Set mean and standard deviation for the normalisation, before images are first used.
 
         Raises:
             ValueError: Not one number for each channel, or an std that is not greater than zero.
@@ -135,17 +138,14 @@ class ImageData(LightningDataModule, ABC):
 
     @abstractmethod
     def missing(self, split: Split) -> str | None:
-        """Why there is no such split and what to do, or None if there is one. Cheap: reads no images."""
+        """Explain why there is no such split and what to do, or return None if there is one. Reads no images."""
 
     @abstractmethod
     def build(self, split: Split) -> Dataset:
-        """The dataset of a split that is not missing, with ``train_transform`` or ``eval_transform``."""
+        """Build the dataset of a split that is not missing, with the transform of :meth:`transform_of`."""
 
     def held_out(self) -> list[tuple[str, int]]:
-        """Names and labels of the training images that were put aside to validate, where no split came with the data.
-
-        Known once the images have been looked for; empty where there was nothing to put aside.
-        """
+        """Names and labels of the training images that were put aside to validate; empty where there are none."""
         return []
 
     @property
@@ -170,15 +170,15 @@ class ImageData(LightningDataModule, ABC):
         return self.missing("test") is None
 
     def init_args(self) -> dict[str, Any]:
-        """The arguments with which ``type(self)(**init_args)`` builds the same module, class names included.
+        """Return the arguments with which ``type(self)(**init_args)`` builds the same module, class names included.
 
-        Only str, int, float, bool, None and lists of them, so that a checkpoint can store them.
+        They consist of str, int, float, bool, None and lists of these, so that a checkpoint can store them.
         """
         return {name: _plain(getattr(self, name)) for name in self.argument_names()}
 
     @classmethod
     def argument_names(cls) -> list[str]:
-        """The names of the constructor's arguments, with those that it hands on as ``**options``."""
+        """Names of the constructor's arguments, with those that it hands on as ``**options``."""
         names: list[str] = []
         for part in cls.__mro__:
             if "__init__" not in vars(part):
@@ -190,10 +190,10 @@ class ImageData(LightningDataModule, ABC):
         return list(dict.fromkeys(names))
 
     def dataset(self, split: Split) -> Dataset:
-        """The dataset of one split, built at the first call.
+        """Return the dataset of one split, built at the first call.
 
         Raises:
-            ValueError: There is no such split, or its files are not as they should be.
+            ValueError: There is no such split, or its files are wrong.
         """
         if split not in self._datasets:
             if reason := self.missing(split):
@@ -205,7 +205,7 @@ class ImageData(LightningDataModule, ABC):
         """Build the datasets of a stage: 'fit', 'validate', 'test' or 'predict'; None means all that exist.
 
         Raises:
-            ValueError: The stage needs a split that does not exist, or its files are not as they should be.
+            ValueError: The stage needs a split that does not exist, or its files are wrong.
         """
         if stage is None:
             splits = [split for split in ("train", "val", "test", "predict") if self.missing(split) is None]
@@ -215,7 +215,7 @@ class ImageData(LightningDataModule, ABC):
             self.dataset(split)
 
     def evaluate_on(self, split: Split) -> None:
-        """Let a test evaluate the images of train, val or test; those of train in order and without augmentation."""
+        """Choose the split that a test evaluates; images of train then come in order and without augmentation."""
         self.evaluated_split = split
         self._datasets.pop("train", None)
 
@@ -223,109 +223,102 @@ class ImageData(LightningDataModule, ABC):
         """Whether the images of a split are shuffled and augmented: those of train, unless a test evaluates them."""
         return split == "train" and self.evaluated_split != "train"
 
+    def transform_of(self, split: Split) -> v2.Compose:
+        """Return the transform of the images of a split."""
+        return self.train_transform if self.trains_on(split) else self.eval_transform
+
     def begin_at(self, epoch: int, batch: int) -> None:
-        """Where the training begins: with that epoch, after so many of its batches (of each device)."""
+        """Resume a training in that epoch, after so many of its batches (of each device)."""
         self._begin = (epoch, batch)
 
     def state_dict(self) -> dict[str, int]:
-        """Of a training: the epoch, and how many of its batches are done."""
+        """Return the epoch of a training and the number of its batches that are done."""
         epoch, batch = training_position(self.trainer)
         return {"epoch": epoch, "batch": batch}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Begin where the training was."""
+        """Resume at the epoch and batch of :meth:`state_dict`."""
         self.begin_at(**state_dict)
 
     def train_dataloader(self) -> DataLoader:
         """Shuffled batches; a last one of a single image is left out, which batch norm could not normalise.
 
-        The order follows from seed and epoch, the augmentation of an image from its place in it as well. On several
-        devices each gets its share. A training that goes on within an epoch begins with the first batch that is left.
+        The order depends on seed and epoch alone, the augmentation of an image on its position in that order as well.
+        Several devices divide the order. A resumed training begins with the first batch that is left of the epoch.
         """
         dataset = self.dataset("train")
         weights = None
         if self.balance == "sampler":
             weights = class_weights(dataset.targets, self.num_classes)[torch.as_tensor(dataset.targets)]
-        # Known already here: the loader may begin to load before Lightning says which epoch it is.
+        # The sampler needs the epoch now: workers may begin to load before Lightning calls set_epoch.
         epoch, done = self._begin
-        if self.trainer is not None and self.trainer.current_epoch > epoch:
-            epoch, done = self.trainer.current_epoch, 0
-        place = {"epoch": epoch, "start": done * self.batch_size}
-        sampler = TrainSampler(len(dataset), weights, self.repeats, **for_this_process(self.trainer), **place)
+        options = {"seed": run_seed()}
+        if self.trainer is not None:
+            options |= {"num_replicas": self.trainer.world_size, "rank": self.trainer.global_rank}
+            if self.trainer.current_epoch > epoch:
+                epoch, done = self.trainer.current_epoch, 0
+        options |= {"epoch": epoch, "start": done * self.batch_size}
+        sampler = TrainSampler(len(dataset), weights, self.repeats, **options)
         alone = len(sampler) > 1 and len(sampler) % self.batch_size == 1
         return self._loader("train", sampler=sampler, drop_last=alone)
 
-    def val_dataloader(self) -> DataLoader | ShareLoader:
-        """All validation images in order; on several devices this one's share, see :class:`ShareLoader`."""
-        return self._share("val")
+    def val_dataloader(self) -> DataLoader | EvalShardLoader:
+        """All validation images in order; on several devices the shard of this one."""
+        return self._eval_loader("val")
 
-    def test_dataloader(self) -> DataLoader | ShareLoader:
-        """All test images in order; on several devices this one's share, see :class:`ShareLoader`.
+    def test_dataloader(self) -> DataLoader | EvalShardLoader:
+        """All images of the evaluated split, by default test, in order; on several devices the shard of this one."""
+        return self._eval_loader(self.evaluated_split)
 
-        Or those of another split, see :meth:`evaluate_on`.
-        """
-        return self._share(self.evaluated_split)
+    def predict_dataloader(self) -> DataLoader | EvalShardLoader:
+        """All images to predict in order, with their names; on several devices the shard of this one."""
+        return self._eval_loader("predict")
 
-    def predict_dataloader(self) -> DataLoader | ShareLoader:
-        """All images to predict in order, with their names; on several devices this one's share, as in a test."""
-        return self._share("predict")
-
-    def _share(self, split: Split) -> DataLoader | ShareLoader:
+    def _eval_loader(self, split: Split) -> DataLoader | EvalShardLoader:
         if self.trainer is None or self.trainer.world_size == 1:
             return self._loader(split)
         world = self.trainer.world_size
         count = len(self.dataset(split))
         loader = self._loader(split, sampler=range(self.trainer.global_rank, count, world))
         no_targets = [] if split == "predict" else torch.empty(0, dtype=torch.long)
-        nothing = torch.empty(0, self.in_chans, *self.img_size), no_targets
-        return ShareLoader(loader, batches_per_rank(count, world, self.batch_size), nothing)
+        empty = torch.empty(0, self.in_chans, *self.img_size), no_targets
+        largest_shard = math.ceil(count / world)
+        return EvalShardLoader(loader, math.ceil(largest_shard / self.batch_size), empty)
 
     def _loader(
-        self,
-        split: Split,
-        sampler: Sampler | Sequence[int] | None = None,
-        drop_last: bool = False,
+        self, split: Split, sampler: Sampler | Sequence[int] | None = None, drop_last: bool = False
     ) -> DataLoader:
-        return self._make_loader(
-            split,
-            batch_size=self.batch_size,
-            sampler=sampler,
-            drop_last=drop_last,
-            num_workers=self.num_workers,
-            pin_memory=torch.cuda.is_available(),
-            persistent_workers=self.num_workers > 0,
-            worker_init_fn=heed_no_stop_signal,
-        )
-
-    def _make_loader(self, split: Split, **arguments: Any) -> DataLoader:
-        """The loader of a split with further arguments of `DataLoader`."""
+        options: dict[str, Any] = {
+            "batch_size": self.batch_size,
+            "sampler": sampler,
+            "drop_last": drop_last,
+            "num_workers": self.num_workers,
+            "pin_memory": torch.cuda.is_available(),
+            "persistent_workers": self.num_workers > 0,
+        }
+        skip, trains = self.on_error == "skip", self.trains_on(split)
         dataset, transform = self.dataset(split), self._batch_transform(split)
-        if transform is None:
-            return SteadyLoader(self._asked(split, dataset), **arguments)
-        batches = WholeBatches(dataset, transform)
-        return SteadyLoader(self._asked(split, batches), collate_fn=as_it_is, **arguments)
-
-    def _asked(self, split: Split, dataset: Dataset) -> Dataset:
-        """A dataset as the loader of a split asks it: by draws in training, where items are made at random."""
-        return Draws(dataset, run_seed()) if self.trains_on(split) else dataset
+        if transform is not None:
+            dataset, options["collate_fn"] = InMemoryBatches(dataset, transform), identity_collate
+        if skip:
+            wrapper = SkipUnreadable if transform is None else SkipUnreadableBatches
+            dataset = wrapper(dataset, replace=trains)
+            options.setdefault("collate_fn", collate_readable)
+            options["record"] = self.unreadable.setdefault(split, {})
+        if trains:
+            dataset = DeterministicDataset(dataset, run_seed())
+        return (SkipUnreadableLoader if skip else SignalSafeDataLoader)(dataset, **options)
 
     def _batch_transform(self, split: Split) -> BatchTransform | None:
-        """What is done to a whole batch at once, or None where images come one by one: where they are not in memory in
-        one size, or their transform has no such form."""
+        """The transform of a batch at once; None where images are transformed one by one."""
         images = self.dataset(split)
-        if not isinstance(images, MemoryImages):
+        if not isinstance(images, SameSizeImages):
             return None
-        training = self.trains_on(split)
-        return batch_transform(
-            tuple(images.pixels.shape[1:]),
-            self.img_size,
-            self.mean,
-            self.std,
-            self.augment if training else "none",
-            self.crop_pct,
-            self.color_jitter if training else None,
-            self.random_erasing if training else None,
-        )
+        stored = tuple(images.pixels.shape[1:])
+        if not self.trains_on(split):
+            return batch_transform(stored, self.img_size, self.mean, self.std, "none", self.crop_pct)
+        augmentation = self.augment, self.crop_pct, self.color_jitter, self.random_erasing
+        return batch_transform(stored, self.img_size, self.mean, self.std, *augmentation)
 
 
 def _checked_classes(class_names: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100, from the files of their authors."""
+"""CIFAR10Data and CIFAR100Data: download, check and read the authors' files by torchvision."""
 
 import os
 import warnings
@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 import torch
 from torch.utils.data import Dataset
 from torchvision.datasets import CIFAR10, CIFAR100
-from torchvision.datasets.utils import check_integrity, extract_archive
+from torchvision.datasets.utils import check_integrity
 
-from relvit.data.loading.memory import MemoryImages, pack
+from relvit.data.images.memory import SameSizeImages
 from relvit.data.modules.base import ImageData, Split, check_class_names
 from relvit.data.split import check_fraction, stratified_split
-from relvit.data.transforms import Augment
+from relvit.data.transforms import Augment, pack
 
 CIFAR10_CLASSES = "airplane automobile bird cat deer dog frog horse ship truck".split()  # noqa: SIM905
 CIFAR100_CLASSES = """
@@ -29,14 +29,14 @@ CIFAR100_CLASSES = """
 
 
 class CIFARData(ImageData):
-    """What CIFAR-10 and CIFAR-100 share: 50,000 images of 32 x 32 to train, 10,000 to test, all kept in memory.
+    """CIFAR-10 or CIFAR-100: 50,000 images of 32 x 32 to train, 10,000 to test, all kept in memory.
 
-    The files are those of https://www.cs.toronto.edu/~kriz/cifar.html, in torchvision's places below `root`, and their
+    The files are those of https://www.cs.toronto.edu/~kriz/cifar.html, below `root` as torchvision has them, and their
     MD5 sums are checked. Where they are missing, :meth:`prepare_data` (which Lightning calls, in one process of each
-    machine) unpacks the archive if it lies in root, or downloads it. A part of train is put aside to validate. Predict
+    machine) unpacks the archive if it is in root, or downloads it. A part of train is put aside to validate. Predict
     gives the test images, named 'cifar10/test/00000' and so on.
 
-    With the augmentations 'none', 'shift' and 'crop-flip' at 32 x 32 a whole batch is augmented at once.
+    With the augmentations 'none', 'shift' and 'crop-flip' at 32 x 32 a batch is augmented at once.
 
     Args:
         root: The folder that holds, or is to hold, the files.
@@ -73,6 +73,7 @@ class CIFARData(ImageData):
         class_names: list[str] | None = None,
         **options: Any,
     ) -> None:
+        self._title = self.dataset_class.__name__.replace("CIFAR", "CIFAR-")
         check_class_names(class_names, self.classes, f"{self._title} has")
         # Absolute: a checkpoint remembers it, and may be used from elsewhere.
         self.root = os.path.abspath(os.path.expanduser(root))
@@ -93,11 +94,7 @@ class CIFARData(ImageData):
     @property
     @abstractmethod
     def classes(self) -> list[str]:
-        """The names of the classes."""
-
-    @property
-    def _title(self) -> str:
-        return self.dataset_class.__name__.replace("CIFAR", "CIFAR-")
+        """Names of the classes."""
 
     @property
     def _folder(self) -> str:
@@ -108,85 +105,68 @@ class CIFARData(ImageData):
         return os.path.join(self.root, self.dataset_class.filename)
 
     def prepare_data(self) -> None:
-        """Unpack or download what is missing.
+        """Unpack or download what is missing, by torchvision.
 
         Raises:
             ValueError: A file is damaged, or the images are missing and may not be downloaded.
         """
-        if not self._damaged():
-            return
-        if check_integrity(self._archive, self.dataset_class.tgz_md5):
-            extract_archive(self._archive, self.root)
-        elif self.download:
-            print(f"{self._title} is not in {self.root}: downloading {self.dataset_class.url}", flush=True)
-            self.dataset_class(self.root, download=True)
-        if damaged := self._damaged():
-            raise ValueError(self._complaint(damaged))
+        unpack = check_integrity(self._archive, self.dataset_class.tgz_md5)
+        self._open(train=False, download=self.download or unpack)
 
-    def _damaged(self) -> list[str]:
-        """The files that are missing or differ from the published ones."""
-        files = [*self.dataset_class.train_list, *self.dataset_class.test_list]
-        meta = self.dataset_class.meta
-        files.append([meta["filename"], meta["md5"]])
-        return [name for name, md5 in files if not check_integrity(os.path.join(self._folder, name), md5)]
+    def _open(self, train: bool, download: bool = False) -> CIFAR10:
+        with warnings.catch_warnings():
+            # NumPy's complaint about how the authors' pickles write a dtype.
+            warnings.filterwarnings("ignore", message=".*align should be passed")
+            try:
+                return self.dataset_class(self.root, train=train, download=download)
+            except RuntimeError as error:  # torchvision's, for missing files and wrong MD5 sums
+                raise ValueError(self._complaint()) from error
 
-    def _complaint(self, damaged: list[str]) -> str:
-        there = [name for name in damaged if os.path.exists(os.path.join(self._folder, name))]
-        if there:
-            return (
-                f"{os.path.join(self._folder, there[0])} is damaged: its MD5 sum is not that of {self._title}; "
-                f"delete {self._folder}, so that it is unpacked or downloaded again"
-            )
+    def _complaint(self) -> str:
+        damaged = f"is damaged: its MD5 sum is not that of {self._title}; delete"
+        if os.path.isdir(self._folder):
+            return f"a file in {self._folder} {damaged} the folder, so that it is unpacked or downloaded again"
         if os.path.exists(self._archive):
-            return (
-                f"{self._archive} is damaged: its MD5 sum is not that of {self._title}; delete it and download it again"
-            )
+            return f"{self._archive} {damaged} it and download it again"
         url = self.dataset_class.url
         return f"no {self._title} in {self.root}: set download (--data.download true), or put {url} there"
 
     def missing(self, split: Split) -> str | None:
-        """Whether the images are not there at all."""
+        """Explain that the images are missing, or return None."""
         if os.path.isdir(self._folder):
             return None
         return f"no {self._title} in {self.root}: call prepare_data() first, as Lightning does"
 
     def build(self, split: Split) -> Dataset:
-        """The dataset of one split, in memory."""
-        pixels, labels = self._stored(split in ("train", "val"))
+        """Build the dataset of one split, in memory."""
         if split in ("train", "val"):
+            pixels, labels = self._train_files
             indices = self._divided[split == "val"]
             pixels, targets = pixels[torch.tensor(indices)], [labels[i] for i in indices]
         else:
-            targets = labels if split == "test" else [self._name("test", i) for i in range(len(labels))]
-        return MemoryImages(pixels, targets, self.train_transform if self.trains_on(split) else self.eval_transform)
+            pixels, targets = self._read(train=False)
+            if split == "predict":
+                targets = [self._name("test", i) for i in range(len(targets))]
+        return SameSizeImages(pixels, targets, self.transform_of(split))
 
     def held_out(self) -> list[tuple[str, int]]:
-        """Names such as 'cifar10/train/00012', by the place in the training files, and labels."""
-        labels = self._stored_train[1]
+        """Names such as 'cifar10/train/00012', by the position in the training files, and labels."""
+        labels = self._train_files[1]
         return [(self._name("train", i), labels[i]) for i in self._divided[1]]
 
     @cached_property
     def _divided(self) -> tuple[list[int], list[int]]:
-        labels = self._stored_train[1]
+        labels = self._train_files[1]
         names = [self._name("train", i) for i in range(len(labels))]
         return stratified_split(names, labels, self.val_fraction, self.split_seed, self.root)
 
     @cached_property
-    def _stored_train(self) -> tuple[torch.Tensor, list[int]]:
+    def _train_files(self) -> tuple[torch.Tensor, list[int]]:
         return self._read(train=True)
-
-    def _stored(self, train: bool) -> tuple[torch.Tensor, list[int]]:
-        return self._stored_train if train else self._read(train=False)
 
     def _read(self, train: bool) -> tuple[torch.Tensor, list[int]]:
         """Packed pixels int32 (N, 32, 32) and labels."""
-        with warnings.catch_warnings():
-            # NumPy's complaint about how the authors' pickles write a dtype.
-            warnings.filterwarnings("ignore", message=".*align should be passed")
-            try:
-                stored = self.dataset_class(self.root, train=train)
-            except RuntimeError as error:  # torchvision's, which names no file
-                raise ValueError(self._complaint(self._damaged())) from error
+        stored = self._open(train)
         return pack(stored.data), list(stored.targets)
 
     def _name(self, part: str, index: int) -> str:
@@ -196,7 +176,7 @@ class CIFARData(ImageData):
 class CIFAR10Data(CIFARData):
     """CIFAR-10 (Krizhevsky 2009): 32 x 32 colour images of ten classes, 5,000 each to train and 1,000 to test.
 
-    Arguments and files are those of :class:`relvit.data.modules.cifar.CIFARData`.
+    Arguments and files are those of :class:`CIFARData`.
     """
 
     dataset_class = CIFAR10
@@ -208,7 +188,7 @@ class CIFAR100Data(CIFARData):
     """CIFAR-100 (Krizhevsky 2009): 32 x 32 colour images of 100 classes (the fine labels), 500 each to train and 100 to
     test.
 
-    Arguments and files are those of :class:`relvit.data.modules.cifar.CIFARData`.
+    Arguments and files are those of :class:`CIFARData`.
     """
 
     dataset_class = CIFAR100

@@ -1,23 +1,19 @@
-"""Handwritten digits that come with scikit-learn: real images for a first run without any download."""
+"""DigitsData: scikit-learn's handwritten digits, for a first run without any download."""
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import numpy as np
-import torch
-from PIL import Image
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
-from torch import Tensor
 from torch.utils.data import Dataset
-from torchvision.transforms import v2
 
+from relvit.data.images.memory import ImagesInMemory
 from relvit.data.modules.base import ImageData, Split, check_class_names
 from relvit.data.transforms import Augment
 
 DIGITS_CLASSES = [str(digit) for digit in range(10)]
-# of the 1,257 training images, pixels in 0..1
+# Of the 1,257 training images, pixels in 0..1.
 DIGITS_MEAN = (0.3049319887,)
 DIGITS_STD = (0.3756725775,)
 
@@ -81,11 +77,11 @@ class DigitsData(ImageData):
         )
 
     def missing(self, split: Split) -> str | None:
-        """None: the digits have every split."""
+        """Return None: the digits have every split."""
         return None
 
     def build(self, split: Split) -> Dataset:
-        """The dataset of one split."""
+        """Build the dataset of one split."""
         images, labels, indices = _digits()
         if split == "predict":
             chosen = indices["test"]
@@ -93,26 +89,15 @@ class DigitsData(ImageData):
         else:
             chosen = indices[split]
             targets = labels[chosen].tolist()
-        transform = self.train_transform if self.trains_on(split) else self.eval_transform
-        return GreyImages(images[chosen], targets, transform)
+        return GreyImages(images[chosen], targets, self.transform_of(split))
 
 
-class GreyImages(Dataset):
-    """Grey images in memory.
+class GreyImages(ImagesInMemory):
+    """Grey images in memory, uint8 (N, H, W)."""
 
-    Args:
-        images: uint8 (N, H, W).
-        targets: N labels or names.
-        transform: From a PIL image of mode 'L' to a tensor.
-    """
+    def __init__(self, images: np.ndarray, *options: Any) -> None:
+        super().__init__(*options)
+        self.images = images
 
-    def __init__(self, images: np.ndarray, targets: Sequence[int] | Sequence[str], transform: v2.Compose) -> None:
-        self.images = torch.from_numpy(images)
-        self.targets = targets
-        self.transform = transform
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int | str]:
-        return self.transform(Image.fromarray(self.images[index].numpy())), self.targets[index]
+    def values(self, index: int) -> np.ndarray:
+        return self.images[index]

@@ -1,12 +1,12 @@
-"""Photographs in folders, one folder per class."""
+"""ImageFolderData: images in folders train, val and test with one folder per class."""
 
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from relvit.data.files.dataset import class_folders, images_to_predict, labelled_files
-from relvit.data.files.images import IMAGE_ENDINGS
+from relvit.data.images.decode import IMAGE_ENDINGS
+from relvit.data.images.folders import class_folders, images_to_predict, labelled_files
 from relvit.data.modules.base import Split
 from relvit.data.modules.image_files import ImageFilesData
 from relvit.utils.messages import listing
@@ -21,10 +21,9 @@ _FOLDER_NAMES: dict[Split, tuple[str, ...]] = {
 class ImageFolderData(ImageFilesData):
     """Images in ``root/train/<class>/...``, ``root/val/<class>/...`` and ``root/test/<class>/...``.
 
-    The folder of val may also be named valid or validation; without one, a part of train is put aside. All images
-    are read as RGB. Classes are matched by name, so a split may lack some. Predict gives, without labels, the
-    images below test or else below val; if root has none of these folders, all images below root. Hidden files and
-    folders are left out.
+    The folder of val may also be named valid or validation; without one, a part of train is put aside. Classes are
+    matched by name, so a split may lack some. Predict gives, without labels, the images below test or else below val;
+    if root has none of these folders, all images below root. Hidden files and folders are left out.
 
     Args:
         root: The folder that holds train, val and test.
@@ -38,30 +37,27 @@ class ImageFolderData(ImageFilesData):
     """
 
     def __init__(self, root: str, class_names: list[str] | None = None, **options: Any) -> None:
-        # Absolute: a checkpoint remembers it, and may be used from elsewhere.
+        # Absolute, since a checkpoint keeps it and may be used from elsewhere.
         self.root = os.path.abspath(os.path.expanduser(root))
         self._folders = find_splits(self.root)
         super().__init__(self._train_classes() if class_names is None else class_names, **options)
 
     @property
     def _folder_classes(self) -> Sequence[str]:
-        """The name of each class's folder."""
+        """Name of the folder of each class."""
         return self.class_names
 
     def missing(self, split: Split) -> str | None:
-        """Which folder is missing, or None."""
+        """Explain which folder is missing, or return None."""
         if split == "predict":
-            only_train = list(self._folders) == ["train"]
-            return (
-                f"no test or val folder in {self.root}; add one, or give a folder of images (--data.root)"
-                if only_train
-                else None
-            )
-        if self._came(split) or (split == "val" and self._came("train")):
+            if list(self._folders) == ["train"]:
+                return f"no test or val folder in {self.root}; add one, or give a folder of images (--data.root)"
+            return None
+        if self._has_own(split) or (split == "val" and self._has_own("train")):
             return None
         return f"no {split} folder in {self.root}; add the images as {os.path.join(self.root, split, '<class>')}/..."
 
-    def _came(self, split: Split) -> bool:
+    def _has_own(self, split: Split) -> bool:
         return split in self._folders
 
     def _samples(self, split: Split) -> list[tuple[str, int]]:
@@ -77,15 +73,15 @@ class ImageFolderData(ImageFilesData):
     def _paths_to_predict(self) -> list[str]:
         return images_to_predict(self._folders.get("test") or self._folders.get("val") or self.root)
 
-    def _shown(self, path: str) -> str:
+    def _display_name(self, path: str) -> str:
         return Path(os.path.relpath(path, self.root)).as_posix()
 
-    def _hashed(self, path: str) -> str:
+    def _split_key(self, path: str) -> str:
         return Path(os.path.relpath(path, self._folders["train"])).as_posix()
 
     @property
     def place(self) -> str:
-        """The folder."""
+        """The folder root."""
         return self.root
 
     def _train_classes(self) -> list[str]:
@@ -107,7 +103,12 @@ class ImageFolderData(ImageFilesData):
 
 
 def find_splits(root: str) -> dict[Split, str]:
-    """The folder of each split that root has."""
+    """Find the folder of each split below root.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError: root is no folder.
+        ValueError: Two folders with validation images.
+    """
     if os.path.isfile(root):
         raise NotADirectoryError(f"root {root} is a file; give the folder of images that it is in (--data.root)")
     if not os.path.isdir(root):

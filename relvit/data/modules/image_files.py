@@ -1,37 +1,32 @@
-"""What all data modules of image files share: defaults for photographs, a split of their own, unreadable files."""
+"""Base class of data modules that read image files: defaults for photographs, validation split, image cache."""
 
 import sys
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from torch.utils.data import DataLoader, Dataset
-from torchvision.transforms import v2
+from torch.utils.data import Dataset
 
-from relvit.data.files.cache import ImagesToDecode, decode_into_memory, in_units
-from relvit.data.files.dataset import LabelledFiles, NamedFiles
-from relvit.data.files.images import ImageSource
-from relvit.data.files.unreadable import Tolerant, TolerantBatches, TolerantLoader, collate_readable
-from relvit.data.loading.memory import WholeBatches, as_it_is
+from relvit.data.images.datasets import LabelledFiles, NamedFiles, OnError
+from relvit.data.images.decode import ImageSource
+from relvit.data.images.memory import decode_into_memory, in_units
 from relvit.data.modules.base import ImageData, Split
 from relvit.data.split import check_fraction, stratified_split
 from relvit.data.transforms import Augment
-from relvit.utils.messages import did_you_mean
+from relvit.utils.messages import check_choice
 from relvit.utils.progress import with_bar
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
-OnError = Literal["error", "skip"]
-
 
 class ImageFilesData(ImageData):
-    """Images from files, or stored elsewhere as files, read as RGB by :func:`relvit.data.load_rgb`.
+    """Images from files, or stored images, read as RGB by :func:`relvit.data.load_rgb`.
 
-    A subclass implements :meth:`missing`, `_came`, `_samples`, `_paths_to_predict`, `_shown` and `place`.
+    A subclass implements :meth:`missing`, `_has_own`, `_samples`, `_paths_to_predict`, `_display_name` and `place`.
 
     Args:
         class_names: Name of each class; the position is the label.
@@ -48,16 +43,15 @@ class ImageFilesData(ImageData):
             reason in :attr:`unreadable`.
         cache: Whether the images of train, and those of val with them, are decoded once, when those of train are first
             used, and kept in memory, 8 bits a channel. Where all of a split have the size `img_size`, the augmentations
-            'none', 'shift' and 'crop-flip' then work on whole batches, as in :class:`relvit.data.CIFAR10Data`, and a
-            pixel takes four bytes; otherwise each image keeps its own size, and a pixel takes three. The loader's
-            workers share this memory; on several devices each process has its own. More than four fifths of what is
-            available is refused before anything is decoded. Only trainings use it: whatever goes through val, test or
-            predict once reads the files.
+            'none', 'shift' and 'crop-flip' then work on batches at once, and a pixel takes four bytes; otherwise each
+            image keeps its own size, and a pixel takes three. Workers share this memory; on several devices each
+            process has its own. More than four fifths of the available memory is refused before anything is decoded.
+            Only trainings use the cache.
         options: See :class:`relvit.data.ImageData`.
 
     Raises:
-        ValueError: An argument out of its range, fewer than two classes, or a class named twice; later, images that are
-            not as they should be, or too many for the cache.
+        ValueError: An argument out of its range, fewer than two classes, or a class named twice; later, wrong files or
+            too many images for the cache.
     """
 
     def __init__(
@@ -76,13 +70,10 @@ class ImageFilesData(ImageData):
         cache: bool = False,
         **options: Any,
     ) -> None:
-        allowed = get_args(OnError)
-        if on_error not in allowed:
-            hint = did_you_mean(str(on_error), allowed)
-            raise ValueError(f"on_error is {on_error!r}; allowed are {', '.join(map(repr, allowed))}{hint}")
+        check_choice("on_error", on_error, get_args(OnError))
         self.val_fraction = check_fraction(val_fraction)
         self.split_seed = split_seed
-        self.on_error: OnError = on_error
+        self.on_error = on_error
         self.cache = cache
         super().__init__(
             class_names,
@@ -96,67 +87,62 @@ class ImageFilesData(ImageData):
         )
 
     @abstractmethod
-    def _came(self, split: Split) -> bool:
-        """Whether the data bring images of their own for train, val or test."""
+    def _has_own(self, split: Split) -> bool:
+        """Whether the data have images of their own for train, val or test."""
 
     @abstractmethod
     def _samples(self, split: Split) -> list[tuple[ImageSource, int]]:
-        """Path, or stored image, and label of the images that came for train, val or test."""
+        """Path, or stored image, and label of the data's own images for train, val or test."""
 
     @abstractmethod
     def _paths_to_predict(self) -> list[ImageSource]:
         """Paths of the images to predict, or stored images."""
 
     @abstractmethod
-    def _shown(self, path: ImageSource) -> str:
-        """A path, or stored image, of train as the user knows it, without what depends on where the data are."""
+    def _display_name(self, path: ImageSource) -> str:
+        """Name of an image of train for the user, without the location of the data."""
 
     @property
     @abstractmethod
     def place(self) -> str:
-        """Where the data are, for messages."""
+        """Location of the data, for messages."""
 
-    def _hashed(self, path: ImageSource) -> str:
-        """The name of an image of train that decides on which side of the split it is."""
-        return self._shown(path)
+    def _split_key(self, path: ImageSource) -> str:
+        """Name of an image of train whose hash decides between train and val."""
+        return self._display_name(path)
 
     def build(self, split: Split) -> Dataset:
-        """The dataset of one split; looks for its files."""
+        """Build the dataset of one split; looks for its files."""
         if split == "predict":
             return NamedFiles(self._paths_to_predict(), self.eval_transform)
-        return LabelledFiles(self.samples(split), self._transform(split))
+        return LabelledFiles(self.samples(split), self.transform_of(split))
 
     def samples(self, split: Split) -> list[tuple[ImageSource, int]]:
         """Path and label of the images of train, val or test; looks for the files and reads none."""
         if split == "train":
             return self._divided[0]
-        return self._samples(split) if self._came(split) else self._divided[1]
+        return self._samples(split) if self._has_own(split) else self._divided[1]
 
     def dataset(self, split: Split) -> Dataset:
-        """The dataset of one split, built at the first call; with `cache` that of train decodes all images.
+        """Return the dataset of one split, built at the first call; with `cache` that of train decodes all images.
 
         Raises:
-            ValueError: There is no such split, its files are not as they should be, or the memory is too small.
+            ValueError: There is no such split, its files are wrong, or the memory is too small.
         """
         if self.cache and self.trains_on(split) and split not in self._datasets and self.missing(split) is None:
             self._datasets |= self._decoded()
         return super().dataset(split)
 
-    def _transform(self, split: Split) -> v2.Compose:
-        return self.train_transform if self.trains_on(split) else self.eval_transform
-
     def _decoded(self) -> dict[Split, Dataset]:
-        """Train and val in memory: together, so that one look at the memory is enough."""
+        """Decode train and val together, so that the available memory is measured once."""
         start = time.monotonic()
-        splits: tuple[Split, ...] = ("train", "val")
-        images = {split: ImagesToDecode(self.samples(split), self._transform(split)) for split in splits}
-        copies, shown = 1, True
+        images = {split: self.build(split) for split in ("train", "val")}
+        copies, shown = 1, rank_zero_only.rank == 0 and sys.stderr.isatty()
         if self.trainer is not None:
-            copies, shown = self.trainer.num_devices, self.trainer.progress_bar_callback is not None
-        # Of several processes one talks.
-        shown = shown and rank_zero_only.rank == 0
-        bar = with_bar if shown and sys.stderr.isatty() else None
-        decoded = decode_into_memory(images, self.img_size, self.on_error == "skip", copies, bar)
+            copies, shown = self.trainer.num_devices, shown and self.trainer.progress_bar_callback is not None
+        decoded = decode_into_memory(
+            images, self.img_size, self.on_error == "skip", copies, with_bar if shown else None
+        )
         if rank_zero_only.rank == 0:
             count = sum(map(len, decoded.values()))
             size = in_units(sum(dataset.pixels.nbytes for dataset in decoded.values()))
@@ -164,28 +150,17 @@ class ImageFilesData(ImageData):
         return decoded
 
     def held_out(self) -> list[tuple[str, int]]:
-        """Paths, as they are without where the data are, and labels, of the training images put aside to validate."""
-        put_aside = self._divided[1] if self._came("train") else []
-        return [(self._shown(path), label) for path, label in put_aside]
+        """Paths, relative to the location of the data, and labels of the training images put aside to validate."""
+        put_aside = self._divided[1] if self._has_own("train") else []
+        return [(self._display_name(path), label) for path, label in put_aside]
 
     @cached_property
     def _divided(self) -> tuple[list[tuple[ImageSource, int]], list[tuple[ImageSource, int]]]:
-        """The images to train on, and those put aside to validate where nothing came for that."""
+        """The images to train on, and those put aside to validate where the data have no val."""
         samples = self._samples("train")
-        if self._came("val"):
+        if self._has_own("val"):
             return samples, []
-        names = [self._hashed(path) for path, _ in samples]
+        names = [self._split_key(path) for path, _ in samples]
         parts = stratified_split(names, [label for _, label in samples], self.val_fraction, self.split_seed, self.place)
         larger, smaller = ([samples[i] for i in part] for part in parts)
         return larger, smaller
-
-    def _make_loader(self, split: Split, **arguments: Any) -> DataLoader:
-        if self.on_error == "error":
-            return super()._make_loader(split, **arguments)
-        images, transform = self.dataset(split), self._batch_transform(split)
-        if transform is None:
-            dataset, collate = Tolerant(images, replace=self.trains_on(split)), collate_readable
-        else:
-            dataset, collate = TolerantBatches(WholeBatches(images, transform), replace=self.trains_on(split)), as_it_is
-        record = self.unreadable.setdefault(split, {})
-        return TolerantLoader(self._asked(split, dataset), collate_fn=collate, record=record, **arguments)

@@ -1,4 +1,4 @@
-"""ImageNet-1k (ILSVRC 2012) in class folders, with readable class names."""
+"""ImageNetData: ImageNet-1k (ILSVRC 2012) in folders by WordNet id, with readable class names."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from scipy.io import loadmat
 
-from relvit.data.files.dataset import class_folders
+from relvit.data.images.folders import class_folders
 from relvit.data.modules.folder import ImageFolderData, find_splits
 from relvit.utils.messages import listing
 
@@ -20,11 +20,11 @@ META_BIN = "meta.bin"
 class ImageNetData(ImageFolderData):
     """ImageNet-1k (Russakovsky et al. 2015, arXiv 1409.0575) in ``root/train/<wnid>/...`` and ``root/val/<wnid>/...``.
 
-    ``tools/prepare_imagenet.py`` makes these folders of the official archives. Labels are the positions of the sorted
+    ``tools/prepare_imagenet.py`` makes these folders from the official archives. Labels are the positions of the sorted
     WordNet ids (n01440764, ...), as everywhere. Classes have the first of their names in the devkit's ``meta.mat``
     (``root/ILSVRC2012_devkit_t12/data``) or in torchvision's ``meta.bin`` (``root``), followed by the id where two have
-    the same; without these files they are called by their ids. Part of the classes will do. The official test images
-    have no public labels: results are those of val.
+    the same; without these files their names are the ids. Part of the classes will do. The official test images have no
+    public labels: results are those of val.
 
     Args:
         root: The folder that holds train and val.
@@ -50,9 +50,9 @@ class ImageNetData(ImageFolderData):
                     "(a checkpoint knows them)"
                 )
             wnids = class_folders(folders.get("train") or folders.get("val") or folders["test"])
-        if strange := [wnid for wnid in wnids if not re.fullmatch(r"n\d{8}", wnid)]:
+        if others := [wnid for wnid in wnids if not re.fullmatch(r"n\d{8}", wnid)]:
             raise ValueError(
-                f"no WordNet ids such as 'n01440764': {listing(strange)}; for other class folders use ImageFolderData"
+                f"no WordNet ids such as 'n01440764': {listing(others)}; for other class folders use ImageFolderData"
             )
         if class_names is not None and len(class_names) != len(wnids):
             raise ValueError(f"class_names holds {len(class_names)} names; there are {len(wnids)} wnids")
@@ -65,7 +65,7 @@ class ImageNetData(ImageFolderData):
 
 
 def readable_names(root: str, wnids: Sequence[str]) -> list[str]:
-    """A name of each class, no two the same; see :class:`ImageNetData`.
+    """Read a readable name of each class, no two the same; see :class:`ImageNetData`.
 
     Raises:
         ValueError: `meta.mat` or `meta.bin` does not know a class.

@@ -1,36 +1,30 @@
-"""Images to predict, named on a command line: files, folders and patterns."""
+"""ImagePathsData: images without labels to predict, named on a command line by files, folders and patterns."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
-from relvit.data.files.dataset import NamedFiles, find_images
-from relvit.data.files.unreadable import Tolerant, TolerantLoader, collate_readable
+from relvit.data.images.datasets import NamedFiles, OnError
+from relvit.data.images.folders import find_images
 from relvit.data.modules.base import ImageData, Split
-from relvit.data.modules.image_files import OnError
 
 
 class ImagePathsData(ImageData):
-    """Images to predict, wherever they are, for a model of whatever data.
+    """Images to predict by paths, for the classes and the image size of a model.
 
     Args:
         paths: Files, folders with all images below them, and patterns, see `find_images`.
-        class_names: Name of each class; the position is the label.
-        img_size: Size of the images given to the model, one number or (height, width).
-        mean: Mean of each channel, in units of the range 0..1; of one channel the images become grey.
-        std: Standard deviation of each channel, in the same units.
-        crop_pct: Share of the side that the centre crop keeps, in (0, 1].
-        batch_size: Images per batch (and per device).
-        num_workers: Processes that load images; 0 loads them in the main process.
+        mean: Mean of each channel, in units of the range 0..1; with one channel the images become grey.
         on_error: What to do about a file that cannot be read: 'skip' goes on without it, 'error' stops and names it.
+        class_names, img_size, std, crop_pct, batch_size, num_workers: See :class:`relvit.data.ImageData`.
 
     Raises:
         ValueError: An argument out of its range; later, a path at which there is no image.
     """
 
-    # It has nothing to train on; `relvit predict` makes it of the paths.
+    # `relvit predict` builds it from the paths; it has nothing to train on.
     chosen_by_name = False
 
     def __init__(
@@ -51,22 +45,15 @@ class ImagePathsData(ImageData):
         loading = {"batch_size": batch_size, "num_workers": num_workers}
         super().__init__(class_names, len(mean), augment="none", mean=mean, std=std, **sizes, **loading)
         self.paths = list(paths)
-        self.on_error: OnError = on_error
+        self.on_error = on_error
 
     def missing(self, split: Split) -> str | None:
-        """There is nothing but images to predict."""
+        """Explain that there are no splits with labels."""
         return None if split == "predict" else f"images without labels can only be predicted: there is no {split}"
 
     def build(self, split: Split) -> Dataset:
-        """The dataset of the images; looks for the files."""
+        """Build the dataset of the images to predict; looks for the files."""
         transform = self.eval_transform
         if self.in_chans == 1:
             transform = v2.Compose([v2.Grayscale(), *transform.transforms])
         return NamedFiles(find_images(self.paths), transform)
-
-    def _make_loader(self, split: Split, **arguments: Any) -> DataLoader:
-        if self.on_error == "error":
-            return super()._make_loader(split, **arguments)
-        tolerant = Tolerant(self.dataset(split), replace=False)
-        record = self.unreadable.setdefault(split, {})
-        return TolerantLoader(tolerant, collate_fn=collate_readable, record=record, **arguments)

@@ -1,22 +1,22 @@
-"""Hugging Face datasets, WebDataset shards and tar archives, named as timm names them."""
+"""ReaderData: images in Hugging Face datasets, WebDataset shards and tar archives, named as for timm."""
 
 import os
 import warnings
 from typing import Any
 
 from relvit.data.archives.huggingface import HuggingFace
-from relvit.data.archives.stored import Content, Reader
-from relvit.data.archives.tar_folders import TarFolders, images_in
+from relvit.data.archives.reader import Content, Reader
+from relvit.data.archives.tar import TarFolders, images_in
 from relvit.data.archives.webdataset import IMAGE_PARTS, Shards, refuse_remote
-from relvit.data.files.dataset import images_to_predict
-from relvit.data.files.images import ImageSource, StoredImage
+from relvit.data.images.decode import ImageSource, StoredImage
+from relvit.data.images.folders import images_to_predict
 from relvit.data.labels import check_every_class, classes_of, positions
 from relvit.data.modules.base import Split
 from relvit.data.modules.image_files import ImageFilesData
 from relvit.utils.messages import did_you_mean, listing
 
 _KNOWN = "a name is hfds/NAME, wds/NAME, or the path of a tar archive or of a folder with archives"
-# Readers of timm's that have no counterpart here.
+# Prefixes of timm's other readers.
 _OTHERS = ("tfds", "hfids", "torch")
 
 
@@ -26,11 +26,11 @@ class ReaderData(ImageFilesData):
     ``hfds/NAME`` is a dataset of the Hugging Face hub, or a local folder (``hfds//path``) of Parquet files, of images
     or from `save_to_disk`; it needs ``relvit[hfds]``. ``wds/NAME`` are WebDataset shards in root. Anything else is a
     tar archive with class folders, or a folder of such archives. Shards and archives are on disk and not compressed;
-    they are read where they lie, each image as if it were a file of its own. Labels are names of classes or numbers;
-    images without one (negative, or empty) are left out with a warning.
+    images are read from them directly. Labels are names of classes or numbers; images without one (negative, or empty)
+    are left out with a warning.
 
     Args:
-        name: Which data.
+        name: The data, see above.
         root: The folder of the shards (else NAME is), or that the path of an archive starts from; for ``hfds``, where
             downloads are kept.
         train_split: The split to train on. ``hfds``: also a part, ``'train[:90%]'``. ``wds``: a split of
@@ -68,7 +68,7 @@ class ReaderData(ImageFilesData):
         class_names: list[str] | None = None,
         **options: Any,
     ) -> None:
-        # Absolute: a checkpoint remembers them, and may be used from elsewhere.
+        # Absolute, since a checkpoint keeps them and may be used from elsewhere.
         self.name, self.root = _located(name, root)
         self.predict = None if predict is None else _absolute(predict)
         self.train_split = train_split
@@ -86,29 +86,26 @@ class ReaderData(ImageFilesData):
 
     @property
     def place(self) -> str:
-        """The dataset, or the folder or archive."""
+        """Name of the dataset, or path of the folder or archive."""
         return self.name if _kind(self.name)[0] == "hfds" else str(self.root)
 
     def missing(self, split: Split) -> str | None:
-        """Which split is not named, or None."""
+        """Explain which split is not named, or return None."""
         if split == "predict":
             if self.predict or self.test_split or self.val_split:
                 return None
             return "nothing to predict; give a folder of images (--data.predict), or a split (--data.test_split)"
-        return None if self._came(split) or split == "val" else f"no {split} split; name one (--data.{split}_split)"
+        return None if self._has_own(split) or split == "val" else f"no {split} split; name one (--data.{split}_split)"
 
-    def _came(self, split: Split) -> bool:
-        return self._named(split) is not None
-
-    def _named(self, split: Split) -> str | None:
-        return getattr(self, f"{split}_split")
+    def _has_own(self, split: Split) -> bool:
+        return getattr(self, f"{split}_split") is not None
 
     def _find(self, name: str, labelled: bool) -> Content:
-        """The images of a split, looked for once."""
+        """Find the images of a split, once."""
         if (name, labelled) not in self._found:
             content = self._reader.find(name, labelled)
             if not content.images:
-                raise ValueError(f"the split {name!r} of {self.place} holds no images")
+                raise ValueError(f"the split {name!r} of {self.place} has no images")
             if labelled and all(label is None for label in content.labels):
                 raise ValueError(
                     f"no image of the split {name!r} of {self.place} has a label; it can only be predicted"
@@ -117,7 +114,7 @@ class ReaderData(ImageFilesData):
         return self._found[name, labelled]
 
     def _samples(self, split: Split) -> list[tuple[ImageSource, int]]:
-        name = self._named(split)
+        name = getattr(self, f"{split}_split")
         content = self._find(name, labelled=True)
         labelled = [pair for pair in zip(content.images, content.labels, strict=True) if pair[1] is not None]
         if without := len(content.images) - len(labelled):
@@ -149,13 +146,13 @@ class ReaderData(ImageFilesData):
             raise ValueError(f"no image in {self.predict}")
         return sorted(images, key=str)
 
-    def _shown(self, path: StoredImage) -> str:
+    def _display_name(self, path: StoredImage) -> str:
         return self._reader.key(path)
 
 
 def _located(name: str, root: str | None) -> tuple[str, str | None]:
-    """Name and root for a checkpoint, which may be used from elsewhere and told of another root: paths are absolute,
-    and what is not a Hugging Face dataset lies in root."""
+    """Make name and root fit for a checkpoint, which may be used with another root: paths become absolute, and those
+    of shards and archives become part of root."""
     kind, rest = _kind(name)
     if not rest and (kind == "hfds" or root is None):
         raise ValueError(f"name is {name!r}; {_KNOWN}")
@@ -179,12 +176,12 @@ def _reader(name: str, root: str | None, input_key: str | None, target_key: str 
         return Shards(root, input_key or IMAGE_PARTS, target_key)
     given = {"input_key": input_key, "target_key": target_key}
     if useless := [key for key, value in given.items() if value is not None]:
-        raise ValueError(f"{useless[0]} says nothing about class folders in tar archives; drop it, or {_KNOWN}")
+        raise ValueError(f"{useless[0]} has no meaning for class folders in tar archives; drop it, or {_KNOWN}")
     return TarFolders(root)
 
 
 def _kind(name: str) -> tuple[str, str]:
-    """'hfds' or 'wds' and what follows it, or '' and the name."""
+    """Split a name into 'hfds' or 'wds' and the rest; '' and the name for archives."""
     prefix, slash, rest = name.partition("/")
     if slash and prefix.lower() in ("hfds", "wds"):
         return prefix.lower(), rest

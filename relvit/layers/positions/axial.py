@@ -1,4 +1,4 @@
-"""Learned absolute positions in 2D, rows and columns apart: Reformer's axial embedding."""
+"""Learned absolute positions, one vector per row and one per column: Reformer's axial embedding."""
 
 from collections.abc import Sequence
 
@@ -6,11 +6,11 @@ import torch
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-from relvit.layers.init import draw_tables
 from relvit.layers.interpolate import larger
+from relvit.layers.positions.tables import initialise
 from relvit.ops import Grid
-from relvit.ops.pairs import int_pair
-from relvit.ops.scripted import register_operator
+from relvit.ops.backends.scripted import register_operator
+from relvit.ops.checks import int_pair
 from relvit.utils.messages import did_you_mean, listing
 
 COMBINES = ("concat", "sum")
@@ -21,16 +21,14 @@ COMBINES = ("concat", "sum")
 class AxialPositionEmbedding(nn.Module):
     """One vector per row and one per column of the grid, put together for each patch.
 
-    A patch at row r and column c gets concat(rows[r], cols[c]), or rows[r] + cols[c]. For n1 x n2 patches these are
-    n1 d1 + n2 d2 numbers, d1 + d2 = dim, or (n1 + n2) dim in the sum, where a plain absolute embedding has n1 n2 dim.
+    A patch at row r and column c gets concat(rows[r], cols[c]), each half of dim wide, or rows[r] + cols[c].
     Source: the concatenation is the axial positional encoding of Reformer (Kitaev et al. 2020, arXiv 2001.04451), in
     the authors' code `AxialPositionalEncoding` of trax; the sum is the factorized embedding of NaViT (Dehghani et al.
     2023, arXiv 2307.06304, section 2.1).
 
-    Every grid is served, each axis on its own. Where it has no more rows than the table, its rows use the first ones
-    as they are. Where it has more, H of them over n in the table, the table is stretched: row r lies at
-    (r + 1/2) n / H - 1/2, between two rows of the table, and gets their linear interpolation; beyond the outermost the
-    outermost holds. That is `torch.nn.functional.interpolate(mode='linear', align_corners=False)`.
+    Every grid is served, each axis on its own. Where it has no more rows than the table, its rows use the table's first
+    ones. Where it has more, the table is stretched as by `torch.nn.functional.interpolate(mode='linear',
+    align_corners=False)`.
 
     >>> embedding = AxialPositionEmbedding(8, grid_size=(5, 9))
     >>> embedding(make_grid(3, 12)).shape
@@ -40,15 +38,10 @@ class AxialPositionEmbedding(nn.Module):
         dim: width of the tokens.
         grid_size: rows of the tables, n for both axes or (rows, columns): the grid that the embedding is learned on.
         combine: 'concat' or 'sum'.
-        widths: (d1, d2), the channels that tell the row and those that tell the column, for 'concat' alone; None:
-            halves, the odd channel for the column.
-        init_std: standard deviation of the truncated normal that the tables start from; 0 starts at zero.
-        device: of the tables.
-        dtype: of the tables.
+        init_std: standard deviation of the truncated normal that initialises the tables; 0: zeros.
 
     Raises:
-        ValueError: an unknown `combine`, sizes out of range, widths that do not add up to `dim` or are given for the
-            sum, a negative standard deviation.
+        ValueError: an unknown `combine`, sizes out of range, a negative standard deviation.
         TypeError: sizes that are not integers.
     """
 
@@ -57,7 +50,6 @@ class AxialPositionEmbedding(nn.Module):
         dim: int,
         grid_size: int | Sequence[int],
         combine: str = "concat",
-        widths: Sequence[int] | None = None,
         init_std: float = 0.02,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -66,17 +58,10 @@ class AxialPositionEmbedding(nn.Module):
         if combine not in COMBINES:
             hint = did_you_mean(str(combine), COMBINES)
             raise ValueError(f"combine must be one of {listing(COMBINES)}, got {combine!r}{hint}")
-        if combine == "sum" and widths is not None:
-            raise ValueError(f"widths is for combine 'concat', got widths={widths!r} with combine 'sum'")
         if init_std < 0:
             raise ValueError(f"init_std must not be negative, got {init_std}")
-        if combine == "sum":
-            widths = (dim, dim)
-        elif widths is None:
-            widths = (dim // 2, dim - dim // 2)
-        widths = int_pair("widths", widths, 1)
-        if combine == "concat" and sum(widths) != dim:
-            raise ValueError(f"widths must add up to dim {dim}, got {widths}, which is {sum(widths)}")
+        # An odd channel is for the column.
+        widths = (dim, dim) if combine == "sum" else (dim // 2, dim - dim // 2)
         self.combine = combine
         self.init_std = init_std
         tables = [
@@ -92,30 +77,27 @@ class AxialPositionEmbedding(nn.Module):
         return self.rows.shape[0], self.cols.shape[0]
 
     def init_weights(self) -> None:
-        """Draw the tables anew."""
-        draw_tables(self, self.init_std)
+        """Initialise the tables."""
+        initialise(self, self.init_std)
+
+    # PyTorch and timm call it for modules made on the meta device.
+    reset_parameters = init_weights
 
     def no_weight_decay(self) -> set[str]:
-        """Names of the tables: decay would pull positions towards 'everything is in one place'."""
+        """Return the names of the tables."""
         return {"rows", "cols"}
 
     def set_grid_size(self, grid_size: int | Sequence[int]) -> None:
-        """Make what a grid of this size is given the tables: on it nothing changes, others start from there.
-
-        Args:
-            grid_size: one size for both axes or (rows, columns).
-
-        Raises: as the constructor.
-        """
+        """Replace the tables by those of a grid of this size, on which the embedding stays the same."""
         for name, size in zip(("rows", "cols"), int_pair("grid_size", grid_size, 1), strict=True):
             table = getattr(self, name)
-            lines = torch.arange(size, device=table.device)
-            setattr(self, name, nn.Parameter(look_up(table.detach(), lines, size), table.requires_grad))
+            index = torch.arange(size, device=table.device)
+            setattr(self, name, nn.Parameter(look_up(table.detach(), index, size), table.requires_grad))
 
     def forward(self, grid: Grid) -> Tensor:
-        """The embedding of each patch of a grid, none for its prefix tokens: (P, dim), or (B, P, dim) with such coords.
+        """Compute the embedding of each patch, none for prefix tokens: (P, dim), or (B, P, dim) with such coords.
 
-        Coordinates outside the grid are taken for those of the nearest place that has a vector.
+        Coordinates outside the grid get the nearest vector.
         """
         if not torch.jit.is_scripting() and not isinstance(grid, Grid):
             raise TypeError(f"grid must be a Grid, got {type(grid).__name__}: make_grid(height, width) makes one")
@@ -130,18 +112,18 @@ class AxialPositionEmbedding(nn.Module):
         return f"grid_size={self.grid_size}, combine={self.combine!r}, widths={widths}"
 
 
-def look_up(table: Tensor, lines: Tensor, size: int) -> Tensor:
-    """What a table of n vectors, (n, width), has for `lines` (integers, any shape) of an axis of `size` lines.
+def look_up(table: Tensor, index: Tensor, size: int) -> Tensor:
+    """Look up rows (or columns) of a grid that has `size` of them in a table of n vectors, (n, width).
 
     Returns:
-        (*lines.shape, width), dtype of the table: its own vectors where size <= n, else their linear interpolation.
+        (*index.shape, width), dtype of the table: its own vectors where size <= n, else their linear interpolation.
     """
     # One expression for slices and stretches, without a condition on sizes, so that one graph serves all of them.
     # Positions are integers, in units of 1 / step, so that slices are exact.
     number = table.shape[0]
     length = larger(size, number)
     step = 2 * length
-    position = ((2 * lines + 1) * number - length).clamp(min=0)
+    position = ((2 * index + 1) * number - length).clamp(min=0)
     before = position // step
     precision = torch.promote_types(table.dtype, torch.float32)
     weight = (position - before * step).to(precision) / step
@@ -150,7 +132,7 @@ def look_up(table: Tensor, lines: Tensor, size: int) -> Tensor:
 
 
 def axial_embedding(rows: Tensor, cols: Tensor, height: int, width: int, coords: Tensor | None, combine: str) -> Tensor:
-    """What `AxialPositionEmbedding` with tables `rows` and `cols` has for the patches of a grid."""
+    """Compute `AxialPositionEmbedding` with tables `rows` and `cols`."""
     if coords is None:
         y = torch.arange(height, device=rows.device)[:, None]
         x = torch.arange(width, device=rows.device)[None, :]
@@ -160,8 +142,8 @@ def axial_embedding(rows: Tensor, cols: Tensor, height: int, width: int, coords:
     if combine == "sum":
         embedding = rows + cols
     else:
-        places = torch.broadcast_shapes(y.shape, x.shape)
-        embedding = torch.cat((rows.expand(*places, -1), cols.expand(*places, -1)), dim=-1)
+        shape = torch.broadcast_shapes(y.shape, x.shape)
+        embedding = torch.cat((rows.expand(*shape, -1), cols.expand(*shape, -1)), dim=-1)
     return embedding.flatten(0, 1) if coords is None else embedding
 
 

@@ -1,4 +1,4 @@
-"""timm's rotary embeddings that remember the one of a size, for every other size too."""
+"""Rotary embeddings of models that `relvit.retrofit` changes: timm's own, for every image size."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor, nn
 
 
 class AnySizeRope:
-    """Mixin before one of timm's rotary embeddings: the remembered embedding at its size, a new one at others.
+    """Mixin before one of timm's rotary embeddings: its stored embedding at the size it has, a computed one at others.
 
-    timm's own either ignore the size that they are asked for, or make the embedding anew at every size, which in other
-    precisions than float32 is not the same as the one remembered.
+    timm's own either ignore the size that they are asked for, or compute the embedding at every size, which in other
+    precisions than float32 differs from the stored one.
     """
 
     def get_embed(self, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """Sines and cosines (rows * columns, 2 head_dim) for `shape`, (rows, columns); None: the remembered ones."""
+        """Return sines and cosines (rows * columns, 2 head_dim) for `shape`, (rows, columns); None: the stored ones."""
         if shape is None or self.feat_shape is None:
             return super().get_embed(shape, dtype)
-        # A graph must not be one for the remembered size alone.
+        # A graph must not be one for the stored size alone.
         traced = is_exporting() or any(isinstance(size, torch.fx.Proxy) for size in shape)
         if not traced and tuple(shape) == tuple(self.feat_shape):
             return super().get_embed(None, dtype)

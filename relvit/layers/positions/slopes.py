@@ -1,4 +1,4 @@
-"""Fixed relative positions in 2D: ALiBi's slopes, without parameters."""
+"""Fixed relative positions: ALiBi's slopes, a bias without parameters."""
 
 from collections.abc import Sequence
 
@@ -7,25 +7,23 @@ from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from relvit.ops import AxisTables, Grid, RelativeTerms
-from relvit.ops.pairs import int_pair
+from relvit.ops.checks import int_pair
 
 
 # Tables are as long as the grid, whose sizes have no value while a graph is traced.
 @register_notrace_module
 class SlopePosition2d(nn.Module):
-    """The further away a key, the smaller its logit: the bias -m_h (|dy| + |dx|) in head h.
+    """A bias that falls with the distance of a key, -m_h (|dy| + |dx|) in head h.
 
     Slopes m_h are those of ALiBi (Press et al. 2022, arXiv 2108.12409, section 3), see `alibi_slopes`; as there, the
     bias is not scaled. The paper's sequences have one axis; here the distance is the sum over both. Called with a
     `Grid` it returns the `RelativeTerms` for `relvit.ops.relative_attention`, a bias alone.
 
     Args:
-        head_dim: not used; position modules are made by `position(head_dim, num_heads, device=, dtype=)`.
+        head_dim: not used, as `dtype`; position modules are made by `position(head_dim, num_heads, device=, dtype=)`.
         num_heads: number of heads.
         max_distance: clip distance of |dy| and |dx| in patches, one for both axes or (rows, columns); None: tables
             reach over the whole grid, and nothing is clipped.
-        device: of the buffer `slopes`, (num_heads,).
-        dtype: not used; slopes are float32, and the attention casts its tables to the dtype of the queries.
 
     Raises:
         ValueError: a number of heads or a clip distance out of range.
@@ -48,14 +46,14 @@ class SlopePosition2d(nn.Module):
         self.init_non_persistent_buffers()
 
     def init_non_persistent_buffers(self) -> None:
-        """Fill in the slopes; timm calls it for models that were made on the meta device."""
+        """Compute the slopes."""
         self.slopes.copy_(torch.tensor(alibi_slopes(self.slopes.shape[0]), dtype=self.slopes.dtype))
 
-    # What PyTorch and timm call for modules whose memory holds nothing yet.
+    # PyTorch and timm call both for modules made on the meta device.
     reset_parameters = init_non_persistent_buffers
 
     def forward(self, grid: Grid) -> RelativeTerms:
-        """The terms for a grid."""
+        """Return the bias, in tables that reach over the grid."""
         rows, cols = grid.height - 1, grid.width - 1
         if self.max_distance is not None:
             rows, cols = self.max_distance
@@ -71,7 +69,7 @@ class SlopePosition2d(nn.Module):
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
-    """ALiBi's slopes (Press et al. 2022, arXiv 2108.12409, section 3), one per head.
+    """Compute ALiBi's slopes (Press et al. 2022, arXiv 2108.12409, section 3), one per head.
 
     For n heads, n a power of two, the geometric sequence 2^(-8/n), 2^(-16/n) ... 2^-8. Otherwise, as in the authors'
     code, those of the closest lower power of two, then every other one of its double, from the first on.

@@ -1,13 +1,13 @@
-"""Learned relative positions in 2D: Shaw's clipped offset tables, rows and columns apart."""
+"""Learned relative positions: Shaw's tables of clipped offsets, one for rows and one for columns."""
 
 from collections.abc import Sequence
 
 import torch
+from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
-from relvit.layers.init import draw_tables
 from relvit.ops import BUCKETINGS, AxisTables, Grid, JointTable, RelativeTerms
-from relvit.ops.pairs import int_pair
+from relvit.ops.checks import int_pair
 from relvit.utils.messages import did_you_mean, listing
 
 TERMS = {"q": "query", "k": "key", "v": "value", "b": "bias"}
@@ -32,7 +32,7 @@ class RelativePosition2d(nn.Module):
         layout: 'separate' (a table per axis, the two vectors are added) or 'joint' (one table of (2k + 1)^2 vectors; it
             can tell apart what sums cannot, and costs more: see the backend 'gathered').
         bucketing: 'clip', or 'piecewise' for iRPE's index, whose 2k + 1 rows reach up to 4k patches away.
-        init_std: standard deviation of the truncated normal that the tables start from; 0 starts at zero, where the
+        init_std: standard deviation of the truncated normal that initialises the tables; 0: zeros, with which the
             layer computes plain attention.
 
     Raises:
@@ -85,23 +85,23 @@ class RelativePosition2d(nn.Module):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Draw the tables anew."""
-        draw_tables(self, self.init_std)
+        """Initialise the tables."""
+        initialise(self, self.init_std)
 
-    # What PyTorch and timm call for modules whose memory holds nothing yet.
+    # PyTorch and timm call it for modules made on the meta device.
     reset_parameters = init_weights
 
     def no_weight_decay(self) -> set[str]:
-        """Names of all tables: decay would pull positions towards 'everything is equally far'."""
+        """Return the names of all tables: decay would pull positions towards 'everything is equally far'."""
         return {name for name, _ in self.named_parameters()}
 
     def forward(self, grid: Grid) -> RelativeTerms:
-        """The terms for a grid; the same tables for every grid."""
+        """Return the terms, which are the same for every grid."""
         return RelativeTerms(
-            tables_or_none(self.query_rows, self.query_cols, self.query_table),
-            tables_or_none(self.key_rows, self.key_cols, self.key_table),
-            tables_or_none(self.value_rows, self.value_cols, self.value_table),
-            tables_or_none(self.bias_rows, self.bias_cols, self.bias_table),
+            join_tables(self.query_rows, self.query_cols, self.query_table),
+            join_tables(self.key_rows, self.key_cols, self.key_table),
+            join_tables(self.value_rows, self.value_cols, self.value_table),
+            join_tables(self.bias_rows, self.bias_cols, self.bias_table),
             self.bucketing,
         )
 
@@ -112,10 +112,19 @@ class RelativePosition2d(nn.Module):
         )
 
 
-def tables_or_none(rows: Tensor | None, cols: Tensor | None, joint: Tensor | None) -> AxisTables | JointTable | None:
-    """The pair of tables, the joint one, or None."""
+def join_tables(rows: Tensor | None, cols: Tensor | None, joint: Tensor | None) -> AxisTables | JointTable | None:
+    """Return the pair of tables, the joint one, or None."""
     if rows is not None and cols is not None:
         return AxisTables(rows, cols)
     if joint is not None:
         return JointTable(joint)
     return None
+
+
+def initialise(module: nn.Module, std: float) -> None:
+    """Draw all parameters of a module from a normal of standard deviation `std`, truncated at ±2; zeros for 0."""
+    for table in module.parameters():
+        if std:
+            trunc_normal_(table, std=std)
+        else:
+            nn.init.zeros_(table)

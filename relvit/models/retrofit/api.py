@@ -1,31 +1,22 @@
-"""`retrofit`: relative positions for a timm model that is there already, weights and all."""
+"""The function `relvit.retrofit`: check a timm model, then give its attention relative positions in place."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
 
-from timm.layers import DiffAttention, HybridEmbed, PatchEmbed
+from timm.layers import HybridEmbed, PatchEmbed
 from timm.models.eva import EvaBlock, EvaBlockPostNorm
-from timm.models.vision_transformer import (
-    Block,
-    DiffParallelScalingBlock,
-    ParallelScalingBlock,
-    ParallelThingsBlock,
-    ResPostBlock,
-)
+from timm.models.vision_transformer import Block, ResPostBlock
 from torch import nn
 
-from relvit.layers import AnySizePatchEmbed, RelativePosition2d
-from relvit.layers.attention import check_position
-from relvit.layers.block import check_position_factory
-from relvit.layers.timm_attention import PLACED_ATTENTIONS
-from relvit.models.relative_vit import POSITIONS, RelVisionTransformer
+from relvit.layers import AnySizePatchEmbed
+from relvit.layers.positions.factory import make_position, position_factory
+from relvit.layers.timm_attention import TIMM_ATTENTIONS
+from relvit.models.relative_vit import RelVisionTransformer
 from relvit.models.retrofit.models import RETROFITTED, Retrofitted, RetrofittedNaFlexVit
 from relvit.ops.attention import BACKENDS
-from relvit.ops.pairs import int_pair
+from relvit.ops.checks import int_pair
 from relvit.utils.messages import did_you_mean, listing
 
 ABS_POS = ("keep", "freeze", "drop")
@@ -34,12 +25,6 @@ MAX_GRID = 64
 # Blocks that hand `attn_mask` and `rope` on to one attention untouched.
 BLOCKS = (Block, ResPostBlock, EvaBlock, EvaBlockPostNorm)
 PATCH_EMBEDS = (PatchEmbed, AnySizePatchEmbed, HybridEmbed)
-REFUSED = {
-    ParallelScalingBlock: "its attention and its MLP share projections, so there is no attention module to retrofit",
-    ParallelThingsBlock: "it holds several attention modules side by side",
-    DiffParallelScalingBlock: "its attention is the difference of two softmaxes",
-    DiffAttention: "it is the difference of two softmaxes",
-}
 
 
 def retrofit(
@@ -56,13 +41,13 @@ def retrofit(
     backend: str = "auto",
     max_grid: int | Sequence[int] | None = None,
 ) -> nn.Module:
-    """Give a timm Vision Transformer relative positions in 2D, in place; until they are trained it computes the same.
+    """Give a timm Vision Transformer relative positions in 2D, in place; its outputs stay the same until it is trained.
 
     Every attention module gets tables as in `RelativePosition2d` (state dict keys `blocks.N.attn.position.*`; all other
     keys stay) and computes `relvit.ops.relative_attention`. Tables meet queries and keys after their norms and before
     their rotation, if there is any. The model then takes images of every size whose sides are multiples of the patch:
-    absolute embeddings are interpolated as timm does it, rotary ones made for the size. All else that timm offers works
-    on: features, checkpointing, layer decay, pruning, `set_input_size`, `reset_classifier`.
+    absolute embeddings are interpolated as in timm, rotary ones computed for the size. Features, checkpointing, layer
+    decay, pruning, `set_input_size` and `reset_classifier` of timm work as before.
 
     Args:
         model: timm's `VisionTransformer`, `VisionTransformerDistilled`, `Eva` or `NaFlexVit`; it is changed.
@@ -72,9 +57,9 @@ def retrofit(
         shared_heads: one set of tables for all heads of a block, or one per head.
         layout: a table per axis ('separate') or one over both ('joint').
         bucketing: which row of a table an offset uses: 'clip' or iRPE's 'piecewise'.
-        init_std: standard deviation of the tables at the start; with 0 the outputs stay what they were.
-        position: instead of these tables, 'slopes' (`SlopePosition2d`; the outputs change at once), or what makes a
-            position module of your own, called as `position(head_dim, num_heads, device=, dtype=)` for each block.
+        init_std: standard deviation that initialises the tables; with 0 the outputs stay the same.
+        position: instead of these tables, 'slopes' (`SlopePosition2d`; the outputs change at once), or a class of your
+            own, called as `position(head_dim, num_heads, device=, dtype=)` for each block.
         abs_pos: the absolute embedding: 'keep', 'freeze' (train it no further) or 'drop' (remove it).
         backend: see `relvit.ops.relative_attention`.
         max_grid: for `NaFlexVit`, the most rows and columns of patches of an image in a NaFlex batch, one for both or
@@ -86,7 +71,7 @@ def retrofit(
     Raises:
         TypeError: `model` is no module, or `position` makes none.
         ValueError: a model that cannot be retrofitted, with the reason and the name of the module at fault, or an
-            argument out of range. The model then is as it was.
+            argument out of range. The model is not changed then.
     """
     tables = {
         "rel_terms": rel_terms,
@@ -109,64 +94,33 @@ def retrofit(
     absolute = [name for name, _ in model.named_parameters() if name in ABSOLUTE_EMBEDDINGS]
     if abs_pos != "keep" and not absolute:
         raise ValueError(f"abs_pos={abs_pos!r}: this {type(model).__name__} has no absolute embedding, leave 'keep'")
-    make = _position_factory(position, tables)
-    positions = [_make_position(make, block.attn) for block in model.blocks]
+    factory = position_factory("tables" if position is None else position, retrofit, **tables)
+    positions = [make_position(factory, block.attn) for block in model.blocks]
 
     # From here on nothing can fail.
     for block, made in zip(model.blocks, positions, strict=True):
         attn = block.attn
-        attn.__class__ = PLACED_ATTENTIONS[type(attn)]
+        attn.__class__ = TIMM_ATTENTIONS[type(attn)]
         attn.position, attn.backend = made.train(attn.training), backend
     model.__class__ = becomes
     model.open_to_all_sizes()
     if becomes is RetrofittedNaFlexVit:
         model.max_grid = max_grid
     for name in absolute if abs_pos != "keep" else ():
-        _freeze_or_drop(model, name, abs_pos)
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        if abs_pos == "freeze":
+            getattr(module, leaf).requires_grad_(False)
+        else:
+            setattr(module, leaf, None)
+            if becomes is RetrofittedNaFlexVit:
+                module.pos_embed_type = "none"
     return model
 
 
 def retrofit_arguments() -> tuple[str, ...]:
-    """Names of the arguments of `retrofit` that are plain values, as they stand in a configuration."""
+    """Return the names of those arguments of `retrofit` that are plain values, as in a configuration."""
     return tuple(name for name in inspect.signature(retrofit).parameters if name not in ("model", "position"))
-
-
-def _position_factory(
-    position: str | Callable[..., nn.Module] | None, tables: dict[str, Any]
-) -> Callable[..., nn.Module]:
-    if position is None:
-        return partial(RelativePosition2d, **tables)
-    if isinstance(position, str):
-        if position not in POSITIONS:
-            hint = did_you_mean(position, POSITIONS)
-            raise ValueError(
-                f"position must be one of {listing(tuple(POSITIONS))}, or make modules; got {position!r}{hint}"
-            )
-        position = POSITIONS[position]
-    check_position_factory(position)
-    defaults = inspect.signature(retrofit).parameters
-    for name, given in tables.items():
-        if given != defaults[name].default:
-            raise ValueError(f"{name} is for tables, got {name}={given!r} together with position")
-    return position
-
-
-def _make_position(make: Callable[..., nn.Module], attn: nn.Module) -> nn.Module:
-    weight = attn.proj.weight
-    made = make(attn.head_dim, attn.num_heads, device=weight.device, dtype=weight.dtype)
-    check_position(made)
-    return made
-
-
-def _freeze_or_drop(model: nn.Module, name: str, abs_pos: str) -> None:
-    owner, _, leaf = name.rpartition(".")
-    module = model.get_submodule(owner)
-    if abs_pos == "freeze":
-        getattr(module, leaf).requires_grad_(False)
-        return
-    setattr(module, leaf, None)
-    if isinstance(model, RetrofittedNaFlexVit):
-        module.pos_embed_type = "none"
 
 
 def _check_model(model: nn.Module) -> None:
@@ -179,7 +133,7 @@ def _check_model(model: nn.Module) -> None:
     for index, block in enumerate(model.blocks):
         name = f"blocks.{index}"
         _check_part(name, block, BLOCKS)
-        _check_part(f"{name}.attn", block.attn, tuple(PLACED_ATTENTIONS))
+        _check_part(f"{name}.attn", block.attn, tuple(TIMM_ATTENTIONS))
     embed = getattr(model, "patch_embed", None)
     # With dynamic sizes timm itself has made sure that patches come as a grid.
     if embed is not None and not model.dynamic_img_size:
@@ -187,15 +141,14 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _check_part(name: str, part: nn.Module, allowed: tuple[type[nn.Module], ...]) -> None:
-    """Exactly these classes: what a subclass does besides is not known."""
-    if type(part) in allowed:
-        return
-    why = f": {REFUSED[type(part)]}" if type(part) in REFUSED else ""
-    names = listing([cls.__name__ for cls in allowed])
-    raise ValueError(f"{name} is a {type(part).__name__}, which cannot be retrofitted{why}; allowed: {names}")
+    """Raise unless the part is exactly of these classes: how a subclass differs is not known."""
+    if type(part) not in allowed:
+        names = listing([cls.__name__ for cls in allowed])
+        raise ValueError(f"{name} is a {type(part).__name__}, which cannot be retrofitted; allowed: {names}")
 
 
 def _why_not(model: nn.Module) -> str:
+    """The reason why a model of this class cannot be retrofitted."""
     *first, last = (cls.__name__ for cls in RETROFITTED)
     takes = f"retrofit takes timm's {', '.join(first)} and {last}"
     if isinstance(model, Retrofitted):

@@ -1,4 +1,4 @@
-"""What timm's Vision Transformers become by `relvit.retrofit`: the same models, whose attention is told the grid."""
+"""Classes of retrofitted models: timm's Vision Transformers, EVA and NaFlexVit, which hand attention the grid."""
 
 from __future__ import annotations
 
@@ -13,29 +13,18 @@ from timm.models.naflexvit import NaFlexVit
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from relvit.layers.patch_embed import AnySizePatchEmbed, check_image_size
+from relvit.layers.patch_embed import AnySizePatchEmbed, check_divisible
 from relvit.layers.positions.rope import ANY_SIZE_ROPES
-from relvit.layers.timm_attention import Placed
-from relvit.models.grid_forward import GridForward
+from relvit.layers.timm_attention import GridArgument
+from relvit.models.base import GridForward, TablesWithoutDecay
 from relvit.ops import Grid, grid_from_naflex, patch_coords
 
 
-class Retrofitted:
-    """Mixin before one of timm's models: its attention modules are `PlacedAttention` and it hands them the grid.
+class Retrofitted(TablesWithoutDecay):
+    """Mixin before one of timm's models: its attention modules are `TimmRelativeAttention`, which it hands the grid.
 
     Every class has a method `open_to_all_sizes`, which lets images of every size in; `relvit.retrofit` calls it once.
     """
-
-    @torch.jit.ignore
-    def no_weight_decay(self) -> set[str]:
-        """Parameters without weight decay: timm's, and all tables of relative positions."""
-        tables = {
-            f"{name}.{table}"
-            for name, module in self.named_modules()
-            if name.endswith(".attn.position") and hasattr(module, "no_weight_decay")
-            for table in module.no_weight_decay()
-        }
-        return super().no_weight_decay() | tables
 
 
 class RetrofittedVisionTransformer(Retrofitted, GridForward, VisionTransformer):
@@ -44,16 +33,16 @@ class RetrofittedVisionTransformer(Retrofitted, GridForward, VisionTransformer):
     def open_to_all_sizes(self) -> None:
         _open_patch_embed(self)
         if isinstance(self.patch_drop, PatchDropout):
-            # timm's own throws away which patches stayed, and with them their places.
+            # timm's own discards which patches stayed, and with them their coordinates.
             self.patch_drop.__class__ = PatchDropoutWithIndices
-            # timm counts the distillation token to the patches.
+            # timm counts the distillation token among the patches.
             self.patch_drop.num_prefix_tokens = self.num_prefix_tokens
 
     def _run_block(self, block: nn.Module, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
-        placed = Placed(grid, attn_mask)
+        argument = GridArgument(grid, attn_mask)
         if self.grad_checkpointing:
-            return checkpoint(block, x, attn_mask=placed, is_causal=is_causal)
-        return block(x, attn_mask=placed, is_causal=is_causal)
+            return checkpoint(block, x, attn_mask=argument, is_causal=is_causal)
+        return block(x, attn_mask=argument, is_causal=is_causal)
 
 
 class RetrofittedVisionTransformerDistilled(RetrofittedVisionTransformer, VisionTransformerDistilled):
@@ -62,24 +51,24 @@ class RetrofittedVisionTransformerDistilled(RetrofittedVisionTransformer, Vision
     def _pos_embed(self, x: Tensor) -> Tensor:
         if self.pos_embed is not None:
             return super()._pos_embed(x)
-        # timm's own cannot do without.
+        # timm's own needs an embedding.
         prefix = (token.expand(x.shape[0], -1, -1) for token in (self.cls_token, self.dist_token))
         return torch.cat((*prefix, x.flatten(1, 2)), dim=1)
 
 
 class DeferredPatchDropout(PatchDropoutWithIndices):
-    """timm's patch dropout for a model that would forget which patches stayed: drops only where `drop` is called."""
+    """timm's patch dropout for a model that discards which patches stayed: drops only where `drop` is called."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         return x, None
 
     def drop(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(B, N, dim) tokens -> those that stay, and which patches they are, (B, K); None: all."""
+        """(B, N, dim) tokens -> those that stay, and the index of their patches, (B, K); None: all."""
         return super().forward(x)
 
 
 class RetrofittedEva(Retrofitted, Eva):
-    """timm's `Eva` after `relvit.retrofit`; the grid travels with the rotary embedding."""
+    """timm's `Eva` after `relvit.retrofit`; the grid is passed with the rotary embedding."""
 
     def open_to_all_sizes(self) -> None:
         _open_patch_embed(self)
@@ -88,8 +77,8 @@ class RetrofittedEva(Retrofitted, Eva):
         if self.patch_drop is not None:
             self.patch_drop.__class__ = DeferredPatchDropout
 
-    def _pos_embed(self, x: Tensor) -> tuple[Tensor, Placed | list[Placed]]:
-        """As timm's, but with the grid in what the blocks are given as `rope`: for each block, or for all the same."""
+    def _pos_embed(self, x: Tensor) -> tuple[Tensor, GridArgument | list[GridArgument]]:
+        """timm's, but with the grid in the `rope` of the blocks: one for each block, or one for all."""
         grid = Grid(x.shape[1], x.shape[2], self.num_prefix_tokens)
         x, rope = super()._pos_embed(x)
         mixed = self.rope_mixed and rope is not None
@@ -102,12 +91,12 @@ class RetrofittedEva(Retrofitted, Eva):
                     # To (depth, B, heads, N, dim) where each block has its own, (B, 1, N, dim) where heads share it.
                     rope = rope.transpose(0, 1) if mixed else rope.unsqueeze(1)
         if mixed:
-            return x, [Placed(grid, rope[index]) for index in range(len(self.blocks))]
-        return x, Placed(grid, rope)
+            return x, [GridArgument(grid, rope[index]) for index in range(len(self.blocks))]
+        return x, GridArgument(grid, rope)
 
 
 class RetrofittedNaFlexVit(Retrofitted, NaFlexVit):
-    """timm's `NaFlexVit` after `relvit.retrofit`; the grid travels with the attention mask.
+    """timm's `NaFlexVit` after `relvit.retrofit`; the grid is passed with the attention mask.
 
     Attributes:
         max_grid: rows and columns of patches that no image of a NaFlex batch exceeds.
@@ -116,7 +105,7 @@ class RetrofittedNaFlexVit(Retrofitted, NaFlexVit):
     max_grid: tuple[int, int]
 
     def open_to_all_sizes(self) -> None:
-        """Nothing to do: timm's `NaFlexVit` takes all sizes."""
+        """Do nothing: timm's `NaFlexVit` takes all sizes."""
 
     def _forward_embeds(
         self, x: Tensor, patch_coord: Tensor | None, patch_valid: Tensor | None, attn_mask: Tensor | None
@@ -127,12 +116,12 @@ class RetrofittedNaFlexVit(Retrofitted, NaFlexVit):
             coords = patch_coords(grid, kept.device)
             coords = coords.expand(len(kept), -1, 2).gather(1, kept[..., None].expand(-1, -1, 2))
             grid = grid._replace(coords=coords)
-        embeds["attn_mask"] = Placed(grid, embeds["attn_mask"])
+        embeds["attn_mask"] = GridArgument(grid, embeds["attn_mask"])
         return embeds
 
     def _image_grid(self, x: Tensor) -> Grid:
         if self.embeds.is_linear and not self.embeds.dynamic_img_pad:
-            check_image_size(x, self.embeds.patch_size)
+            check_divisible(x, self.embeds.patch_size)
         return Grid(*self.embeds.dynamic_feat_size(x.shape[-2:]), self.num_prefix_tokens)
 
     def _batch_grid(self, patch_coord: Tensor, patch_valid: Tensor | None) -> Grid:
@@ -159,14 +148,14 @@ RETROFITTED: dict[type[nn.Module], type[Retrofitted]] = {
 
 
 def _open_patch_embed(model: nn.Module) -> None:
-    """What timm's `dynamic_img_size=True` does in the constructor."""
+    """Do what timm's `dynamic_img_size=True` does in the constructor."""
     embed = model.patch_embed
     model.dynamic_img_size = True
     embed.flatten, embed.output_fmt, embed.strict_img_size = False, Format.NHWC, False
     if type(embed) is PatchEmbed:
         embed.__class__ = AnySizePatchEmbed
         if any(size % patch for size, patch in zip(embed.img_size, embed.patch_size, strict=True)):
-            # As before, what remains of the size that the model was made for is left out.
+            # As before, what remains of the model's own size is left out.
             embed.cropped_size = tuple(embed.img_size)
-    # timm's transforms ask whether other sizes are allowed.
+    # timm's transforms read whether other sizes are allowed.
     model._traits = {**getattr(model, "_traits", {}), "fixed_input_size": False}

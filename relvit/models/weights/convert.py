@@ -1,4 +1,4 @@
-"""Weights from elsewhere: plain Vision Transformers, DeiT, JAX archives, relvit models with other tables."""
+"""Convert checkpoints of other architectures: plain Vision Transformers, DeiT, JAX archives, other relative tables."""
 
 import logging
 import math
@@ -20,11 +20,11 @@ from relvit.layers.positions.tables import TERMS
 _logger = logging.getLogger(__name__)
 
 PATCHES = "patch_embed.proj.weight"
-# What comes before the patches, in the order of timm's models; relvit's have no token for distillation.
+# In the order of timm's models; relvit's have no token for distillation.
 PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")
-# What only training needs.
+# Used in training alone.
 IGNORED = ("head_dist.", "pre_logits.")
-# What the names of the network's tensors begin with in the state dict of `relvit.training.ImageClassifier`.
+# Prefix of the network's tensors in the state dict of `relvit.training.ImageClassifier`.
 CLASSIFIER_NET = "net."
 GAMMA = re.compile(r"\.ls[12]\.gamma$")
 
@@ -32,40 +32,42 @@ GAMMA = re.compile(r"\.ls[12]\.gamma$")
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionTransformer, log: bool = True) -> dict[str, Tensor]:
     """Turn a checkpoint of a Vision Transformer into the state dict of `model`.
 
-    timm calls it for `create_model(..., pretrained=True)`; for a file at hand there is
-    `timm.models.load_checkpoint(model, path, filter_fn=checkpoint_filter_fn)`. Where the classifier has as many classes
-    as the model, `model.pretrained_cfg` says so afterwards, since timm drops the classifier if the two numbers differ.
-    Outputs stay the same, up to what is called an approximation here:
+    timm calls it for `create_model(..., pretrained=True)`; for a file there is
+    `timm.models.load_checkpoint(model, path, filter_fn=checkpoint_filter_fn)`. Outputs stay the same, up to what is
+    called an approximation here:
 
     - relative tables that the checkpoint does not have are zero; tables of another clip distance get the outermost row
-      repeated (exact), or cut (exact within the new distance); shared tables are repeated for every head, rows and
+      repeated (exact), or are cut (exact within the new distance); shared tables are repeated for every head, rows and
       columns added up where the model has joint tables (both exact);
     - an absolute embedding is resampled to the model's grid (an approximation at another size), and left out where the
       model has none (an approximation; the prefix tokens keep theirs, added to the tokens);
-    - axial tables are those of the model's grid, as `AxialPositionEmbedding.set_grid_size` makes them; zero where the
-      checkpoint has none;
+    - axial tables are resampled as by `AxialPositionEmbedding.set_grid_size`; zero where the checkpoint has none;
     - a class token is left out where the model has none (an approximation), a distillation token and its head always;
     - layer scale is multiplied into the weights where the model has none, and one where the checkpoint has none
       (exact);
     - the patch embedding is resampled to another patch size (FlexiViT, Beyer et al. 2023, arXiv 2212.08013);
     - the last norm goes before or behind the pooling, as the model has it (an approximation, but for token pooling).
 
-    Input channels and a classifier of other sizes are timm's matter, see `timm.models.load_pretrained`.
+    timm itself adapts input channels and a classifier of another size, see `timm.models.load_pretrained`.
 
     Args:
         state_dict: tensors by name, also one wrapped as 'model' or 'state_dict', as DeiT's files are, or with the
             prefix 'net.' of the raw weights of `relvit fit`.
-        model: a relvit model; its weights are not changed.
-        log: warn of what is left out, for callers that do not say it themselves.
+        model: a relvit model; its weights are not changed, but its `pretrained_cfg` gets the number of classes.
+        log: warn of what is left out.
 
     Raises:
-        ValueError: tables per head for a model that shares them, joint tables for one with rows and columns apart,
-            another clip distance with piecewise bucketing, an absolute embedding whose grid cannot be told.
+        ValueError: tables per head for a model that shares them, joint tables for one with separate ones, another clip
+            distance with piecewise bucketing, an absolute embedding whose grid is unknown.
     """
     state_dict = unwrap(state_dict)
     state = {name: tensor for name, tensor in state_dict.items() if not name.startswith(IGNORED)}
     own = model.state_dict()
-    _note_classes(state, model)
+    cfg = getattr(model, "pretrained_cfg", None) or {}
+    head = state.get(f"{cfg.get('classifier')}.weight")
+    if head is not None and head.shape[0] == model.num_classes:
+        # timm drops the classifier afterwards if the two numbers differ.
+        cfg["num_classes"] = model.num_classes
     if PATCHES in state and state[PATCHES].dim() == 2:
         state[PATCHES] = state[PATCHES].unflatten(1, (-1, *own[PATCHES].shape[-2:]))
     _convert_layer_scale(state, own)
@@ -77,26 +79,24 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionTransformer, l
         state[PATCHES] = resample_patch_embed(state[PATCHES], list(own[PATCHES].shape[-2:]))
     for here, there in (("fc_norm", "norm"), ("norm", "fc_norm")):
         if f"{here}.weight" in own and f"{here}.weight" not in state and f"{there}.weight" not in own:
-            _rename(state, f"{there}.", f"{here}.")
+            for part in ("weight", "bias"):
+                if f"{there}.{part}" in state:
+                    state[f"{here}.{part}"] = state.pop(f"{there}.{part}")
     _convert_axial(state, own)
     convert_positions(state, model, own)
-    gone = sorted(
-        name
-        for name in state_dict
-        if (name in ("pos_embed", *PREFIX_TOKENS) and name not in own) or name.startswith("head_dist.")
-    )
-    if gone and log:
-        _logger.warning("left out, since the model has no place for it: %s", ", ".join(gone))
+    unused = [name for name in ("pos_embed", *PREFIX_TOKENS) if name in state_dict and name not in own]
+    unused += [name for name in state_dict if name.startswith("head_dist.")]
+    if unused and log:
+        _logger.warning("left out, since the model has no use for it: %s", ", ".join(sorted(unused)))
     return state
 
 
 def unwrap(state_dict: dict[str, Any]) -> dict[str, Tensor]:
-    """Take the tensors out of what files wrap them in, and the prefix of `relvit fit` off their names."""
+    """Return the tensors without wrapping dictionaries, and without the prefix of `relvit fit` in their names."""
     for wrapper in ("model", "state_dict"):
         state_dict = state_dict.get(wrapper, state_dict)
     if not any(name.startswith(CLASSIFIER_NET) for name in state_dict):
         return state_dict
-    # timm has found no weights under the model's own names, or was told not to look for an average.
     _logger.warning(
         "these are the raw weights of a checkpoint of relvit fit; if the training kept an average, relvit.load(path)"
         ".model has it"
@@ -105,33 +105,21 @@ def unwrap(state_dict: dict[str, Any]) -> dict[str, Tensor]:
     return {name.removeprefix(CLASSIFIER_NET): tensor for name, tensor in named}
 
 
-def _note_classes(state: dict[str, Tensor], model: VisionTransformer) -> None:
-    """Tell timm, which reads it afterwards, that the checkpoint's classifier has as many classes as the model."""
-    cfg = getattr(model, "pretrained_cfg", None) or {}
-    weight = state.get(f"{cfg.get('classifier')}.weight")
-    if weight is not None and weight.shape[0] == model.num_classes:
-        cfg["num_classes"] = model.num_classes
-
-
 def load_jax_archive(
     model: VisionTransformer,
     path: str,
     prefix: str = "",
     filter_fn: Callable[[dict[str, Any], VisionTransformer], dict[str, Tensor]] = checkpoint_filter_fn,
 ) -> None:
-    """Load an .npz archive of the original JAX Vision Transformers into a relvit model, as its filter does it.
+    """Load an .npz archive of the original JAX Vision Transformers into a relvit model.
 
-    timm reads the archive, into a Vision Transformer of its own with the absolute embedding and the class token that
-    such archives hold.
+    timm reads the archive into a Vision Transformer of its own, whose weights `filter_fn` converts.
 
     Args:
         model: a relvit model.
         path: of the archive.
-        prefix: of the names in it, if they are part of something larger.
+        prefix: of the names in it.
         filter_fn: turns checkpoints of Vision Transformers into the state dict of the model.
-
-    Raises:
-        ValueError: not such an archive.
     """
     block = model.blocks[0]
     plain = VisionTransformer(
@@ -143,7 +131,7 @@ def load_jax_archive(
         depth=len(model.blocks),
         num_heads=block.attn.num_heads,
         mlp_ratio=block.mlp.fc1.out_features / model.embed_dim,
-        class_token=_has_class_token(path),
+        class_token=any(name.split("/")[-1] == "cls" for name in np.load(path).files),
         global_pool="map" if model.global_pool == "map" else "avg",
         fc_norm=False,
     )
@@ -151,23 +139,8 @@ def load_jax_archive(
     model.load_state_dict(filter_fn(plain.state_dict(), model))
 
 
-def _has_class_token(path: str) -> bool:
-    try:
-        names = np.load(path, allow_pickle=False).files
-    except (AttributeError, EOFError, OSError, ValueError) as error:
-        raise ValueError(
-            f"{path!r} is no .npz archive: timm.models.load_checkpoint reads .pth and .safetensors"
-        ) from error
-    return any(name == "cls" or name.endswith("/cls") for name in names)
-
-
-def _rename(state: dict[str, Tensor], old: str, new: str) -> None:
-    for name in [name for name in state if name.startswith(old)]:
-        state[new + name.removeprefix(old)] = state.pop(name)
-
-
 def _convert_layer_scale(state: dict[str, Tensor], own: dict[str, Tensor]) -> None:
-    """DeiT-III's names to timm's; gammas that only one side has are multiplied into weights, or one."""
+    """Rename DeiT-III's layer scale; multiply it into the weights, or add ones, where only one side has it."""
     for name in list(state):
         state[re.sub(r"\.gamma_([12])$", r".ls\1.gamma", name)] = state.pop(name)
     if not any(map(GAMMA.search, state)):
@@ -181,7 +154,7 @@ def _convert_layer_scale(state: dict[str, Tensor], own: dict[str, Tensor]) -> No
 
 
 def _convert_absolute(state: dict[str, Tensor], model: VisionTransformer) -> None:
-    """Resample `pos_embed` for the model's grid, and leave prefix tokens the same with or without a part in it."""
+    """Resample `pos_embed` for the model's grid; its part for prefix tokens is added to them where it has no entry."""
     if "pos_embed" not in state:
         return
     embedding = state.pop("pos_embed")
@@ -221,21 +194,24 @@ def _convert_absolute(state: dict[str, Tensor], model: VisionTransformer) -> Non
 def grid_of(
     name: str, length: int, tokens: int, kernel: Tensor | None, model: VisionTransformer, own_length: int | None
 ) -> tuple[int, tuple[int, int]]:
-    """How many entries of a checkpoint's tensor belong to prefix tokens, all or none; rows and columns of the rest.
+    """Find how many entries of a checkpoint's tensor are for prefix tokens, all or none, and the grid of the rest.
 
     Args:
         name: of the tensor.
-        length: how many entries it has.
-        tokens: how many prefix tokens the checkpoint has.
-        kernel: its patch embedding.
-        model: what it is for.
-        own_length: how many entries the model's own tensor has; None: there is none.
+        length: number of its entries.
+        tokens: number of prefix tokens in the checkpoint.
+        kernel: patch embedding in the checkpoint.
+        model: the model to load.
+        own_length: number of entries in the model's own tensor; None: there is none.
+
+    Raises:
+        ValueError: no grid fits.
     """
     for prefix in (tokens, 0):
         known = get_pretrained_grid_size(model, kernel, length - prefix)
         if known is not None:
             return prefix, known
-    # Of one length and nothing known: as the model has it, rather than any other grid of as many patches.
+    # Of the model's own length: the model's grid, rather than any other of as many patches.
     if length == own_length:
         prefix = length - model.patch_embed.num_patches
         if prefix == tokens or (prefix == 0 and model.no_embed_class):
@@ -264,45 +240,41 @@ def _convert_axial(state: dict[str, Tensor], own: dict[str, Tensor]) -> None:
 
 
 def convert_positions(state: dict[str, Tensor], model: nn.Module, own: dict[str, Tensor]) -> None:
-    """Make the relative tables of a state dict those of the model, in place, as `checkpoint_filter_fn` says.
+    """Convert the relative tables of a state dict to those of a relvit or retrofitted model, in place.
 
     Args:
         state: the state dict, in the model's names.
-        model: with position modules, also one that `relvit.retrofit` has given them.
+        model: with position modules.
         own: the model's state dict.
 
     Raises:
         ValueError: as `checkpoint_filter_fn`, about tables.
     """
-    held = {term for term in TERMS.values() if any(re.search(rf"\.position\.{term}_", name) for name in state)}
-    foreign = not any(".position." in name for name in state)
+    held = {name.rpartition(".")[2].rpartition("_")[0] for name in state if ".position." in name}
     for name, module in model.named_modules():
         if not name.endswith(".position"):
             continue
         if isinstance(module, RelativePosition2d):
-            for letter in module.rel_terms:
-                _convert_term(state, f"{name}.{TERMS[letter]}", module, own, TERMS[letter] in held)
-        elif foreign:
-            # What a position of another kind starts as, it alone knows.
+            for term in (TERMS[letter] for letter in module.rel_terms):
+                if term in held:
+                    _convert_term(state, f"{name}.{term}", module, own)
+                else:
+                    state.update({key: torch.zeros_like(own[key]) for key in own if key.startswith(f"{name}.{term}_")})
+        elif not held:
+            # Positions of another kind have no neutral value that is known here.
             state.update({key: tensor for key, tensor in own.items() if key.startswith(f"{name}.")})
 
 
-def _convert_term(
-    state: dict[str, Tensor], name: str, module: RelativePosition2d, own: dict[str, Tensor], held: bool
-) -> None:
-    parts = [f"{name}_{part}" for part in ("rows", "cols", "table") if f"{name}_{part}" in own]
-    if not held:
-        state.update({part: torch.zeros_like(own[part]) for part in parts})
-        return
-    width = 0 if name.endswith("bias") else 1
-    given = {part: state.pop(f"{name}_{part}") for part in ("rows", "cols", "table") if f"{name}_{part}" in state}
+def _convert_term(state: dict[str, Tensor], name: str, module: RelativePosition2d, own: dict[str, Tensor]) -> None:
+    axes = {"rows": (0,), "cols": (1,), "table": (0, 1)}
+    given = {part: state.pop(f"{name}_{part}") for part in axes if f"{name}_{part}" in state}
     if "table" in given and module.layout == "separate":
         raise ValueError(f"{name}_table is joint, the model has rows and columns apart (layout='joint' would take it)")
+    width = 0 if name.endswith("bias") else 1
     for part, table in given.items():
-        axes = {"rows": [0], "cols": [1], "table": [0, 1]}[part]
-        for axis, distance in zip(axes, [module.max_distance[axis] for axis in axes], strict=True):
-            dim = table.dim() - width - len(axes) + axes.index(axis)
-            table = _to_distance(table, dim, distance, f"{name}_{part}", module.bucketing)
+        for index, axis in enumerate(axes[part]):
+            dim = table.dim() - width - len(axes[part]) + index
+            table = _to_distance(table, dim, module.max_distance[axis], f"{name}_{part}", module.bucketing)
         given[part] = table
     if module.layout == "joint" and "rows" in given and "cols" in given:
         rows, cols = given.pop("rows"), given.pop("cols")
@@ -320,7 +292,7 @@ def _convert_term(
 
 
 def _to_distance(table: Tensor, dim: int, distance: int, name: str, bucketing: str) -> Tensor:
-    """The rows for offsets -distance ... distance along `dim`, beyond the table's reach its outermost row."""
+    """The rows for offsets -distance ... distance along `dim`; beyond the table's reach its outermost row."""
     reach = (table.shape[dim] - 1) // 2
     if reach == distance:
         return table

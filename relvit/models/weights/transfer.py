@@ -1,4 +1,4 @@
-"""Weights of one classifier into another: other classes, another image size, positions that only one of them has."""
+"""Transfer a classifier's weights into another one: other classes, another image size, positions of only one."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ ABSOLUTE = "pos_embed"
 
 @dataclass(frozen=True)
 class Weights:
-    """A state dict and what is known about where it comes from.
+    """A state dict and what is known about its model; None: not known.
 
     Attributes:
         source: a name for messages.
         state: tensors by name.
-        class_names: classes of the classifier in order, if they are known.
-        input_size: channels, height and width of the images that it was trained on, if they are known.
-        mean: normalisation of these images, if it is known.
+        class_names: classes of the classifier in order.
+        input_size: channels, height and width of the images that the model was trained on.
+        mean: normalisation of these images.
         std: likewise.
     """
 
@@ -45,16 +45,15 @@ class Weights:
 
 @dataclass
 class TransferReport:
-    """Which tensors of a model came from where.
+    """Which tensors of a model were loaded, and which were not.
 
     Attributes:
-        source: where the weights came from.
+        source: where the weights are from.
         loaded: names of the model's tensors that were loaded, those resized or loaded in part among them.
         resized: those of another shape in the source: absolute embeddings, tables, patch and input sizes.
-        in_part: names of those of which only a part was loaded, the rest being as the model was made, and which part.
-        new: names of the model's tensors that the source does not have, which are as the model was made.
-        skipped: names of the source's tensors that the model does not have (those among them that others have taken in,
-            as weights do with a layer scale that the model lacks).
+        in_part: those of which only a part was loaded, and which part; the rest is as initialised.
+        new: names of the model's tensors that the source does not have; they are as initialised.
+        skipped: names of the source's tensors that the model does not have, unless others have taken them in.
         reordered: whether the classifier's rows were put into the order of the model's classes.
     """
 
@@ -77,7 +76,7 @@ class TransferReport:
         return text
 
     def plain(self) -> dict[str, Any]:
-        """The same in plain types, for a file."""
+        """Return the report in plain types, for a file."""
         return {"source": self.source, "loaded": len(self.loaded), **self._titled(), "reordered": self.reordered}
 
     def _titled(self) -> dict[str, list[str]]:
@@ -92,17 +91,14 @@ def transfer_weights(net: nn.Module, weights: Weights, class_names: Sequence[str
     - Sizes are adapted by `relvit.models.checkpoint_filter_fn`, in models of timm by timm's function for the
       architecture: absolute embeddings, patch sizes, axial tables, clip distances. Input channels as timm adapts them.
     - The classifier is taken over where both have the same classes, its rows in the order of the model's; it stays as
-      the model has made it where the names differ, or, without names on either side, their number.
-    - Relative tables that the source does not have are zero in relvit's models and stay as they are in retrofitted
-      ones, where `relvit.retrofit` has made them.
+      initialised where the names differ, or, without names on either side, their number.
+    - Relative tables that the source does not have are zero in relvit's models and stay as initialised in retrofitted
+      ones.
 
     Args:
         net: the model, built for its own classes and image size.
-        weights: from where.
+        weights: what to load.
         class_names: classes of the model in order, if they have names.
-
-    Returns:
-        What was loaded, resized, left as it was, and left out.
 
     Raises:
         ValueError: nothing fits, or a tensor differs in shape that no resizing explains: another width, for instance;
@@ -128,12 +124,14 @@ def transfer_weights(net: nn.Module, weights: Weights, class_names: Sequence[str
             f"{weights.source} does not fit this {type(net).__name__}: {len(differ)} tensors have another shape "
             f"({shapes}); give the architecture that the weights are of"
         )
-    # Renamed tensors are still the same objects; what a filter made up, such as zeros for tables, is constant.
+    # Renamed tensors are still the same objects. What a filter adds is the model's own, or constant, such as zeros.
     theirs, used = ({id(tensor) for tensor in tensors.values()} for tensors in (given, fitting))
+
+    def is_added(name: str, tensor: Tensor) -> bool:
+        return tensor.data_ptr() == own[name].data_ptr() or bool((tensor == tensor.flatten()[:1]).all())
+
     loaded = [
-        name
-        for name, tensor in fitting.items()
-        if name in given or id(tensor) in theirs or not (_is_constant(tensor) or _is_same(tensor, own[name]))
+        name for name, tensor in fitting.items() if name in given or id(tensor) in theirs or not is_added(name, tensor)
     ]
     if not loaded:
         raise ValueError(
@@ -141,7 +139,6 @@ def transfer_weights(net: nn.Module, weights: Weights, class_names: Sequence[str
             f"the model {listing(list(own), 3)}"
         )
     net.load_state_dict(fitting, strict=False)
-    taken = set(loaded)
     return TransferReport(
         source=weights.source,
         loaded=loaded,
@@ -149,7 +146,7 @@ def transfer_weights(net: nn.Module, weights: Weights, class_names: Sequence[str
             name for name in loaded if name in given and name not in in_part and given[name].shape != own[name].shape
         ],
         in_part=in_part,
-        new=[name for name in own if name not in taken],
+        new=[name for name in own if name not in loaded],
         skipped=[name for name, tensor in given.items() if name not in own and id(tensor) not in used],
         reordered=reordered,
     )
@@ -162,14 +159,14 @@ def _convert(
     input_size: tuple[int, int, int] | None,
     in_part: dict[str, str],
 ) -> dict[str, Tensor]:
-    """The state dict in the names and sizes of the model; what is only partly from it is put into `in_part`."""
+    """The state dict in the names and sizes of the model; `in_part` receives what is loaded in part."""
     if isinstance(net, Retrofitted) and not any(ABSOLUTE in name for name in own):
-        # Dropped by `relvit.retrofit`; timm's filters would miss it.
+        # timm's filters need a target for it, which `relvit.retrofit` has dropped.
         state = {name: tensor for name, tensor in state.items() if ABSOLUTE not in name}
     filter_fn = _filter_of(net, in_part)
     if filter_fn is not None:
         cfg = net.pretrained_cfg
-        # From this the filters tell the grid of an absolute embedding.
+        # From it the filters compute the grid of an absolute embedding.
         net.pretrained_cfg = cfg | ({"input_size": input_size} if input_size else {})
         try:
             state = filter_fn(state)
@@ -187,7 +184,7 @@ def _filter_of(net: nn.Module, in_part: dict[str, str]) -> Callable[[dict[str, T
         if function is None:
             continue
         parameters = inspect.signature(function).parameters
-        # DeiT III's own files call layer scale by other names; and what is left out, our report says.
+        # DeiT III's own files have other names for layer scale; what is left out is in the report.
         wanted = {"adapt_layer_scale": True, "log": False, "in_part": in_part}
         extra = {name: value for name, value in wanted.items() if name in parameters}
         rest = (net,) if len(parameters) > 1 else ()
@@ -227,16 +224,7 @@ def _fit_classifier(
     return True
 
 
-def _is_same(tensor: Tensor, own: Tensor) -> bool:
-    """Whether a filter has left the model's own."""
-    return tensor.data_ptr() == own.data_ptr()
-
-
-def _is_constant(tensor: Tensor) -> bool:
-    return bool((tensor == tensor.flatten()[0]).all()) if tensor.numel() else True
-
-
 def _in_short(names: Sequence[str]) -> list[str]:
-    """Names, those of all blocks together: 'blocks.*.attn.position.key_rows (12)'."""
+    """Names, with those of all blocks as one: 'blocks.*.attn.position.key_rows (12)'."""
     counts = Counter(re.sub(r"\.\d+(?=\.)", ".*", name) for name in names)
     return [name if count == 1 else f"{name} ({count})" for name, count in counts.items()]

@@ -13,11 +13,9 @@ from relvit.ops import reference
 from relvit.ops.aft.conv import LEAST_DIFFERENCE, window_sums
 from relvit.ops.aft.pairs import average_of_pairs, place_bias, token_places, window_bias
 from relvit.ops.aft.sums import SPREAD, bounded_exp, exponentials, gated_average, products, running_average
-from relvit.ops.checks import check_backend, check_shape, check_tokens
+from relvit.ops.checks import check_backend, check_shape, check_tokens, int_pair
 from relvit.ops.grid import Grid, key_mask
-from relvit.ops.pairs import int_pair
-from relvit.ops.precision import without_autocast
-from relvit.ops.transforms import in_graph, in_transform
+from relvit.ops.tracing import is_compiling, is_functorch, without_autocast
 
 SIMPLE_BACKENDS = ("reference",)
 FULL_BACKENDS = ("products", "pairs", "reference")
@@ -204,7 +202,7 @@ def aft_conv(
     if is_causal and backend in WINDOW_FORMS:
         raise ValueError(f"backend {backend!r} has no causal form: use 'auto' or 'pairs'")
     weight, outside = weight.to(torch.promote_types(weight.dtype, torch.float32)), True
-    if not in_graph():
+    if not is_compiling():
         # Two patches are not further apart than this; where the window covers all, its weights alone bound the sums.
         down, right = min(rows // 2, grid.height - 1), min(cols // 2, grid.width - 1)
         weight = weight[:, rows // 2 - down : rows // 2 + down + 1, cols // 2 - right : cols // 2 + right + 1]
@@ -232,7 +230,7 @@ def _gate(query: Tensor, mixed: Tensor) -> Tensor:
 
 def _values_known(tensor: Tensor) -> bool:
     """Whether values can be read without waiting for a device, and do not become part of a graph."""
-    return tensor.device.type == "cpu" and not in_graph() and not in_transform()
+    return tensor.device.type == "cpu" and not is_compiling() and not is_functorch()
 
 
 def _far_apart(bottom: Tensor, top: Tensor) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from relvit.ops.grid import Grid, patch_coords, without_padding
 from relvit.ops.recompute import recomputed
-from relvit.ops.transforms import in_graph, in_transform
+from relvit.ops.tracing import is_compiling, is_functorch
 
 # How many logits are formed at a time, of one query at least.
 TILE_LOGITS = 2**24
@@ -72,7 +72,7 @@ def average_of_pairs(
             return weights[..., 0] @ value
         return torch.einsum("bhijc,bhjc->bhic", weights, value)
 
-    recompute = torch.is_grad_enabled() and not in_graph() and not in_transform()
+    recompute = torch.is_grad_enabled() and not is_compiling() and not is_functorch()
     tiles = [
         recomputed(tile, key, value, bias, first) if recompute else tile(key, value, bias, first)
         for first in range(0, count, size)

@@ -1,4 +1,4 @@
-"""AFT operations for TorchScript and symbolic tracing, as one operator of PyTorch; see `relvit.ops.scripted`."""
+"""Register AFT for TorchScript and symbolic tracing as one operator of PyTorch; see `relvit.ops.backends.scripted`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from relvit.ops.aft.api import aft_conv, aft_full, aft_simple
+from relvit.ops.backends.scripted import register_operator
 from relvit.ops.grid import Grid
-from relvit.ops.scripted import register_operator
 
 OPERATIONS = {"full": aft_full, "conv": aft_conv}
 

@@ -1,4 +1,4 @@
-"""Slow and readable: relative attention as Shaw et al. wrote it, with all N x N x head_dim position vectors.
+"""Slow reference of relative attention, as Shaw et al. wrote it, with all N x N x head_dim position vectors.
 
 Same signatures as the public operations, no validation. The relative logits are the n matrix products of
 (batch * heads x head_dim) by (head_dim x n) of Shaw et al. 2018 (arXiv 1803.02155), section 3.3; the other terms of
@@ -13,21 +13,21 @@ from einops import rearrange
 from torch import Tensor
 
 from relvit.ops.buckets import bucket
-from relvit.ops.grid import Grid, key_mask, patch_coords, without_padding
-from relvit.ops.terms import AxisTables, JointTable, RelativeTerms
+from relvit.ops.grid import Grid, batched_coords, key_mask, without_padding
+from relvit.ops.terms import AxisTables, JointTable, RelativeTerms, with_width
 
 
 def relative_logits(
     query: Tensor, terms: RelativeTerms, grid: Grid, key_grid: Grid | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Row and column logits of every query; see `relvit.ops.relative_logits`."""
+    """Compute row and column logits of every query; see `relvit.ops.relative_logits`."""
     key_grid = grid if key_grid is None else key_grid
-    coords = _batched(grid, query)
+    coords = batched_coords(grid, query.device)
     logits = []
     for axis, (size, table) in enumerate(zip((key_grid.height, key_grid.width), terms.key, strict=True)):
-        places = torch.arange(size, device=query.device)
-        vectors = _look_up(table, places - coords[..., axis, None], bucketing=terms.bucketing).to(query.dtype)
-        # Prefix queries have no place: their relative vectors are zero.
+        there = torch.arange(size, device=query.device)
+        vectors = _look_up(table, there - coords[..., axis, None], bucketing=terms.bucketing).to(query.dtype)
+        # Prefix queries have no coordinates: their relative vectors are zero.
         vectors = F.pad(vectors, (0, 0, 0, 0, grid.prefix, 0))
         logits.append(torch.einsum("bhid,bhijd->bhij", query, vectors))
     return logits[0], logits[1]
@@ -47,7 +47,7 @@ def relative_attention(
     position_query: Tensor | None = None,
     position_key: Tensor | None = None,
 ) -> Tensor:
-    """Attention with relative terms, term by term as in the paper; see `relvit.ops.relative_attention`."""
+    """Compute attention with relative terms, term by term as in the paper; see `relvit.ops.relative_attention`."""
     key_grid = grid if key_grid is None else key_grid
     options = (attn_mask, is_causal, scale, position_query, position_key)
     valid = key_mask(key_grid)
@@ -94,8 +94,7 @@ def attention_weights(
         logits = logits + torch.einsum("bhjd,bhijd->bhij", position_key, vectors)
     logits = logits * scale
     if terms.bias is not None:
-        tables = type(terms.bias)(*(table[..., None] for table in terms.bias))
-        logits = logits + _pair_vectors(tables, terms.bucketing, grid, key_grid, query)[..., 0]
+        logits = logits + _pair_vectors(with_width(terms.bias), terms.bucketing, grid, key_grid, query)[..., 0]
 
     if is_causal:
         allowed = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).tril()
@@ -121,7 +120,7 @@ def _look_up(table: Tensor, *offsets: Tensor, bucketing: str) -> Tensor:
 
 def _pair_vectors(tables: AxisTables | JointTable, bucketing: str, grid: Grid, key_grid: Grid, like: Tensor) -> Tensor:
     """a_ij for all pairs of tokens: (1 or B, 1 or heads, Nq, Nk, dim), zero where i or j is a prefix token."""
-    offset = _batched(key_grid, like)[:, None, :, :] - _batched(grid, like)[:, :, None, :]
+    offset = batched_coords(key_grid, like.device)[:, None, :, :] - batched_coords(grid, like.device)[:, :, None, :]
     dy, dx = offset.unbind(-1)
     if isinstance(tables, JointTable):
         vectors = _look_up(tables.table, dy, dx, bucketing=bucketing)
@@ -129,9 +128,3 @@ def _pair_vectors(tables: AxisTables | JointTable, bucketing: str, grid: Grid, k
         rows, cols = tables
         vectors = _look_up(rows, dy, bucketing=bucketing) + _look_up(cols, dx, bucketing=bucketing)
     return F.pad(vectors, (0, 0, key_grid.prefix, 0, grid.prefix, 0)).to(like.dtype)
-
-
-def _batched(grid: Grid, like: Tensor) -> Tensor:
-    """Coordinates (1 or B, P, 2)."""
-    coords = patch_coords(grid, like.device)
-    return coords if coords.dim() == 3 else coords[None]

@@ -1,41 +1,34 @@
-"""The mean of the weights of several checkpoints."""
+"""Average the weights of several checkpoints into a new checkpoint (model soups)."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import lightning
 import torch
 from torch import Tensor
 
-from relvit.training.checkpoints.checkpoint import NETWORK, classifier_of, first_difference, versions
-from relvit.training.checkpoints.file import KEY, TIMM_KEY, read_checkpoint, timm_weights, write_checkpoint
+from relvit.training.checkpoints.checkpoint import NETWORK, Checkpoint, Transforms, first_difference, versions
+from relvit.training.checkpoints.file import KEY, TIMM_KEY, timm_weights, write_checkpoint
+from relvit.utils.files import check_output, is_address
 from relvit.utils.messages import listing
-from relvit.utils.output import check_output
-from relvit.utils.remote import is_address
-
-FORMATS = (".ckpt",)
-# The arguments of a data module that say what the network is shown.
-TRANSFORMS = ("img_size", "crop_pct", "mean", "std")
 
 
 def average_checkpoints(ckpt_paths: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]) -> None:
-    """Write a checkpoint whose weights are the mean of several checkpoints' of `relvit fit`.
+    """Write a checkpoint whose weights are the mean of the weights of several checkpoints of `relvit fit`.
 
-    Of one training they are its last epochs (Izmailov et al. 2018, arXiv 1803.05407), of several ones trainings that
-    have the same start in common, such as the same pretrained weights (model soups, Wortsman et al. 2022, arXiv
-    2203.05482); networks that were trained apart from the first step on have no useful mean.
+    They may be the last epochs of one training (Izmailov et al. 2018, arXiv 1803.05407), or of several trainings from
+    the same start, such as the same pretrained weights (model soups, Wortsman et al. 2022, arXiv 2203.05482). Networks
+    that were trained apart from the first step on have no useful mean.
 
-    Of each checkpoint the weights count with which it is evaluated: its moving average where it has one. They are added
-    up in float64; the mean has their own dtype. Buffers, such as indices, are no weights and must be the same in all.
-    (Batch norm's statistics never are, so that models with batch norm are refused: the statistics of the mean would
-    have to be taken anew, from images.)
+    Averaged weights (`ema_decay`) are used where a checkpoint has them. Sums are in float64, the mean has the weights'
+    own dtype. Buffers must be the same in all, which refuses models with batch norm: the statistics of the mean would
+    have to be computed anew, from images.
 
-    The new checkpoint can be used wherever one of `relvit fit` can, but for going on with its training, as it holds no
-    state of an optimiser. Its data are those of the first.
+    The new checkpoint holds no state of an optimiser, so no training can resume from it. Its data are those of the
+    first.
 
     Args:
         ckpt_paths: two checkpoints or more, files or remote addresses, of the same model, classes and transforms.
@@ -44,30 +37,25 @@ def average_checkpoints(ckpt_paths: Sequence[str | os.PathLike[str]], output: st
     Raises:
         FileNotFoundError: no checkpoint there, or no folder to write to.
         ValueError: fewer than two, one of them twice, or not of a kind; weights that are not finite; an output that
-            exists or ends otherwise.
+            exists or has another suffix.
     """
-    check_average(ckpt_paths, output)
-    first_path, *paths = ckpt_paths
-    first = read_checkpoint(first_path)
-    weights = {name for name, _ in classifier_of(first).named_parameters(remove_duplicate=False)}
-    record, state = first[KEY], first["state_dict"]
-    # The optimiser's state, two thirds of it, is not needed any more.
-    del first
-    total = {name: _in_double(state[name], name, first_path) for name in weights}
-    for path in paths:
-        other = read_checkpoint(path)
-        _check_same_kind(first_path, record, path, other[KEY])
-        _check_same_tensors(first_path, state, path, other["state_dict"], weights)
-        for name in weights:
-            total[name] += _in_double(other["state_dict"][name], name, path)
-    mean = {name: (value / len(ckpt_paths)).to(state[name].dtype) for name, value in total.items()}
+    _check_paths(ckpt_paths, output)
+    first = Checkpoint.read(ckpt_paths[0])
+    parameters = {name for name, _ in first.classifier().named_parameters(remove_duplicate=False)}
+    total = {name: _in_double(first, name) for name in parameters}
+    for path in ckpt_paths[1:]:
+        other = Checkpoint.read(path)
+        _check_same_kind(first, other, parameters)
+        for name in parameters:
+            total[name] += _in_double(other, name)
+    mean = {name: (value / len(ckpt_paths)).to(first.weights[name].dtype) for name, value in total.items()}
     checkpoint = {
         # In the order of the first.
-        "state_dict": {name: mean.get(name, tensor) for name, tensor in state.items()},
+        "state_dict": first.weights | mean,
         KEY: {
-            # How each of them was trained, this one was not.
-            "model": {name: record["model"][name] for name in NETWORK if name in record["model"]},
-            "data": record["data"],
+            # Without the options of the training, which differ.
+            "model": {name: first.model[name] for name in NETWORK if name in first.model},
+            "data": first.data,
             "versions": versions(),
             "average_of": [str(path) for path in ckpt_paths],
         },
@@ -78,64 +66,53 @@ def average_checkpoints(ckpt_paths: Sequence[str | os.PathLike[str]], output: st
     write_checkpoint(checkpoint, output)
 
 
-def check_average(ckpt_paths: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]) -> None:
-    """See, before anything is read, whether these can be files to average and to write.
-
-    Raises:
-        FileNotFoundError, ValueError: see `average_checkpoints`.
-    """
+def _check_paths(ckpt_paths: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]) -> None:
     if len(ckpt_paths) < 2:
         raise ValueError(f"an average needs two checkpoints or more, got {len(ckpt_paths)}")
     seen: dict[str | Path, str | os.PathLike[str]] = {}
     for path in ckpt_paths:
-        place = os.fspath(path) if is_address(path) else Path(path).resolve()
-        if place in seen:
-            also = "" if str(seen[place]) == str(path) else f", also as {seen[place]}"
+        resolved = os.fspath(path) if is_address(path) else Path(path).resolve()
+        if resolved in seen:
+            also = "" if str(seen[resolved]) == str(path) else f", also as {seen[resolved]}"
             raise ValueError(f"{path} is given twice{also}: give each checkpoint once")
-        seen[place] = path
-    check_output(output, FORMATS)
+        seen[resolved] = path
+    check_output(output, (".ckpt",))
     if Path(output).exists():
         raise ValueError(f"output {output} exists: give another name, or remove it first")
 
 
-def _in_double(tensor: Tensor, name: str, path: str | os.PathLike[str]) -> Tensor:
+def _in_double(checkpoint: Checkpoint, name: str) -> Tensor:
+    tensor = checkpoint.weights[name]
     if not tensor.isfinite().all():
-        raise ValueError(f"{path} holds values in {name} that are infinite or not a number: leave it out")
+        raise ValueError(f"{checkpoint.path} holds values in {name} that are infinite or not a number: leave it out")
     return tensor.to(torch.promote_types(tensor.dtype, torch.float64), copy=True)
 
 
-def _check_same_kind(
-    path: str | os.PathLike[str], record: dict[str, Any], other_path: str | os.PathLike[str], other: dict[str, Any]
-) -> None:
-    """Refuse another model, other classes, or other transforms of the images."""
-    difference = first_difference(record["model"], other["model"], NETWORK) or first_difference(
-        record["data"]["init_args"], other["data"]["init_args"], TRANSFORMS
+def _check_same_kind(first: Checkpoint, other: Checkpoint, parameters: set[str]) -> None:
+    """Refuse another model, classes or transforms; other names, shapes and dtypes of tensors; buffers that differ."""
+    difference = first_difference(first.model, other.model, NETWORK) or first_difference(
+        first.data_args, other.data_args, Transforms._fields
     )
     if difference:
         name, ours, theirs = difference
         raise ValueError(
-            f"{other_path} was trained with {name} {theirs}, {path} with {ours}: "
+            f"{other.path} was trained with {name} {theirs}, {first.path} with {ours}: "
             "only checkpoints of the same model, classes and transforms have a mean"
         )
-
-
-def _check_same_tensors(
-    path: str | os.PathLike[str],
-    state: dict[str, Tensor],
-    other_path: str | os.PathLike[str],
-    other: dict[str, Tensor],
-    weights: set[str],
-) -> None:
-    """Refuse other names, shapes and dtypes, and buffers that differ."""
-    for one, names, rest in ((path, state, other), (other_path, other, state)):
-        if only := [name for name in names if name not in rest]:
-            raise ValueError(f"{other_path} and {path} do not hold the same tensors: only {one} has {listing(only, 2)}")
-    for name, tensor in state.items():
-        sides = [f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for t in (other[name], tensor)]
-        if sides[0] != sides[1]:
-            raise ValueError(f"{name} is {sides[0]} in {other_path}, {sides[1]} in {path}: they have no mean")
-        if name not in weights and not torch.equal(tensor, other[name]):
+    for one, rest in ((first, other), (other, first)):
+        if only := [name for name in one.weights if name not in rest.weights]:
             raise ValueError(
-                f"{name} differs between {other_path} and {path} and is no weight but a buffer, which has no mean "
-                "(batch norm's statistics would have to be taken anew, from images)"
+                f"{other.path} and {first.path} do not hold the same tensors: only {one.path} has {listing(only, 2)}"
+            )
+    for name, tensor in first.weights.items():
+        theirs = other.weights[name]
+        if (tensor.dtype, tensor.shape) != (theirs.dtype, theirs.shape):
+            raise ValueError(
+                f"{name} is {theirs.dtype} {tuple(theirs.shape)} in {other.path}, {tensor.dtype} {tuple(tensor.shape)} "
+                f"in {first.path}: they have no mean"
+            )
+        if name not in parameters and not torch.equal(tensor, theirs):
+            raise ValueError(
+                f"{name} differs between {other.path} and {first.path} and is no weight but a buffer, which has no "
+                "mean (batch norm's statistics would have to be computed anew, from images)"
             )

@@ -1,4 +1,4 @@
-"""The checkpoints of a run, and how it stops when it is told to."""
+"""`RunCheckpoints`: the callback that writes best.ckpt and last.ckpt, also when a signal stops the training."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from relvit.training.callbacks.finite import NonFiniteLossError
-from relvit.training.checkpoints.disk import check_room, checkpoint_size
-from relvit.utils.atomic_write import DISK_ERRORS
+from relvit.training.checkpoints.file import check_disk_space
+from relvit.training.lightning_internals import stepped_within_epoch
+from relvit.training.optim.gradients import NonFiniteLossError
+from relvit.utils.files import DISK_ERRORS
 
-# As a batch system announces the end of a job's time.
+# Batch systems send these before a job's time ends.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 def ignore_stop_signals() -> None:
-    """From now on the process ends by itself."""
+    """Let the process ignore SIGTERM and SIGUSR1 from now on."""
     if threading.current_thread() is threading.main_thread():
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
 
 class StoppedBySignalError(SystemExit):
-    """A training that was told to stop has saved where it was; the exit status is 128 + the signal's number."""
+    """A signal has stopped the training after a checkpoint; the exit status is 128 + the signal's number."""
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
@@ -37,17 +38,16 @@ class StoppedBySignalError(SystemExit):
 
 
 class RunCheckpoints(Checkpoint):
-    """Writes `best.ckpt` when the validation score is higher than before, or the same with a lower `val/loss`, which
-    decides often where few images validate; and `last.ckpt` at the end of each epoch.
+    """Writes `last.ckpt` at the end of each epoch and `best.ckpt` at the best validation score so far.
 
-    And `last.ckpt` besides every so many steps; at the first optimiser step after SIGTERM or SIGUSR1, or within a
-    validation, before the run stops; and when an exception ends it. From every one of them the training goes on as if
-    it had not been interrupted.
+    Where scores are equal, which is frequent with few images, the lower `val/loss` is the better. `last.ckpt` is also
+    written every `every_n_steps`; at the first optimiser step after SIGTERM or SIGUSR1, or within a validation, before
+    the run stops; and when an exception ends the run. From every checkpoint the training resumes exactly.
 
     Args:
         folder: where to write.
-        every_n_steps: optimiser steps between two further writings of `last.ckpt`; none: no further ones.
-        monitor: the metric that decides.
+        every_n_steps: optimiser steps between two further writings of `last.ckpt`; None: no further ones.
+        monitor: the metric whose highest value is best.
 
     Raises:
         ValueError: `every_n_steps` is not positive.
@@ -60,49 +60,44 @@ class RunCheckpoints(Checkpoint):
         self.every_n_steps = every_n_steps
         self.monitor = monitor
         self.best_model_score: float | None = None
-        # Its loss.
         self._best_loss: float | None = None
-        self._told: int | None = None
+        self._signal: int = 0
         self._handlers: dict[int, Any] = {}
-        # Whether weights, averages and schedule belong to the same step just now.
+        # Whether weights, averages and schedule now belong to the same step.
         self._between_steps = False
 
     @property
     def best_model_path(self) -> str:
-        """Where the best checkpoint is."""
+        """The path of the best checkpoint."""
         return str(self.folder / "best.ckpt")
 
     @property
     def last_path(self) -> Path:
-        """Where the last checkpoint is."""
+        """The path of the last checkpoint."""
         return self.folder / "last.ckpt"
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """All processes name the files of the main one, whose folder it is."""
+        """Use the main process's folder in all processes."""
         self.folder = Path(trainer.strategy.broadcast(str(self.folder)))
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best_model_score, "loss": self._best_loss}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """In another folder the best is still to come."""
+        """Restore the best score, unless the run writes to another folder."""
         if Path(self.best_model_path).is_file():
             self.best_model_score, self._best_loss = state_dict["best"], state_dict.get("loss")
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Rather no training than one that cannot be kept.
-
-        Raises:
-            NoRoomError: the disk has no room for two checkpoints.
-        """
-        check_room(self.folder, checkpoint_size(trainer))
+        """Raise a DiskSpaceError, rather than train, where the disk has no space for two checkpoints."""
+        check_disk_space(self.folder, trainer)
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._keep_signals()
+        self._catch_signals()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._between_steps = True
-        self._keep_signals()
+        self._catch_signals()
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
@@ -113,81 +108,75 @@ class RunCheckpoints(Checkpoint):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._between_steps = True
-        loop = trainer.fit_loop.epoch_loop
         # The end of an epoch has a checkpoint of its own.
-        if loop._should_accumulate() or loop._num_ready_batches_reached():
+        if not stepped_within_epoch(trainer):
             return
-        self._stop_if_told(trainer)
+        self._stop_after_signal(trainer)
         if self.every_n_steps and trainer.global_step % self.every_n_steps == 0:
             trainer.save_checkpoint(self.last_path)
 
     def on_validation_batch_end(self, trainer: Trainer, *arguments: Any) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._stop_if_told(trainer)
+            self._stop_after_signal(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
         found = (trainer.callback_metrics.get(name) for name in (self.monitor, "val/loss"))
         score, loss = (None if value is None else float(value) for value in found)
-        if score is not None and self._is_better(score, loss):
+        best, best_loss = self.best_model_score, self._best_loss
+        tied = score == best and None not in (score, loss, best_loss)
+        if score is not None and (best is None or score > best or (tied and loss < best_loss)):
             self.best_model_score, self._best_loss = score, loss
             trainer.save_checkpoint(self.best_model_path)
 
-    def _is_better(self, score: float, loss: float | None) -> bool:
-        before, loss_before = self.best_model_score, self._best_loss
-        if before is None or loss is None or loss_before is None:
-            return before is None or score > before
-        return (score, -loss) > (before, -loss_before)
-
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._stop_if_told(trainer)
+        self._stop_after_signal(trainer)
         trainer.save_checkpoint(self.last_path)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Save what is whole, unless that has just been done."""
+        """Save the training if its state is consistent, unless that has just been done."""
         if isinstance(exception, StoppedBySignalError):
-            # Launchers like to say it twice, which must not change the exit status any more.
+            # A launcher's second signal must not change the exit status.
             ignore_stop_signals()
             return
         self._restore_handlers()
-        whole = self._between_steps or isinstance(exception, NonFiniteLossError)
+        consistent = self._between_steps or isinstance(exception, NonFiniteLossError)
         full = isinstance(exception, OSError) and exception.errno in DISK_ERRORS
-        # Where one process of several fails, it cannot wait for the others.
-        if whole and trainer.world_size == 1 and not full:
+        # One process of several that fails cannot wait for the others.
+        if consistent and trainer.world_size == 1 and not full:
             try:
                 trainer.save_checkpoint(self.last_path)
             except OSError as error:
-                # What went wrong first is what is to be told.
+                # The error that is raised stays the first one.
                 rank_zero_warn(str(error))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._restore_handlers()
 
-    def _keep_signals(self) -> None:
-        """From here on signals are kept until they can be obeyed.
+    def _catch_signals(self) -> None:
+        """Replace Lightning's handlers, registered just before, by one that notes the signal until a step is complete.
 
-        Lightning's handlers stop between batches, one of several processes alone, and in a job of Slurm save by their
-        own rules; they are registered just before.
+        Lightning's stop between batches, one of several processes alone, and save by their own rules in a job of Slurm.
         """
-        if not self._handlers and threading.current_thread() is threading.main_thread():
-            self._handlers = {number: signal.signal(number, self._tell) for number in STOP_SIGNALS}
 
-    def _tell(self, number: int, frame: FrameType | None) -> None:
-        self._told = number
+        def note(number: int, frame: FrameType | None) -> None:
+            self._signal = number
+
+        if not self._handlers and threading.current_thread() is threading.main_thread():
+            self._handlers = {number: signal.signal(number, note) for number in STOP_SIGNALS}
 
     def _restore_handlers(self) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers = {}
 
-    def _stop_if_told(self, trainer: Trainer) -> None:
-        """Save and raise StoppedBySignalError in all processes if one of them was told to stop."""
-        told = self._told or 0
+    def _stop_after_signal(self, trainer: Trainer) -> None:
+        """Save and raise StoppedBySignalError in all processes if one of them has caught a signal."""
+        number = self._signal
         if trainer.world_size > 1:
-            told = int(
-                trainer.strategy.reduce(torch.tensor(told, device=trainer.strategy.root_device), reduce_op="max")
-            )
-        if told:
+            tensor = torch.tensor(number, device=trainer.strategy.root_device)
+            number = int(trainer.strategy.reduce(tensor, reduce_op="max"))
+        if number:
             trainer.save_checkpoint(self.last_path)
-            raise StoppedBySignalError(told)
+            raise StoppedBySignalError(number)

@@ -1,25 +1,189 @@
-"""What a relvit checkpoint remembers besides weights, and what it may be used for."""
+"""The `Checkpoint` type: a checkpoint file read and checked once, its model, weights, data module and progress."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lightning
 import timm
 import torch
-from lightning import Callback, LightningDataModule, LightningModule, Trainer
+from lightning import Callback, LightningModule, Trainer
+from torch import Tensor
 
-from relvit.data import ImageData
-from relvit.data.modules.by_name import public_class_path
+from relvit.data import ImageData, parse_size
+from relvit.data.modules.registry import own_data_module, public_class_path
 from relvit.training.checkpoints.file import KEY, read_checkpoint
-from relvit.training.classifier import ImageClassifier
+from relvit.training.checkpoints.resume import POINT_KEY, ResumePoint
 from relvit.version import __version__
 
-# The arguments of `ImageClassifier` that say which network it is, and for which images and classes.
+if TYPE_CHECKING:
+    from relvit.training.classifier import ImageClassifier
+
+# The arguments of `ImageClassifier` that choose the network, and its images and classes.
 NETWORK = ("model", "model_kwargs", "retrofit", "num_classes", "in_chans", "img_size", "class_names")
+
+
+class Architecture(NamedTuple):
+    """The arguments of `ImageClassifier` that choose the model, apart from its images and classes."""
+
+    model: str
+    model_kwargs: dict[str, Any] | None = None
+    retrofit: dict[str, Any] | None = None
+
+
+class Normalisation(NamedTuple):
+    """Mean and standard deviation of each channel, in units of the range 0..1, as far as they are known."""
+
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+
+    @classmethod
+    def read(cls, source: str, values: Mapping[str, Any]) -> Normalisation:
+        """Read 'mean' and 'std' of a file; a ValueError if they are no numbers."""
+        try:
+            return cls(*(tuple(map(float, values.get(name) or ())) or None for name in cls._fields))
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"{source} has no mean and std of numbers ({error})") from error
+
+
+class Transforms(NamedTuple):
+    """The steps from an image to the model's input in evaluation, see `relvit.data.eval_transform`."""
+
+    img_size: tuple[int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    crop_pct: float
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint of `relvit fit` or `relvit average`, without the state of the optimiser.
+
+    Methods raise a ValueError where the file does not hold what they need.
+
+    Attributes:
+        path: the file or remote address, for messages.
+        model: arguments of `ImageClassifier`.
+        data: 'class_path' and 'init_args' of the data module; the class may be one that is not installed.
+        fit: further options of the training.
+        versions: of the packages that wrote the checkpoint.
+        weights: the classifier's tensors to use: the averaged ones where the training kept an average.
+        resumable: whether there is the state of an optimiser, so that the training can go on.
+        epoch: Lightning's number of the epoch in which the checkpoint was written.
+        resume_point: the `ResumePoint` as stored; None in checkpoints that `relvit fit` did not write.
+    """
+
+    path: str
+    model: dict[str, Any]
+    data: dict[str, Any]
+    fit: dict[str, Any]
+    versions: dict[str, str]
+    weights: dict[str, Tensor] = field(repr=False)
+    resumable: bool = False
+    epoch: Any = None
+    resume_point: Any = None
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str], file: Path | None = None) -> Checkpoint:
+        """Read a checkpoint once; arguments and errors are those of `read_checkpoint`."""
+        content = read_checkpoint(path, file)
+        description = content[KEY]
+        return cls(
+            path=os.fspath(path),
+            model=description["model"],
+            data=description["data"],
+            fit=description.get("fit") or {},
+            versions=description.get("versions") or {},
+            weights=content["state_dict"],
+            resumable="optimizer_states" in content,
+            epoch=content.get("epoch"),
+            resume_point=content.get(POINT_KEY),
+        )
+
+    def classifier(self) -> ImageClassifier:
+        """Build the trained classifier, on the CPU, in evaluation mode."""
+        # A classifier itself may start from a checkpoint.
+        from relvit.training.classifier import ImageClassifier
+
+        try:
+            # The weights that the training started from have been trained since.
+            classifier = ImageClassifier(**self.model | {"pretrained": None})
+            classifier.load_state_dict(self.weights)
+        # The arguments are whatever the file holds, and models raise almost any type for wrong ones.
+        except Exception as error:
+            why = " ".join(str(error).split()) or type(error).__name__
+            raise ValueError(f"the checkpoint does not make a model: {_short(why, 300)}") from error
+        return classifier.eval()
+
+    def architecture(self) -> Architecture:
+        """Return the model, which can be built anew for other classes and another image size."""
+        return Architecture(self.model["model"], self.model.get("model_kwargs"), self.model.get("retrofit"))
+
+    @property
+    def data_args(self) -> dict[str, Any]:
+        """Arguments of the data module."""
+        return self.data["init_args"]
+
+    @property
+    def data_type(self) -> type[ImageData] | None:
+        """The class of the data module if it is one of relvit; nothing is imported that a file names."""
+        return own_data_module(self.data["class_path"])
+
+    def data_module(self, **changes: Any) -> ImageData:
+        """Build the data module of the training with some arguments changed; those that are None stay."""
+        data_type = self.data_type
+        if data_type is None:
+            name = self.data["class_path"]
+            raise ValueError(f"{self.path} was trained with the data module {name}, which is not one of relvit.data")
+        arguments = self.data_args | {name: value for name, value in changes.items() if value is not None}
+        try:
+            return data_type(**arguments)
+        except TypeError as error:  # an argument that there is not
+            raise ValueError(f"{self.path} does not make a {data_type.__name__}: {error}") from error
+
+    def normalisation(self) -> Normalisation:
+        """Return the mean and standard deviation of the training's images."""
+        return Normalisation.read(self.path, self.data_args)
+
+    def transforms(self) -> Transforms:
+        """Return how images are resized, cropped and normalised in evaluation."""
+        try:
+            mean, std = (tuple(map(float, self.data_args[name])) for name in Normalisation._fields)
+            return Transforms(parse_size(self.data_args["img_size"]), mean, std, float(self.data_args["crop_pct"]))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{self.path} does not hold the transforms of its images: {error!r}") from error
+
+    def finished_epochs(self) -> int:
+        """Return the number of epochs that were complete."""
+        try:
+            return int(self.epoch + 1 if self.resume_point is None else ResumePoint(**self.resume_point).epoch)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"{self.path} does not hold the progress of its training, as relvit fit writes it"
+            ) from error
+
+    def check_network(self, asked: Mapping[str, Any]) -> None:
+        """Refuse arguments of an `ImageClassifier` for which the weights were not trained."""
+        if difference := first_difference(self.model, asked, (*NETWORK, "pretrained")):
+            name, trained, wanted = difference
+            raise ValueError(f"{self.path} was trained with {name} {trained}, not {wanted}: drop that option")
+
+    def check_data(self, data: ImageData) -> None:
+        """Refuse a data module with other classes or another number of channels; the image size may differ."""
+        names = [name for name in ("class_names", "in_chans") if self.model[name] is not None]
+        given = {name: _plain(getattr(data, name)) for name in names}
+        if difference := first_difference(self.model, given, names):
+            name, trained, found = difference
+            raise ValueError(f"{self.path} was trained with {name} {trained}, the data has {found}")
+
+
+def load_classifier(path: str | os.PathLike[str]) -> ImageClassifier:
+    """Load the trained classifier of a checkpoint, on the CPU, in evaluation mode; errors as in `read_checkpoint`."""
+    return Checkpoint.read(path).classifier()
 
 
 class DescribeCheckpoint(Callback):
@@ -45,97 +209,34 @@ class DescribeCheckpoint(Callback):
 
 
 def data_arguments(data: ImageData) -> dict[str, Any]:
-    """Class and arguments of a data module, in plain types."""
+    """Return 'class_path' and 'init_args' of a data module, in plain types."""
     class_path = public_class_path(f"{type(data).__module__}.{type(data).__qualname__}")
     return {"class_path": class_path, "init_args": data.init_args()}
 
 
 def versions() -> dict[str, str]:
-    """Versions of what has written a checkpoint."""
-    return {
-        "relvit": __version__,
-        "torch": str(torch.__version__),
-        "timm": timm.__version__,
-        "lightning": lightning.__version__,
-    }
-
-
-def load_classifier(path: str | os.PathLike[str]) -> ImageClassifier:
-    """The trained classifier of a checkpoint, on the CPU, in evaluation mode.
-
-    Raises:
-        FileNotFoundError, ValueError: see `read_checkpoint`.
-    """
-    return classifier_of(read_checkpoint(path))
-
-
-def classifier_of(content: dict[str, Any]) -> ImageClassifier:
-    """The same of what `read_checkpoint` has read.
-
-    Raises:
-        ValueError: the arguments or weights that it holds do not make a model.
-    """
-    try:
-        # What the training started from has been trained since.
-        classifier = ImageClassifier(**content[KEY]["model"] | {"pretrained": None})
-        classifier.load_state_dict(content["state_dict"])
-    # The arguments are whatever the file says, and models meet wrong ones with almost any type.
-    except Exception as error:
-        why = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"the checkpoint does not make a model: {_cut(why, 300)}") from error
-    return classifier.eval()
-
-
-def check_same_network(path: str | Path, remembered: dict[str, Any], asked: Mapping[str, Any]) -> None:
-    """Refuse to load a checkpoint into a network that it was not trained for.
-
-    Args:
-        path: where the checkpoint is, for the message.
-        remembered: what `DescribeCheckpoint` wrote.
-        asked: arguments of the `ImageClassifier` that is to receive the weights.
-
-    Raises:
-        ValueError: another architecture, other classes, another image size or number of channels, or weights that
-            the training did not start from.
-    """
-    if difference := first_difference(remembered["model"], asked, (*NETWORK, "pretrained")):
-        name, trained, wanted = difference
-        raise ValueError(f"{path} was trained with {name} {trained}, not {wanted}: drop that option")
+    """Return the versions of the packages that write a checkpoint."""
+    modules = {"torch": torch, "timm": timm, "lightning": lightning}
+    return {"relvit": __version__} | {name: str(module.__version__) for name, module in modules.items()}
 
 
 def first_difference(
     one: Mapping[str, Any], other: Mapping[str, Any], names: Sequence[str]
 ) -> tuple[str, str, str] | None:
-    """The first of these arguments that differs, and what it is on either side, in short; None where none does."""
+    """Find the first of these arguments that differs: its name and both values in short; None where none differs."""
     for name in names:
-        # Checkpoints of before there was `retrofit` or `pretrained` do not hold it.
+        # Checkpoints from before there was `retrofit` or `pretrained` do not hold it.
         ours, theirs = _plain(one.get(name)), _plain(other.get(name))
         if isinstance(ours, dict) and isinstance(theirs, dict):
             differ = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
             ours, theirs = ({key: side.get(key) for key in differ} for side in (ours, theirs))
         # No arguments are as good as none, but for `retrofit`, where {} is a retrofit with the defaults.
         if ours != theirs and (ours or theirs or name == "retrofit"):
-            return name, _short(ours), _short(theirs)
+            return name, _short(repr(ours)), _short(repr(theirs))
     return None
 
 
-def check_same_data(path: str | Path, remembered: dict[str, Any], data: LightningDataModule) -> None:
-    """Refuse to show a checkpoint images that it was not trained for; the size may differ.
-
-    Raises:
-        ValueError: other classes or another number of channels.
-    """
-    for name in ("class_names", "in_chans"):
-        trained, given = remembered["model"][name], _plain(getattr(data, name))
-        if trained is not None and trained != given:
-            raise ValueError(f"{path} was trained with {name} {_short(trained)}, the data has {_short(given)}")
-
-
-def _short(value: Any) -> str:
-    return _cut(repr(value), 80)
-
-
-def _cut(text: str, most: int) -> str:
+def _short(text: str, most: int = 80) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 

@@ -1,67 +1,70 @@
-"""How a relvit checkpoint is read (tensors and plain values only, nothing in it is run) and written (whole or not)."""
+"""Read checkpoint files safely (tensors and plain values only) and write checkpoint files atomically."""
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning import Trainer
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import Tensor
 
-from relvit.data.modules.by_name import public_class_path
-from relvit.utils.atomic_write import replacing
+from relvit.data.modules.registry import public_class_path
+from relvit.utils.files import atomic_write, is_address
 from relvit.utils.remote import local_file
 
-# Where a checkpoint says which model and data it is of.
+# The key of the description: model, data module, options and versions of the training.
 KEY = "relvit"
-# Where it keeps the averaged weights, under the same names as the raw ones in 'state_dict'.
+# The key of the averaged weights, under the same names as the raw weights in 'state_dict'.
 AVERAGE_KEY = "ema_state_dict"
-# Where timm looks before 'state_dict': the weights to use, under the model's own names.
+# The key where timm looks before 'state_dict': the weights to use, under the model's own names.
 TIMM_KEY = "state_dict_ema"
 
 
-def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The content of a relvit checkpoint, on the CPU. Only tensors and plain types are read, never code.
+def read_checkpoint(path: str | os.PathLike[str], file: Path | None = None) -> dict[str, Any]:
+    """Read all content of a relvit checkpoint, on the CPU. Only tensors and plain types are read, never code.
 
-    'state_dict' holds the weights to use: the averaged ones where the training kept an average (`ema_decay`).
+    `relvit.training.Checkpoint` has what most callers need. 'state_dict' holds the weights to use: the averaged ones
+    where the training kept an average (`ema_decay`).
 
     Args:
         path: the file, or a remote address that fsspec knows, such as https://..., s3://... .
+        file: the local copy of the address, if there is one already.
 
     Raises:
         FileNotFoundError: no such file.
         ValueError: not a checkpoint, or not one of relvit's; an address that cannot be read here, see `local_file`.
-        DownloadError: it could not be fetched.
+        DownloadError: the file could not be fetched.
     """
-    with local_file(path) as file:
-        return checkpoint_content(file, os.fspath(path))
-
-
-def checkpoint_content(path: Path, name: str) -> dict[str, Any]:
-    """The same of a file, which messages call by the name that the user gave."""
-    if path.is_dir():
+    if file is None:
+        with local_file(path) as file:
+            return read_checkpoint(path, file)
+    if file.is_dir():
         raise FileNotFoundError(
-            f"{name} is a folder; give the checkpoint, such as {path / 'checkpoints' / 'best.ckpt'}"
+            f"{path} is a folder; give the checkpoint, such as {file / 'checkpoints' / 'best.ckpt'}"
         )
-    if not path.is_file():
-        raise FileNotFoundError(f"no checkpoint at {name}; give the file, such as runs/RUN/checkpoints/best.ckpt")
+    if not file.is_file():
+        raise FileNotFoundError(f"no checkpoint at {path}; give the file, such as runs/RUN/checkpoints/best.ckpt")
     try:
-        _check_archive(path)
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        _check_archive(file)
+        content = torch.load(file, map_location="cpu", weights_only=True)
     except OSError:
         raise
-    # PyTorch meets broken files with almost any type: TypeError, IndexError, AttributeError, ...
+    # PyTorch raises almost any type for broken files: TypeError, IndexError, AttributeError, ...
     except Exception as error:
         raise ValueError(
-            f"{name} cannot be read: it is damaged, no checkpoint, or holds more than tensors and plain values"
+            f"{path} cannot be read: it is damaged, no checkpoint, or holds more than tensors and plain values"
         ) from error
     if not isinstance(content, dict) or KEY not in content or "state_dict" not in content:
-        raise ValueError(f"{name} is not a checkpoint of relvit fit: it does not say which model and data it is of")
+        raise ValueError(f"{path} is not a checkpoint of relvit fit: it does not say which model and data it is of")
     if wrong := _wrong_part(content):
-        raise ValueError(f"{name} is not a checkpoint of relvit fit: {wrong} is not what it should be")
+        raise ValueError(f"{path} is not a checkpoint of relvit fit: {wrong} is not what it should be")
     content[KEY]["data"]["class_path"] = public_class_path(content[KEY]["data"]["class_path"])
     content["state_dict"] = content["state_dict"] | content.get(AVERAGE_KEY, {})
     return content
@@ -78,16 +81,16 @@ def _check_archive(path: Path) -> None:
 
 
 def _wrong_part(content: dict[Any, Any]) -> str | None:
-    """The first part of a checkpoint that has another type than `relvit fit` gives it, by its name."""
-    remembered = content[KEY]
-    if not isinstance(remembered, dict):
+    """Return the name of the first part that has another type than `relvit fit` writes."""
+    description = content[KEY]
+    if not isinstance(description, dict):
         return repr(KEY)
     for name in ("model", "data"):
-        if not _named(remembered.get(name)):
+        if not _named(description.get(name)):
             return f"{KEY}.{name}"
-    if not isinstance(remembered["data"].get("class_path"), str):
+    if not isinstance(description["data"].get("class_path"), str):
         return f"{KEY}.data.class_path"
-    if not _named(remembered["data"].get("init_args")):
+    if not _named(description["data"].get("init_args")):
         return f"{KEY}.data.init_args"
     for name in ("state_dict", AVERAGE_KEY):
         weights = content.get(name, {})
@@ -103,29 +106,91 @@ def _named(value: Any) -> bool:
 def timm_weights(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
     """Select the weights to use, averaged where there is an average, and name them as the model itself does.
 
-    They are the tensors that the checkpoint holds already, which PyTorch writes once: a file grows by their names.
+    The tensors are those that the checkpoint holds already, which PyTorch writes once: a file grows by the names.
     """
     weights = checkpoint["state_dict"] | checkpoint.get(AVERAGE_KEY, {})
     return {name.removeprefix("net."): tensor for name, tensor in weights.items() if name.startswith("net.")}
 
 
 def write_checkpoint(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write a checkpoint whole or not at all: whatever interrupts it, a file at `path` is the old one or the new one.
+    """Write a checkpoint atomically: whatever interrupts the writing, `path` holds the old file or the new one.
 
     Args:
         checkpoint: what `torch.save` can write.
-        path: the file, in a folder that exists. One that is there already is replaced.
+        path: the file, in a folder that exists. A file that is there already is replaced.
 
     Raises:
         OSError: the folder cannot be written to, or the disk is full.
     """
-    with replacing(path) as part:
+    with atomic_write(path) as part:
         try:
-            # By name PyTorch would write it itself, and not say what the system has to complain of.
+            # Given a name, PyTorch would open the file itself and hide the system's error.
             with open(part, "wb") as file:
                 torch.save(checkpoint, file)
         except RuntimeError as error:
-            # PyTorch's complaint about the half of a file hides the system's own about the disk.
+            # PyTorch's error about an incomplete file hides the system's own about the disk.
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Lightning's plugin for checkpoint files, which replaces a file only by one that is complete and on the disk."""
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
+    ) -> None:
+        """Write a checkpoint; at a remote address, which a user's callback may have, as Lightning does.
+
+        Raises:
+            OSError: the folder cannot be written to, or the disk is full; the message names the last checkpoint.
+        """
+        if is_address(path):
+            return super().save_checkpoint(checkpoint, path, storage_options)
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            write_checkpoint(checkpoint, path)
+        except OSError as error:
+            last = describe_last(path.parent)
+            raise OSError(
+                error.errno, f"cannot write the checkpoint {path}: {error.strerror or error}; {last}"
+            ) from error
+
+
+class DiskSpaceError(OSError):
+    """The disk has no space for the checkpoints that a training is going to write."""
+
+
+def describe_last(folder: Path) -> str:
+    """Name the checkpoint of a folder that was written last, in words for an error message."""
+    found = sorted(folder.glob("*.ckpt"), key=lambda file: file.stat().st_mtime)
+    return f"the last complete checkpoint is {found[-1]}" if found else "there is no earlier checkpoint"
+
+
+def check_disk_space(folder: Path, trainer: Trainer) -> None:
+    """Refuse a disk without space for two checkpoints, as one replaces another only when it is complete.
+
+    Args:
+        folder: where the checkpoints are to be written; it need not exist yet. Those that are there already count.
+        trainer: with its optimiser.
+
+    Raises:
+        DiskSpaceError: there is less space.
+    """
+    module = trainer.lightning_module
+    weights = sum(tensor.nbytes for tensor in module.state_dict().values())
+    average = 0 if getattr(module, "average", None) is None else weights
+    trained = sum(p.nbytes for group in trainer.optimizers[0].param_groups for p in group["params"])
+    # Adam and similar optimisers keep two numbers for each weight.
+    size = weights + average + 2 * trained
+    parent = next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
+    present = sum(1 for _ in folder.glob("*.ckpt")) if folder.is_dir() else 0
+    needed, free = size * max(2 - present, 1), shutil.disk_usage(parent).free
+    if free < needed:
+        raise DiskSpaceError(
+            errno.ENOSPC,
+            f"{free / 1e6:.1f} MB are free at {parent}, a checkpoint of this training takes about {size / 1e6:.1f} MB "
+            f"and {'one more has' if needed == size else 'two have'} to fit: make room, or give another folder "
+            "(--runs)",
+        )

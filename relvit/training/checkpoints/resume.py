@@ -1,28 +1,34 @@
-"""Where a training is, such that it goes on exactly there.
+"""Resume a training exactly at its last optimiser step: loop counters and metrics that Lightning does not restore.
 
-Lightning stores the counters of its loops as they stand when a checkpoint happens to be written, in the middle of a
-hook, and guesses from them what was done. Here a checkpoint says it outright, in terms of the last optimiser step, to
-which weights, averages and optimiser belong; the counters are set by that before Lightning reads them.
+Lightning stores the counters of its loops as they are when a checkpoint happens to be written, in the middle of a hook,
+and guesses from the counters what was done. Here a checkpoint holds a `ResumePoint`, in terms of the last optimiser
+step, to which weights, averages and optimiser belong; the counters are set by that point before Lightning reads them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
+import torch.distributed
 from lightning import Trainer
-from lightning.pytorch.loops.evaluation_loop import RestartStage
+from torch import Tensor
+from torchmetrics import MetricCollection
 
-from relvit.data.loading.train_sampler import training_position
+from relvit.data.loading.sampler import training_position
+from relvit.training.lightning_internals import resume_before_validation, validation_due
 from relvit.training.optim.schedule import batch_size_of
 
-# Where a checkpoint keeps it.
-POSITION_KEY = "position"
+# The key of the `ResumePoint` in a checkpoint.
+POINT_KEY = "position"
+
+States = dict[str, dict[str, Any]]
 
 
-class Position(NamedTuple):
-    """A place between two optimiser steps.
+class ResumePoint(NamedTuple):
+    """The progress of a training between two optimiser steps.
 
     Attributes:
         epoch: the epoch that is under way or about to begin.
@@ -38,34 +44,34 @@ class Position(NamedTuple):
     validated: bool
 
     @classmethod
-    def of(cls, trainer: Trainer, validated_at: tuple[int, int] | None, ended_epoch: int | None) -> Position:
-        """That of a training, last validated at some epoch and batch, whose last complete epoch is known."""
-        place = epoch, batch = training_position(trainer)
+    def of(cls, trainer: Trainer, validated_at: tuple[int, int] | None, ended_epoch: int | None) -> ResumePoint:
+        """Describe a running training, given epoch and batch of the last validation and the last complete epoch."""
+        done = epoch, batch = training_position(trainer)
         if batch == 0 and epoch > 0 and ended_epoch != epoch - 1:
             # All batches are done, but what follows them is not.
-            place = epoch - 1, trainer.fit_loop.epoch_loop.batch_progress.current.processed
-        return cls(*place, _layout(trainer), place == validated_at)
+            done = epoch - 1, trainer.fit_loop.epoch_loop.batch_progress.current.processed
+        return cls(*done, _layout(trainer), done == validated_at)
 
     @classmethod
-    def read(cls, checkpoint: Mapping[str, Any]) -> Position | None:
-        """That of a checkpoint; None if it does not say."""
-        stored = checkpoint.get(POSITION_KEY)
+    def read(cls, checkpoint: Mapping[str, Any]) -> ResumePoint | None:
+        """Read the point of a checkpoint; None if there is none."""
+        stored = checkpoint.get(POINT_KEY)
         return None if stored is None else cls(**stored)
 
 
-def set_counters(checkpoint: dict[str, Any], position: Position) -> None:
-    """Set the counters of a checkpoint's training loop to a position, as if everything before it were complete."""
+def set_counters(checkpoint: dict[str, Any], point: ResumePoint) -> None:
+    """Set the counters of a checkpoint's training loop as if everything before the point were complete."""
     loop = checkpoint["loops"]["fit_loop"]
     batches = loop["epoch_loop.batch_progress"]
-    under_way = position.batch > 0
+    under_way = point.batch > 0
     epochs = loop["epoch_progress"]
     for counter in (epochs["total"], epochs["current"]):
-        counter["ready"] = counter["started"] = position.epoch + under_way
-        counter["processed"] = counter["completed"] = position.epoch
+        counter["ready"] = counter["started"] = point.epoch + under_way
+        counter["processed"] = counter["completed"] = point.epoch
     # Batches that were only accumulated are done once more.
-    again = batches["current"]["processed"] - position.batch if under_way else 0
+    again = batches["current"]["processed"] - point.batch if under_way else 0
     _complete(batches["total"], batches["total"]["processed"] - again)
-    _complete(batches["current"], position.batch)
+    _complete(batches["current"], point.batch)
     batches["is_last_batch"] = False
     steps = loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
     for progress in (steps["step"], steps["zero_grad"], loop["epoch_loop.scheduler_progress"]):
@@ -78,26 +84,22 @@ def set_counters(checkpoint: dict[str, Any], position: Position) -> None:
     loop["epoch_loop.state_dict"]["_batches_that_stepped"] = steps["step"]["total"]["completed"]
 
 
-def go_on(trainer: Trainer, position: Position) -> None:
-    """Tell a trainer, whose loops have those counters and are about to run, what comes next."""
+def go_on(trainer: Trainer, point: ResumePoint) -> None:
+    """Set what a trainer does next, whose loops have the counters of `set_counters` and are about to run."""
     loop = trainer.fit_loop.epoch_loop
     # Early stopping has decided, but the decision itself is in no checkpoint.
     if any(callback.wait_count >= callback.patience for callback in trainer.early_stopping_callbacks):
         trainer.should_stop = True
-    if position.batch == 0:
+    if point.batch == 0:
         # A new epoch like any other.
         loop.restarting = False
         return
-    loop.batch_progress.is_last_batch = position.batch >= trainer.num_training_batches
-    if not loop._should_check_val_fx(trainer.fit_loop._data_fetcher):
-        return
-    # The loop comes past the validation once more, does it or not, and then counts the step that led there.
-    loop._batches_that_stepped -= 1
-    if not position.validated:
-        loop.val_loop._restart_stage = RestartStage.RESTARTED_MID_EVALUATION
+    loop.batch_progress.is_last_batch = point.batch >= trainer.num_training_batches
+    if validation_due(trainer):
+        resume_before_validation(trainer, skip=point.validated)
 
 
-def check_layout(trainer: Trainer, position: Position) -> None:
+def check_layout(trainer: Trainer, point: ResumePoint) -> None:
     """Refuse to go on with other steps than before.
 
     Within an epoch all of its layout has to stay. At an epoch's end batch size, accumulation and devices may change,
@@ -107,10 +109,10 @@ def check_layout(trainer: Trainer, position: Position) -> None:
     Raises:
         ValueError: see above.
     """
-    then, now = position.layout, _layout(trainer)
-    if then == now or (position.batch == 0 and _steps(then) == _steps(now)):
+    then, now = point.layout, _layout(trainer)
+    if then == now or (point.batch == 0 and _steps(then) == _steps(now)):
         return
-    if position.batch == 0:
+    if point.batch == 0:
         (steps, images), (steps_now, images_now) = _steps(then), _steps(now)
         raise ValueError(
             f"the checkpoint is from a training of {steps} optimiser steps in an epoch, of {images} images each; here "
@@ -118,11 +120,11 @@ def check_layout(trainer: Trainer, position: Position) -> None:
             f"x devices of {images}"
         )
     names = ("batches", "images in a batch", "batches in an optimiser step", "devices")
-    told, told_now = (
+    text, text_now = (
         ", ".join(f"{count} {name}" for count, name in zip(layout, names, strict=True)) for layout in (then, now)
     )
     raise ValueError(
-        f"the checkpoint is from within an epoch of {told}, here it has {told_now}: go on with the same images, batch "
+        f"the checkpoint is from within an epoch of {text}, here it has {text_now}: go on with the same images, batch "
         "size, accumulation and devices, or from a checkpoint of an epoch's end"
     )
 
@@ -141,3 +143,55 @@ def _layout(trainer: Trainer) -> list[int]:
 def _complete(counter: dict[str, int], count: int) -> None:
     for name in counter:
         counter[name] = count
+
+
+def copy_states(metrics: MetricCollection) -> States:
+    """Copy the states of metrics whose states are sums; Lightning puts them into no checkpoint within an epoch."""
+    return {
+        name: {"updates": metric.update_count, **{key: value.clone() for key, value in metric.metric_state.items()}}
+        for name, metric in metrics.items(keep_base=True)
+    }
+
+
+def gather_states(states: States) -> list[States]:
+    """Gather the states of all processes, on the CPU; every process has to call this, also one without states."""
+    own = {
+        name: {key: value.cpu() if isinstance(value, Tensor) else value for key, value in state.items()}
+        for name, state in states.items()
+    }
+    if not torch.distributed.is_initialized():
+        return [own]
+    gathered: list[States] = [{} for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather_object(gathered, own)
+    return gathered
+
+
+def states_of_process(stored: Sequence[States], rank: int, world: int) -> States:
+    """Select the states to resume with: the process's own; if the number of processes changed, all in the first.
+
+    Sums in another order differ in the last digits, so each process keeps its own where that is possible.
+    """
+    if len(stored) == world:
+        return stored[rank]
+    return _summed(stored) if rank == 0 else {}
+
+
+def _summed(stored: Sequence[States]) -> States:
+    summed: States = {}
+    for states in stored:
+        for name, state in states.items():
+            before = summed.get(name)
+            summed[name] = dict(state) if before is None else {key: before[key] + state[key] for key in state}
+    return summed
+
+
+def restore_states(metrics: MetricCollection, states: Mapping[str, Mapping[str, Any]]) -> None:
+    """Put states back."""
+    for name, metric in metrics.items(keep_base=True):
+        if name not in states:
+            continue
+        for key, value in states[name].items():
+            if key == "updates":
+                metric._update_count = value
+            else:
+                setattr(metric, key, value.to(metric.device))

@@ -1,0 +1,80 @@
+"""Callbacks of a run: the record of its configuration, what is announced at the start, and the progress display."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.cli import SaveConfigCallback
+
+from relvit.training import EpochLines, History, TrainingProgressBar, record_run
+from relvit.utils.files import atomic_write
+from relvit.utils.progress import rank_zero_print
+
+
+class RunConfig(SaveConfigCallback):
+    """Write `config.yaml` into the run's folder, wherever loggers write, and add to `run.json`.
+
+    When a training is about to begin: `--lr_find` has found its learning rate, which the configuration then holds, and
+    a checkpoint to go on from has been taken. What is refused before leaves the files as they were. Given to `fit`, the
+    configuration trains the same again. Where there is no run, in a trial by `fast_dev_run`, nothing is written.
+    """
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Do nothing: here Lightning's own writes."""
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write after the search for a learning rate, which is the same hook of an earlier callback."""
+        if self.config.lr_find:
+            self.config.lr_find = False
+            self.config.model.lr = pl_module.hparams.lr
+        if trainer.fast_dev_run or not trainer.is_global_zero:
+            return
+        folder = Path(trainer.default_root_dir)
+        with atomic_write(folder / self.config_filename) as path:
+            self.parser.save(self.config, path, skip_none=False, multifile=self.multifile)
+        record_run(folder, sys.argv, self.config.seed_everything, trainer)
+
+
+class Announcement(Callback):
+    """Print a text when a training begins, after everything that may refuse a checkpoint.
+
+    Attributes:
+        text: set before the training.
+    """
+
+    text = ""
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        rank_zero_print(self.text)
+
+
+def progress_callbacks(config: dict[str, Any], history: History | None, quiet: bool) -> list[Callback]:
+    """Return the callbacks that show the progress: a bar on terminals, a line for each epoch elsewhere, or nothing.
+
+    Args:
+        config: of the trainer; its `enable_progress_bar` and its progress bars are set as is necessary.
+        history: that of a training; none: this is no training.
+        quiet: show nothing.
+    """
+    if quiet:
+        config["enable_progress_bar"] = False
+        config["callbacks"] = [callback for callback in config["callbacks"] if not isinstance(callback, ProgressBar)]
+        return []
+    # A bar in a file is a heap of control characters, which users may ask for.
+    terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    own_bar = any(isinstance(callback, ProgressBar) for callback in config["callbacks"])
+    if config["enable_progress_bar"] is None:
+        config["enable_progress_bar"] = own_bar or terminal
+    if history is None:
+        return []
+    shown: list[Callback] = []
+    if config["enable_progress_bar"] and not own_bar:
+        shown.append(TrainingProgressBar())
+    if not (config["enable_progress_bar"] and terminal):
+        shown.append(EpochLines(history))
+    return shown

@@ -1,0 +1,46 @@
+"""Normalisation of the images of a command: as given, else what the weights were trained with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from relvit.data import ImageData
+from relvit.training import Checkpoint
+from relvit.training.checkpoints.checkpoint import Normalisation
+from relvit.training.checkpoints.pretrained import Pretrained
+
+
+def set_normalisation(
+    data: ImageData, config: dict[str, Any], checkpoint: Checkpoint | None, pretrained: Pretrained | None
+) -> str:
+    """Give data without mean or std those of the weights, note in the configuration what is used, and describe it.
+
+    Args:
+        data: as built by that configuration.
+        config: the data module's arguments; its own default is None.
+        checkpoint: the checkpoint that a command uses, if there is one.
+        pretrained: what a training starts from.
+    """
+    missing = [name for name in Normalisation._fields if name in config and config[name] is None]
+    known, whose = Normalisation(), ""
+    if checkpoint is not None:
+        known, whose = checkpoint.normalisation(), "the checkpoint's"
+    elif pretrained is not None and missing:
+        known, whose = pretrained.normalisation(), "the pretrained weights'"
+    used: dict[str, tuple[float, ...]] = {}
+    reasons: dict[str, list[str]] = {}
+    for name in Normalisation._fields:
+        used[name] = getattr(data, name)
+        reason = "as given" if config.get(name) is not None else f"the default of {type(data).__name__}"
+        value = getattr(known, name)
+        if name in missing and value and len(value) == data.in_chans:
+            used[name], reason = tuple(value), whose
+        reasons.setdefault(reason, []).append(f"{name} [{', '.join(f'{number:.4g}' for number in used[name])}]")
+    # Only then: a data module of the user's may have made its own transforms.
+    if used != {name: getattr(data, name) for name in used}:
+        data.normalise_by(**used)
+    for name in used:
+        if name in config:
+            config[name] = used[name]
+    shown = (f"{' and '.join(values)}, {reason}" for reason, values in reasons.items())
+    return f"images normalised by {'; '.join(shown)}"

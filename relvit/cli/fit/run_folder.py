@@ -1,0 +1,59 @@
+"""Make and lock the folder of a run; errors of the disk become sentences about what is left and what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from relvit.cli.errors import UsageError
+from relvit.training import RunLock, new_run_folder
+from relvit.training.checkpoints.file import DiskSpaceError, describe_last
+from relvit.utils.files import DISK_ERRORS, is_address
+
+
+def make_run_folder(runs: str, name: str) -> Path:
+    """Make a new folder for a run.
+
+    Raises:
+        UsageError: it cannot be made.
+    """
+    try:
+        return new_run_folder(runs, name)
+    except OSError as error:
+        reason = f"cannot make a run's folder in {runs}: {error.strerror}"
+        raise UsageError(f"{reason}; give another with --runs") from error
+
+
+def check_runs(runs: str | None) -> None:
+    """Refuse a remote address."""
+    if runs is not None and is_address(runs):
+        raise UsageError(f"--runs {runs} is a remote address: runs are written to folders of this machine alone")
+
+
+def lock_run_folder(folder: Path) -> RunLock:
+    """Keep other processes from training in a folder, as long as the lock lives.
+
+    Raises:
+        UsageError: another process does, or the folder cannot be written to.
+    """
+    try:
+        return RunLock(folder)
+    except BlockingIOError as error:
+        raise UsageError(error.strerror) from error
+    except OSError as error:
+        raise UsageError(f"cannot write into {folder}: {error.strerror}") from error
+
+
+def explain_full_disk(error: OSError, command: str, folder: Path | None) -> OSError:
+    """Return the same error; where the disk is full, with what is left in the run's folder and what to do about it."""
+    if error.errno not in DISK_ERRORS or isinstance(error, DiskSpaceError) or folder is None:
+        return error
+    found = error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"
+    if command != "fit":
+        return OSError(error.errno, f"{found}: make room, or give another folder than {folder} (--runs)")
+    parts = [found]
+    kept = describe_last(folder / "checkpoints")
+    if kept not in found:
+        parts.append(kept)
+    if (folder / "checkpoints" / "last.ckpt").is_file():
+        parts.append(f"make room, then relvit fit --resume {folder}")
+    return OSError(error.errno, "; ".join(parts))

@@ -1,1 +1,0 @@
-"""Image files: find, list, decode and cache them."""

@@ -1,0 +1,1 @@
+"""Image files: find them in folders, decode them, and keep them in memory."""

@@ -1,0 +1,126 @@
+"""Datasets of image files, with labels or names, that raise or skip files that cannot be read."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
+from torchvision.transforms import v2
+
+from relvit.data.images.decode import ImageSource, UnreadableImageError, load_rgb
+from relvit.data.loading.loader import SignalSafeDataLoader
+
+OnError = Literal["error", "skip"]
+
+
+class LabelledFiles(Dataset):
+    """Image files, or stored images, with labels. Items are ``(image, label)``, transformed from RGB."""
+
+    def __init__(self, samples: Sequence[tuple[ImageSource, int]], transform: v2.Compose) -> None:
+        self.samples = list(samples)
+        self.targets = [label for _, label in self.samples]
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        path, label = self.samples[index]
+        return self.transform(load_rgb(path)), label
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__} of {len(self)} images\n{self.transform}"
+
+
+class NamedFiles(Dataset):
+    """Image files, or stored images, without labels. Items are ``(image, path)``, transformed from RGB."""
+
+    def __init__(self, paths: Sequence[ImageSource], transform: v2.Compose) -> None:
+        self.paths = list(paths)
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, str]:
+        path = self.paths[index]
+        return self.transform(load_rgb(path)), str(path)
+
+
+class Unreadable(NamedTuple):
+    """A file that could not be read, and why."""
+
+    path: str
+    reason: str
+
+
+class SkipUnreadable(Dataset):
+    """Wrap a dataset so that items are ``(item, unreadable files)`` instead of an error for a broken file.
+
+    Args:
+        dataset: Raises UnreadableImageError where a file cannot be read.
+        replace: Whether the next readable item takes the place of a broken one, as training batches should stay full;
+            otherwise the item is None, as in evaluation no image may count twice.
+    """
+
+    def __init__(self, dataset: Dataset, replace: bool) -> None:
+        self.dataset = dataset
+        self.replace = replace
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> tuple[Any, list[Unreadable]]:
+        failed: list[Unreadable] = []
+        for step in range(len(self) if self.replace else 1):
+            try:
+                return self.read((index + step) % len(self)), failed
+            except UnreadableImageError as error:
+                failed.append(Unreadable(error.path, error.reason))
+        if self.replace:
+            path, reason = failed[0]
+            raise ValueError(f"none of the {len(self)} training images can be read; {path}: {reason}")
+        return None, failed
+
+    def read(self, index: int) -> Any:
+        """Read one item, or raise UnreadableImageError."""
+        return self.dataset[index]
+
+
+class SkipUnreadableBatches(SkipUnreadable):
+    """Skip unreadable files of `InMemoryBatches`, for a DataLoader with `identity_collate`."""
+
+    def __getitems__(self, indices: list[int]) -> tuple[Any, list[Unreadable]]:
+        """Make a batch of the readable images, None where there are none, and the list of unreadable files."""
+        found = [self[index] for index in indices]
+        readable = [index for index, _ in found if index is not None]
+        batch = self.dataset.__getitems__(readable) if readable else None
+        return batch, [file for _, failed in found for file in failed]
+
+    def read(self, index: int) -> int:
+        """Return the index, or raise UnreadableImageError."""
+        self.dataset.images.check(index)
+        return index
+
+
+def collate_readable(items: list[tuple[Any, list[Unreadable]]]) -> tuple[Any, list[Unreadable]]:
+    """Collate the readable items, None where there are none, and the list of unreadable files."""
+    readable = [item for item, _ in items if item is not None]
+    return default_collate(readable) if readable else None, [file for _, failed in items for file in failed]
+
+
+class SkipUnreadableLoader(SignalSafeDataLoader):
+    """DataLoader of a `SkipUnreadable` dataset: gives the readable images and records path and reason of other files.
+
+    A batch in which nothing can be read does not come at all. The record is kept in the main process.
+    """
+
+    def __init__(self, *arguments: Any, record: dict[str, str], **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.record = record
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch, failed in super().__iter__():
+            self.record.update(failed)
+            if batch is not None:
+                yield batch

@@ -1,0 +1,178 @@
+"""Decode one image file as 8-bit RGB (`load_rgb`), or report in one line why it cannot be read."""
+
+import os
+import stat
+from abc import ABC, abstractmethod
+from io import BytesIO
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from relvit.utils.messages import printable
+
+# Pillow widens these PNG samples to 8 bits but leaves the transparent colour of the tRNS chunk as it was stored.
+_GREY_TRANSPARENCY_SCALE = {"L;2": 85, "L;4": 17}
+
+_FIX = "delete or replace it"
+
+# What a file may be, whatever its name. Pillow knows more, some of which it hands to other programs (PostScript).
+Image.init()
+_SAFE = ("AVIF", "BMP", "DIB", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
+_FORMATS = [name for name in _SAFE if name in Image.OPEN]
+# PFM files hold floats, which have no known range.
+IMAGE_ENDINGS = tuple(
+    sorted(ending for ending, name in Image.registered_extensions().items() if name in _FORMATS and ending != ".pfm")
+)
+# Endings of images that are not read, so that a warning can name them.
+_CAMERAS = (".arw", ".cr2", ".cr3", ".dng", ".nef", ".orf", ".raf", ".raw", ".rw2")
+_DRAWN = (".cur", ".emf", ".eps", ".icns", ".ico", ".ps", ".psd", ".svg", ".wmf", ".xcf")
+_PIXELS = (".avif", ".dds", ".exr", ".hdr", ".heic", ".heif", ".jp2", ".jxl", ".mpo", ".pcx", ".pfm", ".qoi", ".tga")
+OTHER_ENDINGS = tuple(ending for ending in (*_CAMERAS, *_DRAWN, *_PIXELS) if ending not in IMAGE_ENDINGS)
+
+
+class UnreadableImageError(ValueError):
+    """An image file that cannot be read.
+
+    Args:
+        message: One line: path, reason, remedy.
+        path: The file, or the name of a stored image.
+        reason: Why, in plain words.
+    """
+
+    # A DataLoader's worker hands errors on by their message alone.
+    def __init__(self, message: str, path: str = "", reason: str = "") -> None:
+        super().__init__(message)
+        self.path = path
+        self.reason = reason
+
+
+class StoredImage(ABC):
+    """An encoded image inside of another file, such as an archive.
+
+    ``str()`` of a stored image names that file and the image in it, in a dataset each image differently. DataLoader
+    workers get copies of stored images, which therefore hold no open file.
+    """
+
+    __slots__ = ()
+
+    @abstractmethod
+    def read(self) -> bytes:
+        """Read the encoded image. Any exception becomes the reason of an UnreadableImageError."""
+
+    @abstractmethod
+    def __str__(self) -> str: ...
+
+
+ImageSource = str | os.PathLike[str] | StoredImage
+
+
+def load_rgb(source: ImageSource) -> Image.Image:
+    """Decode an image file completely, as 8-bit RGB, the way a viewer would show it.
+
+    The EXIF orientation is applied. Grey, 1-bit, palette and CMYK images are converted. Transparent images are
+    composited on white, so colours hidden under transparent pixels have no effect. 16-bit grey values are
+    divided by 257 and rounded. Of a file with several frames the first is read. The file is closed on return.
+
+    Args:
+        source: The path of an image file, or a stored image.
+
+    Returns:
+        An image of mode 'RGB' that holds its pixels.
+
+    Raises:
+        UnreadableImageError: A ValueError: the file is missing, empty, no image, truncated or otherwise broken, larger
+            than Pillow's limit against decompression bombs, or holds 32-bit grey.
+    """
+    name = str(source) if isinstance(source, StoredImage) else os.fspath(source)
+    try:
+        with _open(source) as image:
+            return as_rgb(image)
+    except MemoryError:
+        raise
+    # Pillow's decoders meet broken files with almost any type: SyntaxError, struct.error, IndexError, ...
+    except Exception as error:
+        reason, fix = (" ".join(text.splitlines()) for text in _explain(error))
+        message = f"cannot read image {printable(name)}: {reason}; {fix}"
+        raise UnreadableImageError(" ".join(message.splitlines()), name, reason) from error
+
+
+def as_rgb(image: Image.Image) -> Image.Image:
+    """Convert an open PIL image of any mode to 8-bit RGB, see :func:`load_rgb`. Broken files raise almost any type."""
+    _scale_transparency(image)
+    return _to_rgb(ImageOps.exif_transpose(image))
+
+
+class _RefusedError(Exception):
+    """The reason, in plain words, why relvit itself refuses a file."""
+
+
+def _open(source: ImageSource) -> Image.Image:
+    if isinstance(source, StoredImage):
+        content = source.read()
+        file, size = BytesIO(content), len(content)
+    else:
+        found = os.stat(source)
+        # Opening a pipe would wait until something is written to it, maybe for ever.
+        if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+            raise _RefusedError("it is no file but a pipe, a socket or a device")
+        file, size = source, found.st_size
+    if size == 0:
+        raise _RefusedError("the file is empty (zero bytes)")
+    return Image.open(file, formats=_FORMATS)
+
+
+def _explain(error: Exception) -> tuple[str, str]:
+    """Explain an exception met while reading: reason and remedy in plain words."""
+    match error:
+        case _RefusedError():
+            return str(error), _FIX
+        case FileNotFoundError():
+            return "there is no such file", "correct the path, or delete or replace a broken link"
+        case IsADirectoryError():
+            return "it is a folder, not a file", "give the path of an image file"
+        case PermissionError():
+            return "permission denied", "make it readable, or " + _FIX
+        case UnidentifiedImageError():
+            return "it is not an image, or of an unknown format", _FIX
+        case Image.DecompressionBombError() | Image.DecompressionBombWarning():
+            return f"it is too large, maybe a decompression bomb ({error})", _FIX
+        # The decoders' own OSErrors have no number.
+        case OSError() if error.errno is not None:
+            return f"the system cannot read it ({error.strerror})", "try again, or " + _FIX
+        case _:
+            return f"the image data are truncated or broken ({error or type(error).__name__})", _FIX
+
+
+def _scale_transparency(image: Image.Image) -> None:
+    """Scale the transparent colour of a PNG, before decoding, to the range of the decoded pixels."""
+    if "transparency" not in image.info or not image.tile:
+        return
+    raw_mode = image.tile[0][3]
+    if raw_mode == "RGB;16B":
+        image.info["transparency"] = tuple(value >> 8 for value in image.info["transparency"])
+    elif raw_mode in ("L;2", "L;4"):
+        image.info["transparency"] *= _GREY_TRANSPARENCY_SCALE[raw_mode]
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode == "F":
+        raise _RefusedError("32-bit float pixels have no known range")
+    if image.mode == "I" or image.mode.startswith("I;16"):
+        return _grey16_to_rgb(image)
+    if image.has_transparency_data:
+        if image.mode == "La":  # Pillow converts premultiplied grey to nothing but LA
+            image = image.convert("LA")
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+        image = Image.alpha_composite(white, image)
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _grey16_to_rgb(image: Image.Image) -> Image.Image:
+    values = np.asarray(image).astype(np.int64)
+    if values.min() < 0 or values.max() > 65535:
+        raise _RefusedError(f"grey values from {values.min()} to {values.max()} do not fit 16 bits")
+    grey = ((values + 128) // 257).astype(np.uint8)  # 257 is odd, so this rounds to nearest
+    if "transparency" in image.info:
+        grey[values == image.info["transparency"]] = 255
+    return Image.fromarray(grey).convert("RGB")

@@ -1,0 +1,292 @@
+"""Image cache in memory: decode image files once, in parallel, and serve images or batches of them from memory."""
+
+import os
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset
+from torchvision.transforms import v2
+
+from relvit.data.images.datasets import LabelledFiles
+from relvit.data.images.decode import UnreadableImageError, load_rgb
+from relvit.data.transforms import BatchTransform, unpack
+from relvit.utils.memory import available_memory
+
+_MEMORY_SHARE = 0.8  # of the available memory: the model and the loaders need some, too
+_PART_FILES = 256  # files that a process or thread gets at a time, at most
+_PART_BYTES = 2**25  # decoded bytes of these files, at most, but for a single one
+# Small images are decoded by processes, since most of the work is Python's; large ones by threads, since handing them
+# over from another process takes longer than decoding them.
+_SMALL = 3 * 128 * 128
+_UNKNOWN = (0, 0)  # size of an image whose header cannot be read
+
+Size = tuple[int, int]
+Progress = Callable[[Iterable[Any], int, str], Iterable[Any]]
+
+
+class Failure(NamedTuple):
+    """Arguments of the UnreadableImageError of a file."""
+
+    message: str
+    path: str
+    reason: str
+
+
+class ImagesInMemory(Dataset):
+    """Decoded images; DataLoader workers share the memory. Items are ``(image, target)``, float32 (C, H, W).
+
+    Args:
+        targets: N labels or names.
+        transform: From a PIL image to a tensor.
+        unreadable: Files that could not be decoded, by their index.
+    """
+
+    def __init__(
+        self,
+        targets: Sequence[int] | Sequence[str],
+        transform: v2.Compose,
+        unreadable: Mapping[int, Failure] | None = None,
+    ) -> None:
+        self.targets = targets
+        self.transform = transform
+        self.unreadable = dict(unreadable or {})
+
+    @abstractmethod
+    def values(self, index: int) -> np.ndarray:
+        """Pixels of one image, uint8 (H, W, 3) or, of grey images, (H, W)."""
+
+    def check(self, index: int) -> None:
+        """Raise an UnreadableImageError if this image could not be decoded."""
+        if index in self.unreadable:
+            raise UnreadableImageError(*self.unreadable[index])
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int | str]:
+        index = range(len(self))[index]
+        self.check(index)
+        return self.transform(Image.fromarray(self.values(index))), self.targets[index]
+
+
+class SameSizeImages(ImagesInMemory):
+    """Colour images of one size: packed pixels int32 (N, H, W), see :func:`relvit.data.transforms.pack`."""
+
+    def __init__(self, pixels: Tensor, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.pixels = pixels
+
+    def values(self, index: int) -> np.ndarray:
+        return unpack(self.pixels[index]).contiguous().numpy()
+
+
+class AnySizeImages(ImagesInMemory):
+    """Colour images of any sizes: pixels uint8, one image behind the other, and their sizes int64 (N, 2).
+
+    A single tensor, so that however many images there are, workers copy none. Unreadable images have the size zero.
+    """
+
+    def __init__(self, pixels: Tensor, sizes: Tensor, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.pixels = pixels
+        self.sizes = sizes
+        self.ends = (3 * sizes.prod(1)).cumsum(0)
+
+    def values(self, index: int) -> np.ndarray:
+        height, width = self.sizes[index].tolist()
+        end = int(self.ends[index])
+        return self.pixels[end - 3 * height * width : end].view(height, width, 3).numpy()
+
+
+class InMemoryBatches(Dataset):
+    """Batches of images of one size, transformed at once, for a DataLoader with `identity_collate`."""
+
+    def __init__(self, images: SameSizeImages, transform: BatchTransform) -> None:
+        self.images = images
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor | list[str]]:
+        """Make a batch: images float32 (B, 3, H, W), and labels int64 (B,) or names."""
+        targets = [self.images.targets[index] for index in indices]
+        images = self.transform(self.images.pixels[torch.as_tensor(indices)])
+        return images, targets if isinstance(targets[0], str) else torch.as_tensor(targets)
+
+
+def decode_into_memory(
+    splits: Mapping[str, LabelledFiles],
+    packed_size: Size,
+    skip: bool,
+    copies: int = 1,
+    progress: Progress | None = None,
+) -> dict[str, ImagesInMemory]:
+    """Decode all images by :func:`relvit.data.load_rgb`, in parallel.
+
+    A split whose images all have the packed size becomes `SameSizeImages`, any other one `AnySizeImages`.
+
+    Args:
+        splits: The files by split.
+        packed_size: Height and width for which batches can be transformed at once.
+        skip: Whether a file that cannot be read is noted in the result, or raised.
+        copies: Processes of this machine that do the same; they divide its memory and its cores.
+        progress: Called with results as they come, their number and a description; yields the results.
+
+    Raises:
+        ValueError: By the sizes in the files' headers the images need more than four fifths of the available memory;
+            nothing has been decoded.
+        UnreadableImageError: A file cannot be read, and is not to be skipped.
+    """
+    # Measured before the other processes of this machine begin to allocate.
+    available = available_memory()
+    decoder = _Decoder(max(1, _cores() // copies), skip, progress or (lambda items, total, what: items))
+    paths = {split: [path for path, _ in files.samples] for split, files in splits.items()}
+    sizes = {split: decoder.header_sizes(some, f"reading sizes of {split}") for split, some in paths.items()}
+    packed = {split: set(some) - {_UNKNOWN} == {packed_size} for split, some in sizes.items()}
+    needed = sum((4 if packed[split] else 3) * sum(map(_area, some)) for split, some in sizes.items())
+    if available is not None and needed * copies > _MEMORY_SHARE * available:
+        each = f", in each of {copies} processes" if copies > 1 else ""
+        raise ValueError(
+            f"cache: the {sum(map(len, sizes.values())):,} images of {' and '.join(splits)} take {in_units(needed)} "
+            f"when decoded{each}; {in_units(available)} of memory are available, {_MEMORY_SHARE:.0%} of which may be "
+            "used: read them from the disk each time (--data.cache false), or store them smaller"
+        )
+
+    decoded: dict[str, ImagesInMemory] = {}
+    for split, files in splits.items():
+        rest = files.targets, files.transform
+        what = paths[split], sizes[split], f"decoding {split}"
+        images = _same_size(decoder.images(*what), packed_size, *rest) if packed[split] else None
+        # An EXIF orientation may give an image another size than its header.
+        decoded[split] = images or _any_size(decoder.images(*what), sizes[split], *rest)
+    return decoded
+
+
+def in_units(amount: int) -> str:
+    """Format bytes in a unit of memory, such as '183.1 MiB'."""
+    return f"{amount / 2**30:,.1f} GiB" if amount >= 2**30 else f"{amount / 2**20:.1f} MiB"
+
+
+def _same_size(
+    images: Iterable[np.ndarray | Failure], size: Size, targets: list[int], transform: v2.Compose
+) -> SameSizeImages | None:
+    """Pack images of one size; None if one has another size."""
+    pixels, unreadable = np.zeros((len(targets), *size, 4), np.uint8), {}
+    for index, image in enumerate(images):
+        if isinstance(image, Failure):
+            unreadable[index] = image
+        elif image.shape[:2] != size:
+            return None
+        else:
+            pixels[index, ..., :3] = image
+    return SameSizeImages(torch.from_numpy(pixels).view(torch.int32).squeeze(-1), targets, transform, unreadable)
+
+
+def _any_size(
+    images: Iterable[np.ndarray | Failure], expected: Sequence[Size], targets: list[int], transform: v2.Compose
+) -> AnySizeImages:
+    pixels, unreadable = np.empty(3 * sum(map(_area, expected)), np.uint8), {}
+    sizes, end = torch.zeros(len(targets), 2, dtype=torch.int64), 0
+    for index, image in enumerate(images):
+        if isinstance(image, Failure):
+            unreadable[index] = image
+            continue
+        start, end = end, end + image.size
+        if end > len(pixels):
+            pixels = np.concatenate((pixels[:start], np.empty(end - start, np.uint8)))
+        pixels[start:end] = image.reshape(-1)
+        sizes[index] = torch.tensor(image.shape[:2])
+    return AnySizeImages(torch.from_numpy(pixels), sizes, targets, transform, unreadable)
+
+
+class _Decoder:
+    """Reads files in parallel, in their order."""
+
+    def __init__(self, workers: int, skip: bool, progress: Progress) -> None:
+        self.workers = workers
+        self.skip = skip
+        self.progress = progress
+
+    def header_sizes(self, paths: Sequence[str], what: str) -> list[Size]:
+        """Height and width by the header of each file, _UNKNOWN where it cannot be read."""
+        found = self._each(_header_size, _parts(paths, [_UNKNOWN] * len(paths)), ProcessPoolExecutor)
+        return list(self.progress(found, len(paths), what))
+
+    def images(self, paths: Sequence[str], sizes: Sequence[Size], what: str) -> Iterator[np.ndarray | Failure]:
+        """Pixels of each image, uint8 (H, W, 3), or its failure."""
+        small = 3 * sum(map(_area, sizes)) <= _SMALL * len(sizes)
+        found = self._each(_pixels, _parts(paths, sizes), ProcessPoolExecutor if small else ThreadPoolExecutor)
+        for image in self.progress(found, len(paths), what):
+            if isinstance(image, Failure) and not self.skip:
+                raise UnreadableImageError(*image)
+            yield image
+
+    def _each(self, function: Callable[[str], Any], parts: Sequence[Sequence[str]], kind: type[Executor]) -> Iterator:
+        workers = min(self.workers, len(parts))
+        if workers <= 1:
+            for part in parts:
+                yield from map(function, part)
+            return
+        waiting: deque = deque()
+        with kind(workers) as pool:
+            try:
+                for part in parts:
+                    waiting.append(pool.submit(_map_part, function, part))
+                    # Bounded: if the first part is slow, the results of others must not fill the memory.
+                    if len(waiting) > 2 * workers:
+                        yield from waiting.popleft().result()
+                while waiting:
+                    yield from waiting.popleft().result()
+            finally:
+                for future in waiting:
+                    future.cancel()
+
+
+def _header_size(path: str) -> Size:
+    try:
+        with Image.open(path) as image:
+            return image.height, image.width
+    # The reason is found and reported when the file is decoded.
+    except Exception:
+        return _UNKNOWN
+
+
+def _pixels(path: str) -> np.ndarray | Failure:
+    try:
+        return np.asarray(load_rgb(path))
+    except UnreadableImageError as error:
+        return Failure(str(error), error.path, error.reason)
+
+
+def _map_part(function: Callable[[str], Any], part: Sequence[str]) -> list[Any]:
+    return [function(path) for path in part]
+
+
+def _parts(paths: Sequence[str], sizes: Sequence[Size]) -> list[list[str]]:
+    """Divide the paths into parts that are decoded in parallel."""
+    parts: list[list[str]] = []
+    amount = 0
+    for path, size in zip(paths, sizes, strict=True):
+        amount += 3 * _area(size)
+        if not parts or len(parts[-1]) == _PART_FILES or amount > _PART_BYTES:
+            parts.append([])
+            amount = 3 * _area(size)
+        parts[-1].append(path)
+    return parts
+
+
+def _area(size: Size) -> int:
+    return size[0] * size[1]
+
+
+def _cores() -> int:
+    """Number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,224 @@
+"""ImageListData: images named in CSV, TSV or Parquet lists, a row with path and label for each."""
+
+import csv
+import os
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from relvit.data.images.folders import images_to_predict
+from relvit.data.labels import check_every_class, classes_of, positions
+from relvit.data.modules.base import Split
+from relvit.data.modules.image_files import ImageFilesData
+from relvit.utils.messages import MissingPackageError, did_you_mean, listing
+
+_SHOWN = 5  # wrong rows that a message names
+
+
+class Row(NamedTuple):
+    """Path and label of an image in a list, and the line of its row for messages."""
+
+    line: int
+    path: str
+    label: str
+
+
+class ImageListData(ImageFilesData):
+    """Images in lists with the columns `path` and `label`: CSV, TSV (.tsv) or Parquet (with ``relvit[parquet]``).
+
+    Paths are absolute, or relative to root, or, where no root is given, to the folder of their list. Labels are names
+    of classes, or numbers. Without a list for val, a part of train is put aside. Other columns are ignored. All rows
+    are checked before the first image is loaded, and wrong ones named by their line.
+
+    Args:
+        train: The list to train on.
+        val: The list to validate on.
+        test: The list to test on.
+        predict: What to predict: a list, which needs no labels, or a folder of images; None: test or else val.
+        root: The folder that relative paths start from; None: that of each list.
+        class_names: Name of each class, the position is the label (a checkpoint knows them); labels are then these
+            names, or the positions as numbers. None takes the sorted labels of train, numbers by their value.
+        options: See :class:`relvit.data.ImageFilesData`.
+
+    Raises:
+        FileNotFoundError: A list, or root, is missing.
+        ValueError: An argument out of its range, neither train nor class_names, or fewer than two classes; wrong rows
+            of train; those of the other lists when they are first used.
+        ModuleNotFoundError: A Parquet file without pyarrow.
+    """
+
+    def __init__(
+        self,
+        train: str | None = None,
+        val: str | None = None,
+        test: str | None = None,
+        predict: str | None = None,
+        root: str | None = None,
+        class_names: list[str] | None = None,
+        **options: Any,
+    ) -> None:
+        # Absolute, since a checkpoint keeps them and may be used from elsewhere.
+        self.train, self.val, self.test, self.predict, self.root = (
+            None if path is None else os.path.abspath(os.path.expanduser(path))
+            for path in (train, val, test, predict, root)
+        )
+        if self.root is not None and not os.path.isdir(self.root):
+            raise FileNotFoundError(f"root {self.root} is no folder; give the one that the lists' paths start from")
+        if class_names is None:
+            if self.train is None:
+                raise ValueError("no train list; give one (--data.train), or class_names (a checkpoint knows them)")
+            class_names = classes_of(row.label for row in self._train_rows)
+        super().__init__(class_names, **options)
+
+    @property
+    def place(self) -> str:
+        """The list of train, or another."""
+        return self.train or self.val or self.test or self.predict or "no list"
+
+    def missing(self, split: Split) -> str | None:
+        """Explain which list is missing, or return None."""
+        if split == "predict":
+            if self.predict or self.test or self.val:
+                return None
+            return "no list to predict; give a list or a folder (--data.predict)"
+        if self._has_own(split) or (split == "val" and self.train):
+            return None
+        return f"no {split} list; give one (--data.{split})"
+
+    def _has_own(self, split: Split) -> bool:
+        return getattr(self, split) is not None
+
+    def _samples(self, split: Split) -> list[tuple[str, int]]:
+        file = getattr(self, split)
+        rows = self._train_rows if split == "train" else read_list(file)
+        labels = self._labels(file, rows)
+        if split == "train":
+            check_every_class(labels, self.class_names, file)
+        return list(zip(self._files(file, rows), labels, strict=True))
+
+    def _paths_to_predict(self) -> list[str]:
+        source = self.predict or self.test or self.val
+        if os.path.isdir(source):
+            return images_to_predict(source)
+        return self._files(source, read_list(source, labelled=False))
+
+    def _display_name(self, path: str) -> str:
+        return self._written[path]
+
+    @cached_property
+    def _train_rows(self) -> list[Row]:
+        return read_list(self.train)
+
+    @cached_property
+    def _written(self) -> dict[str, str]:
+        """Map each file of train to its path in the list."""
+        return {self._absolute(self.train, row): row.path for row in self._train_rows}
+
+    def _absolute(self, file: str, row: Row) -> str:
+        return os.path.join(self.root or os.path.dirname(file), row.path)
+
+    def _files(self, file: str, rows: Sequence[Row]) -> list[str]:
+        """Paths of a list's rows. A file that does not exist is a wrong row, unless unreadable files are skipped."""
+        paths = [self._absolute(file, row) for row in rows]
+        if self.on_error == "error":
+            lines = zip((row.line for row in rows), paths, strict=True)
+            _refuse_rows(file, [(line, f"no file {path}") for line, path in lines if not os.path.isfile(path)])
+        return paths
+
+    def _labels(self, file: str, rows: Sequence[Row]) -> list[int]:
+        """Label of each row: the position of its class."""
+        known = positions([row.label for row in rows], self.class_names)
+        wrong = [
+            (row.line, f"unknown class {row.label!r}{did_you_mean(row.label, known)}")
+            for row in rows
+            if row.label not in known
+        ]
+        _refuse_rows(file, wrong)
+        return [known[row.label] for row in rows]
+
+
+def read_list(file: str, labelled: bool = True) -> list[Row]:
+    """Read the rows of a list with the columns `path` and `label`; ignore further columns.
+
+    Lines are counted as in an editor, the header being line 1; rows of Parquet from 1.
+
+    Args:
+        file: A name in .csv (commas), .tsv (tabs) or .parquet (needs pyarrow).
+        labelled: Whether the column `label` is needed; otherwise labels are ''.
+
+    Raises:
+        FileNotFoundError: No such file.
+        ValueError: Another kind of file, broken text, a missing column, no rows, a row without path or label, or a path
+            twice.
+        ModuleNotFoundError: A Parquet file, and pyarrow is not installed.
+    """
+    if not os.path.isfile(file):
+        raise FileNotFoundError(f"no list at {file}; give a CSV, TSV or Parquet file with the columns path and label")
+    wanted = ["path", "label"] if labelled else ["path"]
+    match os.path.splitext(file)[1].lower():
+        case ".csv":
+            records = _from_text(file, wanted, ",")
+        case ".tsv":
+            records = _from_text(file, wanted, "\t")
+        case ".parquet":
+            records = _from_parquet(file, wanted)
+        case other:
+            raise ValueError(f"{file} is a list of the kind {other!r}; allowed are '.csv', '.tsv' and '.parquet'")
+    rows, wrong, first = [], [], {}
+    for line, values in records:
+        path, label = (*values, "") if len(values) == 1 else values
+        if not path:
+            wrong.append((line, "no path"))
+        elif labelled and not label:
+            wrong.append((line, f"no label for {path}"))
+        elif path in first:
+            wrong.append((line, f"{path} is already in line {first[path]}"))
+        else:
+            first[path] = line
+            rows.append(Row(line, path, label))
+    _refuse_rows(file, wrong)
+    if not rows:
+        raise ValueError(f"{file} lists no image")
+    return rows
+
+
+def _refuse_rows(file: str, wrong: Sequence[tuple[int, str]]) -> None:
+    """Raise a ValueError that names the first wrong rows of a list, if there are any."""
+    if not wrong:
+        return
+    more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+    shown = "; ".join(f"line {line}: {text}" for line, text in wrong[:_SHOWN])
+    raise ValueError(f"{file} has {len(wrong)} wrong {'row' if len(wrong) == 1 else 'rows'}: {shown}{more}")
+
+
+def _check_columns(file: str, columns: Sequence[str], wanted: Sequence[str]) -> None:
+    for name in wanted:
+        if name not in columns:
+            hint = did_you_mean(name, columns).replace("did you mean", "rename")
+            raise ValueError(f"{file} has no column {name!r}{hint}; its columns are {listing(list(columns))}")
+
+
+def _from_text(file: str, wanted: list[str], delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    # Spreadsheets write a mark before the first column's name (-sig); file names need not be UTF-8.
+    with open(file, newline="", encoding="utf-8-sig", errors="surrogateescape") as stream:
+        reader = csv.DictReader(stream, delimiter=delimiter)
+        try:
+            _check_columns(file, [name.strip() for name in reader.fieldnames or []], wanted)
+            reader.fieldnames = [name.strip() for name in reader.fieldnames or []]
+            for record in reader:
+                yield reader.line_num, [(record[name] or "").strip() for name in wanted]
+        except csv.Error as error:
+            # For a field without an end this is the line where reading gave up.
+            raise ValueError(f"{file} is broken at line {reader.reader.line_num}: {error}") from error
+
+
+def _from_parquet(file: str, wanted: list[str]) -> Iterator[tuple[int, list[str]]]:
+    try:
+        import pyarrow.parquet as parquet
+    except ModuleNotFoundError as error:
+        raise MissingPackageError(f"the Parquet file {file}", "pyarrow") from error
+    _check_columns(file, parquet.read_schema(file).names, wanted)
+    table = parquet.read_table(file, columns=wanted)
+    columns = [table.column(name).to_pylist() for name in wanted]
+    for number, values in enumerate(zip(*columns, strict=True), start=1):
+        yield number, ["" if value is None else str(value) for value in values]

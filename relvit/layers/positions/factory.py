@@ -1,0 +1,78 @@
+"""Choose, build and check the relative position module of an attention layer, given by name or as a class."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from relvit.layers.positions.slopes import SlopePosition2d
+from relvit.layers.positions.tables import RelativePosition2d
+from relvit.ops import Grid, RelativeTerms
+from relvit.utils.messages import did_you_mean, listing
+
+POSITIONS = {"tables": RelativePosition2d, "slopes": SlopePosition2d}
+
+
+def position_factory(
+    position: str | Callable[..., nn.Module], owner: Callable[..., Any], **tables: Any
+) -> Callable[..., nn.Module]:
+    """Return what builds position modules, for `make_position`.
+
+    Args:
+        position: a name in `POSITIONS`, or a class of one's own.
+        owner: class or function whose arguments a user has chosen.
+        **tables: those of its arguments that are for 'tables' alone.
+
+    Raises:
+        ValueError: an unknown name, or arguments for tables with another position.
+    """
+    if isinstance(position, str) and position not in POSITIONS:
+        hint = did_you_mean(position, POSITIONS)
+        raise ValueError(f"position must be one of {listing(tuple(POSITIONS))} or a class, got {position!r}{hint}")
+    if position == "tables":
+        # Models call it `rel_init_std`.
+        tables = {"init_std" if name == "rel_init_std" else name: given for name, given in tables.items()}
+        return partial(RelativePosition2d, **tables)
+    defaults = inspect.signature(owner).parameters
+    for name, given in tables.items():
+        if given != defaults[name].default:
+            raise ValueError(f"{name} is for position 'tables', got {name}={given!r} with position {position!r}")
+    return POSITIONS[position] if isinstance(position, str) else position
+
+
+def make_position(factory: Callable[..., nn.Module], attn: nn.Module) -> nn.Module:
+    """Build a position module for an attention layer, on its device and in its dtype.
+
+    Raises:
+        TypeError: a `factory` that makes none, such as a module: every block has its own.
+    """
+    if isinstance(factory, nn.Module) or not callable(factory):
+        kind = f"a module {type(factory).__name__}" if isinstance(factory, nn.Module) else repr(factory)
+        raise TypeError(
+            "position must make a module of its own for every block, called as position(head_dim, num_heads, device=, "
+            f"dtype=): give a class such as RelativePosition2d or a functools.partial of it, got {kind}"
+        )
+    weight = attn.proj.weight
+    position = factory(attn.head_dim, attn.num_heads, device=weight.device, dtype=weight.dtype)
+    check_position(position)
+    return position
+
+
+def check_position(position: object) -> None:
+    """Raise TypeError for what is no position module; the module is called with a grid of one patch."""
+    if not isinstance(position, nn.Module):
+        kind = f"the class {position.__name__}" if isinstance(position, type) else repr(position)
+        raise TypeError(
+            "a position must be a module from Grid to RelativeTerms, such as RelativePosition2d(head_dim, num_heads), "
+            f"got {kind}"
+        )
+    try:
+        terms = position(Grid(1, 1))
+    except Exception as error:
+        raise TypeError(f"position {type(position).__name__} cannot be called with a Grid: {error}") from error
+    if not isinstance(terms, RelativeTerms):
+        raise TypeError(f"position {type(position).__name__} must return RelativeTerms, got {type(terms).__name__}")

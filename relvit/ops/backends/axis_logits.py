@@ -1,0 +1,198 @@
+"""What `tiled` and `fused` share: a relative logit as one number per row plus one per column of the grid.
+
+q_i . a_ij = rows[i, y_j] + cols[i, x_j]: so each query needs H + W products instead of H W. The tables of both axes are
+joined below each other; a `TableIndex` holds which of their entries belongs to each token and each row and column. The
+same index adds up what meets the value tables, the attention per row and column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from relvit.ops.buckets import bucket, saturation
+from relvit.ops.grid import Grid, batched_coords
+from relvit.ops.inputs import AttentionInputs
+from relvit.ops.terms import AxisTables, with_width
+from relvit.ops.tracing import is_compiling, is_functorch
+
+# Stock kernels want head widths that are multiples of 8, and products are faster for it on the CPU as well.
+WIDTH_MULTIPLE = 8
+
+# Clip distances of a pair of tables, rows and columns.
+Distances = tuple[int, int]
+
+
+class AxisRange(NamedTuple):
+    """Consecutive rows, or columns, of a grid."""
+
+    first: int
+    size: int
+
+
+# The rows and the columns for which there are logits.
+Axes = tuple[AxisRange, AxisRange]
+
+
+class TableIndex(NamedTuple):
+    """Which entry of a term's joined tables belongs to each token and each row and column.
+
+    Attributes:
+        reach: clip distances of the part of the tables that some pair of tokens can use.
+        index: (1 or B, 1, N, H + W) int64 into `join_tables(tables, reach)`; 0, the zero row, for prefix tokens.
+    """
+
+    reach: Distances
+    index: Tensor
+
+
+def once_per_raster(make: Callable[..., Any], grid: Grid, *arguments: Any, like: Tensor) -> Any:
+    """Compute `make(grid, *arguments, dtype and device of like)` or, for a raster, remember it: all blocks want it."""
+    # Tensors of a graph, and fake ones, belong to where they were made.
+    if grid.coords is not None or is_compiling() or type(like) is not Tensor:
+        return make(grid, *arguments, like.dtype, like.device)
+    # What was made in inference mode cannot be saved for backward elsewhere.
+    inference = torch.is_inference_mode_enabled()
+    return _remembered(make, grid._replace(valid=None), *arguments, like.dtype, like.device, inference)
+
+
+@lru_cache(maxsize=64)
+def _remembered(make: Callable[..., Any], *arguments: Any) -> Any:
+    return make(*arguments[:-1])
+
+
+def grid_axes(grid: Grid) -> Axes:
+    """All rows and columns of a grid."""
+    return AxisRange(0, grid.height), AxisRange(0, grid.width)
+
+
+def query_axes(inputs: AttentionInputs) -> Axes:
+    """All rows and columns of queries, as far as the query term's tables can distinguish them.
+
+    Queries with coordinates of their own may be outside the key grid; further out than the tables reach, all rows (or
+    columns) are alike.
+    """
+    grid, key_grid = inputs.grid, inputs.key_grid
+    if inputs.terms.query is None or grid.coords is None or grid is key_grid:
+        return grid_axes(grid)
+    rows, cols = (saturation(distance, inputs.terms.bucketing) for distance in clip_distances(inputs.terms.query))
+    return AxisRange(-rows, key_grid.height + 2 * rows), AxisRange(-cols, key_grid.width + 2 * cols)
+
+
+def clip_distances(tables: AxisTables) -> Distances:
+    """Clip distances of tables of vectors, ([heads,] 2k + 1, dim) each."""
+    return (tables.rows.shape[-2] - 1) // 2, (tables.cols.shape[-2] - 1) // 2
+
+
+def axis_indices(axes: Axes, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Numbers of all rows and of all columns, (H,) and (W,) int64."""
+    (top, height), (left, width) = axes
+    return torch.arange(top, top + height, device=device), torch.arange(left, left + width, device=device)
+
+
+def table_index(tables: AxisTables, bucketing: str, grid: Grid, axes: Axes, like: Tensor) -> TableIndex:
+    """Find the table entry for each token of `grid` and each row, then each column of `axes`."""
+    return once_per_raster(_make_table_index, grid, clip_distances(tables), bucketing, axes, like=like)
+
+
+def _make_table_index(
+    grid: Grid, distances: Distances, bucketing: str, axes: Axes, _dtype: torch.dtype, device: torch.device
+) -> TableIndex:
+    reach = distances
+    # A graph for all sizes must not depend on which of them a table outreaches.
+    if grid.coords is None and bucketing == "clip" and not is_compiling():
+        # The largest offset that some pair can have.
+        sizes = (max(size, axis.size) for size, axis in zip((grid.height, grid.width), axes, strict=True))
+        reach = tuple(min(distance, size - 1) for distance, size in zip(distances, sizes, strict=True))
+    y, x = batched_coords(grid, device).split(1, dim=-1)
+    rows, cols = axis_indices(axes, device)
+    row_index = bucket(rows - y, reach[0], bucketing) + 1
+    col_index = bucket(cols - x, reach[1], bucketing) + (1 + 2 * reach[0] + 1)
+    # Prefix tokens use entry 0, the zero row.
+    return TableIndex(reach, F.pad(torch.cat((row_index, col_index), dim=-1), (0, 0, grid.prefix, 0))[:, None])
+
+
+def join_tables(tables: AxisTables, reach: Distances, dtype: torch.dtype) -> Tensor:
+    """Join a zero row, what is in reach of both tables, and zeros up to a multiple of 8: ([heads,] entries, dim)."""
+    middles = [
+        table.narrow(-2, distance - near, 2 * near + 1)
+        for table, distance, near in zip(tables, clip_distances(tables), reach, strict=True)
+    ]
+    joined = torch.cat(middles, dim=-2)
+    return F.pad(joined, (0, 0, 1, -(1 + joined.shape[-2]) % WIDTH_MULTIPLE)).to(dtype)
+
+
+def query_logits(inputs: AttentionInputs, axes: Axes) -> Tensor | None:
+    """What the key term and the bias add to the logit of a key in each row and column: (B, heads, Nq, H + W)."""
+    query, terms, grid = inputs.position_query, inputs.terms, inputs.grid
+    logits = None
+    if terms.key is not None:
+        logits = axis_logits(query, terms.key, table_index(terms.key, terms.bucketing, grid, axes, query))
+    if terms.bias is None:
+        return logits
+    tables = with_width(terms.bias)
+    reach, index = table_index(tables, terms.bucketing, grid, axes, query)
+    # In the tables' precision, for the sake of the sums over all tokens in backward.
+    table = join_tables(tables, reach, tables.rows.dtype)[..., 0] / inputs.scale
+    # (1 or B, heads, Nq, H + W): samples on one grid share the result.
+    heads = query.shape[1]
+    entries = table.expand(heads, -1)[None, :, None].expand(index.shape[0], heads, index.shape[2], -1)
+    bias = entries.gather(-1, index.expand(-1, heads, -1, -1)).to(query.dtype)
+    return bias.expand(query.shape[0], -1, -1, -1) if logits is None else logits + bias
+
+
+def key_logits(inputs: AttentionInputs, axes: Axes) -> Tensor | None:
+    """What the query term adds to the logit of a query in each row and column: (B, heads, Nk, H' + W')."""
+    key, terms = inputs.position_key, inputs.terms
+    if terms.query is None:
+        return None
+    # Seen from the key, the offset to the query has the other sign.
+    mirrored = AxisTables(terms.query.rows.flip(-2), terms.query.cols.flip(-2))
+    return axis_logits(key, mirrored, table_index(mirrored, terms.bucketing, inputs.key_grid, axes, key))
+
+
+def axis_logits(query: Tensor, tables: AxisTables, entries: TableIndex) -> Tensor:
+    """query_i . rows[r - y_i] for all rows r, then the same for columns: (B, heads, N, H + W).
+
+    One product with all table rows, then a choice, is faster than a product per row of the grid: the tables are short.
+    """
+    table = join_tables(tables, entries.reach, query.dtype)
+    # Head by head: so queries whose memory is as the projection has left it need no copy, neither now nor in backward.
+    by_head = query.permute(1, 0, 2, 3).flatten(1, 2)
+    per_offset = torch.bmm(by_head, table.expand(query.shape[1], -1, -1).transpose(-2, -1))
+    per_offset = per_offset.unflatten(1, (query.shape[0], query.shape[2])).transpose(0, 1)
+    index = entries.index.expand(*per_offset.shape[:-1], -1)
+    if is_compiling() or is_functorch() or not torch.is_grad_enabled():
+        return per_offset.gather(-1, index)
+    return _Gather.apply(per_offset, index)
+
+
+class _Gather(torch.autograd.Function):
+    """`values.gather(-1, index)` without keeping `values`, of which backward needs the shape alone."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, values: Tensor, index: Tensor) -> Tensor:
+        ctx.shape = values.shape
+        ctx.save_for_backward(index)
+        return values.gather(-1, index)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.shape).scatter_add_(-1, index, grad), None
+
+
+def sum_by_entry(marginals: Tensor, index: Tensor, entries: int) -> Tensor:
+    """Add up the attention per row and column (B, Nq, heads, H + W) by table entry: (B, Nq, heads, entries)."""
+    index = index.transpose(1, 2).expand_as(marginals)
+    return marginals.new_zeros(*marginals.shape[:-1], entries).scatter_add(-1, index, marginals)
+
+
+def times_table(weights: Tensor, table: Tensor) -> Tensor:
+    """Multiply (B, N, heads, entries) by a table ([heads,] entries, dim): (B, N, heads, dim)."""
+    return weights @ table if table.dim() == 2 else torch.einsum("bnhe,hed->bnhd", weights, table)

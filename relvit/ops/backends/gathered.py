@@ -1,0 +1,148 @@
+"""Relative attention for joint tables and torch.func: tiles of queries in which every pair looks up its table entries.
+
+Joint tables do not split into rows and columns; and plain operations alone, as here, can be transformed by `torch.func`
+and have derivatives of any order. As in `fused`, one product with all table rows gives each query's logit for each
+offset; a pair of tokens then picks its own. Each tile forms its logits against all keys, and backward recomputes them:
+N x N is never stored (Rabe & Staats 2021, arXiv 2112.05682).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from relvit.ops.buckets import bucket
+from relvit.ops.grid import Grid, batched_coords, key_mask, without_padding
+from relvit.ops.inputs import AttentionInputs
+from relvit.ops.recompute import recomputed
+from relvit.ops.terms import AxisTables, JointTable, with_width
+from relvit.ops.tracing import is_functorch, without_autocast
+
+# Logits of one tile, over all samples and heads: 4 M numbers, 16 MB in float32.
+TILE_LOGITS = 1 << 22
+LEAST_QUERIES = 16
+
+
+class Tokens(NamedTuple):
+    """Rows and columns of tokens, (1 or B, N) int64, and which are on the grid, no prefix tokens, (N,) booleans."""
+
+    y: Tensor
+    x: Tensor
+    on_grid: Tensor
+
+
+def relative_attention(inputs: AttentionInputs) -> Tensor:
+    """Compute attention with relative terms, tile by tile; see `relvit.ops.relative_attention`."""
+    dtype, mask = inputs.query.dtype, inputs.attn_mask
+    # At least single precision, as inside fused kernels: logits, softmax, sums over tiles would lose too much.
+    inputs = inputs.to(torch.promote_types(dtype, torch.float32))
+    query, key, position_query = inputs.query, inputs.key, inputs.position_query
+    # Backward recomputes tiles under the autocast state of here.
+    with without_autocast(query.device):
+        queries, keys = _tokens(inputs.grid, query.device), _tokens(inputs.key_grid, key.device)
+        if torch.compiler.is_exporting() or torch.jit.is_tracing() or is_functorch():
+            # The number of tiles is not known in a graph for all sizes, and transforms cannot recompute tiles.
+            return _attend(inputs, queries, keys, 0).to(dtype)
+        attend = _attend
+        if torch.is_grad_enabled():
+            attend = partial(recomputed, _attend, preserve_rng_state=inputs.dropout_p > 0)
+        batch, heads, length, _ = query.shape
+        step = max(LEAST_QUERIES, TILE_LOGITS // max(1, batch * heads * key.shape[2]))
+        tiles = []
+        for start in range(0, length, step):
+            part = slice(start, start + step)
+            tile = inputs._replace(
+                query=query[:, :, part],
+                position_query=position_query[:, :, part],
+                attn_mask=mask[..., part, :] if mask is not None and mask.shape[-2] > 1 else mask,
+            )
+            here = Tokens(queries.y[:, part], queries.x[:, part], queries.on_grid[part])
+            tiles.append(attend(tile, here, keys, start))
+        out = torch.cat(tiles, dim=2) if tiles else query.new_zeros(*query.shape[:3], inputs.value.shape[-1])
+        return out.to(dtype)
+
+
+def _attend(inputs: AttentionInputs, queries: Tokens, keys: Tokens, first: int) -> Tensor:
+    """Attention of a tile of queries, of which the first has the number `first`: (B, heads, T, value_dim)."""
+    query, key, value, terms, mask = inputs.query, inputs.key, inputs.value, inputs.terms, inputs.attn_mask
+    position_query, position_key = inputs.position_query, inputs.position_key
+    dy = keys.y[:, None, :] - queries.y[:, :, None]
+    dx = keys.x[:, None, :] - queries.x[:, :, None]
+    on_grid = queries.on_grid[:, None] & keys.on_grid
+    valid = key_mask(inputs.key_grid)
+    if valid is not None:
+        key, position_key, value = (without_padding(tensor, valid) for tensor in (key, position_key, value))
+    entries = partial(_entries, dy=dy, dx=dx, on_grid=on_grid, bucketing=terms.bucketing)
+
+    logits = query @ key.transpose(-2, -1)
+    if terms.key is not None:
+        table, indices = entries(terms.key, query.dtype)
+        per_offset = position_query @ table.transpose(-2, -1)
+        for index in indices:
+            logits = logits + per_offset.gather(-1, index.expand_as(logits))
+    if terms.query is not None:
+        table, indices = entries(terms.query, key.dtype)
+        per_offset = position_key @ table.transpose(-2, -1)
+        for index in indices:
+            logits = logits + per_offset.gather(-1, index.transpose(-2, -1).expand_as(logits.mT)).mT
+    logits = logits * inputs.scale
+    if terms.bias is not None:
+        table, indices = entries(with_width(terms.bias), logits.dtype)
+        per_head = table[..., 0] if table.dim() == 3 else table[..., 0].expand(query.shape[1], -1)
+        for index in indices:
+            logits = logits + per_head[:, index[:, 0]].transpose(0, 1)
+
+    if mask is not None:
+        logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
+    if inputs.is_causal:
+        there = torch.arange(key.shape[2], device=key.device)
+        here = torch.arange(first, first + query.shape[2], device=key.device)
+        logits = logits.masked_fill(there > here[:, None], -torch.inf)
+    if valid is not None:
+        logits = logits.masked_fill(~valid[:, None, None, :], -torch.inf)
+    if valid is None and mask is None:
+        weights = logits.softmax(dim=-1)
+    else:
+        # A query that may attend to nothing gets zeros, forward and backward, instead of NaN.
+        empty = torch.isneginf(logits).all(dim=-1, keepdim=True)
+        weights = logits.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)
+    weights = F.dropout(weights, inputs.dropout_p)
+
+    out = weights @ value
+    if terms.value is not None:
+        table, indices = entries(terms.value, value.dtype)
+        per_offset = weights.new_zeros(*weights.shape[:-1], table.shape[-2])
+        for index in indices:
+            per_offset = per_offset.scatter_add(-1, index.expand_as(weights), weights)
+        out = out + per_offset @ table
+    return out
+
+
+def _entries(
+    tables: AxisTables | JointTable, dtype: torch.dtype, *, dy: Tensor, dx: Tensor, on_grid: Tensor, bucketing: str
+) -> tuple[Tensor, list[Tensor]]:
+    """All rows of the tables below each other, a zero row last, and the rows that each pair uses.
+
+    Returns:
+        The rows, ([heads,] entries, width), and index tensors, (1 or B, 1, T, Nk) each, whose rows are to be added up.
+    """
+    if isinstance(tables, JointTable):
+        height, width = tables.table.shape[-3:-1]
+        flat = tables.table.flatten(-3, -2)
+    else:
+        flat = torch.cat((tables.rows, tables.cols), dim=-2)
+        height, width = tables.rows.shape[-2], tables.cols.shape[-2]
+    row, col = bucket(dy, (height - 1) // 2, bucketing), bucket(dx, (width - 1) // 2, bucketing)
+    indices = [row * width + col] if isinstance(tables, JointTable) else [row, col + height]
+    zero_row = flat.shape[-2]
+    return F.pad(flat, (0, 0, 0, 1)).to(dtype), [index.masked_fill(~on_grid, zero_row)[:, None] for index in indices]
+
+
+def _tokens(grid: Grid, device: torch.device) -> Tokens:
+    # Prefix tokens get any coordinates; `on_grid` keeps them from being used.
+    coords = F.pad(batched_coords(grid, device), (0, 0, grid.prefix, 0))
+    return Tokens(coords[..., 0], coords[..., 1], torch.arange(coords.shape[1], device=device) >= grid.prefix)

@@ -1,0 +1,412 @@
+"""Relative attention on the CPU: one tile of queries after the other, with the backward written out.
+
+Each tile forms its logits against all keys, and backward recomputes them: N x N is never stored. A relative logit is a
+row logit plus a column logit of the query, so the logits of a tile start as the sum of two small tensors, broadcast
+over the key grid, to which the product with the keys is added in place; the row and column marginals of the attention,
+which meet the value tables, are sums of the weights over columns and rows. So relative terms cost passes over a tile
+that fits the processor's cache, and no wider products, as in `fused`. GPUs take this backend where the augmented
+vectors of `fused` would be too wide.
+
+Backward as in flash attention (Dao et al. 2022, arXiv 2205.14135, appendix B.2): dS = P (dP - D), where D, the sum of
+P dP over keys, equals the product of the result with its gradient; here too, where dP holds the value term's part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from relvit.ops.backends.axis_logits import (
+    Axes,
+    grid_axes,
+    join_tables,
+    key_logits,
+    query_axes,
+    query_logits,
+    sum_by_entry,
+    table_index,
+    times_table,
+)
+from relvit.ops.grid import Grid, batched_coords, key_mask, without_padding
+from relvit.ops.inputs import AttentionInputs
+from relvit.ops.tracing import without_autocast
+
+# Logits of one tile over samples and heads, for each thread that works on it: 2 MB in float32.
+# Smaller tiles spend their time in Python and in waiting for the other threads, those of fewer queries on adding up the
+# gradients of keys and values.
+TILE_LOGITS = 1 << 19
+LEAST_QUERIES = 64
+
+
+class Positions(NamedTuple):
+    """Row and column of each token, counted from the first of `height` rows and `width` columns.
+
+    Prefix tokens have the row `height` and the column `width`, beyond the last. y and x are int64, (1 or B, 1, N, 1)
+    for queries and (1 or B, 1, 1, N) for keys; None for keys that fill the raster behind `prefix` tokens.
+    """
+
+    height: int
+    width: int
+    prefix: int
+    y: Tensor | None = None
+    x: Tensor | None = None
+
+
+class Operands(NamedTuple):
+    """The tensors that tiles are made of, all samples and queries; None where a term or mask is absent.
+
+    Attributes:
+        query: (B, heads, Nq, head_dim); key and value likewise.
+        query_logits: (B, heads, Nq, H + W), of `axis_logits.query_logits`.
+        key_logits: (B, heads, Nk, H' + W'), of `axis_logits.key_logits`.
+        table: the joined value tables, ([heads,] entries, value_dim).
+        attn_mask: (1 or B, 1 or heads, 1 or Nq, 1 or Nk).
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    query_logits: Tensor | None
+    key_logits: Tensor | None
+    table: Tensor | None
+    attn_mask: Tensor | None
+
+
+class TileConfig(NamedTuple):
+    """What all tiles have in common besides operands; None where a term or padding is absent.
+
+    Attributes:
+        keys: where keys are.
+        queries: where queries are among the rows and columns of `key_logits`.
+        value_index: (1 or B, 1, Nq, H + W), table entries of the value term.
+        valid: (1 or B, Nk) booleans, which keys may be attended to.
+        size: samples and queries of one tile at the most: the same in backward, whatever thread runs it.
+    """
+
+    keys: Positions
+    queries: Positions | None
+    value_index: Tensor | None
+    valid: Tensor | None
+    is_causal: bool
+    dropout_p: float
+    seed: int
+    scale: float
+    size: tuple[int, int]
+
+
+class Tile(NamedTuple):
+    """Some samples and some of their queries; all heads and all keys."""
+
+    number: int
+    samples: slice
+    queries: slice
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the tile's part of a tensor (1 or B, heads, 1 or Nq, ...)."""
+        tensor = tensor if tensor.shape[0] == 1 else tensor[self.samples]
+        return tensor if tensor.shape[2] == 1 else tensor[:, :, self.queries]
+
+    def positions(self, of_all: Positions) -> Positions:
+        """Return the positions of the tile's samples."""
+        return of_all if of_all.y is None else of_all._replace(y=self.of(of_all.y), x=self.of(of_all.x))
+
+    def add_product(self, total: Tensor, left: Tensor, right: Tensor) -> None:
+        """Add to the samples' total over all their tiles, of which the first one sets it."""
+        if self.queries.start == 0:
+            _set_product(total[self.samples], left, right)
+        else:
+            _add_product(total[self.samples], left, right, 1.0, 1.0)
+
+
+def relative_attention(inputs: AttentionInputs) -> Tensor:
+    """Compute attention with relative terms, tile by tile; see `relvit.ops.relative_attention`."""
+    dtype, terms, mask, key_grid = inputs.query.dtype, inputs.terms, inputs.attn_mask, inputs.key_grid
+    # At least single precision, as inside fused kernels: logits, softmax, sums over tiles would lose too much.
+    inputs = inputs.to(torch.promote_types(dtype, torch.float32))
+    query, key, value = inputs.query, inputs.key, inputs.value
+    with without_autocast(query.device):
+        valid, axes, axes_of_queries = key_mask(key_grid), grid_axes(key_grid), query_axes(inputs)
+        if valid is not None:
+            inputs = inputs._replace(position_key=without_padding(inputs.position_key, valid))
+        value_index = table = None
+        if terms.value is not None:
+            reach, value_index = table_index(terms.value, terms.bucketing, inputs.grid, axes, query)
+            table = join_tables(terms.value, reach, value.dtype)
+        of_queries, of_keys = query_logits(inputs, axes), key_logits(inputs, axes_of_queries)
+        if mask is not None:
+            mask = mask[(None,) * (4 - mask.dim())]
+        operands = Operands(query, key, value, of_queries, of_keys, table, mask)
+        keys = Positions(key_grid.height, key_grid.width, key_grid.prefix)
+        config = TileConfig(
+            keys=keys if key_grid.coords is None else _positions(key_grid, axes, query.device, -2),
+            queries=None if of_keys is None else _positions(inputs.grid, axes_of_queries, query.device, -1),
+            value_index=value_index,
+            valid=valid,
+            is_causal=inputs.is_causal,
+            dropout_p=inputs.dropout_p,
+            # From the generator that users seed; each tile's own follows from it, in backward too.
+            seed=int(torch.randint(2**48, ())) if inputs.dropout_p else 0,
+            scale=inputs.scale,
+            size=_tile_size(query, key),
+        )
+        return Tiles.apply(*operands, config).transpose(1, 2).to(dtype)
+
+
+def _positions(grid: Grid, axes: Axes, device: torch.device, axis: int) -> Positions:
+    """Positions of all tokens; those beyond the outermost row or column of `axes` count as in it."""
+    y, x = (
+        F.pad((of_axis - first).clamp(0, size - 1), (grid.prefix, 0), value=size)[:, None].unsqueeze(axis)
+        for of_axis, (first, size) in zip(batched_coords(grid, device).unbind(-1), axes, strict=True)
+    )
+    return Positions(axes[0].size, axes[1].size, grid.prefix, y, x)
+
+
+class Tiles(torch.autograd.Function):
+    """All tiles, forward and backward: `apply(*operands, config)` -> (B, Nq, heads, value_dim)."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, *arguments: Tensor | TileConfig | None) -> Tensor:
+        operands, config = Operands(*arguments[:-1]), arguments[-1]
+        ctx.config = config
+        table, given = operands.table, operands
+        operands = _without_padding(operands, config)
+        query, value = operands.query, operands.value
+        batch, heads, length, _ = query.shape
+        # Tokens before heads: so the projections have it.
+        result = value.new_empty(batch, length, heads, value.shape[-1])
+        marginals = on_entries = None
+        if table is not None:
+            marginals = value.new_empty(batch, length, heads, config.keys.height + config.keys.width)
+        workspace = _new_workspace(operands, config)
+        for tile in _tiles(query, config):
+            weights = _weights(operands, config, tile, workspace)
+            if config.dropout_p:
+                weights *= _dropout_multiplier(weights, config, tile)
+            _set_product(tile.of(result.transpose(1, 2)), weights, value[tile.samples])
+            if marginals is not None:
+                from_pairs(weights, tile.positions(config.keys), tile.of(marginals.transpose(1, 2)))
+        if table is not None:
+            on_entries = sum_by_entry(marginals, config.value_index, table.shape[-2])
+            _add_times_table(result, on_entries, table)
+        ctx.save_for_backward(*given, on_entries, result)
+        return result
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            # Marked as differentiable once, this function would be left out of second derivatives without an error.
+            raise RuntimeError("backend 'tiled' has no second derivatives (create_graph=True): use backend='gathered'")
+        # As forward; backward may run inside of a user's autocast.
+        with without_autocast(grad.device):
+            *operands, on_entries, result = ctx.saved_tensors
+            wants_mask = ctx.needs_input_grad[Operands._fields.index("attn_mask")]
+            return *_backward(grad, Operands(*operands), on_entries, result, ctx.config, wants_mask), None
+
+
+def _backward(
+    grad: Tensor, operands: Operands, on_entries: Tensor | None, result: Tensor, config: TileConfig, wants_mask: bool
+) -> Operands:
+    """Compute the gradients of all operands."""
+    operands, scale = _without_padding(operands, config), config.scale
+    query, key, value, query_logits, key_logits, table, mask = operands
+    tokens, grad, result = grad, grad.transpose(1, 2), result.transpose(1, 2)
+    grad_marginals = grad_table = None
+    if table is not None:
+        per_entry = times_table(tokens, table.mT * scale).transpose(1, 2)
+        grad_marginals = per_entry.gather(-1, config.value_index.expand(*per_entry.shape[:-1], -1))
+        if table.dim() == 2:
+            grad_table = on_entries.flatten(0, 2).mT @ tokens.flatten(0, 2)
+        else:
+            grad_table = torch.einsum("bnhe,bnhd->hed", on_entries, tokens)
+    # The scale goes into products: gradients of logits, the largest tensors, need no pass of their own for it.
+    mean = (grad * result).sum(-1, keepdim=True) * scale
+
+    grad_query, grad_key, grad_value = (_empty_like(tensor) for tensor in (query, key, value))
+    grad_query_logits = None if query_logits is None else _empty_like(query_logits)
+    grad_key_logits = None if key_logits is None else torch.zeros_like(key_logits)
+    grad_mask = torch.zeros_like(mask) if wants_mask else None
+    workspace, second_workspace = _new_workspace(operands, config), _new_workspace(operands, config)
+    for tile in _tiles(query, config):
+        samples, keys = tile.samples, tile.positions(config.keys)
+        weights = _weights(operands, config, tile, workspace)
+        multiplier = _dropout_multiplier(weights, config, tile) if config.dropout_p else None
+        dropped = weights if multiplier is None else weights * multiplier
+        tile.add_product(grad_value, dropped.mT, tile.of(grad))
+        grad_weights = _part(second_workspace, weights.shape)
+        if grad_marginals is not None:
+            to_pairs(tile.of(grad_marginals), keys, grad_weights)
+        beta = 0.0 if grad_marginals is None else 1.0
+        _add_product(grad_weights, tile.of(grad), value[samples].mT, beta, scale)
+        if multiplier is not None:
+            grad_weights *= multiplier
+        grad_logits = grad_weights.sub_(tile.of(mean)).mul_(weights)
+        if grad_mask is not None:
+            part = tile.of(grad_mask)
+            part += grad_logits.sum_to_size(part.shape) / scale
+        _set_product(tile.of(grad_query), grad_logits, key[samples])
+        tile.add_product(grad_key, grad_logits.mT, tile.of(query))
+        if grad_query_logits is not None:
+            from_pairs(grad_logits, keys, tile.of(grad_query_logits))
+        if grad_key_logits is not None:
+            _from_queries(grad_logits, tile.positions(config.queries), grad_key_logits[samples])
+    return Operands(grad_query, grad_key, grad_value, grad_query_logits, grad_key_logits, grad_table, grad_mask)
+
+
+def _tile_size(query: Tensor, key: Tensor) -> tuple[int, int]:
+    """How many samples and how many queries a tile has at the most."""
+    _, heads, length, _ = query.shape
+    most = TILE_LOGITS * torch.get_num_threads()
+    step = max(LEAST_QUERIES, most // max(1, heads * key.shape[2]))
+    group = max(1, most // max(1, heads * key.shape[2] * length)) if step >= length else 1
+    return group, step
+
+
+def _tiles(query: Tensor, config: TileConfig) -> Iterator[Tile]:
+    batch, _, length, _ = query.shape
+    group, step = config.size
+    # Without queries one empty tile, which sets the gradients of keys and values to zero.
+    starts = product(range(0, batch, group), range(0, max(1, length), step))
+    for number, (sample, start) in enumerate(starts):
+        yield Tile(number, slice(sample, sample + group), slice(start, min(length, start + step)))
+
+
+def _new_workspace(operands: Operands, config: TileConfig) -> Tensor:
+    """Memory for a tile's weights, for one tile after the other: fresh memory costs more than what is done in it."""
+    batch, heads, length, _ = operands.query.shape
+    group, step = config.size
+    return operands.query.new_empty(min(batch, group) * heads * min(length, step) * operands.key.shape[2])
+
+
+def _part(workspace: Tensor, shape: Sequence[int]) -> Tensor:
+    return workspace[: math.prod(shape)].view(shape)
+
+
+def _weights(operands: Operands, config: TileConfig, tile: Tile, workspace: Tensor) -> Tensor:
+    """The attention weights of a tile before dropout, (b, heads, T, Nk), in the memory of `workspace`."""
+    query, key = tile.of(operands.query), operands.key[tile.samples]
+    logits = _part(workspace, (*query.shape[:3], key.shape[2]))
+    beta = 0.0
+    if operands.query_logits is not None:
+        to_pairs(tile.of(operands.query_logits), tile.positions(config.keys), logits)
+        beta = config.scale
+    if operands.key_logits is not None:
+        from_keys = _to_queries(operands.key_logits[tile.samples], tile.positions(config.queries))
+        logits = logits.add_(from_keys) if beta else from_keys
+        beta = config.scale
+    _add_product(logits, query, key.mT, beta, config.scale)
+    if operands.attn_mask is not None:
+        mask = tile.of(operands.attn_mask)
+        logits = logits.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else logits.add_(mask)
+    if config.is_causal:
+        here, there = (torch.arange(size, device=key.device) for size in (tile.queries.stop, key.shape[2]))
+        logits.masked_fill_(there > here[tile.queries.start :, None], -torch.inf)
+    if config.valid is not None:
+        logits.masked_fill_(~tile.of(config.valid[:, None, None]), -torch.inf)
+    masked = operands.attn_mask is not None or config.valid is not None
+    empty = torch.isneginf(logits).all(dim=-1, keepdim=True) if masked else None
+    # In place: fresh memory costs more than the arithmetic.
+    weights = torch.softmax(logits, -1, out=logits)
+    # A query that may attend to nothing gets zeros, forward and backward, instead of NaN.
+    return weights if empty is None else weights.masked_fill_(empty, 0.0)
+
+
+def _without_padding(operands: Operands, config: TileConfig) -> Operands:
+    """Set keys and values of padding to zero: a weight of zero times NaN would be NaN."""
+    if config.valid is None:
+        return operands
+    key, value = (without_padding(tensor, config.valid) for tensor in (operands.key, operands.value))
+    return operands._replace(key=key, value=value)
+
+
+def _dropout_multiplier(weights: Tensor, config: TileConfig, tile: Tile) -> Tensor:
+    """By how much dropout multiplies each weight: the same whenever a tile asks for it."""
+    if weights.is_meta:  # has no generators
+        return torch.empty_like(weights)
+    generator = torch.Generator(weights.device).manual_seed(config.seed + tile.number)
+    p = 1 - config.dropout_p
+    return torch.empty_like(weights).bernoulli_(p, generator=generator).mul_(1 / p if p else 0.0)
+
+
+def to_pairs(values: Tensor, keys: Positions, out: Tensor) -> None:
+    """Write, for each key, the sum of its row's and its column's number, (b, heads, T, H + W), to (b, heads, T, Nk)."""
+    rows, cols = values.split((keys.height, keys.width), dim=-1)
+    if keys.y is None:
+        out[..., : keys.prefix] = 0
+        torch.add(rows[..., None], cols[..., None, :], out=_raster(out, keys))
+        return
+    lead = rows.shape[:-1]
+    # Prefix keys read the zero behind the last row and column.
+    torch.gather(F.pad(rows, (0, 1)), -1, keys.y.expand(*lead, -1), out=out)
+    out.add_(F.pad(cols, (0, 1)).gather(-1, keys.x.expand(*lead, -1)))
+
+
+def from_pairs(pairs: Tensor, keys: Positions, out: Tensor) -> None:
+    """Write the transpose of `to_pairs`, sums over the keys of each row and of each column, to (b, heads, T, H + W)."""
+    rows, cols = out.split((keys.height, keys.width), dim=-1)
+    if keys.y is None:
+        raster = _raster(pairs, keys)
+        torch.sum(raster, -1, out=rows)
+        torch.sum(raster, -2, out=cols)
+        return
+    lead = pairs.shape[:-1]
+    for index, sums in ((keys.y, rows), (keys.x, cols)):
+        padded = pairs.new_zeros(*lead, sums.shape[-1] + 1)
+        sums.copy_(padded.scatter_add_(-1, index.expand(*lead, -1), pairs)[..., :-1])
+
+
+def _raster(pairs: Tensor, keys: Positions) -> Tensor:
+    """(..., Nk) without the prefix tokens: (..., H, W), in the same memory."""
+    return pairs[..., keys.prefix :].unflatten(-1, (keys.height, keys.width))
+
+
+def _to_queries(key_logits: Tensor, queries: Positions) -> Tensor:
+    """From each key's number per row and column, (b, heads, Nk, H' + W'), to their sum per query, (b, heads, T, Nk)."""
+    picked = []
+    parts = key_logits.split((queries.height, queries.width), dim=-1)
+    for part, index in zip(parts, (queries.y, queries.x), strict=True):
+        part = F.pad(part, (0, 1)).mT.contiguous()
+        picked.append(part.gather(-2, index.expand(*part.shape[:2], -1, part.shape[-1])))
+    return picked[0].add_(picked[1])
+
+
+def _from_queries(pairs: Tensor, queries: Positions, key_logits: Tensor) -> None:
+    """Add the transpose of `_to_queries` to `key_logits`."""
+    batch, heads, _, keys = pairs.shape
+    parts = key_logits.split((queries.height, queries.width), dim=-1)
+    for part, index in zip(parts, (queries.y, queries.x), strict=True):
+        padded = pairs.new_zeros(batch, heads, part.shape[-1] + 1, keys)
+        part += padded.scatter_add_(-2, index.expand(batch, heads, -1, keys), pairs)[:, :, :-1].mT
+
+
+def _set_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total <- left right; for one sample straight into its memory, wherever heads are there."""
+    if total.shape[0] == 1:
+        torch.bmm(left[0], right[0], out=total[0])
+    else:
+        total.copy_(torch.bmm(left.flatten(0, 1), right.flatten(0, 1)).unflatten(0, left.shape[:2]))
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float) -> None:
+    """total <- beta total + alpha left right, in place."""
+    total.flatten(0, 1).baddbmm_(left.flatten(0, 1), right.flatten(0, 1), beta=beta, alpha=alpha)
+
+
+def _add_times_table(result: Tensor, weights: Tensor, table: Tensor) -> None:
+    """Add `times_table` to a contiguous (B, N, heads, dim), in place: fresh memory costs as much as the product."""
+    if table.dim() == 2:
+        result.view(-1, result.shape[-1]).addmm_(weights.flatten(0, 2), table)
+    else:
+        result += times_table(weights, table)
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    """(B, heads, N, dim) with tokens before heads in memory, as the projection's gradient wants it."""
+    batch, heads, length, dim = tensor.shape
+    return tensor.new_empty(batch, length, heads, dim).transpose(1, 2)

@@ -1,0 +1,184 @@
+"""All arguments of one relative attention as one value, checked once, which every backend takes."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from relvit.ops.buckets import BUCKETINGS
+from relvit.ops.checks import check_kind, check_shape, check_tokens
+from relvit.ops.grid import Grid
+from relvit.ops.terms import AxisTables, JointTable, RelativeTerms
+from relvit.ops.tracing import is_compiling
+from relvit.utils.messages import did_you_mean, listing
+
+# Far from where numbers divided or multiplied by the scale could overflow, in half precision too.
+SMALLEST_SCALE, LARGEST_SCALE = 1e-3, 1e3
+
+
+class AttentionInputs(NamedTuple):
+    """The arguments of `relvit.ops.relative_attention`, in the order of the reference's parameters.
+
+    After `checked` no attribute but `attn_mask` is None, a mask has at least two axes and booleans or the query's
+    dtype, and the two tables of a term are both shared by the heads or both per head.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    terms: RelativeTerms
+    grid: Grid
+    key_grid: Grid | None = None
+    attn_mask: Tensor | None = None
+    is_causal: bool = False
+    dropout_p: float = 0.0
+    scale: float | None = None
+    position_query: Tensor | None = None
+    position_key: Tensor | None = None
+
+    def to(self, dtype: torch.dtype) -> AttentionInputs:
+        """Convert queries, keys and values; what was one tensor stays one."""
+        query, key = self.query.to(dtype), self.key.to(dtype)
+        return self._replace(
+            query=query,
+            key=key,
+            value=self.value.to(dtype),
+            position_query=query if self.position_query is self.query else self.position_query.to(dtype),
+            position_key=key if self.position_key is self.key else self.position_key.to(dtype),
+        )
+
+
+def checked(inputs: AttentionInputs) -> AttentionInputs:
+    """Raise unless the inputs fit together, as `relvit.ops.relative_attention` describes, and fill in all defaults."""
+    query, key, grid = inputs.query, inputs.key, inputs.grid
+    key_grid = grid if inputs.key_grid is None else inputs.key_grid
+    _check_contents(inputs, key_grid)
+    _check_options(inputs)
+    # int: to `torch.jit.trace` sizes are tensors, and their powers single precision.
+    scale = int(query.shape[3]) ** -0.5 if inputs.scale is None else inputs.scale
+    mask = inputs.attn_mask
+    if mask is not None:
+        mask = mask if mask.dtype == torch.bool else mask.to(query.dtype)
+        mask = mask[(None,) * max(0, 2 - mask.dim())]
+    position_query = query if inputs.position_query is None else inputs.position_query
+    position_key = key if inputs.position_key is None else inputs.position_key
+    if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
+        # Backends divide the bias, and a mask's gradient, by the scale, and multiply what hides padding by it: here the
+        # contents are scaled instead.
+        position_query, position_key = scale * position_query, scale * position_key
+        query, scale = scale * query, 1.0
+    return inputs._replace(
+        query=query,
+        terms=_with_equal_heads(inputs.terms),
+        key_grid=key_grid,
+        attn_mask=mask,
+        scale=scale,
+        position_query=position_query,
+        position_key=position_key,
+    )
+
+
+def _with_equal_heads(terms: RelativeTerms) -> RelativeTerms:
+    """Make both tables of a term per head where only one of them is."""
+    for name, tables in zip(RelativeTerms._fields, terms, strict=True):
+        if isinstance(tables, AxisTables) and tables.rows.dim() != tables.cols.dim():
+            heads = max(tables, key=Tensor.dim).shape[0]
+            per_head = (table.expand(heads, *table.shape[-min(t.dim() for t in tables) :]) for table in tables)
+            terms = terms._replace(**{name: AxisTables(*per_head)})
+    return terms
+
+
+def _check_contents(inputs: AttentionInputs, key_grid: Grid) -> None:
+    query, key, value, terms, grid = inputs[:5]
+    check_tokens("query", query, "grid", grid)
+    batch, heads, _, head_dim = query.shape
+    key_grid_name = "grid" if key_grid is grid else "key_grid"
+    check_tokens("key", key, key_grid_name, key_grid, (batch, heads, "N", head_dim))
+    check_shape("value", value, (batch, heads, key.shape[2], "value_dim"))
+    named = {"key": key, "value": value}
+    for name, like in (("position_query", query), ("position_key", key)):
+        tensor = getattr(inputs, name)
+        if tensor is not None:
+            check_shape(name, tensor, tuple(like.shape))
+            named[name] = tensor
+    for name, tensor in named.items():
+        if tensor.dtype != query.dtype:
+            raise ValueError(f"{name} has dtype {tensor.dtype}, expected the query's {query.dtype}")
+    check_terms(terms, heads, head_dim, value.shape[3])
+    # Some kernels would read another device's memory without an error.
+    for grid_name, where in (("grid", grid), (key_grid_name, key_grid)):
+        named |= {f"{grid_name}.coords": where.coords, f"{grid_name}.valid": where.valid}
+    for term, tables in zip(RelativeTerms._fields[:4], terms[:4], strict=True):
+        if tables is not None:
+            named |= {f"terms.{term}.{part}": table for part, table in zip(tables._fields, tables, strict=True)}
+    if isinstance(inputs.attn_mask, Tensor):
+        named["attn_mask"] = inputs.attn_mask
+    for name, tensor in named.items():
+        if tensor is not None and tensor.device != query.device:
+            raise ValueError(f"{name} is on {tensor.device}, expected the query's device, {query.device}")
+
+
+def _check_options(inputs: AttentionInputs) -> None:
+    mask, dropout_p, scale = inputs.attn_mask, inputs.dropout_p, inputs.scale
+    if mask is not None:
+        check_kind("attn_mask", mask, Tensor, "a tensor")
+        if mask.dtype != torch.bool and not mask.is_floating_point():
+            raise TypeError(
+                f"attn_mask has dtype {mask.dtype}, expected booleans, True where attention is allowed, "
+                "or floating numbers to add to the logits"
+            )
+        full = (*inputs.query.shape[:3], inputs.key.shape[2])
+        sizes = zip(reversed(mask.shape), reversed(full), strict=False)
+        if mask.dim() > 4 or any(size not in (1, most) for size, most in sizes):
+            raise ValueError(
+                f"attn_mask has shape {tuple(mask.shape)}, expected one that broadcasts to (B, heads, Nq, Nk) = "
+                f"{full}; a padding mask of the keys, (B, patches), goes into the grid's `valid`"
+            )
+        if inputs.is_causal:
+            raise ValueError("attn_mask and is_causal exclude each other: put the causal part into attn_mask")
+    for name, number in (("dropout_p", dropout_p), ("scale", 1.0 if scale is None else scale)):
+        if isinstance(number, bool) or not isinstance(number, (int, float)):
+            raise TypeError(f"{name} must be a number, got {number!r} of type {type(number).__name__}")
+    # A graph may have a symbol for the scale.
+    if scale is not None and not is_compiling() and not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}")
+    if not 0 <= dropout_p <= 1:
+        raise ValueError(f"dropout_p must be between 0 and 1, got {dropout_p}")
+
+
+def check_terms(terms: RelativeTerms, heads: int, head_dim: int, value_dim: int) -> None:
+    """Raise unless the tables fit the heads and the widths."""
+    if not isinstance(terms, RelativeTerms):
+        raise TypeError(
+            f"terms must be RelativeTerms, got {type(terms).__name__} (without relative terms: RelativeTerms())"
+        )
+    if terms.bucketing not in BUCKETINGS:
+        hint = did_you_mean(str(terms.bucketing), BUCKETINGS)
+        raise ValueError(f"terms.bucketing must be one of {listing(BUCKETINGS)}, got {terms.bucketing!r}{hint}")
+    widths = {"query": (head_dim,), "key": (head_dim,), "value": (value_dim,), "bias": ()}
+    for term, width in widths.items():
+        tables: AxisTables | JointTable | None = getattr(terms, term)
+        if tables is None:
+            continue
+        check_kind(f"terms.{term}", tables, (AxisTables, JointTable), "AxisTables or a JointTable")
+        axes = 2 if isinstance(tables, JointTable) else 1
+        for part, table in zip(tables._fields, tables, strict=True):
+            _check_table(f"terms.{term}.{part}", table, axes, heads, width)
+
+
+def _check_table(name: str, table: Tensor, axes: int, heads: int, width: tuple[int, ...]) -> None:
+    check_kind(name, table, Tensor, "a tensor")
+    shape = tuple(table.shape)
+    first = len(shape) - len(width) - axes
+    offsets = shape[max(0, first) : len(shape) - len(width)]
+    if first < 0 or shape[first + axes :] != width or shape[:first] not in ((), (heads,)):
+        tail = ", ".join(["2k + 1"] * axes + [str(size) for size in width])
+        raise ValueError(f"{name} has shape {shape}, expected ({tail}) or ({heads}, {tail})")
+    if any(size % 2 == 0 for size in offsets):
+        sizes = " x ".join(map(str, offsets))
+        raise ValueError(f"{name} has {sizes} rows, expected an odd number, 2k + 1 for clip distance k")
+    if not table.is_floating_point():
+        raise TypeError(f"{name} has dtype {table.dtype}, expected a floating one")

@@ -1,0 +1,29 @@
+"""Queries about what PyTorch does around a call: compiling or tracing, torch.func, autocast."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch.autograd import forward_ad
+
+
+def is_compiling() -> bool:
+    """Return True while PyTorch compiles or exports a graph, or `torch.jit.trace` records one."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
+def is_functorch() -> bool:
+    """Return True inside a transform of `torch.func` (vmap, jvp, grad ...) or a level of `torch.autograd.forward_ad`.
+
+    There tensors have no memory of their own, and every operation needs a rule for each transform: saved-tensor hooks
+    and hand-written backwards have none.
+    """
+    return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[None]:
+    """Switch autocast off for a device; where autocast does not exist (the meta device), do nothing."""
+    if not torch.amp.is_autocast_available(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)

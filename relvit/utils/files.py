@@ -1,0 +1,63 @@
+"""Write files atomically, and check before long work that an output file can be written."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from relvit.utils.messages import did_you_mean
+
+# The disk or the user's quota is full, or the file system is read-only.
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+
+
+@contextmanager
+def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield a temporary file's name, and rename the temporary file to `path` at the end.
+
+    Whatever interrupts the writing, `path` holds the old content or the new content, never a part.
+
+    Args:
+        path: the file, in a folder that exists. A file that is there already is replaced.
+
+    Raises:
+        OSError: the folder cannot be written to, or the disk is full.
+    """
+    path = Path(path)
+    # In the same folder, since only within one file system is renaming a single step.
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        yield part
+        with open(part, "rb") as file:
+            # Otherwise the new name may reach the disk before the content does.
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def is_address(path: str | os.PathLike[str]) -> bool:
+    """Return whether this is a remote address such as https://..., not the path of a local file."""
+    return "://" in os.fspath(path)
+
+
+def check_output(output: str | os.PathLike[str], formats: Sequence[str]) -> str:
+    """Return the suffix of an output file, checked together with the file's folder.
+
+    Raises:
+        ValueError: another suffix than one of `formats`, or a remote address.
+        FileNotFoundError: the folder does not exist.
+    """
+    if is_address(output):
+        raise ValueError(f"output {output} is a remote address: give a file of this machine")
+    path = Path(output)
+    if path.suffix not in formats:
+        hint = did_you_mean(path.suffix, formats)
+        raise ValueError(f"output {output} ends in {path.suffix!r}; allowed are {', '.join(formats)}{hint}")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"output {output} is in a folder that does not exist; make it first")
+    return path.suffix

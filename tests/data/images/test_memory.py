@@ -1,0 +1,274 @@
+"""Image cache in memory: the same items as from the files, decoded once, refused where the memory is too small."""
+
+import pickle
+import random
+import re
+from collections import Counter
+from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from grey_folders import data_of, make, spoil
+from PIL import Image
+
+from relvit.data import ImageFolderData, ImageListData, UnreadableImageError, load_rgb
+from relvit.data.images.datasets import LabelledFiles, NamedFiles
+from relvit.data.images.memory import AnySizeImages, InMemoryBatches, SameSizeImages
+from relvit.data.inspect import check_data
+
+ONE_PROCESS = {"world_size": 1, "num_devices": 1, "current_epoch": 0, "global_rank": 0, "progress_bar_callback": None}
+
+
+def noise(generator, height, width, channels=3):
+    return generator.integers(0, 256, (height, width, channels)).astype(np.uint8)
+
+
+def folders(root, size=None, count=4):
+    """Two classes of noise in train, val and test: all (height, width), or of different sizes and kinds."""
+    generator = np.random.default_rng(0)
+    for split in ("train", "val", "test"):
+        for name in ("a", "b"):
+            folder = root / split / name
+            folder.mkdir(parents=True)
+            for i in range(count):
+                shape = generator.integers(5, 12, 2) if size is None else size
+                Image.fromarray(noise(generator, *shape)).save(folder / f"{i}.png")
+            if size is None:
+                Image.fromarray(noise(generator, 6, 9)).save(folder / "x.jpg", exif=rotated())
+                Image.fromarray(noise(generator, 7, 8, 4)).save(folder / "y.png")
+                Image.fromarray(noise(generator, 8, 5)[:, :, 0]).save(folder / "z.png")
+    return str(root)
+
+
+def rotated():
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return exif
+
+
+def seeded(value):
+    torch.manual_seed(value)
+    random.seed(value)
+    np.random.seed(value)
+
+
+def pair(root, **options):
+    """The data without and with cache."""
+    defaults = {"img_size": (8, 6), "num_workers": 0, "mean": (0.2, 0.4, 0.6), "std": (0.5, 0.3, 0.1), "crop_pct": 1.0}
+    return [ImageFolderData(root, cache=cache, **defaults | options) for cache in (False, True)]
+
+
+@pytest.mark.parametrize("size", [None, (8, 6), (9, 6)])
+@pytest.mark.parametrize("augment", ["crop-flip", "deit"])
+def test_every_item_is_bit_for_bit_the_same(tmp_path, augment, size):
+    plain, cached = pair(folders(tmp_path, size), augment=augment)
+    kind = SameSizeImages if size == (8, 6) else AnySizeImages
+    for split in ("train", "val"):
+        ours, theirs = cached.dataset(split), plain.dataset(split)
+        assert (type(ours), type(theirs)) == (kind, LabelledFiles)
+        assert ours.targets == theirs.targets
+        for index in range(-1, len(theirs)):
+            seeded(index + 1)
+            image, label = ours[index]
+            seeded(index + 1)
+            expected, target = theirs[index]
+            assert torch.equal(image, expected)
+            assert label == target
+        with pytest.raises(IndexError):
+            ours[len(ours)]
+
+
+def compare(loader, expected, exactly):
+    ours, theirs = list(loader), list(expected)
+    assert len(ours) == len(theirs) > 0
+    for (images, labels), (others, targets) in zip(ours, theirs, strict=True):
+        assert torch.equal(labels, targets)
+        # Single images are divided by 255 and normalised, batches in one step.
+        torch.testing.assert_close(images, others, **({"rtol": 0, "atol": 0} if exactly else {}))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("size", [None, (8, 6)])
+def test_batches(tmp_path, size, workers):
+    plain, cached = pair(folders(tmp_path, size), augment="none", batch_size=3, num_workers=workers)
+    train, val = cached.train_dataloader(), cached.val_dataloader()
+    assert isinstance(val.dataset, InMemoryBatches) == (size is not None)
+    if size is not None:
+        cached.dataset("train").transform = cached.dataset("val").transform = None  # of single images
+    compare(train, plain.train_dataloader(), exactly=size is None)
+    compare(val, plain.val_dataloader(), exactly=size is None)
+
+
+def test_augmentation_without_an_equivalent_for_batches(tmp_path):
+    root = folders(tmp_path, (8, 6))
+    for options in ({"augment": "deit"}, {"augment": "crop-flip", "color_jitter": 0.4}):
+        plain, cached = pair(root, batch_size=4, **options)
+        compare(cached.train_dataloader(), plain.train_dataloader(), exactly=True)
+
+
+def test_each_split_is_packed_by_itself_and_an_exif_orientation_counts(tmp_path):
+    """The header of the rotated image has the packed size, its pixels have not."""
+    folders(tmp_path, (8, 6))
+    values = np.zeros((8, 6, 3), np.uint8)
+    values[:4] = 255
+    Image.fromarray(values).save(tmp_path / "train" / "a" / "1.png", exif=rotated())
+    data = pair(str(tmp_path), augment="none")[1]
+    data.setup("fit")
+    images, val = data.dataset("train"), data.dataset("val")
+    assert [type(images), type(val)] == [AnySizeImages, SameSizeImages]
+    assert [images.pixels.nbytes, val.pixels.nbytes] == [3 * 8 * 8 * 6, 4 * 8 * 8 * 6]
+    assert images.sizes.tolist() == [[8, 6], [6, 8]] + 6 * [[8, 6]]
+    index = [path for path, _ in data.samples("train")].index(f"{tmp_path}/train/a/1.png")
+    assert np.array_equal(images.values(index), np.rot90(values, -1))
+
+
+@pytest.fixture
+def decoded(monkeypatch):
+    """How often each file was decoded, in this process."""
+    counts = Counter()
+
+    def counting(path):
+        counts[path] += 1
+        return load_rgb(path)
+
+    for module in ("memory", "datasets"):
+        monkeypatch.setattr(f"relvit.data.images.{module}.load_rgb", counting)
+    return counts
+
+
+@pytest.mark.parametrize("size", [None, (8, 6)])
+def test_files_are_decoded_once_and_for_training_alone(tmp_path, decoded, size):
+    data = pair(folders(tmp_path, size))[1]
+    assert check_data(data, processes=1)["splits"]["train"]["images"] >= 8
+    for stage, split in (("validate", "val"), ("test", "test"), ("predict", "predict")):
+        data.setup(stage)
+        assert type(data.dataset(split)) is (NamedFiles if split == "predict" else LabelledFiles)
+    assert not decoded
+    data.setup("fit")
+    for _ in range(2):
+        for loader in (data.train_dataloader(), data.val_dataloader()):
+            assert sum(len(labels) for _, labels in loader) >= 8
+    assert decoded == {path: 1 for split in ("train", "val") for path, _ in data.samples(split)}
+
+
+def test_a_part_put_aside_is_cached(tmp_path, decoded):
+    data = data_of(make(tmp_path, train=10), cache=True, img_size=(4, 6))
+    data.setup("fit")
+    assert len(data.held_out()) == len(data.dataset("val")) == 3
+    assert isinstance(data.dataset("val"), SameSizeImages)
+    assert len(decoded) == 30
+
+
+def test_lists(tmp_path):
+    make(tmp_path, train=3, val=1)
+    for split, count in (("train", 3), ("val", 1)):
+        rows = [f"{split}/{name}/{i:03d}.png,{name}" for name in ("ant", "bee", "cat") for i in range(count)]
+        (tmp_path / f"{split}.csv").write_text("\n".join(["path,label", *rows]) + "\n")
+    lists = {split: f"{tmp_path}/{split}.csv" for split in ("train", "val")}
+    data = ImageListData(**lists, cache=True, img_size=4, mean=(0, 0, 0), std=(1, 1, 1), num_workers=0, balance="loss")
+    assert data.class_weights.tolist() == [1, 1, 1]
+    greys = {label: round(float(image.mean()) * 255) for image, label in data.dataset("train")}
+    assert greys == {0: 10, 1: 100, 2: 200}
+    assert ImageListData(**data.init_args()).cache is True
+
+
+@pytest.mark.parametrize(("size", "copies"), [(None, 1), ((8, 6), 4)])
+def test_too_little_memory_is_refused_before_anything_is_decoded(tmp_path, monkeypatch, decoded, size, copies):
+    data = pair(folders(tmp_path, size))[1]
+    data.trainer = SimpleNamespace(**ONE_PROCESS | {"num_devices": copies})
+    areas = [np.prod(Image.open(path).size) for split in ("train", "val") for path, _ in data.samples(split)]
+    needed = int(sum(areas)) * (3 if size is None else 4)
+    enough = -(-needed * copies * 5 // 4)
+    monkeypatch.setattr("relvit.data.images.memory.available_memory", lambda: enough - 2)
+    text = rf"cache: the {len(areas)} images of train and val take .*cache false"
+    with pytest.raises(ValueError, match=text) as caught:
+        data.setup("fit")
+    assert ("in each of 4 processes" in str(caught.value)) == (copies == 4)
+    assert not decoded
+    # The second of them: a system that does not report its memory.
+    for available in (enough, None):
+        monkeypatch.setattr("relvit.data.images.memory.available_memory", lambda amount=available: amount)
+        pair(str(tmp_path))[1].setup("fit")
+        assert len(decoded) == len(areas)
+
+
+def test_figures_of_the_refusal(tmp_path, monkeypatch):
+    for split, name in (("train", "a"), ("train", "b"), ("val", "a")):
+        (tmp_path / split / name).mkdir(parents=True)
+        Image.new("1", (10_000, 6_000)).save(tmp_path / split / name / "large.png")
+    monkeypatch.setattr("relvit.data.images.memory.available_memory", lambda: 600 * 2**20)
+    # 3 x 60 million pixels of three bytes
+    text = "the 3 images of train and val take 515.0 MiB when decoded; 600.0 MiB of memory are available, 80% of which"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        pair(str(tmp_path))[1].train_dataloader()
+
+
+@pytest.mark.parametrize(("batch_size", "workers"), [(1, 0), (3, 2), (64, 0)])
+@pytest.mark.parametrize("size", [None, (8, 6)])
+def test_unreadable_files_are_skipped_as_without_cache(tmp_path, size, batch_size, workers):
+    folders(tmp_path, size)
+    # In training the next one stands in: for the second of b after the third, for the last the very first.
+    last = max((tmp_path / "train" / "b").iterdir())
+    bad = {
+        "train": [tmp_path / "train" / "b" / "1.png", tmp_path / "train" / "b" / "2.png", last],
+        "val": [tmp_path / "val" / "a" / "0.png", tmp_path / "val" / "b" / "3.png"],
+    }
+    spoil(*bad["train"], *bad["val"])
+    options = {"augment": "none", "batch_size": batch_size, "num_workers": workers, "on_error": "skip"}
+    plain, cached = pair(str(tmp_path), **options)
+    compare(cached.train_dataloader(), plain.train_dataloader(), exactly=size is None)
+    compare(cached.val_dataloader(), plain.val_dataloader(), exactly=size is None)
+    assert cached.unreadable == plain.unreadable
+    assert {split: sorted(files) for split, files in cached.unreadable.items()} == {
+        split: sorted(map(str, files)) for split, files in bad.items()
+    }
+    assert isinstance(cached.dataset("train"), AnySizeImages if size is None else SameSizeImages)
+
+
+@pytest.mark.parametrize("small", [True, False])
+@pytest.mark.parametrize("size", [None, (8, 6)])
+def test_processes_and_threads_find_the_same(tmp_path, monkeypatch, size, small):
+    root = folders(tmp_path, size)
+    spoil(tmp_path / "train" / "a" / "3.png")
+    alone = pair(root, on_error="skip")[1].dataset("train")
+    monkeypatch.setattr("relvit.data.images.memory._PART_FILES", 3)
+    monkeypatch.setattr("relvit.data.images.memory._cores", lambda: 2)
+    monkeypatch.setattr("relvit.data.images.memory._SMALL", 10**6 if small else 0)
+    together = pair(root, on_error="skip")[1].dataset("train")
+    assert torch.equal(together.pixels, alone.pixels)
+    assert together.unreadable == alone.unreadable
+    assert list(alone.unreadable) == [3]
+    with pytest.raises(UnreadableImageError, match=r"train.a.3\.png") as caught:
+        pair(root)[1].dataset("train")
+    assert caught.value.path == f"{root}/train/a/3.png"
+
+
+@pytest.mark.parametrize("size", [None, (8, 6)])
+def test_spawned_workers_share_the_memory(tmp_path, size):
+    """PyTorch hands over where the pixels are, not the pixels."""
+    dataset = pair(folders(tmp_path, size), augment="none")[1].dataset("train")
+    expected = dataset[0][0].clone()
+    theirs = pickle.loads(ForkingPickler.dumps(dataset))
+    assert torch.equal(theirs[0][0], expected)
+    theirs.pixels.zero_()
+    assert not dataset.pixels.any()
+
+
+@pytest.mark.parametrize(("terminal", "wanted"), [(True, True), (True, False), (False, True)])
+def test_a_bar_on_a_terminal_unless_the_trainer_has_none(tmp_path, monkeypatch, capsys, terminal, wanted):
+    shown = []
+
+    def bar(items, total, what):
+        shown.append((what, total))
+        return items
+
+    monkeypatch.setattr("relvit.data.modules.image_files.with_bar", bar)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
+    data = pair(folders(tmp_path, (8, 6)))[1]
+    data.trainer = SimpleNamespace(**ONE_PROCESS | {"progress_bar_callback": object() if wanted else None})
+    data.setup("fit")
+    steps = [f"{what} {split}" for what in ("reading sizes of", "decoding") for split in ("train", "val")]
+    assert shown == ([(step, 8) for step in steps] if terminal and wanted else [])
+    assert capsys.readouterr().out.startswith("16 images of train and val in memory: 0.0 MiB, ")

@@ -1,0 +1,99 @@
+"""DataLoader workers: started by any method they give the same batches, and signals that stop the run spare them."""
+
+import multiprocessing
+import os
+import signal
+import time
+from multiprocessing import forkserver, resource_tracker
+
+import pytest
+import torch
+from cifar_archive import make_archive
+from photos import write_photos
+from torch.utils.data import DataLoader
+from torchvision.datasets import CIFAR10
+
+from relvit.data import CIFAR10Data, ImageFolderData
+from relvit.data.loading.loader import ignore_stop_signals
+
+
+@pytest.fixture
+def folder(tmp_path):
+    root = write_photos(tmp_path / "photos", splits=("train", "val"), count=3)
+    return lambda **options: ImageFolderData(str(root), **{"img_size": 16, "batch_size": 4, "num_workers": 2} | options)
+
+
+@pytest.fixture
+def cifar(tmp_path, monkeypatch):
+    make_archive(monkeypatch, tmp_path, CIFAR10, "labels", ["data_batch_1", "test_batch"], CIFAR10Data.classes)
+    data = CIFAR10Data(str(tmp_path), batch_size=4, num_workers=2)
+    data.prepare_data()
+    return data
+
+
+def test_workers_of_a_fork_server_give_the_same_batches(folder, cifar):
+    """As Python starts them from 3.14 on: they share no memory with the run. Files skipped, batches from memory."""
+    forkserver._forkserver._stop()
+    # Starting the tracker lets stop signals through, often before the server starts.
+    resource_tracker.ensure_running()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["relvit.cli.fit.trainer", "torch.utils.tensorboard", "tensorboard.backend"])
+    files = folder(augment="deit", repeats=2, on_error="skip", color_jitter=0.3, random_erasing=0.5)
+    for data in (files, folder(augment="three-augment", balance="sampler"), cifar):
+        expected = list(data.train_dataloader())
+        loader = data.train_dataloader()
+        loader.multiprocessing_context = context
+        found = list(loader)
+        assert len(found) == len(expected) > 1
+        for (images, labels), (same_images, same_labels) in zip(found, expected, strict=True):
+            assert torch.equal(images, same_images)
+            assert torch.equal(labels, same_labels)
+    # Other children of the server can be stopped.
+    child = context.Process(target=time.sleep, args=(60,))
+    child.start()
+    child.terminate()
+    child.join(30)
+    assert child.exitcode == -signal.SIGTERM
+
+
+@pytest.mark.slow
+def test_spawned_workers_give_the_same_images(folder):
+    dataset = folder(augment="none").dataset("train")
+    loader = DataLoader(dataset, batch_size=9, num_workers=1, multiprocessing_context="spawn")
+    assert torch.equal(next(iter(loader))[0], torch.stack([image for image, _ in dataset]))
+
+
+def test_workers_outlive_signals_that_stop_the_run(folder):
+    """Batch systems send them to every process, also to those that have only just begun."""
+    loader = folder(augment="none").train_dataloader()
+    loader.worker_init_fn = _begin_slowly
+    batches = iter(loader)
+    workers = multiprocessing.active_children()
+    assert len(workers) == 2
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
+        for worker in workers:
+            os.kill(worker.pid, number)
+    # Nine images in fours; the last one is left out.
+    assert len(list(batches)) == 2
+    assert all(worker.is_alive() for worker in workers)
+
+
+def _begin_slowly(worker):
+    time.sleep(0.5)
+    ignore_stop_signals(worker)
+
+
+def test_workers_end_with_a_run_that_never_closed_its_loader(folder):
+    run = multiprocessing.get_context("fork").Process(target=_abandon, args=(folder(augment="none"),))
+    run.start()
+    run.join(60)
+    assert run.exitcode == 0
+
+
+abandoned = []
+
+
+def _abandon(data):
+    # Referred to until Python ends, as by the traceback of an error.
+    abandoned.append(iter(data.train_dataloader()))
+    next(abandoned[0])

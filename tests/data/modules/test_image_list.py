@@ -1,0 +1,191 @@
+"""ImageListData: paths, labels, splits, and every mistake with its line."""
+
+import json
+import sys
+
+import pytest
+from grey_folders import GREY, make
+
+from relvit.data import ImageListData
+from relvit.data.modules.image_list import read_list
+
+OPTIONS = {"img_size": 4, "num_workers": 0, "augment": "none", "mean": (0.0,) * 3, "std": (1.0,) * 3}
+
+
+def rows_of(split, counts):
+    return [(f"{split}/{name}/{i:03d}.png", name) for name, count in counts.items() for i in range(count)]
+
+
+def write(path, rows, header="path,label", separator=","):
+    path.write_text("\n".join([header.replace(",", separator), *(separator.join(row) for row in rows)]) + "\n")
+    return str(path)
+
+
+@pytest.fixture
+def root(tmp_path):
+    make(tmp_path, train=10, test=3)
+    return tmp_path
+
+
+def fits(data, split, names=tuple(GREY)):
+    """Labels of a split, each checked by the pixels."""
+    for image, label in data.dataset(split):
+        assert round(float(image[0, 0, 0]) * 255) == GREY[names[label]]
+    return data.dataset(split).targets
+
+
+def test_paths_start_from_the_lists_folder_or_from_root(root, tmp_path_factory):
+    rows = rows_of("train", {"cat": 10, "ant": 3, "bee": 5})
+    inside = ImageListData(write(root / "train.csv", rows), **OPTIONS)
+    assert inside.class_names == ["ant", "bee", "cat"]
+    elsewhere = write(tmp_path_factory.mktemp("lists") / "train.csv", rows)
+    outside = ImageListData(elsewhere, root=str(root), **OPTIONS)
+    absolute = ImageListData(write(root / "abs.csv", [(f"{root}/{path}", label) for path, label in rows]), **OPTIONS)
+    for data in (inside, outside, absolute):
+        assert sorted(fits(data, "train") + fits(data, "val")) == [0] * 3 + [1] * 5 + [2] * 10
+    with pytest.raises(ValueError, match=r"18 wrong rows: line 2: no file .*lists.*; and 13 more"):
+        ImageListData(elsewhere, **OPTIONS).dataset("train")
+
+
+def test_the_automatic_split_is_stratified_and_goes_by_the_written_paths(root, tmp_path_factory):
+    rows = rows_of("train", dict.fromkeys(GREY, 10))
+    data = ImageListData(write(root / "train.csv", rows), val_fraction=0.3, **OPTIONS)
+    held_out = data.held_out()
+    assert [label for _, label in held_out] == [0] * 3 + [1] * 3 + [2] * 3
+    assert set(held_out) <= {(path, ["ant", "bee", "cat"].index(label)) for path, label in rows}
+    other = ImageListData(
+        write(tmp_path_factory.mktemp("lists") / "x.csv", rows[::-1]), root=str(root), val_fraction=0.3, **OPTIONS
+    )
+    assert sorted(other.held_out()) == sorted(held_out)
+    assert sorted(ImageListData(data.train, val_fraction=0.3, split_seed=1, **OPTIONS).held_out()) != sorted(held_out)
+    # what the run folder keeps can be given as a list
+    again = write(root / "val.csv", [(path, data.class_names[label]) for path, label in held_out])
+    assert ImageListData(data.train, again, **OPTIONS).dataset("val").samples == data.dataset("val").samples
+
+
+def test_val_and_test_lists(root):
+    train = write(root / "train.csv", rows_of("train", dict.fromkeys(GREY, 4)))
+    data = ImageListData(
+        train,
+        val=write(root / "val.tsv", rows_of("test", {"bee": 2}), separator="\t"),
+        test=write(root / "test.csv", [(*row, "x") for row in rows_of("test", {"cat": 3})], header="path,label,note"),
+        **OPTIONS,
+    )
+    assert (len(data.dataset("train")), data.held_out()) == (12, [])
+    assert fits(data, "val") == [1, 1]
+    assert fits(data, "test") == [2, 2, 2]
+    assert [path for _, path in data.dataset("predict")] == [f"{root}/test/cat/00{i}.png" for i in range(3)]
+
+
+def test_numbers_as_labels(root):
+    number = {"ant": "10", "bee": "9", "cat": "2"}
+    rows = [(path, number[label]) for path, label in rows_of("train", dict.fromkeys(GREY, 2))]
+    data = ImageListData(write(root / "train.csv", rows), **OPTIONS)
+    assert data.class_names == ["2", "9", "10"]
+    fits(data, "train", ("cat", "bee", "ant"))
+    # positions in class_names
+    number = {"ant": "2", "bee": "0", "cat": "1"}
+    rows = [(path, number[label]) for path, label in rows_of("train", dict.fromkeys(GREY, 2))]
+    data = ImageListData(write(root / "train.csv", rows), class_names=["bee", "cat", "ant"], **OPTIONS)
+    fits(data, "train", ("bee", "cat", "ant"))
+    # a checkpoint's own names stay names
+    data = ImageListData(write(root / "train.csv", rows), class_names=["0", "1", "2"], **OPTIONS)
+    fits(data, "train", ("bee", "cat", "ant"))
+
+
+def test_parquet(root, monkeypatch):
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    paths, labels = zip(*rows_of("train", dict.fromkeys(GREY, 4)), strict=True)
+    file = str(root / "train.parquet")
+    parquet.write_table(pa.table({"width": [4] * 12, "label": list(labels), "path": list(paths)}), file)
+    data = ImageListData(file, **OPTIONS)
+    assert sorted(fits(data, "train") + fits(data, "val")) == [0] * 4 + [1] * 4 + [2] * 4
+    numbers = [list(GREY).index(label) for label in labels]
+    parquet.write_table(pa.table({"label": numbers, "path": list(paths)}), file)
+    assert ImageListData(file, **OPTIONS).class_names == ["0", "1", "2"]
+    parquet.write_table(pa.table({"label": ["ant", None], "path": list(paths[:2])}), file)
+    with pytest.raises(ValueError, match=r"1 wrong row: line 2: no label for train/ant/001.png"):
+        ImageListData(file)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ModuleNotFoundError, match=r'pip install "relvit\[parquet\]"'):
+        ImageListData(str(root / "train.parquet"))
+
+
+def test_predict_takes_a_list_without_labels_or_a_folder(root):
+    names = list(GREY)
+    data = ImageListData(predict=str(root / "test"), class_names=names, **OPTIONS)
+    assert len(data.dataset("predict")) == 9
+    file = write(root / "p.csv", [("test/bee/001.png",)], header="path")
+    data = ImageListData(predict=file, class_names=names, **OPTIONS)
+    assert [path for _, path in data.dataset("predict")] == [f"{root}/test/bee/001.png"]
+    with pytest.raises(ValueError, match="no list to predict"):
+        ImageListData(class_names=names).dataset("predict")
+
+
+def test_init_args_through_json(root):
+    train = write(root / "train.csv", rows_of("train", dict.fromkeys(GREY, 4)))
+    data = ImageListData(train, on_error="skip", **OPTIONS)
+    args = json.loads(json.dumps(data.init_args()))
+    again = ImageListData(**args)
+    assert again.init_args() == data.init_args()
+    assert (args["class_names"], args["on_error"], args["root"]) == (list(GREY), "skip", None)
+    assert again.dataset("train").samples == data.dataset("train").samples
+
+
+def test_spreadsheets_mark_and_spaces(root):
+    (root / "a.csv").write_bytes(b"\xef\xbb\xbfpath, label\r\ntrain/ant/000.png, ant\r\n\r\ntrain/bee/000.png, bee\r\n")
+    assert [row[1:] for row in read_list(str(root / "a.csv"))] == [
+        ("train/ant/000.png", "ant"),
+        ("train/bee/000.png", "bee"),
+    ]
+
+
+def test_absent_files_may_be_skipped(root):
+    rows = [*rows_of("train", dict.fromkeys(GREY, 4)), ("train/cat/gone.png", "cat")]
+    train = write(root / "train.csv", rows)
+    with pytest.raises(ValueError, match=r"train.csv has 1 wrong row: line 14: no file .*train/cat/gone\.png"):
+        ImageListData(train, **OPTIONS).dataset("train")
+    data = ImageListData(train, train, on_error="skip", **OPTIONS)
+    assert sum(len(labels) for _, labels in data.val_dataloader()) == 12
+    assert data.unreadable["val"] == {f"{root}/train/cat/gone.png": "there is no such file"}
+
+
+WRONG_LISTS = [
+    ("file,label\na,b\n", r"no column 'path'.*; its columns are 'file', 'label'"),
+    ("path,labels\na,b\n", r"no column 'label' \(rename 'labels'\?\)"),
+    ("", "no column 'path'"),
+    ("path,label\n", "lists no image"),
+    ("path,label\nx.png,a\n,b\ny.png,\nz.png\n", "3 wrong rows: line 3: no path; line 4: no label for y.png; line 5"),
+    ('path,label\nx.png,a\n"y\n.png",a\nx.png,b\n', r"1 wrong row: line 5: x.png is already in line 2"),
+    ('path,label\na,b\n"b.png,b\n' + "c.png,c\n" * 20_000, r"broken at line \d+: field larger than field limit"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), WRONG_LISTS, ids=range(len(WRONG_LISTS)))
+def test_wrong_lists(tmp_path, text, message):
+    (tmp_path / "list.csv").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        ImageListData(str(tmp_path / "list.csv"))
+
+
+def test_wrong_arguments(root):
+    train = write(root / "train.csv", rows_of("train", dict.fromkeys(GREY, 4)))
+    with pytest.raises(FileNotFoundError, match=r"no list at .*none\.csv"):
+        ImageListData(str(root / "none.csv"))
+    (root / "a.txt").touch()
+    with pytest.raises(ValueError, match=r"kind '.txt'; allowed are '.csv', '.tsv' and '.parquet'"):
+        ImageListData(str(root / "a.txt"))
+    with pytest.raises(ValueError, match=r"no train list; give one \(--data.train\)"):
+        ImageListData()
+    with pytest.raises(FileNotFoundError, match="nowhere is no folder"):
+        ImageListData(train, root=str(root / "nowhere"))
+    with pytest.raises(ValueError, match=r"no test list; give one \(--data.test\)"):
+        ImageListData(train).dataset("test")
+    test = write(root / "test.csv", [("test/cat/000.png", "cat"), ("test/cat/001.png", "cats")])
+    with pytest.raises(ValueError, match=r"line 3: unknown class 'cats' \(did you mean 'cat'\?\)"):
+        ImageListData(train, test=test).dataset("test")
+    with pytest.raises(ValueError, match="has no image of the classes 'dog' of class_names"):
+        ImageListData(train, class_names=[*GREY, "dog"]).dataset("train")

@@ -1,0 +1,20 @@
+"""A working directory with the files that the documents name."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from documents import ROOT
+
+
+@pytest.fixture
+def place(run, photos, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("best", "a", "b"):
+        shutil.copy(run / "checkpoints" / "best.ckpt", f"{name}.ckpt")
+    shutil.copytree(photos, "photos")
+    shutil.copytree(photos / "test", "folder/of/images")
+    for name in ("photo.jpg", "other.png"):
+        shutil.copy("photos/test/owl/0.jpg", name)
+    Path("configs").symlink_to(ROOT / "configs")
+    return tmp_path

@@ -1,0 +1,122 @@
+"""Commands and options in the README and in docs/*.md run as printed, each training with one step of a tiny model."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import timm
+from documents import PAGES, ROOT, blocks, text
+from photos import TINY
+
+from relvit.cli import main
+
+TINY_MODEL = [f"--model.model_kwargs.{name}" for name in ("patch_size=8", "embed_dim=12", "depth=1")]
+# Learning rates that follow the batch come out smaller than the least one.
+ONE_STEP = [*TINY[-3:], "--data.img_size=16", "--data.batch_size=4", "--trainer.fast_dev_run=true", "--model.min_lr=0"]
+# Another way to start the processes, and several GPUs or machines: tests/training and tests/test_slurm.py.
+ELSEWHERE = ("docs/several_devices.md", "docs/fine_tune.md")
+# Options that cannot be in one training with the others: of the loss, of the data, of what Lightning checks.
+APART = (
+    "--model.loss",
+    "--model.teacher",
+    "--model.compile",
+    "--trainer.deterministic",
+    "--lr_find",
+    "--model.layer_decay",
+)
+
+
+def commands(page):
+    lines = "\n".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
+    return [shlex.split(line, comments=True) for line in lines if line.startswith("relvit ") and "RUN" not in line]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page) and page not in ELSEWHERE])
+def test_commands_run(page, place, capsys):
+    for _, command, *arguments in commands(page):
+        extra = []
+        if command == "fit":
+            extra = [*TINY_MODEL, *ONE_STEP]
+        if command in ("validate", "test", "predict"):
+            extra = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
+        # docs/sizes.md exports in Python, too, where it is quicker.
+        if command != "export":
+            assert main([command, *arguments, *extra]) == 0, (command, arguments, capsys.readouterr().err)
+    if page == "docs/train_your_images.md":
+        done = {command for _, command, *_ in commands(page)}
+        assert done == {"fit", "validate", "resolutions", "test", "predict", "embed", "average", "export"}
+        assert {path.name for path in place.iterdir()} >= {"features.npz", "averaged.ckpt", "runs"}
+
+
+def test_fine_tuning(place, monkeypatch, capsys):
+    """Weights of timm are random here instead of downloaded."""
+    monkeypatch.setattr(
+        "timm.models._builder.load_state_dict_from_hf",
+        lambda name, *args, **kwargs: timm.create_model(name.removeprefix("timm/")).state_dict(),
+    )
+    sources = []
+    for command in commands("docs/fine_tune.md"):
+        # The checkpoint has a patch of 8, the others of 16: one patch.
+        options = [*ONE_STEP, "--trainer.precision=32-true"]
+        assert main([argument for argument in command[1:] if argument not in ("--img_size", "288")] + options) == 0
+        out = capsys.readouterr().out
+        sources += re.findall(r"^pretrained: \d+ of \d+ tensors from (\S+?);?(?: .*)?$", out, re.MULTILINE)
+        assert "Note: the images are normalised" not in out
+    names = ["deit3_small_patch16_224.fb_in22k_ft_in1k", "best.ckpt", "deit_small_patch16_224"]
+    assert sources == [*names, "vit_small_patch16_224.augreg_in21k"]
+
+
+def test_commands_in_the_text(place, capsys):
+    found = set()
+    for page in PAGES:
+        prose = re.sub(r"```.*?```", "", text(page), flags=re.DOTALL)
+        found |= {" ".join(code.split()) for code in re.findall(r"`(relvit [^`|]+)`", prose)}
+    complete = [code for code in found if "check-data " in code or "help" in code]
+    assert len(complete) == 5
+    for code in complete:
+        assert main(shlex.split(code)[1:]) == 0, code
+    Path("photos/train/cat/0.jpg").write_bytes(b"nothing")
+    capsys.readouterr()
+    assert main(["check-data", "photos"]) == 1
+    assert "train/cat/0.jpg: it is not an image" in capsys.readouterr().out.replace("\n", "")
+
+
+def test_options_of_fit(place, capsys):
+    table = re.search(r"^\| options \| what they do \|\n\|[-|]+\n((?:\|.*\n)+)", text("docs/options.md"), re.MULTILINE)[
+        1
+    ]
+    options = [option for row in table.splitlines() for option in re.findall(r"`(-[^`]+)`", row.split(" | ")[0])]
+    assert len(options) >= 15
+    # One step keeps no checkpoints, tests/cli/test_options.py does; the logger needs a package of its own.
+    options = [option for option in options if "ModelCheckpoint" not in option and "Wandb" not in option]
+    # A compiler would take a minute.
+    options = [option.replace("compile true", "compile eager").replace(" X ", " best.ckpt ") for option in options]
+    apart = [option for option in options if option.startswith(APART)]
+    together = " ".join(option for option in options if option not in apart)
+    for given in (together, *apart):
+        arguments = ["--model.model=test_relvit", *TINY_MODEL, *ONE_STEP, *shlex.split(given)]
+        assert main(["fit", "--config", "configs/folder.yaml", "--data.root", "photos", *arguments]) == 0, (
+            given,
+            capsys.readouterr().err,
+        )
+
+
+def test_links_lead_to_files_and_headings():
+    for page in (*PAGES, "CONTRIBUTING.md"):
+        for target in re.findall(r"\]\(([^)\s]+)\)", text(page)):
+            if target.startswith("http"):
+                continue
+            path, _, anchor = target.partition("#")
+            file = (ROOT / page).parent / path if path else ROOT / page
+            assert file.exists(), f"{page}: {target}"
+            headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE) if anchor else []
+            slugs = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+            assert not anchor or anchor in slugs, f"{page}: {target}"
+    linked = {target.partition("#")[0] for page in PAGES for target in re.findall(r"\]\(([^)\s]+)\)", text(page))}
+    assert {Path(page).name for page in PAGES[1:]} <= {Path(target).name for target in linked}
+
+
+@pytest.mark.parametrize(("page", "words"), [("README.md", 1200), ("CONTRIBUTING.md", 900)])
+def test_short_pages(page, words):
+    assert len(text(page).split()) <= words

@@ -1,0 +1,40 @@
+"""Python blocks of the README and of docs/*.md: each page runs from top to bottom, with models of one block."""
+
+import pytest
+import timm
+import torch
+from documents import PAGES, blocks
+
+# What a page computes, where that is more than shapes.
+RESULTS = {
+    "docs/attention.md": lambda names: names["x"].shape == (2, 140, 64),
+    "docs/checkpoints.md": lambda names: names["features"].shape == (2, 16) and names["received"].shape == (2, 2),
+    "docs/own_position.md": lambda names: names["model"].blocks[0].attn.position.centre.grad.abs().max() > 0,
+}
+
+
+@pytest.fixture
+def one_block(monkeypatch):
+    """Give models of 224 px one block instead of twelve: exports take half a minute with all of them."""
+    create = timm.create_model
+
+    def create_small(name, *args, **kwargs):
+        return create(name, *args, **({"depth": 1} if name.startswith(("relvit_", "vit_")) else {}), **kwargs)
+
+    monkeypatch.setattr(timm, "create_model", create_small)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
+def test_blocks_run(page, place, one_block, capsys):
+    names = {}
+    for block in blocks(page, "python"):
+        exec(compile(block, page, "exec"), names)
+    assert RESULTS.get(page, lambda names: True)(names)
+    if page == "README.md":
+        assert 20 <= len(blocks(page, "python")[0].splitlines()) <= 35
+    if page == "docs/sizes.md":
+        assert (place / "model.onnx").is_file()
+    if page == "docs/checkpoints.md":
+        torch.testing.assert_close(float(names["received"].sum()), 1.0)
+        lines = [f"photos/test/{name}/{number}.jpg" for name in ("cat", "dog", "owl") for number in range(6)]
+        assert [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("photos")] == lines

@@ -1,0 +1,138 @@
+"""The axial embedding against numbers by hand, patch by patch, and against `interpolate`."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from relvit.layers import AxialPositionEmbedding
+from relvit.ops import Grid, make_grid
+
+ROWS, COLS, DIM = 5, 9, 6
+COMBINES = ["concat", "sum"]
+
+
+def build(combine="concat", dtype=torch.float64):
+    torch.manual_seed(0)
+    return AxialPositionEmbedding(DIM, (ROWS, COLS), combine, init_std=1.0, dtype=dtype)
+
+
+def vector_by_hand(table, index, size):
+    """The vector of one row or column: its own, or between two neighbours of a stretched table."""
+    number = len(table)
+    if size <= number:
+        return table[index]
+    position = (index + 0.5) * number / size - 0.5
+    if position <= 0:
+        return table[0]
+    if position >= number - 1:
+        return table[-1]
+    before = int(position)
+    return (1 - (position - before)) * table[before] + (position - before) * table[before + 1]
+
+
+def patch_by_hand(embedding, y, x, height, width):
+    row, col = vector_by_hand(embedding.rows, y, height), vector_by_hand(embedding.cols, x, width)
+    return row + col if embedding.combine == "sum" else torch.cat((row, col))
+
+
+@pytest.mark.parametrize("combine", COMBINES)
+@pytest.mark.parametrize("size", [(5, 9), (3, 4), (7, 12), (3, 12), (1, 1), (61, 9)], ids=str)
+def test_each_axis_is_sliced_or_stretched(combine, size):
+    embedding = build(combine)
+    expected = [patch_by_hand(embedding, y, x, *size) for y in range(size[0]) for x in range(size[1])]
+    # A prefix changes nothing: its tokens get no embedding.
+    out = embedding(make_grid(*size, prefix=2))
+    torch.testing.assert_close(out, torch.stack(expected), rtol=0, atol=1e-14)
+
+
+def test_slices_are_exact_and_stretching_is_that_of_interpolate():
+    embedding = build(dtype=torch.float32)
+    out = embedding(make_grid(3, 4)).unflatten(0, (3, 4))
+    assert torch.equal(out[2], torch.cat((embedding.rows[2].expand(4, 3), embedding.cols[:4]), dim=1))
+    embedding = build("sum")
+    for table, size in ((embedding.rows, (23, 1)), (embedding.cols, (1, 31))):
+        expected = F.interpolate(table.T[None], size=max(size), mode="linear", align_corners=False)[0].T
+        other = embedding.cols[0] if size[1] == 1 else embedding.rows[0]
+        torch.testing.assert_close(embedding(make_grid(*size)), expected + other, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("size", [(4, 7), (7, 12)])
+def test_patches_with_coordinates(size):
+    embedding = build()
+    generator = torch.Generator().manual_seed(1)
+    coords = torch.stack([torch.randint(0, most, (2, 11), generator=generator) for most in size], dim=-1)
+    coords = coords.to(torch.int32)
+    expected = torch.stack(
+        [torch.stack([patch_by_hand(embedding, *patch, *size) for patch in sample]) for sample in coords.tolist()]
+    )
+    torch.testing.assert_close(embedding(make_grid(*size, 1, coords)), expected, rtol=0, atol=1e-14)
+    torch.testing.assert_close(embedding(make_grid(*size, 1, coords[0])), expected[0], rtol=0, atol=1e-14)
+    outside = embedding(Grid(7, 12, 0, torch.tensor([[-3, 40], [9, -1]])))
+    assert torch.equal(outside[0], torch.cat((embedding.rows[0], embedding.cols[-1])))
+    assert torch.equal(outside[1], torch.cat((embedding.rows[-1], embedding.cols[0])))
+
+
+def test_a_new_grid_size_keeps_what_its_grid_gets():
+    for size in [(3, 12), (8, 4)]:
+        embedding = build()
+        embedding.rows.requires_grad_(False)
+        before = embedding(make_grid(*size))
+        embedding.set_grid_size(size)
+        assert embedding.grid_size == size
+        assert torch.equal(embedding(make_grid(*size)), before)
+        assert (embedding.rows.requires_grad, embedding.cols.requires_grad) == (False, True)
+
+
+@pytest.mark.parametrize(("combine", "dim", "widths"), [("concat", 7, (3, 4)), ("sum", 7, (7, 7))])
+def test_parameters_and_their_initialisation(combine, dim, widths):
+    torch.manual_seed(0)
+    embedding = AxialPositionEmbedding(dim, (400, 500), combine)
+    assert (embedding.rows.shape, embedding.cols.shape) == ((400, widths[0]), (500, widths[1]))
+    assert embedding.no_weight_decay() == set(embedding.state_dict()) == {"rows", "cols"}
+    torch.nn.init.constant_(embedding.cols, torch.nan)
+    embedding.init_weights()
+    for table in embedding.parameters():
+        assert abs(float(table.detach().std()) - 0.02) < 0.002
+        assert abs(float(table.detach().mean())) < 0.002
+    assert not any(table.any() for table in AxialPositionEmbedding(4, (2, 3), init_std=0).parameters())
+
+
+@pytest.mark.parametrize("combine", COMBINES)
+def test_gradients(combine):
+    embedding = build(combine)
+
+    def out(rows, cols):
+        return torch.func.functional_call(embedding, {"rows": rows, "cols": cols}, (make_grid(7, 4),))
+
+    assert torch.autograd.gradcheck(out, tuple(embedding.parameters()))
+
+
+def test_bfloat16_rounds_once_and_the_meta_device_works():
+    exact, half = build(), build(dtype=torch.bfloat16)
+    exact.load_state_dict(half.state_dict())
+    for size in [(3, 4), (7, 12)]:
+        out = half(make_grid(*size))
+        assert out.dtype == torch.bfloat16
+        # Up to float32's error at the border between two neighbours.
+        assert (out == exact(make_grid(*size)).bfloat16()).double().mean() > 0.99
+    out = AxialPositionEmbedding(4, (2, 3), device="meta", dtype=torch.float16)(make_grid(5, 2))
+    assert (out.device.type, out.dtype, out.shape) == ("meta", torch.float16, (10, 4))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"combine": "concatenate"}, ValueError, r"one of 'concat', 'sum', got .* \(did you mean 'concat'\?\)"),
+        ({"grid_size": (0, 3)}, ValueError, "grid_size must be at least 1"),
+        ({"grid_size": 2.5}, TypeError, "grid_size must hold integers, got 2.5"),
+        ({"init_std": -0.1}, ValueError, "init_std must not be negative, got -0.1"),
+    ],
+)
+def test_errors(arguments, error, message):
+    with pytest.raises(error, match=message):
+        AxialPositionEmbedding(DIM, **{"grid_size": (ROWS, COLS), **arguments})
+
+
+def test_it_wants_a_grid():
+    with pytest.raises(TypeError, match=r"grid must be a Grid, got Tensor: make_grid\(height, width\) makes one"):
+        AxialPositionEmbedding(8, (3, 4))(torch.zeros(1, 12, 8))

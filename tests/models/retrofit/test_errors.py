@@ -1,0 +1,123 @@
+"""Models and arguments that cannot be retrofitted: the reason, and a model that stays as it was."""
+
+import re
+
+import pytest
+import timm
+import torch
+from retrofit_cases import SMALL, build
+from timm.models.eva import Eva
+from timm.models.vision_transformer import ParallelScalingBlock, VisionTransformer
+from torch import nn
+
+import relvit
+from relvit.layers import SlopePosition2d
+
+
+class Mine(VisionTransformer):
+    pass
+
+
+def plain(**kwargs):
+    return VisionTransformer(**{**SMALL, **kwargs})
+
+
+def with_one_other_attention():
+    """The last block is at fault: all that come before must stay as they are."""
+    model = plain()
+    model.blocks[1].attn = plain(attn_layer="diff").blocks[1].attn
+    return model
+
+
+MODELS = {
+    "parallel": (
+        lambda: plain(block_fn=ParallelScalingBlock),
+        r"blocks\.0 is a ParallelScalingBlock, which cannot be retrofitted; allowed: 'Block', 'ResPostBlock'",
+    ),
+    "one differential": (with_one_other_attention, r"blocks\.1\.attn is a DiffAttention.*; allowed: 'Attention'"),
+    "convolutions": (
+        lambda: timm.create_model("test_resnet"),
+        "ResNet cannot be retrofitted: retrofit takes timm's Vis",
+    ),
+    "relpos": (
+        lambda: timm.create_model("test_vit_relpos"),
+        r"VisionTransformerRelPos .* it has relative positions of its own, blocks\.0\.attn\.rel_pos",
+    ),
+    "swin": (
+        lambda: timm.create_model("swin_tiny_patch4_window7_224", embed_dim=12, depths=(1, 1, 1, 1)),
+        "SwinTransformer cannot be retrofitted: it has relative positions of its own",
+    ),
+    "twice": (
+        lambda: relvit.retrofit(build("eva02")),
+        "RetrofittedEva cannot be retrofitted: it has been retrofitted already",
+    ),
+    "relvit": (lambda: timm.create_model("test_relvit"), "it has relative positions, chosen by the arguments of timm"),
+    "subclass": (lambda: Mine(**SMALL), "Mine cannot be retrofitted: it is a subclass of timm's VisionTransformer"),
+    "wrapped": (
+        lambda: timm.create_model("test_vit", features_only=True),
+        "FeatureGetterNet cannot be retrofitted: it wraps model, a VisionTransformer: retrofit that one before",
+    ),
+    "embedding": (
+        lambda: plain(embed_layer=type("MyEmbed", (timm.layers.PatchEmbed,), {})),
+        "patch_embed is a MyEmbed, which cannot be retrofitted; allowed: 'PatchEmbed'",
+    ),
+}
+ARGUMENTS = [
+    ({"rel_terms": "kz"}, ValueError, "each at most once, got 'kz'"),
+    ({"max_distance": -1}, ValueError, "max_distance must be at least 0"),
+    ({"abs_pos": "dropp"}, ValueError, r"one of 'keep', 'freeze', 'drop', got 'dropp' \(did you mean 'drop'"),
+    ({"backend": "fussed"}, ValueError, "did you mean 'fused'"),
+    ({"max_grid": 32}, ValueError, "max_grid is for NaFlexVit, got 32 for VisionTransformer"),
+    (
+        {"position": SlopePosition2d, "rel_terms": "k"},
+        ValueError,
+        "rel_terms is for position 'tables', got rel_terms='k'",
+    ),
+    ({"position": lambda *_args, **_kwargs: None}, TypeError, "a position must be a module from Grid to RelativeTerms"),
+    ({"position": nn.Linear}, TypeError, "position Linear cannot be called with a Grid"),
+    ({"position": lambda *_args, **_kwargs: nn.Identity()}, TypeError, "Identity must return RelativeTerms, got Grid"),
+    ({"position": SlopePosition2d(4, 2)}, TypeError, "position must make a module of its own for every block"),
+    ({"position": "slops"}, ValueError, r"position must be one of 'tables', 'slopes'.* .did you mean 'slopes'"),
+]
+
+
+def fingerprint(model):
+    return [(name, type(module), sorted(module.__dict__)) for name, module in model.named_modules()]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_that_are_refused(name):
+    make, message = MODELS[name]
+    model = make()
+    before = fingerprint(model)
+    with pytest.raises(ValueError, match=message):
+        relvit.retrofit(model)
+    assert fingerprint(model) == before
+
+
+@pytest.mark.parametrize(("kwargs", "kind", "message"), ARGUMENTS, ids=[str(i) for i in range(len(ARGUMENTS))])
+def test_arguments_that_are_refused(kwargs, kind, message):
+    model = plain()
+    before = fingerprint(model)
+    with pytest.raises(kind, match=message):
+        relvit.retrofit(model, **kwargs)
+    assert fingerprint(model) == before
+    relvit.retrofit(model)
+
+
+def test_what_only_some_models_have():
+    model = build("naflex")
+    with pytest.raises(ValueError, match=re.escape("max_grid must be an int or (rows, columns), got (1, 2, 3)")):
+        relvit.retrofit(model, max_grid=(1, 2, 3))
+    assert relvit.retrofit(model).max_grid == (64, 64)
+    with pytest.raises(ValueError, match="abs_pos='drop': this Eva has no absolute embedding, leave 'keep'"):
+        relvit.retrofit(Eva(**SMALL, use_abs_pos_emb=False), abs_pos="drop")
+    with pytest.raises(TypeError, match=r"got 'vit_tiny' of type str: create the model first, with timm.create_model"):
+        relvit.retrofit("vit_tiny")
+
+
+@pytest.mark.parametrize(("case", "options"), [("clip", {}), ("naflex", {"embed_proj_type": "linear"})])
+def test_images_that_do_not_fit(case, options):
+    model = relvit.retrofit(build(case, **options))
+    with pytest.raises(ValueError, match="image width 20 is not a multiple of the patch size 8: use 16 or 24"):
+        model(torch.zeros(1, 3, 16, 20, dtype=torch.float64))

@@ -1,0 +1,136 @@
+"""What timm offers with its models works with retrofitted ones: features, checkpointing, optimiser groups, tracing."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from retrofit_cases import CASES, EVAS, NAFLEX, VITS, build, images, naflex_batch, retrofitted, tables
+from timm.models import create_feature_extractor
+from timm.models._features import FeatureGetterNet
+from timm.optim import param_groups_layer_decay
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_table_gets_the_same_gradient_with_checkpointing(case):
+    model = retrofitted(build(case), "qkvb", trained=False, max_distance=1).train()
+    x, count, runs = images(16, 40), [], []
+    model.blocks[0].attn.proj.register_forward_hook(lambda *_: count.append(1))
+    for checkpointing in (False, True):
+        model.set_grad_checkpointing(checkpointing)
+        # All tokens: where a class token alone is read, the last block's tables cannot matter, for it has no position.
+        features = model.forward_features(x)
+        runs.append((features, *torch.autograd.grad(features.square().sum(), list(tables(model).values()))))
+    assert len(count) == 3  # once, and twice with checkpointing
+    assert len(runs[0]) == 1 + 2 * 2 * 4
+    for plain, again in zip(*runs, strict=True):
+        assert plain.abs().sum() > 0
+        torch.testing.assert_close(again, plain, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_intermediates_are_the_features(case):
+    model = retrofitted(build(case))
+    x = images(16, 40)
+    features, prefix = model.forward_features(x), model.num_prefix_tokens
+    final, (first, last) = model.forward_intermediates(x, norm=True, return_prefix_tokens=prefix > 0)
+    torch.testing.assert_close(final, features, rtol=0, atol=0)
+    patches = last[0] if prefix else last
+    assert patches.shape == (2, 24, 2, 5)
+    torch.testing.assert_close(patches.flatten(2).transpose(1, 2), features[:, prefix:], rtol=0, atol=0)
+    if prefix:
+        torch.testing.assert_close(last[1], features[:, :prefix], rtol=0, atol=0)
+        first = first[0]
+    if case in VITS:
+        torch.testing.assert_close(model.get_intermediate_layers(x, norm=True)[0], features[:, prefix:])
+    getter = FeatureGetterNet(copy.deepcopy(model), out_indices=[0], norm=True)
+    torch.testing.assert_close(getter(x)[0], first, rtol=0, atol=0)
+    assert model.prune_intermediate_layers([0]) == [0]
+    torch.testing.assert_close(model.forward_intermediates(x, norm=True)[1][0], first, rtol=0, atol=0)
+
+
+def test_intermediates_of_a_padded_batch():
+    original = build("naflex", embed_proj_type="linear")
+    options = {"output_fmt": "NLC", "output_dict": True}
+    want = original.forward_intermediates(naflex_batch(), **options)
+    got = retrofitted(original, trained=False).forward_intermediates(naflex_batch(), **options)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_masks_heads_and_input_sizes_are_timms(case):
+    original = build(case)
+    model = retrofitted(original, trained=False)
+    x, count = images(), original.num_prefix_tokens + 6
+    ways = [{"attn_mask": torch.randn(1, 1, count, count, dtype=torch.float64)}]
+    if case not in NAFLEX:
+        ways.append({"is_causal": True})
+    for way in ways:
+        want = original.forward_features(x, **way)
+        torch.testing.assert_close(model.forward_features(x, **way), want, rtol=0, atol=1e-12)
+    for net in (model, original):
+        torch.manual_seed(0)
+        net.reset_classifier(7)
+        net.double()
+        if case not in NAFLEX:
+            net.set_input_size((16, 40))
+    x = images() if case in NAFLEX else images(16, 40)
+    torch.testing.assert_close(model(x), original(x), rtol=0, atol=1e-12)
+    assert model(images()).shape == (2, 7)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tables_take_no_weight_decay_and_the_rate_of_their_block(case):
+    model = retrofitted(build(case))
+    skip = model.no_weight_decay()
+    groups = param_groups_layer_decay(model, weight_decay=0.1, no_weight_decay_list=skip, layer_decay=0.5)
+    found = {id(p): (group["lr_scale"], group["weight_decay"]) for group in groups for p in group["params"]}
+    rates = []
+    for block in model.blocks:
+        ((rate, decay),) = {found[id(p)] for p in block.attn.position.parameters()}
+        assert (rate, decay) == (found[id(block.attn.proj.weight)][0], 0.0)
+        rates.append(rate)
+    assert rates[0] < rates[1]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_go_back_and_forth(case):
+    original = build(case)
+    model = retrofitted(original)
+    x = images(8, 40)
+    state = model.state_dict()
+    assert {key for key in state if ".position." not in key} == set(original.state_dict())
+    assert "blocks.1.attn.position.value_cols" in state
+    fresh = retrofitted(build(case), trained=False)
+    for parameter in fresh.parameters():
+        torch.nn.init.zeros_(parameter)
+    fresh.load_state_dict(state)
+    for copied in (fresh, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        torch.testing.assert_close(copied(x), model(x), rtol=0, atol=0)
+    missing, unexpected = model.load_state_dict(original.state_dict(), strict=False)
+    assert set(missing) == set(tables(model))
+    assert not unexpected
+
+
+# timm's own distilled model cannot be traced with dynamic sizes either.
+@pytest.mark.parametrize("case", ["dinov2", "siglip", *(case for case in EVAS if case != "mrope")])
+def test_symbolic_tracing_for_feature_extraction(case):
+    model = retrofitted(build(case), "qkvb", max_distance=2).float()
+    traced = create_feature_extractor(model, ["norm"])
+    x = images().float()
+    torch.testing.assert_close(traced(x)["norm"], model.forward_features(x), rtol=0, atol=1e-6)
+
+
+def test_training_separates_what_the_original_cannot():
+    """Without absolute positions a pooled model gives the same for an image whose columns of patches are swapped."""
+    original = build("siglip", pos_embed="none")
+    model = retrofitted(original, trained=False)
+    x = images()
+    swapped = torch.cat(x.split(8, dim=3)[::-1], dim=3)
+    torch.testing.assert_close(model(x), model(swapped), rtol=0, atol=1e-10)
+    optimizer = torch.optim.Adam(tables(model).values(), lr=0.05)
+    for _ in range(5):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(torch.cat((model(x), model(swapped))), torch.tensor([0, 0, 1, 1])).backward()
+        optimizer.step()
+    assert (model(x) - model(swapped)).abs().max() > 0.1

@@ -1,0 +1,288 @@
+"""Converted checkpoints: the loaded model has the outputs of the model that the weights are of."""
+
+import numpy as np
+import pytest
+import timm
+import torch
+from timm.layers import resample_abs_pos_embed
+from timm.models import load_checkpoint
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+from vits import SMALL, assert_same, bias_for, images, small
+
+from relvit.models import checkpoint_filter_fn
+
+VIT = {"class_token": True, "global_pool": "token", "pos_embed": "learn"}
+SINGLE = 1e-6  # timm interpolates absolute embeddings in single precision
+CFG = {"input_size": (3, 24, 16), "num_classes": 5}
+
+
+def foreign(**options):
+    """timm's Vision Transformer with everything drawn wide, float64."""
+    torch.manual_seed(2)
+    model = VisionTransformer(**{**SMALL, "mlp_ratio": 3, "dynamic_img_size": True, **options})
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model.double().eval()
+
+
+def load(state, **options):
+    """A relvit model with these weights, by timm's way for pretrained ones, float64."""
+    overlay = {**CFG, "state_dict": state, **options.pop("overlay", {})}
+    torch.manual_seed(3)
+    options = {**SMALL, "dtype": torch.float64, **options}
+    return timm.create_model("test_relvit", pretrained=True, pretrained_cfg_overlay=overlay, **options).eval()
+
+
+def wide(*size, channels=3):
+    return images(*size, channels=channels, dtype=torch.float64)
+
+
+def test_a_plain_vision_transformer_gives_its_own_outputs(tmp_path):
+    plain = foreign()
+    torch.save({"model": plain.state_dict()}, tmp_path / "deit.pth")
+    for terms in ("kv", "qkvb", ""):
+        model = load(None, overlay={"file": str(tmp_path / "deit.pth")}, rel_terms=terms, **VIT)
+        assert all(table.eq(0).all() for name, table in model.named_parameters() if ".position." in name)
+        assert_same(model(wide(24, 16)), plain(wide(24, 16)))
+        assert_same(model(wide(16, 40)), plain(wide(16, 40)), atol=SINGLE)
+    # Layer scale of the model alone is one.
+    assert_same(load(plain.state_dict(), init_values=1e-5, **VIT)(wide(24, 16)), plain(wide(24, 16)))
+
+
+def test_load_checkpoint_and_a_state_dict_wrapped_twice(tmp_path):
+    plain, path = foreign(), str(tmp_path / "wrapped.pth")
+    torch.save({"state_dict": {f"module.{k}": v for k, v in plain.state_dict().items()}}, path)
+    model = small(**VIT).double().eval()
+    load_checkpoint(model, path, filter_fn=checkpoint_filter_fn)
+    assert_same(model(wide(24, 16)), plain(wide(24, 16)))
+    model = small(**VIT).double().eval()
+    model.load_state_dict(checkpoint_filter_fn({"model": {"state_dict": plain.state_dict()}}, model))
+    assert_same(model(wide(24, 16)), plain(wide(24, 16)))
+    # timm's checkpoint_path takes the weights of the very same model, and names what is missing of it.
+    with pytest.raises(RuntimeError, match=r"blocks\.0\.attn\.position\.key_rows"):
+        timm.create_model("test_relvit", checkpoint_path=path, **SMALL, **VIT)
+
+
+@pytest.mark.parametrize("scale", [None, 0.5])
+def test_deit_iii(scale):
+    plain = foreign(init_values=0.1, no_embed_class=True)
+    state = {
+        name.replace("ls1.gamma", "gamma_1").replace("ls2.gamma", "gamma_2"): tensor
+        for name, tensor in plain.state_dict().items()
+    }
+    assert "blocks.0.gamma_1" in state
+    model = load(state, no_embed_class=True, init_values=scale, **VIT)
+    assert ("blocks.0.ls1.gamma" in model.state_dict()) == (scale is not None)
+    assert_same(model(wide(16, 40)), plain(wide(16, 40)), atol=SINGLE)
+    # An embedding of patches only, in a model whose embedding has an entry for the class token.
+    model = load(state, init_values=scale, **VIT)
+    assert model.pos_embed.shape == (1, 7, 12)
+    assert_same(model(wide(24, 16)), plain(wide(24, 16)))
+
+
+def test_distilled_deit_without_its_second_token(caplog):
+    plain = foreign()
+    state = dict(plain.state_dict())
+    torch.manual_seed(0)
+    position = state["pos_embed"]
+    state["pos_embed"] = torch.cat((position[:, :1], torch.randn(1, 1, 12), position[:, 1:]), dim=1)
+    state["dist_token"] = torch.randn(1, 1, 12)
+    state["head_dist.weight"], state["head_dist.bias"] = torch.randn(5, 12), torch.randn(5)
+    state["pre_logits.fc.weight"] = torch.randn(12, 12)
+    assert_same(load(state, **VIT)(wide(24, 16)), plain(wide(24, 16)))
+    caplog.clear()
+    load(state)
+    assert "has no use for it: cls_token, dist_token, head_dist.bias, head_dist.weight, pos_embed" in caplog.text
+
+
+def test_registers_and_their_part_of_the_embedding():
+    plain = foreign(reg_tokens=2)
+    assert_same(load(plain.state_dict(), reg_tokens=2, **VIT)(wide(24, 16)), plain(wide(24, 16)))
+    # Where the model's embedding has no entries for prefix tokens, theirs are added to them.
+    model = load(plain.state_dict(), reg_tokens=2, no_embed_class=True, **VIT)
+    assert model.pos_embed.shape == (1, 6, 12)
+    assert_same(model(wide(24, 16)), plain(wide(24, 16)))
+
+
+def test_absolute_embedding_resampled_or_left_out():
+    plain = foreign()
+    model = load(plain.state_dict(), **{**VIT, "img_size": (16, 40)})
+    expected = resample_abs_pos_embed(plain.pos_embed, (2, 5), (3, 2), num_prefix_tokens=1)
+    assert_same(model.pos_embed.detach(), expected.detach())
+    assert_same(model(wide(16, 40)), plain(wide(16, 40)), atol=SINGLE)
+    model = load(plain.state_dict(), **{**VIT, "pos_embed": ""})
+    with torch.no_grad():
+        plain.pos_embed[:, 1:] = 0
+    assert_same(model(wide(16, 40)), plain(wide(16, 40)))
+
+
+@pytest.mark.parametrize("kind", ["axial", "axial-sum"])
+def test_axial_tables(kind):
+    source = small(pos_embed=kind).double().eval()
+    model = load(source.state_dict(), pos_embed=kind, img_size=(16, 40))
+    assert model.axial.grid_size == (2, 5)
+    source.set_input_size((16, 40))
+    assert_same(model(wide(16, 40)), source(wide(16, 40)))
+    # A plain checkpoint has none: zeros.
+    plain = foreign()
+    with_zeros = load(plain.state_dict(), **{**VIT, "pos_embed": kind})
+    assert_same(with_zeros(wide(16, 40)), load(plain.state_dict(), **{**VIT, "pos_embed": ""})(wide(16, 40)))
+
+
+def test_the_grid_of_an_embedding_of_unknown_size():
+    unknown = {"overlay": {"input_size": (3, 224, 224)}}
+    plain = foreign(img_size=24)
+    assert_same(load(plain.state_dict(), **unknown, **VIT)(wide(24, 16)), plain(wide(24, 16)), atol=SINGLE)
+    # 2 x 8 patches are as many as 4 x 4: a checkpoint as long as the model's embedding has the model's grid.
+    for extra in ({}, {"no_embed_class": True}):
+        plain = foreign(img_size=(16, 64), **extra)
+        model = load(plain.state_dict(), img_size=(16, 64), **unknown, **VIT, **extra)
+        assert_same(model(wide(16, 64)), plain(wide(16, 64)))
+    with pytest.raises(ValueError, match=r"pos_embed has 6 entries and there are 1 prefix tokens: .* input_size"):
+        load(foreign(img_size=(8, 40)).state_dict(), **unknown, **VIT)
+
+
+def test_class_token_left_out_and_norm_behind_the_pooling():
+    plain = foreign()
+    model = load(plain.state_dict(), global_pool="avg")
+    other = foreign(class_token=False, global_pool="avg", pos_embed="", fc_norm=True)
+    state = dict(plain.state_dict())
+    for name in ("weight", "bias"):
+        state[f"fc_norm.{name}"] = state.pop(f"norm.{name}")
+    other.load_state_dict({name: state[name] for name in other.state_dict()})
+    assert_same(model(wide(16, 40)), other(wide(16, 40)))
+    back = load(other.state_dict(), global_pool="avg", fc_norm=False)
+    assert_same(back.norm.weight.detach(), plain.norm.weight.detach())
+
+
+def test_another_patch_size():
+    plain = foreign()
+    model = load(plain.state_dict(), patch_size=4, img_size=(12, 8), **VIT)
+    plain.set_input_size((12, 8), patch_size=4)
+    assert_same(model(wide(12, 8)), plain(wide(12, 8)))
+    flat = dict(foreign().state_dict())
+    flat["patch_embed.proj.weight"] = flat["patch_embed.proj.weight"].flatten(1)
+    assert_same(load(flat, **VIT)(wide(24, 16)), foreign()(wide(24, 16)))
+
+
+def test_channels_and_classes_are_adapted_by_timm():
+    plain = foreign()
+    model = load(plain.state_dict(), in_chans=1, **VIT)
+    grey = wide(24, 16, channels=1)
+    assert_same(model(grey), plain(grey.expand(-1, 3, -1, -1)), atol=1e-5)  # timm adds up in float32
+    model = load(plain.state_dict(), num_classes=9, **VIT)
+    assert model(wide(24, 16)).shape == (2, 9)
+    assert_same(model.forward_features(wide(24, 16)), plain.forward_features(wide(24, 16)))
+    features = load(plain.state_dict(), features_only=True, out_indices=(1,), fc_norm=False, **VIT)
+    assert_same(features(wide(24, 16)), plain.forward_intermediates(wide(24, 16), [1], intermediates_only=True))
+
+
+@pytest.mark.parametrize("layout", ["separate", "joint"])
+def test_another_clip_distance(layout):
+    options = {"rel_terms": "qkvb", "layout": layout}
+    source = small(max_distance=(1, 2), **options).double().eval()
+    model = load(source.state_dict(), max_distance=(4, 3), **options)
+    for size in ((24, 16), (16, 72)):
+        assert_same(model(wide(*size)), source(wide(*size)))
+    # A smaller one is exact within.
+    source = small(max_distance=(4, 3), **options).double().eval()
+    model = load(source.state_dict(), max_distance=(2, 1), **options)
+    assert_same(model(wide(24, 16)), source(wide(24, 16)))
+    assert (model(wide(16, 40)) - source(wide(16, 40))).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"shared_heads": False}, {"layout": "joint"}, {"shared_heads": False, "layout": "joint", "max_distance": (3, 4)}],
+)
+def test_shared_to_heads_and_separate_to_joint_are_exact(change):
+    source = small(max_distance=(2, 1), rel_terms="qkvb").double().eval()
+    model = load(source.state_dict(), **{"max_distance": (2, 1), "rel_terms": "qkvb", **change})
+    assert_same(model(wide(16, 40)), source(wide(16, 40)))
+
+
+def test_terms_that_the_checkpoint_has_not_are_zero():
+    source = small(rel_terms="k").double().eval()
+    model = load(source.state_dict(), rel_terms="kvb")
+    assert_same(model(wide(16, 40)), source(wide(16, 40)))
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*position.key_rows"):
+        load(source.state_dict(), rel_terms="v")
+    broken = source.state_dict()
+    del broken["blocks.1.attn.position.key_cols"]
+    with pytest.raises(RuntimeError, match=r"Missing key.*blocks.1.attn.position.key_cols"):
+        load(broken, rel_terms="k")
+
+
+def test_slopes_take_any_plain_weights():
+    plain = foreign()
+    model = load(plain.state_dict(), position="slopes", **VIT)
+    assert_same(model(wide(24, 16)), plain(wide(24, 16), attn_mask=bias_for(plain, wide(24, 16))), atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "message"),
+    [
+        (
+            {"shared_heads": False, "rel_terms": "k"},
+            {"rel_terms": "k"},
+            r"blocks.0.attn.position.key_rows has shape \(2, 15, 6\), one table per head",
+        ),
+        ({"layout": "joint"}, {}, "key_table is joint, the model has rows and columns apart"),
+        (
+            {"bucketing": "piecewise", "max_distance": 2},
+            {"bucketing": "piecewise", "max_distance": 3},
+            "is for clip distance 2, the model's is 3: with bucketing 'piecewise'",
+        ),
+    ],
+)
+def test_what_cannot_be_converted(source, target, message):
+    with pytest.raises(ValueError, match=message):
+        load(small(**source).double().state_dict(), **target)
+
+
+def jax_names(plain):
+    """The parameters of timm's model as the original archives have them: kernels transposed, heads apart."""
+    heads, width = 2, 12
+    state = {name: tensor.float().numpy() for name, tensor in plain.state_dict().items()}
+    out = {
+        "embedding/kernel": state["patch_embed.proj.weight"].transpose(2, 3, 1, 0),
+        "embedding/bias": state["patch_embed.proj.bias"],
+        "cls": state["cls_token"],
+        "Transformer/posembed_input/pos_embedding": state["pos_embed"],
+        "Transformer/encoder_norm/scale": state["norm.weight"],
+        "Transformer/encoder_norm/bias": state["norm.bias"],
+        "head/kernel": state["head.weight"].T,
+        "head/bias": state["head.bias"],
+    }
+    for number in range(3):
+        here, there = f"blocks.{number}", f"Transformer/encoderblock_{number}"
+        mixer = f"{there}/MultiHeadDotProductAttention_1"
+        weights = np.split(state[f"{here}.attn.qkv.weight"], 3)
+        biases = np.split(state[f"{here}.attn.qkv.bias"], 3)
+        for name, weight, bias in zip(("query", "key", "value"), weights, biases, strict=True):
+            out[f"{mixer}/{name}/kernel"] = weight.T.reshape(width, heads, -1)
+            out[f"{mixer}/{name}/bias"] = bias.reshape(heads, -1)
+        out[f"{mixer}/out/kernel"] = state[f"{here}.attn.proj.weight"].T.reshape(heads, -1, width)
+        out[f"{mixer}/out/bias"] = state[f"{here}.attn.proj.bias"]
+        for ours, theirs in (("norm1", "LayerNorm_0"), ("norm2", "LayerNorm_2")):
+            out[f"{there}/{theirs}/scale"] = state[f"{here}.{ours}.weight"]
+            out[f"{there}/{theirs}/bias"] = state[f"{here}.{ours}.bias"]
+        for ours, theirs in (("fc1", "Dense_0"), ("fc2", "Dense_1")):
+            out[f"{there}/MlpBlock_3/{theirs}/kernel"] = state[f"{here}.mlp.{ours}.weight"].T
+            out[f"{there}/MlpBlock_3/{theirs}/bias"] = state[f"{here}.mlp.{ours}.bias"]
+    return out
+
+
+def test_jax_archives(tmp_path):
+    square = {"img_size": 24}
+    plain = foreign(**square)
+    np.savez(tmp_path / "vit.npz", **jax_names(plain))
+    path = str(tmp_path / "vit.npz")
+    model = small(**VIT, **square).eval()
+    model.load_pretrained(path)
+    assert_same(model.double()(wide(24, 16)), plain(wide(24, 16)), atol=1e-5)
+    # relvit's defaults: no embedding, no class token, the norm behind the pooling.
+    model = timm.create_model("test_relvit", checkpoint_path=path, **{**SMALL, **square}).eval()
+    expected = load(plain.state_dict(), overlay={"input_size": (3, 24, 24)}, **square)
+    assert_same(model.double()(wide(24, 16)), expected(wide(24, 16)), atol=1e-5)
