@@ -222,7 +222,8 @@ class AFTConv2d(AFTSimple):
     """
 
     key_dim = 1
-    backends = CONV_BACKENDS
+    # 'toeplitz' is accepted for one release, see `aft_conv`.
+    backends = (*CONV_BACKENDS, "toeplitz")
 
     def __init__(self, dim: int, num_heads: int, *, kernel_size: int | Sequence[int] = 11, **kwargs: object) -> None:
         super().__init__(dim, num_heads, **kwargs)

@@ -156,8 +156,7 @@ def checkpoint_filter_fn(
     - the factors of a bias on another grid are interpolated (an approximation);
     - from attention the projections of values and outputs are taken over, as the paper does where it fine-tunes a
       pretrained DeiT (section 4.3); projections to queries and keys, and what is attention-free alone, stay as they are
-      in the model. 'simple' has no tensor by which its own checkpoints could be distinguished from those of attention: it takes
-      over all.
+      in the model. 'simple' takes over all: its own checkpoints have the same tensors as those of attention.
 
     Args:
         state_dict, model: see `relvit.models.checkpoint_filter_fn`.

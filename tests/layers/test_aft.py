@@ -123,6 +123,7 @@ def test_layouts(kind):
     torch.testing.assert_close(dropped, padded[:, keep], rtol=0, atol=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:aft_conv has no backend 'toeplitz'")
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_backends_may_be_set_later(kind):
     layer, x = make(kind), tokens()
