@@ -17,7 +17,7 @@ from relvit.cli.errors import describe, is_users_mistake, says_enough
 from relvit.utils.messages import did_you_mean, listing
 from relvit.version import __version__
 
-# Command -> (module whose main(command, arguments) runs it, one line of help).
+# Command -> (module that runs it, one line of help). But for Trainer methods its function has the command's name.
 _FIT, _COMMANDS = "relvit.cli.fit.trainer", "relvit.cli.commands"
 COMMANDS = {
     "fit": (_FIT, "train a model on images; the run gets a folder of its own"),
@@ -65,7 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         quieten()
         given = ["--help" if argument == "--help-all" else argument for argument in typed.arguments]
-        importlib.import_module(module).main(command, given)
+        if module == _FIT:
+            importlib.import_module(module).main(command, given)
+        else:
+            importlib.import_module("relvit.cli.parser").run_function(module, command, given)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
 import textwrap
@@ -14,7 +13,7 @@ from lightning import Trainer
 
 from relvit.cli.aliases import ALIASES, POSITIONALS, USAGE
 from relvit.cli.fit.options import TRAINER_DEFAULTS, add_own_options
-from relvit.cli.parser import Parser
+from relvit.cli.parser import Parser, function_of
 from relvit.data import ImageFolderData
 from relvit.data.modules.registry import data_modules
 from relvit.data.transforms import Augment
@@ -109,7 +108,7 @@ def short_help(command: str, module: str, summary: str) -> str:
     parser = Parser()
     groups = SHOWN.get(command)
     if groups is None:
-        function = getattr(importlib.import_module(module), command.replace("-", "_"))
+        function = function_of(module, command)
         parser.add_function_arguments(function)
         groups = {"options": tuple(inspect.signature(function).parameters)}
     else:

@@ -1,0 +1,138 @@
+"""`relvit export`: what the files compute where relvit is not, against the classifier."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from photos import CLASSES, TINY
+from PIL import Image
+
+import relvit
+from relvit.cli import main
+from relvit.evaluation import ExportError, export_model
+from relvit.evaluation import export as module
+from relvit.training import load_classifier
+
+# Loads the program with PyTorch alone.
+STANDALONE = """
+import sys, torch
+model = torch.export.load(sys.argv[1]).module()
+images = torch.load(sys.argv[2])
+torch.save([model(image) for image in images], sys.argv[3])
+assert not {"relvit", "timm"} & set(sys.modules)
+"""
+
+
+def images():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator) for shape in ((3, 3, 16, 16), (1, 3, 64, 16), (5, 3, 32, 72))]
+
+
+def export(run, output):
+    return main(["export", f"--ckpt_path={run / 'checkpoints' / 'best.ckpt'}", f"--output={output}"])
+
+
+@pytest.fixture(scope="module")
+def classifier(run):
+    return load_classifier(run / "checkpoints" / "best.ckpt").requires_grad_(False)
+
+
+def test_program(run, classifier, tmp_path, capsys):
+    output = tmp_path / "model.pt2"
+    assert export(run, output) == 0
+    out = capsys.readouterr().out
+    assert f"{output} computes what the model does (checked with images 2 x 3 x 24 x 40 and 1 x 3 x 16 x 16)." in out
+    torch.save(images(), tmp_path / "images.pt")
+    arguments = [sys.executable, "-c", STANDALONE, output, tmp_path / "images.pt", tmp_path / "logits.pt"]
+    subprocess.run(arguments, check=True)
+    for x, logits in zip(images(), torch.load(tmp_path / "logits.pt"), strict=True):
+        torch.testing.assert_close(logits, classifier(x), rtol=1e-4, atol=1e-5)
+
+
+def test_onnx_and_its_description_are_enough_to_predict(run, classifier, photos, tmp_path):
+    output = tmp_path / "model.onnx"
+    assert export(run, output) == 0
+    session = onnxruntime.InferenceSession(output, providers=["CPUExecutionProvider"])
+    for x in images():
+        (logits,) = session.run(["logits"], {"images": x.numpy()})
+        torch.testing.assert_close(torch.from_numpy(logits), classifier(x), rtol=1e-4, atol=1e-5)
+    description = json.loads((tmp_path / "model.json").read_text())
+    assert description["input"] == ["batch", 3, "8*height_in_patches", "8*width_in_patches"]
+    assert description["class_names"] == list(CLASSES)
+    # by the description alone, with Pillow and NumPy; 17 x 17 covers the crop of 16 x 16 already
+    assert int(description["img_size"][0] / description["crop_pct"]) == 17
+    pixels = np.asarray(Image.open(photos / "test" / "dog" / "0.jpg").resize((17, 17)))
+    x = ((pixels[:16, :16] / 255 - description["mean"]) / description["std"]).astype(np.float32)
+    (logits,) = session.run(["logits"], {"images": x.transpose(2, 0, 1)[None]})
+    prediction = relvit.load(run / "checkpoints" / "best.ckpt").predict(pixels)
+    assert description["class_names"][logits.argmax()] == prediction.name
+    probabilities = np.exp(logits[0]) / np.exp(logits[0]).sum()
+    assert sorted(probabilities, reverse=True) == pytest.approx(prediction.probabilities, abs=1e-5)
+
+
+def test_a_model_of_one_size(photos, tmp_path):
+    fit = ["fit", "--data=ImageFolderData", f"--data.root={photos}", f"--runs={tmp_path}", "--model.model=test_vit"]
+    fit += ["--model.model_kwargs.dynamic_img_size=false"]
+    data = ["--data.img_size=[32,48]", "--data.num_workers=0", "--trainer.max_epochs=1"]
+    assert main([*fit, *data, *TINY[-2:]]) == 0
+    (folder,) = tmp_path.iterdir()
+    output = tmp_path / "model.pt2"
+    shapes = export_model(relvit.load(folder / "checkpoints" / "best.ckpt"), output)
+    assert shapes == [(2, 3, 32, 48), (3, 3, 32, 48)]
+    assert json.loads((tmp_path / "model.json").read_text())["input"] == ["batch", 3, 32, 48]
+    x = torch.randn(4, 3, 32, 48)
+    expected = load_classifier(folder / "checkpoints" / "best.ckpt")(x)
+    torch.testing.assert_close(torch.export.load(output).module()(x), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_file_that_computes_something_else_is_not_kept(run, tmp_path, monkeypatch):
+    def wrong(net, images, dynamic, output):
+        output.touch()
+        return lambda images: net(images) + 0.01 * (len(images) == 1)
+
+    monkeypatch.setattr(module, "_program", wrong)
+    with pytest.raises(ExportError, match=r"for images \(1, 3, 16, 16\) the exported model differs from the model"):
+        export_model(relvit.load(run / "checkpoints" / "best.ckpt"), tmp_path / "model.pt2")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("model", ["test_relvit", pytest.param("test_vit", marks=pytest.mark.slow)])
+def test_files_refuse_sizes_that_the_model_refuses(model, run, photos, tmp_path):
+    """Whose sides are no multiples of the patch, in either direction."""
+    best = run / "checkpoints" / "best.ckpt"
+    if model != "test_relvit":
+        # timm's own embedding of patches
+        tiny = [f"--model.model_kwargs.{name}" for name in ("dynamic_img_size=true", "patch_size=8", "embed_dim=16")]
+        tiny += [f"--model={model}", "--model.model_kwargs.depth=1", "--epochs=1", f"--runs={tmp_path / 'runs'}"]
+        assert main(["fit", f"--root={photos}", "--img_size=16", "--num_workers=0", *tiny, *TINY[-2:]]) == 0
+        best = next((tmp_path / "runs").glob("*/checkpoints/best.ckpt"))
+    net = load_classifier(best)
+    for name in ("model.pt2", "model.onnx"):
+        export_model(relvit.load(best), tmp_path / name)
+    program = torch.export.load(tmp_path / "model.pt2").module()
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    for height, width in ((20, 24), (24, 20), (31, 16), (17, 23)):
+        x = torch.randn(2, 3, height, width)
+        with pytest.raises((ValueError, AssertionError)):
+            net(x)
+        with pytest.raises(AssertionError, match="Guard failed"):
+            program(x)
+        with pytest.raises(Exception, match="cannot be reshaped"):
+            session.run(["logits"], {"images": x.numpy()})
+    x = torch.randn(1, 3, 24, 40)
+    (logits,) = session.run(["logits"], {"images": x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(logits), net(x).detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_mistakes(run, tmp_path, monkeypatch, capsys):
+    assert export(run, tmp_path / "model.onxx") == 2
+    assert "ends in '.onxx'; allowed are .onnx, .pt2 (did you mean '.onnx'?)" in capsys.readouterr().err
+    assert export(run, tmp_path / "none" / "model.onnx") == 2
+    assert "is in a folder that does not exist" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    assert export(run, tmp_path / "model.onnx") == 2
+    assert 'ONNX needs the package onnxscript: pip install "relvit[onnx]"' in capsys.readouterr().err

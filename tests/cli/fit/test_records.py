@@ -1,0 +1,76 @@
+"""What a run keeps about itself; runs that repeat bit by bit."""
+
+import csv
+import json
+import shutil
+import subprocess
+
+import torch
+from photos import TINY
+
+from relvit.cli import main
+from relvit.training.run.record import git_state
+
+
+def test_the_table_has_a_row_per_epoch_with_all_quantities(run):
+    with open(run / "metrics.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["epoch"], row["step"]) for row in rows] == [("0", "3"), ("1", "6"), ("2", "9"), ("3", "12")]
+    for row in rows:
+        assert all(row.values())
+        assert float(row["system/images_per_second"]) > 0
+        assert 0 <= float(row["system/data_wait"]) <= 1
+        assert float(row["train/grad_norm"]) > 0
+
+
+def test_the_record_of_a_run(run, tmp_path, monkeypatch):
+    stopped = shutil.copytree(run, tmp_path / "run")
+    monkeypatch.setattr("sys.argv", ["relvit", "fit", "--resume", str(stopped)])
+    assert main(["fit", "--resume", str(stopped), "--trainer.max_epochs=5"]) == 0
+    first, second = json.loads((stopped / "run.json").read_text())["sessions"]
+    assert second["command"] == ["relvit", "fit", "--resume", str(stopped)]
+    assert first["seed"] == second["seed"] == 0
+    assert first["versions"]["torch"] == str(torch.__version__)
+    assert first["devices"] == {"count": 1, "kind": "cpu", "precision": "32-true"}
+    assert first["started"] <= second["started"]  # to the second
+
+
+def test_the_state_of_the_repository(tmp_path):
+    assert git_state(tmp_path / "none") is None
+    who = ["-c", "user.name=A", "-c", "user.email=a@example.org"]
+
+    def git(*arguments):
+        subprocess.run(["git", "-C", tmp_path, *who, *arguments], check=True, capture_output=True)
+
+    git("init")
+    (tmp_path / "a").write_text("1")
+    git("add", "a")
+    git("commit", "-m", "a")
+    clean = git_state(tmp_path)
+    assert len(clean["commit"]) == 40
+    assert clean["changed"] is False
+    (tmp_path / "untracked").write_text("1")
+    assert git_state(tmp_path) == clean
+    (tmp_path / "a").write_text("2")
+    assert git_state(tmp_path) == clean | {"changed": True}
+
+
+def test_deterministic_trainings_are_bit_equal(photos, tmp_path):
+    """The seed decides everything: not the state of the generators, nor which worker loads an image."""
+    contents = []
+    for workers in (0, 2):
+        torch.rand(workers + 1)
+        runs = tmp_path / str(workers)
+        arguments = ["fit", "--data=ImageFolderData", f"--data.root={photos}", f"--runs={runs}", *TINY]
+        arguments += [f"--data.num_workers={workers}", "--data.augment=deit", "--model.mixup=0.8", "--model.cutmix=1"]
+        arguments += ["--model.model_kwargs.drop_rate=0.1", "--model.ema_decay=0.9", "--trainer.max_epochs=2"]
+        assert main([*arguments, "--trainer.deterministic=true", "--model.warmup_epochs=0"]) == 0
+        (made,) = runs.iterdir()
+        assert json.loads((made / "run.json").read_text())["sessions"][0]["deterministic"] is True
+        contents.append(torch.load(made / "checkpoints" / "last.ckpt", weights_only=True))
+        torch.use_deterministic_algorithms(False)
+    first, second = contents
+    for key in ("state_dict", "ema_state_dict"):
+        assert all(torch.equal(first[key][name], second[key][name]) for name in first[key])
+    moments = [content["optimizer_states"][0]["state"] for content in contents]
+    assert all(torch.equal(moments[0][i][name], moments[1][i][name]) for i in moments[0] for name in moments[0][i])

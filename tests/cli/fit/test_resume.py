@@ -1,0 +1,254 @@
+"""`relvit fit --resume RUN`: what it takes, what it refuses, and what it does to the run's folder."""
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+import yaml
+from photos import TINY
+
+from relvit.cli import main
+from relvit.plots import read_metrics
+from relvit.training import RunLock, read_checkpoint
+
+
+@pytest.fixture
+def stopped(run, tmp_path):
+    """A copy of a run of four epochs."""
+    return shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns(".lock"))
+
+
+def test_goes_on_in_the_same_folder_with_the_same_configuration(stopped, capsys):
+    before = yaml.safe_load((stopped / "config.yaml").read_text())
+    assert main(["fit", f"--resume={stopped}", "--trainer.max_epochs=6"]) == 0
+    assert f"files in {stopped}" in capsys.readouterr().out
+    assert [folder.name for folder in stopped.parent.iterdir() if folder.is_dir()] == ["run"]
+    assert [epoch for epoch, _ in read_metrics(stopped / "metrics.csv")["train/loss"]] == [0, 1, 2, 3, 4, 5]
+    assert read_checkpoint(stopped / "checkpoints" / "last.ckpt")["position"]["epoch"] == 6
+    after = yaml.safe_load((stopped / "config.yaml").read_text())
+    before["trainer"]["max_epochs"] = 6
+    # It names no checkpoint: the configuration alone trains the same from the beginning.
+    assert after == before
+    assert after["ckpt_path"] is None
+
+
+def test_a_finished_run_says_so(stopped, capsys):
+    assert main(["fit", "--resume", str(stopped)]) == 2
+    assert "has reached its 4 epochs: to go on, give --epochs with a larger number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("spoil", "extra", "message"),
+    [
+        (lambda run: shutil.rmtree(run), [], "no run at"),
+        (lambda run: (run / "config.yaml").unlink(), [], "is no run of relvit fit: it has no config.yaml"),
+        (
+            lambda run: (run / "checkpoints" / "last.ckpt").unlink(),
+            [],
+            "go on in a new folder with relvit fit --config",
+        ),
+        (lambda run: shutil.rmtree(run / "checkpoints"), [], "to go on from: begin again with relvit fit --config"),
+        (lambda run: (run / "checkpoints" / "last.ckpt").write_bytes(b"x" * 99), [], "last.ckpt cannot be read"),
+        (lambda run: None, ["--ckpt_path=x.ckpt"], "drop --ckpt_path"),
+        (lambda run: None, ["--config", "x.yaml"], "drop --config"),
+        (lambda run: None, ["--runs=elsewhere"], "drop --runs"),
+        (lambda run: None, ["--model.model", "relvit_tiny"], "drop --model.model"),
+        (lambda run: None, ["--save_every=0", "--trainer.max_epochs=9"], "save_every must be 1 step or more, got 0"),
+        (lambda run: None, ["--trainer.max_epochs=9", "--model.model_kwargs.depth=3"], "was trained with model_kwargs"),
+    ],
+)
+def test_refusals(stopped, spoil, extra, message, capsys):
+    """Never a fresh start in place of a resume."""
+    spoil(stopped)
+    files = {path: path.stat().st_mtime_ns for path in stopped.rglob("*") if path.is_file()}
+    assert main(["fit", f"--resume={stopped}", *extra]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert {path: path.stat().st_mtime_ns for path in files} == files
+
+
+def test_two_processes_never_train_in_one_folder(stopped, capsys):
+    script = (
+        "import fcntl, sys, time; lock = open(sys.argv[1], 'w'); fcntl.lockf(lock, fcntl.LOCK_EX);"
+        "print('ready', flush=True); time.sleep(60)"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", script, str(stopped / RunLock.NAME)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert other.stdout.readline() == "ready\n"
+        assert main(["fit", f"--resume={stopped}", "--trainer.max_epochs=6"]) == 2
+        assert "is being trained in by another process" in capsys.readouterr().err
+    finally:
+        other.kill()
+        other.wait()
+    # A process that is gone has no lock, however it went.
+    RunLock(stopped).release()
+
+
+def test_checkpoints_hold_everything_that_goes_on(run):
+    content = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
+    assert content["position"] == {"epoch": 4, "batch": 0, "layout": [3, 8, 1, 1], "validated": False}
+    assert content["ImageFolderData"] == {"epoch": 4, "batch": 0}
+    rows = content["callbacks"]["History"]["rows"]
+    assert [row["epoch"] for row in rows] == [0, 1, 2, 3]
+    best = torch.load(run / "checkpoints" / "best.ckpt", weights_only=True)
+    assert best["position"]["validated"] is True
+    assert best["position"]["batch"] == 3
+
+
+def files(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != RunLock.NAME}
+
+
+@pytest.mark.parametrize("changed", ["--data.batch_size=6", "--trainer.accumulate_grad_batches=2"])
+def test_optimiser_steps_stay_what_they_were(run, tmp_path, changed, capsys):
+    """Otherwise some images would come twice and others not at all, and the schedule would not know where it is."""
+    folder = shutil.copytree(run, tmp_path / "run")
+    checkpoint = folder / "checkpoints" / "last.ckpt"
+    content = torch.load(checkpoint, weights_only=True)
+    content["position"] = {"epoch": 3, "batch": 1, "layout": [3, 8, 1, 1], "validated": False}
+    torch.save(content, checkpoint)
+    before = files(folder)
+    assert main(["fit", f"--resume={folder}", changed]) == 2
+    then = "the checkpoint is from within an epoch of 3 batches, 8 images in a batch, 1 batches in an optimiser step, 1"
+    out, err = capsys.readouterr()
+    assert then in err
+    # Nothing was announced before.
+    assert "changed since" not in out
+    assert "files in" not in out
+    content["position"] = {"epoch": 3, "batch": 0, "layout": [3, 8, 1, 1], "validated": False}
+    torch.save(content, checkpoint)
+    before[checkpoint] = checkpoint.read_bytes()
+    assert main(["fit", f"--resume={folder}", changed]) == 2
+    then = "the checkpoint is from a training of 3 optimiser steps in an epoch, of 8 images each; here there are"
+    assert then in capsys.readouterr().err
+    assert files(folder) == before
+
+
+def test_smaller_batches_may_make_the_same_steps(stopped, tmp_path):
+    """From an epoch's end on; the learning rates are those of a training that goes on as it was."""
+    same = shutil.copytree(stopped, tmp_path / "same")
+    halved = ["--data.batch_size=4", "--trainer.accumulate_grad_batches=2"]
+    for folder, changed in ((same, []), (stopped, halved)):
+        assert main(["fit", f"--resume={folder}", "--trainer.max_epochs=6", *changed]) == 0
+    assert read_metrics(stopped / "metrics.csv")["lr"] == read_metrics(same / "metrics.csv")["lr"]
+    assert json.loads((stopped / "summary.json").read_text())["effective_batch"] == 8
+
+
+REFUSED = [
+    ("model.lr", "0.02", "0.005"),
+    ("model.opt_kwargs.eps", "1e-6", "null"),
+    ("model.weight_decay", "0.1", "0.05"),
+    ("model.warmup_epochs", "2", "1.0"),
+    ("model.label_smoothing", "0", "0.1"),
+    ("model.mixup", "0.2", "0.0"),
+    ("model.ema_decay", "0.9", "null"),
+    ("model.teacher", "teacher.ckpt", "null"),
+    ("data.augment", "none", "resized-crop"),
+    ("data.mean", "[0.5,0.5,0.5]", "[0.485, 0.456, 0.406]"),
+    ("seed_everything", "1", "0"),
+    ("trainer.gradient_clip_val", "1", "null"),
+    ("trainer.callbacks", "LearningRateMonitor", "null"),
+    ("trainer.fast_dev_run", "true", "False"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "before"), REFUSED, ids=[name for name, *_ in REFUSED])
+def test_what_is_trained_does_not_change(name, value, before, run, capsys):
+    before_files = files(run)
+    last = run / "checkpoints" / "last.ckpt"
+    assert main(["fit", f"--resume={run}", f"--{name}={value}", "--trainer.max_epochs=9"]) == 2
+    out, err = capsys.readouterr()
+    message = " ".join(err.split())
+    assert f"{last} was trained with --{name} {before}, not " in message
+    assert "drop that option, or start another training from these weights with --model.pretrained" in message
+    assert "files in" not in out
+    assert files(run) == before_files
+
+
+def test_nor_does_it_in_another_folder(run, tmp_path, capsys):
+    last = run / "checkpoints" / "last.ckpt"
+    arguments = ["fit", f"--ckpt_path={last}", f"--runs={tmp_path}", "--model.lr=0.02", "--trainer.max_epochs=9"]
+    assert main(arguments) == 2
+    assert f"{last} was trained with --model.lr 0.005, not 0.02" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_option_that_the_configuration_changed_is_found_as_well(stopped, capsys):
+    config = stopped / "config.yaml"
+    config.write_text(config.read_text().replace("label_smoothing: 0.1", "label_smoothing: 0.2"))
+    assert main(["fit", f"--resume={stopped}", "--trainer.max_epochs=9"]) == 2
+    message = capsys.readouterr().err
+    assert "was trained with --model.label_smoothing 0.1, not 0.2" in message
+    assert "give --model.label_smoothing 0.1, or start another" in message
+
+
+def test_what_may_change_takes_effect_and_is_told(stopped, photos, tmp_path, capsys):
+    moved = shutil.copytree(photos, tmp_path / "moved")
+    options = {
+        "trainer.max_epochs": "6",
+        "trainer.precision": "bf16-mixed",
+        "trainer.logger": "CSVLogger",
+        "trainer.logger.save_dir": str(tmp_path / "log"),
+        "data.root": str(moved),
+        "data.num_workers": "1",
+        "model.nonfinite": "skip",
+        "save_every": "2",
+        # As before: no change.
+        "model.lr": "0.005",
+    }
+    assert main(["fit", f"--resume={stopped}", *(f"--{name}={value}" for name, value in options.items())]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("changed since: "))
+    for change in (
+        f"data.root {photos} -> {moved}",
+        "data.num_workers 0 -> 1",
+        "trainer.max_epochs 4 -> 6",
+        "trainer.precision null -> bf16-mixed",
+        "model.nonfinite stop -> skip",
+        "save_every null -> 2",
+    ):
+        assert change in line
+    assert "model.lr" not in line
+    columns = read_metrics(stopped / "metrics.csv")
+    # Three steps an epoch: the cosine now ends after 18.
+    for epoch, rate in columns["lr"][4:]:
+        # After the epoch's last step the schedule is at the next one.
+        step = 3 * (epoch + 1) - 3
+        assert rate == pytest.approx(1e-5 + (5e-3 - 1e-5) * (1 + math.cos(math.pi * step / 15)) / 2)
+    assert columns["train/skipped_steps"] == [(4, 0), (5, 0)]
+    assert list((tmp_path / "log").rglob("metrics.csv"))
+    first, second = json.loads((stopped / "run.json").read_text())["sessions"]
+    assert (first["devices"]["precision"], second["devices"]["precision"]) == ("32-true", "bf16-mixed")
+    content = torch.load(stopped / "checkpoints" / "last.ckpt", weights_only=True)["relvit"]
+    assert content["data"]["init_args"]["root"] == str(moved)
+    assert content["fit"]["trainer"]["max_epochs"] == 6
+
+
+def test_patience_may_change(photos, tmp_path):
+    """Nothing is learnt: the first validation is the best."""
+    arguments = ["fit", "--data=ImageFolderData", f"--data.root={photos}", f"--runs={tmp_path}", *TINY]
+    still = ["--model.lr=0", "--model.min_lr=0", "--model.warmup_epochs=0", "--patience=9", "--trainer.max_epochs=3"]
+    assert main([*arguments, *still]) == 0
+    (folder,) = tmp_path.iterdir()
+    longer = ["fit", f"--resume={folder}", "--trainer.max_epochs=9"]
+    assert main([*longer, "--patience=4"]) == 0
+    assert len(read_metrics(folder / "metrics.csv")["lr"]) == 5
+    # What it stopped at is no end.
+    assert main([*longer, "--patience=6"]) == 0
+    assert len(read_metrics(folder / "metrics.csv")["lr"]) == 7
+
+
+def test_a_checkpoint_knows_how_it_was_trained(stopped, tmp_path, capsys):
+    """In a new folder no option has to be given again, but for the Trainer's."""
+    last = stopped / "checkpoints" / "last.ckpt"
+    quiet = [a for a in TINY if a.startswith("--trainer")]
+    assert main(["fit", f"--ckpt_path={last}", f"--runs={tmp_path / 'new'}", "--trainer.max_epochs=5", *quiet]) == 0
+    assert "changed since: trainer.max_epochs 4 -> 5\n" in capsys.readouterr().out
+    assert main(["fit", f"--resume={stopped}", "--trainer.max_epochs=5"]) == 0
+    (folder,) = (tmp_path / "new").iterdir()
+    for name in ("lr", "train/loss", "val/loss"):
+        assert read_metrics(folder / "metrics.csv")[name] == read_metrics(stopped / "metrics.csv")[name]

@@ -1,0 +1,67 @@
+"""A retrofitted timm model through the command line, from training to its checkpoint at other sizes."""
+
+import csv
+
+import pytest
+import torch
+
+from relvit.cli import main
+from relvit.training import load_classifier, read_checkpoint
+
+QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
+SMALL = {"patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(photos, tmp_path_factory):
+    """Of one epoch of a timm ViT with relative keys and values."""
+    runs = tmp_path_factory.mktemp("runs")
+    config = runs / "retrofit.yaml"
+    config.write_text("model:\n  model: test_vit\n  retrofit:\n    rel_terms: kv\n    max_distance: [1, 2]\n")
+    arguments = ["fit", f"--config={config}", "--data=ImageFolderData", f"--data.root={photos}", f"--runs={runs}"]
+    arguments += [f"--model.model_kwargs.{name}={value}" for name, value in SMALL.items()]
+    arguments += ["--data.img_size=16", "--data.batch_size=8", "--data.num_workers=0", "--trainer.max_epochs=1"]
+    assert main([*arguments, *QUIET]) == 0
+    (folder,) = (path for path in runs.iterdir() if path.is_dir())
+    return folder / "checkpoints" / "best.ckpt"
+
+
+def test_its_tables_are_trained_and_made_from_plain_values(checkpoint):
+    assert read_checkpoint(checkpoint)["relvit"]["model"]["retrofit"] == {"rel_terms": "kv", "max_distance": [1, 2]}
+    net = load_classifier(checkpoint).net
+    position = net.blocks[0].attn.position
+    assert position.max_distance == (1, 2)
+    assert position.value_rows.detach().abs().max() > 0
+    saved = torch.load(checkpoint, weights_only=True)["state_dict"]["net.blocks.0.attn.position.value_rows"]
+    assert torch.equal(position.value_rows, saved)
+
+
+def test_it_is_evaluated_at_sizes_that_the_original_does_not_take(checkpoint, photos, tmp_path, capsys):
+    assert main(["validate", f"--ckpt_path={checkpoint}", "--data.img_size=[16,40]", *QUIET]) == 0
+    assert "val/acc1" in capsys.readouterr().out
+    table = tmp_path / "table.csv"
+    sizes = ["--sizes=[16,[24,16]]", "--accelerator=cpu", f"--output={table}"]
+    assert main(["resolutions", f"--ckpt_path={checkpoint}", *sizes]) == 0
+    with open(table, newline="") as file:
+        assert [(row["height"], row["width"]) for row in csv.DictReader(file)] == [("16", "16"), ("24", "16")]
+    runs = ["--data.root", str(photos / "test" / "cat"), f"--runs={tmp_path / 'runs'}"]
+    assert main(["predict", f"--ckpt_path={checkpoint}", *runs, *QUIET]) == 0
+    assert "6 predictions" in capsys.readouterr().out
+
+
+def test_mistakes_are_named(checkpoint, photos, tmp_path, capsys):
+    had = "was trained with retrofit {'rel_terms': 'kv'"
+    for option, message in {
+        "--model.retrofit.rel_terms=k": f"{had}}}, not {{'rel_terms': 'k'}}",
+        "--model.retrofit=null": f"{had}, 'max_distance': [1, 2]}}, not None",
+    }.items():
+        assert main(["validate", f"--ckpt_path={checkpoint}", option, *QUIET]) == 2
+        assert message in capsys.readouterr().err
+    common = ["fit", "--model.model=test_vit", "--data=ImageFolderData", f"--data.root={photos}", f"--runs={tmp_path}"]
+    for options, message in {
+        ("--model.retrofit.rel_term=k",): "retrofit has no argument 'rel_term' (did you mean 'rel_terms'?)",
+        ("--model.retrofit.rel_terms=x",): "rel_terms must be made of the letters",
+        ("--model.model=test_resnet", "--model.retrofit.rel_terms=k"): "ResNet cannot be retrofitted",
+    }.items():
+        assert main([*common, "--data.img_size=32", *options, *QUIET]) == 2
+        assert message in capsys.readouterr().err

@@ -1,0 +1,187 @@
+"""What `relvit test` writes, against the classifier image by image."""
+
+import csv
+import json
+import shutil
+
+import numpy as np
+import pytest
+import sklearn.metrics
+import torch
+from photos import CLASSES, write_photos
+from PIL import Image
+from processes import Ranks, as_torchrun
+from torchmetrics.functional.classification import multiclass_calibration_error
+
+from relvit.cli import main
+from relvit.data import DigitsData, ImageFolderData
+from relvit.training import load_classifier
+
+QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
+NAMES = list(CLASSES)
+
+
+@pytest.fixture(scope="module")
+def mixed_up(tmp_path_factory):
+    """Test images of which every third one lies under another class, and one cannot be read; 17 can."""
+    root = write_photos(tmp_path_factory.mktemp("mixed") / "photos", splits=("test",))
+    for number in (1, 4):
+        files = [root / "test" / name / f"{number}.jpg" for name in NAMES]
+        contents = [file.read_bytes() for file in files]
+        for file, content in zip(files, [*contents[1:], contents[0]], strict=True):
+            file.write_bytes(content)
+    broken = root / "test" / "dog" / "2.jpg"
+    broken.write_bytes(broken.read_bytes()[:50])
+    return root
+
+
+def outcomes(run, root, mirror=False):
+    """Paths, labels and probabilities of the test images that can be read."""
+    classifier = load_classifier(run / "checkpoints" / "best.ckpt")
+    data = ImageFolderData(str(root), img_size=16, class_names=NAMES).dataset("test")
+    paths, labels, probabilities = [], [], []
+    for index, (path, label) in enumerate(data.samples):
+        if path.endswith("dog/2.jpg"):
+            continue
+        image = data[index][0][None]
+        with torch.no_grad():
+            found = classifier(image).softmax(-1)
+            if mirror:
+                found = (found + classifier(image.flip(-1)).softmax(-1)) / 2
+        paths.append(path)
+        labels.append(label)
+        probabilities.append(found[0])
+    return np.array(paths), torch.tensor(labels), torch.stack(probabilities)
+
+
+def rows(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def check(folder, run, root, mirror=False):
+    paths, labels, probabilities = outcomes(run, root, mirror)
+    confidence, predicted = probabilities.max(-1)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["images"] == 17
+    assert summary["unreadable"] == {"test": 1}
+    assert summary["img_size"] == [16, 16]
+    assert summary["test/acc1"] == pytest.approx(float((labels == predicted).float().mean()))
+    loss = torch.nn.functional.nll_loss(probabilities.log(), labels)
+    assert summary["test/loss"] == pytest.approx(float(loss), rel=1e-4)
+    ece = multiclass_calibration_error(probabilities, labels, 3, n_bins=15, norm="l1")
+    assert summary["test/calibration_error"] == pytest.approx(float(ece), abs=1e-5)
+    assert summary["test/f1"] == pytest.approx(sklearn.metrics.f1_score(labels, predicted, average="macro"))
+
+    expected = sklearn.metrics.precision_recall_fscore_support(labels, predicted, zero_division=np.nan)
+    for row, name, *values in zip(rows(folder / "classes.csv"), NAMES, *expected, strict=True):
+        assert row["class"] == name
+        for column, value in zip(("precision", "recall", "f1", "count"), values, strict=True):
+            assert float(row[column] or "nan") == pytest.approx(value, abs=1e-4, nan_ok=True)
+    confusion = sklearn.metrics.confusion_matrix(labels, predicted)
+    found = rows(folder / "confusion.csv")
+    assert [row["true"] for row in found] == NAMES
+    assert [[int(row[name]) for name in NAMES] for row in found] == confusion.tolist()
+
+    wrong = torch.nonzero(labels != predicted)[:, 0]
+    wrong = wrong[confidence[wrong].argsort(descending=True)].tolist()
+    assert len(wrong) >= 6
+    found = rows(folder / "mistakes.csv")
+    assert [row["path"] for row in found] == [paths[i] for i in wrong]
+    assert [row["true"] for row in found] == [NAMES[labels[i]] for i in wrong]
+    assert [row["predicted"] for row in found] == [NAMES[predicted[i]] for i in wrong]
+    assert [float(row["probability"]) for row in found] == pytest.approx(confidence[wrong].tolist(), abs=2e-6)
+    with Image.open(folder / "confusion.png") as figure:
+        assert figure.size == (600, 540)
+    assert (folder / "mistakes.png").is_file()
+    assert [row["path"] for row in rows(folder / "unreadable.csv")] == [f"{root}/test/dog/2.jpg"]
+
+
+@pytest.mark.parametrize("mirror", [False, True])
+def test_report(run, mixed_up, tmp_path, mirror, capsys):
+    best = f"--ckpt_path={run / 'checkpoints' / 'best.ckpt'}"
+    arguments = ["test", best, f"--data.root={mixed_up}", f"--runs={tmp_path}", "--data.on_error=skip", *QUIET]
+    assert main([*arguments, "--data.batch_size=4", f"--mirror={str(mirror).lower()}"]) == 0
+    (folder,) = tmp_path.iterdir()
+    check(folder, run, mixed_up, mirror)
+    out = capsys.readouterr().out
+    metrics = rows(folder / "classes.csv")
+    for row in metrics:
+        assert all(value in out for value in row.values())
+    assert "17 images of test, mean F1 of the classes " in out
+    assert f"Files: {folder} (classes.csv, confusion.csv, confusion.png, mistakes.csv, mistakes.png, summary" in out
+
+
+def test_two_processes_write_the_same_once(run, mixed_up, tmp_path):
+    best = f"--ckpt_path={run / 'checkpoints' / 'best.ckpt'}"
+    arguments = ["test", best, f"--data.root={mixed_up}", f"--runs={tmp_path / 'runs'}", "--data.on_error=skip"]
+    ranks = Ranks([*arguments, "--data.batch_size=4", *QUIET], tmp_path, as_torchrun())
+    assert ranks.finish() == [0, 0], ranks.text()[-3000:]
+    (folder,) = (tmp_path / "runs").iterdir()
+    check(folder, run, mixed_up)
+    assert ranks.text().count("17 images of test, mean F1 of the classes ") == 1
+
+
+def test_images_in_memory_and_more_mistakes_than_the_sheet_holds(digits_run, tmp_path):
+    best = digits_run / "checkpoints" / "best.ckpt"
+    assert main(["test", f"--ckpt_path={best}", f"--runs={tmp_path / 'test'}", *QUIET]) == 0
+    (folder,) = (tmp_path / "test").iterdir()
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["images"] == 360
+    assert summary["test/acc5"] > summary["test/acc1"]
+    found = rows(folder / "mistakes.csv")
+    assert len(found) == round(360 * (1 - summary["test/acc1"])) > 25
+    classifier = load_classifier(best)
+    data = DigitsData().dataset("test")
+    for row in found[::20]:
+        image, label = data[int(row["path"].removeprefix("test/"))]
+        with torch.no_grad():
+            probability, predicted = classifier(image[None]).softmax(-1)[0].max(-1)
+        assert (row["true"], row["predicted"]) == (str(label), str(int(predicted)))
+        assert float(row["probability"]) == pytest.approx(float(probability), abs=2e-6)
+    with Image.open(folder / "mistakes.png") as sheet:
+        assert sheet.size == (1100, 1340)
+
+
+def test_images_of_train_in_memory(digits_run, tmp_path):
+    best = str(digits_run / "checkpoints" / "best.ckpt")
+    assert main(["test", best, "--split=train", f"--runs={tmp_path}", *QUIET]) == 0
+    (folder,) = tmp_path.iterdir()
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["images"] == len(DigitsData().dataset("train"))
+    assert rows(folder / "mistakes.csv")[0]["path"].startswith("train/")
+    arguments = ["resolutions", best, "--sizes", "8", "--split=train", f"--output={tmp_path / 'table.csv'}"]
+    assert main([*arguments, "--accelerator=cpu"]) == 0
+    assert float(rows(tmp_path / "table.csv")[0]["acc1"]) == pytest.approx(summary["test/acc1"])
+
+
+def test_nothing_can_be_read(run, tmp_path, capsys):
+    for name in NAMES:
+        (tmp_path / "photos" / "test" / name).mkdir(parents=True)
+        (tmp_path / "photos" / "test" / name / "0.jpg").touch()
+    best = f"--ckpt_path={run / 'checkpoints' / 'best.ckpt'}"
+    arguments = ["test", best, f"--data.root={tmp_path / 'photos'}", f"--runs={tmp_path / 'runs'}"]
+    assert main([*arguments, "--data.on_error=skip", *QUIET]) == 2
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert f"none of the images could be read; {folder / 'unreadable.csv'} says why" in capsys.readouterr().err
+    assert len(rows(folder / "unreadable.csv")) == 3
+
+
+def test_another_split(run, photos, tmp_path, capsys):
+    """Each image once, in order and without augmentation: as if its folder were the one of test."""
+    split = "train"
+    best, root = str(run / "checkpoints" / "best.ckpt"), tmp_path / "photos"
+    shutil.copytree(photos / split, root / "test")
+    given = {"split": [f"--root={photos}", f"--split={split}"], "folder": [f"--root={root}"]}
+    for name, options in given.items():
+        # More augmentation than the training had, which must have no effect.
+        options = [*options, "--data.augment=deit", f"--runs={tmp_path / name}", "--batch_size=5", *QUIET]
+        assert main(["test", best, *options]) == 0
+    assert f"18 images of {split}, mean F1" in capsys.readouterr().out
+    found, expected = (next((tmp_path / name).glob("*")) for name in given)
+    for name in ("classes.csv", "confusion.csv"):
+        assert (found / name).read_text() == (expected / name).read_text()
+    ours, theirs = (json.loads((folder / "summary.json").read_text()) for folder in (found, expected))
+    assert (ours.pop("split"), theirs.pop("split")) == (split, "test")
+    assert ours.pop("img_size") == theirs.pop("img_size")
+    assert ours == pytest.approx(theirs)

@@ -1,0 +1,251 @@
+"""Pretrained weights: their sources, and when they are loaded."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import fsspec
+import pytest
+import timm
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from photos import TINY
+from safetensors.torch import save_file
+from small_training import KWARGS, Noise, build, train
+from timm.models import save_for_hf
+
+from relvit.cli import main
+from relvit.training import ImageClassifier, load_classifier
+from relvit.training.checkpoints.checkpoint import DescribeCheckpoint
+from relvit.training.checkpoints.file import AVERAGE_KEY
+from relvit.training.checkpoints.pretrained import (
+    Architecture,
+    Pretrained,
+    normalisation_note,
+)
+
+VIT = {"img_size": (8, 12), "num_classes": 7, "patch_size": 4, "embed_dim": 8, "depth": 1, "num_heads": 2}
+NAMES = [f"class {i}" for i in range(7)]
+
+
+class NamedNoise(Noise):
+    """With what a checkpoint writes down about its data."""
+
+    mean, std = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
+
+    def init_args(self):
+        return {"img_size": [8, 12], "mean": list(self.mean), "std": list(self.std)}
+
+
+def same(state, expected):
+    assert set(state) == set(expected)
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The checkpoint of one epoch, with averaged weights."""
+    module = ImageClassifier("test_relvit", 7, 3, (8, 12), NAMES, KWARGS, ema_decay=0.5, warmup_epochs=0)
+    trainer = train(module, NamedNoise(), max_epochs=1, callbacks=[DescribeCheckpoint()])
+    path = tmp_path_factory.mktemp("trained") / "best.ckpt"
+    trainer.save_checkpoint(path)
+    return path
+
+
+@pytest.fixture
+def checkpoint(trained, tmp_path):
+    """A copy of the checkpoint."""
+    return Path(shutil.copy(trained, tmp_path))
+
+
+def test_a_relvit_checkpoint_gives_its_averaged_weights_and_model(checkpoint):
+    content = torch.load(checkpoint, weights_only=True)
+    weights = Pretrained(str(checkpoint)).weights()
+    same(weights.state, {name.removeprefix("net."): value for name, value in content[AVERAGE_KEY].items()})
+    assert not torch.equal(weights.state["head.weight"], content["state_dict"]["net.head.weight"])
+    assert (weights.class_names, weights.input_size) == (NAMES, (3, 8, 12))
+    assert (weights.mean, weights.std) == ((0.5,) * 3, (0.25,) * 3)
+    assert Pretrained(str(checkpoint)).architecture() == Architecture("test_relvit", KWARGS, None)
+
+
+def test_files_and_folders_of_weights(tmp_path):
+    vit = timm.create_model("vit_tiny_patch16_224", **VIT)
+    save_file(vit.state_dict(), tmp_path / "a.safetensors")
+    torch.save({"model": vit.state_dict()}, tmp_path / "a.pth")
+    # As timm's training script wraps them, with an average.
+    torch.save({"state_dict": {}, "state_dict_ema": vit.state_dict()}, tmp_path / "a.pth.tar")
+    for name in ("a.safetensors", "a.pth", "a.pth.tar"):
+        same(Pretrained(str(tmp_path / name)).weights().state, vit.state_dict())
+    with pytest.raises(ValueError, match=r"a.pth does not say which model it is of: give --model.model as well"):
+        Pretrained(str(tmp_path / "a.pth")).architecture()
+
+    kwargs = {key: value for key, value in VIT.items() if key not in ("img_size", "num_classes")}
+    save_for_hf(
+        vit, tmp_path / "folder", model_config={"label_names": NAMES}, model_args=kwargs | {"img_size": [8, 12]}
+    )
+    for name in (str(tmp_path / "folder"), f"local-dir:{tmp_path / 'folder'}"):
+        weights = Pretrained(name).weights()
+        same(weights.state, vit.state_dict())
+        assert (weights.class_names, weights.mean) == (NAMES, vit.pretrained_cfg["mean"])
+        assert Pretrained(name).architecture() == Architecture(
+            "vit_tiny_patch16_224", {**kwargs, "global_pool": "token"}
+        )
+
+
+def test_a_name_of_timm_is_downloaded_by_timm(monkeypatch):
+    asked, state = [], timm.create_model("test_vit").state_dict()
+    monkeypatch.setattr(
+        "timm.models._builder.load_state_dict_from_hf", lambda *args, **kwargs: asked.append(args) or state
+    )
+    weights = Pretrained("test_vit.r160_in1k").weights()
+    assert asked == [("timm/test_vit.r160_in1k",)]
+    same(weights.state, state)
+    assert weights.input_size == (3, 160, 160)
+    assert Pretrained("test_vit.r160_in1k").architecture() == Architecture("test_vit.r160_in1k")
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ("nowhere.ckpt", FileNotFoundError, "no weights at nowhere.ckpt"),
+        ("no/such/folder", FileNotFoundError, "no weights at no/such/folder"),
+        ("vit_smal_patch16_224", ValueError, "no model of timm (did you mean 'vit_small_patch16_224'?)"),
+        ("test_vit.r160_in2k", ValueError, "no weights 'test_vit.r160_in2k' (did you mean 'test_vit.r160_in1k'?)"),
+        ("relvit_small", ValueError, "there are no pretrained weights of relvit_small"),
+        ("true", ValueError, "pretrained 'true' is no file, no folder and no model of timm"),
+        ("{}", ValueError, "holds no config.json: give its checkpoint, {}/checkpoints/best.ckpt"),
+        ("{}/x.npz", ValueError, "x.npz is a JAX archive"),
+        ("{}/x.pth", ValueError, "x.pth cannot be read: it is damaged, holds no weights, or more than tensors"),
+        ("{}/x.safetensors", ValueError, "x.safetensors cannot be read"),
+        ("{}/x.ckpt", ValueError, "x.ckpt is not a checkpoint of relvit fit"),
+    ],
+)
+def test_mistakes(given, error, message, tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "best.ckpt").touch()
+    for name in ("x.npz", "x.safetensors"):
+        (tmp_path / name).write_bytes(b"no weights at all")
+    torch.save({"model": re.compile("code")}, tmp_path / "x.pth")
+    torch.save({"state_dict": {}}, tmp_path / "x.ckpt")
+    with pytest.raises(error, match=re.escape(message.format(tmp_path))):
+        Pretrained(given.format(tmp_path)).weights()
+
+
+def test_the_nearest_thing_that_exists_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("runs/2026-01-02_small/checkpoints/best.ckpt", "weights.pth", "wights.txt", ".wights.pth"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).touch()
+    best = "runs/2026-01-02_small/checkpoints/best.ckpt"
+    rest = "; give a checkpoint of relvit fit, a file or folder of weights, or a model of timm such as 'vit_small_"
+    for given, hint in (
+        ("wights.pth", " (did you mean 'weights.pth'?)"),
+        (f"{tmp_path}/weights.pt", f" (did you mean '{tmp_path}/weights.pth'?)"),
+        (best.replace("best", "bset"), f" (did you mean '{best}'?)"),
+        (best.replace("checkpoints/", ""), f" (did you mean '{best}'?)"),
+        (best.replace("01-02", "01-03"), " (did you mean 'runs/2026-01-02_small'?)"),
+        ("timm/vit_tiny_patch16_224.augreg_in21k", " (did you mean 'vit_tiny_patch16_224.augreg_in21k'?)"),
+        ("timm/vit_tiny_patch16_22", " (did you mean 'vit_tiny_patch16_224'?)"),
+        ("deit_small_patch16_224.pth", " (did you mean 'deit_small_patch16_224'?)"),
+        ("no/such/folder", ""),
+        ("zzz.ckpt", ""),
+    ):
+        with pytest.raises(FileNotFoundError, match=rf"^{re.escape(f'no weights at {given}{hint}{rest}')}"):
+            Pretrained(given).weights()
+
+
+def test_a_download_that_fails_is_explained(monkeypatch):
+    def fail(*args, **kwargs):
+        raise OSError("no connection")
+
+    monkeypatch.setattr("timm.models._builder.load_state_dict_from_hf", fail)
+    with pytest.raises(ValueError, match="the weights of test_vit could not be loaded: no connection"):
+        Pretrained("test_vit").weights()
+
+
+def test_loaded_at_the_start_of_a_fresh_training_and_never_else(checkpoint, tmp_path, capsys):
+    module = ImageClassifier(None, 7, 3, (8, 12), NAMES, pretrained=str(checkpoint), lr=0.0, min_lr=0.0)
+    assert module.hparams.model == "test_relvit"
+    assert module.hparams.model_kwargs == KWARGS
+    averaged = torch.load(checkpoint, weights_only=True)[AVERAGE_KEY]
+    assert not torch.equal(module.net.head.weight, averaged["net.head.weight"])  # not yet
+    trainer = train(module, NamedNoise(), max_epochs=1, callbacks=[DescribeCheckpoint()])
+    same(module.state_dict(), averaged)
+    count = len(averaged)
+    assert f"pretrained: {count} of {count} tensors from {checkpoint}\n" in capsys.readouterr().out
+    trainer.save_checkpoint(tmp_path / "second.ckpt")
+    checkpoint.unlink()
+
+    # Trained afresh, evaluated, loaded by itself, trained on: without the file.
+    train(module, NamedNoise(), max_epochs=1)
+    trainer.validate(module, NamedNoise(), verbose=False)
+    loaded = load_classifier(tmp_path / "second.ckpt")
+    same(loaded.state_dict(), averaged)
+    train(loaded, NamedNoise(), max_epochs=1)
+    again = ImageClassifier(**torch.load(tmp_path / "second.ckpt", weights_only=True)["relvit"]["model"])
+    train(again, NamedNoise(), max_epochs=2, ckpt_path=tmp_path / "second.ckpt")
+    same(again.state_dict(), averaged)
+    assert "pretrained:" not in capsys.readouterr().out
+    restored = ImageClassifier.load_from_checkpoint(tmp_path / "second.ckpt")
+    same(restored.state_dict(), averaged)
+    train(restored, NamedNoise(), max_epochs=1)
+
+
+def test_arguments_change_the_model_that_the_weights_are_of(checkpoint):
+    module = ImageClassifier(
+        None, 5, pretrained=str(checkpoint), model_kwargs={"max_distance": 3, "pos_drop_rate": 0.1}
+    )
+    assert module.hparams.model_kwargs == {**KWARGS, "max_distance": 3, "pos_drop_rate": 0.1}
+    assert module.net.blocks[0].attn.position.max_distance == (3, 3)
+    assert build().hparams.pretrained is None
+    with pytest.raises(ValueError, match=r"model_kwargs must not hold 'pretrained'.* --model.pretrained"):
+        ImageClassifier("test_vit", 7, model_kwargs={"pretrained": True})
+
+
+def test_another_normalisation_is_told(checkpoint):
+    weights, data = Pretrained(str(checkpoint)).weights(), NamedNoise()
+    assert normalisation_note(weights, data) is None
+    data.std = (0.25, 0.25, 0.28)
+    assert normalisation_note(weights, data) is None
+    data.mean = (0.5, 0.4, 0.5)
+    expected = (
+        "Note: the images are normalised by mean [0.5,0.4,0.5], those of the pretrained weights were by "
+        "--data.mean '[0.5,0.5,0.5]'"
+    )
+    assert normalisation_note(weights, data) == expected
+    data.std = (1.0, 1.0, 1.0)
+    assert normalisation_note(weights, data).endswith("--data.mean '[0.5,0.5,0.5]' --data.std '[0.25,0.25,0.25]'")
+    assert normalisation_note(weights, None) is None
+
+
+def test_normalisation_of_weights(checkpoint, tmp_path):
+    assert Pretrained(str(checkpoint)).normalisation() == ((0.5,) * 3, (0.25,) * 3)
+    # Of timm's own table, without a download.
+    assert Pretrained("vit_small_patch16_224.augreg_in21k").normalisation() == ((0.5,) * 3, (0.5,) * 3)
+    assert Pretrained("deit_small_patch16_224").normalisation() == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    torch.save({}, tmp_path / "plain.pth")
+    assert Pretrained(str(tmp_path / "plain.pth")).normalisation() == (None, None)
+    config = {"architecture": "vit_tiny_patch16_224", "num_classes": 3, "pretrained_cfg": {"mean": [0.1, 0.2, 0.3]}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert Pretrained(str(tmp_path)).normalisation() == ((0.1, 0.2, 0.3), None)
+    config["pretrained_cfg"]["mean"] = ["red"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="has no mean and std of numbers"):
+        Pretrained(str(tmp_path)).normalisation()
+
+
+@pytest.mark.parametrize("options", [("--model.pretrained", "--model.teacher"), ("--ckpt_path",)])
+def test_a_training_fetches_each_address_once(options, run, photos, tmp_path, monkeypatch):
+    fetched, get_file = [], MemoryFileSystem.get_file
+    monkeypatch.setattr(
+        MemoryFileSystem, "get_file", lambda self, path, *args: fetched.append(path) or get_file(self, path, *args)
+    )
+    # Without --model.model the model is that of the pretrained weights.
+    tiny = TINY if "--ckpt_path" in options else [option for option in TINY if not option.startswith("--model.model")]
+    arguments = ["fit", "--data=ImageFolderData", f"--data.root={photos}", f"--runs={tmp_path}", *tiny]
+    for option in options:
+        fsspec.filesystem("memory").pipe(f"/source/{option}.ckpt", (run / "checkpoints" / "best.ckpt").read_bytes())
+        arguments.append(f"{option}=memory://source/{option}.ckpt")
+    assert main([*arguments, "--trainer.max_epochs=5"]) == 0
+    assert sorted(fetched) == sorted(f"/source/{option}.ckpt" for option in options)

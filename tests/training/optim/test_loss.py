@@ -1,0 +1,81 @@
+"""Losses against sums written out, and against timm's."""
+
+import math
+
+import pytest
+import torch
+from small_training import Noise, build, train
+from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
+
+from relvit.training import ClassificationLoss, soft_targets
+
+LOGITS = torch.randn(5, 7, generator=torch.Generator().manual_seed(0)) * 3
+LABELS = torch.tensor([0, 6, 2, 2, 4])
+SOFT = torch.rand(5, 7, generator=torch.Generator().manual_seed(1)).softmax(-1)
+WEIGHTS = [0.5, 1.0, 2.0, 1.0, 3.0, 1.0, 0.25]
+
+
+def test_soft_targets():
+    for row, label in zip(soft_targets(LABELS, 7, 0.2).tolist(), LABELS.tolist(), strict=True):
+        assert row == pytest.approx([0.8 + 0.2 / 7 if c == label else 0.2 / 7 for c in range(7)])
+
+
+@pytest.mark.parametrize(
+    ("ours", "of_labels", "of_soft"),
+    [
+        (ClassificationLoss(7), LabelSmoothingCrossEntropy(0.0), SoftTargetCrossEntropy()),
+        (ClassificationLoss(7, smoothing=0.2), LabelSmoothingCrossEntropy(0.2), SoftTargetCrossEntropy()),
+        (ClassificationLoss(7, "bce"), BinaryCrossEntropy(0.0), BinaryCrossEntropy()),
+        (ClassificationLoss(7, "bce", 0.2, 0.1), BinaryCrossEntropy(0.2, 0.1), BinaryCrossEntropy(0.2, 0.1)),
+        (ClassificationLoss(7, "bce", 0.0, 0.0), BinaryCrossEntropy(0.0, 0.0), BinaryCrossEntropy(0.0, 0.0)),
+    ],
+)
+def test_losses_are_those_of_timm(ours, of_labels, of_soft):
+    torch.testing.assert_close(ours(LOGITS, LABELS), of_labels(LOGITS, LABELS))
+    torch.testing.assert_close(ours(LOGITS, SOFT), of_soft(LOGITS, SOFT))
+    # Logits of half precision give a loss of full precision.
+    assert torch.equal(ours(LOGITS.bfloat16(), LABELS), ours(LOGITS.bfloat16().float(), LABELS))
+
+
+@pytest.mark.parametrize("kind", ["ce", "bce"])
+def test_class_weights_add_up_over_batches(kind):
+    loss = ClassificationLoss(7, kind, 0.1, class_weights=WEIGHTS)
+    total = 0.0
+    for logits, targets in zip(LOGITS.double().tolist(), soft_targets(LABELS, 7, 0.1).double().tolist(), strict=True):
+        norm = math.log(sum(math.exp(z) for z in logits))
+        for z, t, w in zip(logits, targets, WEIGHTS, strict=True):
+            p = 1 / (1 + math.exp(-z))
+            total += -w * t * (z - norm) if kind == "ce" else -w * (t * math.log(p) + (1 - t) * math.log(1 - p)) / 7
+    assert float(loss(LOGITS, LABELS)) == pytest.approx(total / 5, rel=1e-5)
+    parts = [loss(LOGITS[i : i + 1], LABELS[i : i + 1]) for i in range(5)]
+    torch.testing.assert_close(sum(parts) / 5, loss(LOGITS, LABELS))
+    assert not loss.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"threshold": 0.1}, "bce_threshold is for loss 'bce', got 0.1 with loss 'ce'"),
+        ({"kind": "bce", "smoothing": 0.14, "threshold": 0.01}, "= 0.02 <= x < 1, or every class would count"),
+        ({"class_weights": [1.0]}, "class_weights holds 1 numbers, there are 7 classes"),
+        ({"class_weights": [0.0] * 7}, "class_weights must be positive and finite"),
+    ],
+)
+def test_errors(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ClassificationLoss(7, **arguments)
+
+
+class Unbalanced(Noise):
+    """Data that ask for a balanced loss."""
+
+    class_weights = torch.tensor([1.0, 2.0, 0.5, 1.0, 1.0, 3.0, 1.0])
+
+
+def test_data_may_balance_the_loss():
+    module = build(label_smoothing=0.0)
+    train(module, Unbalanced(), max_epochs=1, limit_train_batches=1)
+    each = torch.nn.functional.cross_entropy(LOGITS, LABELS, reduction="none")
+    torch.testing.assert_close(module.loss(LOGITS, LABELS), (Unbalanced.class_weights[LABELS] * each).mean())
+    with pytest.raises(ValueError, match="the data balances the loss"):
+        train(build(class_weights=[1.0] * 7), Unbalanced(), max_epochs=1)

@@ -1,0 +1,74 @@
+"""The learning rate against the closed formula, in the function and in real trainings."""
+
+import math
+
+import pytest
+from small_training import Record, build, train
+
+from relvit.training import warmup_cosine
+
+
+def test_closed_form():
+    factors = [warmup_cosine(step, total=10, warmup=4, floor=0.1) for step in range(11)]
+    assert factors[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    for step in range(4, 11):
+        assert factors[step] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi * (step - 4) / 6)) / 2)
+    assert warmup_cosine(0, total=5, warmup=0, floor=0.0) == warmup_cosine(0, total=1, warmup=0, floor=0.0) == 1.0
+
+
+def curve(lr, min_lr, steps, warmup):
+    """Learning rate of every step, written out."""
+    rise = [lr * (step + 1) / (warmup + 1) for step in range(warmup)]
+    fall = steps - warmup
+    return rise + [min_lr + (lr - min_lr) * (1 + math.cos(math.pi * step / fall)) / 2 for step in range(fall)]
+
+
+@pytest.mark.parametrize(
+    ("warmup_epochs", "options", "steps", "warmup"),
+    [
+        # Six batches an epoch: with 4 accumulated, the last two make a step as well.
+        (1.5, {"max_epochs": 3}, 18, 9),
+        (1.5, {"max_epochs": 4, "accumulate_grad_batches": 4}, 8, 3),
+        (0.5, {"max_epochs": -1, "max_steps": 8}, 8, 3),
+        (5, {"max_steps": 1}, 1, 0),
+    ],
+)
+def test_every_optimiser_step_has_its_rate(warmup_epochs, options, steps, warmup):
+    module = build(lr=0.01, min_lr=0.001, warmup_epochs=warmup_epochs)
+    record = Record(module)
+    train(module, **options)
+    assert record.rates == pytest.approx(curve(0.01, 0.001, steps, warmup))
+
+
+def test_a_warmup_takes_at_most_half_of_a_training_also_of_one_that_is_resumed_for_longer(tmp_path, capsys):
+    """Five epochs of six steps asked for, of which two epochs have room for six, and eight for 24."""
+    module, longer = (build(lr=0.01, min_lr=0.001, warmup_epochs=5) for _ in range(2))
+    record = Record(module)
+    train(module, max_epochs=2).save_checkpoint(tmp_path / "two.ckpt")
+    assert record.rates == pytest.approx(curve(0.01, 0.001, 12, 6))
+    assert (
+        "steps 12, warm-up 6\nNote: the warm-up would take 30 steps: it takes 6, half of the training, so that the full"
+    ) in capsys.readouterr().out
+    record = Record(longer)
+    train(longer, max_epochs=8, ckpt_path=tmp_path / "two.ckpt")
+    assert record.rates == pytest.approx(curve(0.01, 0.001, 48, 24)[12:])
+    assert "it takes 24, half" in capsys.readouterr().out
+
+
+def test_rate_for_a_batch_grows_with_the_batch(capsys):
+    module = build(lr=0.01, min_lr=0.001, lr_base_batch=16, warmup_epochs=0, layer_decay=0.5)
+    record = Record(module)
+    train(module, max_epochs=2, accumulate_grad_batches=2)
+    # min_lr stays, as in DeiT; the first group is the stem, two layers below the classifier.
+    assert record.rates == pytest.approx([0.25 * rate for rate in curve(0.005, 0.001, 6, 0)])
+    assert (
+        "effective batch 8 (4 x 2 x 1: batch, accumulation, devices), learning rate 0.005 (0.01 x 8 / 16), steps 6, "
+        "warm-up 0"
+    ) in capsys.readouterr().out
+
+
+def test_schedules_that_make_no_sense_are_refused():
+    with pytest.raises(ValueError, match=r"min_lr 0.005 exceeds 0.0025, the learning rate for 4 images"):
+        train(build(lr=0.01, min_lr=0.005, lr_base_batch=16), max_epochs=1)
+    with pytest.raises(ValueError, match=r"give --trainer.max_epochs or --trainer.max_steps"):
+        train(build(), max_epochs=-1)

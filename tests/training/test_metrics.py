@@ -1,0 +1,68 @@
+"""Metrics exist when callbacks read them, and a process that reads them alone, as a progress bar does, never waits."""
+
+import pytest
+import torch
+from lightning import Callback
+from photos import TINY
+from processes import Ranks, as_torchrun
+from small_training import Noise, build, train
+
+BAR_OFF = "--trainer.enable_progress_bar=false"
+
+
+def test_a_bar_reads_on_one_process_alone(photos, tmp_path):
+    """Through training and validation, and the test of the best checkpoint at the end."""
+    arguments = ["fit", "--data=ImageFolderData", f"--data.root={photos}", *(a for a in TINY if a != BAR_OFF)]
+    # 18 images in batches of 5 on each of two processes: the last batch is smaller.
+    arguments += ["--data.batch_size=5", "--model.warmup_epochs=0", "--runs=runs", "--trainer.max_epochs=2"]
+    ranks = Ranks([*arguments, "--trainer.callbacks=metric_reader.MetricReader"], tmp_path, as_torchrun())
+    assert ranks.finish(seconds=90) == [0, 0], ranks.text()
+    # Not every bar prints what a module prints.
+    assert ranks.text().count("effective batch") == 1
+    assert "Test accuracy" in ranks.text()
+
+
+class Seen(Callback):
+    """The metrics that a callback sees at the end of epochs, where callbacks come before the module."""
+
+    def __init__(self):
+        self.found, self.right = [], []
+
+    def on_validation_epoch_end(self, trainer, pl_module):
+        self.note(trainer, pl_module.val_metrics, "val/")
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.note(trainer, pl_module.train_metrics, "train/")
+
+    def on_test_epoch_end(self, trainer, pl_module):
+        self.note(trainer, pl_module.test_metrics, "test/")
+
+    def note(self, trainer, metrics, prefix):
+        self.found.append({name: float(v) for name, v in trainer.callback_metrics.items() if name.startswith(prefix)})
+        self.right.append({name: float(value) for name, value in metrics.compute().items()})
+
+
+@pytest.mark.parametrize("options", [{}, {"max_steps": 9}, {"limit_train_batches": 2, "limit_val_batches": 1}])
+def test_callbacks_see_the_metrics_of_this_epoch(options):
+    module, data, seen = build(warmup_epochs=0), Noise(), Seen()
+    train(module, data, max_epochs=3, callbacks=[seen], **options).test(module, data, verbose=False)
+    assert seen.found == seen.right
+    assert len({values["train/loss"] for values in seen.found if "train/loss" in values}) == len(seen.found) // 2
+
+
+class Shown(Callback):
+    def __init__(self):
+        self.found = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        metrics = trainer.progress_bar_metrics
+        self.found.append((float(outputs["loss"]), len(batch[1]), metrics["loss"], metrics["acc"]))
+
+
+def test_the_bar_shows_the_mean_of_the_epoch_so_far():
+    shown, module = Shown(), build(warmup_epochs=0)
+    trainer = train(module, Noise(), max_epochs=2, callbacks=[shown])
+    for epoch in (shown.found[:6], shown.found[6:]):
+        losses, counts, means, _ = (torch.tensor(column) for column in zip(*epoch, strict=True))
+        torch.testing.assert_close(means, (losses * counts).cumsum(0) / counts.cumsum(0))
+    assert shown.found[-1][3] == pytest.approx(float(trainer.callback_metrics["train/acc1"]))
