@@ -1,4 +1,4 @@
-"""`relvit check-data`: decode every image and say what is wrong."""
+"""`relvit check-data`: decode every image; broken files, classes, sizes and duplicates."""
 
 from __future__ import annotations
 
