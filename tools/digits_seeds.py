@@ -1,4 +1,4 @@
-"""Accuracies of configs/digits.yaml over seeds and numbers of threads, which round differently:
+"""Train configs/digits.yaml with several seeds and numbers of threads, which round differently; print accuracies.
 
 python tools/digits_seeds.py                        # seeds 0, 1, 2, with as many threads as PyTorch takes
 python tools/digits_seeds.py --seeds 3 4 --threads 1 2
@@ -23,7 +23,7 @@ CONFIG = Path(__file__).parent.parent / "configs" / "digits.yaml"
 
 
 def train(seed: int, threads: int) -> dict[str, Any]:
-    """What a training's summary says."""
+    """Train once and return the run's summary."""
     torch.set_num_threads(threads)
     with tempfile.TemporaryDirectory() as runs:
         arguments = ["fit", f"--config={CONFIG}", f"--seed_everything={seed}", f"--runs={runs}"]
@@ -37,13 +37,9 @@ if __name__ == "__main__":
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--threads", type=int, nargs="+", default=[torch.get_num_threads()])
     options = parser.parse_args()
-    lines, accuracies = [], []
-    for seed, threads in itertools.product(options.seeds, options.threads):
-        found = train(seed, threads)
-        accuracies.append(found["test/acc1"])
-        lines.append(
-            f"seed {seed}, threads {threads}: validation accuracy {found['val/acc1']:.4f}, test accuracy "
-            f"{found['test/acc1']:.4f} in {found['minutes']:.2f} min"
-        )
-    print("\n".join(lines))
-    print(f"mean of {len(accuracies)} trainings: {statistics.mean(accuracies):.4f}, least {min(accuracies):.4f}")
+    found = {case: train(*case) for case in itertools.product(options.seeds, options.threads)}
+    for (seed, threads), summary in found.items():
+        accuracies = f"validation accuracy {summary['val/acc1']:.4f}, test accuracy {summary['test/acc1']:.4f}"
+        print(f"seed {seed}, threads {threads}: {accuracies} in {summary['minutes']:.2f} min")
+    tested = [summary["test/acc1"] for summary in found.values()]
+    print(f"mean of {len(tested)} trainings: {statistics.mean(tested):.4f}, least {min(tested):.4f}")

@@ -1,4 +1,4 @@
-"""Kill trainings, go on, and compare with the one that was left alone: bit by bit.
+"""Interrupt trainings, resume them, and compare with an uninterrupted one bit by bit.
 
     python tools/resume_proof.py              # all 36 kinds of interruption, a table; exit status 1 if any differs
     python tools/resume_proof.py --only mid-epoch SIGKILL
@@ -6,7 +6,7 @@
 Real processes and real signals, over {mid-epoch, epoch end, inside validation} x {EMA on, off} x {accumulation 1, 2} x
 {SIGTERM, SIGKILL, exception}. Each training shuffles, augments, mixes and drops at random, with two loader workers.
 Compared are weights, averaged weights, optimiser, schedule, the table of metrics, the TensorBoard log and the best
-checkpoint. The interrupted training must have died by that signal, and the resumed one must have done fewer steps.
+checkpoint. The interrupted training must have ended by that signal, and the resumed one must have done fewer steps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,9 @@ from PIL import Image
 
 PLACES = ("mid-epoch", "epoch end", "validation")
 ENDS = ("SIGTERM", "SIGKILL", "exception")
-# Where and how a training is to end, and where its steps are counted.
+# Place, whether there is an average, accumulated batches, end.
+CASES = list(itertools.product(PLACES, (True, False), (1, 2), ENDS))
+# Environment variables: where and how a training ends, and the file that counts its steps.
 PLACE, END, COUNT = "RESUME_PROOF_PLACE", "RESUME_PROOF_END", "RESUME_PROOF_COUNT"
 EXIT_STATUS = {"SIGTERM": 128 + signal.SIGTERM, "SIGKILL": -signal.SIGKILL, "exception": 1}
 EPOCHS, BATCHES = 3, 7
@@ -45,7 +47,7 @@ CONFIGURATION = f"""
 
 
 class Interrupt(Callback):
-    """Counts steps, and ends the process in the second epoch as the environment says."""
+    """Counts steps, and ends the process in the second epoch by the environment variables."""
 
     def __init__(self) -> None:
         self.place, self.end, self.count = (os.environ.get(name, "") for name in (PLACE, END, COUNT))
@@ -54,25 +56,24 @@ class Interrupt(Callback):
         with open(self.count, "a") as file:
             file.write(".")
         # An odd number: between two batches that are accumulated.
-        if self.place == "mid-epoch" and (trainer.current_epoch, batch_idx) == (1, 5):
-            self._strike()
+        self._end_at("mid-epoch", (trainer.current_epoch, batch_idx) == (1, 5))
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        if self.place == "epoch end" and trainer.current_epoch == 1:
-            self._strike()
+        self._end_at("epoch end", trainer.current_epoch == 1)
 
     def on_validation_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, *_: Any) -> None:
-        if self.place == "validation" and (trainer.current_epoch, batch_idx) == (1, 1):
-            self._strike()
+        self._end_at("validation", (trainer.current_epoch, batch_idx) == (1, 1))
 
-    def _strike(self) -> None:
+    def _end_at(self, place: str, here: bool) -> None:
+        if place != self.place or not here:
+            return
         if self.end == "exception":
             raise RuntimeError("as asked for")
         os.kill(os.getpid(), getattr(signal, self.end))
 
 
 def make_images(root: Path) -> Path:
-    """Class folders of random images: 28 to train, 10 to validate."""
+    """Write class folders of random images: 28 to train, 10 to validate."""
     random = np.random.default_rng(0)
     for split, count in (("train", 14), ("val", 5)):
         for name in ("ant", "bee"):
@@ -84,7 +85,7 @@ def make_images(root: Path) -> Path:
 
 
 def run(arguments: list[str], **environment: str) -> int:
-    """Exit status of `relvit` in a process of its own."""
+    """Run `relvit` in a process of its own and return the exit status."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["relvit.cli.fit.trainer", "torch.utils.tensorboard", "tensorboard.backend"])
     process = context.Process(target=_relvit, args=(arguments, environment))
@@ -110,23 +111,17 @@ def _relvit(arguments: list[str], environment: Mapping[str, str]) -> None:
 
 
 def train(images: Path, folder: Path, ema: bool, accumulate: int, place: str = "", end: str = "") -> tuple[Path, int]:
-    """The folder of a training and its exit status."""
+    """Train; return the run's folder and the exit status."""
     arguments = ["fit", *CONFIGURATION.split(), f"--data.root={images}", f"--runs={folder}"]
     arguments += ["--trainer.callbacks=resume_proof.Interrupt", f"--trainer.accumulate_grad_batches={accumulate}"]
-    if ema:
-        arguments.append("--model.ema_decay=0.9")
+    arguments += ["--model.ema_decay=0.9"] * ema
     status = run(arguments, **{PLACE: place, END: end, COUNT: str(folder) + ".steps"})
     (made,) = folder.iterdir()
     return made, status
 
 
-def resume(made: Path) -> int:
-    """Exit status of the training that goes on."""
-    return run(["fit", f"--resume={made}"], **{PLACE: "", END: "", COUNT: f"{made.parent}.steps2"})
-
-
 def differences(whole: Path, resumed: Path) -> list[str]:
-    """What differs between two runs' checkpoints and logs."""
+    """List what differs between two runs' checkpoints and logs."""
     found = []
     for name in ("last.ckpt", "best.ckpt"):
         a, b = (torch.load(made / "checkpoints" / name, weights_only=True) for made in (whole, resumed))
@@ -151,7 +146,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _table(made: Path) -> list[dict[str, str]]:
-    """The rows without what no two runs have in common: how long things took."""
+    """Read the rows, without the times, which differ in any two runs."""
     with open(made / "metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     return [{name: cell for name, cell in row.items() if not name.startswith("system/")} for row in rows]
@@ -167,25 +162,20 @@ def _scalars(made: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def try_out(folder: Path, images: Path, whole: Path, case: tuple[str, bool, int, str]) -> tuple[list[str], int, int]:
-    """What is wrong with an interruption and what follows it, and the steps of the first and of the second part."""
+    """Interrupt and resume a training; return what is wrong, and the steps before and after."""
     place, ema, accumulate, end = case
     made, status = train(images, folder, ema, accumulate, place, end)
     wrong = [] if status == EXIT_STATUS[end] else [f"ended with {status} instead of {EXIT_STATUS[end]}"]
-    if (status := resume(made)) != 0:
+    if (status := run(["fit", f"--resume={made}"], **{PLACE: "", END: "", COUNT: f"{folder}.steps2"})) != 0:
         return [*wrong, f"resuming ended with {status}, see {folder}.steps2.log"], 0, 0
     first, second = (os.path.getsize(f"{folder}.{name}") for name in ("steps", "steps2"))
     if not second < EPOCHS * BATCHES:
-        wrong.append(f"{second} steps after resuming: everything once more")
+        wrong.append(f"{second} steps after resuming: all steps once more")
     return wrong + differences(whole, made), first, second
 
 
-def cases() -> Iterator[tuple[str, bool, int, str]]:
-    """All interruptions: place, whether there is an average, accumulated batches, how it ends."""
-    yield from itertools.product(PLACES, (True, False), (1, 2), ENDS)
-
-
 def main(arguments: list[str] | None = None) -> int:
-    """Try all and print a table."""
+    """Try all cases and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[], help="places and ends to try")
     only = parser.parse_args(arguments).only
@@ -194,11 +184,9 @@ def main(arguments: list[str] | None = None) -> int:
         root = Path(temporary)
         images, wholes = make_images(root / "images"), {}
         print("| place | EMA | accumulation | end | batches before + after | of | outcome |\n|" + "---|" * 7)
-        for number, case in enumerate(cases()):
+        for number, case in enumerate(CASES):
             place, ema, accumulate, end = case
-            if any(name in PLACES for name in only) and place not in only:
-                continue
-            if any(name in ENDS for name in only) and end not in only:
+            if any(set(names) & set(only) and name not in only for names, name in ((PLACES, place), (ENDS, end))):
                 continue
             if (ema, accumulate) not in wholes:
                 wholes[ema, accumulate], status = train(images, root / f"whole{len(wholes)}", ema, accumulate)

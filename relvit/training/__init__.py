@@ -4,11 +4,9 @@ import warnings
 from typing import Any
 
 from relvit.training.callbacks.early_stopping import Patience
-from relvit.training.callbacks.epoch_lines import EpochLines
-from relvit.training.callbacks.finite import NonFiniteLossError
 from relvit.training.callbacks.history import History
 from relvit.training.callbacks.predictions import PredictionTable
-from relvit.training.callbacks.progress_bar import TrainingProgressBar
+from relvit.training.callbacks.progress_bar import EpochLines, TrainingProgressBar
 from relvit.training.callbacks.telemetry import Telemetry
 from relvit.training.callbacks.training_images import TrainingImages
 from relvit.training.checkpoints.average import average_checkpoints
@@ -18,6 +16,7 @@ from relvit.training.checkpoints.file import AtomicCheckpointIO, read_checkpoint
 from relvit.training.classifier import ImageClassifier
 from relvit.training.optim.distillation import Teacher, distillation_loss
 from relvit.training.optim.ema import WeightAverage
+from relvit.training.optim.gradients import NonFiniteLossError
 from relvit.training.optim.loss import ClassificationLoss, soft_targets
 from relvit.training.optim.lr_finder import FindLearningRate
 from relvit.training.optim.optimizer import make_optimizer

@@ -1,17 +1,14 @@
-"""The Lightning module that trains, evaluates and predicts with any timm or relvit classifier."""
+"""The image classifier as a LightningModule: its arguments, forward, training and evaluation steps, and hooks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MetricCollection
 
 from relvit.data.loading.sampler import training_position
@@ -19,93 +16,77 @@ from relvit.data.mixup import BatchMix
 from relvit.models import build_model, check_image_size
 from relvit.models.weights.transfer import TransferReport, transfer_weights
 from relvit.training.arguments import check_arguments
-from relvit.training.callbacks.finite import FiniteCheck, NonFinite
 from relvit.training.checkpoints.file import AVERAGE_KEY, TIMM_KEY, timm_weights
 from relvit.training.checkpoints.pretrained import Pretrained, architecture_to_build, normalisation_note
-from relvit.training.checkpoints.resume import (
-    POINT_KEY,
-    ResumePoint,
-    States,
-    check_layout,
-    copy_states,
-    gather_states,
-    go_on,
-    restore_states,
-    set_counters,
-    states_of_process,
-)
-from relvit.training.class_metrics import count_batch
-from relvit.training.epoch_metrics import EpochMetrics
-from relvit.training.optim.accumulation import average_gradients
-from relvit.training.optim.distillation import Teacher, distillation_loss
+from relvit.training.checkpoints.resume import POINT_KEY, ResumePoint, check_layout, go_on, set_counters
+from relvit.training.lightning_internals import attached_trainer
+from relvit.training.metrics import METRICS_KEY, EpochMetrics, count_batch, current_lr
+from relvit.training.optim.distillation import Teacher, build_teacher, distillation_loss
 from relvit.training.optim.ema import WeightAverage
 from relvit.training.optim.freeze import Backbone
+from relvit.training.optim.gradients import FiniteCheck, NonFinite, average_accumulated
 from relvit.training.optim.loss import ClassificationLoss
 from relvit.training.optim.optimizer import make_optimizer
-from relvit.training.optim.schedule import Plan, describe, make_plan, set_rates, warmup_cosine
-from relvit.training.optim.sharding import FullySharded, check_sharding, check_strategy, is_sharded, load_whole, whole
+from relvit.training.optim.schedule import Plan, describe, make_plan, update_rates
+from relvit.training.optim.sharding import (
+    FullySharded,
+    check_sharding,
+    full_network,
+    gather_full,
+    is_sharded,
+)
 from relvit.utils.progress import rank_zero_print
 from relvit.utils.seeding import run_seed, seed_all
 
-# Where a checkpoint keeps the metrics of an epoch that is under way.
-METRICS_KEY = "train_metrics"
-
 
 class ImageClassifier(EpochMetrics):
-    """Image classification with any timm model and optimiser, and a warm-up + cosine learning rate per optimiser step.
+    """Trains, evaluates and predicts with any timm model and optimiser, by a warm-up + cosine learning rate per step.
 
     Args:
-        model: The name of a relvit or timm model. None: the model of `pretrained`, with its `model_kwargs` and
-            `retrofit` where these are not given; without `pretrained` relvit_small.
+        model: The name of a relvit or timm model. None: that of `pretrained` with its `model_kwargs` and `retrofit`
+            unless these are given; without `pretrained` relvit_small.
         num_classes: The number of classes.
         in_chans: The number of channels of the images.
         img_size: The image size that the model is built for; evaluation may use others.
         class_names: The names of the classes in order.
         model_kwargs: Further arguments of the model, checked against its signature.
-        retrofit: The arguments of `relvit.retrofit`, which gives a timm model relative positions. {} takes its
-            defaults, None leaves the model as it is.
-        pretrained: The weights that a training starts from: a relvit checkpoint, a model of timm with its tag, a file
-            or folder of weights, see `Pretrained`. They are loaded when a new training starts, into the model with
-            these classes and this image size, see `transfer_weights`; a resumed training or an evaluation loads its
-            checkpoint alone.
+        retrofit: The arguments of `relvit.retrofit`, which gives a timm model relative positions; {} takes its
+            defaults. None leaves the model unchanged.
+        pretrained: The weights that a new training starts from: a relvit checkpoint, a model of timm with its tag, a
+            file or folder of weights, see `Pretrained`. They are adapted to these classes and this image size, see
+            `transfer_weights`. A resumed training or an evaluation loads its checkpoint alone.
         opt: The name of an optimiser of timm (adamw, lamb, lion, muon, sgd ...).
         opt_kwargs: Further arguments of the optimiser, such as betas, momentum, eps.
         lr: The peak learning rate.
-        lr_base_batch: The number of images per optimiser step that `lr` is meant for: the learning rate grows in
-            proportion to the batch over all devices and accumulated steps (`min_lr` does not). None uses `lr` itself.
-        layer_decay: The factor on the learning rate from each layer to the one below it, from the classifier down to
-            the stem. None gives all layers the same learning rate.
+        lr_base_batch: The number of images per optimiser step that `lr` is meant for: the learning rate (not `min_lr`)
+            grows in proportion to the batch over all devices and accumulated steps. None uses `lr` itself.
+        layer_decay: The factor on the learning rate per layer from the classifier down to the stem. None is 1.
         weight_decay: The weight decay of the optimiser; biases, norms and position tables have none.
         warmup_epochs: The length of the linear warm-up in epochs; fractions are allowed.
         min_lr: The learning rate at the end.
-        loss: The training loss: 'ce' (cross-entropy) or 'bce' (binary cross-entropy, class by class); evaluation
-            reports cross-entropy.
-        label_smoothing: The share of the target that is spread over all classes (Szegedy et al. 2016, arXiv
-            1512.00567).
+        loss: The training loss: 'ce' (cross-entropy, as in evaluation) or 'bce' (binary cross-entropy of each class).
+        label_smoothing: The part of the target that is spread over all classes (Szegedy et al. 2016).
         bce_threshold: With 'bce', targets above this count as 1 and others as 0. None leaves the targets as they are.
         class_weights: The weight of each class in the training loss, in the order of the classes.
         mixup: The parameter of mixup's Beta distribution; 0 turns mixup off.
         cutmix: The parameter of cutmix's Beta distribution; 0 turns cutmix off.
         mix_prob: The probability that a batch is mixed at all.
         mix_switch_prob: The probability of cutmix where mixup is on as well.
-        ema_decay: The decay of a moving average of the weights, which evaluation then uses and checkpoints hold as
-            well. None keeps no average.
+        ema_decay: The decay of a moving average of the weights, which evaluation then uses. None keeps no average.
         ema_warmup: Whether the decay of the average grows from 0, as 1 - step^(-2/3).
-        teacher: A trained classifier of the same classes for distillation, named as `pretrained` is (but not plain
-            weights). In models with a distillation token, the output of that token learns from the teacher; in others
-            the only output does. See `distillation_loss`.
+        teacher: A trained classifier of the same classes for distillation, named as `pretrained` is (not plain
+            weights). The output of the distillation token learns from it, in models without this token the only output.
         distill: 'hard' (the target is the teacher's class) or 'soft' (the target is the teacher's probabilities).
         distill_weight: The weight of the teacher's part of the loss; DeiT has 0.5 for 'hard', 0.1 for 'soft'.
         distill_temperature: The temperature of the probabilities, with 'soft'.
         freeze_epochs: The number of epochs in which the classifier alone is trained, all else being in evaluation mode.
-        nonfinite: What to do where a loss or gradient is not finite, on any device: 'stop' before the optimiser step,
-            or 'skip' that step and count it.
+        nonfinite: At a non-finite loss or gradient, on any device, 'stop' before the optimiser step, or 'skip' it.
         compile: Whether the model is compiled by `torch.compile`, or the name of the backend that compiles it.
         channels_last: Whether images and convolutions use the memory format that GPUs prefer.
 
     Raises:
-        ValueError: an unknown name, class names that do not match `num_classes`, numbers out of range.
-        FileNotFoundError: without `model`, no file at `pretrained`.
+        ValueError: An unknown name, class names that do not match `num_classes`, or numbers out of range.
+        FileNotFoundError: There is no file at `pretrained`, and no `model`.
     """
 
     def __init__(
@@ -150,11 +131,10 @@ class ImageClassifier(EpochMetrics):
         check_arguments(self.hparams)
         # What a new training starts from; None once the weights are loaded.
         self.pretrained = None if pretrained is None else Pretrained(pretrained)
-        # A checkpoint has to know its model without the file that this training starts from.
+        # A checkpoint has to name its model without the file that this training starts from.
         built = architecture_to_build(model, model_kwargs, retrofit, self.pretrained)
         self.save_hyperparameters(built._asdict())
-        self.net = build_model(built.model, num_classes, in_chans, img_size, built.model_kwargs, built.retrofit)
-        self.transfer: TransferReport | None = None
+        self.net = self._build_net()
         if channels_last:
             self.net.to(memory_format=torch.channels_last)
         self.loss = ClassificationLoss(num_classes, loss, label_smoothing, bce_threshold, class_weights)
@@ -166,18 +146,17 @@ class ImageClassifier(EpochMetrics):
         self.teacher: Teacher | None = None
         self.finite = FiniteCheck(nonfinite)
         self.plan: Plan | None = None
-        # While learning rates are tried out, which ends in an exploding loss.
-        self.searching = False
+        self.transfer: TransferReport | None = None
+        # The rate and loss of each batch while `FindLearningRate` runs, which ends in an exploding loss.
+        self.range_test: list[tuple[float, float]] | None = None
         self._restored_average: dict[str, Tensor] | None = None
         self._restored: ResumePoint | None = None
         self._validated_at: tuple[int, int] | None = None
         self._ended_epoch: int | None = None
-        # Of the epoch up to the last optimiser step, which is where a checkpoint goes on.
-        self._metrics_at_step: States = {}
-        self.create_metrics(num_classes, mixed=self.mixing is not None, skipped_steps=nonfinite == "skip")
+        self.create_metrics(num_classes, self.mixing is not None, count_skipped_steps=nonfinite == "skip")
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images (B, in_chans, height, width) -> logits (B, num_classes).
+        """Compute the logits (B, num_classes) of images (B, in_chans, height, width).
 
         In evaluation mode by the averaged weights where a training keeps an average, else by those of `net`.
         """
@@ -186,23 +165,26 @@ class ImageClassifier(EpochMetrics):
         net = self.net if self.training or self.average is None else self.average.net
         return net(images)
 
+    # Steps
+
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """The loss of images and labels (B,) or target distributions (B, num_classes)."""
+        """Compute the loss of images and labels (B,) or target distributions (B, num_classes)."""
         images, targets = batch
-        # All that is drawn from here on: mixing, dropout, stochastic depth.
+        # For all random numbers from here on: mixing, dropout, stochastic depth.
         seed_all(run_seed(), self.current_epoch, batch_idx, self.global_rank)
         if self.mixing is not None:
             images, targets = self.mixing(images, targets)
         outputs = self(images)
-        # With a distillation token: what the class token says, and what that one says.
+        # A model with a distillation token returns two outputs, of the class token and of that one.
         logits, distilled = outputs if isinstance(outputs, tuple) else (outputs, outputs)
         loss = self.loss(logits, targets)
         if self.teacher is not None:
             options = (self.hparams.distill, self.hparams.distill_weight, self.hparams.distill_temperature)
             loss = distillation_loss(loss, distilled, self.teacher(images), *options)
         self.finite.note(loss)
-        labels = targets if targets.ndim == 1 else targets.argmax(-1)
-        count_batch(self.train_metrics, loss, logits, labels)
+        if self.range_test is not None:
+            self.range_test.append((current_lr(self.trainer), float(loss.detach())))
+        count_batch(self.train_metrics, loss, logits, targets if targets.ndim == 1 else targets.argmax(-1))
         self.log_running()
         return loss
 
@@ -213,47 +195,60 @@ class ImageClassifier(EpochMetrics):
         self._evaluate(self.test_metrics, batch)
 
     def predict_step(self, batch: tuple[Tensor, list[str]], batch_idx: int) -> dict[str, Any]:
-        """Names of the images, (B, num_classes) probabilities. Of an empty batch, see `ShareLoader`, there are none."""
+        """Return the names of the images and (B, num_classes) probabilities; none for an empty batch."""
         images, names = batch
-        if not len(names):
-            self._keep_step(images)
-            return {"names": [], "probabilities": images.new_empty(0, self.hparams.num_classes)}
-        return {"names": list(names), "probabilities": self(images).float().softmax(-1)}
+        return {"names": list(names), "probabilities": self._logits(images).float().softmax(-1)}
+
+    def _evaluate(self, metrics: MetricCollection, batch: tuple[Tensor, Tensor]) -> None:
+        images, labels = batch
+        logits = self._logits(images)
+        if len(labels):
+            count_batch(metrics, F.cross_entropy(logits.float(), labels), logits, labels)
+
+    def _logits(self, images: Tensor) -> Tensor:
+        """Compute the logits; also of an empty batch, which a process with fewer batches than others gets."""
+        if len(images):
+            return self(images)
+        if is_sharded(self.net):
+            # Other processes wait for this one's shards.
+            self(images.new_zeros(1, *images.shape[1:]))
+        return images.new_empty(0, self.hparams.num_classes)
+
+    # Start of a run
 
     def setup(self, stage: str) -> None:
-        """Compile before the first use, so that a classifier which is only loaded takes no time for it.
-
-        And see whether the model takes the data's images, find the teacher, and take the class weights of data that
-        balance the loss.
-        """
-        check_strategy(self.trainer.strategy)
-        if isinstance(self.trainer.strategy, FullySharded):
-            check_sharding(self.trainer, self.hparams, self.net)
-        size = getattr(self.trainer.datamodule, "img_size", None)
-        # After a training in shards that has been seen.
+        """Check the data's images and the strategy, compile, load the teacher, and take class weights from the data."""
+        trainer, data = self.trainer, self.trainer.datamodule
+        check_sharding(trainer, self.hparams, self.net)
+        size = getattr(data, "img_size", None)
+        # A network that is sharded already was checked before.
         if size is not None and not is_sharded(self.net):
             check_image_size(self.net, size, self.hparams.in_chans, self.hparams.img_size)
         if self.net._compiled_call_impl is None:
             self._compile(self.net)
-        if stage == "fit" and self.hparams.teacher is not None and self.teacher is None:
-            self._hire_teacher()
-        weights = getattr(self.trainer.datamodule, "class_weights", None) if stage == "fit" else None
+        if stage != "fit":
+            return
+        if self.hparams.teacher is not None and self.teacher is None:
+            self.teacher = build_teacher(self.hparams, data)
+            if hasattr(self.net, "set_distilled_training"):
+                self.net.set_distilled_training(True)
+        weights = getattr(data, "class_weights", None)
         if weights is not None:
             if self.hparams.class_weights is not None:
                 raise ValueError("the data balances the loss (balance='loss'): leave out class_weights")
             self.loss.weights = weights.to(self.device)
 
     def configure_model(self) -> None:
-        """Under `FullySharded`, leave this process its shards."""
-        if self._trainer is None:
+        """Shard the network, and its average, under `FullySharded`."""
+        trainer = attached_trainer(self)
+        if trainer is None:
             return
-        strategy, fits = self.trainer.strategy, self.trainer.state.fn == TrainerFn.FITTING
-        in_shards = isinstance(strategy, FullySharded)
-        if is_sharded(self.net) and (fits or not in_shards):
+        strategy, shards = trainer.strategy, isinstance(trainer.strategy, FullySharded)
+        if is_sharded(self.net) and (self._is_fitting or not shards):
             raise ValueError("this classifier was divided among processes by an earlier training: load its checkpoint")
-        if is_sharded(self.net) or not in_shards:
+        if is_sharded(self.net) or not shards:
             return
-        if fits and self.hparams.ema_decay is not None:
+        if self._is_fitting and self.hparams.ema_decay is not None:
             self.average = WeightAverage(self.net, self.hparams.ema_decay, self.hparams.ema_warmup)
             strategy.shard(self.average.net)
         strategy.shard(self.net)
@@ -261,32 +256,23 @@ class ImageClassifier(EpochMetrics):
             self.backbone = Backbone(self.net)
 
     def configure_optimizers(self) -> dict[str, Any]:
-        # The first hook of a fit by which a checkpoint, if there is one, has been restored.
+        # The first hook of a fit behind the loading of a checkpoint, if there is one.
         if self.pretrained is not None:
             self._load_pretrained()
         hparams = self.hparams
         self.plan = make_plan(self.trainer, hparams.lr, hparams.lr_base_batch, hparams.warmup_epochs)
         if self._restored is not None:
             check_layout(self.trainer, self._restored)
-        lr = self.plan.lr
-        if hparams.min_lr > lr:
-            raise ValueError(
-                f"min_lr {hparams.min_lr:g} exceeds {lr:g}, the learning rate for {self.plan.batch} images"
-            )
         optimizer = make_optimizer(
-            self.net, hparams.opt, lr, hparams.weight_decay, hparams.layer_decay, hparams.opt_kwargs
+            self.net, hparams.opt, self.plan.lr, hparams.weight_decay, hparams.layer_decay, hparams.opt_kwargs
         )
-        floor = hparams.min_lr / lr if lr else 0.0
-        factor = partial(warmup_cosine, total=self.plan.steps, warmup=self.plan.warmup, floor=floor)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"},
-        }
+        scheduler = self.plan.scheduler(optimizer, hparams.min_lr)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_fit_start(self) -> None:
-        """Start the average where the weights are now: on their device, restored from a checkpoint or fresh."""
+        """Start the average with the weights on their device, or restore it from a checkpoint."""
         if is_sharded(self.net):
-            # A copy cannot be made of shards: it is there already.
+            # Shards cannot be copied: the average was made before, from the weights without those of a checkpoint.
             if self.average is not None:
                 self.average.net.load_state_dict(self.net.state_dict())
         else:
@@ -299,55 +285,46 @@ class ImageClassifier(EpochMetrics):
         self._restored_average = None
 
     def on_train_start(self) -> None:
-        """Go on exactly where a checkpoint was, and say what the devices make of batch and learning rate."""
+        """Resume exactly where a checkpoint was, and report the batch and learning rate on these devices."""
         if self._restored is not None:
             go_on(self.trainer, self._restored)
-            set_rates(self.lr_schedulers())
+            update_rates(self.lr_schedulers())
             self._restored = None
-        if self.searching:
-            return
-        lr, base_batch = self.hparams.lr, self.hparams.lr_base_batch
-        rank_zero_print(describe(self.plan, self.trainer, lr, base_batch))
+        if self.range_test is None:
+            rank_zero_print(describe(self.plan, self.trainer, self.hparams.lr, self.hparams.lr_base_batch))
+
+    # Optimiser steps
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Freeze or unfreeze by the number of the epoch alone, so that a resumed run does likewise."""
-        if self.backbone is None or self.backbone.frozen == (self.current_epoch < self.hparams.freeze_epochs):
-            return
-        if self.backbone.frozen:
-            self.backbone.unfreeze()
-        else:
-            self.backbone.freeze(without_gradients=self.trainer.world_size == 1)
+        if self.backbone is not None:
+            frozen = self.current_epoch < self.hparams.freeze_epochs
+            self.backbone.set_frozen(frozen, without_gradients=self.trainer.world_size == 1)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Only finite gradients, none of what is frozen, and the mean of the batches that were accumulated."""
+        """Leave finite gradients alone, none of what is frozen, and their mean over accumulated batches."""
         if self.backbone is not None and self.backbone.frozen:
             self.backbone.drop_gradients()
-        average_gradients(self.trainer, self.net.parameters())
-        if self.searching:
+        average_accumulated(self.trainer, self.net.parameters())
+        if self.range_test is not None:
             return
-        norm, fine = self.finite.before_step(self.trainer, self.net.parameters())
-        if fine:
+        norm, finite = self.finite.before_step(self.trainer, self.net.parameters())
+        if finite:
             self.step_metrics["grad_norm"].update(norm)
         if "skipped_steps" in self.step_metrics:
-            self.step_metrics["skipped_steps"].update(float(not fine))
+            self.step_metrics["skipped_steps"].update(float(not finite))
         self.log("grad_norm", norm, on_step=True, on_epoch=False)
 
-    def optimizer_step(
-        self,
-        epoch: int,
-        batch_idx: int,
-        optimizer: Optimizer,
-        optimizer_closure: Callable[[], Any] | None = None,
-    ) -> None:
-        """One step of the optimiser, and of the average. Not called for batches that only accumulate."""
-        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Step the optimiser and the average. Lightning does not call this for batches that only accumulate."""
+        super().optimizer_step(*args, **kwargs)
         if self.average is not None:
             self.average.update(self.net, self.global_step + 1)
-        self._metrics_at_step = copy_states(self.train_metrics) | copy_states(self.step_metrics)
+        self.keep_step_metrics()
 
     def on_validation_epoch_end(self) -> None:
         super().on_validation_epoch_end()
-        if self.trainer.state.fn == TrainerFn.FITTING and not self.trainer.sanity_checking:
+        if self._is_fitting and not self.trainer.sanity_checking:
             self._validated_at = training_position(self.trainer)
 
     def on_train_epoch_end(self) -> None:
@@ -356,34 +333,32 @@ class ImageClassifier(EpochMetrics):
         self._ended_epoch = self.current_epoch
 
     def on_train_end(self) -> None:
-        if self.backbone is not None and self.backbone.frozen:
-            self.backbone.unfreeze()
+        if self.backbone is not None:
+            self.backbone.set_frozen(False)
+
+    # Checkpoints
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Raw weights stay in 'state_dict', where resuming finds them."""
-        if self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING:
+        """Add the average and where the training is; 'state_dict' holds the raw weights."""
+        if self._is_fitting:
             point = ResumePoint.of(self.trainer, self._validated_at, self._ended_epoch)
             checkpoint[POINT_KEY] = point._asdict()
-            checkpoint[METRICS_KEY] = gather_states(self._metrics_at_step if point.batch else {})
+            checkpoint[METRICS_KEY] = self.metrics_to_save(within_epoch=point.batch > 0)
         if self.average is not None:
-            weights = whole(self.average.net.state_dict(), keep=self.global_rank == 0)
+            weights = gather_full(self.average.net.state_dict(), keep=self.global_rank == 0)
             checkpoint[AVERAGE_KEY] = {f"net.{name}": value for name, value in weights.items()}
         checkpoint[TIMM_KEY] = timm_weights(checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """A training goes on with both kinds of weights; everything else uses the averaged ones."""
+        """Restore both kinds of weights to resume a training; everything else uses the averaged ones."""
         self.pretrained = None
         averaged = checkpoint.get(AVERAGE_KEY)
-        if self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING:
-            self._restore_position(checkpoint)
-            if averaged is not None:
-                self._restored_average = {name.removeprefix("net."): value for name, value in averaged.items()}
-        else:
+        if not self._is_fitting:
             self.average = None
             checkpoint["state_dict"] = checkpoint["state_dict"] | (averaged or {})
-
-    def _restore_position(self, checkpoint: dict[str, Any]) -> None:
-        """Set the counters that Lightning is about to read, and put back what it knows nothing of."""
+            return
+        if averaged is not None:
+            self._restored_average = {name.removeprefix("net."): value for name, value in averaged.items()}
         point = ResumePoint.read(checkpoint)
         if point is None:
             return
@@ -391,60 +366,36 @@ class ImageClassifier(EpochMetrics):
         self._restored = point
         self._validated_at = (point.epoch, point.batch) if point.validated else None
         self._ended_epoch = point.epoch - 1
-        self.train_metrics.reset()
-        self.step_metrics.reset()
-        place = self.global_rank, self.trainer.world_size
-        self._metrics_at_step = states_of_process(checkpoint[METRICS_KEY], *place)
-        for metrics in (self.train_metrics, self.step_metrics):
-            restore_states(metrics, self._metrics_at_step)
+        self.restore_metrics(checkpoint[METRICS_KEY])
+
+    @property
+    def _is_fitting(self) -> bool:
+        trainer = attached_trainer(self)
+        return trainer is not None and trainer.state.fn == "fit"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ImageClassifier:
-        """Take the average and the teacher along to another device or dtype."""
+        """Move the average and the teacher, which are no submodules, to another device or dtype as well."""
         super()._apply(fn, recurse)
         for companion in (self.average, self.teacher):
             if companion is not None:
                 companion.net._apply(fn)
         return self
 
+    def _build_net(self) -> nn.Module:
+        hparams = self.hparams
+        sizes = hparams.num_classes, hparams.in_chans, hparams.img_size
+        return build_model(hparams.model, *sizes, hparams.model_kwargs, hparams.retrofit)
+
     def _compile(self, net: nn.Module) -> None:
-        """Compile in place, which leaves the names in the state dict as they are."""
+        # In place, which leaves the names in the state dict unchanged.
         if self.hparams.compile:
             net.compile(backend="inductor" if self.hparams.compile is True else self.hparams.compile)
 
-    def _hire_teacher(self) -> None:
-        hparams, data = self.hparams, self.trainer.datamodule
-        normalisation = (getattr(data, name, None) for name in ("mean", "std"))
-        self.teacher = Teacher(
-            hparams.teacher, hparams.num_classes, hparams.img_size, hparams.class_names, *normalisation
-        )
-        if hasattr(self.net, "set_distilled_training"):
-            self.net.set_distilled_training(True)
-
     def _load_pretrained(self) -> None:
-        weights, net = self.pretrained.weights(), self.net
-        if is_sharded(self.net):
-            # They are fitted into whole tensors alone.
-            built = (self.hparams[name] for name in ("model", "num_classes", "in_chans", "img_size"))
-            net = build_model(*built, self.hparams.model_kwargs, self.hparams.retrofit)
-            net.load_state_dict(whole(self.net.state_dict()))
-        self.transfer = transfer_weights(net, weights, self.hparams.class_names)
-        if net is not self.net:
-            load_whole(self.net, net.state_dict())
+        weights = self.pretrained.weights()
+        with full_network(self.net, self._build_net) as net:
+            self.transfer = transfer_weights(net, weights, self.hparams.class_names)
         self.pretrained = None
         rank_zero_print(f"pretrained: {self.transfer}")
         if note := normalisation_note(weights, self.trainer.datamodule):
             rank_zero_print(note)
-
-    def _evaluate(self, metrics: MetricCollection, batch: tuple[Tensor, Tensor]) -> None:
-        images, labels = batch
-        if len(labels):
-            logits = self(images)
-            count_batch(metrics, F.cross_entropy(logits.float(), labels), logits, labels)
-        else:
-            # This process has fewer batches than others, with which it must keep step.
-            self._keep_step(images)
-
-    def _keep_step(self, images: Tensor) -> None:
-        """Of an empty batch nothing is to be known, but other processes may wait for this one's shards."""
-        if is_sharded(self.net):
-            self(images.new_zeros(1, *images.shape[1:]))

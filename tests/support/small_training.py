@@ -30,18 +30,42 @@ class Noise(LightningDataModule):
 
 
 class Record:
-    """Learning rates, and the weights after, of every optimiser step."""
+    """Learning rates, norms of gradients, and the weights after, of every optimiser step."""
 
     def __init__(self, module):
-        self.rates, self.weights, step = [], [], module.optimizer_step
+        self.rates, self.norms, self.weights = [], [], []
+        step, log = module.optimizer_step, module.log
 
         def recording(*args, **kwargs):
-            optimizer = args[2]
-            self.rates.append(optimizer.param_groups[0]["lr"])
+            self.rates.append(args[2].param_groups[0]["lr"])
             step(*args, **kwargs)
             self.weights.append({name: p.detach().clone() for name, p in module.net.named_parameters()})
 
-        module.optimizer_step = recording
+        def logging(name, value, **kwargs):
+            if name == "grad_norm":
+                self.norms.append(float(value))
+            log(name, value, **kwargs)
+
+        module.optimizer_step, module.log = recording, logging
+
+
+def record_steps(module, note):
+    """Have `note(batch, batch_idx)` called before every training step."""
+    step = module.training_step
+
+    def recording(batch, batch_idx):
+        note(batch, batch_idx)
+        return step(batch, batch_idx)
+
+    module.training_step = recording
+
+
+def assert_close(ours, theirs, **tolerances):
+    """Compare tensors by name; exactly without tolerances."""
+    assert set(ours) == set(theirs)
+    for name, value in theirs.items():
+        options = tolerances or {"atol": 0, "rtol": 0}
+        torch.testing.assert_close(ours[name], value, msg=lambda text, name=name: f"{name}: {text}", **options)
 
 
 def build(**kwargs):
@@ -50,15 +74,8 @@ def build(**kwargs):
 
 
 def train(module, data=None, ckpt_path=None, **kwargs):
-    defaults = {
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-    }
-    trainer = Trainer(**defaults | kwargs)
+    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    trainer = Trainer(**{"accelerator": "cpu", "num_sanity_val_steps": 0, **dict.fromkeys(off, False), **kwargs})
     trainer.fit(module, data or Noise(), ckpt_path=ckpt_path, weights_only=True)
     return trainer
 

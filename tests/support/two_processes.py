@@ -1,37 +1,27 @@
-"""Run by torchrun in two processes: trainings and evaluations whose results the test compares with those of one.
+"""Trainings and evaluations in two processes (gloo, on the CPU), whose results a test compares with those of one."""
 
-torchrun --standalone --nproc-per-node 2 tests/support/two_processes.py FILE TEACHER
-"""
-
-import sys
+from pathlib import Path
 
 import torch
 from lightning import Callback
 from small_training import NoiseImages, Record, build, train
 from torch import nn
 
-from relvit.training.checkpoints.file import AVERAGE_KEY
+from relvit.training import AtomicCheckpointIO
+from relvit.training.checkpoints.checkpoint import DescribeCheckpoint
+from relvit.training.optim.sharding import OPTIMIZERS, gather_full, is_sharded
 
-DISTRIBUTED = {"devices": 2, "strategy": "ddp"}
-
-
-def evaluate(count):
-    """Validation and test of freshly built weights on so many images, and how many batches this process had."""
-    module, data = build(), NoiseImages(count)
-    trainer = train(module, data, max_epochs=1, limit_train_batches=1, **DISTRIBUTED)
-    fitted = {name: value.clone() for name, value in module.state_dict().items()}
-    results = trainer.validate(module, data, verbose=False)[0] | trainer.test(module, data, verbose=False)[0]
-    return {"weights": fitted, "results": results}
+STEP = {"opt": "sgd", "lr": 0.1, "warmup_epochs": 0, "label_smoothing": 0.0, "lr_base_batch": 16}
+SHARDED = {"lr": 0.01, "warmup_epochs": 0, "label_smoothing": 0.0, "ema_decay": 0.9, "freeze_epochs": 1}
+RESUMED = SHARDED | {"min_lr": 0.01}
+CHANGES = [("fsdp2", "fsdp2"), ("fsdp2", "ddp"), ("ddp", "fsdp2")]
 
 
-def step(**kwargs):
-    """Weights after each step of a training in order, four images a device and step."""
-    module = build(opt="sgd", lr=0.1, warmup_epochs=0, label_smoothing=0.0, lr_base_batch=16, **kwargs)
-    record = Record(module)
-    trainer = train(module, NoiseImages(16, in_order=True), max_epochs=2, use_distributed_sampler=False, **DISTRIBUTED)
-    trainer.strategy.barrier()
-    checkpoint = trainer._checkpoint_connector.dump_checkpoint()
-    return {"steps": record.weights, "rates": record.rates, "average": checkpoint.get(AVERAGE_KEY)}
+def fit(module, strategy="ddp", data=None, ckpt_path=None, **kwargs):
+    """Two epochs of 16 images in order, four in each process and step."""
+    options = {"max_epochs": 2, "devices": 2, "strategy": strategy, "use_distributed_sampler": False}
+    options |= {"plugins": [AtomicCheckpointIO()], "callbacks": [DescribeCheckpoint(), *kwargs.pop("callbacks", [])]}
+    return train(module, data or NoiseImages(16, in_order=True), ckpt_path, **options | kwargs)
 
 
 class Shown(Callback):
@@ -53,62 +43,116 @@ class Shown(Callback):
         self.modes.append(net.training)
 
 
-def distilled(teacher, **kwargs):
-    """A training in order beside a teacher: weights after each step, what both were shown, what a checkpoint holds."""
-    module = build(opt="sgd", lr=0.1, warmup_epochs=0, label_smoothing=0.0, lr_base_batch=16, teacher=teacher, **kwargs)
+def evaluate(count):
+    """Validation and test of freshly built weights on so many images."""
+    module, data = build(), NoiseImages(count)
+    trainer = fit(module, data=data, max_epochs=1, limit_train_batches=1)
+    weights = {name: value.clone() for name, value in module.state_dict().items()}
+    results = trainer.validate(module, data, verbose=False)[0] | trainer.test(module, data, verbose=False)[0]
+    return {"weights": weights, "results": results}
+
+
+def steps(folder, name, **options):
+    """Weights and rates of each step, and a checkpoint of the end."""
+    module = build(**STEP, **options)
+    record = Record(module)
+    fit(module).save_checkpoint(folder / f"{name}.ckpt")
+    return {"steps": record.weights, "rates": record.rates}
+
+
+def distilled(folder, name, **options):
+    """The same beside a teacher, and what both were shown."""
+    module = build(**STEP, teacher=str(folder / "teacher"), **options)
     record, shown = Record(module), Shown()
-    options = {"max_epochs": 2, "use_distributed_sampler": False, "callbacks": [shown]}
-    trainer = train(module, NoiseImages(16, in_order=True), **options, **DISTRIBUTED)
-    checkpoint = trainer._checkpoint_connector.dump_checkpoint()
-    return {
-        "steps": record.weights,
-        "student": shown.student,
-        "teacher": shown.teacher,
-        "modes": shown.modes,
-        "names": list(checkpoint["state_dict"]),
-        "averaged": AVERAGE_KEY in checkpoint,
-        "weights of the teacher": module.teacher.net.state_dict(),
-    }
+    fit(module, callbacks=[shown]).save_checkpoint(folder / f"{name}.ckpt")
+    found = {"steps": record.weights, "student": shown.student, "teacher": shown.teacher, "modes": shown.modes}
+    return found | {"weights of the teacher": module.teacher.net.state_dict()}
 
 
 def with_batch_norm():
     """Validation within a training of a network whose buffers DDP broadcasts, on images that do not divide."""
     module = build()
     module.net = nn.Sequential(nn.Conv2d(3, 8, 4, 4), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(48, 7))
-    trainer = train(module, NoiseImages(17), max_epochs=1, **DISTRIBUTED)
-    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    return {"weights": module.state_dict(), "metrics": metrics}
+    metrics = fit(module, data=NoiseImages(17), max_epochs=1).callback_metrics
+    return {name: float(value) for name, value in metrics.items() if name.startswith("val/")}
 
 
 def order():
     """Images of each epoch, in the order in which this process trained on them."""
     module, data, seen = build(warmup_epochs=0), NoiseImages(12), []
-    forward = module.training_step
+    step = module.training_step
 
     def record(batch, batch_idx):
         seen.append((module.current_epoch, data.indices(batch[0])))
-        return forward(batch, batch_idx)
+        return step(batch, batch_idx)
 
     module.training_step = record
-    train(module, data, max_epochs=2, **DISTRIBUTED)
+    fit(module, data=data)
     return seen
 
 
-def main(path, teacher):
+def sharded_steps(folder):
+    """By each optimiser: the weights after each step, the norms of gradients, and a checkpoint."""
+    found = {}
+    for opt in OPTIMIZERS:
+        module = build(opt=opt, **SHARDED)
+        record = Record(module)
+        trainer = fit(module, "fsdp2", gradient_clip_val=0.5)
+        assert is_sharded(module.net)
+        assert is_sharded(module.average.net)
+        trainer.save_checkpoint(folder / f"{opt}.ckpt")
+        found[opt] = {"steps": [gather_full(weights) for weights in record.weights], "norms": record.norms}
+    return found
+
+
+def sharded_resume(folder):
+    """Three epochs in one go, and from checkpoints of two by either strategy: sharded, and not."""
+    fit(build(**RESUMED), "fsdp2", max_epochs=3).save_checkpoint(folder / "whole.ckpt")
+    for strategy in ("fsdp2", "ddp"):
+        fit(build(**RESUMED), strategy).save_checkpoint(folder / f"{strategy}.ckpt")
+    for first, second in CHANGES:
+        trainer = fit(build(**RESUMED), second, ckpt_path=folder / f"{first}.ckpt", max_epochs=3)
+        trainer.save_checkpoint(folder / f"{first}_{second}.ckpt")
+
+
+def sharded_pretrained(folder):
+    """From the weights of a file, which does not exist any more when the training is resumed."""
+    options = {"lr": 0.01, "warmup_epochs": 0, "label_smoothing": 0.0}
+    module = build(pretrained=str(folder / "adamw.ckpt"), **options)
+    fit(module, "fsdp2", max_epochs=1).save_checkpoint(folder / "pretrained.ckpt")
+    torch.distributed.barrier()
+    fit(build(pretrained=str(folder / "gone.ckpt"), **options), "fsdp2", ckpt_path=folder / "pretrained.ckpt")
+
+
+def sharded_evaluation(count, folder):
+    """Validation and test, on so many images, of the weights of a checkpoint: the averaged ones."""
+    module, data = build(ema_decay=0.9), NoiseImages(count)
+    trainer = fit(module, "fsdp2", data, max_epochs=1, limit_train_batches=1, num_sanity_val_steps=1)
+    inside = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    stored = {"ckpt_path": folder / "adamw.ckpt", "weights_only": True}
+    after = trainer.validate(module, data, verbose=False, **stored)[0]
+    after |= trainer.test(module, data, verbose=False, **stored)[0]
+    fresh = trainer.validate(build(), data, verbose=False, **stored)[0]
+    predictions = trainer.predict(module, data.test_dataloader(), **stored)
+    return {"inside": inside, "after": after, "fresh": fresh, "predicted": sum(len(p["names"]) for p in predictions)}
+
+
+def main(folder):
+    folder = Path(folder)
     results = {
         "evaluate": {count: evaluate(count) for count in (23, 1)},
-        "step": step(ema_decay=0.9),
-        "frozen": step(freeze_epochs=1),
-        "hard": distilled(teacher),
-        "mixed": distilled(teacher, distill="soft", distill_weight=0.3, mixup=0.8),
+        "step": steps(folder, "step", ema_decay=0.9),
+        "frozen": steps(folder, "frozen", freeze_epochs=1),
+        "hard": distilled(folder, "hard"),
+        "mixed": distilled(folder, "mixed", distill="soft", distill_weight=0.3, mixup=0.8),
         "batch norm": with_batch_norm(),
         "order": order(),
+        "sharded steps": sharded_steps(folder),
     }
+    sharded_resume(folder)
+    sharded_pretrained(folder)
+    results["sharded evaluation"] = {count: sharded_evaluation(count, folder) for count in (23, 1)}
     gathered = [None, None]
     torch.distributed.all_gather_object(gathered, results)
     if torch.distributed.get_rank() == 0:
-        torch.save(gathered, path)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+        torch.save(gathered, folder / "results.pt")

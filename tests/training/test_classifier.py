@@ -1,17 +1,35 @@
-"""The training module against formulas worked out by hand."""
+"""The training module against formulas worked out by hand: steps, metrics, mixing, precision, compilation, errors."""
 
 import pytest
 import torch
-from small_training import Noise, Record, build, train
+from small_training import Noise, assert_close, build, train
 
-from relvit.training import NonFiniteLossError
+from relvit.data import BatchMix
+from relvit.utils.seeding import seeded
+
+OPTIONS = {"lr": 0.02, "warmup_epochs": 0}
+FEW = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 1}
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """The weights, and the metrics, of a few steps."""
+    module = build(**OPTIONS)
+    metrics = train(module, **FEW).callback_metrics
+    return {name: value.clone() for name, value in module.state_dict().items()}, metrics
+
+
+def without_log(module):
+    """A module whose steps can be called outside a training."""
+    module.log = module.log_dict = lambda *args, **kwargs: None
+    module.trainer = train(build(), **FEW)
+    return module
 
 
 def test_metrics_count_every_sample_once():
     module, data = build(), Noise()
     trainer = train(module, data, max_epochs=1)
-    module.eval()
-    logits = module(data.images).detach()
+    logits = module.eval()(data.images).detach()
     expected = {
         "val/loss": torch.nn.functional.cross_entropy(logits, data.labels),
         "val/acc1": (logits.argmax(-1) == data.labels).float().mean(),
@@ -22,27 +40,84 @@ def test_metrics_count_every_sample_once():
 
 
 def test_training_loss_is_smoothed_cross_entropy():
-    module, data = build(label_smoothing=0.2), Noise()
-    logits = module(data.images[:4])
-    module._trainer = train(build(), data, max_epochs=1, limit_train_batches=1)  # for self.log
-    module.log = module.log_dict = lambda *args, **kwargs: None
+    module, data = without_log(build(label_smoothing=0.2)), Noise()
+    log_p = module(data.images[:4]).log_softmax(-1)
     loss = module.training_step((data.images[:4], data.labels[:4]), 0)
-    log_p = logits.log_softmax(-1)
     target = torch.nn.functional.one_hot(data.labels[:4], 7) * 0.8 + 0.2 / 7
     torch.testing.assert_close(loss, -(target * log_p).sum(-1).mean())
 
 
-def test_non_finite_loss_leaves_the_weights_of_the_step_before():
-    module = build(warmup_epochs=0)
-    record = Record(module)
-    with pytest.raises(
-        NonFiniteLossError, match=r"the loss is nan at step 3, in epoch 1: stopped before the optimiser"
-    ):
-        train(module, Noise(spoilt=True), max_epochs=1)
-    # The batch with image 9 is the third; Lightning runs training_step inside the optimiser's step.
-    assert len(record.weights) == 2
-    assert torch.equal(module.net.head.weight, record.weights[-1]["head.weight"])
-    assert record.weights[-1]["head.weight"].isfinite().all()
+def test_training_on_mixed_images_is_named_so_and_mixes_anew_at_every_step():
+    module = build(mixup=0.8, cutmix=1.0, label_smoothing=0.1)
+    seen, forward = [], module.loss.forward
+
+    def record(logits, targets):
+        seen.append(targets)
+        return forward(logits, targets)
+
+    module.loss.forward = record
+    trainer = train(module, max_epochs=2, limit_train_batches=2)
+    assert {"train/acc1_mixed", "train/acc5_mixed", "val/acc1"} <= set(trainer.callback_metrics)
+    assert "train/acc1" not in trainer.callback_metrics
+    assert [tuple(targets.shape) for targets in seen] == [(4, 7)] * 4
+    # The same images in both epochs, mixed in other ways.
+    assert not torch.equal(seen[0], seen[2])
+    # The larger part counts as the class.
+    module = without_log(build(mixup=0.8))
+    module.mixing, images = None, torch.randn(2, 3, 8, 12)
+    targets = torch.nn.functional.one_hot(module(images).argmax(-1), 7) * 0.6 + 0.4 / 7
+    module.training_step((images, targets), 0)
+    assert module.train_metrics.compute()["train/acc1_mixed"] == 1.0
+
+
+def test_mixing_depends_on_the_seed_alone():
+    images, labels = torch.arange(5.0)[:, None, None, None].expand(5, 3, 8, 12).contiguous(), torch.arange(5)
+
+    def mixed(seed):
+        with seeded(seed):
+            return BatchMix(7, mixup_alpha=0.8, cutmix_alpha=1.0)(images, labels)
+
+    state = torch.get_rng_state()
+    first = mixed(5)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.rand(3)
+    for ours, theirs in zip(mixed(5), first, strict=True):
+        assert torch.equal(ours, theirs)
+    assert not torch.equal(first[0], mixed(6)[0])
+
+
+def test_channels_last_gives_the_same_numbers(plain):
+    module = build(channels_last=True, ema_decay=0.9, **OPTIONS)
+    train(module, **FEW)
+    assert module.net.patch_embed.proj.weight.is_contiguous(memory_format=torch.channels_last)
+    # The keys' bias has no gradient but rounding, which Adam blows up.
+    assert_close(module.state_dict(), plain[0], atol=1e-4, rtol=1e-4)
+
+
+def test_compiled_training_has_the_same_numbers_and_names(plain):
+    module = build(compile="eager", ema_decay=0.9, **OPTIONS)
+    assert module.net._compiled_call_impl is None  # loading alone compiles nothing
+    compiled = []
+    module.on_train_end = lambda: compiled.extend((module.net, module.average.net))
+    train(module, **FEW)
+    assert all(net._compiled_call_impl is not None for net in compiled)
+    assert_close(module.state_dict(), plain[0], atol=2e-5, rtol=1e-4)
+
+
+def test_bf16_mixed_precision_trains_full_precision_weights(plain):
+    module = build(**OPTIONS)
+    dtypes, forward = [], module.net.forward
+
+    def record(images):
+        logits = forward(images)
+        dtypes.append(logits.dtype)
+        return logits
+
+    module.net.forward = record
+    metrics = train(module, precision="bf16-mixed", **FEW).callback_metrics
+    assert set(dtypes) == {torch.bfloat16}
+    assert {parameter.dtype for parameter in module.parameters()} == {torch.float32}
+    assert float(metrics["val/loss"]) == pytest.approx(float(plain[1]["val/loss"]), rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -57,13 +132,13 @@ def test_non_finite_loss_leaves_the_weights_of_the_step_before():
         ({"compile": "inducter"}, r"unknown backend of torch.compile 'inducter' \(did you mean 'inductor'\?\)"),
         ({"loss": "bec"}, r"loss must be one of 'ce', 'bce', got 'bec' \(did you mean 'bce'\?\)"),
         ({"opt": "adamv"}, r"unknown optimiser 'adamv' \(did you mean 'adam"),
+        ({"nonfinite": "skp"}, r"nonfinite is 'skp'; allowed are 'stop', 'skip' \(did you mean 'skip'\?\)"),
+        ({"mixup": -1.0}, "mixup_alpha is -1.0; give 0"),
+        ({"mix_prob": 1.5, "mixup": 1.0}, "prob is 1.5; it is a probability"),
+        ({"mix_prob": 0.5}, "mix_prob 0.5 has no effect without mixup or cutmix"),
+        ({"mix_switch_prob": 0.1, "cutmix": 1.0}, "mix_switch_prob 0.1 has no effect without mixup and cutmix"),
     ],
 )
 def test_errors(arguments, message):
     with pytest.raises(ValueError, match=message):
         build(**arguments)
-
-
-def test_a_cosine_without_end_is_refused():
-    with pytest.raises(ValueError, match=r"give --trainer.max_epochs or --trainer.max_steps"):
-        train(build(), max_epochs=-1)

@@ -11,6 +11,7 @@ from lightning import Trainer
 from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment, SLURMEnvironment
 
 from relvit.cli.errors import UsageError
+from relvit.training.lightning_internals import cluster_environment
 
 # What Slurm calls a job that is a shell.
 SHELLS = ("bash", "interactive")
@@ -96,7 +97,7 @@ def check_processes(launch: Launch | None, trainer: Trainer) -> None:
             f"{devices * nodes} on {_machines(nodes)}: leave out --trainer.devices and --trainer.num_nodes, or give "
             f"{launch.per_node} and {launch.nodes}"
         )
-    environment = trainer._accelerator_connector.cluster_environment
+    environment = cluster_environment(trainer)
     alone = isinstance(environment, LightningEnvironment) and "MASTER_ADDR" not in os.environ
     if launch is None and nodes > 1 and alone:
         raise UsageError(

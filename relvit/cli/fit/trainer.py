@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning import Callback, Trainer
 from lightning.fabric.plugins.environments import ClusterEnvironment
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from relvit.cli.aliases import option, without
@@ -46,6 +46,7 @@ from relvit.training import (
     remove_if_empty,
 )
 from relvit.training.checkpoints.checkpoint import Architecture, data_arguments
+from relvit.training.lightning_internals import OpenLightningCLI
 from relvit.training.optim.sharding import check_strategy
 from relvit.utils.progress import rank_zero_print
 from relvit.utils.remote import local_file
@@ -60,7 +61,7 @@ def main(command: str, arguments: Sequence[str]) -> None:
     leave_processes()
 
 
-class RelvitCLI(LightningCLI):
+class RelvitCLI(OpenLightningCLI):
     """One command. In `fit`, classes, channels and image size flow from the data to the model; the other commands take
     model, classes and transforms from the checkpoint, and explicit flags override them or are refused.
 
@@ -124,7 +125,7 @@ class RelvitCLI(LightningCLI):
 
     def subcommands(self) -> dict[str, set[str]]:
         """Return only the command that runs, as each parser costs a second, without options that relvit sets itself."""
-        return {self.command: LightningCLI.subcommands()[self.command] | {"weights_only", "return_predictions"}}
+        return {self.command: OpenLightningCLI.subcommands()[self.command] | {"weights_only", "return_predictions"}}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add options beside those of trainer, model and data, and link what flows from the data to the model."""
@@ -159,21 +160,18 @@ class RelvitCLI(LightningCLI):
             # The configuration that is kept says what is trained, not from where a part of it went on.
             self.config[self.command]["ckpt_path"] = None
 
-    def _parse_ckpt_path(self) -> None:
-        """Do nothing: Lightning's own lets the checkpoint's hyper-parameters silently win over explicit flags."""
-
     def instantiate_classes(self) -> None:
         """Build data, model and trainer; refuse flags that contradict the checkpoint."""
         if self.checkpoint is not None and self.command != "fit":
-            self.checkpoint.check_network(self._get(self.config, "model").as_dict())
+            self.checkpoint.check_network(self.config_value(self.config, "model").as_dict())
         if self.command == "predict" and option(self.arguments, "--data.on_error") is None:
             # Whatever the training did about them: one broken file shall not cost the others their predictions.
-            data = self._get(self.config, "data").init_args
+            data = self.config_value(self.config, "data").init_args
             if "on_error" in data:
                 data.on_error = "skip"
         super().instantiate_classes()
         if self.command == "test":
-            self.datamodule.evaluate_on(self._get(self.config, "split"))
+            self.datamodule.evaluate_on(self.config_value(self.config, "split"))
 
     def _check_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Refuse data and options that contradict the checkpoint; before anything is written."""
@@ -181,7 +179,7 @@ class RelvitCLI(LightningCLI):
         checkpoint.check_data(self.datamodule)
         if self.command != "fit":
             return
-        if self._get(self.config, "lr_find"):
+        if self.config_value(self.config, "lr_find"):
             raise UsageError("--lr_find starts a training; one that goes on keeps its learning rate: drop that option")
         data = checkpoint.data
         trained = {"model": checkpoint.model, "data": data} | checkpoint.fit
@@ -190,14 +188,14 @@ class RelvitCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Build the trainer with this run's folder, loggers and callbacks."""
-        arguments = self._get(self.config, "data").get("init_args", {})
+        arguments = self.config_value(self.config, "data").get("init_args", {})
         self.normalisation = set_normalisation(self.datamodule, arguments, self.checkpoint, self.model.pretrained)
         if self.checkpoint is not None:
             self._check_checkpoint(self.checkpoint)
         # So that config.yaml names the model, also where it came from the pretrained weights.
         for name in Architecture._fields:
-            self._get(self.config, "model")[name] = self.model.hparams[name]
-        config = {**self._get(self.config_init, "trainer"), **kwargs}
+            self.config_value(self.config, "model")[name] = self.model.hparams[name]
+        config = {**self.config_value(self.config_init, "trainer"), **kwargs}
         check_strategy(config["strategy"])
         self.launch = launched()
         if config["devices"] == "auto" and self.launch is not None:
@@ -217,9 +215,11 @@ class RelvitCLI(LightningCLI):
             config["default_root_dir"] = self.run_folder
         config["plugins"] = plugins or None
         config["logger"] = config["logger"] or False
-        callbacks += progress_callbacks(config, history, self.command == "fit" and self._get(self.config, "quiet"))
+        callbacks += progress_callbacks(
+            config, history, self.command == "fit" and self.config_value(self.config, "quiet")
+        )
         self.announcement = Announcement()
-        return self._instantiate_trainer(config, [self.announcement, *callbacks, DataRecord(self.run_folder)])
+        return self.make_trainer(config, [self.announcement, *callbacks, DataRecord(self.run_folder)])
 
     def _fit_callbacks(self, tensorboard: bool) -> tuple[list[Callback], History]:
         """Make or lock the run's folder; return what trains in it."""
@@ -249,13 +249,13 @@ class RelvitCLI(LightningCLI):
             else:
                 table = self.run_folder / "predictions.csv"
                 callbacks.append(PredictionTable(table, self.model.hparams.class_names))
-            if self._get(self.config, "mirror"):
+            if self.config_value(self.config, "mirror"):
                 callbacks.append(MirrorAverage())
         return callbacks
 
     def _new_run_folder(self, name: str) -> Path:
         """Make a new folder, in the main process alone; it sends the paths of checkpoints to the others."""
-        runs = self._get(self.config, "runs")
+        runs = self.config_value(self.config, "runs")
         if rank_zero_only.rank != 0:
             return Path(runs)
         self.made_folder = make_run_folder(runs, name)
@@ -294,7 +294,7 @@ class RelvitCLI(LightningCLI):
             rank_zero_print("Nothing was trained.")
             return
         since = self.checkpoint.finished_epochs() if self.checkpoint else 0
-        seconds, seed = time.monotonic() - self.start, self._get(self.config, "seed_everything")
+        seconds, seed = time.monotonic() - self.start, self.config_value(self.config, "seed_everything")
         report_fit(self.trainer, self.best, self.run_folder, seed, seconds, since, same_run=self.resumes is not None)
 
     def after_test(self) -> None:
@@ -305,10 +305,10 @@ class RelvitCLI(LightningCLI):
         if rank_zero_only.rank == 0:
             report_predict(self.trainer, self.run_folder)
 
-    def _run_subcommand(self, subcommand: str) -> None:
+    def run_subcommand(self, subcommand: str) -> None:
         try:
             check_processes(self.launch, self.trainer)
-            super()._run_subcommand(subcommand)
+            super().run_subcommand(subcommand)
         except SystemExit as stop:
             # A signal, or Lightning has caught Ctrl-C and is on its way out.
             folder = self.run_folder
@@ -326,8 +326,8 @@ class RelvitCLI(LightningCLI):
             if self.made_folder:
                 remove_if_empty(self.made_folder)
 
-    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
-        kwargs = super()._prepare_subcommand_kwargs(subcommand)
+    def subcommand_arguments(self, subcommand: str) -> dict[str, Any]:
+        kwargs = super().subcommand_arguments(subcommand)
         # Nothing but tensors and plain types is ever read from a checkpoint.
         kwargs["weights_only"] = True
         if self.checkpoint_path:

@@ -1,6 +1,6 @@
 """Relative attention on the CPU: one tile of queries after the other, with the backward written out.
 
-Each tile forms its logits against all keys, and backward forms them again: N x N is never stored. A relative logit is a
+Each tile forms its logits against all keys, and backward recomputes them: N x N is never stored. A relative logit is a
 row logit plus a column logit of the query, so the logits of a tile start as the sum of two small tensors, broadcast
 over the key grid, to which the product with the keys is added in place; the row and column marginals of the attention,
 which meet the value tables, are sums of the weights over columns and rows. So relative terms cost passes over a tile
@@ -151,7 +151,7 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
             valid=valid,
             is_causal=inputs.is_causal,
             dropout_p=inputs.dropout_p,
-            # From the generator that users seed; each tile's own follows from it, in backward again.
+            # From the generator that users seed; each tile's own follows from it, in backward too.
             seed=int(torch.randint(2**48, ())) if inputs.dropout_p else 0,
             scale=inputs.scale,
             size=_tile_size(query, key),

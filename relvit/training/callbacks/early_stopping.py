@@ -1,4 +1,4 @@
-"""Early stopping on the validation accuracy."""
+"""Early stopping on the validation accuracy (`--patience`)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from lightning.pytorch.callbacks import EarlyStopping
 
 
 class Patience(EarlyStopping):
-    """Stop a training after this number of validations in a row without a better accuracy.
+    """Stops a training after this number of validations in a row without a better accuracy.
 
-    Lightning's own goes on from a checkpoint with the patience that is stored there, whatever it is given.
-
-    Args:
-        validations: the patience.
+    A resumed training takes the patience that it is given: Lightning's callback would take that of the checkpoint.
     """
 
     def __init__(self, validations: int) -> None:

@@ -1,4 +1,4 @@
-"""The course of a run: one table, from which its files are made, and which its checkpoints carry along."""
+"""Training history: `metrics.csv`, the TensorBoard log and `curves.png` of a run, also across resumed sessions."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from torch.utils.tensorboard import SummaryWriter
 
 from relvit.plots import plot_curves
 from relvit.training.callbacks.telemetry import Telemetry
-from relvit.training.epoch_metrics import current_lr
+from relvit.training.metrics import current_lr
 from relvit.utils.files import atomic_write
 
-PLACE = ("epoch", "step")
+ROW_KEYS = ("epoch", "step")
 
 
 class History(Callback):
     """Writes `metrics.csv` and a TensorBoard log: a row for each epoch, and for each validation within one.
 
-    A row has `epoch` (0 is the first, while what people read counts from 1) and `step` (optimiser steps so far),
+    A row has `epoch` (counted from 0, while progress bars count from 1) and `step` (optimiser steps so far),
     `train/...`, the learning rate `lr` at its end, `val/...`, and `system/...` (see `Telemetry`). The rows are part of
-    every checkpoint: a training that goes on from one first brings the files to where that checkpoint was, so that they
-    have neither gap nor duplicate. `curves.png` is drawn when training ends, however it ends.
+    every checkpoint: a resumed training first brings the files to where that checkpoint was, so that they have neither
+    gap nor duplicate. `curves.png` is drawn when training ends, also by an error.
 
     Args:
-        folder: where to write.
-        telemetry: measures the epochs.
-        tensorboard: whether to write the TensorBoard log, into the folder `tensorboard`.
+        folder: The folder to write to.
+        telemetry: The callback that measures the epochs.
+        tensorboard: Whether to write the TensorBoard log, into the folder `tensorboard`.
     """
 
     def __init__(self, folder: Path, telemetry: Telemetry, tensorboard: bool = True) -> None:
@@ -39,45 +39,41 @@ class History(Callback):
         self.rows: list[dict[str, float]] = []
         self.tensorboard = tensorboard
         self._writer: SummaryWriter | None = None
-        # What its curve is called; none before there is anything to draw that has not been drawn.
-        self._train_loss: str | None = None
+        # The legend of the training curve; None on other processes than the main one, which write nothing.
+        self._legend: str | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The rows so far."""
         if self._writer is not None:
             self._writer.flush()
         return {"rows": [dict(row) for row in self.rows]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on after those rows."""
         self.rows = [dict(row) for row in state_dict["rows"]]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Bring the files to where the training is."""
         if not trainer.is_global_zero:
             return
-        self._train_loss = _name_of_loss(pl_module)
+        self._legend = _training_legend(pl_module)
         if self.tensorboard:
             log = self.folder / "tensorboard"
             if log.exists():
                 shutil.rmtree(log)
             self._writer = SummaryWriter(log)
             for row in self.rows:
-                self._show(row)
+                self._write_scalars(row)
         if self.rows:
-            self._write()
+            self._write_table()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            found = {name: float(v) for name, v in trainer.callback_metrics.items() if name.startswith("val/")}
-            self._add(trainer, found)
+            metrics = trainer.callback_metrics
+            self._add(trainer, {name: float(v) for name, v in metrics.items() if name.startswith("val/")})
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Every process computes, the main one writes."""
+        # Every process has to compute.
         computed = pl_module.train_metrics.compute() | pl_module.step_metrics.compute()
-        found = {name: float(value) for name, value in computed.items()}
-        found["lr"] = current_lr(trainer)
-        self._add(trainer, found | self.telemetry.measured(trainer))
+        row = {name: float(value) for name, value in computed.items()} | {"lr": current_lr(trainer)}
+        self._add(trainer, row | self.telemetry.measured(trainer))
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._close()
@@ -87,41 +83,40 @@ class History(Callback):
         with suppress(OSError):
             self._close()
 
-    def _add(self, trainer: Trainer, found: dict[str, float]) -> None:
-        """A row, or the rest of the one that is there for this epoch and step."""
-        place = {"epoch": trainer.current_epoch, "step": trainer.global_step}
-        if self.rows and all(self.rows[-1][name] == place[name] for name in PLACE):
-            self.rows[-1].update(found)
+    def _add(self, trainer: Trainer, values: dict[str, float]) -> None:
+        """Add a row, or values to the row of this epoch and step."""
+        row = {"epoch": trainer.current_epoch, "step": trainer.global_step} | values
+        if self.rows and all(self.rows[-1][key] == row[key] for key in ROW_KEYS):
+            self.rows[-1].update(row)
         else:
-            self.rows.append(place | found)
+            self.rows.append(row)
         if trainer.is_global_zero:
-            self._write()
-            self._show(place | found)
+            self._write_table()
+            self._write_scalars(row)
 
-    def _write(self) -> None:
-        columns = [*PLACE, *sorted({name for row in self.rows for name in row} - set(PLACE))]
+    def _write_table(self) -> None:
+        columns = [*ROW_KEYS, *sorted({name for row in self.rows for name in row} - set(ROW_KEYS))]
         with atomic_write(self.folder / "metrics.csv") as path, open(path, "w", newline="") as file:
             writer = csv.DictWriter(file, columns)
             writer.writeheader()
             writer.writerows(self.rows)
 
-    def _show(self, row: dict[str, float]) -> None:
-        if self._writer is None:
-            return
-        for name, value in row.items():
-            if name not in PLACE:
-                self._writer.add_scalar(name, value, int(row["step"]))
+    def _write_scalars(self, row: dict[str, float]) -> None:
+        if self._writer is not None:
+            for name in row:
+                if name not in ROW_KEYS:
+                    self._writer.add_scalar(name, row[name], int(row["step"]))
 
     def _close(self) -> None:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-        if self._train_loss and self.rows and (self.folder / "metrics.csv").is_file():
-            plot_curves(self.folder / "metrics.csv", self.folder / "curves.png", self._train_loss)
+        if self._legend and self.rows and (self.folder / "metrics.csv").is_file():
+            plot_curves(self.folder / "metrics.csv", self.folder / "curves.png", self._legend)
 
 
-def _name_of_loss(classifier: LightningModule) -> str:
-    """What the curve of the training loss is called, which validation computes as plain cross-entropy."""
+def _training_legend(classifier: LightningModule) -> str:
+    """Name what sets the training loss apart from the validation's, which is plain cross-entropy."""
     options = classifier.hparams
     parts = [
         ("binary", options.loss == "bce"),
@@ -130,5 +125,5 @@ def _name_of_loss(classifier: LightningModule) -> str:
         ("weighted classes", classifier.loss.weights is not None),
         ("with a teacher", options.teacher),
     ]
-    told = ",\n".join(text for text, applies in parts if applies)
-    return f"train ({told})" if told else "train"
+    applying = ",\n".join(text for text, applies in parts if applies)
+    return f"train ({applying})" if applying else "train"

@@ -1,4 +1,4 @@
-"""What is written while a run goes on."""
+"""Predictions of a run (`relvit predict`): `predictions.csv`, a row per image."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from relvit.data.images.datasets import NamedFiles
 from relvit.utils.files import atomic_write
 from relvit.utils.messages import printable
 
-# Classes named for each image.
+# The number of classes in a row.
 TOP = 5
 
 
@@ -25,15 +25,15 @@ class PredictionTable(BasePredictionWriter):
     """Writes `predictions.csv`, a row per image in the order of the data: path, class and probability of the most
     probable class, then those of the following ones (class2, probability2 ...) up to the fifth, as far as there are.
 
-    On any number of devices: each process writes the rows of its share into a file of its own beside the table, and the
-    main one merges them at the end. So all machines have to see the folder. The table is there whole or not at all.
+    On several devices each process writes its rows into a file of its own beside the table, and the main process merges
+    these files at the end, so all machines have to see the folder. The table appears complete or not at all.
 
     Args:
-        path: the file to write; that of the main process counts.
-        class_names: names of the classes in order.
+        path: The file to write; that of the main process counts.
+        class_names: The names of the classes in order.
 
     Attributes:
-        count: number of rows, after the end and on the main process.
+        count: The number of rows, at the end and on the main process.
     """
 
     def __init__(self, path: Path, class_names: Sequence[str]) -> None:
@@ -55,37 +55,32 @@ class PredictionTable(BasePredictionWriter):
             ) from error
 
     def write_on_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        prediction: dict[str, Any],
-        batch_indices: Sequence[int] | None,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int,
+        self, trainer: Trainer, pl_module: LightningModule, prediction: dict[str, Any], *_: Any
     ) -> None:
         best, indices = prediction["probabilities"].topk(self.shown)
-        rows = []
+        writer = csv.writer(self._part)
         for name, values, numbers in zip(prediction["names"], best.tolist(), indices.tolist(), strict=True):
-            pairs = zip(numbers, values, strict=True)
-            cells = [cell for n, value in pairs for cell in (self.class_names[n], f"{value:.6f}")]
-            rows.append([printable(name), *cells])
-        csv.writer(self._part).writerows(rows)
+            row = [printable(name)]
+            for number, value in zip(numbers, values, strict=True):
+                row += [self.class_names[number], f"{value:.6f}"]
+            writer.writerow(row)
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Merge, once all processes have written their rows."""
+        """Merge the rows of all processes."""
         self._part.close()
-        unreadable = [self._unreadable(trainer)]
+        data = trainer.datamodule
+        own = dict(data.unreadable.get("predict", {})) if isinstance(data, ImageData) else {}
+        unreadable = [own]
         if trainer.world_size > 1:
-            own, unreadable = unreadable[0], [{} for _ in range(trainer.world_size)]
+            unreadable = [{} for _ in range(trainer.world_size)]
+            # All processes have closed their files when this returns.
             torch.distributed.all_gather_object(unreadable, own)
         if trainer.is_global_zero:
-            self._merge(trainer.datamodule.dataset("predict"), unreadable)
+            self._merge(data.dataset("predict"), unreadable)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Half a table is none."""
         if self._part is not None:
-            # What is still in memory may find no room on the disk.
+            # Rows that are still in memory may find no room on the disk.
             with suppress(OSError):
                 self._part.close()
             self._part_of(trainer.global_rank).unlink(missing_ok=True)
@@ -93,13 +88,10 @@ class PredictionTable(BasePredictionWriter):
     def _part_of(self, rank: int) -> Path:
         return self.path.with_name(f".{self.path.name}.{rank}.part")
 
-    def _unreadable(self, trainer: Trainer) -> dict[str, str]:
-        data = trainer.datamodule
-        return dict(data.unreadable.get("predict", {})) if isinstance(data, ImageData) else {}
-
     def _merge(self, dataset: Any, unreadable: Sequence[Mapping[str, str]]) -> None:
-        places = ["", *map(str, range(2, self.shown + 1))]
-        header = ["path", *(f"{column}{place}" for place in places for column in ("class", "probability"))]
+        header = ["path"]
+        for rank in range(1, self.shown + 1):
+            header += [f"{column}{'' if rank == 1 else rank}" for column in ("class", "probability")]
         parts = [self._part_of(rank) for rank in range(len(unreadable))]
         with atomic_write(self.path) as path, ExitStack() as stack:
             table = csv.writer(stack.enter_context(open(path, "w", newline="", encoding="utf-8")))
@@ -115,14 +107,14 @@ class PredictionTable(BasePredictionWriter):
 def _in_order(
     dataset: Any, rows: Sequence[Iterator[list[str]]], unreadable: Sequence[Mapping[str, str]]
 ) -> Iterator[list[str]]:
-    """The rows of all processes, each of which has those of its share that could be read, in the order of the data."""
+    """Yield the rows of all processes, which have none of unreadable images, in the order of the data."""
     paths = [str(path) for path in dataset.paths] if isinstance(dataset, NamedFiles) else None
     for index in range(len(dataset)):
-        # As ImageData deals them out.
+        # The dataloaders of `ImageData` deal images to processes in turn.
         rank = index % len(rows)
         if paths is not None and paths[index] in unreadable[rank]:
             continue
-        # There are fewer where the Trainer was told to predict only some batches.
+        # None is left where --trainer.limit_predict_batches ended the prediction.
         row = next(rows[rank], None)
         if row is not None:
             assert paths is None or row[0] == printable(paths[index]), f"{row[0]} in the place of {paths[index]}"

@@ -1,22 +1,26 @@
-"""The progress bar of a training."""
+"""Progress bar of a training, and a line per epoch where there is no bar."""
 
 from __future__ import annotations
 
+import math
 import shutil
+import time
+from datetime import timedelta
 from typing import Any
 
-from lightning import LightningModule, Trainer
-from lightning.pytorch.callbacks import RichProgressBar
+from lightning import Callback, LightningModule, Trainer
 
-from relvit.training.callbacks.pace import Pace, clock, epoch_title
+from relvit.training.callbacks.history import History
+from relvit.training.lightning_internals import EpochTitleProgressBar
+from relvit.utils.progress import rank_zero_print
 
-# What there is room for in one line: in a terminal of this width, and in a narrower one.
+# A terminal of this many columns has room for all of `SHOWN` in one line.
 WIDE = 140
 SHOWN, SHOWN_IF_NARROW = ("loss", "acc", "val/loss", "val/acc1"), ("loss", "acc")
 
 
-class TrainingProgressBar(RichProgressBar):
-    """Lightning's bar with epochs counted from 1 and with the time that is left of the whole training.
+class TrainingProgressBar(EpochTitleProgressBar):
+    """Lightning's bar with epochs counted from 1 and with the time that remains of the whole training.
 
     `loss` and `acc` are means of the epoch so far, over the images of the main process; `val/...` are the last
     validation's, shown in a wide terminal.
@@ -24,33 +28,96 @@ class TrainingProgressBar(RichProgressBar):
 
     def __init__(self) -> None:
         super().__init__()
-        self._pace: Pace | None = None
+        self._clock: TrainingClock | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._pace = Pace(trainer)
+        self._clock = TrainingClock(trainer)
         super().on_train_start(trainer, pl_module)
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, int | str | float]:
-        """First the time that is left, then the metrics."""
         if trainer.sanity_checking:
             return {}
         metrics = super().get_metrics(trainer, pl_module)
+        remaining = self._clock.remaining(trainer) if self._clock else None
+        shown = {} if remaining is None else {"remaining": remaining}
         names = SHOWN if _is_wide() else SHOWN_IF_NARROW
-        shown = {name: metrics[name] for name in names if name in metrics}
-        remaining = self._pace.remaining(trainer) if self._pace else None
-        return ({} if remaining is None else {"remaining": clock(remaining)}) | shown
+        return shown | {name: metrics[name] for name in names if name in metrics}
 
     def configure_columns(self, trainer: Trainer) -> list[Any]:
-        """In a narrow terminal neither the time of the epoch nor the speed: description, bar and count."""
         columns = super().configure_columns(trainer)
         if _is_wide():
             return columns
         columns[1].bar_width = 10
+        # Description, bar and count, without the time of the epoch and the speed.
         return columns[:3]
 
-    def _get_train_description(self, current_epoch: int) -> str:
-        # Padded, so that it does not jump when the validation's takes its place.
-        return f"Epoch {epoch_title(self.trainer, current_epoch)}".ljust(len(self.validation_description))
+    def epoch_title(self, epoch: int) -> str:
+        # Padded to the validation's title, so that the bar does not jump.
+        return f"Epoch {numbered_epoch(self.trainer, epoch)}".ljust(len(self.validation_description))
+
+
+class EpochLines(Callback):
+    """Prints a line at the end of each epoch, for files and wherever there is no progress bar.
+
+    Args:
+        history: The same training's history, a callback that comes earlier; the numbers are those of its last row.
+    """
+
+    def __init__(self, history: History) -> None:
+        self.history = history
+        self._clock: TrainingClock | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._clock = TrainingClock(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        row, parts = self.history.rows[-1], []
+        for name, text in (
+            ("train/loss", "train loss {:.4f}"),
+            ("val/loss", "val loss {:.4f}"),
+            ("val/acc1", "val accuracy {:.4f}"),
+            ("lr", "lr {:.3g}"),
+            ("system/images_per_second", "{:.0f} images/s"),
+        ):
+            # An epoch without validation has none of its metrics.
+            if name in row:
+                parts.append(text.format(row[name]))
+        parts.append(f"elapsed {self._clock.elapsed}")
+        if (remaining := self._clock.remaining(trainer)) is not None:
+            parts.append(f"remaining {remaining}")
+        rank_zero_print(f"epoch {numbered_epoch(trainer, trainer.current_epoch)}: {', '.join(parts)}")
+
+
+class TrainingClock:
+    """Time since a training started or was resumed, and the time that remains by the speed since then."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._start = time.monotonic()
+        self._step = trainer.global_step
+
+    @property
+    def elapsed(self) -> str:
+        """Hours:minutes:seconds since the start."""
+        return _duration(time.monotonic() - self._start)
+
+    def remaining(self, trainer: Trainer) -> str | None:
+        """Estimate hours:minutes:seconds to the end; None before the first step, or for a training without end."""
+        done, steps = trainer.global_step - self._step, trainer.estimated_stepping_batches
+        if not done or not math.isfinite(steps):
+            return None
+        return _duration((time.monotonic() - self._start) / done * max(0, steps - trainer.global_step))
+
+
+def numbered_epoch(trainer: Trainer, epoch: int) -> str:
+    """Format an epoch, which counts from 0, as '1/10': counted from 1, of how many, also with --trainer.max_steps."""
+    steps, batches = trainer.estimated_stepping_batches, trainer.num_training_batches
+    if math.isfinite(steps) and math.isfinite(batches):
+        return f"{epoch + 1}/{math.ceil(steps / math.ceil(batches / trainer.accumulate_grad_batches))}"
+    return f"{epoch + 1}/{trainer.max_epochs}" if trainer.max_epochs and trainer.max_epochs > 0 else f"{epoch + 1}"
+
+
+def _duration(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))
 
 
 def _is_wide() -> bool:

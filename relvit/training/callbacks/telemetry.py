@@ -1,4 +1,4 @@
-"""How fast a training is, what it waits for and how much memory it takes."""
+"""Telemetry: images per second, share of time that waits for data, and peak memory of each training epoch."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 
-# A `Checkpoint`, since Lightning calls those last: what others do at the end of a step is no waiting for data.
+# A `Checkpoint`, since Lightning calls those last: the time that other callbacks take is no waiting for data.
 class Telemetry(Checkpoint):
-    """Measures each epoch; validation does not count.
+    """Measures each epoch, without its validation.
 
     - `system/images_per_second`: over all devices.
     - `system/data_wait`: share of the time in which the main process waited for the next batch. (The optimiser step
       waits for the device, so that a GPU that idles for want of images shows here.)
-    - `system/memory_gb`: the most that was allocated on this process's GPU, or that the process took; 1e9 bytes.
+    - `system/memory_gb`: the peak memory allocated on this process's GPU, or of the process on a CPU; 1e9 bytes.
     """
 
     def __init__(self) -> None:
         self._images = 0
         self._waited = self._worked = 0.0
-        self._since = 0.0
+        self._lap_started = 0.0
 
     def measured(self, trainer: Trainer) -> dict[str, float]:
-        """The three figures of the epoch so far; none before its first batch is done."""
+        """Return the three figures of the epoch so far; none before its first batch is done."""
         total = self._waited + self._worked
         if not total:
             return {}
@@ -45,11 +45,14 @@ class Telemetry(Checkpoint):
         }
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Where a training goes on within an epoch, that epoch does not start again.
-        self._begin(trainer)
+        # A training that is resumed within an epoch does not start that epoch again.
+        self.on_train_epoch_start(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._begin(trainer)
+        self._images, self._waited, self._worked = 0, 0.0, 0.0
+        if trainer.strategy.root_device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(trainer.strategy.root_device)
+        self._lap()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._waited += self._lap()
@@ -63,13 +66,7 @@ class Telemetry(Checkpoint):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._lap()
 
-    def _begin(self, trainer: Trainer) -> None:
-        self._images, self._waited, self._worked = 0, 0.0, 0.0
-        if trainer.strategy.root_device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(trainer.strategy.root_device)
-        self._lap()
-
     def _lap(self) -> float:
-        """Seconds since the last call."""
-        since, self._since = self._since, time.perf_counter()
-        return self._since - since
+        """Return the seconds since the last call."""
+        before, self._lap_started = self._lap_started, time.perf_counter()
+        return self._lap_started - before

@@ -1,8 +1,9 @@
-"""A look at what a model is trained on: `training_images.png` in a run's folder."""
+"""Sheet of the first training images, augmented, as the model sees them: `training_images.png` in a run's folder."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +20,11 @@ SHOWN = 20
 class TrainingImages(Callback):
     """Draws the first training images, augmented and with the names of their classes, when a training starts.
 
-    They are those of the first batches, before mixup and CutMix, which mix whole batches. The random numbers of the
-    training are what they would be without, and a failure to draw ends nothing. A picture that is there already stays.
+    They are those of the first batches, before mixup and CutMix. The random numbers of the training are what they would
+    be without, and a failure to draw ends nothing. A picture that exists already stays.
 
     Args:
-        path: the PNG.
+        path: The PNG.
     """
 
     def __init__(self, path: Path) -> None:
@@ -34,28 +35,23 @@ class TrainingImages(Callback):
         if not trainer.is_global_zero or self.path.exists() or not isinstance(data, ImageData):
             return
         try:
-            # The order of the images and a loader's own seed are drawn as well.
             with seeded(run_seed()):
-                pictures, names = zip(*_first(data), strict=True)
+                pictures, names = zip(*islice(_training_pictures(data), SHOWN), strict=True)
             mixed = ", before mixing" if pl_module.mixing is not None else ""
             plot_sheet(pictures, names, self.path, title=f"training images as the model sees them{mixed}")
-        # Files, transforms and fonts may all fail in their own way; the training itself will say so, or do without.
+        # Files, transforms and fonts may all fail in their own way; the training itself will report it, or not need it.
         except Exception as error:
-            why = " ".join(str(error).split()) or type(error).__name__
-            rank_zero_print(f"Note: {self.path.name} could not be drawn: {why}")
+            reason = " ".join(str(error).split()) or type(error).__name__
+            rank_zero_print(f"Note: {self.path.name} could not be drawn: {reason}")
 
 
-def _first(data: ImageData) -> Iterator[tuple[np.ndarray, str]]:
-    """Pictures and class names of the first images of the training's loader, loaded in this process."""
+def _training_pictures(data: ImageData) -> Iterator[tuple[np.ndarray, str]]:
+    """Yield pictures and class names of the training's dataloader, loaded in this process."""
     workers, data.num_workers = data.num_workers, 0
     try:
         loader = data.train_dataloader()
     finally:
         data.num_workers = workers
-    count = 0
     for images, labels in loader:
         for image, label in zip(images, labels, strict=True):
             yield picture_of(image, data.mean, data.std), data.class_names[int(label)]
-            count += 1
-            if count == SHOWN:
-                return

@@ -13,8 +13,9 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from relvit.training.callbacks.finite import NonFiniteLossError
 from relvit.training.checkpoints.file import check_disk_space
+from relvit.training.lightning_internals import stepped_within_epoch
+from relvit.training.optim.gradients import NonFiniteLossError
 from relvit.utils.files import DISK_ERRORS
 
 # Batch systems send these before a job's time ends.
@@ -107,9 +108,8 @@ class RunCheckpoints(Checkpoint):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._between_steps = True
-        loop = trainer.fit_loop.epoch_loop
         # The end of an epoch has a checkpoint of its own.
-        if loop._should_accumulate() or loop._num_ready_batches_reached():
+        if not stepped_within_epoch(trainer):
             return
         self._stop_after_signal(trainer)
         if self.every_n_steps and trainer.global_step % self.every_n_steps == 0:

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed
 from lightning import Trainer
-from lightning.pytorch.loops.evaluation_loop import RestartStage
 from torch import Tensor
 from torchmetrics import MetricCollection
 
 from relvit.data.loading.sampler import training_position
+from relvit.training.lightning_internals import resume_before_validation, validation_due
 from relvit.training.optim.schedule import batch_size_of
 
 # The key of the `ResumePoint` in a checkpoint.
@@ -95,12 +95,8 @@ def go_on(trainer: Trainer, point: ResumePoint) -> None:
         loop.restarting = False
         return
     loop.batch_progress.is_last_batch = point.batch >= trainer.num_training_batches
-    if not loop._should_check_val_fx(trainer.fit_loop._data_fetcher):
-        return
-    # The loop comes past the validation once more, does it or not, and then counts the step that led there.
-    loop._batches_that_stepped -= 1
-    if not point.validated:
-        loop.val_loop._restart_stage = RestartStage.RESTARTED_MID_EVALUATION
+    if validation_due(trainer):
+        resume_before_validation(trainer, skip=point.validated)
 
 
 def check_layout(trainer: Trainer, point: ResumePoint) -> None:

@@ -1,9 +1,9 @@
-"""Distillation from a teacher, as DeiT does it."""
+"""Distillation: the loss with a teacher as in DeiT, and the teacher, a trained classifier."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -25,20 +25,18 @@ def distillation_loss(
     weight: float = 0.5,
     temperature: float = 3.0,
 ) -> Tensor:
-    """The loss of the labels and that of the teacher together (Touvron et al. 2021, arXiv 2012.12877, section 4).
+    """Combine the losses of the labels and of the teacher (Touvron et al. 2021, arXiv 2012.12877, section 4).
 
     - 'hard', equation 3: `(1 - weight) loss + weight CE(student, argmax teacher)`; in the paper weight is 1/2.
     - 'soft', equation 2: `(1 - weight) loss + weight T^2 KL(softmax(teacher / T) || softmax(student / T))`; in the
       paper weight is 0.1 and T is 3. (Its code divides this term by the number of classes as well.)
 
-    Both are means over the images.
-
     Args:
-        loss: of the labels, a scalar.
-        student: logits (B, num_classes).
-        teacher: logits (B, num_classes), of the same images.
+        loss: The mean loss of the labels.
+        student: The student's logits (B, num_classes).
+        teacher: The teacher's logits (B, num_classes).
         kind: 'hard' or 'soft'.
-        weight: of the teacher, in 0 ... 1.
+        weight: The weight of the teacher, in 0 ... 1.
         temperature: T, for 'soft' alone.
     """
     student, teacher = student.float(), teacher.float()
@@ -51,11 +49,7 @@ def distillation_loss(
 
 
 def check_distillation(kind: str, weight: float, temperature: float) -> None:
-    """Refuse what `distillation_loss` could not compute.
-
-    Raises:
-        ValueError: an unknown kind, numbers out of range.
-    """
+    """Raise a ValueError for an unknown kind or numbers out of range."""
     if kind not in KINDS:
         raise ValueError(f"distill must be one of {listing(KINDS)}, got {kind!r}{did_you_mean(str(kind), KINDS)}")
     if not 0 < weight <= 1:
@@ -64,22 +58,28 @@ def check_distillation(kind: str, weight: float, temperature: float) -> None:
         raise ValueError(f"distill_temperature must be positive, got {temperature}")
 
 
-class Teacher:
-    """A trained classifier that is asked and never trained, for images that are normalised for the student.
+def build_teacher(hparams: Mapping[str, Any], data: Any) -> Teacher:
+    """Build the teacher for a classifier with these arguments, and for the normalisation of these data."""
+    names = ("teacher", "num_classes", "img_size", "class_names")
+    return Teacher(*(hparams[name] for name in names), getattr(data, "mean", None), getattr(data, "std", None))
 
-    It is no submodule of anything: checkpoints of the student do not hold it.
+
+class Teacher:
+    """A trained classifier that is evaluated and never trained, on images that are normalised for the student.
+
+    The teacher is no submodule of anything: checkpoints of the student do not hold it.
 
     Args:
-        pretrained: the classifier, see `Pretrained`; not a file of plain weights.
-        class_names: classes of the student in order, if they have names.
-        num_classes: how many they are.
-        img_size: size of the images.
-        mean: normalisation of the images, for which the student is trained; None: that of the teacher.
-        std: likewise.
+        pretrained: The classifier, see `Pretrained`; not a file of plain weights.
+        num_classes: The number of classes of the student.
+        img_size: The size of the images.
+        class_names: The student's classes in order, if they have names.
+        mean: The mean by which the student's images are normalised; None: as the teacher's.
+        std: The standard deviation, likewise.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: weights that cannot be had, or of other classes.
+        FileNotFoundError: There is no such file.
+        ValueError: The weights cannot be had, or are of other classes.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Teacher:
                 f"it lacks {listing(report.new, 2)}"
             )
         self.net.eval().requires_grad_(False)
-        # Student's pixels -> the teacher's, as one factor and one offset per channel.
+        # From the student's pixels to the teacher's: a factor and an offset per channel.
         self.scale, self.offset = torch.ones(1), torch.zeros(1)
         if mean and std and weights.mean and weights.std:
             center, spread, their_center, their_spread = (
@@ -115,5 +115,5 @@ class Teacher:
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> Tensor:
-        """Images (B, C, height, width) -> logits (B, num_classes)."""
+        """Compute the logits (B, num_classes) of images (B, C, height, width)."""
         return self.net(images * self.scale.to(images) + self.offset.to(images))

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, beside them."""
+"""Exponential moving average (EMA) of the weights, one update per optimiser step."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Mapping
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
-from relvit.training.optim.sharding import load_whole
+from relvit.training.optim.sharding import load_full
 
 
 class WeightAverage:
-    """A copy of a network whose weights are the moving average of the network's, one update per optimiser step.
+    """A copy of a network whose weights are the moving average of the network's.
 
     After step t = 1, 2, ...: average = d_t average + (1 - d_t) weights. With the warm-up d_t = min(decay,
     1 - t^(-2/3)), without it d_t = decay, but d_1 = 0: the average starts as the weights after the first step. Buffers
-    are copied, never averaged: indices are no weights.
+    are copied, never averaged.
 
-    It is no submodule of anything, so that the network's state dict, gradients and devices have nothing to do with it;
-    the two never change places.
+    The copy is no submodule of anything and never exchanged with the network: state dict, gradients and optimiser of
+    the network do not contain it.
 
     Args:
-        net: the network.
+        net: The network.
         decay: d, in 0 <= d < 1.
-        warmup: let the decay grow from 0.
+        warmup: Let the decay grow from 0.
     """
 
     def __init__(self, net: nn.Module, decay: float, warmup: bool = True) -> None:
@@ -35,14 +35,10 @@ class WeightAverage:
         """The network with averaged weights, always in evaluation mode."""
         return self._ema.module
 
-    def decay(self, step: int) -> float:
-        """d_t of step t."""
-        return self._ema.get_decay(step)
-
     def update(self, net: nn.Module, step: int) -> None:
-        """Take in the weights after optimiser step 1, 2, ..."""
+        """Add the weights after optimiser step 1, 2, ..."""
         self._ema.update(net, step)
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Go on from the state dict of an averaged network, with whole weights where the network has shards."""
-        load_whole(self.net, weights)
+        """Load the state dict of an averaged network, of full tensors also where the network is sharded."""
+        load_full(self.net, weights)

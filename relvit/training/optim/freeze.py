@@ -1,4 +1,4 @@
-"""Training the classifier alone for a while, as the first part of fine-tuning."""
+"""Freezing of the backbone: for the first epochs of fine-tuning, the classifier alone is trained."""
 
 from __future__ import annotations
 
@@ -6,47 +6,43 @@ from torch import nn
 
 
 class Backbone:
-    """Everything of a timm model but its classifier, which can be held still.
+    """Everything of a timm model but its classifier, which can be frozen.
 
     Args:
-        net: a timm model.
+        net: A timm model.
 
     Raises:
-        ValueError: the model has no classifier with parameters.
+        ValueError: The model has no classifier with parameters.
     """
 
     def __init__(self, net: nn.Module) -> None:
         heads = net.get_classifier() if hasattr(net, "get_classifier") else ()
         self.net = net
         self.heads: tuple[nn.Module, ...] = tuple(heads) if isinstance(heads, tuple) else (heads,)
-        trained = {id(parameter) for head in self.heads for parameter in head.parameters()}
-        if not trained:
+        of_heads = {id(parameter) for head in self.heads for parameter in head.parameters()}
+        if not of_heads:
             raise ValueError(f"freeze_epochs needs a model with a classifier; {type(net).__name__} has none")
-        self.parameters = [parameter for parameter in net.parameters() if id(parameter) not in trained]
+        self.parameters = [parameter for parameter in net.parameters() if id(parameter) not in of_heads]
         self.frozen = False
 
-    def freeze(self, without_gradients: bool) -> None:
-        """Hold still: evaluation mode, so that dropout, drop path and running statistics rest as well.
+    def set_frozen(self, frozen: bool, without_gradients: bool = True) -> None:
+        """Freeze, in evaluation mode, which also stops dropout, drop path and running statistics, or unfreeze.
 
         Args:
-            without_gradients: compute none, which saves time. DDP cannot do without those that it has prepared for;
-                call `drop_gradients` before each optimiser step then.
+            frozen: Whether to freeze; nothing changes where that is done already.
+            without_gradients: Compute no gradients, which saves time. DDP needs those that it has prepared for: give
+                False, and call `drop_gradients` before each optimiser step.
         """
-        self.frozen = True
-        self.net.eval()
+        if frozen == self.frozen:
+            return
+        self.frozen = frozen
+        self.net.train(not frozen)
         for head in self.heads:
             head.train()
         for parameter in self.parameters:
-            parameter.requires_grad_(not without_gradients)
+            parameter.requires_grad_(not (frozen and without_gradients))
 
     def drop_gradients(self) -> None:
-        """Keep an optimiser from moving these parameters: it passes over those without gradients."""
+        """Remove the gradients, so that the optimiser leaves these parameters."""
         for parameter in self.parameters:
             parameter.grad = None
-
-    def unfreeze(self) -> None:
-        """Train as the rest."""
-        self.frozen = False
-        self.net.train()
-        for parameter in self.parameters:
-            parameter.requires_grad_(True)

@@ -1,4 +1,4 @@
-"""Losses of image classification for labels and for soft targets."""
+"""Classification loss: cross-entropy or binary cross-entropy, of labels or soft targets, with label smoothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOSSES = ("ce", "bce")
 
 
 def soft_targets(labels: Tensor, num_classes: int, smoothing: float = 0.0) -> Tensor:
-    """Labels (B,) -> target distributions (B, num_classes), float32, each of which sums to one.
+    """Convert labels (B,) to target distributions (B, num_classes), float32, each of which sums to one.
 
     The label gets 1 - smoothing + smoothing / num_classes, every other class smoothing / num_classes (Szegedy et al.
     2016, arXiv 1512.00567, section 7).
@@ -26,20 +26,20 @@ def soft_targets(labels: Tensor, num_classes: int, smoothing: float = 0.0) -> Te
 class ClassificationLoss(nn.Module):
     """Cross-entropy, or binary cross-entropy class by class (DeiT III, Touvron et al. 2022, arXiv 2204.07118).
 
-    The mean over the images, of the binary one also over the classes.
+    The mean over the images, with binary cross-entropy also over the classes.
 
-    With class weights w: the mean over images of `-sum_c w_c t_c log p_c`, divided by the number of images and not by
-    the sum of their weights, so that batches of several devices or steps add up to one larger batch.
+    With class weights w the mean over images of `-sum_c w_c t_c log p_c` is divided by the number of images, not by the
+    sum of their weights, so that batches of several devices or steps add up to one larger batch.
 
     Args:
-        num_classes: number of classes.
+        num_classes: The number of classes.
         kind: 'ce' or 'bce'.
-        smoothing: label smoothing; soft targets are taken as they are.
-        threshold: 'bce' alone: classes whose target exceeds it count as present (1), all others as absent (0).
-        class_weights: one positive number per class.
+        smoothing: The label smoothing; soft targets are not smoothed further.
+        threshold: With 'bce', classes whose target exceeds it count as present (1), all others as absent (0).
+        class_weights: One positive number per class.
 
     Raises:
-        ValueError: an unknown kind, numbers out of range, a threshold that every smoothed class would exceed.
+        ValueError: An unknown kind, numbers out of range, or a threshold that every smoothed class would exceed.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class ClassificationLoss(nn.Module):
             raise ValueError(f"class_weights must be positive and finite, got {list(class_weights)}")
         self.num_classes, self.kind, self.smoothing, self.threshold = num_classes, kind, smoothing, threshold
         weights = None if class_weights is None else torch.tensor(class_weights, dtype=torch.float32)
-        # Not persistent: these are arguments, which checkpoints hold already.
+        # Not persistent: checkpoints hold them as an argument already.
         self.register_buffer("weights", weights, persistent=False)
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Logits (B, num_classes) and labels (B,) or target distributions (B, num_classes) -> scalar, in float32."""
+        """Compute the float32 scalar loss of logits (B, num_classes) and labels (B,) or targets (B, num_classes)."""
         logits = logits.float()
         if targets.ndim == 1:
             targets = soft_targets(targets, self.num_classes, self.smoothing)

@@ -1,11 +1,9 @@
-"""A learning rate by Lightning's range test, for a module whose schedule and scaling follow from it."""
+"""Learning rate finder (`--lr_find`): Lightning's range test before the training, and the choice of the rate."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 from lightning import LightningModule, Trainer
@@ -25,100 +23,81 @@ CLEAR = 5.0
 
 
 class FindLearningRate(LearningRateFinder):
-    """Before the training, tries learning rates from 1e-7 to 1 for 100 steps, restores weights and random state, and
-    gives the module the rate found by `steepest_fall`. Where there is none, or it is not above the module's `min_lr`,
-    it prints why, and the training keeps the rate that it has.
+    """Sets the learning rate to that of `steepest_fall`: tries rates from 1e-7 to 1 for 100 steps before the training,
+    then restores weights and random state. Where no rate is found, or none above `min_lr`, the configured one stays.
 
-    Lightning's own callback sets the optimiser's rate alone, which the schedule takes back at its next step; here
-    optimiser and schedule are made anew. And it looks for the steepest fall per rate, not per order of magnitude, of
-    losses that are hardly smoothed where rates are small: with few images it finds noise. The rate found is that of the
-    present batch: with `lr_base_batch` it is converted. All layers have the same rate during the test, whatever
-    `layer_decay` is.
+    Lightning's own callback sets the optimiser's rate alone, which the schedule takes back at its next step, and looks
+    for the steepest fall per rate, not per order of magnitude, of losses that are hardly smoothed where rates are
+    small: with few images it finds noise. The rate found is that of the present batch: with `lr_base_batch` it is
+    converted. During the test all layers have the same rate, whatever `layer_decay` is.
+
+    Attributes:
+        rates: The learning rate of each batch of the test.
+        losses: The loss of each batch of the test.
 
     Raises:
-        ValueError: a training in shards.
+        ValueError: The training is sharded.
     """
 
     def __init__(self) -> None:
         super().__init__(LOWEST, HIGHEST, STEPS, update_attr=False)
-        # Of each batch.
         self.rates: list[float] = []
         self.losses: list[float] = []
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find and set the learning rate."""
         if trainer.fast_dev_run:
             return
         if isinstance(trainer.strategy, FullySharded):
             raise ValueError(f"strategy {NAME} does not go with --lr_find: leave out one of them")
-        pl_module.searching = True
         epochs, trainer.fit_loop.max_epochs = trainer.fit_loop.max_epochs, -1
-        # Lightning's search has a bar of its own, which no option hides, and takes the training's away meanwhile.
-        hide = trainer.progress_bar_callback is None
-        lightning_lr_finder.tqdm = partial(tqdm, disable=hide)
+        # Lightning's range test has a progress bar that no option hides.
+        lightning_lr_finder.tqdm = partial(tqdm, disable=trainer.progress_bar_callback is None)
+        pl_module.range_test = []
         try:
-            with self._recording(trainer, pl_module):
-                self.lr_find(trainer, pl_module)
+            self.lr_find(trainer, pl_module)
         finally:
+            self.rates = [rate for rate, _ in pl_module.range_test]
+            self.losses = [loss for _, loss in pl_module.range_test]
+            pl_module.range_test = None
             lightning_lr_finder.tqdm = tqdm
-            pl_module.searching = False
             trainer.fit_loop.max_epochs = epochs
         # Every process saw losses of its own.
         found = trainer.strategy.broadcast(steepest_fall(self.rates, self.losses))
         pl_module.train_metrics.reset()
         configured, min_lr = pl_module.hparams.lr, pl_module.hparams.min_lr
-        if found is None:
-            why = f"the loss fell nowhere clearly between learning rates of {LOWEST:g} and {HIGHEST:g}"
-        elif found <= min_lr:
-            why = f"the learning rate found, {found:.3g}, is not above --model.min_lr {min_lr:g}"
-        else:
-            why = ""
+        if found is not None and found > min_lr:
             # Not `hparams.lr = ...`, which loggers do not see.
             pl_module.save_hyperparameters({"lr": configured * found / pl_module.plan.lr})
             rank_zero_print(f"learning rate found: {found:.3g}, as --model.lr {pl_module.hparams.lr:.3g}")
-        if why:
-            rank_zero_print(f"Warning: --lr_find: {why}; the training keeps --model.lr {configured:g}")
+        else:
+            reason = f"the loss fell nowhere clearly between learning rates of {LOWEST:g} and {HIGHEST:g}"
+            if found is not None:
+                reason = f"the learning rate found, {found:.3g}, is not above --model.min_lr {min_lr:g}"
+            rank_zero_print(f"Warning: --lr_find: {reason}; the training keeps --model.lr {configured:g}")
         trainer.strategy.setup_optimizers(trainer)
-
-    @contextmanager
-    def _recording(self, trainer: Trainer, pl_module: LightningModule) -> Iterator[None]:
-        step = pl_module.training_step
-
-        def recorded(*arguments: Any) -> Any:
-            loss = step(*arguments)
-            self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
-            self.losses.append(float(loss.detach()))
-            return loss
-
-        pl_module.training_step = recorded
-        try:
-            yield
-        finally:
-            del pl_module.training_step
 
 
 def steepest_fall(rates: Sequence[float], losses: Sequence[float]) -> float | None:
-    """The learning rate at which a range test's loss falls most steeply per order of magnitude (Smith 2017, arXiv
+    """Find the learning rate at which a range test's loss falls most steeply per order of magnitude (Smith 2017, arXiv
     1506.01186), before it is lowest.
 
     Args:
-        rates: learning rates of the batches, rising; several batches may have the same.
-        losses: of the batches; what is not finite is left out.
+        rates: The learning rates of the batches, rising; several batches may have the same.
+        losses: The losses of the batches; what is not finite is left out.
 
     Returns:
-        None where the loss does not fall clearly more than it scatters, or does so at an end of the range.
+        The rate, or None where the loss does not fall clearly more than it scatters, or does so at an end of the range.
     """
     finite = np.isfinite(losses)
     x, index = np.unique(np.asarray(rates)[finite], return_inverse=True)
     if len(x) < 4 * WIDTH:
         return None
     y = np.bincount(index, np.asarray(losses)[finite]) / np.bincount(index)
-    start = y[: len(y) // 4].mean()
-    # An explosion says no more than a rise.
-    y = np.minimum(y, 2 * start)
+    # An explosion means no more than a rise.
+    y = np.minimum(y, 2 * y[: len(y) // 4].mean())
     smooth = gaussian_filter1d(y, WIDTH, mode="nearest")
     lowest = int(smooth.argmin())
-    # Of the mean of as many independent losses as the Gaussian weighs.
+    # Standard deviation of the mean of as many independent losses as the Gaussian weighs.
     scatter = np.diff(y[: lowest + 1]).std() / np.sqrt(2) / np.sqrt(2 * np.sqrt(np.pi) * WIDTH) if lowest > 1 else 0.0
     if smooth[: lowest + 1].max() - smooth[lowest] <= CLEAR * scatter:
         return None

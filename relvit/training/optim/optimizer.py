@@ -1,4 +1,4 @@
-"""Optimisers by timm's names, with weight decay and learning rates per group of parameters."""
+"""Optimizer by its name in timm, with parameter groups for weight decay and for learning rates by layer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from relvit.utils.messages import did_you_mean
 
-# What is an argument of its own, or timm's business.
+# Arguments of an optimiser that have an option of their own.
 TAKEN = {"self", "params", "lr", "weight_decay"}
 
 
@@ -23,22 +23,22 @@ def make_optimizer(
     layer_decay: float | None = None,
     opt_kwargs: dict[str, Any] | None = None,
 ) -> Optimizer:
-    """An optimiser of `timm.optim` over all parameters of a network.
+    """Build an optimiser of `timm.optim` over all parameters of a network.
 
     Norms, biases and what the network's `no_weight_decay()` names (tables of relative positions, embeddings, tokens)
-    take no decay. Optimisers that treat matrices as a whole (Muon) leave those, and the classifier, to their fallback.
+    take no decay. Muon, which treats matrices alone, leaves those, and the classifier, to its fallback.
 
     Args:
-        net: a timm model.
-        opt: name of the optimiser, see `timm.optim.list_optimizers()`.
-        lr: learning rate of the last layer, of all layers without `layer_decay`.
-        weight_decay: decay of all other parameters.
-        layer_decay: factor on the learning rate per layer from the classifier down to the stem, in 0 < x <= 1, by the
-            network's `group_matcher` (ELECTRA, Clark et al. 2020, arXiv 2003.10555; BEiT, arXiv 2106.08254).
-        opt_kwargs: further arguments of the optimiser, such as `betas`, `momentum`, `eps`.
+        net: A timm model.
+        opt: The name of the optimiser, see `timm.optim.list_optimizers()`.
+        lr: The learning rate of the last layer, of all layers without `layer_decay`.
+        weight_decay: The decay of all other parameters.
+        layer_decay: The factor on the learning rate per layer from the classifier down to the stem, in 0 < x <= 1, by
+            the network's `group_matcher` (ELECTRA, Clark et al. 2020, arXiv 2003.10555; BEiT, arXiv 2106.08254).
+        opt_kwargs: Further arguments of the optimiser, such as `betas`, `momentum`, `eps`.
 
     Raises:
-        ValueError: an unknown optimiser or argument, an optimiser that needs second derivatives, rates out of range.
+        ValueError: The optimiser or an argument is unknown, needs second derivatives, or `layer_decay` is out of range.
     """
     check_optimizer(opt, layer_decay, opt_kwargs)
     extra: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in (opt_kwargs or {}).items()}
@@ -54,11 +54,7 @@ def make_optimizer(
 
 
 def check_optimizer(opt: str, layer_decay: float | None, opt_kwargs: dict[str, Any] | None) -> None:
-    """Refuse what `make_optimizer` could not make.
-
-    Raises:
-        ValueError: see `make_optimizer`.
-    """
+    """Raise the errors of `make_optimizer`, before there is a network."""
     names = list_optimizers()
     if opt not in names:
         raise ValueError(f"unknown optimiser {opt!r}{did_you_mean(str(opt), names)}; timm.optim lists them")
@@ -78,6 +74,6 @@ def _arguments(opt: str) -> set[str]:
     try:
         optimizer_class = get_optimizer_class(opt, bind_defaults=False)
     except (AssertionError, ImportError) as error:
-        # Those of apex and bitsandbytes want a GPU and these packages.
+        # The optimisers of apex and bitsandbytes need a GPU and these packages.
         raise ValueError(f"optimiser {opt!r} cannot be used here: {error}") from error
     return set(inspect.signature(optimizer_class).parameters) - TAKEN

@@ -1,25 +1,27 @@
-"""Learning rate per optimiser step."""
+"""Learning rate schedule: warm-up and cosine per optimiser step, planned for the devices that a training has."""
 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 from lightning import Trainer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 
 def warmup_cosine(step: int, total: int, warmup: int, floor: float) -> float:
-    """Factor on the learning rate at an optimiser step: a linear rise, then half a cosine down to `floor`.
+    """Compute the factor on the learning rate at an optimiser step: a linear rise, then half a cosine down to `floor`.
 
     The first step already has 1 / (warmup + 1) of the full rate, step `warmup` has all of it, step `total - 1` is one
     step short of `floor`. As in DeiT (Touvron et al. 2021, arXiv 2012.12877, table 9), but per step, not per epoch.
 
     Args:
-        step: 0 for the first optimiser step.
-        total: number of steps of the training.
-        warmup: steps of the rise, fewer than `total`.
-        floor: last factor, in 0 ... 1.
+        step: The optimiser step, 0 for the first.
+        total: The number of steps of the training.
+        warmup: The number of steps of the rise, fewer than `total`.
+        floor: The last factor, in 0 ... 1.
     """
     if step < warmup:
         return (step + 1) / (warmup + 1)
@@ -28,14 +30,14 @@ def warmup_cosine(step: int, total: int, warmup: int, floor: float) -> float:
 
 
 class Plan(NamedTuple):
-    """What a training amounts to on the devices that it has.
+    """Batch, learning rate and steps of a training on the devices that it has.
 
     Attributes:
-        batch: images per optimiser step, over all devices and accumulated batches.
-        lr: peak learning rate, scaled where scaling is asked for.
-        steps: optimiser steps of the whole training.
-        warmup: those of the warm-up among them, at most half.
-        warmup_asked: those that it would take by `warmup_epochs`.
+        batch: Images per optimiser step, over all devices and accumulated batches.
+        lr: The peak learning rate, for this batch.
+        steps: Optimiser steps of the training.
+        warmup: Steps of the warm-up among them, at most half.
+        warmup_asked: Steps of the warm-up by `warmup_epochs`.
     """
 
     batch: int
@@ -44,54 +46,44 @@ class Plan(NamedTuple):
     warmup: int
     warmup_asked: int
 
+    def scheduler(self, optimizer: Optimizer, min_lr: float) -> LambdaLR:
+        """Build the scheduler, whose last learning rate is `min_lr`.
+
+        Raises:
+            ValueError: `min_lr` exceeds the peak.
+        """
+        if min_lr > self.lr:
+            raise ValueError(f"min_lr {min_lr:g} exceeds {self.lr:g}, the learning rate for {self.batch} images")
+        floor = min_lr / self.lr if self.lr else 0.0
+        return LambdaLR(optimizer, partial(warmup_cosine, total=self.steps, warmup=self.warmup, floor=floor))
+
 
 def make_plan(trainer: Trainer, lr: float, base_batch: int | None, warmup_epochs: float) -> Plan:
-    """Batch, learning rate and steps for a trainer that is about to fit.
+    """Plan the training that a trainer is about to begin or to resume.
 
-    A last, partial accumulation of an epoch ends in an optimiser step as well. The warm-up takes at most half of the
-    steps, so that the full rate is reached and something is done with it: in a training that goes on for longer than it
-    was meant to, it is that of the longer one. With `base_batch`, `lr` is meant for
-    that many images per step and grows in proportion (Goyal et al. 2017, arXiv 1706.02677).
+    With `base_batch`, `lr` is meant for that many images per step and grows in proportion (Goyal et al. 2017, arXiv
+    1706.02677). The warm-up takes at most half of the steps, so that the full rate is reached, and used.
 
     Raises:
-        ValueError: a training without end or with epochs of unknown length, or an unknown batch size.
+        ValueError: The training has no end, its epochs no known length, or its batches no known size.
     """
     # Lightning does so by itself where it needs the length, not where --trainer.max_steps alone ends the training.
     trainer.fit_loop.setup_data()
-    steps = trainer.estimated_stepping_batches
+    steps, batches = trainer.estimated_stepping_batches, trainer.num_training_batches
+    accumulated = trainer.accumulate_grad_batches
     if not math.isfinite(steps):
         raise ValueError("the cosine needs an end: give --trainer.max_epochs or --trainer.max_steps")
-    if not math.isfinite(trainer.num_training_batches):
-        if warmup_epochs:
-            raise ValueError(f"the data does not know its length, so warmup_epochs {warmup_epochs:g} has none: give 0")
-        per_epoch = 0
-    else:
-        per_epoch = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
-    batch = batch_size_of(trainer) * trainer.accumulate_grad_batches * trainer.world_size
-    warmup = round(warmup_epochs * per_epoch)
-    return Plan(
-        batch=batch,
-        lr=lr * batch / base_batch if base_batch else lr,
-        steps=int(steps),
-        warmup=min(warmup, int(steps) // 2),
-        warmup_asked=warmup,
-    )
-
-
-def set_rates(scheduler: LambdaLR) -> None:
-    """Give the optimiser the rates of the scheduler's step.
-
-    A checkpoint holds those that the schedule had when it was written, which is another one where the training has
-    become longer.
-    """
-    for group, base, factor in zip(
-        scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
-    ):
-        group["lr"] = base * factor(scheduler.last_epoch)
+    if warmup_epochs and not math.isfinite(batches):
+        raise ValueError(f"the data does not know its length, so warmup_epochs {warmup_epochs:g} has none: give 0")
+    # The last step of an epoch may have fewer batches.
+    warmup = round(warmup_epochs * math.ceil(batches / accumulated)) if warmup_epochs else 0
+    batch = batch_size_of(trainer) * accumulated * trainer.world_size
+    scaled = lr * batch / base_batch if base_batch else lr
+    return Plan(batch, scaled, int(steps), min(warmup, int(steps) // 2), warmup)
 
 
 def batch_size_of(trainer: Trainer) -> int:
-    """Images per batch and device, as the loader of the training says."""
+    """Return the number of images per batch and device, as the training's dataloader gives it."""
     loader = trainer.train_dataloader
     size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
     if not size:
@@ -99,19 +91,28 @@ def batch_size_of(trainer: Trainer) -> int:
     return int(size)
 
 
+def update_rates(scheduler: LambdaLR) -> None:
+    """Set the optimiser's learning rates to those of the scheduler's step.
+
+    A checkpoint holds the rates of the schedule when it was written, which differ where the training has become longer.
+    """
+    for group, base, factor in zip(
+        scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
+    ):
+        group["lr"] = base * factor(scheduler.last_epoch)
+
+
 def describe(plan: Plan, trainer: Trainer, lr: float, base_batch: int | None) -> str:
-    """A plan in a line, and how batch and learning rate come about: from the `lr` for `base_batch` images, see
-    `make_plan`; one more line where the warm-up is shortened."""
-    factors = (trainer.accumulate_grad_batches, trainer.world_size)
-    parts = " x ".join(str(n) for n in (plan.batch // (factors[0] * factors[1]), *factors))
+    """Describe a plan in a line, with the factors of batch and learning rate; a second line if the warm-up was cut."""
+    accumulated, devices = trainer.accumulate_grad_batches, trainer.world_size
     scaled = f" ({lr:g} x {plan.batch} / {base_batch})" if base_batch else ""
-    note = ""
+    text = (
+        f"effective batch {plan.batch} ({plan.batch // (accumulated * devices)} x {accumulated} x {devices}: batch, "
+        f"accumulation, devices), learning rate {plan.lr:g}{scaled}, steps {plan.steps}, warm-up {plan.warmup}"
+    )
     if plan.warmup < plan.warmup_asked:
-        note = (
+        text += (
             f"\nNote: the warm-up would take {plan.warmup_asked} steps: it takes {plan.warmup}, half of the training, "
             "so that the full learning rate is reached"
         )
-    return (
-        f"effective batch {plan.batch} ({parts}: batch, accumulation, devices), learning rate {plan.lr:g}{scaled}, "
-        f"steps {plan.steps}, warm-up {plan.warmup}{note}"
-    )
+    return text

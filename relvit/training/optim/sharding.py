@@ -1,8 +1,9 @@
-"""Training in shards: each device keeps a part of weights, gradients, optimiser states and of the average."""
+"""Sharded training (FSDP2, `--trainer.strategy fsdp2`): weights, gradients and optimiser states across devices."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from relvit.training.lightning_internals import shard_over_all_devices
 from relvit.utils.messages import listing
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 
 NAME = "fsdp2"
 PRECISIONS = ("32-true", "bf16-mixed")
-# Of timm's those whose steps in shards are tested to be those of one device; Muon's and others' are not.
+# The optimisers of timm whose sharded steps are tested to be those of one device; those of Muon and others are not.
 OPTIMIZERS = ("adam", "adamw", "lamb", "momentum", "nadamw", "sgd", "sgdw")
 
 
@@ -36,11 +38,39 @@ class FullySharded(ModelParallelStrategy):
     one; `--trainer.strategy fsdp2`.
 
     The network's blocks are gathered one by one when they compute. A step is that of DDP, and checkpoints are those of
-    one device: a file, which any number of devices goes on from, with this strategy or without.
+    one device: a file, which any number of devices resumes from, with this strategy or without.
     """
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=False, **kwargs)
+
+    def shard(self, net: nn.Module) -> None:
+        """Divide a network's parameters, in place; those of the first process count."""
+        for tensor in (*net.parameters(), *net.buffers()):
+            value = tensor.detach().to(self.root_device)
+            torch.distributed.broadcast(value, 0)
+            tensor.detach().copy_(value)
+        mesh = self.device_mesh["data_parallel"]
+        for block in getattr(net, "blocks", ()):
+            fully_shard(block, mesh=mesh)
+        # Otherwise the parameters outside the blocks would stay gathered behind an evaluation, and would not be shards
+        # for the optimiser and the average.
+        fully_shard(net, mesh=mesh, reshard_after_forward=True)
+
+    @override
+    def setup_environment(self) -> None:
+        shard_over_all_devices(self)
+        super().setup_environment()
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        # What is gathered in inference mode cannot be trained with afterwards.
+        loops = trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop
+        for loop in loops:
+            loop.inference_mode = False
+        super().setup(trainer)
+
+    # Checkpoints are read and written as by strategies that do not shard, of full tensors.
 
     @property
     @override
@@ -53,42 +83,20 @@ class FullySharded(ModelParallelStrategy):
         return True
 
     @override
-    def setup_environment(self) -> None:
-        self._data_parallel_size = self.num_nodes * self.num_processes
-        super().setup_environment()
-
-    @override
-    def setup(self, trainer: Trainer) -> None:
-        # What is gathered in inference mode could not be trained with afterwards.
-        for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
-            loop.inference_mode = False
-        trainer.predict_loop.inference_mode = False
-        super().setup(trainer)
-
-    def shard(self, net: nn.Module) -> None:
-        """Divide a network's parameters, in place; those of the first process count."""
-        for tensor in (*net.parameters(), *net.buffers()):
-            value = tensor.detach().to(self.root_device)
-            torch.distributed.broadcast(value, 0)
-            tensor.detach().copy_(value)
-        mesh = self.device_mesh["data_parallel"]
-        for block in getattr(net, "blocks", ()):
-            fully_shard(block, mesh=mesh)
-        # Without this what lies outside the blocks would stay gathered behind an evaluation, and be no shards to the
-        # optimiser, the average and whoever else looks at parameters.
-        fully_shard(net, mesh=mesh, reshard_after_forward=True)
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        return Strategy.load_checkpoint(self, checkpoint_path, weights_only=True)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return whole(self.lightning_module.state_dict(), keep=self.is_global_zero)
+        return gather_full(self.lightning_module.state_dict(), keep=self.is_global_zero)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        load_whole(self.lightning_module, checkpoint["state_dict"])
+        load_full(self.lightning_module, checkpoint["state_dict"])
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return whole(Strategy.optimizer_state(self, optimizer), keep=self.is_global_zero)
+        return gather_full(Strategy.optimizer_state(self, optimizer), keep=self.is_global_zero)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -96,16 +104,11 @@ class FullySharded(ModelParallelStrategy):
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             numbers = [number for group in stored["param_groups"] for number in group["params"]]
             state = {
-                number: {name: shard_like(parameter, value) for name, value in stored["state"][number].items()}
+                number: {name: _shard_like(parameter, value) for name, value in stored["state"][number].items()}
                 for number, parameter in zip(numbers, parameters, strict=True)
                 if number in stored["state"]
             }
             optimizer.load_state_dict({"state": state, "param_groups": stored["param_groups"]})
-
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        torch.cuda.empty_cache()
-        return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=True)
 
 
 if NAME not in StrategyRegistry.available_strategies():
@@ -113,18 +116,18 @@ if NAME not in StrategyRegistry.available_strategies():
 
 
 def check_strategy(strategy: str | Strategy) -> None:
-    """Refuse strategies under which steps, averages or checkpoints would not be what they are elsewhere.
+    """Refuse other strategies that shard: averages, checkpoints and norms of gradients would be of one shard alone.
 
     Raises:
-        ValueError: such a one.
+        ValueError: It is one of them.
     """
     if isinstance(strategy, str):
         name = strategy
         refused = strategy.startswith(("fsdp", "deepspeed")) and strategy != NAME
     else:
         name = type(strategy).__name__
-        others = isinstance(strategy, FSDPStrategy | DeepSpeedStrategy | ModelParallelStrategy)
-        refused = others and not isinstance(strategy, FullySharded)
+        shards = isinstance(strategy, FSDPStrategy | DeepSpeedStrategy | ModelParallelStrategy)
+        refused = shards and not isinstance(strategy, FullySharded)
     if refused:
         raise ValueError(
             f"strategy {name} cannot train here: averages, checkpoints and gradients' norms would be of shards alone; "
@@ -133,55 +136,77 @@ def check_strategy(strategy: str | Strategy) -> None:
 
 
 def check_sharding(trainer: Trainer, hparams: Mapping[str, Any], net: nn.Module) -> None:
-    """Refuse what is not known to come out right in shards.
+    """Refuse other strategies that shard, and what has not been tested under `FullySharded`.
 
     Args:
-        trainer: with the strategy `FullySharded`.
-        hparams: arguments of `ImageClassifier`.
-        net: its network.
+        trainer: The trainer, with any strategy.
+        hparams: The arguments of `ImageClassifier`.
+        net: The classifier's network.
 
     Raises:
-        ValueError: an optimiser, a precision, an option or a network.
+        ValueError: The strategy, or under `FullySharded` optimiser, precision, option or network, is not supported.
     """
+    check_strategy(trainer.strategy)
+    if not isinstance(trainer.strategy, FullySharded):
+        return
     if any(isinstance(module, _BatchNorm) for module in net.modules()):
         raise ValueError(f"strategy {NAME} does not go with batch norm, whose statistics each device would have alone")
-    if hparams["opt"] not in OPTIMIZERS:
-        raise ValueError(f"strategy {NAME} has no optimiser {hparams['opt']!r}; allowed are {listing(OPTIMIZERS)}")
-    if trainer.precision not in PRECISIONS:
-        raise ValueError(f"strategy {NAME} has no precision {trainer.precision!r}; allowed are {listing(PRECISIONS)}")
+    for what, given, allowed in (
+        ("optimiser", hparams["opt"], OPTIMIZERS),
+        ("precision", trainer.precision, PRECISIONS),
+    ):
+        if given not in allowed:
+            raise ValueError(f"strategy {NAME} has no {what} {given!r}; allowed are {listing(allowed)}")
     for name in ("compile", "channels_last"):
         if hparams[name]:
             raise ValueError(f"strategy {NAME} does not go with {name}: leave out one of them")
 
 
 def is_sharded(net: nn.Module) -> bool:
-    """Whether its parameters are divided among processes."""
+    """Check whether a network's parameters are divided among processes."""
     return any(isinstance(parameter, DTensor) for parameter in net.parameters())
 
 
-def whole(values: Any, keep: bool = True) -> Any:
-    """Nested dictionaries and lists with all shards put together, on the CPU. All processes have to call this.
+def gather_full(values: Any, keep: bool = True) -> Any:
+    """Return nested dictionaries and lists with shards put together, on the CPU. All processes have to call this.
 
     Args:
-        values: what may hold shards; other tensors stay as they are.
-        keep: false in processes that only give their shards, and need no room for all of them.
+        values: The values; tensors that are no shards stay as they are.
+        keep: False in processes that do not need the result: their full tensors are empty.
     """
     if isinstance(values, DTensor):
         full = values.detach().full_tensor()
         return full.cpu() if keep else full.new_empty(0)
     if isinstance(values, dict):
-        return {name: whole(value, keep) for name, value in values.items()}
-    return [whole(value, keep) for value in values] if isinstance(values, list) else values
+        return {name: gather_full(value, keep) for name, value in values.items()}
+    return [gather_full(value, keep) for value in values] if isinstance(values, list) else values
 
 
-def shard_like(target: Tensor, value: Any) -> Any:
-    """This process' shard of a whole tensor, where `target` is one of a tensor of this shape; else the value itself."""
+def load_full(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Load a state dict of full tensors into a module, sharded or not."""
+    targets = module.state_dict()
+    module.load_state_dict({name: _shard_like(targets.get(name), value) for name, value in state.items()})
+
+
+@contextmanager
+def full_network(net: nn.Module, build: Callable[[], nn.Module]) -> Iterator[nn.Module]:
+    """Yield a network to change weights of: the same, or a full copy of a sharded one that is loaded back afterwards.
+
+    Args:
+        net: The network.
+        build: Builds the same network, unsharded.
+    """
+    if not is_sharded(net):
+        yield net
+        return
+    full = build()
+    full.load_state_dict(gather_full(net.state_dict()))
+    yield full
+    load_full(net, full.state_dict())
+
+
+def _shard_like(target: Any, value: Any) -> Any:
+    """Return this process' shard of a full tensor where `target` is a shard of that shape, else the value itself."""
     if not isinstance(target, DTensor) or not isinstance(value, Tensor) or value.shape != target.shape:
         return value
     return distribute_tensor(value.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
-
-
-def load_whole(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """`load_state_dict` of whole tensors, into a module with shards or without."""
-    targets = module.state_dict()
-    module.load_state_dict({name: shard_like(targets.get(name, value), value) for name, value in state.items()})

@@ -1,4 +1,4 @@
-"""What a run keeps about its images: which were put aside to validate, and which could not be read."""
+"""Records about a run's images: `val_split.csv` (held out to validate) and `unreadable.csv` (skipped as unreadable)."""
 
 from __future__ import annotations
 
@@ -11,25 +11,29 @@ from lightning import Callback, LightningModule, Trainer
 from relvit.data import ImageData
 from relvit.utils.messages import printable
 
+# Unreadable images that are printed where there is no folder to write to.
 SHOWN = 5
 
 
 class DataRecord(Callback):
-    """Writes `val_split.csv` (path, label) where images of train were put aside to validate, and `unreadable.csv`
+    """Writes `val_split.csv` (path, label) where images of train were held out to validate, and `unreadable.csv`
     (split, path, reason) where images were skipped, and prints how many.
 
     Args:
-        folder: where to write; None: the first unreadable images are only printed.
+        folder: The folder to write to; None: the first unreadable images are only printed.
+
+    Attributes:
+        unreadable: The unreadable images reported so far, with the reason, by split; on the main process.
     """
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
-        self.told: dict[str, dict[str, str]] = {}
+        self.unreadable: dict[str, dict[str, str]] = {}
 
     @property
     def counts(self) -> dict[str, int]:
-        """Unreadable images of each split that had some, as told so far."""
-        return {split: len(files) for split, files in self.told.items()}
+        """The number of unreadable images of each split that had some."""
+        return {split: len(files) for split, files in self.unreadable.items()}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         data = trainer.datamodule
@@ -38,37 +42,26 @@ class DataRecord(Callback):
             rows = [[printable(name), data.class_names[label]] for name, label in held_out]
             _write(self.folder / "val_split.csv", ["path", "label"], rows)
 
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._tell(trainer)
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.state.fn == "validate":
-            self._tell(trainer)
-
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._tell(trainer)
-
-    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._tell(trainer)
-
-    def _tell(self, trainer: Trainer) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Report the unreadable images at the end of a fit, validation, test or prediction."""
         data = trainer.datamodule
         if not isinstance(data, ImageData):
             return
-        parts = [data.unreadable]
+        of_processes = [data.unreadable]
         if trainer.world_size > 1:
-            parts = [{} for _ in range(trainer.world_size)]
-            torch.distributed.all_gather_object(parts, data.unreadable)
+            of_processes = [{} for _ in range(trainer.world_size)]
+            torch.distributed.all_gather_object(of_processes, data.unreadable)
         found: dict[str, dict[str, str]] = {}
-        for part in parts:
-            for split, files in part.items():
+        for unreadable in of_processes:
+            for split, files in unreadable.items():
                 if files:
                     found.setdefault(split, {}).update(files)
-        if found == self.told or not found or not trainer.is_global_zero:
+        if not found or found == self.unreadable or not trainer.is_global_zero:
             return
-        self.told = found
-        files_of = {split: sorted(files.items()) for split, files in found.items()}
-        rows = [[split, printable(path), reason] for split, files in files_of.items() for path, reason in files]
+        self.unreadable = found
+        rows = [
+            [split, printable(path), reason] for split, files in found.items() for path, reason in sorted(files.items())
+        ]
         lines = [_sentence(split, len(files), data.trains_on(split)) for split, files in found.items()]
         if self.folder:
             _write(self.folder / "unreadable.csv", ["split", "path", "reason"], rows)

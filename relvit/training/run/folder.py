@@ -1,4 +1,4 @@
-"""One folder per run."""
+"""Run folder: one per run, named by date and model, and the lock that keeps other processes out."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import shutil
 from datetime import datetime
 from pathlib import Path
 
+# A run that has written none of these is removed.
 ARTIFACTS = ("metrics.csv", "predictions.csv", "checkpoints", "summary.json", "unreadable.csv")
 
 
 def new_run_folder(parent: str | Path, name: str, now: datetime | None = None) -> Path:
-    """Make and return `parent/<date>_<time>_<name>`, with a number behind it if that exists: no two runs share one.
+    """Make and return `parent/<date>_<time>_<name>`, with a number appended if that exists already.
 
     Raises:
-        OSError: the folder cannot be made.
+        OSError: The folder cannot be made.
     """
     stem = f"{now or datetime.now():%Y-%m-%d_%H-%M-%S}_{name}"
     count = 1
@@ -24,18 +25,15 @@ def new_run_folder(parent: str | Path, name: str, now: datetime | None = None) -
             folder.mkdir(parents=True)
         except FileExistsError:
             count += 1
-            continue
-        return folder
+        else:
+            return folder
 
 
 class RunLock:
-    """Keeps a run's folder for this process, until it ends, however it ends.
-
-    Args:
-        folder: the folder.
+    """Locks a run's folder for this process, until `release` or the end of the process.
 
     Raises:
-        BlockingIOError: another process has it.
+        BlockingIOError: Another process has the lock.
     """
 
     NAME = ".lock"
@@ -50,11 +48,11 @@ class RunLock:
             raise BlockingIOError(error.errno, f"{folder} is being trained in by another process") from None
 
     def release(self) -> None:
-        """Let others have the folder."""
+        """Unlock the folder."""
         self._file.close()
 
 
 def remove_if_empty(folder: Path) -> None:
-    """Remove the folder of an empty run: one that failed before it wrote any artifact of a training."""
+    """Remove the folder of a run that failed before it wrote any artifact."""
     if not any((folder / name).exists() for name in ARTIFACTS):
         shutil.rmtree(folder)

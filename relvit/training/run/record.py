@@ -1,4 +1,4 @@
-"""What was run, where and by what: `run.json` in a run's folder."""
+"""`run.json` in a run's folder: command, seed, versions, devices and git commit of every session of the run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PACKAGES = ("torchvision", "timm", "lightning", "torchmetrics", "numpy", "pillow
 
 
 def record_run(folder: Path, command: Sequence[str], seed: int | bool | None, trainer: Trainer) -> None:
-    """Write `run.json`, or add to it where a training goes on.
+    """Write `run.json`, or add to it where a training is resumed.
 
     It holds a list, `sessions`, of which each has `started` (UTC), `command` (as typed), `seed`, `git` (of the working
     folder: `commit`, and `changed`, whether there were uncommitted changes; None where there is no repository),
@@ -51,7 +51,7 @@ def record_run(folder: Path, command: Sequence[str], seed: int | bool | None, tr
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Commit, and whether tracked files differ from it; None outside a repository or without git."""
+    """Return the commit, and whether tracked files differ from it; None outside a repository or without git."""
 
     def git(*arguments: str) -> str:
         run = subprocess.run(["git", "-C", folder, *arguments], capture_output=True, text=True, check=True, timeout=10)

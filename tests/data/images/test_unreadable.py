@@ -138,13 +138,13 @@ def test_a_skipped_image_is_reported_once(tmp_path, capsys):
     trainer = SimpleNamespace(datamodule=data, world_size=1, is_global_zero=True)
     record = DataRecord(None)
     data.unreadable["train"] = {"a.jpg": "broken"}
-    record.on_fit_end(trainer, None)
+    record.teardown(trainer, None, "fit")
     # The test of the best checkpoint behind it meets nothing more.
     data.unreadable["test"] = {}
-    record.on_test_end(trainer, None)
+    record.teardown(trainer, None, "test")
     assert capsys.readouterr().out.count("1 image of train could not be read; other images") == 1
     data.unreadable["test"]["b.jpg"] = "broken"
-    record.on_test_end(trainer, None)
+    record.teardown(trainer, None, "test")
     assert "1 image of test could not be read and was left out." in capsys.readouterr().out
     assert record.counts == {"train": 1, "test": 1}
 

@@ -1,7 +1,8 @@
-"""Where weights may come from, and when they are loaded."""
+"""Pretrained weights: their sources, and when they are loaded."""
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import fsspec
@@ -42,13 +43,20 @@ def same(state, expected):
     assert all(torch.equal(state[name], expected[name]) for name in expected)
 
 
-@pytest.fixture
-def checkpoint(tmp_path):
-    """Of one epoch, with averaged weights."""
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The checkpoint of one epoch, with averaged weights."""
     module = ImageClassifier("test_relvit", 7, 3, (8, 12), NAMES, KWARGS, ema_decay=0.5, warmup_epochs=0)
     trainer = train(module, NamedNoise(), max_epochs=1, callbacks=[DescribeCheckpoint()])
-    trainer.save_checkpoint(tmp_path / "best.ckpt")
-    return tmp_path / "best.ckpt"
+    path = tmp_path_factory.mktemp("trained") / "best.ckpt"
+    trainer.save_checkpoint(path)
+    return path
+
+
+@pytest.fixture
+def checkpoint(trained, tmp_path):
+    """A copy of the checkpoint."""
+    return Path(shutil.copy(trained, tmp_path))
 
 
 def test_a_relvit_checkpoint_gives_its_averaged_weights_and_model(checkpoint):
@@ -227,14 +235,17 @@ def test_normalisation_of_weights(checkpoint, tmp_path):
         Pretrained(str(tmp_path)).normalisation()
 
 
-@pytest.mark.parametrize("option", ["--model.pretrained", "--model.teacher", "--ckpt_path"])
-def test_a_training_fetches_an_address_once(option, run, photos, tmp_path, monkeypatch):
+@pytest.mark.parametrize("options", [("--model.pretrained", "--model.teacher"), ("--ckpt_path",)])
+def test_a_training_fetches_each_address_once(options, run, photos, tmp_path, monkeypatch):
     fetched, get_file = [], MemoryFileSystem.get_file
     monkeypatch.setattr(
         MemoryFileSystem, "get_file", lambda self, path, *args: fetched.append(path) or get_file(self, path, *args)
     )
-    fsspec.filesystem("memory").pipe("/source/x.ckpt", (run / "checkpoints" / "best.ckpt").read_bytes())
-    arguments = ["fit", "--data=ImageFolderData", f"--data.root={photos}", f"--runs={tmp_path}"]
-    tiny = [argument for argument in TINY if option != "--model.pretrained" or not argument.startswith("--model.model")]
-    assert main([*arguments, f"{option}=memory://source/x.ckpt", *tiny, "--trainer.max_epochs=5"]) == 0
-    assert fetched == ["/source/x.ckpt"]
+    # Without --model.model the model is that of the pretrained weights.
+    tiny = TINY if "--ckpt_path" in options else [option for option in TINY if not option.startswith("--model.model")]
+    arguments = ["fit", "--data=ImageFolderData", f"--data.root={photos}", f"--runs={tmp_path}", *tiny]
+    for option in options:
+        fsspec.filesystem("memory").pipe(f"/source/{option}.ckpt", (run / "checkpoints" / "best.ckpt").read_bytes())
+        arguments.append(f"{option}=memory://source/{option}.ckpt")
+    assert main([*arguments, "--trainer.max_epochs=5"]) == 0
+    assert sorted(fetched) == sorted(f"/source/{option}.ckpt" for option in options)

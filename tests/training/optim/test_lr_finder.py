@@ -1,11 +1,13 @@
 """The learning rate of a range test, from curves whose steepest fall is known and from trainings on few images."""
 
+import math
+
 import numpy as np
 import pytest
-from small_training import Noise, build, train
+import torch
+from small_training import Noise, assert_close, build, train
 
-from relvit.training import FindLearningRate
-from relvit.training.callbacks.finite import NonFiniteLossError
+from relvit.training import FindLearningRate, NonFiniteLossError
 from relvit.training.optim.lr_finder import steepest_fall
 
 RATES = np.logspace(-7, 0, 100)
@@ -17,8 +19,7 @@ def falling(at, rates=RATES):
 
 
 @pytest.mark.parametrize("at", [1e-5, 1e-3, 1e-2])
-@pytest.mark.parametrize("noise", [0.0, 0.1])
-@pytest.mark.parametrize("explodes", [False, True])
+@pytest.mark.parametrize(("noise", "explodes"), [(0.0, False), (0.1, False), (0.1, True)])
 def test_steepest_fall_per_order_of_magnitude(at, noise, explodes):
     """By its definition: for this curve the derivative by log(rate) is least where the rate is `at`."""
     for seed in range(20):
@@ -27,12 +28,9 @@ def test_steepest_fall_per_order_of_magnitude(at, noise, explodes):
             losses[90:] = 10.0 ** np.arange(10)
             losses[95:97] = np.inf, np.nan
         assert at / 2 < steepest_fall(RATES, losses) < at * 2
-
-
-def test_several_batches_at_a_rate_count_by_their_mean():
-    rates = np.repeat(RATES, 2)
-    losses = np.repeat(falling(1e-3), 2) + np.tile([0.5, -0.5], len(RATES))
-    assert steepest_fall(rates, losses) == pytest.approx(1e-3, rel=0.1)
+        # Several batches at a rate count by their mean.
+        twice = np.repeat(losses, 2) + np.tile([0.5, -0.5], len(RATES))
+        assert steepest_fall(np.repeat(RATES, 2), twice) == pytest.approx(steepest_fall(RATES, losses), rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +54,32 @@ def test_noise_is_no_fall():
     assert sum(rate is not None for rate in found) <= 2
 
 
+def test_the_rate_found_sets_the_whole_schedule_and_the_rest_is_as_before(tmp_path, capsys):
+    module = build(lr=1e-3, min_lr=0.0, warmup_epochs=0, lr_base_batch=16, ema_decay=0.9, mixup=0.2)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    weights, rates, counts, finder = [], [], [], FindLearningRate()
+
+    def record(*_):
+        if module.range_test is None:
+            weights.append({name: value.clone() for name, value in module.state_dict().items()})
+            counts.append(int(module.train_metrics["train/loss"].weight))
+            rates.append(module.trainer.optimizers[0].param_groups[0]["lr"])
+
+    module.on_before_zero_grad = record
+    trainer = train(module, max_epochs=2, callbacks=[finder], default_root_dir=tmp_path)
+    assert len(finder.rates) == len(finder.losses) > 50
+    found = steepest_fall(finder.rates, finder.losses)
+    # Batches of 4, the configured rate is for 16.
+    assert module.hparams.lr / 4 == pytest.approx(found)
+    assert module.plan.lr == pytest.approx(found)
+    assert module.plan.steps == trainer.global_step == 12
+    assert f"learning rate found: {found:.3g}, as --model.lr {found * 4:.3g}" in capsys.readouterr().out
+    assert rates == pytest.approx([found * (1 + math.cos(math.pi * step / 12)) / 2 for step in range(12)])
+    assert_close(weights[0], before)
+    assert counts[:6] == [4, 8, 12, 16, 20, 23]
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [
@@ -76,5 +100,5 @@ def test_non_finite_losses_end_the_search_and_then_the_training(capsys):
     with pytest.raises(NonFiniteLossError):
         train(module, Noise(spoilt=True), max_epochs=1, callbacks=[FindLearningRate()])
     assert "Warning: --lr_find" in capsys.readouterr().out
-    assert not module.searching
-    assert "training_step" not in vars(module)
+    assert module.range_test is None
+    assert all(torch.isfinite(parameter).all() for parameter in module.parameters())

@@ -13,7 +13,7 @@ SIZES = {"img_size": (8, 12), "patch_size": 4, "embed_dim": 8, "depth": 2, "num_
 TABLES = {f"attn.position.{side}_{axis}" for side in ("key", "value") for axis in ("rows", "cols")}
 MATRICES = {"attn.qkv.weight", "attn.proj.weight", "mlp.fc1.weight", "mlp.fc2.weight"}
 NORMS = {f"norm{i}.{kind}" for i in (1, 2) for kind in ("weight", "bias")}
-BIASES = {name.replace("weight", "bias") for name in MATRICES}
+SPARED = NORMS | TABLES | {name.replace("weight", "bias") for name in MATRICES}
 
 
 @pytest.fixture
@@ -39,10 +39,8 @@ def block(number, names):
 
 def test_without_layer_decay_there_are_two_groups(net):
     spared = {"reg_token", "pos_embed", "patch_embed.proj.bias", "fc_norm.weight", "fc_norm.bias", "head.bias"}
-    decayed = {"patch_embed.proj.weight", "head.weight"}
-    for number in (0, 1):
-        spared |= block(number, NORMS | BIASES | TABLES)
-        decayed |= block(number, MATRICES)
+    decayed = {"patch_embed.proj.weight", "head.weight"} | block(0, MATRICES) | block(1, MATRICES)
+    spared |= block(0, SPARED) | block(1, SPARED)
     optimizer = make_optimizer(net, lr=0.01, weight_decay=0.3)
     assert groups(net, optimizer) == {(0.01, 0.0, False): spared, (0.01, 0.3, False): decayed}
 
@@ -52,9 +50,9 @@ def test_layer_decay_by_depth_with_tables_in_their_blocks(net):
     assert groups(net, optimizer) == {
         (0.00125, 0.0, False): {"reg_token", "pos_embed", "patch_embed.proj.bias"},
         (0.00125, 0.3, False): {"patch_embed.proj.weight"},
-        (0.0025, 0.0, False): block(0, NORMS | BIASES | TABLES),
+        (0.0025, 0.0, False): block(0, SPARED),
         (0.0025, 0.3, False): block(0, MATRICES),
-        (0.005, 0.0, False): block(1, NORMS | BIASES | TABLES),
+        (0.005, 0.0, False): block(1, SPARED),
         (0.005, 0.3, False): block(1, MATRICES),
         (0.01, 0.0, False): {"fc_norm.weight", "fc_norm.bias", "head.bias"},
         (0.01, 0.3, False): {"head.weight"},
@@ -72,11 +70,8 @@ def test_muon_leaves_tables_embeddings_and_classifier_to_its_fallback(net):
 def test_retrofitted_tables_belong_to_their_blocks():
     vit = relvit.retrofit(timm.create_model("test_vit", num_classes=7), rel_terms="kv")
     found = groups(vit, make_optimizer(vit, lr=1.0, weight_decay=0.3, layer_decay=0.5))
-    depth = len(vit.blocks)
-    for number in range(depth):
-        names = found[0.5 ** (depth - number), 0.0, False]
-        assert {name for name, _ in vit.named_parameters() if f"blocks.{number}.attn.position." in name} <= names
-        assert f"blocks.{number}.attn.position.key_rows" in names
+    for number in range(len(vit.blocks)):
+        assert block(number, TABLES) <= found[0.5 ** (len(vit.blocks) - number), 0.0, False]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +80,6 @@ def test_retrofitted_tables_belong_to_their_blocks():
         ("adamw", {"betas": [0.8, 0.9]}, "AdamW"),
         ("sgd", {"momentum": 0.5, "nesterov": False}, "SGD"),
         ("lamb", {"eps": 1e-5}, "Lamb"),
-        ("lion", {}, "Lion"),
         ("muon", {"momentum": 0.9}, "Muon"),
     ],
 )
@@ -126,7 +120,6 @@ def test_one_step_of_sgd_is_the_formula(net):
         ({"opt": "lars2"}, r"unknown optimiser 'lars2' \(did you mean 'lars'\?\)"),
         ({"opt": "adahessian"}, "'adahessian' needs second derivatives"),
         ({"opt": "sgd", "opt_kwargs": {"momemtum": 0.9}}, r"no argument 'momemtum' \(did you mean 'momentum'\?\)"),
-        ({"opt": "sgd", "opt_kwargs": {"betas": [0.9, 0.9]}}, "optimiser 'sgd' has no argument 'betas'"),
         ({"opt_kwargs": {"lr": 1.0}}, "opt_kwargs must not hold 'lr'"),
         ({"layer_decay": 1.5}, "layer_decay must be in 0 < x <= 1, got 1.5"),
     ],
@@ -137,6 +130,6 @@ def test_errors(net, arguments, message):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the package may be there")
-def test_optimisers_of_gpu_packages_say_what_they_want(net):
+def test_optimisers_of_gpu_packages_report_what_they_need(net):
     with pytest.raises(ValueError, match="optimiser 'fusedadam' cannot be used here"):
         make_optimizer(net, "fusedadam")

@@ -1,4 +1,4 @@
-"""The sheet of training images: what it shows, and what it leaves alone."""
+"""The sheet of training images: what it shows, and that the training goes on as without."""
 
 import random
 import shutil
@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 import torch
 from photos import TINY
-from small_training import KWARGS, train
+from small_training import KWARGS, assert_close, record_steps, train
 
 from relvit.cli import main
 from relvit.data import CIFAR10Data, ImageFolderData
+from relvit.data.images.memory import SameSizeImages
+from relvit.data.transforms import pack
 from relvit.plots import read_metrics
 from relvit.training import ImageClassifier, TrainingImages
 from relvit.training.callbacks import training_images
@@ -25,29 +27,8 @@ def sheets(monkeypatch):
 
 
 def test_shows_the_first_images_as_the_model_sees_them(photos, tmp_path, sheets):
-    """Every one, with its class, and with whatever the augmentation has drawn for it."""
-    data = ImageFolderData(str(photos), img_size=16, batch_size=8, num_workers=1, augment="crop-flip")
-    module = ImageClassifier("test_relvit", 3, 3, (16, 16), data.class_names, KWARGS)
-    seen, step = [], module.training_step
-
-    def recording(batch, batch_idx):
-        seen.extend(zip(*batch, strict=True))
-        return step(batch, batch_idx)
-
-    module.training_step = recording
-    train(module, data, max_epochs=1, callbacks=[TrainingImages(tmp_path / "sheet.png")])
-    ((pictures, names, path),) = sheets
-    assert path == tmp_path / "sheet.png"
-    assert len(seen) == len(pictures) == 18
-    mean, std = (torch.tensor(values)[:, None, None] for values in (data.mean, data.std))
-    for (image, label), picture, name in zip(seen, pictures, names, strict=True):
-        pixels = (255 * (image * std + mean)).round().permute(1, 2, 0).numpy()
-        assert np.array_equal(picture, pixels)
-        assert name == data.class_names[label]
-
-
-def test_random_numbers_go_on_as_if_nothing_had_been_drawn(photos, tmp_path, sheets):
-    states = []
+    """Every one, with its class, and with whatever the augmentation has drawn for it; random numbers stay."""
+    seen, states = [], []
 
     class Watch(TrainingImages):
         def on_fit_start(self, trainer, pl_module):
@@ -55,12 +36,20 @@ def test_random_numbers_go_on_as_if_nothing_had_been_drawn(photos, tmp_path, she
                 states.append((random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()))
                 super().on_fit_start(trainer, pl_module)
 
-    data = ImageFolderData(str(photos), img_size=16, batch_size=8, num_workers=0, augment="three-augment")
+    data = ImageFolderData(str(photos), img_size=16, batch_size=8, num_workers=1, augment="crop-flip")
     module = ImageClassifier("test_relvit", 3, 3, (16, 16), data.class_names, KWARGS)
+    record_steps(module, lambda batch, _: seen.extend(zip(*batch, strict=True)))
     train(module, data, max_epochs=1, callbacks=[Watch(tmp_path / "sheet.png")])
-    assert len(sheets) == 2
+    (pictures, names, path), _ = sheets
+    assert path == tmp_path / "sheet.png"
+    assert len(seen) == len(pictures) == 18
     assert states[0] == states[1]
-    assert data.num_workers == 0
+    assert data.num_workers == 1
+    mean, std = (torch.tensor(values)[:, None, None] for values in (data.mean, data.std))
+    for (image, label), picture, name in zip(seen, pictures, names, strict=True):
+        pixels = (255 * (image * std + mean)).round().permute(1, 2, 0).numpy()
+        assert np.array_equal(picture, pixels)
+        assert name == data.class_names[label]
 
 
 def test_a_training_is_the_same_with_and_without(run, photos, tmp_path, monkeypatch):
@@ -69,8 +58,9 @@ def test_a_training_is_the_same_with_and_without(run, photos, tmp_path, monkeypa
     (without,) = tmp_path.iterdir()
     assert (run / "training_images.png").is_file()
     assert not (without / "training_images.png").exists()
-    weights = [torch.load(f / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"] for f in (run, without)]
-    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+    assert_close(
+        *(torch.load(f / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"] for f in (run, without))
+    )
     for name in ("train/loss", "val/loss"):
         assert read_metrics(run / "metrics.csv")[name] == read_metrics(without / "metrics.csv")[name]
 
@@ -91,14 +81,11 @@ def test_images_that_cannot_be_read_or_drawn_end_nothing(photos, tmp_path, monke
     assert "Note: training_images.png could not be drawn: no font\n" in capsys.readouterr().out
 
 
-def test_whole_batches_of_images_in_memory(sheets):
+def test_batches_of_images_in_memory():
     """CIFAR's come augmented as a batch; here they are noise."""
     data = CIFAR10Data(num_workers=0, batch_size=16)
-    from relvit.data.images.memory import SameSizeImages
-    from relvit.data.transforms import pack
-
     pixels = np.random.default_rng(0).integers(0, 256, (40, 32, 32, 3), np.uint8)
     data._datasets["train"] = SameSizeImages(pack(pixels), [i % 10 for i in range(40)], data.train_transform)
-    pictures = list(training_images._first(data))
-    assert len(pictures) == 20
-    assert all(picture.shape == (32, 32, 3) for picture, _ in pictures)
+    pictures = [picture for picture, _ in training_images._training_pictures(data)]
+    assert len(pictures) == 40
+    assert all(picture.shape == (32, 32, 3) for picture in pictures)

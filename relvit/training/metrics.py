@@ -1,0 +1,141 @@
+"""Loss and accuracy of an epoch on any number of devices (torchmetrics), counted by step and logged by hooks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning import LightningModule, Trainer
+from torch import Tensor
+from torchmetrics import MeanMetric, Metric, MetricCollection, SumMetric
+from torchmetrics.classification import MulticlassAccuracy
+
+from relvit.training.checkpoints.resume import (
+    States,
+    copy_states,
+    gather_states,
+    restore_states,
+    states_of_process,
+)
+from relvit.training.lightning_internals import training_batches_done
+
+# Key of the metrics of an unfinished epoch in a checkpoint.
+METRICS_KEY = "train_metrics"
+
+
+def class_metrics(num_classes: int, prefix: str, mixed: bool = False) -> MetricCollection:
+    """Create mean loss 'loss', accuracy 'acc1' and, with five classes or more, top-5 accuracy 'acc5'.
+
+    Args:
+        num_classes: The number of classes.
+        prefix: The text before each name, such as 'val/'.
+        mixed: Call the accuracies 'acc1_mixed' and 'acc5_mixed': of images mixed by mixup or CutMix, the class of the
+            larger part counts.
+    """
+    metrics: dict[str, Metric] = {"loss": MeanMetric()}
+    for k in (1, 5):
+        if k <= num_classes:
+            metrics[f"acc{k}_mixed" if mixed else f"acc{k}"] = MulticlassAccuracy(num_classes, top_k=k, average="micro")
+    return MetricCollection(metrics, prefix=prefix, compute_groups=False)
+
+
+def count_batch(metrics: MetricCollection, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
+    """Add a batch: its mean loss, logits (B, num_classes), labels (B,)."""
+    for name, metric in metrics.items(keep_base=True):
+        if name == "loss":
+            metric.update(loss.detach(), weight=len(labels))
+        else:
+            metric.update(logits.detach(), labels)
+
+
+def current_lr(trainer: Trainer) -> float:
+    """Return the learning rate of the last layer; with `layer_decay` the layers below have lower ones."""
+    return max(group["lr"] for group in trainer.optimizers[0].param_groups)
+
+
+class EpochMetrics(LightningModule):
+    """A LightningModule whose metrics count every image once on any number of devices.
+
+    All processes compute a metric at the same point, and log the result as a plain number. A metric object that was
+    logged would be computed when something reads it first: a progress bar does so on the main process alone, which then
+    waits for the others for ever.
+
+    Attributes:
+        train_metrics: See `class_metrics`; of the augmented images.
+        val_metrics: The same of validation.
+        test_metrics: The same of testing.
+        step_metrics: Means and sums over the optimiser steps of an epoch.
+    """
+
+    def create_metrics(self, num_classes: int, mixed: bool, count_skipped_steps: bool) -> None:
+        self.val_metrics, self.test_metrics = (class_metrics(num_classes, prefix) for prefix in ("val/", "test/"))
+        self.train_metrics = class_metrics(num_classes, "train/", mixed=mixed)
+        of_steps: dict[str, Metric] = {"grad_norm": MeanMetric()}
+        if count_skipped_steps:
+            of_steps["skipped_steps"] = SumMetric()
+        self.step_metrics = MetricCollection(of_steps, compute_groups=False, prefix="train/")
+        # The epoch's metrics at the last optimiser step, from which a checkpoint resumes.
+        self._metrics_at_step: States = {}
+
+    def log_running(self) -> None:
+        """Show loss and accuracy of the epoch so far, over the images of this process, in the progress bar."""
+        # `compute` of the class: that of the object would wait for the other processes.
+        values = {name: type(metric).compute(metric) for name, metric in self.train_metrics.items(keep_base=True)}
+        accuracy = values["acc1" if "acc1" in values else "acc1_mixed"]
+        self.log_dict({"loss": values["loss"], "acc": accuracy}, prog_bar=True, logger=False)
+
+    def keep_step_metrics(self) -> None:
+        """Keep a copy of the epoch's metrics behind an optimiser step, for checkpoints."""
+        self._metrics_at_step = copy_states(self.train_metrics) | copy_states(self.step_metrics)
+
+    def metrics_to_save(self, within_epoch: bool) -> list[States]:
+        """Gather the metrics at the last optimiser step from all processes; at the end of an epoch there are none."""
+        return gather_states(self._metrics_at_step if within_epoch else {})
+
+    def restore_metrics(self, stored: list[States]) -> None:
+        """Resume with the metrics of a checkpoint."""
+        self._metrics_at_step = states_of_process(stored, self.global_rank, self.trainer.world_size)
+        for metrics in (self.train_metrics, self.step_metrics):
+            metrics.reset()
+            restore_states(metrics, self._metrics_at_step)
+
+    def on_train_epoch_start(self) -> None:
+        self.train_metrics.reset()
+        self.step_metrics.reset()
+
+    def on_validation_epoch_start(self) -> None:
+        self.val_metrics.reset()
+
+    def on_test_epoch_start(self) -> None:
+        self.test_metrics.reset()
+
+    # Callbacks reach the end of an epoch before the module does, so the metrics are logged with the last batch already.
+    # And once more at the end: early stopping, and data without a length, do not announce the last batch.
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if training_batches_done(self.trainer):
+            self._log_train()
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        if batch_idx + 1 == self.trainer.num_val_batches[dataloader_idx]:
+            self._log(self.val_metrics.compute())
+
+    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        if batch_idx + 1 == self.trainer.num_test_batches[dataloader_idx]:
+            self._log(self.test_metrics.compute())
+
+    def on_train_epoch_end(self) -> None:
+        self._log_train()
+
+    def on_validation_epoch_end(self) -> None:
+        self._log(self.val_metrics.compute())
+
+    def on_test_epoch_end(self) -> None:
+        self._log(self.test_metrics.compute())
+
+    def _log_train(self) -> None:
+        self._log(self.train_metrics.compute() | {"lr": current_lr(self.trainer)}, prog_bar=False)
+
+    def _log(self, values: dict[str, Any], prog_bar: bool = True) -> None:
+        # `sync_dist` and `rank_zero_only` together keep Lightning from reducing the values once more, and from warning.
+        options = {"sync_dist": True, "rank_zero_only": True, "batch_size": 1, "add_dataloader_idx": False}
+        self.log_dict(values, on_step=False, on_epoch=True, prog_bar=prog_bar, **options)

@@ -1,0 +1,91 @@
+"""Guard against non-finite losses and gradients (NaN, infinity), and gradients averaged over accumulated batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, get_args
+
+import torch
+from lightning import Trainer
+from torch import Tensor, nn
+
+from relvit.training.optim.sharding import gather_full
+from relvit.utils.messages import did_you_mean
+
+NonFinite = Literal["stop", "skip"]
+
+
+class NonFiniteLossError(RuntimeError):
+    """The loss or its gradient is infinite or not a number; raised before the optimiser could spoil the weights."""
+
+
+class FiniteCheck:
+    """Check of the losses since the last optimiser step, and of the gradients; all devices come to the same decision.
+
+    Args:
+        nonfinite: 'stop' raises an error; 'skip' removes the gradients, so that the optimiser leaves the weights.
+
+    Raises:
+        ValueError: `nonfinite` is something else.
+    """
+
+    def __init__(self, nonfinite: NonFinite) -> None:
+        allowed = get_args(NonFinite)
+        if nonfinite not in allowed:
+            hint = did_you_mean(str(nonfinite), allowed)
+            raise ValueError(f"nonfinite is {nonfinite!r}; allowed are {', '.join(map(repr, allowed))}{hint}")
+        self.nonfinite = nonfinite
+        self._loss: Tensor | None = None
+
+    def note(self, loss: Tensor) -> None:
+        """Remember a loss until the next optimiser step: the first that is not finite, without waiting for a GPU."""
+        loss = loss.detach()
+        self._loss = loss if self._loss is None else torch.where(self._loss.isfinite(), loss, self._loss)
+
+    def before_step(self, trainer: Trainer, parameters: Iterable[nn.Parameter]) -> tuple[Tensor, bool]:
+        """Return the norm of all gradients together, before they are clipped, and whether the optimiser may use them.
+
+        Raises:
+            NonFiniteLossError: The optimiser may not, with 'stop'.
+        """
+        parameters = [parameter for parameter in parameters if parameter.grad is not None]
+        norm = gather_full(torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters]))
+        loss, self._loss = self._loss, None
+        finite = loss.isfinite()
+        # With float16, infinite gradients are how the scaler finds its scale; it skips those steps itself.
+        if getattr(trainer.precision_plugin, "scaler", None) is None:
+            finite = finite & norm.isfinite()
+        if trainer.world_size > 1:
+            finite = trainer.strategy.reduce(finite.int(), reduce_op="min")
+        if finite:
+            return norm, True
+        if self.nonfinite == "skip":
+            for parameter in parameters:
+                parameter.grad = None
+            return norm, False
+        if not loss.isfinite():
+            reason = f"the loss is {loss.item()}"
+        elif not norm.isfinite():
+            reason = f"the gradient's norm is {norm.item()}"
+        else:
+            reason = "loss or gradient is not finite on another device"
+        raise NonFiniteLossError(
+            f"{reason} at step {trainer.global_step + 1}, in epoch {trainer.current_epoch + 1}: stopped before the "
+            "optimiser step; try a lower --model.lr, a longer --model.warmup_epochs or --trainer.gradient_clip_val 1, "
+            "or leave such steps out with --model.nonfinite skip"
+        )
+
+
+@torch.no_grad()
+def average_accumulated(trainer: Trainer, parameters: Iterable[nn.Parameter]) -> None:
+    """Make the gradients at an optimiser step the mean over the batches that were accumulated for it.
+
+    Lightning divides every loss by `accumulate_grad_batches`, although fewer batches may be left for the last step of
+    an epoch; how many there were is known only here.
+    """
+    planned = trainer.accumulate_grad_batches
+    accumulated = trainer.fit_loop.epoch_loop.batch_idx % planned + 1
+    if accumulated < planned:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad *= planned / accumulated

@@ -1,0 +1,50 @@
+"""Epochs in which the classifier alone is trained."""
+
+import pytest
+import torch
+from small_training import Record, assert_close, build, record_steps, train
+
+from relvit.training import ImageClassifier
+
+OPTIONS = {"lr": 0.05, "warmup_epochs": 0, "min_lr": 0.05, "freeze_epochs": 2}
+
+
+def moved(before, after):
+    return {name for name in before if not torch.equal(before[name], after[name])}
+
+
+@pytest.mark.parametrize("without_gradients", [True, False])
+def test_only_the_classifier_moves_until_its_epoch_and_a_resumed_training_unfreezes(without_gradients, tmp_path):
+    module = build(**OPTIONS)
+    start = {name: parameter.detach().clone() for name, parameter in module.net.named_parameters()}
+    if not without_gradients:  # as on several devices
+        set_frozen = module.backbone.set_frozen
+        module.backbone.set_frozen = lambda frozen, **_: set_frozen(frozen, without_gradients=False)
+    record = Record(module)
+    trainer = train(module, max_epochs=3)
+    head = {"head.weight", "head.bias"}
+    assert moved(start, record.weights[0]) == head
+    assert moved(start, record.weights[11]) == head
+    assert moved(start, record.weights[12]) == set(start)
+    assert all(parameter.requires_grad for parameter in module.parameters())
+    assert sum(len(g["params"]) for g in trainer.optimizers[0].param_groups) == len(list(module.parameters()))
+    # From a checkpoint within the frozen epochs, or at their end.
+    for epochs in (1, 2) if without_gradients else ():
+        train(build(**OPTIONS), max_epochs=epochs).save_checkpoint(tmp_path / "x.ckpt")
+        resumed = build(**OPTIONS)
+        train(resumed, max_epochs=3, ckpt_path=tmp_path / "x.ckpt")
+        assert_close(resumed.net.state_dict(), module.net.state_dict())
+
+
+def test_frozen_blocks_are_in_evaluation_mode_through_validation():
+    module = build(**OPTIONS | {"freeze_epochs": 1})
+    module.net.blocks[0].drop_path1 = torch.nn.Dropout(0.5)
+    modes = []
+    record_steps(module, lambda *_: modes.append((module.net.blocks[0].drop_path1.training, module.net.head.training)))
+    train(module, max_epochs=2, val_check_interval=0.5)
+    assert modes == [(False, True)] * 6 + [(True, True)] * 6
+
+
+def test_a_model_without_classifier_is_refused():
+    with pytest.raises(ValueError, match="freeze_epochs needs a model with a classifier; RelVisionTransformer has no"):
+        ImageClassifier("test_relvit", 0, freeze_epochs=1)

@@ -1,0 +1,105 @@
+"""Trainings in two processes that are stopped by a signal, or of which one is killed, and that are resumed."""
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+import torch
+from processes import ROOT, TORCHRUN, Ranks, as_torchrun, finish, start
+from scripts import load
+
+PROOF = load("resume_proof")
+# The processes find it by name.
+sys.path.append(str(ROOT / "tools"))
+WHOLE = PROOF.EPOCHS * PROOF.BATCHES
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    return PROOF.make_images(tmp_path_factory.mktemp("images"))
+
+
+def flags(images, folder, callback="resume_proof.Interrupt"):
+    # 28 images: seven batches for each of two processes.
+    data = [f"--data.root={images}", "--data.batch_size=2", f"--runs={folder / 'runs'}"]
+    return ["fit", *PROOF.CONFIGURATION.split(), *data, f"--trainer.callbacks={callback}"]
+
+
+def counting(folder, name, **second):
+    """Environments of two processes that count their steps; that of the second may hold more."""
+    environments = as_torchrun()
+    for rank, environment in enumerate(environments):
+        environment |= {PROOF.PLACE: "", PROOF.END: "", PROOF.COUNT: str(folder / f"{name}.{rank}")}
+    environments[1] |= second
+    return environments
+
+
+def steps(folder, name):
+    """Batches of each process."""
+    return [(folder / f"{name}.{rank}").stat().st_size for rank in (0, 1)]
+
+
+def run_of(folder):
+    (run,) = (folder / "runs").iterdir()
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole(images, tmp_path_factory):
+    """The folder of a training that nothing interrupts."""
+    folder = tmp_path_factory.mktemp("whole")
+    ranks = Ranks(flags(images, folder), folder, counting(folder, "steps"))
+    assert ranks.finish() == [0, 0], ranks.text()
+    assert steps(folder, "steps") == [WHOLE, WHOLE]
+    return run_of(folder)
+
+
+@pytest.mark.parametrize("place", ["mid-epoch", pytest.param("validation", marks=pytest.mark.slow)])
+def test_all_stop_at_the_same_step_when_one_is_stopped_and_go_on_exactly(images, whole, tmp_path, place):
+    struck = {PROOF.PLACE: place, PROOF.END: "SIGTERM"}
+    ranks = Ranks(flags(images, tmp_path), tmp_path, counting(tmp_path, "steps", **struck))
+    assert ranks.finish() == [143, 143], ranks.text()
+    assert len(set(steps(tmp_path, "steps"))) == 1
+    assert ranks.text().count("Stopped by SIGTERM. To go on: relvit fit --resume ") == 1
+    ranks = Ranks(["fit", f"--resume={run_of(tmp_path)}"], tmp_path, counting(tmp_path, "after"))
+    assert ranks.finish() == [0, 0], ranks.text()
+    assert 0 < steps(tmp_path, "after")[0] < WHOLE
+    assert PROOF.differences(whole, run_of(tmp_path)) == []
+
+
+def test_a_process_that_is_killed_ends_the_other(images, tmp_path):
+    struck = {PROOF.PLACE: "mid-epoch", PROOF.END: "SIGKILL"}
+    ranks = Ranks(flags(images, tmp_path), tmp_path, counting(tmp_path, "steps", **struck))
+    assert ranks.finish(seconds=90) == [1, -signal.SIGKILL]
+    assert "relvit fit: error: " in ranks.text()
+    last = torch.load(run_of(tmp_path) / "checkpoints" / "last.ckpt", weights_only=True)
+    assert last["position"]["epoch"] == 1
+
+
+def test_a_killed_loader_worker_ends_the_run(images, tmp_path):
+    ranks = Ranks(flags(images, tmp_path, "failures.KillWorker"), tmp_path, [{}])
+    assert ranks.finish() == [1]
+    assert "relvit fit: error: RuntimeError: DataLoader worker (pid" in ranks.text()
+    last = torch.load(run_of(tmp_path) / "checkpoints" / "last.ckpt", weights_only=True)
+    # It is noticed at once, or where the next batch is missing.
+    assert last["position"]["epoch"] == 1
+    assert 1 <= last["position"]["batch"] < 14
+
+
+@pytest.mark.slow
+def test_torchrun_and_all_its_processes_are_stopped(images, tmp_path):
+    # Both count in one file.
+    count = tmp_path / "steps"
+    environment = {PROOF.PLACE: "", PROOF.END: "", PROOF.COUNT: str(count)}
+    process = start([*flags(images, tmp_path), "--trainer.max_epochs=1000"], tmp_path, TORCHRUN, env=environment)
+    while process.poll() is None and not (count.exists() and count.stat().st_size > 20):
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGTERM)
+    status, out, err = finish(process)
+    assert status != 0
+    assert out.count("Stopped by SIGTERM. To go on: relvit fit --resume ") == 1, err[-3000:]
+    assert "terminate called" not in err
+    last = torch.load(run_of(tmp_path) / "checkpoints" / "last.ckpt", weights_only=True)
+    assert 0 <= count.stat().st_size - 2 * last["global_step"] <= 2
