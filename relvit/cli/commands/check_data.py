@@ -1,4 +1,4 @@
-"""`relvit check-data`: decode every image; broken files, classes, sizes and duplicates."""
+"""`relvit check-data`: broken files, classes, sizes and duplicates of a data set, by decoding every image."""
 
 from __future__ import annotations
 
