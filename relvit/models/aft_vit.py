@@ -40,7 +40,7 @@ class AFTVisionTransformer(GridVisionTransformer):
 
     Images of any size whose sides are multiples of the patch work in `forward`: 'conv' knows offsets alone, the
     others interpolate what they have learned for `img_size`. As in the paper, 'conv' has neither class token nor
-    absolute embedding and pools by average; the others have both and read the class token, unless told otherwise.
+    absolute embedding and pools by average; the others have both and read the class token, by default.
 
     Args:
         mixer: 'full' (`AFTFull`), 'local' (`AFTLocal`), 'simple' (`AFTSimple`) or 'conv' (`AFTConv2d`).
@@ -156,7 +156,7 @@ def checkpoint_filter_fn(
     - the factors of a bias on another grid are interpolated (an approximation);
     - from attention the projections of values and outputs are taken over, as the paper does where it fine-tunes a
       pretrained DeiT (section 4.3); projections to queries and keys, and what is attention-free alone, stay as they are
-      in the model. 'simple' has no tensor by which its own checkpoints could be told from those of attention: it takes
+      in the model. 'simple' has no tensor by which its own checkpoints could be distinguished from those of attention: it takes
       over all.
 
     Args:
