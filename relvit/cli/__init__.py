@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from relvit.cli.aliases import Rewritten, rewrite
-from relvit.cli.errors import describe, is_users_mistake, says_enough
+from relvit.cli.errors import describe, is_self_explanatory, is_users_mistake
 from relvit.utils.messages import did_you_mean, listing
 from relvit.version import __version__
 
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             raise
         print(f"relvit {command}: error: {typed.as_typed(describe(error))}", file=sys.stderr)
-        if not says_enough(error):
+        if not is_self_explanatory(error):
             print("(with --debug it shows where this happened)", file=sys.stderr)
         return 2 if is_users_mistake(error) else 1
     return 0
