@@ -8,7 +8,6 @@ error limit`; the exit status is 1 if any failed. Lines `note` report, lines `sk
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import platform
 import sys
@@ -17,10 +16,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -67,21 +64,11 @@ class Measured(NamedTuple):
     remark: str = ""
 
 
-class Line(NamedTuple):
-    """A printed line; only 'ok' and 'FAIL' have numbers, and those only if finite."""
-
-    status: str
-    name: str
-    error: float | None = None
-    limit: float | None = None
-    remark: str = ""
-
-
-@dataclass
 class Log:
-    """All lines so far, printed as they come."""
+    """Prints a line per check, and counts them by status."""
 
-    lines: list[Line] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
 
     def check(self, name: str, measure: Callable[[], Measured]) -> None:
         """Compare what `measure` returns; an exception is a failure."""
@@ -91,17 +78,12 @@ class Log:
             error, limit = math.inf, 0.0
             remark = f"{type(raised).__name__}: {str(raised).partition(chr(10))[0][:200]}"
         # NaN is no better than any limit.
-        status = "ok" if error <= limit else "FAIL"
-        line = Line(status, name, error if math.isfinite(error) else None, limit, remark)
-        self._add(line, f"{error:.1e} {limit:.1e}")
+        self.print("ok" if error <= limit else "FAIL", name, f"{error:.1e} {limit:.1e} {remark}")
 
-    def note(self, name: str, remark: str, status: str = "note") -> None:
-        """Report something that cannot fail."""
-        self._add(Line(status, name, remark=remark))
-
-    def _add(self, line: Line, numbers: str = "") -> None:
-        self.lines.append(line)
-        print(*filter(None, (f"{line.status:4}", line.name, numbers, line.remark)), flush=True)
+    def print(self, status: str, name: str, remark: str) -> None:
+        """Print a line, also of something that cannot fail."""
+        self.counts[status] += 1
+        print(f"{status:4} {name} {remark}".rstrip(), flush=True)
 
 
 def short(dtype: torch.dtype) -> str:
@@ -178,7 +160,7 @@ def check_scene(log: Log, scene: Scene, device: str) -> None:
 def check_kernels(log: Log, scenes: Sequence[Scene], device: str) -> None:
     """Check that a fused kernel computes what `choose` leaves to `fused`; others of stock attention keep N x N."""
     if device != "cuda":
-        log.note("kernels", "needs a GPU", "skip")
+        log.print("skip", "kernels", "needs a GPU")
         return
     # Just as wide as `choose` lets them be, and one channel more, for padding, which it does not count.
     edge = draw_scene("width 256", make_grid(2, 190), dim=64, distance=(5, 7))
@@ -229,7 +211,7 @@ def check_autocast(log: Log, device: str, quick: bool) -> None:
 def check_memory(log: Log, device: str) -> None:
     """Check what a training step at 64 x 64 patches adds to the memory in use, in N x N tensors of all heads."""
     if device != "cuda":
-        log.note("memory", "needs a GPU", "skip")
+        log.print("skip", "memory", "needs a GPU")
         return
     side, heads, dim = 64, 6, 64
     new = partial(torch.randn, device=device)
@@ -302,7 +284,7 @@ def report_determinism(log: Log, scene: Scene, device: str) -> None:
         once, twice = (outcome(scene, terms, device, dtype, backend) for _ in range(2))
         others = [name for name in once if not torch.equal(once[name], twice[name])]
         remark = f"not bit-equal: {', '.join(others)}" if others else "bit-equal"
-        log.note(f"two runs: {scene.name}, qkvb, {backend}, {short(dtype)}", remark)
+        log.print("note", f"two runs: {scene.name}, qkvb, {backend}, {short(dtype)}", remark)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -316,7 +298,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--quick", action="store_true", help="few and tiny cases")
     add("--compile", action="store_true", help="check compiled code on the CPU too, which needs a C++ compiler")
-    add("--output", type=Path, help="a JSON file of all lines, versions and the device")
     given = parser.parse_args(arguments)
     device: str = given.device
     if device == "cuda" and not torch.cuda.is_available():
@@ -336,21 +317,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if compiled:
         check_compiled(log, device)
     else:
-        log.note("compiled", "needs a GPU, or --compile", "skip")
+        log.print("skip", "compiled", "needs a GPU, or --compile")
     check_attention_free(log, device, given.quick, compiled)
     report_determinism(log, scenes[0], device)
 
-    counts = Counter(line.status for line in log.lines)
     machine = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
-    result = {"device": machine, "seconds": round(time.perf_counter() - begin, 1), "counts": counts}
-    print(*(f"{count} {status}" for status, count in counts.items()), sep=", ", end="")
-    print(f" in {result['seconds']} s on {machine}, torch {torch.__version__}")
-    if given.output is not None:
-        versions = {library.__name__: str(library.__version__) for library in (torch, timm, relvit)}
-        versions |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
-        lines = [line._asdict() for line in log.lines]
-        given.output.write_text(json.dumps({**result, "versions": versions, "checks": lines}, indent=1) + "\n")
-    return int(counts["FAIL"] > 0)
+    counts = ", ".join(f"{count} {status}" for status, count in log.counts.items())
+    versions = f"torch {torch.__version__}, CUDA {torch.version.cuda}, timm {timm.__version__}"
+    print(f"{counts} in {time.perf_counter() - begin:.1f} s on {machine}, {versions}, relvit {relvit.__version__}")
+    return int(log.counts["FAIL"] > 0)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from relvit.cli.aliases import Rewritten, rewrite
-from relvit.cli.errors import describe, is_users_mistake, says_enough
+from relvit.cli.errors import describe, is_self_explanatory, is_users_mistake
 from relvit.utils.messages import did_you_mean, listing
 from relvit.version import __version__
 
-# Command -> (module whose main(command, arguments) runs it, one line of help).
+# Command -> (module that runs it, one line of help). But for Trainer methods its function has the command's name.
 _FIT, _COMMANDS = "relvit.cli.fit.trainer", "relvit.cli.commands"
 COMMANDS = {
     "fit": (_FIT, "train a model on images; the run gets a folder of its own"),
@@ -65,7 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         quieten()
         given = ["--help" if argument == "--help-all" else argument for argument in typed.arguments]
-        importlib.import_module(module).main(command, given)
+        if module == _FIT:
+            importlib.import_module(module).main(command, given)
+        else:
+            importlib.import_module("relvit.cli.parser").run_function(module, command, given)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:
@@ -79,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             raise
         print(f"relvit {command}: error: {typed.as_typed(describe(error))}", file=sys.stderr)
-        if not says_enough(error):
+        if not is_self_explanatory(error):
             print("(with --debug it shows where this happened)", file=sys.stderr)
         return 2 if is_users_mistake(error) else 1
     return 0

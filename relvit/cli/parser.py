@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import types
 from argparse import ArgumentError
@@ -41,25 +42,29 @@ class Parser(LightningArgumentParser):
             raise UsageError(explain(self, args or (), error)) from error
 
 
-def run_function(function: Callable[..., Any], command: str, arguments: Sequence[str]) -> Any:
-    """Run a function whose arguments are the options of a command, and return its result."""
+def function_of(module: str, command: str) -> Callable[..., Any]:
+    """Return the function that runs a command: its arguments are the options."""
+    return getattr(importlib.import_module(module), command.replace("-", "_"))
+
+
+def run_function(module: str, command: str, arguments: Sequence[str]) -> None:
+    """Run a command that is no Trainer method."""
+    function = function_of(module, command)
     given = {argument.partition("=")[0] for argument in arguments}
-    required = (f"--{p.name}" for p in inspect.signature(function).parameters.values() if _is_required(p))
-    missing = [name for name in required if name not in given]
+    missing = [f"--{name}" for name in _required(function) if f"--{name}" not in given]
     if missing and given.isdisjoint(("--config", "--help", "--print_config")):
         raise UsageError(f"missing: {', '.join(missing)}; usage: {' or '.join(USAGE[command])}")
-    program = f"relvit {command}"
-    return auto_cli(function, args=list(arguments), prog=program, as_positional=False, parser_class=Parser)
+    auto_cli(function, args=list(arguments), prog=f"relvit {command}", as_positional=False, parser_class=Parser)
+
+
+def _required(function: Callable[..., Any]) -> list[str]:
+    parameters = inspect.signature(function).parameters.values()
+    named = (p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+    return [parameter.name for parameter in named if parameter.default is parameter.empty]
 
 
 class Given(NamedTuple):
-    """An option that was given.
-
-    Attributes:
-        name: without dashes, such as 'model.lr'.
-        value: text from the command line, any plain value from a configuration; None: none.
-        file: the configuration that holds it; None: it is from the command line.
-    """
+    """An option such as 'model.lr' that was given, its value, and the configuration that holds it, if one does."""
 
     name: str
     value: Any
@@ -84,9 +89,7 @@ def explain(parser: ArgumentParser, arguments: Sequence[str], error: Exception) 
             probe = Parser()
             probe.add_class_arguments(cls, option.name, fail_untyped=False)
             known = option_types(probe) | known
-            required = (
-                f"{option.name}.{p.name}" for p in inspect.signature(cls).parameters.values() if _is_required(p)
-            )
+            required = [f"{option.name}.{name}" for name in _required(cls)]
             missing += [f"--{name}" for name in required if name not in names]
     for option in given:
         if option.name.startswith("data.") and "data" not in names and "data" in known:
@@ -150,11 +153,6 @@ def _in_file(options: Mapping[str, Any], file: str, known: Mapping[str, Any], pr
             yield Given(name, value, file)
 
 
-def _is_required(parameter: inspect.Parameter) -> bool:
-    variadic = (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    return parameter.default is parameter.empty and parameter.kind not in variadic
-
-
 def _families(hint: Any) -> list[type]:
     """Return the classes of which an option takes subclasses."""
     parts = [hint, *get_args(hint), *(inner for part in get_args(hint) for inner in get_args(part))]
@@ -162,12 +160,11 @@ def _families(hint: Any) -> list[type]:
 
 
 def _subclasses(hint: Any) -> dict[str, type]:
-    found, waiting = {}, _families(hint)
-    while waiting:
-        cls = waiting.pop()
-        found[cls.__name__] = cls
-        waiting += cls.__subclasses__()
-    return found
+    classes = _families(hint)
+    # It grows as it is gone through.
+    for cls in classes:
+        classes += cls.__subclasses__()
+    return {cls.__name__: cls for cls in classes}
 
 
 def _class_named(hint: Any, value: Any) -> type | None:
@@ -198,10 +195,10 @@ def _wrong_value(option: Given, known: Mapping[str, Any]) -> str | None:
     name, value, file = option
     hint, place = known.get(name), "" if file is None else f" in {file}"
     if hint is None:
-        if file is not None and not isinstance(value, dict) and any(other.startswith(f"{name}.") for other in known):
-            example = f"'{name}: {{NAME: VALUE}}'"
-            return f"{name} in {file} must hold its options by name, such as {example}, got {_one_line(value)}"
-        return None
+        if file is None or isinstance(value, dict) or not any(other.startswith(f"{name}.") for other in known):
+            return None
+        example = f"'{name}: {{NAME: VALUE}}'"
+        return f"{name}{place} must hold its options by name, such as {example}, got {_one_line(value)}"
     if value is None and file is None:
         return f"--{name} needs a value"
     families = _families(hint)

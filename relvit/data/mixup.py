@@ -10,8 +10,8 @@ class BatchMix(nn.Module):
     """Mix each image of a batch with another one, and the labels in the same proportion.
 
     ``(images, labels) -> (images, targets)``: float (B, C, H, W) and int64 (B,) become new tensors, float of the same
-    shape and float32 (B, num_classes) whose rows sum to one; their order stays. The partner j of image i is drawn at
-    random, never i itself where there is another. One proportion, drawn from Beta(alpha, alpha), holds for the batch:
+    shape and float32 (B, num_classes) whose rows sum to one; their order stays. The partner j of image i is random,
+    never i itself where there is another. One proportion, drawn from Beta(alpha, alpha), holds for the batch:
 
     - mixup (Zhang et al. 2017, arXiv 1710.09412): ``lam x_i + (1 - lam) x_j``
     - CutMix (Yun et al. 2019, arXiv 1905.04899): a rectangle of x_i with about the share 1 - lam of the area, cut at

@@ -21,16 +21,16 @@ def stratified_split(
 ) -> tuple[list[int], list[int]]:
     """Split images into a larger and a smaller part, each class in the same proportion; return their indices.
 
-    Of each class ``round(n * fraction)`` images go to the smaller part, at least one and at most n - 1; a class of
-    one image keeps it in the larger part. The choice follows a hash of the seed and the names: it depends on no random
-    state, machine or location, and an added image changes the place of few others.
+    Of each class ``round(n * fraction)`` images go to the smaller part, at least one and at most n - 1; the image of a
+    class of one stays in the larger part. The choice follows a hash of the seed and the names: it depends on no random
+    state, machine or location, and an added image changes the part of few others.
 
     Args:
-        names: A name of each image that says nothing about where the data are stored.
+        names: Name of each image, without the location of the data.
         labels: Class of each image.
         fraction: Share of each class in the smaller part.
         seed: Another seed gives another choice.
-        where: What the images belong to, for the message.
+        where: Name of the data, for the message.
 
     Raises:
         ValueError: The smaller part is empty since every class has one image.

@@ -63,7 +63,8 @@ class TimmRelativeAttention:
         """
         grid, rope, attn_mask = _split_arguments(rope, attn_mask)
         gate = self.gate(x).sigmoid() if self.gate is not None else None
-        query, key, value = (part.transpose(1, 2) for part in self._project(x))
+        query, key, value = self._project(x)
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         query, key = self.q_norm(query), self.k_norm(key)
         position_query = position_key = None
         if rope is not None:

@@ -200,195 +200,68 @@ def _keep_values(state: dict[str, Tensor], own: dict[str, Tensor]) -> list[str]:
     return names
 
 
-default_cfgs = generate_default_cfgs(
-    {
-        **{
-            f"relvit_aft_{name}.untrained": model_cfg()
-            for name in (
-                "full_tiny",
-                "full_small",
-                "local_tiny",
-                "local_small",
-                "simple_tiny",
-                "simple_small",
-                "conv_tiny",
-                "conv_small",
-                "conv_tiny_k11_h32",
-                "conv_tiny_k11_h192",
-                "conv_small_k11_h16",
-                "conv_small_k11_h384",
-                "conv_small_k15_h384",
-            )
-        },
-        "relvit_aft_conv_tiny_patch4_32.untrained": model_cfg(**CIFAR),
-        "relvit_aft_conv_small_patch4_32.untrained": model_cfg(**CIFAR),
-        "test_relvit_aft.untrained": model_cfg(input_size=(3, 160, 160), crop_pct=0.95),
-    }
-)
-
 TINY = {"embed_dim": 192, "depth": 12}
 SMALL = {"embed_dim": 384, "depth": 12}
 PATCH4_32 = {"patch_size": 4, "img_size": 32}
-
-
-def _create(variant: str, pretrained: bool, defaults: dict[str, Any], kwargs: dict[str, Any]) -> AFTVisionTransformer:
-    mixer = kwargs.get("mixer", defaults["mixer"])
-    if mixer in OWN and mixer != defaults["mixer"]:
-        foreign = {name for names in OWN.values() for name in names} - OWN[mixer].keys()
-        defaults = {name: value for name, value in defaults.items() if name not in foreign}
-    kwargs = {**defaults, **kwargs}
-    out_indices = kwargs.pop("out_indices", 3)
-    return build_model_with_cfg(
-        AFTVisionTransformer,
-        variant,
-        pretrained,
-        pretrained_filter_fn=checkpoint_filter_fn,
-        feature_cfg={"out_indices": out_indices, "feature_cls": "getter"},
-        **kwargs,
-    )
 
 
 def _conv(kernel_size: int, num_heads: int) -> dict[str, Any]:
     return {"mixer": "conv", "kernel_size": kernel_size, "num_heads": num_heads}
 
 
-@register_model
-def relvit_aft_full_tiny(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
-    """Width 192, 12 blocks, a full bias, patch 16: 6.3 M parameters, AFT-full T of the paper's table 4.
-
-    Arguments of `AFTVisionTransformer`.
-    """
-    return _create("relvit_aft_full_tiny", pretrained, TINY | {"mixer": "full"}, kwargs)
-
-
-@register_model
-def relvit_aft_full_small(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
-    """Width 384, 12 blocks, a full bias, patch 16: 22.7 M parameters, AFT-full S of the paper's table 4.
-
-    Arguments of `AFTVisionTransformer`.
-    """
-    return _create("relvit_aft_full_small", pretrained, SMALL | {"mixer": "full"}, kwargs)
-
-
-@register_model
-def relvit_aft_local_tiny(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
-    """Width 192, 12 blocks, a bias within 3 patches, patch 16.
-
-    Arguments of `AFTVisionTransformer`.
-    """
-    return _create("relvit_aft_local_tiny", pretrained, TINY | {"mixer": "local"}, kwargs)
+# The models by name, with the arguments of `AFTVisionTransformer` that make them; patches of 16 px unless given. Those
+# with millions of parameters are in the paper's table 4; `conv_tiny` and `conv_small` are the best of them.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "relvit_aft_full_tiny": TINY | {"mixer": "full"},  # 6.3 M
+    "relvit_aft_full_small": SMALL | {"mixer": "full"},  # 22.7 M
+    "relvit_aft_local_tiny": TINY | {"mixer": "local"},
+    "relvit_aft_local_small": SMALL | {"mixer": "local"},
+    "relvit_aft_simple_tiny": TINY | {"mixer": "simple"},
+    "relvit_aft_simple_small": SMALL | {"mixer": "simple"},
+    "relvit_aft_conv_tiny": TINY | _conv(11, 192),
+    "relvit_aft_conv_small": SMALL | _conv(15, 384),
+    "relvit_aft_conv_tiny_k11_h32": TINY | _conv(11, 32),  # 5.4 M
+    "relvit_aft_conv_tiny_k11_h192": TINY | _conv(11, 192),  # 5.9 M
+    "relvit_aft_conv_small_k11_h16": SMALL | _conv(11, 16),  # 20.3 M
+    "relvit_aft_conv_small_k11_h384": SMALL | _conv(11, 384),  # 22.5 M
+    "relvit_aft_conv_small_k15_h384": SMALL | _conv(15, 384),  # 23.0 M
+    # For images of 32 px such as CIFAR's.
+    "relvit_aft_conv_tiny_patch4_32": TINY | _conv(11, 192) | PATCH4_32,
+    "relvit_aft_conv_small_patch4_32": SMALL | _conv(11, 384) | PATCH4_32,
+    # For tests.
+    "test_relvit_aft": {"img_size": 160, "embed_dim": 64, "depth": 6, "mlp_ratio": 3} | _conv(5, 2),
+}
 
 
-@register_model
-def relvit_aft_local_small(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
-    """Width 384, 12 blocks, a bias within 3 patches, patch 16.
-
-    Arguments of `AFTVisionTransformer`.
-    """
-    return _create("relvit_aft_local_small", pretrained, SMALL | {"mixer": "local"}, kwargs)
+# What timm knows of models by the image size that they are made for.
+CFGS = {224: {}, 32: CIFAR, 160: {"input_size": (3, 160, 160), "crop_pct": 0.95}}
+default_cfgs = generate_default_cfgs(
+    {f"{name}.untrained": model_cfg(**CFGS[given.get("img_size", 224)]) for name, given in VARIANTS.items()}
+)
 
 
-@register_model
-def relvit_aft_simple_tiny(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
-    """Width 192, 12 blocks, no bias, patch 16.
+def _entry_point(name: str) -> Callable[..., AFTVisionTransformer]:
+    """Make the function that timm calls to create a model."""
 
-    Arguments of `AFTVisionTransformer`.
-    """
-    return _create("relvit_aft_simple_tiny", pretrained, TINY | {"mixer": "simple"}, kwargs)
+    def create(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
+        defaults = VARIANTS[name]
+        mixer = kwargs.get("mixer", defaults["mixer"])
+        if mixer in OWN and mixer != defaults["mixer"]:
+            foreign = {other for names in OWN.values() for other in names} - OWN[mixer].keys()
+            defaults = {argument: value for argument, value in defaults.items() if argument not in foreign}
+        kwargs = {**defaults, **kwargs}
+        return build_model_with_cfg(
+            AFTVisionTransformer,
+            name,
+            pretrained,
+            pretrained_filter_fn=checkpoint_filter_fn,
+            feature_cfg={"out_indices": kwargs.pop("out_indices", 3), "feature_cls": "getter"},
+            **kwargs,
+        )
 
-
-@register_model
-def relvit_aft_simple_small(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
-    """Width 384, 12 blocks, no bias, patch 16.
-
-    Arguments of `AFTVisionTransformer`.
-    """
-    return _create("relvit_aft_simple_small", pretrained, SMALL | {"mixer": "simple"}, kwargs)
-
-
-@register_model
-def relvit_aft_conv_tiny(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
-    """Width 192, 12 blocks, 192 windows of 11 x 11, patch 16: the better of the paper's two.
-
-    Arguments of `AFTVisionTransformer`.
-    """
-    return _create("relvit_aft_conv_tiny", pretrained, TINY | _conv(11, 192), kwargs)
+    create.__name__ = create.__qualname__ = name
+    create.__doc__ = f"Create `AFTVisionTransformer` with {VARIANTS[name]}, and its arguments as given."
+    return register_model(create)
 
 
-@register_model
-def relvit_aft_conv_small(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
-    """Width 384, 12 blocks, 384 windows of 15 x 15, patch 16: the best of the paper's three.
-
-    Arguments of `AFTVisionTransformer`.
-    """
-    return _create("relvit_aft_conv_small", pretrained, SMALL | _conv(15, 384), kwargs)
-
-
-@register_model
-def relvit_aft_conv_tiny_k11_h32(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
-    """Width 192, 12 blocks, 32 windows of 11 x 11, patch 16: 5.4 M parameters, in the paper's table 4.
-
-    Arguments of `AFTVisionTransformer`.
-    """
-    return _create("relvit_aft_conv_tiny_k11_h32", pretrained, TINY | _conv(11, 32), kwargs)
-
-
-@register_model
-def relvit_aft_conv_tiny_k11_h192(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
-    """Width 192, 12 blocks, 192 windows of 11 x 11, patch 16: 5.9 M parameters, in the paper's table 4.
-
-    Arguments of `AFTVisionTransformer`.
-    """
-    return _create("relvit_aft_conv_tiny_k11_h192", pretrained, TINY | _conv(11, 192), kwargs)
-
-
-@register_model
-def relvit_aft_conv_small_k11_h16(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
-    """Width 384, 12 blocks, 16 windows of 11 x 11, patch 16: 20.3 M parameters, in the paper's table 4.
-
-    Arguments of `AFTVisionTransformer`.
-    """
-    return _create("relvit_aft_conv_small_k11_h16", pretrained, SMALL | _conv(11, 16), kwargs)
-
-
-@register_model
-def relvit_aft_conv_small_k11_h384(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
-    """Width 384, 12 blocks, 384 windows of 11 x 11, patch 16: 22.5 M parameters, in the paper's table 4.
-
-    Arguments of `AFTVisionTransformer`.
-    """
-    return _create("relvit_aft_conv_small_k11_h384", pretrained, SMALL | _conv(11, 384), kwargs)
-
-
-@register_model
-def relvit_aft_conv_small_k15_h384(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
-    """Width 384, 12 blocks, 384 windows of 15 x 15, patch 16: 23.0 M parameters, in the paper's table 4.
-
-    Arguments of `AFTVisionTransformer`.
-    """
-    return _create("relvit_aft_conv_small_k15_h384", pretrained, SMALL | _conv(15, 384), kwargs)
-
-
-@register_model
-def relvit_aft_conv_tiny_patch4_32(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
-    """`relvit_aft_conv_tiny` for images of 32 px such as CIFAR's: patch 4.
-
-    Arguments of `AFTVisionTransformer`.
-    """
-    return _create("relvit_aft_conv_tiny_patch4_32", pretrained, TINY | _conv(11, 192) | PATCH4_32, kwargs)
-
-
-@register_model
-def relvit_aft_conv_small_patch4_32(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
-    """`relvit_aft_conv_small` for images of 32 px such as CIFAR's: patch 4, windows of 11 x 11.
-
-    Arguments of `AFTVisionTransformer`.
-    """
-    return _create("relvit_aft_conv_small_patch4_32", pretrained, SMALL | _conv(11, 384) | PATCH4_32, kwargs)
-
-
-@register_model
-def test_relvit_aft(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
-    """Width 64, 6 blocks, 2 windows of 5 x 5, patch 16 at 160: for tests; arguments of `AFTVisionTransformer`."""
-    defaults = {"img_size": 160, "embed_dim": 64, "depth": 6, "mlp_ratio": 3} | _conv(5, 2)
-    return _create("test_relvit_aft", pretrained, defaults, kwargs)
+globals().update({name: _entry_point(name) for name in VARIANTS})

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from relvit.ops import reference
 from relvit.ops.backends import fused, gathered, tiled
+from relvit.ops.backends.axis_logits import axis_logits, grid_axes, table_index
 from relvit.ops.checks import check_backend, check_tokens
 from relvit.ops.grid import Grid
 from relvit.ops.inputs import AttentionInputs, check_terms, checked
@@ -58,9 +59,9 @@ def relative_attention(
         terms: the tables; they are cast to the query's dtype. Terms that are None are left out.
         grid: where the query tokens are, and the key tokens too unless `key_grid` is given.
         key_grid: where the key tokens are (cross-attention, memory). `valid` is read from this grid alone.
-        position_query: like `query`, what meets a^K in its place: queries before rotary embedding, or Transformer-XL's
+        position_query: like `query`, what meets a^K instead: queries before rotary embedding, or Transformer-XL's
             q + v beside q + u (Dai et al. 2019, arXiv 1901.02860, section 3.3). None: `query`.
-        position_key: like `key`, what meets a^Q in its place. None: `key`.
+        position_key: like `key`, what meets a^Q instead. None: `key`.
         attn_mask: broadcastable to (B, heads, Nq, Nk): booleans, True where attention is allowed, or numbers that are
             added to the scaled logits. For padding use `Grid.valid`, which needs no N x N.
         is_causal: allow only keys that do not come later in the sequence than the query; not together with `attn_mask`.
@@ -83,22 +84,10 @@ def relative_attention(
         TypeError: arguments that are not of the kind asked for, such as integer contents or masks.
     """
     check_backend(backend, tuple(BACKENDS))
-    inputs = checked(
-        AttentionInputs(
-            query,
-            key,
-            value,
-            terms,
-            grid,
-            key_grid,
-            attn_mask,
-            is_causal,
-            dropout_p,
-            scale,
-            position_query,
-            position_key,
-        )
+    inputs = AttentionInputs(
+        query, key, value, terms, grid, key_grid, attn_mask, is_causal, dropout_p, scale, position_query, position_key
     )
+    inputs = checked(inputs)
     if backend == "auto":
         backend = _choose(inputs).backend
     if backend in ("fused", "tiled"):
@@ -152,7 +141,7 @@ def _choose(inputs: AttentionInputs) -> Choice:
     if is_functorch():
         reason = "transforms of torch.func need rules that only plain operations have"
         return Choice("gathered", reason, "N x N weights")
-    # The switch is for all devices, whatever its name says.
+    # The switch is for all devices, in spite of its name.
     if not torch.backends.cuda.flash_sdp_enabled():
         return Choice("fused", "with flash kernels off, stock attention has second derivatives", "N x N weights")
     little = "logits and marginals, O(N (H + W)): backward recomputes each tile"
@@ -195,5 +184,7 @@ def relative_logits(
         raise ValueError("relative_logits needs terms.key, which is None")
     if isinstance(terms.key, JointTable):
         raise ValueError("relative_logits needs separate rows and columns, terms.key is a joint table")
-    module = reference if backend == "reference" else fused
-    return module.relative_logits(query, terms, grid, key_grid)
+    if backend == "reference":
+        return reference.relative_logits(query, terms, grid, key_grid)
+    entries = table_index(terms.key, terms.bucketing, grid, grid_axes(key_grid), query)
+    return axis_logits(query, terms.key, entries).split((key_grid.height, key_grid.width), dim=-1)

@@ -1,4 +1,4 @@
-"""From an offset to the row of a table."""
+"""Buckets: which row of a table an offset uses, by clipping or on iRPE's piecewise logarithmic scale."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BUCKETINGS = ("clip", "piecewise")
 
 
 def bucket(offset: Tensor, distance: int, bucketing: str) -> Tensor:
-    """Row of a table of 2 * `distance` + 1 rows for each offset (integers, any shape).
+    """Return the row of a table of 2 * `distance` + 1 rows for each offset (integers, any shape).
 
     'clip': offsets beyond +-`distance` share the outermost rows (Shaw et al. 2018, arXiv 1803.02155, eq. 4).
 
@@ -30,5 +30,5 @@ def bucket(offset: Tensor, distance: int, bucketing: str) -> Tensor:
 
 
 def saturation(distance: int, bucketing: str) -> int:
-    """The offset from which on all offsets of one sign share a row."""
+    """Return the offset from which on all offsets of one sign share a row."""
     return distance if bucketing == "clip" else 4 * distance

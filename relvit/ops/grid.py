@@ -8,16 +8,16 @@ from torch import Tensor
 
 
 class Grid(NamedTuple):
-    """The layout of a token sequence: `prefix` tokens without a place, then patch tokens, each at a (row, column).
+    """The layout of a token sequence: `prefix` tokens without coordinates, then patch tokens, each at (row, column).
 
-    It is made once, where the image becomes patches, and handed down block by block. A plain tuple of integers and
-    optional tensors, so that it passes through tracing, checkpointing, compilation and export. Build it with
-    `make_grid`, which checks its arguments; building it directly checks nothing.
+    A model builds it once, where the image becomes patches, and hands it from block to block. A plain tuple of integers
+    and optional tensors passes through tracing, checkpointing, compilation and export. `make_grid` checks its
+    arguments; building a `Grid` directly checks nothing.
 
     Attributes:
-        height: number of patch rows, H. Key coordinates lie in 0 ... H - 1.
+        height: number of patch rows, H. Key coordinates are in 0 ... H - 1.
         width: number of patch columns, W.
-        prefix: number of leading tokens without a place (class token, registers). Relative terms to, from and
+        prefix: number of leading tokens without coordinates (class token, registers). Relative terms to, from and
             between them are zero.
         coords: (P, 2) or (B, P, 2) integers, row and column of each patch token; None: all H W patches in raster order.
         valid: (P,) or (B, P) booleans, False for padding, which never receives attention; None: all are real.
@@ -63,17 +63,17 @@ def make_grid(
 
 
 def grid_from_naflex(patch_coord: Tensor, patch_valid: Tensor | None, height: int, width: int, prefix: int = 0) -> Grid:
-    """The `Grid` of a batch of images of different sizes, from what timm's NaFlex data loader hands out.
+    """Build the `Grid` of a batch of images of different sizes from what timm's NaFlex data loader yields.
 
     Padding is put at row 0, column 0, wherever `patch_coord` has it. Sizes of the single images are not needed: tokens
-    see offsets alone. The bounds say how far apart patches can lie, and the backend 'fused' appends as many channels.
+    see offsets alone. The bounds say how far apart patches can be, and the backend 'fused' appends as many channels.
 
     Args:
         patch_coord: (B, P, 2) integers, row and column of each patch in its own image (timm's 'patch_coord').
         patch_valid: (B, P) booleans, False for padding (timm's 'patch_valid'); None: all patches are real.
         height: number of rows that no image exceeds; never read from the data, so that it may be part of a graph.
         width: number of columns that no image exceeds.
-        prefix: number of tokens without a place, which the model puts before the patches.
+        prefix: number of tokens without coordinates, which the model puts before the patches.
 
     Raises:
         TypeError: as `make_grid`.
@@ -95,14 +95,14 @@ def grid_from_naflex(patch_coord: Tensor, patch_valid: Tensor | None, height: in
 
 
 def num_tokens(grid: Grid) -> int:
-    """Length N of the sequence that `grid` lays out, prefix tokens included."""
+    """Return the length N of the sequence that `grid` lays out, prefix tokens included."""
     patches = grid.height * grid.width if grid.coords is None else grid.coords.shape[-2]
     return grid.prefix + patches
 
 
 def patch_coords(grid: Grid, device: torch.device | None = None) -> Tensor:
-    """Row and column of each patch token, (P, 2) or (B, P, 2) int64, the raster spelled out where `coords` is None."""
-    coords = grid.coords  # a name of its own, so that TorchScript knows that it is none no more
+    """Return row and column of each patch token, (P, 2) or (B, P, 2) int64, of a raster too."""
+    coords = grid.coords  # a name of its own, so that TorchScript knows that it is not None
     if coords is not None:
         return coords.to(torch.int64)
     rows = torch.arange(grid.height, device=device)[:, None].expand(grid.height, grid.width)
@@ -111,13 +111,13 @@ def patch_coords(grid: Grid, device: torch.device | None = None) -> Tensor:
 
 
 def batched_coords(grid: Grid, device: torch.device) -> Tensor:
-    """Row and column of each patch token, (1 or B, P, 2) int64."""
+    """Return row and column of each patch token, (1 or B, P, 2) int64."""
     coords = patch_coords(grid, device)
     return coords if coords.dim() == 3 else coords[None]
 
 
 def key_mask(grid: Grid) -> Tensor | None:
-    """Which tokens may be attended to, (1 or B, N) booleans with the prefix tokens True; None where all may."""
+    """Return which tokens may be attended to, (1 or B, N) booleans, prefix tokens True; None where all may."""
     if grid.valid is None:
         return None
     valid = grid.valid if grid.valid.dim() == 2 else grid.valid[None]
@@ -125,7 +125,7 @@ def key_mask(grid: Grid) -> Tensor | None:
 
 
 def without_padding(tokens: Tensor, valid: Tensor) -> Tensor:
-    """(B, heads, N, dim) tokens with zeros in the place of padding, which may hold anything, NaN included.
+    """Set padding, which may hold anything, NaN included, to zero in (B, heads, N, dim) tokens.
 
     Args:
         tokens: keys or values.
@@ -165,6 +165,6 @@ def _check_bounds(name: str, coords: Tensor, height: int, width: int) -> None:
         return
     # One copy from the device for all four numbers.
     lowest, highest = torch.stack(coords.flatten(0, -2).aminmax(dim=0)).tolist()
-    for line, low, high, size in zip(("row", "column"), lowest, highest, (height, width), strict=True):
+    for axis, low, high, size in zip(("row", "column"), lowest, highest, (height, width), strict=True):
         if low < 0 or high >= size:
-            raise ValueError(f"{name}: {line}s from {low} to {high}, the grid has 0 to {size - 1}")
+            raise ValueError(f"{name}: {axis}s from {low} to {high}, the grid has 0 to {size - 1}")

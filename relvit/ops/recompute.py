@@ -22,7 +22,7 @@ class Versions:
     """Context that raises if one of several tensors was modified in place after this object was created.
 
     Autograd makes this check for what it keeps by itself, but neither for what a saved-tensor hook keeps nor for what
-    `torch.utils.checkpoint` reads again.
+    `torch.utils.checkpoint` reads in backward.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -87,12 +87,8 @@ def recompute_saved(
 
     def pack(saved: Tensor) -> Callable[[], Tensor]:
         number, tensor = by_address.get(saved.data_ptr(), (0, None))
-        if tensor is not None and tensor.numel() == saved.numel():
-            if tensor.shape == saved.shape:
-                return partial(recomputation.take, number)
-            if tensor.is_contiguous() and saved.is_contiguous():
-                shape = saved.shape
-                return lambda: recomputation.take(number).reshape(shape)
+        if tensor is not None and tensor.shape == saved.shape:
+            return partial(recomputation.take, number)
         return partial(_unchanged, saved, Versions([saved]))
 
     try:

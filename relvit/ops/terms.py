@@ -1,4 +1,4 @@
-"""What a position module hands to the attention: tables indexed by clipped row and column offsets."""
+"""Relative terms, what a position module gives to attention: tables indexed by clipped row and column offsets."""
 
 from typing import NamedTuple
 
@@ -24,8 +24,8 @@ class AxisTables(NamedTuple):
 class JointTable(NamedTuple):
     """One table for both axes together: entry (r, c) belongs to the offset (r - k_row, c - k_col), each clipped.
 
-    The product form of iRPE (Wu et al. 2021, arXiv 2107.14222): it can tell apart what sums of rows and columns cannot,
-    at (2k + 1)^2 instead of 2 (2k + 1) vectors.
+    The product form of iRPE (Wu et al. 2021, arXiv 2107.14222): it can distinguish what sums of rows and columns
+    cannot, at (2k + 1)^2 instead of 2 (2k + 1) vectors.
 
     Attributes:
         table: (2k_row + 1, 2k_col + 1, head_dim), shared by all heads, or (heads, 2k_row + 1, 2k_col + 1, head_dim);

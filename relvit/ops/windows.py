@@ -1,4 +1,4 @@
-"""Division of a grid of tokens into windows, so that attention stays within each of them."""
+"""Windows: cut the tokens of a grid into windows, so that attention stays within each of them, and join them again."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from relvit.ops.grid import Grid, num_tokens
 
 
 class Division(NamedTuple):
-    """How windows lie over a grid, each pair as (rows, columns).
+    """Windows over a grid, each pair as (rows, columns).
 
     Attributes:
-        size: places of one window.
-        before: places by which the first windows stick out over the top and the left border.
+        size: patches of one window.
+        before: by how much the first windows stick out over the top and the left border.
         after: the same at the bottom and the right border.
         number: windows below and beside each other.
     """
@@ -33,20 +33,20 @@ class Division(NamedTuple):
 def to_windows(x: Tensor, grid: Grid, size: int | Sequence[int], shift: int | Sequence[int] = 0) -> tuple[Tensor, Grid]:
     """Cut tokens on a grid into windows, each a sequence of its own.
 
-    Windows begin at rows shift, shift + size, shift + 2 size ... and likewise at columns; what lies before the first of
+    Windows begin at rows shift, shift + size, shift + 2 size ... and likewise at columns; what is before the first of
     them has windows of its own, which stick out over the border. Attention in them equals Swin's with the cyclic shift
     and its mask (Liu et al. 2021, arXiv 2103.14030, section 3.2): there the parts that the roll brings together
     in one window must not see each other, here they are in windows apart.
 
     Args:
         x: (B, H W, C) tokens, all patches of the grid in raster order, without prefix tokens.
-        grid: where they lie; its `valid` is carried along.
+        grid: where the tokens are; its `valid` is cut too.
         size: size of the windows in patches, for both axes or (rows, columns).
-        shift: where the first whole window begins, less than `size`, for both axes or (rows, columns).
+        shift: where the first full window begins, less than `size`, for both axes or (rows, columns).
 
     Returns:
         (B n, rows columns, C), windows of a sample after each other, in raster order as are the tokens in each of them;
-        and the grid of each window. Places that stick out hold zeros and are not valid. `valid` is (B n, rows columns);
+        and the grid of each window. What sticks out holds zeros and is not valid. `valid` is (B n, rows columns);
         None where `grid` has none and nothing sticks out.
 
     Raises:
@@ -72,20 +72,16 @@ def to_windows(x: Tensor, grid: Grid, size: int | Sequence[int], shift: int | Se
 
 
 def from_windows(windows: Tensor, grid: Grid, size: int | Sequence[int], shift: int | Sequence[int] = 0) -> Tensor:
-    """Put windows together again: the inverse of `to_windows`, places that stick out left away.
+    """Join windows, the inverse of `to_windows`, without what sticks out.
 
     Args:
         windows: (B n, rows columns, C), as `to_windows` returns them.
-        grid: the whole grid, as given to `to_windows`.
-        size: as given to `to_windows`.
-        shift: as given to `to_windows`.
+        grid, size, shift: as given to `to_windows`.
 
     Returns:
         (B, H W, C) tokens in raster order.
 
-    Raises:
-        ValueError: a grid with prefix tokens or coordinates, windows that do not fit it, sizes out of range.
-        TypeError: sizes that are no integers.
+    Raises: as `to_windows`.
     """
     division = _divide(grid, size, shift)
     (rows, cols), (down, across) = division.size, division.number
@@ -94,14 +90,8 @@ def from_windows(windows: Tensor, grid: Grid, size: int | Sequence[int], shift: 
             f"windows has shape {tuple(windows.shape)}, expected (B * {down * across}, {rows * cols}, C): "
             f"{down} x {across} windows of {rows} x {cols} patches"
         )
-    x = rearrange(
-        windows,
-        "(b down across) (rows cols) c -> b (down rows) (across cols) c",
-        down=down,
-        across=across,
-        rows=rows,
-        cols=cols,
-    )
+    pattern = "(b down across) (rows cols) c -> b (down rows) (across cols) c"
+    x = rearrange(windows, pattern, down=down, across=across, rows=rows, cols=cols)
     top, left = division.before
     return x[:, top : top + grid.height, left : left + grid.width].flatten(1, 2)
 
@@ -116,16 +106,16 @@ def _divide(grid: Grid, size: int | Sequence[int], shift: int | Sequence[int]) -
         )
     if grid.coords is not None:
         raise ValueError("grid has coords, windows need all patches in raster order: mask dropped ones with grid.valid")
-    before, after, number = [], [], []
-    for places, length, start in zip((grid.height, grid.width), size, shift, strict=True):
-        before.append((length - start) % length)
-        after.append(-(before[-1] + places) % length)
-        number.append((before[-1] + places + after[-1]) // length)
-    return Division(size, tuple(before), tuple(after), tuple(number))
+    axes = []
+    for patches, length, start in zip((grid.height, grid.width), size, shift, strict=True):
+        before = (length - start) % length
+        after = -(before + patches) % length
+        axes.append((length, before, after, (before + patches + after) // length))
+    return Division(*zip(*axes, strict=True))
 
 
 def _cut(x: Tensor, grid: Grid, division: Division) -> Tensor:
-    """(B, H W, C) -> (B n, rows columns, C), with zeros in the places that stick out."""
+    """(B, H W, C) -> (B n, rows columns, C), with zeros in what sticks out."""
     (top, left), (bottom, right) = division.before, division.after
     x = F.pad(x.unflatten(1, (grid.height, grid.width)), (0, 0, left, right, top, bottom))
     rows, cols = division.size

@@ -1,5 +1,6 @@
 """Measure the memory that a process can still take, within the limits of containers and batch jobs."""
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,10 +33,8 @@ def _of_machine(root: Path) -> Iterator[int]:
             if line.startswith("MemAvailable:"):
                 yield 1024 * int(line.split()[1])
     except OSError:
-        try:
+        with contextlib.suppress(AttributeError, ValueError, OSError):
             yield os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        except (AttributeError, ValueError, OSError):
-            pass
 
 
 def _of_groups(root: Path) -> Iterator[int]:

@@ -1,19 +1,13 @@
 """Short names of options and arguments without a name: what the parser gets, and what a user gets."""
 
-import csv
 import json
-import os
-import shutil
 
-import numpy as np
 import pytest
-from photos import CLASSES, TINY
-from PIL import Image
+from photos import TINY
 
 from relvit.cli import main
 from relvit.cli.aliases import rewrite
 from relvit.cli.errors import UsageError
-from relvit.data import DigitsData
 
 QUIET = ["--accelerator=cpu", "--trainer.enable_progress_bar=false"]
 
@@ -48,6 +42,8 @@ QUIET = ["--accelerator=cpu", "--trainer.enable_progress_bar=false"]
         ("embed", "a.ckpt photos --output x.npz", "--output=x.npz --ckpt_path=a.ckpt --root=photos"),
         ("embed", "a.ckpt --data.root photos", "--root=photos --ckpt_path=a.ckpt"),
         ("export", "a.ckpt", "--ckpt_path=a.ckpt"),
+        ("fit", "-q --epochs 2", "-q --trainer.max_epochs=2"),
+        ("fit", "--quiet --lr=1", "--quiet --model.lr=1"),
         ("average", "a b --output c", '--output=c --ckpt_paths=["a", "b"]'),
         ("check-data", "photos", "--root=photos"),
     ],
@@ -100,115 +96,3 @@ def test_a_training_by_short_names(photos, tmp_path, capsys):
     assert "16 x 16 px x 3, batch 6" in capsys.readouterr().out
     (folder,) = (tmp_path / "runs").iterdir()
     assert json.loads((folder / "summary.json").read_text())["lr"] == 2e-3
-
-
-def rows(path):
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
-
-
-@pytest.fixture
-def pictures(tmp_path, monkeypatch):
-    """Pictures in folders, with a GIF, an odd name, a file without an ending and one that is no image."""
-    monkeypatch.chdir(tmp_path)
-    for place, colour in zip(("a/1.png", "a/b/2.jpg", "c/3.gif"), CLASSES.values(), strict=True):
-        os.makedirs(os.path.dirname(place), exist_ok=True)
-        Image.new("RGB", (20, 20), colour).save(place)
-    shutil.copy("a/1.png", os.fsdecode(b"c/caf\xe9.png"))
-    shutil.copy("a/1.png", "c/bare")
-    os.makedirs("d")
-    open("d/notes.txt", "w").close()
-    return tmp_path
-
-
-@pytest.mark.parametrize(
-    ("paths", "expected"),
-    [
-        (["a/1.png"], ["a/1.png"]),
-        (["c/bare", "a"], ["c/bare", "a/1.png", "a/b/2.jpg"]),
-        (["a", "a/1.png"], ["a/1.png", "a/b/2.jpg"]),
-        (["c"], ["c/3.gif", r"c/caf\xe9.png"]),
-        ([os.fsdecode(b"c/caf\xe9.png")], [r"c/caf\xe9.png"]),
-        (["*/*.png"], ["a/1.png", r"c/caf\xe9.png"]),
-        (["**/*.jpg", "[c-d]"], ["a/b/2.jpg", "c/3.gif", r"c/caf\xe9.png"]),
-        (["a/**"], ["a/1.png", "a/b/2.jpg"]),
-    ],
-)
-def test_predict_takes_files_folders_and_patterns(run, pictures, paths, expected):
-    best = str(run / "checkpoints" / "best.ckpt")
-    assert main(["predict", best, *paths, *QUIET]) == 0
-    (folder,) = (pictures / "runs").iterdir()
-    assert [row["path"] for row in rows(folder / "predictions.csv")] == expected
-
-
-def test_paths_that_lead_nowhere(run, pictures, capsys):
-    best = str(run / "checkpoints" / "best.ckpt")
-    for paths, message in {
-        ("e.jpg",): "no file or folder 'e.jpg'",
-        ("*.bmp",): "no image matches the pattern '*.bmp'",
-        ("d",): "no image below d",
-        ("a", "--root=c"): "--root c and a both name the images: give one of them",
-        ("a", "c", "--data=DigitsData"): "--data DigitsData and a (and 1 more) both name the images",
-    }.items():
-        assert main(["predict", best, *paths, *QUIET]) == 2
-        assert message in capsys.readouterr().err
-    assert not list((pictures / "runs").iterdir())
-
-
-def test_predict_gives_files_what_the_root_gives(run, photos, tmp_path):
-    best = str(run / "checkpoints" / "best.ckpt")
-    for name, given in {"root": [f"--root={photos / 'test'}"], "paths": [str(photos / "test")]}.items():
-        assert main(["predict", best, *given, f"--runs={tmp_path / name}", "--img_size=24", *QUIET]) == 0
-    one, other = ((tmp_path / name).glob("*/predictions.csv") for name in ("root", "paths"))
-    assert next(one).read_text() == next(other).read_text()
-
-
-def test_grey_models_take_files(digits_run, tmp_path):
-    """Digits written into colour files get the probabilities that the grey images in memory get."""
-    best = str(digits_run / "checkpoints" / "best.ckpt")
-    assert main(["predict", best, f"--runs={tmp_path / 'memory'}", *QUIET]) == 0
-    expected = rows(next((tmp_path / "memory").glob("*/predictions.csv")))[:5]
-    for number, image in enumerate(DigitsData().dataset("test").images[:5]):
-        Image.fromarray(np.stack([image.numpy()] * 3, -1)).save(tmp_path / f"{number}.png")
-    assert main(["predict", best, str(tmp_path / "*.png"), f"--runs={tmp_path / 'files'}", *QUIET]) == 0
-    found = rows(next((tmp_path / "files").glob("*/predictions.csv")))
-    for ours, theirs in zip(found, expected, strict=True):
-        assert float(ours["probability"]) == pytest.approx(float(theirs["probability"]), abs=2e-6)
-        assert ours["class"] == theirs["class"]
-
-
-@pytest.mark.parametrize("split", ["train", "val"])
-def test_test_of_another_split(run, photos, tmp_path, split, capsys):
-    """Each image once, in order and without augmentation: as if its folder were the one of test."""
-    best, root = str(run / "checkpoints" / "best.ckpt"), tmp_path / "photos"
-    shutil.copytree(photos / split, root / "test")
-    given = {"split": [f"--root={photos}", f"--split={split}"], "folder": [f"--root={root}"]}
-    for name, options in given.items():
-        # More augmentation than the training had, which must have no effect.
-        options = [*options, "--data.augment=deit", f"--runs={tmp_path / name}", "--batch_size=5", *QUIET]
-        assert main(["test", best, *options]) == 0
-    assert f"18 images of {split}, mean F1" in capsys.readouterr().out
-    found, expected = (next((tmp_path / name).glob("*")) for name in given)
-    for name in ("classes.csv", "confusion.csv"):
-        assert (found / name).read_text() == (expected / name).read_text()
-    ours, theirs = (json.loads((folder / "summary.json").read_text()) for folder in (found, expected))
-    assert (ours.pop("split"), theirs.pop("split")) == (split, "test")
-    assert ours.pop("img_size") == theirs.pop("img_size")
-    assert ours == pytest.approx(theirs)
-
-
-def test_test_of_images_in_memory_and_resolutions_of_train(digits_run, run, tmp_path, capsys):
-    best = str(digits_run / "checkpoints" / "best.ckpt")
-    assert main(["test", best, "--split=train", f"--runs={tmp_path}", *QUIET]) == 0
-    (folder,) = tmp_path.iterdir()
-    summary = json.loads((folder / "summary.json").read_text())
-    assert summary["images"] == len(DigitsData().dataset("train"))
-    assert rows(folder / "mistakes.csv")[0]["path"].startswith("train/")
-    arguments = ["resolutions", best, "--sizes", "8", "--split=train", f"--output={tmp_path / 'table.csv'}"]
-    assert main([*arguments, "--accelerator=cpu"]) == 0
-    assert float(rows(tmp_path / "table.csv")[0]["acc1"]) == pytest.approx(summary["test/acc1"])
-
-
-def test_quiet_takes_no_value():
-    assert rewrite("fit", ["-q", "--epochs", "2"]).arguments == ["-q", "--trainer.max_epochs=2"]
-    assert rewrite("fit", ["--quiet", "--lr=1"]).arguments == ["--quiet", "--model.lr=1"]

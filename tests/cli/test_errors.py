@@ -45,6 +45,9 @@ def fit(copy, tmp_path):
         (["--data.augment=shft"], r"--data.augment must be one of .*'shift'.* got shft"),
         (["--data=FolderData"], r"unknown data 'FolderData' \(did you mean 'ImageFolderData'\?\)"),
         (["--model.lr=fast"], "--model.lr must be a number, got fast"),
+        (["--lr"], "--lr needs a value"),
+        (["--trainer.callbacks=EarlyStoping"], r"callbacks 'EarlyStoping' \(did you mean 'EarlyStopping'\?\); known"),
+        (["--trainer.callbacks=EarlyStopping"], "missing: --trainer.callbacks.monitor"),
         (["--model.num_classes=7"], "num_classes"),
         (["--data.img_size=20"], "image height 20 is not a multiple of the patch size 8: use 16 or 24"),
         (["--config=nothing.yaml"], "--config nothing.yaml: No such file"),
@@ -66,6 +69,8 @@ def test_key_in_a_config_file(fit, tmp_path, capsys):
     config.write_text("trainer:\n  max_epoch: 3\n")
     message = fails([*fit, f"--config={config}"], capsys)
     assert f"unknown option trainer.max_epoch in {config} (did you mean 'trainer.max_epochs'?)" in message
+    # A run that fails before it has anything leaves no folder.
+    assert list(tmp_path.glob("runs/*")) == []
 
 
 def test_no_data_and_no_checkpoint_and_no_such_command(capsys):
@@ -91,22 +96,22 @@ def test_class_of_val_that_train_does_not_have(fit, copy, capsys):
     assert re.search(r"val/owls is a class .* \(did you mean 'owl'\?\)", fails(fit, capsys))
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("damage", ["truncated", "empty"])
+@pytest.mark.parametrize(("damage", "workers"), [("truncated", 0), ("empty", 1)])
 def test_broken_image_is_named(fit, copy, damage, workers, capsys):
     broken = copy / "train" / "dog" / "3.jpg"
     content = broken.read_bytes()
     broken.write_bytes(content[: len(content) // 2] if damage == "truncated" else b"")
     message = fails([*fit, f"--data.num_workers={workers}"], capsys)
     assert str(broken) in message
-    assert ("truncated" if damage == "truncated" else "empty") in message
+    assert damage in message
 
 
-@pytest.mark.parametrize("mode", ["L", "RGBA", "P", "CMYK", "I;16"])
-def test_odd_images_are_no_error(fit, copy, mode, capsys):
+def test_odd_images_are_no_error(fit, copy):
     # Their pixel values are checked where the decoder is tested.
-    suffix = "jpg" if mode == "CMYK" else "png"
-    Image.new(mode, (20, 24), 1 if mode in ("L", "P", "I;16") else None).save(copy / "train" / "dog" / f"odd.{suffix}")
+    for mode in ("L", "RGBA", "P", "CMYK", "I;16"):
+        suffix = "jpg" if mode == "CMYK" else "png"
+        name = f"odd{mode.replace(';', '')}.{suffix}"
+        Image.new(mode, (20, 24), 1 if mode in ("L", "P", "I;16") else None).save(copy / "train" / "dog" / name)
     assert main([*fit, "--trainer.limit_val_batches=1"]) == 0
 
 
@@ -136,23 +141,9 @@ def test_foreign_and_damaged_checkpoints(run, tmp_path, capsys):
     assert str(foreign) in fails(["validate", f"--ckpt_path={foreign}"], capsys)
 
 
-def test_a_checkpoint_does_not_choose_what_is_imported(run, tmp_path, capsys):
-    content = torch.load(run / "checkpoints" / "best.ckpt", weights_only=True)
-    content["relvit"]["data"]["class_path"] = "os.system"
-    torch.save(content, tmp_path / "hostile.ckpt")
-    for command in (["validate"], ["resolutions", "--sizes=[16]"]):
-        message = fails([*command, f"--ckpt_path={tmp_path / 'hostile.ckpt'}"], capsys)
-        assert "was trained with the data module os.system" in message
-
-
 def test_non_finite_loss_stops_before_the_step(fit, tmp_path, capsys):
     message = fails([*fit, "--model.lr=1e30", "--trainer.max_epochs=9", "--model.warmup_epochs=0"], capsys, status=1)
     assert re.search(r"the loss is nan at step \d+, in epoch [1-9]\d*: stopped before the optimiser step", message)
-
-
-def test_a_run_that_fails_before_it_has_anything_leaves_no_folder(fit, tmp_path, capsys):
-    fails([*fit, "--data.img_size=20"], capsys)
-    assert list((tmp_path / "runs").iterdir()) == []
 
 
 def test_resuming_what_is_finished(run, fit, capsys):
@@ -215,15 +206,7 @@ def test_a_size_that_a_model_of_timm_does_not_take(fit, tmp_path, capsys):
     assert list((tmp_path / "runs").iterdir()) == [folder]
 
 
-@pytest.mark.parametrize(
-    ("logger", "module", "package", "install"),
-    [
-        ("WandbLogger", "wandb._WANDB_AVAILABLE", "wandb", '"relvit[wandb]"'),
-        ("MLFlowLogger", "mlflow._MLFLOW_AVAILABLE", "mlflow", '"relvit[mlflow]"'),
-        ("CometLogger", "comet._COMET_AVAILABLE", "comet-ml", "comet-ml"),
-    ],
-)
-def test_loggers_whose_package_is_missing(fit, logger, module, package, install, tmp_path, monkeypatch, capsys):
+def test_loggers_whose_package_is_missing(fit, tmp_path, monkeypatch, capsys):
     class Missing:
         """As Lightning says it of what is not installed."""
 
@@ -231,10 +214,9 @@ def test_loggers_whose_package_is_missing(fit, logger, module, package, install,
             return False
 
         def __str__(self):
-            return f"Requirement '{package}>=1.0' not met. HINT: Try running `pip install -U '{package}>=1.0'`"
+            return "Requirement 'wandb>=1.0' not met. HINT: Try running `pip install -U 'wandb>=1.0'`"
 
-    monkeypatch.setattr(f"lightning.pytorch.loggers.{module}", Missing())
-    message = fails([*fit, f"--trainer.logger={logger}"], capsys)
-    assert message.endswith(f"error: the logger needs the package {package}: pip install {install}\n")
-    assert message.count("\n") == 1
+    monkeypatch.setattr("lightning.pytorch.loggers.wandb._WANDB_AVAILABLE", Missing())
+    message = fails([*fit, "--trainer.logger=WandbLogger"], capsys)
+    assert message.endswith('error: the logger needs the package wandb: pip install "relvit[wandb]"\n')
     assert not (tmp_path / "runs").exists()

@@ -75,7 +75,7 @@ def test_resize_to_cover(stored, size, expected):
 def test_resize_is_antialiased():
     stripes = Image.fromarray((np.indices((64, 64))[1] % 2 * 255).astype(np.uint8))
     out = eval_transform(16, ZERO, ONE)(stripes)
-    assert (out - 0.5).abs().max() < 0.1  # without antialiasing whole stripes would be picked
+    assert (out - 0.5).abs().max() < 0.1  # without antialiasing single stripes would be picked
 
 
 @pytest.mark.parametrize("augment", [*AUGMENTS, *RICH])
@@ -180,7 +180,7 @@ def test_deit_is_what_timms_train_script_makes_of_deits_arguments():
 
 
 def test_deit_never_asks_pillow_for_zero_bits():
-    """timm's own, clipped at magnitude 10, does so in about two draws of a hundred of that operation."""
+    """timm's own, clipped at magnitude 10, does so in about two of a hundred such operations."""
     policy = train_transform(32, ZERO * 3, ONE * 3, "deit").transforms[2]
     (posterize,) = (op for op in policy.ops if "Posterize" in op.name)
     posterize.prob = 1.0
@@ -189,7 +189,7 @@ def test_deit_never_asks_pillow_for_zero_bits():
 
 
 def test_three_augment_takes_one_of_three():
-    """Without place and jitter: luminance, inversion from 128 on, or a blur, each in about a third of the draws."""
+    """Without place and jitter: luminance, inversion from 128 on, or a blur, each in about a third of the results."""
     image = photo()
     policy = next(s for s in train_transform(32, ZERO * 3, ONE * 3, "three-augment").transforms if "Auto" in repr(s))
     grey = np.asarray(ImageOps.grayscale(image).convert("RGB"))

@@ -103,7 +103,7 @@ def test_options_of_fit(place, capsys):
 
 
 def test_links_lead_to_files_and_headings():
-    for page in PAGES:
+    for page in (*PAGES, "CONTRIBUTING.md"):
         for target in re.findall(r"\]\(([^)\s]+)\)", text(page)):
             if target.startswith("http"):
                 continue
@@ -117,5 +117,6 @@ def test_links_lead_to_files_and_headings():
     assert {Path(page).name for page in PAGES[1:]} <= {Path(target).name for target in linked}
 
 
-def test_the_readme_is_short():
-    assert len(text("README.md").split()) <= 1200
+@pytest.mark.parametrize(("page", "words"), [("README.md", 1200), ("CONTRIBUTING.md", 900)])
+def test_short_pages(page, words):
+    assert len(text(page).split()) <= words

@@ -54,11 +54,11 @@ def test_in_a_narrow_terminal_the_bar_stays_in_its_line(tmp_path):
     assert re.search(r"Epoch 1/1 .* \d+/\d+ remaining: \d:\d\d:\d\d loss: \d.\d+ acc: \d.\d+", text), text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "lines", "bars"),
     [
         (["--trainer.enable_progress_bar=false"], True, None),
-        (["-q"], False, None),
         (["-q", "--trainer.callbacks+=TQDMProgressBar"], False, None),
         (["--trainer.callbacks+=TQDMProgressBar"], False, "Training: "),
         (["--trainer.callbacks+=RichProgressBar"], False, "Epoch 0/0"),
@@ -90,8 +90,8 @@ def test_into_a_file_and_on_with_early_stopping(tmp_path):
     assert [int(row["epoch"]) for row in rows(tmp_path)] == list(range(len(rows(tmp_path))))
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("bar", [[], pytest.param(["--trainer.callbacks+=TQDMProgressBar"], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "bar"), [(2, []), (3, ["--trainer.callbacks+=TQDMProgressBar"])])
 def test_several_processes_in_a_terminal_and_on(count, bar, tmp_path):
     options = [f"--trainer.devices={count}", "--patience=5", "--model.ema_decay=0.9", *bar]
     options += ["--trainer.accumulate_grad_batches=2", "--trainer.max_epochs=1"]

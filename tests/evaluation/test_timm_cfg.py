@@ -1,4 +1,4 @@
-"""What `relvit.load` tells timm about a trained model, and what timm makes of it."""
+"""The description of a trained model for timm, and what timm computes with it."""
 
 import json
 
@@ -25,7 +25,6 @@ CONFIG = {
 # name -> options of `relvit fit`, and what makes the model in timm
 MODELS = {
     "relvit": (["--model.model_kwargs.pos_embed=learn"], None),
-    "plain": (["--model.model=test_vit"], None),
     "retrofitted": (["--model.model=test_vit", "--model.retrofit.rel_terms=kv"], {"rel_terms": "kv"}),
 }
 
@@ -78,24 +77,19 @@ def test_a_saved_folder_has_weights_classes_and_preprocessing(trained, tmp_path)
         assert torch.equal(again.eval()(pixels()), expected)
 
 
-def test_timm_transforms_images_as_in_the_training(trained):
+def test_the_description_is_of_the_training(trained, run):
     clf = relvit.load(trained[0])
     transform = create_transform(**resolve_model_data_config(clf.model))
     noise = torch.randint(0, 256, (40, 60, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     image = Image.fromarray(noise.numpy())
     torch.testing.assert_close(transform(image), clf.transform(image))
-
-
-def test_the_size_of_the_training_stays(run):
+    cfg = clf.model.pretrained_cfg
+    assert not cfg.keys() & {"url", "hf_hub_id", "file", "tag", "test_input_size", "label_offset"}
+    # The size of the training stays.
     clf = relvit.load(run / "checkpoints" / "best.ckpt", img_size=(24, 32))
     assert clf.img_size == (24, 32)
     assert clf.model.pretrained_cfg["input_size"] == (3, 16, 16)
     assert clf.model.default_cfg is clf.model.pretrained_cfg
-
-
-def test_nothing_is_left_of_the_weights_that_timm_has(trained):
-    cfg = relvit.load(trained[0]).model.pretrained_cfg
-    assert not cfg.keys() & {"url", "hf_hub_id", "file", "tag", "test_input_size", "label_offset"}
 
 
 def test_grey_images(digits_run, tmp_path):

@@ -8,7 +8,7 @@ import timm
 import torch
 from timm.layers import set_scriptable
 from timm.models import create_feature_extractor
-from vits import NAMES, SMALL, assert_same, images, small
+from vits import SMALL, assert_same, images, small
 
 from relvit.layers import RelativeAttention, RelativePosition2d
 from relvit.ops import AxisTables, JointTable, RelativeTerms, make_grid, relative_attention
@@ -16,27 +16,17 @@ from relvit.ops.backends.scripted import scripted_attention
 
 SIZES = [(24, 16), (16, 40), (8, 72)]
 VARIANTS = [
-    {},
     {"rel_terms": "qkvb", "class_token": True, "reg_tokens": 2, "bucketing": "piecewise", "shared_heads": False},
-    {"rel_terms": "qkvb", "layout": "joint"},
+    {"rel_terms": "qkvb", "layout": "joint", "pos_embed": "axial-sum"},
     {"position": "slopes", "class_token": True, "global_pool": "token", "pos_embed": "learn"},
     {"position": "slopes", "max_distance": (1, 2), "dynamic_img_pad": True, "pos_embed": "axial"},
-    {"pos_embed": "axial-sum", "reg_tokens": 1},
-    {"rel_terms": "", "patch_drop_rate": 0.5, "drop_path_rate": 0.1, "init_values": 0.1},
+    {"rel_terms": "", "patch_drop_rate": 0.5, "init_values": 0.1},
 ]
 
 
-def scriptable(name="test_relvit", **kwargs):
+def scriptable(**kwargs):
     with set_scriptable(True):
-        return small(name, depth=2, **kwargs).eval()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_model_scripts(name):
-    model = scriptable(name)
-    scripted = torch.jit.script(model)
-    for size in SIZES:
-        assert_same(scripted(images(*size)), model(images(*size)), atol=0)
+        return small(**{"depth": 2, **kwargs}).eval()
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
@@ -57,12 +47,11 @@ def test_scripted_at_all_sizes(variant):
     assert_same(scripted(images(16, 40), is_causal=True), model(images(16, 40), is_causal=True), atol=0)
 
 
-@pytest.mark.parametrize("variant", VARIANTS[:4], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS[1:3], ids=str)
 def test_scripted_training_step(variant):
     model = scriptable(drop_path_rate=0.2, **variant).train()
-    scripted = torch.jit.script(model)
     results = []
-    for net in (model, scripted):
+    for net in (model, torch.jit.script(model)):
         torch.manual_seed(3)
         out = net(images(16, 40))
         grads = torch.autograd.grad(out.square().sum(), list(net.parameters()), allow_unused=True)
@@ -73,13 +62,12 @@ def test_scripted_training_step(variant):
             assert_same(other, one, atol=1e-4)
 
 
-@pytest.mark.parametrize("variant", VARIANTS[:6], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS[:4], ids=str)
 def test_traced_for_all_sizes(variant):
-    model = scriptable(**variant)
+    model = scriptable(depth=1, **variant)
     traced = torch.jit.trace(model, images())
-    for size in SIZES:
-        for batch in (2, 5):
-            assert_same(traced(images(*size, batch=batch)), model(images(*size, batch=batch)), atol=1e-5)
+    for size, batch in zip(SIZES, (2, 5, 1), strict=True):
+        assert_same(traced(images(*size, batch=batch)), model(images(*size, batch=batch)), atol=1e-5)
 
 
 def test_saved_scripts_need_relvit_imported_and_saved_traces_nothing(tmp_path):
@@ -96,13 +84,14 @@ for name in ("traced", "scripted"):
     net = torch.jit.load(f"{sys.argv[1]}/{name}.pt")
     torch.testing.assert_close(net(here), at_here, rtol=0, atol=1e-6)
     torch.testing.assert_close(net(there), at_there, rtol=0, atol=1e-6)
-print("same")
+print("same", [name for name in ("lightning", "pytorch_lightning", "matplotlib") if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=True)
-    assert done.stdout == "same\n"
+    # And relvit imports neither Lightning nor Matplotlib.
+    assert done.stdout == "same []\n"
 
 
-@pytest.mark.parametrize("variant", VARIANTS[:6], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS[:4], ids=str)
 def test_symbolic_tracing_has_the_same_outputs_and_gradients(variant):
     model = scriptable(**variant)
     traced = create_feature_extractor(model, ["blocks.0", "head"])
@@ -115,18 +104,8 @@ def test_symbolic_tracing_has_the_same_outputs_and_gradients(variant):
     names = [name for name, _ in model.named_parameters()]
     grads = torch.autograd.grad(expected.square().sum(), list(model.parameters()))
     of_traced = torch.autograd.grad(got["head"].square().sum(), [traced.get_parameter(name) for name in names])
-    for one, other in zip(grads, of_traced, strict=True):
-        assert_same(other, one, atol=0)
-
-
-@pytest.mark.parametrize("variant", VARIANTS[:4], ids=str)
-def test_symbolically_traced_and_then_scripted(variant):
-    model = scriptable(**variant)
-    scripted = torch.jit.script(create_feature_extractor(model, ["head"]))
-    for size in ((24, 16), (16, 40)):
-        if variant.get("pos_embed") and size != (24, 16):
-            continue
-        assert_same(scripted(images(*size))["head"], model(images(*size)), atol=0)
+    assert_same(of_traced, grads, atol=0)
+    assert_same(torch.jit.script(traced)(x)["head"], expected.detach(), atol=0)
 
 
 @pytest.mark.parametrize("kind", ["separate", "joint"])
@@ -155,13 +134,10 @@ def test_operator_is_the_operation(kind):
 
 def test_scripted_layer_on_a_grid_of_its_own():
     position = RelativePosition2d(head_dim=6, num_heads=2, rel_terms="kvb", max_distance=1)
-    layer = RelativeAttention(12, num_heads=2, position=position).eval()
-    plain = RelativeAttention(12, num_heads=2).eval()
     coords = torch.rand(2, 8, generator=torch.Generator().manual_seed(0)).argsort(1)[:, :5]
-    coords = torch.stack((coords // 4, coords % 4), dim=-1)
+    grid = make_grid(2, 4, prefix=1, coords=torch.stack((coords // 4, coords % 4), dim=-1))
     x = torch.randn(2, 6, 12)
-    for net in (layer, plain):
-        grid = make_grid(2, 4, prefix=1, coords=coords)
+    for net in (RelativeAttention(12, 2, position=position).eval(), RelativeAttention(12, 2).eval()):
         assert_same(torch.jit.script(net)(x, grid), net(x, grid), atol=0)
 
 

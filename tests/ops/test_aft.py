@@ -312,10 +312,10 @@ def test_one_graph_for_all_sizes():
 
     @torch.compile(fullgraph=True, dynamic=True, backend=lambda graph, _: graphs.append(graph) or graph.forward)
     def run(q, k, v, height, width):
-        return aft_conv(q, k, v, weight, Grid(height, width, 1))
+        return aft_conv(q, k, v, weight, Grid(height, width))
 
     for height, width in ((3, 4), (5, 2), (7, 9)):
-        grid = Grid(height, width, 1)
+        grid = Grid(height, width)
         q, k, v = (part.detach() for part in contents(grid, dtype=torch.float32))
         torch.testing.assert_close(run(q, k, v, height, width), reference.aft_conv(q, k, v, weight, grid))
     assert len(graphs) == 1

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("several_tiles")
 
 PATCH = 4
 BATCH, HEADS, DIM = 2, 2, 5
-# Large enough to swamp everything if it came through; the logits of padding must stay below the mask's -1e9.
+# Large enough to swamp everything if it came through.
 GARBAGE = 1e5
 
 
@@ -33,17 +33,15 @@ def cut_by_hand(image):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("prefix", [0, 2])
-@pytest.mark.parametrize("garbage", [False, True])
-def test_a_naflex_batch_equals_its_images_one_by_one(backend, prefix, garbage):
-    generator = torch.Generator().manual_seed(0)
+def test_a_naflex_batch_equals_its_images_one_by_one(backend):
+    prefix, generator = 2, torch.Generator().manual_seed(0)
     sizes = [(2, 5), (4, 3), (3, 1)]
     photos = [torch.rand(3, PATCH * h, PATCH * w, generator=generator) for h, w in sizes]
     batch, _ = NaFlexCollator(max_seq_len=13)([(Patchify(PATCH)(photo), 0) for photo in photos])
     patches, coord, valid = batch["patches"].double(), batch["patch_coord"], batch["patch_valid"]
-    if garbage:  # timm pads with zeros, other loaders may not
-        patches = torch.where(valid[..., None], patches, GARBAGE)
-        coord = torch.where(valid[..., None], coord, torch.tensor([-7, 1000]))
+    # timm pads with zeros, other loaders may not.
+    patches = torch.where(valid[..., None], patches, GARBAGE)
+    coord = torch.where(valid[..., None], coord, torch.tensor([-7, 1000]))
     grid = grid_from_naflex(coord, valid, 4, 6, prefix)
 
     project, first = draw(generator, 3, patches.shape[-1], HEADS * DIM), draw(generator, 3, prefix, HEADS * DIM)
@@ -90,14 +88,10 @@ VALID = torch.tensor([[True, False], [True, True]])
     [
         (torch.zeros(2, 2, 2), VALID, (3, 4), TypeError, "patch_coord must hold integers, got dtype torch.float32"),
         (torch.zeros(2, 2, dtype=int), VALID, (3, 4), ValueError, r"patch_coord .* \(B, P, 2\), got \(2, 2\)"),
-        (torch.zeros(2, 2, 3, dtype=int), VALID, (3, 4), ValueError, r"patch_coord .* \(B, P, 2\), got \(2, 2, 3\)"),
         (torch.zeros(2, 2, 2, dtype=int), VALID.int(), (3, 4), TypeError, "patch_valid must be boolean, got .*int32"),
         (torch.zeros(2, 2, 2, dtype=int), VALID[:1], (3, 4), ValueError, r"patch_valid .* \(2, 2\), got \(1, 2\)"),
-        (torch.zeros(2, 2, 2, dtype=int), VALID[0], (3, 4), ValueError, r"patch_valid .* \(2, 2\), got \(2,\)"),
         (torch.full((2, 2, 2), 3), VALID, (3, 4), ValueError, "patch_coord: rows from 0 to 3, the grid has 0 to 2"),
         (torch.full((2, 2, 2), 3), None, (4, 3), ValueError, "patch_coord: columns from 3 to 3, .* has 0 to 2"),
-        (torch.full((2, 2, 2), -1), VALID, (3, 4), ValueError, "patch_coord: rows from -1 to 0"),
-        (torch.zeros(2, 2, 2, dtype=int), VALID, (3.0, 4), TypeError, "height must be an int, got 3.0"),
         (torch.zeros(2, 2, 2, dtype=int), VALID, (3, 0), ValueError, "width must be at least 1, got 0"),
     ],
 )
@@ -133,7 +127,7 @@ def test_a_graph_does_not_read_coordinates(how):
 
 
 class Case(NamedTuple):
-    """One draw: queries, keys and values (3, B, HEADS, N, DIM), the tables, and the options all runs share."""
+    """One example: queries, keys and values (3, B, HEADS, N, DIM), the tables, and the options all runs share."""
 
     qkv: torch.Tensor
     terms: RelativeTerms
@@ -181,8 +175,8 @@ def raster(case):
 
 def orders(case):
     """A random order of the patches for each sample, (BATCH, H W)."""
-    places = case.height * case.width
-    return torch.stack([torch.randperm(places, generator=case.generator) for _ in range(BATCH)])
+    patches = case.height * case.width
+    return torch.stack([torch.randperm(patches, generator=case.generator) for _ in range(BATCH)])
 
 
 def take(x, tokens):
@@ -190,27 +184,7 @@ def take(x, tokens):
     return x.gather(-2, tokens[:, None, :, None].expand(*x.shape[:-2], -1, x.shape[-1]))
 
 
-@settings(max_examples=60, deadline=None)
-@given(case=cases(), extra=st.integers(1, 5))
-def test_padding_a_batch_changes_nothing(case, extra):
-    n = case.qkv.shape[3]
-    out = case.run(None, None, case.qkv)
-    cotangent = draw(case.generator, *out.shape)
-    expected = gradients(out, case.inputs, cotangent)
-
-    garbage = GARBAGE * draw(case.generator, 3, BATCH, HEADS, extra, DIM)
-    anywhere = [torch.randint(size, (BATCH, extra), generator=case.generator) for size in (case.height, case.width)]
-    coords = torch.cat((raster(case), torch.stack(anywhere, dim=-1)), dim=1)
-    valid = torch.ones(BATCH, coords.shape[1], dtype=torch.bool)
-    valid[:, -extra:] = False
-    padded = case.run(coords, valid, torch.cat((case.qkv, garbage), dim=3))
-    torch.testing.assert_close(padded[:, :, :n], out, rtol=0, atol=1e-10)
-    ignored = torch.zeros(BATCH, HEADS, extra, DIM, dtype=torch.float64)
-    got = gradients(padded, case.inputs, torch.cat((cotangent, ignored), dim=2))
-    assert_all_close(got, expected, atol=1e-10)
-
-
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(case=cases(), data=st.data())
 def test_dropping_patches_equals_masking_them(case, data):
     number = data.draw(st.integers(1, case.height * case.width))
@@ -226,9 +200,9 @@ def test_dropping_patches_equals_masking_them(case, data):
     assert_all_close(got, expected, atol=1e-10)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(case=cases(), masked=st.booleans())
-def test_permuting_tokens_with_their_places_permutes_the_output(case, masked):
+def test_permuting_and_shifting_tokens_with_their_coordinates_permutes_the_output(case, masked):
     order = orders(case)
     valid = torch.ones(order.shape, dtype=torch.bool)
     if masked:  # at least one key of each sample stays
@@ -236,14 +210,15 @@ def test_permuting_tokens_with_their_places_permutes_the_output(case, masked):
     tokens = case.with_prefix(order)
     expected = take(case.run(None, valid, case.qkv), tokens)
     coords = raster(case).gather(1, order[..., None].expand(-1, -1, 2))
-    permuted = case.run(coords, valid.gather(1, order), take(case.qkv, tokens))
+    larger = case._replace(height=case.height + 5, width=case.width + 2)
+    permuted = larger.run(coords + torch.tensor([5, 2]), valid.gather(1, order), take(case.qkv, tokens))
     torch.testing.assert_close(permuted, expected, rtol=0, atol=1e-10)
     cotangent = draw(case.generator, *expected.shape)
     got, want = (gradients(out, case.inputs, cotangent) for out in (permuted, expected))
     assert_all_close(got, want, atol=1e-10)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(case=cases(most_prefix=0), with_coords=st.booleans(), empty=st.integers(0, BATCH - 1))
 def test_a_sample_without_valid_key_gives_zeros_and_does_not_touch_the_others(case, with_coords, empty):
     valid = torch.ones(BATCH, case.height * case.width, dtype=torch.bool)

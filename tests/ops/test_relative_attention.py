@@ -1,5 +1,7 @@
 """The exact attention against a brute force over token pairs, and the promises about masks and shifts."""
 
+from itertools import product
+
 import pytest
 import torch
 from draws import (
@@ -10,7 +12,6 @@ from draws import (
     brute_force,
     draw_case,
     draw_tables,
-    draw_terms,
     gradients,
     leaves,
     with_tables,
@@ -19,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import relative_attention as oracle
 
-from relvit.ops import AxisTables, JointTable, RelativeTerms, make_grid, num_tokens, relative_attention, relative_logits
+from relvit.ops import AxisTables, RelativeTerms, make_grid, num_tokens, relative_attention, relative_logits
 
 pytestmark = pytest.mark.usefixtures("several_tiles")
 
@@ -44,13 +45,9 @@ def test_equals_brute_force_with_gradients(
     inputs = leaves(q, k, v, terms)
     expected = brute_force(q, k, v, terms, grid)
     cotangent = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    expected_grads = torch.autograd.grad(expected, inputs, cotangent, allow_unused=True, materialize_grads=True)
-
     out = relative_attention(q, k, v, terms, grid, backend=backend)
-    grads = torch.autograd.grad(out, inputs, cotangent, allow_unused=True, materialize_grads=True)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-10)
-    for grad, expected_grad in zip(grads, expected_grads, strict=True):
-        torch.testing.assert_close(grad, expected_grad, rtol=0, atol=1e-10)
+    assert_all_close(*(gradients(result, inputs, cotangent) for result in (out, expected)), atol=1e-10)
 
     single = with_tables(terms, torch.Tensor.float)
     out32 = relative_attention(q.float(), k.float(), v.float(), single, grid, backend=backend)
@@ -59,25 +56,18 @@ def test_equals_brute_force_with_gradients(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("prefix", [0, 2])
-@pytest.mark.parametrize(("height", "width"), [(3, 5), (5, 2)])
-def test_relative_logits_are_the_logits_of_each_row_and_column(backend, prefix, height, width):
-    q, _, _, terms, grid = draw_case(height, width, prefix, distance=(2, 1), per_head="k")
-    rows, cols = relative_logits(q, terms, grid, backend=backend)
-    for b in range(2):
-        for h in range(2):
-            for i in range(num_tokens(grid)):
-                here = oracle.place(i, prefix, None, height, width)
-                for r in range(height):
-                    want = (
-                        0.0 if here is None else q[b, h, i] @ terms.key.rows[h, oracle.row_of(r - here[0], 2, "clip")]
-                    )
-                    assert abs(float(rows[b, h, i, r]) - float(want)) < 1e-12
-                for c in range(width):
-                    want = (
-                        0.0 if here is None else q[b, h, i] @ terms.key.cols[h, oracle.row_of(c - here[1], 1, "clip")]
-                    )
-                    assert abs(float(cols[b, h, i, c]) - float(want)) < 1e-12
+def test_relative_logits_are_the_logits_of_each_row_and_column(backend):
+    sizes, distances, prefix = (3, 5), (2, 1), 2
+    q, _, _, terms, grid = draw_case(*sizes, prefix, distances, per_head="k")
+    logits = relative_logits(q, terms, grid, backend=backend)
+    for h, i in product(range(2), range(num_tokens(grid))):
+        here = oracle.place(i, prefix, None, *sizes)
+        for axis, (size, distance, table) in enumerate(zip(sizes, distances, terms.key, strict=True)):
+            expected = torch.zeros(2, size, dtype=torch.float64)
+            if here is not None:
+                rows = [oracle.row_of(there - here[axis], distance, "clip") for there in range(size)]
+                expected = q[:, h, i] @ table[h, rows].T
+            torch.testing.assert_close(logits[axis][:, h, i], expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -99,28 +89,21 @@ def test_dropped_patches_and_padding_with_coords_per_sample(backend):
     out = relative_attention(q, k, v, terms, grid, backend=backend)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-10)
     cotangent = torch.randn(out.shape, generator=generator, dtype=torch.float64)
-    for got, want in zip(
-        torch.autograd.grad(out, inputs, cotangent), torch.autograd.grad(expected, inputs, cotangent), strict=True
-    ):
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
+    assert_all_close(*(gradients(result, inputs, cotangent) for result in (out, expected)), atol=1e-10)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_sample_without_valid_key_gives_zeros_forward_and_backward(backend, dtype):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sample_without_valid_key_gives_zeros_forward_and_backward_in_half_precision(backend, dtype):
     q, k, v, terms, grid = draw_case(2, 3)
-    q, k, v = (t.to(dtype) for t in (q, k, v))
     grid = grid._replace(valid=torch.tensor([[True] * 6, [False] * 6]))
-    inputs = leaves(q, k, v, terms)
-    out = relative_attention(q, k, v, terms, grid, backend=backend)
-    assert torch.equal(out[1], torch.zeros_like(out[1]))
+    inputs = leaves(*(t.to(dtype) for t in (q, k, v)), terms)
+    out = relative_attention(*inputs[:3], terms, grid, backend=backend)
+    assert not out[1].any()
     assert out[0].abs().min() > 0
-    for grad in torch.autograd.grad(out.sum(), inputs):
-        assert grad.isfinite().all()
-    assert all(
-        not grad[1].any()
-        for grad in torch.autograd.grad(relative_attention(q, k, v, terms, grid, backend=backend).sum(), (q, k, v))
-    )
+    grads = torch.autograd.grad(out.sum(), inputs)
+    assert all(grad.isfinite().all() for grad in grads)
+    assert not any(grad[1].any() for grad in grads[:3])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -145,63 +128,17 @@ def test_queries_and_keys_on_different_grids(backend, bucketing):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", ["boolean", "additive", "causal"])
-def test_masks_and_scale(backend, kind):
-    q, k, v, terms, grid = draw_case(2, 3, prefix=1)
-    generator = torch.Generator().manual_seed(1)
-    n = num_tokens(grid)
-    options = {"scale": 0.3, "backend": backend}
-    if kind == "causal":
-        allowed = torch.ones(n, n, dtype=torch.bool).tril()
-        options["is_causal"] = True
-        bias = torch.zeros(n, n, dtype=torch.float64).masked_fill(~allowed, -1e30)
-    elif kind == "boolean":
-        allowed = torch.rand(n, n, generator=generator) < 0.6
-        allowed.fill_diagonal_(True)
-        options["attn_mask"] = allowed
-        bias = torch.zeros(n, n, dtype=torch.float64).masked_fill(~allowed, -1e30)
-    else:
-        bias = torch.randn(n, n, generator=generator, dtype=torch.float64)
-        options["attn_mask"] = bias
-    expected = brute_force(q, k, v, terms, grid, scale=0.3, mask=bias.expand(2, 2, n, n))
-    torch.testing.assert_close(relative_attention(q, k, v, terms, grid, **options), expected, rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("scale", [0.0, 1e-40, -1e-5, 2e-3, -0.7])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_a_bias_is_not_scaled_however_small_the_scale(backend, scale, dtype):
+@pytest.mark.parametrize("scale", [0.0, 1e-40, 2e-3, -0.7])
+def test_a_bias_is_not_scaled_however_small_the_scale(backend, scale):
     q, k, v, terms, grid = draw_case(2, 3, prefix=1, which="qkvb")
     inputs = leaves(q, k, v, terms)
     expected = brute_force(q, k, v, terms, grid, scale=scale)
     grads = torch.autograd.grad(expected.sum(), inputs)
-    inputs = leaves(*(t.detach().to(dtype) for t in (q, k, v)), with_tables(terms, lambda t: t.detach().to(dtype)))
-    terms = RelativeTerms(*(AxisTables(*inputs[i : i + 2]) for i in (3, 5, 7, 9)))
-    out = relative_attention(*inputs[:3], terms, grid, scale=scale, backend=backend)
-    atol = 1e-10 if dtype == torch.float64 else 1e-4
-    torch.testing.assert_close(out.double(), expected, rtol=0, atol=atol)
-    got = [grad.double() for grad in torch.autograd.grad(out.sum(), inputs)]
-    assert_all_close(got, grads, atol=atol)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_permuting_tokens_with_their_coordinates_and_shifting_all_coordinates(backend):
-    generator = torch.Generator().manual_seed(2)
-    coords = torch.cartesian_prod(torch.arange(3), torch.arange(4))
-    grid = make_grid(9, 9, 1, coords)
-    q, k, v = torch.randn(3, 2, 2, 13, 5, generator=generator, dtype=torch.float64)
-    terms = draw_terms(generator, "qkvb", (2, 3), 5, 2, "")
-    out = relative_attention(q, k, v, terms, grid, backend=backend)
-    dense = relative_attention(q, k, v, terms, make_grid(3, 4, 1), backend=backend)
-    torch.testing.assert_close(out, dense, rtol=0, atol=1e-12)
-    shifted = relative_attention(q, k, v, terms, make_grid(9, 9, 1, coords + torch.tensor([5, 2])), backend=backend)
-    torch.testing.assert_close(out, shifted, rtol=0, atol=1e-12)
-    order = torch.randperm(12, generator=generator)
-    tokens = torch.cat((torch.tensor([0]), order + 1))
-    permuted = relative_attention(
-        q[:, :, tokens], k[:, :, tokens], v[:, :, tokens], terms, make_grid(9, 9, 1, coords[order]), backend=backend
-    )
-    torch.testing.assert_close(permuted, out[:, :, tokens], rtol=0, atol=1e-12)
+    singles = with_tables(terms, lambda table: table.detach().float().requires_grad_())
+    inputs = leaves(*(t.detach().float() for t in (q, k, v)), singles)
+    out = relative_attention(*inputs[:3], singles, grid, scale=scale, backend=backend)
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-4)
+    assert_all_close([grad.double() for grad in torch.autograd.grad(out.sum(), inputs)], grads, atol=1e-4)
 
 
 def test_dropout_keeps_the_expectation_and_reaches_the_value_term():
@@ -233,7 +170,7 @@ def test_value_width_may_differ_from_query_width():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_strip_is_shaw_et_als_sequence_whether_it_lies_or_stands(backend):
+def test_a_strip_is_shaw_et_als_sequence_in_a_row_or_in_a_column(backend):
     q, k, v, terms, grid = draw_case(1, 9, distance=(0, 3), which="kv")
     # Shaw et al. 2018, eq. 3-5, on a sequence; the other axis adds its one vector, of offset zero.
     offset = (torch.arange(9)[None, :] - torch.arange(9)[:, None]).clamp(-3, 3) + 3
@@ -244,15 +181,6 @@ def test_a_strip_is_shaw_et_als_sequence_whether_it_lies_or_stands(backend):
     standing = terms._replace(key=AxisTables(*terms.key[::-1]), value=AxisTables(*terms.value[::-1]))
     out = relative_attention(q, k, v, standing, make_grid(9, 1), backend=backend)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
-
-
-def test_a_joint_table_that_is_a_sum_equals_separate_ones():
-    q, k, v, terms, grid = draw_case(3, 4, prefix=1, which="qkvb")
-    shape = lambda rows, cols: rows[:, None] + cols[None, :]  # noqa: E731
-    names = RelativeTerms._fields[:4]
-    joined = terms._replace(**{name: JointTable(shape(*getattr(terms, name))) for name in names})
-    separate, joint = (relative_attention(q, k, v, t, grid) for t in (terms, joined))
-    torch.testing.assert_close(separate, joint, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -286,5 +214,6 @@ def test_on_the_meta_device(backend):
     q, k, v, terms, grid = draw_case(3, 2, prefix=1, which="qkvb")
     grid = grid._replace(valid=torch.ones(2, 6, dtype=torch.bool, device="meta"))
     terms = with_tables(terms, lambda table: table.to("meta"))
-    out = relative_attention(*(t.to("meta", torch.bfloat16) for t in (q, k, v)), terms, grid, backend=backend)
+    contents = (t.to("meta", torch.bfloat16) for t in (q, k, v))
+    out = relative_attention(*contents, terms, grid, dropout_p=0.1, backend=backend)
     assert (out.shape, out.dtype, out.device.type) == (q.shape, torch.bfloat16, "meta")

@@ -33,14 +33,14 @@ class OddImage(NamedTuple):
 
 
 class OddFolder(NamedTuple):
-    """What is done to a folder of two ants, bees and cats to train and one of each to validate, the images of train
-    that are then read, by class (None: it is refused), and what is said about it."""
+    """A change of a folder of two ants, bees and cats to train and one of each to validate, the images of train
+    that are then read, by class (None: the folder is refused), and the error or warning."""
 
     kind: str
     spoil: Callable[[Path], Any]
     outcome: str
     counts: tuple[int, ...] | None = None
-    says: str = ""
+    message: str = ""
 
 
 def saved(image: Image.Image, name: str, **options: Any) -> Callable[[Path], Path]:
@@ -248,13 +248,13 @@ FOLDERS = [
 def table() -> str:
     """The lists as two tables of Markdown."""
     lines = ["| image | result |", "|---|---|"]
-    lines += [f"| {case.kind} | {_told(case.outcome, case.reason)} |" for case in IMAGES]
+    lines += [f"| {case.kind} | {_outcome(case.outcome, case.reason)} |" for case in IMAGES]
     lines += ["", "| folder | result |", "|---|---|"]
-    lines += [f"| {case.kind} | {_told(case.outcome, case.says)} |" for case in FOLDERS]
+    lines += [f"| {case.kind} | {_outcome(case.outcome, case.message)} |" for case in FOLDERS]
     return "\n".join(lines)
 
 
-def _told(outcome: str, message: str) -> str:
+def _outcome(outcome: str, message: str) -> str:
     return f"{outcome}: “{message}”" if message else outcome
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 from scipy.io import savemat
 
@@ -220,31 +219,3 @@ def test_counts_are_compared_with_the_official_ones(archives, tmp_path, monkeypa
     assert tool.complaints(root) == [f"only in train or only in val: {WNIDS[0]}, n99999999"]
     monkeypatch.setattr(sys, "argv", ["prepare_imagenet.py", str(tmp_path / "none"), str(root)])
     assert tool.main() == 2
-
-
-def test_names_from_torchvisions_file_or_none(tmp_path):
-    for wnid in WNIDS:
-        (tmp_path / "val" / wnid).mkdir(parents=True)
-        (tmp_path / "val" / wnid / "a.JPEG").write_bytes(jpeg(GREY[wnid]))
-    assert ImageNetData(str(tmp_path)).class_names == WNIDS  # from val, where there is no train
-    words = {"n01440764": ("tench", "Tinca tinca"), "n02012849": ("crane",), "n03126707": ("winch", "crane")}
-    torch.save((words, []), tmp_path / "meta.bin")
-    assert ImageNetData(str(tmp_path)).class_names == ["tench", "crane", "winch"]
-    (tmp_path / "val" / "n77777777").mkdir()
-    with pytest.raises(ValueError, match=r"meta\.bin does not know 'n77777777'"):
-        ImageNetData(str(tmp_path))
-
-
-def test_a_checkpoints_classes_keep_their_labels(tmp_path):
-    (tmp_path / "val" / WNIDS[2]).mkdir(parents=True)
-    (tmp_path / "val" / WNIDS[2] / "a.JPEG").write_bytes(jpeg(1))
-    data = ImageNetData(str(tmp_path), wnids=WNIDS, class_names=["a", "b", "c"])
-    assert data.dataset("val").targets == [2]
-    with pytest.raises(ValueError, match="class_names holds 2 names; there are 3 wnids"):
-        ImageNetData(str(tmp_path), wnids=WNIDS, class_names=["a", "b"])
-    (tmp_path / "val" / "cats").mkdir()
-    with pytest.raises(ValueError, match=r"no WordNet ids such as 'n01440764': 'cats'; .* use ImageFolderData"):
-        ImageNetData(str(tmp_path))
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(FileNotFoundError, match=r"neither train nor val in .*; make them with tools/prepare_imagenet"):
-        ImageNetData(str(tmp_path / "empty"))

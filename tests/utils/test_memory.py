@@ -1,21 +1,15 @@
-"""How much memory is left, from made-up /proc and /sys."""
+"""Available memory, read from made-up /proc and /sys."""
 
 import pytest
 
 from relvit.utils.memory import available_memory
 
 GIB = 2**30
+MACHINE = {"proc/meminfo": f"MemTotal: {64 * 2**20} kB\nMemFree: 5 kB\nMemAvailable:   {20 * 2**20} kB\n"}
 
 
-def write(root, files):
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-
-
-def machine(gib):
-    return {"proc/meminfo": f"MemTotal: {64 * 2**20} kB\nMemFree: 5 kB\nMemAvailable:   {gib * 2**20} kB\n"}
+def groups(entries):
+    return {"proc/self/cgroup": entries}
 
 
 def version_2(folder, limit, taken, files):
@@ -37,33 +31,23 @@ def version_1(folder, limit, taken, files):
 @pytest.mark.parametrize(
     ("files", "gib"),
     [
-        (machine(20), 20),
-        # the job of a cluster: 8 - 5 + 1
-        (machine(20) | {"proc/self/cgroup": "0::/a/b\n"} | version_2("a/b/", 8 * GIB, 5 * GIB, GIB), 4),
-        # the group around it leaves less than its own, which has no limit
-        (
-            machine(20)
-            | {"proc/self/cgroup": "0::/a/b\n"}
-            | version_2("a/b/", "max", 5 * GIB, GIB)
-            | version_2("a/", 7 * GIB, 6 * GIB, 0),
-            1,
-        ),
-        # a container, which sees itself as the root and the path as that of the machine
-        (machine(20) | {"proc/self/cgroup": "0::/elsewhere\n"} | version_2("", 8 * GIB, 5 * GIB, 0), 3),
-        (
-            machine(20)
-            | {"proc/self/cgroup": "5:cpu,cpuacct:/x\n4:memory:/c\n0::/\n"}
-            | version_1("c/", 3 * GIB, GIB, GIB),
-            3,
-        ),
-        # version 1 without a limit
-        (machine(20) | {"proc/self/cgroup": "4:memory:/\n"} | version_1("", 2**63 - 4096, GIB, GIB), 20),
-        # over the limit
-        (machine(20) | {"proc/self/cgroup": "0::/\n"} | version_2("", GIB, 2 * GIB, 0), 0),
+        ({}, 20),
+        # The job of a cluster: 8 - 5 + 1.
+        (groups("0::/a/b\n") | version_2("a/b/", 8 * GIB, 5 * GIB, GIB), 4),
+        # The group around it leaves less than its own, which has no limit.
+        (groups("0::/a/b\n") | version_2("a/b/", "max", 5 * GIB, GIB) | version_2("a/", 7 * GIB, 6 * GIB, 0), 1),
+        # A container, which sees itself as the root and the path as that of the machine.
+        (groups("0::/elsewhere\n") | version_2("", 8 * GIB, 5 * GIB, 0), 3),
+        (groups("5:cpu,cpuacct:/x\n4:memory:/c\n0::/\n") | version_1("c/", 3 * GIB, GIB, GIB), 3),
+        # Version 1 without a limit; over the limit.
+        (groups("4:memory:/\n") | version_1("", 2**63 - 4096, GIB, GIB), 20),
+        (groups("0::/\n") | version_2("", GIB, 2 * GIB, 0), 0),
     ],
 )
 def test_the_least_of_machine_and_groups(tmp_path, files, gib):
-    write(tmp_path, files)
+    for name, text in (MACHINE | files).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
     assert available_memory(tmp_path) == gib * GIB
 
 
@@ -71,9 +55,5 @@ def test_a_system_without_proc(tmp_path, monkeypatch):
     pages = {"SC_AVPHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}
     monkeypatch.setattr("os.sysconf", pages.__getitem__)
     assert available_memory(tmp_path) == 4_096_000
-
-    def unknown(name):
-        raise ValueError("unrecognized configuration name")
-
-    monkeypatch.setattr("os.sysconf", unknown)
+    monkeypatch.setattr("os.sysconf", lambda name: int("unrecognized configuration name"))
     assert available_memory(tmp_path) is None

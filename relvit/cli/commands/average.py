@@ -3,15 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
 
-from relvit.cli.parser import run_function
 from relvit.training import average_checkpoints
-
-
-def main(command: str, arguments: Sequence[str]) -> None:
-    """Run with command line arguments."""
-    run_function(average, command, arguments)
 
 
 def average(ckpt_paths: list[str], output: str) -> None:

@@ -1,9 +1,8 @@
-"""`relvit check-data`: decode every image and say what is wrong."""
+"""`relvit check-data`: broken files, classes, sizes and duplicates of a data set, by decoding every image."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,6 @@ from rich.console import Console
 from rich.table import Table
 
 from relvit.cli.errors import UsageError
-from relvit.cli.parser import run_function
 from relvit.data import ImageData, ImageFolderData
 from relvit.data.inspect import check_data as inspect_data
 from relvit.utils.messages import printable
@@ -21,19 +19,12 @@ SHOWN = 10
 DUPLICATES = {"classes": "under different classes", "across": "in several splits", "within": "twice in a class"}
 
 
-def main(command: str, arguments: Sequence[str]) -> None:
-    """Run with command line arguments; exit status 1 if a file cannot be read."""
-    report = run_function(check_data, command, arguments)
-    if report["bad"]:
-        raise SystemExit(1)
-
-
 def check_data(
     root: str | None = None,
     data: ImageData | None = None,
     processes: int | None = None,
     output: str | None = None,
-) -> dict[str, Any]:
+) -> None:
     """Decode every image; print the files that cannot be read, classes, sizes and images that come twice.
 
     The exit status is 1 if a file cannot be read, otherwise 0: images that come twice do not stop a training.
@@ -53,7 +44,8 @@ def check_data(
     if output is not None:
         with open(output, "w") as file:
             json.dump(report, file, indent=2)
-    return report
+    if report["bad"]:
+        raise SystemExit(1)
 
 
 def _show(report: dict[str, Any]) -> None:

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from relvit.cli.errors import UsageError
-from relvit.cli.parser import run_function
 from relvit.evaluation import Predictor, Size, embed_folder, write_embeddings
 from relvit.evaluation.embeddings import check_format
 from relvit.utils.messages import printable
 from relvit.utils.progress import with_bar
-
-
-def main(command: str, arguments: Sequence[str]) -> None:
-    """Run with command line arguments."""
-    run_function(embed, command, arguments)
 
 
 def embed(

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
-from relvit.cli.parser import run_function
 from relvit.evaluation import Predictor, Size, export_model
 from relvit.evaluation.export import check_export
-
-
-def main(command: str, arguments: Sequence[str]) -> None:
-    """Run with command line arguments."""
-    run_function(export, command, arguments)
 
 
 def export(ckpt_path: str, output: str, img_size: Size | None = None) -> None:

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
 from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
 
-from relvit.cli.parser import run_function
 from relvit.evaluation import Size, evaluate_sizes
-
-
-def main(command: str, arguments: Sequence[str]) -> None:
-    """Run with command line arguments."""
-    run_function(resolutions, command, arguments)
 
 
 def resolutions(

@@ -31,16 +31,8 @@ def report_fit(
 ) -> None:
     """Test the best checkpoint where there are test images, write `summary.json` and print the result.
 
-    All processes call this.
-
-    Args:
-        trainer: which has trained.
-        checkpoints: that it has written, a best one among them.
-        folder: of the run.
-        seed: of the run.
-        seconds: that the training took.
-        since: epochs that had been trained before this training went on; 0 where it began afresh.
-        same_run: whether those epochs are in the same folder, so that the best checkpoint is that of them, too.
+    All processes call this. `since` is the number of epochs that had been trained before this training went on; with
+    `same_run` they are in the same folder, so that the best checkpoint is that of them, too.
     """
     model, data = trainer.lightning_module, trainer.datamodule
     best, trained = checkpoints.best_model_path, trainer.current_epoch - since
@@ -75,12 +67,7 @@ def report_fit(
 
 
 def report_test(trainer: Trainer, folder: Path, checkpoint: str) -> None:
-    """Write `summary.json` and print metrics of the classes; in the main process.
-
-    Args:
-        trainer: which has tested.
-        folder: of the run.
-        checkpoint: as the user gave it.
+    """Write `summary.json` and print metrics of the classes, in the main process; `checkpoint` is as the user gave it.
 
     Raises:
         UsageError: no image could be read.

@@ -62,8 +62,10 @@ def main(command: str, arguments: Sequence[str]) -> None:
 
 
 class RelvitCLI(OpenLightningCLI):
-    """One command. In `fit`, classes, channels and image size flow from the data to the model; the other commands take
-    model, classes and transforms from the checkpoint, and explicit flags override them or are refused.
+    """Lightning's CLI for one of the Trainer's methods.
+
+    In `fit`, classes, channels and image size flow from the data to the model; the other commands take model, classes
+    and transforms from the checkpoint, and explicit flags override them or are refused.
 
     Args:
         command: the Trainer's method.

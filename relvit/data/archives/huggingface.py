@@ -3,7 +3,6 @@
 import errno
 import os
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -14,38 +13,27 @@ from relvit.data.labels import as_label
 from relvit.utils.messages import MissingPackageError, did_you_mean, listing
 
 
-class Rows:
-    """Encoded images of a split. Copies in DataLoader workers share the memory-mapped files.
+@dataclass(frozen=True, slots=True, eq=False)
+class RowImage(StoredImage):
+    """The encoded image of one row. Copies in DataLoader workers share the memory-mapped files.
 
     Args:
-        name: Name of dataset and split, for messages.
+        split: Name of dataset and split, for messages.
+        rows: A `datasets.Dataset` of the column of images alone, not decoded.
         column: The column of the images.
-        encoded: A `datasets.Dataset` of this column alone, not decoded.
-        keys: Name of each row.
+        index: The row.
+        key: Name of the row.
     """
 
-    def __init__(self, name: str, column: str, encoded: Any, keys: Sequence[str]) -> None:
-        self.name = name
-        self.column = column
-        self.encoded = encoded
-        self.keys = keys
-
-
-@dataclass(frozen=True, slots=True)
-class RowImage(StoredImage):
-    """The image of one row."""
-
-    rows: Rows
+    split: str
+    rows: Any
+    column: str
     index: int
-
-    @property
-    def key(self) -> str:
-        """Name in the split."""
-        return self.rows.keys[self.index]
+    key: str
 
     def read(self) -> bytes:
         """Read the encoded image from the row, or from the file on disk that the row names."""
-        value = self.rows.encoded[self.index][self.rows.column]
+        value = self.rows[self.index][self.column]
         if isinstance(value, bytes):
             return value
         content, path = (value or {}).get("bytes"), (value or {}).get("path")
@@ -60,7 +48,7 @@ class RowImage(StoredImage):
             return stream.read()
 
     def __str__(self) -> str:
-        return f"{self.rows.name}/{self.key}"
+        return f"{self.split}/{self.key}"
 
 
 class HuggingFace(Reader):
@@ -86,8 +74,8 @@ class HuggingFace(Reader):
         datasets = _datasets()
         table = self._load(datasets, split).with_format(None)
         encoded = self._encoded(datasets, table)
-        rows = Rows(f"hfds/{self.path}/{split}", self.input_key, encoded, self._keys(encoded))
-        images = [RowImage(rows, index) for index in range(len(encoded))]
+        source = f"hfds/{self.path}/{split}", encoded, self.input_key
+        images = [RowImage(*source, index, key) for index, key in enumerate(self._keys(encoded))]
         return Content(images, *self._labels(datasets, table)) if labelled else Content(images)
 
     def key(self, image: RowImage) -> str:

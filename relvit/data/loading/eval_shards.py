@@ -1,6 +1,5 @@
 """Eval shards: divide evaluation over processes, every image once and equally many batches on each device."""
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +15,7 @@ class EvalShardLoader:
 
     Args:
         loader: Loader of the shard of this device.
-        batches: Number of batches on every device, see :func:`batches_per_rank`.
+        batches: Number of batches on every device.
         empty: An empty batch.
     """
 
@@ -36,8 +35,3 @@ class EvalShardLoader:
             yield batch
         for _ in range(self.batches - given):
             yield self.empty
-
-
-def batches_per_rank(count: int, world: int, batch_size: int) -> int:
-    """Number of batches of the largest shard of `count` images over `world` devices."""
-    return math.ceil(math.ceil(count / world) / batch_size)

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler
 
 from relvit.data.loading.deterministic import SeededIndex
-from relvit.utils.seeding import run_seed
 
 Balance = Literal["none", "sampler", "loss"]
 
@@ -24,7 +23,7 @@ def class_weights(labels: Sequence[int], num_classes: int) -> Tensor:
 class TrainSampler(DistributedSampler):
     """Shuffled images of an epoch, weighted, repeated, or both, divided among the processes, as `SeededIndex`.
 
-    With weights, images are drawn with replacement; without, every one comes once. With ``repeats > 1`` the first
+    With weights, images are sampled with replacement; without, every one comes once. With ``repeats > 1`` the first
     ``1 / repeats`` of them come so many times, one copy next to the other before they are dealt to the processes in
     turn, so that copies meet in one optimiser step and on different devices (repeated augmentation, Hoffer et al.
     2019, arXiv 1901.09335, in the form of DeiT's sampler: an epoch is as long as without). The order depends on seed
@@ -73,13 +72,6 @@ class TrainSampler(DistributedSampler):
         skipped = self.start if self.epoch == self.first_epoch else 0
         positions = range(self.rank, self.total_size, self.num_replicas)[skipped:]
         return (SeededIndex(order[position], self.epoch, position) for position in positions)
-
-
-def for_this_process(trainer: Trainer | None) -> dict[str, int]:
-    """Arguments of :class:`TrainSampler` by the trainer; without one, those of a single process."""
-    if trainer is None:
-        return {"seed": run_seed()}
-    return {"num_replicas": trainer.world_size, "rank": trainer.global_rank, "seed": run_seed()}
 
 
 def training_position(trainer: Trainer) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """Base class of all image data modules: the shared arguments, transforms and DataLoaders."""
 
 import inspect
+import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
@@ -21,9 +22,9 @@ from relvit.data.images.datasets import (
 )
 from relvit.data.images.memory import InMemoryBatches, SameSizeImages
 from relvit.data.loading.deterministic import DeterministicDataset
-from relvit.data.loading.eval_shards import EvalShardLoader, batches_per_rank
+from relvit.data.loading.eval_shards import EvalShardLoader
 from relvit.data.loading.loader import SignalSafeDataLoader, identity_collate
-from relvit.data.loading.sampler import Balance, TrainSampler, class_weights, for_this_process, training_position
+from relvit.data.loading.sampler import Balance, TrainSampler, class_weights, training_position
 from relvit.data.transforms import Augment, BatchTransform, batch_transform, eval_transform, parse_size, train_transform
 from relvit.utils.messages import check_choice, listing, printable
 from relvit.utils.seeding import run_seed
@@ -251,10 +252,13 @@ class ImageData(LightningDataModule, ABC):
             weights = class_weights(dataset.targets, self.num_classes)[torch.as_tensor(dataset.targets)]
         # The sampler needs the epoch now: workers may begin to load before Lightning calls set_epoch.
         epoch, done = self._begin
-        if self.trainer is not None and self.trainer.current_epoch > epoch:
-            epoch, done = self.trainer.current_epoch, 0
-        resume = {"epoch": epoch, "start": done * self.batch_size}
-        sampler = TrainSampler(len(dataset), weights, self.repeats, **for_this_process(self.trainer), **resume)
+        options = {"seed": run_seed()}
+        if self.trainer is not None:
+            options |= {"num_replicas": self.trainer.world_size, "rank": self.trainer.global_rank}
+            if self.trainer.current_epoch > epoch:
+                epoch, done = self.trainer.current_epoch, 0
+        options |= {"epoch": epoch, "start": done * self.batch_size}
+        sampler = TrainSampler(len(dataset), weights, self.repeats, **options)
         alone = len(sampler) > 1 and len(sampler) % self.batch_size == 1
         return self._loader("train", sampler=sampler, drop_last=alone)
 
@@ -278,7 +282,8 @@ class ImageData(LightningDataModule, ABC):
         loader = self._loader(split, sampler=range(self.trainer.global_rank, count, world))
         no_targets = [] if split == "predict" else torch.empty(0, dtype=torch.long)
         empty = torch.empty(0, self.in_chans, *self.img_size), no_targets
-        return EvalShardLoader(loader, batches_per_rank(count, world, self.batch_size), empty)
+        largest_shard = math.ceil(count / world)
+        return EvalShardLoader(loader, math.ceil(largest_shard / self.batch_size), empty)
 
     def _loader(
         self, split: Split, sampler: Sampler | Sequence[int] | None = None, drop_last: bool = False

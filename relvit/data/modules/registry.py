@@ -1,4 +1,4 @@
-"""Which data module a name or class path stands for, of configurations, checkpoints and `--data`."""
+"""Registry of data modules: find the class for a name given to `--data`, in a configuration or in a checkpoint."""
 
 import inspect
 import re

@@ -72,7 +72,7 @@ def grid_axes(grid: Grid) -> Axes:
 
 
 def query_axes(inputs: AttentionInputs) -> Axes:
-    """All rows and columns of queries, as far as the query term's tables can tell them apart.
+    """All rows and columns of queries, as far as the query term's tables can distinguish them.
 
     Queries with coordinates of their own may be outside the key grid; further out than the tables reach, all rows (or
     columns) are alike.

@@ -27,7 +27,6 @@ from relvit.ops.backends.axis_logits import (
     Axes,
     TableIndex,
     axis_indices,
-    axis_logits,
     grid_axes,
     join_tables,
     key_logits,
@@ -41,7 +40,6 @@ from relvit.ops.backends.axis_logits import (
 from relvit.ops.grid import Grid, batched_coords, key_mask, without_padding
 from relvit.ops.inputs import AttentionInputs
 from relvit.ops.recompute import recompute_saved
-from relvit.ops.terms import RelativeTerms
 from relvit.ops.tracing import without_autocast
 
 
@@ -63,26 +61,6 @@ class Layout(NamedTuple):
     query_hot: Tensor | None
 
 
-class Padding(NamedTuple):
-    """One more channel, whose product is 0 for real keys and for padding a logit that softmax turns into zero.
-
-    Attributes:
-        on_query: (), the same for all queries.
-        on_key: (1 or B, 1, Nk, 1).
-        valid: (1 or B, 1, Nk, 1) booleans, False where a key is padding.
-    """
-
-    on_query: Tensor
-    on_key: Tensor
-    valid: Tensor
-
-
-def relative_logits(query: Tensor, terms: RelativeTerms, grid: Grid, key_grid: Grid) -> tuple[Tensor, Tensor]:
-    """Compute row and column logits of every query; see `relvit.ops.relative_logits`."""
-    entries = table_index(terms.key, terms.bucketing, grid, grid_axes(key_grid), query)
-    return axis_logits(query, terms.key, entries).split((key_grid.height, key_grid.width), dim=-1)
-
-
 def relative_attention(inputs: AttentionInputs) -> Tensor:
     """Compute attention with relative terms through augmented vectors; see `relvit.ops.relative_attention`."""
     if torch.is_grad_enabled() and torch.compiler.is_compiling() and not torch.compiler.is_exporting():
@@ -100,20 +78,19 @@ def _keep_attention(_context: object, operator: object, *_args: object, **_optio
 
 def _attend(inputs: AttentionInputs) -> Tensor:
     query, key, value, terms, grid, key_grid, mask = inputs[:7]
-    valid, attending, padding = key_mask(key_grid), None, None
+    valid, attending = key_mask(key_grid), None
     if valid is not None:
         inputs = inputs._replace(position_key=without_padding(inputs.position_key, valid))
         if mask is None:
-            padding = _padding(valid, query)
             attending = valid.any(dim=1)[:, None, None, None]
             if inputs.is_causal:
                 attending = _any_so_far(valid, query.shape[2])[:, None, :, None]
         else:
             key, value = without_padding(key, valid), without_padding(value, valid)
-            mask, attending = _mask_padding(mask, valid)
-    layout = _layout(inputs, padding is not None)
+            (mask, attending), valid = _mask_padding(mask, valid), None
+    layout = _layout(inputs, padded=valid is not None)
     contents = [query, key, value, query_logits(inputs, layout.key_axes), key_logits(inputs, layout.query_axes)]
-    augment = partial(_augment, layout=layout, padding=padding, value_term=terms.value is not None)
+    augment = partial(_augment, layout=layout, valid=valid, value_term=terms.value is not None)
     augmented = augment(*contents)
     with recompute_saved(augmented, augment, contents):
         out = F.scaled_dot_product_attention(
@@ -190,13 +167,6 @@ def _one_hot(grid: Grid, axes: Axes, dtype: torch.dtype, device: torch.device) -
     return F.pad(hot, (0, 0, grid.prefix, 0))[:, None]
 
 
-def _padding(valid: Tensor, like: Tensor) -> Padding:
-    # The product, -1e30, is far below all logits and finite; half precision, multiplied in single, reaches -3.6e9.
-    size = 6e4 if like.dtype == torch.float16 else 1e15
-    valid = valid[:, None, :, None]
-    return Padding(like.new_full((), size), torch.where(valid, 0.0, -size).to(like.dtype), valid)
-
-
 def _augment(
     query: Tensor,
     key: Tensor,
@@ -205,12 +175,16 @@ def _augment(
     key_logits: Tensor | None,
     *,
     layout: Layout,
-    padding: Padding | None,
+    valid: Tensor | None,
     value_term: bool,
 ) -> list[Tensor]:
-    """Append logits, indicators and padding's channel to queries, keys and values: (B, heads, N, width) each."""
-    if padding is not None:
-        key, value = (tensor.masked_fill(~padding.valid, 0.0) for tensor in (key, value))
+    """Append logits and indicators to queries, keys and values: (B, heads, N, width) each.
+
+    With `valid`, (1 or B, Nk), one more channel has a product of 0 for real keys and for padding a logit that softmax
+    turns into zero.
+    """
+    if valid is not None:
+        key, value = without_padding(key, valid), without_padding(value, valid)
     queries, keys, values = [query], [key], [value]
     if query_logits is not None:
         queries.append(query_logits)
@@ -218,9 +192,11 @@ def _augment(
     if key_logits is not None:
         queries.append(layout.query_hot)
         keys.append(key_logits)
-    if padding is not None:
-        queries.append(padding.on_query.expand(*query.shape[:-1], 1))
-        keys.append(padding.on_key)
+    if valid is not None:
+        # The product, -1e30, is far below all logits and finite; half precision, multiplied in single, reaches -3.6e9.
+        size = 6e4 if query.dtype == torch.float16 else 1e15
+        queries.append(query.new_full((), size).expand(*query.shape[:-1], 1))
+        keys.append(torch.where(valid[:, None, :, None], 0.0, -size).to(key.dtype))
     if value_term:
         values.append(layout.key_hot)
     return [_join(parts, layout.width) for parts in (queries, keys, values)]

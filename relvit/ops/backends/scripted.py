@@ -52,9 +52,7 @@ def scripted_attention(
         value,
         tables,
         "clip" if terms is None else terms.bucketing,
-        grid.height,
-        grid.width,
-        grid.prefix,
+        [grid.height, grid.width, grid.prefix],
         grid.coords,
         grid.valid,
         attn_mask,
@@ -80,9 +78,7 @@ def _run(
     value: Tensor,
     tables: list[Tensor | None],
     bucketing: str,
-    height: int,
-    width: int,
-    prefix: int,
+    sizes: list[int],
     coords: Tensor | None,
     valid: Tensor | None,
     *options: object,
@@ -91,16 +87,16 @@ def _run(
     for first, second in zip(tables[::2], tables[1::2], strict=True):
         term = JointTable(first) if second is None else AxisTables(first, second)
         terms.append(None if first is None else term)
-    grid = Grid(height, width, prefix, coords, valid)
+    grid = Grid(*sizes, coords, valid)
     names = ("attn_mask", "is_causal", "dropout_p", "scale", "backend")
     given = dict(zip(names, options, strict=True))
     return relative_attention(query, key, value, RelativeTerms(*terms, bucketing), grid, **given)
 
 
-# `tables` holds two for each term: rows and columns, or a joint one and None.
+# `tables` holds two for each term, rows and columns, or a joint one and None; `sizes` height, width and prefix.
 register_operator(
     "relative_attention(Tensor query, Tensor key, Tensor value, Tensor?[] tables, str bucketing, "
-    "int height, int width, int prefix, Tensor? coords, Tensor? valid, "
+    "int[] sizes, Tensor? coords, Tensor? valid, "
     "Tensor? attn_mask, bool is_causal, float dropout_p, float? scale, str backend) -> Tensor",
     _run,
 )

@@ -1,4 +1,4 @@
-"""Slow and readable: every operation as its paper has it, with the same signature and no validation."""
+"""Slow references of all operations, straight from the papers' formulas, with the same signatures and no checks."""
 
 from relvit.ops.reference.aft import aft_conv, aft_full, aft_local, aft_simple
 from relvit.ops.reference.attention import attention_weights, relative_attention, relative_logits

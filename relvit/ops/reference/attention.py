@@ -20,14 +20,14 @@ from relvit.ops.terms import AxisTables, JointTable, RelativeTerms, with_width
 def relative_logits(
     query: Tensor, terms: RelativeTerms, grid: Grid, key_grid: Grid | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Row and column logits of every query; see `relvit.ops.relative_logits`."""
+    """Compute row and column logits of every query; see `relvit.ops.relative_logits`."""
     key_grid = grid if key_grid is None else key_grid
     coords = batched_coords(grid, query.device)
     logits = []
     for axis, (size, table) in enumerate(zip((key_grid.height, key_grid.width), terms.key, strict=True)):
-        places = torch.arange(size, device=query.device)
-        vectors = _look_up(table, places - coords[..., axis, None], bucketing=terms.bucketing).to(query.dtype)
-        # Prefix queries have no place: their relative vectors are zero.
+        there = torch.arange(size, device=query.device)
+        vectors = _look_up(table, there - coords[..., axis, None], bucketing=terms.bucketing).to(query.dtype)
+        # Prefix queries have no coordinates: their relative vectors are zero.
         vectors = F.pad(vectors, (0, 0, 0, 0, grid.prefix, 0))
         logits.append(torch.einsum("bhid,bhijd->bhij", query, vectors))
     return logits[0], logits[1]
@@ -47,7 +47,7 @@ def relative_attention(
     position_query: Tensor | None = None,
     position_key: Tensor | None = None,
 ) -> Tensor:
-    """Attention with relative terms, term by term as in the paper; see `relvit.ops.relative_attention`."""
+    """Compute attention with relative terms, term by term as in the paper; see `relvit.ops.relative_attention`."""
     key_grid = grid if key_grid is None else key_grid
     options = (attn_mask, is_causal, scale, position_query, position_key)
     valid = key_mask(key_grid)

@@ -1,4 +1,4 @@
-"""Everything in the list of broken and odd input becomes what the list says, and the document says the same."""
+"""Every case of broken and odd input has the outcome of the list in tests/support, and so has the document."""
 
 import os
 import re
@@ -60,7 +60,7 @@ def test_folders(case, tmp_path):
     with warnings.catch_warnings(record=True) as caught_warnings:
         warnings.simplefilter("always")
         if case.counts is None:
-            with pytest.raises((ValueError, FileNotFoundError), match=re.escape(case.says)) as caught:
+            with pytest.raises((ValueError, FileNotFoundError), match=re.escape(case.message)) as caught:
                 data_of(root).setup("fit")
             assert len(str(caught.value).splitlines()) == 1
             return
@@ -70,7 +70,7 @@ def test_folders(case, tmp_path):
     paths = [path for path, _ in train.samples]
     assert len({os.path.realpath(path) for path in paths}) == len(paths)
     messages = [str(warning.message) for warning in caught_warnings]
-    assert (case.outcome == WARNED) == any(case.says in message for message in messages if case.says)
+    assert (case.outcome == WARNED) == any(case.message in message for message in messages if case.message)
     assert case.outcome == WARNED or messages == []
 
 

@@ -1,10 +1,10 @@
-"""Weights from elsewhere: the loaded model computes what the model did that they come from."""
+"""Converted checkpoints: the loaded model has the outputs of the model that the weights are of."""
 
 import numpy as np
 import pytest
 import timm
 import torch
-from timm.layers import resample_abs_pos_embed, resample_patch_embed
+from timm.layers import resample_abs_pos_embed
 from timm.models import load_checkpoint
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
@@ -38,40 +38,30 @@ def wide(*size, channels=3):
     return images(*size, channels=channels, dtype=torch.float64)
 
 
-@pytest.fixture
-def files(tmp_path):
-    def write(name, content):
-        torch.save(content, tmp_path / name)
-        return str(tmp_path / name)
-
-    return write
-
-
-def test_a_plain_vision_transformer_gives_its_own_outputs(files):
+def test_a_plain_vision_transformer_gives_its_own_outputs(tmp_path):
     plain = foreign()
-    for path in (files("plain.pth", plain.state_dict()), files("deit.pth", {"model": plain.state_dict()})):
-        for terms in ("kv", "qkvb", ""):
-            model = load(None, overlay={"file": path}, rel_terms=terms, **VIT)
-            assert all(table.eq(0).all() for name, table in model.named_parameters() if ".position." in name)
-            assert_same(model(wide(24, 16)), plain(wide(24, 16)))
-            assert_same(model(wide(16, 40)), plain(wide(16, 40)), atol=SINGLE)
+    torch.save({"model": plain.state_dict()}, tmp_path / "deit.pth")
+    for terms in ("kv", "qkvb", ""):
+        model = load(None, overlay={"file": str(tmp_path / "deit.pth")}, rel_terms=terms, **VIT)
+        assert all(table.eq(0).all() for name, table in model.named_parameters() if ".position." in name)
+        assert_same(model(wide(24, 16)), plain(wide(24, 16)))
+        assert_same(model(wide(16, 40)), plain(wide(16, 40)), atol=SINGLE)
+    # Layer scale of the model alone is one.
+    assert_same(load(plain.state_dict(), init_values=1e-5, **VIT)(wide(24, 16)), plain(wide(24, 16)))
 
 
-def test_load_checkpoint_and_a_state_dict_wrapped_twice(files):
-    plain = foreign()
-    path = files("wrapped.pth", {"state_dict": {f"module.{k}": v for k, v in plain.state_dict().items()}})
+def test_load_checkpoint_and_a_state_dict_wrapped_twice(tmp_path):
+    plain, path = foreign(), str(tmp_path / "wrapped.pth")
+    torch.save({"state_dict": {f"module.{k}": v for k, v in plain.state_dict().items()}}, path)
     model = small(**VIT).double().eval()
     load_checkpoint(model, path, filter_fn=checkpoint_filter_fn)
     assert_same(model(wide(24, 16)), plain(wide(24, 16)))
     model = small(**VIT).double().eval()
     model.load_state_dict(checkpoint_filter_fn({"model": {"state_dict": plain.state_dict()}}, model))
     assert_same(model(wide(24, 16)), plain(wide(24, 16)))
-    # timm's checkpoint_path takes the weights of the very same model, and so says what is missing of it.
+    # timm's checkpoint_path takes the weights of the very same model, and names what is missing of it.
     with pytest.raises(RuntimeError, match=r"blocks\.0\.attn\.position\.key_rows"):
         timm.create_model("test_relvit", checkpoint_path=path, **SMALL, **VIT)
-    native = files("native.pth", small(**VIT).state_dict())
-    again = timm.create_model("test_relvit", checkpoint_path=native, **SMALL, **VIT).eval()
-    assert_same(again(images()), small(**VIT).eval()(images()), atol=0)
 
 
 @pytest.mark.parametrize("scale", [None, 0.5])
@@ -85,15 +75,9 @@ def test_deit_iii(scale):
     model = load(state, no_embed_class=True, init_values=scale, **VIT)
     assert ("blocks.0.ls1.gamma" in model.state_dict()) == (scale is not None)
     assert_same(model(wide(16, 40)), plain(wide(16, 40)), atol=SINGLE)
-    # An embedding of patches only, in a model whose embedding has a place for the class token.
+    # An embedding of patches only, in a model whose embedding has an entry for the class token.
     model = load(state, init_values=scale, **VIT)
     assert model.pos_embed.shape == (1, 7, 12)
-    assert_same(model(wide(24, 16)), plain(wide(24, 16)))
-
-
-def test_layer_scale_of_the_model_alone_is_one():
-    plain = foreign()
-    model = load(plain.state_dict(), init_values=1e-5, **VIT)
     assert_same(model(wide(24, 16)), plain(wide(24, 16)))
 
 
@@ -106,45 +90,36 @@ def test_distilled_deit_without_its_second_token(caplog):
     state["dist_token"] = torch.randn(1, 1, 12)
     state["head_dist.weight"], state["head_dist.bias"] = torch.randn(5, 12), torch.randn(5)
     state["pre_logits.fc.weight"] = torch.randn(12, 12)
-    model = load(state, **VIT)
-    assert_same(model(wide(24, 16)), plain(wide(24, 16)))
+    assert_same(load(state, **VIT)(wide(24, 16)), plain(wide(24, 16)))
     caplog.clear()
     load(state)
-    assert "left out, since the model has no place for it: cls_token, dist_token, head_dist.bias" in caplog.text
-    assert "pos_embed" in caplog.text
+    assert "has no use for it: cls_token, dist_token, head_dist.bias, head_dist.weight, pos_embed" in caplog.text
 
 
-def test_registers_and_their_places():
+def test_registers_and_their_part_of_the_embedding():
     plain = foreign(reg_tokens=2)
     assert_same(load(plain.state_dict(), reg_tokens=2, **VIT)(wide(24, 16)), plain(wide(24, 16)))
-    # Where the model's embedding has no place for prefix tokens, theirs is added to them.
+    # Where the model's embedding has no entries for prefix tokens, theirs are added to them.
     model = load(plain.state_dict(), reg_tokens=2, no_embed_class=True, **VIT)
     assert model.pos_embed.shape == (1, 6, 12)
     assert_same(model(wide(24, 16)), plain(wide(24, 16)))
 
 
-def test_absolute_embedding_left_out():
+def test_absolute_embedding_resampled_or_left_out():
     plain = foreign()
+    model = load(plain.state_dict(), **{**VIT, "img_size": (16, 40)})
+    expected = resample_abs_pos_embed(plain.pos_embed, (2, 5), (3, 2), num_prefix_tokens=1)
+    assert_same(model.pos_embed.detach(), expected.detach())
+    assert_same(model(wide(16, 40)), plain(wide(16, 40)), atol=SINGLE)
     model = load(plain.state_dict(), **{**VIT, "pos_embed": ""})
     with torch.no_grad():
         plain.pos_embed[:, 1:] = 0
     assert_same(model(wide(16, 40)), plain(wide(16, 40)))
 
 
-def test_absolute_embedding_resampled():
-    plain = foreign()
-    model = load(plain.state_dict(), **{**VIT, "img_size": (16, 40)})
-    expected = resample_abs_pos_embed(plain.pos_embed, (2, 5), (3, 2), num_prefix_tokens=1)
-    assert model.pos_embed.shape == (1, 11, 12)
-    assert_same(model.pos_embed.detach(), expected.detach())
-    assert_same(model(wide(16, 40)), plain(wide(16, 40)), atol=SINGLE)
-
-
 @pytest.mark.parametrize("kind", ["axial", "axial-sum"])
 def test_axial_tables(kind):
     source = small(pos_embed=kind).double().eval()
-    assert_same(load(source.state_dict(), pos_embed=kind)(wide(16, 40)), source(wide(16, 40)))
-    # For another grid as `set_input_size` does it.
     model = load(source.state_dict(), pos_embed=kind, img_size=(16, 40))
     assert model.axial.grid_size == (2, 5)
     source.set_input_size((16, 40))
@@ -155,48 +130,37 @@ def test_axial_tables(kind):
     assert_same(with_zeros(wide(16, 40)), load(plain.state_dict(), **{**VIT, "pos_embed": ""})(wide(16, 40)))
 
 
-def test_square_grid_is_seen_without_knowing_the_size():
+def test_the_grid_of_an_embedding_of_unknown_size():
+    unknown = {"overlay": {"input_size": (3, 224, 224)}}
     plain = foreign(img_size=24)
-    model = load(plain.state_dict(), overlay={"input_size": (3, 224, 224)}, **VIT)
-    assert_same(model(wide(24, 16)), plain(wide(24, 16)), atol=SINGLE)
-    # 2 x 8 patches are as many as 4 x 4: a checkpoint as long as the model's embedding is taken for one of its own.
-    plain = foreign(img_size=(16, 64))
-    model = load(plain.state_dict(), overlay={"input_size": (3, 224, 224)}, img_size=(16, 64), **VIT)
-    assert_same(model(wide(16, 64)), plain(wide(16, 64)))
-    model = load(
-        foreign(img_size=(16, 64), no_embed_class=True).state_dict(),
-        **{**VIT, "overlay": {"input_size": (3, 224, 224)}, "img_size": (16, 64), "no_embed_class": True},
-    )
-    assert_same(model(wide(16, 64)), foreign(img_size=(16, 64), no_embed_class=True)(wide(16, 64)))
-    state = foreign(img_size=(8, 40)).state_dict()
+    assert_same(load(plain.state_dict(), **unknown, **VIT)(wide(24, 16)), plain(wide(24, 16)), atol=SINGLE)
+    # 2 x 8 patches are as many as 4 x 4: a checkpoint as long as the model's embedding has the model's grid.
+    for extra in ({}, {"no_embed_class": True}):
+        plain = foreign(img_size=(16, 64), **extra)
+        model = load(plain.state_dict(), img_size=(16, 64), **unknown, **VIT, **extra)
+        assert_same(model(wide(16, 64)), plain(wide(16, 64)))
     with pytest.raises(ValueError, match=r"pos_embed has 6 entries and there are 1 prefix tokens: .* input_size"):
-        load(state, overlay={"input_size": (3, 224, 224)}, **VIT)
+        load(foreign(img_size=(8, 40)).state_dict(), **unknown, **VIT)
 
 
-@pytest.mark.parametrize("pool", ["avg", "max"])
-def test_class_token_left_out_and_norm_behind_the_pooling(pool):
+def test_class_token_left_out_and_norm_behind_the_pooling():
     plain = foreign()
-    model = load(plain.state_dict(), global_pool=pool)
-    other = foreign(class_token=False, global_pool=pool, pos_embed="", fc_norm=True)
+    model = load(plain.state_dict(), global_pool="avg")
+    other = foreign(class_token=False, global_pool="avg", pos_embed="", fc_norm=True)
     state = dict(plain.state_dict())
     for name in ("weight", "bias"):
         state[f"fc_norm.{name}"] = state.pop(f"norm.{name}")
     other.load_state_dict({name: state[name] for name in other.state_dict()})
     assert_same(model(wide(16, 40)), other(wide(16, 40)))
-    back = load(other.state_dict(), global_pool=pool, fc_norm=False)
+    back = load(other.state_dict(), global_pool="avg", fc_norm=False)
     assert_same(back.norm.weight.detach(), plain.norm.weight.detach())
 
 
 def test_another_patch_size():
     plain = foreign()
     model = load(plain.state_dict(), patch_size=4, img_size=(12, 8), **VIT)
-    expected = resample_patch_embed(plain.patch_embed.proj.weight, [4, 4])
-    assert_same(model.patch_embed.proj.weight.detach(), expected.detach())
     plain.set_input_size((12, 8), patch_size=4)
     assert_same(model(wide(12, 8)), plain(wide(12, 8)))
-    flat = dict(foreign().state_dict())
-    flat["patch_embed.proj.weight"] = flat["patch_embed.proj.weight"].flatten(1)
-    assert_same(load(flat, **VIT)(wide(24, 16)), foreign()(wide(24, 16)))
 
 
 def test_channels_and_classes_are_adapted_by_timm():
@@ -204,8 +168,6 @@ def test_channels_and_classes_are_adapted_by_timm():
     model = load(plain.state_dict(), in_chans=1, **VIT)
     grey = wide(24, 16, channels=1)
     assert_same(model(grey), plain(grey.expand(-1, 3, -1, -1)), atol=1e-5)  # timm adds up in float32
-    model = load(plain.state_dict(), in_chans=6, **VIT)
-    assert_same(model(wide(24, 16).repeat(1, 2, 1, 1)), plain(wide(24, 16)), atol=1e-5)
     model = load(plain.state_dict(), num_classes=9, **VIT)
     assert model(wide(24, 16)).shape == (2, 9)
     assert_same(model.forward_features(wide(24, 16)), plain.forward_features(wide(24, 16)))
@@ -213,19 +175,14 @@ def test_channels_and_classes_are_adapted_by_timm():
     assert_same(features(wide(24, 16)), plain.forward_intermediates(wide(24, 16), [1], intermediates_only=True))
 
 
-@pytest.mark.parametrize("rel_terms", ["kv", "qkvb"])
 @pytest.mark.parametrize("layout", ["separate", "joint"])
-def test_larger_clip_distance_is_exact(rel_terms, layout):
-    options = {"rel_terms": rel_terms, "layout": layout}
+def test_another_clip_distance(layout):
+    options = {"rel_terms": "qkvb", "layout": layout}
     source = small(max_distance=(1, 2), **options).double().eval()
     model = load(source.state_dict(), max_distance=(4, 3), **options)
     for size in ((24, 16), (16, 72)):
         assert_same(model(wide(*size)), source(wide(*size)))
-
-
-@pytest.mark.parametrize("layout", ["separate", "joint"])
-def test_smaller_clip_distance_is_exact_within(layout):
-    options = {"rel_terms": "qkvb", "layout": layout}
+    # A smaller one is exact within.
     source = small(max_distance=(4, 3), **options).double().eval()
     model = load(source.state_dict(), max_distance=(2, 1), **options)
     assert_same(model(wide(24, 16)), source(wide(24, 16)))
@@ -233,12 +190,12 @@ def test_smaller_clip_distance_is_exact_within(layout):
 
 
 @pytest.mark.parametrize(
-    "change", [{"shared_heads": False}, {"layout": "joint"}, {"shared_heads": False, "layout": "joint"}]
+    "change",
+    [{"shared_heads": False}, {"layout": "joint"}, {"shared_heads": False, "layout": "joint", "max_distance": (3, 4)}],
 )
-@pytest.mark.parametrize("distance", [(2, 1), (3, 4)])
-def test_shared_to_heads_and_separate_to_joint_are_exact(change, distance):
+def test_shared_to_heads_and_separate_to_joint_are_exact(change):
     source = small(max_distance=(2, 1), rel_terms="qkvb").double().eval()
-    model = load(source.state_dict(), max_distance=distance, rel_terms="qkvb", **change)
+    model = load(source.state_dict(), **{"max_distance": (2, 1), "rel_terms": "qkvb", **change})
     assert_same(model(wide(16, 40)), source(wide(16, 40)))
 
 
@@ -260,20 +217,25 @@ def test_slopes_take_any_plain_weights():
     assert_same(model(wide(24, 16)), plain(wide(24, 16), attn_mask=bias_for(plain, wide(24, 16))), atol=1e-10)
 
 
-def test_what_cannot_be_converted():
-    per_head = small(shared_heads=False, rel_terms="k").double().state_dict()
-    with pytest.raises(ValueError, match=r"blocks.0.attn.position.key_rows has shape \(2, 15, 6\), one table per head"):
-        load(per_head, rel_terms="k")
-    joint = small(layout="joint").double().state_dict()
-    with pytest.raises(ValueError, match="key_table is joint, the model has rows and columns apart"):
-        load(joint)
-    piecewise = small(bucketing="piecewise", max_distance=2).double().state_dict()
-    assert_same(
-        load(piecewise, bucketing="piecewise", max_distance=2)(wide(24, 16)),
-        small(bucketing="piecewise", max_distance=2).double().eval()(wide(24, 16)),
-    )
-    with pytest.raises(ValueError, match="is for clip distance 2, the model's is 3: with bucketing 'piecewise'"):
-        load(piecewise, bucketing="piecewise", max_distance=3)
+@pytest.mark.parametrize(
+    ("source", "target", "message"),
+    [
+        (
+            {"shared_heads": False, "rel_terms": "k"},
+            {"rel_terms": "k"},
+            r"blocks.0.attn.position.key_rows has shape \(2, 15, 6\), one table per head",
+        ),
+        ({"layout": "joint"}, {}, "key_table is joint, the model has rows and columns apart"),
+        (
+            {"bucketing": "piecewise", "max_distance": 2},
+            {"bucketing": "piecewise", "max_distance": 3},
+            "is for clip distance 2, the model's is 3: with bucketing 'piecewise'",
+        ),
+    ],
+)
+def test_what_cannot_be_converted(source, target, message):
+    with pytest.raises(ValueError, match=message):
+        load(small(**source).double().state_dict(), **target)
 
 
 def jax_names(plain):
@@ -317,13 +279,7 @@ def test_jax_archives(tmp_path):
     model = small(**VIT, **square).eval()
     model.load_pretrained(path)
     assert_same(model.double()(wide(24, 16)), plain(wide(24, 16)), atol=1e-5)
-    by_path = timm.create_model("test_relvit", checkpoint_path=path, **{**SMALL, **VIT, **square}).eval()
-    assert_same(by_path.double()(wide(24, 16)), plain(wide(24, 16)), atol=1e-5)
     # relvit's defaults: no embedding, no class token, the norm behind the pooling.
-    model = small(**square).eval()
-    model.load_pretrained(path)
+    model = timm.create_model("test_relvit", checkpoint_path=path, **{**SMALL, **square}).eval()
     expected = load(plain.state_dict(), overlay={"input_size": (3, 24, 24)}, **square)
     assert_same(model.double()(wide(24, 16)), expected(wide(24, 16)), atol=1e-5)
-    (tmp_path / "no.npz").write_bytes(b"no archive")
-    with pytest.raises(ValueError, match=r"is no \.npz archive"):
-        model.load_pretrained(str(tmp_path / "no.npz"))

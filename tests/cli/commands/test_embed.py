@@ -67,14 +67,6 @@ def test_formats(run, photos, tmp_path, suffix, capsys):
     assert "4/4" in err
 
 
-def test_formats_hold_the_same_bits(run, photos, tmp_path):
-    outputs = [tmp_path / f"e.{suffix}" for suffix in ("npz", "csv", "parquet")]
-    for output in outputs:
-        assert embed(run, photos / "test", output) == 0
-    for output in outputs[1:]:
-        np.testing.assert_array_equal(read(output)[2], read(outputs[0])[2])
-
-
 def test_splits_are_no_classes_and_other_sizes(run, photos, tmp_path):
     root = tmp_path / "photos"
     for split in ("train", "test"):

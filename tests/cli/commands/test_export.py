@@ -100,7 +100,7 @@ def test_a_file_that_computes_something_else_is_not_kept(run, tmp_path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("model", ["test_relvit", "test_vit"])
+@pytest.mark.parametrize("model", ["test_relvit", pytest.param("test_vit", marks=pytest.mark.slow)])
 def test_files_refuse_sizes_that_the_model_refuses(model, run, photos, tmp_path):
     """Whose sides are no multiples of the patch, in either direction."""
     best = run / "checkpoints" / "best.ckpt"

@@ -1,26 +1,19 @@
 """Options of fit that reach beyond the model: early stopping, the learning-rate finder, averages, two processes."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import yaml
 from photos import TINY
-from PIL import Image
+from processes import Ranks, as_torchrun
 
 from relvit.cli import main
 from relvit.data import ImageFolderData
 from relvit.plots import read_metrics
 from relvit.training import load_classifier, read_checkpoint
-
-ROOT = Path(__file__).parents[2]
 
 
 def fit(photos, runs, *extra):
@@ -46,13 +39,6 @@ def test_patience_ends_a_training_that_learns_nothing(photos, tmp_path, capsys):
     assert len(read_metrics(folder / "metrics.csv")["val/acc1"]) == 3
     assert "Stopped early: patience 2 with val/acc1 has run out." in capsys.readouterr().out
     assert json.loads((folder / "summary.json").read_text())["stopped_early"] is True
-
-
-def test_early_stopping_by_lightnings_callback(photos, tmp_path):
-    stop = ("EarlyStopping", ".monitor=val/loss", ".stopping_threshold=99")
-    flags = [f"--trainer.callbacks{'+=' if i == 0 else ''}{text}" for i, text in enumerate(stop)]
-    folder = fit(photos, tmp_path, "--trainer.max_epochs=3", *flags)
-    assert len(read_metrics(folder / "metrics.csv")["val/acc1"]) == 1
 
 
 def test_the_last_epochs_kept_and_averaged(photos, tmp_path, capsys):
@@ -93,23 +79,6 @@ def test_learning_rate_finder(photos, tmp_path, capsys):
         assert read_metrics(again / "metrics.csv")[name] == read_metrics(folder / "metrics.csv")[name]
 
 
-def test_learning_rate_finder_on_few_images(tmp_path, capsys):
-    """Forty grey images that hardly differ: Lightning's suggestion is noise at the lower end of its range."""
-    generator = np.random.default_rng(0)
-    for split, count in (("train", 20), ("val", 5)):
-        for name, grey in (("dark", 120), ("light", 124)):
-            (tmp_path / "grey" / split / name).mkdir(parents=True)
-            for i in range(count):
-                pixels = np.clip(generator.normal(grey, 60, (20, 24)), 0, 255).astype(np.uint8)
-                Image.fromarray(pixels).save(tmp_path / "grey" / split / name / f"{i}.png")
-    folder = fit(
-        tmp_path / "grey", tmp_path / "runs", "--lr_find=true", "--data.batch_size=16", "--trainer.max_epochs=1"
-    )
-    found = re.search(r"learning rate found: (\S+), as", capsys.readouterr().out)
-    assert 1e-5 < float(found[1]) < 0.1
-    assert json.loads((folder / "summary.json").read_text())["lr"] == pytest.approx(float(found[1]), rel=0.01)
-
-
 def test_a_whole_recipe_by_flags_and_its_averaged_checkpoint(photos, tmp_path, capsys):
     flags = {
         "opt": "lamb",
@@ -144,26 +113,20 @@ def test_a_whole_recipe_by_flags_and_its_averaged_checkpoint(photos, tmp_path, c
     assert printed == pytest.approx(by_hand(folder, photos, "val")[1], rel=1e-4)
 
 
-@pytest.mark.parametrize("launcher", ["relvit", "torchrun"])
-def test_two_processes_share_a_folder_and_count_every_image_once(launcher, photos, tmp_path):
+def test_two_processes_train_in_one_folder_and_count_every_image_once(photos, tmp_path):
     root, runs = shutil.copytree(photos, tmp_path / "photos"), tmp_path / "runs"
     for split in ("val", "test"):
         (root / split / "owl" / "5.jpg").unlink()  # 17 images do not divide
-    start = ["-m", "relvit"]
-    devices = ["--trainer.devices=2", "--trainer.strategy=ddp"]
-    if launcher == "torchrun":
-        start, devices = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *start], []
-    arguments = ["fit", "--data=ImageFolderData", f"--data.root={root}", f"--runs={runs}", *TINY, *devices]
+    arguments = ["fit", "--data=ImageFolderData", f"--data.root={root}", f"--runs={runs}", *TINY]
     arguments += ["--trainer.max_epochs=1", "--model.warmup_epochs=0", "--model.lr_base_batch=8", "--model.lr=1e-3"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, *start, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
+    ranks = Ranks(arguments, tmp_path, as_torchrun())
+    assert ranks.finish() == [0, 0], ranks.text()[-3000:]
+    out = ranks.text()
     line = (
         "effective batch 16 (8 x 1 x 2: batch, accumulation, devices), learning rate 0.002 (0.001 x 16 / 8), steps 1,"
     )
-    assert done.stdout.count(line) == 1
-    assert done.stdout.count("Test accuracy of that checkpoint") == 1
+    assert out.count(line) == 1
+    assert out.count("Test accuracy of that checkpoint") == 1
     (folder,) = runs.iterdir()
     assert {"config.yaml", "metrics.csv", "summary.json", "checkpoints"} <= {path.name for path in folder.iterdir()}
     summary = json.loads((folder / "summary.json").read_text())

@@ -5,7 +5,6 @@ import json
 import shutil
 import subprocess
 
-import pytest
 import torch
 from photos import TINY
 
@@ -56,17 +55,17 @@ def test_the_state_of_the_repository(tmp_path):
     assert git_state(tmp_path) == clean | {"changed": True}
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_deterministic_trainings_are_bit_equal(photos, tmp_path, workers):
+def test_deterministic_trainings_are_bit_equal(photos, tmp_path):
     """The seed decides everything: not the state of the generators, nor which worker loads an image."""
     contents = []
-    for name in ("a", "b"):
-        torch.rand(len(contents) + 1)
-        arguments = ["fit", "--data=ImageFolderData", f"--data.root={photos}", f"--runs={tmp_path / name}", *TINY]
+    for workers in (0, 2):
+        torch.rand(workers + 1)
+        runs = tmp_path / str(workers)
+        arguments = ["fit", "--data=ImageFolderData", f"--data.root={photos}", f"--runs={runs}", *TINY]
         arguments += [f"--data.num_workers={workers}", "--data.augment=deit", "--model.mixup=0.8", "--model.cutmix=1"]
         arguments += ["--model.model_kwargs.drop_rate=0.1", "--model.ema_decay=0.9", "--trainer.max_epochs=2"]
         assert main([*arguments, "--trainer.deterministic=true", "--model.warmup_epochs=0"]) == 0
-        (made,) = (tmp_path / name).iterdir()
+        (made,) = runs.iterdir()
         assert json.loads((made / "run.json").read_text())["sessions"][0]["deterministic"] is True
         contents.append(torch.load(made / "checkpoints" / "last.ckpt", weights_only=True))
         torch.use_deterministic_algorithms(False)

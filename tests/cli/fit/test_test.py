@@ -2,10 +2,7 @@
 
 import csv
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+import shutil
 
 import numpy as np
 import pytest
@@ -13,6 +10,7 @@ import sklearn.metrics
 import torch
 from photos import CLASSES, write_photos
 from PIL import Image
+from processes import Ranks, as_torchrun
 from torchmetrics.functional.classification import multiclass_calibration_error
 
 from relvit.cli import main
@@ -20,7 +18,6 @@ from relvit.data import DigitsData, ImageFolderData
 from relvit.training import load_classifier
 
 QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
-ROOT = Path(__file__).parents[2]
 NAMES = list(CLASSES)
 
 
@@ -118,14 +115,11 @@ def test_report(run, mixed_up, tmp_path, mirror, capsys):
 def test_two_processes_write_the_same_once(run, mixed_up, tmp_path):
     best = f"--ckpt_path={run / 'checkpoints' / 'best.ckpt'}"
     arguments = ["test", best, f"--data.root={mixed_up}", f"--runs={tmp_path / 'runs'}", "--data.on_error=skip"]
-    arguments += ["--data.batch_size=4", "--trainer.devices=2", "--trainer.strategy=ddp", *QUIET]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "relvit", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
+    ranks = Ranks([*arguments, "--data.batch_size=4", *QUIET], tmp_path, as_torchrun())
+    assert ranks.finish() == [0, 0], ranks.text()[-3000:]
     (folder,) = (tmp_path / "runs").iterdir()
     check(folder, run, mixed_up)
-    assert done.stdout.count("17 images of test, mean F1 of the classes ") == 1
+    assert ranks.text().count("17 images of test, mean F1 of the classes ") == 1
 
 
 def test_images_in_memory_and_more_mistakes_than_the_sheet_holds(digits_run, tmp_path):
@@ -149,6 +143,18 @@ def test_images_in_memory_and_more_mistakes_than_the_sheet_holds(digits_run, tmp
         assert sheet.size == (1100, 1340)
 
 
+def test_images_of_train_in_memory(digits_run, tmp_path):
+    best = str(digits_run / "checkpoints" / "best.ckpt")
+    assert main(["test", best, "--split=train", f"--runs={tmp_path}", *QUIET]) == 0
+    (folder,) = tmp_path.iterdir()
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["images"] == len(DigitsData().dataset("train"))
+    assert rows(folder / "mistakes.csv")[0]["path"].startswith("train/")
+    arguments = ["resolutions", best, "--sizes", "8", "--split=train", f"--output={tmp_path / 'table.csv'}"]
+    assert main([*arguments, "--accelerator=cpu"]) == 0
+    assert float(rows(tmp_path / "table.csv")[0]["acc1"]) == pytest.approx(summary["test/acc1"])
+
+
 def test_nothing_can_be_read(run, tmp_path, capsys):
     for name in NAMES:
         (tmp_path / "photos" / "test" / name).mkdir(parents=True)
@@ -159,3 +165,23 @@ def test_nothing_can_be_read(run, tmp_path, capsys):
     (folder,) = (tmp_path / "runs").iterdir()
     assert f"none of the images could be read; {folder / 'unreadable.csv'} says why" in capsys.readouterr().err
     assert len(rows(folder / "unreadable.csv")) == 3
+
+
+def test_another_split(run, photos, tmp_path, capsys):
+    """Each image once, in order and without augmentation: as if its folder were the one of test."""
+    split = "train"
+    best, root = str(run / "checkpoints" / "best.ckpt"), tmp_path / "photos"
+    shutil.copytree(photos / split, root / "test")
+    given = {"split": [f"--root={photos}", f"--split={split}"], "folder": [f"--root={root}"]}
+    for name, options in given.items():
+        # More augmentation than the training had, which must have no effect.
+        options = [*options, "--data.augment=deit", f"--runs={tmp_path / name}", "--batch_size=5", *QUIET]
+        assert main(["test", best, *options]) == 0
+    assert f"18 images of {split}, mean F1" in capsys.readouterr().out
+    found, expected = (next((tmp_path / name).glob("*")) for name in given)
+    for name in ("classes.csv", "confusion.csv"):
+        assert (found / name).read_text() == (expected / name).read_text()
+    ours, theirs = (json.loads((folder / "summary.json").read_text()) for folder in (found, expected))
+    assert (ours.pop("split"), theirs.pop("split")) == (split, "test")
+    assert ours.pop("img_size") == theirs.pop("img_size")
+    assert ours == pytest.approx(theirs)

@@ -38,7 +38,9 @@ def fit(photos, runs, *more):
     return main([*arguments, "--trainer.max_epochs=3", "--model.warmup_epochs=0"])
 
 
-@pytest.mark.parametrize("what", ["checkpoint", "metrics.csv", "tensorboard"])
+@pytest.mark.parametrize(
+    "what", ["checkpoint", *(pytest.param(what, marks=pytest.mark.slow) for what in ("metrics.csv", "tensorboard"))]
+)
 def test_while_training(photos, mount, monkeypatch, capsys, what):
     disk = mount("size=4m")
     monkeypatch.setenv(DISK, str(disk))

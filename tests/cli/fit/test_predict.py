@@ -1,0 +1,223 @@
+"""`relvit predict`: its table, row by row, the paths that it takes, and how it goes on past what cannot be read."""
+
+import csv
+import os
+import shutil
+
+import numpy as np
+import pytest
+from photos import CLASSES
+from PIL import Image
+from processes import Ranks, as_torchrun
+
+from relvit.cli import main
+from relvit.data import DigitsData, eval_transform
+from relvit.training import load_classifier
+
+QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+
+def rows(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def predict(run, runs, *arguments):
+    """Exit status, and the folder that came."""
+    best = f"--ckpt_path={run / 'checkpoints' / 'best.ckpt'}"
+    status = main(["predict", best, f"--runs={runs}", *arguments, *QUIET])
+    (folder,) = runs.iterdir()
+    return status, folder
+
+
+def by_hand(run, path, size):
+    """Probabilities of the classes, from the file to the softmax."""
+    image = eval_transform(size, *IMAGENET, 0.9)(Image.open(path).convert("RGB"))
+    return load_classifier(run / "checkpoints" / "best.ckpt")(image[None])[0].detach().softmax(0)
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for name, colour in CLASSES.items():
+        Image.new("RGB", (30, 20), colour).save(folder / f"some {name}.png")
+    return folder
+
+
+@pytest.mark.parametrize(("size", "option"), [(16, []), ((24, 40), ["--data.img_size=[24,40]"])])
+def test_a_row_per_image_in_the_order_of_the_paths(run, pictures, tmp_path, size, option, capsys):
+    status, folder = predict(run, tmp_path / "runs", f"--data.root={pictures}", *option)
+    assert status == 0
+    assert f"3 predictions in {folder / 'predictions.csv'}" in capsys.readouterr().out
+    found = rows(folder / "predictions.csv")
+    # three classes, so no fourth and fifth
+    assert list(found[0]) == ["path", "class", "probability", "class2", "probability2", "class3", "probability3"]
+    assert [row["path"] for row in found] == [f"{pictures}/some {name}.png" for name in ("cat", "dog", "owl")]
+    for row in found:
+        expected = sorted(zip(by_hand(run, row["path"], size).tolist(), CLASSES, strict=True), reverse=True)
+        for place, (probability, name) in zip(("", "2", "3"), expected, strict=True):
+            assert row[f"class{place}"] == name
+            assert float(row[f"probability{place}"]) == pytest.approx(probability, abs=2e-6)
+    assert not (folder / "unreadable.csv").exists()
+
+
+def test_ten_classes_give_five_and_grey_models_take_files(digits_run, tmp_path):
+    """Digits written into colour files get the probabilities that the grey images in memory get."""
+    status, folder = predict(digits_run, tmp_path / "memory")
+    expected = rows(folder / "predictions.csv")
+    assert status == 0
+    assert list(expected[0])[-1] == "probability5"
+    assert [row["path"] for row in expected] == [f"digits/test/{i:04d}" for i in range(360)]
+    for row in expected[::40]:
+        values = [float(row[f"probability{place}"]) for place in ("", "2", "3", "4", "5")]
+        assert values == sorted(values, reverse=True)
+    for number, image in enumerate(DigitsData().dataset("test").images[:5]):
+        Image.fromarray(np.stack([image.numpy()] * 3, -1)).save(tmp_path / f"{number}.png")
+    best = str(digits_run / "checkpoints" / "best.ckpt")
+    assert main(["predict", best, str(tmp_path / "*.png"), f"--runs={tmp_path / 'files'}", *QUIET]) == 0
+    for ours, theirs in zip(rows(next((tmp_path / "files").glob("*/*.csv"))), expected[:5], strict=True):
+        assert float(ours["probability"]) == pytest.approx(float(theirs["probability"]), abs=2e-6)
+        assert ours["class"] == theirs["class"]
+
+
+@pytest.fixture
+def folders(tmp_path, monkeypatch):
+    """Pictures in folders, with a GIF, an odd name, a file without an ending and one that is no image."""
+    monkeypatch.chdir(tmp_path)
+    for place, colour in zip(("a/1.png", "a/b/2.jpg", "c/3.gif"), CLASSES.values(), strict=True):
+        os.makedirs(os.path.dirname(place), exist_ok=True)
+        Image.new("RGB", (20, 20), colour).save(place)
+    shutil.copy("a/1.png", os.fsdecode(b"c/caf\xe9.png"))
+    shutil.copy("a/1.png", "c/bare")
+    os.makedirs("d")
+    open("d/notes.txt", "w").close()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("paths", "expected"),
+    [
+        (["c/bare", "a", "a/1.png"], ["c/bare", "a/1.png", "a/b/2.jpg"]),
+        ([os.fsdecode(b"c/caf\xe9.png")], [r"c/caf\xe9.png"]),
+        (["*/*.png"], ["a/1.png", r"c/caf\xe9.png"]),
+        (["**/*.jpg", "[c-d]"], ["a/b/2.jpg", "c/3.gif", r"c/caf\xe9.png"]),
+    ],
+)
+def test_it_takes_files_folders_and_patterns(run, folders, paths, expected):
+    best = str(run / "checkpoints" / "best.ckpt")
+    assert main(["predict", best, *paths, *QUIET]) == 0
+    (folder,) = (folders / "runs").iterdir()
+    assert [row["path"] for row in rows(folder / "predictions.csv")] == expected
+
+
+def test_paths_that_lead_nowhere(run, folders, capsys):
+    best = str(run / "checkpoints" / "best.ckpt")
+    for paths, message in {
+        ("e.jpg",): "no file or folder 'e.jpg'",
+        ("*.bmp",): "no image matches the pattern '*.bmp'",
+        ("d",): "no image below d",
+        ("a", "--root=c"): "--root c and a both name the images: give one of them",
+        ("a", "c", "--data=DigitsData"): "--data DigitsData and a (and 1 more) both name the images",
+    }.items():
+        assert main(["predict", best, *paths, *QUIET]) == 2
+        assert message in capsys.readouterr().err
+    assert not list((folders / "runs").iterdir())
+
+
+def test_classes_are_the_checkpoints_whatever_the_folders_are_called(run, photos, tmp_path):
+    """Folders of other names, in another order: the same file gets the same row."""
+    root = tmp_path / "photos"
+    shutil.copytree(photos / "test", root / "test")
+    _, plain = predict(run, tmp_path / "plain", f"--data.root={root}")
+    (root / "test" / "cat").rename(root / "test" / "zebra")
+    (root / "test" / "owl").rename(root / "test" / "aardvark")
+    _, renamed = predict(run, tmp_path / "renamed", f"--data.root={root}")
+    found, expected = rows(renamed / "predictions.csv"), rows(plain / "predictions.csv")
+    assert [row["path"] for row in found] == sorted(row["path"] for row in found)
+    old = {"zebra": "cat", "aardvark": "owl", "dog": "dog"}
+    by_path = {row.pop("path"): row for row in expected}
+    for row in found:
+        *_, folder, name = row.pop("path").split("/")
+        assert row == by_path[f"{root}/test/{old[folder]}/{name}"]
+
+
+def test_broken_files_are_left_out_listed_and_counted(run, pictures, tmp_path, capsys):
+    _, whole = predict(run, tmp_path / "whole", f"--data.root={pictures}")
+    content = (pictures / "some cat.png").read_bytes()
+    (pictures / "half.png").write_bytes(content[: len(content) // 2])
+    (pictures / "empty.jpg").touch()
+    capsys.readouterr()
+    status, folder = predict(run, tmp_path / "runs", f"--data.root={pictures}")
+    out = capsys.readouterr().out
+    assert status == 0
+    assert f"2 images could not be read and were left out. {folder / 'unreadable.csv'} says why." in out
+    assert f"3 predictions in {folder / 'predictions.csv'}" in out
+    assert rows(folder / "predictions.csv") == rows(whole / "predictions.csv")
+    wanted = (("empty.jpg", "zero bytes"), ("half.png", "broken"))
+    listed = [(row["path"], row["reason"]) for row in rows(folder / "unreadable.csv")]
+    for (path, reason), (name, words) in zip(listed, wanted, strict=True):
+        assert path == f"{pictures}/{name}"
+        assert words in reason
+    # Where that is asked for they stop it, and an interrupted table is none.
+    options = [f"--data.root={pictures}", "--data.on_error=error", "--data.batch_size=1", f"--runs={tmp_path / 'no'}"]
+    assert main(["predict", str(run / "checkpoints" / "best.ckpt"), *options, *QUIET]) == 2
+    assert f"cannot read image {pictures}/empty.jpg: the file is empty" in capsys.readouterr().err
+    assert list((tmp_path / "no").iterdir()) == []
+
+
+def test_nothing_can_be_read(run, tmp_path):
+    """Two processes report it once."""
+    (tmp_path / "pictures").mkdir()
+    for name in "ab":
+        (tmp_path / "pictures" / f"{name}.jpg").touch()
+    best, runs = f"--ckpt_path={run / 'checkpoints' / 'best.ckpt'}", tmp_path / "runs"
+    arguments = ["predict", best, f"--data.root={tmp_path / 'pictures'}", f"--runs={runs}", *QUIET]
+    ranks = Ranks(arguments, tmp_path, as_torchrun())
+    assert max(ranks.finish()) == 2
+    (folder,) = runs.iterdir()
+    assert ranks.text().count(f"none of the images could be read; {folder / 'unreadable.csv'} says why") == 1
+    assert len(rows(folder / "unreadable.csv")) == 2
+    assert rows(folder / "predictions.csv") == []
+
+
+@pytest.mark.parametrize("images", [1, 3])
+def test_two_processes_write_the_table_of_one(run, pictures, tmp_path, images):
+    """With broken files in between, and with fewer images than processes."""
+    for path in sorted(pictures.iterdir())[images:]:
+        path.unlink()
+    # Of the images of the first process two are broken, of the second's one.
+    for name in ("a.png", "some a.png", "zebra.png") if images > 1 else ():
+        (pictures / name).touch()
+    _, one = predict(run, tmp_path / "one", f"--data.root={pictures}")
+    best = f"--ckpt_path={run / 'checkpoints' / 'best.ckpt'}"
+    arguments = ["predict", best, f"--runs={tmp_path / 'two'}", f"--data.root={pictures}", "--data.batch_size=1"]
+    ranks = Ranks([*arguments, *QUIET], tmp_path, as_torchrun())
+    assert ranks.finish() == [0, 0], ranks.text()[-3000:]
+    (made,) = (tmp_path / "two").iterdir()
+    assert ranks.text().count(f"{images} predictions in {made / 'predictions.csv'}") == 1
+    expected = rows(one / "predictions.csv")
+    assert len(expected) == images
+    for ours, theirs in zip(rows(made / "predictions.csv"), expected, strict=True):
+        for name, value in theirs.items():
+            same = pytest.approx(float(value), abs=2e-6) if "probability" in name else value
+            assert (float(ours[name]) if "probability" in name else ours[name]) == same
+    assert {path.name for path in made.iterdir()} == {path.name for path in one.iterdir()}
+
+
+def test_names_of_all_bytes_come_into_the_tables(run, pictures, tmp_path):
+    odd = [os.fsdecode(b"caf\xe9.png"), 'a, "b"\nc.png']
+    for name in odd:
+        shutil.copy(pictures / "some cat.png", pictures / name)
+    (pictures / os.fsdecode(b"broken\xff.png")).write_bytes(b"")
+    status, folder = predict(run, tmp_path / "runs", f"--data.root={pictures}")
+    assert status == 0
+    names = {os.path.basename(row["path"]) for row in rows(folder / "predictions.csv")}
+    assert names == {r"caf\xe9.png", 'a, "b"\nc.png', *(f"some {name}.png" for name in CLASSES)}
+    (broken,) = rows(folder / "unreadable.csv")
+    assert broken["path"] == rf"{pictures}/broken\xff.png"
+    best = f"--ckpt_path={run / 'checkpoints' / 'best.ckpt'}"
+    assert main(["embed", best, f"--root={pictures}", f"--output={tmp_path / 'x.csv'}", "--num_workers=0"]) == 0
+    assert rf"{pictures}/caf\xe9.png" in {row["path"] for row in rows(tmp_path / "x.csv")}
+    assert [row["path"] for row in rows(tmp_path / "x.unreadable.csv")] == [broken["path"]]

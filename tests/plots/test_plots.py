@@ -1,0 +1,101 @@
+"""Figures: pixels of the confusion matrix and the sheet, lines of the training curves."""
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from PIL import Image
+
+from relvit.plots import confusion, plot_confusion, plot_curves, plot_sheet, read_metrics
+
+METRICS = """epoch,lr,step,train/acc1,train/loss,val/acc1,val/loss
+0,,9,,,0.25,2.0
+0,0.1,9,0.2,2.2,,
+1,,19,,,0.5,1.5
+1,0.05,19,0.4,1.75,,
+2,,29,,,0.5,1.6
+2,0.01,29,0.5,1.5,,
+"""
+
+
+def pixels(path):
+    with Image.open(path) as figure:
+        return np.asarray(figure.convert("RGB")).astype(int)
+
+
+def test_each_of_a_thousand_classes_has_its_pixels(tmp_path):
+    drawn = []
+    for counts in (np.eye(1000, dtype=int), np.zeros((1000, 1000), int)):
+        plot_confusion(counts, [f"$na_me$ {i}" for i in range(1000)], tmp_path / "a.png")
+        drawn.append(pixels(tmp_path / "a.png").sum(-1))
+    # Where they differ is the diagonal: in every row of pixels, and further right in each.
+    rows, columns = np.nonzero(drawn[0] != drawn[1])
+    different = np.unique(rows)
+    assert len(different) == np.ptp(rows) + 1 >= 1000
+    assert (np.diff([columns[rows == row].mean() for row in different[:: len(different) // 50]]) >= 0).all()
+    assert drawn[0].shape[1] <= 1800
+
+
+def test_columns_are_predictions_and_colours_proportions_of_rows(tmp_path):
+    plot_confusion(np.array([[0, 30], [0, 0]]), ["a", "b"], tmp_path / "a.png")
+    figure = pixels(tmp_path / "a.png")
+    # Matplotlib's darkest of "Blues"; the colour bar is right of the axes.
+    rows, columns = np.nonzero((abs(figure - (8, 48, 107)).sum(-1) < 6)[:, :400])
+    assert len(rows) > 5000
+    assert rows.max() < 0.5 * figure.shape[0]
+    assert columns.min() > 0.3 * figure.shape[1]
+
+
+def test_names_only_where_they_can_be_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(confusion, "NAMED", 3)
+
+    def differs(classes):
+        drawn = []
+        for name in "xy":
+            plot_confusion(np.eye(classes, dtype=int), [name] * classes, tmp_path / "a.png")
+            drawn.append(pixels(tmp_path / "a.png"))
+        return (drawn[0] != drawn[1]).any()
+
+    assert [differs(3), differs(4)] == [True, False]
+
+
+def test_sheet(tmp_path):
+    colours = [(200, 0, 0), (0, 200, 0), (0, 0, 200), (200, 200, 0), (0, 200, 200), (200, 0, 200)]
+    images = [np.full((4 + i, 9 - i, 3), colour, np.uint8) for i, colour in enumerate(colours)]
+    plot_sheet(images, [f"a$b\nline {i}" for i in range(6)], tmp_path / "sheet.png", "title")
+    figure, centres = pixels(tmp_path / "sheet.png"), []
+    for image, colour in zip(images, colours, strict=True):
+        rows, columns = np.nonzero(abs(figure - colour).sum(-1) < 10)
+        height, width = np.ptp(rows) + 1, np.ptp(columns) + 1
+        assert height / width == pytest.approx(image.shape[0] / image.shape[1], rel=0.05)
+        centres.append((rows.mean(), columns.mean()))
+    assert [column for _, column in centres[:5]] == sorted(column for _, column in centres[:5])
+    assert centres[5][0] > max(row for row, _ in centres[:5])
+    assert centres[5][1] == pytest.approx(centres[0][1], abs=15)
+
+
+def test_three_panels_with_epochs_from_one_and_the_best_of_them(tmp_path, monkeypatch):
+    figures, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kw: (figures.append(self), save(self, *args, **kw)))
+    (tmp_path / "metrics.csv").write_text(METRICS)
+    columns = read_metrics(tmp_path / "metrics.csv")
+    assert columns["val/acc1"] == [(0, 0.25), (1, 0.5), (2, 0.5)]
+    plot_curves(tmp_path / "metrics.csv", tmp_path / "curves.png", "train (labels smoothed by 0.1)")
+    loss, accuracy, rate = figures[0].axes
+
+    def curves(axes):
+        return {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines}
+
+    assert curves(loss)["train (labels smoothed by 0.1)"] == ([1, 2, 3], [2.2, 1.75, 1.5])
+    assert curves(loss)["val"] == ([1, 2, 3], [2.0, 1.5, 1.6])
+    # Of two equal accuracies that of the lower loss, as the checkpoint is.
+    assert curves(accuracy)["best: 0.5, epoch 2"][0] == [2, 2]
+    assert curves(accuracy)["val"] == ([1, 2, 3], [0.25, 0.5, 0.5])
+    assert list(curves(rate).values()) == [([1, 2, 3], [0.1, 0.05, 0.01])]
+    assert [axes.get_ylabel() for axes in (loss, accuracy, rate)] == ["loss", "top-1 accuracy", "learning rate"]
+    # At half the size, letters are still legible.
+    texts = [*loss.get_xticklabels(), loss.xaxis.label, *loss.get_legend().get_texts()]
+    assert min(text.get_fontsize() for text in texts) * figures[0].dpi / 72 / 2 > 8
+    assert pixels(tmp_path / "curves.png").shape == (450, 1500, 3)
+    (tmp_path / "metrics.csv").write_text("epoch,lr,step\n")
+    plot_curves(tmp_path / "metrics.csv", tmp_path / "curves.png")
+    assert [len(axes.lines) for axes in figures[1].axes] == [0, 0, 0]
