@@ -305,6 +305,22 @@ def test_transforms_of_torch_func():
     torch.testing.assert_close(got[1], reference.aft_conv(q, k, v, many[1], grid), rtol=0, atol=1e-12)
 
 
+def test_one_graph_for_all_sizes():
+    """Traced by the compiler's front end; `tests/models/test_aft_vit.py` compiles and exports models."""
+    torch.compiler.reset()
+    weight, graphs = window_of(2, 3, 5).detach().float(), []
+
+    @torch.compile(fullgraph=True, dynamic=True, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    def run(q, k, v, height, width):
+        return aft_conv(q, k, v, weight, Grid(height, width))
+
+    for height, width in ((3, 4), (5, 2), (7, 9)):
+        grid = Grid(height, width)
+        q, k, v = (part.detach() for part in contents(grid, dtype=torch.float32))
+        torch.testing.assert_close(run(q, k, v, height, width), reference.aft_conv(q, k, v, weight, grid))
+    assert len(graphs) == 1
+
+
 def test_autocast_leaves_the_precision_alone():
     grid = Grid(4, 4)
     q, k, v = (part.detach() for part in contents(grid, dtype=torch.float32))

@@ -143,21 +143,11 @@ class _GatedAverage(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, sums = ctx.saved_tensors
-        if torch.is_grad_enabled():  # these gradients are to be differentiated
-            mixed = _gated_average(query, sums, ctx.padded)
-            return *torch.autograd.grad(mixed, (query, sums), grad, create_graph=True), None
-        precision = torch.promote_types(sums.dtype, torch.float32)
-        numerator, denominator = split_heads(sums.to(precision), *query.shape[2:])
-        if ctx.padded:
-            denominator = torch.where(denominator == 0, 1.0, denominator)
-        gate, mixed, grad = query.to(precision).sigmoid(), numerator / denominator, grad.to(precision)
-        of_query = torch.ops.aten.sigmoid_backward(grad * mixed, gate)
-        of_sums = torch.empty(sums.shape, dtype=precision, device=sums.device)
-        of_numerator, of_denominator = split_heads(of_sums, *query.shape[2:])
-        torch.div(gate.mul_(grad), denominator, out=of_numerator)
-        of_denominator.copy_(mixed.mul_(of_numerator).neg_().sum_to_size(denominator.shape))
-        return of_query.to(query.dtype), of_sums.to(sums.dtype), None
+        create_graph = torch.is_grad_enabled()
+        inputs = [part if create_graph else part.detach().requires_grad_() for part in ctx.saved_tensors]
+        with torch.enable_grad():
+            mixed = _gated_average(*inputs, ctx.padded)
+        return *torch.autograd.grad(mixed, inputs, grad, create_graph=create_graph), None
 
 
 def running_average(key: Tensor, value: Tensor, valid: Tensor | None) -> Tensor:
