@@ -103,7 +103,7 @@ class Predictor:
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes."""
+        """Device of the model."""
         return self.classifier.device
 
     def to(self, device: str | torch.device) -> Predictor:
