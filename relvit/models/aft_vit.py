@@ -130,7 +130,7 @@ class AFTVisionTransformer(GridVisionTransformer):
 
 
 def make_mixer(mixer: str, given: dict[str, Any], backend: str) -> Callable[..., AFTSimple]:
-    """What makes the mixer of a block; `given` are the model's arguments for mixers, None where there is none."""
+    """Return a factory of mixers for a block; `given` are the model's arguments for mixers, None where there is none."""
     own = dict(OWN[mixer])
     for name, value in given.items():
         if value is None:
@@ -155,7 +155,7 @@ def checkpoint_filter_fn(
     - the factors of a bias on another grid are interpolated (an approximation);
     - from attention the projections of values and outputs are taken over, as the paper does where it fine-tunes a
       pretrained DeiT (section 4.3); projections to queries and keys, and what is attention-free alone, stay as they are
-      in the model. 'simple' has no tensor by which its own checkpoints could be distinguished from those of attention: it takes
+      in the model. 'simple' has no tensor that distinguishes its own checkpoints from those of attention: it takes
       over all.
 
     Args:
