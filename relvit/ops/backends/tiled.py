@@ -80,7 +80,7 @@ class Operands(NamedTuple):
 
 
 class TileConfig(NamedTuple):
-    """What all tiles have in common besides operands; None where a term or padding is absent.
+    """Settings that all tiles have in common besides operands; None where a term or padding is absent.
 
     Attributes:
         keys: where keys are.
