@@ -69,7 +69,7 @@ class Predictor:
         class_names: name of each class; the position is the label.
         img_size: (height, width).
         mean, std: of each channel, in units of the range 0..1.
-        crop_pct: share of the side that the centre crop keeps.
+        crop_pct: proportion of the side that the centre crop keeps.
         num_features: length of the feature vectors.
         transform: from a PIL image to what the model takes.
 

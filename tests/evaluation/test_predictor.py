@@ -148,8 +148,8 @@ def broken(photos, tmp_path):
     """A folder of six images of which two cannot be read, and its files in order."""
     root = shutil.copytree(photos / "test" / "cat", tmp_path / "cat")
     (root / "1.jpg").write_bytes(b"nothing")
-    whole = (root / "4.jpg").read_bytes()
-    (root / "4.jpg").write_bytes(whole[:-40])
+    content = (root / "4.jpg").read_bytes()
+    (root / "4.jpg").write_bytes(content[:-40])
     return root, [root / f"{i}.jpg" for i in range(6)]
 
 
