@@ -1,7 +1,6 @@
 """Every file in configs/: a whole experiment that the real signatures accept, and a header that makes nothing up."""
 
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -58,18 +57,12 @@ def tiny(path, tmp_path, monkeypatch, photos, wordnet, run):
     config = yaml.safe_load(path.read_text())
     flags = [f"--model.model_kwargs.{name}={value}" for name, value in SMALL.items()]
     data = config["data"]["class_path"].rpartition(".")[2]
-    if data == "ImageNetData":
+    if data in ("ImageNetData", "ImageFolderData"):
         if "pretrained" in config["model"]:
-            # Attention of the same width, depth and MLP ratio.
-            source = shutil.copy(run / "checkpoints" / "best.ckpt", tmp_path / "source.ckpt")
-            flags += [f"--model.pretrained={source}", "--model.model_kwargs.mlp_ratio=3"]
-        return [*flags, f"--data.root={wordnet}", "--data.img_size=32"]
-    if data == "ImageFolderData":
-        if "pretrained" in config["model"]:
-            # Its model is that of the checkpoint, which is small.
-            source = shutil.copy(run / "checkpoints" / "best.ckpt", tmp_path / "source.ckpt")
-            flags = [f"--model.pretrained={source}"]
-        return [*flags, f"--data.root={photos}", "--data.img_size=32"]
+            source = f"--model.pretrained={run / 'checkpoints' / 'best.ckpt'}"
+            # Attention of the same width, depth and MLP ratio; or the model of the checkpoint, which is small.
+            flags = [*flags, source, "--model.model_kwargs.mlp_ratio=3"] if data == "ImageNetData" else [source]
+        return [*flags, f"--data.root={wordnet if data == 'ImageNetData' else photos}", "--data.img_size=32"]
     if data.startswith("CIFAR"):
         kind, own, labels, files = {
             "CIFAR10Data": (CIFAR10, CIFAR10Data, "labels", ["data_batch_1", "data_batch_2", "test_batch"]),
@@ -82,7 +75,25 @@ def tiny(path, tmp_path, monkeypatch, photos, wordnet, run):
     return flags
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_options_exist(path, capsys):
+    data = [] if "data" in yaml.safe_load(path.read_text()) else ["--data=DigitsData"]
+    assert main(["fit", f"--config={path}", *data, "--print_config"]) == 0, capsys.readouterr().err
+    given, taken = yaml.safe_load(path.read_text()), yaml.safe_load(capsys.readouterr().out)
+    for group in ("model", "trainer"):
+        for name, value in given.get(group, {}).items():
+            assert taken[group][name] == value
+
+
+# One of each kind of data, and the one with the most particular weights; the others are slow only for being many.
+DAILY = ("digits", "cifar10_aft", "folder", "finetune_aft")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path if path.stem in DAILY else pytest.param(path, marks=pytest.mark.slow) for path in RECIPES],
+    ids=lambda path: path.stem,
+)
 def test_recipes_run_on_tiny_data(path, tmp_path, monkeypatch, photos, wordnet, run, capsys):
     flags = tiny(path, tmp_path, monkeypatch, photos, wordnet, run)
     assert main(["fit", f"--config={path}", *ON_A_CPU, *FAST, *flags]) == 0, capsys.readouterr().err
@@ -94,7 +105,9 @@ def test_recipes_run_on_tiny_data(path, tmp_path, monkeypatch, photos, wordnet, 
         assert "in part: the values of blocks.*.attn.qkv.weight (2)" in pretrained[0]
 
 
-@pytest.mark.parametrize(("name", "own"), [("cifar10", CIFAR10Data), ("cifar100", CIFAR100Data)])
+@pytest.mark.parametrize(
+    ("name", "own"), [("cifar10", CIFAR10Data), pytest.param("cifar100", CIFAR100Data, marks=pytest.mark.slow)]
+)
 def test_recipes_of_cifar_run_on_class_folders(name, own, tmp_path, monkeypatch, capsys):
     """The command of the header: the images stay at CIFAR's size and normalisation, and are augmented by the batch."""
     for split, count in (("train", 4), ("test", 1)):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from relvit.cli.aliases import Rewritten, rewrite
-from relvit.cli.errors import describe, is_users_mistake, says_enough
+from relvit.cli.errors import describe, is_self_explanatory, is_users_mistake
 from relvit.utils.messages import did_you_mean, listing
 from relvit.version import __version__
 
@@ -63,12 +63,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if {"-h", "--help"} & set(typed.arguments):
             print(importlib.import_module("relvit.cli.help").short_help(command, module, summary))
             return 0
-        quieten()
         given = ["--help" if argument == "--help-all" else argument for argument in typed.arguments]
+        parser, runner = (importlib.import_module(name) for name in ("relvit.cli.parser", module))
+        # After the imports, as Lightning's sets up its logging.
+        quieten()
         if module == _FIT:
-            importlib.import_module(module).main(command, given)
+            runner.main(command, given)
         else:
-            importlib.import_module("relvit.cli.parser").run_function(module, command, given)
+            parser.run_function(module, command, given)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:
@@ -82,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             raise
         print(f"relvit {command}: error: {typed.as_typed(describe(error))}", file=sys.stderr)
-        if not says_enough(error):
+        if not is_self_explanatory(error):
             print("(with --debug it shows where this happened)", file=sys.stderr)
         return 2 if is_users_mistake(error) else 1
     return 0

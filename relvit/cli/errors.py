@@ -19,7 +19,7 @@ def is_users_mistake(error: Exception) -> bool:
     return isinstance(error, mistakes)
 
 
-def says_enough(error: Exception) -> bool:
+def is_self_explanatory(error: Exception) -> bool:
     """Return whether a message needs no hint at `--debug`: the user's mistakes, the disk and the network."""
     full = isinstance(error, OSError) and error.errno in DISK_ERRORS
     return full or isinstance(error, DownloadError) or is_users_mistake(error)
@@ -46,7 +46,7 @@ def describe(error: Exception) -> str:
     text = text.strip() or "no further message"
     if isinstance(error, OSError) and error.strerror:
         text = error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"
-    return text if says_enough(error) else f"{type(error).__name__}: {text}"
+    return text if is_self_explanatory(error) else f"{type(error).__name__}: {text}"
 
 
 def _raised_in_jsonargparse(error: BaseException) -> bool:

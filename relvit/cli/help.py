@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import re
-import textwrap
-from argparse import Action
-from collections.abc import Iterator
+from functools import partial
 from typing import get_args
 
 from lightning import Trainer
 
-from relvit.cli.aliases import ALIASES, POSITIONALS, USAGE
+from relvit.cli.aliases import ALIASES, USAGE
 from relvit.cli.fit.options import TRAINER_DEFAULTS, add_own_options
 from relvit.cli.parser import Parser, function_of
 from relvit.data import ImageFolderData
@@ -72,29 +71,13 @@ TEXTS = {
     "trainer.accelerator": "The kind of device: auto, cpu, gpu or mps. Default: auto.",
     "trainer.precision": "The number format: 32-true, bf16-mixed or 16-mixed. Default: 32-true.",
 }
-# What stands for the value of an option; of other options N, X, BOOL or NAME, by their types.
-PLACEHOLDERS = {
-    "DIR": ("root", "runs"),
-    "FILE": ("config", "output"),
-    "SIZE": ("img_size",),
-    "SIZE ...": ("sizes",),
-    "CKPT": ("ckpt_path",),
-    "CKPT ...": ("ckpt_paths",),
-    "PATH ...": ("paths",),
-    "RUN": ("resume",),
-    "WEIGHTS": ("pretrained",),
-    "VALUE": ("X",),
-    "N": ("seed_everything", "devices"),
-    "": ("quiet", "lr_find", "mirror"),
-}
-VALUES = {name: value for value, names in PLACEHOLDERS.items() for name in names}
-NOTES = {
-    "check-data": "The exit status is 0 if all files can be read, 1 if one cannot, 2 for a wrong use of the command.",
-    **{
-        command: f"relvit {command} --help-all lists every option, with those of Lightning's Trainer."
-        for command in SHOWN
-    },
-}
+# What stands for the value of an option ("": it needs none); of other options N, X, BOOL or NAME, by their types.
+VALUES = dict.fromkeys(("quiet", "lr_find", "mirror"), "") | dict.fromkeys(("seed_everything", "devices"), "N")
+VALUES |= dict.fromkeys(("root", "runs"), "DIR") | dict.fromkeys(("config", "output"), "FILE")
+VALUES |= {"ckpt_path": "CKPT", "ckpt_paths": "CKPT ...", "paths": "PATH ...", "resume": "RUN", "X": "VALUE"}
+VALUES |= {"img_size": "SIZE", "sizes": "SIZE ...", "pretrained": "WEIGHTS"}
+ALL = "relvit {} --help-all lists every option, with those of Lightning's Trainer."
+STATUS = "The exit status is 0 if all files can be read, 1 if one cannot, 2 for a wrong use of the command."
 
 
 def short_help(command: str, module: str, summary: str) -> str:
@@ -105,8 +88,7 @@ def short_help(command: str, module: str, summary: str) -> str:
         module: the module that runs it, whose function of that name has the options as arguments, if it has one.
         summary: what the command does.
     """
-    parser = Parser()
-    groups = SHOWN.get(command)
+    parser, groups = Parser(), SHOWN.get(command)
     if groups is None:
         function = function_of(module, command)
         parser.add_function_arguments(function)
@@ -117,43 +99,40 @@ def short_help(command: str, module: str, summary: str) -> str:
             parser.add_class_arguments(cls, name, fail_untyped=False)
         parser.set_defaults({f"trainer.{name}": value for name, value in TRAINER_DEFAULTS.items()})
     actions = {action.dest: action for action in parser._actions}
-    lines = [f"{'usage:' if place == 0 else '':<6} {usage}" for place, usage in enumerate(USAGE[command])]
-    lines += ["", f"{summary[0].upper()}{summary[1:]}."]
+    shown = argparse.ArgumentParser(
+        usage="\n       ".join(USAGE[command]),
+        description=f"{summary[0].upper()}{summary[1:]}.",
+        epilog=ALL.format(command) if command in SHOWN else STATUS if command == "check-data" else None,
+        formatter_class=partial(argparse.HelpFormatter, max_help_position=INDENT, width=WIDTH),
+        add_help=False,
+    )
     for title, names in groups.items():
-        lines += ["", f"{title}:"]
+        group = shown.add_argument_group(title)
         for name in names:
-            lines += _entry(command, name, actions)
-    if command in NOTES:
-        lines += ["", *textwrap.wrap(NOTES[command], WIDTH)]
-    return "\n".join(lines)
+            own = ALIASES.get(command, {}).get(f"--{name}", f"--{name}").lstrip("-")
+            text = _text(command, name, own, actions.get(own))
+            value = VALUES.get(name.rpartition(".")[2], _type_of(actions.get(own)))
+            flags = [f"-{name[0]}"] if name == "quiet" else []
+            options = {"metavar": value} if value else {"action": "store_true"}
+            group.add_argument(*flags, f"--{name}", help=text.replace("%", "%%"), **options)
+    return shown.format_help().rstrip()
 
 
-def _entry(command: str, name: str, actions: dict[str, Action]) -> Iterator[str]:
-    """Yield the lines of one option."""
-    own = ALIASES.get(command, {}).get(f"--{name}", f"--{name}").lstrip("-")
-    action = actions.get(own)
+def _text(command: str, name: str, own: str, action: argparse.Action | None) -> str:
     text = TEXTS.get(name) or TEXTS.get(own)
-    if text is None:
-        text = action.help
-        if "." in own:
-            # Of docstrings for Python the first sentence.
-            text = re.split(r"\.\s+(?=[A-Z])", text)[0].removesuffix(".") + "."
-        # What a checkpoint was trained with is the default of the commands that use it.
-        if action.default not in (None, False, "") and (command == "fit" or not own.startswith("data.")):
-            text += f" Default: {action.default}."
-    value = VALUES.get(name.rpartition(".")[2])
-    if value is None:
-        hint = getattr(action, "_typehint", None)
-        plain = {int: "N", float: "X", bool: "BOOL"}
-        value = next((plain[kind] for kind in (hint, *get_args(hint)) if kind in plain), "NAME")
-    named = {"quiet": "-q, --quiet"}.get(name, f"--{name}")
-    if f"--{name}" in POSITIONALS.get(command, ()):
-        named = f"{value}, {named}"
-    head = f"  {named} {value}".rstrip()
-    wrapped = textwrap.wrap(" ".join(text.split()), WIDTH - INDENT, break_on_hyphens=False)
-    if len(head) + 2 > INDENT:
-        yield head
-        head = ""
-    for line in wrapped:
-        yield f"{head:<{INDENT}}{line}"
-        head = ""
+    if text is not None or action is None:
+        return text or ""
+    text = action.help
+    if "." in own:
+        # Of docstrings for Python the first sentence.
+        text = re.split(r"\.\s+(?=[A-Z])", text)[0].removesuffix(".") + "."
+    # What a checkpoint was trained with is the default of the commands that use it.
+    if action.default not in (None, False, "") and (command == "fit" or not own.startswith("data.")):
+        text += f" Default: {action.default}."
+    return text
+
+
+def _type_of(action: argparse.Action | None) -> str:
+    hint = getattr(action, "_typehint", None)
+    plain = {int: "N", float: "X", bool: "BOOL"}
+    return next((plain[kind] for kind in (hint, *get_args(hint)) if kind in plain), "NAME")

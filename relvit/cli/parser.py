@@ -64,13 +64,7 @@ def _required(function: Callable[..., Any]) -> list[str]:
 
 
 class Given(NamedTuple):
-    """An option that was given.
-
-    Attributes:
-        name: without dashes, such as 'model.lr'.
-        value: text from the command line, any plain value from a configuration; None: none.
-        file: the configuration that holds it; None: it is from the command line.
-    """
+    """An option such as 'model.lr' that was given, its value, and the configuration that holds it, if one does."""
 
     name: str
     value: Any
@@ -166,12 +160,11 @@ def _families(hint: Any) -> list[type]:
 
 
 def _subclasses(hint: Any) -> dict[str, type]:
-    found, waiting = {}, _families(hint)
-    while waiting:
-        cls = waiting.pop()
-        found[cls.__name__] = cls
-        waiting += cls.__subclasses__()
-    return found
+    classes = _families(hint)
+    # It grows as it is gone through.
+    for cls in classes:
+        classes += cls.__subclasses__()
+    return {cls.__name__: cls for cls in classes}
 
 
 def _class_named(hint: Any, value: Any) -> type | None:

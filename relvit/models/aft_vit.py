@@ -11,12 +11,11 @@ from typing import Any, ClassVar
 
 import torch
 from timm.layers import to_2tuple
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from relvit.layers import AFTConv2d, AFTFull, AFTLocal, AFTSimple, MixerBlock, resample_embedding
-from relvit.models.base import CIFAR, GridVisionTransformer, check_arguments, model_cfg
+from relvit.models.base import GridVisionTransformer, check_arguments, default_cfgs_of, entry_point
 from relvit.models.weights import convert
 from relvit.utils.messages import did_you_mean, listing
 
@@ -131,7 +130,7 @@ class AFTVisionTransformer(GridVisionTransformer):
 
 
 def make_mixer(mixer: str, given: dict[str, Any], backend: str) -> Callable[..., AFTSimple]:
-    """What makes the mixer of a block; `given` are the model's arguments for mixers, None where there is none."""
+    """Return a factory of mixers for blocks; `given` are the model's arguments for mixers, None where not given."""
     own = dict(OWN[mixer])
     for name, value in given.items():
         if value is None:
@@ -156,7 +155,8 @@ def checkpoint_filter_fn(
     - the factors of a bias on another grid are interpolated (an approximation);
     - from attention the projections of values and outputs are taken over, as the paper does where it fine-tunes a
       pretrained DeiT (section 4.3); projections to queries and keys, and what is attention-free alone, stay as they are
-      in the model. 'simple' takes over all: its own checkpoints have the same tensors as those of attention.
+      in the model. 'simple' has no tensor that distinguishes its own checkpoints from those of attention: it takes
+      over all.
 
     Args:
         state_dict, model: see `relvit.models.checkpoint_filter_fn`.
@@ -232,35 +232,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-# What timm knows of models by the image size that they are made for.
-CFGS = {224: {}, 32: CIFAR, 160: {"input_size": (3, 160, 160), "crop_pct": 0.95}}
-default_cfgs = generate_default_cfgs(
-    {f"{name}.untrained": model_cfg(**CFGS[given.get("img_size", 224)]) for name, given in VARIANTS.items()}
-)
+def _arguments(name: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Complete the arguments of a call; defaults for another mixer than the chosen one are left out."""
+    defaults = VARIANTS[name]
+    mixer = given.get("mixer", defaults["mixer"])
+    if mixer in OWN and mixer != defaults["mixer"]:
+        foreign = {other for names in OWN.values() for other in names} - OWN[mixer].keys()
+        defaults = {argument: value for argument, value in defaults.items() if argument not in foreign}
+    return {**defaults, **given}
 
 
-def _entry_point(name: str) -> Callable[..., AFTVisionTransformer]:
-    """Make the function that timm calls to create a model."""
-
-    def create(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
-        defaults = VARIANTS[name]
-        mixer = kwargs.get("mixer", defaults["mixer"])
-        if mixer in OWN and mixer != defaults["mixer"]:
-            foreign = {other for names in OWN.values() for other in names} - OWN[mixer].keys()
-            defaults = {argument: value for argument, value in defaults.items() if argument not in foreign}
-        kwargs = {**defaults, **kwargs}
-        return build_model_with_cfg(
-            AFTVisionTransformer,
-            name,
-            pretrained,
-            pretrained_filter_fn=checkpoint_filter_fn,
-            feature_cfg={"out_indices": kwargs.pop("out_indices", 3), "feature_cls": "getter"},
-            **kwargs,
-        )
-
-    create.__name__ = create.__qualname__ = name
-    create.__doc__ = f"Create `AFTVisionTransformer` with {VARIANTS[name]}, and its arguments as given."
-    return register_model(create)
-
-
-globals().update({name: _entry_point(name) for name in VARIANTS})
+default_cfgs = default_cfgs_of(VARIANTS)
+for _name in VARIANTS:
+    globals()[_name] = entry_point(_name, AFTVisionTransformer, checkpoint_filter_fn, partial(_arguments, _name))

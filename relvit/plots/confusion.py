@@ -19,7 +19,7 @@ DPI = 150
 def plot_confusion(confusion: np.ndarray, class_names: Sequence[str], target: str | Path) -> None:
     """Draw a confusion matrix into a PNG.
 
-    The colour is the share of a class's images; small shares stand out more than in proportion. Up to 20 classes
+    The colour is the proportion of a class's images; small ones stand out more than in proportion. Up to 20 classes
     cells hold counts, up to 60 rows and columns hold names.
 
     Args:
@@ -32,8 +32,8 @@ def plot_confusion(confusion: np.ndarray, class_names: Sequence[str], target: st
     figure = Figure(figsize=(inches, inches * 0.9), layout="constrained", dpi=DPI)
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    shares = confusion / np.maximum(confusion.sum(1, keepdims=True), 1)
-    image = axes.imshow(shares, cmap="Blues", norm=PowerNorm(0.5, 0, 1))
+    proportions = confusion / np.maximum(confusion.sum(1, keepdims=True), 1)
+    image = axes.imshow(proportions, cmap="Blues", norm=PowerNorm(0.5, 0, 1))
     axes.set(xlabel="predicted", ylabel="true")
     if classes <= NAMED:
         size = 9 if classes <= NUMBERED else 6
@@ -42,10 +42,10 @@ def plot_confusion(confusion: np.ndarray, class_names: Sequence[str], target: st
         axes.set_yticks(range(classes), names, fontsize=size)
     if classes <= NUMBERED:
         for row, column in np.argwhere(confusion):
-            colour = "white" if shares[row, column] > 0.4 else "black"
+            colour = "white" if proportions[row, column] > 0.4 else "black"
             number = str(confusion[row, column])
             axes.text(column, row, number, ha="center", va="center", color=colour, fontsize=8 - len(number) // 2)
-    figure.colorbar(image, ax=axes, shrink=0.7, label="share of the true class")
+    figure.colorbar(image, ax=axes, shrink=0.7, label="proportion of the true class")
     figure.savefig(target, dpi=DPI)
 
 

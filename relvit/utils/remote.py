@@ -12,7 +12,7 @@ from typing import Any
 from relvit.utils.files import DISK_ERRORS, is_address
 from relvit.utils.messages import did_you_mean
 
-# Seconds without a connection, or without any byte of a file that has begun. A whole file may take as long as it takes.
+# Seconds without a connection, or without any byte of a file that has begun. There is no limit for a complete file.
 PATIENCE = 60
 
 
@@ -34,7 +34,7 @@ def local_file(path: str | os.PathLike[str]) -> Iterator[Path]:
         FileNotFoundError: there is nothing at the address, or a folder.
         ValueError: an address of an unknown kind, or of one that needs a package which is not installed.
         DownloadError: it could not be fetched.
-        OSError: the disk has no room for the copy.
+        OSError: the disk has no space for the copy.
     """
     if not is_address(path):
         yield Path(path)
@@ -56,8 +56,8 @@ def _fetch(address: str, copy: Path) -> None:
     if protocol not in known:
         raise ValueError(f"{address} is an address of an unknown kind, {protocol!r}{did_you_mean(protocol, known)}")
     try:
-        files, place = url_to_fs(address, **_options(protocol))
-        files.get_file(place, str(copy))
+        files, path = url_to_fs(address, **_options(protocol))
+        files.get_file(path, str(copy))
     except ImportError as error:
         cause = error if error.name else error.__cause__
         package = getattr(cause, "name", None) or protocol

@@ -66,7 +66,7 @@ def test_a_saved_folder_has_weights_classes_and_preprocessing(trained, tmp_path)
     if retrofit is None:
         again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True)
     else:
-        # timm makes the model that it knows, and says what it has no place for.
+        # timm builds the model without the position tables and names them.
         with pytest.raises(RuntimeError, match=r"Unexpected key\(s\).*blocks.0.attn.position"):
             timm.create_model(f"local-dir:{tmp_path}", pretrained=True)
         again = relvit.retrofit(timm.create_model(f"local-dir:{tmp_path}"), **retrofit)

@@ -3,10 +3,8 @@
 import pytest
 import timm
 import torch
-from oracles import relative_attention as oracle
 from retrofit_cases import CASES, build, retrofitted
 from timm.utils import AttentionExtract
-from torch import nn
 from vits import bias_for, images, small, twins
 
 import relvit
@@ -70,26 +68,6 @@ def test_slopes_are_timms_attention_with_a_mask(options):
     x = images(16, 40, dtype=torch.float64)
     expected = timms(plain, x, bias_for(plain, x))
     check(relvit.attention_maps(model, x), expected, (2, 5), plain.num_prefix_tokens)
-
-
-def test_tables_are_the_brute_force():
-    model = small(rel_terms="qkvb", max_distance=(1, 2), reg_tokens=1, class_token=True, global_pool="token")
-    model = model.double().eval()
-    x, inputs = images(16, 24, dtype=torch.float64), []
-    handles = [
-        block.attn.register_forward_pre_hook(lambda _module, given: inputs.append(given[0])) for block in model.blocks
-    ]
-    maps = relvit.attention_maps(model, x)
-    for handle in handles:
-        handle.remove()
-    places = [[oracle.place(i, 2, None, 2, 3) for i in range(8)]] * 2
-    units = torch.eye(8, dtype=torch.float64).expand(2, 2, -1, -1)
-    expected = []
-    for block, tokens in zip(model.blocks, inputs, strict=True):
-        q, k, _ = block.attn.qkv(tokens).unflatten(-1, (3, 2, 6)).permute(2, 0, 3, 1, 4)
-        terms = block.attn.position(None)._replace(value=None)
-        expected.append(oracle.attention(q, k, units, terms, places))
-    check(maps, expected, (2, 3), 2)
 
 
 def test_chosen_layers():
@@ -170,17 +148,3 @@ def test_timms_attention_extract_by_hooks(kind):
     assert list(found) == [f"blocks.{index}.attn.attn_drop" for index in range(len(expected))]
     for weights, want in zip(found.values(), expected, strict=True):
         torch.testing.assert_close(weights, want)
-
-
-def test_modules_are_called_as_before():
-    """Summaries and counters hook every module, also those that take the weights."""
-    model, x = small().train(), images()
-    expected = model(x)
-    handles = [
-        module.register_forward_hook(lambda *_: None)
-        for module in model.modules()
-        if not isinstance(module, nn.ModuleList)
-    ]
-    assert torch.equal(model(x), expected)
-    for handle in handles:
-        handle.remove()

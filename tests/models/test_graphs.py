@@ -34,11 +34,14 @@ def any_size():
 VARIANTS = [
     {"pos_embed": "learn", "img_size": 32, "rel_terms": "kvb", "shared_heads": False},
     {"pos_embed": "axial-sum", "img_size": (32, 48), "layout": "joint"},
-    {"position": "slopes"},
+    pytest.param({"position": "slopes"}, marks=pytest.mark.slow),
     {"case": "rope mixed"},
     pytest.param({"rel_terms": "qkvb", "bucketing": "piecewise"}, marks=pytest.mark.slow),
     pytest.param({"case": "dinov2"}, marks=pytest.mark.slow),
 ]
+
+
+SLOW_ONNX = pytest.param(VARIANTS[1], marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
@@ -50,7 +53,7 @@ def test_exported_once_for_all_sizes(variant):
         torch.testing.assert_close(exported(images(*size)), model(images(*size)), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("variant", VARIANTS[:2], ids=str)
+@pytest.mark.parametrize("variant", [{"pos_embed": "learn", "img_size": 32}, SLOW_ONNX], ids=str)
 def test_onnx_runtime_gives_the_same_at_all_sizes(variant, tmp_path):
     model = build(**variant)
     program = torch.onnx.export(model, (images(24, 16),), dynamic_shapes=any_size(), dynamo=True, verbose=False)

@@ -110,7 +110,7 @@ def test_sample_without_valid_key_gives_zeros_forward_and_backward_in_half_preci
 @pytest.mark.parametrize("bucketing", ["clip", "piecewise"])
 def test_queries_and_keys_on_different_grids(backend, bucketing):
     generator = torch.Generator().manual_seed(5)
-    # Query coordinates may lie outside the key grid; the clip takes care of it.
+    # Query coordinates may be outside the key grid; the clip takes care of it.
     query_grid = make_grid(2, 3, 1)._replace(coords=torch.tensor([[-4, 2], [7, -1], [1, 9]]))
     key_grid = make_grid(3, 2, 2)
     q = torch.randn(2, 2, 4, 5, generator=generator, dtype=torch.float64)

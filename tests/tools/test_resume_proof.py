@@ -29,13 +29,13 @@ def images(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def whole(images, tmp_path_factory):
+def uninterrupted(images, tmp_path_factory):
     """Trainings that nothing interrupts, by average and accumulation, each made once."""
     made = {}
 
     def find(ema, accumulate):
         if (ema, accumulate) not in made:
-            folder = tmp_path_factory.mktemp("whole") / "runs"
+            folder = tmp_path_factory.mktemp("uninterrupted") / "runs"
             made[ema, accumulate], status = PROOF.train(images, folder, ema, accumulate)
             assert status == 0
         return made[ema, accumulate]
@@ -53,14 +53,14 @@ def test_these_cases_cover_every_pair():
 @pytest.mark.parametrize(
     "case", [*CASES[:3], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[3:])], ids=str
 )
-def test_a_resumed_training_is_bit_equal_to_one_that_was_not_interrupted(case, images, whole, tmp_path):
-    wrong, first, second = PROOF.try_out(tmp_path / "runs", images, whole(case[1], case[2]), case)
+def test_a_resumed_training_is_bit_equal_to_one_that_was_not_interrupted(case, images, uninterrupted, tmp_path):
+    wrong, first, second = PROOF.try_out(tmp_path / "runs", images, uninterrupted(case[1], case[2]), case)
     assert wrong == []
     assert 0 < second < PROOF.EPOCHS * PROOF.BATCHES <= first + second
 
 
-def test_the_comparison_finds_what_differs(whole):
-    assert PROOF.differences(whole(True, 2), whole(True, 2)) == []
-    different = PROOF.differences(whole(True, 2), whole(True, 1))
+def test_the_comparison_finds_what_differs(uninterrupted):
+    assert PROOF.differences(uninterrupted(True, 2), uninterrupted(True, 2)) == []
+    different = PROOF.differences(uninterrupted(True, 2), uninterrupted(True, 1))
     assert {"last.ckpt: state_dict", "last.ckpt: ema_state_dict", "last.ckpt: global_step"} <= set(different)
     assert {"metrics.csv", "tensorboard"} <= set(different)

@@ -47,9 +47,9 @@ def run_of(folder):
 
 
 @pytest.fixture(scope="module")
-def whole(images, tmp_path_factory):
+def uninterrupted(images, tmp_path_factory):
     """The folder of a training that nothing interrupts."""
-    folder = tmp_path_factory.mktemp("whole")
+    folder = tmp_path_factory.mktemp("uninterrupted")
     ranks = Ranks(flags(images, folder), folder, counting(folder, "steps"))
     assert ranks.finish() == [0, 0], ranks.text()
     assert steps(folder, "steps") == [WHOLE, WHOLE]
@@ -57,7 +57,7 @@ def whole(images, tmp_path_factory):
 
 
 @pytest.mark.parametrize("place", ["mid-epoch", pytest.param("validation", marks=pytest.mark.slow)])
-def test_all_stop_at_the_same_step_when_one_is_stopped_and_go_on_exactly(images, whole, tmp_path, place):
+def test_all_stop_at_the_same_step_when_one_is_stopped_and_go_on_exactly(images, uninterrupted, tmp_path, place):
     struck = {PROOF.PLACE: place, PROOF.END: "SIGTERM"}
     ranks = Ranks(flags(images, tmp_path), tmp_path, counting(tmp_path, "steps", **struck))
     assert ranks.finish() == [143, 143], ranks.text()
@@ -66,7 +66,7 @@ def test_all_stop_at_the_same_step_when_one_is_stopped_and_go_on_exactly(images,
     ranks = Ranks(["fit", f"--resume={run_of(tmp_path)}"], tmp_path, counting(tmp_path, "after"))
     assert ranks.finish() == [0, 0], ranks.text()
     assert 0 < steps(tmp_path, "after")[0] < WHOLE
-    assert PROOF.differences(whole, run_of(tmp_path)) == []
+    assert PROOF.differences(uninterrupted, run_of(tmp_path)) == []
 
 
 def test_a_process_that_is_killed_ends_the_other(images, tmp_path):

@@ -1,4 +1,4 @@
-"""Files at remote addresses: what is fetched is the file, and what cannot be fetched is said to be so."""
+"""Files at remote addresses are fetched completely; what cannot be fetched is an error of one line."""
 
 import contextlib
 import http.server

@@ -1,4 +1,4 @@
-"""`relvit check-data`: decode every image and say what is wrong."""
+"""`relvit check-data`: broken files, classes, sizes and duplicates of a data set, by decoding every image."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""relvit fit, validate, test and predict: the Lightning CLI with run folders."""
+"""`relvit fit`, `validate`, `test` and `predict`: the Lightning CLI with run folders."""

@@ -1,4 +1,4 @@
-"""How the processes of a run were launched (torchrun, srun), and whether there are as many as devices."""
+"""Detect how the processes of a run were launched (torchrun, srun), and check that there are as many as devices."""
 
 from __future__ import annotations
 

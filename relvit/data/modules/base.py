@@ -166,7 +166,7 @@ class ImageData(LightningDataModule, ABC):
 
     @property
     def has_test(self) -> bool:
-        """Whether there is a test split (a folder counts before its files are looked at)."""
+        """Check for a test split (a folder counts before its files are looked at)."""
         return self.missing("test") is None
 
     def init_args(self) -> dict[str, Any]:
@@ -220,7 +220,7 @@ class ImageData(LightningDataModule, ABC):
         self._datasets.pop("train", None)
 
     def trains_on(self, split: Split) -> bool:
-        """Whether the images of a split are shuffled and augmented: those of train, unless a test evaluates them."""
+        """Return True if images of a split are shuffled and augmented: those of train, unless a test evaluates them."""
         return split == "train" and self.evaluated_split != "train"
 
     def transform_of(self, split: Split) -> v2.Compose:

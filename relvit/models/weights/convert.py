@@ -68,8 +68,6 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionTransformer, l
     if head is not None and head.shape[0] == model.num_classes:
         # timm drops the classifier afterwards if the two numbers differ.
         cfg["num_classes"] = model.num_classes
-    if PATCHES in state and state[PATCHES].dim() == 2:
-        state[PATCHES] = state[PATCHES].unflatten(1, (-1, *own[PATCHES].shape[-2:]))
     _convert_layer_scale(state, own)
     _convert_absolute(state, model)
     for name in PREFIX_TOKENS:

@@ -45,7 +45,7 @@ class Weights:
 
 @dataclass
 class TransferReport:
-    """Which tensors of a model were loaded, and which were not.
+    """Names of the tensors of a model that were loaded, and of those that were not.
 
     Attributes:
         source: where the weights are from.

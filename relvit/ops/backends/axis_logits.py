@@ -1,4 +1,4 @@
-"""What `tiled` and `fused` share: a relative logit as one number per row plus one per column of the grid.
+"""Logits per row and per column of the grid, which `tiled` and `fused` share: their sum is the relative logit.
 
 q_i . a_ij = rows[i, y_j] + cols[i, x_j]: so each query needs H + W products instead of H W. The tables of both axes are
 joined below each other; a `TableIndex` holds which of their entries belongs to each token and each row and column. The
@@ -40,7 +40,7 @@ Axes = tuple[AxisRange, AxisRange]
 
 
 class TableIndex(NamedTuple):
-    """Which entry of a term's joined tables belongs to each token and each row and column.
+    """Index of the entry of a term's joined tables that belongs to each token and each row and column.
 
     Attributes:
         reach: clip distances of the part of the tables that some pair of tokens can use.
@@ -128,7 +128,7 @@ def join_tables(tables: AxisTables, reach: Distances, dtype: torch.dtype) -> Ten
 
 
 def query_logits(inputs: AttentionInputs, axes: Axes) -> Tensor | None:
-    """What the key term and the bias add to the logit of a key in each row and column: (B, heads, Nq, H + W)."""
+    """Compute logits of the key term and the bias for a key in each row and column: (B, heads, Nq, H + W)."""
     query, terms, grid = inputs.position_query, inputs.terms, inputs.grid
     logits = None
     if terms.key is not None:
@@ -147,7 +147,7 @@ def query_logits(inputs: AttentionInputs, axes: Axes) -> Tensor | None:
 
 
 def key_logits(inputs: AttentionInputs, axes: Axes) -> Tensor | None:
-    """What the query term adds to the logit of a query in each row and column: (B, heads, Nk, H' + W')."""
+    """Compute logits of the query term for a query in each row and column: (B, heads, Nk, H' + W')."""
     key, terms = inputs.position_key, inputs.terms
     if terms.query is None:
         return None

@@ -44,7 +44,7 @@ from relvit.ops.tracing import without_autocast
 
 
 class Layout(NamedTuple):
-    """What is appended to queries, keys and values, as far as grids decide it.
+    """Layout of the parts that are appended to queries, keys and values, as far as grids decide it.
 
     Attributes:
         width: of the augmented vectors.

@@ -14,7 +14,7 @@ P dP over keys, equals the product of the result with its gradient; here too, wh
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import product
 from typing import NamedTuple
 
@@ -80,7 +80,7 @@ class Operands(NamedTuple):
 
 
 class TileConfig(NamedTuple):
-    """What all tiles have in common besides operands; None where a term or padding is absent.
+    """Settings that all tiles have in common besides operands; None where a term or padding is absent.
 
     Attributes:
         keys: where keys are.
@@ -239,7 +239,7 @@ def _backward(
         multiplier = _dropout_multiplier(weights, config, tile) if config.dropout_p else None
         dropped = weights if multiplier is None else weights * multiplier
         tile.add_product(grad_value, dropped.mT, tile.of(grad))
-        grad_weights = _part(second_workspace, weights.shape)
+        grad_weights = second_workspace[: weights.numel()].view(weights.shape)
         if grad_marginals is not None:
             to_pairs(tile.of(grad_marginals), keys, grad_weights)
         beta = 0.0 if grad_marginals is None else 1.0
@@ -284,14 +284,11 @@ def _new_workspace(operands: Operands, config: TileConfig) -> Tensor:
     return operands.query.new_empty(min(batch, group) * heads * min(length, step) * operands.key.shape[2])
 
 
-def _part(workspace: Tensor, shape: Sequence[int]) -> Tensor:
-    return workspace[: math.prod(shape)].view(shape)
-
-
 def _weights(operands: Operands, config: TileConfig, tile: Tile, workspace: Tensor) -> Tensor:
     """The attention weights of a tile before dropout, (b, heads, T, Nk), in the memory of `workspace`."""
     query, key = tile.of(operands.query), operands.key[tile.samples]
-    logits = _part(workspace, (*query.shape[:3], key.shape[2]))
+    shape = (*query.shape[:3], key.shape[2])
+    logits = workspace[: math.prod(shape)].view(shape)
     beta = 0.0
     if operands.query_logits is not None:
         to_pairs(tile.of(operands.query_logits), tile.positions(config.keys), logits)

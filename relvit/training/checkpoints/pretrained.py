@@ -134,12 +134,12 @@ class Pretrained:
     @cached_property
     def _config(self) -> tuple[dict[str, Any], str, dict[str, Any]] | None:
         """The config.json of a folder or on the hub: description of the weights, the model's name, its arguments."""
-        source, _, place = self._timm_name.partition(":")
+        source, _, path = self._timm_name.partition(":")
         if f"{source}:" not in (HUB, FOLDER):
             return None
         read = load_model_config_from_hf if f"{source}:" == HUB else load_model_config_from_path
         try:
-            cfg, architecture, arguments = read(place)
+            cfg, architecture, arguments = read(path)
             return dict(cfg or {}), architecture, dict(arguments or {})
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"the config.json of {self.name} does not say which model it is of ({error!r})") from error

@@ -6,7 +6,7 @@ from torch import nn
 
 
 class Backbone:
-    """Everything of a timm model but its classifier, which can be frozen.
+    """All parts of a timm model but its classifier, which can be frozen.
 
     Args:
         net: A timm model.

@@ -18,7 +18,7 @@ QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
 
 @pytest.fixture(scope="module")
 def averaged(run, tmp_path_factory):
-    """The mean of the run's best checkpoint and of one that lies apart from it, and a classifier with their mean."""
+    """The mean of the run's best checkpoint and of one apart from it, and a classifier with their mean."""
     folder = tmp_path_factory.mktemp("average")
     best = run / "checkpoints" / "best.ckpt"
     other = torch.load(best, weights_only=True)

@@ -23,7 +23,7 @@ NAMES = list(CLASSES)
 
 @pytest.fixture(scope="module")
 def mixed_up(tmp_path_factory):
-    """Test images of which every third one lies under another class, and one cannot be read; 17 can."""
+    """Test images of which every third one is under another class, and one cannot be read; 17 can."""
     root = write_photos(tmp_path_factory.mktemp("mixed") / "photos", splits=("test",))
     for number in (1, 4):
         files = [root / "test" / name / f"{number}.jpg" for name in NAMES]

@@ -170,7 +170,7 @@ def test_files(three, tmp_path, monkeypatch):
     (tmp_path / "link.ckpt").symlink_to(a)
     (tmp_path / "foreign.ckpt").write_bytes(b"nothing")
     monkeypatch.chdir(a.parent)
-    for paths, place, error, message in (
+    for paths, target, error, message in (
         ([], output, ValueError, "two checkpoints or more, got 0"),
         ([a], output, ValueError, "two checkpoints or more, got 1"),
         ([a, b, a], output, ValueError, f"{a} is given twice: give each checkpoint once"),
@@ -183,6 +183,6 @@ def test_files(three, tmp_path, monkeypatch):
         ([a, tmp_path / "foreign.ckpt"], output, ValueError, "foreign.ckpt cannot be read"),
     ):
         with pytest.raises(error, match=re.escape(message)):
-            average_checkpoints(paths, place)
+            average_checkpoints(paths, target)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["foreign.ckpt", "link.ckpt"]
     assert sorted(path.name for path in Path(a).parent.iterdir()) == ["a.ckpt", "b.ckpt", "c.ckpt"]

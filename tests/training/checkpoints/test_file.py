@@ -1,4 +1,4 @@
-"""Checkpoints are written whole or not at all."""
+"""Checkpoints are written atomically."""
 
 import os
 import pickle

@@ -95,44 +95,45 @@ def test_files_and_folders_of_weights(tmp_path):
 
 def test_a_name_of_timm_is_downloaded_by_timm(monkeypatch):
     asked, state = [], timm.create_model("test_vit").state_dict()
-    monkeypatch.setattr(
-        "timm.models._builder.load_state_dict_from_hf", lambda *args, **kwargs: asked.append(args) or state
-    )
+    download = "timm.models._builder.load_state_dict_from_hf"
+    monkeypatch.setattr(download, lambda *args, **kwargs: asked.append(args) or state)
     weights = Pretrained("test_vit.r160_in1k").weights()
     assert asked == [("timm/test_vit.r160_in1k",)]
     same(weights.state, state)
     assert weights.input_size == (3, 160, 160)
     assert Pretrained("test_vit.r160_in1k").architecture() == Architecture("test_vit.r160_in1k")
 
+    def fail(*args, **kwargs):
+        raise OSError("no connection")
 
-@pytest.mark.parametrize(
-    ("given", "error", "message"),
-    [
-        ("nowhere.ckpt", FileNotFoundError, "no weights at nowhere.ckpt"),
-        ("no/such/folder", FileNotFoundError, "no weights at no/such/folder"),
-        ("vit_smal_patch16_224", ValueError, "no model of timm (did you mean 'vit_small_patch16_224'?)"),
-        ("test_vit.r160_in2k", ValueError, "no weights 'test_vit.r160_in2k' (did you mean 'test_vit.r160_in1k'?)"),
-        ("relvit_small", ValueError, "there are no pretrained weights of relvit_small"),
-        ("true", ValueError, "pretrained 'true' is no file, no folder and no model of timm"),
-        ("{}", ValueError, "holds no config.json: give its checkpoint, {}/checkpoints/best.ckpt"),
-        ("{}/x.npz", ValueError, "x.npz is a JAX archive"),
-        ("{}/x.pth", ValueError, "x.pth cannot be read: it is damaged, holds no weights, or more than tensors"),
-        ("{}/x.safetensors", ValueError, "x.safetensors cannot be read"),
-        ("{}/x.ckpt", ValueError, "x.ckpt is not a checkpoint of relvit fit"),
-    ],
-)
-def test_mistakes(given, error, message, tmp_path):
+    monkeypatch.setattr(download, fail)
+    with pytest.raises(ValueError, match="the weights of test_vit could not be loaded: no connection"):
+        Pretrained("test_vit").weights()
+
+
+def test_mistakes(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "best.ckpt").touch()
     for name in ("x.npz", "x.safetensors"):
         (tmp_path / name).write_bytes(b"no weights at all")
     torch.save({"model": re.compile("code")}, tmp_path / "x.pth")
     torch.save({"state_dict": {}}, tmp_path / "x.ckpt")
-    with pytest.raises(error, match=re.escape(message.format(tmp_path))):
-        Pretrained(given.format(tmp_path)).weights()
+    for given, message in (
+        ("vit_smal_patch16_224", "no model of timm (did you mean 'vit_small_patch16_224'?)"),
+        ("test_vit.r160_in2k", "no weights 'test_vit.r160_in2k' (did you mean 'test_vit.r160_in1k'?)"),
+        ("relvit_small", "there are no pretrained weights of relvit_small"),
+        ("true", "pretrained 'true' is no file, no folder and no model of timm"),
+        (f"{tmp_path}", f"holds no config.json: give its checkpoint, {tmp_path}/checkpoints/best.ckpt"),
+        (f"{tmp_path}/x.npz", "x.npz is a JAX archive"),
+        (f"{tmp_path}/x.pth", "x.pth cannot be read: it is damaged, holds no weights, or more than tensors"),
+        (f"{tmp_path}/x.safetensors", "x.safetensors cannot be read"),
+        (f"{tmp_path}/x.ckpt", "x.ckpt is not a checkpoint of relvit fit"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            Pretrained(given).weights()
 
 
-def test_the_nearest_thing_that_exists_is_named(tmp_path, monkeypatch):
+def test_a_missing_file_is_reported_with_the_nearest_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("runs/2026-01-02_small/checkpoints/best.ckpt", "weights.pth", "wights.txt", ".wights.pth"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
@@ -155,16 +156,7 @@ def test_the_nearest_thing_that_exists_is_named(tmp_path, monkeypatch):
             Pretrained(given).weights()
 
 
-def test_a_download_that_fails_is_explained(monkeypatch):
-    def fail(*args, **kwargs):
-        raise OSError("no connection")
-
-    monkeypatch.setattr("timm.models._builder.load_state_dict_from_hf", fail)
-    with pytest.raises(ValueError, match="the weights of test_vit could not be loaded: no connection"):
-        Pretrained("test_vit").weights()
-
-
-def test_loaded_at_the_start_of_a_fresh_training_and_never_else(checkpoint, tmp_path, capsys):
+def test_loaded_only_at_the_start_of_a_new_training(checkpoint, tmp_path, capsys):
     module = ImageClassifier(None, 7, 3, (8, 12), NAMES, pretrained=str(checkpoint), lr=0.0, min_lr=0.0)
     assert module.hparams.model == "test_relvit"
     assert module.hparams.model_kwargs == KWARGS
@@ -203,7 +195,7 @@ def test_arguments_change_the_model_that_the_weights_are_of(checkpoint):
         ImageClassifier("test_vit", 7, model_kwargs={"pretrained": True})
 
 
-def test_another_normalisation_is_told(checkpoint):
+def test_a_note_about_another_normalisation(checkpoint):
     weights, data = Pretrained(str(checkpoint)).weights(), NamedNoise()
     assert normalisation_note(weights, data) is None
     data.std = (0.25, 0.25, 0.28)
