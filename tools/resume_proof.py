@@ -186,7 +186,9 @@ def main(arguments: list[str] | None = None) -> int:
         print("| place | EMA | accumulation | end | batches before + after | of | outcome |\n|" + "---|" * 7)
         for number, case in enumerate(CASES):
             place, ema, accumulate, end = case
-            if any(set(names) & set(only) and name not in only for names, name in ((PLACES, place), (ENDS, end))):
+            if set(PLACES) & set(only) and place not in only:
+                continue
+            if set(ENDS) & set(only) and end not in only:
                 continue
             if (ema, accumulate) not in wholes:
                 wholes[ema, accumulate], status = train(images, root / f"whole{len(wholes)}", ema, accumulate)

@@ -1,4 +1,4 @@
-"""Which of timm's models `relvit.retrofit` takes, and why not the others.
+"""Survey which of timm's models `relvit.retrofit` takes, and the reasons against the others.
 
     python tools/retrofit_survey.py                        # all, four minutes
     python tools/retrofit_survey.py --models '*dinov3*'    # those whose names match
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def answer(name: str) -> tuple[str, str]:
-    """What became of a model, in words that are the same for all of its sort, and its class."""
+    """Return the result for a model, in words that are equal for all models of its sort, and its class."""
     try:
         with torch.device("meta"):
             model = timm.create_model(name).eval()
@@ -57,7 +57,7 @@ def answer(name: str) -> tuple[str, str]:
 
 
 def run(model: nn.Module) -> str:
-    """Run a retrofitted model on the meta device, at its size and at another."""
+    """Run a retrofitted model on the meta device, at its own size and at another one."""
     channels, height, width = timm.data.resolve_model_data_config(model)["input_size"]
     patch = getattr(model, "patch_embed", None) or model.embeds
     rows, cols = 32 * patch.patch_size[0], 16 * patch.patch_size[1]

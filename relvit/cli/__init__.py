@@ -63,12 +63,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if {"-h", "--help"} & set(typed.arguments):
             print(importlib.import_module("relvit.cli.help").short_help(command, module, summary))
             return 0
-        quieten()
         given = ["--help" if argument == "--help-all" else argument for argument in typed.arguments]
+        parser, runner = (importlib.import_module(name) for name in ("relvit.cli.parser", module))
+        # After the imports, as Lightning's sets up its logging.
+        quieten()
         if module == _FIT:
-            importlib.import_module(module).main(command, given)
+            runner.main(command, given)
         else:
-            importlib.import_module("relvit.cli.parser").run_function(module, command, given)
+            parser.run_function(module, command, given)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:

@@ -19,7 +19,7 @@ def average_with_mirror(module: nn.Module, args: tuple[Tensor], logits: Tensor) 
 
 
 class MirrorAverage(Callback):
-    """Lets a classifier test and predict by the mean of the probabilities of each image and its mirror image."""
+    """Let a classifier test and predict by the mean of the probabilities of each image and its mirror image."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.hook = pl_module.register_forward_hook(average_with_mirror)

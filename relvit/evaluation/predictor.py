@@ -22,7 +22,7 @@ from relvit.evaluation.inputs import ImageInput, InputImages
 from relvit.evaluation.mirror import average_with_mirror
 from relvit.models import AttentionMaps, attention_maps, check_image_size
 from relvit.training import Checkpoint
-from relvit.utils.messages import did_you_mean
+from relvit.utils.messages import check_choice
 
 # Entries of timm's description that are about the weights with which it usually loads the architecture.
 FOREIGN = ("tag", "test_input_size", "test_crop_pct", "test_pool_size", "label_offset", "label_descriptions")
@@ -54,7 +54,7 @@ class Prediction:
 
 
 class Predictor:
-    """The classifier of a checkpoint of `relvit fit`, with the averaged weights where it has them, and its transforms.
+    """The classifier of a checkpoint of `relvit fit`, with its averaged weights if there are some, and its transforms.
 
     `relvit.load` makes one.
 
@@ -103,11 +103,11 @@ class Predictor:
 
     @property
     def device(self) -> torch.device:
-        """Device of the model."""
+        """The device of the model."""
         return self.classifier.device
 
     def to(self, device: str | torch.device) -> Predictor:
-        """Move the model, and return this."""
+        """Move the model to a device and return the predictor."""
         self.classifier.to(device)
         return self
 
@@ -120,7 +120,7 @@ class Predictor:
         mirror: bool = False,
         on_error: OnError = "error",
     ) -> Prediction | list[Prediction | None] | None:
-        """The most probable classes.
+        """Predict the most probable classes.
 
         Args:
             images: one image, or several: a list or tuple, a folder (all images below it in the order of their paths),
@@ -166,7 +166,7 @@ class Predictor:
         num_workers: int = 0,
         on_error: OnError = "error",
     ) -> Tensor:
-        """The features from which the classifier decides, float32 (N, num_features) on the CPU; N = 1 for one image.
+        """Compute the features before the classifier, float32 (N, num_features) on the CPU; N = 1 for one image.
 
         Arguments and errors are those of `predict`. With 'skip' the row of an image that cannot be read is NaN, of
         a folder as well: rows carry no paths (those of `relvit.evaluation.embed_folder` do).
@@ -250,10 +250,7 @@ class Predictor:
         on_error: OnError,
     ) -> list[Any]:
         """Compute a row for each image, batch by batch; None for an image that cannot be read, with 'skip'."""
-        allowed = get_args(OnError)
-        if on_error not in allowed:
-            hint = did_you_mean(str(on_error), allowed)
-            raise ValueError(f"on_error is {on_error!r}; allowed are {', '.join(map(repr, allowed))}{hint}")
+        check_choice("on_error", on_error, get_args(OnError))
         unreadable: dict[str, str] | None = None if on_error == "error" else {}
         rows: list[Any] = [None] * len(items)
         for pixels, indices in self.batches(items, batch_size, num_workers, unreadable):

@@ -26,7 +26,7 @@ LISTED, DENSE = 10_000, 1000
 
 
 class EvaluationReport(Callback):
-    """Writes the results of a test: each image once, on any number of devices.
+    """Write the results of a test: each image once, on any number of devices.
 
     - `classes.csv`: images, precision, recall and F1 of each class; empty where undefined (see `class_metrics`);
     - `confusion.csv`, `confusion.png`: images of each class (rows) by predicted class (columns); with more than 1,000

@@ -143,6 +143,8 @@ class AFTFull(AFTSimple):
         rows, cols = int_pair("grid_size", grid_size, 1)
         self.grid_size = (rows, cols)
         self.prefix = prefix
+        # Of `AFTLocal`.
+        self.window: tuple[int, int] | None = None
         self.u = nn.Parameter(self.proj.weight.new_empty(prefix + rows * cols, bias_dim))
         self.v = nn.Parameter(torch.empty_like(self.u))
         self.init_weights()
@@ -171,7 +173,7 @@ class AFTFull(AFTSimple):
         """Compute w for all places of a grid, (T, T), queries first; in float32 at least."""
         if grid.prefix != self.prefix:
             raise ValueError(f"the grid has {grid.prefix} prefix tokens, the factors are for {self.prefix}")
-        return factored_bias(self.u, self.v, self.grid_size, (grid.height, grid.width), self.prefix)
+        return factored_bias(self.u, self.v, self.grid_size, (grid.height, grid.width), self.prefix, self.window)
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, grid: Grid, is_causal: bool) -> Tensor:
         """Compute gated averages (B, heads, N, head_dim)."""
@@ -196,12 +198,6 @@ class AFTLocal(AFTFull):
     def __init__(self, dim: int, num_heads: int = 1, *, window: int | Sequence[int], **kwargs: object) -> None:
         super().__init__(dim, num_heads, **kwargs)
         self.window = int_pair("window", window, 0)
-
-    def bias(self, grid: Grid) -> Tensor:
-        """Compute w for all places of a grid, (T, T), zero where two are far apart; in float32 at least."""
-        if grid.prefix != self.prefix:
-            raise ValueError(f"the grid has {grid.prefix} prefix tokens, the factors are for {self.prefix}")
-        return factored_bias(self.u, self.v, self.grid_size, (grid.height, grid.width), self.prefix, self.window)
 
     def extra_repr(self) -> str:
         return f"window={self.window}, {super().extra_repr()}"

@@ -11,12 +11,11 @@ from typing import Any, ClassVar
 
 import torch
 from timm.layers import to_2tuple
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from relvit.layers import AFTConv2d, AFTFull, AFTLocal, AFTSimple, MixerBlock, resample_embedding
-from relvit.models.base import CIFAR, GridVisionTransformer, check_arguments, model_cfg
+from relvit.models.base import GridVisionTransformer, check_arguments, default_cfgs_of, entry_point
 from relvit.models.weights import convert
 from relvit.utils.messages import did_you_mean, listing
 
@@ -40,7 +39,7 @@ class AFTVisionTransformer(GridVisionTransformer):
 
     Images of any size whose sides are multiples of the patch work in `forward`: 'conv' knows offsets alone, the
     others interpolate what they have learned for `img_size`. As in the paper, 'conv' has neither class token nor
-    absolute embedding and pools by average; the others have both and read the class token, unless told otherwise.
+    absolute embedding and pools by average; the others have both and read the class token, by default.
 
     Args:
         mixer: 'full' (`AFTFull`), 'local' (`AFTLocal`), 'simple' (`AFTSimple`) or 'conv' (`AFTConv2d`).
@@ -233,35 +232,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-# What timm knows of models by the image size that they are made for.
-CFGS = {224: {}, 32: CIFAR, 160: {"input_size": (3, 160, 160), "crop_pct": 0.95}}
-default_cfgs = generate_default_cfgs(
-    {f"{name}.untrained": model_cfg(**CFGS[given.get("img_size", 224)]) for name, given in VARIANTS.items()}
-)
+def _arguments(name: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Complete the arguments of a call; defaults for another mixer than the chosen one are left out."""
+    defaults = VARIANTS[name]
+    mixer = given.get("mixer", defaults["mixer"])
+    if mixer in OWN and mixer != defaults["mixer"]:
+        foreign = {other for names in OWN.values() for other in names} - OWN[mixer].keys()
+        defaults = {argument: value for argument, value in defaults.items() if argument not in foreign}
+    return {**defaults, **given}
 
 
-def _entry_point(name: str) -> Callable[..., AFTVisionTransformer]:
-    """Make the function that timm calls to create a model."""
-
-    def create(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
-        defaults = VARIANTS[name]
-        mixer = kwargs.get("mixer", defaults["mixer"])
-        if mixer in OWN and mixer != defaults["mixer"]:
-            foreign = {other for names in OWN.values() for other in names} - OWN[mixer].keys()
-            defaults = {argument: value for argument, value in defaults.items() if argument not in foreign}
-        kwargs = {**defaults, **kwargs}
-        return build_model_with_cfg(
-            AFTVisionTransformer,
-            name,
-            pretrained,
-            pretrained_filter_fn=checkpoint_filter_fn,
-            feature_cfg={"out_indices": kwargs.pop("out_indices", 3), "feature_cls": "getter"},
-            **kwargs,
-        )
-
-    create.__name__ = create.__qualname__ = name
-    create.__doc__ = f"Create `AFTVisionTransformer` with {VARIANTS[name]}, and its arguments as given."
-    return register_model(create)
-
-
-globals().update({name: _entry_point(name) for name in VARIANTS})
+default_cfgs = default_cfgs_of(VARIANTS)
+for _name in VARIANTS:
+    globals()[_name] = entry_point(_name, AFTVisionTransformer, checkpoint_filter_fn, partial(_arguments, _name))

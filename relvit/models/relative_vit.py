@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import nn
 
 from relvit.layers import RelativeAttention, RelativeBlock
 from relvit.layers.positions.factory import position_factory
-from relvit.models.base import CIFAR, GridVisionTransformer, check_arguments, model_cfg
+from relvit.models.base import GridVisionTransformer, check_arguments, default_cfgs_of, entry_point
 from relvit.models.weights.convert import checkpoint_filter_fn
 from relvit.ops.attention import BACKENDS
 from relvit.ops.checks import check_backend
@@ -99,91 +99,28 @@ class RelVisionTransformer(GridVisionTransformer):
             block.attn.backend = backend
 
 
-default_cfgs = generate_default_cfgs(
-    {
-        "relvit_tiny.untrained": model_cfg(),
-        "relvit_small.untrained": model_cfg(),
-        "relvit_base.untrained": model_cfg(),
-        "relvit_large.untrained": model_cfg(),
-        "relvit_small_reg4_gap.untrained": model_cfg(),
-        "relvit_base_reg4_gap.untrained": model_cfg(),
-        "relvit_tiny_patch4_32.untrained": model_cfg(**CIFAR),
-        "relvit_small_patch4_32.untrained": model_cfg(**CIFAR),
-        "test_relvit.untrained": model_cfg(input_size=(3, 160, 160), crop_pct=0.95),
-    }
-)
-
 TINY = {"embed_dim": 192, "depth": 12, "num_heads": 3}
 SMALL = {"embed_dim": 384, "depth": 12, "num_heads": 6}
 BASE = {"embed_dim": 768, "depth": 12, "num_heads": 12}
 LARGE = {"embed_dim": 1024, "depth": 24, "num_heads": 16}
 PATCH4_32 = {"patch_size": 4, "img_size": 32}
+# Four registers (Darcet et al. 2024, arXiv 2309.16588), which pooling leaves out.
 REG4_GAP = {"reg_tokens": 4, "global_pool": "avg", "class_token": False}
 
-
-def _create(variant: str, pretrained: bool, defaults: dict[str, Any], kwargs: dict[str, Any]) -> RelVisionTransformer:
-    kwargs = {**defaults, **kwargs}
-    out_indices = kwargs.pop("out_indices", 3)
-    return build_model_with_cfg(
-        RelVisionTransformer,
-        variant,
-        pretrained,
-        pretrained_filter_fn=checkpoint_filter_fn,
-        feature_cfg={"out_indices": out_indices, "feature_cls": "getter"},
-        **kwargs,
-    )
-
-
-@register_model
-def relvit_tiny(pretrained: bool = False, **kwargs: Any) -> RelVisionTransformer:
-    """Width 192, 12 blocks, 3 heads, patch 16."""
-    return _create("relvit_tiny", pretrained, TINY, kwargs)
-
-
-@register_model
-def relvit_small(pretrained: bool = False, **kwargs: Any) -> RelVisionTransformer:
-    """Width 384, 12 blocks, 6 heads, patch 16."""
-    return _create("relvit_small", pretrained, SMALL, kwargs)
-
-
-@register_model
-def relvit_base(pretrained: bool = False, **kwargs: Any) -> RelVisionTransformer:
-    """Width 768, 12 blocks, 12 heads, patch 16."""
-    return _create("relvit_base", pretrained, BASE, kwargs)
-
-
-@register_model
-def relvit_large(pretrained: bool = False, **kwargs: Any) -> RelVisionTransformer:
-    """Width 1024, 24 blocks, 16 heads, patch 16."""
-    return _create("relvit_large", pretrained, LARGE, kwargs)
-
-
-@register_model
-def relvit_small_reg4_gap(pretrained: bool = False, **kwargs: Any) -> RelVisionTransformer:
-    """`relvit_small` with four registers (Darcet et al. 2024, arXiv 2309.16588), which pooling leaves out."""
-    return _create("relvit_small_reg4_gap", pretrained, SMALL | REG4_GAP, kwargs)
-
-
-@register_model
-def relvit_base_reg4_gap(pretrained: bool = False, **kwargs: Any) -> RelVisionTransformer:
-    """`relvit_base` with four registers (Darcet et al. 2024, arXiv 2309.16588), which pooling leaves out."""
-    return _create("relvit_base_reg4_gap", pretrained, BASE | REG4_GAP, kwargs)
-
-
-@register_model
-def relvit_tiny_patch4_32(pretrained: bool = False, **kwargs: Any) -> RelVisionTransformer:
-    """`relvit_tiny` for images of 32 px such as CIFAR's: patch 4."""
-    return _create("relvit_tiny_patch4_32", pretrained, TINY | PATCH4_32, kwargs)
-
-
-@register_model
-def relvit_small_patch4_32(pretrained: bool = False, **kwargs: Any) -> RelVisionTransformer:
-    """`relvit_small` for images of 32 px such as CIFAR's: patch 4."""
-    return _create("relvit_small_patch4_32", pretrained, SMALL | PATCH4_32, kwargs)
-
-
-@register_model
-def test_relvit(pretrained: bool = False, **kwargs: Any) -> RelVisionTransformer:
-    """Width 64, 6 blocks, 2 heads, patch 16 at 160: for tests."""
-    defaults = {"img_size": 160, "embed_dim": 64, "depth": 6, "num_heads": 2, "mlp_ratio": 3}
-    return _create("test_relvit", pretrained, defaults, kwargs)
+# The models by name, with the arguments of `RelVisionTransformer` that make them; patches of 16 px unless given.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "relvit_tiny": TINY,
+    "relvit_small": SMALL,
+    "relvit_base": BASE,
+    "relvit_large": LARGE,
+    "relvit_small_reg4_gap": SMALL | REG4_GAP,
+    "relvit_base_reg4_gap": BASE | REG4_GAP,
+    # For images of 32 px such as CIFAR's.
+    "relvit_tiny_patch4_32": TINY | PATCH4_32,
+    "relvit_small_patch4_32": SMALL | PATCH4_32,
+    # For tests.
+    "test_relvit": {"img_size": 160, "embed_dim": 64, "depth": 6, "num_heads": 2, "mlp_ratio": 3},
+}
+default_cfgs = default_cfgs_of(VARIANTS)
+for _name, _own in VARIANTS.items():
+    globals()[_name] = entry_point(_name, RelVisionTransformer, checkpoint_filter_fn, partial(operator.or_, _own))

@@ -1,4 +1,4 @@
-"""Which arguments of the classifier go together."""
+"""Checks of the classifier's arguments: ranges, and options without effect or in contradiction to each other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
     """Refuse arguments of `ImageClassifier` that contradict each other or have no effect, before anything is built.
 
     Raises:
-        ValueError: see there.
+        ValueError: See `ImageClassifier`.
     """
     names, count = given["class_names"], given["num_classes"]
     if names is not None and len(names) != count:

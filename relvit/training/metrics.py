@@ -25,11 +25,7 @@ METRICS_KEY = "train_metrics"
 def class_metrics(num_classes: int, prefix: str, mixed: bool = False) -> MetricCollection:
     """Create mean loss 'loss', accuracy 'acc1' and, with five classes or more, top-5 accuracy 'acc5'.
 
-    Args:
-        num_classes: The number of classes.
-        prefix: The text before each name, such as 'val/'.
-        mixed: Call the accuracies 'acc1_mixed' and 'acc5_mixed': of images mixed by mixup or CutMix, the class of the
-            larger part counts.
+    Of images mixed by mixup or CutMix the class of the larger part counts, as 'acc1_mixed' and 'acc5_mixed'.
     """
     metrics: dict[str, Metric] = {"loss": MeanMetric()}
     for k in (1, 5):

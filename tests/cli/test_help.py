@@ -49,5 +49,6 @@ def test_all_options_exist_with_the_defaults_that_it_shows(command, run, photos,
 def test_every_option_of_a_function_and_of_one_kind_of_data(capsys):
     assert main(["embed", "--help-all"]) == 0
     assert "--num_workers" in capsys.readouterr().out
-    assert main(["fit", "--data.help", "ImageFolderData"]) == 0
-    assert "--data.val_fraction" in capsys.readouterr().out
+    for command in ("fit", "test"):
+        assert main([command, "--data.help", "ImageFolderData"]) == 0
+        assert "--data.val_fraction" in capsys.readouterr().out

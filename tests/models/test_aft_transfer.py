@@ -3,7 +3,6 @@
 import re
 import shutil
 
-import numpy as np
 import pytest
 import timm
 import torch
@@ -45,20 +44,18 @@ def pictures(height, width):
     return torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(9))
 
 
+ABSENT = {"cls_token", "pos_embed", "norm.weight", "norm.bias"}
+
+
 @pytest.mark.parametrize(
     ("mixer", "filters", "absent"),
     [
-        ({**CONV, "num_heads": 2}, ["kernel", "gamma", "beta"], {"cls_token", "pos_embed", "norm.weight", "norm.bias"}),
+        ({**CONV, "num_heads": 2}, ["kernel", "gamma", "beta"], ABSENT),
         # A head for each channel: projections of attention's own shape, which could be taken for all of it.
-        (
-            {**CONV, "num_heads": 12},
-            ["kernel", "gamma", "beta"],
-            {"cls_token", "pos_embed", "norm.weight", "norm.bias"},
-        ),
+        ({**CONV, "num_heads": 12}, ["kernel", "gamma", "beta"], ABSENT),
         ({"mixer": "full", "bias_dim": 5}, ["u", "v"], set()),
-        ({"mixer": "local", "bias_dim": 5, "window": 2}, ["u", "v"], set()),
     ],
-    ids=["conv", "conv-heads", "full", "local"],
+    ids=["conv", "conv-heads", "full"],
 )
 def test_all_of_deit_but_positions_class_token_queries_and_keys(mixer, filters, absent):
     there, here = deit(), make(**mixer)
@@ -93,8 +90,7 @@ def test_simple_takes_all_of_attention_since_its_own_tensors_look_the_same():
     assert torch.equal(here.blocks[1].attn.qkv.weight, deit().blocks[1].attn.qkv.weight)
 
 
-@pytest.mark.parametrize("mixer", [{"mixer": "full"}, {"mixer": "local", "window": 2}], ids=["full", "local"])
-@pytest.mark.parametrize("patch_size", [8, 4], ids=["size", "patch"])
+@pytest.mark.parametrize(("mixer", "patch_size"), [({"mixer": "full"}, 8), ({"mixer": "local", "window": 2}, 4)])
 def test_biases_of_another_grid_are_interpolated(mixer, patch_size):
     """From 4 x 6 places to 5 x 3; also where only the patches, and so the places, were smaller."""
     old, new = (4 * patch_size, 6 * patch_size), (40, 24)
@@ -150,41 +146,6 @@ def test_attention_does_not_take_queries_and_keys_that_are_none(name):
     with pytest.raises(ValueError, match=r"there is of an attention-free model, .* give an architecture without"):
         transfer_weights(attention, weights_of(build_model("test_relvit_aft", 3, 3, SIZE, {"num_heads": 64})))
     assert all(torch.equal(tensor, own[key]) for key, tensor in attention.state_dict().items())
-
-
-def test_jax_archives_are_taken_over_as_attention(tmp_path, caplog):
-    """Of a Vision Transformer of one block; what timm reads of it is timm's matter."""
-    generator = np.random.default_rng(0)
-    mixer, block = "Transformer/encoderblock_0/MultiHeadDotProductAttention_1", "Transformer/encoderblock_0"
-    shapes = {
-        "embedding/kernel": (8, 8, 3, 12),
-        "embedding/bias": (12,),
-        "cls": (1, 1, 12),
-        "Transformer/posembed_input/pos_embedding": (1, 10, 12),
-        "Transformer/encoder_norm/scale": (12,),
-        "Transformer/encoder_norm/bias": (12,),
-        "head/kernel": (12, 3),
-        "head/bias": (3,),
-        **{f"{mixer}/{name}/kernel": (12, 2, 6) for name in ("query", "key", "value")},
-        **{f"{mixer}/{name}/bias": (2, 6) for name in ("query", "key", "value")},
-        f"{mixer}/out/kernel": (2, 6, 12),
-        f"{mixer}/out/bias": (12,),
-        **{f"{block}/LayerNorm_{n}/{name}": (12,) for n in (0, 2) for name in ("scale", "bias")},
-        f"{block}/MlpBlock_3/Dense_0/kernel": (12, 48),
-        f"{block}/MlpBlock_3/Dense_0/bias": (48,),
-        f"{block}/MlpBlock_3/Dense_1/kernel": (48, 12),
-        f"{block}/MlpBlock_3/Dense_1/bias": (12,),
-    }
-    arrays = {name: generator.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
-    np.savez(tmp_path / "vit.npz", **arrays)
-    here = make(**CONV, num_heads=2, depth=1, size=(24, 24))
-    before = here.blocks[0].attn.qkv.weight.detach().clone()
-    here.load_pretrained(str(tmp_path / "vit.npz"))
-    weight = here.blocks[0].attn.qkv.weight.detach()
-    np.testing.assert_array_equal(weight[-12:], arrays[f"{mixer}/value/kernel"].reshape(12, 12).T)
-    assert torch.equal(weight[:-12], before[:-12])
-    np.testing.assert_array_equal(here.head.bias.detach(), arrays["head/bias"])
-    assert "only the values of blocks.0.attn.qkv.weight are taken" in caplog.text
 
 
 def test_from_deit_and_on_from_there_by_the_command_line(photos, tmp_path, capsys):

@@ -29,8 +29,8 @@ COVERED = {
     "test_contract.py::test_default_cfgs": "default_cfg pretrained_cfg",
     "test_contract_features.py::test_features_head_and_pooling": "attn_pool forward_features forward_head global_pool "
     "pool",
-    "test_contract_features.py::test_intermediates_in_every_form": "cls_token forward_intermediates reg_token",
-    "test_contract_features.py::test_get_intermediate_layers": "get_intermediate_layers",
+    "test_contract_features.py::test_intermediates_in_every_form": "cls_token forward_intermediates "
+    "get_intermediate_layers reg_token",
     "test_contract_features.py::test_pruning": "blocks prune_intermediate_layers",
     "test_contract_features.py::test_features_only_are_the_intermediates": "feature_info",
     "test_contract_training.py::test_checkpointing_changes_neither_outputs_nor_gradients": "grad_checkpointing "

@@ -14,6 +14,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loops.evaluation_loop import RestartStage
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from lightning.pytorch.tuner import lr_finder
 from small_training import build, train
 
 import relvit
@@ -71,6 +72,10 @@ def test_sharding_over_all_devices():
     internals.shard_over_all_devices(strategy)
     assert strategy._data_parallel_size == 6
     assert "_data_parallel_size" in inspect.getsource(ModelParallelStrategy.setup_environment), MEND
+
+
+def test_the_range_tests_bar_can_be_hidden():
+    assert "= tqdm(" in inspect.getsource(lr_finder), "Lightning has changed its bar: mend optim/lr_finder.py"
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ class RelvitCLI(OpenLightningCLI):
             # Lightning reads it again, and would take an older file of the same name for one at an address of http.
             self.checkpoint_file = copies.enter_context(local_file(self.checkpoint_path))
             self.checkpoint = self._read_checkpoint()
-        elif command != "fit" and not any(argument.endswith(("help", "-h")) for argument in self.arguments):
+        elif command != "fit" and not any(argument.partition("=")[0].endswith("help") for argument in self.arguments):
             raise UsageError(f"no checkpoint given: relvit {command} runs/RUN/checkpoints/best.ckpt")
         self.run_folder: Path | None = None
         # What this process made, and may remove where it stays empty.

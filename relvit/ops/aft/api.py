@@ -170,13 +170,9 @@ def aft_conv(
     2105.14103), eq. 4 and section 3.2, in two dimensions; a sequence is a grid of one row.
 
     Args:
-        query: (B, heads, N, head_dim), any floating dtype.
-        key: (B, heads, N, 1), as the paper has it, or (B, heads, N, head_dim); same dtype, any size of numbers.
-        value: (B, heads, N, head_dim), same dtype.
+        query, key, value, grid, is_causal: see `aft_full`; in the paper a head's channels share their key.
         weight: w, (heads, r, c), any floating dtype: entry [r // 2 + dy, c // 2 + dx] is for a key dy rows below and dx
             columns right of the query; r and c are odd. To, from and between prefix tokens w is 0.
-        grid: layout of the tokens; padding (`valid`) adds nothing, whatever it holds.
-        is_causal: leave out keys that come later in the sequence than the query; by pairs.
         backend: 'convolution' (depthwise), 'difference' (depthwise as in the paper, exact for weights from -5 on),
             'pairs' (a softmax for each query and channel, exact for any weights: O(N^2 dim) exponentials), 'reference'
             (the same in double precision and O(N^2 dim) memory), or 'auto': the first of 'difference', 'convolution'
@@ -211,10 +207,9 @@ def aft_conv(
     if outside:
         bottom, top = bottom.clamp_max(0), top.clamp_min(0)
     if backend == "auto":
-        if is_causal or _far_apart(bottom, top):
-            backend = "pairs"
-        else:
-            backend = "difference" if _values_known(bottom) and bottom.min() >= LEAST_DIFFERENCE else "convolution"
+        backend = "pairs" if is_causal or _far_apart(bottom, top) else "convolution"
+        if backend == "convolution" and _values_known(bottom) and bottom.min() >= LEAST_DIFFERENCE:
+            backend = "difference"
     valid = key_mask(grid)
     with without_autocast(query.device):
         if backend == "pairs":

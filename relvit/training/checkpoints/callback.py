@@ -38,7 +38,7 @@ class StoppedBySignalError(SystemExit):
 
 
 class RunCheckpoints(Checkpoint):
-    """Writes `last.ckpt` at the end of each epoch and `best.ckpt` at the best validation score so far.
+    """Write `last.ckpt` at the end of each epoch and `best.ckpt` at the best validation score so far.
 
     Where scores are equal, which is frequent with few images, the lower `val/loss` is the better. `last.ckpt` is also
     written every `every_n_steps`; at the first optimiser step after SIGTERM or SIGUSR1, or within a validation, before

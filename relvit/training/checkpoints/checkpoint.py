@@ -187,7 +187,7 @@ def load_classifier(path: str | os.PathLike[str]) -> ImageClassifier:
 
 
 class DescribeCheckpoint(Callback):
-    """Writes into every checkpoint what is needed to use it elsewhere, in plain types.
+    """Write into every checkpoint what is needed to use it elsewhere, in plain types.
 
     Under the key 'relvit': `model` (arguments of `ImageClassifier`, class names included), `data` (class and arguments
     of the data module: image size, normalisation and class names), `fit` and `versions`.

@@ -100,14 +100,11 @@ def go_on(trainer: Trainer, point: ResumePoint) -> None:
 
 
 def check_layout(trainer: Trainer, point: ResumePoint) -> None:
-    """Refuse to go on with other steps than before.
+    """Refuse to resume with other optimiser steps than before.
 
-    Within an epoch all of its layout has to stay. At an epoch's end batch size, accumulation and devices may change,
-    but neither the images in an optimiser step, by which the learning rate is chosen, nor the steps in an epoch, by
-    which the schedule knows where it is.
-
-    Raises:
-        ValueError: see above.
+    Within an epoch the layout has to stay. At an epoch's end batch size, accumulation and devices may change, but not
+    the images in an optimiser step, from which the learning rate follows, nor the steps in an epoch, from which the
+    schedule follows.
     """
     then, now = point.layout, _layout(trainer)
     if then == now or (point.batch == 0 and _steps(then) == _steps(now)):
@@ -173,20 +170,15 @@ def states_of_process(stored: Sequence[States], rank: int, world: int) -> States
     """
     if len(stored) == world:
         return stored[rank]
-    return _summed(stored) if rank == 0 else {}
-
-
-def _summed(stored: Sequence[States]) -> States:
     summed: States = {}
-    for states in stored:
-        for name, state in states.items():
-            before = summed.get(name)
-            summed[name] = dict(state) if before is None else {key: before[key] + state[key] for key in state}
+    for name, state in (item for states in stored for item in states.items() if rank == 0):
+        before = summed.get(name)
+        summed[name] = dict(state) if before is None else {key: before[key] + state[key] for key in state}
     return summed
 
 
 def restore_states(metrics: MetricCollection, states: Mapping[str, Mapping[str, Any]]) -> None:
-    """Put states back."""
+    """Load states into metrics."""
     for name, metric in metrics.items(keep_base=True):
         if name not in states:
             continue

@@ -138,13 +138,8 @@ def check_strategy(strategy: str | Strategy) -> None:
 def check_sharding(trainer: Trainer, hparams: Mapping[str, Any], net: nn.Module) -> None:
     """Refuse other strategies that shard, and what has not been tested under `FullySharded`.
 
-    Args:
-        trainer: The trainer, with any strategy.
-        hparams: The arguments of `ImageClassifier`.
-        net: The classifier's network.
-
     Raises:
-        ValueError: The strategy, or under `FullySharded` optimiser, precision, option or network, is not supported.
+        ValueError: Strategy, optimiser, precision, an option of the classifier or its network is not supported.
     """
     check_strategy(trainer.strategy)
     if not isinstance(trainer.strategy, FullySharded):
@@ -190,12 +185,7 @@ def load_full(module: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def full_network(net: nn.Module, build: Callable[[], nn.Module]) -> Iterator[nn.Module]:
-    """Yield a network to change weights of: the same, or a full copy of a sharded one that is loaded back afterwards.
-
-    Args:
-        net: The network.
-        build: Builds the same network, unsharded.
-    """
+    """Yield a network to change weights of: the same, or, of a sharded one, a full one by `build`, loaded back then."""
     if not is_sharded(net):
         yield net
         return

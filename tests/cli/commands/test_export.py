@@ -41,26 +41,34 @@ def classifier(run):
     return load_classifier(run / "checkpoints" / "best.ckpt").requires_grad_(False)
 
 
-def test_program(run, classifier, tmp_path, capsys):
-    output = tmp_path / "model.pt2"
-    assert export(run, output) == 0
-    out = capsys.readouterr().out
-    assert f"{output} computes what the model does (checked with images 2 x 3 x 24 x 40 and 1 x 3 x 16 x 16)." in out
+@pytest.fixture(scope="module")
+def folder(run, tmp_path_factory):
+    """Both files of the run's best checkpoint."""
+    made = tmp_path_factory.mktemp("exported")
+    for name in ("model.pt2", "model.onnx"):
+        assert export(run, made / name) == 0
+    return made
+
+
+@pytest.fixture(scope="module")
+def session(folder):
+    return onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
+
+
+def test_program(folder, classifier, tmp_path):
     torch.save(images(), tmp_path / "images.pt")
-    arguments = [sys.executable, "-c", STANDALONE, output, tmp_path / "images.pt", tmp_path / "logits.pt"]
+    program = folder / "model.pt2"
+    arguments = [sys.executable, "-c", STANDALONE, program, tmp_path / "images.pt", tmp_path / "logits.pt"]
     subprocess.run(arguments, check=True)
     for x, logits in zip(images(), torch.load(tmp_path / "logits.pt"), strict=True):
         torch.testing.assert_close(logits, classifier(x), rtol=1e-4, atol=1e-5)
 
 
-def test_onnx_and_its_description_are_enough_to_predict(run, classifier, photos, tmp_path):
-    output = tmp_path / "model.onnx"
-    assert export(run, output) == 0
-    session = onnxruntime.InferenceSession(output, providers=["CPUExecutionProvider"])
+def test_onnx_and_its_description_are_enough_to_predict(run, folder, session, classifier, photos):
     for x in images():
         (logits,) = session.run(["logits"], {"images": x.numpy()})
         torch.testing.assert_close(torch.from_numpy(logits), classifier(x), rtol=1e-4, atol=1e-5)
-    description = json.loads((tmp_path / "model.json").read_text())
+    description = json.loads((folder / "model.json").read_text())
     assert description["input"] == ["batch", 3, "8*height_in_patches", "8*width_in_patches"]
     assert description["class_names"] == list(CLASSES)
     # by the description alone, with Pillow and NumPy; 17 x 17 covers the crop of 16 x 16 already
@@ -72,6 +80,35 @@ def test_onnx_and_its_description_are_enough_to_predict(run, classifier, photos,
     assert description["class_names"][logits.argmax()] == prediction.name
     probabilities = np.exp(logits[0]) / np.exp(logits[0]).sum()
     assert sorted(probabilities, reverse=True) == pytest.approx(prediction.probabilities, abs=1e-5)
+
+
+def check_refusals(net, folder, session):
+    """Of images whose sides are no multiples of the patch, in either direction."""
+    program = torch.export.load(folder / "model.pt2").module()
+    for height, width in ((20, 24), (24, 20), (17, 23)):
+        x = torch.randn(2, 3, height, width)
+        with pytest.raises((ValueError, AssertionError)):
+            net(x)
+        with pytest.raises(AssertionError, match="Guard failed"):
+            program(x)
+        with pytest.raises(Exception, match="cannot be reshaped"):
+            session.run(["logits"], {"images": x.numpy()})
+
+
+def test_files_refuse_sizes_that_the_model_refuses(classifier, folder, session):
+    check_refusals(classifier, folder, session)
+
+
+@pytest.mark.slow
+def test_so_do_those_of_timms_own_embedding_of_patches(photos, tmp_path):
+    tiny = [f"--model.model_kwargs.{name}" for name in ("dynamic_img_size=true", "patch_size=8", "embed_dim=16")]
+    tiny += ["--model=test_vit", "--model.model_kwargs.depth=1", "--epochs=1", f"--runs={tmp_path / 'runs'}"]
+    assert main(["fit", f"--root={photos}", "--img_size=16", "--num_workers=0", *tiny, *TINY[-2:]]) == 0
+    best = next((tmp_path / "runs").glob("*/checkpoints/best.ckpt"))
+    for name in ("model.pt2", "model.onnx"):
+        export_model(relvit.load(best), tmp_path / name)
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    check_refusals(load_classifier(best), tmp_path, session)
 
 
 def test_a_model_of_one_size(photos, tmp_path):
@@ -98,34 +135,6 @@ def test_a_file_that_computes_something_else_is_not_kept(run, tmp_path, monkeypa
     with pytest.raises(ExportError, match=r"for images \(1, 3, 16, 16\) the exported model differs from the model"):
         export_model(relvit.load(run / "checkpoints" / "best.ckpt"), tmp_path / "model.pt2")
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("model", ["test_relvit", pytest.param("test_vit", marks=pytest.mark.slow)])
-def test_files_refuse_sizes_that_the_model_refuses(model, run, photos, tmp_path):
-    """Whose sides are no multiples of the patch, in either direction."""
-    best = run / "checkpoints" / "best.ckpt"
-    if model != "test_relvit":
-        # timm's own embedding of patches
-        tiny = [f"--model.model_kwargs.{name}" for name in ("dynamic_img_size=true", "patch_size=8", "embed_dim=16")]
-        tiny += [f"--model={model}", "--model.model_kwargs.depth=1", "--epochs=1", f"--runs={tmp_path / 'runs'}"]
-        assert main(["fit", f"--root={photos}", "--img_size=16", "--num_workers=0", *tiny, *TINY[-2:]]) == 0
-        best = next((tmp_path / "runs").glob("*/checkpoints/best.ckpt"))
-    net = load_classifier(best)
-    for name in ("model.pt2", "model.onnx"):
-        export_model(relvit.load(best), tmp_path / name)
-    program = torch.export.load(tmp_path / "model.pt2").module()
-    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
-    for height, width in ((20, 24), (24, 20), (31, 16), (17, 23)):
-        x = torch.randn(2, 3, height, width)
-        with pytest.raises((ValueError, AssertionError)):
-            net(x)
-        with pytest.raises(AssertionError, match="Guard failed"):
-            program(x)
-        with pytest.raises(Exception, match="cannot be reshaped"):
-            session.run(["logits"], {"images": x.numpy()})
-    x = torch.randn(1, 3, 24, 40)
-    (logits,) = session.run(["logits"], {"images": x.numpy()})
-    torch.testing.assert_close(torch.from_numpy(logits), net(x).detach(), rtol=1e-4, atol=1e-5)
 
 
 def test_mistakes(run, tmp_path, monkeypatch, capsys):

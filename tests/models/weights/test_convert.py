@@ -283,3 +283,11 @@ def test_jax_archives(tmp_path):
     model = timm.create_model("test_relvit", checkpoint_path=path, **{**SMALL, **square}).eval()
     expected = load(plain.state_dict(), overlay={"input_size": (3, 24, 24)}, **square)
     assert_same(model.double()(wide(24, 16)), expected(wide(24, 16)), atol=1e-5)
+    # Attention-free models take the values of attention alone.
+    model = small("test_relvit_aft", kernel_size=3, **square)
+    before = model.blocks[0].attn.qkv.weight.detach().clone()
+    model.load_pretrained(path)
+    weight = model.blocks[0].attn.qkv.weight.detach()
+    assert_same(weight[-12:], plain.blocks[0].attn.qkv.weight.detach()[24:].float(), atol=0)
+    assert_same(weight[:-12], before[:-12], atol=0)
+    assert_same(model.head.bias.detach(), plain.head.bias.detach().float(), atol=0)
