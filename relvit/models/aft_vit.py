@@ -130,7 +130,7 @@ class AFTVisionTransformer(GridVisionTransformer):
 
 
 def make_mixer(mixer: str, given: dict[str, Any], backend: str) -> Callable[..., AFTSimple]:
-    """Return a factory of mixers for a block; `given` are the model's arguments for mixers, None where there is none."""
+    """Return a factory of mixers for a block; `given` are the model's arguments for mixers, None if not given."""
     own = dict(OWN[mixer])
     for name, value in given.items():
         if value is None:
