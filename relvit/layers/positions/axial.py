@@ -38,8 +38,8 @@ class AxialPositionEmbedding(nn.Module):
         dim: width of the tokens.
         grid_size: rows of the tables, n for both axes or (rows, columns): the grid that the embedding is learned on.
         combine: 'concat' or 'sum'.
-        widths: (d1, d2), the channels of the row and of the column, for 'concat' alone; None: halves, an odd channel for
-            the column.
+        widths: (d1, d2), the channels of the row and of the column, for 'concat' alone; None: halves, with an odd
+            channel for the column.
         init_std: standard deviation of the truncated normal that initialises the tables; 0: zeros.
 
     Raises:
