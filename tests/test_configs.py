@@ -36,7 +36,7 @@ def header(path):
 
 
 def field(path, name):
-    """What a header says under a name, up to the next name or paragraph."""
+    """The text of a header under a name, up to the next name or paragraph."""
     found = re.search(rf"^{name}: (.*?)(?=^\w+: |\n\n|\Z)", header(path), re.DOTALL | re.MULTILINE)
     assert found, f"{path.name}: no '{name}:' in its header"
     return found[1].replace("\n", " ").strip()

@@ -1,4 +1,4 @@
-"""Each mistake gives one short message that names the thing and says what to do, and never a traceback."""
+"""Each mistake gives one short message that names the mistake and the remedy, and never a traceback."""
 
 import re
 import shutil
@@ -208,7 +208,7 @@ def test_a_size_that_a_model_of_timm_does_not_take(fit, tmp_path, capsys):
 
 def test_loggers_whose_package_is_missing(fit, tmp_path, monkeypatch, capsys):
     class Missing:
-        """As Lightning says it of what is not installed."""
+        """Like the object that Lightning keeps for a package that is not installed."""
 
         def __bool__(self):
             return False

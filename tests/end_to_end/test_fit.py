@@ -28,7 +28,7 @@ def rows(folder):
 
 
 def check_lines(text, folder, epochs, total):
-    """There is a line for each of these epochs, counted from 1, and it says what the table says."""
+    """There is a line for each of these epochs, counted from 1, with the numbers of the table."""
     lines = [LINE.fullmatch(line) for line in text.splitlines() if line.startswith("epoch ")]
     assert all(lines), text
     assert [(int(line[1]), int(line[2])) for line in lines] == [(epoch, total) for epoch in epochs]

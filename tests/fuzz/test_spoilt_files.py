@@ -227,7 +227,7 @@ def test_checkpoints(run, data, tmp_path):
         path.write_bytes(data.draw(spoilt_bytes([valid.read_bytes()])))
     else:
         content = torch.load(valid, weights_only=True)
-        # What a checkpoint says of its model and data is a small part of all its values.
+        # The description of model and data is a small part of all values in a checkpoint.
         if data.draw(st.booleans()):
             content["relvit"] = data.draw(spoilt_value([content["relvit"]]))
         else:

@@ -60,7 +60,7 @@ def test_who_has_started_this(surroundings, variables, expected):
     if not variables or (expected and expected.by == "torchrun"):
         assert environment is None
     elif expected is None:
-        # Waits for nobody.
+        # Does not wait for others.
         assert not environment.creates_processes_externally
     else:
         assert (environment.world_size(), environment.auto_requeue) == (16, False)
@@ -106,7 +106,7 @@ def test_wrong_numbers_are_refused_at_once(surroundings, photos, tmp_path, capsy
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["another"]
 
 
-def test_one_process_in_a_job_of_many_tasks_waits_for_nobody(surroundings, photos, tmp_path, capsys):
+def test_one_process_in_a_job_of_many_tasks_does_not_wait(surroundings, photos, tmp_path, capsys):
     surroundings(JOB)
     arguments = ["fit", "--data=ImageFolderData", f"--data.root={photos}", f"--runs={tmp_path}", *TINY]
     assert main([*arguments, "--trainer.fast_dev_run=true"]) == 0

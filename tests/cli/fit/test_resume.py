@@ -187,7 +187,7 @@ def test_an_option_that_the_configuration_changed_is_found_as_well(stopped, caps
     assert "give --model.label_smoothing 0.1, or start another" in message
 
 
-def test_what_may_change_takes_effect_and_is_told(stopped, photos, tmp_path, capsys):
+def test_what_may_change_takes_effect_and_is_printed(stopped, photos, tmp_path, capsys):
     moved = shutil.copytree(photos, tmp_path / "moved")
     options = {
         "trainer.max_epochs": "6",
