@@ -103,7 +103,7 @@ class Predictor:
 
     @property
     def device(self) -> torch.device:
-        """Device of the model."""
+        """The device of the model."""
         return self.classifier.device
 
     def to(self, device: str | torch.device) -> Predictor:

@@ -81,7 +81,7 @@ class RelativeAttention(Attention):
         self.backend = backend
 
     def forward(self, x: Tensor, grid: Grid, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """(B, N, dim) tokens of `grid` -> (B, N, dim); mask and causality as in `relvit.ops.relative_attention`."""
+        """Map (B, N, dim) tokens of `grid` to (B, N, dim); the mask is that of `relvit.ops.relative_attention`."""
         B, N, _ = x.shape
         gate = self.gate(x).sigmoid() if self.gate is not None else None
         # Unbound before they are transposed, so that backward stacks the gradients as the projection wants them.

@@ -17,7 +17,7 @@ class GridBlock(Block):
     """timm's pre-norm `Block` that hands the `Grid` of the tokens to its mixer."""
 
     def forward(self, x: Tensor, grid: Grid, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """(B, N, dim) tokens of `grid` -> (B, N, dim)."""
+        """Map (B, N, dim) tokens of `grid` to (B, N, dim)."""
         x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x), grid, attn_mask, is_causal)))
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
 

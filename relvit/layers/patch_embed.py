@@ -26,7 +26,7 @@ class AnySizePatchEmbed(PatchEmbed):
     cropped_size = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Images (B, in_chans, height, width) -> (B, rows, columns, embed_dim), or another `output_fmt`."""
+        """Embed images (B, in_chans, height, width) as (B, rows, columns, embed_dim), or in another `output_fmt`."""
         if self.dynamic_img_pad:
             height, width = x.shape[-2:]
             x = F.pad(x, (0, -width % self.patch_size[1], 0, -height % self.patch_size[0]))

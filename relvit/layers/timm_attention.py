@@ -50,7 +50,7 @@ class TimmRelativeAttention:
         attn_mask: GridArgument | Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
-        """(B, N, dim) tokens -> (B, N, dim).
+        """Map (B, N, dim) tokens to (B, N, dim).
 
         Args:
             x: tokens of the grid.
@@ -68,7 +68,7 @@ class TimmRelativeAttention:
         query, key = self.q_norm(query), self.k_norm(key)
         position_query = position_key = None
         if rope is not None:
-            # Tables meet vectors that are not rotated: those do not depend on a token's own coordinates. As in timm,
+            # Tables act on vectors that are not rotated: those do not depend on a token's own coordinates. As in timm,
             # norms that return float32 under autocast are rotated in float32.
             position_query, position_key = query.to(value.dtype), key.to(value.dtype)
             query, key = (_rotate(part, rope, grid.prefix, self.rotate_half) for part in (query, key))

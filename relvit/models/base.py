@@ -53,7 +53,7 @@ class GridForward:
     """
 
     def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
-        """Images (B, in_chans, height, width) -> tokens (B, N, embed_dim) and their grid."""
+        """Embed images (B, in_chans, height, width) as tokens (B, N, embed_dim), and return the grid of the tokens."""
         x = self.patch_embed(x)
         grid = Grid(x.shape[1], x.shape[2], self.num_prefix_tokens)
         x = self._pos_embed(x)
@@ -67,7 +67,7 @@ class GridForward:
         return self.norm_pre(x), grid
 
     def forward_features(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """Images (B, in_chans, height, width) -> normalised tokens (B, N, embed_dim), prefix tokens first."""
+        """Compute normalised tokens (B, N, embed_dim), prefix tokens first, of images (B, in_chans, height, width)."""
         x, grid = self.embed(x)
         for block in self.blocks:
             if torch.jit.is_scripting():

@@ -21,7 +21,7 @@ COMBINES = ("concat", "sum")
 class AxialPositionEmbedding(nn.Module):
     """One vector per row and one per column of the grid, put together for each patch.
 
-    A patch at row r and column c gets concat(rows[r], cols[c]), each half of dim wide, or rows[r] + cols[c].
+    A patch at row r and column c gets concat(rows[r], cols[c]), d1 + d2 = dim wide, or rows[r] + cols[c].
     Source: the concatenation is the axial positional encoding of Reformer (Kitaev et al. 2020, arXiv 2001.04451), in
     the authors' code `AxialPositionalEncoding` of trax; the sum is the factorized embedding of NaViT (Dehghani et al.
     2023, arXiv 2307.06304, section 2.1).
@@ -38,10 +38,13 @@ class AxialPositionEmbedding(nn.Module):
         dim: width of the tokens.
         grid_size: rows of the tables, n for both axes or (rows, columns): the grid that the embedding is learned on.
         combine: 'concat' or 'sum'.
+        widths: (d1, d2), the channels of the row and of the column, for 'concat' alone; None: halves, with an odd
+            channel for the column.
         init_std: standard deviation of the truncated normal that initialises the tables; 0: zeros.
 
     Raises:
-        ValueError: an unknown `combine`, sizes out of range, a negative standard deviation.
+        ValueError: an unknown `combine`, sizes out of range, widths that do not add up to `dim` or are given for the
+            sum, a negative standard deviation.
         TypeError: sizes that are not integers.
     """
 
@@ -50,6 +53,7 @@ class AxialPositionEmbedding(nn.Module):
         dim: int,
         grid_size: int | Sequence[int],
         combine: str = "concat",
+        widths: Sequence[int] | None = None,
         init_std: float = 0.02,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -60,8 +64,12 @@ class AxialPositionEmbedding(nn.Module):
             raise ValueError(f"combine must be one of {listing(COMBINES)}, got {combine!r}{hint}")
         if init_std < 0:
             raise ValueError(f"init_std must not be negative, got {init_std}")
-        # An odd channel is for the column.
-        widths = (dim, dim) if combine == "sum" else (dim // 2, dim - dim // 2)
+        if combine == "sum" and widths is not None:
+            raise ValueError(f"widths is for combine 'concat', got widths={widths!r} with combine 'sum'")
+        halves = (dim, dim) if combine == "sum" else (dim // 2, dim - dim // 2)
+        widths = int_pair("widths", halves if widths is None else widths, 1)
+        if combine == "concat" and sum(widths) != dim:
+            raise ValueError(f"widths must add up to dim {dim}, got {widths}, which is {sum(widths)}")
         self.combine = combine
         self.init_std = init_std
         tables = [

@@ -25,12 +25,12 @@ class RelativePosition2d(nn.Module):
     Args:
         head_dim: width of one attention head.
         num_heads: number of heads, for tables per head and for the bias.
-        rel_terms: letters of the terms, each at most once: 'q' (vectors that meet the keys), 'k' (that meet the
+        rel_terms: letters of the terms, each at most once: 'q' (vectors multiplied with keys), 'k' (with
             queries), 'v' (added to the values), 'b' (bias); '' for none.
         max_distance: clip distance k in patches, one for both axes or (rows, columns).
         shared_heads: one set of vectors for all heads, as in the paper.
         layout: 'separate' (a table per axis, the two vectors are added) or 'joint' (one table of (2k + 1)^2 vectors; it
-            can tell apart what sums cannot, and costs more: see the backend 'gathered').
+            separates what sums cannot, and costs more: see the backend 'gathered').
         bucketing: 'clip', or 'piecewise' for iRPE's index, whose 2k + 1 rows reach up to 4k patches away.
         init_std: standard deviation of the truncated normal that initialises the tables; 0: zeros, with which the
             layer computes plain attention.

@@ -63,7 +63,7 @@ class DeferredPatchDropout(PatchDropoutWithIndices):
         return x, None
 
     def drop(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(B, N, dim) tokens -> those that stay, and the index of their patches, (B, K); None: all."""
+        """Drop some of (B, N, dim) tokens; return those that stay and the index of their patches, (B, K), None: all."""
         return super().forward(x)
 
 

@@ -13,7 +13,8 @@ COMBINES = ["concat", "sum"]
 
 def build(combine="concat", dtype=torch.float64):
     torch.manual_seed(0)
-    return AxialPositionEmbedding(DIM, (ROWS, COLS), combine, init_std=1.0, dtype=dtype)
+    widths = (2, 4) if combine == "concat" else None
+    return AxialPositionEmbedding(DIM, (ROWS, COLS), combine, widths, init_std=1.0, dtype=dtype)
 
 
 def vector_by_hand(table, index, size):
@@ -48,7 +49,7 @@ def test_each_axis_is_sliced_or_stretched(combine, size):
 def test_slices_are_exact_and_stretching_is_that_of_interpolate():
     embedding = build(dtype=torch.float32)
     out = embedding(make_grid(3, 4)).unflatten(0, (3, 4))
-    assert torch.equal(out[2], torch.cat((embedding.rows[2].expand(4, 3), embedding.cols[:4]), dim=1))
+    assert torch.equal(out[2], torch.cat((embedding.rows[2].expand(4, 2), embedding.cols[:4]), dim=1))
     embedding = build("sum")
     for table, size in ((embedding.rows, (23, 1)), (embedding.cols, (1, 31))):
         expected = F.interpolate(table.T[None], size=max(size), mode="linear", align_corners=False)[0].T
@@ -125,6 +126,8 @@ def test_bfloat16_rounds_once_and_the_meta_device_works():
         ({"combine": "concatenate"}, ValueError, r"one of 'concat', 'sum', got .* \(did you mean 'concat'\?\)"),
         ({"grid_size": (0, 3)}, ValueError, "grid_size must be at least 1"),
         ({"grid_size": 2.5}, TypeError, "grid_size must hold integers, got 2.5"),
+        ({"widths": (2, 3)}, ValueError, r"widths must add up to dim 6, got \(2, 3\), which is 5"),
+        ({"widths": (3, 3), "combine": "sum"}, ValueError, r"widths is for combine 'concat', got widths=\(3, 3\)"),
         ({"init_std": -0.1}, ValueError, "init_std must not be negative, got -0.1"),
     ],
 )
