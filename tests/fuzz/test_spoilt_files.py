@@ -199,14 +199,14 @@ def test_what_is_spoilt_was_valid(run, parse, tmp_path):
     assert attempt(use, run / "checkpoints" / "last.ckpt")
 
 
-@fuzzed(300)
+@fuzzed(200)
 @given(content=spoilt_bytes(list(images())))
 def test_images(content, tmp_path):
     (tmp_path / "image").write_bytes(content)
     attempt(read, tmp_path / "image")
 
 
-@fuzzed(40)
+@fuzzed(25)
 @given(data=st.data())
 def test_configurations(parse, data, tmp_path):
     files = list(configs())
@@ -219,7 +219,7 @@ def test_configurations(parse, data, tmp_path):
     attempt(parse, tmp_path / "config.yaml")
 
 
-@fuzzed(60)
+@fuzzed(40)
 @given(data=st.data())
 def test_checkpoints(run, data, tmp_path):
     valid, path = run / "checkpoints" / "last.ckpt", tmp_path / "spoilt.ckpt"
