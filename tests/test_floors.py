@@ -50,6 +50,11 @@ def test_the_root_holds_the_package_alone():
     assert {path.name for path in ROOT.glob("*.py")} == {"__init__.py", "__main__.py", "version.py"}
 
 
+def test_folders_stay_small():
+    for folder in (path for top in (ROOT, Path(__file__).parent) for path in (top, *top.rglob("*")) if path.is_dir()):
+        assert len(list(folder.glob("*.py"))) <= 12, folder
+
+
 def test_fast_backends_never_import_the_reference():
     choosing = ("attention", "operations", "api")
     paths = [path for path in (ROOT / "ops").rglob("*.py") if path.parent.stem != "reference"]

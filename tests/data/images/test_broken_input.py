@@ -102,5 +102,5 @@ def test_every_ending_is_read_and_documented(tmp_path):
 
 def test_the_document_holds_the_list():
     written = DOCUMENT.read_text().split(BEGIN)[1].split(END)[0].strip()
-    assert written == table(), "run python tests/support/broken_input.py"
+    assert written == table(), "run python tests/support/data/broken_input.py"
     assert len(IMAGES) + len(FOLDERS) >= 25

@@ -1,4 +1,4 @@
-"""Known pixel values for every kind of image file; broken files are in tests/support/broken_input.py."""
+"""Known pixel values for every kind of image file; broken files are in tests/support/data/broken_input.py."""
 
 import gc
 import os

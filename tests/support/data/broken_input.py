@@ -1,6 +1,6 @@
 """Every kind of broken or odd image and folder, with the result.
 
-`python tests/support/broken_input.py` writes the tables of docs/broken_input.md.
+`python tests/support/data/broken_input.py` writes the tables of docs/broken_input.md.
 """
 
 import os
@@ -16,8 +16,8 @@ import numpy as np
 from grey_folders import GREY, add
 from PIL import Image
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "broken_input.md"
-BEGIN, END = "<!-- written by tests/support/broken_input.py -->", "<!-- end -->"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "broken_input.md"
+BEGIN, END = "<!-- written by tests/support/data/broken_input.py -->", "<!-- end -->"
 
 
 class OddImage(NamedTuple):
