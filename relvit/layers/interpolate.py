@@ -1,4 +1,4 @@
-"""Interpolation of learned absolute embeddings to another grid size, as products with matrices."""
+"""Resize absolute position embeddings to another image size: in forward passes and where weights are loaded."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Attention modules of models that `relvit.retrofit` changes: timm's own, with relative positions."""
+"""Subclasses of timm's attention classes with relative positions, which `relvit.retrofit` puts in their place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`relative_attention` and `relative_logits`, the public operations: they check arguments and choose a backend."""
+"""`relative_attention`, the public operation: checks arguments and chooses the backend, with a reason (`choose`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Relative terms, what a position module gives to attention: tables indexed by clipped row and column offsets."""
+"""`RelativeTerms`, the type that position modules return and attention takes: tables by row and column offset."""
 
 from typing import NamedTuple
 

@@ -83,11 +83,16 @@ def check(command, place, text):
     assert (place / "runs").exists() == any(pattern.startswith("runs") for pattern in files)
 
 
-CASES = [(command, "file") for command in COMMANDS]
-CASES += [(command, "terminal") for command in COMMANDS if not command.startswith(ALIKE)]
+# Those that are slow start a process for what `tests/cli` covers daily in its own.
+CASES = [
+    pytest.param(command, where, id=f"{command.split()[0]}-{where}", marks=[] if daily else pytest.mark.slow)
+    for command in COMMANDS
+    for where, daily in (("file", False), ("terminal", command.startswith(("validate", "predict", "check-data"))))
+    if where == "file" or not command.startswith(ALIKE)
+]
 
 
-@pytest.mark.parametrize(("command", "where"), CASES, ids=[f"{command.split()[0]}-{where}" for command, where in CASES])
+@pytest.mark.parametrize(("command", "where"), CASES)
 def test_command(command, where, place):
     check(command, place, relvit_in(where, place, command.split()))
 
@@ -104,6 +109,7 @@ def test_two_processes(name, where, place):
         assert json.loads(next(place.glob("runs/*/summary.json")).read_text())["images"] == 18
 
 
+@pytest.mark.slow
 def test_a_broken_file_among_the_data_is_status_1(place):
     shutil.copy(place / "more" / "empty.jpg", place / "photos" / "val" / "cat")
     assert "files that cannot be read: 1" in relvit_in("file", place, ["check-data", "photos"], status=1)

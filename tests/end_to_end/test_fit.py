@@ -48,6 +48,7 @@ def test_in_a_terminal(tmp_path):
     assert not LINE.search(text)
 
 
+@pytest.mark.slow
 def test_in_a_narrow_terminal_the_bar_stays_in_its_line(tmp_path):
     status, text = in_terminal(["fit", *SMALL, "--trainer.max_epochs=1"], tmp_path, columns=80)
     assert status == 0, text
@@ -73,6 +74,7 @@ def test_what_a_terminal_shows_can_be_chosen(options, lines, bars, tmp_path):
     assert bars is None or bars in text
 
 
+@pytest.mark.slow
 def test_into_a_file_and_on_with_early_stopping(tmp_path):
     options = ["--trainer.max_epochs=2", "--model.ema_decay=0.9", "--trainer.accumulate_grad_batches=3"]
     status, out, err = finish(start(["fit", *SMALL, *options, "--patience=1"], tmp_path))

@@ -41,9 +41,6 @@ VARIANTS = [
 ]
 
 
-SLOW_ONNX = pytest.param(VARIANTS[1], marks=pytest.mark.slow)
-
-
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_exported_once_for_all_sizes(variant):
     model = build(**variant)
@@ -53,7 +50,8 @@ def test_exported_once_for_all_sizes(variant):
         torch.testing.assert_close(exported(images(*size)), model(images(*size)), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("variant", [{"pos_embed": "learn", "img_size": 32}, SLOW_ONNX], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", [{"pos_embed": "learn", "img_size": 32}, VARIANTS[1]], ids=str)
 def test_onnx_runtime_gives_the_same_at_all_sizes(variant, tmp_path):
     model = build(**variant)
     program = torch.onnx.export(model, (images(24, 16),), dynamic_shapes=any_size(), dynamo=True, verbose=False)

@@ -69,6 +69,7 @@ def test_all_stop_at_the_same_step_when_one_is_stopped_and_go_on_exactly(images,
     assert PROOF.differences(uninterrupted, run_of(tmp_path)) == []
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_ends_the_other(images, tmp_path):
     struck = {PROOF.PLACE: "mid-epoch", PROOF.END: "SIGKILL"}
     ranks = Ranks(flags(images, tmp_path), tmp_path, counting(tmp_path, "steps", **struck))
@@ -78,6 +79,7 @@ def test_a_process_that_is_killed_ends_the_other(images, tmp_path):
     assert last["position"]["epoch"] == 1
 
 
+@pytest.mark.slow
 def test_a_killed_loader_worker_ends_the_run(images, tmp_path):
     ranks = Ranks(flags(images, tmp_path, "failures.KillWorker"), tmp_path, [{}])
     assert ranks.finish() == [1]

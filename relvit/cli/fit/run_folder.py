@@ -1,4 +1,4 @@
-"""Make and lock the folder of a run; errors of the disk become sentences about what is left and what to do."""
+"""Create the run's folder at the start of `relvit fit`; describe disk errors by what is left and what to do."""
 
 from __future__ import annotations
 

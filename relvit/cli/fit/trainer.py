@@ -1,4 +1,4 @@
-"""`relvit fit|validate|test|predict`: the Lightning CLI with run folders and with checkpoints that know their model."""
+"""`RelvitCLI`: from options and a checkpoint to Lightning's Trainer, the model, the data and the callbacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotary embeddings of models that `relvit.retrofit` changes: timm's own, for every image size."""
+"""timm's rotary embeddings (RoPE) at any image size, in models that `relvit.retrofit` changes."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Fast backends of relative attention, among which `relvit.ops.attention` chooses, and its TorchScript operator."""
+"""Fast backends of relative attention, a file each; `relvit.ops.attention` chooses one and gives the reason."""

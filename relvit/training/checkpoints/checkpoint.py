@@ -1,4 +1,4 @@
-"""The `Checkpoint` type: a checkpoint file read and checked once, its model, weights, data module and progress."""
+"""The `Checkpoint` type: a file read safely once, and all that is known of it: model, weights, data, progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read checkpoint files safely (tensors and plain values only) and write checkpoint files atomically."""
+"""Files behind the `Checkpoint` type: load tensors and plain values only, check the disk, write atomically."""
 
 from __future__ import annotations
 

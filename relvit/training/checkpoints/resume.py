@@ -1,4 +1,4 @@
-"""Resume a training exactly at its last optimiser step: loop counters and metrics that Lightning does not restore.
+"""Exact resume: the epoch, step, counters and metrics that a checkpoint stores, and how a training continues.
 
 Lightning stores the counters of its loops as they are when a checkpoint happens to be written, in the middle of a hook,
 and guesses from the counters what was done. Here a checkpoint holds a `ResumePoint`, in terms of the last optimiser

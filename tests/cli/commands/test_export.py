@@ -43,11 +43,17 @@ def classifier(run):
 
 @pytest.fixture(scope="module")
 def folder(run, tmp_path_factory):
-    """Both files of the run's best checkpoint."""
+    """The run's best checkpoint as ONNX."""
     made = tmp_path_factory.mktemp("exported")
-    for name in ("model.pt2", "model.onnx"):
-        assert export(run, made / name) == 0
+    assert export(run, made / "model.onnx") == 0
     return made
+
+
+@pytest.fixture(scope="module")
+def program(run, folder):
+    """The same as a program of `torch.export`."""
+    assert export(run, folder / "model.pt2") == 0
+    return folder / "model.pt2"
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +61,9 @@ def session(folder):
     return onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
 
 
-def test_program(folder, classifier, tmp_path):
+@pytest.mark.slow
+def test_program(program, classifier, tmp_path):
     torch.save(images(), tmp_path / "images.pt")
-    program = folder / "model.pt2"
     arguments = [sys.executable, "-c", STANDALONE, program, tmp_path / "images.pt", tmp_path / "logits.pt"]
     subprocess.run(arguments, check=True)
     for x, logits in zip(images(), torch.load(tmp_path / "logits.pt"), strict=True):
@@ -95,7 +101,8 @@ def check_refusals(net, folder, session):
             session.run(["logits"], {"images": x.numpy()})
 
 
-def test_files_refuse_sizes_that_the_model_refuses(classifier, folder, session):
+@pytest.mark.slow
+def test_files_refuse_sizes_that_the_model_refuses(classifier, program, folder, session):
     check_refusals(classifier, folder, session)
 
 

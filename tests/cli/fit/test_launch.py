@@ -113,6 +113,7 @@ def test_one_process_in_a_job_of_many_tasks_does_not_wait(surroundings, photos, 
     assert "effective batch 8 (8 x 1 x 1" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_signal_before_the_end_saves_once_and_ends_with_138(tmp_path):
     images = PROOF.make_images(tmp_path / "images")
     flags = ["fit", *PROOF.CONFIGURATION.split(), f"--data.root={images}", f"--runs={tmp_path / 'runs'}"]

@@ -74,7 +74,7 @@ def test_ten_classes_give_five_and_grey_models_take_files(digits_run, tmp_path):
         values = [float(row[f"probability{place}"]) for place in ("", "2", "3", "4", "5")]
         assert values == sorted(values, reverse=True)
     for number, image in enumerate(DigitsData().dataset("test").images[:5]):
-        Image.fromarray(np.stack([image.numpy()] * 3, -1)).save(tmp_path / f"{number}.png")
+        Image.fromarray(np.stack([np.asarray(image)] * 3, -1)).save(tmp_path / f"{number}.png")
     best = str(digits_run / "checkpoints" / "best.ckpt")
     assert main(["predict", best, str(tmp_path / "*.png"), f"--runs={tmp_path / 'files'}", *QUIET]) == 0
     for ours, theirs in zip(rows(next((tmp_path / "files").glob("*/*.csv"))), expected[:5], strict=True):
