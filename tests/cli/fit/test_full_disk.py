@@ -47,8 +47,8 @@ def test_while_training(photos, mount, monkeypatch, capsys, what):
     # Enough for the table and the log, not for a checkpoint.
     monkeypatch.setenv(SPARE, str(40_000 if what == "checkpoint" else 0))
     if what == "tensorboard":
-        # Its thread tells what it has met with at the next row, unless the checkpoint meets with it before.
-        monkeypatch.setattr(History, "_write", lambda self: None)
+        # The log's thread raises its error at the next row, unless the checkpoint's comes before.
+        monkeypatch.setattr(History, "_write_table", lambda self: None)
     assert fit(photos, disk / "runs", "--trainer.callbacks=failures.Fill") == 1
     err = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     (run,) = (disk / "runs").iterdir()
