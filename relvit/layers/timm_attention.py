@@ -1,4 +1,4 @@
-"""Subclasses of timm's attention classes with relative positions, which `relvit.retrofit` puts in their place."""
+"""Attention of retrofitted models: subclasses of timm's attention classes that add relative positions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All arguments of one relative attention as one value, checked once, which every backend takes."""
+"""`AttentionInputs`: all arguments of one relative attention as one value, checked once, which backends take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recomputation in backward of what autograd would keep, with a check that nothing it reads was modified in place.
+"""Less memory in training: recompute in backward instead of keeping tensors; refuse what was modified in place.
 
 `recomputed` computes a function once more, forward included (PyTorch's checkpoint, plus the check). `recompute_saved`
 recomputes only what another operation reads: `fused` could not use the former without running its attention twice.

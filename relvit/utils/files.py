@@ -1,4 +1,4 @@
-"""Write files atomically, and check before long work that an output file can be written."""
+"""Atomic writes of any file, complete or not at all, and checks before long work that an output can be written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The function `relvit.retrofit`: check a timm model, then give its attention relative positions in place."""
+"""`relvit.retrofit`: check a timm model, then exchange its classes for those of `timm_attention` and `models`."""
 
 from __future__ import annotations
 

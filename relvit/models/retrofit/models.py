@@ -1,4 +1,4 @@
-"""Classes of retrofitted models: timm's Vision Transformers, EVA and NaFlexVit, which hand attention the grid."""
+"""Retrofitted models: timm's Vision Transformers, EVA and NaFlexVit, which make the grid and pass it to attention."""
 
 from __future__ import annotations
 

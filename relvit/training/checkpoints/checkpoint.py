@@ -1,4 +1,4 @@
-"""The `Checkpoint` type: a file read safely once, and all that is known of it: model, weights, data, progress."""
+"""The `Checkpoint` type: read a checkpoint file safely, once; its model, weights, data module and progress."""
 
 from __future__ import annotations
 

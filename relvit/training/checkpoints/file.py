@@ -1,4 +1,4 @@
-"""Files behind the `Checkpoint` type: load tensors and plain values only, check the disk, write atomically."""
+"""The dictionary in a checkpoint file, one level below `Checkpoint`: load, check, save; Lightning's CheckpointIO."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exact resume: the epoch, step, counters and metrics that a checkpoint stores, and how a training continues.
+"""Exact resume: store epoch, step, counters and metrics in checkpoints, restore them; random numbers follow.
 
 Lightning stores the counters of its loops as they are when a checkpoint happens to be written, in the middle of a hook,
 and guesses from the counters what was done. Here a checkpoint holds a `ResumePoint`, in terms of the last optimiser
