@@ -24,7 +24,14 @@ def one_block(monkeypatch):
     monkeypatch.setattr(timm, "create_model", create_small)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
+# An export takes longest, and `tests/cli/commands` has one a day.
+SLOW = ("docs/sizes.md",)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[pytest.mark.slow] if page in SLOW else []) for page in PAGES if blocks(page, "python")],
+)
 def test_blocks_run(page, place, one_block, capsys):
     names = {}
     for block in blocks(page, "python"):

@@ -87,7 +87,7 @@ def check(command, place, text):
 CASES = [
     pytest.param(command, where, id=f"{command.split()[0]}-{where}", marks=[] if daily else pytest.mark.slow)
     for command in COMMANDS
-    for where, daily in (("file", False), ("terminal", command.startswith(("validate", "predict", "check-data"))))
+    for where, daily in (("file", False), ("terminal", command.startswith("predict")))
     if where == "file" or not command.startswith(ALIKE)
 ]
 

@@ -107,6 +107,7 @@ def test_two_processes_in_a_terminal_and_on(tmp_path):
     assert "Epoch 2/2" in text
 
 
+@pytest.mark.slow
 def test_two_processes_into_a_file_and_on(tmp_path):
     status, out, err = finish(start(["fit", *SMALL, "--trainer.max_epochs=1", *BY_ITSELF], tmp_path))
     assert status == 0, err

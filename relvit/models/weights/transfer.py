@@ -1,4 +1,4 @@
-"""Transfer a classifier's weights into another one: other classes, another image size, positions of only one."""
+"""Transfer a classifier's weights into another: other classes, image size, or positions that only one of them has."""
 
 from __future__ import annotations
 
