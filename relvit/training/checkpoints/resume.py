@@ -1,4 +1,4 @@
-"""Exact resume: store epoch, step, counters and metrics in checkpoints, and restore them and the random state.
+"""Exact resume: checkpoints store epoch, step, counters and metrics; from these the random state follows, too.
 
 Lightning stores the counters of its loops as they are when a checkpoint happens to be written, in the middle of a hook,
 and guesses from the counters what was done. Here a checkpoint holds a `ResumePoint`, in terms of the last optimiser
