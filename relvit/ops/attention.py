@@ -13,7 +13,7 @@ from relvit.ops.backends import fused, gathered, tiled
 from relvit.ops.backends.axis_logits import axis_logits, grid_axes, table_index
 from relvit.ops.checks import check_backend, check_tokens
 from relvit.ops.grid import Grid
-from relvit.ops.inputs import AttentionInputs, check_terms, checked
+from relvit.ops.inputs import AttentionInputs, check_terms, checked, with_equal_heads
 from relvit.ops.terms import JointTable, RelativeTerms
 from relvit.ops.tracing import is_compiling, is_functorch
 
@@ -186,5 +186,6 @@ def relative_logits(
         raise ValueError("relative_logits needs separate rows and columns, terms.key is a joint table")
     if backend == "reference":
         return reference.relative_logits(query, terms, grid, key_grid)
-    entries = table_index(terms.key, terms.bucketing, grid, grid_axes(key_grid), query)
-    return axis_logits(query, terms.key, entries).split((key_grid.height, key_grid.width), dim=-1)
+    tables = with_equal_heads(terms).key
+    entries = table_index(tables, terms.bucketing, grid, grid_axes(key_grid), query)
+    return axis_logits(query, tables, entries).split((key_grid.height, key_grid.width), dim=-1)

@@ -72,7 +72,7 @@ def checked(inputs: AttentionInputs) -> AttentionInputs:
         query, scale = scale * query, 1.0
     return inputs._replace(
         query=query,
-        terms=_with_equal_heads(inputs.terms),
+        terms=with_equal_heads(inputs.terms),
         key_grid=key_grid,
         attn_mask=mask,
         scale=scale,
@@ -81,7 +81,7 @@ def checked(inputs: AttentionInputs) -> AttentionInputs:
     )
 
 
-def _with_equal_heads(terms: RelativeTerms) -> RelativeTerms:
+def with_equal_heads(terms: RelativeTerms) -> RelativeTerms:
     """Make both tables of a term per head where only one of them is."""
     for name, tables in zip(RelativeTerms._fields, terms, strict=True):
         if isinstance(tables, AxisTables) and tables.rows.dim() != tables.cols.dim():

@@ -68,6 +68,11 @@ def test_relative_logits_are_the_logits_of_each_row_and_column(backend):
                 rows = [oracle.row_of(there - here[axis], distance, "clip") for there in range(size)]
                 expected = q[:, h, i] @ table[h, rows].T
             torch.testing.assert_close(logits[axis][:, h, i], expected, rtol=0, atol=1e-12)
+    # Rows per head beside columns that all heads share.
+    mixed = terms._replace(key=terms.key._replace(cols=terms.key.cols[1]))
+    rows, cols = relative_logits(q, mixed, grid, backend=backend)
+    torch.testing.assert_close(rows, logits[0], rtol=0, atol=1e-12)
+    torch.testing.assert_close(cols[:, 1], logits[1][:, 1], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
