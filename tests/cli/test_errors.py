@@ -46,6 +46,7 @@ def fit(copy, tmp_path):
         (["--data=FolderData"], r"unknown data 'FolderData' \(did you mean 'ImageFolderData'\?\)"),
         (["--model.lr=fast"], "--model.lr must be a number, got fast"),
         (["--lr"], "--lr needs a value"),
+        (["--trainer.default_root_dir=x"], "--trainer.default_root_dir x: runs are written into the folder of --runs"),
         (["--trainer.callbacks=EarlyStoping"], r"callbacks 'EarlyStoping' \(did you mean 'EarlyStopping'\?\); known"),
         (["--trainer.callbacks=EarlyStopping"], "missing: --trainer.callbacks.monitor"),
         (["--model.num_classes=7"], "num_classes"),

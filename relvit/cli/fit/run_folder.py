@@ -23,8 +23,10 @@ def make_run_folder(runs: str, name: str) -> Path:
         raise UsageError(f"{reason}; give another with --runs") from error
 
 
-def check_runs(runs: str | None) -> None:
-    """Refuse a remote address."""
+def check_runs(runs: str | None, root: str | None) -> None:
+    """Refuse a remote address, and Lightning's own option for the folder beside relvit's."""
+    if root is not None:
+        raise UsageError(f"--trainer.default_root_dir {root}: runs are written into the folder of --runs; give that")
     if runs is not None and is_address(runs):
         raise UsageError(f"--runs {runs} is a remote address: runs are written to folders of this machine alone")
 

@@ -157,7 +157,7 @@ class RelvitCLI(OpenLightningCLI):
         if self.paths is not None:
             # Not by the parser: names of files need not be text.
             self.config[self.command].data.init_args.paths = self.paths
-        check_runs(self.config[self.command].get("runs"))
+        check_runs(self.config[self.command].get("runs"), self.config[self.command].trainer.default_root_dir)
         if self.checkpoint is not None and self.command == "fit":
             # The configuration that is kept says what is trained, not from where a part of it went on.
             self.config[self.command]["ckpt_path"] = None
