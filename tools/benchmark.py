@@ -36,6 +36,7 @@ from torch.profiler import ProfilerActivity, profile
 import relvit
 from relvit.layers import AFTConv2d, AFTFull, AFTLocal, AFTSimple, RelativeAttention, RelativePosition2d
 from relvit.ops import make_grid
+from relvit.utils.messages import did_you_mean
 
 OUTPUT = Path(__file__).parent.parent / "docs" / "benchmarks" / "results.jsonl"
 PATCH, DIM, HEADS, CLASSES = 16, 384, 6, 1000
@@ -214,7 +215,8 @@ class Cell:
         try:
             return action()
         except (RuntimeError, MemoryError) as error:
-            if not isinstance(error, MemoryError) and "memory" not in str(error):
+            words = ("out of memory", "not enough memory", "can't allocate memory")
+            if not isinstance(error, MemoryError) and not any(word in str(error).lower() for word in words):
                 raise
         # Not in the handler above: the error holds on to the tensors of the frames that it went through.
         self.give_up("out of memory")
@@ -318,7 +320,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--names", nargs="+", help="competitors, by default all of the level; ratios need 'plain'")
     add("--batch", type=int, default=4)
     add("--rounds", type=int, default=25)
-    add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="bfloat16: autocast")
     add("--compile", action="store_true")
     add("--cap", type=float, default=60.0, help="seconds that a cell's first call may take")
@@ -326,10 +328,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--commit", help="what was measured, where the tree is a copy without git")
     add("--output", type=Path, default=OUTPUT)
     given = parser.parse_args(arguments)
+    if given.device == "auto":
+        given.device = "cuda" if torch.cuda.is_available() else "cpu"
     known = COMPETITORS[given.level]
     names = list(dict.fromkeys(given.names or known))
     if unknown := [name for name in names if name not in known]:
-        raise ValueError(f"unknown {given.level} {unknown[0]!r}, allowed: {', '.join(known)}")
+        hint = did_you_mean(unknown[0], known)
+        raise ValueError(f"unknown {given.level} {unknown[0]!r}{hint}, allowed: {', '.join(known)}")
     if wrong := [size for size in given.size if size < PATCH or size % PATCH]:
         raise ValueError(f"size must be a positive multiple of {PATCH}, got {wrong[0]}")
     if given.device == "cuda" and not torch.cuda.is_available():

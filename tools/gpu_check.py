@@ -45,6 +45,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import relvit
 from relvit.layers import RelativeAttention, RelativePosition2d
 from relvit.ops import AxisTables, JointTable, RelativeTerms, choose, make_grid, relative_attention
+from relvit.ops.attention import BACKENDS as MODULES
 from relvit.ops.backends import gathered, tiled
 
 BACKENDS = ("fused", "tiled", "gathered")
@@ -133,6 +134,16 @@ def several_tiles() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def spied() -> Iterator[dict[str, mock.Mock]]:
+    """Record which backends run."""
+    spies = {name: mock.Mock(wraps=module.relative_attention) for name, module in MODULES.items()}
+    with ExitStack() as stack:
+        for name, spy in spies.items():
+            stack.enter_context(mock.patch.object(MODULES[name], "relative_attention", spy))
+        yield spies
+
+
 def check_scene(log: Log, scene: Scene, device: str) -> None:
     """Check each backend in each dtype, forward and backward; joint tables where the backend takes them."""
     exact_stock = stock_outcome(scene, "cpu", torch.float64)
@@ -145,11 +156,14 @@ def check_scene(log: Log, scene: Scene, device: str) -> None:
         want = outcome(scene, terms, "cpu", torch.float64, "reference")
 
         def measure(backend: str, dtype: torch.dtype, terms: RelativeTerms, want: dict[str, Tensor]) -> Measured:
-            with several_tiles():
+            with several_tiles(), spied() as spies:
                 measured = worst(outcome(scene, terms, device, dtype, backend), want, limits[dtype])
             if backend != "auto":
                 return measured
             chosen = choose(*arguments_of(scene, terms, device, dtype)).backend
+            ran = [name for name, spy in spies.items() if spy.called]
+            if ran != [chosen]:
+                return Measured(math.inf, 0.0, f"chosen {chosen}, ran {', '.join(ran)}")
             return measured._replace(remark=f"{chosen}, {measured.remark}")
 
         for backend, dtype in product(backends, limits):

@@ -90,7 +90,8 @@ def explain(parser: ArgumentParser, arguments: Sequence[str], error: Exception) 
             probe.add_class_arguments(cls, option.name, fail_untyped=False)
             known = option_types(probe) | known
             required = [f"{option.name}.{name}" for name in _required(cls)]
-            missing += [f"--{name}" for name in required if name not in names]
+            short = {own: alias for alias, own in ALIASES["fit"].items()} if option.file is None else {}
+            missing += [short.get(f"--{name}", f"--{name}") for name in required if name not in names]
     for option in given:
         if option.name.startswith("data.") and "data" not in names and "data" in known:
             return NO_DATA
@@ -117,9 +118,20 @@ def _given(arguments: Sequence[str], known: Mapping[str, Any]) -> Iterator[Given
     for argument in arguments:
         name, equals, value = argument.lstrip("-").partition("=")
         if argument.startswith("-") and name in ("config", "c"):
+            if not value:
+                raise UsageError("--config needs a value")
             yield from _in_file(_options_of(value), value if not value.startswith("{") else "the checkpoint", known)
+        elif value.startswith("{") and isinstance(options := _json(value), dict):
+            yield from _in_file({name.removesuffix("+"): options}, None, known)
         elif argument.startswith("-"):
             yield Given(name.removesuffix("+"), value if equals else None)
+
+
+def _json(value: str) -> Any:
+    try:
+        return load_config(value)
+    except (yaml.YAMLError, RecursionError):
+        return None
 
 
 def _options_of(config: str) -> dict[str, Any]:
@@ -141,12 +153,21 @@ def _options_of(config: str) -> dict[str, Any]:
     return options
 
 
-def _in_file(options: Mapping[str, Any], file: str, known: Mapping[str, Any], prefix: str = "") -> Iterator[Given]:
+def _in_file(
+    options: Mapping[str, Any], file: str | None, known: Mapping[str, Any], prefix: str = ""
+) -> Iterator[Given]:
     for key, value in options.items():
         name = f"{prefix}{key}"
-        if isinstance(value, dict) and "class_path" in value:
+        if isinstance(value, list) and any(isinstance(item, dict) and "class_path" in item for item in value):
+            for item in value:
+                yield from _in_file({key: item}, file, known, prefix)
+        elif isinstance(value, dict) and "class_path" in value:
             yield Given(name, value["class_path"], file)
-            yield from _in_file(value.get("init_args") or {}, file, known, f"{name}.")
+            inner = value.get("init_args") or {}
+            if not isinstance(inner, dict):
+                place = "" if file is None else f" in {file}"
+                raise UsageError(f"{name}.init_args{place} must be name: value pairs, got {_one_line(inner)}")
+            yield from _in_file(inner, file, known, f"{name}.")
         elif isinstance(value, dict) and known.get(name) is None:
             yield from _in_file(value, file, known, f"{name}.")
         else:
@@ -156,7 +177,9 @@ def _in_file(options: Mapping[str, Any], file: str, known: Mapping[str, Any], pr
 def _families(hint: Any) -> list[type]:
     """Return the classes of which an option takes subclasses."""
     parts = [hint, *get_args(hint), *(inner for part in get_args(hint) for inner in get_args(part))]
-    return [part for part in parts if inspect.isclass(part) and part.__module__ != "builtins" and not get_args(part)]
+    # `Any` is a class from Python 3.11 on.
+    classes = (part for part in parts if inspect.isclass(part) and part is not Any and not get_args(part))
+    return [part for part in classes if part.__module__ != "builtins"]
 
 
 def _subclasses(hint: Any) -> dict[str, type]:
@@ -205,8 +228,17 @@ def _wrong_value(option: Given, known: Mapping[str, Any]) -> str | None:
     if _class_named(hint, value) is not None or (families and not isinstance(value, str)) or _accepts(hint, value):
         return None
     if families and "." not in value:
-        names = sorted([cls.__name__ for cls in data_modules()] if name == "data" else _subclasses(hint))
+        # Of relvit's own classes users choose data alone.
+        others = [other for other, cls in _subclasses(hint).items() if not cls.__module__.startswith("relvit.")]
+        names = sorted([cls.__name__ for cls in data_modules()] if name == "data" else others)
         return f"unknown {name} {value!r}{place}{did_you_mean(value, names)}; known: {listing(names)}"
+    if families:
+        module, _, cls = value.rpartition(".")
+        try:
+            # The parser has tried the same import.
+            getattr(importlib.import_module(module), cls)
+        except Exception as reason:
+            return f"--{name}{place}: {value}: {_one_line(reason)}"
     return f"--{name}{place} must be {_in_words(hint)}, got {_one_line(value)}"
 
 

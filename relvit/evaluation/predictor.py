@@ -82,7 +82,7 @@ class Predictor:
         self.classifier = checkpoint.classifier().requires_grad_(False)
         trained_size, self.mean, self.std, self.crop_pct = checkpoint.transforms()
         self.img_size: tuple[int, int] = trained_size if img_size is None else parse_size(img_size)
-        self.class_names = [str(name) for name in checkpoint.data_args.get("class_names") or ()]
+        self.class_names = checkpoint.class_names()
         if len(self.class_names) != self.classifier.hparams.num_classes:
             raise ValueError(
                 f"{ckpt_path} names {len(self.class_names)} classes and has {self.classifier.hparams.num_classes}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.distributed
 from lightning import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
-from relvit.data import ImageData
+from relvit.data import ImageData, UnreadableImageError
 from relvit.data.images.datasets import LabelledFiles
 from relvit.evaluation.metrics import ClassMetrics, calibration_error, class_metrics, confusion_matrix
 from relvit.plots import picture_of, plot_confusion, plot_sheet
@@ -123,12 +124,13 @@ class EvaluationReport(Callback):
         wrong.sort()
         rows = ([path, true, predicted, f"{-sure:.6f}"] for sure, path, true, predicted, _ in wrong[:LISTED])
         self._write("mistakes.csv", ["path", "true", "predicted", "probability"], rows)
-        if wrong:
-            pictures = [picture_of(dataset[index][0], data.mean, data.std) for *_, index in wrong[:SHOWN]]
-            captions = [
-                f"{Path(path).name}\ntrue: {true}\n{-sure:.1%} {predicted}"
-                for sure, path, true, predicted, _ in wrong[:SHOWN]
-            ]
+        pictures, captions = [], []
+        for sure, path, true, predicted, index in wrong[:SHOWN]:
+            # A file that has gone since must not cost the test its other results.
+            with suppress(UnreadableImageError):
+                pictures.append(picture_of(dataset[index][0], data.mean, data.std))
+                captions.append(f"{Path(path).name}\ntrue: {true}\n{-sure:.1%} {predicted}")
+        if pictures:
             plot_sheet(pictures, captions, self.folder / "mistakes.png", title="most confident mistakes")
 
     def _write(self, name: str, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:

@@ -49,7 +49,9 @@ def evaluate_sizes(
     quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
     trainer = Trainer(accelerator=accelerator, devices=1, **quiet)
     rows = []
-    for data in modules:
+    while modules:
+        # Each goes with its size: the decoded images of all of them together may not fit into the memory.
+        data = modules.pop(0)
         data.evaluate_on(split)
         results = trainer.test(classifier, data, verbose=False)[0]
         row = {name.removeprefix("test/"): value for name, value in results.items()}

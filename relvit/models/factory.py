@@ -68,15 +68,17 @@ def build_model(
         model = timm.create_model(name, **given)
         return model if retrofit is None else retrofit_model(model, **retrofit)
 
-    check_size(build, {**given, "retrofit": retrofit or {}})
+    # Names alone are of models that somebody has built.
+    check_size(build if kwargs or retrofit else None, {**given, "retrofit": retrofit or {}})
     return build()
 
 
-def check_size(build: Callable[[], nn.Module], arguments: Mapping[str, Any]) -> None:
+def check_size(build: Callable[[], nn.Module] | None, arguments: Mapping[str, Any]) -> None:
     """Refuse a model larger than the memory, as a broken or hostile checkpoint or configuration may ask for one.
 
     Args:
-        build: makes the model; it is called on the meta device, where tensors take no memory.
+        build: makes the model; it is called on the meta device, where tensors take no memory. None: only the numbers
+            are checked.
         arguments: of the model, whose numbers are checked first: also on the meta device layers take time.
 
     Raises:
@@ -91,6 +93,8 @@ def check_size(build: Callable[[], nn.Module], arguments: Mapping[str, Any]) -> 
         # Written so that NaN is refused, too.
         if not abs(number) <= most:
             raise ValueError(f"{name} {number:.6g} cannot be meant: numbers of a model go up to {most}")
+    if build is None:
+        return
     model = None
     # The fork leaves random numbers as they are. What is suppressed are operations that the meta device lacks.
     with (

@@ -11,7 +11,7 @@ from torch import Tensor
 from relvit.ops import reference
 from relvit.ops.backends import fused, gathered, tiled
 from relvit.ops.backends.axis_logits import axis_logits, grid_axes, table_index
-from relvit.ops.checks import check_backend, check_tokens
+from relvit.ops.checks import check_backend, check_kind, check_tokens
 from relvit.ops.grid import Grid
 from relvit.ops.inputs import AttentionInputs, check_terms, checked, with_equal_heads
 from relvit.ops.terms import JointTable, RelativeTerms
@@ -179,6 +179,7 @@ def relative_logits(
     key_grid = grid if key_grid is None else key_grid
     check_backend(backend, tuple(BACKENDS))
     check_tokens("query", query, "grid", grid)
+    check_kind("terms", terms, RelativeTerms, "RelativeTerms")
     check_terms(terms._replace(query=None, value=None, bias=None), query.shape[1], query.shape[3], 0)
     if terms.key is None:
         raise ValueError("relative_logits needs terms.key, which is None")

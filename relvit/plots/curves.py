@@ -54,8 +54,12 @@ def plot_curves(metrics: str | Path, target: str | Path, train_loss: str = "trai
     figure = Figure(figsize=(15, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     # The best checkpoint as `relvit.training.RunCheckpoints` chooses it.
-    losses = dict(columns.get("val/loss", []))
-    best = max(columns.get("val/acc1", []), key=lambda point: (point[1], -losses.get(point[0], 0.0)), default=None)
+    scores, losses = columns.get("val/acc1", []), columns.get("val/loss", [])
+    if len(losses) != len(scores):
+        losses = [(0, 0.0)] * len(scores)
+    # Row by row: an epoch may have several validations.
+    pairs = zip(scores, losses, strict=True)
+    best, _ = max(pairs, key=lambda pair: (pair[0][1], -pair[1][1]), default=(None, None))
     for axes, (quantity, label) in zip(figure.subplots(1, len(PANELS)), PANELS, strict=True):
         for column, name, colour in lines[quantity]:
             _draw(axes, columns.get(column, []), name, colour)

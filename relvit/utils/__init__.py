@@ -1,1 +1,1 @@
-"""Tools without a subject of their own: files, messages, progress bars, random seeds, memory."""
+"""Tools without a subject of their own: files, remote files, messages, progress bars, random seeds, memory."""

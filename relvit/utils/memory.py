@@ -32,9 +32,11 @@ def _of_machine(root: Path) -> Iterator[int]:
         for line in (root / "proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 yield 1024 * int(line.split()[1])
+                return
     except OSError:
-        with contextlib.suppress(AttributeError, ValueError, OSError):
-            yield os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        pass
+    with contextlib.suppress(AttributeError, ValueError, OSError):
+        yield os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _of_groups(root: Path) -> Iterator[int]:

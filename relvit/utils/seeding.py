@@ -1,4 +1,4 @@
-"""Seed random numbers by seed, epoch and index alone, so that a resumed training repeats them exactly."""
+"""Seed random numbers by seed, epoch and position alone, so that a resumed training repeats them exactly."""
 
 from __future__ import annotations
 

@@ -181,8 +181,11 @@ def _samples(file: str) -> Samples:
 def _described(split: str, info: Any) -> _Split:
     """Parse a split of `_info.json`."""
     try:
-        least = info.get("num_samples") or sum(info.get("shard_lengths") or [0])
-        return _Split([str(name) for name in info["filenames"]], int(least), info.get("alt_label") or None)
+        names, lengths = [str(name) for name in info["filenames"]], info.get("shard_lengths") or []
+        if lengths and len(lengths) != len(names):
+            raise ValueError(f"{len(names)} filenames and {len(lengths)} shard_lengths")
+        least = max(int(info.get("num_samples") or 0), sum(lengths))
+        return _Split(names, least, info.get("alt_label") or None)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"_info.json should describe {split} by 'filenames' and 'num_samples': {error!r}") from error
 

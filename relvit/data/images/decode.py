@@ -85,7 +85,7 @@ def load_rgb(source: ImageSource) -> Image.Image:
     """
     name = str(source) if isinstance(source, StoredImage) else os.fspath(source)
     try:
-        with _open(source) as image:
+        with open_image(source) as image:
             return as_rgb(image)
     except MemoryError:
         raise
@@ -106,7 +106,8 @@ class _RefusedError(Exception):
     """The reason, in plain words, why relvit itself refuses a file."""
 
 
-def _open(source: ImageSource) -> Image.Image:
+def open_image(source: ImageSource) -> Image.Image:
+    """Open an image file, not yet decoded; what is no file, such as a pipe, is never opened."""
     if isinstance(source, StoredImage):
         content = source.read()
         file, size = BytesIO(content), len(content)

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
 from relvit.data.images.datasets import LabelledFiles
-from relvit.data.images.decode import UnreadableImageError, load_rgb
+from relvit.data.images.decode import UnreadableImageError, load_rgb, open_image
 from relvit.data.transforms import BatchTransform, unpack
 from relvit.utils.memory import available_memory
 
@@ -252,7 +252,7 @@ class _Decoder:
 
 def _header_size(path: str) -> Size:
     try:
-        with Image.open(path) as image:
+        with open_image(path) as image:
             return image.height, image.width
     # The reason is found and reported when the file is decoded.
     except Exception:

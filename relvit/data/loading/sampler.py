@@ -61,7 +61,9 @@ class TrainSampler(DistributedSampler):
         self.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[SeededIndex]:
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        # Fixed here: `set_epoch` is for the iterators to come.
+        epoch = self.epoch
+        generator = torch.Generator().manual_seed(self.seed + epoch)
         distinct = math.ceil(self.total_size / self.repeats)
         if self.weights is None:
             # More than there are, by less than num_replicas, where all processes are to get equally many.
@@ -69,9 +71,9 @@ class TrainSampler(DistributedSampler):
         else:
             chosen = torch.multinomial(self.weights.double(), distinct, replacement=True, generator=generator)
         order = chosen.repeat_interleave(self.repeats)[: self.total_size].tolist()
-        skipped = self.start if self.epoch == self.first_epoch else 0
+        skipped = self.start if epoch == self.first_epoch else 0
         positions = range(self.rank, self.total_size, self.num_replicas)[skipped:]
-        return (SeededIndex(order[position], self.epoch, position) for position in positions)
+        return (SeededIndex(order[position], epoch, position) for position in positions)
 
 
 def training_position(trainer: Trainer) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch.utils.data import Dataset
 from torchvision.datasets import CIFAR10, CIFAR100
-from torchvision.datasets.utils import check_integrity
+from torchvision.datasets.utils import check_integrity, extract_archive
 
 from relvit.data.images.memory import SameSizeImages
 from relvit.data.modules.base import ImageData, Split, check_class_names
@@ -75,7 +75,7 @@ class CIFARData(ImageData):
     ) -> None:
         self._title = self.dataset_class.__name__.replace("CIFAR", "CIFAR-")
         check_class_names(class_names, self.classes, f"{self._title} has")
-        # Absolute: a checkpoint remembers it, and may be used from elsewhere.
+        # Absolute, since a checkpoint keeps it and may be used from elsewhere.
         self.root = os.path.abspath(os.path.expanduser(root))
         self.download = download
         self.val_fraction = check_fraction(val_fraction)
@@ -110,7 +110,15 @@ class CIFARData(ImageData):
         Raises:
             ValueError: A file is damaged, or the images are missing and may not be downloaded.
         """
-        unpack = check_integrity(self._archive, self.dataset_class.tgz_md5)
+        meta = self.dataset_class.meta
+        # torchvision repairs all files but this one.
+        sound = check_integrity(os.path.join(self._folder, meta["filename"]), meta["md5"])
+        # The sum of the archive takes long: only where it may be needed.
+        unpack = not (sound and self.download) and check_integrity(self._archive, self.dataset_class.tgz_md5)
+        if unpack and not sound:
+            extract_archive(self._archive, self.root)
+        elif not sound and self.download:
+            print(f"{self._title} is not in {self.root}: downloading {self.dataset_class.url}", flush=True)
         self._open(train=False, download=self.download or unpack)
 
     def _open(self, train: bool, download: bool = False) -> CIFAR10:
@@ -125,7 +133,8 @@ class CIFARData(ImageData):
     def _complaint(self) -> str:
         damaged = f"is damaged: its MD5 sum is not that of {self._title}; delete"
         if os.path.isdir(self._folder):
-            return f"a file in {self._folder} {damaged} the folder, so that it is unpacked or downloaded again"
+            file = f"a file in {self._folder} is missing or"
+            return f"{file} {damaged} the folder, so that it is unpacked or downloaded again"
         if os.path.exists(self._archive):
             return f"{self._archive} {damaged} it and download it again"
         url = self.dataset_class.url

@@ -17,8 +17,11 @@ def data_modules() -> list[type[ImageData]]:
 
 
 def public_class_path(text: str) -> str:
-    """Replace full names of relvit's classes of data, wherever their modules are or were, by `relvit.data.NAME`."""
-    return re.sub(r"\brelvit\.data(?:\.[a-z_]+)+\.([A-Z]\w*)", r"relvit.data.\1", text)
+    """Replace full names of relvit's classes of data, wherever their modules are or were, by `relvit.data.NAME`.
+
+    Parts of longer names and of paths stay as they are.
+    """
+    return re.sub(r"(?<![\w./-])relvit\.data(?:\.[a-z_]+)+\.([A-Z]\w*)(?![\w./-])", r"relvit.data.\1", text)
 
 
 def own_data_module(class_path: str) -> type[ImageData] | None:

@@ -29,7 +29,10 @@ def position_factory(
 
     Raises:
         ValueError: an unknown name, or arguments for tables with another position.
+        TypeError: what builds no modules, such as a module: every block has its own.
     """
+    if not isinstance(position, str):
+        _check_kind(position)
     if isinstance(position, str) and position not in POSITIONS:
         hint = did_you_mean(position, POSITIONS)
         raise ValueError(f"position must be one of {listing(tuple(POSITIONS))} or a class, got {position!r}{hint}")
@@ -48,18 +51,22 @@ def make_position(factory: Callable[..., nn.Module], attn: nn.Module) -> nn.Modu
     """Build a position module for an attention layer, on its device and in its dtype.
 
     Raises:
-        TypeError: a `factory` that makes none, such as a module: every block has its own.
+        TypeError: a `factory` that makes no position module, or is one.
     """
+    _check_kind(factory)
+    weight = attn.proj.weight
+    position = factory(attn.head_dim, attn.num_heads, device=weight.device, dtype=weight.dtype)
+    check_position(position)
+    return position
+
+
+def _check_kind(factory: object) -> None:
     if isinstance(factory, nn.Module) or not callable(factory):
         kind = f"a module {type(factory).__name__}" if isinstance(factory, nn.Module) else repr(factory)
         raise TypeError(
             "position must make a module of its own for every block, called as position(head_dim, num_heads, device=, "
             f"dtype=): give a class such as RelativePosition2d or a functools.partial of it, got {kind}"
         )
-    weight = attn.proj.weight
-    position = factory(attn.head_dim, attn.num_heads, device=weight.device, dtype=weight.dtype)
-    check_position(position)
-    return position
 
 
 def check_position(position: object) -> None:

@@ -5,9 +5,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 
-from timm.layers import HybridEmbed, PatchEmbed
+from timm.layers import DiffAttention, HybridEmbed, PatchEmbed
 from timm.models.eva import EvaBlock, EvaBlockPostNorm
-from timm.models.vision_transformer import Block, ResPostBlock
+from timm.models.vision_transformer import (
+    Block,
+    DiffParallelScalingBlock,
+    ParallelScalingBlock,
+    ParallelThingsBlock,
+    ResPostBlock,
+)
 from torch import nn
 
 from relvit.layers import AnySizePatchEmbed
@@ -25,6 +31,12 @@ MAX_GRID = 64
 # Blocks that hand `attn_mask` and `rope` on to one attention untouched.
 BLOCKS = (Block, ResPostBlock, EvaBlock, EvaBlockPostNorm)
 PATCH_EMBEDS = (PatchEmbed, AnySizePatchEmbed, HybridEmbed)
+REFUSED = {
+    ParallelScalingBlock: "its attention and its MLP share projections, so there is no attention module to retrofit",
+    ParallelThingsBlock: "it holds several attention modules side by side",
+    DiffParallelScalingBlock: "its attention is the difference of two softmaxes",
+    DiffAttention: "it is the difference of two softmaxes",
+}
 
 
 def retrofit(
@@ -41,7 +53,7 @@ def retrofit(
     backend: str = "auto",
     max_grid: int | Sequence[int] | None = None,
 ) -> nn.Module:
-    """Give a timm Vision Transformer relative positions in 2D, in place; its outputs stay the same until it is trained.
+    """Give a timm Vision Transformer relative positions in 2D, in place; by default its outputs stay as they are.
 
     Every attention module gets tables as in `RelativePosition2d` (state dict keys `blocks.N.attn.position.*`; all other
     keys stay) and computes `relvit.ops.relative_attention`. Tables meet queries and keys after their norms and before
@@ -143,8 +155,9 @@ def _check_model(model: nn.Module) -> None:
 def _check_part(name: str, part: nn.Module, allowed: tuple[type[nn.Module], ...]) -> None:
     """Raise unless the part is exactly of these classes: how a subclass differs is not known."""
     if type(part) not in allowed:
+        why = f": {REFUSED[type(part)]}" if type(part) in REFUSED else ""
         names = listing([cls.__name__ for cls in allowed])
-        raise ValueError(f"{name} is a {type(part).__name__}, which cannot be retrofitted; allowed: {names}")
+        raise ValueError(f"{name} is a {type(part).__name__}, which cannot be retrofitted{why}; allowed: {names}")
 
 
 def _why_not(model: nn.Module) -> str:

@@ -68,6 +68,9 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionTransformer, l
     if head is not None and head.shape[0] == model.num_classes:
         # timm drops the classifier afterwards if the two numbers differ.
         cfg["num_classes"] = model.num_classes
+    # Early checkpoints have patches as a matrix, (dim, channels * height * width).
+    if PATCHES in state and state[PATCHES].dim() == 2:
+        state[PATCHES] = state[PATCHES].unflatten(1, (-1, *own[PATCHES].shape[-2:]))
     _convert_layer_scale(state, own)
     _convert_absolute(state, model)
     for name in PREFIX_TOKENS:
@@ -118,7 +121,16 @@ def load_jax_archive(
         path: of the archive.
         prefix: of the names in it.
         filter_fn: turns checkpoints of Vision Transformers into the state dict of the model.
+
+    Raises:
+        ValueError: no .npz archive.
     """
+    try:
+        names = np.load(path, allow_pickle=False).files
+    except (AttributeError, EOFError, OSError, ValueError) as error:
+        raise ValueError(
+            f"{path!r} is no .npz archive: timm.models.load_checkpoint reads .pth and .safetensors"
+        ) from error
     block = model.blocks[0]
     plain = VisionTransformer(
         img_size=model.patch_embed.img_size,
@@ -129,7 +141,7 @@ def load_jax_archive(
         depth=len(model.blocks),
         num_heads=block.attn.num_heads,
         mlp_ratio=block.mlp.fc1.out_features / model.embed_dim,
-        class_token=any(name.split("/")[-1] == "cls" for name in np.load(path).files),
+        class_token=any(name.split("/")[-1] == "cls" for name in names),
         global_pool="map" if model.global_pool == "map" else "avg",
         fc_norm=False,
     )

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from relvit.ops.grid import Grid, patch_coords, without_padding
+from relvit.ops.grid import Grid, batched_coords, without_padding
 from relvit.ops.recompute import recomputed
 from relvit.ops.tracing import is_compiling, is_functorch
 
@@ -82,9 +82,8 @@ def average_of_pairs(
 
 def token_places(grid: Grid, device: torch.device) -> Tensor:
     """Number each token's place, prefix tokens first, then the raster: (1 or B, N)."""
-    coords = patch_coords(grid, device)
+    coords = batched_coords(grid, device)
     patches = grid.prefix + coords[..., 0] * grid.width + coords[..., 1]
-    patches = patches if patches.dim() == 2 else patches[None]
     return torch.cat((torch.arange(grid.prefix, device=device).expand(patches.shape[0], -1), patches), dim=1)
 
 
@@ -96,8 +95,7 @@ def place_bias(grid: Grid, device: torch.device) -> Callable[[Tensor, int, int],
 
 def window_bias(grid: Grid, device: torch.device) -> Callable[[Tensor, int, int], Tensor]:
     """Make the `bias_of` of `average_of_pairs` for windows (heads, r, c) by offset."""
-    coords = patch_coords(grid, device)
-    coords = F.pad(coords if coords.dim() == 3 else coords[None], (0, 0, grid.prefix, 0))
+    coords = F.pad(batched_coords(grid, device), (0, 0, grid.prefix, 0))
     placed = torch.arange(coords.shape[1], device=device) >= grid.prefix
 
     def bias_of(weight: Tensor, first: int, last: int) -> Tensor:

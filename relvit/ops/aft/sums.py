@@ -144,7 +144,10 @@ class _GatedAverage(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         create_graph = torch.is_grad_enabled()
-        inputs = [part if create_graph else part.detach().requires_grad_() for part in ctx.saved_tensors]
+        inputs = [
+            part if create_graph and part.requires_grad else part.detach().requires_grad_()
+            for part in ctx.saved_tensors
+        ]
         with torch.enable_grad():
             mixed = _gated_average(*inputs, ctx.padded)
         return *torch.autograd.grad(mixed, inputs, grad, create_graph=create_graph), None

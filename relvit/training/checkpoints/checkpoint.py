@@ -119,9 +119,15 @@ class Checkpoint:
             raise ValueError(f"the checkpoint does not make a model: {_short(why, 300)}") from error
         return classifier.eval()
 
+    def argument(self, name: str) -> Any:
+        """Return an argument of the `ImageClassifier`."""
+        if name not in self.model:
+            raise ValueError(f"{self.path} does not hold {name!r}, as relvit fit writes it")
+        return self.model[name]
+
     def architecture(self) -> Architecture:
         """Return the model, which can be built anew for other classes and another image size."""
-        return Architecture(self.model["model"], self.model.get("model_kwargs"), self.model.get("retrofit"))
+        return Architecture(self.argument("model"), self.model.get("model_kwargs"), self.model.get("retrofit"))
 
     @property
     def data_args(self) -> dict[str, Any]:
@@ -157,6 +163,13 @@ class Checkpoint:
         except (KeyError, TypeError) as error:
             raise ValueError(f"{self.path} does not hold the transforms of its images: {error!r}") from error
 
+    def class_names(self) -> list[str]:
+        """Return the names of the classes in order."""
+        try:
+            return [str(name) for name in self.data_args["class_names"]]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{self.path} does not hold the names of its classes: {error!r}") from error
+
     def finished_epochs(self) -> int:
         """Return the number of epochs that were complete."""
         try:
@@ -174,7 +187,7 @@ class Checkpoint:
 
     def check_data(self, data: ImageData) -> None:
         """Refuse a data module with other classes or another number of channels; the image size may differ."""
-        names = [name for name in ("class_names", "in_chans") if self.model[name] is not None]
+        names = [name for name in ("class_names", "in_chans") if self.argument(name) is not None]
         given = {name: _plain(getattr(data, name)) for name in names}
         if difference := first_difference(self.model, given, names):
             name, trained, found = difference

@@ -151,7 +151,7 @@ class Pretrained:
             source=checkpoint.path,
             state={name.removeprefix("net."): tensor for name, tensor in checkpoint.weights.items()},
             class_names=model.get("class_names"),
-            input_size=(model["in_chans"], *parse_size(size)) if size else None,
+            input_size=(checkpoint.argument("in_chans"), *parse_size(size)) if size else None,
             **checkpoint.normalisation()._asdict(),
         )
 
