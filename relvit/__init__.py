@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from relvit import layers, models, ops
-from relvit.models import RelVisionTransformer, attention_maps, retrofit
+from relvit.models import Reach, RelVisionTransformer, attention_maps, retrofit
 from relvit.version import __version__
 
 if TYPE_CHECKING:
@@ -19,17 +19,20 @@ if TYPE_CHECKING:
 __all__ = ["__version__", "RelVisionTransformer", "retrofit", "attention_maps", "load", "layers", "models", "ops"]
 
 
-def load(ckpt_path: str | os.PathLike[str], img_size: int | Sequence[int] | None = None) -> Predictor:
+def load(
+    ckpt_path: str | os.PathLike[str], img_size: int | Sequence[int] | None = None, reach: Reach = "trained"
+) -> Predictor:
     """The classifier of a checkpoint of `relvit fit`, for `predict` and `embed`; see `relvit.evaluation.Predictor`.
 
     Args:
         ckpt_path: the checkpoint, such as runs/RUN/checkpoints/best.ckpt.
         img_size: size of the images given to the model, one number or (height, width); None: as in training.
+        reach: 'trained', 'stretch', 'logn' or 'stretch-logn', see `relvit.models.set_reach`.
 
     Raises:
-        FileNotFoundError, ValueError: no checkpoint of `relvit fit`, or no such size.
+        FileNotFoundError, ValueError: no checkpoint of `relvit fit`, or no such size or reach.
     """
     # Imported here, since Lightning takes a second that models alone do not need.
     from relvit.evaluation import Predictor
 
-    return Predictor(ckpt_path, img_size)
+    return Predictor(ckpt_path, img_size, reach)

@@ -37,13 +37,13 @@ SHOWN: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "run and devices": ("config", "runs", "resume", "save_every", "seed_everything", "quiet", *_DEVICES),
     },
-    "validate": {"images": ("ckpt_path", "root", *_IMAGES), "devices": _DEVICES},
+    "validate": {"images": ("ckpt_path", "root", *_IMAGES, "reach"), "devices": _DEVICES},
     "test": {
-        "images": ("ckpt_path", "split", "root", *_IMAGES, "data.on_error", "mirror"),
+        "images": ("ckpt_path", "split", "root", *_IMAGES, "reach", "data.on_error", "mirror"),
         "results and devices": ("runs", *_DEVICES),
     },
     "predict": {
-        "images": ("ckpt_path", "paths", "root", *_IMAGES, "data.on_error", "mirror"),
+        "images": ("ckpt_path", "paths", "root", *_IMAGES, "reach", "data.on_error", "mirror"),
         "results and devices": ("runs", *_DEVICES),
     },
 }

@@ -67,6 +67,7 @@ def export_model(predictor: Predictor, output: str | os.PathLike[str]) -> list[t
         "class_names": predictor.class_names,
         "input": ["batch" if i == 0 else str(dynamic[i]) if i in dynamic else size for i, size in enumerate(shapes[0])],
         "img_size": predictor.img_size,
+        "reach": predictor.reach,
         "crop_pct": predictor.crop_pct,
         "interpolation": "bicubic",
         "mean": predictor.mean,

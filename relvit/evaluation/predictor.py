@@ -20,7 +20,7 @@ from relvit.data.images.datasets import OnError, SkipUnreadable, SkipUnreadableL
 from relvit.data.images.folders import image_files
 from relvit.evaluation.inputs import ImageInput, InputImages
 from relvit.evaluation.mirror import average_with_mirror
-from relvit.models import AttentionMaps, attention_maps, check_image_size
+from relvit.models import AttentionMaps, Reach, attention_maps, check_image_size, set_reach
 from relvit.training import Checkpoint
 from relvit.utils.messages import check_choice
 
@@ -61,6 +61,7 @@ class Predictor:
     Args:
         ckpt_path: the checkpoint.
         img_size: size of the images given to the model, one number or (height, width); None: as in training.
+        reach: how the model treats images of another size than in training, see `relvit.models.set_reach`.
 
     Attributes:
         model: the timm model, in evaluation mode, its parameters without gradients. `model.pretrained_cfg` describes
@@ -68,16 +69,19 @@ class Predictor:
             `timm.models.save_for_hf`.
         class_names: name of each class; the position is the label.
         img_size: (height, width).
+        reach: as given.
         mean, std: of each channel, in units of the range 0..1.
         crop_pct: proportion of the side that the centre crop keeps.
         num_features: length of the feature vectors.
         transform: from a PIL image to what the model takes.
 
     Raises:
-        FileNotFoundError, ValueError: no checkpoint of `relvit fit`, or no such size.
+        FileNotFoundError, ValueError: no checkpoint of `relvit fit`, or no such size or reach.
     """
 
-    def __init__(self, ckpt_path: str | os.PathLike[str], img_size: int | Sequence[int] | None = None) -> None:
+    def __init__(
+        self, ckpt_path: str | os.PathLike[str], img_size: int | Sequence[int] | None = None, reach: Reach = "trained"
+    ) -> None:
         checkpoint = Checkpoint.read(ckpt_path)
         self.classifier = checkpoint.classifier().requires_grad_(False)
         trained_size, self.mean, self.std, self.crop_pct = checkpoint.transforms()
@@ -89,6 +93,8 @@ class Predictor:
             )
         if len(self.mean) not in (1, 3):
             raise ValueError(f"{ckpt_path} was trained on images of {len(self.mean)} channels; 1 or 3 can be read")
+        self.reach = reach
+        set_reach(self.model, reach, trained_size)
         if img_size is not None:
             check_image_size(self.model, self.img_size, len(self.mean), self.classifier.hparams.img_size)
         self.transform = eval_transform(self.img_size, self.mean, self.std, self.crop_pct)

@@ -23,10 +23,13 @@ def attend(
     dropout_p: float,
     scale: float,
     backend: str,
+    trained_keys: int | None,
 ) -> Tensor:
     """Compute `relvit.ops.relative_attention`, in TorchScript as one operator."""
     if torch.jit.is_scripting():
-        return scripted_attention(query, key, value, terms, grid, attn_mask, is_causal, dropout_p, scale, backend)
+        return scripted_attention(
+            query, key, value, terms, grid, attn_mask, is_causal, dropout_p, scale, backend, trained_keys
+        )
     return relative_attention(
         query,
         key,
@@ -37,6 +40,7 @@ def attend(
         is_causal=is_causal,
         dropout_p=dropout_p,
         scale=scale,
+        trained_keys=trained_keys,
         backend=backend,
     )
 
@@ -60,6 +64,9 @@ class RelativeAttention(Attention):
         backend: see `relvit.ops.relative_attention`; an attribute that may be set at any time.
         **kwargs: see `timm.layers.Attention`.
 
+    Attributes:
+        trained_keys: see `relvit.ops.relative_attention`; `relvit.models.set_reach` sets it.
+
     Raises:
         ValueError: an unknown backend.
         TypeError: a `position` that is no module, such as the class of one.
@@ -79,6 +86,7 @@ class RelativeAttention(Attention):
         super().__init__(dim, num_heads, **kwargs)
         self.position = position
         self.backend = backend
+        self.trained_keys: int | None = None
 
     def forward(self, x: Tensor, grid: Grid, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """Map (B, N, dim) tokens of `grid` to (B, N, dim); the mask is that of `relvit.ops.relative_attention`."""
@@ -93,9 +101,19 @@ class RelativeAttention(Attention):
         if self.position is not None:
             terms = self.position(grid)
         if not torch.jit.is_scripting():
-            show_weights(self.attn_drop, q, k, terms, grid, attn_mask=attn_mask, is_causal=is_causal, scale=self.scale)
+            show_weights(
+                self.attn_drop,
+                q,
+                k,
+                terms,
+                grid,
+                attn_mask=attn_mask,
+                is_causal=is_causal,
+                scale=self.scale,
+                trained_keys=self.trained_keys,
+            )
         dropout_p = self.attn_drop.p if self.training else 0.0
-        x = attend(q, k, v, terms, grid, attn_mask, is_causal, dropout_p, self.scale, self.backend)
+        x = attend(q, k, v, terms, grid, attn_mask, is_causal, dropout_p, self.scale, self.backend, self.trained_keys)
         x = self.norm(x.transpose(1, 2).reshape(B, N, self.attn_dim))
         if gate is not None:
             x = x * gate

@@ -37,11 +37,13 @@ class TimmRelativeAttention:
         position: module that maps a `Grid` to `RelativeTerms`, such as `RelativePosition2d`.
         backend: see `relvit.ops.relative_attention`.
         num_kv_groups: query heads that share a head of keys and values.
+        trained_keys: see `relvit.ops.relative_attention`; `relvit.models.set_reach` sets it.
     """
 
     position: nn.Module
     backend: str
     num_kv_groups: int = 1
+    trained_keys: int | None = None
 
     def forward(
         self,
@@ -81,6 +83,7 @@ class TimmRelativeAttention:
             "attn_mask": attn_mask,
             "is_causal": is_causal,
             "scale": self.scale,
+            "trained_keys": self.trained_keys,
             "position_query": position_query,
             "position_key": position_key,
         }

@@ -14,6 +14,7 @@ from relvit.ops.backends.axis_logits import axis_logits, grid_axes, table_index
 from relvit.ops.checks import check_backend, check_kind, check_tokens
 from relvit.ops.grid import Grid
 from relvit.ops.inputs import AttentionInputs, check_terms, checked, with_equal_heads
+from relvit.ops.temperature import with_temperature
 from relvit.ops.terms import JointTable, RelativeTerms
 from relvit.ops.tracing import is_compiling, is_functorch
 
@@ -42,6 +43,7 @@ def relative_attention(
     is_causal: bool = False,
     dropout_p: float = 0.0,
     scale: float | None = None,
+    trained_keys: int | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Compute attention in which keys and values depend on where the key is relative to the query, exactly.
@@ -67,6 +69,8 @@ def relative_attention(
         is_causal: allow only keys that do not come later in the sequence than the query; not together with `attn_mask`.
         dropout_p: dropout on the attention weights, value term included. Pass 0 in evaluation.
         scale: factor on content and relative logits alike; None: head_dim ** -0.5.
+        trained_keys: number of keys in training, 2 or more: all logits, the bias included, are multiplied by log(n) /
+            log(trained_keys), with n the number of keys that are no padding; see `relvit.ops.temperature`. None: not.
         backend: 'fused' (one `scaled_dot_product_attention` over augmented q, k and v: memory O(N (H + W)), nothing of
             N x N is kept for backward; with `dropout_p` > 0 PyTorch's CPU kernel gives up this promise), 'tiled' (one
             tile of queries after the other, recomputed in backward: nothing of N x N either; but no second
@@ -88,6 +92,8 @@ def relative_attention(
         query, key, value, terms, grid, key_grid, attn_mask, is_causal, dropout_p, scale, position_query, position_key
     )
     inputs = checked(inputs)
+    if trained_keys is not None:
+        inputs = with_temperature(inputs, trained_keys)
     if backend == "auto":
         backend = _choose(inputs).backend
     if backend in ("fused", "tiled"):

@@ -11,6 +11,7 @@ import torch
 from relvit.cli.errors import UsageError
 from relvit.evaluation import Predictor, Size, embed_folder, write_embeddings
 from relvit.evaluation.embeddings import check_format
+from relvit.models import Reach
 from relvit.utils.messages import printable
 from relvit.utils.progress import with_bar
 
@@ -23,6 +24,7 @@ def embed(
     batch_size: int = 64,
     num_workers: int = 2,
     device: str = "auto",
+    reach: Reach = "trained",
 ) -> None:
     """Write the features, from which the classifier decides, of all images below a folder.
 
@@ -36,9 +38,10 @@ def embed(
         batch_size: The number of images in a batch.
         num_workers: The number of processes that read images; 0 reads them in the main process.
         device: The device that computes, such as cpu or cuda:1; auto takes an accelerator if there is one.
+        reach: How images of another size than in training are treated: trained, stretch, logn or stretch-logn.
     """
     check_format(output)
-    predictor = Predictor(ckpt_path, img_size).to(find_device(device))
+    predictor = Predictor(ckpt_path, img_size, reach).to(find_device(device))
     found = embed_folder(predictor, root, batch_size, num_workers, partial(with_bar, what="embedding"))
     if found.unreadable:
         listed = Path(output).with_suffix(".unreadable.csv")

@@ -6,6 +6,8 @@ from typing import Literal
 
 from jsonargparse import ArgumentParser
 
+from relvit.models import Reach
+
 # Where they differ from Lightning's.
 TRAINER_DEFAULTS = {"max_epochs": 100, "enable_model_summary": False}
 
@@ -18,6 +20,9 @@ def add_own_options(parser: ArgumentParser, command: str) -> None:
     if command == "test":
         text = "The images to use: those of train (without augmentation), val or test."
         add("--split", type=Literal["train", "val", "test"], default="test", help=text)
+    if command != "fit":
+        text = "How images of another size than in training are treated: trained, stretch, logn or stretch-logn."
+        add("--reach", type=Reach, default="trained", help=text)
     if command in ("test", "predict"):
         text = "Average the probabilities of each image and its mirror image."
         add("--mirror", type=bool, default=False, help=text)

@@ -66,8 +66,8 @@ def report_fit(
         rank_zero_print("\n".join([*lines, _files(folder), "Next:", *_suggestions(model.net, data, best)]))
 
 
-def report_test(trainer: Trainer, folder: Path, checkpoint: str) -> None:
-    """Write `summary.json` and print metrics of the classes, in the main process; `checkpoint` is as the user gave it.
+def report_test(trainer: Trainer, folder: Path, checkpoint: str, reach: str) -> None:
+    """Write `summary.json` and print metrics of the classes, in the main process; options are as the user gave them.
 
     Raises:
         UsageError: no image could be read.
@@ -75,7 +75,7 @@ def report_test(trainer: Trainer, folder: Path, checkpoint: str) -> None:
     report, data = _callback(trainer, EvaluationReport), trainer.datamodule
     if not report.results:
         raise UsageError(f"none of the images could be read; {folder / 'unreadable.csv'} says why")
-    summary = {"checkpoint": checkpoint, "split": data.evaluated_split, "img_size": list(data.img_size)}
+    summary = {"checkpoint": checkpoint, "split": data.evaluated_split, "img_size": list(data.img_size), "reach": reach}
     summary |= report.results
     _write_summary(folder, summary, trainer)
     print_classes(report.classes, data.class_names)

@@ -28,6 +28,7 @@ from relvit.cli.fit.run_folder import check_runs, explain_full_disk, lock_run_fo
 from relvit.cli.parser import Parser
 from relvit.data import ImageData
 from relvit.evaluation import EvaluationReport, MirrorAverage
+from relvit.models import set_reach
 from relvit.training import (
     AtomicCheckpointIO,
     Checkpoint,
@@ -180,6 +181,8 @@ class RelvitCLI(OpenLightningCLI):
         checkpoint.check_network(self.model.hparams)
         checkpoint.check_data(self.datamodule)
         if self.command != "fit":
+            if (reach := self.config_value(self.config, "reach")) != "trained":
+                set_reach(self.model.net, reach, checkpoint.transforms().img_size)
             return
         if self.config_value(self.config, "lr_find"):
             raise UsageError("--lr_find starts a training; one that goes on keeps its learning rate: drop that option")
@@ -301,7 +304,7 @@ class RelvitCLI(OpenLightningCLI):
 
     def after_test(self) -> None:
         if rank_zero_only.rank == 0:
-            report_test(self.trainer, self.run_folder, self.checkpoint_path)
+            report_test(self.trainer, self.run_folder, self.checkpoint_path, self.config_value(self.config, "reach"))
 
     def after_predict(self) -> None:
         if rank_zero_only.rank == 0:

@@ -6,6 +6,7 @@ import torch
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
+from relvit.layers.positions.stretch import is_stretched, stretch
 from relvit.ops import AxisTables, Grid, RelativeTerms
 from relvit.ops.checks import int_pair
 
@@ -25,6 +26,10 @@ class SlopePosition2d(nn.Module):
         max_distance: clip distance of |dy| and |dx| in patches, one for both axes or (rows, columns); None: tables
             reach over the whole grid, and nothing is clipped.
 
+    Attributes:
+        trained_grid: rows and columns of patches in training: in images of another size distances are divided by the
+            ratio of sizes; see `relvit.models.set_reach`. None: they are not.
+
     Raises:
         ValueError: a number of heads or a clip distance out of range.
         TypeError: a clip distance that is not an integer.
@@ -42,6 +47,7 @@ class SlopePosition2d(nn.Module):
         if num_heads < 1:
             raise ValueError(f"num_heads must be at least 1, got {num_heads}")
         self.max_distance = None if max_distance is None else int_pair("max_distance", max_distance, 0)
+        self.trained_grid: tuple[int, int] | None = None
         self.register_buffer("slopes", torch.empty(num_heads, device=device, dtype=torch.float32), persistent=False)
         self.init_non_persistent_buffers()
 
@@ -54,10 +60,18 @@ class SlopePosition2d(nn.Module):
 
     def forward(self, grid: Grid) -> RelativeTerms:
         """Return the bias, in tables that reach over the grid."""
-        rows, cols = grid.height - 1, grid.width - 1
+        trained = self.trained_grid if is_stretched(grid, self.trained_grid) else None
+        # Stretched tables of the trained size reach over the grid.
+        rows, cols = (grid.height - 1, grid.width - 1) if trained is None else trained
         if self.max_distance is not None:
             rows, cols = self.max_distance
-        return RelativeTerms(bias=AxisTables(self._table(rows), self._table(cols)))
+        tables = AxisTables(self._table(rows), self._table(cols))
+        if trained is not None:
+            tables = AxisTables(
+                stretch(tables.rows, -1, grid.height, trained[0], "clip"),
+                stretch(tables.cols, -1, grid.width, trained[1], "clip"),
+            )
+        return RelativeTerms(bias=tables)
 
     def _table(self, distance: int) -> Tensor:
         """(num_heads, 2 `distance` + 1)."""

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 
 import torch
-from timm.layers import trunc_normal_
+from timm.layers import register_notrace_module, trunc_normal_
 from torch import Tensor, nn
 
+from relvit.layers.positions.stretch import is_stretched, stretch
 from relvit.ops import BUCKETINGS, AxisTables, Grid, JointTable, RelativeTerms
 from relvit.ops.checks import int_pair
 from relvit.utils.messages import did_you_mean, listing
@@ -14,6 +15,8 @@ TERMS = {"q": "query", "k": "key", "v": "value", "b": "bias"}
 LAYOUTS: dict[str, type[AxisTables] | type[JointTable]] = {"separate": AxisTables, "joint": JointTable}
 
 
+# Sizes of the grid have no value while a graph is traced.
+@register_notrace_module
 class RelativePosition2d(nn.Module):
     """Tables of Shaw et al. 2018 (arXiv 1803.02155, section 3.2) for the vertical and the horizontal offset.
 
@@ -34,6 +37,10 @@ class RelativePosition2d(nn.Module):
         bucketing: 'clip', or 'piecewise' for iRPE's index, whose 2k + 1 rows reach up to 4k patches away.
         init_std: standard deviation of the truncated normal that initialises the tables; 0: zeros, with which the
             layer computes plain attention.
+
+    Attributes:
+        trained_grid: rows and columns of patches in training, for which `relvit.models.set_reach` stretches tables to
+            other sizes; None: they are used as trained.
 
     Raises:
         ValueError: unknown or repeated letters, an unknown layout or bucketing, a negative clip distance or standard
@@ -72,6 +79,7 @@ class RelativePosition2d(nn.Module):
         self.layout = layout
         self.bucketing = bucketing
         self.init_std = init_std
+        self.trained_grid: tuple[int, int] | None = None
         rows, cols = (2 * distance + 1 for distance in self.max_distance)
         offsets = {"rows": (rows,), "cols": (cols,), "table": (rows, cols)}
         for letter, term in TERMS.items():
@@ -96,29 +104,43 @@ class RelativePosition2d(nn.Module):
         return {name for name, _ in self.named_parameters()}
 
     def forward(self, grid: Grid) -> RelativeTerms:
-        """Return the terms, which are the same for every grid."""
+        """Return the terms, the same for every grid; with `trained_grid` stretched to a grid of another size."""
+        trained = self.trained_grid if is_stretched(grid, self.trained_grid) else None
         return RelativeTerms(
-            join_tables(self.query_rows, self.query_cols, self.query_table),
-            join_tables(self.key_rows, self.key_cols, self.key_table),
-            join_tables(self.value_rows, self.value_cols, self.value_table),
-            join_tables(self.bias_rows, self.bias_cols, self.bias_table),
-            self.bucketing,
+            self._tables(self.query_rows, self.query_cols, self.query_table, -2, grid, trained),
+            self._tables(self.key_rows, self.key_cols, self.key_table, -2, grid, trained),
+            self._tables(self.value_rows, self.value_cols, self.value_table, -2, grid, trained),
+            self._tables(self.bias_rows, self.bias_cols, self.bias_table, -1, grid, trained),
+            self.bucketing if trained is None else "clip",
         )
+
+    def _tables(
+        self,
+        rows: Tensor | None,
+        cols: Tensor | None,
+        joint: Tensor | None,
+        axis: int,
+        grid: Grid,
+        trained: tuple[int, int] | None,
+    ) -> AxisTables | JointTable | None:
+        """The pair of tables, the joint one, or None; `axis` is that of the offsets, in a joint one of the columns."""
+        if rows is not None and cols is not None:
+            if trained is not None:
+                rows = stretch(rows, axis, grid.height, trained[0], self.bucketing)
+                cols = stretch(cols, axis, grid.width, trained[1], self.bucketing)
+            return AxisTables(rows, cols)
+        if joint is not None:
+            if trained is not None:
+                joint = stretch(joint, axis - 1, grid.height, trained[0], self.bucketing)
+                joint = stretch(joint, axis, grid.width, trained[1], self.bucketing)
+            return JointTable(joint)
+        return None
 
     def extra_repr(self) -> str:
         return (
             f"rel_terms={self.rel_terms!r}, max_distance={self.max_distance}, shared_heads={self.shared_heads}, "
             f"layout={self.layout!r}, bucketing={self.bucketing!r}, init_std={self.init_std}"
         )
-
-
-def join_tables(rows: Tensor | None, cols: Tensor | None, joint: Tensor | None) -> AxisTables | JointTable | None:
-    """Return the pair of tables, the joint one, or None."""
-    if rows is not None and cols is not None:
-        return AxisTables(rows, cols)
-    if joint is not None:
-        return JointTable(joint)
-    return None
 
 
 def initialise(module: nn.Module, std: float) -> None:

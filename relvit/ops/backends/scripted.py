@@ -37,6 +37,7 @@ def scripted_attention(
     dropout_p: float,
     scale: float | None,
     backend: str,
+    trained_keys: int | None = None,
 ) -> Tensor:
     """Call `relvit.ops.relative_attention` from code that TorchScript compiles; the same arguments and result.
 
@@ -60,6 +61,7 @@ def scripted_attention(
         dropout_p,
         scale,
         backend,
+        trained_keys,
     )
 
 
@@ -88,8 +90,9 @@ def _run(
         term = JointTable(first) if second is None else AxisTables(first, second)
         terms.append(None if first is None else term)
     grid = Grid(*sizes, coords, valid)
-    names = ("attn_mask", "is_causal", "dropout_p", "scale", "backend")
-    given = dict(zip(names, options, strict=True))
+    names = ("attn_mask", "is_causal", "dropout_p", "scale", "backend", "trained_keys")
+    # PyTorch leaves out the last one where it has its default.
+    given = dict(zip(names, options, strict=False))
     return relative_attention(query, key, value, RelativeTerms(*terms, bucketing), grid, **given)
 
 
@@ -97,6 +100,6 @@ def _run(
 register_operator(
     "relative_attention(Tensor query, Tensor key, Tensor value, Tensor?[] tables, str bucketing, "
     "int[] sizes, Tensor? coords, Tensor? valid, "
-    "Tensor? attn_mask, bool is_causal, float dropout_p, float? scale, str backend) -> Tensor",
+    "Tensor? attn_mask, bool is_causal, float dropout_p, float? scale, str backend, int? trained_keys=None) -> Tensor",
     _run,
 )

@@ -1,0 +1,74 @@
+"""Stretch tables of relative positions to another size of the image: offsets count in trained patches."""
+
+import torch
+from torch import Tensor
+
+from relvit.ops import Grid
+from relvit.ops.backends.scripted import register_operator
+from relvit.ops.buckets import bucket, saturation
+from relvit.ops.tracing import is_compiling
+
+
+def is_stretched(grid: Grid, trained_grid: tuple[int, int] | None) -> bool:
+    """Return whether a position stretches its tables for a grid: not at the trained size, where they stay as they are.
+
+    Args:
+        grid: of the tokens.
+        trained_grid: rows and columns of patches in training; None: tables are used as trained at every size.
+
+    Raises:
+        ValueError: a batch with padding, whose images differ in size, while tables serve all of them.
+    """
+    if trained_grid is None:
+        return False
+    if grid.valid is not None:
+        raise ValueError(
+            "tables cannot be stretched for a padded batch, whose images differ in size: give images of one size, or "
+            "use reach 'trained' or 'logn'"
+        )
+    if not torch.jit.is_scripting():  # noqa: SIM102 (TorchScript would compile the second condition)
+        # One graph serves all sizes.
+        if is_compiling():
+            return True
+    return grid.height != trained_grid[0] or grid.width != trained_grid[1]
+
+
+def stretch(table: Tensor, axis: int, size: int, trained: int, bucketing: str) -> Tensor:
+    """Interpolate a table so that its row for the offset d has what the trained one has at d * trained / size.
+
+    With f(d) the trained entry for a whole offset d, linear between whole offsets and constant from the clip distance k
+    on, the new table has the entry f(clip(d * trained / size, -k, k)) for |d| <= ceil(k * size / trained). The table of
+    'piecewise' is expanded first, to one row for each offset up to the 4k at which the last one begins; so the new
+    table is in any case one for 'clip'.
+
+    Args:
+        table: 2k + 1 rows along `axis`.
+        axis: counted from the end, -1 or less.
+        size: of the grid along that axis, in patches; may be a symbol.
+        trained: the same in training.
+        bucketing: which row an offset uses; see `relvit.ops.buckets.bucket`.
+
+    Returns:
+        The table with 2 ceil(k * size / trained) + 1 rows, dtype of `table`; computed in float32 at least.
+    """
+    if torch.jit.is_scripting():
+        return torch.ops.relvit.stretch(table, axis, size, trained, bucketing)
+    distance = (table.shape[axis] - 1) // 2
+    if bucketing != "clip":
+        far = saturation(distance, bucketing)
+        rows = bucket(torch.arange(-far, far + 1, device=table.device), distance, bucketing)
+        table, distance = table.index_select(axis, rows), far
+    farthest = (distance * size + trained - 1) // trained
+    # Integers, in units of 1 / size, so that whole offsets are exact.
+    offsets = torch.arange(-farthest, farthest + 1, device=table.device)
+    position = (offsets * trained + distance * size).clamp(min=0)
+    before = position // size
+    precision = torch.promote_types(table.dtype, torch.float32)
+    weight = ((position - before * size).to(precision) / size)[(..., *(None,) * (-1 - axis))]
+    low, high = (
+        table.index_select(axis, (before + further).clamp(max=2 * distance)).to(precision) for further in (0, 1)
+    )
+    return torch.lerp(low, high, weight).to(table.dtype)
+
+
+register_operator("stretch(Tensor table, int axis, int size, int trained, str bucketing) -> Tensor", stretch)

@@ -1,0 +1,85 @@
+"""Reach: how a model with relative attention treats images of another size than it was trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+from torch import nn
+
+from relvit.layers import RelativeAttention
+from relvit.layers.timm_attention import TimmRelativeAttention
+from relvit.ops import Grid
+from relvit.ops.checks import int_pair
+from relvit.utils.messages import check_choice
+
+Reach = Literal["trained", "stretch", "logn", "stretch-logn"]
+
+
+def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] | None = None) -> nn.Module:
+    """Choose how relative attention treats images of another size than in training, until chosen again; in place.
+
+    With H x W patches in an image, H0 x W0 in training, and n and n0 tokens likewise, prefix tokens included:
+
+    - 'trained', as models are made: offsets are clipped at max_distance patches, and nothing else changes.
+    - 'stretch': vertical offsets are multiplied by H0 / H, horizontal ones by W0 / W, then clipped; the tables are
+      interpolated linearly for that, see `relvit.layers.positions.stretch`.
+    - 'logn': all attention logits, the bias included, are multiplied by log(n) / log(n0), see `relvit.ops.temperature`.
+    - 'stretch-logn': both.
+
+    At the trained size all four compute the same. Absolute and rotary embeddings are not changed: they have rules of
+    their own for other sizes. Names in the state dict stay, and so do gradients, graphs and exports. A position of your
+    own can be stretched if it has an attribute `trained_grid`, None or (rows, columns), and follows it in `forward`.
+
+    Args:
+        model: a `relvit_*` model with attention, or a timm model after `relvit.retrofit`, but for NaFlexVit.
+        reach: one of these four.
+        trained_size: size of the images in training, in pixels, one number or (height, width); None: `img_size` of the
+            model.
+
+    Returns:
+        `model` itself.
+
+    Raises:
+        ValueError: an unknown `reach`, or one that the model has nothing for; the model is not changed then.
+    """
+    check_choice("reach", reach, get_args(Reach))
+    layers = [part for part in model.modules() if isinstance(part, RelativeAttention | TimmRelativeAttention)]
+    trained_grid = trained_keys = None
+    if reach != "trained":
+        refused = f"reach {reach!r} is not for {type(model).__name__}"
+        if not layers:
+            raise ValueError(
+                f"{refused}, which has no relative attention; relvit_* models have it, and relvit.retrofit gives it to "
+                "timm's Vision Transformers"
+            )
+        embed = getattr(model, "patch_embed", None)
+        if embed is None:
+            raise ValueError(f"{refused}, which has no patch_embed, whose size would be that of the training")
+        grid = embed.grid_size
+        if trained_size is not None:
+            grid = embed.dynamic_feat_size(int_pair("trained_size", trained_size, max(embed.patch_size)))
+        if "logn" in reach:
+            trained_keys = model.num_prefix_tokens + grid[0] * grid[1]
+            if trained_keys < 2:
+                raise ValueError(f"{refused} trained on a single token")
+        if "stretch" in reach:
+            trained_grid = tuple(grid)
+            for layer in layers:
+                _check_position(layer.position, refused)
+    for layer in layers:
+        layer.trained_keys = trained_keys
+        if hasattr(layer.position, "trained_grid"):
+            layer.position.trained_grid = trained_grid
+    return model
+
+
+def _check_position(position: nn.Module | None, refused: str) -> None:
+    """Raise unless there are tables to stretch."""
+    if position is None or all(term is None for term in position(Grid(1, 1))[:4]):
+        raise ValueError(f"{refused} without relative terms: there are no tables to stretch")
+    if not hasattr(position, "trained_grid"):
+        raise ValueError(
+            f"{refused} with position {type(position).__name__}, which cannot be stretched: it has no attribute "
+            "trained_grid, (rows, columns), for its forward to follow"
+        )

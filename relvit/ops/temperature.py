@@ -1,0 +1,58 @@
+"""Attention temperature by the logarithm of the number of keys: more keys do not make attention flatter."""
+
+import torch
+from torch import Tensor
+
+from relvit.ops.grid import key_mask
+from relvit.ops.inputs import AttentionInputs
+
+
+def with_temperature(inputs: AttentionInputs, trained_keys: int) -> AttentionInputs:
+    """Multiply all logits, the bias included, by log(n) / log(trained_keys), with n the number of keys of a sample.
+
+    Prefix tokens count as keys, padding does not; what a mask or causality hides counts. Numbers in `attn_mask` are
+    added afterwards, as they are. Source: logits times log(n), Chiang & Cholak 2022 (arXiv 2202.12172); relative to
+    the trained number as Qwen's LogN-scaling (Bai et al. 2023, arXiv 2309.16609), but for fewer keys too.
+
+    Args:
+        inputs: as `relvit.ops.inputs.checked` returns them.
+        trained_keys: number of keys in training, 2 or more.
+
+    Returns:
+        The inputs with other queries, position keys and bias tables, each in its own dtype; the same numbers where n is
+        `trained_keys`.
+
+    Raises:
+        ValueError: fewer than 2 `trained_keys`; a bias where samples have different numbers of keys.
+    """
+    if trained_keys < 2:
+        raise ValueError(f"trained_keys must be 2 or more, got {trained_keys}: one key always has the weight 1")
+    query, key, terms = inputs.query, inputs.position_key, inputs.terms
+    valid = key_mask(inputs.key_grid)
+    precision = torch.promote_types(query.dtype, torch.float32)
+    if valid is None:
+        count = query.new_full((1, 1, 1, 1), inputs.key.shape[2], dtype=precision)
+    else:
+        # Samples without keys have no logits.
+        count = valid.sum(dim=1).clamp(min=1).to(precision)[:, None, None, None]
+    # Of two tensors: so equal numbers have exactly the ratio 1.
+    factor = count.log() / torch.full_like(count, trained_keys).log()
+
+    def times(tensor: Tensor, factor: Tensor) -> Tensor:
+        return (tensor * factor).to(tensor.dtype)
+
+    if terms.bias is not None:
+        if factor.shape[0] > 1:
+            raise ValueError(
+                "trained_keys cannot be combined with terms.bias for a padded batch: the temperature differs by "
+                "sample, and the bias is one for all"
+            )
+        bias = type(terms.bias)(*(times(table, factor.flatten()) for table in terms.bias))
+        terms = terms._replace(bias=bias)
+    scaled = times(query, factor)
+    return inputs._replace(
+        query=scaled,
+        position_query=scaled if inputs.position_query is query else times(inputs.position_query, factor),
+        position_key=key if terms.query is None else times(key, factor),
+        terms=terms,
+    )
