@@ -1,4 +1,4 @@
-"""One graph serves all image sizes: compiled, exported, in ONNX; relvit's models and retrofitted ones."""
+"""One graph serves all image sizes: compiled, exported, in ONNX; relvit's models and retrofitted ones, any reach."""
 
 import onnxruntime
 import pytest
@@ -7,18 +7,19 @@ import torch
 from retrofit_cases import build as build_original
 from retrofit_cases import retrofitted
 
-import relvit  # noqa: F401 (registers the models)
+from relvit.models import set_reach
 
 SIZES = [(24, 16), (16, 80), (136, 32), (64, 64)]
 
 
-def build(**kwargs):
+def build(reach="trained", **kwargs):
     """A retrofitted model for `case`, else a relvit model with these arguments."""
     if "case" in kwargs:
         return retrofitted(build_original(kwargs["case"], depth=1), "kv", max_distance=2).float()
     torch.manual_seed(0)
     start = {} if "position" in kwargs else {"rel_init_std": 0.5}
-    return timm.create_model("test_relvit", patch_size=8, depth=1, class_token=True, **start, **kwargs).eval()
+    model = timm.create_model("test_relvit", patch_size=8, depth=1, class_token=True, **start, **kwargs).eval()
+    return set_reach(model, reach)
 
 
 def images(height, width):
@@ -32,9 +33,9 @@ def any_size():
 
 # Absolute embeddings smaller than some of SIZES and larger than others, in both axes.
 VARIANTS = [
-    {"pos_embed": "learn", "img_size": 32, "rel_terms": "kvb", "shared_heads": False},
+    {"pos_embed": "learn", "img_size": 32, "rel_terms": "kvb", "shared_heads": False, "reach": "stretch-logn"},
     {"pos_embed": "axial-sum", "img_size": (32, 48), "layout": "joint"},
-    pytest.param({"position": "slopes"}, marks=pytest.mark.slow),
+    pytest.param({"position": "slopes", "img_size": 32, "reach": "stretch"}, marks=pytest.mark.slow),
     {"case": "rope mixed"},
     pytest.param({"rel_terms": "qkvb", "bucketing": "piecewise"}, marks=pytest.mark.slow),
     pytest.param({"case": "dinov2"}, marks=pytest.mark.slow),
@@ -51,7 +52,7 @@ def test_exported_once_for_all_sizes(variant):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", [{"pos_embed": "learn", "img_size": 32}, VARIANTS[1]], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS[:2], ids=str)
 def test_onnx_runtime_gives_the_same_at_all_sizes(variant, tmp_path):
     model = build(**variant)
     program = torch.onnx.export(model, (images(24, 16),), dynamic_shapes=any_size(), dynamo=True, verbose=False)
@@ -66,6 +67,7 @@ def test_onnx_runtime_gives_the_same_at_all_sizes(variant, tmp_path):
     ("variant", "most"),
     [
         ({"pos_embed": "axial", "img_size": (32, 48)}, 1),
+        pytest.param({"rel_terms": "qkvb", "img_size": (32, 48), "reach": "stretch-logn"}, 1, marks=pytest.mark.slow),
         # The size that a rotary embedding is stored for has a graph of its own.
         pytest.param({"case": "dinov3"}, 2, marks=pytest.mark.slow),
     ],
@@ -87,7 +89,7 @@ def test_compiled_without_break_into_one_graph_for_all_sizes(variant, most):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", [{"pos_embed": "learn", "img_size": 32}, {"case": "rope axial"}], ids=str)
+@pytest.mark.parametrize("variant", [VARIANTS[0], {"case": "rope axial"}], ids=str)
 def test_compiled_training_step_has_the_gradients_of_the_plain_one(variant):
     model = build(**variant)
     torch._dynamo.reset()

@@ -1,0 +1,146 @@
+"""`set_reach`: models at other sizes against models with other tables and scales; what is refused."""
+
+import copy
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+import retrofit_cases
+import timm
+import torch
+from vits import assert_same, images, small
+
+from relvit.layers import RelativePosition2d
+from relvit.models import set_reach
+from relvit.ops import AxisTables, RelativeTerms
+
+REACHES = ("stretch", "logn", "stretch-logn")
+# Models for images of 24 x 16 pixels in patches of 8: 3 x 2 patches.
+TRAINED, SIZES = (3, 2), [(24, 16), (40, 16), (16, 40), (8, 56)]
+
+
+def own(**options):
+    return small(rel_terms="qkvb", class_token=True, reg_tokens=1, max_distance=(2, 1), **options).double().eval()
+
+
+MODELS = {
+    "relvit": own,
+    "relvit, absolute embedding": lambda: own(pos_embed="learn", shared_heads=False),
+    **{
+        name: lambda name=name: retrofit_cases.retrofitted(retrofit_cases.build(name), "qkvb", max_distance=(2, 1))
+        for name in ("dinov2", "deit distilled", "dinov3", "rope mixed")
+    },
+}
+
+
+def by_hand(model, height, width, reach):
+    """A copy with tables by NumPy's interpolation, which reach over the grid, and another scale."""
+    model, grid = copy.deepcopy(model), (height // 8, width // 8)
+    keys, trained_keys = (model.num_prefix_tokens + math.prod(size) for size in (grid, TRAINED))
+    factor = math.log(keys) / math.log(trained_keys) if "logn" in reach else 1.0
+    for block in model.blocks:
+        block.attn.scale *= factor
+        for name, table in list(block.attn.position.named_parameters()):
+            number = table.detach().numpy()
+            if "stretch" in reach:
+                size, trained = (sizes[int("cols" in name)] for sizes in (grid, TRAINED))
+                axis = -1 if "bias" in name else -2
+                k, offsets = table.shape[axis] // 2, np.arange(1 - size, size) * trained / size
+                number = np.apply_along_axis(partial(interpolate, offsets, k), axis, number)
+            number = torch.from_numpy(number) * (factor if "bias" in name else 1.0)
+            setattr(block.attn.position, name, torch.nn.Parameter(number))
+    return model
+
+
+def interpolate(offsets, k, row):
+    return np.interp(offsets, range(-k, k + 1), row)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_at_other_sizes(name):
+    model = MODELS[name]()
+    names, as_trained = list(model.state_dict()), {size: model(images(*size, dtype=torch.float64)) for size in SIZES}
+    for reach in REACHES:
+        assert set_reach(model, reach) is model
+        for size in SIZES:
+            x = images(*size, dtype=torch.float64)
+            got = model(x)
+            set_reach(model, "trained")
+            torch.testing.assert_close(got, by_hand(model, *size, reach)(x), rtol=0, atol=1e-10)
+            set_reach(model, reach)
+            if size == SIZES[0]:
+                assert torch.equal(got, as_trained[size])
+            else:
+                assert (got - as_trained[size]).abs().max() > 1e-4
+    assert list(model.state_dict()) == names
+    set_reach(model, "trained")
+    assert all(torch.equal(model(images(*size, dtype=torch.float64)), as_trained[size]) for size in SIZES)
+
+
+def test_slopes_at_other_sizes_and_a_size_of_training_that_the_model_was_not_built_for():
+    model, built = small(position="slopes").eval(), small(position="slopes", img_size=(40, 48)).eval()
+    x = images(16, 72)
+    built.load_state_dict(model.state_dict())
+    expected = set_reach(model, "stretch-logn")(x)
+    assert_same(set_reach(built, "stretch-logn", trained_size=(24, 16))(x), expected, atol=0)
+    assert (set_reach(built, "stretch-logn")(x) - expected).abs().max() > 1e-5
+
+
+@pytest.mark.parametrize("reach", REACHES)
+def test_scripts_copies_and_gradients(reach):
+    with timm.layers.set_scriptable(True):
+        model = set_reach(small(rel_terms="qkvb", class_token=True, depth=1).eval(), reach)
+    scripted = torch.jit.script(copy.deepcopy(model))
+    for size in SIZES[:3]:
+        x = images(*size)
+        assert_same(scripted(x), model(x), atol=1e-6)
+    model.train()(images(*SIZES[1])).square().sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+class Own(RelativePosition2d):
+    """Without `trained_grid`."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        del self.trained_grid
+
+    def forward(self, grid):
+        return RelativeTerms(key=AxisTables(self.key_rows, self.key_cols))
+
+
+def naflex():
+    return retrofit_cases.retrofitted(retrofit_cases.build("naflex"), "kv")
+
+
+@pytest.mark.parametrize(
+    ("make", "reach", "message"),
+    [
+        (small, "strech", r"reach is 'strech'; allowed are 'trained', .* \(did you mean 'stretch'\?\)"),
+        (lambda: timm.create_model("test_vit"), "logn", "not for VisionTransformer, which has no relative attention"),
+        (
+            lambda: small("relvit_aft_conv_tiny"),
+            "stretch",
+            "not for AFTVisionTransformer, which has no relative attent",
+        ),
+        (naflex, "stretch", "not for RetrofittedNaFlexVit, which has no patch_embed"),
+        (lambda: small(rel_terms=""), "stretch", "without relative terms: there are no tables to stretch"),
+        (lambda: small(position=Own), "stretch-logn", "with position Own, which cannot be stretched: .* trained_grid"),
+        (lambda: small(img_size=8), "logn", "not for RelVisionTransformer trained on a single token"),
+    ],
+)
+def test_refusals_change_nothing(make, reach, message):
+    model = make()
+    with pytest.raises(ValueError, match=message):
+        set_reach(model, reach)
+    attentions = [part for part in model.modules() if hasattr(part, "trained_keys")]
+    assert all(part.trained_keys is None for part in attentions)
+    assert set_reach(model, "trained") is model
+
+
+def test_a_temperature_needs_no_tables():
+    model = small(rel_terms="").eval()
+    x = images(40, 16)
+    expected = by_hand(model, 40, 16, "logn")(x)
+    torch.testing.assert_close(set_reach(model, "logn")(x), expected, rtol=0, atol=1e-5)
