@@ -92,8 +92,8 @@ def relative_attention(
         query, key, value, terms, grid, key_grid, attn_mask, is_causal, dropout_p, scale, position_query, position_key
     )
     inputs = checked(inputs)
-    if trained_keys is not None:
-        inputs = with_temperature(inputs, trained_keys)
+    if trained_keys is not None and trained_keys < 2:
+        raise ValueError(f"trained_keys must be 2 or more, got {trained_keys}: one key always has the weight 1")
     if backend == "auto":
         backend = _choose(inputs).backend
     if backend in ("fused", "tiled"):
@@ -103,7 +103,9 @@ def relative_attention(
     if backend == "tiled" and (is_compiling() or is_functorch()):
         raise ValueError("backend 'tiled' can be no part of graphs or of torch.func's transforms: use 'auto'")
     if backend == "reference":
-        return reference.relative_attention(*inputs)
+        return reference.relative_attention(*inputs, trained_keys=trained_keys)
+    if trained_keys is not None:
+        inputs = with_temperature(inputs, trained_keys)
     return BACKENDS[backend].relative_attention(inputs)
 
 

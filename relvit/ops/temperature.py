@@ -23,10 +23,8 @@ def with_temperature(inputs: AttentionInputs, trained_keys: int) -> AttentionInp
         `trained_keys`.
 
     Raises:
-        ValueError: fewer than 2 `trained_keys`; a bias where samples have different numbers of keys.
+        ValueError: a bias where samples have different numbers of keys.
     """
-    if trained_keys < 2:
-        raise ValueError(f"trained_keys must be 2 or more, got {trained_keys}: one key always has the weight 1")
     query, key, terms = inputs.query, inputs.position_key, inputs.terms
     valid = key_mask(inputs.key_grid)
     precision = torch.promote_types(query.dtype, torch.float32)

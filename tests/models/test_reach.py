@@ -12,7 +12,7 @@ import torch
 from vits import assert_same, images, small
 
 from relvit.layers import RelativePosition2d
-from relvit.models import set_reach
+from relvit.models import attention_maps, set_reach
 from relvit.ops import AxisTables, RelativeTerms
 
 REACHES = ("stretch", "logn", "stretch-logn")
@@ -137,6 +137,13 @@ def test_refusals_change_nothing(make, reach, message):
     attentions = [part for part in model.modules() if hasattr(part, "trained_keys")]
     assert all(part.trained_keys is None for part in attentions)
     assert set_reach(model, "trained") is model
+
+
+def test_attention_maps_have_the_reach():
+    model = own()
+    x = images(40, 16, dtype=torch.float64)
+    expected = attention_maps(by_hand(model, 40, 16, "stretch-logn"), x).weights
+    assert_same(attention_maps(set_reach(model, "stretch-logn"), x).weights, expected, atol=1e-6)
 
 
 def test_a_temperature_needs_no_tables():

@@ -7,6 +7,8 @@ Same signatures as the public operations, no validation. The relative logits are
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange
@@ -46,10 +48,11 @@ def relative_attention(
     scale: float | None = None,
     position_query: Tensor | None = None,
     position_key: Tensor | None = None,
+    trained_keys: int | None = None,
 ) -> Tensor:
     """Compute attention with relative terms, term by term as in the paper; see `relvit.ops.relative_attention`."""
     key_grid = grid if key_grid is None else key_grid
-    options = (attn_mask, is_causal, scale, position_query, position_key)
+    options = (attn_mask, is_causal, scale, position_query, position_key, trained_keys)
     valid = key_mask(key_grid)
     if valid is not None:
         value = without_padding(value, valid)
@@ -72,6 +75,7 @@ def attention_weights(
     scale: float | None = None,
     position_query: Tensor | None = None,
     position_key: Tensor | None = None,
+    trained_keys: int | None = None,
 ) -> Tensor:
     """Compute softmax_j(logit_ij), (B, heads, Nq, Nk), of `relvit.ops.relative_attention`, before dropout.
 
@@ -95,6 +99,9 @@ def attention_weights(
     logits = logits * scale
     if terms.bias is not None:
         logits = logits + _pair_vectors(with_width(terms.bias), terms.bucketing, grid, key_grid, query)[..., 0]
+    if trained_keys is not None:
+        keys = valid.sum(dim=1).clamp(min=1) if valid is not None else torch.full((1,), key.shape[2])
+        logits = logits * rearrange(keys.to(logits).log() / math.log(trained_keys), "b -> b 1 1 1")
 
     if is_causal:
         allowed = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).tril()
