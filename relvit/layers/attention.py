@@ -6,10 +6,11 @@ from torch import Tensor, nn
 
 from relvit.layers.attention_weights import show_weights
 from relvit.layers.positions.factory import check_position
-from relvit.ops import Grid, RelativeTerms, relative_attention
+from relvit.ops import Grid, RelativeTerms, from_windows, relative_attention, to_windows
 from relvit.ops.attention import BACKENDS
 from relvit.ops.backends.scripted import scripted_attention
 from relvit.ops.checks import check_backend
+from relvit.ops.windows import exceeds_window
 
 
 def attend(
@@ -66,6 +67,7 @@ class RelativeAttention(Attention):
 
     Attributes:
         trained_keys: see `relvit.ops.relative_attention`; `relvit.models.set_reach` sets it.
+        window: rows and columns of patches; on larger grids tokens attend within windows of this size. None: to all.
 
     Raises:
         ValueError: an unknown backend.
@@ -87,9 +89,14 @@ class RelativeAttention(Attention):
         self.position = position
         self.backend = backend
         self.trained_keys: int | None = None
+        self.window: tuple[int, int] | None = None
 
     def forward(self, x: Tensor, grid: Grid, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """Map (B, N, dim) tokens of `grid` to (B, N, dim); the mask is that of `relvit.ops.relative_attention`."""
+        if not torch.jit.is_scripting():  # noqa: SIM102 (TorchScript would compile the second condition)
+            if exceeds_window(grid, self.window, attn_mask, is_causal):
+                windows, inner = to_windows(x, grid, self.window)
+                return from_windows(self.forward(windows, inner), grid, self.window)
         B, N, _ = x.shape
         gate = self.gate(x).sigmoid() if self.gate is not None else None
         # Unbound before they are transposed, so that backward stacks the gradients as the projection wants them.

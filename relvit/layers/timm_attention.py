@@ -11,7 +11,8 @@ from timm.models.eva import EvaAttention
 from torch import Tensor, nn
 
 from relvit.layers.attention_weights import show_weights
-from relvit.ops import Grid, relative_attention
+from relvit.ops import Grid, from_windows, relative_attention, to_windows
+from relvit.ops.windows import exceeds_window
 
 
 class GridArgument(NamedTuple):
@@ -38,12 +39,14 @@ class TimmRelativeAttention:
         backend: see `relvit.ops.relative_attention`.
         num_kv_groups: query heads that share a head of keys and values.
         trained_keys: see `relvit.ops.relative_attention`; `relvit.models.set_reach` sets it.
+        window: rows and columns of patches; on larger grids tokens attend within windows of this size. None: to all.
     """
 
     position: nn.Module
     backend: str
     num_kv_groups: int = 1
     trained_keys: int | None = None
+    window: tuple[int, int] | None = None
 
     def forward(
         self,
@@ -64,6 +67,12 @@ class TimmRelativeAttention:
             TypeError: neither `rope` nor `attn_mask` is a `GridArgument`: the model around is not retrofitted.
         """
         grid, rope, attn_mask = _split_arguments(rope, attn_mask)
+        if exceeds_window(grid, self.window, attn_mask, is_causal):
+            if rope is not None:
+                raise ValueError("attention in windows has no rotary embedding")
+            windows, inner = to_windows(x, grid, self.window)
+            found = TimmRelativeAttention.forward(self, windows, attn_mask=GridArgument(inner, None))
+            return from_windows(found, grid, self.window)
         gate = self.gate(x).sigmoid() if self.gate is not None else None
         query, key, value = self._project(x)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)

@@ -13,7 +13,7 @@ from relvit.ops import Grid
 from relvit.ops.checks import int_pair
 from relvit.utils.messages import check_choice
 
-Reach = Literal["trained", "stretch", "logn", "stretch-logn"]
+Reach = Literal["trained", "stretch", "logn", "stretch-logn", "windows"]
 
 
 def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] | None = None) -> nn.Module:
@@ -26,14 +26,16 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
       interpolated linearly for that, see `relvit.layers.positions.stretch`.
     - 'logn': all attention logits, the bias included, are multiplied by log(n) / log(n0), see `relvit.ops.temperature`.
     - 'stretch-logn': both.
+    - 'windows': tokens attend to those of their own window of H0 x W0 patches, so time and memory grow in proportion to
+      the image; without prefix tokens and rotary embeddings only.
 
-    At the trained size all four compute the same. Absolute and rotary embeddings are not changed: they have rules of
+    At the trained size all of them compute the same. Absolute and rotary embeddings are not changed: they have rules of
     their own for other sizes. Names in the state dict stay, and so do gradients, graphs and exports. A position of your
     own can be stretched if it has an attribute `trained_grid`, None or (rows, columns), and follows it in `forward`.
 
     Args:
         model: a `relvit_*` model with attention, or a timm model after `relvit.retrofit`, but for NaFlexVit.
-        reach: one of these four.
+        reach: one of these.
         trained_size: size of the images in training, in pixels, one number or (height, width); None: `img_size` of the
             model.
 
@@ -45,7 +47,7 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
     """
     check_choice("reach", reach, get_args(Reach))
     layers = [part for part in model.modules() if isinstance(part, RelativeAttention | TimmRelativeAttention)]
-    trained_grid = trained_keys = None
+    trained_grid = trained_keys = window = None
     if reach != "trained":
         refused = f"reach {reach!r} is not for {type(model).__name__}"
         if not layers:
@@ -63,12 +65,19 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
             trained_keys = model.num_prefix_tokens + grid[0] * grid[1]
             if trained_keys < 2:
                 raise ValueError(f"{refused} trained on a single token")
+        if reach == "windows":
+            if model.num_prefix_tokens:
+                raise ValueError(f"{refused} with a class token or registers, which are in no window")
+            if getattr(model, "rope", None) is not None:
+                raise ValueError(f"{refused} with a rotary embedding")
+            window = tuple(grid)
         if "stretch" in reach:
             trained_grid = tuple(grid)
             for layer in layers:
                 _check_position(layer.position, refused)
     for layer in layers:
         layer.trained_keys = trained_keys
+        layer.window = window
         if hasattr(layer.position, "trained_grid"):
             layer.position.trained_grid = trained_grid
     return model

@@ -96,6 +96,24 @@ def from_windows(windows: Tensor, grid: Grid, size: int | Sequence[int], shift: 
     return x[:, top : top + grid.height, left : left + grid.width].flatten(1, 2)
 
 
+def exceeds_window(grid: Grid, window: tuple[int, int] | None, attn_mask: Tensor | None, is_causal: bool) -> bool:
+    """Return whether attention has to be computed in windows.
+
+    Args:
+        grid: of the tokens.
+        window: rows and columns of a window; None: there are none.
+        attn_mask, is_causal: of the attention.
+
+    Raises:
+        ValueError: a mask or causality, which windows do not have.
+    """
+    if window is None or (grid.height <= window[0] and grid.width <= window[1]):
+        return False
+    if attn_mask is not None or is_causal:
+        raise ValueError("attention in windows takes no attn_mask and is not causal")
+    return True
+
+
 def _divide(grid: Grid, size: int | Sequence[int], shift: int | Sequence[int]) -> Division:
     size, shift = int_pair("size", size, 1), int_pair("shift", shift, 0)
     if any(start >= length for start, length in zip(shift, size, strict=True)):

@@ -11,6 +11,7 @@ import timm
 import torch
 from vits import assert_same, images, small
 
+import relvit
 from relvit.layers import RelativePosition2d
 from relvit.models import attention_maps, set_reach
 from relvit.ops import AxisTables, RelativeTerms
@@ -151,3 +152,59 @@ def test_a_temperature_needs_no_tables():
     x = images(40, 16)
     expected = by_hand(model, 40, 16, "logn")(x)
     torch.testing.assert_close(set_reach(model, "logn")(x), expected, rtol=0, atol=1e-5)
+
+
+def retrofitted_vit():
+    plain = timm.create_model("test_vit", img_size=(24, 16), patch_size=8, class_token=False, global_pool="avg")
+    model = relvit.retrofit(plain, rel_terms="qkvb", max_distance=(2, 1))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    return model.double().eval()
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: small(rel_terms="qkvb", max_distance=(2, 1)).double().eval(), retrofitted_vit]
+)
+@pytest.mark.parametrize("size", [(24, 16), (48, 16), (56, 40), (8, 72)])
+def test_windows_are_attention_with_a_mask(make, size):
+    """Whether or not they divide the image; the mask lets tokens see those of the same window of 3 x 2 patches."""
+    model = make()
+    x, (height, width) = images(*size, dtype=torch.float64), (size[0] // 8, size[1] // 8)
+    rows, columns = torch.meshgrid(torch.arange(height) // 3, torch.arange(width) // 2, indexing="ij")
+    window = (rows * width + columns).flatten()
+    expected = model.forward_features(x, attn_mask=window[:, None] == window)
+    got = set_reach(model, "windows").forward_features(x)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
+
+
+def test_windows_are_tiles_pooled_together_and_of_the_trained_size_nothing():
+    model = small().double().eval()
+    x = images(48, 48, dtype=torch.float64)
+    tiles = torch.cat([x[:, :, i : i + 24, j : j + 16] for i in (0, 24) for j in (0, 16, 32)])
+    tokens = model.forward_features(tiles).unflatten(0, (6, 2))
+    expected = model.forward_head(tokens.transpose(0, 1).flatten(1, 2))
+    before = model(x[:, :, :24, :16])
+    torch.testing.assert_close(set_reach(model, "windows")(x), expected, rtol=0, atol=1e-10)
+    assert torch.equal(model(x[:, :, :24, :16]), before)
+    model(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (
+            lambda: set_reach(small(class_token=True), "windows"),
+            "with a class token or registers, which are in no window",
+        ),
+        (
+            lambda: set_reach(retrofit_cases.retrofitted(retrofit_cases.build("dinov3")), "windows"),
+            "class token|rotary",
+        ),
+        (lambda: attention_maps(set_reach(small().eval(), "windows"), images(40, 40)), "no N x N weights in windows"),
+        (lambda: set_reach(small(), "windows").forward_features(images(40, 40), is_causal=True), "is not causal"),
+    ],
+)
+def test_windows_refuse(use, message):
+    with pytest.raises(ValueError, match=message):
+        use()
