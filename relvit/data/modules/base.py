@@ -5,12 +5,13 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from lightning import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 from torchvision.transforms import v2
 
 from relvit.data.images.datasets import (
@@ -25,6 +26,7 @@ from relvit.data.loading.deterministic import DeterministicDataset
 from relvit.data.loading.eval_shards import EvalShardLoader
 from relvit.data.loading.loader import SignalSafeDataLoader, identity_collate
 from relvit.data.loading.sampler import Balance, TrainSampler, class_weights, training_position
+from relvit.data.native import collate_native, empty_native, model_size, native_transform, token_budget
 from relvit.data.transforms import Augment, BatchTransform, batch_transform, eval_transform, parse_size, train_transform
 from relvit.utils.messages import check_choice, listing, printable
 from relvit.utils.seeding import run_seed
@@ -65,9 +67,14 @@ class ImageData(LightningDataModule, ABC):
             replacement so that every class comes equally often; 'loss' gives :attr:`class_weights` for the loss.
         repeats: Copies of an image in a training batch, each augmented in its own way; an epoch keeps its length and
             sees only one image in `repeats` (repeated augmentation, see :class:`relvit.data.TrainSampler`).
+        native: Whether each image keeps its shape, as a sequence of patches, see
+            :func:`relvit.data.native.native_transform`; `crop_pct` has no part in it.
+        max_tokens: With `native`, the number of patches that no image exceeds; it takes the place of `img_size`, which
+            becomes the square within it. None: as many as `img_size` has.
+        patch_size: With `native`, the size of the model's patches, one number or (height, width).
 
     Raises:
-        ValueError: An argument out of its range, fewer than two classes, or a class named twice.
+        ValueError: An argument out of its range or without effect, fewer than two classes, or a class named twice.
     """
 
     # Whether `--data` offers this class.
@@ -92,6 +99,9 @@ class ImageData(LightningDataModule, ABC):
         random_erasing: float | None = None,
         balance: Balance = "none",
         repeats: int = 1,
+        native: bool = False,
+        max_tokens: int | None = None,
+        patch_size: int | tuple[int, int] = 16,
     ) -> None:
         super().__init__()
         if batch_size < 1:
@@ -112,6 +122,10 @@ class ImageData(LightningDataModule, ABC):
         self.random_erasing = random_erasing
         self.balance: Balance = balance
         self.repeats = repeats
+        self.native = native
+        self.max_tokens = max_tokens
+        self.patch_size: tuple[int, int] = parse_size(patch_size, "patch_size")
+        self.img_size = model_size(type(self), self.img_size, native, max_tokens, self.patch_size)
         self.normalise_by(mean, std)
         self._datasets: dict[Split, Dataset] = {}
         self._begin = (0, 0)
@@ -135,6 +149,15 @@ class ImageData(LightningDataModule, ABC):
         augmentation = self.augment, self.crop_pct, self.color_jitter, self.random_erasing
         self.train_transform = train_transform(self.img_size, self.mean, self.std, *augmentation)
         self.eval_transform = eval_transform(self.img_size, self.mean, self.std, self.crop_pct)
+        if self.native:
+            budget = self.patch_size, self.token_budget
+            self.train_transform = native_transform(self.train_transform, *budget)
+            self.eval_transform = native_transform(self.eval_transform, *budget)
+
+    @property
+    def token_budget(self) -> int:
+        """With `native`: the number of patches that no image exceeds."""
+        return token_budget(self.img_size, self.patch_size) if self.max_tokens is None else self.max_tokens
 
     @abstractmethod
     def missing(self, split: Split) -> str | None:
@@ -281,7 +304,8 @@ class ImageData(LightningDataModule, ABC):
         count = len(self.dataset(split))
         loader = self._loader(split, sampler=range(self.trainer.global_rank, count, world))
         no_targets = [] if split == "predict" else torch.empty(0, dtype=torch.long)
-        empty = torch.empty(0, self.in_chans, *self.img_size), no_targets
+        images = torch.empty(0, self.in_chans, *self.img_size)
+        empty = empty_native(self.patch_size, self.in_chans) if self.native else images, no_targets
         largest_shard = math.ceil(count / world)
         return EvalShardLoader(loader, math.ceil(largest_shard / self.batch_size), empty)
 
@@ -298,21 +322,22 @@ class ImageData(LightningDataModule, ABC):
         }
         skip, trains = self.on_error == "skip", self.trains_on(split)
         dataset, transform = self.dataset(split), self._batch_transform(split)
+        collate = collate_native if self.native else default_collate
         if transform is not None:
-            dataset, options["collate_fn"] = InMemoryBatches(dataset, transform), identity_collate
+            dataset, collate = InMemoryBatches(dataset, transform), identity_collate
         if skip:
             wrapper = SkipUnreadable if transform is None else SkipUnreadableBatches
             dataset = wrapper(dataset, replace=trains)
-            options.setdefault("collate_fn", collate_readable)
+            collate = collate if transform is not None else partial(collate_readable, collate=collate)
             options["record"] = self.unreadable.setdefault(split, {})
         if trains:
             dataset = DeterministicDataset(dataset, run_seed())
-        return (SkipUnreadableLoader if skip else SignalSafeDataLoader)(dataset, **options)
+        return (SkipUnreadableLoader if skip else SignalSafeDataLoader)(dataset, collate_fn=collate, **options)
 
     def _batch_transform(self, split: Split) -> BatchTransform | None:
         """The transform of a batch at once; None where images are transformed one by one."""
         images = self.dataset(split)
-        if not isinstance(images, SameSizeImages):
+        if self.native or not isinstance(images, SameSizeImages):
             return None
         stored = tuple(images.pixels.shape[1:])
         if not self.trains_on(split):
