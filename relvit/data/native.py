@@ -1,6 +1,5 @@
 """Native shapes: each image as a sequence of patches within a budget of tokens, in batches of timm's NaFlex models."""
 
-import inspect
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 from torchvision.transforms import v2
 
-from relvit.data.transforms import ResizeToCover, parse_size
+from relvit.data.transforms import ResizeToCover
 
 # Patches, coordinates and padding of some images, as timm's `NaFlexVit` takes them; see `collate_native`.
 NativeBatch = dict[str, Any]
@@ -73,8 +72,13 @@ def collate_native(items: Sequence[tuple[NativeBatch, Any]]) -> tuple[NativeBatc
 
 def empty_native(patch_size: tuple[int, int], channels: int) -> NativeBatch:
     """Return a batch of no image."""
-    image = {"patches": torch.zeros(1, *patch_size, channels), "patch_coord": torch.zeros(1, 2, dtype=torch.int64)}
-    return take(collate_native([(image | {"patch_valid": torch.ones(1, dtype=torch.bool)}, 0)])[0], 0)
+    return {
+        "patches": torch.empty(0, 1, *patch_size, channels),
+        "patch_coord": torch.empty(0, 1, 2, dtype=torch.int64),
+        "patch_valid": torch.empty(0, 1, dtype=torch.bool),
+        "seq_len": 1,
+        "grid_size": (1, 1),
+    }
 
 
 def image_count(images: Tensor | NativeBatch) -> int:
@@ -82,9 +86,12 @@ def image_count(images: Tensor | NativeBatch) -> int:
     return len(images["patches"] if isinstance(images, dict) else images)
 
 
-def take(batch: NativeBatch, count: int) -> NativeBatch:
-    """Return the first images of a native batch."""
-    return {name: value[:count] if isinstance(value, Tensor) else value for name, value in batch.items()}
+def one_blank(images: Tensor | NativeBatch) -> Tensor | NativeBatch:
+    """Return a batch of one image that is zero, like an empty batch."""
+    if isinstance(images, Tensor):
+        return images.new_zeros(1, *images.shape[1:])
+    blank = {name: one_blank(value) for name, value in images.items() if isinstance(value, Tensor)}
+    return images | blank | {"patch_valid": torch.ones_like(blank["patch_valid"])}
 
 
 def images_of(images: Tensor | NativeBatch) -> list[Tensor]:
@@ -101,7 +108,8 @@ def image_of(image: Tensor | NativeBatch) -> Tensor:
         return image
     rows, columns = (image["patch_coord"].amax(0) + 1).tolist()
     _, height, width, channels = image["patches"].shape
-    patches = image["patches"].view(rows, columns, height, width, channels)
+    patches = image["patches"].new_zeros(rows, columns, height, width, channels)
+    patches[image["patch_coord"].unbind(1)] = image["patches"]
     return patches.permute(4, 0, 2, 1, 3).reshape(channels, rows * height, columns * width)
 
 
@@ -121,16 +129,12 @@ def token_budget(img_size: tuple[int, int], patch_size: tuple[int, int]) -> int:
 
 
 def model_size(
-    data: type, img_size: tuple[int, int], native: bool, max_tokens: int | None, patch_size: tuple[int, int]
+    img_size: tuple[int, int], native: bool, max_tokens: int | None, patch_size: tuple[int, int]
 ) -> tuple[int, int]:
-    """Return the image size that models are built for: `img_size`, or the largest square within a budget of tokens.
-
-    Args:
-        data: The data module, whose default `img_size` gives way to a budget.
-        img_size, native, max_tokens, patch_size: See :class:`relvit.data.ImageData`.
+    """Return the size of images that models are built for: `img_size`, or the largest square within `max_tokens`.
 
     Raises:
-        ValueError: A budget below 1, of images that are not native, or beside another size.
+        ValueError: A budget below 1, or of images that are not native.
     """
     if max_tokens is None:
         return img_size
@@ -139,12 +143,4 @@ def model_size(
     if max_tokens < 1:
         raise ValueError(f"max_tokens is {max_tokens}; give the number of patches of an image, such as 196")
     side = math.isqrt(max_tokens)
-    square = side * patch_size[0], side * patch_size[1]
-    parameters = (inspect.signature(cls.__init__).parameters.get("img_size") for cls in data.__mro__)
-    defaults = [parse_size(p.default) for p in parameters if p is not None and p.default is not p.empty]
-    if img_size not in (square, *defaults):
-        raise ValueError(
-            f"img_size {img_size} and max_tokens {max_tokens} both set the size of native images: give one of them (a "
-            "checkpoint with max_tokens is evaluated at another size by --data.max_tokens)"
-        )
-    return square
+    return side * patch_size[0], side * patch_size[1]

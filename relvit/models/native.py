@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.models.naflexvit import create_attention_mask, global_pool_naflex
+from timm.models.naflexvit import NaFlexVit, create_attention_mask, global_pool_naflex
 from torch import Tensor, nn
 
 from relvit.layers import AFTFull
@@ -21,9 +21,9 @@ def embed_native(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Grid]
 
     Args:
         model: a timm `VisionTransformer` with relvit's `GridForward`.
-        batch: timm's dictionary: 'patches' (B, N, height, width, C), or flattened, (B, N, height width C); 'patch_coord'
-            (B, N, 2) integers, rows and columns from 0 on; 'patch_valid' (B, N) booleans, False for padding. Where it
-            holds 'grid_size' (rows, columns), no image exceeds that, and neither coordinates nor padding are checked.
+        batch: timm's dictionary: 'patches' (B, N, height, width, C), or flattened, (B, N, height width C);
+            'patch_coord' (B, N, 2) integers, rows and columns from 0 on; 'patch_valid' (B, N) booleans, False for
+            padding. With 'grid_size', rows and columns that no image exceeds, coordinates are not looked at.
 
     Returns:
         Tokens (B, prefix + N, embed_dim), and their grid.
@@ -70,7 +70,7 @@ def _projection(model: nn.Module) -> nn.Conv2d:
     if hasattr(model, "dist_token"):
         raise ValueError(f"{name} takes no native images: it has a distillation token")
     if model.pos_embed is not None and model.training and model.pos_drop.p > 0:
-        raise ValueError(f"{name} takes no native images in training: pos_drop_rate {model.pos_drop.p} is not supported")
+        raise ValueError(f"{name} takes no native images in training with pos_drop_rate {model.pos_drop.p}: give 0")
     return embed.proj
 
 
@@ -88,6 +88,14 @@ def pool_native(model: nn.Module, x: Tensor, valid: Tensor) -> Tensor:
     prefix = model.num_prefix_tokens if model.pool_include_prefix else 0
     mask = create_attention_mask(valid, prefix, symmetric=False, q_len=1, dtype=x.dtype)
     return model.attn_pool(x[:, model.num_prefix_tokens - prefix :], attn_mask=mask)
+
+
+def pooled_features(net: nn.Module, images: Tensor | dict[str, Any]) -> Tensor:
+    """Compute the pooled features before the classifier, (B, num_features), of images or of a native batch."""
+    if isinstance(net, NaFlexVit) and isinstance(images, dict):
+        features = net.forward_features(*(images[name] for name in ("patches", "patch_coord", "patch_valid")))
+        return net.forward_head(**features, pre_logits=True)
+    return net.forward_head(net.forward_features(images), pre_logits=True)
 
 
 @torch.no_grad()
@@ -130,7 +138,7 @@ def check_native(net: nn.Module, patch_size: tuple[int, int], in_chans: int) -> 
         raise
     except Exception as error:
         raise ValueError(
-            f"{name} takes no native images: use a relvit_* model, a retrofitted vit_* or one of timm's naflexvit_*, or "
+            f"{name} takes no native images: use a relvit_* model, a retrofitted vit_*, one of timm's naflexvit_*, or "
             "--data.native false"
         ) from error
     finally:

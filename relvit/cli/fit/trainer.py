@@ -172,6 +172,8 @@ class RelvitCLI(OpenLightningCLI):
             if "on_error" in data:
                 data.on_error = "skip"
         super().instantiate_classes()
+        if self.datamodule.max_tokens is not None and option(self.arguments, "--data.img_size") is not None:
+            raise UsageError("--data.max_tokens sets the size of native images: give no --img_size beside it")
         if self.command == "test":
             self.datamodule.evaluate_on(self.config_value(self.config, "split"))
 
@@ -268,9 +270,13 @@ class RelvitCLI(OpenLightningCLI):
         self.start = time.monotonic()
         model, data, epochs = self.model, self.datamodule, self.trainer.max_epochs
         size = sum(parameter.numel() for parameter in model.net.parameters()) / 1e6
+        pixels = f"{data.img_size[0]} x {data.img_size[1]} px x {data.in_chans}"
+        if data.native:
+            patch = f"{data.patch_size[0]} x {data.patch_size[1]} px x {data.in_chans}"
+            pixels = f"native shapes of up to {data.token_budget} patches of {patch}"
         text = (
-            f"{model.hparams.model} ({size:.2f} M parameters), {data.num_classes} classes, "
-            f"{data.img_size[0]} x {data.img_size[1]} px x {data.in_chans}, batch {data.batch_size}; "
+            f"{model.hparams.model} ({size:.2f} M parameters), {data.num_classes} classes, {pixels}, batch "
+            f"{data.batch_size}; "
             f"files in {self.run_folder or 'no folder (fast_dev_run)'}\n{self.normalisation}"
         )
         if self.checkpoint is None:

@@ -125,7 +125,7 @@ class ImageData(LightningDataModule, ABC):
         self.native = native
         self.max_tokens = max_tokens
         self.patch_size: tuple[int, int] = parse_size(patch_size, "patch_size")
-        self.img_size = model_size(type(self), self.img_size, native, max_tokens, self.patch_size)
+        self.img_size = model_size(self.img_size, native, max_tokens, self.patch_size)
         self.normalise_by(mean, std)
         self._datasets: dict[Split, Dataset] = {}
         self._begin = (0, 0)
