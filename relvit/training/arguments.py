@@ -68,5 +68,7 @@ def check_images(net: nn.Module, data: Any, hparams: Mapping[str, Any], stage: s
         if parts:
             raise ValueError(f"native images do not go with {parts[0]}, which needs images of one size: leave one out")
         check_native(net, data.patch_size, hparams["in_chans"])
-    elif (size := getattr(data, "img_size", None)) is not None:
-        check_image_size(net, size, hparams["in_chans"], hparams["img_size"])
+        return
+    for size in (getattr(data, "img_size", None), *((stage == "fit" and getattr(data, "train_sizes", None)) or ())):
+        if size is not None:
+            check_image_size(net, size, hparams["in_chans"], hparams["img_size"])

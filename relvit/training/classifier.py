@@ -388,8 +388,16 @@ class ImageClassifier(EpochMetrics):
 
     def _compile(self, net: nn.Module) -> None:
         # In place, which leaves the names in the state dict unchanged.
-        if self.hparams.compile:
-            net.compile(backend="inductor" if self.hparams.compile is True else self.hparams.compile)
+        if not self.hparams.compile:
+            return
+        sizes = getattr(self.trainer.datamodule, "train_sizes", None)
+        if sizes:
+            # A graph for each size, in training and in evaluation, and of the last batch of an evaluation; beyond its
+            # limit PyTorch would stop compiling.
+            config = torch._dynamo.config
+            config.recompile_limit = max(config.recompile_limit, 2 * len(sizes) + 4)
+        backend = "inductor" if self.hparams.compile is True else self.hparams.compile
+        net.compile(backend=backend, dynamic=False if sizes else None)
 
     def _load_pretrained(self) -> None:
         weights = self.pretrained.weights()

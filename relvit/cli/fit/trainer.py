@@ -185,7 +185,9 @@ class RelvitCLI(OpenLightningCLI):
             return
         if self.config_value(self.config, "lr_find"):
             raise UsageError("--lr_find starts a training; one that goes on keeps its learning rate: drop that option")
-        data = checkpoint.data
+        # Options that did not exist yet were as they are by default.
+        given = type(self.datamodule).argument_defaults() | checkpoint.data_args
+        data = checkpoint.data | {"init_args": given}
         trained = {"model": checkpoint.model, "data": data} | checkpoint.fit
         now = {"model": self.model.hparams, "data": data_arguments(self.datamodule)} | fit_options(self.config.fit)
         self.changed = changed_options(self.checkpoint_path, trained, now, self.arguments)
@@ -270,13 +272,15 @@ class RelvitCLI(OpenLightningCLI):
         self.start = time.monotonic()
         model, data, epochs = self.model, self.datamodule, self.trainer.max_epochs
         size = sum(parameter.numel() for parameter in model.net.parameters()) / 1e6
-        pixels = f"{data.img_size[0]} x {data.img_size[1]} px x {data.in_chans}"
+        sizes = [" x ".join(map(str, given)) for given in (data.img_size, *(data.train_sizes or ()))]
+        trained = f" (trained at {', '.join(sizes[1:])})" if data.train_sizes else ""
+        images = f"{sizes[0]} px x {data.in_chans}{trained}"
         if data.native:
-            patch = f"{data.patch_size[0]} x {data.patch_size[1]} px x {data.in_chans}"
-            pixels = f"native shapes of up to {data.token_budget} patches of {patch}"
+            patch = " x ".join(map(str, data.patch_size))
+            images = f"native shapes of up to {data.token_budget} patches of {patch} px x {data.in_chans}"
         text = (
-            f"{model.hparams.model} ({size:.2f} M parameters), {data.num_classes} classes, {pixels}, batch "
-            f"{data.batch_size}; "
+            f"{model.hparams.model} ({size:.2f} M parameters), {data.num_classes} classes, {images}, "
+            f"batch {data.batch_size}; "
             f"files in {self.run_folder or 'no folder (fast_dev_run)'}\n{self.normalisation}"
         )
         if self.checkpoint is None:
