@@ -73,7 +73,8 @@ def test_damaged_files_are_unpacked_again_or_named(cifar10, tmp_path):
     file.write_bytes(file.read_bytes()[:-7] + b"damaged")
     archive.write_bytes(archive.read_bytes()[:-10])
     for attempt in (data_of, lambda root: CIFAR10Data(str(root)).dataset("test")):
-        with pytest.raises(ValueError, match=r"cifar-10-batches-py is missing or is damaged: its MD5 sum is not that of CIFAR-10"):
+        message = "cifar-10-batches-py is missing or is damaged: its MD5 sum is not that of CIFAR-10"
+        with pytest.raises(ValueError, match=message):
             attempt(tmp_path)
     for file in folder.iterdir():
         file.unlink()
