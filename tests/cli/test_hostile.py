@@ -16,6 +16,8 @@ CPU = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
 KINDS = ["in_state_dict", "in_hyper_parameters", "in_relvit", "as_key", "legacy", "pickle", "tar", "torchscript"]
 COMMANDS = ["test", "predict", "validate", "ckpt_path", "resume", "pretrained", "teacher", "embed", "export"]
 COMMANDS += ["resolutions", "load"]
+# Ten times ten times ten ...
+BOMB = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 9))
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +182,8 @@ def test_nor_beside_data_that_are_given(content, tmp_path, photos, monkeypatch):
         ("model: relvit_tiny\n", "x.yaml must hold its options by name, such as 'model: {NAME: VALUE}', got relvit_ti"),
         ("- 1\n", "x.yaml: options go by name, such as 'trainer: {max_epochs: 10}', got [1]"),
         ("model: " + "[" * 99_999 + "\n", "maximum recursion depth"),
-        ("a: &a [*a]\n", "a"),
+        ("trainer: &a {callbacks: [*a]}\n", "x.yaml: an alias holds itself (line 1)"),
+        (BOMB, "x.yaml: there are more than 1000000 values (line 7)"),
         ("data: \udcff\n", "x.yaml: not UTF-8 text (invalid start byte at byte 6)"),
         ("data: \0\n", "x.yaml: unacceptable character"),
     ],

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from relvit.cli.aliases import option, without
 from relvit.cli.errors import UsageError
 from relvit.cli.fit.callbacks import Announcement, RunConfig, progress_callbacks
-from relvit.cli.fit.launch import check_processes, environment_of, launched, leave_processes
+from relvit.cli.fit.launch import check_devices, check_processes, environment_of, launched, leave_processes
 from relvit.cli.fit.normalisation import set_normalisation
 from relvit.cli.fit.options import TRAINER_DEFAULTS, add_own_options
 from relvit.cli.fit.outcome import report_fit, report_predict, report_test
@@ -198,6 +198,7 @@ class RelvitCLI(OpenLightningCLI):
         for name in Architecture._fields:
             self.config_value(self.config, "model")[name] = self.model.hparams[name]
         config = {**self.config_value(self.config_init, "trainer"), **kwargs}
+        check_devices(config["accelerator"], config["devices"])
         check_strategy(config["strategy"])
         self.launch = launched()
         if config["devices"] == "auto" and self.launch is not None:

@@ -96,7 +96,7 @@ def test_a_damaged_or_missing_list_of_classes_is_unpacked_again(cifar10, tmp_pat
         assert len(data_of(tmp_path).dataset("test")) == 20
     meta.unlink()
     (tmp_path / CIFAR10.filename).unlink()
-    with pytest.raises(ValueError, match="a file in .*cifar-10-batches-py is missing or is damaged"):
+    with pytest.raises(ValueError, match=r"a file in .*cifar-10-batches-py is missing or is damaged"):
         data_of(tmp_path)
 
 

@@ -35,7 +35,10 @@ MODELS = {
         r"blocks\.0 is a ParallelScalingBlock, which cannot be retrofitted: its attention and its MLP share "
         "projections, so there is no attention module to retrofit; allowed: 'Block', 'ResPostBlock'",
     ),
-    "two attentions": (lambda: plain(block_fn=ParallelThingsBlock), r"blocks\.0 is a ParallelThingsBlock.*side by side"),
+    "two attentions": (
+        lambda: plain(block_fn=ParallelThingsBlock),
+        r"blocks\.0 is a ParallelThingsBlock.*side by side",
+    ),
     "one differential": (with_one_other_attention, r"blocks\.1\.attn is a DiffAttention.*difference of two softmaxes"),
     "convolutions": (
         lambda: timm.create_model("test_resnet"),
