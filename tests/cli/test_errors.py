@@ -240,7 +240,15 @@ def test_a_size_that_a_model_of_timm_does_not_take(fit, tmp_path, capsys):
     assert list((tmp_path / "runs").iterdir()) == [folder]
 
 
-def test_loggers_whose_package_is_missing(fit, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("logger", "module", "package", "install"),
+    [
+        ("WandbLogger", "wandb._WANDB_AVAILABLE", "wandb", '"relvit[wandb]"'),
+        ("MLFlowLogger", "mlflow._MLFLOW_AVAILABLE", "mlflow", '"relvit[mlflow]"'),
+        ("CometLogger", "comet._COMET_AVAILABLE", "comet-ml", "comet-ml"),
+    ],
+)
+def test_loggers_whose_package_is_missing(fit, logger, module, package, install, tmp_path, monkeypatch, capsys):
     class Missing:
         """Like the object that Lightning keeps for a package that is not installed."""
 
@@ -248,9 +256,9 @@ def test_loggers_whose_package_is_missing(fit, tmp_path, monkeypatch, capsys):
             return False
 
         def __str__(self):
-            return "Requirement 'wandb>=1.0' not met. HINT: Try running `pip install -U 'wandb>=1.0'`"
+            return f"Requirement '{package}>=1.0' not met. HINT: Try running `pip install -U '{package}>=1.0'`"
 
-    monkeypatch.setattr("lightning.pytorch.loggers.wandb._WANDB_AVAILABLE", Missing())
-    message = fails([*fit, "--trainer.logger=WandbLogger"], capsys)
-    assert message.endswith('error: WandbLogger needs the package wandb: pip install "relvit[wandb]"\n')
+    monkeypatch.setattr(f"lightning.pytorch.loggers.{module}", Missing())
+    message = fails([*fit, f"--trainer.logger={logger}"], capsys)
+    assert message.endswith(f"error: {logger} needs the package {package}: pip install {install}\n")
     assert not (tmp_path / "runs").exists()

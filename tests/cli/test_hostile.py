@@ -97,8 +97,15 @@ def test_every_kind_of_checkpoint(kind, place, refused):
 def test_every_reader_of_checkpoints(command, place, refused):
     folder, files = place
     assert "holds more than tensors and plain values" in refused(command, files["in_relvit"])
-    if command in ("validate", "pretrained", "load"):
-        fsspec.filesystem("memory").pipe("/hostile/x.ckpt", files["in_relvit"].read_bytes())
+    assert not (folder / "marker").exists()
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command != "resume"])
+def test_at_remote_addresses(command, place, run, refused):
+    folder, files = place
+    best = (run / "checkpoints" / "best.ckpt").read_bytes()
+    for content in (files["in_relvit"].read_bytes(), best[: len(best) // 2]):
+        fsspec.filesystem("memory").pipe("/hostile/x.ckpt", content)
         message = refused(command, "memory://hostile/x.ckpt")
         assert "memory://hostile/x.ckpt cannot be read: it is damaged, no checkpoint, or holds more" in message
     assert not (folder / "marker").exists()

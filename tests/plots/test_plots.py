@@ -58,6 +58,16 @@ def test_names_only_where_they_can_be_read(tmp_path, monkeypatch):
     assert [differs(3), differs(4)] == [True, False]
 
 
+def test_sixty_classes_have_names(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: figures.append(self))
+    for classes in (60, 61):
+        plot_confusion(np.eye(classes, dtype=int), [f"name {i}" for i in range(classes)], tmp_path / "a.png")
+    shown = [[label.get_text() for label in figure.axes[0].get_yticklabels()] for figure in figures]
+    assert shown[0] == [f"name {i}" for i in range(60)]
+    assert "name 0" not in shown[1]
+
+
 def test_sheet(tmp_path):
     colours = [(200, 0, 0), (0, 200, 0), (0, 0, 200), (200, 200, 0), (0, 200, 200), (200, 0, 200)]
     images = [np.full((4 + i, 9 - i, 3), colour, np.uint8) for i, colour in enumerate(colours)]
