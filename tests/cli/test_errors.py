@@ -76,6 +76,7 @@ def fit(copy, tmp_path):
         (["--config="], "--config needs a value"),
         (["--quiet=true"], "--quiet takes no value, got 'true': give --quiet alone"),
         (["--devices=3x", "--accelerator=cpu"], "--devices must be a number of processes or auto, got 3x"),
+        (["--trainer.limit_val_batches=1.5"], "error: You have passed invalid value 1.5 for limit_val_batches"),
         (["--devices=[0,1]"], r"--devices must be a number of processes or auto, got \[0, 1\]"),
     ],
 )
@@ -102,6 +103,7 @@ def test_a_device_that_is_missing(fit, tmp_path, capsys):
     arguments = [argument for argument in fit if "accelerator" not in argument]
     assert "--accelerator tpu: this machine has auto, cpu" in fails([*arguments, "--accelerator=tpu"], capsys)
     assert "(did you mean 'gpu'?)" in fails([*arguments, "--accelerator=gpux"], capsys)
+    assert "invalid strategy name: `strategy='dp'`" in fails([*fit, "--trainer.strategy=dp"], capsys)
     assert list(tmp_path.glob("runs/*")) == []
 
 

@@ -95,17 +95,21 @@ class RelvitCLI(OpenLightningCLI):
         self.run_folder: Path | None = None
         # What this process made, and may remove where it stays empty.
         self.made_folder: Path | None = None
-        super().__init__(
-            ImageClassifier,
-            ImageData,
-            subclass_mode_data=True,
-            parser_class=Parser,
-            seed_everything_default=0,
-            trainer_defaults=TRAINER_DEFAULTS,
-            auto_configure_optimizers=False,
-            load_from_checkpoint_support=False,
-            save_config_callback=RunConfig if command == "fit" else None,
-        )
+        try:
+            super().__init__(
+                ImageClassifier,
+                ImageData,
+                subclass_mode_data=True,
+                parser_class=Parser,
+                seed_everything_default=0,
+                trainer_defaults=TRAINER_DEFAULTS,
+                auto_configure_optimizers=False,
+                load_from_checkpoint_support=False,
+                save_config_callback=RunConfig if command == "fit" else None,
+            )
+        finally:
+            if self.made_folder:
+                remove_if_empty(self.made_folder)
 
     def _read_checkpoint(self) -> Checkpoint:
         path = self.checkpoint_path
@@ -325,9 +329,6 @@ class RelvitCLI(OpenLightningCLI):
             raise
         except OSError as error:
             raise explain_full_disk(error, self.command, self.run_folder) from error
-        finally:
-            if self.made_folder:
-                remove_if_empty(self.made_folder)
 
     def subcommand_arguments(self, subcommand: str) -> dict[str, Any]:
         kwargs = super().subcommand_arguments(subcommand)
