@@ -2,6 +2,7 @@
 
 from relvit.data.images.decode import UnreadableImageError, load_rgb
 from relvit.data.loading.sampler import TrainSampler
+from relvit.data.loading.sizes import SizePlan
 from relvit.data.mixup import BatchMix
 from relvit.data.modules.base import ImageData
 from relvit.data.modules.cifar import CIFAR10Data, CIFAR100Data
@@ -27,6 +28,7 @@ __all__ = [
     "load_rgb",
     "BatchMix",
     "TrainSampler",
+    "SizePlan",
     "Augment",
     "eval_transform",
     "parse_size",
