@@ -188,7 +188,9 @@ class RelvitCLI(OpenLightningCLI):
         if self.config_value(self.config, "lr_find"):
             raise UsageError("--lr_find starts a training; one that goes on keeps its learning rate: drop that option")
         data = checkpoint.data
-        trained = {"model": checkpoint.model, "data": data} | checkpoint.fit
+        # Options that are newer than the checkpoint had what is their default now.
+        known = {**self.datamodule.argument_defaults(), **data["init_args"]}
+        trained = {"model": checkpoint.model, "data": {**data, "init_args": known}} | checkpoint.fit
         now = {"model": self.model.hparams, "data": data_arguments(self.datamodule)} | fit_options(self.config.fit)
         self.changed = changed_options(self.checkpoint_path, trained, now, self.arguments)
 
