@@ -222,14 +222,14 @@ class ImageData(LightningDataModule, ABC):
 
     @classmethod
     def argument_defaults(cls) -> dict[str, Any]:
-        """Defaults of these arguments by name, `inspect.Parameter.empty` where there is none."""
+        """Defaults of these arguments by name; `inspect.Parameter.empty` where there is none."""
         defaults: dict[str, Any] = {}
         for part in cls.__mro__:
             if "__init__" not in vars(part):
                 continue
             parameters = list(inspect.signature(part.__init__).parameters.values())[1:]  # without self
-            named = (p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
-            defaults = {p.name: p.default for p in named} | defaults
+            own = {p.name: p.default for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+            defaults |= own | defaults
             if not any(p.kind is p.VAR_KEYWORD for p in parameters):
                 break
         return defaults
