@@ -91,7 +91,10 @@ def test_export_computes_the_same_at_all_sizes(best, tmp_path):
 
 def test_refused_before_anything_is_written(best, tmp_path, capsys):
     assert main(["test", best, "--reach=strech", f"--runs={tmp_path / 'runs'}", *QUIET]) == 2
-    assert "--reach must be one of 'trained', 'stretch', 'logn', 'stretch-logn', got strech" in capsys.readouterr().err
+    assert (
+        "--reach must be one of 'trained', 'stretch', 'logn', 'stretch-logn', 'windows', got strech"
+        in capsys.readouterr().err
+    )
     assert not (tmp_path / "runs").exists()
     with pytest.raises(ValueError, match=r"reach is 'log'; .* \(did you mean 'logn'"):
         relvit.load(best, reach="log")

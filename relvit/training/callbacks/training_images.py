@@ -10,7 +10,9 @@ import numpy as np
 from lightning import Callback, LightningModule, Trainer
 
 from relvit.data import ImageData
+from relvit.data.native import images_of
 from relvit.plots import picture_of, plot_sheet
+from relvit.utils.messages import one_line
 from relvit.utils.progress import rank_zero_print
 from relvit.utils.seeding import run_seed, seeded
 
@@ -41,8 +43,7 @@ class TrainingImages(Callback):
             plot_sheet(pictures, names, self.path, title=f"training images as the model sees them{mixed}")
         # Files, transforms and fonts may all fail in their own way; the training itself will report it, or not need it.
         except Exception as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
-            rank_zero_print(f"Note: {self.path.name} could not be drawn: {reason}")
+            rank_zero_print(f"Note: {self.path.name} could not be drawn: {one_line(error)}")
 
 
 def _training_pictures(data: ImageData) -> Iterator[tuple[np.ndarray, str]]:
@@ -53,5 +54,5 @@ def _training_pictures(data: ImageData) -> Iterator[tuple[np.ndarray, str]]:
     finally:
         data.num_workers = workers
     for images, labels in loader:
-        for image, label in zip(images, labels, strict=True):
+        for image, label in zip(images_of(images), labels, strict=True):
             yield picture_of(image, data.mean, data.std), data.class_names[int(label)]
