@@ -12,8 +12,11 @@ from timm.data.auto_augment import auto_augment_transform, rand_augment_transfor
 from torch import Tensor
 from torchvision.transforms import v2
 
+from relvit.data.field import Fill, FieldCrop
 from relvit.utils.messages import check_choice
 
+# How evaluation brings images to a size, see `eval_transform`.
+SizeProtocol = Literal["crop", "resize", "field"]
 Augment = Literal["none", "shift", "crop-flip", "resized-crop", "deit", "three-augment", "three-augment-crop"]
 
 # Defaults of an augmentation for colour jitter and the probability of erasing. With RandAugment DeiT uses no colour
@@ -76,28 +79,62 @@ class ResizeToCover(v2.Transform):
 
 
 def eval_transform(
-    size: int | Sequence[int], mean: Sequence[float], std: Sequence[float], crop_pct: float = 1.0
+    size: int | Sequence[int],
+    mean: Sequence[float],
+    std: Sequence[float],
+    crop_pct: float = 1.0,
+    protocol: SizeProtocol = "crop",
+    trained_size: int | Sequence[int] | None = None,
+    fill: Fill = "reflect",
 ) -> v2.Compose:
-    """Resize so that the image covers ``floor(size / crop_pct)``, as timm does, and crop ``size`` from the centre.
+    """Bring an image to a size for evaluation, by default as timm does, and normalise.
+
+    ============  ==================================================================================================
+    ``'crop'``    resize so that the image covers ``floor(size / crop_pct)``, crop ``size`` from the centre
+    ``'resize'``  the whole image squashed to ``size`` (timm's crop mode 'squash' with ``crop_pct`` 1)
+    ``'field'``   resize as 'crop' does for ``trained_size``, whatever ``size`` is, so that objects keep the scale they
+                  have there, then crop ``size`` from the centre; beyond its edges the image is continued, see ``fill``
+    ============  ==================================================================================================
 
     Args:
         size: Output size, one number or (height, width).
         mean: Mean of each channel, in units of the range 0..1.
         std: Standard deviation of each channel, in the same units.
-        crop_pct: Share of the resized image's side that the crop keeps, in (0, 1].
+        crop_pct: Share of the resized image's side that the crop keeps, in (0, 1]; 'resize' keeps all.
+        protocol: One of the names above.
+        trained_size: Image size of the training; needed by 'field' alone.
+        fill: What 'field' shows beyond the image: 'reflect' (the image mirrored) or 'grey' (``mean``).
 
     Returns:
         A picklable transform from a PIL image with ``len(mean)`` channels to a float32 tensor (C, height, width).
 
     Raises:
-        ValueError: Wrong size, mean, std or crop_pct.
+        ValueError: Unknown protocol or fill, wrong size, mean, std or crop_pct, or 'field' without a trained size.
+    """
+    check_choice("protocol", protocol, get_args(SizeProtocol))
+    size = parse_size(size)
+    if protocol == "resize":
+        steps = [v2.Resize(size, v2.InterpolationMode.BICUBIC, antialias=True)]
+    elif protocol == "field":
+        if trained_size is None:
+            raise ValueError("protocol 'field' keeps the scale of objects in training: give trained_size")
+        steps = [ResizeToCover(covered_size(trained_size, crop_pct)), FieldCrop(size, fill, mean)]
+    else:
+        steps = [ResizeToCover(covered_size(size, crop_pct)), v2.CenterCrop(size)]
+    return v2.Compose([*steps, *_to_tensor(mean, std)])
+
+
+def covered_size(size: int | Sequence[int], crop_pct: float) -> tuple[int, int]:
+    """Return ``floor(size / crop_pct)``, to which an image is resized before `size` is cropped from it.
+
+    Raises:
+        ValueError: Wrong size or crop_pct.
     """
     height, width = parse_size(size)
     if not 0 < crop_pct <= 1:
         raise ValueError(f"crop_pct is {crop_pct}; it is the share of the side that is kept, 0 < crop_pct <= 1")
     # 63 / 0.9 is 70 but for the rounding of floats.
-    covered = (math.floor(height / crop_pct + 1e-9), math.floor(width / crop_pct + 1e-9))
-    return v2.Compose([ResizeToCover(covered), v2.CenterCrop((height, width)), *_to_tensor(mean, std)])
+    return math.floor(height / crop_pct + 1e-9), math.floor(width / crop_pct + 1e-9)
 
 
 def train_transform(
@@ -230,16 +267,28 @@ class BatchTransform:
         std: Standard deviation of each, in the same units.
         padding: Rows above and below, columns left and right that are added before a random crop; (0, 0): no crop.
         flip: Whether half of the images are mirrored.
+        field: The crop of protocol 'field', for images that already have the right scale.
     """
 
-    def __init__(self, mean: Sequence[float], std: Sequence[float], padding: tuple[int, int], flip: bool) -> None:
+    def __init__(
+        self,
+        mean: Sequence[float],
+        std: Sequence[float],
+        padding: tuple[int, int],
+        flip: bool,
+        field: FieldCrop | None = None,
+    ) -> None:
         self.mean = 255 * torch.tensor(mean)[:, None, None]
         self.std = 255 * torch.tensor(std)[:, None, None]
         self.padding = padding
         self.flip = flip
+        self.field = field
 
     def __call__(self, pixels: Tensor) -> Tensor:
         """Transform packed pixels int32 (B, H, W) to float32 (B, 3, H, W)."""
+        if self.field is not None:
+            grey = pack(self.field.grey[None, None, None]).numpy()
+            pixels = torch.from_numpy(self.field.take(pixels.numpy(), grey.squeeze(), rows=1))
         B, H, W = pixels.shape
         rows, columns = torch.arange(H).expand(B, H), torch.arange(W).expand(B, W)
         if self.flip:
@@ -275,6 +324,23 @@ def batch_transform(
         return None
     padding = (0, 0) if augment == "none" else (max(1, size[0] // 8), max(1, size[1] // 8))
     return BatchTransform(mean, std, padding, flip=augment == "crop-flip")
+
+
+def eval_batch_transform(
+    stored: tuple[int, int],
+    size: tuple[int, int],
+    mean: Sequence[float],
+    std: Sequence[float],
+    crop_pct: float,
+    protocol: SizeProtocol,
+    trained_size: tuple[int, int] | None,
+    fill: Fill,
+) -> BatchTransform | None:
+    """Build the equivalent of `eval_transform` for batches of images of the size `stored`; None if there is none."""
+    if protocol == "field":
+        same_scale = stored == covered_size(trained_size, crop_pct)
+        return BatchTransform(mean, std, (0, 0), False, FieldCrop(size, fill, mean)) if same_scale else None
+    return batch_transform(stored, size, mean, std, "none", 1.0 if protocol == "resize" else crop_pct)
 
 
 def pack(images: np.ndarray) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torchvision.transforms import v2
 
+from relvit.data.field import Fill
 from relvit.data.images.datasets import (
     OnError,
     SkipUnreadable,
@@ -25,7 +26,16 @@ from relvit.data.loading.deterministic import DeterministicDataset
 from relvit.data.loading.eval_shards import EvalShardLoader
 from relvit.data.loading.loader import SignalSafeDataLoader, identity_collate
 from relvit.data.loading.sampler import Balance, TrainSampler, class_weights, training_position
-from relvit.data.transforms import Augment, BatchTransform, batch_transform, eval_transform, parse_size, train_transform
+from relvit.data.transforms import (
+    Augment,
+    BatchTransform,
+    SizeProtocol,
+    batch_transform,
+    eval_batch_transform,
+    eval_transform,
+    parse_size,
+    train_transform,
+)
 from relvit.utils.messages import check_choice, listing, printable
 from relvit.utils.seeding import run_seed
 
@@ -112,6 +122,8 @@ class ImageData(LightningDataModule, ABC):
         self.random_erasing = random_erasing
         self.balance: Balance = balance
         self.repeats = repeats
+        # Protocol, trained size and fill of `evaluate_by`.
+        self._protocol: tuple[SizeProtocol, tuple[int, int] | None, Fill] = ("crop", None, "reflect")
         self.normalise_by(mean, std)
         self._datasets: dict[Split, Dataset] = {}
         self._begin = (0, 0)
@@ -134,7 +146,17 @@ class ImageData(LightningDataModule, ABC):
         self.std: tuple[float, ...] = tuple(std)
         augmentation = self.augment, self.crop_pct, self.color_jitter, self.random_erasing
         self.train_transform = train_transform(self.img_size, self.mean, self.std, *augmentation)
-        self.eval_transform = eval_transform(self.img_size, self.mean, self.std, self.crop_pct)
+        self.eval_transform = eval_transform(self.img_size, self.mean, self.std, self.crop_pct, *self._protocol)
+
+    def evaluate_by(
+        self, protocol: SizeProtocol, trained_size: int | Sequence[int] | None = None, fill: Fill = "reflect"
+    ) -> None:
+        """Choose how images get their size in evaluation, before they are first used; not kept in checkpoints.
+
+        Arguments and errors are those of :func:`relvit.data.eval_transform`.
+        """
+        self._protocol = (protocol, None if trained_size is None else parse_size(trained_size), fill)
+        self.normalise_by(self.mean, self.std)
 
     @abstractmethod
     def missing(self, split: Split) -> str | None:
@@ -316,7 +338,7 @@ class ImageData(LightningDataModule, ABC):
             return None
         stored = tuple(images.pixels.shape[1:])
         if not self.trains_on(split):
-            return batch_transform(stored, self.img_size, self.mean, self.std, "none", self.crop_pct)
+            return eval_batch_transform(stored, self.img_size, self.mean, self.std, self.crop_pct, *self._protocol)
         augmentation = self.augment, self.crop_pct, self.color_jitter, self.random_erasing
         return batch_transform(stored, self.img_size, self.mean, self.std, *augmentation)
 
