@@ -12,7 +12,7 @@ from timm.data.auto_augment import auto_augment_transform, rand_augment_transfor
 from torch import Tensor
 from torchvision.transforms import v2
 
-from relvit.data.field import Fill, FieldCrop
+from relvit.data.field import FieldCrop, Fill
 from relvit.utils.messages import check_choice
 
 # How evaluation brings images to a size, see `eval_transform`.

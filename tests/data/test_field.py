@@ -22,7 +22,7 @@ def normalised(pixels):
 
 
 def padded_and_cropped(pixels, size, fill):
-    """By numpy.pad: so much on all sides that any size lies inside, then the centre."""
+    """By numpy.pad: so much on all sides that any size is inside, then the centre."""
     beyond = 2 * max(size)
     widths = ((beyond, beyond), (beyond, beyond), (0, 0))
     if fill == "reflect":

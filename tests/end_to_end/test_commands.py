@@ -25,7 +25,7 @@ COMMANDS = {
         ["runs/*/predictions.csv", "runs/*/unreadable.csv"],
     ),
     "resolutions best.ckpt --sizes 16 24 [16,32] --split test --root photos --output table.csv": (
-        ["best.ckpt on test", "acc1"],
+        ["best.ckpt: test_relvit, trained at 16 x 16 px", "18 images of test; crop: as timm", "acc1", "16 x 32 "],
         ["table.csv"],
     ),
     "embed best.ckpt photos/test --output features.npz": (["18 images, 16 features each, in"], ["features.npz"]),
