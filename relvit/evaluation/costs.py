@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils.flop_counter import FlopCounterMode
 
 from relvit.utils.memory import peak_bytes
 
-aten = torch.ops.aten
+
+def _product_flops(total: Sequence[int], left: Sequence[int], right: Sequence[int], **_: Any) -> int:
+    return 2 * math.prod(left) * right[-1]
+
+
 # PyTorch counts these products only where they are not in place.
-IN_PLACE = {aten.addmm_: flop_registry[aten.addmm], aten.baddbmm_: flop_registry[aten.baddbmm]}
+IN_PLACE = {torch.ops.aten.addmm_: _product_flops, torch.ops.aten.baddbmm_: _product_flops}
 
 
 @torch.no_grad()
