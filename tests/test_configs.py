@@ -122,7 +122,7 @@ def test_recipes_of_cifar_run_on_class_folders(name, own, tmp_path, monkeypatch,
     make_loader = ImageFolderData._loader
 
     def recorded(data, split, **arguments):
-        made.append((data, split, data._batch_transform(split)))
+        made.append((data, split, data._batch_transform(split, data.img_size)))
         return make_loader(data, split, **arguments)
 
     monkeypatch.setattr(ImageFolderData, "_loader", recorded)

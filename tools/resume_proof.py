@@ -1,10 +1,11 @@
 """Interrupt trainings, resume them, and compare with an uninterrupted one bit by bit.
 
-    python tools/resume_proof.py              # all 36 kinds of interruption, a table; exit status 1 if any differs
+    python tools/resume_proof.py              # all 54 kinds of interruption, a table; exit status 1 if any differs
     python tools/resume_proof.py --only mid-epoch SIGKILL
 
 Real processes and real signals, over {mid-epoch, epoch end, inside validation} x {EMA on, off} x {accumulation 1, 2} x
-{SIGTERM, SIGKILL, exception}. Each training shuffles, augments, mixes and drops at random, with two loader workers.
+{SIGTERM, SIGKILL, exception}, and over places and ends for trainings at several sizes. Each training shuffles,
+augments, mixes and drops at random, with two loader workers.
 Compared are weights, averaged weights, optimiser, schedule, the table of metrics, the TensorBoard log and the best
 checkpoint. The interrupted training must have ended by that signal, and the resumed one must have done fewer steps.
 """
@@ -31,12 +32,21 @@ from PIL import Image
 
 PLACES = ("mid-epoch", "epoch end", "validation")
 ENDS = ("SIGTERM", "SIGKILL", "exception")
-# Place, whether there is an average, accumulated batches, end.
-CASES = list(itertools.product(PLACES, (True, False), (1, 2), ENDS))
+# Options of the data, by name.
+DATA = {
+    "": [],
+    "random sizes": ["--data.train_sizes=[16,24,32]"],
+    "progressive sizes": ["--data.train_sizes=[16,24,32]", "--data.size_schedule=progressive"],
+}
+# Place, whether there is an average, accumulated batches, end, options of the data.
+CASES = [
+    *itertools.product(PLACES, (True, False), (1, 2), ENDS, [""]),
+    *itertools.product(PLACES, [True], [2], ENDS, [name for name in DATA if name]),
+]
 # Environment variables: where and how a training ends, and the file that counts its steps.
 PLACE, END, COUNT = "RESUME_PROOF_PLACE", "RESUME_PROOF_END", "RESUME_PROOF_COUNT"
 EXIT_STATUS = {"SIGTERM": 128 + signal.SIGTERM, "SIGKILL": -signal.SIGKILL, "exception": 1}
-EPOCHS, BATCHES = 3, 7
+EPOCHS, BATCHES = 3, 7  # batches of an epoch at one size
 CONFIGURATION = f"""
 --data=ImageFolderData --data.img_size=16 --data.batch_size=4 --data.num_workers=2 --data.augment=resized-crop
 --data.random_erasing=0.5 --model.model=test_relvit --model.model_kwargs.patch_size=8 --model.model_kwargs.drop_rate=0.1
@@ -110,11 +120,13 @@ def _relvit(arguments: list[str], environment: Mapping[str, str]) -> None:
         sys.exit(main(arguments))
 
 
-def train(images: Path, folder: Path, ema: bool, accumulate: int, place: str = "", end: str = "") -> tuple[Path, int]:
+def train(
+    images: Path, folder: Path, ema: bool, accumulate: int, data: str = "", place: str = "", end: str = ""
+) -> tuple[Path, int]:
     """Train; return the run's folder and the exit status."""
     arguments = ["fit", *CONFIGURATION.split(), f"--data.root={images}", f"--runs={folder}"]
     arguments += ["--trainer.callbacks=resume_proof.Interrupt", f"--trainer.accumulate_grad_batches={accumulate}"]
-    arguments += ["--model.ema_decay=0.9"] * ema
+    arguments += ["--model.ema_decay=0.9"] * ema + DATA[data]
     status = run(arguments, **{PLACE: place, END: end, COUNT: str(folder) + ".steps"})
     (made,) = folder.iterdir()
     return made, status
@@ -161,42 +173,61 @@ def _scalars(made: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
 
 
-def try_out(folder: Path, images: Path, whole: Path, case: tuple[str, bool, int, str]) -> tuple[list[str], int, int]:
+def try_out(
+    folder: Path, images: Path, whole: Path, case: tuple[str, bool, int, str, str]
+) -> tuple[list[str], int, int]:
     """Interrupt and resume a training; return what is wrong, and the steps before and after."""
-    place, ema, accumulate, end = case
-    made, status = train(images, folder, ema, accumulate, place, end)
+    place, ema, accumulate, end, data = case
+    made, status = train(images, folder, ema, accumulate, data, place, end)
     wrong = [] if status == EXIT_STATUS[end] else [f"ended with {status} instead of {EXIT_STATUS[end]}"]
     if (status := run(["fit", f"--resume={made}"], **{PLACE: "", END: "", COUNT: f"{folder}.steps2"})) != 0:
         return [*wrong, f"resuming ended with {status}, see {folder}.steps2.log"], 0, 0
     first, second = (os.path.getsize(f"{folder}.{name}") for name in ("steps", "steps2"))
-    if not second < EPOCHS * BATCHES:
+    if not second < steps_of(whole):
         wrong.append(f"{second} steps after resuming: all steps once more")
     return wrong + differences(whole, made), first, second
+
+
+def steps_of(whole: Path) -> int:
+    """Return the batches of an uninterrupted training."""
+    return os.path.getsize(f"{whole.parent}.steps")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Try all cases and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", default=[], help="places and ends to try")
+    parser.add_argument("--only", nargs="*", default=[], help="places, ends and options of the data to try")
     only = parser.parse_args(arguments).only
     failed = 0
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
         images, wholes = make_images(root / "images"), {}
-        print("| place | EMA | accumulation | end | batches before + after | of | outcome |\n|" + "---|" * 7)
+        print("| place | EMA | accumulation | end | data | batches before + after | of | outcome |\n|" + "---|" * 8)
         for number, case in enumerate(CASES):
-            place, ema, accumulate, end = case
-            if set(PLACES) & set(only) and place not in only:
+            place, ema, accumulate, end, data = case
+            if any(
+                set(names) & set(only) and name not in only
+                for names, name in ((PLACES, place), (ENDS, end), (DATA, data))
+            ):
                 continue
-            if set(ENDS) & set(only) and end not in only:
-                continue
-            if (ema, accumulate) not in wholes:
-                wholes[ema, accumulate], status = train(images, root / f"whole{len(wholes)}", ema, accumulate)
+            if (ema, accumulate, data) not in wholes:
+                made, status = train(images, root / f"whole{len(wholes)}", ema, accumulate, data)
                 assert status == 0
-            wrong, first, second = try_out(root / f"case{number}", images, wholes[ema, accumulate], case)
+                wholes[ema, accumulate, data] = made
+            whole = wholes[ema, accumulate, data]
+            wrong, first, second = try_out(root / f"case{number}", images, whole, case)
             failed += bool(wrong)
             outcome = "; ".join(wrong) or "bit-equal"
-            row = (place, "on" if ema else "off", accumulate, end, f"{first} + {second}", EPOCHS * BATCHES, outcome)
+            row = (
+                place,
+                "on" if ema else "off",
+                accumulate,
+                end,
+                data,
+                f"{first} + {second}",
+                steps_of(whole),
+                outcome,
+            )
             print("| " + " | ".join(map(str, row)) + " |", flush=True)
     print(f"{failed} failed")
     return int(failed > 0)

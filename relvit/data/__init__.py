@@ -3,6 +3,7 @@
 from relvit.data.field import Fill
 from relvit.data.images.decode import UnreadableImageError, load_rgb
 from relvit.data.loading.sampler import TrainSampler
+from relvit.data.loading.sizes import SizePlan
 from relvit.data.mixup import BatchMix
 from relvit.data.modules.base import ImageData
 from relvit.data.modules.cifar import CIFAR10Data, CIFAR100Data
@@ -28,6 +29,7 @@ __all__ = [
     "load_rgb",
     "BatchMix",
     "TrainSampler",
+    "SizePlan",
     "Augment",
     "SizeProtocol",
     "Fill",

@@ -62,17 +62,23 @@ class ResizeToCover(v2.Transform):
         self.size = size
 
     def transform(self, inpt: Image.Image, params: dict[str, Any]) -> Image.Image:
-        height, width = self.size
-        scale = max(height / inpt.height, width / inpt.width)
-        longest = [math.ceil(LONGEST * height / scale), math.ceil(LONGEST * width / scale)]
-        if inpt.height > longest[0] or inpt.width > longest[1]:
-            kept = [min(inpt.height, longest[0]), min(inpt.width, longest[1])]
-            inpt = v2.functional.center_crop(inpt, kept)
-        # Rounding may not take a pixel from the side that decides the scale.
-        covering = [max(height, round(inpt.height * scale)), max(width, round(inpt.width * scale))]
-        if covering == [inpt.height, inpt.width]:
+        kept, covering = self.sizes((inpt.height, inpt.width))
+        if kept != (inpt.height, inpt.width):
+            inpt = v2.functional.center_crop(inpt, list(kept))
+        if covering == kept:
             return inpt
-        return v2.functional.resize(inpt, covering, v2.InterpolationMode.BICUBIC, antialias=True)
+        return v2.functional.resize(inpt, list(covering), v2.InterpolationMode.BICUBIC, antialias=True)
+
+    def sizes(self, stored: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return height and width of the part of an image that is kept, and of the result."""
+        height, width = self.size
+        scale = max(height / stored[0], width / stored[1])
+        kept = (
+            min(stored[0], math.ceil(LONGEST * height / scale)),
+            min(stored[1], math.ceil(LONGEST * width / scale)),
+        )
+        # Rounding may not take a pixel from the side that decides the scale.
+        return kept, (max(height, round(kept[0] * scale)), max(width, round(kept[1] * scale)))
 
     def extra_repr(self) -> str:
         return f"size={self.size}"
@@ -113,28 +119,22 @@ def eval_transform(
     """
     check_choice("protocol", protocol, get_args(SizeProtocol))
     size = parse_size(size)
+    if not 0 < crop_pct <= 1:
+        raise ValueError(f"crop_pct is {crop_pct}; it is the share of the side that is kept, 0 < crop_pct <= 1")
     if protocol == "resize":
         steps = [v2.Resize(size, v2.InterpolationMode.BICUBIC, antialias=True)]
     elif protocol == "field":
         if trained_size is None:
             raise ValueError("protocol 'field' keeps the scale of objects in training: give trained_size")
-        steps = [ResizeToCover(covered_size(trained_size, crop_pct)), FieldCrop(size, fill, mean)]
+        steps = [ResizeToCover(_before_crop(parse_size(trained_size), crop_pct)), FieldCrop(size, fill, mean)]
     else:
-        steps = [ResizeToCover(covered_size(size, crop_pct)), v2.CenterCrop(size)]
+        steps = [ResizeToCover(_before_crop(size, crop_pct)), v2.CenterCrop(size)]
     return v2.Compose([*steps, *_to_tensor(mean, std)])
 
 
-def covered_size(size: int | Sequence[int], crop_pct: float) -> tuple[int, int]:
-    """Return ``floor(size / crop_pct)``, to which an image is resized before `size` is cropped from it.
-
-    Raises:
-        ValueError: Wrong size or crop_pct.
-    """
-    height, width = parse_size(size)
-    if not 0 < crop_pct <= 1:
-        raise ValueError(f"crop_pct is {crop_pct}; it is the share of the side that is kept, 0 < crop_pct <= 1")
+def _before_crop(size: tuple[int, int], crop_pct: float) -> tuple[int, int]:
     # 63 / 0.9 is 70 but for the rounding of floats.
-    return math.floor(height / crop_pct + 1e-9), math.floor(width / crop_pct + 1e-9)
+    return math.floor(size[0] / crop_pct + 1e-9), math.floor(size[1] / crop_pct + 1e-9)
 
 
 def train_transform(
@@ -258,46 +258,61 @@ def _to_tensor(mean: Sequence[float], std: Sequence[float]) -> list[v2.Transform
 
 class BatchTransform:
     """Augment and normalise a batch at once, as `eval_transform`, or `train_transform` with 'shift' or 'crop-flip',
-    does image by image where the images already have the right size.
+    does image by image.
 
-    `tools/loading.py` measures the difference in speed.
+    Pixels of resized images differ from Pillow's by rounding. `tools/loading.py` measures the difference in speed.
 
     Args:
         mean: Mean of red, green and blue, in units of the range 0..1.
         std: Standard deviation of each, in the same units.
-        padding: Rows above and below, columns left and right that are added before a random crop; (0, 0): no crop.
+        size: Height and width of the result.
+        covered: Height and width to which the images are resized first.
+        padding: Rows above and below, columns left and right that are added before a random crop; None: the centre is
+            cropped.
         flip: Whether half of the images are mirrored.
-        field: The crop of protocol 'field', for images that already have the right scale.
+        field: A crop that comes instead of those, and continues the images.
     """
 
     def __init__(
         self,
         mean: Sequence[float],
         std: Sequence[float],
-        padding: tuple[int, int],
+        size: tuple[int, int],
+        covered: tuple[int, int],
+        padding: tuple[int, int] | None,
         flip: bool,
         field: FieldCrop | None = None,
     ) -> None:
         self.mean = 255 * torch.tensor(mean)[:, None, None]
         self.std = 255 * torch.tensor(std)[:, None, None]
+        self.size = size
+        self.covered = covered
         self.padding = padding
         self.flip = flip
         self.field = field
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """Transform packed pixels int32 (B, H, W) to float32 (B, 3, H, W)."""
+        """Transform packed pixels int32 (B, h, w) to float32 (B, 3, H, W)."""
+        B, (H, W) = len(pixels), self.size
+        if tuple(pixels.shape[1:]) != self.covered:
+            images = unpack(pixels).permute(0, 3, 1, 2)
+            resized = v2.functional.resize(images, list(self.covered), v2.InterpolationMode.BICUBIC, antialias=True)
+            pixels = pack(resized.permute(0, 2, 3, 1).numpy())
         if self.field is not None:
             grey = pack(self.field.grey[None, None, None]).numpy()
             pixels = torch.from_numpy(self.field.take(pixels.numpy(), grey.squeeze(), rows=1))
-        B, H, W = pixels.shape
         rows, columns = torch.arange(H).expand(B, H), torch.arange(W).expand(B, W)
         if self.flip:
             columns = torch.where(torch.rand(B, 1) < 0.5, W - 1 - columns, columns)
-        above, left = self.padding
-        if above or left:
+        free = pixels.shape[1] - H, pixels.shape[2] - W
+        if self.padding is None:
+            # As torchvision rounds it.
+            rows, columns = rows + round(free[0] / 2), columns + round(free[1] / 2)
+        else:
+            above, left = self.padding
             pixels = F.pad(pixels, (left, left, above, above))
-            rows = rows + torch.randint(2 * above + 1, (B, 1))
-            columns = columns + torch.randint(2 * left + 1, (B, 1))
+            rows = rows + torch.randint(free[0] + 2 * above + 1, (B, 1))
+            columns = columns + torch.randint(free[1] + 2 * left + 1, (B, 1))
         indices = rows[:, :, None] * pixels.shape[2] + columns[:, None]
         chosen = pixels.flatten(1).gather(1, indices.flatten(1)).view(B, H, W)
         images = unpack(chosen).permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
@@ -316,31 +331,26 @@ def batch_transform(
 ) -> BatchTransform | None:
     """Build the equivalent of `train_transform` for batches of images of the size `stored`.
 
-    None where there is no equivalent: where images are resized, with colour jitter or random erasing, and with other
-    augmentations than 'none', 'shift' and 'crop-flip'.
+    None where there is no equivalent: with colour jitter or random erasing, with other augmentations than 'none',
+    'shift' and 'crop-flip', and for images longer than `ResizeToCover` takes them.
     """
-    same_size = stored == size and (augment != "none" or crop_pct == 1)
-    if not same_size or augment not in ("none", "shift", "crop-flip") or color_jitter or random_erasing:
+    cover = ResizeToCover(_before_crop(size, crop_pct) if augment == "none" else size)
+    kept, covered = cover.sizes(stored)
+    if kept != stored or augment not in ("none", "shift", "crop-flip") or color_jitter or random_erasing:
         return None
-    padding = (0, 0) if augment == "none" else (max(1, size[0] // 8), max(1, size[1] // 8))
-    return BatchTransform(mean, std, padding, flip=augment == "crop-flip")
+    padding = None if augment == "none" else (max(1, size[0] // 8), max(1, size[1] // 8))
+    return BatchTransform(mean, std, size, covered, padding, flip=augment == "crop-flip")
 
 
-def eval_batch_transform(
-    stored: tuple[int, int],
-    size: tuple[int, int],
-    mean: Sequence[float],
-    std: Sequence[float],
-    crop_pct: float,
-    protocol: SizeProtocol,
-    trained_size: tuple[int, int] | None,
-    fill: Fill,
-) -> BatchTransform | None:
-    """Build the equivalent of `eval_transform` for batches of images of the size `stored`; None if there is none."""
-    if protocol == "field":
-        same_scale = stored == covered_size(trained_size, crop_pct)
-        return BatchTransform(mean, std, (0, 0), False, FieldCrop(size, fill, mean)) if same_scale else None
-    return batch_transform(stored, size, mean, std, "none", 1.0 if protocol == "resize" else crop_pct)
+def eval_batch_transform(stored: tuple[int, int], transform: v2.Compose) -> BatchTransform | None:
+    """Build the equivalent of an `eval_transform` for batches of images of the size `stored`; None likewise."""
+    resize, *crops, _, _, normalise = transform.transforms
+    kept, covered = resize.sizes(stored) if isinstance(resize, ResizeToCover) else (stored, tuple(resize.size))
+    if kept != stored:
+        return None
+    size = tuple(crops[0].size) if crops else covered
+    field = crops[0] if crops and isinstance(crops[0], FieldCrop) else None
+    return BatchTransform(normalise.mean, normalise.std, size, covered, None, flip=False, field=field)
 
 
 def pack(images: np.ndarray) -> Tensor:

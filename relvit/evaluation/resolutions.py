@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from lightning.fabric import Fabric
 
-from relvit.data import Fill, ImageData, SizeProtocol, parse_size
+from relvit.data import Fill, ImageData, SizeProtocol, eval_transform, parse_size
 from relvit.evaluation.costs import count_macs, peak_memory
 from relvit.evaluation.metrics import calibration_error
 from relvit.models.image_size import at_image_size
@@ -122,7 +122,8 @@ def evaluate_size(
     """
     check_choice("split", split, get_args(Split))
     own = type(data)(**data.init_args() | {"img_size": size})
-    own.evaluate_by(protocol, data.img_size, fill)
+    images = own.img_size, own.mean, own.std, own.crop_pct
+    own.eval_transform = eval_transform(*images, protocol, data.img_size, fill)
     own.evaluate_on(split)
     own.prepare_data()
     own.setup("test")

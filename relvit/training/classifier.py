@@ -220,10 +220,11 @@ class ImageClassifier(EpochMetrics):
         """Check the data's images and the strategy, compile, load the teacher, and take class weights from the data."""
         trainer, data = self.trainer, self.trainer.datamodule
         check_sharding(trainer, self.hparams, self.net)
-        size = getattr(data, "img_size", None)
-        # A network that is sharded already was checked before.
-        if size is not None and not is_sharded(self.net):
-            check_image_size(self.net, size, self.hparams.in_chans, self.hparams.img_size)
+        sizes = [getattr(data, "img_size", None), *((stage == "fit" and getattr(data, "train_sizes", None)) or ())]
+        for size in sizes:
+            # A network that is sharded already was checked before.
+            if size is not None and not is_sharded(self.net):
+                check_image_size(self.net, size, self.hparams.in_chans, self.hparams.img_size)
         if self.net._compiled_call_impl is None:
             self._compile(self.net)
         if stage != "fit":
@@ -388,8 +389,16 @@ class ImageClassifier(EpochMetrics):
 
     def _compile(self, net: nn.Module) -> None:
         # In place, which leaves the names in the state dict unchanged.
-        if self.hparams.compile:
-            net.compile(backend="inductor" if self.hparams.compile is True else self.hparams.compile)
+        if not self.hparams.compile:
+            return
+        sizes = getattr(self.trainer.datamodule, "train_sizes", None)
+        if sizes:
+            # A graph for each size, in training and in evaluation, and of the last batch of an evaluation; beyond its
+            # limit PyTorch would stop compiling.
+            config = torch._dynamo.config
+            config.recompile_limit = max(config.recompile_limit, 2 * len(sizes) + 4)
+        backend = "inductor" if self.hparams.compile is True else self.hparams.compile
+        net.compile(backend=backend, dynamic=False if sizes else None)
 
     def _load_pretrained(self) -> None:
         weights = self.pretrained.weights()

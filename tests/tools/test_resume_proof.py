@@ -1,4 +1,4 @@
-"""Trainings that are interrupted and resumed, in nine of the 36 ways of tools/resume_proof.py: every pair of them."""
+"""Trainings that are interrupted and resumed, in eleven of the 54 ways of tools/resume_proof.py: every pair of them."""
 
 import itertools
 import sys
@@ -9,17 +9,19 @@ from scripts import ROOT, load
 PROOF = load("resume_proof")
 # Its child processes find it by name.
 sys.path.append(str(ROOT / "tools"))
-# Place, average, accumulation, end.
+# Place, average, accumulation, end, options of the data.
 CASES = [
-    ("mid-epoch", True, 2, "SIGTERM"),
-    ("epoch end", True, 1, "SIGKILL"),
-    ("validation", False, 1, "exception"),
-    ("mid-epoch", False, 2, "SIGKILL"),
-    ("mid-epoch", True, 1, "exception"),
-    ("epoch end", False, 1, "SIGTERM"),
-    ("epoch end", False, 2, "exception"),
-    ("validation", True, 1, "SIGTERM"),
-    ("validation", True, 2, "SIGKILL"),
+    ("mid-epoch", True, 2, "SIGTERM", ""),
+    ("epoch end", True, 1, "SIGKILL", ""),
+    ("validation", False, 1, "exception", ""),
+    ("mid-epoch", False, 2, "SIGKILL", ""),
+    ("mid-epoch", True, 1, "exception", ""),
+    ("epoch end", False, 1, "SIGTERM", ""),
+    ("epoch end", False, 2, "exception", ""),
+    ("validation", True, 1, "SIGTERM", ""),
+    ("validation", True, 2, "SIGKILL", ""),
+    ("mid-epoch", True, 2, "SIGTERM", "random sizes"),
+    ("mid-epoch", True, 2, "SIGKILL", "progressive sizes"),
 ]
 
 
@@ -30,21 +32,21 @@ def images(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def uninterrupted(images, tmp_path_factory):
-    """Trainings that nothing interrupts, by average and accumulation, each made once."""
+    """Trainings that nothing interrupts, by average, accumulation and data, each made once."""
     made = {}
 
-    def find(ema, accumulate):
-        if (ema, accumulate) not in made:
+    def find(*kind):
+        if kind not in made:
             folder = tmp_path_factory.mktemp("uninterrupted") / "runs"
-            made[ema, accumulate], status = PROOF.train(images, folder, ema, accumulate)
+            made[kind], status = PROOF.train(images, folder, *kind)
             assert status == 0
-        return made[ema, accumulate]
+        return made[kind]
 
     return find
 
 
 def test_these_cases_cover_every_pair():
-    assert len(PROOF.CASES) == 36
+    assert len(PROOF.CASES) == 54
     assert set(CASES) <= set(PROOF.CASES)
     for a, b in itertools.combinations(range(4), 2):
         assert {(case[a], case[b]) for case in CASES} == {(case[a], case[b]) for case in PROOF.CASES}
@@ -54,13 +56,14 @@ def test_these_cases_cover_every_pair():
     "case", [CASES[0], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[1:])], ids=str
 )
 def test_a_resumed_training_is_bit_equal_to_one_that_was_not_interrupted(case, images, uninterrupted, tmp_path):
-    wrong, first, second = PROOF.try_out(tmp_path / "runs", images, uninterrupted(case[1], case[2]), case)
+    whole = uninterrupted(case[1], case[2], case[4])
+    wrong, first, second = PROOF.try_out(tmp_path / "runs", images, whole, case)
     assert wrong == []
-    assert 0 < second < PROOF.EPOCHS * PROOF.BATCHES <= first + second
+    assert 0 < second < PROOF.steps_of(whole) <= first + second
 
 
 def test_the_comparison_finds_what_differs(uninterrupted):
-    assert PROOF.differences(uninterrupted(True, 2), uninterrupted(True, 2)) == []
-    different = PROOF.differences(uninterrupted(True, 2), uninterrupted(True, 1))
+    assert PROOF.differences(uninterrupted(True, 2, ""), uninterrupted(True, 2, "")) == []
+    different = PROOF.differences(uninterrupted(True, 2, ""), uninterrupted(True, 1, ""))
     assert {"last.ckpt: state_dict", "last.ckpt: ema_state_dict", "last.ckpt: global_step"} <= set(different)
     assert {"metrics.csv", "tensorboard"} <= set(different)

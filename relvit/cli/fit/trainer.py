@@ -268,9 +268,11 @@ class RelvitCLI(OpenLightningCLI):
         self.start = time.monotonic()
         model, data, epochs = self.model, self.datamodule, self.trainer.max_epochs
         size = sum(parameter.numel() for parameter in model.net.parameters()) / 1e6
+        sizes = [" x ".join(map(str, given)) for given in (data.img_size, *(data.train_sizes or ()))]
+        trained = f" (trained at {', '.join(sizes[1:])})" if data.train_sizes else ""
         text = (
             f"{model.hparams.model} ({size:.2f} M parameters), {data.num_classes} classes, "
-            f"{data.img_size[0]} x {data.img_size[1]} px x {data.in_chans}, batch {data.batch_size}; "
+            f"{sizes[0]} px x {data.in_chans}{trained}, batch {data.batch_size}; "
             f"files in {self.run_folder or 'no folder (fast_dev_run)'}\n{self.normalisation}"
         )
         if self.checkpoint is None:

@@ -1,19 +1,19 @@
 """Base class of all image data modules: the shared arguments, transforms and DataLoaders."""
 
+import copy
 import inspect
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from lightning import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 from torchvision.transforms import v2
 
-from relvit.data.field import Fill
 from relvit.data.images.datasets import (
     OnError,
     SkipUnreadable,
@@ -26,10 +26,10 @@ from relvit.data.loading.deterministic import DeterministicDataset
 from relvit.data.loading.eval_shards import EvalShardLoader
 from relvit.data.loading.loader import SignalSafeDataLoader, identity_collate
 from relvit.data.loading.sampler import Balance, TrainSampler, class_weights, training_position
+from relvit.data.loading.sizes import SizedBatches, SizedBatchSampler, SizePlan, SizeSchedule
 from relvit.data.transforms import (
     Augment,
     BatchTransform,
-    SizeProtocol,
     batch_transform,
     eval_batch_transform,
     eval_transform,
@@ -75,6 +75,11 @@ class ImageData(LightningDataModule, ABC):
             replacement so that every class comes equally often; 'loss' gives :attr:`class_weights` for the loss.
         repeats: Copies of an image in a training batch, each augmented in its own way; an epoch keeps its length and
             sees only one image in `repeats` (repeated augmentation, see :class:`relvit.data.TrainSampler`).
+        train_sizes: Image sizes to train at, each one number or (height, width). Every optimiser step has one of them,
+            on all devices, and as many images as keep the number of pixels of `batch_size` images of `img_size`; an
+            epoch shows about every image once. None: `img_size` alone. Evaluation is at `img_size`.
+        size_schedule: 'random': every size equally often, in random order; 'progressive': small sizes first, each for
+            an equal part of the training (see :class:`relvit.data.SizePlan`).
 
     Raises:
         ValueError: An argument out of its range, fewer than two classes, or a class named twice.
@@ -102,6 +107,8 @@ class ImageData(LightningDataModule, ABC):
         random_erasing: float | None = None,
         balance: Balance = "none",
         repeats: int = 1,
+        train_sizes: Sequence[int | tuple[int, int]] | None = None,
+        size_schedule: SizeSchedule = "random",
     ) -> None:
         super().__init__()
         if batch_size < 1:
@@ -111,6 +118,7 @@ class ImageData(LightningDataModule, ABC):
         if repeats < 1:
             raise ValueError(f"repeats is {repeats}; give 1 (every image once) or more, such as 3")
         check_choice("balance", balance, get_args(Balance))
+        check_choice("size_schedule", size_schedule, get_args(SizeSchedule))
         self.class_names: list[str] = _checked_classes(class_names)
         self.in_chans = in_chans
         self.img_size: tuple[int, int] = parse_size(img_size)
@@ -122,8 +130,8 @@ class ImageData(LightningDataModule, ABC):
         self.random_erasing = random_erasing
         self.balance: Balance = balance
         self.repeats = repeats
-        # Protocol, trained size and fill of `evaluate_by`.
-        self._protocol: tuple[SizeProtocol, tuple[int, int] | None, Fill] = ("crop", None, "reflect")
+        self.train_sizes = None if train_sizes is None else _checked_sizes(train_sizes)
+        self.size_schedule: SizeSchedule = size_schedule
         self.normalise_by(mean, std)
         self._datasets: dict[Split, Dataset] = {}
         self._begin = (0, 0)
@@ -144,19 +152,12 @@ class ImageData(LightningDataModule, ABC):
             )
         self.mean: tuple[float, ...] = tuple(mean)
         self.std: tuple[float, ...] = tuple(std)
-        augmentation = self.augment, self.crop_pct, self.color_jitter, self.random_erasing
-        self.train_transform = train_transform(self.img_size, self.mean, self.std, *augmentation)
-        self.eval_transform = eval_transform(self.img_size, self.mean, self.std, self.crop_pct, *self._protocol)
+        self.train_transform = train_transform(*self._augmentation(self.img_size))
+        self.eval_transform = eval_transform(self.img_size, self.mean, self.std, self.crop_pct)
 
-    def evaluate_by(
-        self, protocol: SizeProtocol, trained_size: int | Sequence[int] | None = None, fill: Fill = "reflect"
-    ) -> None:
-        """Choose how images get their size in evaluation, before they are first used; not kept in checkpoints.
-
-        Arguments and errors are those of :func:`relvit.data.eval_transform`.
-        """
-        self._protocol = (protocol, None if trained_size is None else parse_size(trained_size), fill)
-        self.normalise_by(self.mean, self.std)
+    def _augmentation(self, size: tuple[int, int]) -> tuple[Any, ...]:
+        """Arguments of `train_transform`."""
+        return size, self.mean, self.std, self.augment, self.crop_pct, self.color_jitter, self.random_erasing
 
     @abstractmethod
     def missing(self, split: Split) -> str | None:
@@ -279,10 +280,22 @@ class ImageData(LightningDataModule, ABC):
             options |= {"num_replicas": self.trainer.world_size, "rank": self.trainer.global_rank}
             if self.trainer.current_epoch > epoch:
                 epoch, done = self.trainer.current_epoch, 0
-        options |= {"epoch": epoch, "start": done * self.batch_size}
+        options["epoch"] = epoch
+        if self.train_sizes is not None:
+            plan = self._size_plan(math.ceil(len(dataset) / options.get("num_replicas", 1)))
+            sized = SizedBatchSampler(plan, len(dataset), weights, self.repeats, start=done, **options)
+            return self._loader("train", sampler=sized)
+        options["start"] = done * self.batch_size
         sampler = TrainSampler(len(dataset), weights, self.repeats, **options)
         alone = len(sampler) > 1 and len(sampler) % self.batch_size == 1
         return self._loader("train", sampler=sampler, drop_last=alone)
+
+    def _size_plan(self, images: int) -> SizePlan:
+        accumulated, epochs = 1, None
+        if self.trainer is not None:
+            accumulated, epochs = self.trainer.accumulate_grad_batches, self.trainer.max_epochs
+        sizes = self.train_sizes, self.size_schedule, self.img_size, self.batch_size
+        return SizePlan(*sizes, images, accumulated, run_seed(), epochs)
 
     def val_dataloader(self) -> DataLoader | EvalShardLoader:
         """All validation images in order; on several devices the shard of this one."""
@@ -318,29 +331,45 @@ class ImageData(LightningDataModule, ABC):
             "pin_memory": torch.cuda.is_available(),
             "persistent_workers": self.num_workers > 0,
         }
-        skip, trains = self.on_error == "skip", self.trains_on(split)
-        dataset, transform = self.dataset(split), self._batch_transform(split)
+        dataset, collate = self._items(split, self.img_size)
+        if isinstance(sampler, SizedBatchSampler):
+            dataset = SizedBatches({size: self._items(split, size)[0] for size in sampler.plan.sizes}, collate)
+            options["batch_size"], collate = None, identity_collate
+        if self.on_error != "skip":
+            return SignalSafeDataLoader(dataset, collate_fn=collate, **options)
+        record = self.unreadable.setdefault(split, {})
+        return SkipUnreadableLoader(dataset, collate_fn=collate, record=record, **options)
+
+    def _items(self, split: Split, size: tuple[int, int]) -> tuple[Dataset, Callable[[Any], Any]]:
+        """Return a dataset of images of one size, as a loader needs it, and the collate function of its items."""
+        dataset, skip, trains = self.dataset(split), self.on_error == "skip", self.trains_on(split)
+        if size != self.img_size:
+            dataset = copy.copy(dataset)
+            dataset.transform = train_transform(*self._augmentation(size))
+        transform, collate = self._batch_transform(split, size), collate_readable if skip else default_collate
         if transform is not None:
-            dataset, options["collate_fn"] = InMemoryBatches(dataset, transform), identity_collate
+            dataset, collate = InMemoryBatches(dataset, transform), identity_collate
         if skip:
             wrapper = SkipUnreadable if transform is None else SkipUnreadableBatches
             dataset = wrapper(dataset, replace=trains)
-            options.setdefault("collate_fn", collate_readable)
-            options["record"] = self.unreadable.setdefault(split, {})
-        if trains:
-            dataset = DeterministicDataset(dataset, run_seed())
-        return (SkipUnreadableLoader if skip else SignalSafeDataLoader)(dataset, **options)
+        return (DeterministicDataset(dataset, run_seed()) if trains else dataset), collate
 
-    def _batch_transform(self, split: Split) -> BatchTransform | None:
+    def _batch_transform(self, split: Split, size: tuple[int, int]) -> BatchTransform | None:
         """The transform of a batch at once; None where images are transformed one by one."""
         images = self.dataset(split)
         if not isinstance(images, SameSizeImages):
             return None
         stored = tuple(images.pixels.shape[1:])
         if not self.trains_on(split):
-            return eval_batch_transform(stored, self.img_size, self.mean, self.std, self.crop_pct, *self._protocol)
-        augmentation = self.augment, self.crop_pct, self.color_jitter, self.random_erasing
-        return batch_transform(stored, self.img_size, self.mean, self.std, *augmentation)
+            return eval_batch_transform(stored, self.eval_transform)
+        return batch_transform(stored, *self._augmentation(size))
+
+
+def _checked_sizes(train_sizes: Sequence[int | tuple[int, int]]) -> list[tuple[int, int]]:
+    sizes = [parse_size(size) for size in train_sizes]
+    if not sizes or len(set(sizes)) < len(sizes):
+        raise ValueError(f"train_sizes is {list(train_sizes)}; give one or more sizes, each once")
+    return sizes
 
 
 def _checked_classes(class_names: Sequence[str]) -> list[str]:

@@ -85,7 +85,8 @@ def make_plan(trainer: Trainer, lr: float, base_batch: int | None, warmup_epochs
 def batch_size_of(trainer: Trainer) -> int:
     """Return the number of images per batch and device, as the training's dataloader gives it."""
     loader = trainer.train_dataloader
-    size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    parts = (loader, getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None))
+    size = next((size for part in parts if (size := getattr(part, "batch_size", None))), None)
     if not size:
         raise ValueError(f"the training loader, {type(loader).__name__}, does not say its batch_size")
     return int(size)

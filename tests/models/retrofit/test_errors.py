@@ -32,7 +32,8 @@ def with_one_other_attention():
 MODELS = {
     "parallel": (
         lambda: plain(block_fn=ParallelScalingBlock),
-        r"blocks\.0 is a ParallelScalingBlock, which cannot be retrofitted: its attention and its MLP share projections.*; "
+        r"blocks\.0 is a ParallelScalingBlock, which cannot be retrofitted: its attention and its MLP share "
+        r"projections.*; "
         "allowed: 'Block', 'ResPostBlock'",
     ),
     "one differential": (with_one_other_attention, r"blocks\.1\.attn is a DiffAttention.*; allowed: 'Attention'"),
