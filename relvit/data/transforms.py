@@ -291,6 +291,20 @@ class BatchTransform:
         self.flip = flip
         self.field = field
 
+    @classmethod
+    def like(cls, transform: v2.Compose, stored: tuple[int, int]) -> "BatchTransform | None":
+        """Build the equivalent of an `eval_transform` for batches of images of the size `stored`.
+
+        None for images longer than `ResizeToCover` takes them.
+        """
+        resize, *crops, _, _, normalise = transform.transforms
+        kept, covered = resize.sizes(stored) if isinstance(resize, ResizeToCover) else (stored, tuple(resize.size))
+        if kept != stored:
+            return None
+        size = tuple(crops[0].size) if crops else covered
+        field = crops[0] if crops and isinstance(crops[0], FieldCrop) else None
+        return cls(normalise.mean, normalise.std, size, covered, None, flip=False, field=field)
+
     def __call__(self, pixels: Tensor) -> Tensor:
         """Transform packed pixels int32 (B, h, w) to float32 (B, 3, H, W)."""
         B, (H, W) = len(pixels), self.size
@@ -340,17 +354,6 @@ def batch_transform(
         return None
     padding = None if augment == "none" else (max(1, size[0] // 8), max(1, size[1] // 8))
     return BatchTransform(mean, std, size, covered, padding, flip=augment == "crop-flip")
-
-
-def eval_batch_transform(stored: tuple[int, int], transform: v2.Compose) -> BatchTransform | None:
-    """Build the equivalent of an `eval_transform` for batches of images of the size `stored`; None likewise."""
-    resize, *crops, _, _, normalise = transform.transforms
-    kept, covered = resize.sizes(stored) if isinstance(resize, ResizeToCover) else (stored, tuple(resize.size))
-    if kept != stored:
-        return None
-    size = tuple(crops[0].size) if crops else covered
-    field = crops[0] if crops and isinstance(crops[0], FieldCrop) else None
-    return BatchTransform(normalise.mean, normalise.std, size, covered, None, flip=False, field=field)
 
 
 def pack(images: np.ndarray) -> Tensor:

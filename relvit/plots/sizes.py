@@ -30,35 +30,28 @@ def plot_sizes(rows: Sequence[Mapping[str, Any]], labels: Sequence[str], target:
     """
     names = {_side(row): _name(row["height"], row["width"]) for row in rows}
     trained = {math.sqrt(row["trained_height"] * row["trained_width"]) for row in rows}
-    figure = Figure(figsize=(15, 5), layout="constrained")
+    figure = Figure(figsize=(15, 5.5), layout="constrained")
     FigureCanvasAgg(figure)
     for axes, (key, quantity) in zip(figure.subplots(1, len(PANELS)), PANELS.items(), strict=True):
         for label in dict.fromkeys(labels):
             own = sorted((row for row, of in zip(rows, labels, strict=True) if of == label), key=_side)
+            sides, values = [_side(row) for row in own], [row[key] for row in own]
             # A name may hold what Matplotlib takes for a formula.
-            (line,) = axes.plot(
-                [_side(row) for row in own], [row[key] for row in own], marker="o", label=label.replace("$", r"\$")
-            )
-            at = [row for row in own if _is_trained(row)]
-            axes.plot(
-                *([_side(row) for row in at], [row[key] for row in at]),
-                marker="o",
-                markersize=13,
-                fillstyle="none",
-                linestyle="",
-                color=line.get_color(),
-            )
+            (line,) = axes.plot(sides, values, marker="o", label=label.replace("$", r"\$"))
+            rings = [170 if _is_trained(row) else 0 for row in own]
+            axes.scatter(sides, values, rings, facecolors="none", edgecolors=line.get_color())
         for side in trained:
             axes.axvline(side, color="black", linestyle=":", linewidth=1.5)
         axes.set_xscale("log", base=2)
-        axes.set_xticks(list(names), list(names.values()), rotation=90 if len(names) > 8 else 0)
+        crowded = len(names) > 8 or any(not name.isdigit() for name in names.values())
+        axes.set_xticks(list(names), list(names.values()), rotation=90 if crowded else 0)
         axes.xaxis.set_minor_locator(NullLocator())
         axes.set_xlabel("image size in pixels", fontsize=FONT)
         axes.set_ylabel(quantity, fontsize=FONT)
         axes.tick_params(labelsize=SMALL)
         axes.grid(alpha=0.3)
     axes.plot([], [], color="black", linestyle=":", label="trained size")
-    axes.legend(fontsize=SMALL)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=SMALL)
     figure.suptitle(title, fontsize=FONT)
     figure.savefig(target, dpi=100)
 

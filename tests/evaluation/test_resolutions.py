@@ -1,17 +1,15 @@
 """Figures by image size: against logits, formulas and timm's resampling; several checkpoints, and what is refused."""
 
-import copy
-
 import pytest
 import timm
 import torch
+from checkpoints import write_checkpoint_like
 from photos import CLASSES
 from torchmetrics.functional.classification import multiclass_calibration_error
 
 from relvit.data import DigitsData, eval_transform
 from relvit.data.images.decode import load_rgb
 from relvit.evaluation import count_macs, evaluate_size, evaluate_sizes, peak_memory
-from relvit.training import ImageClassifier
 from relvit.training.checkpoints.checkpoint import load_classifier
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -26,17 +24,9 @@ def best(run):
 @pytest.fixture(scope="module")
 def other(best, tmp_path_factory):
     """Checkpoints of timm's models with random weights, as if trained like `best`."""
-    content = torch.load(best, weights_only=True)
 
     def write(model, kwargs, **data):
-        changed = copy.deepcopy(content)
-        torch.manual_seed(1)
-        changed["relvit"]["model"] |= {"model": model, "model_kwargs": kwargs}
-        changed["relvit"]["data"]["init_args"] |= data
-        changed["state_dict"] = ImageClassifier(**changed["relvit"]["model"]).state_dict()
-        file = tmp_path_factory.mktemp(model) / "best.ckpt"
-        torch.save(changed, file)
-        return file
+        return write_checkpoint_like(best, tmp_path_factory.mktemp(model) / "best.ckpt", model, kwargs, **data)
 
     return write
 

@@ -60,14 +60,15 @@ def resolutions(
     """
     targets = _targets(output)
     rows = evaluate_sizes(ckpt_path, sizes, split, root, batch_size, accelerator, protocol, fill, with_bar)
-    labels = short_labels([row["checkpoint"] for row in rows])
     meaning = f"{protocol}: {PROTOCOLS[protocol]}"
     of = "{checkpoint}: {model}, trained at {trained_height} x {trained_width} px"
-    lines = dict.fromkeys(of.format(**row) for row in rows)
-    print(*lines, f"{rows[0]['images']} images of {split}; {meaning}", sep="\n", flush=True)
-    Console().print(_table(rows, labels))
+    checkpoints = list(dict.fromkeys(of.format(**row) for row in rows))
+    if len(checkpoints) > 1:
+        checkpoints = [f"{number}  {text}" for number, text in enumerate(checkpoints, 1)]
+    print(*checkpoints, f"{rows[0]['images']} images of {split}; {meaning}", sep="\n", flush=True)
+    Console().print(_table(rows))
     for target in targets:
-        _write(target, rows, labels, meaning)
+        _write(target, rows, meaning)
         print(f"written: {target}", flush=True)
 
 
@@ -98,23 +99,28 @@ def _targets(output: str | None) -> list[Path]:
     return [Path(output) / f"resolutions{suffix}" for suffix in FORMATS]
 
 
-def _table(rows: Sequence[dict[str, Any]], labels: Sequence[str]) -> Table:
-    rows = [row | {"gmacs": row["macs"] / 1e9, "mib": (row["peak_memory"] or 0) / 2**20 or None} for row in rows]
+def _table(rows: Sequence[dict[str, Any]]) -> Table:
+    """Make a table by size; of several checkpoints by size and number."""
+    rows = [
+        row | {"gmacs": row["macs"] / 1e9, "mib": row["peak_memory"] and row["peak_memory"] / 2**20} for row in rows
+    ]
     columns = {title: column for title, column in COLUMNS.items() if column[0] in rows[0]}
-    several = len(set(labels)) > 1
-    table = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False)
-    if several:
-        table.add_column("checkpoint", overflow="fold")
-    for title in ("size", *columns):
-        table.add_column(title, justify="right", no_wrap=True)
-    for number, (row, label) in enumerate(zip(rows, labels, strict=True)):
+    numbers = {path: str(number) for number, path in enumerate(dict.fromkeys(row["checkpoint"] for row in rows), 1)}
+    by_size: dict[str, list[list[str]]] = {}
+    for row in rows:
         values = ["" if row[key] is None else text.format(row[key]) for key, text in columns.values()]
-        last = number + 1 == len(rows) or labels[number + 1] != label
-        table.add_row(*([label] if several else []), f"{row['height']} x {row['width']}", *values, end_section=last)
+        of_size = by_size.setdefault(f"{row['height']} x {row['width']}", [])
+        of_size.append([numbers[row["checkpoint"]], *values] if len(numbers) > 1 else values)
+    table = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False)
+    for title in ("size", *([""] if len(numbers) > 1 else []), *columns):
+        table.add_column(title, justify="right", no_wrap=True)
+    for size, lines in by_size.items():
+        for line in lines:
+            table.add_row(size if line is lines[0] else "", *line, end_section=len(numbers) > 1 and line is lines[-1])
     return table
 
 
-def _write(target: Path, rows: Sequence[dict[str, Any]], labels: Sequence[str], title: str) -> None:
+def _write(target: Path, rows: Sequence[dict[str, Any]], title: str) -> None:
     match target.suffix:
         case ".csv":
             with open(target, "w", newline="", encoding="utf-8") as file:
@@ -124,4 +130,4 @@ def _write(target: Path, rows: Sequence[dict[str, Any]], labels: Sequence[str], 
         case ".json":
             target.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
         case ".png":
-            plot_sizes(rows, labels, target, title)
+            plot_sizes(rows, short_labels([row["checkpoint"] for row in rows]), target, title)

@@ -27,15 +27,7 @@ from relvit.data.loading.eval_shards import EvalShardLoader
 from relvit.data.loading.loader import SignalSafeDataLoader, identity_collate
 from relvit.data.loading.sampler import Balance, TrainSampler, class_weights, training_position
 from relvit.data.loading.sizes import SizedBatches, SizedBatchSampler, SizePlan, SizeSchedule
-from relvit.data.transforms import (
-    Augment,
-    BatchTransform,
-    batch_transform,
-    eval_batch_transform,
-    eval_transform,
-    parse_size,
-    train_transform,
-)
+from relvit.data.transforms import Augment, BatchTransform, batch_transform, eval_transform, parse_size, train_transform
 from relvit.utils.messages import check_choice, listing, printable
 from relvit.utils.seeding import run_seed
 
@@ -361,7 +353,7 @@ class ImageData(LightningDataModule, ABC):
             return None
         stored = tuple(images.pixels.shape[1:])
         if not self.trains_on(split):
-            return eval_batch_transform(stored, self.eval_transform)
+            return BatchTransform.like(self.eval_transform, stored)
         return batch_transform(stored, *self._augmentation(size))
 
 
