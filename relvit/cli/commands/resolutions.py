@@ -46,7 +46,7 @@ def resolutions(
     """Print figures of checkpoints at several image sizes; see `evaluate_sizes`.
 
     Args:
-        ckpt_path: The checkpoint to use, such as runs/RUN/checkpoints/best.ckpt, or several of the same classes.
+        ckpt_path: The checkpoint, or several of the same classes and images.
         sizes: The image sizes in pixels, such as [24,32,48] or [[32,48],64].
         protocol: How images get their size. resize squashes the whole image to it, so that objects grow; crop resizes
             by the crop ratio and crops, as timm does; field keeps the scale of objects as in training, so that the
