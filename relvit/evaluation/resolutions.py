@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from lightning.fabric import Fabric
 
-from relvit.data import Fill, ImageData, SizeProtocol, eval_transform, parse_size
+from relvit.data import Fill, ImageData, SizeProtocol, parse_size
+from relvit.data.modules.at_size import at_size
 from relvit.evaluation.costs import count_macs, peak_memory
 from relvit.evaluation.metrics import calibration_error
 from relvit.models.image_size import at_image_size
@@ -106,8 +107,8 @@ def evaluate_size(
 
     Args:
         classifier: put into evaluation mode, and else not changed.
-        data: the data module of the training: its images, batches and normalisation are used and its `img_size` is the
-            trained one. Not changed: the evaluation builds another one.
+        data: the data module of the training: its images, batches and normalisation are used, and its `img_size` is the
+            trained one. Evaluations one after the other share its dataset.
         size: one number or (height, width), a multiple of the patch.
         split, protocol, fill, progress: see `evaluate_sizes`.
 
@@ -121,12 +122,7 @@ def evaluate_size(
         ValueError: a size or name that does not fit, or a split without images.
     """
     check_choice("split", split, get_args(Split))
-    own = type(data)(**data.init_args() | {"img_size": size})
-    images = own.img_size, own.mean, own.std, own.crop_pct
-    own.eval_transform = eval_transform(*images, protocol, data.img_size, fill)
-    own.evaluate_on(split)
-    own.prepare_data()
-    own.setup("test")
+    own = at_size(data, size, split, protocol, fill)
     loader = own.test_dataloader()
     height, width = own.img_size
     classifier.eval()
