@@ -1,5 +1,7 @@
 """Figures by image size: against logits, formulas and timm's resampling; several checkpoints, and what is refused."""
 
+import shutil
+
 import pytest
 import timm
 import torch
@@ -11,6 +13,7 @@ from relvit.data import DigitsData, eval_transform
 from relvit.data.images.decode import load_rgb
 from relvit.evaluation import count_macs, evaluate_size, evaluate_sizes, peak_memory
 from relvit.training.checkpoints.checkpoint import load_classifier
+from relvit.training.optim.ema import WeightAverage
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 VIT = {"patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}
@@ -92,6 +95,29 @@ def test_of_a_classifier_in_memory_and_top_5(digits_run):
     )
     assert rows["field"]["loss"] == pytest.approx(float(torch.nn.functional.cross_entropy(logits, labels)), rel=1e-5)
     assert rows["resize"]["loss"] != pytest.approx(rows["field"]["loss"], rel=1e-3)
+
+
+def test_averaged_weights_of_a_training(digits_run):
+    classifier, data = load_classifier(digits_run / "checkpoints" / "best.ckpt"), DigitsData(batch_size=100)
+    expected = evaluate_size(classifier, data, 12, "val")
+    classifier.average = WeightAverage(classifier.net, 0.9, warmup=True)
+    with torch.no_grad():
+        classifier.net.head.weight.zero_()
+    assert evaluate_size(classifier, data, 12, "val")["loss"] == pytest.approx(expected["loss"])
+
+
+def test_files_that_cannot_be_read(best, photos, tmp_path):
+    root = shutil.copytree(photos, tmp_path / "photos")
+    (root / "val" / "dog" / "0.jpg").write_bytes(b"")
+    skipping = write_checkpoint_like(best, tmp_path / "a.ckpt", "test_vit", VIT, on_error="skip")
+    (row,) = evaluate_sizes(skipping, [16], root=str(root), accelerator="cpu")
+    assert row["images"] == 17
+    with pytest.raises(ValueError, match=r"dog/0\.jpg"):
+        evaluate_sizes(best, [16], root=str(root), accelerator="cpu")
+    for file in root.glob("val/*/*"):
+        file.write_bytes(b"")
+    with pytest.raises(ValueError, match="none of the images of val could be read"):
+        evaluate_sizes(skipping, [16], root=str(root), accelerator="cpu")
 
 
 def test_macs_by_formula():
