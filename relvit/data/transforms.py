@@ -91,7 +91,7 @@ def eval_transform(
     crop_pct: float = 1.0,
     protocol: SizeProtocol = "crop",
     trained_size: int | Sequence[int] | None = None,
-    fill: Fill = "reflect",
+    fill: Fill | None = None,
 ) -> v2.Compose:
     """Bring an image to a size for evaluation, by default as timm does, and normalise.
 
@@ -109,24 +109,30 @@ def eval_transform(
         crop_pct: Share of the resized image's side that the crop keeps, in (0, 1]; 'resize' keeps all.
         protocol: One of the names above.
         trained_size: Image size of the training; needed by 'field' alone.
-        fill: What 'field' shows beyond the image: 'reflect' (the image mirrored) or 'grey' (``mean``).
+        fill: What 'field' shows beyond the image: 'reflect' (the image mirrored; the default) or 'grey' (``mean``).
 
     Returns:
         A picklable transform from a PIL image with ``len(mean)`` channels to a float32 tensor (C, height, width).
 
     Raises:
-        ValueError: Unknown protocol or fill, wrong size, mean, std or crop_pct, or 'field' without a trained size.
+        ValueError: Unknown protocol or fill, wrong size, mean, std or crop_pct, 'field' without a trained size, or
+            `fill` with another protocol.
     """
     check_choice("protocol", protocol, get_args(SizeProtocol))
     size = parse_size(size)
     if not 0 < crop_pct <= 1:
         raise ValueError(f"crop_pct is {crop_pct}; it is the share of the side that is kept, 0 < crop_pct <= 1")
+    if fill is not None and protocol != "field":
+        raise ValueError(f"fill {fill!r} is for protocol 'field', not {protocol!r}: leave it out")
     if protocol == "resize":
         steps = [v2.Resize(size, v2.InterpolationMode.BICUBIC, antialias=True)]
     elif protocol == "field":
         if trained_size is None:
             raise ValueError("protocol 'field' keeps the scale of objects in training: give trained_size")
-        steps = [ResizeToCover(_before_crop(parse_size(trained_size), crop_pct)), FieldCrop(size, fill, mean)]
+        steps = [
+            ResizeToCover(_before_crop(parse_size(trained_size), crop_pct)),
+            FieldCrop(size, fill or "reflect", mean),
+        ]
     else:
         steps = [ResizeToCover(_before_crop(size, crop_pct)), v2.CenterCrop(size)]
     return v2.Compose([*steps, *_to_tensor(mean, std)])

@@ -21,7 +21,7 @@ from relvit.models.image_size import at_image_size
 from relvit.training import Checkpoint, ImageClassifier
 from relvit.training.checkpoints.checkpoint import first_difference
 from relvit.training.metrics import class_metrics, count_batch
-from relvit.utils.messages import check_choice
+from relvit.utils.messages import check_choice, listing
 
 Size = int | tuple[int, int]
 Split = Literal["train", "val", "test"]
@@ -46,7 +46,7 @@ def evaluate_sizes(
     batch_size: int | None = None,
     accelerator: str = "auto",
     protocol: SizeProtocol = "crop",
-    fill: Fill = "reflect",
+    fill: Fill | None = None,
     progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
     """Evaluate checkpoints of `relvit fit` at each size, on the same images.
@@ -60,18 +60,20 @@ def evaluate_sizes(
         batch_size: images per batch; None: as in training.
         accelerator: Lightning's name of the device, such as 'cpu' or 'gpu'.
         protocol: how images get their size: 'crop', 'resize' or 'field', see `relvit.data.eval_transform`.
-        fill: what 'field' shows beyond the image: 'reflect' or 'grey'.
+        fill: what 'field' shows beyond the image: 'reflect' (the default) or 'grey'.
         progress: wraps the batches of each evaluation, such as in a progress bar.
 
     Returns:
-        Per checkpoint and size 'checkpoint', 'model', 'trained_height', 'trained_width', and what `evaluate_size`
+        Per checkpoint and size 'checkpoint', 'model', 'train_sizes' (each [height, width]) and what `evaluate_size`
         returns.
 
     Raises:
         FileNotFoundError, ValueError: a checkpoint, folder or name that does not fit, checkpoints of different classes
-            or images, or a size that no checkpoint takes.
+            or images or one given twice, or a size that no checkpoint takes.
     """
     paths = [ckpt_path] if isinstance(ckpt_path, str | os.PathLike) else list(ckpt_path)
+    if not paths or not sizes or len(set(paths)) < len(paths):
+        raise ValueError(f"got checkpoints {listing(list(map(str, paths)))} and sizes {sizes}; give some, each once")
     checkpoints = [Checkpoint.read(path) for path in paths]
     for other in checkpoints[1:]:
         check_same_images(checkpoints[0], other, root)
@@ -83,9 +85,8 @@ def evaluate_sizes(
     rows = []
     for checkpoint, (classifier, data), possible in zip(checkpoints, pairs, todo, strict=True):
         classifier.to(device)
-        height, width = data.img_size
-        about = {"checkpoint": checkpoint.path, "model": classifier.hparams.model}
-        about |= {"trained_height": height, "trained_width": width}
+        trained = [list(size) for size in data.train_sizes or [data.img_size]]
+        about = {"checkpoint": checkpoint.path, "model": classifier.hparams.model, "train_sizes": trained}
         rows += [about | evaluate_size(classifier, data, size, split, protocol, fill, progress) for size in possible]
         classifier.cpu()
     return rows
@@ -97,7 +98,7 @@ def evaluate_size(
     size: Size,
     split: Split = "val",
     protocol: SizeProtocol = "crop",
-    fill: Fill = "reflect",
+    fill: Fill | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Evaluate a classifier, on its device, at one image size.
@@ -152,7 +153,7 @@ def evaluate_size(
         "height": height,
         "width": width,
         "protocol": protocol,
-        **({"fill": fill} if protocol == "field" else {}),
+        **({"fill": fill or "reflect"} if protocol == "field" else {}),
         "images": len(right),
         **{name: float(value) for name, value in metrics.compute().items()},
         "calibration_error": calibration_error(confidence, right),

@@ -20,7 +20,7 @@ def plot_sizes(rows: Sequence[Mapping[str, Any]], labels: Sequence[str], target:
     """Draw a curve per model into a PNG: accuracy, loss and calibration error by the logarithm of the image size.
 
     The size of an image that is not square is the side of the square of as many pixels. A dotted line marks each size
-    at which a model was trained, and a ring the point of that model.
+    at which a model was trained, a ring the model's points there.
 
     Args:
         rows: what `relvit.evaluation.evaluate_sizes` returns.
@@ -29,7 +29,7 @@ def plot_sizes(rows: Sequence[Mapping[str, Any]], labels: Sequence[str], target:
         title: above all.
     """
     names = {_side(row): _name(row["height"], row["width"]) for row in rows}
-    trained = {math.sqrt(row["trained_height"] * row["trained_width"]) for row in rows}
+    trained = {math.sqrt(height * width) for row in rows for height, width in row["train_sizes"]}
     figure = Figure(figsize=(15, 5.5), layout="constrained")
     FigureCanvasAgg(figure)
     for axes, (key, quantity) in zip(figure.subplots(1, len(PANELS)), PANELS.items(), strict=True):
@@ -38,7 +38,7 @@ def plot_sizes(rows: Sequence[Mapping[str, Any]], labels: Sequence[str], target:
             sides, values = [_side(row) for row in own], [row[key] for row in own]
             # A name may hold what Matplotlib takes for a formula.
             (line,) = axes.plot(sides, values, marker="o", label=label.replace("$", r"\$"))
-            rings = [170 if _is_trained(row) else 0 for row in own]
+            rings = [170 if [row["height"], row["width"]] in row["train_sizes"] else 0 for row in own]
             axes.scatter(sides, values, rings, facecolors="none", edgecolors=line.get_color())
         for side in trained:
             axes.axvline(side, color="black", linestyle=":", linewidth=1.5)
@@ -62,7 +62,3 @@ def _side(row: Mapping[str, Any]) -> float:
 
 def _name(height: int, width: int) -> str:
     return str(height) if height == width else f"{height} x {width}"
-
-
-def _is_trained(row: Mapping[str, Any]) -> bool:
-    return (row["height"], row["width"]) == (row["trained_height"], row["trained_width"])

@@ -57,13 +57,13 @@ def logits_and_labels(net, photos, split, *transform):
 @pytest.mark.parametrize("protocol", ["crop", "resize", "field"])
 @pytest.mark.parametrize("split", ["val", "train"])
 def test_figures_of_the_logits(protocol, split, best, photos):
-    (row,) = evaluate_sizes(best, [(24, 40)], split, accelerator="cpu", protocol=protocol, fill="grey")
-    transform = ((24, 40), MEAN, STD, 0.9, protocol, 16, "grey")
+    (row,) = evaluate_sizes(best, [(24, 40)], split, accelerator="cpu", protocol=protocol)
+    transform = ((24, 40), MEAN, STD, 0.9, protocol, 16)
     logits, labels = logits_and_labels(load_classifier(best), photos, split, *transform)
     probabilities = logits.softmax(-1)
     assert (row["height"], row["width"], row["images"], row["protocol"]) == (24, 40, 18, protocol)
     assert ("fill" in row) == (protocol == "field")
-    assert (row["checkpoint"], row["model"]) == (str(best), "test_relvit")
+    assert (row["checkpoint"], row["model"], row["train_sizes"]) == (str(best), "test_relvit", [[16, 16]])
     assert row["acc1"] == pytest.approx(float((logits.argmax(-1) == labels).float().mean()))
     assert row["loss"] == pytest.approx(float(-probabilities.log()[range(18), labels].mean()), rel=1e-4)
     expected = float(multiclass_calibration_error(probabilities, labels, 3, n_bins=15, norm="l1"))
@@ -77,9 +77,8 @@ def test_of_a_classifier_in_memory_and_top_5(digits_run):
     classifier = load_classifier(digits_run / "checkpoints" / "best.ckpt")
     data = DigitsData(batch_size=100)
     before = {name: value.clone() for name, value in classifier.state_dict().items()}
-    rows = {
-        protocol: evaluate_size(classifier, data, (8, 12), "test", protocol, "grey") for protocol in ("field", "resize")
-    }
+    given = {"field": "grey", "resize": None}
+    rows = {name: evaluate_size(classifier, data, (8, 12), "test", name, fill) for name, fill in given.items()}
     assert data.img_size == (8, 8)
     assert all(torch.equal(before[name], value) for name, value in classifier.state_dict().items())
     images, labels = zip(*data.dataset("test"), strict=True)
@@ -181,16 +180,20 @@ def test_sizes_that_one_cannot_take_are_left_out(best, vit, gmlp):
 def test_checkpoints_of_other_classes_or_images(best, digits_run, other, photos, tmp_path):
     with pytest.raises(ValueError, match=r"best\.ckpt has the classes .*'cat', 'dog', 'owl'.*: evaluate them apart"):
         evaluate_sizes([best, digits_run / "checkpoints" / "best.ckpt"], [16])
-    elsewhere = other("vit_tiny_patch16_224", VIT, root=str(tmp_path), batch_size=3, crop_pct=0.5)
+    several = {"train_sizes": [16, [24, 32]], "batch_size": 3, "crop_pct": 0.5}
+    elsewhere = other("vit_tiny_patch16_224", VIT, root=str(tmp_path), **several)
     with pytest.raises(
         ValueError, match=f"was trained with root '{photos}', .*{elsewhere} with '{tmp_path}': give the"
     ):
         evaluate_sizes([best, elsewhere], [16])
     rows = evaluate_sizes([best, elsewhere], [16], root=str(photos), accelerator="cpu")
     assert [row["images"] for row in rows] == [18, 18]
+    assert [row["train_sizes"] for row in rows] == [[[16, 16]], [[16, 16], [24, 32]]]
     divided = other("vit_tiny_patch16_224", VIT, split_seed=1)
     with pytest.raises(ValueError, match=r"was trained with split_seed 0, .* with 1: evaluate them apart"):
         evaluate_sizes([best, divided], [16])
+    with pytest.raises(ValueError, match="give some, each once"):
+        evaluate_sizes([best, best], [16])
 
 
 @pytest.mark.parametrize(
@@ -199,7 +202,9 @@ def test_checkpoints_of_other_classes_or_images(best, digits_run, other, photos,
         ({"protocol": "fields"}, "protocol is 'fields'"),
         ({"protocol": "field", "fill": "black"}, "fill is 'black'"),
         ({"split": "valid"}, "split is 'valid'"),
+        ({"fill": "grey"}, "fill 'grey' is for protocol 'field', not 'crop'"),
         ({"sizes": [0]}, "img_size is 0"),
+        ({"sizes": []}, r"and sizes \[\]; give some, each once"),
     ],
 )
 def test_wrong_arguments(options, message, best):

@@ -107,7 +107,7 @@ def test_curves_by_image_size(tmp_path, monkeypatch):
     rows = []
     for trained, sizes in ((16, [(32, 32), (16, 16), (8, 32)]), (32, [(32, 32), (8, 8)])):
         for height, width in sizes:
-            row = {"trained_height": trained, "trained_width": trained, "height": height, "width": width}
+            row = {"train_sizes": [[trained, trained]], "height": height, "width": width}
             score = height * width / 2048 + trained / 64
             rows.append(row | {"acc1": score, "loss": 1 - score, "calibration_error": score / 2})
     plot_sizes(rows, ["a", "a", "a", "$b$", "$b$"], tmp_path / "sizes.png", "field")

@@ -36,7 +36,7 @@ def resolutions(
     ckpt_path: list[str] | str,
     sizes: list[Size],
     protocol: SizeProtocol = "crop",
-    fill: Fill = "reflect",
+    fill: Fill | None = None,
     split: Literal["train", "val", "test"] = "val",
     root: str | None = None,
     batch_size: int | None = None,
@@ -51,7 +51,7 @@ def resolutions(
         protocol: How images get their size. resize squashes the whole image to it, so that objects grow; crop resizes
             by the crop ratio and crops, as timm does; field keeps the scale of objects as in training, so that the
             model sees more or less of the image.
-        fill: What field shows beyond the image: reflect mirrors it, grey is the mean of the normalisation.
+        fill: What field shows beyond the image: reflect, the default, mirrors it; grey is the normalisation's mean.
         split: The images to use: those of train, val or test.
         root: The folder of the images, where it is not the one that the checkpoint remembers.
         batch_size: The number of images in a batch; None means as in training.
@@ -61,8 +61,7 @@ def resolutions(
     targets = _targets(output)
     rows = evaluate_sizes(ckpt_path, sizes, split, root, batch_size, accelerator, protocol, fill, with_bar)
     meaning = f"{protocol}: {PROTOCOLS[protocol]}"
-    of = "{checkpoint}: {model}, trained at {trained_height} x {trained_width} px"
-    checkpoints = list(dict.fromkeys(of.format(**row) for row in rows))
+    checkpoints = list(dict.fromkeys(map(_title, rows)))
     if len(checkpoints) > 1:
         checkpoints = [f"{number}  {text}" for number, text in enumerate(checkpoints, 1)]
     print(*checkpoints, f"{rows[0]['images']} images of {split}; {meaning}", sep="\n", flush=True)
@@ -70,6 +69,11 @@ def resolutions(
     for target in targets:
         _write(target, rows, meaning)
         print(f"written: {target}", flush=True)
+
+
+def _title(row: dict[str, Any]) -> str:
+    sizes = ", ".join(f"{height} x {width}" for height, width in row["train_sizes"])
+    return f"{row['checkpoint']}: {row['model']}, trained at {sizes} px"
 
 
 def short_labels(paths: Sequence[str]) -> list[str]:

@@ -14,7 +14,7 @@ def at_size(
     img_size: int | tuple[int, int],
     split: Split = "test",
     protocol: SizeProtocol = "crop",
-    fill: Fill = "reflect",
+    fill: Fill | None = None,
 ) -> ImageData:
     """Return a copy of a data module whose `test_dataloader` has a split at another size.
 
