@@ -75,11 +75,11 @@ def evaluate_sizes(
     if not paths or not sizes or len(set(paths)) < len(paths):
         raise ValueError(f"got checkpoints {listing(list(map(str, paths)))} and sizes {sizes}; give some, each once")
     checkpoints = [Checkpoint.read(path) for path in paths]
-    for other in checkpoints[1:]:
-        check_same_images(checkpoints[0], other, root)
     pairs = []
     for checkpoint in checkpoints:
         pairs.append((checkpoint.classifier(), checkpoint.data_module(root=root, batch_size=batch_size)))
+    for checkpoint, (_, data) in zip(checkpoints, pairs, strict=True):
+        _check_same_images(checkpoints[0].path, pairs[0][1], checkpoint.path, data)
     todo = _possible(checkpoints, pairs, sizes)
     device = Fabric(accelerator=accelerator, devices=1).device
     rows = []
@@ -163,22 +163,17 @@ def evaluate_size(
     }
 
 
-def check_same_images(first: Checkpoint, other: Checkpoint, root: str | None) -> None:
-    """Refuse checkpoints of different classes, or whose data modules have different images.
-
-    Raises:
-        ValueError: they differ; the message holds both.
-    """
-    names = first.class_names(), other.class_names()
-    if names[0] != names[1]:
-        raise ValueError(f"{first.path} has the classes {names[0]}, {other.path} {names[1]}: evaluate them apart")
-    given = () if root is None else ("root",)
-    skipped = {*ImageData.argument_names(), *LOADING, *given}
-    chosen = [{"data": one.data["class_path"], **one.data_args} for one in (first, other)]
+def _check_same_images(first: str, data: ImageData, other: str, other_data: ImageData) -> None:
+    """Refuse data modules of different classes, or with different images."""
+    if data.class_names != other_data.class_names:
+        names = [listing(each.class_names) for each in (data, other_data)]
+        raise ValueError(f"{first} has the classes {names[0]}, {other} {names[1]}: evaluate them apart")
+    skipped = {*ImageData.argument_names(), *LOADING}
+    chosen = [{"data": type(each).__name__} | each.init_args() for each in (data, other_data)]
     if difference := first_difference(*chosen, [name for name in chosen[0] | chosen[1] if name not in skipped]):
         name, ours, theirs = difference
         hint = "give the images of both by root (--root DIR)" if name == "root" else "evaluate them apart"
-        raise ValueError(f"{first.path} was trained with {name} {ours}, {other.path} with {theirs}: {hint}")
+        raise ValueError(f"{first} was trained with {name} {ours}, {other} with {theirs}: {hint}")
 
 
 def _possible(
