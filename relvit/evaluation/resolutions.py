@@ -51,6 +51,8 @@ def evaluate_sizes(
 ) -> list[dict[str, Any]]:
     """Evaluate checkpoints of `relvit fit` at each size, on the same images.
 
+    A model that was trained on native shapes gets images of one size as well.
+
     Args:
         ckpt_path: a checkpoint, or several, of the same classes and images.
         sizes: image sizes in pixels, each one number or (height, width), multiples of the patch. What one checkpoint

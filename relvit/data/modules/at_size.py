@@ -19,6 +19,7 @@ def at_size(
     """Return a copy of a data module whose `test_dataloader` has a split at another size.
 
     The dataset of val or test is built once, in `data`, and shared; images of train are shared if they are in memory.
+    Native images get this one size, too.
 
     Args:
         data: a data module, whose `img_size` is the trained one; its own loaders stay as they are.
@@ -31,7 +32,7 @@ def at_size(
     """
     own = copy.copy(data)
     own.trainer, own.unreadable, own.evaluated_split = None, {}, split
-    own.img_size = parse_size(img_size)
+    own.img_size, own.native = parse_size(img_size), False
     images = own.img_size, own.mean, own.std, own.crop_pct
     own.eval_transform = eval_transform(*images, protocol, data.img_size, fill)
     if split not in data._datasets:

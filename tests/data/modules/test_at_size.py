@@ -40,6 +40,17 @@ def test_files_are_looked_for_once(photos, monkeypatch):
     assert len(at_size(data, 32, "val").test_dataloader().dataset) == 18
 
 
+def test_native_images_get_one_size(photos):
+    options = {"img_size": 16, "num_workers": 0, "batch_size": 18}
+    native = ImageFolderData(str(photos), native=True, patch_size=8, **options)
+    (images, _), (same, _) = (
+        next(iter(at_size(data, (24, 32)).test_dataloader()))
+        for data in (native, ImageFolderData(str(photos), **options))
+    )
+    assert torch.equal(images, same)
+    assert isinstance(next(iter(native.test_dataloader()))[0], dict)
+
+
 def test_what_there_is_not(photos, tmp_path):
     (tmp_path / "train").symlink_to(photos / "train")
     with pytest.raises(ValueError, match="no test folder"):
