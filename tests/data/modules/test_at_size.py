@@ -42,7 +42,7 @@ def test_files_are_looked_for_once(photos, monkeypatch):
 
 def test_native_images_get_one_size(photos):
     options = {"img_size": 16, "num_workers": 0, "batch_size": 18}
-    native = ImageFolderData(str(photos), native=True, patch_size=8, **options)
+    native = ImageFolderData(str(photos), native=True, patch_size=8, max_tokens=4, **options)
     (images, _), (same, _) = (
         next(iter(at_size(data, (24, 32)).test_dataloader()))
         for data in (native, ImageFolderData(str(photos), **options))
