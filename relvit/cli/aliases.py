@@ -139,6 +139,8 @@ def _split(arguments: Sequence[str]) -> Iterator[tuple[str | None, str | None]]:
         name, equals, value = argument.partition("=")
         if not _is_option(argument):
             yield None, argument
+        elif equals and name in ALONE and name != "--print_config":
+            raise UsageError(f"{name} takes no value, got {value!r}: give {name} alone")
         elif equals:
             yield name, _as_list([value]) if name == "--sizes" else value
         elif name in ALONE or not waiting or _is_option(waiting[0]):

@@ -11,29 +11,37 @@ from relvit.data.modules.registry import public_class_path
 
 # The name under which parsers find `load_config`.
 MODE = "relvit"
+# Aliases of aliases may stand for any number of them.
+MOST_VALUES = 10**6
 
 _stock_loader = get_loader("yaml")
-
-
-class RepeatedKeyError(yaml.MarkedYAMLError):
-    """Report a key that comes twice in one mapping, of which YAML itself would silently use the last."""
 
 
 def load_config(text: str) -> Any:
     """Return the plain values of a YAML text.
 
     Raises:
-        yaml.YAMLError: not YAML, a tag that stands for code, or a key that comes twice in one mapping.
+        yaml.YAMLError: not YAML, a tag that stands for code, a key that comes twice in one mapping (YAML itself would
+            silently use the last), or an alias that holds itself or stands for too many values.
     """
-    _check_keys(yaml.compose(text, Loader=yaml.SafeLoader), set())
+    _count(yaml.compose(text, Loader=yaml.SafeLoader), {})
     return _stock_loader(public_class_path(text))
 
 
-def _check_keys(node: yaml.Node | None, seen: set[int]) -> None:
-    # A node that an alias repeats is the same object.
-    if not isinstance(node, yaml.CollectionNode) or id(node) in seen:
-        return
-    seen.add(id(node))
+def _count(node: yaml.Node | None, counts: dict[int, int]) -> int:
+    """Return the number of values in a node, an alias's each time; refuse keys that repeat, and too many values.
+
+    Args:
+        node: of which an alias is the same object.
+        counts: of the nodes so far by their ids; 0: of one that is being counted.
+    """
+    if not isinstance(node, yaml.CollectionNode):
+        return 1
+    if id(node) in counts:
+        if counts[id(node)] == 0:
+            raise yaml.MarkedYAMLError(problem="an alias holds itself", problem_mark=node.start_mark)
+        return counts[id(node)]
+    counts[id(node)] = 0
     if isinstance(node, yaml.SequenceNode):
         children = node.value
     else:
@@ -41,10 +49,13 @@ def _check_keys(node: yaml.Node | None, seen: set[int]) -> None:
         names = set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"):
             if key.value in names:
-                raise RepeatedKeyError(problem=f"the key {key.value!r} comes twice", problem_mark=key.start_mark)
+                raise yaml.MarkedYAMLError(problem=f"the key {key.value!r} comes twice", problem_mark=key.start_mark)
             names.add(key.value)
-    for child in children:
-        _check_keys(child, seen)
+    total = 1 + sum(_count(child, counts) for child in children)
+    if total > MOST_VALUES:
+        raise yaml.MarkedYAMLError(problem=f"there are more than {MOST_VALUES} values", problem_mark=node.start_mark)
+    counts[id(node)] = total
+    return total
 
 
 set_loader(MODE, load_config, exceptions=(yaml.YAMLError, RecursionError, ValueError))

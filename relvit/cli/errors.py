@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from traceback import walk_tb
+from types import FrameType
 
 from relvit.utils.files import DISK_ERRORS
 from relvit.utils.messages import MissingPackageError
@@ -16,7 +18,8 @@ class UsageError(ValueError):
 def is_users_mistake(error: Exception) -> bool:
     """Return whether the message alone is enough: bad values and missing files, unlike faults of the program."""
     mistakes = (ValueError, FileNotFoundError, NotADirectoryError, PermissionError, MissingPackageError)
-    return isinstance(error, mistakes)
+    # Lightning's; its class takes seconds to import.
+    return isinstance(error, mistakes) or type(error).__name__ == "MisconfigurationException"
 
 
 def is_self_explanatory(error: Exception) -> bool:
@@ -40,9 +43,9 @@ def describe(error: Exception) -> str:
         text = re.split(rf"^(?:[\w.]+\.)?{re.escape(type(error).__name__)}: ", text, flags=re.MULTILINE)[-1]
     if isinstance(error, UnreadableImageError):
         text = f"{text.strip()} (relvit check-data finds all such files, --data.on_error skip goes on without them)"
-    # As Lightning's loggers put it.
+    # As the constructors of Lightning's loggers put it.
     if isinstance(cause, ModuleNotFoundError) and (package := re.match(r"Requirement '([\w-]+)", text)):
-        return str(MissingPackageError("the logger", package[1]))
+        return str(MissingPackageError(type(_frame(cause).f_locals.get("self")).__name__, package[1]))
     text = text.strip() or "no further message"
     if isinstance(error, OSError) and error.strerror:
         text = error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"
@@ -50,7 +53,11 @@ def describe(error: Exception) -> str:
 
 
 def _raised_in_jsonargparse(error: BaseException) -> bool:
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("jsonargparse.")
+    frame = _frame(error)
+    return frame is not None and frame.f_globals.get("__name__", "").startswith("jsonargparse.")
+
+
+def _frame(error: BaseException) -> FrameType | None:
+    """Return the frame that raised an error."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    return frames[-1] if frames else None

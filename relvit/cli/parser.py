@@ -92,9 +92,10 @@ def explain(parser: ArgumentParser, arguments: Sequence[str], error: Exception) 
             required = [f"{option.name}.{name}" for name in _required(cls)]
             short = {own: alias for alias, own in ALIASES["fit"].items()} if option.file is None else {}
             missing += [short.get(f"--{name}", f"--{name}") for name in required if name not in names]
-    for option in given:
-        if option.name.startswith("data.") and "data" not in names and "data" in known:
-            return NO_DATA
+    first = next((number for number, option in enumerate(given) if option.name == "data"), None)
+    for number, option in enumerate(given):
+        if option.name.startswith("data.") and "data" in known and (first is None or number < first):
+            return NO_DATA if first is None else f"--{option.name}: name the data (--data NAME) before its options"
         if complaint := _wrong_name(option, known) or _wrong_value(option, known):
             return complaint
     if needs_data and "data" not in names:
@@ -139,7 +140,9 @@ def _options_of(config: str) -> dict[str, Any]:
     try:
         options = load_config(config if config.startswith("{") else Path(config).read_text(encoding="utf-8"))
     except OSError as error:
-        raise UsageError(f"--config {config}: {error.strerror}") from error
+        near = [file.name for file in Path(config).parent.glob("*.y*ml")]
+        hint = did_you_mean(Path(config).name, near) if isinstance(error, FileNotFoundError) else ""
+        raise UsageError(f"--config {config}: {error.strerror}{hint}") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"--config {config}: not UTF-8 text ({error.reason} at byte {error.start})") from error
     except yaml.MarkedYAMLError as error:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from relvit.data import ImageData, UnreadableImageError
 from relvit.data.images.datasets import LabelledFiles
 from relvit.evaluation.metrics import ClassMetrics, calibration_error, class_metrics, confusion_matrix
 from relvit.plots import picture_of, plot_confusion, plot_sheet
+from relvit.utils.files import write_csv
 from relvit.utils.messages import printable
 
 # Images on the sheet.
@@ -103,13 +103,13 @@ class EvaluationReport(Callback):
         self.results["test/calibration_error"] = calibration_error(outcomes[2], labels == predicted)
         values = [["" if np.isnan(value) else f"{value:.4f}" for value in column] for column in metrics[1:]]
         rows = zip(names, metrics.count.tolist(), *values, strict=True)
-        self._write("classes.csv", ["class", *ClassMetrics._fields], rows)
+        write_csv(self.folder / "classes.csv", ["class", *ClassMetrics._fields], rows)
         if len(names) <= DENSE:
             rows = ([name, *row] for name, row in zip(names, confusion.tolist(), strict=True))
-            self._write("confusion.csv", ["true", *names], rows)
+            write_csv(self.folder / "confusion.csv", ["true", *names], rows)
         else:
             rows = ([names[i], names[j], confusion[i, j]] for i, j in np.argwhere(confusion))
-            self._write("confusion.csv", ["true", "predicted", "count"], rows)
+            write_csv(self.folder / "confusion.csv", ["true", "predicted", "count"], rows)
         plot_confusion(confusion, names, self.folder / "confusion.png")
 
     def _write_mistakes(self, outcomes: np.ndarray, data: ImageData) -> None:
@@ -123,7 +123,7 @@ class EvaluationReport(Callback):
             wrong.append((-probability, path, names[int(label)], names[int(predicted)], index))
         wrong.sort()
         rows = ([path, true, predicted, f"{-sure:.6f}"] for sure, path, true, predicted, _ in wrong[:LISTED])
-        self._write("mistakes.csv", ["path", "true", "predicted", "probability"], rows)
+        write_csv(self.folder / "mistakes.csv", ["path", "true", "predicted", "probability"], rows)
         pictures, captions = [], []
         for sure, path, true, predicted, index in wrong[:SHOWN]:
             # A file that has gone since must not cost the test its other results.
@@ -132,12 +132,6 @@ class EvaluationReport(Callback):
                 captions.append(f"{Path(path).name}\ntrue: {true}\n{-sure:.1%} {predicted}")
         if pictures:
             plot_sheet(pictures, captions, self.folder / "mistakes.png", title="most confident mistakes")
-
-    def _write(self, name: str, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-        with open(self.folder / name, "w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(header)
-            writer.writerows(rows)
 
 
 def _evaluated_indices(data: ImageData, rank: int, world_size: int) -> list[int]:

@@ -133,10 +133,8 @@ def model_arguments(name: str) -> set[str]:
     """
     architecture = name.split(".", 1)[0]
     if not timm.is_model(architecture):
-        ours = ", ".join(model for model in timm.list_models("*relvit*") if not model.startswith("test_"))
-        raise ValueError(
-            f"unknown model {name!r}{did_you_mean(architecture, timm.list_models())} ({ours}, or any timm model)"
-        )
+        hint, ours = did_you_mean(architecture, timm.list_models()), sorted(timm.list_models("relvit*"), key=len)
+        raise ValueError(f"unknown model {name!r}{hint}; known: {listing(ours, 4)}, and every model of timm")
     model_class = _model_class(name)
     if model_class is None:
         return set()

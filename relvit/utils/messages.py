@@ -38,6 +38,11 @@ def listing(names: Sequence[str], most: int = 10) -> str:
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
+def one_line(error: Exception) -> str:
+    """Return the message of an error on one line, or the name of the error's class where there is no message."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 class MissingPackageError(ModuleNotFoundError):
     """An optional package is not installed; the message says how to install the package.
 

@@ -59,6 +59,25 @@ def fit(copy, tmp_path):
         (["--patience=0"], "--patience must be 1 or more, got 0"),
         (["--patiense=3"], r"unknown option --patiense \(did you mean '--patience'\?\)"),
         (["--model.min_lr=1"], "need 0 <= min_lr <= lr, got min_lr 1"),
+        (["--model.model_kwargs=3"], "--model.model_kwargs must be name: value pairs, got 3"),
+        (["--trainer.callbacks=nomod.Cls"], "--trainer.callbacks: nomod.Cls: No module named 'nomod'"),
+        (
+            ["--data=relvit.data.Nothing"],
+            "relvit.data.Nothing: module 'relvit.data' has no attribute 'Nothing'",
+        ),
+        (
+            ['--trainer.callbacks={"class_path": "EarlyStopping", "init_args": {"monitr": "x"}}'],
+            r"unknown option --trainer.callbacks.monitr \(did you mean '--trainer.callbacks.monitor'\?\)",
+        ),
+        (
+            ['--trainer.callbacks={"class_path": "EarlyStopping", "init_args": 3}'],
+            "trainer.callbacks.init_args must be name: value pairs, got 3",
+        ),
+        (["--config="], "--config needs a value"),
+        (["--quiet=true"], "--quiet takes no value, got 'true': give --quiet alone"),
+        (["--devices=3x", "--accelerator=cpu"], "--devices must be a number of processes or auto, got 3x"),
+        (["--trainer.limit_val_batches=1.5"], "error: You have passed invalid value 1.5 for limit_val_batches"),
+        (["--devices=[0,1]"], r"--devices must be a number of processes or auto, got \[0, 1\]"),
     ],
 )
 def test_options(fit, extra, message, capsys):
@@ -74,9 +93,25 @@ def test_key_in_a_config_file(fit, tmp_path, capsys):
     assert list(tmp_path.glob("runs/*")) == []
 
 
+def test_a_config_file_that_is_missing(fit, tmp_path, capsys):
+    (tmp_path / "folder.yaml").touch()
+    message = fails([*fit, f"--config={tmp_path / 'fodler.yaml'}"], capsys)
+    assert message.endswith("fodler.yaml: No such file or directory (did you mean 'folder.yaml'?)\n")
+
+
+def test_a_device_that_is_missing(fit, tmp_path, capsys):
+    arguments = [argument for argument in fit if "accelerator" not in argument]
+    assert "--accelerator tpu: this machine has auto, cpu" in fails([*arguments, "--accelerator=tpu"], capsys)
+    assert "(did you mean 'gpu'?)" in fails([*arguments, "--accelerator=gpux"], capsys)
+    assert "invalid strategy name: `strategy='dp'`" in fails([*fit, "--trainer.strategy=dp"], capsys)
+    assert list(tmp_path.glob("runs/*")) == []
+
+
 def test_no_data_and_no_checkpoint_and_no_such_command(capsys):
     assert "no data given: give --root DIR" in fails(["fit"], capsys)
     assert "no data given" in fails(["fit", "--data.img_size=16"], capsys)
+    arguments = ["fit", "--data.root=.", "--data=ImageFolderData"]
+    assert "--data.root: name the data (--data NAME) before its options" in fails(arguments, capsys)
     assert "no checkpoint given: relvit validate runs/RUN/checkpoints/best.ckpt" in fails(["validate"], capsys)
     assert "unknown command 'fti' (did you mean 'fit'?)" in fails(["fti"], capsys)
 
@@ -207,7 +242,15 @@ def test_a_size_that_a_model_of_timm_does_not_take(fit, tmp_path, capsys):
     assert list((tmp_path / "runs").iterdir()) == [folder]
 
 
-def test_loggers_whose_package_is_missing(fit, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("logger", "module", "package", "install"),
+    [
+        ("WandbLogger", "wandb._WANDB_AVAILABLE", "wandb", '"relvit[wandb]"'),
+        ("MLFlowLogger", "mlflow._MLFLOW_AVAILABLE", "mlflow", '"relvit[mlflow]"'),
+        ("CometLogger", "comet._COMET_AVAILABLE", "comet-ml", "comet-ml"),
+    ],
+)
+def test_loggers_whose_package_is_missing(fit, logger, module, package, install, tmp_path, monkeypatch, capsys):
     class Missing:
         """Like the object that Lightning keeps for a package that is not installed."""
 
@@ -215,9 +258,9 @@ def test_loggers_whose_package_is_missing(fit, tmp_path, monkeypatch, capsys):
             return False
 
         def __str__(self):
-            return "Requirement 'wandb>=1.0' not met. HINT: Try running `pip install -U 'wandb>=1.0'`"
+            return f"Requirement '{package}>=1.0' not met. HINT: Try running `pip install -U '{package}>=1.0'`"
 
-    monkeypatch.setattr("lightning.pytorch.loggers.wandb._WANDB_AVAILABLE", Missing())
-    message = fails([*fit, "--trainer.logger=WandbLogger"], capsys)
-    assert message.endswith('error: the logger needs the package wandb: pip install "relvit[wandb]"\n')
+    monkeypatch.setattr(f"lightning.pytorch.loggers.{module}", Missing())
+    message = fails([*fit, f"--trainer.logger={logger}"], capsys)
+    assert message.endswith(f"error: {logger} needs the package {package}: pip install {install}\n")
     assert not (tmp_path / "runs").exists()

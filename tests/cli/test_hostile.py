@@ -16,6 +16,8 @@ CPU = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
 KINDS = ["in_state_dict", "in_hyper_parameters", "in_relvit", "as_key", "legacy", "pickle", "tar", "torchscript"]
 COMMANDS = ["test", "predict", "validate", "ckpt_path", "resume", "pretrained", "teacher", "embed", "export"]
 COMMANDS += ["resolutions", "load"]
+# Ten times ten times ten ...
+BOMB = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 9))
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +97,15 @@ def test_every_kind_of_checkpoint(kind, place, refused):
 def test_every_reader_of_checkpoints(command, place, refused):
     folder, files = place
     assert "holds more than tensors and plain values" in refused(command, files["in_relvit"])
-    if command in ("validate", "pretrained", "load"):
-        fsspec.filesystem("memory").pipe("/hostile/x.ckpt", files["in_relvit"].read_bytes())
+    assert not (folder / "marker").exists()
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command != "resume"])
+def test_at_remote_addresses(command, place, run, refused):
+    folder, files = place
+    best = (run / "checkpoints" / "best.ckpt").read_bytes()
+    for content in (files["in_relvit"].read_bytes(), best[: len(best) // 2]):
+        fsspec.filesystem("memory").pipe("/hostile/x.ckpt", content)
         message = refused(command, "memory://hostile/x.ckpt")
         assert "memory://hostile/x.ckpt cannot be read: it is damaged, no checkpoint, or holds more" in message
     assert not (folder / "marker").exists()
@@ -180,7 +189,8 @@ def test_nor_beside_data_that_are_given(content, tmp_path, photos, monkeypatch):
         ("model: relvit_tiny\n", "x.yaml must hold its options by name, such as 'model: {NAME: VALUE}', got relvit_ti"),
         ("- 1\n", "x.yaml: options go by name, such as 'trainer: {max_epochs: 10}', got [1]"),
         ("model: " + "[" * 99_999 + "\n", "maximum recursion depth"),
-        ("a: &a [*a]\n", "a"),
+        ("trainer: &a {callbacks: [*a]}\n", "x.yaml: an alias holds itself (line 1)"),
+        (BOMB, "x.yaml: there are more than 1000000 values (line 7)"),
         ("data: \udcff\n", "x.yaml: not UTF-8 text (invalid start byte at byte 6)"),
         ("data: \0\n", "x.yaml: unacceptable character"),
     ],

@@ -106,6 +106,15 @@ def test_shift_moves_by_at_most_an_eighth_and_fills_with_zeros(augment):
     assert {column for _, column in positions} == columns
 
 
+def test_shift_of_tiny_images_is_one_pixel():
+    values = np.zeros((4, 4), np.uint8)
+    values[1, 2] = 255
+    transform = train_transform(4, ZERO, ONE, "shift")
+    torch.manual_seed(0)
+    places = {tuple(transform(Image.fromarray(values))[0].nonzero()[0].tolist()) for _ in range(300)}
+    assert places == {(row, column) for row in (0, 1, 2) for column in (1, 2, 3)}
+
+
 def test_resized_crop_keeps_the_output_shape_in_mind():
     """Crops of a 2:1 output are taken between 1.5:1 and 2.67:1, so that nothing is distorted more than by 4:3."""
     crop = train_transform((32, 64), ZERO, ONE, "resized-crop").transforms[0]

@@ -14,7 +14,7 @@ from relvit.cli import main
 TINY_MODEL = [f"--model.model_kwargs.{name}" for name in ("patch_size=8", "embed_dim=12", "depth=1")]
 # Learning rates that follow the batch come out smaller than the least one.
 ONE_STEP = [*TINY[-3:], "--data.img_size=16", "--data.batch_size=4", "--trainer.fast_dev_run=true", "--model.min_lr=0"]
-# Another way to start the processes, and several GPUs or machines: tests/training and tests/test_slurm.py.
+# Several devices and machines: tests/cli/fit/test_launch.py and tests/training; timm's weights: `test_fine_tuning`.
 ELSEWHERE = ("docs/several_devices.md", "docs/fine_tune.md")
 # Options that cannot be in one training with the others: of the loss, of the data, of what Lightning checks.
 APART = (
@@ -88,7 +88,7 @@ def test_options_of_fit(place, capsys):
     ]
     options = [option for row in table.splitlines() for option in re.findall(r"`(-[^`]+)`", row.split(" | ")[0])]
     assert len(options) >= 15
-    # One step keeps no checkpoints, tests/cli/test_options.py does; the logger needs a package of its own.
+    # One step keeps no checkpoints, tests/cli/fit/test_options.py does; the logger needs a package of its own.
     options = [option for option in options if "ModelCheckpoint" not in option and "Wandb" not in option]
     # A compiler would take a minute.
     options = [option.replace("compile true", "compile eager").replace(" X ", " best.ckpt ") for option in options]

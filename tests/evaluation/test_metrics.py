@@ -36,3 +36,5 @@ def test_calibration():
     assert found == pytest.approx(float(expected), rel=1e-5)
     # Always certain, right in three of four cases.
     assert calibration_error(np.ones(4), np.array([True, True, True, False])) == pytest.approx(0.25)
+    # One bin, ]14/15, 1]: mean confidence 0.975, half of them right.
+    assert calibration_error(np.array([1.0, 0.95]), np.array([False, True])) == pytest.approx(0.475)

@@ -200,6 +200,10 @@ def test_unreadable_images_alone_and_images_of_other_kinds(clf, broken, recwarn)
         assert clf.predict([Image.open(files[4]), files[0]], on_error="skip")[0] is None
     with pytest.raises(UnreadableImageError, match=r"4\.jpg"):
         clf.predict(root / "4.jpg")
+    # By default, in a list, too; the first of them is named.
+    for call in (clf.predict, clf.embed):
+        with pytest.raises(UnreadableImageError, match=r"1\.jpg"):
+            call(files, on_error="error", batch_size=2)
     # An object that is no image is a mistake of the caller.
     with pytest.raises(TypeError, match="got int"):
         clf.predict([files[0], 3], on_error="skip")
@@ -248,7 +252,7 @@ def test_attention_of_one_image_at_any_size(best, photos, tmp_path):
         clf.attention(tmp_path / "broken.jpg")
 
 
-def test_mistakes(clf, best, photos, tmp_path):
+def test_mistakes(clf, best, tmp_path):
     (tmp_path / "empty").mkdir()
     for call, message in (
         (lambda: clf.predict(tmp_path / "empty"), r"no image below .*empty"),

@@ -1,9 +1,12 @@
 """Of the report what the command line cannot show: which pictures the sheet holds, and many classes."""
 
+import shutil
+
 import numpy as np
 import torch
 from small_training import NoiseImages, build, train
 
+from relvit.data import ImageFolderData
 from relvit.evaluation import EvaluationReport
 from relvit.evaluation import report as module
 
@@ -31,6 +34,25 @@ def test_the_sheet_shows_the_most_confident_mistakes_as_the_model_saw_them(tmp_p
     assert len((tmp_path / "mistakes.csv").read_text().splitlines()) == len(wrong) + 1
     # nothing stays on the classifier
     assert not classifier._forward_hooks
+
+
+def test_a_mistake_whose_file_has_gone_is_listed_without_a_picture(photos, tmp_path, monkeypatch):
+    sheets = []
+    monkeypatch.setattr(module, "plot_sheet", lambda *args, **kwargs: sheets.append(args))
+    root = shutil.copytree(photos / "test", tmp_path / "test").parent
+    data = ImageFolderData(str(root), img_size=16, num_workers=0, class_names=["cat", "dog", "owl"])
+    data.evaluate_on("test")
+    data.dataset("test")
+    (root / "test" / "cat" / "0.jpg").unlink()
+    (root / "test" / "cat" / "1.jpg").write_bytes(b"no image")
+    report, outcomes = EvaluationReport(tmp_path), [[0, 0, 0], [1, 2, 1], [0.9, 0.8, 0.7], [0, 1, 2]]
+    report._write_mistakes(np.array(outcomes), data)
+    ((pictures, captions, _),) = sheets
+    assert (len(pictures), captions) == (1, ["2.jpg\ntrue: cat\n70.0% dog"])
+    assert len((tmp_path / "mistakes.csv").read_text().splitlines()) == 1 + 3
+    # None is left: there is no sheet, and no error.
+    report._write_mistakes(np.array(outcomes)[:, :2], data)
+    assert len(sheets) == 1
 
 
 def test_many_classes_are_written_as_pairs(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ Without the variable the examples are few and the same each time. A crash of the
 
 import contextlib
 import copy
+import faulthandler
 import io
 import os
 import random
@@ -74,12 +75,16 @@ def fuzzed(examples):
 def attempt(target, path):
     """Whether it is accepted; whatever else than a refusal is raised, or one of several lines, fails the test."""
     refusal = None
+    # A hang ends the process, wherever it is.
+    faulthandler.dump_traceback_later(60, exit=True)
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             target(path)
     except (ValueError, FileNotFoundError) as error:
         refusal = str(error).strip()
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     assert refusal is None or len(refusal.splitlines()) == 1, refusal
     return refusal is None
 

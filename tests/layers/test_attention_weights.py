@@ -6,6 +6,7 @@ from draws import all_places, draw, draw_case
 from oracles import relative_attention as oracle
 
 from relvit.layers import RelativeAttention, RelativePosition2d
+from relvit.layers import attention_weights as module
 from relvit.layers.attention_weights import attention_weights
 from relvit.ops import key_mask, make_grid, num_tokens
 
@@ -77,3 +78,19 @@ def test_hooks_on_attn_drop_get_the_weights_with_padding():
     assert not weights[1, :, :, 6:].any()
     value = (x @ layer.qkv.weight[24:].T).unflatten(-1, (2, 6)).transpose(1, 2)
     torch.testing.assert_close(layer.proj((weights @ value).transpose(1, 2).flatten(2)), alone, rtol=0, atol=1e-12)
+
+
+def test_without_hooks_and_in_compiled_layers_no_weights_are_computed(monkeypatch):
+    computed = []
+    monkeypatch.setattr(module, "attention_weights", lambda *given, **options: computed.append(given) or given[0])
+    layer = RelativeAttention(12, 2, position=RelativePosition2d(6, 2)).eval()
+    x, grid = torch.randn(1, 6, 12), make_grid(2, 3)
+    layer.attn_drop.register_forward_hook(lambda *_: None)
+    with torch.no_grad():
+        compiled = torch.compile(layer, backend="eager", fullgraph=True)(x, grid)
+        assert computed == []
+        torch.testing.assert_close(compiled, layer(x, grid))
+        assert len(computed) == 1
+        layer.attn_drop._forward_hooks.clear()
+        layer(x, grid)
+    assert len(computed) == 1

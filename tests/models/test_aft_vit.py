@@ -222,6 +222,15 @@ def test_onnx_runtime_gives_the_same_at_all_sizes(variant, tmp_path):
         torch.testing.assert_close(torch.from_numpy(logits), model(images(*size)).detach(), rtol=0, atol=1e-5)
 
 
+def test_half_precision():
+    model = build().eval()
+    x = images()
+    expected = model(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert (model(x).float() - expected).abs().max() < 0.1 * expected.abs().max()
+    assert (model.bfloat16()(x.bfloat16()).float() - expected).abs().max() < 0.2 * expected.abs().max()
+
+
 def test_errors():
     cases = [
         (ValueError, r"mixer must be one of .*, got 'cnov' \(did you mean 'conv'\?\)", {"mixer": "cnov"}),

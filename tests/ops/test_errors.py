@@ -95,6 +95,8 @@ def test_logits_need_a_separable_key_term():
         relative_logits(Q, TERMS._replace(key=None), GRID)
     with pytest.raises(TypeError, match="grid must be a Grid, got tuple"):
         relative_logits(Q, TERMS, (2, 3))
+    with pytest.raises(TypeError, match="terms must be RelativeTerms, got NoneType"):
+        relative_logits(Q, None, GRID)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

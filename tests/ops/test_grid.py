@@ -37,6 +37,10 @@ def test_sizes_may_be_integers_of_numpy():
         ({"height": 2, "width": 3, "coords": torch.tensor([[-1, 0]])}, ValueError, "rows from -1 to -1"),
         ({"height": 2, "width": 3, "valid": torch.ones(5, dtype=torch.bool)}, ValueError, r"shape \(6,\).*got \(5,\)"),
         ({"height": 2, "width": 3, "valid": torch.ones(6)}, TypeError, "boolean"),
+        ({"height": 2, "width": True}, TypeError, "width must be an int, got True of type bool"),
+        ({"height": 2, "width": 3, "coords": torch.zeros(2, dtype=int)}, ValueError, r"\(B, P, 2\), got \(2,\)"),
+        ({"height": 2, "width": 3, "coords": torch.zeros(2, 2).bool()}, TypeError, "hold integers, got dtype .*bool"),
+        ({"height": 2, "width": 3, "valid": torch.ones(1, 2, 6).bool()}, ValueError, r"\(B, 6\), .* got \(1, 2, 6\)"),
     ],
 )
 def test_errors(arguments, error, message):

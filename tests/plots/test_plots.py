@@ -58,6 +58,16 @@ def test_names_only_where_they_can_be_read(tmp_path, monkeypatch):
     assert [differs(3), differs(4)] == [True, False]
 
 
+def test_sixty_classes_have_names(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: figures.append(self))
+    for classes in (60, 61):
+        plot_confusion(np.eye(classes, dtype=int), [f"name {i}" for i in range(classes)], tmp_path / "a.png")
+    shown = [[label.get_text() for label in figure.axes[0].get_yticklabels()] for figure in figures]
+    assert shown[0] == [f"name {i}" for i in range(60)]
+    assert "name 0" not in shown[1]
+
+
 def test_sheet(tmp_path):
     colours = [(200, 0, 0), (0, 200, 0), (0, 0, 200), (200, 200, 0), (0, 200, 200), (200, 0, 200)]
     images = [np.full((4 + i, 9 - i, 3), colour, np.uint8) for i, colour in enumerate(colours)]
@@ -96,6 +106,10 @@ def test_three_panels_with_epochs_from_one_and_the_best_of_them(tmp_path, monkey
     texts = [*loss.get_xticklabels(), loss.xaxis.label, *loss.get_legend().get_texts()]
     assert min(text.get_fontsize() for text in texts) * figures[0].dpi / 72 / 2 > 8
     assert pixels(tmp_path / "curves.png").shape == (450, 1500, 3)
+    # Two validations in each epoch: the loss is that of the same validation.
+    (tmp_path / "metrics.csv").write_text("epoch,val/acc1,val/loss\n0,0.5,1.6\n0,0.4,9.0\n1,0.5,1.7\n1,0.3,1.0\n")
+    plot_curves(tmp_path / "metrics.csv", tmp_path / "curves.png")
+    assert "best: 0.5, epoch 1" in curves(figures[1].axes[1])
     (tmp_path / "metrics.csv").write_text("epoch,lr,step\n")
     plot_curves(tmp_path / "metrics.csv", tmp_path / "curves.png")
-    assert [len(axes.lines) for axes in figures[1].axes] == [0, 0, 0]
+    assert [len(axes.lines) for axes in figures[2].axes] == [0, 0, 0]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from scripts import load
 
+from relvit.ops import Choice
 from relvit.ops.backends import tiled
 
 gpu_scenes = load("gpu_scenes")
@@ -65,6 +66,15 @@ def test_a_wrong_backend_is_a_failure(wrong, dtypes, remark, monkeypatch, capsys
     expected = [name.format(dtype) for name in names for dtype in dtypes]
     assert len(failed) == len(expected)
     assert all(name in line and remark in line for name, line in zip(expected, failed, strict=True))
+
+
+def test_auto_that_runs_something_else_is_a_failure(monkeypatch, capsys):
+    scene = next(gpu_scenes.draw_scenes(quick=True))._replace(letters=("kv",))
+    monkeypatch.setattr(gpu_check, "choose", lambda *_: Choice("fused", "", ""))
+    gpu_check.check_scene(gpu_check.Log(), scene, "cpu")
+    failed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAIL ")]
+    assert len(failed) == 4
+    assert all(", auto, " in line and "chosen fused, ran " in line for line in failed)
 
 
 def test_a_failure_is_the_exit_status(monkeypatch):

@@ -26,7 +26,7 @@ from relvit.training.optim.sharding import FullySharded
 ROOT = Path(relvit.__file__).parent
 MEND = f"Lightning {lightning.__version__} has changed this: mend relvit/training/lightning_internals.py"
 # Private names of Python and PyTorch.
-OTHERS = {"_actions", "_asdict", "_fields", "_replace", "_apply", "_compiled_call_impl"}
+OTHERS = {"_actions", "_asdict", "_fields", "_replace", "_apply", "_compiled_call_impl", "_dynamo"}
 
 
 class Watch(Callback):

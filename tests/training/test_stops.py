@@ -56,6 +56,14 @@ def uninterrupted(images, tmp_path_factory):
     return run_of(folder)
 
 
+def check_resume(uninterrupted, folder):
+    """Resume in two processes, and compare."""
+    ranks = Ranks(["fit", f"--resume={run_of(folder)}"], folder, counting(folder, "after"))
+    assert ranks.finish() == [0, 0], ranks.text()
+    assert 0 < steps(folder, "after")[0] < WHOLE
+    assert PROOF.differences(uninterrupted, run_of(folder)) == []
+
+
 @pytest.mark.parametrize("place", ["mid-epoch", pytest.param("validation", marks=pytest.mark.slow)])
 def test_all_stop_at_the_same_step_when_one_is_stopped_and_go_on_exactly(images, uninterrupted, tmp_path, place):
     struck = {PROOF.PLACE: place, PROOF.END: "SIGTERM"}
@@ -63,24 +71,20 @@ def test_all_stop_at_the_same_step_when_one_is_stopped_and_go_on_exactly(images,
     assert ranks.finish() == [143, 143], ranks.text()
     assert len(set(steps(tmp_path, "steps"))) == 1
     assert ranks.text().count("Stopped by SIGTERM. To go on: relvit fit --resume ") == 1
-    ranks = Ranks(["fit", f"--resume={run_of(tmp_path)}"], tmp_path, counting(tmp_path, "after"))
-    assert ranks.finish() == [0, 0], ranks.text()
-    assert 0 < steps(tmp_path, "after")[0] < WHOLE
-    assert PROOF.differences(uninterrupted, run_of(tmp_path)) == []
+    check_resume(uninterrupted, tmp_path)
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_ends_the_other(images, tmp_path):
+def test_a_process_that_is_killed_ends_the_other_and_the_run_goes_on_exactly(images, uninterrupted, tmp_path):
     struck = {PROOF.PLACE: "mid-epoch", PROOF.END: "SIGKILL"}
     ranks = Ranks(flags(images, tmp_path), tmp_path, counting(tmp_path, "steps", **struck))
     assert ranks.finish(seconds=90) == [1, -signal.SIGKILL]
     assert "relvit fit: error: " in ranks.text()
-    last = torch.load(run_of(tmp_path) / "checkpoints" / "last.ckpt", weights_only=True)
-    assert last["position"]["epoch"] == 1
+    check_resume(uninterrupted, tmp_path)
 
 
 @pytest.mark.slow
-def test_a_killed_loader_worker_ends_the_run(images, tmp_path):
+def test_a_killed_loader_worker_ends_the_run_which_goes_on(images, tmp_path):
     ranks = Ranks(flags(images, tmp_path, "failures.KillWorker"), tmp_path, [{}])
     assert ranks.finish() == [1]
     assert "relvit fit: error: RuntimeError: DataLoader worker (pid" in ranks.text()
@@ -88,6 +92,9 @@ def test_a_killed_loader_worker_ends_the_run(images, tmp_path):
     # It is noticed at once, or where the next batch is missing.
     assert last["position"]["epoch"] == 1
     assert 1 <= last["position"]["batch"] < 14
+    assert Ranks(["fit", f"--resume={run_of(tmp_path)}"], tmp_path, [{}]).finish() == [0]
+    last = torch.load(run_of(tmp_path) / "checkpoints" / "last.ckpt", weights_only=True)
+    assert last["position"]["epoch"] == PROOF.EPOCHS
 
 
 @pytest.mark.slow

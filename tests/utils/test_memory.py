@@ -55,5 +55,9 @@ def test_a_system_without_proc(tmp_path, monkeypatch):
     pages = {"SC_AVPHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}
     monkeypatch.setattr("os.sysconf", pages.__getitem__)
     assert available_memory(tmp_path) == 4_096_000
+    # As of Linux before 3.14.
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc" / "meminfo").write_text("MemTotal: 9 kB\nMemFree: 5 kB\n")
+    assert available_memory(tmp_path) == 4_096_000
     monkeypatch.setattr("os.sysconf", lambda name: int("unrecognized configuration name"))
     assert available_memory(tmp_path) is None

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed
 from lightning import Trainer
 from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment, SLURMEnvironment
+from lightning.pytorch.accelerators import AcceleratorRegistry
 
 from relvit.cli.errors import UsageError
 from relvit.training.lightning_internals import cluster_environment
+from relvit.utils.messages import did_you_mean
 
 # What Slurm calls a job that is a shell.
 SHELLS = ("bash", "interactive")
@@ -82,6 +85,26 @@ def environment_of(launch: Launch | None) -> ClusterEnvironment | None:
         return SrunTasks() if launch.by == "srun" else None
     # Lightning would wait for the tasks of a Slurm job, wherever in it this process is.
     return LightningEnvironment() if "SLURM_NTASKS" in os.environ else None
+
+
+def check_devices(accelerator: Any, devices: Any) -> None:
+    """Refuse a kind of device that this machine does not have, and what is no number of devices.
+
+    Raises:
+        UsageError: as Lightning would, without the names of the options.
+    """
+    kinds = AcceleratorRegistry.available_accelerators()
+    found = [kind for kind in sorted(kinds) if AcceleratorRegistry[kind]["accelerator"].is_available()]
+    found += ["gpu"] if {"cuda", "mps"} & set(found) else []
+    if isinstance(accelerator, str) and accelerator not in ("auto", *found):
+        hint = "" if accelerator in (*kinds, "gpu") else did_you_mean(accelerator, (*kinds, "gpu"))
+        raise UsageError(f"--trainer.accelerator {accelerator}: this machine has auto, {', '.join(found)}{hint}")
+    if accelerator == "cpu" or found == ["cpu"]:
+        allowed, words = r"auto|[1-9]\d*", "a number of processes or auto"
+    else:
+        allowed, words = r"auto|-1|[1-9]\d*|\d+,[\d, ]*|\[.*\]", "a number, -1 for all, indices such as [0,2], or auto"
+    if not re.fullmatch(allowed, str(devices)):
+        raise UsageError(f"--trainer.devices must be {words}, got {devices}")
 
 
 def check_processes(launch: Launch | None, trainer: Trainer) -> None:

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from relvit.cli.aliases import option, without
 from relvit.cli.errors import UsageError
 from relvit.cli.fit.callbacks import Announcement, RunConfig, progress_callbacks
-from relvit.cli.fit.launch import check_processes, environment_of, launched, leave_processes
+from relvit.cli.fit.launch import check_devices, check_processes, environment_of, launched, leave_processes
 from relvit.cli.fit.normalisation import set_normalisation
 from relvit.cli.fit.options import TRAINER_DEFAULTS, add_own_options
 from relvit.cli.fit.outcome import report_fit, report_predict, report_test
@@ -96,17 +96,21 @@ class RelvitCLI(OpenLightningCLI):
         self.run_folder: Path | None = None
         # What this process made, and may remove where it stays empty.
         self.made_folder: Path | None = None
-        super().__init__(
-            ImageClassifier,
-            ImageData,
-            subclass_mode_data=True,
-            parser_class=Parser,
-            seed_everything_default=0,
-            trainer_defaults=TRAINER_DEFAULTS,
-            auto_configure_optimizers=False,
-            load_from_checkpoint_support=False,
-            save_config_callback=RunConfig if command == "fit" else None,
-        )
+        try:
+            super().__init__(
+                ImageClassifier,
+                ImageData,
+                subclass_mode_data=True,
+                parser_class=Parser,
+                seed_everything_default=0,
+                trainer_defaults=TRAINER_DEFAULTS,
+                auto_configure_optimizers=False,
+                load_from_checkpoint_support=False,
+                save_config_callback=RunConfig if command == "fit" else None,
+            )
+        finally:
+            if self.made_folder:
+                remove_if_empty(self.made_folder)
 
     def _read_checkpoint(self) -> Checkpoint:
         path = self.checkpoint_path
@@ -187,7 +191,9 @@ class RelvitCLI(OpenLightningCLI):
         if self.config_value(self.config, "lr_find"):
             raise UsageError("--lr_find starts a training; one that goes on keeps its learning rate: drop that option")
         data = checkpoint.data
-        trained = {"model": checkpoint.model, "data": data} | checkpoint.fit
+        # Options that are newer than the checkpoint had what is their default now.
+        known = {**self.datamodule.argument_defaults(), **data["init_args"]}
+        trained = {"model": checkpoint.model, "data": {**data, "init_args": known}} | checkpoint.fit
         now = {"model": self.model.hparams, "data": data_arguments(self.datamodule)} | fit_options(self.config.fit)
         self.changed = changed_options(self.checkpoint_path, trained, now, self.arguments)
 
@@ -201,6 +207,7 @@ class RelvitCLI(OpenLightningCLI):
         for name in Architecture._fields:
             self.config_value(self.config, "model")[name] = self.model.hparams[name]
         config = {**self.config_value(self.config_init, "trainer"), **kwargs}
+        check_devices(config["accelerator"], config["devices"])
         check_strategy(config["strategy"])
         self.launch = launched()
         if config["devices"] == "auto" and self.launch is not None:
@@ -329,9 +336,6 @@ class RelvitCLI(OpenLightningCLI):
             raise
         except OSError as error:
             raise explain_full_disk(error, self.command, self.run_folder) from error
-        finally:
-            if self.made_folder:
-                remove_if_empty(self.made_folder)
 
     def subcommand_arguments(self, subcommand: str) -> dict[str, Any]:
         kwargs = super().subcommand_arguments(subcommand)

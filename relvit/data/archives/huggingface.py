@@ -10,7 +10,7 @@ from typing import Any
 from relvit.data.archives.reader import Content, Reader
 from relvit.data.images.decode import StoredImage
 from relvit.data.labels import as_label
-from relvit.utils.messages import MissingPackageError, did_you_mean, listing
+from relvit.utils.messages import MissingPackageError, did_you_mean, listing, one_line
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,8 +92,7 @@ class HuggingFace(Reader):
             raise
         # Wrong files, formats, connections or kinds of data raise exceptions of any type.
         except Exception as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise ValueError(f"cannot load the split {split!r} of hfds/{self.path}: {reason}") from error
+            raise ValueError(f"cannot load the split {split!r} of hfds/{self.path}: {one_line(error)}") from error
         splits = found if isinstance(found, datasets.DatasetDict) else {str(found.split or "train"): found}
         if split not in splits:
             known = sorted(map(str, splits))

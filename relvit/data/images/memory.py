@@ -40,7 +40,7 @@ class Failure(NamedTuple):
 
 
 class ImagesInMemory(Dataset):
-    """Decoded images; DataLoader workers share the memory. Items are ``(image, target)``, float32 (C, H, W).
+    """Decoded images. Items are ``(image, target)``, float32 (C, H, W).
 
     Args:
         targets: N labels or names.

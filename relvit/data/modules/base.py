@@ -194,15 +194,21 @@ class ImageData(LightningDataModule, ABC):
     @classmethod
     def argument_names(cls) -> list[str]:
         """Names of the constructor's arguments, with those that it hands on as ``**options``."""
-        names: list[str] = []
+        return list(cls.argument_defaults())
+
+    @classmethod
+    def argument_defaults(cls) -> dict[str, Any]:
+        """Defaults of these arguments by name; `inspect.Parameter.empty` where there is none."""
+        defaults: dict[str, Any] = {}
         for part in cls.__mro__:
             if "__init__" not in vars(part):
                 continue
             parameters = list(inspect.signature(part.__init__).parameters.values())[1:]  # without self
-            names += [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+            own = {p.name: p.default for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+            defaults |= own | defaults
             if not any(p.kind is p.VAR_KEYWORD for p in parameters):
                 break
-        return list(dict.fromkeys(names))
+        return defaults
 
     def dataset(self, split: Split) -> Dataset:
         """Return the dataset of one split, built at the first call.

@@ -11,6 +11,7 @@ from lightning import Callback, LightningModule, Trainer
 
 from relvit.data import ImageData
 from relvit.plots import picture_of, plot_sheet
+from relvit.utils.messages import one_line
 from relvit.utils.progress import rank_zero_print
 from relvit.utils.seeding import run_seed, seeded
 
@@ -41,8 +42,7 @@ class TrainingImages(Callback):
             plot_sheet(pictures, names, self.path, title=f"training images as the model sees them{mixed}")
         # Files, transforms and fonts may all fail in their own way; the training itself will report it, or not need it.
         except Exception as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
-            rank_zero_print(f"Note: {self.path.name} could not be drawn: {reason}")
+            rank_zero_print(f"Note: {self.path.name} could not be drawn: {one_line(error)}")
 
 
 def _training_pictures(data: ImageData) -> Iterator[tuple[np.ndarray, str]]:

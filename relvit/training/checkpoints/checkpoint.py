@@ -18,6 +18,7 @@ from relvit.data import ImageData, parse_size
 from relvit.data.modules.registry import own_data_module, public_class_path
 from relvit.training.checkpoints.file import KEY, read_checkpoint
 from relvit.training.checkpoints.resume import POINT_KEY, ResumePoint
+from relvit.utils.messages import one_line
 from relvit.version import __version__
 
 if TYPE_CHECKING:
@@ -115,8 +116,7 @@ class Checkpoint:
             classifier.load_state_dict(self.weights)
         # The arguments are whatever the file holds, and models raise almost any type for wrong ones.
         except Exception as error:
-            why = " ".join(str(error).split()) or type(error).__name__
-            raise ValueError(f"the checkpoint does not make a model: {_short(why, 300)}") from error
+            raise ValueError(f"the checkpoint does not make a model: {_short(one_line(error), 300)}") from error
         return classifier.eval()
 
     def argument(self, name: str) -> Any:

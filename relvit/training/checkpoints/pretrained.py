@@ -15,7 +15,7 @@ from relvit.models.factory import BUILDER_ARGUMENTS, DATA_ARGUMENTS, check_size
 from relvit.models.weights.transfer import Weights
 from relvit.training.checkpoints.checkpoint import Architecture, Checkpoint, Normalisation
 from relvit.utils.files import is_address
-from relvit.utils.messages import did_you_mean, listing, nearest
+from relvit.utils.messages import did_you_mean, listing, nearest, one_line
 from relvit.utils.remote import local_file, suffix_of
 
 HUB, FOLDER = "hf-hub:", "local-dir:"
@@ -163,8 +163,7 @@ class Pretrained:
             donor = timm.create_model(name, pretrained=True)
         # A folder's config.json may hold anything, for which timm and the models raise almost any type.
         except Exception as error:
-            why = " ".join(str(error).split()) or type(error).__name__
-            raise ValueError(f"the weights of {name} could not be loaded: {why}") from error
+            raise ValueError(f"the weights of {name} could not be loaded: {one_line(error)}") from error
         cfg = donor.pretrained_cfg
         return Weights(
             source=name,

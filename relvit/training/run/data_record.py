@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 
 import torch.distributed
 from lightning import Callback, LightningModule, Trainer
 
 from relvit.data import ImageData
+from relvit.utils.files import write_csv
 from relvit.utils.messages import printable
 
 # Unreadable images that are printed where there is no folder to write to.
@@ -40,7 +40,7 @@ class DataRecord(Callback):
         held_out = data.held_out() if isinstance(data, ImageData) else []
         if held_out and self.folder and trainer.is_global_zero:
             rows = [[printable(name), data.class_names[label]] for name, label in held_out]
-            _write(self.folder / "val_split.csv", ["path", "label"], rows)
+            write_csv(self.folder / "val_split.csv", ["path", "label"], rows)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Report the unreadable images at the end of a fit, validation, test or prediction."""
@@ -64,7 +64,7 @@ class DataRecord(Callback):
         ]
         lines = [_sentence(split, len(files), data.trains_on(split)) for split, files in found.items()]
         if self.folder:
-            _write(self.folder / "unreadable.csv", ["split", "path", "reason"], rows)
+            write_csv(self.folder / "unreadable.csv", ["split", "path", "reason"], rows)
             lines[-1] += f" {self.folder / 'unreadable.csv'} says why."
         else:
             lines += [f"  {path}: {reason}" for _, path, reason in rows[:SHOWN]]
@@ -78,10 +78,3 @@ def _sentence(split: str, count: int, replaced: bool) -> str:
     if replaced:
         return f"{images}{of} could not be read; other images of {split} took their place in the batches."
     return f"{images}{of} could not be read and {'was' if count == 1 else 'were'} left out."
-
-
-def _write(path: Path, header: list[str], rows: list[list[str]]) -> None:
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(header)
-        writer.writerows(rows)

@@ -41,6 +41,15 @@ def test_patience_ends_a_training_that_learns_nothing(photos, tmp_path, capsys):
     assert json.loads((folder / "summary.json").read_text())["stopped_early"] is True
 
 
+def test_early_stopping_by_lightnings_callback(photos, tmp_path):
+    config = tmp_path / "config.yaml"
+    stop = {"class_path": "EarlyStopping", "init_args": {"monitor": "val/loss", "stopping_threshold": 99}}
+    config.write_text(yaml.safe_dump({"trainer": {"callbacks": [stop]}}))
+    folder = fit(photos, tmp_path / "runs", f"--config={config}", "--trainer.max_epochs=3")
+    # Every loss is below the threshold.
+    assert len(read_metrics(folder / "metrics.csv")["val/acc1"]) == 1
+
+
 def test_the_last_epochs_kept_and_averaged(photos, tmp_path, capsys):
     keep = ("ModelCheckpoint", ".monitor=epoch", ".mode=max", ".save_top_k=2")
     flags = [f"--trainer.callbacks{'+=' if i == 0 else ''}{text}" for i, text in enumerate(keep)]

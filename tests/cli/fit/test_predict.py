@@ -126,14 +126,40 @@ def test_paths_that_lead_nowhere(run, folders, capsys):
     assert not list((folders / "runs").iterdir())
 
 
-def test_classes_are_the_checkpoints_whatever_the_folders_are_called(run, photos, tmp_path):
-    """Folders of other names, in another order: the same file gets the same row."""
+class Reversed:
+    """Like `os.scandir`, with the entries in the opposite order."""
+
+    def __init__(self, scan, *args):
+        with scan(*args) as entries:
+            self.entries = iter(sorted(entries, key=lambda entry: entry.name, reverse=True))
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return next(self.entries)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *args):
+        pass
+
+    close = __enter__
+
+
+def test_classes_are_the_checkpoints_whatever_the_folders_are_called(run, photos, tmp_path, monkeypatch):
+    """Folders of other names, in another order, listed from the last to the first: the same file gets the same row."""
     root = tmp_path / "photos"
     shutil.copytree(photos / "test", root / "test")
     _, plain = predict(run, tmp_path / "plain", f"--data.root={root}")
     (root / "test" / "cat").rename(root / "test" / "zebra")
     (root / "test" / "owl").rename(root / "test" / "aardvark")
+    listed, scan = os.listdir, os.scandir
+    monkeypatch.setattr(os, "scandir", lambda *args: Reversed(scan, *args))
+    monkeypatch.setattr(os, "listdir", lambda *args: sorted(listed(*args), reverse=True))
     _, renamed = predict(run, tmp_path / "renamed", f"--data.root={root}")
+    monkeypatch.undo()
     found, expected = rows(renamed / "predictions.csv"), rows(plain / "predictions.csv")
     assert [row["path"] for row in found] == sorted(row["path"] for row in found)
     old = {"zebra": "cat", "aardvark": "owl", "dog": "dog"}
@@ -165,6 +191,16 @@ def test_broken_files_are_left_out_listed_and_counted(run, pictures, tmp_path, c
     assert main(["predict", str(run / "checkpoints" / "best.ckpt"), *options, *QUIET]) == 2
     assert f"cannot read image {pictures}/empty.jpg: the file is empty" in capsys.readouterr().err
     assert list((tmp_path / "no").iterdir()) == []
+
+
+def test_a_broken_file_stops_it_where_that_is_asked_for(run, pictures, tmp_path, capsys):
+    """And no table is left, although other images have been classified."""
+    (pictures / "text.png").write_text("not an image")
+    best = str(run / "checkpoints" / "best.ckpt")
+    arguments = ["predict", best, f"--root={pictures}", "--data.on_error=error", "--batch_size=1"]
+    assert main([*arguments, f"--runs={tmp_path / 'runs'}", *QUIET]) == 2
+    assert f"cannot read image {pictures}/text.png: it is not an image" in capsys.readouterr().err
+    assert list((tmp_path / "runs").iterdir()) == []
 
 
 def test_nothing_can_be_read(run, tmp_path):

@@ -1,5 +1,6 @@
 """`relvit fit --resume RUN`: what it takes, what it refuses, and what it does to the run's folder."""
 
+import copy
 import json
 import math
 import shutil
@@ -12,6 +13,8 @@ import yaml
 from photos import TINY
 
 from relvit.cli import main
+from relvit.cli.errors import UsageError
+from relvit.cli.fit.resume import changed_options
 from relvit.plots import read_metrics
 from relvit.training import RunLock, read_checkpoint
 
@@ -170,6 +173,33 @@ def test_what_is_trained_does_not_change(name, value, before, run, capsys):
     assert files(run) == before_files
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model.lr_base_batch", 16),
+        ("model.opt", "sgd"),
+        ("model.layer_decay", 0.5),
+        ("model.min_lr", 0.0),
+        ("model.class_weights", [1, 2, 3]),
+        ("model.freeze_epochs", 9),
+        ("data.val_fraction", 0.5),
+        ("data.repeats", 2),
+        ("trainer.limit_train_batches", 2),
+    ],
+)
+def test_of_other_options_the_comparison_alone(name, value, run):
+    content = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)["relvit"]
+    trained = {"model": content["model"], "data": content["data"]} | content["fit"]
+    asked = copy.deepcopy(trained)
+    assert changed_options("x.ckpt", trained, asked, []) == []
+    group, option = name.split(".")
+    options = asked[group]["init_args"] if group == "data" else asked[group]
+    assert options[option] != value
+    options[option] = value
+    with pytest.raises(UsageError, match=rf"x.ckpt was trained with --{name} .*, not .*; give --{name}"):
+        changed_options("x.ckpt", trained, asked, [])
+
+
 def test_nor_does_it_in_another_folder(run, tmp_path, capsys):
     last = run / "checkpoints" / "last.ckpt"
     arguments = ["fit", f"--ckpt_path={last}", f"--runs={tmp_path}", "--model.lr=0.02", "--trainer.max_epochs=9"]
@@ -226,6 +256,12 @@ def test_what_may_change_takes_effect_and_is_printed(stopped, photos, tmp_path, 
     content = torch.load(stopped / "checkpoints" / "last.ckpt", weights_only=True)["relvit"]
     assert content["data"]["init_args"]["root"] == str(moved)
     assert content["fit"]["trainer"]["max_epochs"] == 6
+
+
+def test_a_limit_of_steps_may_change(stopped):
+    """In the middle of the fifth epoch, which has three steps."""
+    assert main(["fit", f"--resume={stopped}", "--trainer.max_epochs=-1", "--trainer.max_steps=14"]) == 0
+    assert torch.load(stopped / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 14
 
 
 def test_patience_may_change(photos, tmp_path):

@@ -243,3 +243,13 @@ def test_an_archive_that_changes_later(tmp_path):
         load_rgb(found[0])
     with pytest.raises(FileNotFoundError, match="no archive at"):
         members(str(file))
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open files through /proc")
+@pytest.mark.filterwarnings("error::ResourceWarning", "error::pytest.PytestUnraisableExceptionWarning")
+def test_archives_are_closed(tmp_path):
+    file = write_tar(tmp_path / "a.tar", in_folder("x", 1))
+    before = len(os.listdir("/proc/self/fd"))
+    for member in members(str(file)):
+        load_rgb(member)
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -1,8 +1,10 @@
 """Image cache in memory: the same items as from the files, decoded once, refused where the memory is too small."""
 
+import os
 import pickle
 import random
 import re
+import signal
 from collections import Counter
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
@@ -225,6 +227,21 @@ def test_unreadable_files_are_skipped_as_without_cache(tmp_path, size, batch_siz
         split: sorted(map(str, files)) for split, files in bad.items()
     }
     assert isinstance(cached.dataset("train"), AnySizeImages if size is None else SameSizeImages)
+
+
+def test_a_pipe_among_the_images_is_never_opened(tmp_path):
+    folders(tmp_path, (8, 6))
+    pipe = tmp_path / "train" / "a" / "0.png"
+    pipe.unlink()
+    os.mkfifo(pipe)
+    signal.signal(signal.SIGALRM, lambda *_: pytest.fail("hangs"))
+    signal.alarm(20)
+    try:
+        data = pair(str(tmp_path), on_error="skip", augment="none")[1]
+        assert len(list(data.train_dataloader())) == 1
+    finally:
+        signal.alarm(0)
+    assert list(data.unreadable["train"]) == [str(pipe)]
 
 
 @pytest.mark.parametrize("small", [True, False])

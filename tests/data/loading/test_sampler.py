@@ -61,8 +61,13 @@ def test_order_follows_seed_and_epoch_alone():
     assert order(seed=1) != order(seed=2)
     assert order(seed=1, epoch=0) != order(seed=1, epoch=1)
     sampler = TrainSampler(50, repeats=2, seed=1)
+    running = iter(sampler)
     sampler.set_epoch(1)
     assert images(sampler) == order(seed=1, epoch=1)
+    # What runs already is epoch 0's, order, augmentation and all.
+    items = list(running)
+    assert [item.index for item in items] == order(seed=1, epoch=0)
+    assert {item.epoch for item in items} == {0}
 
 
 def unequal(tmp_path, **options):

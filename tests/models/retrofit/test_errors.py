@@ -7,7 +7,7 @@ import timm
 import torch
 from retrofit_cases import SMALL, build
 from timm.models.eva import Eva
-from timm.models.vision_transformer import ParallelScalingBlock, VisionTransformer
+from timm.models.vision_transformer import ParallelScalingBlock, ParallelThingsBlock, VisionTransformer
 from torch import nn
 
 import relvit
@@ -33,10 +33,13 @@ MODELS = {
     "parallel": (
         lambda: plain(block_fn=ParallelScalingBlock),
         r"blocks\.0 is a ParallelScalingBlock, which cannot be retrofitted: its attention and its MLP share "
-        r"projections.*; "
-        "allowed: 'Block', 'ResPostBlock'",
+        "projections, so there is no attention module to retrofit; allowed: 'Block', 'ResPostBlock'",
     ),
-    "one differential": (with_one_other_attention, r"blocks\.1\.attn is a DiffAttention.*; allowed: 'Attention'"),
+    "two attentions": (
+        lambda: plain(block_fn=ParallelThingsBlock),
+        r"blocks\.0 is a ParallelThingsBlock.*side by side",
+    ),
+    "one differential": (with_one_other_attention, r"blocks\.1\.attn is a DiffAttention.*difference of two softmaxes"),
     "convolutions": (
         lambda: timm.create_model("test_resnet"),
         "ResNet cannot be retrofitted: retrofit takes timm's Vis",
@@ -79,6 +82,7 @@ ARGUMENTS = [
     ({"position": nn.Linear}, TypeError, "position Linear cannot be called with a Grid"),
     ({"position": lambda *_args, **_kwargs: nn.Identity()}, TypeError, "Identity must return RelativeTerms, got Grid"),
     ({"position": SlopePosition2d(4, 2)}, TypeError, "position must make a module of its own for every block"),
+    ({"position": SlopePosition2d(4, 2), "max_distance": 3}, TypeError, "position must make a module of its own"),
     ({"position": "slops"}, ValueError, r"position must be one of 'tables', 'slopes'.* .did you mean 'slopes'"),
 ]
 

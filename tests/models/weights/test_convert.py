@@ -163,6 +163,13 @@ def test_another_patch_size():
     assert_same(model(wide(12, 8)), plain(wide(12, 8)))
 
 
+def test_patches_as_a_matrix():
+    plain = foreign()
+    state = plain.state_dict()
+    state["patch_embed.proj.weight"] = state["patch_embed.proj.weight"].flatten(1)
+    assert_same(load(state, **VIT)(wide(24, 16)), plain(wide(24, 16)))
+
+
 def test_channels_and_classes_are_adapted_by_timm():
     plain = foreign()
     model = load(plain.state_dict(), in_chans=1, **VIT)
@@ -279,6 +286,9 @@ def test_jax_archives(tmp_path):
     model = small(**VIT, **square).eval()
     model.load_pretrained(path)
     assert_same(model.double()(wide(24, 16)), plain(wide(24, 16)), atol=1e-5)
+    (tmp_path / "no.npz").write_bytes(b"no archive")
+    with pytest.raises(ValueError, match=r"no.npz' is no \.npz archive: timm.models.load_checkpoint reads"):
+        model.load_pretrained(str(tmp_path / "no.npz"))
     # relvit's defaults: no embedding, no class token, the norm behind the pooling.
     model = timm.create_model("test_relvit", checkpoint_path=path, **{**SMALL, **square}).eval()
     expected = load(plain.state_dict(), overlay={"input_size": (3, 24, 24)}, **square)

@@ -292,6 +292,17 @@ def test_the_choice_of_a_backend(monkeypatch):
         assert choice(3, 3, backend="toeplitz") == "convolution"
 
 
+@pytest.mark.parametrize("needed", [(1, 2), (0,), (2,)])
+def test_second_derivatives_where_only_some_inputs_have_gradients(needed):
+    grid = make_grid(2, 2, valid=torch.tensor([True, True, False, True]))
+    inputs = contents(grid, batch=1, heads=1, width=2)
+    for index in {0, 1, 2} - set(needed):
+        inputs[index].requires_grad_(False)
+    bias, weight = bias_of(grid).detach(), window_of(1, 3, 3).detach()
+    for run in (lambda *given: aft_full(*given, bias, grid), lambda *given: aft_conv(*given, weight, grid)):
+        assert gradgradcheck(run, inputs, fast_mode=True)
+
+
 def test_transforms_of_torch_func():
     grid = Grid(3, 4)
     q, k, v = (part.detach() for part in contents(grid))
@@ -319,6 +330,9 @@ def test_one_graph_for_all_sizes():
         q, k, v = (part.detach() for part in contents(grid, dtype=torch.float32))
         torch.testing.assert_close(run(q, k, v, height, width), reference.aft_conv(q, k, v, weight, grid))
     assert len(graphs) == 1
+    # Its warning would break the graph.
+    old = torch.compile(aft_conv, fullgraph=True, backend="eager")(q, k, v, weight, grid, backend="toeplitz")
+    torch.testing.assert_close(old, reference.aft_conv(q, k, v, weight, grid))
 
 
 def test_autocast_leaves_the_precision_alone():

@@ -143,6 +143,8 @@ HEAD = ("state_dict", "net.head.weight")
         (put("relvit", "model", "retrofit", {}), "with retrofit {}, .* with None"),
         (put("relvit", "data", "init_args", "img_size", [12, 8]), r"img_size \[12, 8\], .* with \[8, 12\]"),
         (put("relvit", "data", "init_args", "mean", [0.5, 0.4, 0.5]), r"mean \[0.5, 0.4, 0.5\], .* \[0.5, 0.5, 0.5\]"),
+        (put("relvit", "data", "init_args", "std", [1.0] * 3), r"std \[1.0, 1.0, 1.0\], .* with \[0.25, 0.25, 0.25\]"),
+        (put("relvit", "model", "class_names", NAMES[::-1]), r"class_names \['class 6', .* with \['class 0'"),
         (put("relvit", "data", "init_args", "crop_pct", 1.0), "crop_pct 1.0, .* with 0.9"),
         (put(*HEAD, torch.zeros(7, 9)), r"weight is torch.float32 \(7, 9\) in .*q.ckpt, torch.float32 \(7, 8\)"),
         (put(*HEAD, torch.zeros(7, 8).half()), r"weight is torch.float16 \(7, 8\) in .*q.ckpt, torch.float32 \(7, 8\)"),

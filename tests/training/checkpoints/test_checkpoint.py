@@ -62,6 +62,9 @@ def test_options_that_contradict_the_weights_are_refused(checkpoint):
     [
         ("classifier", {"weights": {}}),
         ("classifier", {"model": {"model": "none"}}),
+        ("architecture", {"model": {}}),
+        ("class_names", {"data": {"class_path": "", "init_args": {}}}),
+        ("class_names", {"data": {"class_path": "", "init_args": {"class_names": None}}}),
         ("transforms", {"data": {"class_path": "", "init_args": {"mean": [0.5]}}}),
         ("normalisation", {"data": {"class_path": "", "init_args": {"mean": ["red"]}}}),
         ("finished_epochs", {"resume_point": {"epoch": 1}}),

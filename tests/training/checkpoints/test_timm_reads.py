@@ -117,6 +117,9 @@ def test_older_checkpoints_have_raw_weights_for_timm_and_averaged_ones_here(trai
     torch.save(old, tmp_path / "old.ckpt")
     with torch.no_grad():
         assert torch.equal(load_classifier(tmp_path / "old.ckpt")(images), expected)
+    module = ImageClassifier("test_relvit", 7, **SIZE, model_kwargs=KWARGS, ema_decay=0.5)
+    train(module, NoiseImages(16), ckpt_path=tmp_path / "old.ckpt", max_epochs=2)
+    assert module.current_epoch == 2
     arguments = {"num_classes": 7, **SIZE, **KWARGS}
     overlay = {"file": str(tmp_path / "old.ckpt")}
     model = timm.create_model("test_relvit", pretrained=True, pretrained_cfg_overlay=overlay, **arguments)

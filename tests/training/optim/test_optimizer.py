@@ -80,6 +80,7 @@ def test_retrofitted_tables_belong_to_their_blocks():
         ("adamw", {"betas": [0.8, 0.9]}, "AdamW"),
         ("sgd", {"momentum": 0.5, "nesterov": False}, "SGD"),
         ("lamb", {"eps": 1e-5}, "Lamb"),
+        ("lion", {}, "Lion"),
         ("muon", {"momentum": 0.9}, "Muon"),
     ],
 )
