@@ -2,9 +2,14 @@
 
 From memory as CIFAR-10 (one by one, and by the batch where the augmentation has such a form), and from class folders of
 JPEG files, read each time and with `cache`. Run it on an idle machine; it prints the median of a few epochs.
+
+`--native` measures native shapes instead: files whose aspect ratios are those of photographs, as sequences of up to so
+many tokens (patches of 16 px), beside the same files at the one size that has as many; and the share of the tokens that
+is padding, in training and in evaluation.
 """
 
 import argparse
+import itertools
 import os
 import statistics
 import tempfile
@@ -42,6 +47,43 @@ def write_folders(root: str, images: np.ndarray) -> None:
         Image.fromarray(image).save(os.path.join(folder, f"{number}.jpg"))
 
 
+def write_shapes(root: str, count: int) -> None:
+    """Write two class folders of train and val, with JPEG files whose shapes are those of photographs."""
+    generator = np.random.default_rng(0)
+    aspects = generator.choice([1, 4 / 3, 3 / 2, 16 / 9, 2.5, 4], count, p=[0.1, 0.4, 0.35, 0.1, 0.04, 0.01])
+    portrait = generator.random(count) < 0.25
+    for number, aspect in enumerate(np.where(portrait, 1 / aspects, aspects) * generator.lognormal(0, 0.05, count)):
+        side = 400 * generator.lognormal(0, 0.4)
+        folder = os.path.join(root, ("train", "val")[number % 2], "ab"[number // 2 % 2])
+        os.makedirs(folder, exist_ok=True)
+        size = (max(1, round(side * aspect**0.5)), max(1, round(side / aspect**0.5)))
+        colour = tuple(generator.integers(0, 256, 3).tolist())
+        Image.new("RGB", size, colour).save(os.path.join(folder, f"{number}.jpg"))
+
+
+def padding(loader: DataLoader) -> float:
+    """Share of the tokens of native batches that is padding."""
+    valid = [images["patch_valid"] for images, _ in loader]
+    return 1 - sum(int(batch.sum()) for batch in valid) / sum(batch.numel() for batch in valid)
+
+
+def compare_native(budgets: list[int], count: int, batch_size: int, workers: list[int], epochs: int) -> None:
+    """Print a row for each budget of tokens."""
+    with tempfile.TemporaryDirectory() as root:
+        write_shapes(root, count)
+        print("tokens    workers   images/s, native   of one size   padding in training   in evaluation")
+        for budget, number in itertools.product(budgets, workers):
+            options = {"batch_size": batch_size, "num_workers": number}
+            native = ImageFolderData(root, native=True, max_tokens=budget, **options)
+            loaders = (
+                native.train_dataloader(),
+                ImageFolderData(root, img_size=native.img_size, **options).train_dataloader(),
+            )
+            rates = "".join(f"{images_per_second(loader, epochs):<19,.0f}" for loader in loaders)
+            shares = f"{padding(loaders[0]):<22.1%}{padding(native.val_dataloader()):.1%}"
+            print(f"{budget:<10}{number:<10}{rates[:-5]}{shares}", flush=True)
+
+
 def from_memory(images: np.ndarray, augment: str, by_batch: BatchTransform | None, size: int) -> Callable:
     """Make loaders, for a number of workers, of images in memory."""
     dataset = SameSizeImages(pack(images), [0] * len(images), train_transform(32, MEAN, STD, augment))
@@ -70,9 +112,14 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=20_000, help="images; a tenth of them where they come one by one")
     parser.add_argument("--batch_size", type=int, default=512)
     parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--native", nargs="*", type=int, metavar="TOKENS", help="budgets; by default 64 196 576")
     options = parser.parse_args()
 
     torch.set_num_threads(1)
+    if options.native is not None:
+        size = min(options.batch_size, 64)
+        compare_native(options.native or [64, 196, 576], 2000, size, options.num_workers, options.epochs)
+        return
     images = np.random.default_rng(0).integers(0, 256, (options.count, 32, 32, 3)).astype(np.uint8)
     few, size = images[: options.count // 10], options.batch_size
     with tempfile.TemporaryDirectory() as large, tempfile.TemporaryDirectory() as small:

@@ -1,11 +1,12 @@
-"""Class labels of lists and readers: parse names or numbers, and map them to positions in class_names."""
+"""Class labels of lists and readers: parse names or numbers, map them to positions in class_names; check these."""
 
 import re
 import reprlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from relvit.utils.messages import listing
+from relvit.utils.messages import listing, printable
 
 
 def as_label(value: Any) -> str | None:
@@ -49,3 +50,34 @@ def check_every_class(labels: Iterable[int], class_names: Sequence[str], where: 
 
 def _is_number(label: str) -> bool:
     return label.isascii() and label.isdigit()
+
+
+def checked_classes(class_names: Sequence[str]) -> list[str]:
+    """Return the names of classes as a list.
+
+    Raises:
+        ValueError: Fewer than two, a name twice, or one that is not UTF-8.
+    """
+    names = list(class_names)
+    for name in names:
+        if printable(name) != name:
+            raise ValueError(f"the class name '{printable(name)}' is not UTF-8; rename it")
+    if len(names) < 2:
+        raise ValueError(f"classification needs two or more classes, got {names}; add images of another class")
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise ValueError(f"class_names holds {', '.join(map(repr, twice))} more than once; name each class once")
+    return names
+
+
+def check_class_names(given: Sequence[str] | None, own: Sequence[str], whose: str) -> None:
+    """Refuse other class names than those that the data have by themselves.
+
+    Raises:
+        ValueError: `given` is not None and differs from `own`.
+    """
+    if given is not None and list(given) != list(own):
+        raise ValueError(
+            f"class_names is {listing(list(given))}; {whose} the classes {listing(list(own))}: "
+            "leave it out, or use the data that the checkpoint was trained on"
+        )

@@ -32,8 +32,8 @@ LARGEST_SIDE = 2**14
 LONGEST = 64
 
 
-def parse_size(img_size: int | Sequence[int]) -> tuple[int, int]:
-    """Parse an image size, one number (a square) or two, to (height, width).
+def parse_size(img_size: int | Sequence[int], name: str = "img_size") -> tuple[int, int]:
+    """Parse an image size (or another one, of that name), one number (a square) or two, to (height, width).
 
     Raises:
         ValueError: Not a positive integer, nor two of them, or a side beyond LARGEST_SIDE.
@@ -41,9 +41,9 @@ def parse_size(img_size: int | Sequence[int]) -> tuple[int, int]:
     sizes = (img_size, img_size) if isinstance(img_size, int) else img_size
     ok = isinstance(sizes, Sequence) and len(sizes) == 2
     if not ok or any(not isinstance(n, int) or isinstance(n, bool) or n <= 0 for n in sizes):
-        raise ValueError(f"img_size is {img_size!r}; give a positive integer, or two as (height, width)")
+        raise ValueError(f"{name} is {img_size!r}; give a positive integer, or two as (height, width)")
     if max(sizes) > LARGEST_SIDE:
-        raise ValueError(f"img_size {img_size} cannot be meant: sides go up to {LARGEST_SIDE} pixels")
+        raise ValueError(f"{name} {img_size} cannot be meant: sides go up to {LARGEST_SIDE} pixels")
     return sizes[0], sizes[1]
 
 

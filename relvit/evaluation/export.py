@@ -73,6 +73,10 @@ def export_model(predictor: Predictor, output: str | os.PathLike[str]) -> list[t
         "mean": predictor.mean,
         "std": predictor.std,
     }
+    if predictor.native is not None:
+        # Whole images of any shape, see `relvit.data.native.native_transform`.
+        del description["img_size"], description["crop_pct"]
+        description["patch_size"], description["max_tokens"] = predictor.native
     output.with_suffix(".json").write_text(json.dumps(description, indent=2) + "\n")
     return shapes
 

@@ -9,12 +9,14 @@ import torch
 from lightning import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
+from relvit.data.native import NativeBatch, mirrored
 
-def average_with_mirror(module: nn.Module, args: tuple[Tensor], logits: Tensor) -> Tensor:
+
+def average_with_mirror(module: nn.Module, args: tuple[Tensor | NativeBatch], logits: Tensor) -> Tensor:
     """A forward hook: logits (B, classes) of images (B, C, H, W) -> log of the mean of their probabilities and those of
     the images mirrored left to right, float32 (B, classes)."""
-    mirrored = module.forward(args[0].flip(-1))
-    both = torch.stack([each.float().log_softmax(-1) for each in (logits, mirrored)])
+    of_mirrored = module.forward(mirrored(args[0]))
+    both = torch.stack([each.float().log_softmax(-1) for each in (logits, of_mirrored)])
     return both.logsumexp(0) - math.log(2)
 
 

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -13,14 +14,16 @@ import numpy as np
 import torch
 from timm.models import filter_pretrained_cfg
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from relvit.data import eval_transform, parse_size
 from relvit.data.images.datasets import OnError, SkipUnreadable, SkipUnreadableLoader, collate_readable
 from relvit.data.images.folders import image_files
+from relvit.data.native import NativeBatch, collate_native, images_of, native_transform, token_budget
 from relvit.evaluation.inputs import ImageInput, InputImages
 from relvit.evaluation.mirror import average_with_mirror
 from relvit.models import AttentionMaps, Reach, attention_maps, check_image_size, set_reach
+from relvit.models.native import pooled_features
 from relvit.training import Checkpoint
 from relvit.utils.messages import check_choice
 
@@ -60,7 +63,8 @@ class Predictor:
 
     Args:
         ckpt_path: the checkpoint.
-        img_size: size of the images given to the model, one number or (height, width); None: as in training.
+        img_size: size of the images given to the model, one number or (height, width); None: as in training. Where the
+            training was on native images, they keep their shapes, with as many patches as this size has at most.
         reach: how the model treats images of another size than in training, see `relvit.models.set_reach`.
 
     Attributes:
@@ -72,6 +76,8 @@ class Predictor:
         reach: as given.
         mean, std: of each channel, in units of the range 0..1.
         crop_pct: proportion of the side that the centre crop keeps.
+        native: patch size and number of patches that no image exceeds, where the model gets native shapes, see
+            `relvit.data.native.native_transform`; None: all images have the size `img_size`.
         num_features: length of the feature vectors.
         transform: from a PIL image to what the model takes.
 
@@ -95,9 +101,15 @@ class Predictor:
             raise ValueError(f"{ckpt_path} was trained on images of {len(self.mean)} channels; 1 or 3 can be read")
         self.reach = reach
         set_reach(self.model, reach, trained_size)
-        if img_size is not None:
+        self.native = checkpoint.native()
+        if img_size is not None and self.native is None:
             check_image_size(self.model, self.img_size, len(self.mean), self.classifier.hparams.img_size)
         self.transform = eval_transform(self.img_size, self.mean, self.std, self.crop_pct)
+        self.collate: Callable[[list[Any]], Any] = default_collate
+        if self.native is not None:
+            patch, budget = self.native
+            self.native = patch, budget if img_size is None else token_budget(self.img_size, patch)
+            self.transform, self.collate = native_transform(self.transform, *self.native), collate_native
         self.num_features: int = self.model.num_features
         # timm has the description under both names.
         self.model.pretrained_cfg = self.model.default_cfg = self._timm_cfg(trained_size)
@@ -153,7 +165,7 @@ class Predictor:
             raise ValueError(f"top is {top}; give the number of classes, 1 or more")
         items, form = _several(images)
 
-        def best(pixels: Tensor) -> list[tuple[list[float], list[int]]]:
+        def best(pixels: Tensor | NativeBatch) -> list[tuple[list[float], list[int]]]:
             values, labels = self.probabilities(pixels, mirror).topk(min(top, len(self.class_names)))
             return list(zip(values.tolist(), labels.tolist(), strict=True))
 
@@ -203,23 +215,23 @@ class Predictor:
         if form != "one":
             raise TypeError(f"attention takes one image, got {len(items)} of them: give one after the other")
         pixels, _ = next(self.batches(items))
-        maps = attention_maps(self.model, pixels.to(self.device), layers)
+        maps = attention_maps(self.model, torch.stack(images_of(pixels)).to(self.device), layers)
         return maps._replace(weights=[weights[0].cpu() for weights in maps.weights])
 
     @torch.no_grad()
-    def probabilities(self, pixels: Tensor, mirror: bool = False) -> Tensor:
-        """Compute probabilities float32 (B, classes), on the CPU, of transformed images (B, C, H, W)."""
-        pixels = pixels.to(self.device)
+    def probabilities(self, pixels: Tensor | NativeBatch, mirror: bool = False) -> Tensor:
+        """Compute probabilities float32 (B, classes), on the CPU, of a batch of `batches`."""
+        pixels = self.classifier.transfer_batch_to_device(pixels, self.device, 0)
         logits = self.classifier(pixels)
         if mirror:
             logits = average_with_mirror(self.classifier, (pixels,), logits)
         return logits.float().softmax(-1).cpu()
 
     @torch.no_grad()
-    def features(self, pixels: Tensor) -> Tensor:
-        """Compute the pooled features before the classifier, float32 (B, num_features), of transformed images."""
-        net = self.model
-        return net.forward_head(net.forward_features(pixels.to(self.device)), pre_logits=True).float().cpu()
+    def features(self, pixels: Tensor | NativeBatch) -> Tensor:
+        """Compute the pooled features before the classifier, float32 (B, num_features), of a batch of `batches`."""
+        pixels = self.classifier.transfer_batch_to_device(pixels, self.device, 0)
+        return pooled_features(self.model, pixels).float().cpu()
 
     def batches(
         self,
@@ -227,8 +239,8 @@ class Predictor:
         batch_size: int = 32,
         num_workers: int = 0,
         unreadable: dict[str, str] | None = None,
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield transformed images float32 (B, C, H, W), and int64 (B,) their indices in `items`.
+    ) -> Iterator[tuple[Tensor | NativeBatch, Tensor]]:
+        """Yield transformed images float32 (B, C, H, W), or a native batch, and int64 (B,) their indices in `items`.
 
         Args:
             items: images, see `predict`.
@@ -243,13 +255,14 @@ class Predictor:
             raise ValueError(f"num_workers is {num_workers}; give 0 (read in this process) or more")
         dataset = InputImages(items, len(self.mean), self.transform)
         if unreadable is None:
-            return iter(DataLoader(dataset, batch_size, num_workers=num_workers))
-        options = {"num_workers": num_workers, "collate_fn": collate_readable, "record": unreadable}
+            return iter(DataLoader(dataset, batch_size, num_workers=num_workers, collate_fn=self.collate))
+        collate = partial(collate_readable, collate=self.collate)
+        options = {"num_workers": num_workers, "collate_fn": collate, "record": unreadable}
         return iter(SkipUnreadableLoader(SkipUnreadable(dataset, replace=False), batch_size, **options))
 
     def _map(
         self,
-        compute: Callable[[Tensor], Sequence[Any]],
+        compute: Callable[[Tensor | NativeBatch], Sequence[Any]],
         items: Sequence[ImageInput],
         batch_size: int,
         num_workers: int,
@@ -288,8 +301,12 @@ class Predictor:
         }
 
     def __repr__(self) -> str:
-        name, (height, width) = self.classifier.hparams.model, self.img_size
-        return f"Predictor({name}, {len(self.class_names)} classes, {height} x {width} px, on {self.device})"
+        images = f"{self.img_size[0]} x {self.img_size[1]} px"
+        if self.native is not None:
+            images = f"native shapes of up to {self.native[1]} patches"
+        return (
+            f"Predictor({self.classifier.hparams.model}, {len(self.class_names)} classes, {images}, on {self.device})"
+        )
 
 
 def _several(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from relvit.data import ImageData, UnreadableImageError
 from relvit.data.images.datasets import LabelledFiles
+from relvit.data.native import image_of
 from relvit.evaluation.metrics import ClassMetrics, calibration_error, class_metrics, confusion_matrix
 from relvit.plots import picture_of, plot_confusion, plot_sheet
 from relvit.utils.files import write_csv
@@ -128,7 +129,7 @@ class EvaluationReport(Callback):
         for sure, path, true, predicted, index in wrong[:SHOWN]:
             # A file that has gone since must not cost the test its other results.
             with suppress(UnreadableImageError):
-                pictures.append(picture_of(dataset[index][0], data.mean, data.std))
+                pictures.append(picture_of(image_of(dataset[index][0]), data.mean, data.std))
                 captions.append(f"{Path(path).name}\ntrue: {true}\n{-sure:.1%} {predicted}")
         if pictures:
             plot_sheet(pictures, captions, self.folder / "mistakes.png", title="most confident mistakes")

@@ -24,6 +24,8 @@ def evaluate_sizes(
 ) -> list[dict[str, Any]]:
     """Evaluate a checkpoint of `relvit fit` at each size, without changing or interpolating anything in the model.
 
+    A model that was trained on native shapes gets images of one size as well.
+
     Args:
         ckpt_path: the checkpoint.
         sizes: image sizes in pixels, each one number or (height, width), multiples of the patch.
@@ -41,7 +43,8 @@ def evaluate_sizes(
     if split not in ("train", "val", "test"):
         raise ValueError(f"split must be 'train', 'val' or 'test', got {split!r}")
     checkpoint = Checkpoint.read(ckpt_path)
-    modules = [checkpoint.data_module(img_size=size, root=root, batch_size=batch_size) for size in sizes]
+    options = {"root": root, "batch_size": batch_size, "native": False}
+    modules = [checkpoint.data_module(img_size=size, **options) for size in sizes]
     classifier = checkpoint.classifier()
     # All of them, before the first one takes its time.
     for size in sizes:

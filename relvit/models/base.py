@@ -15,8 +15,10 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from relvit.layers import AnySizePatchEmbed, AxialPositionEmbedding, resample_embedding
+from relvit.models.native import embed_native, pool_native
 from relvit.models.weights.convert import load_jax_archive
-from relvit.ops import Grid, patch_coords
+from relvit.ops import Grid
+from relvit.ops.grid import keep_patches
 from relvit.utils.messages import did_you_mean, listing
 
 # The `combine` of `AxialPositionEmbedding`.
@@ -53,28 +55,59 @@ class GridForward:
     """
 
     def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
-        """Embed images (B, in_chans, height, width) as tokens (B, N, embed_dim), and return the grid of the tokens."""
-        x = self.patch_embed(x)
-        grid = Grid(x.shape[1], x.shape[2], self.num_prefix_tokens)
-        x = self._pos_embed(x)
+        """Embed images (B, in_chans, height, width) as tokens (B, N, embed_dim), and return the grid of the tokens.
+
+        Outside of TorchScript also a native batch, see `relvit.models.native.embed_native`.
+        """
+        if torch.jit.is_scripting():
+            x, grid = self._embed_images(x)
+        else:
+            x, grid = embed_native(self, x) if isinstance(x, dict) else self._embed_images(x)
         if self.pos_embed is None:
             x = self.pos_drop(x)  # timm applies it to absolute embeddings only
         dropped = self.patch_drop(x)
         if isinstance(dropped, tuple):
             x, kept = dropped
             if kept is not None:
-                grid = Grid(grid.height, grid.width, grid.prefix, patch_coords(grid, x.device)[kept], None)
+                grid = keep_patches(grid, kept)
         return self.norm_pre(x), grid
 
+    def _embed_images(self, x: Tensor) -> tuple[Tensor, Grid]:
+        x = self.patch_embed(x)
+        grid = Grid(x.shape[1], x.shape[2], self.num_prefix_tokens)
+        return self._pos_embed(x), grid
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False, patch_valid: Tensor | None = None) -> Tensor:
+        """Pool tokens (B, N, embed_dim) and classify them.
+
+        Those of a native batch without padding: with its `patch_valid` (B, patches), or as the dictionary that
+        `forward_features` returns.
+        """
+        if torch.jit.is_scripting():
+            x = self.pool(x)
+        else:
+            if isinstance(x, dict):
+                x, patch_valid = x["patches"], x["patch_valid"]
+            x = self.pool(x) if patch_valid is None else pool_native(self, x, patch_valid)
+        x = self.head_drop(self.fc_norm(x))
+        return x if pre_logits else self.head(x)
+
     def forward_features(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """Compute normalised tokens (B, N, embed_dim), prefix tokens first, of images (B, in_chans, height, width)."""
+        """Compute normalised tokens (B, N, embed_dim), prefix tokens first, of images (B, in_chans, height, width).
+
+        Of a native batch, as timm's `NaFlexVit`, a dictionary: these tokens as 'patches', and 'patch_valid'.
+        """
         x, grid = self.embed(x)
         for block in self.blocks:
             if torch.jit.is_scripting():
                 x = block(x, grid, attn_mask, is_causal)
             else:
                 x = self._run_block(block, x, grid, attn_mask, is_causal)
-        return self.norm(x)
+        x = self.norm(x)
+        if torch.jit.is_scripting():
+            return x
+        else:
+            return x if grid.valid is None else {"patches": x, "patch_valid": grid.valid}
 
     def forward_intermediates(
         self,
@@ -95,7 +128,7 @@ class GridForward:
         take_indices, max_index = feature_take_indices(len(self.blocks), indices)
         x, grid = self.embed(x)
         if grid.coords is not None and output_fmt == "NCHW":
-            raise ValueError("output_fmt 'NCHW' needs all patches, patch_drop_rate dropped some: use 'NLC' or eval()")
+            raise ValueError("output_fmt 'NCHW' needs all patches of one grid (patch_drop_rate drops some): use 'NLC'")
         taken = []
         for index, block in enumerate(self.blocks[: max_index + 1] if stop_early else self.blocks):
             x = self._run_block(block, x, grid, attn_mask, is_causal)

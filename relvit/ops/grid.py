@@ -116,6 +116,16 @@ def batched_coords(grid: Grid, device: torch.device) -> Tensor:
     return coords if coords.dim() == 3 else coords[None]
 
 
+def keep_patches(grid: Grid, kept: Tensor) -> Grid:
+    """Return the grid of the patches that stay, given their indices among the patches, (B, K)."""
+    coords = batched_coords(grid, kept.device).expand(kept.shape[0], -1, -1)
+    valid = grid.valid
+    if valid is not None:
+        valid = valid.expand(kept.shape[0], -1).gather(1, kept)
+    coords = coords.gather(1, kept[:, :, None].expand(-1, -1, 2))
+    return Grid(grid.height, grid.width, grid.prefix, coords, valid)
+
+
 def key_mask(grid: Grid) -> Tensor | None:
     """Return which tokens may be attended to, (1 or B, N) booleans, prefix tokens True; None where all may."""
     if grid.valid is None:

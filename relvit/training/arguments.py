@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
+from relvit.models import check_image_size
+from relvit.models.native import check_native
 from relvit.training.optim.distillation import check_distillation
 from relvit.training.optim.optimizer import check_optimizer
 from relvit.utils.messages import did_you_mean
@@ -46,3 +49,26 @@ def check_arguments(given: Mapping[str, Any]) -> None:
         raise ValueError(f"unknown backend of torch.compile {backend!r}{did_you_mean(backend, backends)}")
     check_optimizer(given["opt"], given["layer_decay"], given["opt_kwargs"])
     check_distillation(given["distill"], given["distill_weight"], given["distill_temperature"])
+
+
+def check_images(net: nn.Module, data: Any, hparams: Mapping[str, Any], stage: str) -> None:
+    """Refuse data whose images a model cannot take, by one run of the model.
+
+    Args:
+        net: The network.
+        data: The data module; any other one than relvit's is accepted.
+        hparams: The arguments of the `ImageClassifier`.
+        stage: Lightning's name of what is about to run.
+
+    Raises:
+        ValueError: The model takes no such images, or the training has a part that native images do not go with.
+    """
+    if getattr(data, "native", False):
+        parts = [name for name in ("mixup", "cutmix", "teacher") if stage == "fit" and hparams[name]]
+        if parts:
+            raise ValueError(f"native images do not go with {parts[0]}, which needs images of one size: leave one out")
+        check_native(net, data.patch_size, hparams["in_chans"])
+        return
+    for size in (getattr(data, "img_size", None), *((stage == "fit" and getattr(data, "train_sizes", None)) or ())):
+        if size is not None:
+            check_image_size(net, size, hparams["in_chans"], hparams["img_size"])

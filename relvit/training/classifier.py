@@ -13,9 +13,10 @@ from torchmetrics import MetricCollection
 
 from relvit.data.loading.sampler import training_position
 from relvit.data.mixup import BatchMix
-from relvit.models import build_model, check_image_size
+from relvit.data.native import NativeBatch, image_count, one_blank
+from relvit.models import build_model
 from relvit.models.weights.transfer import TransferReport, transfer_weights
-from relvit.training.arguments import check_arguments
+from relvit.training.arguments import check_arguments, check_images
 from relvit.training.checkpoints.file import AVERAGE_KEY, TIMM_KEY, timm_weights
 from relvit.training.checkpoints.pretrained import Pretrained, architecture_to_build, normalisation_note
 from relvit.training.checkpoints.resume import POINT_KEY, ResumePoint, check_layout, go_on, set_counters
@@ -155,12 +156,12 @@ class ImageClassifier(EpochMetrics):
         self._ended_epoch: int | None = None
         self.create_metrics(num_classes, self.mixing is not None, count_skipped_steps=nonfinite == "skip")
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Compute the logits (B, num_classes) of images (B, in_chans, height, width).
+    def forward(self, images: Tensor | NativeBatch) -> Tensor:
+        """Compute the logits (B, num_classes) of images (B, in_chans, height, width), or of a native batch.
 
         In evaluation mode by the averaged weights where a training keeps an average, else by those of `net`.
         """
-        if self.hparams.channels_last:
+        if self.hparams.channels_last and isinstance(images, Tensor):
             images = images.contiguous(memory_format=torch.channels_last)
         net = self.net if self.training or self.average is None else self.average.net
         return net(images)
@@ -205,14 +206,14 @@ class ImageClassifier(EpochMetrics):
         if len(labels):
             count_batch(metrics, F.cross_entropy(logits.float(), labels), logits, labels)
 
-    def _logits(self, images: Tensor) -> Tensor:
+    def _logits(self, images: Tensor | NativeBatch) -> Tensor:
         """Compute the logits; also of an empty batch, which a process with fewer batches than others gets."""
-        if len(images):
+        if image_count(images):
             return self(images)
         if is_sharded(self.net):
             # Other processes wait for this one's shards.
-            self(images.new_zeros(1, *images.shape[1:]))
-        return images.new_empty(0, self.hparams.num_classes)
+            self(one_blank(images))
+        return torch.empty(0, self.hparams.num_classes, device=self.device)
 
     # Start of a run
 
@@ -220,11 +221,9 @@ class ImageClassifier(EpochMetrics):
         """Check the data's images and the strategy, compile, load the teacher, and take class weights from the data."""
         trainer, data = self.trainer, self.trainer.datamodule
         check_sharding(trainer, self.hparams, self.net)
-        sizes = [getattr(data, "img_size", None), *((stage == "fit" and getattr(data, "train_sizes", None)) or ())]
-        for size in sizes:
-            # A network that is sharded already was checked before.
-            if size is not None and not is_sharded(self.net):
-                check_image_size(self.net, size, self.hparams.in_chans, self.hparams.img_size)
+        # A network that is sharded already was checked before.
+        if not is_sharded(self.net):
+            check_images(self.net, data, self.hparams, stage)
         if self.net._compiled_call_impl is None:
             self._compile(self.net)
         if stage != "fit":

@@ -37,7 +37,7 @@ def test_commands_run(page, place, capsys):
     for _, command, *arguments in commands(page):
         extra = []
         if command == "fit":
-            extra = [*TINY_MODEL, *ONE_STEP]
+            extra = [*TINY_MODEL, *ONE_STEP, "--data.patch_size=8"]
         if command in ("validate", "test", "predict"):
             extra = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
         # docs/sizes.md exports in Python, too, where it is quicker.

@@ -1,4 +1,4 @@
-"""Trainings that are interrupted and resumed, in eleven of the 54 ways of tools/resume_proof.py: every pair of them."""
+"""Trainings that are interrupted and resumed, in twelve of the 63 ways of tools/resume_proof.py: every pair of them."""
 
 import itertools
 import sys
@@ -22,6 +22,7 @@ CASES = [
     ("validation", True, 2, "SIGKILL", ""),
     ("mid-epoch", True, 2, "SIGTERM", "random sizes"),
     ("mid-epoch", True, 2, "SIGKILL", "progressive sizes"),
+    ("mid-epoch", True, 2, "SIGKILL", "native shapes"),
 ]
 
 
@@ -46,7 +47,7 @@ def uninterrupted(images, tmp_path_factory):
 
 
 def test_these_cases_cover_every_pair():
-    assert len(PROOF.CASES) == 54
+    assert len(PROOF.CASES) == 63
     assert set(CASES) <= set(PROOF.CASES)
     for a, b in itertools.combinations(range(4), 2):
         assert {(case[a], case[b]) for case in CASES} == {(case[a], case[b]) for case in PROOF.CASES}

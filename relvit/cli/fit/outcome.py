@@ -76,6 +76,8 @@ def report_test(trainer: Trainer, folder: Path, checkpoint: str, reach: str) -> 
     if not report.results:
         raise UsageError(f"none of the images could be read; {folder / 'unreadable.csv'} says why")
     summary = {"checkpoint": checkpoint, "split": data.evaluated_split, "img_size": list(data.img_size), "reach": reach}
+    if data.native:
+        summary["max_tokens"] = data.token_budget
     summary |= report.results
     _write_summary(folder, summary, trainer)
     print_classes(report.classes, data.class_names)
@@ -133,7 +135,10 @@ def _suggestions(net: nn.Module, data: LightningDataModule, best: str) -> list[s
     path = Path(best).relative_to(Path.cwd()) if Path(best).is_relative_to(Path.cwd()) else best
     path = shlex.quote(str(path))
     lines = []
-    if getattr(net, "dynamic_img_size", False):
+    if data.native:
+        # Half as many tokens more, in images of the same shapes.
+        lines.append(f"  relvit validate {path} --data.max_tokens {round(1.5 * data.token_budget)}")
+    elif getattr(net, "dynamic_img_size", False):
         # A quarter larger, in whole patches: objects grow in patches, too, and accuracy falls with a large factor.
         patch = net.patch_embed.patch_size
         trained = list(data.img_size)

@@ -177,6 +177,8 @@ class RelvitCLI(OpenLightningCLI):
             if "on_error" in data:
                 data.on_error = "skip"
         super().instantiate_classes()
+        if self.datamodule.max_tokens is not None and option(self.arguments, "--data.img_size") is not None:
+            raise UsageError("--data.max_tokens sets the size of native images: give no --img_size beside it")
         if self.command == "test":
             self.datamodule.evaluate_on(self.config_value(self.config, "split"))
 
@@ -280,9 +282,13 @@ class RelvitCLI(OpenLightningCLI):
         size = sum(parameter.numel() for parameter in model.net.parameters()) / 1e6
         sizes = [" x ".join(map(str, given)) for given in (data.img_size, *(data.train_sizes or ()))]
         trained = f" (trained at {', '.join(sizes[1:])})" if data.train_sizes else ""
+        images = f"{sizes[0]} px x {data.in_chans}{trained}"
+        if data.native:
+            patch = " x ".join(map(str, data.patch_size))
+            images = f"native shapes of up to {data.token_budget} patches of {patch} px x {data.in_chans}"
         text = (
-            f"{model.hparams.model} ({size:.2f} M parameters), {data.num_classes} classes, "
-            f"{sizes[0]} px x {data.in_chans}{trained}, batch {data.batch_size}; "
+            f"{model.hparams.model} ({size:.2f} M parameters), {data.num_classes} classes, {images}, "
+            f"batch {data.batch_size}; "
             f"files in {self.run_folder or 'no folder (fast_dev_run)'}\n{self.normalisation}"
         )
         if self.checkpoint is None:

@@ -1,6 +1,6 @@
 """Datasets of image files, with labels or names, that raise or skip files that cannot be read."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
@@ -103,10 +103,12 @@ class SkipUnreadableBatches(SkipUnreadable):
         return index
 
 
-def collate_readable(items: list[tuple[Any, list[Unreadable]]]) -> tuple[Any, list[Unreadable]]:
+def collate_readable(
+    items: list[tuple[Any, list[Unreadable]]], collate: Callable[[list[Any]], Any] = default_collate
+) -> tuple[Any, list[Unreadable]]:
     """Collate the readable items, None where there are none, and the list of unreadable files."""
     readable = [item for item, _ in items if item is not None]
-    return default_collate(readable) if readable else None, [file for _, failed in items for file in failed]
+    return collate(readable) if readable else None, [file for _, failed in items for file in failed]
 
 
 class SkipUnreadableLoader(SignalSafeDataLoader):

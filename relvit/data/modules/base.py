@@ -4,8 +4,8 @@ import copy
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -22,13 +22,15 @@ from relvit.data.images.datasets import (
     collate_readable,
 )
 from relvit.data.images.memory import InMemoryBatches, SameSizeImages
+from relvit.data.labels import checked_classes
 from relvit.data.loading.deterministic import DeterministicDataset
 from relvit.data.loading.eval_shards import EvalShardLoader
 from relvit.data.loading.loader import SignalSafeDataLoader, identity_collate
 from relvit.data.loading.sampler import Balance, TrainSampler, class_weights, training_position
 from relvit.data.loading.sizes import SizedBatches, SizedBatchSampler, SizePlan, SizeSchedule
+from relvit.data.native import collate_native, empty_native, model_size, native_transform, token_budget
 from relvit.data.transforms import Augment, BatchTransform, batch_transform, eval_transform, parse_size, train_transform
-from relvit.utils.messages import check_choice, listing, printable
+from relvit.utils.messages import check_choice
 from relvit.utils.seeding import run_seed
 
 Split = Literal["train", "val", "test", "predict"]
@@ -72,9 +74,14 @@ class ImageData(LightningDataModule, ABC):
             epoch shows about every image once. None: `img_size` alone. Evaluation is at `img_size`.
         size_schedule: 'random': every size equally often, in random order; 'progressive': small sizes first, each for
             an equal part of the training (see :class:`relvit.data.SizePlan`).
+        native: Whether each image keeps its shape, as a sequence of patches, see
+            :func:`relvit.data.native.native_transform`; `crop_pct` has no part in it.
+        max_tokens: With `native`, the number of patches that no image exceeds; it takes the place of `img_size`, which
+            becomes the square within it. None: as many as `img_size` has.
+        patch_size: With `native`, the size of the model's patches, one number or (height, width).
 
     Raises:
-        ValueError: An argument out of its range, fewer than two classes, or a class named twice.
+        ValueError: An argument out of its range or without effect, fewer than two classes, or a class named twice.
     """
 
     # Whether `--data` offers this class.
@@ -101,6 +108,9 @@ class ImageData(LightningDataModule, ABC):
         repeats: int = 1,
         train_sizes: Sequence[int | tuple[int, int]] | None = None,
         size_schedule: SizeSchedule = "random",
+        native: bool = False,
+        max_tokens: int | None = None,
+        patch_size: int | tuple[int, int] = (16, 16),
     ) -> None:
         super().__init__()
         if batch_size < 1:
@@ -111,7 +121,7 @@ class ImageData(LightningDataModule, ABC):
             raise ValueError(f"repeats is {repeats}; give 1 (every image once) or more, such as 3")
         check_choice("balance", balance, get_args(Balance))
         check_choice("size_schedule", size_schedule, get_args(SizeSchedule))
-        self.class_names: list[str] = _checked_classes(class_names)
+        self.class_names: list[str] = checked_classes(class_names)
         self.in_chans = in_chans
         self.img_size: tuple[int, int] = parse_size(img_size)
         self.augment: Augment = augment
@@ -124,6 +134,12 @@ class ImageData(LightningDataModule, ABC):
         self.repeats = repeats
         self.train_sizes = None if train_sizes is None else _checked_sizes(train_sizes)
         self.size_schedule: SizeSchedule = size_schedule
+        if native and train_sizes is not None:
+            raise ValueError("train_sizes are sizes of images of one shape: leave them out, or native")
+        self.native = native
+        self.max_tokens = max_tokens
+        self.patch_size: tuple[int, int] = parse_size(patch_size, "patch_size")
+        self.img_size = model_size(self.img_size, native, max_tokens, self.patch_size)
         self.normalise_by(mean, std)
         self._datasets: dict[Split, Dataset] = {}
         self._begin = (0, 0)
@@ -146,6 +162,14 @@ class ImageData(LightningDataModule, ABC):
         self.std: tuple[float, ...] = tuple(std)
         self.train_transform = train_transform(*self._augmentation(self.img_size))
         self.eval_transform = eval_transform(self.img_size, self.mean, self.std, self.crop_pct)
+        if self.native:
+            both, budget = (self.train_transform, self.eval_transform), (self.patch_size, self.token_budget)
+            self.train_transform, self.eval_transform = (native_transform(each, *budget) for each in both)
+
+    @property
+    def token_budget(self) -> int:
+        """With `native`: the number of patches that no image exceeds."""
+        return token_budget(self.img_size, self.patch_size) if self.max_tokens is None else self.max_tokens
 
     def _augmentation(self, size: tuple[int, int]) -> tuple[Any, ...]:
         """Arguments of `train_transform`."""
@@ -314,9 +338,10 @@ class ImageData(LightningDataModule, ABC):
         count = len(self.dataset(split))
         loader = self._loader(split, sampler=range(self.trainer.global_rank, count, world))
         no_targets = [] if split == "predict" else torch.empty(0, dtype=torch.long)
-        empty = torch.empty(0, self.in_chans, *self.img_size), no_targets
+        size = self.in_chans, *self.img_size
+        images = empty_native(self.patch_size, self.in_chans) if self.native else torch.empty(0, *size)
         largest_shard = math.ceil(count / world)
-        return EvalShardLoader(loader, math.ceil(largest_shard / self.batch_size), empty)
+        return EvalShardLoader(loader, math.ceil(largest_shard / self.batch_size), (images, no_targets))
 
     def _loader(
         self, split: Split, sampler: Sampler | Sequence[int] | None = None, drop_last: bool = False
@@ -344,18 +369,19 @@ class ImageData(LightningDataModule, ABC):
         if size != self.img_size:
             dataset = copy.copy(dataset)
             dataset.transform = train_transform(*self._augmentation(size))
-        transform, collate = self._batch_transform(split, size), collate_readable if skip else default_collate
+        transform, collate = self._batch_transform(split, size), collate_native if self.native else default_collate
         if transform is not None:
             dataset, collate = InMemoryBatches(dataset, transform), identity_collate
         if skip:
             wrapper = SkipUnreadable if transform is None else SkipUnreadableBatches
             dataset = wrapper(dataset, replace=trains)
+            collate = collate if transform is not None else partial(collate_readable, collate=collate)
         return (DeterministicDataset(dataset, run_seed()) if trains else dataset), collate
 
     def _batch_transform(self, split: Split, size: tuple[int, int]) -> BatchTransform | None:
         """The transform of a batch at once; None where images are transformed one by one."""
         images = self.dataset(split)
-        if not isinstance(images, SameSizeImages):
+        if self.native or not isinstance(images, SameSizeImages):
             return None
         size, mean, std, augment, *others = self._augmentation(size)
         if not self.trains_on(split):
@@ -368,32 +394,6 @@ def _checked_sizes(train_sizes: Sequence[int | tuple[int, int]]) -> list[tuple[i
     if not sizes or len(set(sizes)) < len(sizes):
         raise ValueError(f"train_sizes is {list(train_sizes)}; give one or more sizes, each once")
     return sizes
-
-
-def _checked_classes(class_names: Sequence[str]) -> list[str]:
-    names = list(class_names)
-    for name in names:
-        if printable(name) != name:
-            raise ValueError(f"the class name '{printable(name)}' is not UTF-8; rename it")
-    if len(names) < 2:
-        raise ValueError(f"classification needs two or more classes, got {names}; add images of another class")
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    if twice:
-        raise ValueError(f"class_names holds {', '.join(map(repr, twice))} more than once; name each class once")
-    return names
-
-
-def check_class_names(given: Sequence[str] | None, own: Sequence[str], whose: str) -> None:
-    """Refuse other class names than those that the data have by themselves.
-
-    Raises:
-        ValueError: `given` is not None and differs from `own`.
-    """
-    if given is not None and list(given) != list(own):
-        raise ValueError(
-            f"class_names is {listing(list(given))}; {whose} the classes {listing(list(own))}: "
-            "leave it out, or use the data that the checkpoint was trained on"
-        )
 
 
 def _plain(value: Any) -> Any:

@@ -12,7 +12,8 @@ from torchvision.datasets import CIFAR10, CIFAR100
 from torchvision.datasets.utils import check_integrity, extract_archive
 
 from relvit.data.images.memory import SameSizeImages
-from relvit.data.modules.base import ImageData, Split, check_class_names
+from relvit.data.labels import check_class_names
+from relvit.data.modules.base import ImageData, Split
 from relvit.data.split import check_fraction, stratified_split
 from relvit.data.transforms import Augment, pack
 

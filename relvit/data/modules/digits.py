@@ -9,7 +9,8 @@ from sklearn.model_selection import train_test_split
 from torch.utils.data import Dataset
 
 from relvit.data.images.memory import ImagesInMemory
-from relvit.data.modules.base import ImageData, Split, check_class_names
+from relvit.data.labels import check_class_names
+from relvit.data.modules.base import ImageData, Split
 from relvit.data.transforms import Augment
 
 DIGITS_CLASSES = [str(digit) for digit in range(10)]

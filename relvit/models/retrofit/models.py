@@ -48,6 +48,8 @@ class RetrofittedVisionTransformer(Retrofitted, GridForward, VisionTransformer):
 class RetrofittedVisionTransformerDistilled(RetrofittedVisionTransformer, VisionTransformerDistilled):
     """timm's `VisionTransformerDistilled` after `relvit.retrofit`."""
 
+    forward_head = VisionTransformerDistilled.forward_head
+
     def _pos_embed(self, x: Tensor) -> Tensor:
         if self.pos_embed is not None:
             return super()._pos_embed(x)

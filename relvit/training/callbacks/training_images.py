@@ -10,6 +10,7 @@ import numpy as np
 from lightning import Callback, LightningModule, Trainer
 
 from relvit.data import ImageData
+from relvit.data.native import images_of
 from relvit.plots import picture_of, plot_sheet
 from relvit.utils.messages import one_line
 from relvit.utils.progress import rank_zero_print
@@ -53,5 +54,5 @@ def _training_pictures(data: ImageData) -> Iterator[tuple[np.ndarray, str]]:
     finally:
         data.num_workers = workers
     for images, labels in loader:
-        for image, label in zip(images, labels, strict=True):
+        for image, label in zip(images_of(images), labels, strict=True):
             yield picture_of(image, data.mean, data.std), data.class_names[int(label)]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from relvit.data import ImageData, parse_size
 from relvit.data.modules.registry import own_data_module, public_class_path
+from relvit.data.native import token_budget
 from relvit.training.checkpoints.file import KEY, read_checkpoint
 from relvit.training.checkpoints.resume import POINT_KEY, ResumePoint
 from relvit.utils.messages import one_line
@@ -146,6 +147,8 @@ class Checkpoint:
             name = self.data["class_path"]
             raise ValueError(f"{self.path} was trained with the data module {name}, which is not one of relvit.data")
         arguments = self.data_args | {name: value for name, value in changes.items() if value is not None}
+        if not arguments.get("native"):
+            arguments.pop("max_tokens", None)
         try:
             return data_type(**arguments)
         except TypeError as error:  # an argument that there is not
@@ -162,6 +165,16 @@ class Checkpoint:
             return Transforms(parse_size(self.data_args["img_size"]), mean, std, float(self.data_args["crop_pct"]))
         except (KeyError, TypeError) as error:
             raise ValueError(f"{self.path} does not hold the transforms of its images: {error!r}") from error
+
+    def native(self) -> tuple[tuple[int, int], int] | None:
+        """Return patch size and budget of tokens of native images; None where all images have one size."""
+        if not self.data_args.get("native"):
+            return None
+        try:
+            patch = parse_size(self.data_args["patch_size"], "patch_size")
+            return patch, int(self.data_args["max_tokens"] or token_budget(self.transforms().img_size, patch))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{self.path} does not hold the shapes of its images: {error!r}") from error
 
     def class_names(self) -> list[str]:
         """Return the names of the classes in order."""

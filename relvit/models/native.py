@@ -1,0 +1,146 @@
+"""Batches of images of any shapes, as timm's NaFlex loader makes them: embedding, pooling, and a check of models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.models.naflexvit import NaFlexVit, create_attention_mask, global_pool_naflex
+from torch import Tensor, nn
+
+from relvit.layers import AFTFull
+from relvit.ops import Grid, grid_from_naflex
+
+
+def embed_native(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Grid]:
+    """Embed the patches of a batch, add prefix tokens and absolute embeddings, and make the grid of the tokens.
+
+    The convolution of the patch embedding is applied to patches as the linear layer that it is. Absolute embeddings are
+    resampled to the rows and columns of each image, as where the image comes alone.
+
+    Args:
+        model: a timm `VisionTransformer` with relvit's `GridForward`.
+        batch: timm's dictionary: 'patches' (B, N, height, width, C), or flattened, (B, N, height width C);
+            'patch_coord' (B, N, 2) integers, rows and columns from 0 on; 'patch_valid' (B, N) booleans, False for
+            padding. With 'grid_size', rows and columns that no image exceeds, coordinates are not looked at.
+
+    Returns:
+        Tokens (B, prefix + N, embed_dim), and their grid.
+
+    Raises:
+        ValueError: patches of another size, or a model whose positions belong to grids of one size.
+    """
+    patches, coord, valid = (batch[name] for name in ("patches", "patch_coord", "patch_valid"))
+    weight = _projection(model).weight
+    # From (dim, C, height, width) to the order of timm's patches.
+    weight = weight.permute(0, 2, 3, 1).flatten(1)
+    patches = patches.flatten(2)
+    if patches.shape[2] != weight.shape[1]:
+        (height, width), channels = model.patch_embed.patch_size, weight.shape[1]
+        raise ValueError(
+            f"patches have {patches.shape[2]} values each, the model takes {channels}: of {height} x {width} px"
+        )
+    x = model.patch_embed.norm(F.linear(patches, weight, model.patch_embed.proj.bias))
+    prefix = model.num_prefix_tokens
+    if "grid_size" in batch:
+        grid = Grid(*batch["grid_size"], prefix, coord, valid)
+    else:
+        rows, columns = (coord.masked_fill(~valid[..., None], 0).amax((0, 1)) + 1).tolist()
+        grid = grid_from_naflex(coord, valid, rows, columns, prefix)
+    # Of patches that are zero, the absolute embedding alone is left, behind the prefix tokens.
+    blank = x.new_zeros(1, 1, 1, x.shape[2])
+    if model.pos_embed is None and getattr(model, "axial", None) is None:
+        return torch.cat((model._pos_embed(blank)[:, :prefix].expand(len(x), -1, -1), x), dim=1), grid
+    sizes = [tuple(size) for size in (coord.masked_fill(~valid[..., None], 0).amax(1) + 1).tolist()]
+    of_size = {(h, w): model._pos_embed(blank.expand(1, h, w, -1))[0] for h, w in set(sizes)}
+    index = prefix + coord[..., 0] * torch.tensor([w for _, w in sizes], device=x.device)[:, None] + coord[..., 1]
+    added = torch.stack([of_size[size][i] for size, i in zip(sizes, index.masked_fill(~valid, 0), strict=True)])
+    first = torch.stack([of_size[size][:prefix] for size in sizes])
+    return torch.cat((first, x + added), dim=1), grid
+
+
+def _projection(model: nn.Module) -> nn.Conv2d:
+    """The convolution that embeds patches; refuse models that are made for grids of one size."""
+    embed, name = model.patch_embed, type(model).__name__
+    if not isinstance(getattr(embed, "proj", None), nn.Conv2d):
+        raise ValueError(f"{name} takes no native images: its patch embedding {type(embed).__name__} is no projection")
+    if any(isinstance(getattr(block, "attn", None), AFTFull) for block in model.blocks):
+        raise ValueError(f"{name} takes no native images: the bias of mixers 'full' and 'local' is that of one grid")
+    if hasattr(model, "dist_token"):
+        raise ValueError(f"{name} takes no native images: it has a distillation token")
+    if model.pos_embed is not None and model.training and model.pos_drop.p > 0:
+        raise ValueError(f"{name} takes no native images in training with pos_drop_rate {model.pos_drop.p}: give 0")
+    return embed.proj
+
+
+def pool_native(model: nn.Module, x: Tensor, valid: Tensor) -> Tensor:
+    """Pool tokens (B, prefix + N, dim) without padding to (B, dim), as timm's `NaFlexVit`; `valid` (B, N).
+
+    Raises:
+        ValueError: the model pools by 'prr', which has no mask.
+    """
+    if model.attn_pool is None:
+        options = {"num_prefix_tokens": model.num_prefix_tokens, "reduce_include_prefix": model.pool_include_prefix}
+        return global_pool_naflex(x, valid, pool_type=model.global_pool, **options)
+    if model.global_pool != "map":
+        raise ValueError(f"global_pool {model.global_pool!r} has no mask for the padding of native images: use 'avg'")
+    prefix = model.num_prefix_tokens if model.pool_include_prefix else 0
+    mask = create_attention_mask(valid, prefix, symmetric=False, q_len=1, dtype=x.dtype)
+    return model.attn_pool(x[:, model.num_prefix_tokens - prefix :], attn_mask=mask)
+
+
+def pooled_features(net: nn.Module, images: Tensor | dict[str, Any]) -> Tensor:
+    """Compute the pooled features before the classifier, (B, num_features), of images or of a native batch."""
+    if isinstance(net, NaFlexVit) and isinstance(images, dict):
+        features = net.forward_features(*(images[name] for name in ("patches", "patch_coord", "patch_valid")))
+        return net.forward_head(**features, pre_logits=True)
+    return net.forward_head(net.forward_features(images), pre_logits=True)
+
+
+@torch.no_grad()
+def check_native(net: nn.Module, patch_size: tuple[int, int], in_chans: int) -> None:
+    """Run a model on a native batch of two shapes, before a long run starts.
+
+    Args:
+        net: a model of timm or relvit; not changed.
+        patch_size: (height, width) of the patches of the data.
+        in_chans: channels of the images.
+
+    Raises:
+        ValueError: patches of another size than the model's, or a model that takes no native images.
+    """
+    cfg = getattr(net, "pretrained_cfg", None) or {}
+    name = cfg.get("architecture") or type(net).__name__
+    embed = getattr(net, "patch_embed", None) or getattr(net, "embeds", None)
+    own = getattr(embed, "patch_size", None)
+    if own is not None and tuple(own) != tuple(patch_size):
+        given = own[0] if own[0] == own[1] else f"'[{own[0]},{own[1]}]'"
+        raise ValueError(
+            f"{name} has patches of {own[0]} x {own[1]} px, the data of {patch_size[0]} x {patch_size[1]} px: give "
+            f"--data.patch_size {given}"
+        )
+    like = next(net.parameters())
+    coord = torch.tensor([[[0, 0], [0, 1]], [[0, 0], [0, 0]]], device=like.device)
+    batch = {
+        "patches": torch.zeros(2, 2, *patch_size, in_chans, dtype=like.dtype, device=like.device),
+        "patch_coord": coord,
+        "patch_valid": torch.tensor([[True, True], [True, False]], device=like.device),
+        "seq_len": 2,
+    }
+    modes = [(module, module.training) for module in net.modules()]
+    net.eval()
+    try:
+        # `net(...)` would compile a model on which `compile` was called.
+        net.forward(batch)
+    except ValueError:
+        # relvit's models raise it with a reason of their own.
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"{name} takes no native images: use a relvit_* model, a retrofitted vit_*, one of timm's naflexvit_*, or "
+            "--data.native false"
+        ) from error
+    finally:
+        for module, mode in modes:
+            module.training = mode

@@ -1,0 +1,180 @@
+"""Native batches: the logits and gradients of every image alone, at its own size and through the ordinary path."""
+
+import pytest
+import timm
+import torch
+from timm.data.naflex_dataset import NaFlexCollator
+from timm.data.naflex_transforms import Patchify
+from vits import small
+
+import relvit
+from relvit.models.native import check_native, pooled_features
+
+PATCH = (8, 4)
+# Rows and columns of patches: longer and shorter than the grid of the model, one row, one patch.
+GRIDS = [(3, 5), (2, 2), (1, 7), (6, 2), (1, 1)]
+MODELS = [
+    {"rel_terms": "qkvb", "max_distance": 2},
+    {"class_token": True, "reg_tokens": 2, "pos_embed": "learn", "global_pool": "avg"},
+    {"class_token": True, "pos_embed": "learn", "no_embed_class": True, "global_pool": "token"},
+    {"pos_embed": "axial", "global_pool": "avgmax", "layout": "joint"},
+    {"pos_embed": "axial-sum", "global_pool": "map", "reg_tokens": 1},
+    {"position": "slopes", "global_pool": "max", "backend": "fused"},
+    {"rel_terms": "kv", "backend": "gathered", "pre_norm": True},
+]
+
+
+def images(dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(3, PATCH[0] * h, PATCH[1] * w, generator=generator, dtype=dtype) for h, w in GRIDS]
+
+
+def native_batch(pictures, flat=False):
+    """By timm's own patches and collation, longer than necessary."""
+    items = [(Patchify(PATCH, flatten_patches=flat)(picture), 0) for picture in pictures]
+    batch = NaFlexCollator(max(h * w for h, w in GRIDS) + 1)(items)[0]
+    return batch | {"patches": batch["patches"].to(pictures[0])}
+
+
+def compare(model, atol=1e-6):
+    """Logits and gradients of a batch, and of images one by one. (timm's collation rounds to float32.)"""
+    pictures = [picture.float().to(picture) for picture in images()]
+    model = model.double()
+    alone = torch.cat([model(picture[None]) for picture in pictures])
+    wanted = torch.autograd.grad(alone.square().sum(), list(model.parameters()))
+    together = model(native_batch(pictures))
+    found = torch.autograd.grad(together.square().sum(), list(model.parameters()))
+    torch.testing.assert_close(together, alone, atol=atol, rtol=atol)
+    for (name, _), one, other in zip(model.named_parameters(), found, wanted, strict=True):
+        torch.testing.assert_close(one, other, atol=atol, rtol=atol, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def lively(model):
+    """Give parameters that start at zero or one other values, so that nothing is hidden."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+@pytest.mark.parametrize("variant", MODELS, ids=str)
+def test_every_image_as_if_alone(variant):
+    compare(small(patch_size=PATCH, img_size=(24, 12), depth=2, **variant))
+
+
+@pytest.mark.parametrize("mixer", [{"mixer": "conv", "kernel_size": 3}, {"mixer": "simple"}], ids=str)
+def test_attention_free_models(mixer):
+    size = {"patch_size": PATCH, "img_size": (24, 12), "embed_dim": 16, "depth": 2, "num_heads": 2}
+    compare(lively(timm.create_model("test_relvit_aft", num_classes=5, **size, **mixer)))
+
+
+def test_a_retrofitted_model():
+    size = {"patch_size": PATCH, "img_size": (24, 12), "embed_dim": 16, "depth": 2, "num_heads": 2}
+    compare(lively(relvit.retrofit(timm.create_model("vit_tiny_patch16_224", num_classes=5, **size), max_distance=2)))
+
+
+def test_flat_patches_and_known_bounds():
+    model = small(patch_size=PATCH, depth=2, pos_embed="learn").eval()
+    pictures = images(torch.float32)
+    batch = native_batch(pictures)
+    expected = model(batch)
+    torch.testing.assert_close(model(native_batch(pictures, flat=True)), expected)
+    torch.testing.assert_close(model(batch | {"grid_size": (9, 8)}), expected)
+    features = model.forward_features(batch)
+    assert features.keys() == {"patches", "patch_valid"}
+    torch.testing.assert_close(model.forward_head(**features | {"x": features.pop("patches")}), expected)
+    # What padding holds changes nothing.
+    spoilt = batch | {"patches": batch["patches"].masked_fill(~batch["patch_valid"][:, :, None, None, None], 1e4)}
+    torch.testing.assert_close(model(spoilt), expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(model(batch).float(), expected, atol=0.1 * float(expected.abs().max()), rtol=0.1)
+
+
+def test_dropped_patches_keep_their_places():
+    """Tokens that stay have the coordinates that they had, and padding stays padding."""
+    model = small(patch_size=PATCH, depth=1, patch_drop_rate=0.5).train()
+    batch = native_batch(images(torch.float32))
+    torch.manual_seed(0)
+    tokens, grid = model.embed(batch)
+    assert tokens.shape[1] == grid.coords.shape[1] == grid.valid.shape[1] == batch["patch_valid"].shape[1] // 2
+    whole, everywhere = model.eval().embed(batch)
+    for sample in range(len(GRIDS)):
+        real, left = everywhere.valid[sample], grid.valid[sample]
+        places = everywhere.coords[sample][real].tolist()
+        found = [places.index(place) for place in grid.coords[sample][left].tolist()]
+        assert torch.equal(tokens[sample][left], whole[sample][real][found])
+
+
+@pytest.mark.slow
+def test_one_graph_serves_all_shapes():
+    model = small(patch_size=PATCH, depth=1)
+    batch = native_batch(images(torch.float32))
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
+        for size in ((6, 7), (8, 9), (9, 7), (7, 8)):
+            torch.testing.assert_close(compiled(batch | {"grid_size": size}), model(batch), atol=1e-4, rtol=1e-4)
+
+
+def naflexvit():
+    size = {"embed_dim": 16, "depth": 1, "num_heads": 2, "patch_size": 8}
+    return timm.create_model("naflexvit_base_patch16_gap", num_classes=5, img_size=24, **size)
+
+
+@pytest.mark.parametrize("make", [naflexvit, lambda: relvit.retrofit(naflexvit()), lambda: small()])
+def test_models_that_take_native_batches(make):
+    model = make().train()
+    check_native(model, (8, 8), 3)
+    assert model.training
+    features = pooled_features(model.eval(), native_batch_of_squares())
+    expected = torch.cat([pooled_features(model, picture[None]) for picture in squares()])
+    torch.testing.assert_close(features, expected, atol=1e-5, rtol=1e-5)
+
+
+def squares():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(3, 8 * h, 8 * w, generator=generator) for h, w in GRIDS[:3]]
+
+
+def native_batch_of_squares():
+    return NaFlexCollator(16)([(Patchify(8, flatten_patches=False)(picture), 0) for picture in squares()])[0]
+
+
+REFUSED = {
+    "another patch size": (
+        lambda: small(patch_size=(8, 16)),
+        "test_relvit has patches of 8 x 16 px, the data of 8 x 8 px",
+    ),
+    "convolutions": (lambda: timm.create_model("resnet18"), "resnet18 takes no native images: use a relvit_"),
+    "plain ViT": (
+        lambda: timm.create_model("vit_tiny_patch16_224", img_size=24, patch_size=8),
+        "vit_tiny_patch16_224 takes no native images",
+    ),
+    "AFT-full": (
+        lambda: timm.create_model("test_relvit_aft", mixer="full", patch_size=8),
+        "AFTVisionTransformer takes no native images: the bias of mixers 'full' and 'local' is that of one grid",
+    ),
+    "distillation token": (
+        lambda: relvit.retrofit(timm.create_model("deit_tiny_distilled_patch16_224", patch_size=8)),
+        "takes no native images: it has a distillation token",
+    ),
+    "pooling": (lambda: small(patch_size=8, global_pool="prr"), "global_pool 'prr' has no mask for the padding"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_errors(name):
+    make, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        check_native(make(), (8, 8), 3)
+
+
+def test_more_errors():
+    model = small(patch_size=PATCH)
+    batch = native_batch(images(torch.float32))
+    with pytest.raises(ValueError, match=r"patches have 64 values each, the model takes 96: of 8 x 4 px"):
+        model(batch | {"patches": torch.zeros(5, batch["patches"].shape[1], 64)})
+    with pytest.raises(ValueError, match="rows from -1 to 4, the grid has 0 to 4"):
+        model(batch | {"patch_coord": batch["patch_coord"] - torch.tensor([1, 0])})
+    with pytest.raises(ValueError, match=r"in training with pos_drop_rate 0\.1: give 0"):
+        small(patch_size=PATCH, pos_embed="learn", pos_drop_rate=0.1).train()(batch)
