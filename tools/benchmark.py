@@ -10,7 +10,6 @@ Before and after a change: run it by turns with PYTHONPATH at either tree, and c
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib
 import itertools
 import json
@@ -31,11 +30,11 @@ import torch.nn.functional as F
 from timm.layers import Attention
 from timm.models.vision_transformer_sam import Attention as SamAttention
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 import relvit
 from relvit.layers import AFTConv2d, AFTFull, AFTLocal, AFTSimple, RelativeAttention, RelativePosition2d
 from relvit.ops import make_grid
+from relvit.utils.memory import allocations, peak_bytes
 from relvit.utils.messages import did_you_mean
 
 OUTPUT = Path(__file__).parent.parent / "docs" / "benchmarks" / "results.jsonl"
@@ -248,22 +247,6 @@ def kept_bytes(forward: Callable[[], Tensor]) -> int:
     """Count bytes that a forward pass on the CPU allocates and autograd then holds; neither input nor parameters."""
     graph: list[Any] = []  # holds it until all is counted
     return sum(allocations(lambda: graph.append(forward().grad_fn)))
-
-
-def peak_bytes(action: Callable[[], Any]) -> int:
-    """Count the most bytes that an action on the CPU has allocated at a time."""
-    return max(itertools.accumulate(allocations(action), initial=0))
-
-
-def allocations(action: Callable[[], Any]) -> list[int]:
-    """List bytes allocated on the CPU by an action, and, as negative numbers, released, one after the other."""
-    # From the allocator: saved-tensor hooks see nothing of what is kept under other hooks or in closures, and compiled
-    # code passes by dispatch modes. First, lest old garbage is released meanwhile:
-    gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
-        action()
-    events = (event for event in trace.profiler.kineto_results.events() if event.name() == "[memory]")
-    return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
 
 
 def measure(setting: Setting, names: Sequence[str]) -> list[Cell]:

@@ -24,7 +24,10 @@ COMMANDS = {
     "validate": (_FIT, "validate a checkpoint, at any image size (--img_size)"),
     "test": (_FIT, "test a checkpoint: metrics per class, confusion matrix, worst mistakes"),
     "predict": (_FIT, "write the classes of each image into predictions.csv"),
-    "resolutions": (f"{_COMMANDS}.resolutions", "validate a checkpoint at several image sizes"),
+    "resolutions": (
+        f"{_COMMANDS}.resolutions",
+        "evaluate checkpoints at several sizes: accuracy, speed, memory",
+    ),
     "embed": (f"{_COMMANDS}.embed", "write the features of all images below a folder"),
     "export": (f"{_COMMANDS}.export", "write the model as ONNX or torch.export program, for any image size"),
     "average": (f"{_COMMANDS}.average", "write the mean of several checkpoints' weights as one checkpoint"),

@@ -37,14 +37,15 @@ USAGE = {
     "validate": ("relvit validate CKPT [options]",),
     "test": ("relvit test CKPT [options]",),
     "predict": ("relvit predict CKPT [PATH ...] [options]",),
-    "resolutions": ("relvit resolutions CKPT --sizes SIZE ... [options]",),
+    "resolutions": ("relvit resolutions CKPT ... --sizes SIZE ... [options]",),
     "embed": ("relvit embed CKPT FOLDER --output FILE [options]",),
     "export": ("relvit export CKPT --output FILE [options]",),
     "average": ("relvit average CKPT CKPT ... --output FILE",),
     "check-data": ("relvit check-data FOLDER [options]", "relvit check-data --data NAME [options]"),
 }
-# Those that take several.
+# Those that take several; a checkpoint alone is no list where there may be one or several.
 LISTS = ("--ckpt_paths", "--paths")
+ONE_OR_SEVERAL = ("resolutions", "--ckpt_path")
 # Options that need no value to be true.
 SWITCHES = ("--mirror", "--lr_find")
 ALONE = ("-h", "--help", "--help-all", "--print_config", "-q", "--quiet")
@@ -171,7 +172,7 @@ def _named(command: str, bare: Sequence[str], values: Mapping[str, object]) -> l
     names = [name for name in POSITIONALS.get(command, ()) if name not in values]
     found, rest = [], list(bare)
     for name in names:
-        if rest and name in LISTS:
+        if rest and (name in LISTS or ((command, name) == ONE_OR_SEVERAL and len(rest) > 1)):
             return [*found, f"{name}={json.dumps(rest)}"]
         if rest:
             found.append(f"{name}={rest.pop(0)}")

@@ -50,6 +50,7 @@ SHOWN: dict[str, dict[str, tuple[str, ...]]] = {
 # What is not in the signature of a class or function, or explained there at a length for Python.
 TEXTS = {
     "ckpt_path": "The checkpoint to use, such as runs/RUN/checkpoints/best.ckpt.",
+    "resolutions ckpt_path": "The checkpoints to compare, one or several of the same classes and images.",
     "config": "A configuration in YAML; of several, later ones override earlier ones.",
     "seed_everything": "The seed of all random numbers. Default: 0.",
     "paths": "Image files, folders (with all below them) and patterns such as 'photos/*.jpg'; by default the images of "
@@ -119,7 +120,7 @@ def short_help(command: str, module: str, summary: str) -> str:
 
 
 def _text(command: str, name: str, own: str, action: argparse.Action | None) -> str:
-    text = TEXTS.get(name) or TEXTS.get(own)
+    text = TEXTS.get(f"{command} {name}") or TEXTS.get(name) or TEXTS.get(own)
     if text is not None or action is None:
         return text or ""
     text = action.help

@@ -1,5 +1,6 @@
 """Data: Lightning data modules, image files and archives, transforms, samplers and loaders."""
 
+from relvit.data.field import Fill
 from relvit.data.images.decode import UnreadableImageError, load_rgb
 from relvit.data.loading.sampler import TrainSampler
 from relvit.data.loading.sizes import SizePlan
@@ -12,7 +13,7 @@ from relvit.data.modules.image_files import ImageFilesData
 from relvit.data.modules.image_list import ImageListData
 from relvit.data.modules.imagenet import ImageNetData
 from relvit.data.modules.readers import ReaderData
-from relvit.data.transforms import Augment, eval_transform, parse_size, train_transform
+from relvit.data.transforms import Augment, SizeProtocol, eval_transform, parse_size, train_transform
 
 __all__ = [
     "ImageData",
@@ -30,6 +31,8 @@ __all__ = [
     "TrainSampler",
     "SizePlan",
     "Augment",
+    "SizeProtocol",
+    "Fill",
     "eval_transform",
     "parse_size",
     "train_transform",

@@ -12,8 +12,11 @@ from timm.data.auto_augment import auto_augment_transform, rand_augment_transfor
 from torch import Tensor
 from torchvision.transforms import v2
 
+from relvit.data.field import FieldCrop, Fill
 from relvit.utils.messages import check_choice
 
+# How evaluation brings images to a size, see `eval_transform`.
+SizeProtocol = Literal["crop", "resize", "field"]
 Augment = Literal["none", "shift", "crop-flip", "resized-crop", "deit", "three-augment", "three-augment-crop"]
 
 # Defaults of an augmentation for colour jitter and the probability of erasing. With RandAugment DeiT uses no colour
@@ -82,27 +85,57 @@ class ResizeToCover(v2.Transform):
 
 
 def eval_transform(
-    size: int | Sequence[int], mean: Sequence[float], std: Sequence[float], crop_pct: float = 1.0
+    size: int | Sequence[int],
+    mean: Sequence[float],
+    std: Sequence[float],
+    crop_pct: float = 1.0,
+    protocol: SizeProtocol = "crop",
+    trained_size: int | Sequence[int] | None = None,
+    fill: Fill | None = None,
 ) -> v2.Compose:
-    """Resize so that the image covers ``floor(size / crop_pct)``, as timm does, and crop ``size`` from the centre.
+    """Bring an image to a size for evaluation, by default as timm does, and normalise.
+
+    ============  ==================================================================================================
+    ``'crop'``    resize so that the image covers ``floor(size / crop_pct)``, crop ``size`` from the centre
+    ``'resize'``  the whole image squashed to ``size`` (timm's crop mode 'squash' with ``crop_pct`` 1)
+    ``'field'``   resize as 'crop' does for ``trained_size``, whatever ``size`` is, so that objects keep the scale they
+                  have there, then crop ``size`` from the centre; beyond its edges the image is continued, see ``fill``
+    ============  ==================================================================================================
 
     Args:
         size: Output size, one number or (height, width).
         mean: Mean of each channel, in units of the range 0..1.
         std: Standard deviation of each channel, in the same units.
-        crop_pct: Share of the resized image's side that the crop keeps, in (0, 1].
+        crop_pct: Share of the resized image's side that the crop keeps, in (0, 1]; 'resize' keeps all.
+        protocol: One of the names above.
+        trained_size: Image size of the training; needed by 'field' alone.
+        fill: What 'field' shows beyond the image: 'reflect' (the image mirrored; the default) or 'grey' (``mean``).
 
     Returns:
         A picklable transform from a PIL image with ``len(mean)`` channels to a float32 tensor (C, height, width).
 
     Raises:
-        ValueError: Wrong size, mean, std or crop_pct.
+        ValueError: Unknown protocol or fill, wrong size, mean, std or crop_pct, 'field' without a trained size, or
+            `fill` with another protocol.
     """
-    height, width = parse_size(size)
+    check_choice("protocol", protocol, get_args(SizeProtocol))
+    size = parse_size(size)
     if not 0 < crop_pct <= 1:
         raise ValueError(f"crop_pct is {crop_pct}; it is the share of the side that is kept, 0 < crop_pct <= 1")
-    cover = ResizeToCover(_before_crop((height, width), crop_pct))
-    return v2.Compose([cover, v2.CenterCrop((height, width)), *_to_tensor(mean, std)])
+    if fill is not None and protocol != "field":
+        raise ValueError(f"fill {fill!r} is for protocol 'field', not {protocol!r}: leave it out")
+    if protocol == "resize":
+        steps = [v2.Resize(size, v2.InterpolationMode.BICUBIC, antialias=True)]
+    elif protocol == "field":
+        if trained_size is None:
+            raise ValueError("protocol 'field' keeps the scale of objects in training: give trained_size")
+        steps = [
+            ResizeToCover(_before_crop(parse_size(trained_size), crop_pct)),
+            FieldCrop(size, fill or "reflect", mean),
+        ]
+    else:
+        steps = [ResizeToCover(_before_crop(size, crop_pct)), v2.CenterCrop(size)]
+    return v2.Compose([*steps, *_to_tensor(mean, std)])
 
 
 def _before_crop(size: tuple[int, int], crop_pct: float) -> tuple[int, int]:
@@ -243,6 +276,7 @@ class BatchTransform:
         padding: Rows above and below, columns left and right that are added before a random crop; None: the centre is
             cropped.
         flip: Whether half of the images are mirrored.
+        field: A crop that comes instead of those, and continues the images.
     """
 
     def __init__(
@@ -253,6 +287,7 @@ class BatchTransform:
         covered: tuple[int, int],
         padding: tuple[int, int] | None,
         flip: bool,
+        field: FieldCrop | None = None,
     ) -> None:
         self.mean = 255 * torch.tensor(mean)[:, None, None]
         self.std = 255 * torch.tensor(std)[:, None, None]
@@ -260,6 +295,21 @@ class BatchTransform:
         self.covered = covered
         self.padding = padding
         self.flip = flip
+        self.field = field
+
+    @classmethod
+    def like(cls, transform: v2.Compose, stored: tuple[int, int]) -> "BatchTransform | None":
+        """Build the equivalent of an `eval_transform` for batches of images of the size `stored`.
+
+        None for images longer than `ResizeToCover` takes them.
+        """
+        resize, *crops, _, _, normalise = transform.transforms
+        kept, covered = resize.sizes(stored) if isinstance(resize, ResizeToCover) else (stored, tuple(resize.size))
+        if kept != stored:
+            return None
+        size = tuple(crops[0].size) if crops else covered
+        field = crops[0] if crops and isinstance(crops[0], FieldCrop) else None
+        return cls(normalise.mean, normalise.std, size, covered, None, flip=False, field=field)
 
     def __call__(self, pixels: Tensor) -> Tensor:
         """Transform packed pixels int32 (B, h, w) to float32 (B, 3, H, W)."""
@@ -268,10 +318,13 @@ class BatchTransform:
             images = unpack(pixels).permute(0, 3, 1, 2)
             resized = v2.functional.resize(images, list(self.covered), v2.InterpolationMode.BICUBIC, antialias=True)
             pixels = pack(resized.permute(0, 2, 3, 1).numpy())
+        if self.field is not None:
+            grey = pack(self.field.grey[None, None, None]).numpy()
+            pixels = torch.from_numpy(self.field.take(pixels.numpy(), grey.squeeze(), rows=1))
         rows, columns = torch.arange(H).expand(B, H), torch.arange(W).expand(B, W)
         if self.flip:
             columns = torch.where(torch.rand(B, 1) < 0.5, W - 1 - columns, columns)
-        free = self.covered[0] - H, self.covered[1] - W
+        free = pixels.shape[1] - H, pixels.shape[2] - W
         if self.padding is None:
             # As torchvision rounds it.
             rows, columns = rows + round(free[0] / 2), columns + round(free[1] / 2)

@@ -1,12 +1,13 @@
 """Use and evaluate trained models: predictions, features, test reports, accuracy by image size, export."""
 
+from relvit.evaluation.costs import count_macs, peak_memory
 from relvit.evaluation.embeddings import Embeddings, embed_folder, write_embeddings
 from relvit.evaluation.export import ExportError, export_model
 from relvit.evaluation.metrics import ClassMetrics, calibration_error, class_metrics, confusion_matrix
 from relvit.evaluation.mirror import MirrorAverage
 from relvit.evaluation.predictor import Prediction, Predictor
 from relvit.evaluation.report import EvaluationReport
-from relvit.evaluation.resolutions import Size, evaluate_sizes
+from relvit.evaluation.resolutions import PROTOCOLS, Size, evaluate_size, evaluate_sizes
 
 __all__ = [
     "Predictor",
@@ -23,5 +24,9 @@ __all__ = [
     "confusion_matrix",
     "calibration_error",
     "evaluate_sizes",
+    "evaluate_size",
+    "count_macs",
+    "peak_memory",
+    "PROTOCOLS",
     "Size",
 ]

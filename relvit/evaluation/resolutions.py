@@ -1,62 +1,204 @@
-"""Evaluate one checkpoint at several image sizes."""
+"""Evaluate trained classifiers at several image sizes: accuracy, calibration, speed, operations and memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, get_args
 
-from lightning import Trainer
+import numpy as np
+import torch
+import torch.nn.functional as F
+from lightning.fabric import Fabric
 
-from relvit.data import parse_size
-from relvit.models import check_image_size
-from relvit.training import Checkpoint
+from relvit.data import Fill, ImageData, SizeProtocol, parse_size
+from relvit.data.modules.at_size import at_size
+from relvit.evaluation.costs import count_macs, peak_memory
+from relvit.evaluation.metrics import calibration_error
+from relvit.models.image_size import at_image_size
+from relvit.training import Checkpoint, ImageClassifier
+from relvit.training.checkpoints.checkpoint import first_difference
+from relvit.training.metrics import class_metrics, count_batch
+from relvit.utils.messages import check_choice, listing
 
 Size = int | tuple[int, int]
+Split = Literal["train", "val", "test"]
+# Of an iterable, its length and a description, see `relvit.utils.progress.with_bar`.
+Progress = Callable[[Iterable[Any], int, str], Iterable[Any]]
+
+# What grows with the image in each protocol, and what in a model counts on that.
+PROTOCOLS: dict[SizeProtocol, str] = {
+    "resize": "the whole image squashed to each size, objects grow: what embeddings stretched over the image promise",
+    "crop": "as timm: resized by crop_pct, then a centre crop; objects grow with the size",
+    "field": "objects keep their scale, the model sees more or less of the image: what relative offsets promise",
+}
+# Arguments of data modules that do not choose the images; those of `ImageData` do not either.
+LOADING = ("on_error", "cache", "download")
 
 
 def evaluate_sizes(
-    ckpt_path: str,
+    ckpt_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     sizes: Sequence[Size],
-    split: Literal["train", "val", "test"] = "val",
+    split: Split = "val",
     root: str | None = None,
     batch_size: int | None = None,
     accelerator: str = "auto",
+    protocol: SizeProtocol = "crop",
+    fill: Fill | None = None,
+    progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
-    """Evaluate a checkpoint of `relvit fit` at each size, without changing or interpolating anything in the model.
+    """Evaluate checkpoints of `relvit fit` at each size, on the same images.
 
     A model that was trained on native shapes gets images of one size as well.
 
     Args:
-        ckpt_path: the checkpoint.
-        sizes: image sizes in pixels, each one number or (height, width), multiples of the patch.
+        ckpt_path: a checkpoint, or several, of the same classes and images.
+        sizes: image sizes in pixels, each one number or (height, width), multiples of the patch. What one checkpoint
+            cannot take and another can is left out with a warning.
         split: 'train' (without augmentation), 'val' or 'test'.
-        root: the data's folder, where it is no longer what the checkpoint remembers.
+        root: the data's folder, where it is no longer what the checkpoints remember.
         batch_size: images per batch; None: as in training.
         accelerator: Lightning's name of the device, such as 'cpu' or 'gpu'.
+        protocol: how images get their size: 'crop', 'resize' or 'field', see `relvit.data.eval_transform`.
+        fill: what 'field' shows beyond the image: 'reflect' (the default) or 'grey'.
+        progress: wraps the batches of each evaluation, such as in a progress bar.
 
     Returns:
-        For each size 'height', 'width', 'acc1', 'acc5' (with five classes or more) and 'loss'.
+        Per checkpoint and size 'checkpoint', 'model', 'train_sizes' (each [height, width]) and what `evaluate_size`
+        returns.
 
     Raises:
-        FileNotFoundError, ValueError: a checkpoint, folder or size that does not fit.
+        FileNotFoundError, ValueError: a checkpoint, folder or name that does not fit, checkpoints of different classes
+            or images or one given twice, or a size that no checkpoint takes.
     """
-    if split not in ("train", "val", "test"):
-        raise ValueError(f"split must be 'train', 'val' or 'test', got {split!r}")
-    checkpoint = Checkpoint.read(ckpt_path)
-    options = {"root": root, "batch_size": batch_size, "native": False}
-    modules = [checkpoint.data_module(img_size=size, **options) for size in sizes]
-    classifier = checkpoint.classifier()
-    # All of them, before the first one takes its time.
-    for size in sizes:
-        check_image_size(classifier.net, parse_size(size), classifier.hparams.in_chans, classifier.hparams.img_size)
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
-    trainer = Trainer(accelerator=accelerator, devices=1, **quiet)
+    paths = [ckpt_path] if isinstance(ckpt_path, str | os.PathLike) else list(ckpt_path)
+    if not paths or not sizes or len(set(paths)) < len(paths):
+        raise ValueError(f"got checkpoints {listing(list(map(str, paths)))} and sizes {sizes}; give some, each once")
+    checkpoints = [Checkpoint.read(path) for path in paths]
+    pairs = []
+    for checkpoint in checkpoints:
+        pairs.append((checkpoint.classifier(), checkpoint.data_module(root=root, batch_size=batch_size)))
+    for checkpoint, (_, data) in zip(checkpoints, pairs, strict=True):
+        _check_same_images(checkpoints[0].path, pairs[0][1], checkpoint.path, data)
+    todo = _possible(checkpoints, pairs, sizes)
+    device = Fabric(accelerator=accelerator, devices=1).device
     rows = []
-    while modules:
-        # Each goes with its size: the decoded images of all of them together may not fit into the memory.
-        data = modules.pop(0)
-        data.evaluate_on(split)
-        results = trainer.test(classifier, data, verbose=False)[0]
-        row = {name.removeprefix("test/"): value for name, value in results.items()}
-        rows.append({"height": data.img_size[0], "width": data.img_size[1], **row})
+    for checkpoint, (classifier, data), possible in zip(checkpoints, pairs, todo, strict=True):
+        classifier.to(device)
+        trained = [list(size) for size in data.train_sizes or [data.img_size]]
+        about = {"checkpoint": checkpoint.path, "model": classifier.hparams.model, "train_sizes": trained}
+        rows += [about | evaluate_size(classifier, data, size, split, protocol, fill, progress) for size in possible]
+        classifier.cpu()
     return rows
+
+
+def evaluate_size(
+    classifier: ImageClassifier,
+    data: ImageData,
+    size: Size,
+    split: Split = "val",
+    protocol: SizeProtocol = "crop",
+    fill: Fill | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Evaluate a classifier, on its device, at one image size.
+
+    A timm model that accepts one size only is evaluated as a copy changed by timm's `set_input_size`, which
+    interpolates embeddings, as timm's own evaluation does.
+
+    Args:
+        classifier: put into evaluation mode, and else not changed.
+        data: the data module of the training: its images, batches and normalisation are used, and its `img_size` is the
+            trained one. Evaluations one after the other share its dataset.
+        size: one number or (height, width), a multiple of the patch.
+        split, protocol, fill, progress: see `evaluate_sizes`.
+
+    Returns:
+        'height', 'width', 'protocol' (and 'fill' of 'field'), 'images', 'acc1', 'acc5' (with five classes or more),
+        'loss' (mean cross-entropy), 'calibration_error' (see `calibration_error`), 'images_per_second' (of the forward
+        pass alone, after a first one that does not count), 'macs' (multiply-accumulates of an image, see
+        `count_macs`) and 'peak_memory' (bytes for a batch, see `peak_memory`; None where it is not known).
+
+    Raises:
+        ValueError: a size or name that does not fit, or a split without images.
+    """
+    check_choice("split", split, get_args(Split))
+    own = at_size(data, size, split, protocol, fill)
+    loader = own.test_dataloader()
+    height, width = own.img_size
+    classifier.eval()
+    net = classifier.net if classifier.average is None else classifier.average.net
+    net = at_image_size(net, own.img_size, own.in_chans, classifier.hparams.img_size)
+    metrics = class_metrics(own.num_classes, prefix="")
+    # Rows: probability of the predicted class, whether it is the right one.
+    outcomes = [np.empty((2, 0))]
+    memory, seconds = None, 0.0
+    what = f"{classifier.hparams.model} at {height} x {width}"
+    for images, labels in loader if progress is None else progress(loader, len(loader), what):
+        images = images.to(classifier.device)
+        with torch.inference_mode():
+            if len(outcomes) == 1:
+                memory = peak_memory(net, images)
+            begin = _now(classifier.device)
+            logits = net(images)
+            seconds += _now(classifier.device) - begin
+        logits = logits.float().cpu()
+        count_batch(metrics, F.cross_entropy(logits, labels), logits, labels)
+        probability, predicted = logits.double().softmax(-1).max(-1)
+        outcomes.append(torch.stack((probability, predicted == labels)).numpy())
+    confidence, right = np.concatenate(outcomes, axis=1)
+    if not len(right):
+        raise ValueError(f"none of the images of {split} could be read")
+    return {
+        "height": height,
+        "width": width,
+        "protocol": protocol,
+        **({"fill": fill or "reflect"} if protocol == "field" else {}),
+        "images": len(right),
+        **{name: float(value) for name, value in metrics.compute().items()},
+        "calibration_error": calibration_error(confidence, right),
+        "images_per_second": len(right) / seconds,
+        "macs": count_macs(net, own.img_size, own.in_chans),
+        "peak_memory": memory,
+    }
+
+
+def _check_same_images(first: str, data: ImageData, other: str, other_data: ImageData) -> None:
+    """Refuse data modules of different classes, or with different images."""
+    if data.class_names != other_data.class_names:
+        names = [listing(each.class_names) for each in (data, other_data)]
+        raise ValueError(f"{first} has the classes {names[0]}, {other} {names[1]}: evaluate them apart")
+    skipped = {*ImageData.argument_names(), *LOADING}
+    chosen = [{"data": type(each).__name__} | each.init_args() for each in (data, other_data)]
+    if difference := first_difference(*chosen, [name for name in chosen[0] | chosen[1] if name not in skipped]):
+        name, ours, theirs = difference
+        hint = "give the images of both by root (--root DIR)" if name == "root" else "evaluate them apart"
+        raise ValueError(f"{first} was trained with {name} {ours}, {other} with {theirs}: {hint}")
+
+
+def _possible(
+    checkpoints: Sequence[Checkpoint], pairs: Sequence[tuple[ImageClassifier, ImageData]], sizes: Sequence[Size]
+) -> list[list[Size]]:
+    """List the sizes that each checkpoint takes, before the first evaluation takes its time."""
+    possible: list[list[Size]] = [[] for _ in pairs]
+    for size in sizes:
+        refusals = []
+        for checkpoint, (classifier, data), taken in zip(checkpoints, pairs, possible, strict=True):
+            try:
+                at_image_size(classifier.net, parse_size(size), data.in_chans, classifier.hparams.img_size)
+                taken.append(size)
+            except ValueError as error:
+                refusals.append((checkpoint.path, error))
+        if len(refusals) == len(pairs):
+            raise refusals[0][1]
+        for path, error in refusals:
+            warnings.warn(f"{path} is left out at this size: {error}", stacklevel=3)
+    return possible
+
+
+def _now(device: torch.device) -> float:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()

@@ -1,7 +1,8 @@
-"""Check that a model takes images of a size, by one image, before a long run starts."""
+"""Check that a model takes images of a size, by one image, before a long run starts; change timm's to take it."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -44,6 +45,29 @@ def check_image_size(
             f"{architecture or type(net).__name__} cannot take images of {img_size[0]} x {img_size[1]} px ({reason}): "
             f"{' or '.join(advice) or 'choose another img_size'}"
         ) from error
+
+
+def at_image_size(
+    net: nn.Module, img_size: Sequence[int], in_chans: int, trained_size: int | Sequence[int] | None = None
+) -> nn.Module:
+    """Return the model itself where it takes images of this size, otherwise a copy changed to take them.
+
+    Models of timm that were built for one size have `set_input_size`, which interpolates position embeddings and
+    tables: the same model with another `img_size`, as timm's evaluation builds it.
+
+    Arguments and errors are those of `check_image_size`; a model without `set_input_size` takes what it takes.
+    """
+    try:
+        check_image_size(net, img_size, in_chans, trained_size)
+    except ValueError:
+        patch = getattr(getattr(net, "patch_embed", None), "patch_size", (1, 1))
+        # timm would leave out the pixels beyond the last whole patch.
+        if not hasattr(net, "set_input_size") or any(n % p for n, p in zip(img_size, patch, strict=True)):
+            raise
+        net = copy.deepcopy(net)
+        net.set_input_size(tuple(img_size))
+        check_image_size(net, img_size, in_chans, trained_size)
+    return net
 
 
 def _takes(net: nn.Module, img_size: Sequence[int], in_chans: int) -> bool:

@@ -39,6 +39,8 @@ QUIET = ["--accelerator=cpu", "--trainer.enable_progress_bar=false"]
         ("resolutions", "a.ckpt --sizes 24 [32,48] --data.root r", "--sizes=[24,[32,48]] --root=r --ckpt_path=a.ckpt"),
         ("resolutions", "--sizes [24,32] a.ckpt", "--sizes=[24,32] --ckpt_path=a.ckpt"),
         ("resolutions", "--sizes=24 a.ckpt", "--sizes=[24] --ckpt_path=a.ckpt"),
+        ("resolutions", "a.ckpt b.ckpt --sizes 16 24", '--sizes=[16,24] --ckpt_path=["a.ckpt", "b.ckpt"]'),
+        ("resolutions", "--sizes 16 24 a.ckpt b.ckpt", '--sizes=[16,24] --ckpt_path=["a.ckpt", "b.ckpt"]'),
         ("embed", "a.ckpt photos --output x.npz", "--output=x.npz --ckpt_path=a.ckpt --root=photos"),
         ("embed", "a.ckpt --data.root photos", "--root=photos --ckpt_path=a.ckpt"),
         ("export", "a.ckpt", "--ckpt_path=a.ckpt"),
@@ -85,7 +87,7 @@ def test_messages_name_what_was_typed(photos, tmp_path, capsys):
         assert main([*fit, given]) == 2
         assert message in capsys.readouterr().err
     assert main(["resolutions", "a.ckpt"]) == 2
-    assert "missing: --sizes; usage: relvit resolutions CKPT --sizes SIZE ... [options]" in capsys.readouterr().err
+    assert "missing: --sizes; usage: relvit resolutions CKPT ... --sizes SIZE ... [options]" in capsys.readouterr().err
 
 
 def test_a_training_by_short_names(photos, tmp_path, capsys):

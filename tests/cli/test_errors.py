@@ -235,7 +235,6 @@ def test_a_size_that_a_model_of_timm_does_not_take(fit, tmp_path, capsys):
     for command in (
         ["validate", "--data.img_size=24", "--trainer.accelerator=cpu"],
         ["predict", "--data.img_size=24", "--trainer.accelerator=cpu", f"--runs={tmp_path / 'runs'}"],
-        ["resolutions", "--sizes=[16,24]", "--accelerator=cpu"],
         ["embed", "--img_size=24", f"--root={tmp_path}", f"--output={tmp_path / 'e.npz'}"],
     ):
         assert fails([*command, f"--ckpt_path={best}"], capsys).endswith(wanted)

@@ -8,6 +8,7 @@ import json
 import shutil
 
 import pytest
+from checkpoints import write_checkpoint_like
 from photos import CLASSES
 from PIL import Image
 from processes import finish, in_terminal, start
@@ -24,9 +25,13 @@ COMMANDS = {
         ["19 predictions in runs/", "1 image could not be read and was left out", "1 file left out: 1 .heic"],
         ["runs/*/predictions.csv", "runs/*/unreadable.csv"],
     ),
-    "resolutions best.ckpt --sizes 16 24 [16,32] --split test --root photos --output table.csv": (
-        ["best.ckpt on test", "acc1"],
-        ["table.csv"],
+    "resolutions best.ckpt vit.ckpt --sizes 16 24 [16,32] --root photos --output curves": (
+        [
+            *("1  best.ckpt: test_relvit, trained at 16 x 16 px", "2  vit.ckpt: vit_tiny_patch16_224, trained at"),
+            *("18 images of val; crop: as timm", "test_relvit at 24 x 24", "acc1", " 16 x 32 1 "),
+            "written: curves/resolutions.png",
+        ],
+        [f"curves/resolutions.{suffix}" for suffix in ("csv", "json", "png")],
     ),
     "embed best.ckpt photos/test --output features.npz": (["18 images, 16 features each, in"], ["features.npz"]),
     "export best.ckpt --output model.onnx": (["model.onnx computes what the model does"], ["model.onnx", "model.json"]),
@@ -37,7 +42,7 @@ COMMANDS = {
     ),
 }
 # In these a terminal shows nothing else than a file holds: no bar.
-ALIKE = ("export", "average", "resolutions")
+ALIKE = ("export", "average")
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +51,8 @@ def origin(run, photos, tmp_path_factory):
     folder = tmp_path_factory.mktemp("place")
     for name in ("best.ckpt", "last.ckpt"):
         shutil.copy(run / "checkpoints" / name, folder / name)
+    tiny = {"patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}
+    write_checkpoint_like(folder / "best.ckpt", folder / "vit.ckpt", "vit_tiny_patch16_224", tiny)
     shutil.copytree(photos, folder / "photos")
     (folder / "more").mkdir()
     Image.new("RGB", (24, 20), CLASSES["owl"]).save(folder / "more" / "owl.gif")

@@ -1,11 +1,11 @@
-"""Figures: pixels of the confusion matrix and the sheet, lines of the training curves."""
+"""Figures: pixels of the confusion matrix and the sheet, lines of the training curves and of curves by image size."""
 
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from relvit.plots import confusion, plot_confusion, plot_curves, plot_sheet, read_metrics
+from relvit.plots import confusion, plot_confusion, plot_curves, plot_sheet, plot_sizes, read_metrics
 
 METRICS = """epoch,lr,step,train/acc1,train/loss,val/acc1,val/loss
 0,,9,,,0.25,2.0
@@ -113,3 +113,28 @@ def test_three_panels_with_epochs_from_one_and_the_best_of_them(tmp_path, monkey
     (tmp_path / "metrics.csv").write_text("epoch,lr,step\n")
     plot_curves(tmp_path / "metrics.csv", tmp_path / "curves.png")
     assert [len(axes.lines) for axes in figures[2].axes] == [0, 0, 0]
+
+
+def test_curves_by_image_size(tmp_path, monkeypatch):
+    figures, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kw: (figures.append(self), save(self, *args, **kw)))
+    rows = []
+    for trained, sizes in ((16, [(32, 32), (16, 16), (8, 32)]), (32, [(32, 32), (8, 8)])):
+        for height, width in sizes:
+            row = {"train_sizes": [[trained, trained]], "height": height, "width": width}
+            score = height * width / 2048 + trained / 64
+            rows.append(row | {"acc1": score, "loss": 1 - score, "calibration_error": score / 2})
+    plot_sizes(rows, ["a", "a", "a", "$b$", "$b$"], tmp_path / "sizes.png", "field")
+    accuracy, loss, calibration = figures[0].axes
+    for axes, value in ((accuracy, lambda x: x), (loss, lambda x: 1 - x), (calibration, lambda x: x / 2)):
+        lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines}
+        assert lines["a"] == ([16, 16, 32], [value(0.375), value(0.375), value(0.75)])
+        assert lines[r"\$b\$"] == ([8, 32], [value(0.53125), value(1)])
+        assert axes.get_xscale() == "log"
+        assert [line.get_xdata() for line in axes.lines if list(line.get_ydata()) == [0, 1]] == [[16, 16], [32, 32]]
+        # The image of 8 x 32 pixels has as many as the one of the trained size.
+        rings = [[bool(size) for size in part.get_sizes()] for part in axes.collections]
+        assert rings == [[True, False, False], [False, True]]
+    assert [text.get_text() for text in accuracy.get_xticklabels()] == ["32", "8 x 32", "8"]
+    assert [axes.get_ylabel() for axes in figures[0].axes] == ["top-1 accuracy", "loss", "calibration error"]
+    assert pixels(tmp_path / "sizes.png").shape == (550, 1500, 3)

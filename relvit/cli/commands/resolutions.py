@@ -1,45 +1,137 @@
-"""`relvit resolutions`: a table of accuracy by image size."""
+"""`relvit resolutions`: tables and curves of accuracy, calibration, speed and memory by image size."""
 
 from __future__ import annotations
 
 import csv
-from typing import Literal
+import json
+from collections.abc import Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, Literal
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from relvit.evaluation import Size, evaluate_sizes
+from relvit.data import Fill, SizeProtocol
+from relvit.evaluation import PROTOCOLS, Size, evaluate_sizes
+from relvit.plots import plot_sizes
+from relvit.utils.files import check_output, is_address
+from relvit.utils.progress import with_bar
+
+FORMATS = (".csv", ".json", ".png")
+# Column of the table -> key of a row, and how its value is written.
+COLUMNS = {
+    "acc1": ("acc1", "{:.4f}"),
+    "acc5": ("acc5", "{:.4f}"),
+    "loss": ("loss", "{:.4f}"),
+    "calibration\nerror": ("calibration_error", "{:.4f}"),
+    "images/s": ("images_per_second", "{:.0f}"),
+    "GMACs": ("gmacs", "{:.3g}"),
+    "memory\nMiB": ("mib", "{:,.1f}"),
+}
 
 
 def resolutions(
-    ckpt_path: str,
+    ckpt_path: list[str] | str,
     sizes: list[Size],
+    protocol: SizeProtocol = "crop",
+    fill: Fill | None = None,
     split: Literal["train", "val", "test"] = "val",
     root: str | None = None,
     batch_size: int | None = None,
     accelerator: str = "auto",
     output: str | None = None,
 ) -> None:
-    """Print the accuracy of a checkpoint at several image sizes; see `evaluate_sizes`.
+    """Print figures of checkpoints at several image sizes; see `evaluate_sizes`.
 
     Args:
-        ckpt_path: The checkpoint to use, such as runs/RUN/checkpoints/best.ckpt.
+        ckpt_path: The checkpoint, or several of the same classes and images.
         sizes: The image sizes in pixels, such as [24,32,48] or [[32,48],64].
+        protocol: How images get their size. resize squashes the whole image to it, so that objects grow; crop resizes
+            by the crop ratio and crops, as timm does; field keeps the scale of objects as in training, so that the
+            model sees more or less of the image.
+        fill: What field shows beyond the image: reflect, the default, mirrors it; grey is the normalisation's mean.
         split: The images to use: those of train, val or test.
         root: The folder of the images, where it is not the one that the checkpoint remembers.
         batch_size: The number of images in a batch; None means as in training.
         accelerator: The kind of device by Lightning's name: auto, cpu, gpu or mps.
-        output: A CSV file to which the table is written, too.
+        output: A file for the figures that ends in .csv, .json or .png (curves), or a folder for all three.
     """
-    rows = evaluate_sizes(ckpt_path, sizes, split, root, batch_size, accelerator)
-    table = Table(title=f"{ckpt_path} on {split}")
-    for name in rows[0]:
-        table.add_column(name, justify="right")
+    targets = _targets(output)
+    rows = evaluate_sizes(ckpt_path, sizes, split, root, batch_size, accelerator, protocol, fill, with_bar)
+    meaning = f"{protocol}: {PROTOCOLS[protocol]}"
+    checkpoints = list(dict.fromkeys(map(_title, rows)))
+    if len(checkpoints) > 1:
+        checkpoints = [f"{number}  {text}" for number, text in enumerate(checkpoints, 1)]
+    print(*checkpoints, f"{rows[0]['images']} images of {split}; {meaning}", sep="\n", flush=True)
+    Console().print(_table(rows))
+    for target in targets:
+        _write(target, rows, meaning)
+        print(f"written: {target}", flush=True)
+
+
+def _title(row: dict[str, Any]) -> str:
+    sizes = ", ".join(f"{height} x {width}" for height, width in row["train_sizes"])
+    return f"{row['checkpoint']}: {row['model']}, trained at {sizes} px"
+
+
+def short_labels(paths: Sequence[str]) -> list[str]:
+    """Shorten each path to the parts that differ: `runs/a/best.ckpt` and `runs/b/best.ckpt` become `a` and `b`."""
+    parts = [Path(path).parts for path in paths]
+    parts = [each[_common(parts) :] for each in parts]
+    back = _common([each[::-1] for each in parts])
+    shortened = ["/".join(each[: len(each) - back]) for each in parts]
+    return shortened if all(shortened) else [str(path) for path in paths]
+
+
+def _common(parts: Sequence[Sequence[str]]) -> int:
+    """Count the leading parts in which all agree."""
+    return len(list(takewhile(lambda column: len(set(column)) == 1, zip(*parts, strict=False))))
+
+
+def _targets(output: str | None) -> list[Path]:
+    """Check, before hours of work, where figures are written; a folder is made."""
+    if output is None:
+        return []
+    if Path(output).suffix and not Path(output).is_dir():
+        check_output(output, FORMATS)
+        return [Path(output)]
+    if is_address(output):
+        raise ValueError(f"output {output} is a remote address: give a folder of this machine")
+    Path(output).mkdir(parents=True, exist_ok=True)
+    return [Path(output) / f"resolutions{suffix}" for suffix in FORMATS]
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> Table:
+    """Make a table by size; of several checkpoints by size and number."""
+    rows = [
+        row | {"gmacs": row["macs"] / 1e9, "mib": row["peak_memory"] and row["peak_memory"] / 2**20} for row in rows
+    ]
+    columns = {title: column for title, column in COLUMNS.items() if column[0] in rows[0]}
+    numbers = {path: str(number) for number, path in enumerate(dict.fromkeys(row["checkpoint"] for row in rows), 1)}
+    by_size: dict[str, list[list[str]]] = {}
     for row in rows:
-        table.add_row(*(f"{value:.4f}" if isinstance(value, float) else str(value) for value in row.values()))
-    Console().print(table)
-    if output is not None:
-        with open(output, "w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
+        values = ["" if row[key] is None else text.format(row[key]) for key, text in columns.values()]
+        of_size = by_size.setdefault(f"{row['height']} x {row['width']}", [])
+        of_size.append([numbers[row["checkpoint"]], *values] if len(numbers) > 1 else values)
+    table = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False)
+    for title in ("size", *([""] if len(numbers) > 1 else []), *columns):
+        table.add_column(title, justify="right", no_wrap=True)
+    for size, lines in by_size.items():
+        for line in lines:
+            table.add_row(size if line is lines[0] else "", *line, end_section=len(numbers) > 1 and line is lines[-1])
+    return table
+
+
+def _write(target: Path, rows: Sequence[dict[str, Any]], title: str) -> None:
+    match target.suffix:
+        case ".csv":
+            with open(target, "w", newline="", encoding="utf-8") as file:
+                writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+                writer.writeheader()
+                writer.writerows(rows)
+        case ".json":
+            target.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+        case ".png":
+            plot_sizes(rows, short_labels([row["checkpoint"] for row in rows]), target, title)

@@ -383,10 +383,10 @@ class ImageData(LightningDataModule, ABC):
         images = self.dataset(split)
         if self.native or not isinstance(images, SameSizeImages):
             return None
-        size, mean, std, augment, *others = self._augmentation(size)
+        stored = tuple(images.pixels.shape[1:])
         if not self.trains_on(split):
-            augment, others = "none", [self.crop_pct]
-        return batch_transform(tuple(images.pixels.shape[1:]), size, mean, std, augment, *others)
+            return BatchTransform.like(self.eval_transform, stored)
+        return batch_transform(stored, *self._augmentation(size))
 
 
 def _checked_sizes(train_sizes: Sequence[int | tuple[int, int]]) -> list[tuple[int, int]]:

@@ -147,8 +147,6 @@ class Checkpoint:
             name = self.data["class_path"]
             raise ValueError(f"{self.path} was trained with the data module {name}, which is not one of relvit.data")
         arguments = self.data_args | {name: value for name, value in changes.items() if value is not None}
-        if not arguments.get("native"):
-            arguments.pop("max_tokens", None)
         try:
             return data_type(**arguments)
         except TypeError as error:  # an argument that there is not

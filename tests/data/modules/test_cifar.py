@@ -9,7 +9,7 @@ import torch
 from cifar_archive import make_archive
 from torchvision.datasets import CIFAR10, CIFAR100
 
-from relvit.data import CIFAR10Data, CIFAR100Data
+from relvit.data import CIFAR10Data, CIFAR100Data, eval_transform
 from relvit.data.images.memory import InMemoryBatches
 
 
@@ -161,3 +161,15 @@ def test_batches_at_once_hold_the_same_images(cifar10, tmp_path):
     assert found == {to_uint8(image, data).tobytes(): label for image, label in data.dataset("train")}
     names = [name for _, names in data.predict_dataloader() for name in names]
     assert names == [name for _, name in data.dataset("predict")]
+
+
+def test_field_by_the_batch(cifar10, tmp_path):
+    data = data_of(tmp_path, img_size=(40, 48), batch_size=4)
+    data.eval_transform = eval_transform((40, 48), data.mean, data.std, 1.0, "field", 32, "grey")
+    assert isinstance(data.test_dataloader().dataset, InMemoryBatches)
+    images, _ = next(iter(data.test_dataloader()))
+    stored = cifar10["test_batch"][0][2]
+    grey = [round(255 * value) for value in data.mean]
+    for i in range(3):
+        expected = np.pad(stored[i], ((4, 4), (8, 8)), constant_values=grey[i])
+        assert np.array_equal(to_uint8(images[2], data)[i], expected)

@@ -1,0 +1,58 @@
+"""Crop an image from its centre, continued beyond its edges by reflection or grey: more of the image, not larger."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import numpy as np
+from PIL import Image
+from torchvision.transforms import v2
+
+from relvit.utils.messages import check_choice
+
+Fill = Literal["reflect", "grey"]
+
+
+class FieldCrop(v2.Transform):
+    """Crop (height, width) from the centre of a PIL image; where the image is smaller it is continued.
+
+    Crops, and the place of a smaller image, are those of torchvision's CenterCrop.
+
+    Args:
+        size: Output size (height, width).
+        fill: 'reflect' mirrors the image at its outermost pixels, again and again where that is needed, as
+            ``numpy.pad(mode='reflect')``; 'grey' is `mean`, rounded to 8 bits.
+        mean: Mean of each channel, in units of the range 0..1.
+
+    Raises:
+        ValueError: Unknown fill.
+    """
+
+    def __init__(self, size: tuple[int, int], fill: Fill, mean: Sequence[float]) -> None:
+        super().__init__()
+        check_choice("fill", fill, get_args(Fill))
+        self.size = size
+        self.fill = fill
+        self.grey = np.array([min(255, round(255 * value)) for value in mean], np.uint8)
+
+    def transform(self, inpt: Image.Image, params: dict[str, Any]) -> Image.Image:
+        grey = self.grey if inpt.mode == "RGB" else self.grey[0]
+        return Image.fromarray(self.take(np.asarray(inpt), grey))
+
+    def take(self, pixels: np.ndarray, grey: np.ndarray | np.integer, rows: int = 0) -> np.ndarray:
+        """Crop an array whose axes `rows` and `rows` + 1 are an image's; `grey` is a pixel of that array."""
+        for axis, size in enumerate(self.size, rows):
+            length = pixels.shape[axis]
+            first = round((length - size) / 2) if length >= size else -((size - length) // 2)
+            index = np.arange(first, first + size)
+            # The reflection comes back to the same pixel after `turn` pixels there and as many back.
+            turn = max(1, length - 1)
+            inside = turn - np.abs(index % (2 * turn) - turn) if length > 1 else np.zeros_like(index)
+            pixels = pixels.take(inside, axis)
+            if self.fill == "grey":
+                np.moveaxis(pixels, axis, 0)[(index < 0) | (index >= length)] = grey
+        return pixels
+
+    def extra_repr(self) -> str:
+        return f"size={self.size}, fill={self.fill!r}"

@@ -1,0 +1,46 @@
+"""Evaluate a data module's images at another size, by another protocol, without reading its files again."""
+
+from __future__ import annotations
+
+import copy
+
+from relvit.data.field import Fill
+from relvit.data.modules.base import ImageData, Split
+from relvit.data.transforms import SizeProtocol, eval_transform, parse_size
+
+
+def at_size(
+    data: ImageData,
+    img_size: int | tuple[int, int],
+    split: Split = "test",
+    protocol: SizeProtocol = "crop",
+    fill: Fill | None = None,
+) -> ImageData:
+    """Return a copy of a data module whose `test_dataloader` has a split at another size.
+
+    The dataset of val or test is built once, in `data`, and shared; images of train are shared if they are in memory.
+    Native images get this one size, too.
+
+    Args:
+        data: a data module, whose `img_size` is the trained one; its own loaders stay as they are.
+        img_size: one number or (height, width).
+        split: 'train' (without augmentation), 'val' or 'test'.
+        protocol, fill: see :func:`relvit.data.eval_transform`.
+
+    Raises:
+        ValueError: a size, protocol or fill that does not fit, or a split that does not exist.
+    """
+    own = copy.copy(data)
+    own.trainer, own.unreadable, own.evaluated_split = None, {}, split
+    own.img_size, own.native = parse_size(img_size), False
+    images = own.img_size, own.mean, own.std, own.crop_pct
+    own.eval_transform = eval_transform(*images, protocol, data.img_size, fill)
+    if split not in data._datasets:
+        data.prepare_data()
+    # Of train, `data` would build what is trained on, perhaps with all images decoded.
+    known = data._datasets.get(split) if split == "train" else data.dataset(split)
+    own._datasets = {}
+    if known is not None:
+        own._datasets[split] = copy.copy(known)
+        own._datasets[split].transform = own.eval_transform
+    return own

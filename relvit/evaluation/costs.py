@@ -1,0 +1,58 @@
+"""Count the multiply-accumulates of a forward pass, and measure its peak memory."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from relvit.utils.memory import peak_bytes
+
+
+def _product_flops(total: Sequence[int], left: Sequence[int], right: Sequence[int], **_: Any) -> int:
+    return 2 * math.prod(left) * right[-1]
+
+
+# PyTorch counts these products only where they are not in place.
+IN_PLACE = {torch.ops.aten.addmm_: _product_flops, torch.ops.aten.baddbmm_: _product_flops}
+
+
+@torch.no_grad()
+def count_macs(net: nn.Module, img_size: Sequence[int], in_chans: int = 3) -> int:
+    """Count the multiply-accumulates of all matrix products and convolutions for one image: half the FLOPs.
+
+    The pass has no data (PyTorch's device 'meta'), so the number is the same on every device. Products of relvit's
+    attention are those of the form that GPUs compute: with relative positions the augmented queries, keys and values
+    count, a few percent of a model more than the method needs, which `tools/model_table.py` counts.
+
+    Args:
+        net: a model of timm or relvit; not changed.
+        img_size: (height, width).
+        in_chans: channels of the image.
+    """
+    # Parameters without gradients: the counter cannot follow views of others.
+    twin = copy.deepcopy(net).to("meta").requires_grad_(False).eval()
+    with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
+        twin(torch.empty(1, in_chans, *img_size, device="meta"))
+    return counter.get_total_flops() // 2
+
+
+def peak_memory(net: nn.Module, images: Tensor) -> int | None:
+    """Measure the bytes of weights, images and all else that is allocated at the peak of a forward pass.
+
+    On CUDA what PyTorch's allocator holds at the peak, on the CPU what it allocates in the pass, and the weights and
+    images; None on other devices, which do not count.
+    """
+    if images.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(images.device)
+        net(images)
+        return torch.cuda.max_memory_allocated(images.device)
+    if images.device.type != "cpu":
+        return None
+    there = sum(tensor.nbytes for tensor in (*net.parameters(), *net.buffers(), images))
+    return there + peak_bytes(lambda: net(images))

@@ -1,0 +1,64 @@
+"""Draw accuracy, loss and calibration error of several models by image size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
+
+from relvit.plots.curves import FONT, SMALL
+
+PANELS = {"acc1": "top-1 accuracy", "loss": "loss", "calibration_error": "calibration error"}
+
+
+def plot_sizes(rows: Sequence[Mapping[str, Any]], labels: Sequence[str], target: str | Path, title: str = "") -> None:
+    """Draw a curve per model into a PNG: accuracy, loss and calibration error by the logarithm of the image size.
+
+    The size of an image that is not square is the side of the square of as many pixels. A dotted line marks each size
+    at which a model was trained, a ring the model's points there.
+
+    Args:
+        rows: what `relvit.evaluation.evaluate_sizes` returns.
+        labels: the name of the model of each row.
+        target: the PNG.
+        title: above all.
+    """
+    names = {_side(row): _name(row["height"], row["width"]) for row in rows}
+    trained = {math.sqrt(height * width) for row in rows for height, width in row["train_sizes"]}
+    figure = Figure(figsize=(15, 5.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, (key, quantity) in zip(figure.subplots(1, len(PANELS)), PANELS.items(), strict=True):
+        for label in dict.fromkeys(labels):
+            own = sorted((row for row, of in zip(rows, labels, strict=True) if of == label), key=_side)
+            sides, values = [_side(row) for row in own], [row[key] for row in own]
+            # A name may hold what Matplotlib takes for a formula.
+            (line,) = axes.plot(sides, values, marker="o", label=label.replace("$", r"\$"))
+            rings = [170 if [row["height"], row["width"]] in row["train_sizes"] else 0 for row in own]
+            axes.scatter(sides, values, rings, facecolors="none", edgecolors=line.get_color())
+        for side in trained:
+            axes.axvline(side, color="black", linestyle=":", linewidth=1.5)
+        axes.set_xscale("log", base=2)
+        crowded = len(names) > 8 or any(not name.isdigit() for name in names.values())
+        axes.set_xticks(list(names), list(names.values()), rotation=90 if crowded else 0)
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xlabel("image size in pixels", fontsize=FONT)
+        axes.set_ylabel(quantity, fontsize=FONT)
+        axes.tick_params(labelsize=SMALL)
+        axes.grid(alpha=0.3)
+    axes.plot([], [], color="black", linestyle=":", label="trained size")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=SMALL)
+    figure.suptitle(title, fontsize=FONT)
+    figure.savefig(target, dpi=100)
+
+
+def _side(row: Mapping[str, Any]) -> float:
+    return math.sqrt(row["height"] * row["width"])
+
+
+def _name(height: int, width: int) -> str:
+    return str(height) if height == width else f"{height} x {width}"

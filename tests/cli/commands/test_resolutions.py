@@ -1,0 +1,74 @@
+"""`relvit resolutions`: the table, the files, and mistakes; the numbers are checked in `tests/evaluation`."""
+
+import csv
+import json
+import re
+
+import pytest
+from checkpoints import write_checkpoint_like
+from PIL import Image
+
+from relvit.cli import main
+from relvit.cli.commands.resolutions import short_labels
+from relvit.evaluation import evaluate_sizes
+
+VIT = {"patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}
+
+
+@pytest.fixture(scope="module")
+def best(run):
+    return str(run / "checkpoints" / "best.ckpt")
+
+
+def test_two_checkpoints_and_all_files(best, tmp_path, capsys):
+    vit = write_checkpoint_like(best, tmp_path / "vit.ckpt", "vit_tiny_patch16_224", VIT)
+    command = ["resolutions", best, vit, "--sizes", "16", "[24,16]", "--protocol", "field", "--fill", "grey"]
+    command += ["--split", "test", "--accelerator", "cpu", "--output", tmp_path / "new" / "folder"]
+    assert main(list(map(str, command))) == 0
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    assert lines[0] == f"1  {best}: test_relvit, trained at 16 x 16 px"
+    assert lines[1] == f"2  {vit}: vit_tiny_patch16_224, trained at 16 x 16 px"
+    assert lines[2].startswith("18 images of test; field: objects keep their scale")
+    assert "vit_tiny_patch16_224 at 24 x 16" in err
+    rows = json.loads((tmp_path / "new" / "folder" / "resolutions.json").read_text())
+    expected = evaluate_sizes([best, vit], [16, (24, 16)], "test", accelerator="cpu", protocol="field", fill="grey")
+    for row, of_python in zip(rows, expected, strict=True):
+        assert row.keys() == of_python.keys()
+        # A first pass keeps index tables in memory, which a second one finds there.
+        assert row["peak_memory"] == pytest.approx(of_python["peak_memory"], rel=0.01)
+        measured = dict.fromkeys(("images_per_second", "peak_memory"))
+        assert row | measured == of_python | measured
+    with open(tmp_path / "new" / "folder" / "resolutions.csv", newline="") as file:
+        assert list(csv.DictReader(file)) == [{name: str(value) for name, value in row.items()} for row in rows]
+    with Image.open(tmp_path / "new" / "folder" / "resolutions.png") as figure:
+        assert figure.size == (1500, 550)
+    # By size and number of the checkpoint, though rows are by checkpoint.
+    table = [numbers for line in lines if (numbers := re.findall(r"\d\.\d{4}(?= )", line))]
+    names = ("acc1", "loss", "calibration_error")
+    assert table == [[f"{rows[index][name]:.4f}" for name in names] for index in (0, 2, 1, 3)]
+
+
+def test_paths_are_shortened_to_what_differs():
+    assert short_labels(["runs/a/best.ckpt", "runs/b/best.ckpt", "runs/a/best.ckpt"]) == ["a", "b", "a"]
+    assert short_labels(["a.ckpt", "b/a.ckpt", "b.ckpt"]) == ["a.ckpt", "b/a.ckpt", "b.ckpt"]
+    assert short_labels(["x/last.ckpt", "x/y/last.ckpt"]) == ["x/last.ckpt", "x/y/last.ckpt"]
+    assert short_labels(["x/best.ckpt", "x/best.ckpt"]) == ["x/best.ckpt", "x/best.ckpt"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--protocol=fields"], "--protocol must be one of 'crop', 'resize', 'field', got fields"),
+        (["--fill=black"], "--fill must be one of 'reflect', 'grey', got black"),
+        (["--output=x.jpg"], "output x.jpg ends in '.jpg'; allowed are .csv, .json, .png"),
+        (["--output=no/x.png"], "output no/x.png is in a folder that does not exist"),
+        (["--output=https://a/b"], "output https://a/b is a remote address: give a folder of this machine"),
+        (["--sizes=[16,20]"], "image height 20 is not a multiple of the patch size 8"),
+    ],
+)
+def test_mistakes(options, message, best, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["resolutions", best, "--sizes=[16]", "--accelerator=cpu", *options]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
