@@ -17,6 +17,7 @@ from relvit.data import Fill, ImageData, SizeProtocol, parse_size
 from relvit.data.modules.at_size import at_size
 from relvit.evaluation.costs import count_macs, peak_memory
 from relvit.evaluation.metrics import calibration_error
+from relvit.models import Reach, set_reach
 from relvit.models.image_size import at_image_size
 from relvit.training import Checkpoint, ImageClassifier
 from relvit.training.checkpoints.checkpoint import first_difference
@@ -48,6 +49,7 @@ def evaluate_sizes(
     protocol: SizeProtocol = "crop",
     fill: Fill | None = None,
     progress: Progress | None = None,
+    reach: Reach = "trained",
 ) -> list[dict[str, Any]]:
     """Evaluate checkpoints of `relvit fit` at each size, on the same images.
 
@@ -64,14 +66,15 @@ def evaluate_sizes(
         protocol: how images get their size: 'crop', 'resize' or 'field', see `relvit.data.eval_transform`.
         fill: what 'field' shows beyond the image: 'reflect' (the default) or 'grey'.
         progress: wraps the batches of each evaluation, such as in a progress bar.
+        reach: how models treat other sizes than the trained one, see `relvit.models.set_reach`.
 
     Returns:
-        Per checkpoint and size 'checkpoint', 'model', 'train_sizes' (each [height, width]) and what `evaluate_size`
-        returns.
+        Per checkpoint and size 'checkpoint', 'model', 'reach', 'train_sizes' (each [height, width]) and what
+        `evaluate_size` returns.
 
     Raises:
-        FileNotFoundError, ValueError: a checkpoint, folder or name that does not fit, checkpoints of different classes
-            or images or one given twice, or a size that no checkpoint takes.
+        FileNotFoundError, ValueError: a checkpoint, folder, name or reach that does not fit, checkpoints of different
+            classes or images or one given twice, or a size that no checkpoint takes.
     """
     paths = [ckpt_path] if isinstance(ckpt_path, str | os.PathLike) else list(ckpt_path)
     if not paths or not sizes or len(set(paths)) < len(paths):
@@ -82,13 +85,16 @@ def evaluate_sizes(
         pairs.append((checkpoint.classifier(), checkpoint.data_module(root=root, batch_size=batch_size)))
     for checkpoint, (_, data) in zip(checkpoints, pairs, strict=True):
         _check_same_images(checkpoints[0].path, pairs[0][1], checkpoint.path, data)
+    for classifier, data in pairs:
+        set_reach(classifier.net, reach, data.img_size)
     todo = _possible(checkpoints, pairs, sizes)
     device = Fabric(accelerator=accelerator, devices=1).device
     rows = []
     for checkpoint, (classifier, data), possible in zip(checkpoints, pairs, todo, strict=True):
         classifier.to(device)
         trained = [list(size) for size in data.train_sizes or [data.img_size]]
-        about = {"checkpoint": checkpoint.path, "model": classifier.hparams.model, "train_sizes": trained}
+        about = {"checkpoint": checkpoint.path, "model": classifier.hparams.model, "reach": reach}
+        about |= {"train_sizes": trained}
         rows += [about | evaluate_size(classifier, data, size, split, protocol, fill, progress) for size in possible]
         classifier.cpu()
     return rows

@@ -64,6 +64,17 @@ def test_validate(best, capsys):
     assert found == pytest.approx(float(F.cross_entropy(logits, labels)), rel=1e-5)
 
 
+def test_resolutions(best, tmp_path):
+    logits, labels = evaluated(best, "val", 24, "stretch")
+    table = tmp_path / "table.csv"
+    options = ["--sizes=[8,24]", "--reach=stretch", f"--output={table}", "--accelerator=cpu"]
+    assert main(["resolutions", best, *options]) == 0
+    with open(table, newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["reach"] for row in rows] == ["stretch"] * 2
+    assert float(rows[1]["loss"]) == pytest.approx(float(F.cross_entropy(logits, labels)), rel=1e-5)
+
+
 def test_embed(best, photos, tmp_path):
     folder, output = str(photos / "test"), tmp_path / "features.npz"
     assert main(["embed", best, folder, f"--output={output}", "--img_size=[40,24]", "--reach=logn"]) == 0

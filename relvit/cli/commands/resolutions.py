@@ -15,6 +15,7 @@ from rich.table import Table
 
 from relvit.data import Fill, SizeProtocol
 from relvit.evaluation import PROTOCOLS, Size, evaluate_sizes
+from relvit.models import Reach
 from relvit.plots import plot_sizes
 from relvit.utils.files import check_output, is_address
 from relvit.utils.progress import with_bar
@@ -42,6 +43,7 @@ def resolutions(
     batch_size: int | None = None,
     accelerator: str = "auto",
     output: str | None = None,
+    reach: Reach = "trained",
 ) -> None:
     """Print figures of checkpoints at several image sizes; see `evaluate_sizes`.
 
@@ -57,10 +59,11 @@ def resolutions(
         batch_size: The number of images in a batch; None means as in training.
         accelerator: The kind of device by Lightning's name: auto, cpu, gpu or mps.
         output: A file for the figures that ends in .csv, .json or .png (curves), or a folder for all three.
+        reach: How images of another size than in training are treated: trained, stretch, logn or stretch-logn.
     """
     targets = _targets(output)
-    rows = evaluate_sizes(ckpt_path, sizes, split, root, batch_size, accelerator, protocol, fill, with_bar)
-    meaning = f"{protocol}: {PROTOCOLS[protocol]}"
+    rows = evaluate_sizes(ckpt_path, sizes, split, root, batch_size, accelerator, protocol, fill, with_bar, reach)
+    meaning = f"{protocol}: {PROTOCOLS[protocol]}" + (f"; reach {reach}" if reach != "trained" else "")
     checkpoints = list(dict.fromkeys(map(_title, rows)))
     if len(checkpoints) > 1:
         checkpoints = [f"{number}  {text}" for number, text in enumerate(checkpoints, 1)]
