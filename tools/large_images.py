@@ -3,7 +3,8 @@
     python tools/large_images.py                                   # relvit_tiny up to 4,096 x 4,096 pixels
     python tools/large_images.py --model relvit_small --sizes 2048
 
-Each cell runs in a process of its own. Memory is what the forward pass adds at its peak to that process.
+Each cell runs in a process of its own: the quickest of three forward passes, or of fewer where time is up. Memory is
+what they add at their peak to that process.
 """
 
 from __future__ import annotations
@@ -21,15 +22,18 @@ import relvit  # noqa: F401  registers the models
 from relvit.models import set_reach
 
 
-def measure(model: str, size: int, reach: str, results: Connection) -> None:
+def measure(model: str, size: int, reach: str, cap: float, results: Connection) -> None:
     """Send seconds and bytes of the forward pass of one image."""
     net = set_reach(timm.create_model(model, num_classes=10).eval(), reach)
     image = torch.randn(1, 3, size, size)
     with torch.inference_mode():
         net(torch.randn(1, 3, 224, 224))
-        before, begin = _peak(), time.perf_counter()
-        net(image)
-        results.send((time.perf_counter() - begin, _peak() - before))
+        before, seconds = _peak(), []
+        while len(seconds) < 3 and sum(seconds) + min(seconds, default=0) < cap:
+            begin = time.perf_counter()
+            net(image)
+            seconds.append(time.perf_counter() - begin)
+        results.send((min(seconds), _peak() - before))
 
 
 def _peak() -> int:
@@ -40,7 +44,7 @@ def cell(model: str, size: int, reach: str, cap: float) -> str:
     """Measure in a process; name what takes longer than `cap` seconds."""
     context = multiprocessing.get_context("spawn")
     receive, send = context.Pipe(duplex=False)
-    process = context.Process(target=measure, args=(model, size, reach, send))
+    process = context.Process(target=measure, args=(model, size, reach, cap / 2, send))
     process.start()
     send.close()
     try:

@@ -16,17 +16,21 @@ def asked_paths(arguments: Sequence[str]) -> list[str] | None:
     """Return the files, folders and patterns that a user named; None where there are none.
 
     Raises:
-        UsageError: the data are named as well.
+        UsageError: the data are named as well, or `--paths` was given by its name.
     """
-    paths = option(arguments, "--paths")
-    if paths is None:
+    given = option(arguments, "--paths")
+    if given is None:
         return None
+    try:
+        paths = json.loads(given)
+    except ValueError as error:
+        raise UsageError(f"name the images without an option: relvit predict CKPT {given}") from error
     for other in ("--data", "--data.root"):
         if (value := option(arguments, other)) is not None:
-            first, *more = json.loads(paths)
+            first, *more = paths
             shown = f"{first} (and {len(more)} more)" if more else first
             raise UsageError(f"{other} {value} and {shown} both name the images: give one of them")
-    return json.loads(paths)
+    return paths
 
 
 def data_of_paths(checkpoint: Checkpoint) -> Checkpoint:

@@ -1,0 +1,101 @@
+"""tools/study.py trains, resumes and evaluates what is declared; tools/study_report.py tabulates the lines alone."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import timm
+from PIL import Image
+from scripts import load
+
+import relvit  # noqa: F401  registers the models
+
+STUDY, REPORT = load("study"), load("study_report")
+
+
+def line(model, seed, low, recipe="several"):
+    """Accuracy `low` at 16 px, a point more at each size; `field` and a reach have ten and twenty points more."""
+    rows = []
+    for extra, reach, protocol in ((0, "trained", "resize"), (0.1, "trained", "field"), (0.2, "stretch", "field")):
+        for number, size in enumerate(STUDY.SIZES):
+            if size != 32 or (reach, protocol) == ("trained", "resize"):
+                rows.append({"reach": reach, "protocol": protocol, "size": size, "acc1": low + extra + number / 100})
+    about = {
+        "parameters": 800_000,
+        "processor_minutes": 6.0,
+        "versions": {"torch": "2"},
+        "options": ["--x.max_epochs=8"],
+    }
+    return {"model": model, "recipe": recipe, "seed": seed, "images": {"train": 5, "test": 4}, "rows": rows, **about}
+
+
+LINES = [line("learned", 0, 0.40), line("learned", 1, 0.44), line("kv-3", 0, 0.43), line("kv-3", 1, 0.45)]
+
+
+def test_curves_and_their_area():
+    curve = REPORT.accuracies(LINES[0], "field")
+    assert list(curve) == list(STUDY.SIZES)
+    assert curve[16] == pytest.approx(50)
+    assert curve[32] == pytest.approx(42)
+    # A line over log2(size) has its mean height in the middle.
+    assert REPORT.area({size: math.log2(size) for size in STUDY.SIZES}) == pytest.approx(5)
+
+
+def test_differences_are_paired_by_seed():
+    groups = REPORT.grouped([*LINES, line("kv-3", 2, 0.9), line("kv-3", 0, 0.1, "one")], "several")
+    found = REPORT.differences(groups, "resize")
+    assert set(found) == {"kv-3"}
+    assert found["kv-3"]["16"].count == 2
+    assert found["kv-3"]["64"].mean == pytest.approx(2)
+    assert found["kv-3"]["area"].error == pytest.approx(np.std([3, 1], ddof=1) / math.sqrt(2))
+
+
+def test_page_and_figure(tmp_path):
+    file = tmp_path / "results.jsonl"
+    file.write_text("".join(json.dumps(one) + "\n" for one in [*LINES, line("none", 0, 0.3, "one")]))
+    REPORT.main(file)
+    page = (tmp_path / "README.md").read_text()
+    assert "| learned | 2 | 42.0 ± 2.0 | 43.0 ± 2.0 |" in page
+    assert "| kv-3 | 2 | +2.0 ± 1.0 |" in page
+    assert "| none | 1 | 30.0 | 31.0 |" in page
+    assert "| kv-3 | stretch | 2 | +10.0 ± 0.0 |" in page
+    assert "5 runs, 0.5 hours" in page
+    assert Image.open(tmp_path / "curves.png").width > 800
+
+
+def test_models_have_the_same_size_and_are_named_in_the_report():
+    counts = {}
+    for name, model in STUDY.MODELS.items():
+        net = timm.create_model(model.name, img_size=32, num_classes=10, **model.arguments)
+        counts[name] = sum(parameter.numel() for parameter in net.parameters())
+    assert max(counts.values()) < 1.03 * min(counts.values())
+    assert set(REPORT.SHOWN) <= set(counts)
+
+
+@pytest.mark.slow
+def test_a_run_is_trained_evaluated_and_not_done_twice(tmp_path, monkeypatch, capsys):
+    random = np.random.default_rng(0)
+    for split, count in (("train", 12), ("test", 4)):
+        for label in range(10):
+            folder = tmp_path / "images" / split / str(label)
+            folder.mkdir(parents=True)
+            for number in range(count):
+                values = random.integers(0, 256, (32, 32, 3)).astype(np.uint8)
+                Image.fromarray(values).save(folder / f"{number}.png")
+    for name, value in {"TRAIN": 10, "VAL": 2, "TEST": 3, "SIZES": (16, 32), "REACH_SIZES": (16,)}.items():
+        monkeypatch.setattr(STUDY, name, value)
+    monkeypatch.setattr(STUDY, "OPTIONS", STUDY.OPTIONS.replace("max_epochs=8", "max_epochs=1"))
+    monkeypatch.setattr(STUDY, "EPOCHS", 1)
+    lines = tmp_path / "lines" / "results.jsonl"
+    arguments = [f"--images={tmp_path / 'images'}", f"--work={tmp_path / 'work'}", f"--lines={lines}"]
+    arguments += ["--models", "kv-3", "--recipes", "several", "--seeds", "4"]
+    STUDY.main(arguments)
+    (made,) = [json.loads(text) for text in lines.read_text().splitlines()]
+    assert (made["model"], made["recipe"], made["seed"], made["processor_minutes"] > 0) == ("kv-3", "several", 4, True)
+    kinds = [(row["reach"], row["protocol"], row["size"]) for row in made["rows"]]
+    reaches = ("stretch", "logn")
+    one_size = [("trained", "resize", 16), ("trained", "resize", 32), ("trained", "field", 16)]
+    assert kinds == one_size + [(reach, protocol, 16) for reach in reaches for protocol in ("resize", "field")]
+    STUDY.main(arguments)
+    assert len(lines.read_text().splitlines()) == 1

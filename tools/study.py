@@ -1,0 +1,245 @@
+"""Train the declared models on CIFAR-10 with several seeds; evaluate them at sizes they were not trained at.
+
+    python tools/study.py --images DIR --work WORK     # all runs not done; DIR has train/<class>/*, test/<class>/*
+    python tools/study.py --images DIR --work WORK --models learned kv-3 --recipes one --seeds 0 1 2
+
+Every run is a `relvit fit` of one thread in a folder of its own below WORK: where it was interrupted, the same command
+resumes it, and several of these commands can run side by side. A run that is done adds one line to
+docs/study/results.jsonl, from which alone tools/study_report.py makes tables and figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import itertools
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning
+import timm
+import torch
+from lightning import Callback
+
+import relvit
+from relvit.evaluation.resolutions import evaluate_size
+from relvit.models import set_reach
+from relvit.training import Checkpoint
+
+LINES = Path(__file__).parent.parent / "docs" / "study" / "results.jsonl"
+
+SHAPE = {"patch_size": 4, "embed_dim": 128, "depth": 4, "num_heads": 4}
+TIMM = SHAPE | {"class_token": False, "global_pool": "avg"}
+VIT = TIMM | {"dynamic_img_size": True}
+ROPE = VIT | {"use_abs_pos_emb": False}
+REACH = ("stretch", "logn")
+
+
+class Model(NamedTuple):
+    """Name and arguments of a model of timm's registry, and what is tried of `--reach` beside 'trained'."""
+
+    name: str
+    arguments: dict[str, Any]
+    reach: tuple[str, ...] = ()
+
+
+def relative(reach: tuple[str, ...] = (), **arguments: Any) -> Model:
+    """Declare a relvit model."""
+    return Model("relvit_tiny", SHAPE | arguments, reach)
+
+
+MODELS = {
+    "none": Model("vit_tiny_patch16_224", VIT | {"pos_embed": "none"}),
+    "learned": Model("vit_tiny_patch16_224", VIT | {"pos_embed": "learn"}),
+    "axial": relative(rel_terms="", pos_embed="axial"),
+    "relpos": Model("vit_relpos_small_patch16_224", TIMM | {"rel_pos_type": "bias", "init_values": None}),
+    "rope-axial": Model("vit_small_patch16_rope_224", ROPE),
+    "rope-mixed": Model("vit_small_patch16_rope_mixed_224", ROPE),
+    "rope-axial-augmented": Model(
+        "vit_small_patch16_rope_224",
+        ROPE | {"rope_shift_coords": 0.5, "rope_jitter_coords": 1.1, "rope_rescale_coords": 2.0},
+    ),
+    "slopes": relative(position="slopes"),
+    "b-7": relative(rel_terms="b"),
+    "k-7": relative(rel_terms="k"),
+    "kv-7": relative(REACH),
+    "kvb-7": relative(rel_terms="kvb"),
+    "kv-1": relative(max_distance=1),
+    "kv-2": relative(max_distance=2),
+    "kv-3": relative(REACH, max_distance=3),
+    "kv-3-piecewise": relative(max_distance=3, bucketing="piecewise"),
+    "kv-3-learned": relative(max_distance=3, pos_embed="learn"),
+    # A little wider inside, since its attention has fewer parameters.
+    "aft-conv": Model("relvit_aft_conv_tiny", SHAPE | {"mlp_ratio": 4.5}),
+}
+RECIPES = {
+    "one": [],
+    "several": ["--data.train_sizes=[20,24,28,32,36,40,44]"],
+}
+# Of each class, in the order of the names of the files; validation images come after those of training.
+TRAIN, VAL, TEST = 2000, 20, 400
+EPOCHS = 8
+SIZE = 32
+OPTIONS = f"""
+--data=ImageFolderData --data.img_size={SIZE} --data.batch_size=128 --data.num_workers=0 --data.cache=true
+--data.augment=crop-flip --data.crop_pct=1 --data.mean=[0.4914,0.4822,0.4465] --data.std=[0.247,0.2435,0.2616]
+--model.lr=1e-3 --model.weight_decay=0.05 --model.warmup_epochs=1 --model.label_smoothing=0
+--trainer.max_epochs={EPOCHS} --trainer.gradient_clip_val=1 --trainer.precision=bf16-mixed --trainer.accelerator=cpu
+--trainer.devices=1 --trainer.enable_progress_bar=false --trainer.callbacks=study.ProcessorTime --quiet
+"""
+SIZES = (16, 24, 32, 40, 48, 64)
+REACH_SIZES = (16, 48, 64)
+PROTOCOLS = ("resize", "field")
+
+
+class Run(NamedTuple):
+    """One training."""
+
+    model: str
+    recipe: str
+    seed: int
+
+    @property
+    def folder(self) -> str:
+        return f"{self.model}_{self.recipe}_{self.seed}"
+
+
+class ProcessorTime(Callback):
+    """Add up the seconds of processor time of a training in a file, up to the last checkpoint."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.start = time.process_time()
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        file, now = Path(trainer.default_root_dir) / "processor_seconds", time.process_time()
+        before = float(file.read_text()) if file.exists() else 0.0
+        file.write_text(f"{before + now - self.start}\n")
+        self.start = now
+
+
+def prepare(images: Path, work: Path) -> Path:
+    """Link the images of the study: part of train, and of test, the same for all runs."""
+    root = work / "images"
+    for split, source, first, last in (
+        ("train", "train", 0, TRAIN),
+        ("val", "train", TRAIN, TRAIN + VAL),
+        ("test", "test", 0, TEST),
+    ):
+        for folder in sorted((images / source).iterdir()):
+            target = root / split / folder.name
+            target.mkdir(parents=True, exist_ok=True)
+            for file in sorted(folder.iterdir())[first:last]:
+                if not (target / file.name).is_symlink():
+                    (target / file.name).symlink_to(file.resolve())
+    return root
+
+
+def train(run: Run, images: Path, folder: Path) -> Path:
+    """Train, or resume what was interrupted; return the folder of `relvit fit`."""
+    model = MODELS[run.model]
+    begun = sorted(folder.glob("*/checkpoints/last.ckpt"))
+    if begun:
+        made = begun[-1].parent.parent
+        if Checkpoint.read(begun[-1]).finished_epochs() >= EPOCHS:
+            return made
+        arguments = [f"--resume={made}"]
+    else:
+        arguments = [*OPTIONS.split(), f"--data.root={images}", *RECIPES[run.recipe], f"--seed_everything={run.seed}"]
+        arguments += [f"--model.model={model.name}", f"--model.model_kwargs={json.dumps(model.arguments)}"]
+        arguments += [f"--runs={folder}"]
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": path}
+    with open(folder / "log.txt", "a") as log:
+        command = [sys.executable, "-m", "relvit", "fit", *arguments]
+        subprocess.run(command, env=environment, stdout=log, stderr=log, check=True)
+    return sorted(folder.glob("*/checkpoints/last.ckpt"))[-1].parent.parent
+
+
+def evaluate(run: Run, made: Path) -> list[dict[str, Any]]:
+    """Evaluate the last checkpoint at all sizes; in the precision of the training, which is quicker."""
+    checkpoint = Checkpoint.read(made / "checkpoints" / "last.ckpt")
+    classifier, data = checkpoint.classifier(), checkpoint.data_module()
+    rows = []
+    for reach in ("trained", *MODELS[run.model].reach):
+        if reach != "trained":
+            set_reach(classifier.net, reach, SIZE)
+        sizes = SIZES if reach == "trained" else REACH_SIZES
+        for protocol, size in itertools.product(PROTOCOLS, sizes):
+            if size == SIZE and protocol != PROTOCOLS[0]:
+                continue  # the same numbers again
+            with torch.autocast("cpu", torch.bfloat16):
+                row = evaluate_size(classifier, data, size, "test", protocol)
+            values = {name: round(row[name], 5) for name in ("acc1", "loss", "calibration_error")}
+            rows.append({"reach": reach, "protocol": protocol, "size": size, **values})
+    return rows
+
+
+def line_of(run: Run, made: Path, commit: str) -> dict[str, Any]:
+    """Describe a run that is done."""
+    model = MODELS[run.model]
+    net = timm.create_model(model.name, img_size=SIZE, num_classes=10, **model.arguments)
+    seconds = float((made / "processor_seconds").read_text())
+    modules = {"relvit": relvit, "torch": torch, "timm": timm, "lightning": lightning}
+    return {
+        **run._asdict(),
+        "name": model.name,
+        "arguments": model.arguments,
+        "options": [*OPTIONS.split(), *RECIPES[run.recipe]],
+        "images": {"train": 10 * TRAIN, "test": 10 * TEST},
+        "parameters": sum(parameter.numel() for parameter in net.parameters()),
+        "processor_minutes": round(seconds / 60, 2),
+        "versions": {name: module.__version__ for name, module in modules.items()}
+        | {"python": platform.python_version()},
+        "commit": commit,
+        "rows": evaluate(run, made),
+    }
+
+
+def done(lines: Path) -> set[Run]:
+    """Read which runs have a line."""
+    if not lines.exists():
+        return set()
+    found = [json.loads(line) for line in lines.read_text().splitlines()]
+    return {Run(line["model"], line["recipe"], line["seed"]) for line in found}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train and evaluate what is asked for and not done."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--images", type=Path, required=True, help="class folders of CIFAR-10, in train and test")
+    add("--work", type=Path, required=True, help="folder for the trainings")
+    add("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    add("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
+    add("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    add("--lines", type=Path, default=LINES)
+    add("--commit", default="", help="what is run, where the code is a copy without git")
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    images = prepare(given.images, given.work)
+    for run in (Run(*key) for key in itertools.product(given.models, given.recipes, given.seeds)):
+        if run in done(given.lines):
+            continue
+        folder = given.work / run.folder
+        folder.mkdir(exist_ok=True)
+        with open(folder / "lock", "w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue  # another process has it
+            line = line_of(run, train(run, images, folder), given.commit)
+        given.lines.parent.mkdir(parents=True, exist_ok=True)
+        with open(given.lines, "a") as file:
+            file.write(json.dumps(line) + "\n")
+        print(f"{run.folder}: {line['processor_minutes']} processor minutes", flush=True)
+
+
+if __name__ == "__main__":
+    main()
