@@ -43,13 +43,15 @@ def export_model(predictor: Predictor, output: str | os.PathLike[str]) -> list[t
         The shapes of the images that the two were compared with.
 
     Raises:
-        ValueError: another ending.
+        ValueError: another ending, or the reach "windows".
         FileNotFoundError: the folder does not exist.
         ModuleNotFoundError: ONNX without its packages.
         ExportError: other logits than the model's.
     """
     output = Path(output)
     check_export(output)
+    if predictor.reach == "windows":
+        raise ValueError("reach 'windows' cannot be exported: how many windows there are depends on the image")
     # On the CPU as the file is meant for anywhere; backends of the attention are chosen while tracing.
     net = predictor.to("cpu").classifier.net
     shapes, dynamic = _shapes(predictor)

@@ -24,6 +24,7 @@ from relvit.evaluation.inputs import ImageInput, InputImages
 from relvit.evaluation.mirror import average_with_mirror
 from relvit.models import AttentionMaps, Reach, attention_maps, check_image_size, set_reach
 from relvit.models.native import pooled_features
+from relvit.models.reach import check_native_reach
 from relvit.training import Checkpoint
 from relvit.utils.messages import check_choice
 
@@ -100,8 +101,8 @@ class Predictor:
         if len(self.mean) not in (1, 3):
             raise ValueError(f"{ckpt_path} was trained on images of {len(self.mean)} channels; 1 or 3 can be read")
         self.native = checkpoint.native()
-        if self.native is not None and reach not in ("trained", "logn"):
-            raise ValueError(f"reach {reach!r} is for images of one size, and {ckpt_path} was trained on native shapes")
+        if self.native is not None:
+            check_native_reach(reach, str(ckpt_path))
         self.reach = reach
         set_reach(self.model, reach, trained_size)
         if img_size is not None and self.native is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, get_args
 
@@ -69,7 +70,8 @@ def evaluate_sizes(
         reach: how models treat other sizes than the trained one, see `relvit.models.set_reach`.
 
     Returns:
-        Per checkpoint and size 'checkpoint', 'model', 'reach', 'train_sizes' (each [height, width]) and what
+        Per checkpoint and size 'checkpoint', 'model', 'reach', 'train_sizes' (each [height, width]; none of
+        native shapes) and what
         `evaluate_size` returns.
 
     Raises:
@@ -77,8 +79,11 @@ def evaluate_sizes(
             classes or images or one given twice, or a size that no checkpoint takes.
     """
     paths = [ckpt_path] if isinstance(ckpt_path, str | os.PathLike) else list(ckpt_path)
-    if not paths or not sizes or len(set(paths)) < len(paths):
-        raise ValueError(f"got checkpoints {listing(list(map(str, paths)))} and sizes {sizes}; give some, each once")
+    for name, given in (("checkpoint", paths), ("size", [parse_size(size, "sizes") for size in sizes])):
+        if not given:
+            raise ValueError(f"give a {name} or several")
+        if twice := [one for one, count in Counter(given).items() if count > 1]:
+            raise ValueError(f"{name} {twice[0]} is given more than once")
     checkpoints = [Checkpoint.read(path) for path in paths]
     pairs = []
     for checkpoint in checkpoints:
@@ -92,7 +97,7 @@ def evaluate_sizes(
     rows = []
     for checkpoint, (classifier, data), possible in zip(checkpoints, pairs, todo, strict=True):
         classifier.to(device)
-        trained = [list(size) for size in data.train_sizes or [data.img_size]]
+        trained = [] if data.native else [list(size) for size in data.train_sizes or [data.img_size]]
         about = {"checkpoint": checkpoint.path, "model": classifier.hparams.model, "reach": reach}
         about |= {"train_sizes": trained}
         rows += [about | evaluate_size(classifier, data, size, split, protocol, fill, progress) for size in possible]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, get_type_hints
 
 import timm
 import torch
+from timm.models.naflexvit import NaFlexVit, NaFlexVitCfg
 from torch import nn
 
 from relvit.models.retrofit import retrofit as retrofit_model
@@ -139,6 +141,8 @@ def model_arguments(name: str) -> set[str]:
     if model_class is None:
         return set()
     arguments: set[str] = set(BUILDER_ARGUMENTS)
+    if issubclass(model_class, NaFlexVit):
+        arguments |= {field.name for field in fields(NaFlexVitCfg)}
     for cls in model_class.__mro__:
         parameters = inspect.signature(cls.__init__).parameters.values()
         arguments |= {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)} - {"self"}

@@ -16,6 +16,12 @@ from relvit.utils.messages import check_choice
 Reach = Literal["trained", "stretch", "logn", "stretch-logn", "windows"]
 
 
+def check_native_reach(reach: Reach, path: str) -> None:
+    """Raise ValueError for a reach that is not for native shapes, on which the checkpoint at `path` was trained."""
+    if reach not in ("trained", "logn"):
+        raise ValueError(f"reach {reach!r} is for images of one size, and {path} was trained on native shapes")
+
+
 def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] | None = None) -> nn.Module:
     """Choose how relative attention treats images of another size than in training, until chosen again; in place.
 

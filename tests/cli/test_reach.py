@@ -109,3 +109,6 @@ def test_refused_before_anything_is_written(best, tmp_path, capsys):
     assert not (tmp_path / "runs").exists()
     with pytest.raises(ValueError, match=r"reach is 'log'; .* \(did you mean 'logn'"):
         relvit.load(best, reach="log")
+    assert main(["export", best, f"--output={tmp_path / 'model.pt2'}", "--reach=windows"]) == 2
+    assert "reach 'windows' cannot be exported" in capsys.readouterr().err
+    assert not (tmp_path / "model.pt2").exists()

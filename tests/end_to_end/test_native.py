@@ -100,6 +100,19 @@ def test_one_process(shapes, tmp_path, capsys, options, budget, side):
         model, (image,) = predictor.model, images_of(pixels)
         expected = model.forward_head(model.forward_features(image[None]), pre_logits=True)[0]
         torch.testing.assert_close(torch.from_numpy(features), expected, atol=1e-5, rtol=1e-4)
+    # Named images keep their shapes, too; another budget is another result.
+    given = ["predict", str(best), str(shapes / "test"), f"--runs={tmp_path / 'named'}", *CPU]
+    assert main(given) == 0
+    (named,) = [rows(path) for path in (tmp_path / "named").glob("*/predictions.csv")]
+    for row, prediction in zip(named, predictor.predict([row["path"] for row in named]), strict=True):
+        assert float(row["probability"]) == pytest.approx(prediction.probability, abs=5e-6)
+    assert main([*given, f"--data.max_tokens={2 * budget}"]) == 0
+    other = rows(max((tmp_path / "named").glob("*/predictions.csv")))
+    assert [row["probability"] for row in other] != [row["probability"] for row in named]
+    capsys.readouterr()
+    for command in (given, ["test", str(best), *CPU]):
+        assert main([*command, "--reach=windows"]) == 2
+        assert "reach 'windows' is for images of one size, and" in capsys.readouterr().err
     height, width = predictor.attention(str(shapes / "test" / "cat" / "banner.png")).grid
     assert 9 * height <= width <= budget // height
 

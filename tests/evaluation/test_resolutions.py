@@ -192,7 +192,7 @@ def test_checkpoints_of_other_classes_or_images(best, digits_run, other, photos,
     divided = other("vit_tiny_patch16_224", VIT, split_seed=1)
     with pytest.raises(ValueError, match=r"was trained with split_seed 0, .* with 1: evaluate them apart"):
         evaluate_sizes([best, divided], [16])
-    with pytest.raises(ValueError, match="give some, each once"):
+    with pytest.raises(ValueError, match=r"best\.ckpt is given more than once"):
         evaluate_sizes([best, best], [16])
 
 
@@ -203,8 +203,9 @@ def test_checkpoints_of_other_classes_or_images(best, digits_run, other, photos,
         ({"protocol": "field", "fill": "black"}, "fill is 'black'"),
         ({"split": "valid"}, "split is 'valid'"),
         ({"fill": "grey"}, "fill 'grey' is for protocol 'field', not 'crop'"),
-        ({"sizes": [0]}, "img_size is 0"),
-        ({"sizes": []}, r"and sizes \[\]; give some, each once"),
+        ({"sizes": [0]}, "sizes is 0; give a positive integer"),
+        ({"sizes": []}, "give a size or several"),
+        ({"sizes": [16, (16, 16)]}, r"size \(16, 16\) is given more than once"),
     ],
 )
 def test_wrong_arguments(options, message, best):

@@ -99,3 +99,10 @@ def test_the_check_changes_no_random_numbers(monkeypatch):
     monkeypatch.setattr("relvit.models.factory.available_memory", lambda: size - 1)
     with pytest.raises(ValueError, match="more memory than there is"):
         build_model("relvit_tiny", 7, model_kwargs=kwargs)
+
+
+def test_naflexvit_knows_the_arguments_of_its_configuration():
+    small = {"depth": 1, "embed_dim": 48, "num_heads": 4, "drop_path_rate": 0.1}
+    assert build_model("naflexvit_base_patch16_gap", 3, 3, None, small).embed_dim == 48
+    with pytest.raises(ValueError, match=r"has no argument 'drop_paths' .did you mean 'drop_path_rate'"):
+        build_model("naflexvit_base_patch16_gap", 3, 3, None, {"drop_paths": 0.1})

@@ -59,7 +59,7 @@ def resolutions(
         batch_size: The number of images in a batch; None means as in training.
         accelerator: The kind of device by Lightning's name: auto, cpu, gpu or mps.
         output: A file for the figures that ends in .csv, .json or .png (curves), or a folder for all three.
-        reach: How images of another size than in training are treated: trained, stretch, logn, stretch-logn or windows.
+        reach: How attention works at other sizes than in training: trained, stretch, logn, stretch-logn or windows.
     """
     targets = _targets(output)
     rows = evaluate_sizes(ckpt_path, sizes, split, root, batch_size, accelerator, protocol, fill, with_bar, reach)
@@ -76,7 +76,8 @@ def resolutions(
 
 def _title(row: dict[str, Any]) -> str:
     sizes = ", ".join(f"{height} x {width}" for height, width in row["train_sizes"])
-    return f"{row['checkpoint']}: {row['model']}, trained at {sizes} px"
+    trained = f"trained at {sizes} px" if sizes else "trained on native shapes"
+    return f"{row['checkpoint']}: {row['model']}, {trained}"
 
 
 def short_labels(paths: Sequence[str]) -> list[str]:

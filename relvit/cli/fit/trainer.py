@@ -29,6 +29,7 @@ from relvit.cli.parser import Parser
 from relvit.data import ImageData
 from relvit.evaluation import EvaluationReport, MirrorAverage
 from relvit.models import set_reach
+from relvit.models.reach import check_native_reach
 from relvit.training import (
     AtomicCheckpointIO,
     Checkpoint,
@@ -188,6 +189,8 @@ class RelvitCLI(OpenLightningCLI):
         checkpoint.check_data(self.datamodule)
         if self.command != "fit":
             if (reach := self.config_value(self.config, "reach")) != "trained":
+                if self.datamodule.native:
+                    check_native_reach(reach, str(self.checkpoint_path))
                 set_reach(self.model.net, reach, checkpoint.transforms().img_size)
             return
         if self.config_value(self.config, "lr_find"):

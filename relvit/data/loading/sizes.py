@@ -3,13 +3,15 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch.utils.data import Dataset
 
 from relvit.data.loading.deterministic import SeededIndex
 from relvit.data.loading.sampler import TrainSampler
+from relvit.data.transforms import parse_size
+from relvit.utils.messages import check_choice
 
 SizeSchedule = Literal["random", "progressive"]
 Size = tuple[int, int]
@@ -125,3 +127,22 @@ class SizedBatches(Dataset):
 
     def __getitem__(self, batch: SizedBatch) -> Any:
         return self.collate(self.datasets[batch.size].__getitems__(batch.indices))
+
+
+def check_sizes(
+    train_sizes: Sequence[int | tuple[int, int]] | None, schedule: SizeSchedule
+) -> list[tuple[int, int]] | None:
+    """Return the sizes to train at as (height, width).
+
+    Raises:
+        ValueError: What is no size, no size at all, one twice, an unknown schedule, or one without sizes.
+    """
+    check_choice("size_schedule", schedule, get_args(SizeSchedule))
+    if train_sizes is None:
+        if schedule != "random":
+            raise ValueError(f"size_schedule {schedule!r} orders the train_sizes: give these, too")
+        return None
+    sizes = [parse_size(size, "train_sizes") for size in train_sizes]
+    if not sizes or len(set(sizes)) < len(sizes):
+        raise ValueError(f"train_sizes is {list(train_sizes)}; give one or more sizes, each once")
+    return sizes

@@ -27,7 +27,7 @@ from relvit.data.loading.deterministic import DeterministicDataset
 from relvit.data.loading.eval_shards import EvalShardLoader
 from relvit.data.loading.loader import SignalSafeDataLoader, identity_collate
 from relvit.data.loading.sampler import Balance, TrainSampler, class_weights, training_position
-from relvit.data.loading.sizes import SizedBatches, SizedBatchSampler, SizePlan, SizeSchedule
+from relvit.data.loading.sizes import SizedBatches, SizedBatchSampler, SizePlan, SizeSchedule, check_sizes
 from relvit.data.native import collate_native, empty_native, model_size, native_transform, token_budget
 from relvit.data.transforms import Augment, BatchTransform, batch_transform, eval_transform, parse_size, train_transform
 from relvit.utils.messages import check_choice
@@ -106,7 +106,7 @@ class ImageData(LightningDataModule, ABC):
         random_erasing: float | None = None,
         balance: Balance = "none",
         repeats: int = 1,
-        train_sizes: Sequence[int | tuple[int, int]] | None = None,
+        train_sizes: list[int | tuple[int, int]] | None = None,
         size_schedule: SizeSchedule = "random",
         native: bool = False,
         max_tokens: int | None = None,
@@ -120,7 +120,6 @@ class ImageData(LightningDataModule, ABC):
         if repeats < 1:
             raise ValueError(f"repeats is {repeats}; give 1 (every image once) or more, such as 3")
         check_choice("balance", balance, get_args(Balance))
-        check_choice("size_schedule", size_schedule, get_args(SizeSchedule))
         self.class_names: list[str] = checked_classes(class_names)
         self.in_chans = in_chans
         self.img_size: tuple[int, int] = parse_size(img_size)
@@ -132,7 +131,7 @@ class ImageData(LightningDataModule, ABC):
         self.random_erasing = random_erasing
         self.balance: Balance = balance
         self.repeats = repeats
-        self.train_sizes = None if train_sizes is None else _checked_sizes(train_sizes)
+        self.train_sizes = check_sizes(train_sizes, size_schedule)
         self.size_schedule: SizeSchedule = size_schedule
         if native and train_sizes is not None:
             raise ValueError("train_sizes are sizes of images of one shape: leave them out, or native")
@@ -387,13 +386,6 @@ class ImageData(LightningDataModule, ABC):
         if not self.trains_on(split):
             return BatchTransform.like(self.eval_transform, stored)
         return batch_transform(stored, *self._augmentation(size))
-
-
-def _checked_sizes(train_sizes: Sequence[int | tuple[int, int]]) -> list[tuple[int, int]]:
-    sizes = [parse_size(size) for size in train_sizes]
-    if not sizes or len(set(sizes)) < len(sizes):
-        raise ValueError(f"train_sizes is {list(train_sizes)}; give one or more sizes, each once")
-    return sizes
 
 
 def _plain(value: Any) -> Any:

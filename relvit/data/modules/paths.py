@@ -18,7 +18,8 @@ class ImagePathsData(ImageData):
         paths: Files, folders with all images below them, and patterns, see `find_images`.
         mean: Mean of each channel, in units of the range 0..1; with one channel the images become grey.
         on_error: What to do about a file that cannot be read: 'skip' goes on without it, 'error' stops and names it.
-        class_names, img_size, std, crop_pct, batch_size, num_workers: See :class:`relvit.data.ImageData`.
+        class_names, img_size, std, crop_pct, batch_size, num_workers, native, max_tokens, patch_size: See
+            :class:`relvit.data.ImageData`.
 
     Raises:
         ValueError: An argument out of its range; later, a path at which there is no image.
@@ -38,10 +39,14 @@ class ImagePathsData(ImageData):
         batch_size: int = 64,
         num_workers: int = 2,
         on_error: OnError = "skip",
+        native: bool = False,
+        max_tokens: int | None = None,
+        patch_size: int | tuple[int, int] = 16,
     ) -> None:
         if len(mean) not in (1, 3):
             raise ValueError(f"the model takes images of {len(mean)} channels; files are read with 1 or 3")
         sizes: dict[str, Any] = {"img_size": img_size, "crop_pct": crop_pct}
+        sizes |= {"native": native, "max_tokens": max_tokens, "patch_size": patch_size}
         loading = {"batch_size": batch_size, "num_workers": num_workers}
         super().__init__(class_names, len(mean), augment="none", mean=mean, std=std, **sizes, **loading)
         self.paths = list(paths)

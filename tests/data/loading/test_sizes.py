@@ -138,7 +138,7 @@ def test_batches_in_memory_serve_all_sizes(images):
     [
         ([], "give one or more sizes, each once"),
         ([16, (16, 16)], "give one or more sizes, each once"),
-        ([16, 0], "give a positive integer"),
+        ([16, 0], "train_sizes is 0; give a positive integer"),
     ],
 )
 def test_refused(images, given, message):
@@ -146,6 +146,8 @@ def test_refused(images, given, message):
         data_at(images, train_sizes=given)
     with pytest.raises(ValueError, match=r"size_schedule is 'progresive'.*did you mean 'progressive'"):
         data_at(images, size_schedule="progresive")
+    with pytest.raises(ValueError, match="size_schedule 'progressive' orders the train_sizes: give these, too"):
+        data_at(images, train_sizes=None, size_schedule="progressive")
 
 
 def trained(images, callbacks=(), limit_val_batches=1.0, **options):
