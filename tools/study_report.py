@@ -43,12 +43,12 @@ INTRODUCTION = """# Study: accuracy at sizes that were not trained at
 Written by `python tools/study_report.py` from the [lines of all runs](results.jsonl); not to be edited by hand.
 `python tools/study.py --images DIR --work WORK` trains and evaluates what is missing.
 
-CIFAR-10 from a public copy whose images were stored as JPEG: figures compare with one another, not with published ones.
-{images[train]} training images, {images[test]} test images, {epochs} epochs, bfloat16, one thread. All models: width
-128, depth 4, 4 heads, patch 4, average pooling, no class token, {least:,} to {most:,} parameters; the same images in
-the same order with the same augmentations for each seed. Trained at 20 to 44 px: one of the sizes 20, 24 ... 44 for
-each step, the same number of images in all, and so fewer steps. Each accuracy is the mean over seeds, ± its standard
-error where there are two seeds or more.
+CIFAR-10 from a public copy whose images were stored as JPEG: figures compare with each other, not with published ones.
+{images[train]:,} training images, {images[test]:,} test images, {epochs} epochs, bfloat16, one thread. All models:
+width 128, depth 4, 4 heads, patch 4, average pooling, no class token, {least:,} to {most:,} parameters; the same images
+in the same order with the same augmentations for each seed. Trained at 20 to 44 px: one of the sizes 20, 24 ... 44
+for each step, the same number of images in all, and so fewer steps. Each accuracy is the mean over seeds, ± its
+standard error where there are two seeds or more; a difference of one seed alone says little.
 [The two protocols](../sizes.md): relative offsets promise `field`, embeddings stretched over the image `resize`.
 """
 

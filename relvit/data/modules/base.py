@@ -70,7 +70,7 @@ class ImageData(LightningDataModule, ABC):
         repeats: Copies of an image in a training batch, each augmented in its own way; an epoch keeps its length and
             sees only one image in `repeats` (repeated augmentation, see :class:`relvit.data.TrainSampler`).
         train_sizes: Image sizes to train at, each one number or (height, width). Every optimiser step has one of them,
-            on all devices, and as many images as keep the number of pixels of `batch_size` images of `img_size`; an
+            on all devices, and as many images as keep the tokens, by pixels, of `batch_size` images of `img_size`; an
             epoch shows about every image once. None: `img_size` alone. Evaluation is at `img_size`.
         size_schedule: 'random': every size equally often, in random order; 'progressive': small sizes first, each for
             an equal part of the training (see :class:`relvit.data.SizePlan`).

@@ -146,7 +146,12 @@ class Checkpoint:
         if data_type is None:
             name = self.data["class_path"]
             raise ValueError(f"{self.path} was trained with the data module {name}, which is not one of relvit.data")
-        arguments = self.data_args | {name: value for name, value in changes.items() if value is not None}
+        changes = {name: value for name, value in changes.items() if value is not None}
+        if unknown := changes.keys() - set(data_type.argument_names()):
+            raise ValueError(
+                f"{self.path} was trained with {data_type.__name__}, which has no {min(unknown)}: leave it out"
+            )
+        arguments = self.data_args | changes
         try:
             return data_type(**arguments)
         except TypeError as error:  # an argument that there is not
