@@ -108,6 +108,8 @@ def test_dropped_patches_keep_their_places():
 
 @pytest.mark.slow
 def test_one_graph_serves_all_shapes():
+    # Graphs of other tests would count.
+    torch._dynamo.reset()
     model = small(patch_size=PATCH, depth=1)
     batch = native_batch(images(torch.float32))
     compiled = torch.compile(model, backend="eager", fullgraph=True)

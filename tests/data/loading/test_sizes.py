@@ -166,7 +166,7 @@ def test_a_size_that_the_patch_does_not_divide_is_refused_before_training(images
 
 
 @pytest.mark.slow
-def test_compile_makes_one_graph_for_each_size_and_then_no_more(images, monkeypatch):
+def test_compile_makes_one_graph_for_each_size_and_then_no_more(images):
     made = []
 
     class Count(Callback):
@@ -175,7 +175,8 @@ def test_compile_makes_one_graph_for_each_size_and_then_no_more(images, monkeypa
 
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
     sizes = [8, 16, 24]
-    trained(images, [Count()], compile="eager", data={"train_sizes": sizes, "batch_size": 8}, limit_val_batches=0)
+    # Not by monkeypatch, which leaves the option without a default.
+    with torch._dynamo.config.patch(recompile_limit=1):
+        trained(images, [Count()], compile="eager", data={"train_sizes": sizes, "batch_size": 8}, limit_val_batches=0)
     assert made == [len(sizes)] * 2
