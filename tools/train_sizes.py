@@ -1,6 +1,6 @@
 """Compare the throughput of training at several sizes with that of one size, in tokens per second.
 
-    python tools/train_sizes.py            # relvit_tiny at patch 4 and the sizes of tools/study.py
+    python tools/train_sizes.py            # relvit_tiny at patch 4 and the sizes of tools/study/study.py
 
 Steps of both kinds take turns in blocks with as many steps as there are sizes; the loading of images, forward and
 backward pass and the optimiser count. Printed are the medians over the blocks, and the median of their ratios.

@@ -70,9 +70,8 @@ def evaluate_sizes(
         reach: how models treat other sizes than the trained one, see `relvit.models.set_reach`.
 
     Returns:
-        Per checkpoint and size 'checkpoint', 'model', 'reach', 'train_sizes' (each [height, width]; none of
-        native shapes) and what
-        `evaluate_size` returns.
+        Per checkpoint and size 'checkpoint', 'model', 'reach', 'train_sizes' (each [height, width]; none of native
+        shapes) and what `evaluate_size` returns.
 
     Raises:
         FileNotFoundError, ValueError: a checkpoint, folder, name or reach that does not fit, checkpoints of different

@@ -32,9 +32,12 @@ def any_size():
 
 
 # Absolute embeddings smaller than some of SIZES and larger than others, in both axes.
+PER_HEAD = {"pos_embed": "learn", "img_size": 32, "rel_terms": "kvb", "shared_heads": False}
 VARIANTS = [
-    {"pos_embed": "learn", "img_size": 32, "rel_terms": "kvb", "shared_heads": False, "reach": "stretch-logn"},
+    PER_HEAD | {"reach": "stretch-logn"},
     {"pos_embed": "axial-sum", "img_size": (32, 48), "layout": "joint"},
+    PER_HEAD,
+    pytest.param({"position": "slopes"}, marks=pytest.mark.slow),
     pytest.param({"position": "slopes", "img_size": 32, "reach": "stretch"}, marks=pytest.mark.slow),
     {"case": "rope mixed"},
     pytest.param({"rel_terms": "qkvb", "bucketing": "piecewise"}, marks=pytest.mark.slow),
@@ -52,7 +55,7 @@ def test_exported_once_for_all_sizes(variant):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS[:2], ids=str)
+@pytest.mark.parametrize("variant", [{"pos_embed": "learn", "img_size": 32}, *VARIANTS[:2]], ids=str)
 def test_onnx_runtime_gives_the_same_at_all_sizes(variant, tmp_path):
     model = build(**variant)
     program = torch.onnx.export(model, (images(24, 16),), dynamic_shapes=any_size(), dynamo=True, verbose=False)
@@ -89,7 +92,9 @@ def test_compiled_without_break_into_one_graph_for_all_sizes(variant, most):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", [VARIANTS[0], {"case": "rope axial"}], ids=str)
+@pytest.mark.parametrize(
+    "variant", [{"pos_embed": "learn", "img_size": 32}, VARIANTS[0], {"case": "rope axial"}], ids=str
+)
 def test_compiled_training_step_has_the_gradients_of_the_plain_one(variant):
     model = build(**variant)
     torch._dynamo.reset()

@@ -8,10 +8,11 @@ ROOT = Path(__file__).parents[2]
 
 
 def load(name):
-    """The module of tools/`name`.py, the same every time; dataclasses and pickle look theirs up in `sys.modules`."""
+    """The module of `name`.py below tools, always the same; dataclasses and pickle look theirs up in `sys.modules`."""
     if name in sys.modules:
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    (path,) = (ROOT / "tools").rglob(f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, path)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -1,4 +1,4 @@
-"""tools/study.py trains, resumes and evaluates what is declared; tools/study_report.py tabulates the lines alone."""
+"""tools/study: trainings and evaluations of what is declared, one line each; tables and figures of the lines alone."""
 
 import json
 import math

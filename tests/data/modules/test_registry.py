@@ -12,7 +12,7 @@ from relvit.data.modules.registry import public_class_path
         ("data: {class_path: relvit.data.modules.digits.DigitsData}", "data: {class_path: relvit.data.DigitsData}"),
         ("relvit.data.DigitsData", None),
         ("mine.relvit.data.folder.MyData", None),
-        ("/home/relvit.data.folder.Images/train", None),
+        ("photos/relvit.data.folder.Images/train", None),
         ("images-relvit.data.folder.Images", None),
         ("relvit.data.folder.Images.tar", None),
         ("relvit.data.folder.Images-2", None),

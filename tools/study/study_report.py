@@ -1,4 +1,4 @@
-"""Write tables and figures of the lines of `tools/study.py`: `python tools/study_report.py [results.jsonl]`.
+"""Write tables and figures of the lines of `study.py`: `python tools/study/study_report.py [results.jsonl]`.
 
 `README.md` and `curves.png` are written beside the file.
 """
@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
 Line = dict[str, Any]
-SOURCE = Path(__file__).parent.parent / "docs" / "study" / "results.jsonl"
+SOURCE = Path(__file__).parents[2] / "docs" / "study" / "results.jsonl"
 BASE = "learned"
 TRAINED = 32
 PROTOCOLS = {
@@ -40,8 +40,8 @@ SHOWN = {
 }
 INTRODUCTION = """# Study: accuracy at sizes that were not trained at
 
-Written by `python tools/study_report.py` from the [lines of all runs](results.jsonl); not to be edited by hand.
-`python tools/study.py --images DIR --work WORK` trains and evaluates what is missing.
+Written by `python tools/study/study_report.py` from the [lines of all runs](results.jsonl); not to be edited by hand.
+`python tools/study/study.py --images DIR --work WORK` trains and evaluates what is missing.
 
 CIFAR-10 from a public copy whose images were stored as JPEG: figures compare with each other, not with published ones.
 {images[train]:,} training images, {images[test]:,} test images, {epochs} epochs, bfloat16, one thread. All models:

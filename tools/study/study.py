@@ -1,11 +1,11 @@
 """Train the declared models on CIFAR-10 with several seeds; evaluate them at sizes they were not trained at.
 
-    python tools/study.py --images DIR --work WORK     # all runs not done; DIR has train/<class>/*, test/<class>/*
-    python tools/study.py --images DIR --work WORK --models learned kv-3 --recipes one --seeds 0 1 2
+    python tools/study/study.py --images DIR --work WORK    # all runs not done; DIR has train/<class>/*, test/<class>/*
+    python tools/study/study.py --images DIR --work WORK --models learned kv-3 --recipes one --seeds 0 1 2
 
 Every run is a `relvit fit` of one thread in a folder of its own below WORK: where it was interrupted, the same command
 resumes it, and several of these commands can run side by side. A run that is done adds one line to
-docs/study/results.jsonl, from which alone tools/study_report.py makes tables and figures.
+docs/study/results.jsonl, from which alone tools/study/study_report.py makes tables and figures.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from relvit.evaluation.resolutions import evaluate_size
 from relvit.models import set_reach
 from relvit.training import Checkpoint
 
-LINES = Path(__file__).parent.parent / "docs" / "study" / "results.jsonl"
+LINES = Path(__file__).parents[2] / "docs" / "study" / "results.jsonl"
 
 SHAPE = {"patch_size": 4, "embed_dim": 128, "depth": 4, "num_heads": 4}
 TIMM = SHAPE | {"class_token": False, "global_pool": "avg"}

@@ -1,4 +1,4 @@
-"""Check on a GPU, which CI lacks, what the test suite checks on the CPU: `python tools/gpu_check.py`.
+"""Check on a GPU, which CI lacks, what the test suite checks on the CPU: `python tools/gpu/gpu_check.py`.
 
 Every backend, in every dtype, against `backend='reference'` in float64 on the CPU, forward and backward; then what only
 a GPU can show: which kernels run, how much memory a training step takes, compiled code. A line per check, `ok|FAIL name

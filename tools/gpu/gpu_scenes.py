@@ -1,4 +1,4 @@
-"""Build the cases of tools/gpu_check.py: grids, masks and tables on the CPU, and results and gradients on a device."""
+"""Build the cases of `gpu_check.py`: grids, masks and tables on the CPU, and results and gradients on a device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `tools/gpu_check.py` checks of attention-free operations and layers."""
+"""What `tools/gpu/gpu_check.py` checks of attention-free operations and layers."""
 
 from __future__ import annotations
 
