@@ -20,46 +20,46 @@ from relvit.models.base import FIXED
 
 # The test of each public name, and of each argument, of timm's class.
 COVERED = {
-    "contract/test_contract.py::test_state_is_described_as_timm_describes_it": "dynamic_img_size embed_dim has_class_token "
+    "test_contract.py::test_state_is_described_as_timm_describes_it": "dynamic_img_size embed_dim has_class_token "
     "head_hidden_size in_chans num_features num_prefix_tokens num_reg_tokens",
-    "contract/test_contract.py::test_options_give_timms_numbers": "fc_norm forward no_embed_class norm norm_pre "
+    "test_contract.py::test_options_give_timms_numbers": "fc_norm forward no_embed_class norm norm_pre "
     "pool_include_prefix",
-    "contract/test_contract.py::test_set_input_size": "patch_embed pos_embed set_input_size",
-    "contract/test_contract.py::test_reset_classifier": "get_classifier head num_classes reset_classifier",
-    "contract/test_contract.py::test_default_cfgs": "default_cfg pretrained_cfg",
-    "contract/test_contract_features.py::test_features_head_and_pooling": "attn_pool forward_features forward_head global_pool "
+    "test_contract.py::test_set_input_size": "patch_embed pos_embed set_input_size",
+    "test_contract.py::test_reset_classifier": "get_classifier head num_classes reset_classifier",
+    "test_contract.py::test_default_cfgs": "default_cfg pretrained_cfg",
+    "test_contract_features.py::test_features_head_and_pooling": "attn_pool forward_features forward_head global_pool "
     "pool",
-    "contract/test_contract_features.py::test_intermediates_in_every_form": "cls_token forward_intermediates "
+    "test_contract_features.py::test_intermediates_in_every_form": "cls_token forward_intermediates "
     "get_intermediate_layers reg_token",
-    "contract/test_contract_features.py::test_pruning": "blocks prune_intermediate_layers",
-    "contract/test_contract_features.py::test_features_only_are_the_intermediates": "feature_info",
-    "contract/test_contract_training.py::test_checkpointing_changes_neither_outputs_nor_gradients": "grad_checkpointing "
+    "test_contract_features.py::test_pruning": "blocks prune_intermediate_layers",
+    "test_contract_features.py::test_features_only_are_the_intermediates": "feature_info",
+    "test_contract_training.py::test_checkpointing_changes_neither_outputs_nor_gradients": "grad_checkpointing "
     "set_grad_checkpointing",
-    "contract/test_contract_training.py::test_layer_decay_reaches_the_tables_of_each_block": "group_matcher no_weight_decay",
-    "contract/test_contract_training.py::test_fix_init_scales_by_depth": "fix_init fix_init_weight",
-    "contract/test_contract_training.py::test_init_weights_in_every_mode": "init_weights weight_init_mode",
-    "contract/test_contract_training.py::test_dropouts_are_timms": "head_drop pos_drop",
+    "test_contract_training.py::test_layer_decay_reaches_the_tables_of_each_block": "group_matcher no_weight_decay",
+    "test_contract_training.py::test_fix_init_scales_by_depth": "fix_init fix_init_weight",
+    "test_contract_training.py::test_init_weights_in_every_mode": "init_weights weight_init_mode",
+    "test_contract_training.py::test_dropouts_are_timms": "head_drop pos_drop",
     "test_relative_vit.py::test_dropped_patches_keep_their_coordinates": "patch_drop",
     "weights/test_convert.py::test_jax_archives": "load_pretrained",
     "weights/test_hub.py::test_saved_and_loaded_as_it_was": "pretrained_model_args",
 }
 ARGUMENTS = {
-    "contract/test_contract.py::test_state_is_described_as_timm_describes_it": "embed_dim in_chans",
-    "contract/test_contract.py::test_options_give_timms_numbers": "img_size num_heads mlp_ratio qkv_bias qk_norm "
+    "test_contract.py::test_state_is_described_as_timm_describes_it": "embed_dim in_chans",
+    "test_contract.py::test_options_give_timms_numbers": "img_size num_heads mlp_ratio qkv_bias qk_norm "
     "scale_attn_norm scale_mlp_norm proj_bias init_values no_embed_class pre_norm final_norm fc_norm "
     "pool_include_prefix embed_layer embed_norm_layer norm_layer act_layer mlp_layer",
-    "contract/test_contract.py::test_set_input_size": "patch_size pos_embed",
-    "contract/test_contract.py::test_reset_classifier": "num_classes",
-    "contract/test_contract.py::test_misspelt_and_fixed_arguments": " ".join(FIXED),
-    "contract/test_contract_features.py::test_features_head_and_pooling": "global_pool",
-    "contract/test_contract_features.py::test_intermediates_in_every_form": "class_token reg_tokens",
-    "contract/test_contract_features.py::test_pruning": "depth",
-    "contract/test_contract_training.py::test_dropouts_are_timms": "drop_rate pos_drop_rate proj_drop_rate",
-    "contract/test_contract_training.py::test_attention_dropout_and_drop_path_are_of_training": "attn_drop_rate drop_path_rate",
-    "contract/test_contract_training.py::test_init_weights_in_every_mode": "weight_init",
-    "contract/test_contract_training.py::test_fix_init_scales_by_depth": "fix_init",
-    "contract/test_contract_training.py::test_made_without_memory_and_filled_later": "device",
-    "contract/test_contract_training.py::test_made_in_a_dtype": "dtype",
+    "test_contract.py::test_set_input_size": "patch_size pos_embed",
+    "test_contract.py::test_reset_classifier": "num_classes",
+    "test_contract.py::test_misspelt_and_fixed_arguments": " ".join(FIXED),
+    "test_contract_features.py::test_features_head_and_pooling": "global_pool",
+    "test_contract_features.py::test_intermediates_in_every_form": "class_token reg_tokens",
+    "test_contract_features.py::test_pruning": "depth",
+    "test_contract_training.py::test_dropouts_are_timms": "drop_rate pos_drop_rate proj_drop_rate",
+    "test_contract_training.py::test_attention_dropout_and_drop_path_are_of_training": "attn_drop_rate drop_path_rate",
+    "test_contract_training.py::test_init_weights_in_every_mode": "weight_init",
+    "test_contract_training.py::test_fix_init_scales_by_depth": "fix_init",
+    "test_contract_training.py::test_made_without_memory_and_filled_later": "device",
+    "test_contract_training.py::test_made_in_a_dtype": "dtype",
     "test_relative_vit.py::test_padding_to_whole_patches_is_an_option_and_otherwise_an_error": "dynamic_img_pad",
     "test_relative_vit.py::test_dropped_patches_keep_their_coordinates": "patch_drop_rate",
 }
@@ -91,7 +91,8 @@ def test_all_of_timms_vision_transformer_is_covered(offered, table, kind):
 def test_every_test_in_the_tables_is_there():
     for entry in COVERED.keys() | ARGUMENTS.keys():
         file, test = entry.split("::")
-        tree = ast.parse((Path(__file__).parents[1] / file).read_text())
+        (path,) = Path(__file__).parents[1].rglob(Path(file).name)
+        tree = ast.parse(path.read_text())
         assert test in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, entry
 
 
