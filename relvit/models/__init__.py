@@ -4,6 +4,7 @@ from relvit.models.aft_vit import AFTVisionTransformer
 from relvit.models.attention_maps import AttentionMaps, attention_maps
 from relvit.models.factory import build_model, model_arguments
 from relvit.models.image_size import check_image_size
+from relvit.models.lsh_vit import LSHVisionTransformer
 from relvit.models.reach import Reach, set_reach
 from relvit.models.relative_vit import RelVisionTransformer
 from relvit.models.retrofit import retrofit, retrofit_arguments
@@ -12,6 +13,7 @@ from relvit.models.weights import checkpoint_filter_fn
 __all__ = [
     "AFTVisionTransformer",
     "AttentionMaps",
+    "LSHVisionTransformer",
     "Reach",
     "RelVisionTransformer",
     "attention_maps",

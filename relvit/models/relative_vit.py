@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -51,6 +51,9 @@ class RelVisionTransformer(GridVisionTransformer):
         TypeError: an unknown argument, a `position` that makes no modules.
     """
 
+    # The class of the blocks' attention.
+    attention: ClassVar[type[nn.Module]] = RelativeAttention
+
     def __init__(
         self,
         *,
@@ -92,7 +95,7 @@ class RelVisionTransformer(GridVisionTransformer):
             global_pool=global_pool,
             patch_drop_rate=patch_drop_rate,
             block_fn=partial(RelativeBlock, position=make_position),
-            attn_layer=RelativeAttention,
+            attn_layer=self.attention,
             **kwargs,
         )
         for block in self.blocks:
