@@ -15,7 +15,7 @@ import timm
 import torch
 from torch import nn
 
-from relvit.layers import AFTConv2d, AFTFull, AFTSimple, RelativeAttention
+from relvit.layers import AFTConv2d, AFTFull, AFTSimple, LSHAttention, RelativeAttention
 from relvit.models import AFTVisionTransformer
 
 ROOT = Path(__file__).parent.parent
@@ -49,7 +49,8 @@ def cost(model: nn.Module) -> Cost:
     relative_parameters = relative_macs = 0
     for block in model.blocks:
         weights = sum(module.weight.numel() for module in block.modules() if isinstance(module, nn.Linear))
-        count = attention_free if isinstance(block.attn, AFTSimple) else attention
+        kinds = {AFTSimple: attention_free, LSHAttention: hashed_attention}
+        count = next((count for kind, count in kinds.items() if isinstance(block.attn, kind)), attention)
         mixed, parameters, relative = count(block.attn, tokens, patches)
         macs += tokens * weights + mixed + relative
         relative_parameters += parameters
@@ -72,6 +73,16 @@ def attention(mixer: RelativeAttention, tokens: int, patches: int) -> tuple[int,
             rows, head_dim = table.shape[-2:]
             macs += patches * mixer.num_heads * rows * head_dim
     return 2 * tokens**2 * mixer.attn_dim, parameters, macs
+
+
+def hashed_attention(mixer: LSHAttention, tokens: int, patches: int) -> tuple[int, int, int]:
+    """Count MACs of LSH attention: the hashes, and both products of each chunk with itself and the one before it."""
+    rounds, head_dim, most = mixer.rotations.shape
+    pairs = min(tokens // (2 * mixer.bucket_size), most)
+    chunk = min(tokens, 2 * -(-tokens // max(1, 2 * pairs)))
+    hashes = tokens * mixer.num_heads * head_dim * pairs
+    products = 2 * -(-tokens // chunk) * chunk * 2 * chunk * mixer.num_heads * head_dim
+    return rounds * (hashes + products), sum(table.numel() for table in mixer.position.parameters()), 0
 
 
 def attention_free(mixer: AFTSimple, tokens: int, patches: int) -> tuple[int, int, int]:

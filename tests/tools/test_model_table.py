@@ -16,7 +16,7 @@ def create(name, **kwargs):
 
 def flops(model, height, width):
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(torch.empty(1, 3, height, width, device="meta"))
+        model(torch.empty(1, 3, height, width, device=next(model.parameters()).device))
     return counter
 
 
@@ -28,6 +28,12 @@ def test_all_but_the_relative_part_is_what_pytorch_counts(name):
     assert cost.macs == relative.macs - relative.relative_macs == total / 2
     assert cost.relative_parameters == cost.relative_macs == 0
     assert cost.parameters == relative.parameters - relative.relative_parameters
+
+
+def test_lsh_attention_is_what_pytorch_counts():
+    options = {"img_size": 32, "patch_size": 4, "depth": 1, "bucket_size": 5, "rounds": 3}
+    total = flops(timm.create_model("relvit_lsh_small", **options).eval(), 32, 32)
+    assert model_table.cost(create("relvit_lsh_small", **options)).macs == total.get_total_flops() / 2
 
 
 @pytest.mark.parametrize(
