@@ -106,9 +106,7 @@ def _run(blocks: Sequence[nn.Module], chain: Chain, first: Tensor, second: Tenso
     return first, second
 
 
-@torch.compiler.disable(
-    reason="reversible blocks are recomputed outside of graphs; model.compile() compiles each block"
-)
+@torch.compiler.disable(reason="reversible blocks are recomputed outside of graphs: model.compile() compiles each one")
 def _run_recomputed(blocks: Sequence[nn.Module], chain: Chain, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     chain.autocast = _autocast_of(first.device.type)
     for number, block in enumerate(blocks):

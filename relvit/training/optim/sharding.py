@@ -148,8 +148,8 @@ def check_sharding(trainer: Trainer, hparams: Mapping[str, Any], net: nn.Module)
         raise ValueError(f"strategy {NAME} does not go with batch norm, whose statistics each device would have alone")
     if getattr(net, "reversible", False):
         raise ValueError(
-            f"strategy {NAME} does not go with reversible=True, which recomputes a block in backward where its parameters "
-            "are shards: train with ddp"
+            f"strategy {NAME} does not go with reversible=True, which recomputes a block in backward, where its "
+            "parameters are shards: train with ddp"
         )
     for what, given, allowed in (
         ("optimiser", hparams["opt"], OPTIMIZERS),
