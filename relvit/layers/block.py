@@ -5,21 +5,49 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from relvit.layers.attention import RelativeAttention
+from relvit.layers.feed_forward import chunked_mlp
 from relvit.layers.positions.factory import make_position
 from relvit.ops import Grid
 
 
 class GridBlock(Block):
-    """timm's pre-norm `Block` that hands the `Grid` of the tokens to its mixer."""
+    """timm's pre-norm `Block` that hands the `Grid` of the tokens to its mixer.
 
-    def forward(self, x: Tensor, grid: Grid, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """Map (B, N, dim) tokens of `grid` to (B, N, dim)."""
-        x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x), grid, attn_mask, is_causal)))
-        return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
+    Attributes:
+        mlp_chunk: tokens for which the MLP is computed at a time, see `relvit.layers.feed_forward`; None: all. Not in
+            TorchScript.
+    """
+
+    # Without an annotation, which TorchScript would read.
+    mlp_chunk = None
+
+    def forward(
+        self, x: Tensor, grid: Grid, attn_mask: Tensor | None = None, is_causal: bool = False, branch: str = ""
+    ) -> Tensor:
+        """Map (B, N, dim) tokens of `grid` to (B, N, dim).
+
+        With `branch` 'mixer' or 'mlp' by that branch alone, which is not added to `x`, as `reversible_blocks` wants it.
+        """
+        if branch == "mlp":
+            return self._mlp_branch(x)
+        mixed = self.drop_path1(self.ls1(self.attn(self.norm1(x), grid, attn_mask, is_causal)))
+        if branch == "mixer":
+            return mixed
+        x = x + mixed
+        return x + self._mlp_branch(x)
+
+    def _mlp_branch(self, x: Tensor) -> Tensor:
+        if torch.jit.is_scripting():
+            x = self.mlp(self.norm2(x))
+        else:
+            chunk = self.mlp_chunk
+            x = self.mlp(self.norm2(x)) if chunk is None else chunked_mlp(self.norm2, self.mlp, x, chunk)
+        return self.drop_path2(self.ls2(x))
 
 
 class MixerBlock(GridBlock):

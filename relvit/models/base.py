@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +15,8 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from relvit.layers import AnySizePatchEmbed, AxialPositionEmbedding, resample_embedding
+from relvit.layers.depth import reversible_blocks
+from relvit.layers.feed_forward import check_chunk
 from relvit.models.native import embed_native, pool_native
 from relvit.models.weights.convert import load_jax_archive
 from relvit.ops import Grid
@@ -98,16 +100,36 @@ class GridForward:
         Of a native batch, as timm's `NaFlexVit`, a dictionary: these tokens as 'patches', and 'patch_valid'.
         """
         x, grid = self.embed(x)
-        for block in self.blocks:
-            if torch.jit.is_scripting():
-                x = block(x, grid, attn_mask, is_causal)
-            else:
-                x = self._run_block(block, x, grid, attn_mask, is_causal)
-        x = self.norm(x)
+        x = self.norm(self._run_blocks(x, grid, attn_mask, is_causal))
         if torch.jit.is_scripting():
             return x
         else:
             return x if grid.valid is None else {"patches": x, "patch_valid": grid.valid}
+
+    def _run_blocks(self, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+        if torch.jit.is_scripting():
+            for block in self.blocks:
+                x = block(x, grid, attn_mask, is_causal)
+            return x
+        else:
+            return self._run_eager(self.blocks, x, grid, attn_mask, is_causal)[0]
+
+    def _run_eager(
+        self,
+        blocks: Sequence[nn.Module],
+        x: Tensor,
+        grid: Grid,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        taken: Collection[int] = (),
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Run blocks; return the tokens behind the last one, and those behind the blocks of the numbers `taken`."""
+        found = []
+        for index, block in enumerate(blocks):
+            x = self._run_block(block, x, grid, attn_mask, is_causal)
+            if index in taken:
+                found.append(x)
+        return x, found
 
     def forward_intermediates(
         self,
@@ -129,11 +151,10 @@ class GridForward:
         x, grid = self.embed(x)
         if grid.coords is not None and output_fmt == "NCHW":
             raise ValueError("output_fmt 'NCHW' needs all patches of one grid (patch_drop_rate drops some): use 'NLC'")
-        taken = []
-        for index, block in enumerate(self.blocks[: max_index + 1] if stop_early else self.blocks):
-            x = self._run_block(block, x, grid, attn_mask, is_causal)
-            if index in take_indices:
-                taken.append(self.norm(x) if norm else x)
+        blocks = self.blocks[: max_index + 1] if stop_early else self.blocks
+        x, taken = self._run_eager(blocks, x, grid, attn_mask, is_causal, take_indices)
+        if norm:
+            taken = [self.norm(tokens) for tokens in taken]
 
         prefixes = [tokens[:, : self.num_prefix_tokens] for tokens in taken] if self.num_prefix_tokens else None
         patches = [tokens[:, self.num_prefix_tokens :] for tokens in taken]
@@ -158,7 +179,8 @@ class GridVisionTransformer(TablesWithoutDecay, GridForward, VisionTransformer):
     Args: see `RelVisionTransformer`; `block_fn` as in timm's class.
 
     Raises:
-        ValueError: an unknown `pos_embed` or `global_pool`.
+        ValueError: an unknown `pos_embed` or `global_pool`, an `mlp_chunk` below 1 or for an MLP that mixes tokens.
+        TypeError: an `mlp_chunk` or a `reversible` of another type.
     """
 
     # Arguments that cannot be chosen in a model of this class, and why.
@@ -171,8 +193,12 @@ class GridVisionTransformer(TablesWithoutDecay, GridForward, VisionTransformer):
         class_token: bool,
         global_pool: str,
         patch_drop_rate: float,
+        reversible: bool = False,
+        mlp_chunk: int | None = None,
         **kwargs: Any,
     ) -> None:
+        if not isinstance(reversible, bool):
+            raise TypeError(f"reversible must be True or False, got {reversible!r}")
         for name, given, allowed in (("pos_embed", pos_embed, POS_EMBEDS), ("global_pool", global_pool, POOLS)):
             if given not in allowed:
                 hint = did_you_mean(str(given), allowed)
@@ -189,6 +215,10 @@ class GridVisionTransformer(TablesWithoutDecay, GridForward, VisionTransformer):
         )
         # Blocks take more than one argument, which no scripted Sequential hands on.
         self.blocks = nn.ModuleList(self.blocks)
+        self.reversible = reversible
+        for block in self.blocks:
+            check_chunk(mlp_chunk, block.mlp)
+            block.mlp_chunk = mlp_chunk
         if patch_drop_rate > 0:
             # timm's own discards which patches stayed, and with them their coordinates.
             self.patch_drop = PatchDropoutWithIndices(patch_drop_rate, num_prefix_tokens=self.num_prefix_tokens)
@@ -206,6 +236,34 @@ class GridVisionTransformer(TablesWithoutDecay, GridForward, VisionTransformer):
         super().set_input_size(img_size, patch_size)
         if self.axial is not None:
             self.axial.set_grid_size(self.patch_embed.grid_size)
+
+    @torch.jit.ignore
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute each block in backward from its input, which is kept.
+
+        Raises:
+            ValueError: the model is reversible.
+        """
+        if enable and self.reversible:
+            raise ValueError(
+                "a reversible model recomputes its blocks in backward already, and keeps less than gradient "
+                "checkpointing: leave it out, or build the model with reversible=False"
+            )
+        super().set_grad_checkpointing(enable)
+
+    @torch.jit.ignore
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile as `nn.Module.compile`; of a reversible model each block too, since recomputation is in no graph."""
+        super().compile(*args, **kwargs)
+        if self.reversible:
+            # Blocks share their code, and each has graphs of its own: of two branches, with and without gradients, at
+            # several sizes. Beyond its limits PyTorch would stop compiling, perhaps between forward and recomputation,
+            # which then would not take the same random numbers.
+            config, most = torch._dynamo.config, 64 * len(self.blocks)
+            config.recompile_limit = max(config.recompile_limit, most)
+            config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, most)
+            for block in self.blocks:
+                block.compile(*args, **kwargs)
 
     @torch.jit.ignore
     def load_pretrained(self, checkpoint_path: str, prefix: str = "") -> None:
@@ -242,6 +300,23 @@ class GridVisionTransformer(TablesWithoutDecay, GridForward, VisionTransformer):
             x = torch.cat(tokens, dim=1) + embedding
         return self.pos_drop(x)
 
+    def _run_blocks(self, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+        if torch.jit.is_scripting():
+            if self.reversible:
+                first, second = x, x
+                for block in self.blocks:
+                    first = first + block(second, grid, attn_mask, is_causal, "mixer")
+                    second = second + block(first, grid, attn_mask, is_causal, "mlp")
+                return (first + second) / 2
+            for block in self.blocks:
+                x = block(x, grid, attn_mask, is_causal)
+            return x
+        else:
+            return self._run_eager(self.blocks, x, grid, attn_mask, is_causal)[0]
+
+    def _run_eager(self, blocks: Sequence[nn.Module], *given: Any) -> tuple[Tensor, list[Tensor]]:
+        return reversible_blocks(blocks, *given) if self.reversible else super()._run_eager(blocks, *given)
+
     def _run_block(self, block: nn.Module, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
         if self.grad_checkpointing:
             return checkpoint(block, x, grid, attn_mask, is_causal)
@@ -257,7 +332,7 @@ def check_arguments(model: type[GridVisionTransformer], given: dict[str, Any]) -
         del given["dynamic_img_size"]
     fixed = dict.fromkeys(FIXED, "these models take every image size, through blocks of their own") | model.fixed
     allowed: set[str] = set()
-    for cls in (model, VisionTransformer):
+    for cls in (model, GridVisionTransformer, VisionTransformer):
         allowed |= inspect.signature(cls).parameters.keys()
     allowed -= fixed.keys() | {"kwargs"}
     for name in given:
@@ -320,6 +395,12 @@ def entry_point(
 
     def create(pretrained: bool = False, **kwargs: Any) -> GridVisionTransformer:
         kwargs = arguments(kwargs)
+        way = str(kwargs.get("feature_cls", "getter"))
+        if kwargs.get("reversible") and kwargs.get("features_only") and way != "getter":
+            raise ValueError(
+                f"features_only of a reversible model needs feature_cls 'getter', got {way!r}: no module of the model "
+                "puts out the mean of both streams"
+            )
         return build_model_with_cfg(
             model_class,
             name,

@@ -43,6 +43,10 @@ class RelVisionTransformer(GridVisionTransformer):
         global_pool: 'avg', 'token' (needs a class token), 'max', 'avgmax', 'map', 'prr' or '' (none).
         patch_drop_rate: share of patches dropped in training; those that stay keep their coordinates.
         backend: see `relvit.ops.relative_attention`; 'gathered' for second derivatives.
+        reversible: two streams of tokens instead of one, with the same parameters: training keeps the last two alone,
+            at any depth, and recomputes the others, see `relvit.layers.depth.reversible_blocks`.
+        mlp_chunk: tokens for which a block's MLP is computed at a time, in bounded memory; None: all. See
+            `relvit.layers.feed_forward`.
         **kwargs: see `timm.models.vision_transformer.VisionTransformer` (img_size, patch_size, embed_dim, depth ...).
 
     Raises:
@@ -107,6 +111,7 @@ SMALL = {"embed_dim": 384, "depth": 12, "num_heads": 6}
 BASE = {"embed_dim": 768, "depth": 12, "num_heads": 12}
 LARGE = {"embed_dim": 1024, "depth": 24, "num_heads": 16}
 PATCH4_32 = {"patch_size": 4, "img_size": 32}
+TEST = {"img_size": 160, "embed_dim": 64, "depth": 6, "num_heads": 2, "mlp_ratio": 3}
 # Four registers (Darcet et al. 2024, arXiv 2309.16588), which pooling leaves out.
 REG4_GAP = {"reg_tokens": 4, "global_pool": "avg", "class_token": False}
 
@@ -116,13 +121,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "relvit_small": SMALL,
     "relvit_base": BASE,
     "relvit_large": LARGE,
+    "relvit_rev_small": SMALL | {"reversible": True},
+    "relvit_rev_base": BASE | {"reversible": True},
+    "relvit_rev_large": LARGE | {"reversible": True},
     "relvit_small_reg4_gap": SMALL | REG4_GAP,
     "relvit_base_reg4_gap": BASE | REG4_GAP,
     # For images of 32 px such as CIFAR's.
     "relvit_tiny_patch4_32": TINY | PATCH4_32,
     "relvit_small_patch4_32": SMALL | PATCH4_32,
     # For tests.
-    "test_relvit": {"img_size": 160, "embed_dim": 64, "depth": 6, "num_heads": 2, "mlp_ratio": 3},
+    "test_relvit": TEST,
+    "test_relvit_rev": TEST | {"reversible": True},
 }
 default_cfgs = default_cfgs_of(VARIANTS)
 for _name, _own in VARIANTS.items():

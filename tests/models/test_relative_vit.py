@@ -201,11 +201,15 @@ FAMILY = {
     "relvit_small": (384, 12, 6, 16, 224, 0, 1000),
     "relvit_base": (768, 12, 12, 16, 224, 0, 1000),
     "relvit_large": (1024, 24, 16, 16, 224, 0, 1000),
+    "relvit_rev_small": (384, 12, 6, 16, 224, 0, 1000),
+    "relvit_rev_base": (768, 12, 12, 16, 224, 0, 1000),
+    "relvit_rev_large": (1024, 24, 16, 16, 224, 0, 1000),
     "relvit_small_reg4_gap": (384, 12, 6, 16, 224, 4, 1000),
     "relvit_base_reg4_gap": (768, 12, 12, 16, 224, 4, 1000),
     "relvit_tiny_patch4_32": (192, 12, 3, 4, 32, 0, 10),
     "relvit_small_patch4_32": (384, 12, 6, 4, 32, 0, 10),
     "test_relvit": (64, 6, 2, 16, 160, 0, 1000),
+    "test_relvit_rev": (64, 6, 2, 16, 160, 0, 1000),
 }
 # Numbers of absolute embeddings for a grid of side x side patches.
 EMBEDDINGS = {
@@ -228,7 +232,7 @@ def test_registered_models_have_the_parameters_counted_by_hand(name, pos_embed):
     with torch.device("meta"):
         model = timm.create_model(name, pos_embed=pos_embed, **options)
     width, depth, heads, patch, image, registers, classes = FAMILY[name]
-    hidden = width * (3 if name == "test_relvit" else 4)
+    hidden = width * (3 if name.startswith("test_relvit") else 4)
     tables = (heads * 5 * 7 if options else 2 * 2 * 15) * (width // heads)
     block = 4 * width * width + 4 * width + 2 * width * hidden + hidden + width + 4 * width + tables
     stem = (3 * patch * patch + 1 + registers) * width + EMBEDDINGS[pos_embed](image // patch, registers, width)
@@ -236,3 +240,4 @@ def test_registered_models_have_the_parameters_counted_by_hand(name, pos_embed):
     assert sum(p.numel() for p in model.parameters()) == expected
     assert model.patch_embed.grid_size == (image // patch,) * 2
     assert (model.num_prefix_tokens, model.global_pool) == (registers, "avg")
+    assert model.reversible == ("_rev" in name)

@@ -70,7 +70,8 @@ def assert_close(ours, theirs, **tolerances):
 
 def build(**kwargs):
     torch.manual_seed(0)
-    return ImageClassifier("test_relvit", 7, 3, (8, 12), model_kwargs=KWARGS, **kwargs)
+    model_kwargs = KWARGS | kwargs.pop("model_kwargs", {})
+    return ImageClassifier("test_relvit", 7, 3, (8, 12), model_kwargs=model_kwargs, **kwargs)
 
 
 def train(module, data=None, ckpt_path=None, **kwargs):
