@@ -83,3 +83,23 @@ class RelativeBlock(GridBlock):
     ) -> None:
         super().__init__(dim, num_heads, attn_layer=attn_layer, **kwargs)
         self.attn.position = make_position(position, self.attn)
+
+    def forward(
+        self,
+        x: Tensor,
+        grid: Grid,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        memory: Tensor | None = None,
+        key_grid: Grid | None = None,
+    ) -> Tensor:
+        """Map (B, N, dim) tokens of `grid` to (B, N, dim).
+
+        They also attend to `memory`, (B, M, dim) inputs of this block; `key_grid` has the positions of both, memory
+        first.
+        """
+        context: Tensor | None = None
+        if memory is not None:
+            context = self.norm1(memory)
+        x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x), grid, attn_mask, is_causal, context, key_grid)))
+        return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
