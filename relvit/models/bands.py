@@ -7,7 +7,7 @@ its norm and without gradients, as further tokens to attend to. So an image of a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from relvit.ops import Grid, num_tokens, patch_coords
 
 
 class Bands(NamedTuple):
-    """How a model divides images: rows of patches in a band, and rows before it to remember; None: all of them."""
+    """Division of images: rows of patches in a band, and how many rows before it are remembered; None: all of them."""
 
     rows: int
     memory_rows: int | None = None
@@ -37,7 +37,7 @@ class Region(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What a model keeps of earlier segments, a value that `forward_segment` takes and returns.
+    """Memory of earlier segments, a value that `forward_segment` takes and returns.
 
     Attributes:
         states: for each block its inputs, (B, M, embed_dim), without gradients.
@@ -106,10 +106,12 @@ def _check_reach(model: nn.Module) -> None:
             raise ValueError("bands are for reach 'trained': the others depend on the size of the image")
 
 
-def _check_images(images: object) -> None:
+def _check_images(images: object, attn_mask: Tensor | None = None, is_causal: bool = False) -> None:
     if not isinstance(images, Tensor) or images.dim() != 4:
         kind = f"shape {tuple(images.shape)}" if isinstance(images, Tensor) else type(images).__name__
         raise ValueError(f"bands are for images (B, in_chans, height, width) and not for native shapes, got {kind}")
+    if attn_mask is not None or is_causal:
+        raise ValueError("a model that computes in bands takes no attn_mask and is not causal")
 
 
 def forward_segment(
@@ -224,11 +226,9 @@ def classify_bands(model: nn.Module, bands: Iterable[Tensor], memory_rows: int |
     return model.forward_head((total / count).to(tokens.dtype))
 
 
-def split_bands(model: nn.Module, images: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Iterable[Tensor]:
+def split_bands(model: nn.Module, images: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Sequence[Tensor]:
     """Divide images (B, in_chans, height, width) by the model's own bands; refuse what bands do not have."""
-    _check_images(images)
-    if attn_mask is not None or is_causal:
-        raise ValueError("a model that computes in bands takes no attn_mask and is not causal")
+    _check_images(images, attn_mask, is_causal)
     embed = model.patch_embed
     if not embed.dynamic_img_pad:
         check_divisible(images, embed.patch_size)
@@ -243,8 +243,12 @@ def band_features(model: nn.Module, bands: Iterable[Tensor], memory_rows: int | 
         yield tokens
 
 
-def band_mask(model: nn.Module, images: Tensor) -> Tensor:
-    """Make the mask (N, N) under which one pass equals that in bands, True where a token may attend to another."""
+def band_mask(model: nn.Module, images: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+    """Make the mask (N, N) under which one pass equals that in bands, True where a token may attend to another.
+
+    Arguments: those of `split_bands`.
+    """
+    _check_images(images, attn_mask, is_causal)
     grid = Grid(*model.patch_embed.dynamic_feat_size(images.shape[-2:]))
     row = patch_coords(grid, images.device)[:, 0]
     first, (rows, memory_rows) = row // model.bands.rows * model.bands.rows, model.bands

@@ -107,11 +107,11 @@ class GridForward:
         """
         if not torch.jit.is_scripting():  # noqa: SIM102 (TorchScript would compile the second condition)
             if self.bands is not None:
-                parts = split_bands(self, x, attn_mask, is_causal)
                 # A graph for all sizes cannot have a part for each band.
                 if not torch.compiler.is_exporting():
+                    parts = split_bands(self, x, attn_mask, is_causal)
                     return torch.cat(list(band_features(self, parts, self.bands.memory_rows)), dim=1)
-                attn_mask = band_mask(self, x)
+                attn_mask = band_mask(self, x, attn_mask, is_causal)
         x, grid = self.embed(x)
         for block in self.blocks:
             if torch.jit.is_scripting():

@@ -1,4 +1,4 @@
-"""Train on a task that needs memory: the class is told by marks in the first and the last band, by XOR.
+"""Train on a task that needs memory: the class is the XOR of a mark in the first band and a mark in the last.
 
     python tools/depth/cue.py                        # three seeds with memory and three without, some minutes
     python tools/depth/cue.py --seeds 8 --position tables

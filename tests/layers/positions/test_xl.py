@@ -118,7 +118,7 @@ def test_zeros_are_plain_attention_and_every_parameter_learns():
 def test_half_precision_stays_near():
     attn, grid = layer(std=0.5, qkv_bias=True).float(), make_grid(9, 13)
     x = draw(2, num_tokens(grid), DIM).float()
-    expected = attn(x, grid)
+    expected = attn(x, grid).detach()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         terms = attn.position(grid)
         assert (terms.key.rows.dtype, terms.bias.rows.dtype) == (torch.bfloat16, torch.float32)
