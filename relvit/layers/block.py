@@ -98,8 +98,10 @@ class RelativeBlock(GridBlock):
         They also attend to `memory`, (B, M, dim) inputs of this block; `key_grid` has the positions of both, memory
         first.
         """
-        context: Tensor | None = None
-        if memory is not None:
-            context = self.norm1(memory)
-        x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x), grid, attn_mask, is_causal, context, key_grid)))
+        # Attention of one's own may have no memory.
+        if memory is None:
+            mixed = self.attn(self.norm1(x), grid, attn_mask, is_causal)
+        else:
+            mixed = self.attn(self.norm1(x), grid, attn_mask, is_causal, self.norm1(memory), key_grid)
+        x = x + self.drop_path1(self.ls1(mixed))
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
