@@ -25,9 +25,11 @@ def attend(
     scale: float,
     backend: str,
     trained_keys: int | None,
+    key_grid: Grid | None = None,
 ) -> Tensor:
-    """Compute `relvit.ops.relative_attention`, in TorchScript as one operator."""
+    """Compute `relvit.ops.relative_attention`, in TorchScript as one operator, which has no `key_grid`."""
     if torch.jit.is_scripting():
+        assert key_grid is None
         return scripted_attention(
             query, key, value, terms, grid, attn_mask, is_causal, dropout_p, scale, backend, trained_keys
         )
@@ -37,6 +39,7 @@ def attend(
         value,
         RelativeTerms() if terms is None else terms,
         grid,
+        key_grid,
         attn_mask=attn_mask,
         is_causal=is_causal,
         dropout_p=dropout_p,
@@ -91,8 +94,25 @@ class RelativeAttention(Attention):
         self.trained_keys: int | None = None
         self.window: tuple[int, int] | None = None
 
-    def forward(self, x: Tensor, grid: Grid, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """Map (B, N, dim) tokens of `grid` to (B, N, dim); the mask is that of `relvit.ops.relative_attention`."""
+    def forward(
+        self,
+        x: Tensor,
+        grid: Grid,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        memory: Tensor | None = None,
+        key_grid: Grid | None = None,
+    ) -> Tensor:
+        """Map (B, N, dim) tokens to (B, N, dim).
+
+        Args:
+            x: tokens of `grid`.
+            grid: where they are.
+            attn_mask: see `relvit.ops.relative_attention`.
+            is_causal: see `relvit.ops.relative_attention`.
+            memory: (B, M, dim), further tokens to attend to, in front of those of `x`; not in windows or TorchScript.
+            key_grid: where the tokens of `memory` and `x` are; offsets go from those of `grid` to these.
+        """
         if not torch.jit.is_scripting():  # noqa: SIM102 (TorchScript would compile the second condition)
             if exceeds_window(grid, self.window, attn_mask, is_causal):
                 windows, inner = to_windows(x, grid, self.window)
@@ -100,13 +120,19 @@ class RelativeAttention(Attention):
         B, N, _ = x.shape
         gate = self.gate(x).sigmoid() if self.gate is not None else None
         # Unbound before they are transposed, so that backward stacks the gradients as the projection wants them.
-        q, k, v = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim).unbind(2)
+        keys = x if memory is None else torch.cat((memory, x), dim=1)
+        q, k, v = self.qkv(keys).reshape(B, -1, 3, self.num_heads, self.head_dim).unbind(2)
+        if memory is not None:
+            q = q[:, -N:]
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         # Under autocast a norm may return float32 where the value is in half precision.
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         terms: RelativeTerms | None = None
         if self.position is not None:
-            terms = self.position(grid)
+            terms = self.position(grid if key_grid is None else key_grid)
+            if hasattr(self.position, "content_bias"):
+                # Transformer-XL's u.
+                q = q + self.position.content_bias[:, None].to(q.dtype)
         if not torch.jit.is_scripting():
             show_weights(
                 self.attn_drop,
@@ -114,13 +140,16 @@ class RelativeAttention(Attention):
                 k,
                 terms,
                 grid,
+                key_grid=key_grid,
                 attn_mask=attn_mask,
                 is_causal=is_causal,
                 scale=self.scale,
                 trained_keys=self.trained_keys,
             )
         dropout_p = self.attn_drop.p if self.training else 0.0
-        x = attend(q, k, v, terms, grid, attn_mask, is_causal, dropout_p, self.scale, self.backend, self.trained_keys)
+        x = attend(
+            q, k, v, terms, grid, attn_mask, is_causal, dropout_p, self.scale, self.backend, self.trained_keys, key_grid
+        )
         x = self.norm(x.transpose(1, 2).reshape(B, N, self.attn_dim))
         if gate is not None:
             x = x * gate

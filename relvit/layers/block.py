@@ -27,15 +27,35 @@ class GridBlock(Block):
     mlp_chunk = None
 
     def forward(
-        self, x: Tensor, grid: Grid, attn_mask: Tensor | None = None, is_causal: bool = False, branch: str = ""
+        self,
+        x: Tensor,
+        grid: Grid,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        branch: str = "",
+        memory: Tensor | None = None,
+        key_grid: Grid | None = None,
     ) -> Tensor:
         """Map (B, N, dim) tokens of `grid` to (B, N, dim).
 
-        With `branch` 'mixer' or 'mlp' by that branch alone, which is not added to `x`, as `reversible_blocks` wants it.
+        Args:
+            x: the tokens.
+            grid: where they are.
+            attn_mask: of the mixer.
+            is_causal: of the mixer.
+            branch: 'mixer' or 'mlp': return that branch alone, not added to `x`, as `reversible_blocks` wants it.
+            memory: (B, M, dim), further inputs of this block to which the tokens attend too; of `RelativeAttention`,
+                not in TorchScript.
+            key_grid: where the tokens of `memory` and then those of `x` are.
         """
         if branch == "mlp":
             return self._mlp_branch(x)
-        mixed = self.drop_path1(self.ls1(self.attn(self.norm1(x), grid, attn_mask, is_causal)))
+        if torch.jit.is_scripting():
+            mixed = self.attn(self.norm1(x), grid, attn_mask, is_causal)
+        else:
+            context = () if memory is None else (self.norm1(memory), key_grid)
+            mixed = self.attn(self.norm1(x), grid, attn_mask, is_causal, *context)
+        mixed = self.drop_path1(self.ls1(mixed))
         if branch == "mixer":
             return mixed
         x = x + mixed

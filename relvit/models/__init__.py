@@ -2,6 +2,7 @@
 
 from relvit.models.aft_vit import AFTVisionTransformer
 from relvit.models.attention_maps import AttentionMaps, attention_maps
+from relvit.models.bands import Bands, Memory, classify_bands, forward_segment, set_bands
 from relvit.models.factory import build_model, model_arguments
 from relvit.models.image_size import check_image_size
 from relvit.models.lsh_vit import LSHVisionTransformer
@@ -13,15 +14,20 @@ from relvit.models.weights import checkpoint_filter_fn
 __all__ = [
     "AFTVisionTransformer",
     "AttentionMaps",
+    "Bands",
     "LSHVisionTransformer",
+    "Memory",
     "Reach",
     "RelVisionTransformer",
     "attention_maps",
     "build_model",
     "check_image_size",
     "checkpoint_filter_fn",
+    "classify_bands",
+    "forward_segment",
     "model_arguments",
     "retrofit",
     "retrofit_arguments",
+    "set_bands",
     "set_reach",
 ]

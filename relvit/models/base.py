@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from relvit.layers import AnySizePatchEmbed, AxialPositionEmbedding, resample_embedding
 from relvit.layers.depth import reversible_blocks
 from relvit.layers.feed_forward import check_chunk
+from relvit.models.bands import Bands, band_features, band_mask, split_bands
 from relvit.models.native import embed_native, pool_native
 from relvit.models.weights.convert import load_jax_archive
 from relvit.ops import Grid
@@ -54,7 +55,14 @@ class GridForward:
 
     The model has `dynamic_img_size`, and where patches are dropped, `PatchDropoutWithIndices`. Its `_run_block` calls a
     block.
+
+    Attributes:
+        bands: in which bands of rows images are computed, see `relvit.models.set_bands`; None: as a whole.
     """
+
+    bands: Bands | None = None
+    # Without those of a reach, see `relvit.models.set_reach`.
+    own_bands: Bands | None = None
 
     def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
         """Embed images (B, in_chans, height, width) as tokens (B, N, embed_dim), and return the grid of the tokens.
@@ -99,6 +107,13 @@ class GridForward:
 
         Of a native batch, as timm's `NaFlexVit`, a dictionary: these tokens as 'patches', and 'patch_valid'.
         """
+        if not torch.jit.is_scripting():  # noqa: SIM102 (TorchScript would compile the second condition)
+            if self.bands is not None:
+                # A graph for all sizes cannot have a part for each band.
+                if not torch.compiler.is_exporting():
+                    parts = split_bands(self, x, attn_mask, is_causal)
+                    return torch.cat(list(band_features(self, parts, self.bands.memory_rows)), dim=1)
+                attn_mask = band_mask(self, x, attn_mask, is_causal)
         x, grid = self.embed(x)
         x = self.norm(self._run_blocks(x, grid, attn_mask, is_causal))
         if torch.jit.is_scripting():
@@ -147,6 +162,8 @@ class GridForward:
         """Compute features after chosen blocks, as timm's `VisionTransformer.forward_intermediates`."""
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}")
+        if self.bands is not None:
+            raise ValueError("features of single blocks are not computed in bands: set_bands(model, None) first")
         take_indices, max_index = feature_take_indices(len(self.blocks), indices)
         x, grid = self.embed(x)
         if grid.coords is not None and output_fmt == "NCHW":

@@ -42,6 +42,8 @@ def test_lsh_attention_is_what_pytorch_counts():
         # 12 blocks, 6 heads of 64, 14 x 14 patches: a row per offset from -7 to 7 on two axes, for keys and values.
         ("relvit_small_reg4_gap", {}, 12 * 60 * 64, 12 * 6 * 196 * 60 * 64),
         ("relvit_tiny_patch4_32", {"max_distance": (2, 3)}, 12 * 24 * 64, 12 * 3 * 64 * 24 * 64),
+        # 27 offsets on each of two axes, 192 sines and cosines for each; W_R, u and v of 12 blocks.
+        ("relvit_xl_small", {}, 12 * (384**2 + 2 * 384), 12 * (54 * 192 * 384 + 196 * 54 * 384)),
         # Tables per head: more parameters, as many products. Biases are looked up.
         ("relvit_small", {"rel_terms": "kb", "shared_heads": False}, 12 * 6 * 30 * 65, 12 * 6 * 196 * 30 * 64),
     ],
