@@ -7,13 +7,16 @@ from relvit.models.image_size import check_image_size
 from relvit.models.reach import Reach, set_reach
 from relvit.models.relative_vit import RelVisionTransformer
 from relvit.models.retrofit import retrofit, retrofit_arguments
+from relvit.models.universal_vit import Pondered, UniversalVisionTransformer
 from relvit.models.weights import checkpoint_filter_fn
 
 __all__ = [
     "AFTVisionTransformer",
     "AttentionMaps",
+    "Pondered",
     "Reach",
     "RelVisionTransformer",
+    "UniversalVisionTransformer",
     "attention_maps",
     "build_model",
     "check_image_size",

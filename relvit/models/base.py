@@ -125,15 +125,13 @@ class GridForward:
         """Compute features after chosen blocks, as timm's `VisionTransformer.forward_intermediates`."""
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}")
-        take_indices, max_index = feature_take_indices(len(self.blocks), indices)
+        take_indices, max_index = feature_take_indices(self._count_steps(), indices)
         x, grid = self.embed(x)
         if grid.coords is not None and output_fmt == "NCHW":
             raise ValueError("output_fmt 'NCHW' needs all patches of one grid (patch_drop_rate drops some): use 'NLC'")
-        taken = []
-        for index, block in enumerate(self.blocks[: max_index + 1] if stop_early else self.blocks):
-            x = self._run_block(block, x, grid, attn_mask, is_causal)
-            if index in take_indices:
-                taken.append(self.norm(x) if norm else x)
+        last = max_index if stop_early else self._count_steps() - 1
+        x, taken = self._run_steps(x, grid, attn_mask, is_causal, take_indices, last)
+        taken = [self.norm(tokens) if norm else tokens for tokens in taken]
 
         prefixes = [tokens[:, : self.num_prefix_tokens] for tokens in taken] if self.num_prefix_tokens else None
         patches = [tokens[:, self.num_prefix_tokens :] for tokens in taken]
@@ -150,6 +148,20 @@ class GridForward:
         if return_prefix_tokens and prefixes is not None:
             patches = list(zip(patches, prefixes, strict=True))
         return patches if intermediates_only else (self.norm(x), patches)
+
+    def _count_steps(self) -> int:
+        return len(self.blocks)
+
+    def _run_steps(
+        self, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool, take: list[int], last: int
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Compute the tokens after block `last`, and after the blocks of these numbers."""
+        taken = []
+        for index, block in enumerate(self.blocks[: last + 1]):
+            x = self._run_block(block, x, grid, attn_mask, is_causal)
+            if index in take:
+                taken.append(x)
+        return x, taken
 
 
 class GridVisionTransformer(TablesWithoutDecay, GridForward, VisionTransformer):
@@ -257,8 +269,9 @@ def check_arguments(model: type[GridVisionTransformer], given: dict[str, Any]) -
         del given["dynamic_img_size"]
     fixed = dict.fromkeys(FIXED, "these models take every image size, through blocks of their own") | model.fixed
     allowed: set[str] = set()
-    for cls in (model, VisionTransformer):
-        allowed |= inspect.signature(cls).parameters.keys()
+    for cls in model.__mro__:
+        if issubclass(cls, VisionTransformer):
+            allowed |= inspect.signature(cls).parameters.keys()
     allowed -= fixed.keys() | {"kwargs"}
     for name in given:
         if name in fixed:

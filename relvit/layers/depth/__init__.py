@@ -1,0 +1,1 @@
+"""How blocks follow one another: one block several times, with halting of single tokens."""
