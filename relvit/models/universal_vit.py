@@ -9,7 +9,7 @@ import torch
 from timm.layers import DropPath
 from timm.models import checkpoint
 from timm.models._features import feature_take_indices
-from torch import Tensor, nn
+from torch import Tensor
 
 from relvit.layers.depth.halting import AdaptiveHalting, HaltingState, ponder_cost, start_halting
 from relvit.layers.depth.signals import PositionStepSignals
@@ -136,6 +136,24 @@ class UniversalVisionTransformer(RelVisionTransformer):
         x, state = self._halt(x, grid, attn_mask, is_causal)
         logits = self.forward_head(self.norm(x), patch_valid=grid.valid)
         return Pondered(logits, state.steps, ponder_cost(state, grid))
+
+    @torch.jit.ignore
+    @torch.no_grad()
+    def step_maps(self, x: Tensor) -> list[Tensor]:
+        """Count the steps of each patch: a map (rows, columns) int64 for each image; with halting only.
+
+        Args:
+            x: images (B, in_chans, height, width), or a native batch, whose maps have shapes of their own.
+        """
+        steps = self.ponder(x).steps
+        if not isinstance(x, dict):
+            return list(steps.unflatten(1, self.patch_embed.dynamic_feat_size(x.shape[-2:])))
+        maps = []
+        for own, coord, valid in zip(steps, x["patch_coord"], x["patch_valid"], strict=True):
+            rows, columns = coord[valid].T
+            maps.append(own.new_zeros(int(rows.max()) + 1, int(columns.max()) + 1))
+            maps[-1][rows, columns] = own[valid]
+        return maps
 
     def forward_features(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """Compute normalised tokens (B, N, embed_dim), as `GridForward.forward_features`."""

@@ -29,13 +29,15 @@ MODELS: dict[str, dict[str, Any]] = {"all steps": {}, "halting": {"halting": "ac
 
 
 def train(images: Path, runs: Path, arguments: dict[str, Any], options: Sequence[str]) -> Path:
-    """Train a model; return the folder of `relvit fit`."""
+    """Train a model unless that is done; return the folder of `relvit fit`."""
+    if done := sorted(runs.glob("*/summary.json")):
+        return done[-1].parent
     path = os.pathsep.join([str(STUDY), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": path}
     command = [sys.executable, "-m", "relvit", "fit", *OPTIONS.split(), f"--data.root={images}", f"--runs={runs}"]
     command += ["--model.model=relvit_universal_tiny", f"--model.model_kwargs={json.dumps(SHAPE | arguments)}"]
     subprocess.run([*command, *options], env=environment, check=True)
-    return sorted(runs.glob("*/checkpoints/last.ckpt"))[-1].parent.parent
+    return sorted(runs.glob("*/summary.json"))[-1].parent
 
 
 @torch.inference_mode()
@@ -59,13 +61,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("--images", type=Path, required=True, help="class folders of CIFAR-10, in train and test")
     add("--work", type=Path, required=True, help="folder for the trainings")
+    add("--models", nargs="+", choices=MODELS, default=list(MODELS))
     add("--epochs", type=int, default=5)
     add("--ponder_weight", type=float, default=0.02)
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     images = prepare(given.images, given.work)
     print("| model | test accuracy | mean steps |\n|---|---|---|", flush=True)
-    for name, own in MODELS.items():
+    for name in given.models:
+        own = MODELS[name]
         options = [f"--trainer.max_epochs={given.epochs}"]
         if own:
             options += [f"--model.ponder_weight={given.ponder_weight}", "--model.ponder_warmup_epochs=1"]
