@@ -237,7 +237,8 @@ def test_scripted_and_traced_graphs_have_the_same_numbers(halting):
         torch.testing.assert_close(torch.func.vmap(model)(images()[:, None])[:, 0], model(images()), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("halting", [pytest.param("", marks=pytest.mark.slow), "act"])
+@pytest.mark.slow
+@pytest.mark.parametrize("halting", ["", "act"])
 def test_one_compiled_and_one_exported_graph_serve_all_sizes(halting):
     model = build(halting=halting, class_token=True, depth=2).float()
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""Trainings that are interrupted and resumed, in thirteen of the 72 ways of tools/resume_proof.py: every pair of them."""
+"""Trainings that are interrupted and resumed, in thirteen of the 72 ways of tools/resume_proof.py: every pair."""
 
 import itertools
 import sys

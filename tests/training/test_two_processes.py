@@ -7,7 +7,7 @@ from lightning import Trainer
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from photos import TINY
 from processes import Ranks, as_torchrun
-from small_training import NoiseImages, Record, assert_close, build, train
+from small_training import HALTING, NoiseImages, Record, assert_close, build, train
 from timm.models import save_for_hf
 from torch import nn
 from two_processes import CHANGES, OPTIMIZERS, SHARDED, STEP, main
@@ -69,7 +69,9 @@ def test_evaluation_counts_every_image_once(found, count):
                 assert rank["evaluate"][count]["results"][f"{split}/{name}"] == pytest.approx(value, rel=1e-5)
 
 
-@pytest.mark.parametrize(("name", "options"), [("step", {"ema_decay": 0.9}), ("frozen", {"freeze_epochs": 1})])
+@pytest.mark.parametrize(
+    ("name", "options"), [("step", {"ema_decay": 0.9}), ("frozen", {"freeze_epochs": 1}), ("halting", HALTING)]
+)
 def test_two_devices_make_the_steps_of_one_with_the_double_batch(found, name, options):
     folder, ranks = found
     record, trainer = alone(**STEP, **options)

@@ -1,8 +1,10 @@
-"""Measure how much faster inference is when half of the patches halt at half depth: `python tools/depth/halting_speed.py`.
+"""Measure how much faster inference is when half of the patches halt at half depth.
+
+    python tools/depth/halting_speed.py
 
 Both runs halt the same patches at the same steps and give the same numbers: in one they leave the batch, in the other
-they compute on and are masked. The probabilities are forced, every second patch halts after half of the steps. Runs take
-turns; the median of their times counts.
+they compute on and are masked. The probabilities are forced: every second patch halts after half of the steps. Runs
+take turns; the median of their times counts.
 """
 
 from __future__ import annotations
@@ -20,12 +22,12 @@ import relvit  # noqa: F401 (registers the models)
 
 
 class ForcedHalting(nn.Module):
-    """Halting probabilities that are given: `share` of the patches halt after `step` steps, all others at the end."""
+    """Halting probabilities that are given: every second patch halts at a step, all others at the end."""
 
-    def __init__(self, halting: nn.Module, step: int, every: int) -> None:
+    def __init__(self, halting: nn.Module, step: int) -> None:
         super().__init__()
         self.advance = halting.advance
-        self.step, self.every = step, every
+        self.step = step
         self.calls = 0
 
     def forward(self, patches: Tensor) -> Tensor:
@@ -33,7 +35,7 @@ class ForcedHalting(nn.Module):
         self.calls += 1
         probability = torch.zeros(patches.shape[:2], device=patches.device)
         if self.calls == self.step:
-            probability[:, :: self.every] = 1.0
+            probability[:, ::2] = 1.0
         return probability
 
 
@@ -52,7 +54,7 @@ def seconds(model: nn.Module, images: Tensor, gather: bool) -> tuple[float, Tens
 @torch.inference_mode()
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--models", nargs="+", default=["relvit_universal_small", "relvit_universal_base"])
     add("--batch", type=int, default=8)
@@ -64,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in given.models:
         torch.manual_seed(0)
         model = timm.create_model(name, halting="act", img_size=given.size).eval().to(given.device)
-        model.halting = ForcedHalting(model.halting, model.steps // 2, every=2)
+        model.halting = ForcedHalting(model.halting, model.steps // 2)
         images = torch.randn(given.batch, 3, given.size, given.size, device=given.device)
         times, logits = {True: [], False: []}, {}
         for turn in range(given.rounds + 1):
