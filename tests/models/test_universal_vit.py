@@ -93,6 +93,8 @@ def test_halting_equals_a_loop_over_tokens(prefix, gather):
     got, expected = model.ponder(x), reference(model, x)
     assert len(got.steps.unique()) > 3
     assert_same(tuple(got), expected, atol=1e-10)
+    with torch.no_grad():
+        assert_same(tuple(model.ponder(x)), expected, atol=1e-10)
     for results in ((got.logits, expected[0]), (got.cost, expected[2])):
         grads = (torch.autograd.grad(r.sin().sum(), parameters, retain_graph=True, allow_unused=True) for r in results)
         for one, other in zip(*grads, strict=True):

@@ -16,11 +16,18 @@ def take_tokens(x: Tensor, index: Tensor) -> Tensor:
 
 
 def put_tokens(x: Tensor, index: Tensor, tokens: Tensor, add: bool = False) -> Tensor:
-    """Replace tokens of x (B, N, ...) at the indices (B, M) by `tokens` (B, M, ...), or add these to them."""
+    """Replace tokens of x (B, N, ...) at the indices (B, M) by `tokens` (B, M, ...), or add these to them.
+
+    Without gradients x itself is changed.
+    """
     first = x.shape[1] * torch.arange(len(x), device=x.device)[:, None]
-    rows, flat = (index + first).flatten(), x.flatten(0, 1)
-    put = flat.index_add if add else flat.index_copy
-    return put(0, rows, tokens.flatten(0, 1)).view_as(x)
+    rows, flat, tokens = (index + first).flatten(), x.flatten(0, 1), tokens.flatten(0, 1)
+    if torch.is_grad_enabled():
+        flat = flat.index_add(0, rows, tokens) if add else flat.index_copy(0, rows, tokens)
+    else:
+        # Copies of all tokens at every step would cost what halting saves.
+        flat = flat.index_add_(0, rows, tokens) if add else flat.index_copy_(0, rows, tokens)
+    return flat.unflatten(0, x.shape[:2])
 
 
 def run_gathered(
