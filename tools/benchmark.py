@@ -52,6 +52,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "relpos": ("vit_relpos_small_patch16_224", {"init_values": 0}),
     "rope": ("vit_small_patch16_rope_224", POOLED),
     "rope_mixed": ("vit_small_patch16_rope_mixed_224", POOLED),
+    "universal": ("relvit_universal_small", {}),
     "aft_conv": ("relvit_aft_conv_small", {}),
     "aft_conv_h16": ("relvit_aft_conv_small_k11_h16", {}),
     "aft_full": ("relvit_aft_full_small", POOLED | {"pos_embed": ""}),

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from relvit.layers import AFTConv2d, AFTFull, AFTSimple, LSHAttention, RelativeAttention, TransformerXLPosition2d
-from relvit.models import AFTVisionTransformer
+from relvit.models import AFTVisionTransformer, UniversalVisionTransformer
 
 ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- written by tools/model_table.py -->", "<!-- end -->"
@@ -41,13 +41,15 @@ def cost(model: nn.Module) -> Cost:
     """Count a relvit model as registered, for one image of its default size.
 
     MACs are multiply-accumulates, half the FLOPs, of all matrix products: the patch embedding, the linear layers, the
-    mixers, the head. The methods need these, whatever a backend computes besides; lookups, sums, products by element,
-    norms and softmax do not count.
+    mixers, the head; of a universal model those of all its steps. The methods need these, whatever a backend computes
+    besides; lookups, sums, products by element, norms and softmax do not count.
     """
     patches = model.patch_embed.num_patches
     tokens = patches + model.num_prefix_tokens
     macs = patches * model.patch_embed.proj.weight.numel() + model.head.weight.numel()
     relative_parameters = relative_macs = 0
+    # One block may be applied several times.
+    times = model.steps if isinstance(model, UniversalVisionTransformer) else 1
     for block in model.blocks:
         weights = sum(module.weight.numel() for module in block.modules() if isinstance(module, nn.Linear))
         kinds = {AFTSimple: attention_free, LSHAttention: hashed_attention}
@@ -55,9 +57,9 @@ def cost(model: nn.Module) -> Cost:
         if isinstance(getattr(block.attn, "position", None), TransformerXLPosition2d):
             count = partial(transformer_xl, grid=model.patch_embed.grid_size)
         mixed, parameters, relative = count(block.attn, tokens, patches)
-        macs += tokens * weights + mixed + relative
+        macs += times * (tokens * weights + mixed + relative)
         relative_parameters += parameters
-        relative_macs += relative
+        relative_macs += times * relative
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return Cost(parameters, macs, relative_parameters, relative_macs)
 

@@ -1,11 +1,11 @@
 """Interrupt trainings, resume them, and compare with an uninterrupted one bit by bit.
 
-    python tools/resume_proof.py              # all 66 kinds of interruption, a table; exit status 1 if any differs
+    python tools/resume_proof.py              # all 75 kinds of interruption, a table; exit status 1 if any differs
     python tools/resume_proof.py --only mid-epoch SIGKILL
 
 Real processes and real signals, over {mid-epoch, epoch end, inside validation} x {EMA on, off} x {accumulation 1, 2} x
-{SIGTERM, SIGKILL, exception}, over places and ends for trainings at several sizes and of native shapes, and over ends
-for a reversible model. Each
+{SIGTERM, SIGKILL, exception}, over places and ends for trainings at several sizes, of native shapes, and of a model
+whose patches halt, and over ends for a reversible model. Each
 training shuffles, augments, mixes (but for native shapes) and drops at random, with two loader workers.
 Compared are weights, averaged weights, optimiser, schedule, the table of metrics, the TensorBoard log and the best
 checkpoint. The interrupted training must have ended by that signal, and the resumed one must have done fewer steps.
@@ -33,13 +33,14 @@ from PIL import Image
 
 PLACES = ("mid-epoch", "epoch end", "validation")
 ENDS = ("SIGTERM", "SIGKILL", "exception")
-# Further options, most of the data, by name.
+# Further options, of the data and of the model, by name.
 DATA = {
     "": [],
     "random sizes": ["--data.train_sizes=[16,24,32]"],
     "native shapes": ["--data.native=true", "--data.patch_size=8", "--model.mixup=0", "--model.cutmix=0"],
     "progressive sizes": ["--data.train_sizes=[16,24,32]", "--data.size_schedule=progressive"],
     "reversible": ["--model.model=test_relvit_rev"],
+    "halting": ["--model.model=test_relvit_universal", "--model.model_kwargs.halting=act", "--model.ponder_weight=0.1"],
 }
 # Place, whether there is an average, accumulated batches, end, options of the data.
 CASES = [

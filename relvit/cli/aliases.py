@@ -47,7 +47,7 @@ USAGE = {
 LISTS = ("--ckpt_paths", "--paths")
 ONE_OR_SEVERAL = ("resolutions", "--ckpt_path")
 # Options that need no value to be true.
-SWITCHES = ("--mirror", "--lr_find")
+SWITCHES = ("--mirror", "--step_maps", "--lr_find")
 ALONE = ("-h", "--help", "--help-all", "--print_config", "-q", "--quiet")
 # Where a value of `--model` is a file of the model's options, as the parser takes it, and no name.
 _FILE = (".yaml", ".yml", ".json")

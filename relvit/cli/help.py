@@ -43,7 +43,7 @@ SHOWN: dict[str, dict[str, tuple[str, ...]]] = {
         "results and devices": ("runs", *_DEVICES),
     },
     "predict": {
-        "images": ("ckpt_path", "paths", "root", *_IMAGES, "reach", "data.on_error", "mirror"),
+        "images": ("ckpt_path", "paths", "root", *_IMAGES, "reach", "data.on_error", "mirror", "step_maps"),
         "results and devices": ("runs", *_DEVICES),
     },
 }
@@ -73,7 +73,9 @@ TEXTS = {
     "trainer.precision": "The number format: 32-true, bf16-mixed or 16-mixed. Default: 32-true.",
 }
 # What stands for the value of an option ("": it needs none); of other options N, X, BOOL or NAME, by their types.
-VALUES = dict.fromkeys(("quiet", "lr_find", "mirror"), "") | dict.fromkeys(("seed_everything", "devices"), "N")
+VALUES = dict.fromkeys(("quiet", "lr_find", "mirror", "step_maps"), "") | dict.fromkeys(
+    ("seed_everything", "devices"), "N"
+)
 VALUES |= dict.fromkeys(("root", "runs"), "DIR") | dict.fromkeys(("config", "output"), "FILE")
 VALUES |= {"ckpt_path": "CKPT", "ckpt_paths": "CKPT ...", "paths": "PATH ...", "resume": "RUN", "X": "VALUE"}
 VALUES |= {"img_size": "SIZE", "sizes": "SIZE ...", "pretrained": "WEIGHTS"}

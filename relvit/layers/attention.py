@@ -117,22 +117,13 @@ class RelativeAttention(Attention):
             if exceeds_window(grid, self.window, attn_mask, is_causal):
                 windows, inner = to_windows(x, grid, self.window)
                 return from_windows(self.forward(windows, inner), grid, self.window)
-        B, N, _ = x.shape
-        gate = self.gate(x).sigmoid() if self.gate is not None else None
-        # Unbound before they are transposed, so that backward stacks the gradients as the projection wants them.
         keys = x if memory is None else torch.cat((memory, x), dim=1)
-        q, k, v = self.qkv(keys).reshape(B, -1, 3, self.num_heads, self.head_dim).unbind(2)
+        q, k, v = self.project(keys)
         if memory is not None:
-            q = q[:, -N:]
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        # Under autocast a norm may return float32 where the value is in half precision.
-        q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
+            q = q[:, :, -x.shape[1] :]
         terms: RelativeTerms | None = None
         if self.position is not None:
             terms = self.position(grid if key_grid is None else key_grid)
-            if hasattr(self.position, "content_bias"):
-                # Transformer-XL's u.
-                q = q + self.position.content_bias[:, None].to(q.dtype)
         if not torch.jit.is_scripting():
             show_weights(
                 self.attn_drop,
@@ -147,10 +138,28 @@ class RelativeAttention(Attention):
                 trained_keys=self.trained_keys,
             )
         dropout_p = self.attn_drop.p if self.training else 0.0
-        x = attend(
+        mixed = attend(
             q, k, v, terms, grid, attn_mask, is_causal, dropout_p, self.scale, self.backend, self.trained_keys, key_grid
         )
-        x = self.norm(x.transpose(1, 2).reshape(B, N, self.attn_dim))
-        if gate is not None:
-            x = x * gate
-        return self.proj_drop(self.proj(x))
+        return self.output(x, mixed)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute queries, keys and values (B, heads, N, head_dim) of (B, N, dim) tokens."""
+        B, N, _ = x.shape
+        # Unbound before they are transposed, so that backward stacks the gradients as the projection wants them.
+        q, k, v = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim).unbind(2)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        # Under autocast a norm may return float32 where the value is in half precision.
+        q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
+        if self.position is not None:  # noqa: SIM102 (TorchScript would compile the second condition)
+            if hasattr(self.position, "content_bias"):
+                # Transformer-XL's u.
+                q = q + self.position.content_bias[:, None].to(q.dtype)
+        return q, k, v
+
+    def output(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """Compute the result (B, N, dim) of tokens (B, N, dim) from their mixed values (B, heads, N, head_dim)."""
+        out = self.norm(mixed.transpose(1, 2).flatten(2))
+        if self.gate is not None:
+            out = out * self.gate(x).sigmoid()
+        return self.proj_drop(self.proj(out))

@@ -49,7 +49,7 @@ class GridBlock(Block):
             key_grid: where the tokens of `memory` and then those of `x` are.
         """
         if branch == "mlp":
-            return self._mlp_branch(x)
+            return self.mlp_branch(x)
         if torch.jit.is_scripting():
             mixed = self.attn(self.norm1(x), grid, attn_mask, is_causal)
         else:
@@ -59,9 +59,10 @@ class GridBlock(Block):
         if branch == "mixer":
             return mixed
         x = x + mixed
-        return x + self._mlp_branch(x)
+        return x + self.mlp_branch(x)
 
-    def _mlp_branch(self, x: Tensor) -> Tensor:
+    def mlp_branch(self, x: Tensor) -> Tensor:
+        """Compute what the MLP adds to (B, N, dim) tokens."""
         if torch.jit.is_scripting():
             x = self.mlp(self.norm2(x))
         else:

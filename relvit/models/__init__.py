@@ -9,6 +9,7 @@ from relvit.models.lsh_vit import LSHVisionTransformer
 from relvit.models.reach import Reach, set_reach
 from relvit.models.relative_vit import RelVisionTransformer
 from relvit.models.retrofit import retrofit, retrofit_arguments
+from relvit.models.universal_vit import Pondered, UniversalVisionTransformer
 from relvit.models.weights import checkpoint_filter_fn
 
 __all__ = [
@@ -17,8 +18,10 @@ __all__ = [
     "Bands",
     "LSHVisionTransformer",
     "Memory",
+    "Pondered",
     "Reach",
     "RelVisionTransformer",
+    "UniversalVisionTransformer",
     "attention_maps",
     "build_model",
     "check_image_size",

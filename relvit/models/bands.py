@@ -89,6 +89,8 @@ def check_bands(model: nn.Module) -> None:
         reason = "its blocks are not those of relvit_* models with attention, which take a memory"
     elif any(not isinstance(block.attn, RelativeAttention) for block in blocks):
         reason = f"its {type(blocks[0].attn).__name__} takes no memory"
+    elif hasattr(model, "set_steps"):
+        reason = "its block runs several times, each time with other inputs"
     elif model.reversible:
         reason = "it is reversible, and a memory would be kept for backward"
     elif model.num_prefix_tokens:

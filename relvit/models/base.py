@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any, ClassVar
 
 import torch
@@ -127,24 +127,7 @@ class GridForward:
                 x = block(x, grid, attn_mask, is_causal)
             return x
         else:
-            return self._run_eager(self.blocks, x, grid, attn_mask, is_causal)[0]
-
-    def _run_eager(
-        self,
-        blocks: Sequence[nn.Module],
-        x: Tensor,
-        grid: Grid,
-        attn_mask: Tensor | None,
-        is_causal: bool,
-        taken: Collection[int] = (),
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Run blocks; return the tokens behind the last one, and those behind the blocks of the numbers `taken`."""
-        found = []
-        for index, block in enumerate(blocks):
-            x = self._run_block(block, x, grid, attn_mask, is_causal)
-            if index in taken:
-                found.append(x)
-        return x, found
+            return self._run_steps(x, grid, attn_mask, is_causal, (), self._count_steps() - 1)[0]
 
     def forward_intermediates(
         self,
@@ -164,14 +147,13 @@ class GridForward:
             raise ValueError(f"output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}")
         if self.bands is not None:
             raise ValueError("features of single blocks are not computed in bands: set_bands(model, None) first")
-        take_indices, max_index = feature_take_indices(len(self.blocks), indices)
+        take_indices, max_index = feature_take_indices(self._count_steps(), indices)
         x, grid = self.embed(x)
         if grid.coords is not None and output_fmt == "NCHW":
             raise ValueError("output_fmt 'NCHW' needs all patches of one grid (patch_drop_rate drops some): use 'NLC'")
-        blocks = self.blocks[: max_index + 1] if stop_early else self.blocks
-        x, taken = self._run_eager(blocks, x, grid, attn_mask, is_causal, take_indices)
-        if norm:
-            taken = [self.norm(tokens) for tokens in taken]
+        last = max_index if stop_early else self._count_steps() - 1
+        x, taken = self._run_steps(x, grid, attn_mask, is_causal, take_indices, last)
+        taken = [self.norm(tokens) if norm else tokens for tokens in taken]
 
         prefixes = [tokens[:, : self.num_prefix_tokens] for tokens in taken] if self.num_prefix_tokens else None
         patches = [tokens[:, self.num_prefix_tokens :] for tokens in taken]
@@ -188,6 +170,20 @@ class GridForward:
         if return_prefix_tokens and prefixes is not None:
             patches = list(zip(patches, prefixes, strict=True))
         return patches if intermediates_only else (self.norm(x), patches)
+
+    def _count_steps(self) -> int:
+        return len(self.blocks)
+
+    def _run_steps(
+        self, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool, take: Collection[int], last: int
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Compute the tokens after block `last`, and after the blocks of these numbers."""
+        taken = []
+        for index, block in enumerate(self.blocks[: last + 1]):
+            x = self._run_block(block, x, grid, attn_mask, is_causal)
+            if index in take:
+                taken.append(x)
+        return x, taken
 
 
 class GridVisionTransformer(TablesWithoutDecay, GridForward, VisionTransformer):
@@ -329,10 +325,14 @@ class GridVisionTransformer(TablesWithoutDecay, GridForward, VisionTransformer):
                 x = block(x, grid, attn_mask, is_causal)
             return x
         else:
-            return self._run_eager(self.blocks, x, grid, attn_mask, is_causal)[0]
+            return self._run_steps(x, grid, attn_mask, is_causal, (), self._count_steps() - 1)[0]
 
-    def _run_eager(self, blocks: Sequence[nn.Module], *given: Any) -> tuple[Tensor, list[Tensor]]:
-        return reversible_blocks(blocks, *given) if self.reversible else super()._run_eager(blocks, *given)
+    def _run_steps(
+        self, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool, take: Collection[int], last: int
+    ) -> tuple[Tensor, list[Tensor]]:
+        if self.reversible:
+            return reversible_blocks(self.blocks[: last + 1], x, grid, attn_mask, is_causal, take)
+        return super()._run_steps(x, grid, attn_mask, is_causal, take, last)
 
     def _run_block(self, block: nn.Module, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
         if self.grad_checkpointing:
@@ -349,8 +349,9 @@ def check_arguments(model: type[GridVisionTransformer], given: dict[str, Any]) -
         del given["dynamic_img_size"]
     fixed = dict.fromkeys(FIXED, "these models take every image size, through blocks of their own") | model.fixed
     allowed: set[str] = set()
-    for cls in (model, GridVisionTransformer, VisionTransformer):
-        allowed |= inspect.signature(cls).parameters.keys()
+    for cls in model.__mro__:
+        if issubclass(cls, VisionTransformer):
+            allowed |= inspect.signature(cls).parameters.keys()
     allowed -= fixed.keys() | {"kwargs"}
     for name in given:
         if name in fixed:

@@ -1,8 +1,9 @@
-"""Draw figures with Matplotlib: training curves, curves by image size, confusion matrices, sheets of images."""
+"""Draw figures with Matplotlib: training curves, curves by image size, confusion matrices, sheets of images, steps."""
 
 from relvit.plots.confusion import plot_confusion
 from relvit.plots.curves import plot_curves, read_metrics
 from relvit.plots.sheet import picture_of, plot_sheet
 from relvit.plots.sizes import plot_sizes
+from relvit.plots.steps import plot_steps
 
-__all__ = ["plot_curves", "read_metrics", "plot_confusion", "picture_of", "plot_sheet", "plot_sizes"]
+__all__ = ["plot_curves", "read_metrics", "plot_confusion", "picture_of", "plot_sheet", "plot_sizes", "plot_steps"]

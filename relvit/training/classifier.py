@@ -14,7 +14,7 @@ from torchmetrics import MetricCollection
 from relvit.data.loading.sampler import training_position
 from relvit.data.mixup import BatchMix
 from relvit.data.native import NativeBatch, image_count, one_blank
-from relvit.models import build_model
+from relvit.models import Pondered, build_model
 from relvit.models.weights.transfer import TransferReport, transfer_weights
 from relvit.training.arguments import check_arguments, check_images
 from relvit.training.checkpoints.file import AVERAGE_KEY, TIMM_KEY, timm_weights
@@ -28,6 +28,7 @@ from relvit.training.optim.freeze import Backbone
 from relvit.training.optim.gradients import FiniteCheck, NonFinite, average_accumulated
 from relvit.training.optim.loss import ClassificationLoss
 from relvit.training.optim.optimizer import make_optimizer
+from relvit.training.optim.ponder import check_ponder, halts, ponder_weight
 from relvit.training.optim.schedule import Plan, describe, make_plan, update_rates
 from relvit.training.optim.sharding import (
     FullySharded,
@@ -80,6 +81,8 @@ class ImageClassifier(EpochMetrics):
         distill: 'hard' (the target is the teacher's class) or 'soft' (the target is the teacher's probabilities).
         distill_weight: The weight of the teacher's part of the loss; DeiT has 0.5 for 'hard', 0.1 for 'soft'.
         distill_temperature: The temperature of the probabilities, with 'soft'.
+        ponder_weight: The weight of the ponder cost in the training loss, with models whose patches halt.
+        ponder_warmup_epochs: The length of the linear rise of this weight in epochs.
         freeze_epochs: The number of epochs in which the classifier alone is trained, all else being in evaluation mode.
         nonfinite: At a non-finite loss or gradient, on any device, 'stop' before the optimiser step, or 'skip' it.
         compile: Whether the model is compiled by `torch.compile`, or the name of the backend that compiles it.
@@ -122,6 +125,8 @@ class ImageClassifier(EpochMetrics):
         distill: Literal["hard", "soft"] = "hard",
         distill_weight: float = 0.5,
         distill_temperature: float = 3.0,
+        ponder_weight: float = 0.01,
+        ponder_warmup_epochs: float = 5.0,
         freeze_epochs: int = 0,
         nonfinite: NonFinite = "stop",
         compile: bool | str = False,
@@ -136,6 +141,7 @@ class ImageClassifier(EpochMetrics):
         built = architecture_to_build(model, model_kwargs, retrofit, self.pretrained)
         self.save_hyperparameters(built._asdict())
         self.net = self._build_net()
+        check_ponder(self.hparams, self.net)
         if channels_last:
             self.net.to(memory_format=torch.channels_last)
         self.loss = ClassificationLoss(num_classes, loss, label_smoothing, bce_threshold, class_weights)
@@ -154,7 +160,8 @@ class ImageClassifier(EpochMetrics):
         self._restored: ResumePoint | None = None
         self._validated_at: tuple[int, int] | None = None
         self._ended_epoch: int | None = None
-        self.create_metrics(num_classes, self.mixing is not None, count_skipped_steps=nonfinite == "skip")
+        counted = {"skipped_steps": nonfinite == "skip", "ponder_cost": halts(self.net)}
+        self.create_metrics(num_classes, self.mixing is not None, [name for name, there in counted.items() if there])
 
     def forward(self, images: Tensor | NativeBatch) -> Tensor:
         """Compute the logits (B, num_classes) of images (B, in_chans, height, width), or of a native batch.
@@ -175,13 +182,18 @@ class ImageClassifier(EpochMetrics):
         seed_all(run_seed(), self.current_epoch, batch_idx, self.global_rank)
         if self.mixing is not None:
             images, targets = self.mixing(images, targets)
-        outputs = self(images)
+        outputs, ponder = self(images), None
+        if isinstance(outputs, Pondered):
+            outputs, ponder = outputs.logits, outputs.cost.mean()
         # A model with a distillation token returns two outputs, of the class token and of that one.
         logits, distilled = outputs if isinstance(outputs, tuple) else (outputs, outputs)
         loss = self.loss(logits, targets)
         if self.teacher is not None:
             options = (self.hparams.distill, self.hparams.distill_weight, self.hparams.distill_temperature)
             loss = distillation_loss(loss, distilled, self.teacher(images), *options)
+        if ponder is not None:
+            loss = loss + ponder_weight(self.hparams, self.trainer) * ponder
+            self.step_metrics["ponder_cost"].update(ponder.detach(), weight=len(logits))
         self.finite.note(loss)
         if self.range_test is not None:
             self.range_test.append((current_lr(self.trainer), float(loss.detach())))
@@ -232,6 +244,8 @@ class ImageClassifier(EpochMetrics):
             self.teacher = build_teacher(self.hparams, data)
             if hasattr(self.net, "set_distilled_training"):
                 self.net.set_distilled_training(True)
+        if halts(self.net):
+            self.net.set_ponder_training(True)
         weights = getattr(data, "class_weights", None)
         if weights is not None:
             if self.hparams.class_weights is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from lightning import LightningModule, Trainer
@@ -62,12 +63,13 @@ class EpochMetrics(LightningModule):
         step_metrics: Means and sums over the optimiser steps of an epoch.
     """
 
-    def create_metrics(self, num_classes: int, mixed: bool, count_skipped_steps: bool) -> None:
+    def create_metrics(self, num_classes: int, mixed: bool, counted: Sequence[str] = ()) -> None:
+        """Create the metrics; `counted` names those of steps that only some trainings have."""
         self.val_metrics, self.test_metrics = (class_metrics(num_classes, prefix) for prefix in ("val/", "test/"))
         self.train_metrics = class_metrics(num_classes, "train/", mixed=mixed)
         of_steps: dict[str, Metric] = {"grad_norm": MeanMetric()}
-        if count_skipped_steps:
-            of_steps["skipped_steps"] = SumMetric()
+        kinds = {"skipped_steps": SumMetric, "ponder_cost": MeanMetric}
+        of_steps |= {name: kinds[name]() for name in counted}
         self.step_metrics = MetricCollection(of_steps, compute_groups=False, prefix="train/")
         # The epoch's metrics at the last optimiser step, from which a checkpoint resumes.
         self._metrics_at_step: States = {}

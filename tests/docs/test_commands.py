@@ -38,6 +38,8 @@ def test_commands_run(page, place, capsys):
         extra = []
         if command == "fit":
             extra = [*TINY_MODEL, *ONE_STEP, "--data.patch_size=8"]
+            if "act" in arguments:  # halting needs two steps
+                extra.append("--model.model_kwargs.depth=2")
         if command in ("validate", "test", "predict"):
             extra = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
         # docs/sizes.md exports in Python, too, where it is quicker.

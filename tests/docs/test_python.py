@@ -19,7 +19,12 @@ def one_block(monkeypatch):
     create = timm.create_model
 
     def create_small(name, *args, **kwargs):
-        return create(name, *args, **({"depth": 1} if name.startswith(("relvit_", "vit_")) else {}), **kwargs)
+        return create(
+            name,
+            *args,
+            **({"depth": 1} if name.startswith(("relvit_", "vit_")) and "universal" not in name else {}),
+            **kwargs,
+        )
 
     monkeypatch.setattr(timm, "create_model", create_small)
 

@@ -5,7 +5,7 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from relvit.plots import confusion, plot_confusion, plot_curves, plot_sheet, plot_sizes, read_metrics
+from relvit.plots import confusion, plot_confusion, plot_curves, plot_sheet, plot_sizes, plot_steps, read_metrics
 
 METRICS = """epoch,lr,step,train/acc1,train/loss,val/acc1,val/loss
 0,,9,,,0.25,2.0
@@ -138,3 +138,19 @@ def test_curves_by_image_size(tmp_path, monkeypatch):
     assert [text.get_text() for text in accuracy.get_xticklabels()] == ["32", "8 x 32", "8"]
     assert [axes.get_ylabel() for axes in figures[0].axes] == ["top-1 accuracy", "loss", "calibration error"]
     assert pixels(tmp_path / "sizes.png").shape == (550, 1500, 3)
+
+
+def test_steps_are_drawn_over_the_shape_of_the_image(tmp_path):
+    """Colours of 1 to `most` steps, whatever an image has of them."""
+    image, steps = np.full((20, 40, 3), 255, np.uint8), np.array([[1, 5, 5, 5], [5, 5, 5, 3]])
+    plot_steps(image, steps, 5, tmp_path / "a.png")
+    figure = pixels(tmp_path / "a.png")
+    # Matplotlib's viridis at its ends and in its middle; the colour bar is right of the map.
+    areas = {}
+    for name, colour in {"one": (68, 1, 84), "five": (253, 231, 37), "three": (33, 145, 140)}.items():
+        at, across = np.nonzero((abs(figure - colour).sum(-1) < 6)[:, : 9 * figure.shape[1] // 10])
+        areas[name] = (len(at), at.mean(), across.mean())
+    assert areas["five"][0] == pytest.approx(6 * areas["one"][0], rel=0.05)
+    assert areas["three"][0] == pytest.approx(areas["one"][0], rel=0.05)
+    assert areas["one"][1] < areas["three"][1]
+    assert areas["one"][2] < areas["three"][2]

@@ -12,6 +12,15 @@ from relvit.training import ImageClassifier
 KWARGS = {"patch_size": 4, "embed_dim": 8, "depth": 1, "num_heads": 2, "max_distance": 1}
 
 
+# A model whose patches halt; its probabilities are large enough for some to do so at once.
+HALTING = {
+    "model": "test_relvit_universal",
+    "model_kwargs": {"depth": 3, "halting": "act", "halting_bias": 0.3},
+    "ponder_weight": 0.5,
+    "ponder_warmup_epochs": 1.0,
+}
+
+
 class Noise(LightningDataModule):
     """23 random images of 7 classes in batches of 4, so that the last batch is smaller; image 9 may be spoilt."""
 
@@ -68,10 +77,9 @@ def assert_close(ours, theirs, **tolerances):
         torch.testing.assert_close(ours[name], value, msg=lambda text, name=name: f"{name}: {text}", **options)
 
 
-def build(**kwargs):
+def build(model="test_relvit", model_kwargs=None, **kwargs):
     torch.manual_seed(0)
-    model_kwargs = KWARGS | kwargs.pop("model_kwargs", {})
-    return ImageClassifier("test_relvit", 7, 3, (8, 12), model_kwargs=model_kwargs, **kwargs)
+    return ImageClassifier(model, 7, 3, (8, 12), model_kwargs=KWARGS | (model_kwargs or {}), **kwargs)
 
 
 def train(module, data=None, ckpt_path=None, **kwargs):

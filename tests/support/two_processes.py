@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 from lightning import Callback
-from small_training import NoiseImages, Record, build, train
+from small_training import HALTING, NoiseImages, Record, build, train
 from torch import nn
 
 from relvit.training import AtomicCheckpointIO
@@ -145,6 +145,7 @@ def main(folder):
         "step": steps(folder, "step", ema_decay=0.9),
         "frozen": steps(folder, "frozen", freeze_epochs=1),
         "reversible": steps(folder, "reversible", model_kwargs=REVERSIBLE),
+        "halting": steps(folder, "halting", **HALTING),
         "hard": distilled(folder, "hard"),
         "mixed": distilled(folder, "mixed", distill="soft", distill_weight=0.3, mixup=0.8),
         "batch norm": with_batch_norm(),

@@ -20,7 +20,7 @@ def flops(model, height, width):
     return counter
 
 
-@pytest.mark.parametrize("name", ["relvit_small_reg4_gap", "relvit_small_patch4_32"])
+@pytest.mark.parametrize("name", ["relvit_small_reg4_gap", "relvit_small_patch4_32", "relvit_universal_small"])
 def test_all_but_the_relative_part_is_what_pytorch_counts(name):
     plain = create(name, rel_terms="")
     cost, relative = model_table.cost(plain), model_table.cost(create(name))

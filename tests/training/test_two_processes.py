@@ -7,7 +7,7 @@ from lightning import Trainer
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from photos import TINY
 from processes import Ranks, as_torchrun
-from small_training import NoiseImages, Record, assert_close, build, train
+from small_training import HALTING, NoiseImages, Record, assert_close, build, train
 from timm.models import save_for_hf
 from torch import nn
 from two_processes import CHANGES, OPTIMIZERS, REVERSIBLE, SHARDED, STEP, main
@@ -75,6 +75,7 @@ def test_evaluation_counts_every_image_once(found, count):
         ("step", {"ema_decay": 0.9}),
         ("frozen", {"freeze_epochs": 1}),
         ("reversible", {"model_kwargs": REVERSIBLE}),
+        ("halting", HALTING),
     ],
 )
 def test_two_devices_make_the_steps_of_one_with_the_double_batch(found, name, options):

@@ -27,6 +27,9 @@ def add_own_options(parser: ArgumentParser, command: str) -> None:
     if command in ("test", "predict"):
         text = "Average the probabilities of each image and its mirror image."
         add("--mirror", type=bool, default=False, help=text)
+    if command == "predict":
+        text = "Draw how many steps each patch took, for models with halting; the table gets the mean of each image."
+        add("--step_maps", type=bool, default=False, help=text)
     if command == "fit":
         text = "Continue the training in the folder of that run, with its configuration and from its last checkpoint."
         add("--resume", type=str | None, default=None, help=text)

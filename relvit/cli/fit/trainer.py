@@ -49,6 +49,7 @@ from relvit.training import (
 )
 from relvit.training.checkpoints.checkpoint import Architecture, data_arguments
 from relvit.training.lightning_internals import OpenLightningCLI
+from relvit.training.optim.ponder import halts
 from relvit.training.optim.sharding import check_strategy
 from relvit.utils.progress import rank_zero_print
 from relvit.utils.remote import local_file
@@ -260,12 +261,15 @@ class RelvitCLI(OpenLightningCLI):
     def _evaluation_callbacks(self) -> list[Callback]:
         callbacks: list[Callback] = []
         if self.command in ("test", "predict"):
+            step_maps = self.command == "predict" and self.config_value(self.config, "step_maps")
+            if step_maps and not halts(self.model.net):
+                raise UsageError(f"--step_maps: the patches of {self.model.hparams.model} do not halt")
             self.run_folder = self._new_run_folder(self.command)
             if self.command == "test":
                 callbacks.append(EvaluationReport(self.run_folder))
             else:
                 table = self.run_folder / "predictions.csv"
-                callbacks.append(PredictionTable(table, self.model.hparams.class_names))
+                callbacks.append(PredictionTable(table, self.model.hparams.class_names, step_maps))
             if self.config_value(self.config, "mirror"):
                 callbacks.append(MirrorAverage())
         return callbacks

@@ -1,4 +1,4 @@
-"""Ways through a stack of blocks."""
+"""How blocks follow one another: reversible, or one block several times, with halting of single tokens."""
 
 from relvit.layers.depth.reversible import reversible_blocks
 

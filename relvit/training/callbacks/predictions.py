@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -11,9 +12,12 @@ from typing import Any, TextIO
 import torch.distributed
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
+from torch import Tensor
 
 from relvit.data import ImageData
 from relvit.data.images.datasets import NamedFiles
+from relvit.data.native import NativeBatch, images_of
+from relvit.plots import picture_of, plot_steps
 from relvit.utils.files import atomic_write
 from relvit.utils.messages import printable
 
@@ -28,19 +32,24 @@ class PredictionTable(BasePredictionWriter):
     On several devices each process writes its rows into a file of its own beside the table, and the main process merges
     these files at the end, so all machines have to see the folder. The table appears complete or not at all.
 
+    Of a model whose patches halt, it can also write the mean steps of an image, as the last column, and a figure of the
+    steps of each patch into the folder `steps` beside the table, under the path of the image.
+
     Args:
         path: The file to write; that of the main process counts.
         class_names: The names of the classes in order.
+        step_maps: Whether to count steps, which computes every image once more.
 
     Attributes:
         count: The number of rows, at the end and on the main process.
     """
 
-    def __init__(self, path: Path, class_names: Sequence[str]) -> None:
+    def __init__(self, path: Path, class_names: Sequence[str], step_maps: bool = False) -> None:
         super().__init__(write_interval="batch")
         self.path = path
         self.class_names = list(class_names)
         self.shown = min(TOP, len(self.class_names))
+        self.step_maps = step_maps
         self.count = 0
         self._part: TextIO | None = None
 
@@ -55,15 +64,37 @@ class PredictionTable(BasePredictionWriter):
             ) from error
 
     def write_on_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, prediction: dict[str, Any], *_: Any
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        prediction: dict[str, Any],
+        batch_indices: Any,
+        batch: tuple[Tensor | NativeBatch, list[str]],
+        *_: Any,
     ) -> None:
         best, indices = prediction["probabilities"].topk(self.shown)
         writer = csv.writer(self._part)
-        for name, values, numbers in zip(prediction["names"], best.tolist(), indices.tolist(), strict=True):
+        names = prediction["names"]
+        steps = self._draw_steps(trainer, pl_module, batch) if self.step_maps and names else [[]] * len(names)
+        for name, values, numbers, extra in zip(names, best.tolist(), indices.tolist(), steps, strict=True):
             row = [printable(name)]
             for number, value in zip(numbers, values, strict=True):
                 row += [self.class_names[number], f"{value:.6f}"]
-            writer.writerow(row)
+            writer.writerow(row + extra)
+
+    def _draw_steps(
+        self, trainer: Trainer, pl_module: LightningModule, batch: tuple[Tensor | NativeBatch, list[str]]
+    ) -> list[list[str]]:
+        """Draw the figures of a batch; the further columns of its rows."""
+        images, names = batch
+        net, data = pl_module.net, trainer.datamodule
+        maps = [steps.cpu().numpy() for steps in net.step_maps(images)]
+        for image, steps, name in zip(images_of(images), maps, names, strict=True):
+            parts = [part for part in Path(printable(name)).parts if part not in (os.sep, os.pardir)]
+            target = self.path.parent.joinpath("steps", *parts[:-1], f"{parts[-1]}.png")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            plot_steps(picture_of(image, data.mean, data.std), steps, net.steps, target)
+        return [[f"{steps.mean():.4f}"] for steps in maps]
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Merge the rows of all processes."""
@@ -92,6 +123,7 @@ class PredictionTable(BasePredictionWriter):
         header = ["path"]
         for rank in range(1, self.shown + 1):
             header += [f"{column}{'' if rank == 1 else rank}" for column in ("class", "probability")]
+        header += ["steps"] * self.step_maps
         parts = [self._part_of(rank) for rank in range(len(unreadable))]
         with atomic_write(self.path) as path, ExitStack() as stack:
             table = csv.writer(stack.enter_context(open(path, "w", newline="", encoding="utf-8")))

@@ -69,17 +69,28 @@ def make_plan(trainer: Trainer, lr: float, base_batch: int | None, warmup_epochs
     """
     # Lightning does so by itself where it needs the length, not where --trainer.max_steps alone ends the training.
     trainer.fit_loop.setup_data()
-    steps, batches = trainer.estimated_stepping_batches, trainer.num_training_batches
-    accumulated = trainer.accumulate_grad_batches
+    steps, accumulated = trainer.estimated_stepping_batches, trainer.accumulate_grad_batches
     if not math.isfinite(steps):
         raise ValueError("the cosine needs an end: give --trainer.max_epochs or --trainer.max_steps")
-    if warmup_epochs and not math.isfinite(batches):
-        raise ValueError(f"the data does not know its length, so warmup_epochs {warmup_epochs:g} has none: give 0")
-    # The last step of an epoch may have fewer batches.
-    warmup = round(warmup_epochs * math.ceil(batches / accumulated)) if warmup_epochs else 0
+    warmup = steps_of(trainer, "warmup_epochs", warmup_epochs)
     batch = batch_size_of(trainer) * accumulated * trainer.world_size
     scaled = lr * batch / base_batch if base_batch else lr
     return Plan(batch, scaled, int(steps), min(warmup, int(steps) // 2), warmup)
+
+
+def steps_of(trainer: Trainer, name: str, epochs: float) -> int:
+    """Compute how many optimiser steps a number of epochs takes, which the option of this name gives.
+
+    Raises:
+        ValueError: The data does not know its length.
+    """
+    if not epochs:
+        return 0
+    batches = trainer.num_training_batches
+    if not math.isfinite(batches):
+        raise ValueError(f"the data does not know its length, so {name} {epochs:g} has none: give 0")
+    # The last step of an epoch may have fewer batches.
+    return round(epochs * math.ceil(batches / trainer.accumulate_grad_batches))
 
 
 def batch_size_of(trainer: Trainer) -> int:

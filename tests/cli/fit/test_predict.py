@@ -10,6 +10,7 @@ from photos import CLASSES
 from PIL import Image
 from processes import Ranks, as_torchrun
 
+from relvit import load
 from relvit.cli import main
 from relvit.data import DigitsData, eval_transform
 from relvit.training import load_classifier
@@ -257,3 +258,32 @@ def test_names_of_all_bytes_come_into_the_tables(run, pictures, tmp_path):
     assert main(["embed", best, f"--root={pictures}", f"--output={tmp_path / 'x.csv'}", "--num_workers=0"]) == 0
     assert rf"{pictures}/caf\xe9.png" in {row["path"] for row in rows(tmp_path / "x.csv")}
     assert [row["path"] for row in rows(tmp_path / "x.unreadable.csv")] == [broken["path"]]
+
+
+@pytest.mark.parametrize("native", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_maps_of_steps_and_their_means(photos, pictures, tmp_path, native):
+    """As a new user trains a model whose patches halt, and looks at where it takes more steps."""
+    arguments = ["fit", f"--data.root={photos}", "--data.img_size=16", "--trainer.max_epochs=1", *QUIET]
+    arguments += ["--model.model=test_relvit_universal", "--model.model_kwargs.halting=act"]
+    arguments += ["--model.model_kwargs.halting_bias=-1", "--model.model_kwargs.patch_size=8"]
+    arguments += ["--data.native=true", "--data.patch_size=8"] * native
+    assert main([*arguments, f"--runs={tmp_path / 'fit'}"]) == 0
+    (run,) = (tmp_path / "fit").iterdir()
+    best = str(run / "checkpoints" / "best.ckpt")
+    assert main(["predict", best, str(pictures), "--step_maps", f"--runs={tmp_path / 'predict'}", *QUIET]) == 0
+    (folder,) = (tmp_path / "predict").iterdir()
+    predictor = load(best)
+    for row in rows(folder / "predictions.csv"):
+        pixels, _ = next(predictor.batches([row["path"]]))
+        (steps,) = predictor.model.step_maps(pixels)
+        # Of 30 x 20 px, within four patches.
+        assert steps.shape == (2, 2)
+        assert float(row["steps"]) == pytest.approx(steps.double().mean().item(), abs=1e-4)
+        assert (folder / "steps" / row["path"][1:]).with_suffix(".png.png").is_file()
+
+
+def test_maps_of_steps_need_a_model_that_halts(run, pictures, tmp_path, capsys):
+    best, runs = str(run / "checkpoints" / "best.ckpt"), tmp_path / "runs"
+    assert main(["predict", best, str(pictures), "--step_maps", f"--runs={runs}", *QUIET]) == 2
+    assert "--step_maps: the patches of test_relvit do not halt" in capsys.readouterr().err
+    assert not list(runs.glob("*"))

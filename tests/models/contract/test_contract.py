@@ -14,7 +14,7 @@ import timm
 import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
-from vits import ATTENTION_FREE, NAMES, SMALL, assert_same, bias_for, images, precision, small, twins
+from vits import ATTENTION_FREE, NAMES, SMALL, UNIVERSAL, assert_same, bias_for, images, precision, small, twins
 
 from relvit.models.base import FIXED
 
@@ -96,7 +96,7 @@ def test_every_test_in_the_tables_is_there():
         assert test in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, entry
 
 
-@pytest.mark.parametrize("name", [*NAMES, *ATTENTION_FREE])
+@pytest.mark.parametrize("name", [*NAMES, *ATTENTION_FREE, *UNIVERSAL])
 def test_default_cfgs(name):
     with torch.device("meta"):
         model = timm.create_model(name)

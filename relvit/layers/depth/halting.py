@@ -1,0 +1,125 @@
+"""Adaptive computation time: halting probabilities of patches, remainders and the ponder cost, step by step."""
+
+from typing import NamedTuple
+
+import torch
+from timm.layers import register_notrace_function, register_notrace_module
+from torch import Tensor, nn
+
+from relvit.ops import Grid
+
+
+class HaltingState(NamedTuple):
+    """Where the halting of a batch of P patches per image stands, between two steps.
+
+    Attributes:
+        running: (B, P) booleans, which patches compute the next step; padding never does.
+        total: (B, P), sum of the halting probabilities so far, at least float32.
+        steps: (B, P) int64, steps computed so far: at the end N of the paper.
+        remainder: (B, P), R of the paper for patches that have halted, else 0.
+    """
+
+    running: Tensor
+    total: Tensor
+    steps: Tensor
+    remainder: Tensor
+
+
+def start_halting(patches: Tensor, grid: Grid) -> HaltingState:
+    """Return the state before the first step for patches (B, P, dim) of `grid`."""
+    shape = patches.shape[:2]
+    running = torch.ones(shape, dtype=torch.bool, device=patches.device)
+    valid = grid.valid
+    if valid is not None:
+        running = running & valid
+    total = torch.zeros(shape, dtype=torch.promote_types(patches.dtype, torch.float32), device=patches.device)
+    return HaltingState(running, total, torch.zeros(shape, dtype=torch.int64, device=patches.device), total)
+
+
+# Dtypes have no value while a graph is traced.
+register_notrace_function(start_halting)
+
+
+@register_notrace_module
+class AdaptiveHalting(nn.Module):
+    """Graves' adaptive computation time (2016, arXiv 1603.08983, section 2) for every patch of an image.
+
+    At step n a patch halts with the probability h_n = sigmoid(w . x_n + b), where x_n is the input of the step, as in
+    the code of the Universal Transformer (Dehghani et al. 2018, arXiv 1807.03819, appendix C). It computes N steps: the
+    first at which h_1 + ... + h_N >= 1 - epsilon, or the last one there is. The weights of its states are h_1, ...,
+    h_(N-1) and the remainder R = 1 - h_1 - ... - h_(N-1) (equations 5 to 7), which add up to 1, and its ponder cost is
+    N + R (equation 11), whose gradient is that of R alone.
+
+    Args:
+        dim: width of the tokens.
+        epsilon: what the sum of the probabilities may lack.
+        bias_init: initial b; w starts at zero. -3 is a probability of 0.05: with 0 or 1 most patches halt at once and
+            are never trained to do otherwise.
+
+    Raises:
+        ValueError: an `epsilon` outside of 0 ... 1.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        epsilon: float = 0.01,
+        bias_init: float = -3.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if not 0 < epsilon < 1:
+            raise ValueError(f"epsilon must be between 0 and 1, got {epsilon}")
+        self.threshold = 1 - epsilon
+        self.bias_init = bias_init
+        self.weight = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty((), device=device, dtype=dtype))
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Initialise w and b."""
+        nn.init.zeros_(self.weight)
+        nn.init.constant_(self.bias, self.bias_init)
+
+    # PyTorch and timm call it for modules made on the meta device.
+    reset_parameters = init_weights
+
+    def forward(self, patches: Tensor) -> Tensor:
+        """Compute the halting probabilities (B, P) of inputs (B, P, dim), at least in float32."""
+        # Autocast leaves products by element alone: sums of probabilities want more than half precision.
+        wide = torch.promote_types(patches.dtype, torch.float32)
+        return ((patches.to(wide) * self.weight.to(wide)).sum(-1) + self.bias.to(wide)).sigmoid()
+
+    def advance(self, state: HaltingState, probability: Tensor, last: bool) -> tuple[Tensor, HaltingState]:
+        """Take a step: what the states after the step weigh in the output, and the state after it.
+
+        Args:
+            state: before the step.
+            probability: (B, P), of `forward`; of patches that do not run it is not looked at.
+            last: whether there are no steps after this one.
+
+        Returns:
+            Weights (B, P), zero for patches that do not run; state.
+        """
+        running = state.running
+        probability = torch.where(running, probability, torch.zeros_like(probability))
+        halts = running
+        if not last:
+            halts = running & (state.total + probability >= self.threshold)
+        rest = 1 - state.total
+        weights = torch.where(halts, rest, probability)
+        remainder = torch.where(halts, rest, state.remainder)
+        return weights, HaltingState(
+            running & ~halts, state.total + probability, state.steps + running.long(), remainder
+        )
+
+
+def ponder_cost(state: HaltingState, grid: Grid) -> Tensor:
+    """Compute the mean of N + R over the patches of each image, (B,), without padding; the gradient is that of R."""
+    cost = state.steps + state.remainder
+    valid = grid.valid
+    if valid is None:
+        return cost.mean(1)
+    valid = valid.expand(cost.shape)
+    return torch.where(valid, cost, torch.zeros_like(cost)).sum(1) / valid.sum(1).clamp(min=1)

@@ -1,0 +1,79 @@
+"""Sinusoids of row, column and step: the position and time signals of the Universal Transformer, in 2D."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from timm.layers import register_notrace_module
+from torch import Tensor, nn
+
+from relvit.ops import Grid
+from relvit.ops.grid import patch_coords
+
+
+def sinusoids(position: Tensor, width: int, gain: Tensor) -> Tensor:
+    """Compute sines, then cosines, of positions (...) at geometric wavelengths: (..., width), an even number.
+
+    The dtype is that of `gain`, the precision at least float32.
+    """
+    half, wide = width // 2, torch.promote_types(gain.dtype, torch.float32)
+    steps = torch.arange(half, dtype=wide, device=position.device)
+    angle = position.to(wide)[..., None] * torch.exp(steps * (-math.log(10000.0) / half))
+    return torch.cat((angle.sin(), angle.cos()), dim=-1).to(gain.dtype)
+
+
+# Sizes of the grid have no value while a graph is traced.
+@register_notrace_module
+class PositionStepSignals(nn.Module):
+    """Sinusoids that are added to every token at every step: of row and column, and of the number of the step.
+
+    Source: equations 4 and 5 of the Universal Transformer (Dehghani et al. 2018, arXiv 1807.03819), where each channel
+    has a sinusoid of the position plus one of the step. In 2D the first half of the channels has that of the row, the
+    second that of the column, since their sum could not distinguish rows from columns. Every grid and every number of
+    steps is served. Prefix tokens have no position, and the signal of the step alone.
+
+    In pre-norm blocks nothing normalises the sum of states and signals over the steps, so a learned gain per channel
+    scales both signals.
+
+    Args:
+        dim: width of the tokens, a multiple of 4.
+        gain_init: initial gain.
+
+    Raises:
+        ValueError: a `dim` that is no multiple of 4.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        gain_init: float = 0.1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if dim % 4:
+            raise ValueError(f"sinusoids of rows and columns need a width that is a multiple of 4, got {dim}")
+        self.dim = dim
+        self.gain_init = gain_init
+        self.gain = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Initialise the gain."""
+        nn.init.constant_(self.gain, self.gain_init)
+
+    # PyTorch and timm call it for modules made on the meta device.
+    reset_parameters = init_weights
+
+    def forward(self, grid: Grid) -> Tensor:
+        """Compute the signals of the positions of all tokens, zero for prefix tokens: (1 or B, N, dim)."""
+        signals = sinusoids(patch_coords(grid, self.gain.device), self.dim // 2, self.gain).flatten(-2) * self.gain
+        if signals.dim() == 2:
+            signals = signals[None]
+        return F.pad(signals, (0, 0, grid.prefix, 0))
+
+    def step(self, number: int) -> Tensor:
+        """Compute the signal of a step, counted from 1: (dim,)."""
+        return sinusoids(torch.full((), number, device=self.gain.device), self.dim, self.gain) * self.gain

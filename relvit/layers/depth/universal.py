@@ -1,0 +1,77 @@
+"""Apply a block to some tokens of a sequence, which attend to all of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from relvit.layers.block import RelativeBlock
+from relvit.ops import Grid, RelativeTerms, relative_attention
+
+
+def take_tokens(x: Tensor, index: Tensor) -> Tensor:
+    """Select tokens (B, M, ...) of x (B, K, ...) by their indices (B, M)."""
+    first = x.shape[1] * torch.arange(len(x), device=x.device)[:, None]
+    return x.flatten(0, 1).index_select(0, (index + first).flatten()).unflatten(0, index.shape)
+
+
+def put_tokens(x: Tensor, index: Tensor, tokens: Tensor, add: bool = False) -> Tensor:
+    """Replace tokens of x (B, N, ...) at the indices (B, M) by `tokens` (B, M, ...), or add these to them.
+
+    Without gradients x itself is changed.
+    """
+    first = x.shape[1] * torch.arange(len(x), device=x.device)[:, None]
+    rows, flat, tokens = (index + first).flatten(), x.flatten(0, 1), tokens.flatten(0, 1)
+    if torch.is_grad_enabled():
+        flat = flat.index_add(0, rows, tokens) if add else flat.index_copy(0, rows, tokens)
+    else:
+        # Copies of all tokens at every step would cost what halting saves.
+        flat = flat.index_add_(0, rows, tokens) if add else flat.index_copy_(0, rows, tokens)
+    return flat.unflatten(0, x.shape[:2])
+
+
+def run_gathered(
+    block: RelativeBlock,
+    inputs: Tensor,
+    index: Tensor,
+    chosen: Tensor | None,
+    memory: tuple[Tensor, Tensor] | None,
+    query_grid: Grid,
+    key_grid: Grid,
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Apply a block to the chosen ones of K tokens, with keys and values of the whole sequence of N tokens.
+
+    Args:
+        block: its attention has neither masks nor windows.
+        inputs: (B, K, dim), all tokens whose keys and values have changed since the last call.
+        index: (B, K), their indices in the sequence.
+        chosen: (B, M), which of these K; None: all.
+        memory: keys and values of the last call, (B, N, heads, head_dim) each; None: these are all N tokens.
+        query_grid: where the chosen tokens are.
+        key_grid: where the N tokens are.
+
+    Returns:
+        The chosen tokens after the block (B, M, dim), and the keys and values of all N.
+    """
+    attn = block.attn
+    normed = block.norm1(inputs)
+    query, *own = (part.transpose(1, 2) for part in attn.project(normed))
+    if memory is not None and inputs.shape[1] < memory[0].shape[1]:
+        own = [put_tokens(old, index, new) for old, new in zip(memory, own, strict=True)]
+    if chosen is not None:
+        inputs, normed, query = (take_tokens(part, chosen) for part in (inputs, normed, query))
+    query, key, value = (part.transpose(1, 2) for part in (query, *own))
+    mixed = relative_attention(
+        query,
+        key,
+        value,
+        RelativeTerms() if attn.position is None else attn.position(key_grid),
+        query_grid,
+        key_grid,
+        dropout_p=attn.attn_drop.p if attn.training else 0.0,
+        scale=attn.scale,
+        trained_keys=attn.trained_keys,
+        backend=attn.backend,
+    )
+    x = inputs + block.drop_path1(block.ls1(attn.output(normed, mixed)))
+    return x + block.mlp_branch(x), tuple(own)

@@ -1,0 +1,326 @@
+"""Universal Transformers with relative attention: one block, applied T times; registered as `relvit_universal_*`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from timm.layers import DropPath
+from timm.models import checkpoint
+from timm.models._features import feature_take_indices
+from torch import Tensor
+
+from relvit.layers.depth.halting import AdaptiveHalting, HaltingState, ponder_cost, start_halting
+from relvit.layers.depth.signals import PositionStepSignals
+from relvit.layers.depth.universal import put_tokens, run_gathered, take_tokens
+from relvit.models.base import default_cfgs_of, entry_point
+from relvit.models.relative_vit import BASE, SMALL, TINY, RelVisionTransformer
+from relvit.models.weights.convert import checkpoint_filter_fn
+from relvit.ops import Grid
+from relvit.ops.grid import keep_patches
+from relvit.ops.tracing import is_compiling, is_functorch
+from relvit.utils.messages import check_choice
+
+HALTINGS = ("", "act")
+
+
+class Pondered(NamedTuple):
+    """The output of a model with halting, and how long it computed.
+
+    Attributes:
+        logits: (B, num_classes).
+        steps: (B, patches) int64, steps that each patch computed, 1 to the model's; 0 for padding.
+        cost: (B,), the mean of N + R over the patches of an image: what a training adds to its loss.
+    """
+
+    logits: Tensor
+    steps: Tensor
+    cost: Tensor
+
+
+class UniversalVisionTransformer(RelVisionTransformer):
+    """Universal Transformer for images: a `RelativeBlock` that is applied `depth` times, with signals of the step.
+
+    Source: Dehghani et al. 2018 (arXiv 1807.03819), here with pre-norm blocks and relative positions. At every step
+    sinusoids of row, column and step are added to the tokens, see `PositionStepSignals`.
+
+    With `halting='act'` every patch computes as many steps as it needs (Graves 2016, arXiv 1603.08983), see
+    `AdaptiveHalting`; class and register tokens compute all. A token that has halted keeps its last state, to which
+    others attend; its signals stand still with it. The output is the sum of its states, weighted by the halting
+    probabilities. Tokens that have halted leave the batch, so that time falls with them; compiled, exported and traced
+    graphs, TorchScript, masks, windows and hooks on the block compute all tokens at all steps, with the same numbers.
+
+    timm's `depth`, features and intermediate layers count steps: those of step t are the states after it, the final
+    ones the weighted sum, and `stop_early` or pruning to t makes t the last step. There is one block in `blocks`, so
+    layer decay knows a stem, a block and a head, and `drop_path_rate` is that of every step.
+
+    Args:
+        depth: number of steps, with halting the most there can be; `set_steps` changes it.
+        halting: '' (all steps) or 'act'.
+        halting_epsilon: see `AdaptiveHalting`.
+        halting_bias: see `AdaptiveHalting`.
+        drop_path_rate: of the block, at every step.
+        **kwargs: see `RelVisionTransformer`.
+
+    Attributes:
+        gather: False: tokens that have halted compute on, without effect; may be set at any time.
+
+    Raises:
+        ValueError: as `RelVisionTransformer`; an unknown `halting`, arguments of halting without it, or halting with
+            fewer than two steps; a width that is no multiple of 4.
+    """
+
+    def __init__(
+        self,
+        *,
+        depth: int = 12,
+        halting: str = "",
+        halting_epsilon: float = 0.01,
+        halting_bias: float = -3.0,
+        drop_path_rate: float = 0.0,
+        **kwargs: Any,
+    ) -> None:
+        check_choice("halting", halting, HALTINGS)
+        if halting and depth < 2:
+            raise ValueError(f"halting={halting!r} needs a depth of 2 steps or more, got {depth}")
+        if not halting and (halting_epsilon, halting_bias) != (0.01, -3.0):
+            raise ValueError("halting_epsilon and halting_bias have no effect without halting='act'")
+        if kwargs.get("reversible"):
+            raise ValueError("reversible=True is for blocks with parameters of their own, and here there is one block")
+        super().__init__(depth=1, **kwargs)
+        factory_kwargs = {name: kwargs.get(name) for name in ("device", "dtype")}
+        self.signals = PositionStepSignals(self.embed_dim, **factory_kwargs)
+        self.halting: AdaptiveHalting | None = None
+        if halting:
+            self.halting = AdaptiveHalting(self.embed_dim, halting_epsilon, halting_bias, **factory_kwargs)
+        if drop_path_rate:
+            self.blocks[0].drop_path1 = DropPath(drop_path_rate)
+            self.blocks[0].drop_path2 = DropPath(drop_path_rate)
+        self.gather = True
+        self.returns_cost = False
+        self.set_steps(depth)
+
+    @torch.jit.ignore
+    def set_steps(self, steps: int) -> None:
+        """Choose the number of steps, also another one than in training; with halting the most there can be."""
+        if steps < 1:
+            raise ValueError(f"steps must be 1 or more, got {steps}")
+        self.steps = steps
+        self.feature_info = [self.feature_info[0]] * steps
+
+    @torch.jit.ignore
+    def set_ponder_training(self, enable: bool = True) -> None:
+        """In training mode, let `forward` return `Pondered` instead of the logits alone; with halting only."""
+        if enable and self.halting is None:
+            raise ValueError("there is no ponder cost without halting='act'")
+        self.returns_cost = enable
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """Compute the logits (B, num_classes), or `Pondered` in training after `set_ponder_training`."""
+        if not torch.jit.is_scripting():  # noqa: SIM102 (TorchScript would compile the second condition)
+            if self.training and self.returns_cost:
+                return self.ponder(x, attn_mask, is_causal)
+        return self.forward_head(self.forward_features(x, attn_mask, is_causal))
+
+    @torch.jit.ignore
+    def ponder(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Pondered:
+        """Compute the logits, and how many steps each patch took; with halting only.
+
+        Args: see `forward_features`.
+
+        Raises:
+            ValueError: a model without halting.
+        """
+        if self.halting is None:
+            raise ValueError("there are no steps to count without halting='act'")
+        x, grid = self.embed(x)
+        x, state = self._halt(x, grid, attn_mask, is_causal)
+        logits = self.forward_head(self.norm(x), patch_valid=grid.valid)
+        return Pondered(logits, state.steps, ponder_cost(state, grid))
+
+    @torch.jit.ignore
+    @torch.no_grad()
+    def step_maps(self, x: Tensor) -> list[Tensor]:
+        """Count the steps of each patch: a map (rows, columns) int64 for each image; with halting only.
+
+        Args:
+            x: images (B, in_chans, height, width), or a native batch, whose maps have shapes of their own.
+        """
+        steps = self.ponder(x).steps
+        if not isinstance(x, dict):
+            return list(steps.unflatten(1, self.patch_embed.dynamic_feat_size(x.shape[-2:])))
+        maps = []
+        for own, coord, valid in zip(steps, x["patch_coord"], x["patch_valid"], strict=True):
+            rows, columns = coord[valid].T
+            maps.append(own.new_zeros(int(rows.max()) + 1, int(columns.max()) + 1))
+            maps[-1][rows, columns] = own[valid]
+        return maps
+
+    def forward_features(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """Compute normalised tokens (B, N, embed_dim), as `GridForward.forward_features`."""
+        x, grid = self.embed(x)
+        if self.halting is not None:
+            x, _ = self._halt(x, grid, attn_mask, is_causal)
+        else:
+            position = self.signals(grid)
+            for number in range(1, self.steps + 1):
+                x = self._step(x + position + self.signals.step(number), grid, attn_mask, is_causal)
+        x = self.norm(x)
+        if torch.jit.is_scripting():
+            return x
+        else:
+            return x if grid.valid is None else {"patches": x, "patch_valid": grid.valid}
+
+    def _step(self, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+        if torch.jit.is_scripting():
+            return self.blocks[0](x, grid, attn_mask, is_causal)
+        else:
+            return self._run_block(self.blocks[0], x, grid, attn_mask, is_causal)
+
+    def _halt(self, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool) -> tuple[Tensor, HaltingState]:
+        """Compute the weighted sum of the states of each token, (B, N, dim), and where its halting ended."""
+        if torch.jit.is_scripting():
+            output, state, _ = self._halt_masked(x, grid, attn_mask, is_causal, self.steps, [])
+            return output, state
+        else:
+            if self._may_gather(x) and attn_mask is None and not is_causal:
+                return self._halt_gathered(x, grid)
+            output, state, _ = self._halt_masked(x, grid, attn_mask, is_causal, self.steps, [])
+            return output, state
+
+    def _halt_masked(
+        self, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool, steps: int, take: list[int]
+    ) -> tuple[Tensor, HaltingState, list[Tensor]]:
+        """Compute all tokens at all steps; also the states after the steps of these numbers, from 0."""
+        position = self.signals(grid)
+        state = start_halting(x[:, grid.prefix :], grid)
+        first = torch.ones_like(x[:, : grid.prefix, 0], dtype=torch.bool)
+        inputs, output = x, torch.zeros_like(x)
+        states: list[Tensor] = []
+        ran = torch.ones_like(x[:, :, :1], dtype=torch.bool)
+        for number in range(1, steps + 1):
+            inputs = torch.where(ran, x + position + self.signals.step(number), inputs)
+            ran = torch.cat((first, state.running), dim=1)[..., None]
+            probability = self.halting(inputs[:, grid.prefix :])
+            weights, state = self.halting.advance(state, probability, number == steps)
+            weights = torch.cat((first * float(number == steps), weights), dim=1)[..., None]
+            new = self._step(inputs, grid, attn_mask, is_causal)
+            output = output + weights.to(new.dtype) * new
+            x = torch.where(ran, new, x)
+            if number - 1 in take:
+                states.append(x)
+        return output, state, states
+
+    def _halt_gathered(self, x: Tensor, grid: Grid) -> tuple[Tensor, HaltingState]:
+        """Compute as `_halt_masked`; tokens that have halted in all images leave the batch, their keys and values stay.
+
+        Images halt at different counts: the longest sets the length, and tokens that have halted fill the others.
+        """
+        prefix, run = grid.prefix, run_gathered
+        if self.grad_checkpointing and torch.is_grad_enabled():
+            run = partial(checkpoint, run_gathered)
+        batch, count, _ = x.shape
+        position = self.signals(grid)
+        state = start_halting(x[:, prefix:], grid)
+        index = torch.arange(count, device=x.device).expand(batch, -1)
+        first = torch.ones_like(index[:, :prefix], dtype=torch.bool)
+        inputs, output, memory, query_grid, ran = x, torch.zeros_like(x), None, grid, None
+        for number in range(1, self.steps + 1):
+            fresh = x + (position + self.signals.step(number))
+            inputs = fresh if ran is None else torch.where(ran, fresh, inputs)
+            patches = index[:, prefix:] - prefix
+            running = state.running.gather(1, patches)
+            probability = torch.zeros_like(state.total).scatter(1, patches, self.halting(inputs[:, prefix:]))
+            weights, state = self.halting.advance(state, probability, number == self.steps)
+            least, most = torch.stack(running.sum(1).aminmax()).tolist()
+            if prefix + most == 0:
+                break
+            chosen = None
+            if number > 1 and most < running.shape[1]:
+                order = running.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :most]
+                chosen = torch.cat((index.new_tensor(range(prefix)).expand(batch, -1), order + prefix), dim=1)
+                running, patches = running.gather(1, order), patches.gather(1, order)
+                query_grid = keep_patches(grid, patches)
+            new, memory = run(self.blocks[0], inputs, index, chosen, memory, query_grid, grid)
+            if chosen is not None:
+                position = position.expand(batch, -1, -1)
+                x, inputs, position, index = (take_tokens(part, chosen) for part in (x, inputs, position, index))
+            # None where there is nothing to keep: every pass over the tokens costs time.
+            ran = None if least == running.shape[1] else torch.cat((first, running), dim=1)[..., None]
+            x = new if ran is None else torch.where(ran, new, x)
+            weights = torch.cat((first * float(number == self.steps), weights.gather(1, patches)), dim=1)[..., None]
+            weights = weights.to(new.dtype)
+            if len(index[0]) == count:
+                output = output + weights * new
+            else:
+                output = put_tokens(output, index, weights * new, add=True)
+        return output, state
+
+    def _may_gather(self, x: Tensor) -> bool:
+        attn = self.blocks[0].attn
+        if not self.gather or isinstance(x, torch.fx.Proxy) or is_compiling() or is_functorch():
+            return False
+        # What shards or observes the block has hooks, which a part of it would not call.
+        observed = any(
+            module._forward_hooks or module._forward_pre_hooks for module in (self.blocks[0], attn, attn.attn_drop)
+        )
+        return attn.window is None and not observed
+
+    def _count_steps(self) -> int:
+        return self.steps
+
+    def _run_steps(
+        self, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool, take: Collection[int], last: int
+    ) -> tuple[Tensor, list[Tensor]]:
+        if self.halting is not None:
+            x, _, states = self._halt_masked(x, grid, attn_mask, is_causal, last + 1, list(take))
+            return x, states
+        position, taken = self.signals(grid), []
+        for number in range(last + 1):
+            x = self._step(x + position + self.signals.step(number + 1), grid, attn_mask, is_causal)
+            if number in take:
+                taken.append(x)
+        return x, taken
+
+    def prune_intermediate_layers(
+        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        """Make the last of these steps the last one of the model, as timm removes blocks; return their numbers."""
+        kept, last = feature_take_indices(self.steps, indices)
+        super().prune_intermediate_layers([0], prune_norm, prune_head)
+        self.set_steps(last + 1)
+        return kept
+
+    @torch.jit.ignore
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Return timm's patterns of parameter names by depth; signals and halting go with the block."""
+        groups = super().group_matcher(coarse)
+        return {**groups, "blocks": [*groups["blocks"], (r"^(?:signals|halting)\.", (0,))]}
+
+
+# One block of Base width, applied 12 times, comes near ViT-B with a tenth of the parameters; narrow ones do not (bViT,
+# arXiv 2605.10661).
+VARIANTS: dict[str, dict[str, Any]] = {
+    "relvit_universal_tiny": TINY,
+    "relvit_universal_small": SMALL,
+    "relvit_universal_base": BASE,
+    # For tests.
+    "test_relvit_universal": {"img_size": 160, "embed_dim": 64, "depth": 6, "num_heads": 2, "mlp_ratio": 3},
+}
+
+
+def _arguments(name: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Complete the arguments of a call; refuse what takes features by the names of modules."""
+    if given.get("feature_cls", "getter") != "getter":
+        raise ValueError(
+            f"feature_cls={given['feature_cls']!r} finds features by the names of blocks, and all steps are those of "
+            "one block: leave it out"
+        )
+    return VARIANTS[name] | given
+
+
+default_cfgs = default_cfgs_of(VARIANTS)
+for _name in VARIANTS:
+    globals()[_name] = entry_point(_name, UniversalVisionTransformer, checkpoint_filter_fn, partial(_arguments, _name))

@@ -1,0 +1,387 @@
+"""Universal Transformers: halting against a loop over tokens from the papers, tokens that leave, features by step."""
+
+import math
+
+import pytest
+import timm
+import torch
+from timm.models import create_feature_extractor
+from timm.optim import param_groups_layer_decay
+from vits import SMALL, assert_same, images, small
+
+from relvit.models import set_reach
+from relvit.ops import Grid
+from relvit.ops.grid import patch_coords
+
+PREFIXES = [{}, {"class_token": True, "reg_tokens": 2, "global_pool": "token"}]
+STEPS = 5
+
+
+def build(bias=-1.0, halting="act", **kwargs):
+    model = small("test_relvit_universal", **{"depth": STEPS, "halting": halting, **kwargs}).double()
+    if halting:
+        torch.nn.init.constant_(model.halting.bias, bias)
+    return model.eval()
+
+
+def doubles(*size, batch=3):
+    return images(*size, batch=batch, dtype=torch.float64)
+
+
+def signal(gain, row, column, step):
+    """Equations 4 and 5 of arXiv 1807.03819, channel by channel; the half of a row, the half of a column."""
+    dim = len(gain)
+
+    def wave(position, channel, width):
+        half = width // 2
+        angle = position / 10000 ** (channel % half / half)
+        return math.sin(angle) if channel < half else math.cos(angle)
+
+    out = []
+    for channel in range(dim):
+        value = wave(step, channel, dim)
+        if row is not None:
+            value += wave(row if channel < dim // 2 else column, channel % (dim // 2), dim // 2)
+        out.append(value * gain[channel])
+    return torch.stack(out)
+
+
+def reference(model, x):
+    """Adaptive computation time, image by image and token by token: logits, steps and cost."""
+    tokens, grid = model.embed(x)
+    block, prefix, halting = model.blocks[0], grid.prefix, model.halting
+    coords = patch_coords(grid).expand(len(x), -1, -1) if grid.coords is None else grid.coords
+    results, all_steps, costs = [], [], []
+    for image, places in zip(tokens, coords.tolist(), strict=True):
+        places = [(None, None)] * prefix + places
+        own = Grid(grid.height, grid.width, prefix, torch.tensor(places[prefix:]))
+        state, inputs = list(image), [None] * len(image)
+        total, steps, remainder = ([0.0] * len(image) for _ in range(3))
+        output, running, ran = [0.0] * len(image), [True] * len(image), [True] * len(image)
+        for step in range(1, model.steps + 1):
+            for i, place in enumerate(places):
+                if ran[i]:  # one that has halted stands still from then on
+                    inputs[i] = state[i] + signal(model.signals.gain, *place, step)
+            after = block(torch.stack(inputs)[None], own)[0]
+            ran = list(running)
+            for i in range(len(image)):
+                if not running[i]:
+                    continue
+                state[i] = after[i]
+                steps[i] = step
+                probability = 0.0 if i < prefix else torch.sigmoid((halting.weight * inputs[i]).sum() + halting.bias)
+                if step == model.steps or total[i] + probability >= 0.99:
+                    remainder[i] = 1 - total[i]
+                    output[i] = output[i] + remainder[i] * after[i]
+                    running[i] = False
+                else:
+                    output[i] = output[i] + probability * after[i]
+                    total[i] = total[i] + probability
+        results.append(torch.stack(output))
+        all_steps.append(steps[prefix:])
+        costs.append(sum(n + r for n, r in zip(steps[prefix:], remainder[prefix:], strict=True)) / len(places[prefix:]))
+    logits = model.forward_head(model.norm(torch.stack(results)))
+    return logits, torch.tensor(all_steps), torch.stack(costs)
+
+
+@pytest.mark.parametrize("prefix", PREFIXES, ids=str)
+@pytest.mark.parametrize("gather", [True, False])
+def test_halting_equals_a_loop_over_tokens(prefix, gather):
+    model = build(**prefix, rel_terms="qkvb")
+    model.gather = gather
+    x, parameters = doubles(24, 40), list(model.parameters())
+    got, expected = model.ponder(x), reference(model, x)
+    assert len(got.steps.unique()) > 3
+    assert_same(tuple(got), expected, atol=1e-10)
+    with torch.no_grad():
+        assert_same(tuple(model.ponder(x)), expected, atol=1e-10)
+    for results in ((got.logits, expected[0]), (got.cost, expected[2])):
+        grads = (torch.autograd.grad(r.sin().sum(), parameters, retain_graph=True, allow_unused=True) for r in results)
+        for one, other in zip(*grads, strict=True):
+            assert (one is None) == (other is None)
+            if one is not None:
+                assert_same(one, other, atol=1e-10)
+
+
+def test_dropped_patches_and_attention_dropout_free_training():
+    model = build(patch_drop_rate=0.4, class_token=True).train()
+    x = doubles(32, 24)
+    results = []
+    for run in (model.ponder, lambda x: reference(model, x)):
+        torch.manual_seed(3)
+        results.append(tuple(run(x)))
+    assert_same(*results, atol=1e-10)
+
+
+def test_images_of_a_native_batch_halt_as_each_alone():
+    model = build(class_token=True, bias=0.0)
+    shapes = [(3, 2), (1, 5), (2, 2)]
+    patches, coord, valid = torch.zeros(3, 6, 8 * 8 * 3).double(), torch.zeros(3, 6, 2).long(), torch.zeros(3, 6).bool()
+    alone = []
+    for i, (rows, columns) in enumerate(shapes):
+        image = doubles(8 * rows, 8 * columns, batch=1)
+        alone.append(model.ponder(image))
+        count = rows * columns
+        split = image.unflatten(2, (rows, 8)).unflatten(4, (columns, 8)).permute(0, 2, 4, 3, 5, 1)
+        patches[i, :count], coord[i, :count] = split.reshape(count, -1), patch_coords(Grid(rows, columns))
+        valid[i, :count] = True
+    patches[~valid] = 7.0
+    batch = {"patches": patches, "patch_coord": coord, "patch_valid": valid}
+    for gather in (True, False):
+        model.gather = gather
+        got = model.ponder(batch)
+        assert_same(got.logits, torch.cat([one.logits for one in alone]), atol=1e-10)
+        assert_same(got.cost, torch.cat([one.cost for one in alone]), atol=1e-10)
+        for steps, one, real in zip(got.steps, alone, valid, strict=True):
+            assert steps[real].tolist() == one.steps[0].tolist()
+            assert not steps[~real].any()
+        assert_same(model(batch), got.logits, atol=0)
+
+
+@pytest.mark.parametrize("prefix", PREFIXES, ids=str)
+def test_tokens_that_have_halted_leave(prefix):
+    model = build(**prefix)
+    counts = []
+    model.blocks[0].mlp.register_forward_pre_hook(lambda _module, given: counts.append(given[0].shape[1]))
+    with torch.no_grad():
+        steps = model.ponder(doubles(24, 40)).steps
+        longest = [int((steps >= number).sum(1).max()) for number in range(1, STEPS + 1)]
+        assert counts == [model.num_prefix_tokens + count for count in longest]
+        counts.clear()
+        # All patches halt at once: only the tokens before them go on, and without such tokens nothing does.
+        torch.nn.init.constant_(model.halting.bias, 99.0)
+        assert model.ponder(doubles(24, 40)).steps.tolist() == [[1] * 15] * 3
+    assert counts == [model.num_prefix_tokens + 15, *([model.num_prefix_tokens] * (STEPS - 1) if prefix else [])]
+
+
+def test_nothing_halts_at_the_start_of_a_training():
+    model = timm.create_model("test_relvit_universal", halting="act", **SMALL).train()
+    assert model.ponder(images()).steps.tolist() == [[3] * 6] * 2
+    cost = model.ponder(images()).cost
+    torch.testing.assert_close(cost, torch.full((2,), 3 + 1 - 2 * torch.tensor(-3.0).sigmoid().item()))
+
+
+def test_another_number_of_steps_in_the_test():
+    for halting in ("", "act"):
+        model, longer = build(halting=halting), build(halting=halting, depth=7)
+        longer.load_state_dict(model.state_dict())
+        model.set_steps(7)
+        assert_same(model(doubles()), longer(doubles()), atol=0)
+        model.set_steps(1)
+        assert model(doubles()).isfinite().all()
+
+
+@pytest.mark.parametrize("prefix", PREFIXES, ids=str)
+def test_all_steps_are_the_model_of_as_many_equal_blocks(prefix):
+    """And so are all forms of intermediate layers, and pruning to some."""
+    model, plain = build(halting="", **prefix), small(depth=STEPS, **prefix).double().eval()
+    state = model.state_dict()
+    for name in plain.state_dict():
+        part = name.split(".", 2)
+        state[name] = state["blocks.0." + part[2]] if part[0] == "blocks" else state[name]
+    plain.load_state_dict(state, strict=False)
+    places = [(None, None)] * model.num_prefix_tokens + patch_coords(Grid(2, 5)).tolist()
+    for step, block in enumerate(plain.blocks, start=1):
+        added = torch.stack([signal(model.signals.gain, *place, step) for place in places])
+        block.register_forward_pre_hook(lambda _module, given, added=added: (given[0] + added, *given[1:]))
+    x = doubles(16, 40)
+    assert_same(model(x), plain(x), atol=1e-10)
+    mask = torch.rand(len(places), len(places)) > 0.3
+    assert_same(model(x, attn_mask=mask), plain(x, attn_mask=mask), atol=1e-10)
+    for choice in (
+        {},
+        {"indices": [0, 3], "norm": True, "return_prefix_tokens": True, "output_fmt": "NLC"},
+        {"indices": [-3], "stop_early": True, "output_dict": True},
+        {"indices": 2, "intermediates_only": True},
+    ):
+        assert_same(model.forward_intermediates(x, **choice), plain.forward_intermediates(x, **choice), atol=1e-10)
+    assert_same(model.get_intermediate_layers(x, n=2), plain.get_intermediate_layers(x, n=2), atol=1e-10)
+    assert model.prune_intermediate_layers([1, 2]) == plain.prune_intermediate_layers([1, 2])
+    assert_same(model(x), plain(x), atol=1e-10)
+
+
+def test_intermediates_with_halting_are_the_states_and_their_weighted_sum():
+    model = build(class_token=True)
+    x = doubles()
+    final, taken = model.forward_intermediates(x, output_fmt="NLC", return_prefix_tokens=True)
+    assert len(taken) == STEPS
+    assert_same(final, model.forward_features(x), atol=1e-12)
+    steps = model.ponder(x).steps
+    for number in range(1, STEPS):
+        unchanged = (taken[number][0] == taken[number - 1][0]).all(-1)
+        assert torch.equal(unchanged, steps <= number)
+        assert (taken[number][1] != taken[number - 1][1]).any()
+    stopped = model.forward_intermediates(x, [2], stop_early=True)[0]
+    model.prune_intermediate_layers(2 * [2], prune_norm=False, prune_head=False)
+    assert model.steps == 3
+    assert_same(stopped, model.forward_features(x), atol=1e-12)
+
+
+def test_features_only_and_what_has_no_features():
+    options = {"features_only": True, "out_indices": (0, 2), **SMALL}
+    model = timm.create_model("test_relvit_universal", **options)
+    assert model.feature_info.channels() == [12, 12]
+    assert [part.shape for part in model(images())] == [(2, 12, 3, 2)] * 2
+    for kind in ("hook", "fx"):
+        with pytest.raises(ValueError, match="all steps are those of one block"):
+            timm.create_model("test_relvit_universal", feature_cls=kind, **options)
+
+
+@pytest.mark.parametrize("halting", ["", "act"])
+def test_scripted_and_traced_graphs_have_the_same_numbers(halting):
+    with timm.layers.set_scriptable(True):
+        model = build(halting=halting, class_token=True, depth=2).float()
+    scripted, traced = torch.jit.script(model), create_feature_extractor(model, ["head"])
+    with torch.no_grad():
+        for size in ((24, 16), (16, 40)) * 2:
+            assert_same(scripted(images(*size)), model(images(*size)), atol=1e-5)
+        assert_same(traced(images())["head"], model(images()), atol=1e-5)
+        torch.testing.assert_close(torch.func.vmap(model)(images()[:, None])[:, 0], model(images()), rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("halting", ["", "act"])
+def test_one_compiled_and_one_exported_graph_serve_all_sizes(halting):
+    model = build(halting=halting, class_token=True, depth=2).float()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="eager")
+    height, width = (8 * torch.export.Dim(name, min=2, max=64) for name in ("height", "width"))
+    exported = torch.export.export(model, (images(32, 40),), dynamic_shapes=({2: height, 3: width},)).module()
+    with torch.no_grad():
+        for size in ((16, 40), (40, 64)):
+            assert_same(compiled(images(*size)), model(images(*size)), atol=1e-5)
+            assert_same(exported(images(*size)), model(images(*size)), atol=1e-5)
+
+
+def test_windows_masks_and_hooks_compute_all_tokens():
+    model = build()
+    x = doubles(48, 32)
+    model.gather = False
+    expected = model(x)
+    model.gather = True
+    everything = torch.ones(24, 24, dtype=torch.bool)
+    assert_same(model(x, attn_mask=everything), expected, atol=1e-12)
+    seen = []
+    handle = model.blocks[0].attn.attn_drop.register_forward_pre_hook(lambda _module, given: seen.append(given[0]))
+    assert_same(model(x), expected, atol=1e-12)
+    assert [weights.shape for weights in seen] == [(3, 2, 24, 24)] * STEPS
+    handle.remove()
+    in_windows = set_reach(model, "windows", (24, 16))(x)
+    assert (in_windows - expected).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("halting", ["", "act"])
+def test_checkpointing_changes_neither_outputs_nor_gradients(halting):
+    model = build(halting=halting, class_token=True, drop_path_rate=0.2).train()
+    results = []
+    for enable in (False, True):
+        model.set_grad_checkpointing(enable)
+        torch.manual_seed(3)
+        out = model(doubles())
+        results.append([out, *torch.autograd.grad(out.square().sum(), list(model.parameters()))])
+    assert_same(*results)
+
+
+def test_drop_path_is_that_of_every_step():
+    model = build(halting="", drop_path_rate=1.0).train()
+    tokens, grid = model.embed(doubles())
+    for number in range(1, STEPS + 1):
+        tokens = tokens + model.signals(grid) + model.signals.step(number)
+    assert_same(model.forward_features(doubles()), model.norm(tokens), atol=1e-12)
+
+
+def test_groups_of_parameters_and_no_decay():
+    model = build(class_token=True)
+    groups = param_groups_layer_decay(model, no_weight_decay_list=model.no_weight_decay(), layer_decay=0.5)
+    found = {id(p): (group["lr_scale"], group["weight_decay"]) for group in groups for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        scale = 0.25 if name.startswith(("cls", "patch")) else 1.0 if name.startswith(("head", "fc_norm")) else 0.5
+        assert found[id(parameter)][0] == (scale if not name.startswith("norm") else 0.5), name
+    for parameter in (*model.signals.parameters(), *model.halting.parameters()):
+        assert found[id(parameter)] == (0.5, 0.0)
+
+
+def test_made_without_memory_and_filled_later():
+    model = timm.create_model("test_relvit_universal", halting="act", device="meta", **SMALL)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.fill_(torch.nan)
+    model.init_weights()
+    assert model.eval()(images()).isfinite().all()
+    assert (model.halting.bias.item(), model.signals.gain[0].item()) == (-3.0, pytest.approx(0.1))
+
+
+@pytest.mark.parametrize("how", ["autocast", "bfloat16"])
+def test_half_precision(how):
+    model = timm.create_model("test_relvit_universal", halting="act", **SMALL).eval()
+    expected = model.forward_features(images())
+    if how == "autocast":
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            half = model.forward_features(images())
+            assert model.ponder(images()).cost.dtype == torch.float32
+    else:
+        half = model.bfloat16().forward_features(images(dtype=torch.bfloat16))
+        assert half.dtype == torch.bfloat16
+    assert (half.float() - expected).abs().max() < 0.1
+
+
+def test_in_training_the_cost_is_returned_beside_the_logits():
+    model = build()
+    model.set_ponder_training()
+    assert isinstance(model(doubles()), torch.Tensor)
+    out = model.train()(doubles())
+    assert_same(tuple(out), tuple(model.ponder(doubles())), atol=0)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"halting": "acts"}, r"halting is 'acts'; allowed are '', 'act' \(did you mean 'act'\?\)"),
+        ({"halting": "", "halting_epsilon": 0.1}, "no effect without halting='act'"),
+        ({"depth": 1}, "needs a depth of 2 steps or more, got 1"),
+        ({"halting_epsilon": 1.0}, "epsilon must be between 0 and 1, got 1.0"),
+        ({"embed_dim": 18}, "a multiple of 4, got 18"),
+    ],
+)
+def test_errors(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        build(**kwargs)
+
+
+def test_errors_of_calls():
+    model = build(halting="")
+    for call in (lambda: model.ponder(doubles()), model.set_ponder_training):
+        with pytest.raises(ValueError, match="without halting='act'"):
+            call()
+    with pytest.raises(ValueError, match="steps must be 1 or more, got 0"):
+        model.set_steps(0)
+    with pytest.raises(TypeError, match=r"no argument 'rel_term' \(did you mean 'rel_terms'\?\)"):
+        build(rel_term="k")
+
+
+# Width, heads.
+FAMILY = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12)}
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_registered_models_have_the_parameters_counted_by_hand(name):
+    with torch.device("meta"):
+        model = timm.create_model(f"relvit_universal_{name}")
+    width, heads = FAMILY[name]
+    block = 12 * width * width + 13 * width + 2 * 2 * 15 * (width // heads)
+    expected = (3 * 16 * 16 + 1) * width + block + width + 2 * width + (width + 1) * 1000
+    assert sum(p.numel() for p in model.parameters()) == expected
+    assert (model.steps, len(model.blocks), len(model.feature_info)) == (12, 1, 12)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"reversible": True}, "reversible=True is for blocks with parameters of their own"),
+        ({"band_rows": 1}, "its block runs several times"),
+    ],
+)
+def test_other_ways_through_the_blocks_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        timm.create_model("test_relvit_universal", **options)
