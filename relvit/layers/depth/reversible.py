@@ -77,7 +77,7 @@ def reversible_blocks(
 
 @dataclass
 class Chain:
-    """What consecutive blocks have in common.
+    """Arguments and state that consecutive blocks share.
 
     Attributes:
         grid, attn_mask, is_causal: arguments of all blocks.
