@@ -8,6 +8,8 @@ from relvit.layers.lsh import LSHAttention
 from relvit.layers.patch_embed import AnySizePatchEmbed
 from relvit.layers.positions import (
     AxialPositionEmbedding,
+    ContinuousPosition2d,
+    FirePosition2d,
     RelativePosition2d,
     SlopePosition2d,
     TransformerXLPosition2d,
@@ -17,6 +19,8 @@ __all__ = [
     "RelativePosition2d",
     "SlopePosition2d",
     "TransformerXLPosition2d",
+    "FirePosition2d",
+    "ContinuousPosition2d",
     "AxialPositionEmbedding",
     "RelativeAttention",
     "AFTFull",
