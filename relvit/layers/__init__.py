@@ -10,9 +10,12 @@ from relvit.layers.positions import (
     AxialPositionEmbedding,
     ContinuousPosition2d,
     FirePosition2d,
+    LowRankPosition2d,
+    ParabolicPosition2d,
     RelativePosition2d,
     SlopePosition2d,
     TransformerXLPosition2d,
+    factorise_bias,
 )
 
 __all__ = [
@@ -21,6 +24,9 @@ __all__ = [
     "TransformerXLPosition2d",
     "FirePosition2d",
     "ContinuousPosition2d",
+    "ParabolicPosition2d",
+    "LowRankPosition2d",
+    "factorise_bias",
     "AxialPositionEmbedding",
     "RelativeAttention",
     "AFTFull",

@@ -121,9 +121,7 @@ class RelativeAttention(Attention):
         q, k, v = self.project(keys)
         if memory is not None:
             q = q[:, :, -x.shape[1] :]
-        terms: RelativeTerms | None = None
-        if self.position is not None:
-            terms = self.position(grid if key_grid is None else key_grid)
+        terms = self.relative_terms(x, grid, key_grid)
         if not torch.jit.is_scripting():
             show_weights(
                 self.attn_drop,
@@ -142,6 +140,17 @@ class RelativeAttention(Attention):
             q, k, v, terms, grid, attn_mask, is_causal, dropout_p, self.scale, self.backend, self.trained_keys, key_grid
         )
         return self.output(x, mixed)
+
+    def relative_terms(self, x: Tensor, grid: Grid, key_grid: Grid | None = None) -> RelativeTerms | None:
+        """Compute the terms for tokens `x`, (B, N, dim) on `grid`, that attend to those of `key_grid`."""
+        keys = grid if key_grid is None else key_grid
+        terms: RelativeTerms | None = None
+        if self.position is not None:
+            if hasattr(self.position, "terms"):  # noqa: SIM108 (TorchScript compiles this form of it alone)
+                terms = self.position.terms(x, grid, keys)
+            else:
+                terms = self.position(keys)
+        return terms
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Compute queries, keys and values (B, heads, N, head_dim) of (B, N, dim) tokens."""

@@ -73,6 +73,7 @@ class TimmRelativeAttention:
             windows, inner = to_windows(x, grid, self.window)
             found = TimmRelativeAttention.forward(self, windows, attn_mask=GridArgument(inner, None))
             return from_windows(found, grid, self.window)
+        tokens = x
         gate = self.gate(x).sigmoid() if self.gate is not None else None
         query, key, value = self._project(x)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
@@ -90,7 +91,7 @@ class TimmRelativeAttention:
         if (group := self.num_kv_groups) > 1:
             key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
             position_key = None if position_key is None else position_key.repeat_interleave(group, dim=1)
-        terms = self.position(grid)
+        terms = self.position.terms(tokens, grid, grid) if hasattr(self.position, "terms") else self.position(grid)
         options = {
             "attn_mask": attn_mask,
             "is_causal": is_causal,

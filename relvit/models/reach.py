@@ -100,7 +100,8 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
 
 def _check_position(position: nn.Module | None, refused: str) -> None:
     """Raise unless there are tables to stretch."""
-    if position is None or all(term is None for term in position(Grid(1, 1))[:4]):
+    tables = position is not None and not hasattr(position, "terms")
+    if position is None or (tables and all(term is None for term in position(Grid(1, 1))[:4])):
         raise ValueError(f"{refused} without relative terms: there are no tables to stretch")
     if not hasattr(position, "trained_grid"):
         raise ValueError(

@@ -28,8 +28,9 @@ class RelVisionTransformer(GridVisionTransformer):
     Args:
         position: 'tables' (learned, `RelativePosition2d`), 'slopes' (ALiBi's, without parameters, `SlopePosition2d`),
             'slopes-euclidean' (the same of the Euclidean distance), 'xl' (Transformer-XL's projected sinusoids,
-            `TransformerXLPosition2d`), 'fire' (`FirePosition2d`), 'cpb' (Swin V2's network, `ContinuousPosition2d`), or
-            a class of your own or a `functools.partial` of one, called as `position(head_dim, num_heads, device=,
+            `TransformerXLPosition2d`), 'fire' (`FirePosition2d`), 'cpb' (Swin V2's network, `ContinuousPosition2d`),
+            'pape' (parabolas, `ParabolicPosition2d`), 'low-rank' (FlashBias, `LowRankPosition2d`), or a class of your
+            own or a `functools.partial` of one, called as `position(head_dim, num_heads, device=,
             dtype=)` for each block.
         max_distance: clip distance in patches, one for both axes or (rows, columns); None: the default of the position,
             7 for tables, none for slopes and 'xl', which reach over the whole grid. Not for the others.

@@ -65,7 +65,7 @@ def run_gathered(
         query,
         key,
         value,
-        RelativeTerms() if attn.position is None else attn.position(key_grid),
+        attn.relative_terms(normed, query_grid, key_grid) or RelativeTerms(),
         query_grid,
         key_grid,
         dropout_p=attn.attn_drop.p if attn.training else 0.0,

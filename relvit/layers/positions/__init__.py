@@ -3,6 +3,8 @@
 from relvit.layers.positions.axial import AxialPositionEmbedding
 from relvit.layers.positions.continuous import ContinuousPosition2d
 from relvit.layers.positions.fire import FirePosition2d
+from relvit.layers.positions.low_rank import LowRankPosition2d, factorise_bias
+from relvit.layers.positions.parabolic import ParabolicPosition2d
 from relvit.layers.positions.slopes import SlopePosition2d
 from relvit.layers.positions.tables import RelativePosition2d
 from relvit.layers.positions.xl import TransformerXLPosition2d
@@ -11,7 +13,10 @@ __all__ = [
     "AxialPositionEmbedding",
     "ContinuousPosition2d",
     "FirePosition2d",
+    "LowRankPosition2d",
+    "ParabolicPosition2d",
     "RelativePosition2d",
     "SlopePosition2d",
     "TransformerXLPosition2d",
+    "factorise_bias",
 ]

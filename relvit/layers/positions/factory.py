@@ -11,6 +11,8 @@ from torch import nn
 
 from relvit.layers.positions.continuous import ContinuousPosition2d
 from relvit.layers.positions.fire import FirePosition2d
+from relvit.layers.positions.low_rank import LowRankPosition2d
+from relvit.layers.positions.parabolic import ParabolicPosition2d
 from relvit.layers.positions.slopes import SlopePosition2d
 from relvit.layers.positions.tables import RelativePosition2d
 from relvit.layers.positions.xl import TransformerXLPosition2d
@@ -24,6 +26,8 @@ POSITIONS: dict[str, Callable[..., nn.Module]] = {
     "xl": TransformerXLPosition2d,
     "fire": FirePosition2d,
     "cpb": ContinuousPosition2d,
+    "pape": ParabolicPosition2d,
+    "low-rank": LowRankPosition2d,
 }
 # The one argument for tables that all learned positions have, as `retrofit` and as models call it.
 INIT_STD = ("init_std", "rel_init_std")
@@ -52,9 +56,10 @@ def position_factory(
     taken: dict[str, Any] = {}
     for name, given in tables.items():
         learned = isinstance(position, str) and name in INIT_STD and accepts(position, "init_std")
-        if position == "tables" or learned:
+        # The defaults of a model are those of tables, but that of a retrofit, 0, is for all.
+        if position == "tables" or (learned and (not given or given != defaults[name].default)):
             taken["init_std" if name in INIT_STD else name] = given
-        elif given != defaults[name].default:
+        elif not learned and given != defaults[name].default:
             raise ValueError(f"{name} is for position 'tables', got {name}={given!r} with position {position!r}")
     made = POSITIONS[position] if isinstance(position, str) else position
     return partial(made, **taken) if taken else made
@@ -95,6 +100,9 @@ def check_position(position: object) -> None:
             "a position must be a module from Grid to RelativeTerms, such as RelativePosition2d(head_dim, num_heads), "
             f"got {kind}"
         )
+    # It wants tokens too, of which there are none here.
+    if hasattr(position, "terms"):
+        return
     try:
         terms = position(Grid(1, 1))
     except Exception as error:

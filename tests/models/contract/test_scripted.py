@@ -23,6 +23,8 @@ VARIANTS = [
     {"position": "slopes-euclidean", "class_token": True},
     {"position": "fire"},
     {"position": "cpb"},
+    {"position": "pape", "class_token": True},
+    {"position": "low-rank"},
     {"position": "slopes", "max_distance": (1, 2), "dynamic_img_pad": True, "pos_embed": "axial"},
     {"rel_terms": "", "patch_drop_rate": 0.5, "init_values": 0.1},
 ]
