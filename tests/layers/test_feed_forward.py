@@ -90,7 +90,7 @@ def test_models_have_it(name):
             "GlobalResponseNormMlp is not known to: take a subclass of Mlp, GluMlp, SwiGLU, GatedMlp",
         ),
     ],
-    ids=str,
+    ids=["0", "2.0", "True", "mixes"],
 )
 def test_errors(options, error, message):
     with pytest.raises(error, match=message):
