@@ -1,1 +1,1 @@
-"""How blocks follow one another: one block several times, with halting of single tokens."""
+"""Depth: one block several times, with halting of single tokens, beside blocks one after the other."""
