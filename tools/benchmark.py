@@ -48,6 +48,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "relvit_small": ("relvit_small", {}),
     "relvit_small_fused": ("relvit_small", {"backend": "fused"}),
     "relvit_small_tiled": ("relvit_small", {"backend": "tiled"}),
+    "relvit_xl": ("relvit_xl_small", {}),
     "relpos": ("vit_relpos_small_patch16_224", {"init_values": 0}),
     "rope": ("vit_small_patch16_rope_224", POOLED),
     "rope_mixed": ("vit_small_patch16_rope_mixed_224", POOLED),

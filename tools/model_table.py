@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ import timm
 import torch
 from torch import nn
 
-from relvit.layers import AFTConv2d, AFTFull, AFTSimple, RelativeAttention
+from relvit.layers import AFTConv2d, AFTFull, AFTSimple, LSHAttention, RelativeAttention, TransformerXLPosition2d
 from relvit.models import AFTVisionTransformer, UniversalVisionTransformer
 
 ROOT = Path(__file__).parent.parent
@@ -51,7 +52,10 @@ def cost(model: nn.Module) -> Cost:
     times = model.steps if isinstance(model, UniversalVisionTransformer) else 1
     for block in model.blocks:
         weights = sum(module.weight.numel() for module in block.modules() if isinstance(module, nn.Linear))
-        count = attention_free if isinstance(block.attn, AFTSimple) else attention
+        kinds = {AFTSimple: attention_free, LSHAttention: hashed_attention}
+        count = next((count for kind, count in kinds.items() if isinstance(block.attn, kind)), attention)
+        if isinstance(getattr(block.attn, "position", None), TransformerXLPosition2d):
+            count = partial(transformer_xl, grid=model.patch_embed.grid_size)
         mixed, parameters, relative = count(block.attn, tokens, patches)
         macs += times * (tokens * weights + mixed + relative)
         relative_parameters += parameters
@@ -74,6 +78,23 @@ def attention(mixer: RelativeAttention, tokens: int, patches: int) -> tuple[int,
             rows, head_dim = table.shape[-2:]
             macs += patches * mixer.num_heads * rows * head_dim
     return 2 * tokens**2 * mixer.attn_dim, parameters, macs
+
+
+def hashed_attention(mixer: LSHAttention, tokens: int, patches: int) -> tuple[int, int, int]:
+    """Count MACs of LSH attention: the hashes, and both products of each chunk with itself and the one before it."""
+    rounds, head_dim, most = mixer.rotations.shape
+    pairs = min(tokens // (2 * mixer.bucket_size), most)
+    chunk = min(tokens, 2 * -(-tokens // max(1, 2 * pairs)))
+    hashes = tokens * mixer.num_heads * head_dim * pairs
+    products = 2 * -(-tokens // chunk) * chunk * 2 * chunk * mixer.num_heads * head_dim
+    return rounds * (hashes + products), sum(table.numel() for table in mixer.position.parameters()), 0
+
+
+def transformer_xl(mixer: RelativeAttention, tokens: int, patches: int, grid: tuple[int, int]) -> tuple[int, int, int]:
+    """Count as `attention`: 2 H - 1 and 2 W - 1 sinusoids times W_R, and each patch times their rows in each head."""
+    rows, parameters = sum(2 * size - 1 for size in grid), sum(part.numel() for part in mixer.position.parameters())
+    projected = rows * mixer.position.row_weight.numel()
+    return 2 * tokens**2 * mixer.attn_dim, parameters, projected + patches * rows * mixer.attn_dim
 
 
 def attention_free(mixer: AFTSimple, tokens: int, patches: int) -> tuple[int, int, int]:

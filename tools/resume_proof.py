@@ -1,11 +1,11 @@
 """Interrupt trainings, resume them, and compare with an uninterrupted one bit by bit.
 
-    python tools/resume_proof.py              # all 72 kinds of interruption, a table; exit status 1 if any differs
+    python tools/resume_proof.py              # all 75 kinds of interruption, a table; exit status 1 if any differs
     python tools/resume_proof.py --only mid-epoch SIGKILL
 
 Real processes and real signals, over {mid-epoch, epoch end, inside validation} x {EMA on, off} x {accumulation 1, 2} x
-{SIGTERM, SIGKILL, exception}, and over places and ends for trainings at several sizes, of native shapes, and of a
-model whose patches halt. Each
+{SIGTERM, SIGKILL, exception}, over places and ends for trainings at several sizes, of native shapes, and of a model
+whose patches halt, and over ends for a reversible model. Each
 training shuffles, augments, mixes (but for native shapes) and drops at random, with two loader workers.
 Compared are weights, averaged weights, optimiser, schedule, the table of metrics, the TensorBoard log and the best
 checkpoint. The interrupted training must have ended by that signal, and the resumed one must have done fewer steps.
@@ -39,12 +39,14 @@ DATA = {
     "random sizes": ["--data.train_sizes=[16,24,32]"],
     "native shapes": ["--data.native=true", "--data.patch_size=8", "--model.mixup=0", "--model.cutmix=0"],
     "progressive sizes": ["--data.train_sizes=[16,24,32]", "--data.size_schedule=progressive"],
+    "reversible": ["--model.model=test_relvit_rev"],
     "halting": ["--model.model=test_relvit_universal", "--model.model_kwargs.halting=act", "--model.ponder_weight=0.1"],
 }
 # Place, whether there is an average, accumulated batches, end, options of the data.
 CASES = [
     *itertools.product(PLACES, (True, False), (1, 2), ENDS, [""]),
-    *itertools.product(PLACES, [True], [2], ENDS, [name for name in DATA if name]),
+    *itertools.product(PLACES, [True], [2], ENDS, [name for name in DATA if name not in ("", "reversible")]),
+    *itertools.product(["mid-epoch"], [True], [2], ENDS, ["reversible"]),
 ]
 # Environment variables: where and how a training ends, and the file that counts its steps.
 PLACE, END, COUNT = "RESUME_PROOF_PLACE", "RESUME_PROOF_END", "RESUME_PROOF_COUNT"

@@ -92,7 +92,7 @@ class AFTSimple(nn.Module):
         Raises:
             ValueError: an `attn_mask`.
         """
-        refuse_mask(attn_mask)
+        refuse_mask(attn_mask, "attention-free mixers have")
         wide, narrow = self.num_heads * self.head_dim, self.num_heads * self.keys
         query, key, value = self.qkv(x).split((wide, narrow, wide), dim=-1)
         query = query.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
@@ -294,10 +294,10 @@ register_operator(
 )
 
 
-def refuse_mask(attn_mask: Tensor | None) -> None:
+def refuse_mask(attn_mask: Tensor | None, mixer_has: str) -> None:
     """Raise ValueError unless there is none."""
     if attn_mask is not None:
-        raise ValueError("attention-free mixers have no attn_mask: padding goes into the grid's `valid`")
+        raise ValueError(f"{mixer_has} no attn_mask: padding goes into the grid's `valid`")
 
 
 # Whether there is one is not known while a graph is traced.

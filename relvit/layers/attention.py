@@ -25,9 +25,11 @@ def attend(
     scale: float,
     backend: str,
     trained_keys: int | None,
+    key_grid: Grid | None = None,
 ) -> Tensor:
-    """Compute `relvit.ops.relative_attention`, in TorchScript as one operator."""
+    """Compute `relvit.ops.relative_attention`, in TorchScript as one operator, which has no `key_grid`."""
     if torch.jit.is_scripting():
+        assert key_grid is None
         return scripted_attention(
             query, key, value, terms, grid, attn_mask, is_causal, dropout_p, scale, backend, trained_keys
         )
@@ -37,6 +39,7 @@ def attend(
         value,
         RelativeTerms() if terms is None else terms,
         grid,
+        key_grid,
         attn_mask=attn_mask,
         is_causal=is_causal,
         dropout_p=dropout_p,
@@ -91,16 +94,36 @@ class RelativeAttention(Attention):
         self.trained_keys: int | None = None
         self.window: tuple[int, int] | None = None
 
-    def forward(self, x: Tensor, grid: Grid, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """Map (B, N, dim) tokens of `grid` to (B, N, dim); the mask is that of `relvit.ops.relative_attention`."""
+    def forward(
+        self,
+        x: Tensor,
+        grid: Grid,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        memory: Tensor | None = None,
+        key_grid: Grid | None = None,
+    ) -> Tensor:
+        """Map (B, N, dim) tokens to (B, N, dim).
+
+        Args:
+            x: tokens of `grid`.
+            grid: where they are.
+            attn_mask: see `relvit.ops.relative_attention`.
+            is_causal: see `relvit.ops.relative_attention`.
+            memory: (B, M, dim), further tokens to attend to, in front of those of `x`; not in windows or TorchScript.
+            key_grid: where the tokens of `memory` and `x` are; offsets go from those of `grid` to these.
+        """
         if not torch.jit.is_scripting():  # noqa: SIM102 (TorchScript would compile the second condition)
             if exceeds_window(grid, self.window, attn_mask, is_causal):
                 windows, inner = to_windows(x, grid, self.window)
                 return from_windows(self.forward(windows, inner), grid, self.window)
-        q, k, v = self.project(x)
+        keys = x if memory is None else torch.cat((memory, x), dim=1)
+        q, k, v = self.project(keys)
+        if memory is not None:
+            q = q[:, :, -x.shape[1] :]
         terms: RelativeTerms | None = None
         if self.position is not None:
-            terms = self.position(grid)
+            terms = self.position(grid if key_grid is None else key_grid)
         if not torch.jit.is_scripting():
             show_weights(
                 self.attn_drop,
@@ -108,6 +131,7 @@ class RelativeAttention(Attention):
                 k,
                 terms,
                 grid,
+                key_grid=key_grid,
                 attn_mask=attn_mask,
                 is_causal=is_causal,
                 scale=self.scale,
@@ -115,7 +139,7 @@ class RelativeAttention(Attention):
             )
         dropout_p = self.attn_drop.p if self.training else 0.0
         mixed = attend(
-            q, k, v, terms, grid, attn_mask, is_causal, dropout_p, self.scale, self.backend, self.trained_keys
+            q, k, v, terms, grid, attn_mask, is_causal, dropout_p, self.scale, self.backend, self.trained_keys, key_grid
         )
         return self.output(x, mixed)
 
@@ -126,7 +150,12 @@ class RelativeAttention(Attention):
         q, k, v = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim).unbind(2)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         # Under autocast a norm may return float32 where the value is in half precision.
-        return self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype), v
+        q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
+        if self.position is not None:  # noqa: SIM102 (TorchScript would compile the second condition)
+            if hasattr(self.position, "content_bias"):
+                # Transformer-XL's u.
+                q = q + self.position.content_bias[:, None].to(q.dtype)
+        return q, k, v
 
     def output(self, x: Tensor, mixed: Tensor) -> Tensor:
         """Compute the result (B, N, dim) of tokens (B, N, dim) from their mixed values (B, heads, N, head_dim)."""

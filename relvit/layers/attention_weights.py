@@ -18,7 +18,7 @@ def attention_weights(query: Tensor, key: Tensor, terms: RelativeTerms | None, g
     Args: see `relvit.ops.relative_attention`.
 
     Returns:
-        (B, heads, N, N), float32, or float64 for such queries; rows are queries and sum to 1.
+        (B, heads, Nq, Nk), float32, or float64 for such queries; rows are queries and sum to 1.
     """
     dtype = torch.promote_types(query.dtype, torch.float32)
     query, key = query.to(dtype), key.to(dtype)
@@ -27,7 +27,7 @@ def attention_weights(query: Tensor, key: Tensor, terms: RelativeTerms | None, g
             options[name] = options[name].to(dtype)
     terms = RelativeTerms() if terms is None else terms._replace(value=None)
     # The weighted average of unit vectors is the weights.
-    count = query.shape[2]
+    count = key.shape[2]
     units = torch.eye(count, dtype=dtype, device=query.device).expand(*query.shape[:2], -1, -1)
     with without_autocast(query.device):
         return relative_attention(query, key, units, terms, grid, **options)

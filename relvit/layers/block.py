@@ -5,21 +5,70 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from relvit.layers.attention import RelativeAttention
+from relvit.layers.feed_forward import chunked_mlp
 from relvit.layers.positions.factory import make_position
 from relvit.ops import Grid
 
 
 class GridBlock(Block):
-    """timm's pre-norm `Block` that hands the `Grid` of the tokens to its mixer."""
+    """timm's pre-norm `Block` that hands the `Grid` of the tokens to its mixer.
 
-    def forward(self, x: Tensor, grid: Grid, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """Map (B, N, dim) tokens of `grid` to (B, N, dim)."""
-        x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x), grid, attn_mask, is_causal)))
-        return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
+    Attributes:
+        mlp_chunk: tokens for which the MLP is computed at a time, see `relvit.layers.feed_forward`; None: all. Not in
+            TorchScript.
+    """
+
+    # Without an annotation, which TorchScript would read.
+    mlp_chunk = None
+
+    def forward(
+        self,
+        x: Tensor,
+        grid: Grid,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        branch: str = "",
+        memory: Tensor | None = None,
+        key_grid: Grid | None = None,
+    ) -> Tensor:
+        """Map (B, N, dim) tokens of `grid` to (B, N, dim).
+
+        Args:
+            x: the tokens.
+            grid: where they are.
+            attn_mask: of the mixer.
+            is_causal: of the mixer.
+            branch: 'mixer' or 'mlp': return that branch alone, not added to `x`, as `reversible_blocks` wants it.
+            memory: (B, M, dim), further inputs of this block to which the tokens attend too; of `RelativeAttention`,
+                not in TorchScript.
+            key_grid: where the tokens of `memory` and then those of `x` are.
+        """
+        if branch == "mlp":
+            return self.mlp_branch(x)
+        if torch.jit.is_scripting():
+            mixed = self.attn(self.norm1(x), grid, attn_mask, is_causal)
+        else:
+            context = () if memory is None else (self.norm1(memory), key_grid)
+            mixed = self.attn(self.norm1(x), grid, attn_mask, is_causal, *context)
+        mixed = self.drop_path1(self.ls1(mixed))
+        if branch == "mixer":
+            return mixed
+        x = x + mixed
+        return x + self.mlp_branch(x)
+
+    def mlp_branch(self, x: Tensor) -> Tensor:
+        """Compute what the MLP adds to (B, N, dim) tokens."""
+        if torch.jit.is_scripting():
+            x = self.mlp(self.norm2(x))
+        else:
+            chunk = self.mlp_chunk
+            x = self.mlp(self.norm2(x)) if chunk is None else chunked_mlp(self.norm2, self.mlp, x, chunk)
+        return self.drop_path2(self.ls2(x))
 
 
 class MixerBlock(GridBlock):

@@ -77,6 +77,9 @@ class TimmRelativeAttention:
         query, key, value = self._project(x)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         query, key = self.q_norm(query), self.k_norm(key)
+        if hasattr(self.position, "content_bias"):
+            # Transformer-XL's u.
+            query = query + self.position.content_bias[:, None].to(query.dtype)
         position_query = position_key = None
         if rope is not None:
             # Tables act on vectors that are not rotated: those do not depend on a token's own coordinates. As in timm,

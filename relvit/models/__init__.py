@@ -2,8 +2,10 @@
 
 from relvit.models.aft_vit import AFTVisionTransformer
 from relvit.models.attention_maps import AttentionMaps, attention_maps
+from relvit.models.bands import Bands, Memory, classify_bands, forward_segment, set_bands
 from relvit.models.factory import build_model, model_arguments
 from relvit.models.image_size import check_image_size
+from relvit.models.lsh_vit import LSHVisionTransformer
 from relvit.models.reach import Reach, set_reach
 from relvit.models.relative_vit import RelVisionTransformer
 from relvit.models.retrofit import retrofit, retrofit_arguments
@@ -13,6 +15,9 @@ from relvit.models.weights import checkpoint_filter_fn
 __all__ = [
     "AFTVisionTransformer",
     "AttentionMaps",
+    "Bands",
+    "LSHVisionTransformer",
+    "Memory",
     "Pondered",
     "Reach",
     "RelVisionTransformer",
@@ -21,8 +26,11 @@ __all__ = [
     "build_model",
     "check_image_size",
     "checkpoint_filter_fn",
+    "classify_bands",
+    "forward_segment",
     "model_arguments",
     "retrofit",
     "retrofit_arguments",
+    "set_bands",
     "set_reach",
 ]

@@ -58,6 +58,10 @@ def attention_maps(model: nn.Module, images: Tensor, layers: Sequence[int] | Non
         raise ValueError(f"layers holds {wrong[0]}, the model has {depth} blocks: give numbers from 0 to {depth - 1}")
     if any(getattr(attention, "window", None) for attention in attentions):
         raise ValueError("there are no N x N weights in windows: set_reach(model, 'trained') first")
+    if getattr(model, "bands", None):
+        raise ValueError(
+            "there are no N x N weights in bands: set_bands(model, None), set_reach(model, 'trained') first"
+        )
     if images.dim() != 4:
         raise ValueError(f"images must be (B, in_chans, height, width), got shape {tuple(images.shape)}")
     with _recording([attentions[index] for index in chosen]) as recorded, torch.compiler.set_stance("force_eager"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +15,9 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from relvit.layers import AnySizePatchEmbed, AxialPositionEmbedding, resample_embedding
+from relvit.layers.depth import reversible_blocks
+from relvit.layers.feed_forward import check_chunk
+from relvit.models.bands import Bands, band_features, band_mask, split_bands
 from relvit.models.native import embed_native, pool_native
 from relvit.models.weights.convert import load_jax_archive
 from relvit.ops import Grid
@@ -52,7 +55,14 @@ class GridForward:
 
     The model has `dynamic_img_size`, and where patches are dropped, `PatchDropoutWithIndices`. Its `_run_block` calls a
     block.
+
+    Attributes:
+        bands: in which bands of rows images are computed, see `relvit.models.set_bands`; None: as a whole.
     """
+
+    bands: Bands | None = None
+    # Without those of a reach, see `relvit.models.set_reach`.
+    own_bands: Bands | None = None
 
     def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
         """Embed images (B, in_chans, height, width) as tokens (B, N, embed_dim), and return the grid of the tokens.
@@ -97,17 +107,27 @@ class GridForward:
 
         Of a native batch, as timm's `NaFlexVit`, a dictionary: these tokens as 'patches', and 'patch_valid'.
         """
+        if not torch.jit.is_scripting():  # noqa: SIM102 (TorchScript would compile the second condition)
+            if self.bands is not None:
+                # A graph for all sizes cannot have a part for each band.
+                if not torch.compiler.is_exporting():
+                    parts = split_bands(self, x, attn_mask, is_causal)
+                    return torch.cat(list(band_features(self, parts, self.bands.memory_rows)), dim=1)
+                attn_mask = band_mask(self, x, attn_mask, is_causal)
         x, grid = self.embed(x)
-        for block in self.blocks:
-            if torch.jit.is_scripting():
-                x = block(x, grid, attn_mask, is_causal)
-            else:
-                x = self._run_block(block, x, grid, attn_mask, is_causal)
-        x = self.norm(x)
+        x = self.norm(self._run_blocks(x, grid, attn_mask, is_causal))
         if torch.jit.is_scripting():
             return x
         else:
             return x if grid.valid is None else {"patches": x, "patch_valid": grid.valid}
+
+    def _run_blocks(self, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+        if torch.jit.is_scripting():
+            for block in self.blocks:
+                x = block(x, grid, attn_mask, is_causal)
+            return x
+        else:
+            return self._run_steps(x, grid, attn_mask, is_causal, (), self._count_steps() - 1)[0]
 
     def forward_intermediates(
         self,
@@ -125,6 +145,8 @@ class GridForward:
         """Compute features after chosen blocks, as timm's `VisionTransformer.forward_intermediates`."""
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}")
+        if self.bands is not None:
+            raise ValueError("features of single blocks are not computed in bands: set_bands(model, None) first")
         take_indices, max_index = feature_take_indices(self._count_steps(), indices)
         x, grid = self.embed(x)
         if grid.coords is not None and output_fmt == "NCHW":
@@ -153,7 +175,7 @@ class GridForward:
         return len(self.blocks)
 
     def _run_steps(
-        self, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool, take: list[int], last: int
+        self, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool, take: Collection[int], last: int
     ) -> tuple[Tensor, list[Tensor]]:
         """Compute the tokens after block `last`, and after the blocks of these numbers."""
         taken = []
@@ -170,7 +192,8 @@ class GridVisionTransformer(TablesWithoutDecay, GridForward, VisionTransformer):
     Args: see `RelVisionTransformer`; `block_fn` as in timm's class.
 
     Raises:
-        ValueError: an unknown `pos_embed` or `global_pool`.
+        ValueError: an unknown `pos_embed` or `global_pool`, an `mlp_chunk` below 1 or for an MLP that mixes tokens.
+        TypeError: an `mlp_chunk` or a `reversible` of another type.
     """
 
     # Arguments that cannot be chosen in a model of this class, and why.
@@ -183,8 +206,12 @@ class GridVisionTransformer(TablesWithoutDecay, GridForward, VisionTransformer):
         class_token: bool,
         global_pool: str,
         patch_drop_rate: float,
+        reversible: bool = False,
+        mlp_chunk: int | None = None,
         **kwargs: Any,
     ) -> None:
+        if not isinstance(reversible, bool):
+            raise TypeError(f"reversible must be True or False, got {reversible!r}")
         for name, given, allowed in (("pos_embed", pos_embed, POS_EMBEDS), ("global_pool", global_pool, POOLS)):
             if given not in allowed:
                 hint = did_you_mean(str(given), allowed)
@@ -201,6 +228,10 @@ class GridVisionTransformer(TablesWithoutDecay, GridForward, VisionTransformer):
         )
         # Blocks take more than one argument, which no scripted Sequential hands on.
         self.blocks = nn.ModuleList(self.blocks)
+        self.reversible = reversible
+        for block in self.blocks:
+            check_chunk(mlp_chunk, block.mlp)
+            block.mlp_chunk = mlp_chunk
         if patch_drop_rate > 0:
             # timm's own discards which patches stayed, and with them their coordinates.
             self.patch_drop = PatchDropoutWithIndices(patch_drop_rate, num_prefix_tokens=self.num_prefix_tokens)
@@ -218,6 +249,34 @@ class GridVisionTransformer(TablesWithoutDecay, GridForward, VisionTransformer):
         super().set_input_size(img_size, patch_size)
         if self.axial is not None:
             self.axial.set_grid_size(self.patch_embed.grid_size)
+
+    @torch.jit.ignore
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute each block in backward from its input, which is kept.
+
+        Raises:
+            ValueError: the model is reversible.
+        """
+        if enable and self.reversible:
+            raise ValueError(
+                "a reversible model recomputes its blocks in backward already, and keeps less than gradient "
+                "checkpointing: leave it out, or build the model with reversible=False"
+            )
+        super().set_grad_checkpointing(enable)
+
+    @torch.jit.ignore
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile as `nn.Module.compile`; of a reversible model each block too, since recomputation is in no graph."""
+        super().compile(*args, **kwargs)
+        if self.reversible:
+            # Blocks share their code, and each has graphs of its own: of two branches, with and without gradients, at
+            # several sizes. Beyond its limits PyTorch would stop compiling, perhaps between forward and recomputation,
+            # which then would not take the same random numbers.
+            config, most = torch._dynamo.config, 64 * len(self.blocks)
+            config.recompile_limit = max(config.recompile_limit, most)
+            config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, most)
+            for block in self.blocks:
+                block.compile(*args, **kwargs)
 
     @torch.jit.ignore
     def load_pretrained(self, checkpoint_path: str, prefix: str = "") -> None:
@@ -253,6 +312,27 @@ class GridVisionTransformer(TablesWithoutDecay, GridForward, VisionTransformer):
             tokens.append(x)
             x = torch.cat(tokens, dim=1) + embedding
         return self.pos_drop(x)
+
+    def _run_blocks(self, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+        if torch.jit.is_scripting():
+            if self.reversible:
+                first, second = x, x
+                for block in self.blocks:
+                    first = first + block(second, grid, attn_mask, is_causal, "mixer")
+                    second = second + block(first, grid, attn_mask, is_causal, "mlp")
+                return (first + second) / 2
+            for block in self.blocks:
+                x = block(x, grid, attn_mask, is_causal)
+            return x
+        else:
+            return self._run_steps(x, grid, attn_mask, is_causal, (), self._count_steps() - 1)[0]
+
+    def _run_steps(
+        self, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool, take: Collection[int], last: int
+    ) -> tuple[Tensor, list[Tensor]]:
+        if self.reversible:
+            return reversible_blocks(self.blocks[: last + 1], x, grid, attn_mask, is_causal, take)
+        return super()._run_steps(x, grid, attn_mask, is_causal, take, last)
 
     def _run_block(self, block: nn.Module, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
         if self.grad_checkpointing:
@@ -333,6 +413,12 @@ def entry_point(
 
     def create(pretrained: bool = False, **kwargs: Any) -> GridVisionTransformer:
         kwargs = arguments(kwargs)
+        way = str(kwargs.get("feature_cls", "getter"))
+        if kwargs.get("reversible") and kwargs.get("features_only") and way != "getter":
+            raise ValueError(
+                f"features_only of a reversible model needs feature_cls 'getter', got {way!r}: no module of the model "
+                "puts out the mean of both streams"
+            )
         return build_model_with_cfg(
             model_class,
             name,

@@ -9,11 +9,12 @@ from torch import nn
 
 from relvit.layers import RelativeAttention
 from relvit.layers.timm_attention import TimmRelativeAttention
+from relvit.models.bands import Bands, check_bands
 from relvit.ops import Grid
 from relvit.ops.checks import int_pair
 from relvit.utils.messages import check_choice
 
-Reach = Literal["trained", "stretch", "logn", "stretch-logn", "windows"]
+Reach = Literal["trained", "stretch", "logn", "stretch-logn", "windows", "bands"]
 
 
 def check_native_reach(reach: Reach, path: str) -> None:
@@ -34,6 +35,8 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
     - 'stretch-logn': both.
     - 'windows': tokens attend to those of their own window of H0 x W0 patches, so time and memory grow in proportion to
       the image; without prefix tokens and rotary embeddings only.
+    - 'bands': the image is computed in bands of H0 rows of patches, from the top; tokens attend to those of their own
+      band and of the H0 rows above it, so that memory does not grow with the height; see `relvit.models.set_bands`.
 
     At the trained size all of them compute the same. Absolute and rotary embeddings are not changed: they have rules of
     their own for other sizes. Names in the state dict stay, and so do gradients, graphs and exports. A position of your
@@ -64,6 +67,8 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
         embed = getattr(model, "patch_embed", None)
         if embed is None:
             raise ValueError(f"{refused}, which has no patch_embed, whose size would be that of the training")
+        if getattr(model, "own_bands", None):
+            raise ValueError(f"{refused} that was made to compute in bands; set_bands(model, None) ends that")
         grid = embed.grid_size
         if trained_size is not None:
             grid = embed.dynamic_feat_size(int_pair("trained_size", trained_size, max(embed.patch_size)))
@@ -77,10 +82,14 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
             if getattr(model, "rope", None) is not None:
                 raise ValueError(f"{refused} with a rotary embedding")
             window = tuple(grid)
+        if reach == "bands":
+            check_bands(model)
         if "stretch" in reach:
             trained_grid = tuple(grid)
             for layer in layers:
                 _check_position(layer.position, refused)
+    if hasattr(model, "bands"):
+        model.bands = Bands(grid[0], grid[0]) if reach == "bands" else model.own_bands
     for layer in layers:
         layer.trained_keys = trained_keys
         layer.window = window

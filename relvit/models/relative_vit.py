@@ -1,16 +1,17 @@
 """Vision Transformers with relative attention, registered with timm as `relvit_*`; options: `RelVisionTransformer`."""
 
-from __future__ import annotations
-
+# Without `from __future__ import annotations`: torch.fx writes those of `forward` into the code that it makes.
 import operator
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from relvit.layers import RelativeAttention, RelativeBlock
 from relvit.layers.positions.factory import position_factory
+from relvit.models.bands import classify_bands, set_bands, split_bands
 from relvit.models.base import GridVisionTransformer, check_arguments, default_cfgs_of, entry_point
 from relvit.models.weights.convert import checkpoint_filter_fn
 from relvit.ops.attention import BACKENDS
@@ -26,16 +27,16 @@ class RelVisionTransformer(GridVisionTransformer):
 
     Args:
         position: 'tables' (learned, `RelativePosition2d`), 'slopes' (ALiBi's, without parameters, `SlopePosition2d`),
-            or a class of your own or a `functools.partial` of one, called as `position(head_dim, num_heads, device=,
-            dtype=)` for each block.
+            'xl' (Transformer-XL's projected sinusoids, `TransformerXLPosition2d`), or a class of your own or a
+            `functools.partial` of one, called as `position(head_dim, num_heads, device=, dtype=)` for each block.
         max_distance: clip distance in patches, one for both axes or (rows, columns); None: the default of the position,
-            7 for tables, none for slopes, which reach over the whole grid. Not for a position of your own.
+            7 for tables, none for the others, which reach over the whole grid. Not for a position of your own.
         rel_terms: relative terms by letter: 'q', 'k', 'v' (vectors on queries, keys, values), 'b' (bias); see
-            `RelativePosition2d`. This and the next four are for tables alone.
+            `RelativePosition2d`. This and the next three are for tables alone.
         shared_heads: one set of tables for all heads of a block, or one per head.
         layout: a table per axis ('separate') or one over both ('joint').
         bucketing: which row of a table an offset uses: 'clip' or iRPE's 'piecewise'.
-        rel_init_std: standard deviation that initialises the tables; 0 starts as plain attention.
+        rel_init_std: standard deviation that initialises the tables, and what 'xl' learns; 0 starts as plain attention.
         pos_embed: absolute embedding besides, learned for `img_size`: '' (none), 'learn' (one vector per patch,
             interpolated at other sizes), 'axial' (half a vector per row, half a vector per column) or 'axial-sum' (one
             per row plus one per column); see `AxialPositionEmbedding`. Prefix tokens have one in 'learn' alone.
@@ -43,6 +44,13 @@ class RelVisionTransformer(GridVisionTransformer):
         global_pool: 'avg', 'token' (needs a class token), 'max', 'avgmax', 'map', 'prr' or '' (none).
         patch_drop_rate: share of patches dropped in training; those that stay keep their coordinates.
         backend: see `relvit.ops.relative_attention`; 'gathered' for second derivatives.
+        reversible: two streams of tokens instead of one, with the same parameters: training keeps the last two alone,
+            at any depth, and recomputes the others, see `relvit.layers.depth.reversible_blocks`.
+        mlp_chunk: tokens for which a block's MLP is computed at a time, in bounded memory; None: all. See
+            `relvit.layers.feed_forward`.
+        band_rows: rows of patches in a band, for images that are computed band by band, each with a memory of earlier
+            ones; see `relvit.models.set_bands`. None: images as a whole.
+        memory_rows: rows of patches before a band that are remembered; None: all.
         **kwargs: see `timm.models.vision_transformer.VisionTransformer` (img_size, patch_size, embed_dim, depth ...).
 
     Raises:
@@ -50,6 +58,9 @@ class RelVisionTransformer(GridVisionTransformer):
             for this position, or in `forward` an image whose sides are no multiples of the patch.
         TypeError: an unknown argument, a `position` that makes no modules.
     """
+
+    # The class of the blocks' attention.
+    attention: ClassVar[type[nn.Module]] = RelativeAttention
 
     def __init__(
         self,
@@ -66,6 +77,8 @@ class RelVisionTransformer(GridVisionTransformer):
         global_pool: str = "avg",
         patch_drop_rate: float = 0.0,
         backend: str = "auto",
+        band_rows: int | None = None,
+        memory_rows: int | None = None,
         **kwargs: Any,
     ) -> None:
         check_backend(backend, tuple(BACKENDS))
@@ -92,11 +105,21 @@ class RelVisionTransformer(GridVisionTransformer):
             global_pool=global_pool,
             patch_drop_rate=patch_drop_rate,
             block_fn=partial(RelativeBlock, position=make_position),
-            attn_layer=RelativeAttention,
+            attn_layer=self.attention,
             **kwargs,
         )
         for block in self.blocks:
             block.attn.backend = backend
+        set_bands(self, band_rows, memory_rows)
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """Classify images (B, in_chans, height, width), or a native batch; in bands their average is a running sum."""
+        if self.bands is not None:
+            if torch.jit.is_scripting():
+                raise ValueError("a model that computes in bands has no TorchScript: use torch.export")
+            elif self.global_pool == "avg" and not torch.compiler.is_exporting():
+                return classify_bands(self, split_bands(self, x, attn_mask, is_causal), self.bands.memory_rows)
+        return self.forward_head(self.forward_features(x, attn_mask, is_causal))
 
 
 TINY = {"embed_dim": 192, "depth": 12, "num_heads": 3}
@@ -104,6 +127,7 @@ SMALL = {"embed_dim": 384, "depth": 12, "num_heads": 6}
 BASE = {"embed_dim": 768, "depth": 12, "num_heads": 12}
 LARGE = {"embed_dim": 1024, "depth": 24, "num_heads": 16}
 PATCH4_32 = {"patch_size": 4, "img_size": 32}
+TEST = {"img_size": 160, "embed_dim": 64, "depth": 6, "num_heads": 2, "mlp_ratio": 3}
 # Four registers (Darcet et al. 2024, arXiv 2309.16588), which pooling leaves out.
 REG4_GAP = {"reg_tokens": 4, "global_pool": "avg", "class_token": False}
 
@@ -113,13 +137,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "relvit_small": SMALL,
     "relvit_base": BASE,
     "relvit_large": LARGE,
+    "relvit_rev_small": SMALL | {"reversible": True},
+    "relvit_rev_base": BASE | {"reversible": True},
+    "relvit_rev_large": LARGE | {"reversible": True},
+    "relvit_xl_small": SMALL | {"position": "xl"},
     "relvit_small_reg4_gap": SMALL | REG4_GAP,
     "relvit_base_reg4_gap": BASE | REG4_GAP,
     # For images of 32 px such as CIFAR's.
     "relvit_tiny_patch4_32": TINY | PATCH4_32,
     "relvit_small_patch4_32": SMALL | PATCH4_32,
     # For tests.
-    "test_relvit": {"img_size": 160, "embed_dim": 64, "depth": 6, "num_heads": 2, "mlp_ratio": 3},
+    "test_relvit": TEST,
+    "test_relvit_rev": TEST | {"reversible": True},
 }
 default_cfgs = default_cfgs_of(VARIANTS)
 for _name, _own in VARIANTS.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -86,6 +87,8 @@ class UniversalVisionTransformer(RelVisionTransformer):
             raise ValueError(f"halting={halting!r} needs a depth of 2 steps or more, got {depth}")
         if not halting and (halting_epsilon, halting_bias) != (0.01, -3.0):
             raise ValueError("halting_epsilon and halting_bias have no effect without halting='act'")
+        if kwargs.get("reversible"):
+            raise ValueError("reversible=True is for blocks with parameters of their own, and here there is one block")
         super().__init__(depth=1, **kwargs)
         factory_kwargs = {name: kwargs.get(name) for name in ("device", "dtype")}
         self.signals = PositionStepSignals(self.embed_dim, **factory_kwargs)
@@ -269,10 +272,10 @@ class UniversalVisionTransformer(RelVisionTransformer):
         return self.steps
 
     def _run_steps(
-        self, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool, take: list[int], last: int
+        self, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool, take: Collection[int], last: int
     ) -> tuple[Tensor, list[Tensor]]:
         if self.halting is not None:
-            x, _, states = self._halt_masked(x, grid, attn_mask, is_causal, last + 1, take)
+            x, _, states = self._halt_masked(x, grid, attn_mask, is_causal, last + 1, list(take))
             return x, states
         position, taken = self.signals(grid), []
         for number in range(last + 1):

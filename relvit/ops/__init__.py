@@ -4,6 +4,7 @@ from relvit.ops.aft import aft_conv, aft_full, aft_local, aft_simple
 from relvit.ops.attention import Choice, choose, relative_attention, relative_logits
 from relvit.ops.buckets import BUCKETINGS
 from relvit.ops.grid import Grid, grid_from_naflex, key_mask, make_grid, num_tokens, patch_coords
+from relvit.ops.lsh import lsh_attention, lsh_rotations
 from relvit.ops.terms import AxisTables, JointTable, RelativeTerms
 from relvit.ops.windows import from_windows, to_windows
 
@@ -26,6 +27,8 @@ __all__ = [
     "aft_local",
     "aft_simple",
     "aft_conv",
+    "lsh_attention",
+    "lsh_rotations",
     "Choice",
     "choose",
 ]

@@ -57,6 +57,28 @@ def test_test_and_predict(best, tmp_path):
     assert found == pytest.approx(logits.softmax(-1).amax(-1).tolist(), abs=1e-5)
 
 
+def test_bands_in_test_predict_and_load(best, tmp_path):
+    # Of the trained height, two rows of patches, with two rows of memory: the numbers are those under a mask.
+    classifier, data = load_classifier(best), DigitsData(img_size=24).dataset("test")
+    images, labels = (torch.stack([torch.as_tensor(part) for part in parts]) for parts in zip(*data, strict=True))
+    row = torch.arange(36) // 6
+    mask = (row < (row // 2 * 2 + 2)[:, None]) & (row >= (row // 2 * 2 - 2)[:, None])
+    with torch.no_grad():
+        logits = classifier.net(images, attn_mask=mask)
+        assert (logits - classifier.net(images)).abs().max() > 0.05
+    at_24 = ["--img_size=24", "--reach=bands"]
+    assert main(["test", best, *at_24, f"--runs={tmp_path / 'test'}", *QUIET]) == 0
+    summary = json.loads(next((tmp_path / "test").glob("*/summary.json")).read_text())
+    assert (summary["reach"], summary["img_size"]) == ("bands", [24, 24])
+    assert summary["test/loss"] == pytest.approx(float(F.cross_entropy(logits, labels)), rel=1e-5)
+    assert main(["predict", best, *at_24, f"--runs={tmp_path / 'predict'}", *QUIET]) == 0
+    with open(next((tmp_path / "predict").glob("*/predictions.csv")), newline="") as file:
+        found = [float(row["probability"]) for row in csv.DictReader(file)]
+    assert found == pytest.approx(logits.softmax(-1).amax(-1).tolist(), abs=1e-5)
+    loaded = relvit.load(best, 24, "bands").probabilities(images)
+    torch.testing.assert_close(loaded, logits.softmax(-1), rtol=0, atol=1e-6)
+
+
 def test_validate(best, capsys):
     logits, labels = evaluated(best, "val", 24, "stretch-logn")
     assert main(["validate", best, "--img_size=24", "--reach=stretch-logn", *QUIET]) == 0
@@ -85,12 +107,13 @@ def test_embed(best, photos, tmp_path):
 
 
 @pytest.mark.slow
-def test_export_computes_the_same_at_all_sizes(best, tmp_path):
-    model = relvit.load(best, reach="stretch-logn").model
+@pytest.mark.parametrize("reach", ["stretch-logn", "bands"])
+def test_export_computes_the_same_at_all_sizes(best, reach, tmp_path):
+    model = relvit.load(best, reach=reach).model
     for ending in ("pt2", "onnx"):
         output = tmp_path / f"model.{ending}"
-        assert main(["export", best, f"--output={output}", "--reach=stretch-logn"]) == 0
-        assert json.loads((tmp_path / "model.json").read_text())["reach"] == "stretch-logn"
+        assert main(["export", best, f"--output={output}", f"--reach={reach}"]) == 0
+        assert json.loads((tmp_path / "model.json").read_text())["reach"] == reach
     program = torch.export.load(tmp_path / "model.pt2").module()
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
     for height, width in ((8, 8), (64, 24), (16, 72)):
@@ -103,7 +126,7 @@ def test_export_computes_the_same_at_all_sizes(best, tmp_path):
 def test_refused_before_anything_is_written(best, tmp_path, capsys):
     assert main(["test", best, "--reach=strech", f"--runs={tmp_path / 'runs'}", *QUIET]) == 2
     assert (
-        "--reach must be one of 'trained', 'stretch', 'logn', 'stretch-logn', 'windows', got strech"
+        "--reach must be one of 'trained', 'stretch', 'logn', 'stretch-logn', 'windows', 'bands', got strech"
         in capsys.readouterr().err
     )
     assert not (tmp_path / "runs").exists()

@@ -8,7 +8,7 @@ from timm.models.vision_transformer import VisionTransformer
 from timm.optim import param_groups_layer_decay
 from vits import NAMES, images, small
 
-from relvit.layers import RelativePosition2d, SlopePosition2d
+from relvit.layers import RelativePosition2d, SlopePosition2d, TransformerXLPosition2d
 from relvit.ops import Grid, RelativeTerms
 
 AXIAL = ["axial", "axial-sum"]
@@ -109,6 +109,7 @@ def test_second_derivatives_of_a_model():
         ({"max_distance": [2, 3]}, RelativePosition2d, (2, 3)),
         ({"position": "slopes"}, SlopePosition2d, None),
         ({"position": "slopes", "max_distance": (2, 3)}, SlopePosition2d, (2, 3)),
+        ({"position": "xl"}, TransformerXLPosition2d, None),
     ],
 )
 def test_each_position_has_its_own_default_distance(kwargs, kind, distance):
@@ -119,12 +120,16 @@ def test_each_position_has_its_own_default_distance(kwargs, kind, distance):
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"position": "slope"}, r"one of 'tables', 'slopes' or a class, got 'slope' \(did you mean 'slopes'\?\)"),
+        ({"position": "slope"}, r"one of 'tables', 'slopes', 'xl' or a class, got 'slope' \(did you mean 'slopes'\?\)"),
         (
             {"position": "slopes", "rel_terms": "k"},
             "rel_terms is for position 'tables', got rel_terms='k' with .*slopes",
         ),
         ({"position": "slopes", "rel_init_std": 0.5}, "rel_init_std is for position 'tables', got rel_init_std=0.5"),
+        (
+            {"position": "xl", "layout": "joint"},
+            "layout is for position 'tables', got layout='joint' with position 'xl'",
+        ),
         ({"position": SlopePosition2d, "max_distance": 3}, "max_distance=3 is for positions known by name"),
         ({"pos_embed": "axia"}, r"one of '', 'learn', 'axial', 'axial-sum', got 'axia' \(did you mean 'axial'\?\)"),
     ],
@@ -201,11 +206,16 @@ FAMILY = {
     "relvit_small": (384, 12, 6, 16, 224, 0, 1000),
     "relvit_base": (768, 12, 12, 16, 224, 0, 1000),
     "relvit_large": (1024, 24, 16, 16, 224, 0, 1000),
+    "relvit_rev_small": (384, 12, 6, 16, 224, 0, 1000),
+    "relvit_rev_base": (768, 12, 12, 16, 224, 0, 1000),
+    "relvit_rev_large": (1024, 24, 16, 16, 224, 0, 1000),
+    "relvit_xl_small": (384, 12, 6, 16, 224, 0, 1000),
     "relvit_small_reg4_gap": (384, 12, 6, 16, 224, 4, 1000),
     "relvit_base_reg4_gap": (768, 12, 12, 16, 224, 4, 1000),
     "relvit_tiny_patch4_32": (192, 12, 3, 4, 32, 0, 10),
     "relvit_small_patch4_32": (384, 12, 6, 4, 32, 0, 10),
     "test_relvit": (64, 6, 2, 16, 160, 0, 1000),
+    "test_relvit_rev": (64, 6, 2, 16, 160, 0, 1000),
 }
 # Numbers of absolute embeddings for a grid of side x side patches.
 EMBEDDINGS = {
@@ -228,11 +238,15 @@ def test_registered_models_have_the_parameters_counted_by_hand(name, pos_embed):
     with torch.device("meta"):
         model = timm.create_model(name, pos_embed=pos_embed, **options)
     width, depth, heads, patch, image, registers, classes = FAMILY[name]
-    hidden = width * (3 if name == "test_relvit" else 4)
+    hidden = width * (3 if name.startswith("test_relvit") else 4)
     tables = (heads * 5 * 7 if options else 2 * 2 * 15) * (width // heads)
+    if name == "relvit_xl_small":
+        # The projection of the sinusoids of both axes, u and v.
+        tables = width * width + 2 * width
     block = 4 * width * width + 4 * width + 2 * width * hidden + hidden + width + 4 * width + tables
     stem = (3 * patch * patch + 1 + registers) * width + EMBEDDINGS[pos_embed](image // patch, registers, width)
     expected = stem + depth * block + 2 * width + (width + 1) * classes
     assert sum(p.numel() for p in model.parameters()) == expected
     assert model.patch_embed.grid_size == (image // patch,) * 2
     assert (model.num_prefix_tokens, model.global_pool) == (registers, "avg")
+    assert model.reversible == ("_rev" in name)

@@ -113,6 +113,15 @@ def test_dropped_patches_and_attention_dropout_free_training():
     assert_same(*results, atol=1e-10)
 
 
+@pytest.mark.parametrize("options", [{"position": "xl"}, {"mlp_chunk": 4}], ids=str)
+def test_tokens_leave_with_other_positions_and_chunks(options):
+    model, results = build(**options), []
+    for gather in (True, False):
+        model.gather = gather
+        results.append(tuple(model.ponder(doubles(24, 40))))
+    assert_same(*results, atol=1e-10)
+
+
 def test_images_of_a_native_batch_halt_as_each_alone():
     model = build(class_token=True, bias=0.0)
     shapes = [(3, 2), (1, 5), (2, 2)]
@@ -373,3 +382,15 @@ def test_registered_models_have_the_parameters_counted_by_hand(name):
     expected = (3 * 16 * 16 + 1) * width + block + width + 2 * width + (width + 1) * 1000
     assert sum(p.numel() for p in model.parameters()) == expected
     assert (model.steps, len(model.blocks), len(model.feature_info)) == (12, 1, 12)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"reversible": True}, "reversible=True is for blocks with parameters of their own"),
+        ({"band_rows": 1}, "its block runs several times"),
+    ],
+)
+def test_other_ways_through_the_blocks_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        timm.create_model("test_relvit_universal", **options)

@@ -14,6 +14,7 @@ from relvit.training.optim.sharding import OPTIMIZERS, gather_full, is_sharded
 STEP = {"opt": "sgd", "lr": 0.1, "warmup_epochs": 0, "label_smoothing": 0.0, "lr_base_batch": 16}
 SHARDED = {"lr": 0.01, "warmup_epochs": 0, "label_smoothing": 0.0, "ema_decay": 0.9, "freeze_epochs": 1}
 RESUMED = SHARDED | {"min_lr": 0.01}
+REVERSIBLE = {"reversible": True, "depth": 3}
 CHANGES = [("fsdp2", "fsdp2"), ("fsdp2", "ddp"), ("ddp", "fsdp2")]
 
 
@@ -143,6 +144,7 @@ def main(folder):
         "evaluate": {count: evaluate(count) for count in (23, 1)},
         "step": steps(folder, "step", ema_decay=0.9),
         "frozen": steps(folder, "frozen", freeze_epochs=1),
+        "reversible": steps(folder, "reversible", model_kwargs=REVERSIBLE),
         "halting": steps(folder, "halting", **HALTING),
         "hard": distilled(folder, "hard"),
         "mixed": distilled(folder, "mixed", distill="soft", distill_weight=0.3, mixup=0.8),

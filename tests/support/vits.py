@@ -6,7 +6,7 @@ from timm.models.vision_transformer import VisionTransformer
 
 import relvit  # noqa: F401 (registers the models)
 
-NAMES = timm.list_models("*relvit*", exclude_filters=["*_aft*", "*_universal*"])
+NAMES = timm.list_models("*relvit*", exclude_filters=["*_aft*", "*_lsh*", "*_universal*"])
 UNIVERSAL = timm.list_models("*relvit_universal*")
 ATTENTION_FREE = timm.list_models("*relvit_aft*")
 SMALL = {"img_size": (24, 16), "patch_size": 8, "embed_dim": 12, "depth": 3, "num_heads": 2, "num_classes": 5}

@@ -16,7 +16,7 @@ def create(name, **kwargs):
 
 def flops(model, height, width):
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(torch.empty(1, 3, height, width, device="meta"))
+        model(torch.empty(1, 3, height, width, device=next(model.parameters()).device))
     return counter
 
 
@@ -30,12 +30,20 @@ def test_all_but_the_relative_part_is_what_pytorch_counts(name):
     assert cost.parameters == relative.parameters - relative.relative_parameters
 
 
+def test_lsh_attention_is_what_pytorch_counts():
+    options = {"img_size": 32, "patch_size": 4, "depth": 1, "bucket_size": 5, "rounds": 3}
+    total = flops(timm.create_model("relvit_lsh_small", **options).eval(), 32, 32)
+    assert model_table.cost(create("relvit_lsh_small", **options)).macs == total.get_total_flops() / 2
+
+
 @pytest.mark.parametrize(
     ("name", "kwargs", "parameters", "macs"),
     [
         # 12 blocks, 6 heads of 64, 14 x 14 patches: a row per offset from -7 to 7 on two axes, for keys and values.
         ("relvit_small_reg4_gap", {}, 12 * 60 * 64, 12 * 6 * 196 * 60 * 64),
         ("relvit_tiny_patch4_32", {"max_distance": (2, 3)}, 12 * 24 * 64, 12 * 3 * 64 * 24 * 64),
+        # 27 offsets on each of two axes, 192 sines and cosines for each; W_R, u and v of 12 blocks.
+        ("relvit_xl_small", {}, 12 * (384**2 + 2 * 384), 12 * (54 * 192 * 384 + 196 * 54 * 384)),
         # Tables per head: more parameters, as many products. Biases are looked up.
         ("relvit_small", {"rel_terms": "kb", "shared_heads": False}, 12 * 6 * 30 * 65, 12 * 6 * 196 * 30 * 64),
     ],

@@ -10,7 +10,7 @@ from processes import Ranks, as_torchrun
 from small_training import HALTING, NoiseImages, Record, assert_close, build, train
 from timm.models import save_for_hf
 from torch import nn
-from two_processes import CHANGES, OPTIMIZERS, SHARDED, STEP, main
+from two_processes import CHANGES, OPTIMIZERS, REVERSIBLE, SHARDED, STEP, main
 
 from relvit.cli import main as relvit
 from relvit.training import load_classifier
@@ -70,7 +70,13 @@ def test_evaluation_counts_every_image_once(found, count):
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [("step", {"ema_decay": 0.9}), ("frozen", {"freeze_epochs": 1}), ("halting", HALTING)]
+    ("name", "options"),
+    [
+        ("step", {"ema_decay": 0.9}),
+        ("frozen", {"freeze_epochs": 1}),
+        ("reversible", {"model_kwargs": REVERSIBLE}),
+        ("halting", HALTING),
+    ],
 )
 def test_two_devices_make_the_steps_of_one_with_the_double_batch(found, name, options):
     folder, ranks = found
@@ -205,6 +211,7 @@ def test_other_strategies_that_shard_are_refused(photos, tmp_path, capsys):
         ({"channels_last": True}, "does not go with channels_last"),
         ({"precision": "bf16-true"}, "no precision 'bf16-true'; allowed are '32-true', 'bf16-mixed'"),
         ({"batch_norm": True}, "does not go with batch norm"),
+        ({"model_kwargs": {"reversible": True}}, "does not go with reversible=True"),
     ],
 )
 def test_what_is_not_tested_sharded_is_refused(options, message):

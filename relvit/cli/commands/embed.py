@@ -38,7 +38,8 @@ def embed(
         batch_size: The number of images in a batch.
         num_workers: The number of processes that read images; 0 reads them in the main process.
         device: The device that computes, such as cpu or cuda:1; auto takes an accelerator if there is one.
-        reach: How attention works at other sizes than in training: trained, stretch, logn, stretch-logn or windows.
+        reach: How attention works at other sizes than in training: trained, stretch, logn, stretch-logn, windows or
+            bands.
     """
     check_format(output)
     predictor = Predictor(ckpt_path, img_size, reach).to(find_device(device))

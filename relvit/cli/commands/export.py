@@ -19,7 +19,8 @@ def export(ckpt_path: str, output: str, img_size: Size | None = None, reach: Rea
         ckpt_path: The checkpoint to use, such as runs/RUN/checkpoints/best.ckpt.
         output: The file to write: its name ends in .onnx or .pt2 (torch.export).
         img_size: The size of a model that takes only one, such as 288 or [256,384]; None means as in training.
-        reach: How attention works at other sizes than in training: trained, stretch, logn, stretch-logn or windows.
+        reach: How attention works at other sizes than in training: trained, stretch, logn, stretch-logn, windows or
+            bands.
     """
     check_export(output)
     shapes = export_model(Predictor(ckpt_path, img_size, reach), output)

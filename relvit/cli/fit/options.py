@@ -21,7 +21,8 @@ def add_own_options(parser: ArgumentParser, command: str) -> None:
         text = "The images to use: those of train (without augmentation), val or test."
         add("--split", type=Literal["train", "val", "test"], default="test", help=text)
     if command != "fit":
-        text = "How attention works at other sizes than in training: trained, stretch, logn, stretch-logn or windows."
+        text = "How attention works at other sizes than in training: trained, stretch, logn, stretch-logn, windows or "
+        text += "bands (large images in flat memory)."
         add("--reach", type=Reach, default="trained", help=text)
     if command in ("test", "predict"):
         text = "Average the probabilities of each image and its mirror image."

@@ -1,1 +1,5 @@
-"""Depth: one block several times, with halting of single tokens, beside blocks one after the other."""
+"""Depth of a model: reversible blocks, or one block several times with halting of single tokens."""
+
+from relvit.layers.depth.reversible import reversible_blocks
+
+__all__ = ["reversible_blocks"]

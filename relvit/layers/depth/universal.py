@@ -74,4 +74,4 @@ def run_gathered(
         backend=attn.backend,
     )
     x = inputs + block.drop_path1(block.ls1(attn.output(normed, mixed)))
-    return x + block.drop_path2(block.ls2(block.mlp(block.norm2(x)))), tuple(own)
+    return x + block.mlp_branch(x), tuple(own)

@@ -11,10 +11,13 @@ from torch import nn
 
 from relvit.layers.positions.slopes import SlopePosition2d
 from relvit.layers.positions.tables import RelativePosition2d
+from relvit.layers.positions.xl import TransformerXLPosition2d
 from relvit.ops import Grid, RelativeTerms
 from relvit.utils.messages import did_you_mean, listing
 
-POSITIONS = {"tables": RelativePosition2d, "slopes": SlopePosition2d}
+POSITIONS = {"tables": RelativePosition2d, "slopes": SlopePosition2d, "xl": TransformerXLPosition2d}
+# The one argument for tables that 'xl' has too, as `retrofit` and as models call it.
+INIT_STD = ("init_std", "rel_init_std")
 
 
 def position_factory(
@@ -25,7 +28,7 @@ def position_factory(
     Args:
         position: a name in `POSITIONS`, or a class of one's own.
         owner: class or function whose arguments a user has chosen.
-        **tables: those of its arguments that are for 'tables' alone.
+        **tables: those of its arguments that are for 'tables' alone, or for 'xl' too, in `INIT_STD`.
 
     Raises:
         ValueError: an unknown name, or arguments for tables with another position.
@@ -36,15 +39,15 @@ def position_factory(
     if isinstance(position, str) and position not in POSITIONS:
         hint = did_you_mean(position, POSITIONS)
         raise ValueError(f"position must be one of {listing(tuple(POSITIONS))} or a class, got {position!r}{hint}")
-    if position == "tables":
-        # Models call it `rel_init_std`.
-        tables = {"init_std" if name == "rel_init_std" else name: given for name, given in tables.items()}
-        return partial(RelativePosition2d, **tables)
     defaults = inspect.signature(owner).parameters
+    taken: dict[str, Any] = {}
     for name, given in tables.items():
-        if given != defaults[name].default:
+        if position == "tables" or (position == "xl" and name in INIT_STD):
+            taken["init_std" if name in INIT_STD else name] = given
+        elif given != defaults[name].default:
             raise ValueError(f"{name} is for position 'tables', got {name}={given!r} with position {position!r}")
-    return POSITIONS[position] if isinstance(position, str) else position
+    made = POSITIONS[position] if isinstance(position, str) else position
+    return partial(made, **taken) if taken else made
 
 
 def make_position(factory: Callable[..., nn.Module], attn: nn.Module) -> nn.Module:

@@ -74,6 +74,15 @@ def tables_of(term: AxisTables | JointTable | None) -> list[Tensor | None]:
     return [None, None]
 
 
+def terms_of(tables: list[Tensor | None], bucketing: str) -> RelativeTerms:
+    """Put together again what `tables_of` lists of each of the four terms."""
+    terms: list[AxisTables | JointTable | None] = []
+    for first, second in zip(tables[::2], tables[1::2], strict=True):
+        term = JointTable(first) if second is None else AxisTables(first, second)
+        terms.append(None if first is None else term)
+    return RelativeTerms(*terms, bucketing)
+
+
 def _run(
     query: Tensor,
     key: Tensor,
@@ -85,15 +94,11 @@ def _run(
     valid: Tensor | None,
     *options: object,
 ) -> Tensor:
-    terms: list[AxisTables | JointTable | None] = []
-    for first, second in zip(tables[::2], tables[1::2], strict=True):
-        term = JointTable(first) if second is None else AxisTables(first, second)
-        terms.append(None if first is None else term)
     grid = Grid(*sizes, coords, valid)
     names = ("attn_mask", "is_causal", "dropout_p", "scale", "backend", "trained_keys")
     # PyTorch leaves out the last one where it has its default.
     given = dict(zip(names, options, strict=False))
-    return relative_attention(query, key, value, RelativeTerms(*terms, bucketing), grid, **given)
+    return relative_attention(query, key, value, terms_of(tables, bucketing), grid, **given)
 
 
 # `tables` holds two for each term, rows and columns, or a joint one and None; `sizes` height, width and prefix.

@@ -2,6 +2,7 @@
 
 from relvit.ops.reference.aft import aft_conv, aft_full, aft_local, aft_simple
 from relvit.ops.reference.attention import attention_weights, relative_attention, relative_logits
+from relvit.ops.reference.lsh import lsh_attention
 
 __all__ = [
     "aft_conv",
@@ -9,6 +10,7 @@ __all__ = [
     "aft_local",
     "aft_simple",
     "attention_weights",
+    "lsh_attention",
     "relative_attention",
     "relative_logits",
 ]

@@ -98,7 +98,7 @@ def attention_weights(
         logits = logits + torch.einsum("bhjd,bhijd->bhij", position_key, vectors)
     logits = logits * scale
     if terms.bias is not None:
-        logits = logits + _pair_vectors(with_width(terms.bias), terms.bucketing, grid, key_grid, query)[..., 0]
+        logits = logits + pair_bias(terms, grid, key_grid, query)
     if trained_keys is not None:
         keys = valid.sum(dim=1).clamp(min=1) if valid is not None else torch.full((1,), key.shape[2])
         logits = logits * rearrange(keys.to(logits).log() / math.log(trained_keys), "b -> b 1 1 1")
@@ -114,6 +114,11 @@ def attention_weights(
     # A query that may attend to nothing gets zeros, and zero gradients instead of NaN.
     empty = torch.isneginf(logits).all(dim=-1, keepdim=True)
     return logits.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)
+
+
+def pair_bias(terms: RelativeTerms, grid: Grid, key_grid: Grid, like: Tensor) -> Tensor:
+    """b_ij for all pairs of tokens: (1 or B, 1 or heads, Nq, Nk), zero where i or j is a prefix token."""
+    return _pair_vectors(with_width(terms.bias), terms.bucketing, grid, key_grid, like)[..., 0]
 
 
 def _look_up(table: Tensor, *offsets: Tensor, bucketing: str) -> Tensor:

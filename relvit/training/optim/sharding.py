@@ -146,6 +146,11 @@ def check_sharding(trainer: Trainer, hparams: Mapping[str, Any], net: nn.Module)
         return
     if any(isinstance(module, _BatchNorm) for module in net.modules()):
         raise ValueError(f"strategy {NAME} does not go with batch norm, whose statistics each device would have alone")
+    if getattr(net, "reversible", False):
+        raise ValueError(
+            f"strategy {NAME} does not go with reversible=True, which recomputes a block in backward, where its "
+            "parameters are shards: train with ddp"
+        )
     for what, given, allowed in (
         ("optimiser", hparams["opt"], OPTIMIZERS),
         ("precision", trainer.precision, PRECISIONS),

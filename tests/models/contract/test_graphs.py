@@ -18,7 +18,8 @@ def build(reach="trained", **kwargs):
         return retrofitted(build_original(kwargs["case"], depth=1), "kv", max_distance=2).float()
     torch.manual_seed(0)
     start = {} if "position" in kwargs else {"rel_init_std": 0.5}
-    model = timm.create_model("test_relvit", patch_size=8, depth=1, class_token=True, **start, **kwargs).eval()
+    arguments = {"patch_size": 8, "depth": 1, "class_token": True, **start, **kwargs}
+    model = timm.create_model("test_relvit", **arguments).eval()
     return set_reach(model, reach)
 
 
@@ -40,6 +41,8 @@ VARIANTS = [
     pytest.param({"position": "slopes"}, marks=pytest.mark.slow),
     pytest.param({"position": "slopes", "img_size": 32, "reach": "stretch"}, marks=pytest.mark.slow),
     {"case": "rope mixed"},
+    pytest.param({"position": "xl", "img_size": 32, "reach": "stretch"}, marks=pytest.mark.slow),
+    pytest.param({"position": "xl", "band_rows": 2, "memory_rows": 3, "class_token": False}, marks=pytest.mark.slow),
     pytest.param({"rel_terms": "qkvb", "bucketing": "piecewise"}, marks=pytest.mark.slow),
     pytest.param({"case": "dinov2"}, marks=pytest.mark.slow),
 ]

@@ -19,6 +19,7 @@ VARIANTS = [
     {"rel_terms": "qkvb", "class_token": True, "reg_tokens": 2, "bucketing": "piecewise", "shared_heads": False},
     {"rel_terms": "qkvb", "layout": "joint", "pos_embed": "axial-sum"},
     {"position": "slopes", "class_token": True, "global_pool": "token", "pos_embed": "learn"},
+    {"position": "xl", "class_token": True},
     {"position": "slopes", "max_distance": (1, 2), "dynamic_img_pad": True, "pos_embed": "axial"},
     {"rel_terms": "", "patch_drop_rate": 0.5, "init_values": 0.1},
 ]
@@ -47,7 +48,7 @@ def test_scripted_at_all_sizes(variant):
     assert_same(scripted(images(16, 40), is_causal=True), model(images(16, 40), is_causal=True), atol=0)
 
 
-@pytest.mark.parametrize("variant", VARIANTS[1:3], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS[1:4], ids=str)
 def test_scripted_training_step(variant):
     model = scriptable(drop_path_rate=0.2, **variant).train()
     results = []
@@ -62,7 +63,7 @@ def test_scripted_training_step(variant):
             assert_same(other, one, atol=1e-4)
 
 
-@pytest.mark.parametrize("variant", VARIANTS[:4], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS[:5], ids=str)
 def test_traced_for_all_sizes(variant):
     model = scriptable(depth=1, **variant)
     traced = torch.jit.trace(model, images())
@@ -91,7 +92,7 @@ print("same", [name for name in ("lightning", "pytorch_lightning", "matplotlib")
     assert done.stdout == "same []\n"
 
 
-@pytest.mark.parametrize("variant", VARIANTS[:4], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS[:5], ids=str)
 def test_symbolic_tracing_has_the_same_outputs_and_gradients(variant):
     model = scriptable(**variant)
     traced = create_feature_extractor(model, ["blocks.0", "head"])

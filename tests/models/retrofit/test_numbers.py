@@ -162,6 +162,24 @@ def test_slopes_are_the_biases_that_they_are():
     torch.testing.assert_close(model(images()), other(images()), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("case", ["deit distilled", "siglip", "eva02", "rope mixed", "grouped", "naflex"])
+def test_transformer_xl_starts_as_the_original_and_adds_what_its_layer_does(case):
+    original = build(case)
+    x = images(40, 16)
+    model = retrofitted(original, trained=False, position="xl")
+    torch.testing.assert_close(model(x), retrofitted(original, "", abs_pos="keep")(x), rtol=0, atol=1e-10)
+    model = retrofitted(original, position="xl")
+    # u and v alone are a bias of the queries, of which W_R leaves v nothing when it is zero.
+    for block in model.blocks:
+        torch.nn.init.zeros_(block.attn.position.row_weight)
+        torch.nn.init.zeros_(block.attn.position.col_weight)
+    shifted = retrofitted(original, "")
+    for block, of in zip(shifted.blocks, model.blocks, strict=True):
+        bias = of.attn.position.content_bias
+        block.attn.q_norm.register_forward_hook(lambda _module, _inputs, q, bias=bias: q + bias[:, None])
+    torch.testing.assert_close(model(x), shifted(x), rtol=0, atol=1e-10)
+
+
 def test_modes_dtypes_devices_hooks_and_attributes_are_kept():
     original = build("dinov2").to(torch.bfloat16)
     original.pretrained_cfg = {"architecture": "mine"}

@@ -1,0 +1,239 @@
+"""Reversible blocks: backward recomputes the inputs of each block from its outputs, so memory is flat over depth.
+
+Two streams y1 = x1 + F(x2), y2 = x2 + G(y1), with F the mixer's branch of a block and G that of the MLP, have the
+inverse x2 = y2 - G(y1), x1 = y1 - F(x2). Training keeps the streams behind the last block alone; on the way back every
+branch is computed once more, with its gradients.
+
+Sources: Gomez et al. 2017 (arXiv 1707.04585), section 3; Kitaev et al. 2020, Reformer (arXiv 2001.04451), section 3;
+Mangalam et al. 2022, Reversible Vision Transformers (arXiv 2302.04869), section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+from relvit.ops import Grid
+from relvit.ops.recompute import Versions
+from relvit.ops.tracing import is_functorch
+
+
+def reversible_blocks(
+    blocks: Sequence[nn.Module],
+    x: Tensor,
+    grid: Grid,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    taken: Collection[int] = (),
+) -> tuple[Tensor, list[Tensor]]:
+    """Run tokens through reversible blocks: both streams start as the tokens, and the output is their mean.
+
+    Streams are in float32 at least, also in models of half precision: backward meets the rounding errors of each block
+    again.
+
+    Args:
+        blocks: `relvit.layers.GridBlock`s; their `forward` is called with `branch='mixer'` and `branch='mlp'`. It may
+            use random numbers of PyTorch's generators, and autocast. Gradients reach the blocks' parameters, the tokens
+            and the mask.
+        x: (B, N, dim) tokens of `grid`.
+        grid: where tokens are.
+        attn_mask: as of the blocks.
+        is_causal: as of the blocks.
+        taken: numbers of blocks behind which the mean is wanted as well; training keeps streams there too.
+
+    Returns:
+        The output (B, N, dim), and the mean behind each of the blocks `taken`, in the order of blocks; under autocast
+        in float32 at least, else in the dtype of `x`.
+
+    Raises:
+        RuntimeError: in backward, for second derivatives, or where parameters are not those of forward any more.
+    """
+    inner = None
+    wide = x
+    if isinstance(x, torch.fx.Proxy):
+        run = _run
+    else:
+        graph = torch.compiler.is_exporting() or torch.jit.is_tracing()
+        # Without gradients nothing is kept anyway; transforms of torch.func have rules for plain operations alone.
+        run = _run if graph or not torch.is_grad_enabled() or is_functorch() else _run_recomputed
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        autocast = torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)
+        inner = None if autocast or wide is x else x.dtype
+    means, streams, start = [], (wide, wide), 0
+    for end in sorted({*taken, len(blocks) - 1}):
+        streams = run(blocks[start : end + 1], Chain(grid, attn_mask, is_causal, inner), *streams)
+        mean = (streams[0] + streams[1]) / 2
+        means.append(mean if inner is None else mean.to(inner))
+        start = end + 1
+    return means[-1], means if len(blocks) - 1 in taken else means[:-1]
+
+
+@dataclass
+class Chain:
+    """Arguments and state that consecutive blocks share.
+
+    Attributes:
+        grid, attn_mask, is_causal: arguments of all blocks.
+        dtype: of what branches read; None: that of the streams.
+        autocast: makes a context with the autocast state of forward.
+        streams: in backward, the recomputed outputs of the block that comes next.
+    """
+
+    grid: Grid
+    attn_mask: Tensor | None
+    is_causal: bool
+    dtype: torch.dtype | None
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext
+    streams: tuple[Tensor, Tensor] | None = None
+
+    def branch(self, block: nn.Module, name: str, x: Tensor) -> Tensor:
+        """Compute one branch of a block, (B, N, dim) from one stream."""
+        x = x if self.dtype is None else x.to(self.dtype)
+        return block(x, self.grid, self.attn_mask, self.is_causal, name)
+
+
+def _run(blocks: Sequence[nn.Module], chain: Chain, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    for block in blocks:
+        first = first + chain.branch(block, "mixer", second)
+        second = second + chain.branch(block, "mlp", first)
+    return first, second
+
+
+@torch.compiler.disable(reason="reversible blocks are recomputed outside of graphs: model.compile() compiles each one")
+def _run_recomputed(blocks: Sequence[nn.Module], chain: Chain, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    chain.autocast = _autocast_of(first.device.type)
+    for number, block in enumerate(blocks):
+        step = Step(block, chain, last=number == len(blocks) - 1)
+        # Parameters are arguments, so that they get gradients where the tokens want none.
+        first, second = ReversibleBlock.apply(step, first, second, chain.attn_mask, *step.parameters)
+    return first, second
+
+
+def _autocast_of(device_type: str) -> Callable[[], AbstractContextManager[object]]:
+    """Return what makes a context with the present state of autocast."""
+    if not torch.amp.is_autocast_available(device_type):
+        return nullcontext
+    return partial(
+        torch.autocast,
+        device_type,
+        dtype=torch.get_autocast_dtype(device_type),
+        enabled=torch.is_autocast_enabled(device_type),
+        # Weights that forward casts have no gradients, and backward would find them there.
+        cache_enabled=False,
+    )
+
+
+class Step:
+    """One block in a chain, with what its recomputation needs besides the streams."""
+
+    def __init__(self, block: nn.Module, chain: Chain, last: bool) -> None:
+        self.block = block
+        self.chain = chain
+        self.last = last
+        self.parameters = tuple(block.parameters())
+        read = self.parameters if chain.attn_mask is None else (*self.parameters, chain.attn_mask)
+        self.versions = Versions(read)
+        # By branch: the states of the random number generators before it, where it has used any.
+        self.random: dict[str, list[Tensor]] = {}
+
+    def forward(self, x1: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute both streams behind the block from those before it."""
+        with self.chain.autocast():
+            y1 = x1 + self._noting_random("mixer", x2)
+            return y1, x2 + self._noting_random("mlp", y1)
+
+    def _noting_random(self, name: str, x: Tensor) -> Tensor:
+        before = _random_states(x)
+        out = self.chain.branch(self.block, name, x)
+        if not all(map(torch.equal, before, _random_states(x))):
+            self.random[name] = before
+        return out
+
+    def backward(
+        self, name: str, x: Tensor, grad: Tensor, wants_x: bool, wanted: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """Recompute a branch; return its output, and gradients of its input, None unless `wants_x`, and of `wanted`."""
+        with torch.enable_grad(), self.chain.autocast(), _replayed(self.random.get(name), x):
+            x = x.detach().requires_grad_(wants_x)
+            out = self.chain.branch(self.block, name, x)
+        if not out.requires_grad:
+            return out, [None] * (1 + len(wanted))
+        inputs = (x, *wanted) if wants_x else wanted
+        grads = list(torch.autograd.grad(out, inputs, grad.to(out.dtype), allow_unused=True))
+        return out.detach(), grads if wants_x else [None, *grads]
+
+
+class ReversibleBlock(torch.autograd.Function):
+    """One block: `apply(step, x1, x2, attn_mask, *parameters)` -> y1, y2; only the last one of a chain saves them."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, step: Step, x1: Tensor, x2: Tensor, *_read: Tensor | None) -> tuple[Tensor, Tensor]:
+        ctx.step = step
+        streams = step.forward(x1, x2)
+        if step.last:
+            ctx.save_for_backward(*streams)
+        return streams
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad1: Tensor, grad2: Tensor) -> tuple[Tensor | None, ...]:
+        step, chain = ctx.step, ctx.step.chain
+        if torch.is_grad_enabled():
+            # Marked as differentiable once, this function would be left out of second derivatives without an error.
+            raise RuntimeError(
+                "reversible blocks have no second derivatives (create_graph=True), since backward recomputes them: use "
+                "the transforms of torch.func, or a model with reversible=False"
+            )
+        if any(now is not before for now, before in zip(step.block.parameters(), step.parameters, strict=True)):
+            raise RuntimeError(
+                "a reversible block has other parameters in backward than in forward, and would be recomputed from "
+                "those: with torch.func.functional_call use torch.func.grad as well"
+            )
+        y1, y2 = ctx.saved_tensors if step.last else chain.streams
+        chain.streams = None
+        wants_x = any(ctx.needs_input_grad[1:3])
+        read = (chain.attn_mask, *step.parameters)
+        wanted = [tensor for tensor, wants in zip(read, ctx.needs_input_grad[3:], strict=True) if wants]
+        with step.versions:
+            out, (added, *of_mlp) = step.backward("mlp", y1, grad2, True, wanted)
+            x2 = y2 - out
+            grad1 = grad1 + added
+            out, (added, *of_mixer) = step.backward("mixer", x2, grad1, wants_x, wanted)
+        if not wants_x:
+            grad1 = grad2 = None
+        else:
+            chain.streams = y1 - out, x2
+            grad2 = grad2 + added
+        grads = map(_sum, of_mixer, of_mlp)
+        return None, grad1, grad2, *(next(grads) if wants else None for wants in ctx.needs_input_grad[3:])
+
+
+def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    if one is None or other is None:
+        return one if other is None else other
+    return one + other
+
+
+def _random_states(x: Tensor) -> list[Tensor]:
+    """The states of the random number generators of the CPU and of the device of `x`."""
+    return [torch.get_rng_state(), *get_device_states(x)[1]]
+
+
+@contextmanager
+def _replayed(states: list[Tensor] | None, x: Tensor) -> Iterator[None]:
+    """Set the random number generators to `states`, and back behind the context; None: do nothing."""
+    if states is None:
+        yield
+        return
+    of_cpu, *of_device = states
+    devices = [x.get_device()] if of_device else []
+    with torch.random.fork_rng(devices, device_type=x.device.type if devices else "cuda"):
+        torch.set_rng_state(of_cpu)
+        set_device_states(devices, of_device, device_type=x.device.type)
+        yield

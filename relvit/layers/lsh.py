@@ -1,0 +1,168 @@
+"""LSH attention as a mixer: Reformer's attention with one projection for queries and keys, and a bias by 2D offset."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from timm.layers import register_notrace_function
+from torch import Tensor, nn
+
+from relvit.layers.aft import refuse_mask
+from relvit.ops import Grid, RelativeTerms, lsh_attention, lsh_rotations
+from relvit.ops.backends.scripted import register_operator, tables_of, terms_of
+
+# Buckets for up to 32,768 tokens at 32 each; with more tokens, buckets get larger.
+MOST_BUCKETS = 1024
+
+
+def hash_attend(
+    query_key: Tensor,
+    value: Tensor,
+    terms: RelativeTerms | None,
+    grid: Grid,
+    rotations: Tensor,
+    bucket_size: int,
+    is_causal: bool,
+    dropout_p: float,
+    training: bool,
+) -> Tensor:
+    """Compute `relvit.ops.lsh_attention`, in TorchScript as one operator; the number of buckets follows the tokens.
+
+    Args:
+        rotations: as many as any number of tokens needs; in training, new ones are drawn instead.
+        bucket_size: tokens per bucket, on average.
+        training: draw new rotations.
+    """
+    if torch.jit.is_scripting():
+        return torch.ops.relvit.hash_attention(
+            query_key, value, tables_of(None if terms is None else terms.bias),
+            "clip" if terms is None else terms.bucketing, [grid.height, grid.width, grid.prefix], grid.coords,
+            grid.valid, rotations, bucket_size, is_causal, dropout_p, training,
+        )  # fmt: skip
+    pairs = min(query_key.shape[2] // (2 * bucket_size), rotations.shape[2])
+    rotations = rotations[:, :, :pairs]
+    if training:
+        rotations = torch.randn_like(rotations)
+    return lsh_attention(query_key, value, grid, rotations, terms=terms, is_causal=is_causal, dropout_p=dropout_p)
+
+
+def _run(query_key: Tensor, value: Tensor, bias: list[Tensor | None], bucketing: str, *rest: object) -> Tensor:
+    sizes, coords, valid, *options = rest
+    terms = terms_of([None] * 6 + bias, bucketing)
+    return hash_attend(query_key, value, terms, Grid(*sizes, coords, valid), *options)
+
+
+register_operator(
+    "hash_attention(Tensor query_key, Tensor value, Tensor?[] bias, str bucketing, int[] sizes, Tensor? coords, "
+    "Tensor? valid, Tensor rotations, int bucket_size, bool is_causal, float dropout_p, bool training) -> Tensor",
+    _run,
+)
+# Sizes are Python values to it, and tensors of indices follow from values.
+register_notrace_function(hash_attend)
+register_notrace_function(lsh_attention)
+
+
+class LSHAttention(nn.Module):
+    """Reformer's LSH attention: tokens attend to those whose hash falls into the same bucket, not to all.
+
+    A drop-in for `RelativeAttention`, but that queries and keys are the same vectors, at unit length where they are
+    keys. In training every call draws new random rotations, from PyTorch's generator; in evaluation they are always the
+    same, also in other processes. Source: Kitaev et al. 2020, Reformer (arXiv 2001.04451), section 2; see
+    `relvit.ops.lsh_attention`.
+
+    Args:
+        dim: width of the tokens.
+        num_heads: number of heads.
+        position: module that maps a `Grid` to `RelativeTerms` with a bias alone, such as `RelativePosition2d` with
+            rel_terms 'b' or `SlopePosition2d`; it may also be set later as the attribute `position`. None: no bias.
+        bucket_size: tokens per bucket, on average; up to 2 `bucket_size` - 1 tokens attend to each other as one bucket,
+            exactly. Chunks have twice this size.
+        rounds: how often tokens are hashed; more find more of the pairs, in as much more time.
+        qkv_bias, qk_norm, scale_norm, proj_bias, attn_drop, proj_drop, norm_layer: see `timm.layers.Attention`.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        ValueError: heads that do not divide the width; a bucket size or rounds below 1.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        position: nn.Module | None = None,
+        bucket_size: int = 32,
+        rounds: int = 4,
+        qkv_bias: bool = False,
+        qk_norm: bool = False,
+        scale_norm: bool = False,
+        proj_bias: bool = True,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+        norm_layer: Callable[..., nn.Module] = nn.LayerNorm,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if num_heads < 1 or dim % num_heads:
+            raise ValueError(f"num_heads must divide dim {dim}, got {num_heads}")
+        factory_kwargs = {"device": device, "dtype": dtype}
+        self.num_heads, self.head_dim = num_heads, dim // num_heads
+        self.position = position
+        self.qk_v = nn.Linear(dim, 2 * dim, bias=qkv_bias, **factory_kwargs)
+        self.qk_norm = norm_layer(self.head_dim, **factory_kwargs) if qk_norm else nn.Identity()
+        self.attn_drop = nn.Dropout(attn_drop)
+        self.norm = norm_layer(dim, **factory_kwargs) if scale_norm else nn.Identity()
+        self.proj = nn.Linear(dim, dim, bias=proj_bias, **factory_kwargs)
+        self.proj_drop = nn.Dropout(proj_drop)
+        self.set_hashing(bucket_size, rounds)
+
+    def set_hashing(self, bucket_size: int, rounds: int) -> None:
+        """Choose tokens per bucket and how often tokens are hashed; at any time, since neither has parameters.
+
+        Raises:
+            ValueError: one of the two below 1.
+        """
+        for name, number in (("bucket_size", bucket_size), ("rounds", rounds)):
+            if number < 1:
+                raise ValueError(f"{name} must be at least 1, got {number}")
+        self.bucket_size = bucket_size
+        rotations = torch.empty(rounds, self.head_dim, MOST_BUCKETS // 2, device=self.proj.weight.device)
+        self.register_buffer("rotations", rotations, persistent=False)
+        self.init_non_persistent_buffers()
+
+    def init_non_persistent_buffers(self) -> None:
+        """Draw the rotations of evaluation."""
+        if not self.rotations.is_meta:
+            rounds, head_dim, pairs = self.rotations.shape
+            generator = torch.Generator().manual_seed(0)
+            # One round after the other: fewer rounds are the first of more.
+            drawn = [lsh_rotations(1, head_dim, 2 * pairs, generator, "cpu") for _ in range(rounds)]
+            self.rotations.copy_(torch.cat(drawn))
+
+    # PyTorch and timm call both for modules made on the meta device.
+    reset_parameters = init_non_persistent_buffers
+
+    def forward(self, x: Tensor, grid: Grid, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """Map (B, N, dim) tokens of `grid` to (B, N, dim).
+
+        Raises:
+            ValueError: an `attn_mask`; padding belongs into the grid's `valid`.
+        """
+        refuse_mask(attn_mask, "LSH attention has")
+        B, N, _ = x.shape
+        query_key, value = self.qk_v(x).reshape(B, N, 2, self.num_heads, self.head_dim).unbind(2)
+        query_key, value = self.qk_norm(query_key.transpose(1, 2)).to(value.dtype), value.transpose(1, 2)
+        terms: RelativeTerms | None = None
+        if self.position is not None:
+            terms = self.position(grid)
+        dropout_p = self.attn_drop.p if self.training else 0.0
+        x = hash_attend(
+            query_key, value, terms, grid, self.rotations, self.bucket_size, is_causal, dropout_p, self.training
+        )
+        x = self.norm(x.transpose(1, 2).reshape(B, N, self.num_heads * self.head_dim))
+        return self.proj_drop(self.proj(x))
+
+    def extra_repr(self) -> str:
+        return f"bucket_size={self.bucket_size}, rounds={self.rotations.shape[0]}"

@@ -1,0 +1,124 @@
+"""Transformer-XL's relative positions: sinusoids of the offset through a learned projection, and the biases u and v."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from timm.layers import register_notrace_module
+from torch import Tensor, nn
+
+from relvit.layers.positions.stretch import is_stretched
+from relvit.layers.positions.tables import initialise
+from relvit.ops import AxisTables, Grid, RelativeTerms
+from relvit.ops.checks import int_pair
+
+
+# Tables are as long as the grid, whose sizes have no value while a graph is traced.
+@register_notrace_module
+class TransformerXLPosition2d(nn.Module):
+    """Positions of Transformer-XL (Dai et al. 2019, arXiv 1901.02860, section 3.3) for rows and columns of an image.
+
+        logit_ij = scale * ((q_i + u) . k_j + (q_i + v) . W_R R_ij)
+
+    R_ij, of width 4 F with F = head_dim num_heads // 4, holds the sines and cosines of y_i - y_j, then those of x_i -
+    x_j, each at F frequencies from 1 down to almost 1 / 10000 (Vaswani et al. 2017, arXiv 1706.03762, section 3.5). So
+    W_R R_ij = a(y_i - y_j) + b(x_i - x_j) without a remainder: a table per axis and head, computed for the grid and
+    never clipped, in both directions. Where i or j is a prefix token, the part of W_R is zero.
+
+    Called with a `Grid` it returns the `RelativeTerms` for queries to which `content_bias` has been added, as relvit's
+    attention layers do (before a rotary embedding, where there is one): a and b as key tables, scale (v - u) . a and
+    scale (v - u) . b as a bias, so that these queries meet W_R as q + v.
+
+    Args:
+        head_dim: width of one attention head; the scale is head_dim ** -0.5.
+        num_heads: number of heads.
+        max_distance: offsets beyond so many patches count as this one (`clamp_len` of the authors' code), one number
+            for both axes or (rows, columns); None: no offset is clipped.
+        init_std: standard deviation of the truncated normal that initialises all parameters; 0: zeros, with which the
+            layer computes plain attention.
+
+    Attributes:
+        row_weight, col_weight: the two halves of W_R, (num_heads head_dim, 2 F) each.
+        content_bias, position_bias: u and v, (num_heads, head_dim) each.
+        trained_grid: rows and columns of patches in training: in images of another size offsets are divided by the
+            ratio of sizes; see `relvit.models.set_reach`. None: they are not.
+
+    Raises:
+        ValueError: a clip distance or a standard deviation out of range.
+        TypeError: a clip distance that is not an integer.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        num_heads: int,
+        max_distance: int | Sequence[int] | None = None,
+        init_std: float = 0.02,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if init_std < 0:
+            raise ValueError(f"init_std must not be negative, got {init_std}")
+        self.max_distance = None if max_distance is None else int_pair("max_distance", max_distance, 0)
+        self.init_std = init_std
+        self.trained_grid: tuple[int, int] | None = None
+        dim = num_heads * head_dim
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        self.row_weight, self.col_weight = (parameter(dim, 2 * max(1, dim // 4)) for _ in range(2))
+        self.content_bias, self.position_bias = (parameter(num_heads, head_dim) for _ in range(2))
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Initialise all parameters."""
+        initialise(self, self.init_std)
+
+    # PyTorch and timm call it for modules made on the meta device.
+    reset_parameters = init_weights
+
+    def no_weight_decay(self) -> set[str]:
+        """Return the names of u and v, which are biases; W_R decays as the projection of the keys does."""
+        return {"content_bias", "position_bias"}
+
+    def forward(self, grid: Grid) -> RelativeTerms:
+        """Return key tables (num_heads, 2 size - 1, head_dim) and the bias, for the rows and columns of a grid."""
+        trained = self.trained_grid if is_stretched(grid, self.trained_grid) else None
+        farthest = self.max_distance
+        rows = self._table(
+            self.row_weight,
+            grid.height,
+            None if trained is None else trained[0],
+            None if farthest is None else farthest[0],
+        )
+        cols = self._table(
+            self.col_weight,
+            grid.width,
+            None if trained is None else trained[1],
+            None if farthest is None else farthest[1],
+        )
+        # No matrix product, which under autocast would be one in half precision.
+        turned = self.content_bias.shape[1] ** -0.5 * (self.position_bias - self.content_bias)[:, None]
+        bias = AxisTables((rows * turned).sum(dim=-1), (cols * turned).sum(dim=-1))
+        return RelativeTerms(key=AxisTables(rows, cols), bias=bias)
+
+    def _table(self, weight: Tensor, size: int, trained: int | None, farthest: int | None) -> Tensor:
+        """W_R R of all offsets on an axis, (num_heads, 2 size - 1, head_dim), from key - query = 1 - size on."""
+        dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        # The paper's i - j: query minus key.
+        offsets = -torch.arange(1 - size, size, device=weight.device, dtype=dtype)
+        if trained is not None:
+            offsets = offsets * trained / size
+        if farthest is not None:
+            offsets = offsets.clamp(-farthest, farthest)
+        number = weight.shape[1] // 2
+        frequencies = 10000.0 ** (-torch.arange(number, device=weight.device, dtype=dtype) / number)
+        angles = offsets[:, None] * frequencies
+        sinusoids = torch.cat((angles.sin(), angles.cos()), dim=-1).to(weight.dtype)
+        return F.linear(sinusoids, weight).unflatten(-1, self.content_bias.shape).transpose(0, 1)
+
+    def extra_repr(self) -> str:
+        heads, head_dim = self.content_bias.shape
+        return f"head_dim={head_dim}, num_heads={heads}, max_distance={self.max_distance}, init_std={self.init_std}"

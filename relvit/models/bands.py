@@ -1,0 +1,262 @@
+"""Bands: an image is computed band by band, and layers attend to what they keep of earlier bands (recurrence).
+
+Segment-level recurrence of Transformer-XL (Dai et al. 2019, arXiv 1901.02860, section 3.2) for images: a segment is a
+band of rows of patches (or a tile, or a frame of a video), and every layer keeps its inputs of earlier segments, before
+its norm and without gradients, as further tokens to attend to. So an image of any height takes the memory of a band.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from timm.models import checkpoint
+from torch import Tensor, nn
+
+from relvit.layers import AnySizePatchEmbed, RelativeAttention, RelativeBlock
+from relvit.layers.patch_embed import check_divisible
+from relvit.ops import Grid, num_tokens, patch_coords
+
+
+class Bands(NamedTuple):
+    """Division of images: rows of patches in a band, and how many rows before it are remembered; None: all of them."""
+
+    rows: int
+    memory_rows: int | None = None
+
+
+class Region(NamedTuple):
+    """A rectangle of patches: its first row and column, which may be any integers, and how many there are."""
+
+    top: int
+    left: int
+    rows: int
+    columns: int
+
+
+class Memory(NamedTuple):
+    """Memory of earlier segments, a value that `forward_segment` takes and returns.
+
+    Attributes:
+        states: for each block its inputs, (B, M, embed_dim), without gradients.
+        regions: where these M tokens are, region after region, each in raster order.
+    """
+
+    states: tuple[Tensor, ...]
+    regions: tuple[Region, ...]
+
+
+def set_bands(model: nn.Module, band_rows: int | None, memory_rows: int | None = None) -> nn.Module:
+    """Choose in which bands a model computes images from now on, in place; the weights stay.
+
+    Tokens attend to those of their own band and to the layers' inputs for the `memory_rows` rows before it, through
+    which no gradients flow (truncated backpropagation). So the outputs are those of one pass under a mask that hides
+    from a query the rows below its band, and those more than `memory_rows` above it; `torch.export` computes them by
+    this mask. Nothing is kept between two calls of the model.
+
+    Args:
+        model: a `relvit_*` model with attention, without class token, registers and absolute embedding.
+        band_rows: rows of patches in a band; the last band of an image may have fewer. None: images as a whole.
+        memory_rows: rows of patches before a band that are remembered; None: all, so that memory grows with the image.
+
+    Returns:
+        `model` itself.
+
+    Raises:
+        ValueError: no such numbers, or a model that cannot compute in bands, with the reason; nothing is changed then.
+    """
+    for name, given, least in (("band_rows", band_rows, 1), ("memory_rows", memory_rows, 0)):
+        if given is not None and (not isinstance(given, int) or isinstance(given, bool) or given < least):
+            raise ValueError(f"{name} must be an integer, {least} or more, or None, got {given!r}")
+    bands = None
+    if band_rows is not None:
+        check_bands(model)
+        _check_reach(model)
+        bands = Bands(band_rows, memory_rows)
+    elif memory_rows is not None:
+        raise ValueError(f"memory_rows={memory_rows!r} is for images in bands: give band_rows too")
+    model.bands = model.own_bands = bands
+    return model
+
+
+def check_bands(model: nn.Module) -> None:
+    """Raise ValueError for a model that cannot compute in bands."""
+    blocks = getattr(model, "blocks", None)
+    reason = None
+    if not blocks or any(type(block) is not RelativeBlock for block in blocks):
+        reason = "its blocks are not those of relvit_* models with attention, which take a memory"
+    elif any(not isinstance(block.attn, RelativeAttention) for block in blocks):
+        reason = f"its {type(blocks[0].attn).__name__} takes no memory"
+    elif hasattr(model, "set_steps"):
+        reason = "its block runs several times, each time with other inputs"
+    elif model.reversible:
+        reason = "it is reversible, and a memory would be kept for backward"
+    elif model.num_prefix_tokens:
+        reason = "its class token or registers are in no band"
+    elif model.pos_embed is not None or model.axial is not None:
+        reason = "its absolute embedding depends on the height of the image, which a band does not know: pos_embed=''"
+    elif not isinstance(model.patch_drop, nn.Identity):
+        reason = "it drops patches: patch_drop_rate=0"
+    elif type(model.patch_embed) is not AnySizePatchEmbed:
+        reason = f"its patch embedding {type(model.patch_embed).__name__} may look beyond a patch"
+    if reason:
+        raise ValueError(f"{type(model).__name__} cannot compute in bands: {reason}")
+
+
+def _check_reach(model: nn.Module) -> None:
+    """Raise ValueError where `relvit.models.set_reach` has set what depends on the whole image."""
+    for attn in (block.attn for block in model.blocks):
+        if attn.trained_keys or attn.window or getattr(attn.position, "trained_grid", None):
+            raise ValueError("bands are for reach 'trained': the others depend on the size of the image")
+
+
+def _check_images(images: object, attn_mask: Tensor | None = None, is_causal: bool = False) -> None:
+    if not isinstance(images, Tensor) or images.dim() != 4:
+        kind = f"shape {tuple(images.shape)}" if isinstance(images, Tensor) else type(images).__name__
+        raise ValueError(f"bands are for images (B, in_chans, height, width) and not for native shapes, got {kind}")
+    if attn_mask is not None or is_causal:
+        raise ValueError("a model that computes in bands takes no attn_mask and is not causal")
+
+
+def forward_segment(
+    model: nn.Module,
+    images: Tensor,
+    memory: Memory | None = None,
+    *,
+    memory_rows: int | None = None,
+    start: tuple[int, int] | None = None,
+) -> tuple[Tensor, Memory]:
+    """Compute the features of a segment, which also attends to earlier ones, and the memory for the next segment.
+
+    Args:
+        model: see `set_bands`; its own bands are not looked at.
+        images: (B, in_chans, height, width), a segment of each of B images: a band, a tile, a frame.
+        memory: as returned for the segment before; None: this is the first one.
+        memory_rows: rows of patches that are remembered, of the newest segments; None: all.
+        start: row and column of the segment's first patch, for offsets to earlier segments; None: below the last one.
+            Tiles have their own, frames (0, 0), which makes offsets those within a frame.
+
+    Returns:
+        Tokens (B, N, embed_dim) after the last norm, and the memory.
+
+    Raises:
+        ValueError: a model that cannot compute in bands, or a memory of another model or batch.
+    """
+    check_bands(model)
+    _check_reach(model)
+    _check_images(images)
+    x, own = model.embed(images)
+    regions: tuple[Region, ...] = ()
+    states: tuple[Tensor | None, ...] = (None,) * len(model.blocks)
+    if memory is not None and memory.regions:
+        states, regions = memory
+        kept = {(len(state), state.shape[2]) for state in states}
+        if len(states) != len(model.blocks) or kept != {(len(x), x.shape[2])}:
+            raise ValueError(f"the memory is not of this model and {len(x)} images: begin with memory=None")
+    if start is None:
+        start = (regions[-1].top + regions[-1].rows, regions[-1].left) if regions else (0, 0)
+    regions = _joined((*regions, Region(*start, own.height, own.width)))
+    grid, key_grid = _grids(regions, num_tokens(own), x.device)
+    regions, forgotten = _newest(regions, memory_rows)
+    new = []
+    for block, earlier in zip(model.blocks, states, strict=True):
+        seen = x.detach() if earlier is None else torch.cat((earlier, x.detach()), dim=1)
+        new.append(seen[:, forgotten:])
+        run = partial(checkpoint, block) if model.grad_checkpointing else block
+        x = run(x, grid, None, False, "", earlier, key_grid)
+    return model.norm(x), Memory(tuple(new), regions)
+
+
+def _joined(regions: tuple[Region, ...]) -> tuple[Region, ...]:
+    """Make the last two regions one where the last is right below the other: all bands are one raster."""
+    if len(regions) > 1:
+        *others, above, last = regions
+        if last == Region(above.top + above.rows, above.left, last.rows, above.columns):
+            return (*others, above._replace(rows=above.rows + last.rows))
+    return regions
+
+
+def _newest(regions: tuple[Region, ...], memory_rows: int | None) -> tuple[tuple[Region, ...], int]:
+    """The newest regions of `memory_rows` rows in all, and the number of tokens before them."""
+    forgotten, over = 0, 0 if memory_rows is None else sum(region.rows for region in regions) - memory_rows
+    while over > 0:
+        first, *others = regions
+        rows = min(over, first.rows)
+        forgotten, over = forgotten + rows * first.columns, over - rows
+        rest = first._replace(top=first.top + rows, rows=first.rows - rows)
+        regions = (rest, *others) if rest.rows else tuple(others)
+    return regions, forgotten
+
+
+def _grids(regions: tuple[Region, ...], queries: int, device: torch.device) -> tuple[Grid, Grid]:
+    """The grid of the last `queries` tokens, and that of all of them."""
+    top, left = min(region.top for region in regions), min(region.left for region in regions)
+    height = max(region.top + region.rows for region in regions) - top
+    width = max(region.left + region.columns for region in regions) - left
+    key_grid = Grid(height, width)
+    if len(regions) == 1 and num_tokens(key_grid) == queries:
+        return key_grid, key_grid
+    coords = torch.cat(
+        [
+            patch_coords(Grid(region.rows, region.columns), device)
+            + torch.tensor((region.top - top, region.left - left), device=device)
+            for region in regions
+        ]
+    )
+    grid = Grid(height, width, coords=coords[-queries:])
+    # A raster is quicker than the same coordinates one by one.
+    return grid, key_grid if len(regions) == 1 else key_grid._replace(coords=coords)
+
+
+def classify_bands(model: nn.Module, bands: Iterable[Tensor], memory_rows: int | None = None) -> Tensor:
+    """Classify images that come band by band, from the top: (B, num_classes), by the average of all tokens.
+
+    Args:
+        model: see `set_bands`, with average pooling; its own bands are not looked at.
+        bands: (B, in_chans, height, width) each, all of one width; they may be read one after the other.
+        memory_rows: see `set_bands`.
+
+    Raises:
+        ValueError: as `forward_segment`, another pooling, or no band at all.
+    """
+    if model.global_pool != "avg":
+        raise ValueError(f"the sum over bands is for global_pool 'avg', got {model.global_pool!r}")
+    total, count = None, 0
+    for tokens in band_features(model, bands, memory_rows):
+        added = tokens.sum(dim=1, keepdim=True, dtype=torch.promote_types(tokens.dtype, torch.float32))
+        total, count = added if total is None else total + added, count + tokens.shape[1]
+    if total is None:
+        raise ValueError("there is no band to classify")
+    return model.forward_head((total / count).to(tokens.dtype))
+
+
+def split_bands(model: nn.Module, images: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Sequence[Tensor]:
+    """Divide images (B, in_chans, height, width) by the model's own bands; refuse what bands do not have."""
+    _check_images(images, attn_mask, is_causal)
+    embed = model.patch_embed
+    if not embed.dynamic_img_pad:
+        check_divisible(images, embed.patch_size)
+    return images.split(model.bands.rows * embed.patch_size[0], dim=2)
+
+
+def band_features(model: nn.Module, bands: Iterable[Tensor], memory_rows: int | None) -> Iterator[Tensor]:
+    """Yield the normalised tokens (B, N, embed_dim) of each band, from the top on; arguments: see `classify_bands`."""
+    memory = None
+    for band in bands:
+        tokens, memory = forward_segment(model, band, memory, memory_rows=memory_rows)
+        yield tokens
+
+
+def band_mask(model: nn.Module, images: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+    """Make the mask (N, N) under which one pass equals that in bands, True where a token may attend to another.
+
+    Arguments: those of `split_bands`.
+    """
+    _check_images(images, attn_mask, is_causal)
+    grid = Grid(*model.patch_embed.dynamic_feat_size(images.shape[-2:]))
+    row = patch_coords(grid, images.device)[:, 0]
+    first, (rows, memory_rows) = row // model.bands.rows * model.bands.rows, model.bands
+    allowed = row < (first + rows)[:, None]
+    return allowed if memory_rows is None else allowed & (row >= (first - memory_rows)[:, None])

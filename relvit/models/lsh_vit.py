@@ -1,0 +1,58 @@
+"""Vision Transformers with Reformer's LSH attention, registered with timm as `relvit_lsh_*`."""
+
+from __future__ import annotations
+
+import operator
+from functools import partial
+from typing import Any, ClassVar
+
+from relvit.layers import LSHAttention
+from relvit.models.base import default_cfgs_of, entry_point
+from relvit.models.relative_vit import SMALL, RelVisionTransformer
+from relvit.models.weights.convert import checkpoint_filter_fn
+from relvit.ops import Grid
+from relvit.ops.lsh import check_bias_alone
+
+
+class LSHVisionTransformer(RelVisionTransformer):
+    """`RelVisionTransformer` whose attention is Reformer's LSH attention, with a bias by offset per head.
+
+    Queries and keys are one projection, so weights of other Vision Transformers do not fit. Source: Kitaev et al. 2020,
+    Reformer (arXiv 2001.04451); see `LSHAttention`.
+
+    Args:
+        rel_terms: 'b', a learned bias, or '' for none. `position` may be 'slopes', or one of your own that returns a
+            bias alone.
+        bucket_size: tokens per bucket, on average; smaller images than 2 `bucket_size` have one, full attention.
+        rounds: how often tokens are hashed.
+        **kwargs: see `RelVisionTransformer`, but for `backend`.
+
+    Raises:
+        ValueError: as `RelVisionTransformer`; relative terms besides a bias; in `forward` an `attn_mask`.
+        TypeError: as `RelVisionTransformer`.
+    """
+
+    attention = LSHAttention
+    fixed: ClassVar[dict[str, str]] = {"backend": "LSH attention is computed in one way"}
+
+    def __init__(self, *, rel_terms: str = "b", bucket_size: int = 32, rounds: int = 4, **kwargs: Any) -> None:
+        if "backend" in kwargs:
+            raise ValueError(f"backend cannot be chosen: {self.fixed['backend']}")
+        # Other positions have no `rel_terms`, and refuse any but the default of the class above.
+        if kwargs.get("position", "tables") == "tables" or rel_terms != "b":
+            kwargs["rel_terms"] = rel_terms
+        super().__init__(**kwargs)
+        for block in self.blocks:
+            check_bias_alone(block.attn.position(Grid(1, 1)))
+            block.attn.set_hashing(bucket_size, rounds)
+
+
+# The models by name, with the arguments of `LSHVisionTransformer` that make them.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "relvit_lsh_small": SMALL,
+    # For tests.
+    "test_relvit_lsh": {"img_size": 160, "embed_dim": 64, "depth": 6, "num_heads": 2, "mlp_ratio": 3},
+}
+default_cfgs = default_cfgs_of(VARIANTS)
+for _name, _own in VARIANTS.items():
+    globals()[_name] = entry_point(_name, LSHVisionTransformer, checkpoint_filter_fn, partial(operator.or_, _own))

@@ -1,0 +1,236 @@
+"""LSH attention of Reformer: each token attends to tokens whose hash falls into the same bucket, found by sorting."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from relvit.ops.buckets import bucket
+from relvit.ops.checks import check_shape, check_tokens
+from relvit.ops.grid import Grid, batched_coords, key_mask, without_padding
+from relvit.ops.inputs import check_terms
+from relvit.ops.recompute import recomputed
+from relvit.ops.terms import JointTable, RelativeTerms
+from relvit.ops.tracing import is_compiling, is_functorch
+
+# What a token's logit with itself is set to, so that it attends to itself only where there is nothing else.
+SELF_LOGIT = -1e5
+
+
+def lsh_attention(
+    query_key: Tensor,
+    value: Tensor,
+    grid: Grid,
+    rotations: Tensor,
+    *,
+    chunk_size: int | None = None,
+    terms: RelativeTerms | None = None,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+    scale: float = 1.0,
+) -> Tensor:
+    """Compute Reformer's LSH attention, in time and memory that grow with N log N instead of N x N.
+
+    Queries are keys: k_j = q_j / |q_j|. In each round r a token's bucket is the largest of q R_r and -q R_r. Tokens are
+    sorted by bucket, stably, and cut into chunks; P_i is the set of tokens j that in any round are in the bucket of i
+    and in its chunk or the one before. Then
+
+        out_i = sum_{j in P_i} softmax_j(logit_ij) v_j,    logit_ij = scale * q_i . k_j + b_ij,
+
+    and j = i counts only where P_i holds no other token. A pair that meets in several rounds counts once. Where one
+    bucket or all rounds together hold all tokens in reach, this is full attention. Source: Kitaev et al. 2020, Reformer
+    (arXiv 2001.04451), section 2 and appendix A; a key has unit length and the logits no further divisor, as in the
+    authors' code.
+
+    Args:
+        query_key: (B, heads, N, head_dim), any floating dtype: queries, and keys before they are normalised.
+        value: (B, heads, N, value_dim), same dtype.
+        grid: where tokens are; padding in its `valid` is in no bucket, and its output zero. Prefix tokens are hashed as
+            all others are, and have no bias.
+        rotations: (rounds, head_dim, buckets / 2), R, see `lsh_rotations`; with no columns there is one bucket.
+        chunk_size: tokens per chunk; None: twice the average bucket, as in the paper.
+        terms: their `bias` is b, as in `relvit.ops.relative_attention`; they may have no other term.
+        is_causal: leave out tokens that come later in the sequence.
+        dropout_p: dropout of the attention weights.
+        scale: of the products of queries and keys.
+
+    Returns:
+        (B, heads, N, value_dim) in the value's dtype; the softmax is computed in float32 or better.
+
+    Raises:
+        ValueError: wrong shapes, terms besides a bias, a chunk size below 1.
+        TypeError: wrong types.
+    """
+    _check(query_key, value, grid, rotations, chunk_size, terms)
+    return _run(query_key, value, grid, rotations, chunk_size, terms, is_causal, dropout_p, scale)
+
+
+# Sizes of chunks follow from the number of tokens by divisions, whose symbols Dynamo takes minutes to simplify.
+@torch.compiler.disable
+def _run(*arguments: object) -> Tensor:
+    """Attend; what is kept for backward are the arguments, as in the paper."""
+    if torch.is_grad_enabled() and not is_compiling() and not is_functorch():
+        return recomputed(_attend, *arguments, preserve_rng_state=True)
+    return _attend(*arguments)
+
+
+def _attend(
+    query_key: Tensor,
+    value: Tensor,
+    grid: Grid,
+    rotations: Tensor,
+    chunk_size: int | None,
+    terms: RelativeTerms | None,
+    is_causal: bool,
+    dropout_p: float,
+    scale: float,
+) -> Tensor:
+    tokens, rounds = query_key.shape[2], rotations.shape[0]
+    valid = key_mask(grid)
+    if valid is not None:
+        query_key, value = without_padding(query_key, valid), without_padding(value, valid)
+    wide = torch.promote_types(query_key.dtype, torch.float32)
+    buckets, hashes = max(1, 2 * rotations.shape[2]), _hash(query_key.detach().to(wide), rotations.to(wide))
+    if valid is not None:
+        hashes = hashes.masked_fill(~valid[:, None, None], buckets)
+    size = min(tokens, chunk_size or 2 * -(-tokens // buckets))
+    # Padding to whole chunks comes last: a bucket that no token attends to.
+    extra = -tokens % size
+    hashes = F.pad(hashes, (0, extra), value=buckets)
+    # Of one bucket in their order, in every version of sorting.
+    order = (hashes * (tokens + extra) + torch.arange(tokens + extra, device=hashes.device)).argsort(dim=-1)
+    place = order.argsort(dim=-1)
+    chunks = (tokens + extra) // size
+
+    def windows(x: Tensor) -> tuple[Tensor, Tensor]:
+        """Chunks of what is sorted, (..., chunks, size), and each with the one before it, (..., chunks, 2 size)."""
+        own = x.unflatten(3, (chunks, size))
+        return own, torch.cat((own.roll(1, 3), own), dim=4)
+
+    def of_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
+        """Windows of a vector per token, (B, heads, N, dim)."""
+        x = F.pad(x, (0, 0, 0, extra))[:, :, None].expand(-1, -1, rounds, -1, -1)
+        return windows(x.gather(3, order[..., None].expand(*order.shape, x.shape[-1])))
+
+    queries = of_tokens(query_key)[0]
+    keys = of_tokens(F.normalize(query_key.to(wide), dim=-1).to(query_key.dtype))[1]
+    logits = (queries @ keys.transpose(-1, -2)).to(wide) * scale
+    index, other = windows(order)
+    index, other = index[..., None], other[..., None, :]
+    if terms is not None and terms.bias is not None:
+        logits = logits + _bias(terms, grid, index, other, query_key).to(wide)
+
+    # Two tokens meet in a round if these numbers of theirs, of bucket and chunk, are equal or differ by 1.
+    codes = (2 * chunks * hashes + place // size).to(torch.int32)
+    owns, met = [], 0
+    for each in range(rounds):
+        # In the windows of all rounds.
+        code = codes[:, :, each, None].expand(order.shape).gather(3, order)
+        mine, theirs = windows(code)
+        meet = (mine[..., None] - theirs[..., None, :]) >> 1 == 0
+        owns.append(meet[:, :, each])
+        met = met + meet.to(torch.int8)
+    allowed = torch.stack(owns, dim=2)
+    # Before the first chunk there is none.
+    first = torch.arange(chunks, device=order.device)[:, None] == 0
+    before = torch.arange(2 * size, device=order.device) < size
+    allowed = allowed & ~(first & before)[:, None] & (windows(hashes.gather(3, order))[1] < buckets)[..., None, :]
+    if is_causal:
+        allowed = allowed & (other <= index)
+    if rounds > 1:
+        logits = logits - met.clamp(min=1).to(wide).log()
+    logits = logits.masked_fill(index == other, SELF_LOGIT).masked_fill(~allowed, -torch.inf)
+
+    total = logits.logsumexp(dim=-1, keepdim=True)
+    # Padding attends to nothing.
+    weights = (logits - total.masked_fill(total.isneginf(), 0.0)).exp()
+    out = F.dropout(weights, dropout_p).to(value.dtype) @ of_tokens(value)[1]
+    out, total = out.flatten(3, 4), total.flatten(3, 4)
+    back_in_place = place[..., :tokens, None]
+    out = out.gather(3, back_in_place.expand(-1, -1, -1, -1, out.shape[-1]))
+    total = total.gather(3, back_in_place)
+    if valid is not None:
+        total = total.masked_fill(~valid[:, None, None, :, None], 0.0)
+    return (out * total.softmax(dim=2).to(out.dtype)).sum(dim=2)
+
+
+def lsh_rotations(
+    rounds: int,
+    head_dim: int,
+    buckets: int,
+    generator: torch.Generator | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Draw the random rotations of LSH attention, (rounds, head_dim, buckets / 2) normal numbers in float32.
+
+    Source: Kitaev et al. 2020 (arXiv 2001.04451), section 2, after Andoni et al. 2015 (arXiv 1509.02897).
+
+    Raises:
+        ValueError: no round, or a number of buckets that is neither 1 nor even.
+    """
+    if rounds < 1:
+        raise ValueError(f"rounds must be at least 1, got {rounds}")
+    if buckets != 1 and (buckets < 2 or buckets % 2):
+        raise ValueError(f"buckets must be 1 or an even number, got {buckets}")
+    return torch.randn(rounds, head_dim, buckets // 2, generator=generator, device=device)
+
+
+def _hash(vectors: Tensor, rotations: Tensor) -> Tensor:
+    """Buckets (B, heads, rounds, N) of vectors (B, heads, N, head_dim)."""
+    if rotations.shape[2] == 0:
+        return vectors.new_zeros(*vectors.shape[:2], rotations.shape[0], vectors.shape[2], dtype=torch.int64)
+    rotated = vectors[:, :, None] @ rotations
+    return torch.cat((rotated, -rotated), dim=-1).argmax(dim=-1)
+
+
+def _bias(terms: RelativeTerms, grid: Grid, index: Tensor, other: Tensor, like: Tensor) -> Tensor:
+    """b_ij of queries `index` (B, heads, rounds, chunks, size, 1) and keys `other` (..., 1, 2 size)."""
+    table = terms.bias.table if isinstance(terms.bias, JointTable) else None
+    if table is None:
+        table = terms.bias.rows[..., :, None] + terms.bias.cols[..., None, :]
+    rows, cols = table.shape[-2:]
+    table = table.expand(like.shape[1], rows, cols)
+    # Prefix tokens and padding to whole chunks have any coordinates.
+    coords = F.pad(batched_coords(grid, like.device).to(torch.int32), (0, 0, grid.prefix, 0))
+    coords = coords.expand(index.shape[0], -1, -1)
+    batch = torch.arange(index.shape[0], device=like.device)[:, None, None, None, None, None]
+    here, there = (coords[batch, tokens.clamp(max=coords.shape[1] - 1)] for tokens in (index, other))
+    dy, dx = (there - here).unbind(-1)
+    entry = bucket(dy, (rows - 1) // 2, terms.bucketing) * cols + bucket(dx, (cols - 1) // 2, terms.bucketing)
+    heads = torch.arange(like.shape[1], device=like.device, dtype=torch.int32)[:, None, None, None, None]
+    bias = table.flatten()[(heads * (rows * cols) + entry).to(torch.int64)]
+    return bias.masked_fill((index < grid.prefix) | (other < grid.prefix), 0.0) if grid.prefix else bias
+
+
+def check_bias_alone(terms: RelativeTerms) -> None:
+    """Raise ValueError for terms that LSH attention has no use for."""
+    others = [name for name in ("query", "key", "value") if getattr(terms, name) is not None]
+    if others:
+        raise ValueError(
+            f"LSH attention takes a bias alone, got relative terms on {' and '.join(others)}: tokens of one bucket are "
+            "scattered over the image, so the products with tables would be computed pair by pair; use rel_terms='b'"
+        )
+
+
+def _check(
+    query_key: Tensor,
+    value: Tensor,
+    grid: Grid,
+    rotations: Tensor,
+    chunk_size: int | None,
+    terms: RelativeTerms | None,
+) -> None:
+    check_tokens("query_key", query_key, "grid", grid)
+    batch, heads, tokens, head_dim = query_key.shape
+    check_shape("value", value, (batch, heads, tokens, "value_dim"))
+    if value.dtype != query_key.dtype:
+        raise ValueError(f"value has dtype {value.dtype}, expected that of query_key, {query_key.dtype}")
+    check_shape("rotations", rotations, ("rounds", head_dim, "buckets / 2"))
+    if rotations.shape[0] < 1:
+        raise ValueError("rotations must have at least one round")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+    if terms is not None:
+        check_terms(terms, heads, head_dim, value.shape[3])
+        check_bias_alone(terms)

@@ -1,0 +1,291 @@
+"""Reversible blocks: gradients of plain autograd, random numbers, autocast, frozen parts, memory, compiled blocks."""
+
+import copy
+
+import pytest
+import timm
+import torch
+from timm.models import create_feature_extractor
+from vits import assert_same, images, small
+
+from relvit.layers.depth import reversible_blocks
+from relvit.ops import Grid
+from relvit.utils.memory import allocations
+
+X = images(16, 40, dtype=torch.float64)
+
+
+def plain_blocks(blocks, x, grid, attn_mask=None, is_causal=False, taken=()):
+    """The formula, block by block, from the parts of timm's block; autograd keeps everything."""
+    first = second = x
+    means = []
+    for block in blocks:
+        first = first + block.drop_path1(block.ls1(block.attn(block.norm1(second), grid, attn_mask, is_causal)))
+        second = second + block.drop_path2(block.ls2(block.mlp(block.norm2(first))))
+        means.append((first + second) / 2)
+    return means[-1], [mean for number, mean in enumerate(means) if number in taken]
+
+
+@pytest.fixture
+def kept(monkeypatch):
+    """Runs a function with everything kept for backward."""
+
+    def run(function):
+        with monkeypatch.context() as patch:
+            patch.setattr("relvit.models.base.reversible_blocks", plain_blocks)
+            return function()
+
+    return run
+
+
+def results(model, x=X, seed=3, loss=lambda out: out.square().sum()):
+    """Output and gradients of all that wants one."""
+    torch.manual_seed(seed)
+    out = model(x)
+    wanted = [p for p in (x, *model.parameters()) if p.requires_grad]
+    return [out, *torch.autograd.grad(loss(out), wanted, allow_unused=True), torch.rand(3)]
+
+
+def build(name="test_relvit", **options):
+    return small(name, **{"reversible": True, **options}).double().train()
+
+
+MODELS = [
+    {"rel_terms": "qkvb", "class_token": True, "reg_tokens": 2, "init_values": 0.5, "qk_norm": True},
+    {"drop_path_rate": 0.4, "proj_drop_rate": 0.2, "attn_drop_rate": 0.2, "max_distance": (1, 2)},
+    {"position": "slopes", "patch_drop_rate": 0.5, "pos_embed": "axial", "mlp_chunk": 3},
+    {"layout": "joint", "mlp_layer": timm.layers.SwiGLU, "norm_layer": "rmsnorm"},
+    {"name": "test_relvit_aft", "drop_path_rate": 0.4},
+    {"name": "test_relvit_aft", "mixer": "full", "kernel_size": None, "proj_drop_rate": 0.2},
+]
+
+
+@pytest.mark.parametrize("options", MODELS, ids=str)
+def test_gradients_are_those_of_plain_autograd(options, kept):
+    model, x = build(**options), X.clone().requires_grad_()
+    got, expected = results(model, x), kept(lambda: results(model, x))
+    for one, other in zip(got, expected, strict=True):
+        assert_same(one, other, atol=1e-9)
+    # Some blocks are dropped for all samples.
+    assert sum(bool(grad.abs().max() > 0) for grad in got[1:-1]) > 0.6 * len(got)
+    # The state dict is the plain model's, whose function is another.
+    plain = build(**{**options, "reversible": False})
+    plain.load_state_dict(model.state_dict())
+    assert (plain.eval()(X) - model.eval()(X)).abs().max() > 1e-6
+
+
+def test_masks_get_gradients(kept):
+    model, tokens = build(depth=2), torch.randn(2, 10, 12, dtype=torch.float64)
+    mask = torch.randn(1, 2, 10, 10, dtype=torch.float64).requires_grad_()
+    for causal in (False, True):
+        found = []
+        for run in (reversible_blocks, plain_blocks):
+            given = (None, True) if causal else (mask.sin(), False)
+            out, (inner,) = run(model.blocks, tokens, Grid(2, 5), *given, taken=(0,))
+            loss = out.square().sum() + inner.sin().sum()
+            wanted = [*model.blocks.parameters(), *[mask][causal:]]
+            found.append([out, inner, *torch.autograd.grad(loss, wanted)])
+        for one, other in zip(*found, strict=True):
+            assert_same(one, other, atol=1e-9)
+
+
+@pytest.mark.parametrize("train_only", ["blocks.1", "head", "blocks.0.mlp", "blocks.2.attn", "patch_embed", "norm1"])
+def test_frozen_parts(train_only, kept):
+    model = build()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(train_only in name)
+    got = results(model)
+    for one, other in zip(got, kept(lambda: results(model)), strict=True):
+        assert_same(one, other, atol=1e-9)
+
+
+def test_shared_blocks_accumulation_and_several_backwards(kept):
+    model = build()
+    model.blocks[2] = model.blocks[0]
+
+    def twice():
+        model.zero_grad()
+        for x in (X, X.flip(0) * 2):
+            out = model(x).square().sum()
+            out.backward(retain_graph=True)
+        out.backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    for one, other in zip(twice(), kept(twice), strict=True):
+        assert_same(one, other, atol=1e-9)
+
+
+def test_intermediates_and_every_other_way_to_features(kept):
+    model = build(class_token=True)
+
+    def run():
+        torch.manual_seed(0)
+        out, taken = model.forward_intermediates(X, [0, 1], norm=True)
+        loss = sum(map(torch.sum, map(torch.sin, (out, *taken))))
+        return [out, *taken, *torch.autograd.grad(loss, [*model.parameters()], allow_unused=True)]
+
+    for one, other in zip(run(), kept(run), strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert_same(one, other, atol=1e-9)
+    x = X.clone().requires_grad_()
+    first = lambda: torch.autograd.grad(model.forward_intermediates(x, [0])[1][0].sin().sum(), x)  # noqa: E731
+    assert_same(first(), kept(first), atol=1e-9)
+    model.eval()
+    before = model.forward_intermediates(X, [1], intermediates_only=True, norm=True, stop_early=True)
+    model.prune_intermediate_layers([1], prune_head=True)
+    assert_same(model.forward_intermediates(X, [1], intermediates_only=True, norm=True), before, atol=0)
+    features = small("test_relvit_rev", features_only=True, out_indices=(0, 2)).eval()
+    whole = small("test_relvit_rev").eval()
+    assert_same(features(images()), whole.forward_intermediates(images(), [0, 2], intermediates_only=True), atol=0)
+
+
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="no GPU"))])  # fmt: skip
+@pytest.mark.parametrize("backward_inside", [False, True])
+def test_autocast_is_entered_again_and_streams_stay_single(where, backward_inside, kept):
+    model = small("test_relvit_rev", depth=12, init_values=0.3, proj_drop_rate=0.1).train().to(where)
+    x = images(16, 40).to(where)
+
+    def run():
+        torch.manual_seed(3)
+        with torch.autocast(where, dtype=torch.bfloat16):
+            features = model.forward_features(x)
+            out = model.forward_head(features)
+            if backward_inside:
+                out.square().sum().backward()
+        if not backward_inside:
+            out.square().sum().backward()
+        grads = [parameter.grad for parameter in model.parameters()]
+        model.zero_grad()
+        return features, [out, *grads]
+
+    (features, got), (_, expected) = run(), kept(run)
+    assert features.dtype == torch.float32
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.02, atol=0.02 * float(other.abs().max()))
+
+
+def test_half_precision_has_streams_in_single(kept):
+    model = build(depth=12, init_values=0.3).bfloat16()
+    x = images(16, 40, dtype=torch.bfloat16)
+    got, wide = results(model, x), copy.deepcopy(model).double()
+    assert got[0].dtype == torch.bfloat16
+    for one, other in zip(got[1:-1], kept(lambda: results(wide, x.double()))[1:-1], strict=True):
+        assert (one.double() - other).norm() < 0.2 * other.norm()
+
+
+def test_deep_models_lose_little_by_rounding(kept):
+    model, x = small("test_relvit_rev", depth=48, std=0.05).train(), images(16, 40)
+    got, expected = results(model, x), kept(lambda: results(copy.deepcopy(model).double(), x.double()))
+    for one, other in zip(got[:-1], expected[:-1], strict=True):
+        assert (one.double() - other).norm() <= 1e-4 * other.norm()
+
+
+def kept_by(function):
+    graph = []
+    function()  # what is remembered of rasters is not this call's
+    return sum(allocations(lambda: graph.append(function())))
+
+
+def test_training_keeps_two_streams_at_any_depth():
+    x = images(64, 64)
+    stream = 2 * 64 * 12 * 4
+    models = [small(reversible=True, depth=depth) for depth in (2, 4, 8)]
+    found = [kept_by(lambda model=model: model(x).grad_fn) for model in models]
+    assert found[0] == found[1] == found[2] < 3 * stream
+    model = small(depth=4)
+    model.set_grad_checkpointing()
+    assert found[0] < kept_by(lambda: model(x).grad_fn) / 1.5
+
+
+def test_without_gradients_there_is_no_recomputation(monkeypatch):
+    monkeypatch.setattr("relvit.layers.depth.reversible.ReversibleBlock", None)
+    model = build()
+    with torch.no_grad():
+        expected = model(X)
+    with torch.inference_mode():
+        assert_same(model(X), expected, atol=0)
+    # Transforms and graphs differentiate plain operations.
+    params = dict(model.named_parameters())
+    grad = torch.func.grad(lambda given: torch.func.functional_call(model, given, X).square().sum())
+    first = grad(params)
+    assert first["blocks.0.mlp.fc1.weight"].abs().max() > 0
+    traced = torch.jit.trace(model.eval(), X, check_trace=False)
+    assert_same(traced(X), expected, atol=1e-9)
+    assert_same(torch.export.export(model, (X,)).module()(X), expected, atol=1e-9)
+    scripted = torch.jit.script(small(reversible=True, proj_drop_rate=0.0).double().eval())
+    assert_same(scripted(X), expected, atol=1e-12)
+    nodes = create_feature_extractor(model, ["blocks.0.attn", "head"])
+    assert_same(nodes(X)["head"], expected, atol=1e-9)
+
+
+def test_refusals():
+    model = build()
+    with pytest.raises(RuntimeError, match=r"no second derivatives.*torch.func, or a model with reversible=False"):
+        torch.autograd.grad(model(X).square().sum(), [*model.parameters()], create_graph=True)
+    out = model(X).square().sum()
+    with torch.no_grad():
+        model.blocks[1].mlp.fc1.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified in place"):
+        out.backward()
+    exchanged = {name: p.detach() * 2 for name, p in model.named_parameters()}
+    out = torch.func.functional_call(model, {n: p.requires_grad_() for n, p in exchanged.items()}, X).sum()
+    with pytest.raises(RuntimeError, match="other parameters in backward than in forward"):
+        out.backward()
+    with pytest.raises(ValueError, match="a reversible model recomputes its blocks in backward already"):
+        model.set_grad_checkpointing()
+    model.set_grad_checkpointing(False)
+    with pytest.raises(TypeError, match="reversible must be True or False, got 'yes'"):
+        build(reversible="yes")
+    for way in ("hook", "fx"):
+        with pytest.raises(ValueError, match="feature_cls 'getter'"):
+            small("test_relvit_rev", features_only=True, feature_cls=way)
+
+
+@pytest.mark.parametrize("way", ["method", "function"])
+def test_compiled_numbers_are_the_same(way):
+    model = build(depth=2, drop_path_rate=0.3)
+    expected = results(model)
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, example):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, example)
+
+    if way == "method":
+        model.compile(backend=backend)
+        compiled = model
+    else:
+        compiled = torch.compile(model, backend=backend)
+    for _ in range(2):
+        torch.manual_seed(3)
+        out = compiled(X)
+        got = [out, *torch.autograd.grad(out.square().sum(), [*model.parameters()]), torch.rand(3)]
+        for one, other in zip(got, expected, strict=True):
+            assert_same(one, other, atol=1e-9)
+    blocks = sum("softmax" in str(graph.code) or "attention" in str(graph.code) for graph in graphs)
+    assert (blocks > 0) == (way == "method")
+    model.eval()
+    with torch.no_grad():
+        assert_same(compiled(X), copy.deepcopy(model)(X), atol=1e-9)
+
+
+@pytest.mark.slow
+def test_compiled_by_inductor_with_random_numbers():
+    """The graphs of forward and of recomputation are two, and must take the same random numbers."""
+    model = build(depth=2, proj_drop_rate=0.3, drop_path_rate=0.3)
+    model.compile(dynamic=False)
+    weight, step = model.blocks[0].mlp.fc1.bias, 1e-6
+    losses = []
+    for change in (0, step, -step):
+        torch.manual_seed(3)
+        with torch.no_grad():
+            weight.add_(change)
+        losses.append(model(X).square().sum())
+        if change == 0:
+            (grad,) = torch.autograd.grad(losses[0], weight)
+        with torch.no_grad():
+            weight.sub_(change)
+    assert abs((losses[1] - losses[2]) / (2 * step) - grad.sum()) < 1e-4 * grad.abs().sum()

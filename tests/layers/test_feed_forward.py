@@ -1,0 +1,98 @@
+"""Chunked feed-forward: the numbers, gradients and random numbers of the MLP in one piece, in bounded memory."""
+
+import pytest
+import timm
+import torch
+from timm.layers import GatedMlp, GlobalResponseNormMlp, GluMlp, Mlp, SwiGLU, SwiGLUPacked
+from torch import nn
+from vits import assert_same, images, small
+
+from relvit.layers.feed_forward import check_chunk, chunked_mlp
+from relvit.utils.memory import allocations, peak_bytes
+
+
+def build(kind=Mlp, **options):
+    torch.manual_seed(0)
+    mlp = kind(12, 32, norm_layer=nn.LayerNorm, **options).double()
+    return nn.LayerNorm(12).double(), mlp, torch.randn(2, 7, 12, dtype=torch.float64).requires_grad_()
+
+
+@pytest.mark.parametrize("kind", [Mlp, GluMlp, SwiGLU, SwiGLUPacked, GatedMlp])
+@pytest.mark.parametrize("chunk", [1, 3, 7, 14, 100])
+def test_numbers_and_gradients_are_those_of_one_piece(kind, chunk):
+    norm, mlp, x = build(kind)
+    check_chunk(chunk, mlp)
+    found = []
+    for out in (chunked_mlp(norm, mlp, x, chunk), mlp(norm(x))):
+        found.append([out, *torch.autograd.grad(out.sin().sum(), [x, *norm.parameters(), *mlp.parameters()])])
+    for one, other in zip(*found, strict=True):
+        assert_same(one, other)
+    with torch.no_grad():
+        assert_same(chunked_mlp(norm, mlp, x, chunk), found[1][0])
+
+
+def test_dropout_is_replayed():
+    norm, mlp, x = build(drop=0.5)
+    torch.manual_seed(1)
+    out = chunked_mlp(norm, mlp, x, 4)
+    after = torch.rand(2)
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    torch.manual_seed(1)
+    again = torch.cat([mlp(norm(tokens)) for tokens in x.flatten(0, 1).split(4)]).view_as(x)
+    assert_same(after, torch.rand(2), atol=0)
+    assert_same(out, again)
+    assert_same(grad, torch.autograd.grad(again.sum(), x)[0])
+    assert (out == 0).double().mean() > 0.3
+
+
+def test_memory_is_that_of_a_chunk():
+    norm, mlp = nn.LayerNorm(12), Mlp(12, 48)
+    x = torch.randn(1, 4096, 12).requires_grad_()
+    hidden = 4096 * 48 * 4
+
+    def kept(chunk):
+        graph = []
+        return sum(allocations(lambda: graph.append(chunked_mlp(norm, mlp, x, chunk).grad_fn)))
+
+    assert kept(64) < 0.05 * hidden
+    assert kept(4096) < 0.05 * hidden
+    with torch.no_grad():
+        assert peak_bytes(lambda: chunked_mlp(norm, mlp, x, 64)) < 0.6 * hidden
+        assert peak_bytes(lambda: chunked_mlp(norm, mlp, x, 4096)) > 2 * hidden
+    step = lambda chunk: peak_bytes(lambda: chunked_mlp(norm, mlp, x, chunk).sum().backward())  # noqa: E731
+    assert step(64) < step(4096) / 2
+
+
+@pytest.mark.parametrize("name", ["test_relvit", "test_relvit_rev", "test_relvit_aft"])
+def test_models_have_it(name):
+    x = images(16, 40, dtype=torch.float64)
+    results = []
+    for mlp_chunk in (None, 4):
+        model = small(name, mlp_chunk=mlp_chunk, init_values=0.5).double()
+        out = model(x)
+        results.append([out, *torch.autograd.grad(out.square().sum(), [*model.parameters()])])
+    for one, other in zip(*results, strict=True):
+        assert_same(one, other, atol=1e-10)
+    exported = torch.export.export(model.eval(), (x,)).module()
+    assert_same(exported(x), model(x), atol=1e-10)
+    assert_same(torch.jit.script(model)(x), model(x), atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"mlp_chunk": 0}, ValueError, "mlp_chunk must be at least 1 token, got 0"),
+        ({"mlp_chunk": 2.0}, TypeError, "mlp_chunk must be a number of tokens or None, got 2.0"),
+        ({"mlp_chunk": True}, TypeError, "mlp_chunk must be a number of tokens or None, got True"),
+        (
+            {"mlp_chunk": 8, "mlp_layer": lambda *args, bias, norm_layer, **kw: GlobalResponseNormMlp(*args, **kw)},
+            ValueError,
+            "GlobalResponseNormMlp is not known to: take a subclass of Mlp, GluMlp, SwiGLU, GatedMlp",
+        ),
+    ],
+    ids=str,
+)
+def test_errors(options, error, message):
+    with pytest.raises(error, match=message):
+        small(**options)
+    assert timm.create_model("test_relvit", mlp_chunk=None).blocks[0].mlp_chunk is None

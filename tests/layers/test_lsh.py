@@ -1,0 +1,95 @@
+"""LSH attention as a layer: its projections around the operation, its rotations, TorchScript, what it refuses."""
+
+import copy
+
+import pytest
+import torch
+
+from relvit.layers import LSHAttention, RelativePosition2d, SlopePosition2d
+from relvit.ops import Grid, make_grid, reference
+
+
+def layer(bucket_size=3, rounds=2, **options):
+    torch.manual_seed(0)
+    position = RelativePosition2d(4, 3, rel_terms="b", max_distance=2, init_std=1.0)
+    return LSHAttention(12, 3, position, bucket_size, rounds, **options).double().eval()
+
+
+def tokens(grid, batch=2):
+    count = grid.prefix + grid.height * grid.width
+    return torch.randn(batch, count, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("options", [{}, {"qkv_bias": True, "qk_norm": True, "scale_norm": True, "proj_bias": False}])
+def test_is_the_operation_between_projections(options):
+    attn, grid = layer(**options), Grid(5, 4, prefix=1)
+    x = tokens(grid)
+    qk, v = attn.qk_v(x).chunk(2, dim=-1)
+    qk, v = (part.unflatten(-1, (3, 4)).transpose(1, 2) for part in (qk, v))
+    # 21 tokens at 3 each: 6 buckets, as many as fit in pairs.
+    rotations = attn.rotations[:, :, :3]
+    out = reference.lsh_attention(attn.qk_norm(qk), v, grid, rotations, terms=attn.position(grid))
+    expected = attn.proj(attn.norm(out.transpose(1, 2).flatten(2)))
+    torch.testing.assert_close(attn(x, grid), expected, rtol=0, atol=1e-12)
+
+
+def test_rotations_are_fixed_in_evaluation_and_drawn_in_training():
+    grid = make_grid(6, 5)
+    one, other = layer(), copy.deepcopy(layer())
+    assert torch.equal(one(tokens(grid), grid), other(tokens(grid), grid))
+    assert "rotations" not in one.state_dict()
+    one.train()
+    results = []
+    for seed in (3, 3, 4):
+        torch.manual_seed(seed)
+        results.append(one(tokens(grid), grid))
+    assert torch.equal(results[0], results[1])
+    assert not torch.equal(results[0], results[2])
+    # Fewer rounds are the first of more.
+    assert torch.equal(layer(rounds=1).rotations[0], layer(rounds=3).rotations[0])
+
+
+def test_made_without_memory_and_filled_later():
+    with torch.device("meta"):
+        empty = LSHAttention(12, 3, SlopePosition2d(4, 3), 3, 2)
+    filled = empty.to_empty(device="cpu")
+    filled.init_non_persistent_buffers()
+    assert torch.equal(filled.rotations, layer().rotations.float())
+
+
+def test_gradients_reach_all_parameters():
+    attn, grid = layer(qkv_bias=True), make_grid(5, 4)
+    attn(tokens(grid), grid).square().sum().backward()
+    assert all(parameter.grad.abs().sum() > 0 for parameter in attn.parameters())
+
+
+def test_autocast_and_causality():
+    attn, grid = layer().float(), make_grid(5, 4)
+    x = tokens(grid).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attn(x, grid)
+    assert out.dtype == torch.bfloat16
+    later = x.clone()
+    later[:, 12:] += 1.0
+    torch.testing.assert_close(
+        attn(later, grid, is_causal=True)[:, :1], attn(x, grid, is_causal=True)[:, :1], rtol=0, atol=0
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dim": 10}, "num_heads must divide dim 10, got 3"),
+        ({"bucket_size": 0}, "bucket_size must be at least 1, got 0"),
+        ({"rounds": 0}, "rounds must be at least 1, got 0"),
+    ],
+)
+def test_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        LSHAttention(**{"dim": 12, "num_heads": 3, **arguments})
+
+
+def test_masks_are_refused():
+    grid = make_grid(5, 4)
+    with pytest.raises(ValueError, match="LSH attention has no attn_mask"):
+        layer()(tokens(grid), grid, torch.ones(20, 20, dtype=torch.bool))

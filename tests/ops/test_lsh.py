@@ -1,0 +1,160 @@
+"""LSH attention against its definition in float64, against full attention where nothing is left out, and its checks."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from relvit.ops import AxisTables, JointTable, RelativeTerms, lsh_attention, lsh_rotations, make_grid, reference
+
+
+def inputs(grid, batch=2, heads=3, head_dim=8, value_dim=5, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    patches = grid.height * grid.width if grid.coords is None else grid.coords.shape[-2]
+    shape = (batch, heads, grid.prefix + patches)
+    return [torch.randn(*shape, dim, generator=generator, dtype=dtype) for dim in (head_dim, value_dim)]
+
+
+def rotations(rounds, buckets, head_dim=8):
+    return lsh_rotations(rounds, head_dim, buckets, torch.Generator().manual_seed(1)).double()
+
+
+def tables(rows=5, cols=3, heads=3, joint=False):
+    generator = torch.Generator().manual_seed(2)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    return RelativeTerms(
+        bias=JointTable(draw(heads, rows, cols)) if joint else AxisTables(draw(heads, rows), draw(cols))
+    )
+
+
+def padded(height, width, prefix=0):
+    patches = height * width
+    coords = torch.stack([torch.randperm(patches, generator=torch.Generator().manual_seed(i)) for i in (3, 4)])
+    coords = torch.stack((coords // width, coords % width), dim=-1)
+    valid = torch.ones(2, patches, dtype=torch.bool)
+    valid[0, -3:] = False
+    valid[1, ::4] = False
+    return make_grid(height, width, prefix, coords, valid)
+
+
+GRIDS = {
+    "raster": make_grid(5, 7),
+    "prefix": make_grid(4, 6, prefix=3),
+    "padded": padded(5, 4),
+    "padded, prefix": padded(3, 7, prefix=2),
+    "one row": make_grid(1, 9),
+    "one token": make_grid(1, 1),
+}
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("rounds", [1, 3])
+@pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS)
+@pytest.mark.parametrize(("buckets", "chunk"), [(1, None), (4, None), (8, 3), (2, 1)])
+def test_equals_the_definition(grid, rounds, buckets, chunk, is_causal):
+    given = [x.requires_grad_() for x in inputs(grid)]
+    terms = tables()
+    options = {"terms": terms, "chunk_size": chunk, "is_causal": is_causal, "scale": 0.7}
+    results = []
+    for operation in (lsh_attention, reference.lsh_attention):
+        out = operation(*given, grid, rotations(rounds, buckets), **options)
+        results.append([out, *torch.autograd.grad(out.square().sum(), given)])
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("bucketing", ["clip", "piecewise"])
+def test_gradients_of_the_bias(joint, bucketing):
+    grid = GRIDS["padded, prefix"]
+    terms = tables(joint=joint)._replace(bucketing=bucketing)
+    leaves = [table.requires_grad_() for table in terms.bias]
+    results = [
+        torch.autograd.grad(operation(*inputs(grid), grid, rotations(2, 4), terms=terms).square().sum(), leaves)
+        for operation in (lsh_attention, reference.lsh_attention)
+    ]
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
+
+
+def full_attention(query_key, value, grid, terms):
+    """Softmax over all other tokens, of queries and the same at unit length."""
+    logits = query_key @ F.normalize(query_key, dim=-1).transpose(-1, -2)
+    logits = logits + reference.attention.pair_bias(terms, grid, grid, query_key)
+    logits = logits.masked_fill(torch.eye(logits.shape[-1], dtype=torch.bool), -torch.inf)
+    return logits.softmax(dim=-1) @ value
+
+
+@pytest.mark.parametrize(
+    ("rounds", "buckets", "chunk"), [(1, 1, None), (4, 1, None), (60, 2, 100)], ids=["one", "again", "covering"]
+)
+def test_one_bucket_or_covering_rounds_are_full_attention(rounds, buckets, chunk):
+    grid = make_grid(4, 6, prefix=1)
+    out = lsh_attention(*inputs(grid), grid, rotations(rounds, buckets), chunk_size=chunk, terms=tables())
+    torch.testing.assert_close(out, full_attention(*inputs(grid), grid, tables()), rtol=0, atol=1e-10)
+
+
+def test_padding_changes_nothing_and_may_hold_anything():
+    alone, batch = (
+        make_grid(3, 5),
+        make_grid(3, 5, coords=torch.cat((make_coords(3, 5), torch.zeros(6, 2).long())), valid=torch.arange(21) < 15),
+    )
+    query_key, value = inputs(alone)
+    expected = lsh_attention(query_key, value, alone, rotations(2, 4), chunk_size=4, terms=tables())
+    padded_inputs = [F.pad(x, (0, 0, 0, 6), value=torch.nan).requires_grad_() for x in (query_key, value)]
+    out = lsh_attention(*padded_inputs, batch, rotations(2, 4), chunk_size=4, terms=tables())
+    torch.testing.assert_close(out[:, :, :15], expected, rtol=0, atol=1e-12)
+    assert (out[:, :, 15:] == 0).all()
+    for gradient in torch.autograd.grad(out.sum(), padded_inputs):
+        assert gradient.isfinite().all()
+        assert (gradient[:, :, 15:] == 0).all()
+
+
+def make_coords(height, width):
+    return torch.cartesian_prod(torch.arange(height), torch.arange(width))
+
+
+def test_the_generator_decides():
+    one, again = (lsh_rotations(2, 8, 6, torch.Generator().manual_seed(5)) for _ in range(2))
+    assert torch.equal(one, again)
+    assert one.shape == (2, 8, 3)
+    assert not torch.equal(one, lsh_rotations(2, 8, 6, torch.Generator().manual_seed(6)))
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.bfloat16, 3e-2), (torch.float16, 4e-3), (torch.float32, 1e-5)])
+def test_low_precision(dtype, atol):
+    grid = GRIDS["padded, prefix"]
+    query_key, value = (x.to(dtype) for x in inputs(grid))
+    out = lsh_attention(query_key, value, grid, rotations(3, 4).float(), terms=tables())
+    assert out.dtype == dtype
+    # The same buckets: hashes of rounded vectors.
+    expected = reference.lsh_attention(
+        query_key.double(), value.double(), grid, rotations(3, 4).float().double(), terms=tables()
+    )
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=atol * expected.abs().max().item())
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"terms": RelativeTerms(key=AxisTables(torch.zeros(3, 8), torch.zeros(3, 8)))}, ValueError, "a bias alone"),
+        ({"chunk_size": 0}, ValueError, "chunk_size must be at least 1"),
+        ({"rotations": torch.zeros(1, 7, 2)}, ValueError, r"rotations has shape \(1, 7, 2\)"),
+        ({"rotations": torch.zeros(0, 8, 2)}, ValueError, "at least one round"),
+        ({"value": torch.zeros(2, 3, 35, 5)}, ValueError, "dtype"),
+        ({"grid": make_grid(5, 6)}, ValueError, "35 tokens, expected 30"),
+    ],
+)
+def test_refused(change, error, message):
+    query_key, value = inputs(GRIDS["raster"])
+    arguments = {"query_key": query_key, "value": value, "grid": GRIDS["raster"], "rotations": rotations(1, 2)}
+    with pytest.raises(error, match=message):
+        lsh_attention(**{**arguments, **change})
+
+
+@pytest.mark.parametrize(("rounds", "buckets", "message"), [(0, 2, "rounds"), (1, 3, "buckets"), (1, 0, "buckets")])
+def test_rotations_refused(rounds, buckets, message):
+    with pytest.raises(ValueError, match=message):
+        lsh_rotations(rounds, 8, buckets)

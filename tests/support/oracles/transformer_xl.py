@@ -1,0 +1,41 @@
+"""Transformer-XL's attention (Dai et al. 2019, arXiv 1901.02860, section 3.3) by brute force, one pair at a time."""
+
+import math
+
+import torch
+
+
+def sinusoid(offset, width):
+    """R of an offset, query minus key: `width` sines, then as many cosines, in Python's own arithmetic."""
+    angles = [offset / 10000 ** (index / width) for index in range(width)]
+    return torch.tensor([math.sin(a) for a in angles] + [math.cos(a) for a in angles], dtype=torch.float64)
+
+
+def attention(query, key, value, u, v, projection, places, key_places=None, valid=None, unit=(1, 1), most=math.inf):
+    """Outputs of all samples, heads and queries: softmax of ((q + u) . k + (q + v) . W_R R) / sqrt(d) times values.
+
+    `projection` is W_R, (heads head_dim, 4 F), whose first half meets the sinusoids of y; `places[b][i]` is (row,
+    column) or None for a token without; `unit` is by how much offsets are multiplied before they are clipped at `most`.
+    """
+    key_places = places if key_places is None else key_places
+    batch, heads, queries, dim = query.shape
+    by_head = projection.unflatten(0, (heads, dim))
+    out = []
+    for b in range(batch):
+        for h in range(heads):
+            for i in range(queries):
+                logits, values = [], []
+                for j in range(key.shape[2]):
+                    if valid is not None and not valid[b][j]:
+                        continue
+                    logit = (query[b, h, i] + u[h]) @ key[b, h, j]
+                    here, there = places[b][i], key_places[b][j]
+                    if here is not None and there is not None:
+                        offsets = ((a - c) * by for a, c, by in zip(here, there, unit, strict=True))
+                        clipped = [max(-most, min(most, offset)) for offset in offsets]
+                        position = torch.cat([sinusoid(offset, projection.shape[1] // 4) for offset in clipped])
+                        logit = logit + (query[b, h, i] + v[h]) @ (by_head[h] @ position)
+                    logits.append(logit / math.sqrt(dim))
+                    values.append(value[b, h, j])
+                out.append(torch.stack(logits).softmax(0) @ torch.stack(values))
+    return torch.stack(out).unflatten(0, (batch, heads, queries))
