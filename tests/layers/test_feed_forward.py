@@ -45,6 +45,7 @@ def test_dropout_is_replayed():
     assert (out == 0).double().mean() > 0.3
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_a_chunk():
     norm, mlp = nn.LayerNorm(12), Mlp(12, 48)
     x = torch.randn(1, 4096, 12).requires_grad_()
