@@ -13,10 +13,12 @@ from relvit.layers.positions import (
     LowRankPosition2d,
     ParabolicPosition2d,
     RelativePosition2d,
+    RotaryEmbedding2d,
     SlopePosition2d,
     TransformerXLPosition2d,
     factorise_bias,
 )
+from relvit.layers.prefix_bias import PrefixBias
 
 __all__ = [
     "RelativePosition2d",
@@ -27,6 +29,8 @@ __all__ = [
     "ParabolicPosition2d",
     "LowRankPosition2d",
     "factorise_bias",
+    "RotaryEmbedding2d",
+    "PrefixBias",
     "AxialPositionEmbedding",
     "RelativeAttention",
     "AFTFull",

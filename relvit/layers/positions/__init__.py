@@ -5,6 +5,7 @@ from relvit.layers.positions.continuous import ContinuousPosition2d
 from relvit.layers.positions.fire import FirePosition2d
 from relvit.layers.positions.low_rank import LowRankPosition2d, factorise_bias
 from relvit.layers.positions.parabolic import ParabolicPosition2d
+from relvit.layers.positions.rope import RotaryEmbedding2d
 from relvit.layers.positions.slopes import SlopePosition2d
 from relvit.layers.positions.tables import RelativePosition2d
 from relvit.layers.positions.xl import TransformerXLPosition2d
@@ -16,6 +17,7 @@ __all__ = [
     "LowRankPosition2d",
     "ParabolicPosition2d",
     "RelativePosition2d",
+    "RotaryEmbedding2d",
     "SlopePosition2d",
     "TransformerXLPosition2d",
     "factorise_bias",

@@ -38,6 +38,8 @@ def scripted_attention(
     scale: float | None,
     backend: str,
     trained_keys: int | None = None,
+    position_query: Tensor | None = None,
+    position_key: Tensor | None = None,
 ) -> Tensor:
     """Call `relvit.ops.relative_attention` from code that TorchScript compiles; the same arguments and result.
 
@@ -63,6 +65,8 @@ def scripted_attention(
         scale,
         backend,
         trained_keys,
+        position_query,
+        position_key,
     )
 
 
@@ -104,8 +108,11 @@ def _run(
     *options: object,
 ) -> Tensor:
     grid = Grid(*sizes, coords, valid)
-    names = ("attn_mask", "is_causal", "dropout_p", "scale", "backend", "trained_keys")
-    # PyTorch leaves out the last one where it has its default.
+    names = (
+        *("attn_mask", "is_causal", "dropout_p", "scale", "backend"),
+        *("trained_keys", "position_query", "position_key"),
+    )
+    # PyTorch leaves out the last ones where they have their defaults.
     given = dict(zip(names, options, strict=False))
     return relative_attention(query, key, value, terms_of(tables, bucketing), grid, **given)
 
@@ -115,6 +122,7 @@ def _run(
 register_operator(
     "relative_attention(Tensor query, Tensor key, Tensor value, Tensor?[] tables, str bucketing, "
     "int[] sizes, Tensor? coords, Tensor? valid, "
-    "Tensor? attn_mask, bool is_causal, float dropout_p, float? scale, str backend, int? trained_keys=None) -> Tensor",
+    "Tensor? attn_mask, bool is_causal, float dropout_p, float? scale, str backend, int? trained_keys=None, "
+    "Tensor? position_query=None, Tensor? position_key=None) -> Tensor",
     _run,
 )

@@ -45,6 +45,7 @@ VARIANTS = [
     pytest.param({"position": "cpb"}, marks=pytest.mark.slow),
     pytest.param({"position": "pape", "img_size": 32, "reach": "stretch"}, marks=pytest.mark.slow),
     pytest.param({"position": "low-rank"}, marks=pytest.mark.slow),
+    pytest.param({"rope": "mixed", "embed_dim": 64, "rel_terms": "v", "prefix_bias": True}, marks=pytest.mark.slow),
     pytest.param({"position": "slopes-euclidean", "img_size": 32, "reach": "stretch"}, marks=pytest.mark.slow),
     pytest.param({"position": "xl", "img_size": 32, "reach": "stretch"}, marks=pytest.mark.slow),
     pytest.param({"position": "xl", "band_rows": 2, "memory_rows": 3, "class_token": False}, marks=pytest.mark.slow),
