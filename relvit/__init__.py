@@ -52,7 +52,7 @@ def load(
 
 
 def explain(model: nn.Module, img_size: int | Sequence[int] | None = None) -> list[LayerPlan]:
-    """What each attention layer of a model computes at an image size, by which backend and why.
+    """List what each attention layer of a model computes at an image size, by which backend and why.
 
     Args:
         model: a model of relvit, or of timm after `relvit.retrofit`.

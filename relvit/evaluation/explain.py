@@ -21,7 +21,7 @@ LETTERS = {"query": "q", "key": "k", "value": "v", "bias": "b", "channels": "c"}
 
 
 class LayerPlan(NamedTuple):
-    """What a layer does with the positions of tokens.
+    """Plan of a layer: what it does with the positions of tokens.
 
     Attributes:
         layer: name of the module.
