@@ -122,7 +122,7 @@ def test_each_position_has_its_own_default_distance(kwargs, kind, distance):
     [
         (
             {"position": "slope"},
-            r"one of 'tables', 'slopes', .*'cpb' or a class, got 'slope' \(did you mean 'slopes'\?\)",
+            r"one of 'tables', 'slopes', .*'low-rank' or a class, got 'slope' \(did you mean 'slopes'\?\)",
         ),
         (
             {"position": "slopes", "rel_terms": "k"},
