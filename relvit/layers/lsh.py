@@ -126,8 +126,8 @@ class LSHAttention(nn.Module):
             ValueError: one of the two below 1.
         """
         for name, number in (("bucket_size", bucket_size), ("rounds", rounds)):
-            if number < 1:
-                raise ValueError(f"{name} must be at least 1, got {number}")
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise ValueError(f"{name} must be an integer, at least 1, got {number!r}")
         self.bucket_size = bucket_size
         rotations = torch.empty(rounds, self.head_dim, MOST_BUCKETS // 2, device=self.proj.weight.device)
         self.register_buffer("rotations", rotations, persistent=False)

@@ -209,7 +209,8 @@ def check_bias_alone(terms: RelativeTerms) -> None:
     if others:
         raise ValueError(
             f"LSH attention takes a bias alone, got relative terms on {' and '.join(others)}: tokens of one bucket are "
-            "scattered over the image, so the products with tables would be computed pair by pair; use rel_terms='b'"
+            "scattered over the image, so products with tables would be computed pair by pair; use rel_terms='b' or "
+            "position='slopes'"
         )
 
 
