@@ -46,7 +46,8 @@ class RelVisionTransformer(GridVisionTransformer):
         shared_heads: one set of tables for all heads of a block, or one per head.
         layout: a table per axis ('separate') or one over both ('joint').
         bucketing: which row of a table an offset uses: 'clip' or iRPE's 'piecewise'.
-        rel_init_std: standard deviation that initialises what a position learns; 0 starts as plain attention.
+        rel_init_std: standard deviation that initialises what a position learns; 0 starts as plain attention; None: the
+            default of the position, 0.1 for tables.
         pos_embed: absolute embedding besides, learned for `img_size`: '' (none), 'learn' (one vector per patch,
             interpolated at other sizes), 'axial' (half a vector per row, half a vector per column) or 'axial-sum' (one
             per row plus one per column); see `AxialPositionEmbedding`. Prefix tokens have one in 'learn' alone.
@@ -83,7 +84,7 @@ class RelVisionTransformer(GridVisionTransformer):
         shared_heads: bool = True,
         layout: str = "separate",
         bucketing: str = "clip",
-        rel_init_std: float = 0.02,
+        rel_init_std: float | None = None,
         pos_embed: str = "",
         class_token: bool = False,
         global_pool: str = "avg",

@@ -55,11 +55,12 @@ def position_factory(
     defaults = inspect.signature(owner).parameters
     taken: dict[str, Any] = {}
     for name, given in tables.items():
-        learned = isinstance(position, str) and name in INIT_STD and accepts(position, "init_std")
-        # The defaults of a model are those of tables, but that of a retrofit, 0, is for all.
-        if position == "tables" or (learned and (not given or given != defaults[name].default)):
-            taken["init_std" if name in INIT_STD else name] = given
-        elif not learned and given != defaults[name].default:
+        if name in INIT_STD and isinstance(position, str) and accepts(position, "init_std"):
+            # None: the position's own.
+            taken |= {} if given is None else {"init_std": given}
+        elif position == "tables":
+            taken[name] = given
+        elif given != defaults[name].default:
             raise ValueError(f"{name} is for position 'tables', got {name}={given!r} with position {position!r}")
     made = POSITIONS[position] if isinstance(position, str) else position
     return partial(made, **taken) if taken else made

@@ -57,7 +57,7 @@ class RelativePosition2d(nn.Module):
         shared_heads: bool = True,
         layout: str = "separate",
         bucketing: str = "clip",
-        init_std: float = 0.02,
+        init_std: float = 0.1,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
