@@ -13,8 +13,8 @@ from relvit.ops.backends.triton.forward import (
     add_product,
     load_axis,
     load_tokens,
-    plus_axes,
     store_tokens,
+    sum_of_axes,
     tile_keys,
 )
 
@@ -28,32 +28,39 @@ def backward_tile(
     width, scale, cols, marginal_cols,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     BLOCK_M: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    KEY_TERM: tl.constexpr, VALUE_TERM: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
+    KEY_TERM: tl.constexpr, VALUE_TERM: tl.constexpr, PADDED: tl.constexpr, STRIPS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add one tile of keys to the gradients of a block of queries and of their column logits, but for the scale."""
     tokens, keep = tile_keys(valid, top, left, first, height, width, ROWS, COLS, PADDED)
     k = load_tokens(key, tokens, key_stride, keep, DIM, BLOCK_DIM)
     v = load_tokens(value, tokens, value_stride, keep, VALUE_DIM, BLOCK_VALUE)
-    pairs = add_product(tl.zeros((BLOCK_M, ROWS * COLS), tl.float32), query, k.trans(), PRECISION)
     if KEY_TERM:
         rows = load_axis(logits, queries, logits_stride, inside, top, height, -float("inf"), ROWS)
-        pairs = plus_axes(pairs, rows, cols, BLOCK_M, ROWS, COLS)
+        pairs = sum_of_axes(rows, cols, BLOCK_M, ROWS, COLS)
+    else:
+        pairs = tl.zeros((BLOCK_M, ROWS * COLS), tl.float32)
+    pairs = add_product(pairs, query, k.trans(), PRECISION)
     if PADDED or not KEY_TERM:
         pairs = tl.where(keep[None, :], pairs, -float("inf"))
     weights = tl.exp2(pairs * scale - base[:, None])
-    grad_weights = add_product(tl.zeros((BLOCK_M, ROWS * COLS), tl.float32), grad, v.trans(), PRECISION)
     if VALUE_TERM:
         rows = load_axis(grad_marginals, queries, marginals_stride, inside, top, height, 0.0, ROWS)
-        grad_weights = plus_axes(grad_weights, rows, marginal_cols, BLOCK_M, ROWS, COLS)
-    grad_pairs = weights * (grad_weights - mean[:, None])
+        # D may be subtracted from either axis: from the shorter one it is in fewer instructions.
+        grad_weights = sum_of_axes(rows - mean[:, None], marginal_cols, BLOCK_M, ROWS, COLS)
+    else:
+        grad_weights = tl.zeros((BLOCK_M, ROWS * COLS), tl.float32) - mean[:, None]
+    grad_pairs = weights * add_product(grad_weights, grad, v.trans(), PRECISION)
     if KEY_TERM:
         by_axis = grad_pairs.reshape(BLOCK_M, ROWS, COLS)
         grad_cols += tl.sum(by_axis, 1)
         place = top + tl.arange(0, ROWS)
         pointers = grad_logits + queries[:, None] * grad_stride + place[None, :]
         stored = inside[:, None] & (place < height)[None, :]
-        before = tl.load(pointers, mask=stored & (left > 0), other=0.0)
-        tl.store(pointers, before + tl.sum(by_axis, 2) * (scale * LN_2), mask=stored)
+        row_sums = tl.sum(by_axis, 2) * (scale * LN_2)
+        if STRIPS:
+            row_sums += tl.load(pointers, mask=stored & (left > 0), other=0.0)
+        tl.store(pointers, row_sums, mask=stored)
     return add_product(grad_query, grad_pairs.to(k.dtype), k, PRECISION), grad_cols
 
 
@@ -65,7 +72,8 @@ def backward_queries(
     gl_token, heads, length, prefix, height, width, scale,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     BLOCK_M: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    KEY_TERM: tl.constexpr, VALUE_TERM: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
+    KEY_TERM: tl.constexpr, VALUE_TERM: tl.constexpr, PADDED: tl.constexpr, STRIPS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of BLOCK_M queries of one head and of their row and column logits.
 
@@ -95,7 +103,7 @@ def backward_queries(
         total, _ = backward_tile(
             total, cols, q, do, base, mean, queries, inside, key, value, logits, valid, grad_marginals, grad_logits,
             k_token, v_token, l_token, m_token, gl_token, start, 0, 0, prefix, 1, scale, cols, cols, DIM, BLOCK_DIM,
-            VALUE_DIM, BLOCK_VALUE, BLOCK_M, ROWS * COLS, 1, False, False, PADDED, PRECISION,
+            VALUE_DIM, BLOCK_VALUE, BLOCK_M, ROWS * COLS, 1, False, False, PADDED, STRIPS, PRECISION,
         )  # fmt: skip
     for left in range(0, width, COLS):
         if KEY_TERM:
@@ -108,7 +116,7 @@ def backward_queries(
                 total, grad_cols, q, do, base, mean, queries, inside, key, value, logits, valid, grad_marginals,
                 grad_logits, k_token, v_token, l_token, m_token, gl_token, top, left, prefix, height, width, scale,
                 cols, marginal_cols, DIM, BLOCK_DIM, VALUE_DIM, BLOCK_VALUE, BLOCK_M, ROWS, COLS, KEY_TERM, VALUE_TERM,
-                PADDED, PRECISION,
+                PADDED, STRIPS, PRECISION,
             )  # fmt: skip
         if KEY_TERM:
             place = left + tl.arange(0, COLS)
@@ -128,7 +136,8 @@ def backward_keys(
     gv_token, heads, length, first, height, width, scale,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     BLOCK_M: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    KEY_TERM: tl.constexpr, VALUE_TERM: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
+    KEY_TERM: tl.constexpr, VALUE_TERM: tl.constexpr, PADDED: tl.constexpr, STRIPS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of a tile of ROWS by COLS keys of one head.
 
@@ -157,11 +166,13 @@ def backward_keys(
         queries = start + tl.arange(0, BLOCK_M)
         inside = queries < length
         q = load_tokens(query, queries, q_token, inside, DIM, BLOCK_DIM)
-        pairs = add_product(tl.zeros((ROWS * COLS, BLOCK_M), tl.float32), k, q.trans(), PRECISION)
         if KEY_TERM:
             rows = load_axis(logits, queries, l_token, inside, top, height, -float("inf"), ROWS)
             cols = load_axis(logits + height, queries, l_token, inside, left, width, -float("inf"), COLS)
-            pairs = plus_axes_transposed(pairs, rows, cols, BLOCK_M, ROWS, COLS)
+            pairs = sum_of_axes_transposed(rows, cols, BLOCK_M, ROWS, COLS)
+        else:
+            pairs = tl.zeros((ROWS * COLS, BLOCK_M), tl.float32)
+        pairs = add_product(pairs, k, q.trans(), PRECISION)
         if PADDED or not KEY_TERM:
             pairs = tl.where(keep[:, None], pairs, -float("inf"))
         # Infinite behind the last query: its weights are zero.
@@ -169,13 +180,14 @@ def backward_keys(
         weights = tl.exp2(pairs * scale - base[None, :])
         do = load_tokens(grad, queries, o_token, inside, VALUE_DIM, BLOCK_VALUE)
         grad_v = add_product(grad_v, weights.to(do.dtype), do, PRECISION)
-        grad_weights = add_product(tl.zeros((ROWS * COLS, BLOCK_M), tl.float32), v, do.trans(), PRECISION)
+        mean = tl.load(means + queries, mask=inside, other=0.0)
         if VALUE_TERM:
             rows = load_axis(grad_marginals, queries, m_token, inside, top, height, 0.0, ROWS)
             cols = load_axis(grad_marginals + height, queries, m_token, inside, left, width, 0.0, COLS)
-            grad_weights = plus_axes_transposed(grad_weights, rows, cols, BLOCK_M, ROWS, COLS)
-        mean = tl.load(means + queries, mask=inside, other=0.0)
-        grad_pairs = weights * (grad_weights - mean[None, :])
+            grad_weights = sum_of_axes_transposed(rows - mean[:, None], cols, BLOCK_M, ROWS, COLS)
+        else:
+            grad_weights = tl.zeros((ROWS * COLS, BLOCK_M), tl.float32) - mean[None, :]
+        grad_pairs = weights * add_product(grad_weights, v, do.trans(), PRECISION)
         grad_k = add_product(grad_k, grad_pairs.to(q.dtype), q, PRECISION)
     grad_k *= scale * LN_2
     # Padding gets zeros: of it all weights are zero.
@@ -187,7 +199,6 @@ def backward_keys(
 
 
 @triton.jit
-def plus_axes_transposed(pairs, rows, cols, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Add to (ROWS COLS, BLOCK_M) numbers of a key and a query those of the key's row and column."""
-    by_axis = pairs.reshape(ROWS, COLS, BLOCK_M) + (rows.trans()[:, None, :] + cols.trans()[None, :, :])
-    return by_axis.reshape(ROWS * COLS, BLOCK_M)
+def sum_of_axes_transposed(rows, cols, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Add up a query's numbers of the row and the column of each key, (ROWS COLS, BLOCK_M)."""
+    return (rows.trans()[:, None, :] + cols.trans()[None, :, :]).reshape(ROWS * COLS, BLOCK_M)

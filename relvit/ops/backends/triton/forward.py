@@ -59,10 +59,19 @@ def load_axis(pointer, queries, stride, inside, first, end, outside, SIZE: tl.co
 
 
 @triton.jit
-def plus_axes(pairs, rows, cols, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Add to (BLOCK_M, ROWS COLS) numbers of a query and a key those of the key's row and column."""
-    by_axis = pairs.reshape(BLOCK_M, ROWS, COLS) + (rows[:, :, None] + cols[:, None, :])
-    return by_axis.reshape(BLOCK_M, ROWS * COLS)
+def sum_of_axes(rows, cols, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Add up a query's numbers of the row and the column of each key, (BLOCK_M, ROWS COLS)."""
+    return (rows[:, :, None] + cols[:, None, :]).reshape(BLOCK_M, ROWS * COLS)
+
+
+@triton.jit
+def log2(number, PRECISION: tl.constexpr):
+    """Logarithm in one instruction, to 22 bits after the point."""
+    if PRECISION == "interpreted":
+        return tl.log2(number)
+    return tl.inline_asm_elementwise(
+        "lg2.approx.ftz.f32 $0, $1;", "=f,f", [number], dtype=tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
@@ -71,17 +80,20 @@ def forward_tile(
     sums_stride, top, left, first, height, width, scale, cols,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     BLOCK_M: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    KEY_TERM: tl.constexpr, VALUE_TERM: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
+    KEY_TERM: tl.constexpr, VALUE_TERM: tl.constexpr, PADDED: tl.constexpr, STRIPS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend to one tile of keys: `content` is (result, maximum, total, column sums) so far, all but the maximum
     relative to two to the power of the maximum."""
     result, maximum, total, col_sums = content
     tokens, keep = tile_keys(valid, top, left, first, height, width, ROWS, COLS, PADDED)
     k = load_tokens(key, tokens, key_stride, keep, DIM, BLOCK_DIM)
-    pairs = add_product(tl.zeros((BLOCK_M, ROWS * COLS), tl.float32), query, k.trans(), PRECISION)
     if KEY_TERM:
         rows = load_axis(logits, queries, logits_stride, inside, top, height, -float("inf"), ROWS)
-        pairs = plus_axes(pairs, rows, cols, BLOCK_M, ROWS, COLS)
+        pairs = sum_of_axes(rows, cols, BLOCK_M, ROWS, COLS)
+    else:
+        pairs = tl.zeros((BLOCK_M, ROWS * COLS), tl.float32)
+    pairs = add_product(pairs, query, k.trans(), PRECISION)
     # Rows and columns beyond the grid have logits of minus infinity already.
     if PADDED or not KEY_TERM:
         pairs = tl.where(keep[None, :], pairs, -float("inf"))
@@ -99,9 +111,10 @@ def forward_tile(
         place = top + tl.arange(0, ROWS)
         pointers = sums + queries[:, None] * sums_stride + place[None, :]
         stored = inside[:, None] & (place < height)[None, :]
-        before = tl.load(pointers, mask=stored & (left > 0), other=-float("inf"))
-        row_sums += tl.exp2(before - finite[:, None])
-        tl.store(pointers, tl.log2(row_sums) + finite[:, None], mask=stored)
+        if STRIPS:
+            before = tl.load(pointers, mask=stored & (left > 0), other=-float("inf"))
+            row_sums += tl.exp2(before - finite[:, None])
+        tl.store(pointers, log2(row_sums, PRECISION) + finite[:, None], mask=stored)
     else:
         total = total * decay + tl.sum(weights, 1)
     v = load_tokens(value, tokens, value_stride, keep, VALUE_DIM, BLOCK_VALUE)
@@ -117,7 +130,8 @@ def forward(
     heads, length, prefix, height, width, scale,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     BLOCK_M: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    KEY_TERM: tl.constexpr, VALUE_TERM: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
+    KEY_TERM: tl.constexpr, VALUE_TERM: tl.constexpr, PADDED: tl.constexpr, STRIPS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the attention of BLOCK_M queries of one head, their marginals and their log-sum-exp, all in base 2.
 
@@ -145,7 +159,7 @@ def forward(
         result, maximum, total, _ = forward_tile(
             (result, maximum, total, cols), q, queries, inside, key, value, logits, valid, marginals, k_token, v_token,
             l_token, m_token, start, 0, 0, prefix, 1, scale, cols, DIM, BLOCK_DIM, VALUE_DIM, BLOCK_VALUE,
-            BLOCK_M, ROWS * COLS, 1, False, False, PADDED, PRECISION,
+            BLOCK_M, ROWS * COLS, 1, False, False, PADDED, STRIPS, PRECISION,
         )  # fmt: skip
     for left in range(0, width, COLS):
         if KEY_TERM:
@@ -155,14 +169,14 @@ def forward(
             result, maximum, total, col_sums = forward_tile(
                 (result, maximum, total, col_sums), q, queries, inside, key, value, logits, valid, marginals, k_token,
                 v_token, l_token, m_token, top, left, prefix, height, width, scale, cols, DIM, BLOCK_DIM, VALUE_DIM,
-                BLOCK_VALUE, BLOCK_M, ROWS, COLS, KEY_TERM, VALUE_TERM, PADDED, PRECISION,
+                BLOCK_VALUE, BLOCK_M, ROWS, COLS, KEY_TERM, VALUE_TERM, PADDED, STRIPS, PRECISION,
             )  # fmt: skip
         if VALUE_TERM:
             finite = tl.where(maximum == -float("inf"), 0.0, maximum)
             place = left + tl.arange(0, COLS)
             pointers = marginals + queries[:, None] * m_token + (height + place)[None, :]
             stored = inside[:, None] & (place < width)[None, :]
-            tl.store(pointers, tl.log2(col_sums) + finite[:, None], mask=stored)
+            tl.store(pointers, log2(col_sums, PRECISION) + finite[:, None], mask=stored)
             # The next strip, and the loop below, read what other threads of this program have stored.
             tl.debug_barrier()
 

@@ -37,8 +37,8 @@ BLOCKS = {
     ("backward_queries", True, False): Blocks(32, 32, 4, 2),
     ("backward_queries", False, True): Blocks(128, 64, 8, 2),
     ("backward_queries", True, True): Blocks(128, 32, 8, 2),
-    ("backward_keys", False, False): Blocks(32, 64, 4, 2),
-    ("backward_keys", True, False): Blocks(32, 64, 4, 2),
+    ("backward_keys", False, False): Blocks(16, 64, 4, 2),
+    ("backward_keys", True, False): Blocks(32, 32, 4, 2),
     ("backward_keys", False, True): Blocks(64, 64, 4, 2),
     ("backward_keys", True, True): Blocks(64, 64, 8, 2),
 }
@@ -79,7 +79,7 @@ def constants(
     padded = (max(16, triton.next_power_of_2(dim)) for dim in dims)
     named = dict(zip(("DIM", "VALUE_DIM", "BLOCK_DIM", "BLOCK_VALUE"), (*dims, *padded), strict=True))
     precision = "ieee" if isinstance(kernel, triton.JITFunction) else "interpreted"
-    named |= {"BLOCK_M": blocks.queries, "ROWS": rows, "COLS": cols, "PRECISION": precision}
+    named |= {"BLOCK_M": blocks.queries, "ROWS": rows, "COLS": cols, "STRIPS": size[1] > cols, "PRECISION": precision}
     named |= dict(zip(("KEY_TERM", "VALUE_TERM", "PADDED"), flags, strict=True))
     return named, {"num_warps": blocks.warps, "num_stages": blocks.stages}
 
