@@ -125,7 +125,8 @@ def main_loop(sass: str) -> tuple[int, int]:
         if not any(begin <= first and last <= end and (first, last) != (begin, end) for first, last in loops):
             names = [name for place, name, _ in lines if begin <= place <= end]
             counts.append((sum("MMA" in name for name in names), len(names)))
-    return [count for count in counts if count[0]][-1]
+    # Products in float32 are on no tensor core.
+    return ([count for count in counts if count[0]] or [(0, len(lines))])[-1]
 
 
 def tile_bytes(kernel: Any, code: Code, dim: int, terms: bool) -> int:

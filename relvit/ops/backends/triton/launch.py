@@ -42,8 +42,8 @@ BLOCKS = {
     ("backward_keys", False, True): Blocks(64, 64, 4, 2),
     ("backward_keys", True, True): Blocks(64, 64, 8, 2),
 }
-# Not on matrix units, which would round to ten bits.
-BLOCKS_OF_FLOAT32 = Blocks(32, 32, 4, 1)
+# Not on matrix units, which would round to ten bits; heads wider than 64 spill registers.
+BLOCKS_OF_FLOAT32 = Blocks(16, 32, 4, 1)
 
 
 def tile_shape(keys: int, height: int, width: int) -> tuple[int, int]:
