@@ -45,6 +45,7 @@ def test_dropout_is_replayed():
     assert (out == 0).double().mean() > 0.3
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_a_chunk():
     norm, mlp = nn.LayerNorm(12), Mlp(12, 48)
     x = torch.randn(1, 4096, 12).requires_grad_()
@@ -90,7 +91,7 @@ def test_models_have_it(name):
             "GlobalResponseNormMlp is not known to: take a subclass of Mlp, GluMlp, SwiGLU, GatedMlp",
         ),
     ],
-    ids=str,
+    ids=["0", "2.0", "True", "mixes"],
 )
 def test_errors(options, error, message):
     with pytest.raises(error, match=message):

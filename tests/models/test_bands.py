@@ -202,6 +202,7 @@ REFUSED = [
     (lambda: build(band_rows=2, pos_embed="learn"), "its absolute embedding depends on the height of the image"),
     (lambda: build(band_rows=2, pos_embed="axial"), "its absolute embedding depends on the height of the image"),
     (lambda: build(band_rows=2, patch_drop_rate=0.5), "it drops patches: patch_drop_rate=0"),
+    (lambda: build(band_rows=2, reversible=True), "it is reversible, and a memory would be kept for backward"),
     (lambda: build(band_rows=2, embed_layer=Stem), "its patch embedding Stem may look beyond a patch"),
     (lambda: set_bands(small("relvit_aft_conv_tiny"), 2), "AFTVisionTransformer cannot compute in bands: its blocks"),
     (lambda: set_bands(retrofitted(build_timm("siglip")), 2), "cannot compute in bands: its blocks are not those of"),

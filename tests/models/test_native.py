@@ -19,7 +19,7 @@ MODELS = [
     {"class_token": True, "pos_embed": "learn", "no_embed_class": True, "global_pool": "token"},
     {"pos_embed": "axial", "global_pool": "avgmax", "layout": "joint"},
     {"pos_embed": "axial-sum", "global_pool": "map", "reg_tokens": 1},
-    {"position": "slopes", "global_pool": "max", "backend": "fused"},
+    {"position": "slopes", "global_pool": "max", "backend": "fused", "reversible": True},
     {"rel_terms": "kv", "backend": "gathered", "pre_norm": True},
 ]
 

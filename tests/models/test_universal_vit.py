@@ -113,6 +113,15 @@ def test_dropped_patches_and_attention_dropout_free_training():
     assert_same(*results, atol=1e-10)
 
 
+@pytest.mark.parametrize("options", [{"position": "xl"}, {"mlp_chunk": 4}], ids=str)
+def test_tokens_leave_with_other_positions_and_chunks(options):
+    model, results = build(**options), []
+    for gather in (True, False):
+        model.gather = gather
+        results.append(tuple(model.ponder(doubles(24, 40))))
+    assert_same(*results, atol=1e-10)
+
+
 def test_images_of_a_native_batch_halt_as_each_alone():
     model = build(class_token=True, bias=0.0)
     shapes = [(3, 2), (1, 5), (2, 2)]

@@ -14,6 +14,7 @@ from typing import Any
 from relvit.cli.aliases import option
 from relvit.cli.errors import UsageError
 from relvit.training.checkpoints.checkpoint import NETWORK
+from relvit.training.optim.ponder import DEFAULTS as PONDER_DEFAULTS
 from relvit.utils.files import is_address
 
 # Options that take effect from the checkpoint on. Batch size, accumulation and devices may change as far as
@@ -28,6 +29,8 @@ FREE = {
     *(f"trainer.{name}" for name in ("limit_test_batches", "deterministic", "benchmark", "inference_mode")),
     "trainer.detect_anomaly",
 }
+# Options that older runs lack, which went by what are now the defaults.
+ADDED = {f"model.{name}": value for name, value in PONDER_DEFAULTS.items()}
 # Files that may have moved, but neither appear nor disappear.
 PLACES = {"data.root", "data.name", "data.train", "data.val", "model.teacher"}
 # Whatever is in neither is refused. Why: the reason of the longest name that an option begins with.
@@ -96,7 +99,7 @@ def changed_options(
     groups = {name.partition(".")[0] for name in before}
     changed = []
     for name in sorted({**before, **now}):
-        was, wanted = before.get(name), now.get(name)
+        was, wanted = before.get(name, ADDED.get(name)), now.get(name)
         if was == wanted or name in COMPARED_ELSEWHERE or name.partition(".")[0] not in groups:
             continue
         moved = name in PLACES and None not in (was, wanted)

@@ -1,4 +1,4 @@
-"""How blocks follow one another: reversible, or one block several times, with halting of single tokens."""
+"""Depth of a model: reversible blocks, or one block several times with halting of single tokens."""
 
 from relvit.layers.depth.reversible import reversible_blocks
 

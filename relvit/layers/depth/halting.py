@@ -10,7 +10,7 @@ from relvit.ops import Grid
 
 
 class HaltingState(NamedTuple):
-    """Where the halting of a batch of P patches per image stands, between two steps.
+    """State of the halting of a batch, P patches per image, between two steps.
 
     Attributes:
         running: (B, P) booleans, which patches compute the next step; padding never does.

@@ -58,7 +58,9 @@ def test_exported_once_for_all_sizes(variant):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", [{"pos_embed": "learn", "img_size": 32}, *VARIANTS[:2]], ids=str)
+@pytest.mark.parametrize(
+    "variant", [{"pos_embed": "learn", "img_size": 32}, *VARIANTS[:2], {"reversible": True}], ids=str
+)
 def test_onnx_runtime_gives_the_same_at_all_sizes(variant, tmp_path):
     model = build(**variant)
     program = torch.onnx.export(model, (images(24, 16),), dynamic_shapes=any_size(), dynamo=True, verbose=False)
