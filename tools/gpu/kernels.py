@@ -163,7 +163,9 @@ def estimate(kernel: Any, gpu: GPU, size: tuple[int, int], terms: bool, dim: int
     vectors, numbers = {"forward": (4, 1), "backward_queries": (5, 2), "backward_keys": (6, 2)}[kernel.__name__]
     # Logits in half, their gradients, marginals and the gradients of those in single precision.
     of_axes = {"forward": 2 + 4, "backward_queries": 2 + 4 + 4, "backward_keys": 2 + 4}[kernel.__name__]
-    moved = tokens * (vectors * 2 * dim * wider + 4 * numbers + terms * axes * of_axes)
+    # With a value term the result is in single precision.
+    of_result = 2 * dim if terms and kernel is forward else 0
+    moved = tokens * (vectors * 2 * dim * wider + of_result + 4 * numbers + terms * axes * of_axes)
     computed = tiles_per_head(kernel, code, size, terms) * cycles / (gpu.processors * gpu.hertz)
     return max(computed, moved / gpu.memory)
 
