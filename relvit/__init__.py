@@ -14,9 +14,22 @@ from relvit.models import Reach, RelVisionTransformer, attention_maps, retrofit
 from relvit.version import __version__
 
 if TYPE_CHECKING:
-    from relvit.evaluation import Predictor
+    from torch import nn
 
-__all__ = ["__version__", "RelVisionTransformer", "retrofit", "attention_maps", "load", "layers", "models", "ops"]
+    from relvit.evaluation import Predictor
+    from relvit.evaluation.explain import LayerPlan
+
+__all__ = [
+    "__version__",
+    "RelVisionTransformer",
+    "retrofit",
+    "attention_maps",
+    "explain",
+    "load",
+    "layers",
+    "models",
+    "ops",
+]
 
 
 def load(
@@ -36,3 +49,18 @@ def load(
     from relvit.evaluation import Predictor
 
     return Predictor(ckpt_path, img_size, reach)
+
+
+def explain(model: nn.Module, img_size: int | Sequence[int] | None = None) -> list[LayerPlan]:
+    """List what each attention layer of a model computes at an image size, by which backend and why.
+
+    Args:
+        model: a model of relvit, or of timm after `relvit.retrofit`.
+        img_size: of the images, one number or (height, width) in pixels; None: that of the model.
+
+    Raises:
+        ValueError: a size that the model does not take, or a model without such layers.
+    """
+    from relvit.evaluation.explain import explain as explain_layers
+
+    return explain_layers(model, img_size)

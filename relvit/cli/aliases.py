@@ -29,6 +29,7 @@ POSITIONALS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("validate", "test", "resolutions", "export"), ("--ckpt_path",)),
     "predict": ("--ckpt_path", "--paths"),
     "embed": ("--ckpt_path", "--root"),
+    "explain": ("--model",),
     "average": ("--ckpt_paths",),
     "check-data": ("--root",),
 }
@@ -40,6 +41,7 @@ USAGE = {
     "resolutions": ("relvit resolutions CKPT ... --sizes SIZE ... [options]",),
     "embed": ("relvit embed CKPT FOLDER --output FILE [options]",),
     "export": ("relvit export CKPT --output FILE [options]",),
+    "explain": ("relvit explain MODEL [--img_size N]",),
     "average": ("relvit average CKPT CKPT ... --output FILE",),
     "check-data": ("relvit check-data FOLDER [options]", "relvit check-data --data NAME [options]"),
 }

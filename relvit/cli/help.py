@@ -50,6 +50,7 @@ SHOWN: dict[str, dict[str, tuple[str, ...]]] = {
 # What is not in the signature of a class or function, or explained there at a length for Python.
 TEXTS = {
     "ckpt_path": "The checkpoint to use, such as runs/RUN/checkpoints/best.ckpt.",
+    "explain model": "A model of relvit, or with --retrofit '{}' one of timm's Vision Transformers.",
     "resolutions ckpt_path": "The checkpoints to compare, one or several of the same classes and images.",
     "config": "A configuration in YAML; of several, later ones override earlier ones.",
     "seed_everything": "The seed of all random numbers. Default: 0.",

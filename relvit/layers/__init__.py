@@ -8,15 +8,29 @@ from relvit.layers.lsh import LSHAttention
 from relvit.layers.patch_embed import AnySizePatchEmbed
 from relvit.layers.positions import (
     AxialPositionEmbedding,
+    ContinuousPosition2d,
+    FirePosition2d,
+    LowRankPosition2d,
+    ParabolicPosition2d,
     RelativePosition2d,
+    RotaryEmbedding2d,
     SlopePosition2d,
     TransformerXLPosition2d,
+    factorise_bias,
 )
+from relvit.layers.prefix_bias import PrefixBias
 
 __all__ = [
     "RelativePosition2d",
     "SlopePosition2d",
     "TransformerXLPosition2d",
+    "FirePosition2d",
+    "ContinuousPosition2d",
+    "ParabolicPosition2d",
+    "LowRankPosition2d",
+    "factorise_bias",
+    "RotaryEmbedding2d",
+    "PrefixBias",
     "AxialPositionEmbedding",
     "RelativeAttention",
     "AFTFull",

@@ -10,6 +10,7 @@ from relvit.ops import Grid, RelativeTerms, from_windows, relative_attention, to
 from relvit.ops.attention import BACKENDS
 from relvit.ops.backends.scripted import scripted_attention
 from relvit.ops.checks import check_backend
+from relvit.ops.terms import add_channels
 from relvit.ops.windows import exceeds_window
 
 
@@ -26,12 +27,26 @@ def attend(
     backend: str,
     trained_keys: int | None,
     key_grid: Grid | None = None,
+    position_query: Tensor | None = None,
+    position_key: Tensor | None = None,
 ) -> Tensor:
     """Compute `relvit.ops.relative_attention`, in TorchScript as one operator, which has no `key_grid`."""
     if torch.jit.is_scripting():
         assert key_grid is None
         return scripted_attention(
-            query, key, value, terms, grid, attn_mask, is_causal, dropout_p, scale, backend, trained_keys
+            query,
+            key,
+            value,
+            terms,
+            grid,
+            attn_mask,
+            is_causal,
+            dropout_p,
+            scale,
+            backend,
+            trained_keys,
+            position_query,
+            position_key,
         )
     return relative_attention(
         query,
@@ -40,6 +55,8 @@ def attend(
         RelativeTerms() if terms is None else terms,
         grid,
         key_grid,
+        position_query=position_query,
+        position_key=position_key,
         attn_mask=attn_mask,
         is_causal=is_causal,
         dropout_p=dropout_p,
@@ -51,6 +68,7 @@ def attend(
 
 # Sizes and tables are Python values to the operation: symbolic tracing must not look inside.
 register_notrace_function(attend)
+register_notrace_function(add_channels)
 register_notrace_function(relative_attention)
 
 
@@ -69,6 +87,9 @@ class RelativeAttention(Attention):
         **kwargs: see `timm.layers.Attention`.
 
     Attributes:
+        rope: module that rotates queries and keys, `RotaryEmbedding2d`; position tables meet those that are not
+            rotated. None: they are not.
+        prefix_bias: `PrefixBias`, or None.
         trained_keys: see `relvit.ops.relative_attention`; `relvit.models.set_reach` sets it.
         window: rows and columns of patches; on larger grids tokens attend within windows of this size. None: to all.
 
@@ -90,6 +111,8 @@ class RelativeAttention(Attention):
             check_position(position)
         super().__init__(dim, num_heads, **kwargs)
         self.position = position
+        self.rope: nn.Module | None = None
+        self.prefix_bias: nn.Module | None = None
         self.backend = backend
         self.trained_keys: int | None = None
         self.window: tuple[int, int] | None = None
@@ -121,9 +144,8 @@ class RelativeAttention(Attention):
         q, k, v = self.project(keys)
         if memory is not None:
             q = q[:, :, -x.shape[1] :]
-        terms: RelativeTerms | None = None
-        if self.position is not None:
-            terms = self.position(grid if key_grid is None else key_grid)
+        terms = self.relative_terms(x, grid, key_grid)
+        q, k, position_query, position_key = self.rotate(q, k, grid, grid if key_grid is None else key_grid)
         if not torch.jit.is_scripting():
             show_weights(
                 self.attn_drop,
@@ -136,12 +158,48 @@ class RelativeAttention(Attention):
                 is_causal=is_causal,
                 scale=self.scale,
                 trained_keys=self.trained_keys,
+                position_query=position_query,
+                position_key=position_key,
             )
         dropout_p = self.attn_drop.p if self.training else 0.0
         mixed = attend(
-            q, k, v, terms, grid, attn_mask, is_causal, dropout_p, self.scale, self.backend, self.trained_keys, key_grid
+            q,
+            k,
+            v,
+            terms,
+            grid,
+            attn_mask,
+            is_causal,
+            dropout_p,
+            self.scale,
+            self.backend,
+            self.trained_keys,
+            key_grid,
+            position_query,
+            position_key,
         )
         return self.output(x, mixed)
+
+    def relative_terms(self, x: Tensor, grid: Grid, key_grid: Grid | None = None) -> RelativeTerms | None:
+        """Compute the terms for tokens `x`, (B, N, dim) on `grid`, that attend to those of `key_grid`."""
+        keys = grid if key_grid is None else key_grid
+        terms: RelativeTerms | None = None
+        if self.position is not None:
+            if hasattr(self.position, "terms"):  # noqa: SIM108 (TorchScript compiles this form of it alone)
+                terms = self.position.terms(x, grid, keys)
+            else:
+                terms = self.position(keys)
+        if self.prefix_bias is not None:
+            terms = add_channels(terms, self.prefix_bias(grid, keys))
+        return terms
+
+    def rotate(
+        self, query: Tensor, key: Tensor, grid: Grid, key_grid: Grid
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Rotate queries and keys; return them, and as they were, which is what tables meet (None: the same)."""
+        if self.rope is None:
+            return query, key, None, None
+        return self.rope(query, grid), self.rope(key, key_grid), query, key
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Compute queries, keys and values (B, heads, N, head_dim) of (B, N, dim) tokens."""

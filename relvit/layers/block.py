@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from relvit.layers.attention import RelativeAttention
 from relvit.layers.feed_forward import chunked_mlp
 from relvit.layers.positions.factory import make_position
+from relvit.layers.prefix_bias import PrefixBias
 from relvit.ops import Grid
 
 
@@ -114,11 +115,14 @@ class RelativeBlock(GridBlock):
         dim: width of the tokens.
         num_heads: number of attention heads.
         position: makes the block's own position module, called as `position(head_dim, num_heads, device=, dtype=)`.
+        rope: makes the block's own `RotaryEmbedding2d`, called likewise; None: none.
+        prefix_bias: whether there is a `PrefixBias`.
         attn_layer: accepted for timm's constructor; must be `RelativeAttention` or a subclass.
         **kwargs: see `timm.models.vision_transformer.Block`.
 
     Raises:
         TypeError: a `position` that makes none, such as a module: every block has its own.
+        ValueError: `rope` or `prefix_bias` for another attention than `RelativeAttention`.
     """
 
     def __init__(
@@ -127,8 +131,17 @@ class RelativeBlock(GridBlock):
         num_heads: int,
         *,
         position: Callable[..., nn.Module],
+        rope: Callable[..., nn.Module] | None = None,
+        prefix_bias: bool = False,
         attn_layer: type[nn.Module] = RelativeAttention,
         **kwargs: object,
     ) -> None:
         super().__init__(dim, num_heads, attn_layer=attn_layer, **kwargs)
         self.attn.position = make_position(position, self.attn)
+        if (rope is not None or prefix_bias) and not isinstance(self.attn, RelativeAttention):
+            raise ValueError(f"rope and prefix_bias are for RelativeAttention, not for {type(self.attn).__name__}")
+        weight = self.attn.proj.weight
+        if rope is not None:
+            self.attn.rope = rope(self.attn.head_dim, num_heads, device=weight.device, dtype=weight.dtype)
+        if prefix_bias:
+            self.attn.prefix_bias = PrefixBias(num_heads, device=weight.device, dtype=weight.dtype)

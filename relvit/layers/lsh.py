@@ -14,6 +14,7 @@ from relvit.ops.backends.scripted import register_operator, tables_of, terms_of
 
 # Buckets for up to 32,768 tokens at 32 each; with more tokens, buckets get larger.
 MOST_BUCKETS = 1024
+NO_TERMS = "LSH attention takes a bias by offset, and no position that depends on tokens or has free channels"
 
 
 def hash_attend(
@@ -125,8 +126,8 @@ class LSHAttention(nn.Module):
             ValueError: one of the two below 1.
         """
         for name, number in (("bucket_size", bucket_size), ("rounds", rounds)):
-            if number < 1:
-                raise ValueError(f"{name} must be at least 1, got {number}")
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise ValueError(f"{name} must be an integer, at least 1, got {number!r}")
         self.bucket_size = bucket_size
         rotations = torch.empty(rounds, self.head_dim, MOST_BUCKETS // 2, device=self.proj.weight.device)
         self.register_buffer("rotations", rotations, persistent=False)
@@ -156,6 +157,8 @@ class LSHAttention(nn.Module):
         query_key, value = self.qk_norm(query_key.transpose(1, 2)).to(value.dtype), value.transpose(1, 2)
         terms: RelativeTerms | None = None
         if self.position is not None:
+            if hasattr(self.position, "terms"):
+                raise ValueError(NO_TERMS)
             terms = self.position(grid)
         dropout_p = self.attn_drop.p if self.training else 0.0
         x = hash_attend(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from relvit.layers.attention_weights import show_weights
 from relvit.ops import Grid, from_windows, relative_attention, to_windows
+from relvit.ops.terms import add_channels
 from relvit.ops.windows import exceeds_window
 
 
@@ -37,6 +38,7 @@ class TimmRelativeAttention:
     Attributes:
         position: module that maps a `Grid` to `RelativeTerms`, such as `RelativePosition2d`.
         backend: see `relvit.ops.relative_attention`.
+        prefix_bias: `PrefixBias`, where there is one.
         num_kv_groups: query heads that share a head of keys and values.
         trained_keys: see `relvit.ops.relative_attention`; `relvit.models.set_reach` sets it.
         window: rows and columns of patches; on larger grids tokens attend within windows of this size. None: to all.
@@ -73,6 +75,7 @@ class TimmRelativeAttention:
             windows, inner = to_windows(x, grid, self.window)
             found = TimmRelativeAttention.forward(self, windows, attn_mask=GridArgument(inner, None))
             return from_windows(found, grid, self.window)
+        tokens = x
         gate = self.gate(x).sigmoid() if self.gate is not None else None
         query, key, value = self._project(x)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
@@ -90,7 +93,9 @@ class TimmRelativeAttention:
         if (group := self.num_kv_groups) > 1:
             key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
             position_key = None if position_key is None else position_key.repeat_interleave(group, dim=1)
-        terms = self.position(grid)
+        terms = self.position.terms(tokens, grid, grid) if hasattr(self.position, "terms") else self.position(grid)
+        if hasattr(self, "prefix_bias"):
+            terms = add_channels(terms, self.prefix_bias(grid, grid))
         options = {
             "attn_mask": attn_mask,
             "is_causal": is_causal,

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from relvit.layers import AnySizePatchEmbed, RelativeAttention, RelativeBlock
 from relvit.layers.patch_embed import check_divisible
 from relvit.ops import Grid, num_tokens, patch_coords
+from relvit.ops.checks import int_pair
 
 
 class Bands(NamedTuple):
@@ -67,9 +68,8 @@ def set_bands(model: nn.Module, band_rows: int | None, memory_rows: int | None =
     Raises:
         ValueError: no such numbers, or a model that cannot compute in bands, with the reason; nothing is changed then.
     """
-    for name, given, least in (("band_rows", band_rows, 1), ("memory_rows", memory_rows, 0)):
-        if given is not None and (not isinstance(given, int) or isinstance(given, bool) or given < least):
-            raise ValueError(f"{name} must be an integer, {least} or more, or None, got {given!r}")
+    _check_rows("band_rows", band_rows, 1)
+    _check_rows("memory_rows", memory_rows)
     bands = None
     if band_rows is not None:
         check_bands(model)
@@ -79,6 +79,11 @@ def set_bands(model: nn.Module, band_rows: int | None, memory_rows: int | None =
         raise ValueError(f"memory_rows={memory_rows!r} is for images in bands: give band_rows too")
     model.bands = model.own_bands = bands
     return model
+
+
+def _check_rows(name: str, given: object, least: int = 0) -> None:
+    if given is not None and (not isinstance(given, int) or isinstance(given, bool) or given < least):
+        raise ValueError(f"{name} must be an integer, {least} or more, or None, got {given!r}")
 
 
 def check_bands(model: nn.Module) -> None:
@@ -134,7 +139,8 @@ def forward_segment(
         model: see `set_bands`; its own bands are not looked at.
         images: (B, in_chans, height, width), a segment of each of B images: a band, a tile, a frame.
         memory: as returned for the segment before; None: this is the first one.
-        memory_rows: rows of patches that are remembered, of the newest segments; None: all.
+        memory_rows: rows of patches that are remembered, of the newest segments in the order of time, wherever they
+            are; None: all.
         start: row and column of the segment's first patch, for offsets to earlier segments; None: below the last one.
             Tiles have their own, frames (0, 0), which makes offsets those within a frame.
 
@@ -147,6 +153,11 @@ def forward_segment(
     check_bands(model)
     _check_reach(model)
     _check_images(images)
+    _check_rows("memory_rows", memory_rows)
+    if memory is not None and not isinstance(memory, Memory):
+        raise ValueError(f"memory must be the second value that forward_segment returned, got {type(memory).__name__}")
+    if start is not None:
+        start = int_pair("start", start, None)
     x, own = model.embed(images)
     regions: tuple[Region, ...] = ()
     states: tuple[Tensor | None, ...] = (None,) * len(model.blocks)
@@ -235,6 +246,8 @@ def classify_bands(model: nn.Module, bands: Iterable[Tensor], memory_rows: int |
 def split_bands(model: nn.Module, images: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Sequence[Tensor]:
     """Divide images (B, in_chans, height, width) by the model's own bands; refuse what bands do not have."""
     _check_images(images, attn_mask, is_causal)
+    if torch.jit.is_tracing():
+        raise ValueError("a model that computes in bands cannot be traced: use torch.export")
     embed = model.patch_embed
     if not embed.dynamic_img_pad:
         check_divisible(images, embed.patch_size)

@@ -192,8 +192,9 @@ class GridVisionTransformer(TablesWithoutDecay, GridForward, VisionTransformer):
     Args: see `RelVisionTransformer`; `block_fn` as in timm's class.
 
     Raises:
-        ValueError: an unknown `pos_embed` or `global_pool`, an `mlp_chunk` below 1 or for an MLP that mixes tokens.
-        TypeError: an `mlp_chunk` or a `reversible` of another type.
+        ValueError: an unknown `pos_embed` or `global_pool`, an `mlp_chunk` below 1 or for an MLP that mixes tokens, a
+            `reversible` that is not boolean.
+        TypeError: an `mlp_chunk` that is no integer.
     """
 
     # Arguments that cannot be chosen in a model of this class, and why.
@@ -211,7 +212,7 @@ class GridVisionTransformer(TablesWithoutDecay, GridForward, VisionTransformer):
         **kwargs: Any,
     ) -> None:
         if not isinstance(reversible, bool):
-            raise TypeError(f"reversible must be True or False, got {reversible!r}")
+            raise ValueError(f"reversible must be True or False, got {reversible!r}")
         for name, given, allowed in (("pos_embed", pos_embed, POS_EMBEDS), ("global_pool", global_pool, POOLS)):
             if given not in allowed:
                 hint = did_you_mean(str(given), allowed)

@@ -6,7 +6,7 @@ import operator
 from functools import partial
 from typing import Any, ClassVar
 
-from relvit.layers import LSHAttention
+from relvit.layers.lsh import NO_TERMS, LSHAttention
 from relvit.models.base import default_cfgs_of, entry_point
 from relvit.models.relative_vit import SMALL, RelVisionTransformer
 from relvit.models.weights.convert import checkpoint_filter_fn
@@ -43,6 +43,8 @@ class LSHVisionTransformer(RelVisionTransformer):
             kwargs["rel_terms"] = rel_terms
         super().__init__(**kwargs)
         for block in self.blocks:
+            if hasattr(block.attn.position, "terms"):
+                raise ValueError(f"{NO_TERMS}, got {type(block.attn.position).__name__}")
             check_bias_alone(block.attn.position(Grid(1, 1)))
             block.attn.set_hashing(bucket_size, rounds)
 

@@ -61,14 +61,16 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
         refused = f"reach {reach!r} is not for {type(model).__name__}"
         if not layers:
             raise ValueError(
-                f"{refused}, which has no relative attention; relvit_* models have it, and relvit.retrofit gives it to "
-                "timm's Vision Transformers"
+                f"{refused}, which has no relative attention to all tokens; relvit_small and others have it, and "
+                "relvit.retrofit gives it to timm's Vision Transformers"
             )
         embed = getattr(model, "patch_embed", None)
         if embed is None:
             raise ValueError(f"{refused}, which has no patch_embed, whose size would be that of the training")
         if getattr(model, "own_bands", None):
-            raise ValueError(f"{refused} that was made to compute in bands; set_bands(model, None) ends that")
+            raise ValueError(
+                f"{refused}, which computes in bands already: leave it out (set_bands(model, None) ends the bands)"
+            )
         grid = embed.grid_size
         if trained_size is not None:
             grid = embed.dynamic_feat_size(int_pair("trained_size", trained_size, max(embed.patch_size)))
@@ -100,7 +102,8 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
 
 def _check_position(position: nn.Module | None, refused: str) -> None:
     """Raise unless there are tables to stretch."""
-    if position is None or all(term is None for term in position(Grid(1, 1))[:4]):
+    tables = position is not None and not hasattr(position, "terms")
+    if position is None or (tables and all(term is None for term in position(Grid(1, 1))[:4])):
         raise ValueError(f"{refused} without relative terms: there are no tables to stretch")
     if not hasattr(position, "trained_grid"):
         raise ValueError(

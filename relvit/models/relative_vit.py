@@ -10,12 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from relvit.layers import RelativeAttention, RelativeBlock
-from relvit.layers.positions.factory import position_factory
+from relvit.layers.positions.factory import accepts, position_factory
+from relvit.layers.positions.rope import TEMPERATURES, RotaryEmbedding2d
 from relvit.models.bands import classify_bands, set_bands, split_bands
 from relvit.models.base import GridVisionTransformer, check_arguments, default_cfgs_of, entry_point
 from relvit.models.weights.convert import checkpoint_filter_fn
 from relvit.ops.attention import BACKENDS
 from relvit.ops.checks import check_backend
+from relvit.utils.messages import check_choice
+
+ROPES = ("", *TEMPERATURES)
 
 
 class RelVisionTransformer(GridVisionTransformer):
@@ -27,16 +31,22 @@ class RelVisionTransformer(GridVisionTransformer):
 
     Args:
         position: 'tables' (learned, `RelativePosition2d`), 'slopes' (ALiBi's, without parameters, `SlopePosition2d`),
-            'xl' (Transformer-XL's projected sinusoids, `TransformerXLPosition2d`), or a class of your own or a
-            `functools.partial` of one, called as `position(head_dim, num_heads, device=, dtype=)` for each block.
+            'slopes-euclidean' (the same of the Euclidean distance), 'xl' (Transformer-XL's projected sinusoids,
+            `TransformerXLPosition2d`), 'fire' (`FirePosition2d`), 'cpb' (Swin V2's network, `ContinuousPosition2d`),
+            'pape' (parabolas, `ParabolicPosition2d`), 'low-rank' (FlashBias, `LowRankPosition2d`), or a class of your
+            own or a `functools.partial` of one, called as `position(head_dim, num_heads, device=,
+            dtype=)` for each block.
+        rope: rotary embedding of queries and keys besides: '' (none), 'axial' or 'mixed' (learned frequencies), see
+            `RotaryEmbedding2d`. With `rel_terms=''` it is the only position.
+        prefix_bias: learned biases between prefix tokens and patches, see `PrefixBias`.
         max_distance: clip distance in patches, one for both axes or (rows, columns); None: the default of the position,
-            7 for tables, none for the others, which reach over the whole grid. Not for a position of your own.
+            7 for tables, none for slopes and 'xl', which reach over the whole grid. Not for the others.
         rel_terms: relative terms by letter: 'q', 'k', 'v' (vectors on queries, keys, values), 'b' (bias); see
             `RelativePosition2d`. This and the next three are for tables alone.
         shared_heads: one set of tables for all heads of a block, or one per head.
         layout: a table per axis ('separate') or one over both ('joint').
         bucketing: which row of a table an offset uses: 'clip' or iRPE's 'piecewise'.
-        rel_init_std: standard deviation that initialises the tables, and what 'xl' learns; 0 starts as plain attention.
+        rel_init_std: standard deviation that initialises what a position learns; 0 starts as plain attention.
         pos_embed: absolute embedding besides, learned for `img_size`: '' (none), 'learn' (one vector per patch,
             interpolated at other sizes), 'axial' (half a vector per row, half a vector per column) or 'axial-sum' (one
             per row plus one per column); see `AxialPositionEmbedding`. Prefix tokens have one in 'learn' alone.
@@ -66,6 +76,8 @@ class RelVisionTransformer(GridVisionTransformer):
         self,
         *,
         position: str | Callable[..., nn.Module] = "tables",
+        rope: str = "",
+        prefix_bias: bool = False,
         max_distance: int | Sequence[int] | None = None,
         rel_terms: str = "kv",
         shared_heads: bool = True,
@@ -98,13 +110,23 @@ class RelVisionTransformer(GridVisionTransformer):
                     f"max_distance={max_distance!r} is for positions known by name; give it to your own one: "
                     "position=functools.partial(YourPosition, max_distance=...)"
                 )
+            if not accepts(position, "max_distance"):
+                raise ValueError(f"max_distance is not for position {position!r}, which clips no offset")
             make_position = partial(make_position, max_distance=max_distance)
+        check_choice("rope", rope, ROPES)
+        if prefix_bias and not (class_token or kwargs.get("reg_tokens")):
+            raise ValueError("prefix_bias=True is for models with class_token=True or reg_tokens")
         super().__init__(
             pos_embed=pos_embed,
             class_token=class_token,
             global_pool=global_pool,
             patch_drop_rate=patch_drop_rate,
-            block_fn=partial(RelativeBlock, position=make_position),
+            block_fn=partial(
+                RelativeBlock,
+                position=make_position,
+                rope=partial(RotaryEmbedding2d, kind=rope) if rope else None,
+                prefix_bias=prefix_bias,
+            ),
             attn_layer=self.attention,
             **kwargs,
         )

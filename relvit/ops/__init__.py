@@ -5,7 +5,7 @@ from relvit.ops.attention import Choice, choose, relative_attention, relative_lo
 from relvit.ops.buckets import BUCKETINGS
 from relvit.ops.grid import Grid, grid_from_naflex, key_mask, make_grid, num_tokens, patch_coords
 from relvit.ops.lsh import lsh_attention, lsh_rotations
-from relvit.ops.terms import AxisTables, JointTable, RelativeTerms
+from relvit.ops.terms import AxisTables, Channels, JointTable, RelativeTerms
 from relvit.ops.windows import from_windows, to_windows
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "from_windows",
     "AxisTables",
     "JointTable",
+    "Channels",
     "BUCKETINGS",
     "RelativeTerms",
     "relative_attention",

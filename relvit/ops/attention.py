@@ -13,7 +13,7 @@ from relvit.ops.backends import fused, gathered, tiled, triton
 from relvit.ops.backends.axis_logits import axis_logits, grid_axes, table_index
 from relvit.ops.checks import check_backend, check_kind, check_tokens
 from relvit.ops.grid import Grid
-from relvit.ops.inputs import AttentionInputs, check_terms, checked, with_equal_heads
+from relvit.ops.inputs import AttentionInputs, check_terms, checked, with_channels, with_equal_heads
 from relvit.ops.temperature import with_temperature
 from relvit.ops.terms import JointTable, RelativeTerms
 from relvit.ops.tracing import is_compiling, is_functorch
@@ -54,7 +54,7 @@ def relative_attention(
 ) -> Tensor:
     """Compute attention in which keys and values depend on where the key is relative to the query, exactly.
 
-        logit_ij = scale * (q_i . k_j + q_i . a^K_ij + k_j . a^Q_ij) + b_ij
+        logit_ij = scale * (q_i . k_j + q_i . a^K_ij + k_j . a^Q_ij) + b_ij + c_ij
         out_i = sum_j softmax_j(logit_ij) (v_j + a^V_ij)
 
     with a_ij = rows[clip(y_j - y_i)] + cols[clip(x_j - x_i)], and a_ij = 0 where i or j is a prefix token. Source: Shaw
@@ -64,7 +64,7 @@ def relative_attention(
         query: (B, heads, Nq, head_dim), any floating dtype.
         key: (B, heads, Nk, head_dim), same dtype.
         value: (B, heads, Nk, value_dim), same dtype.
-        terms: the tables; they are cast to the query's dtype. Terms that are None are left out.
+        terms: tables and free channels; they are cast to the query's dtype. Terms that are None are left out.
         grid: where the query tokens are, and the key tokens too unless `key_grid` is given.
         key_grid: where the key tokens are (cross-attention, memory). `valid` is read from this grid alone.
         position_query: like `query`, what meets a^K instead: queries before rotary embedding, or Transformer-XL's
@@ -112,9 +112,12 @@ def relative_attention(
         raise ValueError(f"backend {backend!r} can be no part of graphs or of torch.func's transforms: use 'auto'")
     if backend == "reference":
         return reference.relative_attention(*inputs, trained_keys=trained_keys)
+    # The others compute in single precision at least.
+    dtype = query.dtype if backend == "fused" else torch.promote_types(query.dtype, torch.float32)
+    inputs = with_channels(inputs, dtype)
     if trained_keys is not None:
         inputs = with_temperature(inputs, trained_keys)
-    return BACKENDS[backend].relative_attention(inputs)
+    return BACKENDS[backend].relative_attention(inputs).to(query.dtype)
 
 
 def choose(
@@ -132,7 +135,7 @@ def choose(
         TypeError: as `relative_attention`.
     """
     inputs = checked(AttentionInputs(query, key, value, terms, grid, key_grid))
-    tables = [table for term in terms[:4] if term is not None for table in term]
+    tables = [table for term in (*terms[:4], terms.channels) if term is not None for table in term]
     choice = _choose(inputs)
     if is_compiling() or is_functorch():
         return choice
@@ -151,7 +154,7 @@ def _choose(inputs: AttentionInputs) -> Choice:
         keeps = "nothing: backward recomputes each tile"
         return Choice("gathered", "joint tables do not split into rows and columns", keeps)
     if all(term is None for term in terms[:4]) and (is_compiling() or not is_functorch()):
-        return Choice("fused", "without relative terms it is stock attention", "what stock attention keeps")
+        return Choice("fused", "without relative terms in tables it is stock attention", "what stock attention keeps")
     if is_compiling():
         return Choice("fused", "one graph serves all sizes", "augmented output and logits, O(N (H + W))")
     if is_functorch():

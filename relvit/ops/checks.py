@@ -64,12 +64,12 @@ def check_tokens(
             )
 
 
-def int_pair(name: str, given: int | Sequence[int], least: int) -> tuple[int, int]:
+def int_pair(name: str, given: int | Sequence[int], least: int | None) -> tuple[int, int]:
     """Return an integer of Python or NumPy for both axes, or one per axis, as (rows, columns).
 
     Raises:
         TypeError: `given`, which messages call `name`, holds anything but integers.
-        ValueError: not one or two integers, or one below `least`.
+        ValueError: not one or two integers, or one below `least`, which None is not.
     """
     pair = tuple(given) if isinstance(given, Sequence) else (given, given)
     if len(pair) != 2:
@@ -77,6 +77,6 @@ def int_pair(name: str, given: int | Sequence[int], least: int) -> tuple[int, in
     for number in pair:
         if isinstance(number, bool) or not isinstance(number, Integral):
             raise TypeError(f"{name} must hold integers, got {given!r}")
-        if number < least:
+        if least is not None and number < least:
             raise ValueError(f"{name} must be at least {least}, got {given!r}")
     return int(pair[0]), int(pair[1])

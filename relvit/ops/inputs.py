@@ -11,7 +11,7 @@ from torch import Tensor
 from relvit.ops.buckets import BUCKETINGS
 from relvit.ops.checks import check_kind, check_shape, check_tokens
 from relvit.ops.grid import Grid
-from relvit.ops.terms import AxisTables, JointTable, RelativeTerms
+from relvit.ops.terms import AxisTables, Channels, JointTable, RelativeTerms
 from relvit.ops.tracing import is_compiling
 from relvit.utils.messages import did_you_mean, listing
 
@@ -91,6 +91,32 @@ def with_equal_heads(terms: RelativeTerms) -> RelativeTerms:
     return terms
 
 
+def with_channels(inputs: AttentionInputs, dtype: torch.dtype) -> AttentionInputs:
+    """Append the free channels to queries and keys, in `dtype`; tables meet these as they were.
+
+    In half precision each channel becomes three, high . high + low . high + high . low: a sum of large products of
+    which little is left, as that of squared coordinates, needs the bits of single precision.
+    """
+    channels = inputs.terms.channels
+    if channels is None:
+        return inputs
+    # The logits of channels are not scaled.
+    query, key = channels.query / inputs.scale, channels.key
+    if added_width(inputs.terms, dtype) > key.shape[-1]:
+        (query, query_rest), (key, key_rest) = ((part, part - part.to(dtype)) for part in (query, key))
+        query, key = torch.cat((query, query_rest, query), dim=-1), torch.cat((key, key, key_rest), dim=-1)
+    query, key = (
+        torch.cat((content.to(dtype), part.to(dtype).expand(*content.shape[:-1], -1)), dim=-1)
+        for content, part in ((inputs.query, query), (inputs.key, key))
+    )
+    return inputs._replace(query=query, key=key, terms=inputs.terms._replace(channels=None))
+
+
+def added_width(terms: RelativeTerms, dtype: torch.dtype) -> int:
+    """Return by how much `with_channels` makes vectors longer."""
+    return 0 if terms.channels is None else terms.channels.key.shape[-1] * (3 if dtype.itemsize < 4 else 1)
+
+
 def _check_contents(inputs: AttentionInputs, key_grid: Grid) -> None:
     query, key, value, terms, grid = inputs[:5]
     check_tokens("query", query, "grid", grid)
@@ -114,6 +140,14 @@ def _check_contents(inputs: AttentionInputs, key_grid: Grid) -> None:
     for term, tables in zip(RelativeTerms._fields[:4], terms[:4], strict=True):
         if tables is not None:
             named |= {f"terms.{term}.{part}": table for part, table in zip(tables._fields, tables, strict=True)}
+    if terms.channels is not None:
+        check_kind("terms.channels", terms.channels, Channels, "Channels")
+        rank = terms.channels.query.shape[-1]
+        for part, like in (("query", query), ("key", key)):
+            channels, name = getattr(terms.channels, part), f"terms.channels.{part}"
+            lead = [size if size == 1 else most for size, most in zip(channels.shape, (batch, heads), strict=False)]
+            check_shape(name, channels, (*lead, like.shape[2], rank))
+            named[name] = channels
     if isinstance(inputs.attn_mask, Tensor):
         named["attn_mask"] = inputs.attn_mask
     for name, tensor in named.items():

@@ -1,7 +1,8 @@
-"""`RelativeTerms`, the type that position modules return and attention takes: tables by row and column offset."""
+"""`RelativeTerms`, the type that position modules return and attention takes: tables by offset, free channels."""
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -35,6 +36,21 @@ class JointTable(NamedTuple):
     table: Tensor
 
 
+class Channels(NamedTuple):
+    """Free channels: numbers of each token whose products are added to the logits, c_ij = query_i . key_j.
+
+    They are appended to queries and keys as they are, without tables, so any bias of rank r costs r channels, whatever
+    the size of the image. Source: FlashBias (Wu et al. 2025, arXiv 2505.12044, section 3).
+
+    Attributes:
+        query: (1 or B, 1 or heads, Nq, r), rows of prefix tokens included, zeros where they have no position.
+        key: (1 or B, 1 or heads, Nk, r), likewise.
+    """
+
+    query: Tensor
+    key: Tensor
+
+
 class RelativeTerms(NamedTuple):
     """The relative terms of one attention layer; None where a term is absent.
 
@@ -44,7 +60,7 @@ class RelativeTerms(NamedTuple):
 
     and zero where i or j is a prefix token. Then
 
-        logit_ij = scale * (q_i . k_j + q_i . a^K_ij + k_j . a^Q_ij) + b_ij
+        logit_ij = scale * (q_i . k_j + q_i . a^K_ij + k_j . a^Q_ij) + b_ij + c_ij
         out_i = sum_j softmax_j(logit_ij) (v_j + a^V_ij)
 
     Source: key and value terms Shaw et al. 2018 (arXiv 1803.02155), eq. 3 and 4; query term iRPE (Wu et al. 2021, arXiv
@@ -56,6 +72,7 @@ class RelativeTerms(NamedTuple):
         value: a^V.
         bias: b, one number per head: tables of shape (2k + 1,), shared by all heads, or (heads, 2k + 1). Not scaled.
         bucketing: 'clip' or 'piecewise', which row of a table an offset uses; see `relvit.ops.buckets.bucket`.
+        channels: c, see `Channels`. Not scaled.
     """
 
     query: AxisTables | JointTable | None = None
@@ -63,8 +80,28 @@ class RelativeTerms(NamedTuple):
     value: AxisTables | JointTable | None = None
     bias: AxisTables | JointTable | None = None
     bucketing: str = "clip"
+    channels: Channels | None = None
 
 
 def with_width(tables: AxisTables | JointTable) -> AxisTables | JointTable:
     """Turn tables of scalars into tables of vectors of width 1."""
     return type(tables)(*(table[..., None] for table in tables))
+
+
+def add_channels(terms: RelativeTerms | None, channels: Channels | None) -> RelativeTerms | None:
+    """Return terms with further free channels, beside those that they have."""
+    if channels is None:
+        return terms
+    if terms is None:
+        return RelativeTerms(channels=channels)
+    given = terms.channels
+    if given is not None:
+        channels = Channels(_join(given.query, channels.query), _join(given.key, channels.key))
+    return RelativeTerms(terms.query, terms.key, terms.value, terms.bias, terms.bucketing, channels)
+
+
+def _join(one: Tensor, other: Tensor) -> Tensor:
+    """Concatenate channels (1 or B, 1 or heads, N, ...)."""
+    batch, heads = max(one.shape[0], other.shape[0]), max(one.shape[1], other.shape[1])
+    dtype = torch.promote_types(one.dtype, other.dtype)
+    return torch.cat([part.to(dtype).expand(batch, heads, -1, -1) for part in (one, other)], dim=-1)

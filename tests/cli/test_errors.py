@@ -213,7 +213,8 @@ def test_debug_shows_the_traceback(fit):
 def test_help_lists_all_commands_and_each_command_has_help(capsys):
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
-    for command in ("fit", "validate", "test", "predict", "resolutions", "embed", "export", "average", "check-data"):
+    named = ("fit", "validate", "test", "predict", "resolutions", "embed", "export", "explain", "average", "check-data")
+    for command in named:
         assert f"\n  {command} " in out
     assert main(["resolutions", "--help"]) == 0
     assert "--sizes" in capsys.readouterr().out

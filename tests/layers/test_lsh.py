@@ -80,8 +80,8 @@ def test_autocast_and_causality():
     ("arguments", "message"),
     [
         ({"dim": 10}, "num_heads must divide dim 10, got 3"),
-        ({"bucket_size": 0}, "bucket_size must be at least 1, got 0"),
-        ({"rounds": 0}, "rounds must be at least 1, got 0"),
+        ({"bucket_size": 0}, "bucket_size must be an integer, at least 1, got 0"),
+        ({"rounds": 0}, "rounds must be an integer, at least 1, got 0"),
     ],
 )
 def test_refused(arguments, message):

@@ -1,5 +1,7 @@
 """Native batches: the logits and gradients of every image alone, at its own size and through the ordinary path."""
 
+from functools import partial
+
 import pytest
 import timm
 import torch
@@ -8,6 +10,7 @@ from timm.data.naflex_transforms import Patchify
 from vits import small
 
 import relvit
+from relvit.layers import LowRankPosition2d
 from relvit.models.native import check_native, pooled_features
 
 PATCH = (8, 4)
@@ -21,6 +24,8 @@ MODELS = [
     {"pos_embed": "axial-sum", "global_pool": "map", "reg_tokens": 1},
     {"position": "slopes", "global_pool": "max", "backend": "fused", "reversible": True},
     {"rel_terms": "kv", "backend": "gathered", "pre_norm": True},
+    {"position": "pape", "rope": "mixed", "embed_dim": 16, "class_token": True, "prefix_bias": True},
+    {"position": "low-rank"},
 ]
 
 
@@ -180,3 +185,15 @@ def test_more_errors():
         model(batch | {"patch_coord": batch["patch_coord"] - torch.tensor([1, 0])})
     with pytest.raises(ValueError, match=r"in training with pos_drop_rate 0\.1: give 0"):
         small(patch_size=PATCH, pos_embed="learn", pos_drop_rate=0.1).train()(batch)
+
+
+@pytest.mark.parametrize(
+    ("position", "message"),
+    [
+        ("fire", "FIRE divides by the size of the image"),
+        (partial(LowRankPosition2d, grid_size=(5, 7)), "factors cannot be stretched for a padded batch"),
+    ],
+)
+def test_positions_that_depend_on_the_size_of_each_image_refuse(position, message):
+    with pytest.raises(ValueError, match=message):
+        small(patch_size=PATCH, position=position)(native_batch(images(torch.float32)))

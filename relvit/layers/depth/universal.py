@@ -61,13 +61,17 @@ def run_gathered(
     if chosen is not None:
         inputs, normed, query = (take_tokens(part, chosen) for part in (inputs, normed, query))
     query, key, value = (part.transpose(1, 2) for part in (query, *own))
+    terms = attn.relative_terms(normed, query_grid, key_grid)
+    query, key, position_query, position_key = attn.rotate(query, key, query_grid, key_grid)
     mixed = relative_attention(
         query,
         key,
         value,
-        RelativeTerms() if attn.position is None else attn.position(key_grid),
+        RelativeTerms() if terms is None else terms,
         query_grid,
         key_grid,
+        position_query=position_query,
+        position_key=position_key,
         dropout_p=attn.attn_drop.p if attn.training else 0.0,
         scale=attn.scale,
         trained_keys=attn.trained_keys,

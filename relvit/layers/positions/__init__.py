@@ -1,8 +1,24 @@
-"""Position modules: relative tables, slopes, sinusoids; absolute axial, rotary embeddings; a paper is a file."""
+"""Position modules, a paper is a file: relative tables, slopes, sinusoids, networks; axial and rotary embeddings."""
 
 from relvit.layers.positions.axial import AxialPositionEmbedding
+from relvit.layers.positions.continuous import ContinuousPosition2d
+from relvit.layers.positions.fire import FirePosition2d
+from relvit.layers.positions.low_rank import LowRankPosition2d, factorise_bias
+from relvit.layers.positions.parabolic import ParabolicPosition2d
+from relvit.layers.positions.rope import RotaryEmbedding2d
 from relvit.layers.positions.slopes import SlopePosition2d
 from relvit.layers.positions.tables import RelativePosition2d
 from relvit.layers.positions.xl import TransformerXLPosition2d
 
-__all__ = ["AxialPositionEmbedding", "RelativePosition2d", "SlopePosition2d", "TransformerXLPosition2d"]
+__all__ = [
+    "AxialPositionEmbedding",
+    "ContinuousPosition2d",
+    "FirePosition2d",
+    "LowRankPosition2d",
+    "ParabolicPosition2d",
+    "RelativePosition2d",
+    "RotaryEmbedding2d",
+    "SlopePosition2d",
+    "TransformerXLPosition2d",
+    "factorise_bias",
+]

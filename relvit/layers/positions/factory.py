@@ -9,14 +9,27 @@ from typing import Any
 
 from torch import nn
 
+from relvit.layers.positions.continuous import ContinuousPosition2d
+from relvit.layers.positions.fire import FirePosition2d
+from relvit.layers.positions.low_rank import LowRankPosition2d
+from relvit.layers.positions.parabolic import ParabolicPosition2d
 from relvit.layers.positions.slopes import SlopePosition2d
 from relvit.layers.positions.tables import RelativePosition2d
 from relvit.layers.positions.xl import TransformerXLPosition2d
 from relvit.ops import Grid, RelativeTerms
 from relvit.utils.messages import did_you_mean, listing
 
-POSITIONS = {"tables": RelativePosition2d, "slopes": SlopePosition2d, "xl": TransformerXLPosition2d}
-# The one argument for tables that 'xl' has too, as `retrofit` and as models call it.
+POSITIONS: dict[str, Callable[..., nn.Module]] = {
+    "tables": RelativePosition2d,
+    "slopes": SlopePosition2d,
+    "slopes-euclidean": partial(SlopePosition2d, distance="euclidean"),
+    "xl": TransformerXLPosition2d,
+    "fire": FirePosition2d,
+    "cpb": ContinuousPosition2d,
+    "pape": ParabolicPosition2d,
+    "low-rank": LowRankPosition2d,
+}
+# The one argument for tables that all learned positions have, as `retrofit` and as models call it.
 INIT_STD = ("init_std", "rel_init_std")
 
 
@@ -28,7 +41,7 @@ def position_factory(
     Args:
         position: a name in `POSITIONS`, or a class of one's own.
         owner: class or function whose arguments a user has chosen.
-        **tables: those of its arguments that are for 'tables' alone, or for 'xl' too, in `INIT_STD`.
+        **tables: those of its arguments that are for 'tables' alone, or for all that are learned, in `INIT_STD`.
 
     Raises:
         ValueError: an unknown name, or arguments for tables with another position.
@@ -42,12 +55,19 @@ def position_factory(
     defaults = inspect.signature(owner).parameters
     taken: dict[str, Any] = {}
     for name, given in tables.items():
-        if position == "tables" or (position == "xl" and name in INIT_STD):
+        learned = isinstance(position, str) and name in INIT_STD and accepts(position, "init_std")
+        # The defaults of a model are those of tables, but that of a retrofit, 0, is for all.
+        if position == "tables" or (learned and (not given or given != defaults[name].default)):
             taken["init_std" if name in INIT_STD else name] = given
-        elif given != defaults[name].default:
+        elif not learned and given != defaults[name].default:
             raise ValueError(f"{name} is for position 'tables', got {name}={given!r} with position {position!r}")
     made = POSITIONS[position] if isinstance(position, str) else position
     return partial(made, **taken) if taken else made
+
+
+def accepts(position: str, argument: str) -> bool:
+    """Return whether the position of this name has an argument."""
+    return argument in inspect.signature(POSITIONS[position]).parameters
 
 
 def make_position(factory: Callable[..., nn.Module], attn: nn.Module) -> nn.Module:
@@ -80,6 +100,9 @@ def check_position(position: object) -> None:
             "a position must be a module from Grid to RelativeTerms, such as RelativePosition2d(head_dim, num_heads), "
             f"got {kind}"
         )
+    # It wants tokens too, of which there are none here.
+    if hasattr(position, "terms"):
+        return
     try:
         terms = position(Grid(1, 1))
     except Exception as error:

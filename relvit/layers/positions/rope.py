@@ -1,12 +1,118 @@
-"""timm's rotary embeddings (RoPE) at any image size, in models that `relvit.retrofit` changes."""
+"""Rotary embeddings (RoPE) at any image size: relvit's own, and timm's in models that `relvit.retrofit` changes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-from timm.layers import RotaryEmbeddingCat, RotaryEmbeddingDinoV3, is_exporting
+import torch.nn.functional as F
+from timm.layers import (
+    RotaryEmbeddingCat,
+    RotaryEmbeddingDinoV3,
+    apply_rot_embed_cat,
+    freq_bands,
+    is_exporting,
+    register_notrace_module,
+)
+from timm.layers.pos_embed_sincos import init_random_2d_freqs
 from torch import Tensor, nn
+
+from relvit.ops import Grid
+from relvit.ops.grid import batched_coords
+from relvit.utils.messages import check_choice
+
+# Temperatures of Heo et al. by kind.
+TEMPERATURES = {"axial": 100.0, "mixed": 10.0}
+
+
+# Sizes of the grid have no value while a graph is traced.
+@register_notrace_module
+class RotaryEmbedding2d(nn.Module):
+    """Rotary embedding of queries and keys by row and column (Heo et al. 2024, arXiv 2403.13298, section 3).
+
+    Neighbouring channels 2t and 2t + 1 of a patch at row y and column x are rotated by the angle y f_t + x g_t, so the
+    product of a rotated query and key depends on their offset alone. Prefix tokens are not rotated.
+
+    - 'axial': the first half of the channels turns with y, the other with x, at frequencies temperature^(-4 t / d), for
+      t = 0 ... d / 4 - 1, the same in all heads: timm's `RotaryEmbeddingCat` with `in_pixels=False`.
+    - 'mixed': f and g are learned for each head, and start at these frequencies in a random direction: timm's
+      `RotaryEmbeddingMixed`.
+
+    Angles count patches, at every image size.
+
+    Args:
+        head_dim: d, a multiple of 4.
+        num_heads: number of heads.
+        kind: 'axial' or 'mixed'.
+        temperature: None: the paper's, 100 for 'axial' and 10 for 'mixed'.
+
+    Attributes:
+        frequencies: (2, 1 or num_heads, d / 2) float32 or more, f and then g; a parameter of 'mixed'.
+
+    Raises:
+        ValueError: an unknown kind, a head width that is no multiple of 4, a temperature that is not positive.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        num_heads: int,
+        kind: str = "axial",
+        temperature: float | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_choice("kind", kind, tuple(TEMPERATURES))
+        if head_dim % 4:
+            raise ValueError(f"a rotary embedding needs a head_dim that is a multiple of 4, got {head_dim}")
+        self.kind, self.temperature = kind, TEMPERATURES[kind] if temperature is None else temperature
+        if self.temperature <= 0:
+            raise ValueError(f"temperature must be positive, got {temperature}")
+        if kind == "mixed":
+            self.frequencies = nn.Parameter(torch.empty(2, num_heads, head_dim // 2, device=device, dtype=dtype))
+        else:
+            frequencies = torch.empty(2, 1, head_dim // 2, device=device, dtype=torch.float32)
+            self.register_buffer("frequencies", frequencies, persistent=False)
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Set the frequencies."""
+        _, heads, half = self.frequencies.shape
+        options = {"temperature": self.temperature, "device": self.frequencies.device}
+        with torch.no_grad():
+            if self.kind == "mixed":
+                # timm's are those of x and then of y.
+                self.frequencies.copy_(init_random_2d_freqs(2 * half, 1, heads, **options)[:, 0].flip(0))
+            else:
+                bands = freq_bands(half // 2, step=1, **options)
+                self.frequencies.copy_(torch.block_diag(bands, bands)[:, None])
+
+    # PyTorch and timm call them for modules made on the meta device.
+    reset_parameters = init_weights
+
+    def init_non_persistent_buffers(self) -> None:
+        """Set the frequencies of 'axial'."""
+        if self.kind == "axial":
+            self.init_weights()
+
+    def no_weight_decay(self) -> set[str]:
+        """Return the name of the learned frequencies."""
+        return {"frequencies"} if self.kind == "mixed" else set()
+
+    def forward(self, x: Tensor, grid: Grid) -> Tensor:
+        """Rotate queries or keys (B, heads, N, d) of `grid`; computed in float32 at least, dtype of `x`."""
+        frequencies = self.frequencies
+        if frequencies.dtype != torch.float64:
+            frequencies = frequencies.float()
+        y, x_coord = F.pad(batched_coords(grid, x.device).to(frequencies.dtype), (0, 0, grid.prefix, 0)).unbind(-1)
+        # (1 or B, 1 or heads, N, d / 2): zero for prefix tokens. No matrix product, which autocast would lower.
+        angles = y[:, None, :, None] * frequencies[0][:, None] + x_coord[:, None, :, None] * frequencies[1][:, None]
+        angles = angles.repeat_interleave(2, dim=-1)
+        return apply_rot_embed_cat(x, torch.cat((angles.sin(), angles.cos()), dim=-1)).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"kind={self.kind!r}, temperature={self.temperature}"
 
 
 class AnySizeRope:

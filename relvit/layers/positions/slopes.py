@@ -6,32 +6,38 @@ import torch
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-from relvit.layers.positions.stretch import is_stretched, stretch
-from relvit.ops import AxisTables, Grid, RelativeTerms
+from relvit.layers.positions.stretch import axis_offsets, is_stretched, stretch
+from relvit.ops import AxisTables, Grid, JointTable, RelativeTerms
 from relvit.ops.checks import int_pair
+from relvit.utils.messages import check_choice
+
+DISTANCES = ("manhattan", "euclidean")
 
 
 # Tables are as long as the grid, whose sizes have no value while a graph is traced.
 @register_notrace_module
 class SlopePosition2d(nn.Module):
-    """A bias that falls with the distance of a key, -m_h (|dy| + |dx|) in head h.
+    """A bias that falls with the distance of a key, by default Manhattan: -m_h (|dy| + |dx|) in head h.
 
     Slopes m_h are those of ALiBi (Press et al. 2022, arXiv 2108.12409, section 3), see `alibi_slopes`; as there, the
-    bias is not scaled. The paper's sequences have one axis; here the distance is the sum over both. Called with a
-    `Grid` it returns the `RelativeTerms` for `relvit.ops.relative_attention`, a bias alone.
+    bias is not scaled. The paper's sequences have one axis. With Manhattan distance the bias splits into rows and
+    columns; -m_h sqrt(dy^2 + dx^2), the Euclidean one of CROMA (Fuller et al. 2023, arXiv 2311.00566, "2D-ALiBi"), does
+    not, and takes a joint table. Called with a `Grid` it returns the `RelativeTerms` for
+    `relvit.ops.relative_attention`, a bias alone.
 
     Args:
         head_dim: not used, as `dtype`; position modules are made by `position(head_dim, num_heads, device=, dtype=)`.
         num_heads: number of heads.
         max_distance: clip distance of |dy| and |dx| in patches, one for both axes or (rows, columns); None: tables
             reach over the whole grid, and nothing is clipped.
+        distance: 'manhattan' or 'euclidean'.
 
     Attributes:
         trained_grid: rows and columns of patches in training: in images of another size distances are divided by the
             ratio of sizes; see `relvit.models.set_reach`. None: they are not.
 
     Raises:
-        ValueError: a number of heads or a clip distance out of range.
+        ValueError: a number of heads or a clip distance out of range, an unknown distance.
         TypeError: a clip distance that is not an integer.
     """
 
@@ -40,12 +46,15 @@ class SlopePosition2d(nn.Module):
         head_dim: int,
         num_heads: int,
         max_distance: int | Sequence[int] | None = None,
+        distance: str = "manhattan",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         if num_heads < 1:
             raise ValueError(f"num_heads must be at least 1, got {num_heads}")
+        check_choice("distance", distance, DISTANCES)
+        self.distance = distance
         self.max_distance = None if max_distance is None else int_pair("max_distance", max_distance, 0)
         self.trained_grid: tuple[int, int] | None = None
         self.register_buffer("slopes", torch.empty(num_heads, device=device, dtype=torch.float32), persistent=False)
@@ -61,6 +70,8 @@ class SlopePosition2d(nn.Module):
     def forward(self, grid: Grid) -> RelativeTerms:
         """Return the bias, in tables that reach over the grid."""
         trained = self.trained_grid if is_stretched(grid, self.trained_grid) else None
+        if self.distance == "euclidean":
+            return RelativeTerms(bias=JointTable(self._euclidean(grid, trained)))
         # Stretched tables of the trained size reach over the grid.
         rows, cols = (grid.height - 1, grid.width - 1) if trained is None else trained
         if self.max_distance is not None:
@@ -78,8 +89,18 @@ class SlopePosition2d(nn.Module):
         offsets = torch.arange(-distance, distance + 1, device=self.slopes.device, dtype=self.slopes.dtype)
         return -self.slopes[:, None] * offsets.abs()
 
+    def _euclidean(self, grid: Grid, trained: tuple[int, int] | None) -> Tensor:
+        """(num_heads, 2 H - 1, 2 W - 1)."""
+        device, dtype = self.slopes.device, self.slopes.dtype
+        dy = axis_offsets(grid.height, None if trained is None else trained[0], device, dtype)
+        dx = axis_offsets(grid.width, None if trained is None else trained[1], device, dtype)
+        most = self.max_distance
+        if most is not None:
+            dy, dx = dy.clamp(-most[0], most[0]), dx.clamp(-most[1], most[1])
+        return -self.slopes[:, None, None] * (dy[:, None] ** 2 + dx**2).sqrt()
+
     def extra_repr(self) -> str:
-        return f"num_heads={self.slopes.shape[0]}, max_distance={self.max_distance}"
+        return f"num_heads={self.slopes.shape[0]}, max_distance={self.max_distance}, distance={self.distance!r}"
 
 
 def alibi_slopes(num_heads: int) -> list[float]:

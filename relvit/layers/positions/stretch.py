@@ -33,6 +33,19 @@ def is_stretched(grid: Grid, trained_grid: tuple[int, int] | None) -> bool:
     return grid.height != trained_grid[0] or grid.width != trained_grid[1]
 
 
+def axis_offsets(size: int, trained: int | None, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return all offsets, key minus query, along an axis of a grid: (2 size - 1,), from 1 - size on.
+
+    Args:
+        size: rows or columns of the grid.
+        trained: the same in training, to count offsets in trained patches, d * trained / size; None: they stay.
+        device: of the result.
+        dtype: of the result, a floating one.
+    """
+    offsets = torch.arange(1 - size, size, device=device, dtype=dtype)
+    return offsets if trained is None else offsets * trained / size
+
+
 def stretch(table: Tensor, axis: int, size: int, trained: int, bucketing: str) -> Tensor:
     """Interpolate a table so that its row for the offset d has what the trained one has at d * trained / size.
 

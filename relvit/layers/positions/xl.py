@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-from relvit.layers.positions.stretch import is_stretched
+from relvit.layers.positions.stretch import axis_offsets, is_stretched
 from relvit.layers.positions.tables import initialise
 from relvit.ops import AxisTables, Grid, RelativeTerms
 from relvit.ops.checks import int_pair
@@ -108,9 +108,7 @@ class TransformerXLPosition2d(nn.Module):
         """W_R R of all offsets on an axis, (num_heads, 2 size - 1, head_dim), from key - query = 1 - size on."""
         dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
         # The paper's i - j: query minus key.
-        offsets = -torch.arange(1 - size, size, device=weight.device, dtype=dtype)
-        if trained is not None:
-            offsets = offsets * trained / size
+        offsets = -axis_offsets(size, trained, weight.device, dtype)
         if farthest is not None:
             offsets = offsets.clamp(-farthest, farthest)
         number = weight.shape[1] // 2

@@ -69,9 +69,9 @@ def retrofit(
         shared_heads: one set of tables for all heads of a block, or one per head.
         layout: a table per axis ('separate') or one over both ('joint').
         bucketing: which row of a table an offset uses: 'clip' or iRPE's 'piecewise'.
-        init_std: standard deviation that initialises the tables; with 0 the outputs stay the same.
-        position: instead of these tables, 'slopes' (`SlopePosition2d`; the outputs change at once), or a class of your
-            own, called as `position(head_dim, num_heads, device=, dtype=)` for each block.
+        init_std: standard deviation that initialises what a position learns; with 0 the outputs stay the same.
+        position: instead of these tables, one of the names that `RelVisionTransformer` has (slopes change the outputs
+            at once), or a class of your own, called as `position(head_dim, num_heads, device=, dtype=)` for each block.
         abs_pos: the absolute embedding: 'keep', 'freeze' (train it no further) or 'drop' (remove it).
         backend: see `relvit.ops.relative_attention`.
         max_grid: for `NaFlexVit`, the most rows and columns of patches of an image in a NaFlex batch, one for both or

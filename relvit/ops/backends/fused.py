@@ -38,7 +38,7 @@ from relvit.ops.backends.axis_logits import (
     times_table,
 )
 from relvit.ops.grid import Grid, batched_coords, key_mask, without_padding
-from relvit.ops.inputs import AttentionInputs
+from relvit.ops.inputs import AttentionInputs, added_width
 from relvit.ops.recompute import recompute_saved
 from relvit.ops.tracing import without_autocast
 
@@ -117,6 +117,7 @@ def augmented_width(inputs: AttentionInputs, padded: bool) -> int:
     """Width of augmented q, k and v before rounding up; `padded`: one channel is for hiding padding."""
     terms, key_grid = inputs.terms, inputs.key_grid
     query_width, value_width = inputs.query.shape[-1] + int(padded), inputs.value.shape[-1]
+    query_width += added_width(terms, inputs.query.dtype)
     if terms.key is not None or terms.bias is not None:
         query_width += key_grid.height + key_grid.width
     if terms.query is not None:

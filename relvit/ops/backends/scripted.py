@@ -14,7 +14,7 @@ from torch import Tensor
 
 from relvit.ops.attention import relative_attention
 from relvit.ops.grid import Grid
-from relvit.ops.terms import AxisTables, JointTable, RelativeTerms
+from relvit.ops.terms import AxisTables, Channels, JointTable, RelativeTerms
 
 LIBRARY = torch.library.Library("relvit", "DEF")
 
@@ -38,6 +38,8 @@ def scripted_attention(
     scale: float | None,
     backend: str,
     trained_keys: int | None = None,
+    position_query: Tensor | None = None,
+    position_key: Tensor | None = None,
 ) -> Tensor:
     """Call `relvit.ops.relative_attention` from code that TorchScript compiles; the same arguments and result.
 
@@ -47,6 +49,7 @@ def scripted_attention(
     tables += tables_of(None if terms is None else terms.key)
     tables += tables_of(None if terms is None else terms.value)
     tables += tables_of(None if terms is None else terms.bias)
+    tables += channels_of(None if terms is None else terms.channels)
     return torch.ops.relvit.relative_attention(
         query,
         key,
@@ -62,6 +65,8 @@ def scripted_attention(
         scale,
         backend,
         trained_keys,
+        position_query,
+        position_key,
     )
 
 
@@ -74,13 +79,21 @@ def tables_of(term: AxisTables | JointTable | None) -> list[Tensor | None]:
     return [None, None]
 
 
+def channels_of(channels: Channels | None) -> list[Tensor | None]:
+    """List channels of queries and keys, or None twice."""
+    if channels is None:
+        return [None, None]
+    return [channels.query, channels.key]
+
+
 def terms_of(tables: list[Tensor | None], bucketing: str) -> RelativeTerms:
-    """Put together again what `tables_of` lists of each of the four terms."""
+    """Put together again what `tables_of` lists of each of the four terms, and `channels_of` where they are there."""
     terms: list[AxisTables | JointTable | None] = []
-    for first, second in zip(tables[::2], tables[1::2], strict=True):
+    for first, second in zip(tables[:8:2], tables[1:8:2], strict=True):
         term = JointTable(first) if second is None else AxisTables(first, second)
         terms.append(None if first is None else term)
-    return RelativeTerms(*terms, bucketing)
+    channels = Channels(*tables[8:]) if len(tables) > 8 and tables[8] is not None else None
+    return RelativeTerms(*terms, bucketing, channels)
 
 
 def _run(
@@ -95,16 +108,21 @@ def _run(
     *options: object,
 ) -> Tensor:
     grid = Grid(*sizes, coords, valid)
-    names = ("attn_mask", "is_causal", "dropout_p", "scale", "backend", "trained_keys")
-    # PyTorch leaves out the last one where it has its default.
+    names = (
+        *("attn_mask", "is_causal", "dropout_p", "scale", "backend"),
+        *("trained_keys", "position_query", "position_key"),
+    )
+    # PyTorch leaves out the last ones where they have their defaults.
     given = dict(zip(names, options, strict=False))
     return relative_attention(query, key, value, terms_of(tables, bucketing), grid, **given)
 
 
-# `tables` holds two for each term, rows and columns, or a joint one and None; `sizes` height, width and prefix.
+# `tables` holds two for each term, rows and columns, or a joint one and None, then two channels; `sizes` height, width
+# and prefix.
 register_operator(
     "relative_attention(Tensor query, Tensor key, Tensor value, Tensor?[] tables, str bucketing, "
     "int[] sizes, Tensor? coords, Tensor? valid, "
-    "Tensor? attn_mask, bool is_causal, float dropout_p, float? scale, str backend, int? trained_keys=None) -> Tensor",
+    "Tensor? attn_mask, bool is_causal, float dropout_p, float? scale, str backend, int? trained_keys=None, "
+    "Tensor? position_query=None, Tensor? position_key=None) -> Tensor",
     _run,
 )

@@ -99,6 +99,11 @@ def attention_weights(
     logits = logits * scale
     if terms.bias is not None:
         logits = logits + pair_bias(terms, grid, key_grid, query)
+    if terms.channels is not None:
+        of_queries, of_keys = (part.to(query.dtype).expand(*query.shape[:2], -1, -1) for part in terms.channels)
+        if valid is not None:
+            of_keys = without_padding(of_keys, valid)
+        logits = logits + torch.einsum("bhic,bhjc->bhij", of_queries, of_keys)
     if trained_keys is not None:
         keys = valid.sum(dim=1).clamp(min=1) if valid is not None else torch.full((1,), key.shape[2])
         logits = logits * rearrange(keys.to(logits).log() / math.log(trained_keys), "b -> b 1 1 1")

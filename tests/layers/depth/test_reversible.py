@@ -236,7 +236,7 @@ def test_refusals():
     with pytest.raises(ValueError, match="a reversible model recomputes its blocks in backward already"):
         model.set_grad_checkpointing()
     model.set_grad_checkpointing(False)
-    with pytest.raises(TypeError, match="reversible must be True or False, got 'yes'"):
+    with pytest.raises(ValueError, match="reversible must be True or False, got 'yes'"):
         build(reversible="yes")
     for way in ("hook", "fx"):
         with pytest.raises(ValueError, match="feature_cls 'getter'"):

@@ -1,5 +1,8 @@
 """ALiBi's slopes: the published numbers, and timm's attention with the bias as a mask."""
 
+import itertools
+import math
+
 import pytest
 import torch
 from timm.layers import Attention
@@ -58,6 +61,29 @@ def test_layer_equals_plain_attention_with_the_bias_as_a_mask(prefix, max_distan
     assert position(grid)._replace(bias=None) == RelativeTerms()
 
 
+@pytest.mark.parametrize("max_distance", [None, (1, 3)])
+@pytest.mark.parametrize("backend", ["reference", "gathered", "auto"])
+def test_euclidean_distance_of_croma(max_distance, backend):
+    position = SlopePosition2d(DIM // HEADS, HEADS, max_distance, distance="euclidean")
+    attn = RelativeAttention(DIM, HEADS, position=position, backend=backend).double()
+    plain, grid = Attention(DIM, HEADS).double(), make_grid(HEIGHT, WIDTH, prefix=1)
+    plain.load_state_dict(attn.state_dict())
+    x = torch.randn(2, 1 + HEIGHT * WIDTH, DIM, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    # As in the authors' get_2dalibi, for H != W.
+    rows, cols = max_distance or (HEIGHT, WIDTH)
+    points = list(itertools.product(range(HEIGHT), range(WIDTH)))
+    bias = torch.zeros(HEADS, len(x[0]), len(x[0]), dtype=torch.float64)
+    for (i, here), (j, there) in itertools.product(enumerate(points, 1), repeat=2):
+        dy, dx = min(abs(here[0] - there[0]), rows), min(abs(here[1] - there[1]), cols)
+        bias[:, i, j] = -torch.tensor(POWERS, dtype=torch.float64) * math.sqrt(dy**2 + dx**2)
+    torch.testing.assert_close(attn(x, grid), plain(x, attn_mask=bias[None]), rtol=0, atol=1e-12)
+    position.trained_grid = (HEIGHT, 3)
+    table = position(grid).bias.table
+    # One column in five is 3 / 5 of one in training.
+    expected = -math.sqrt(min(1, rows) + min(4 * 3 / 5, cols) ** 2) / 256
+    assert table[-1, HEIGHT, -1].item() == pytest.approx(expected, abs=1e-12)
+
+
 def test_tables_reach_as_far_as_each_grid():
     position = SlopePosition2d(2, 2)
     bias = position(make_grid(2, 4)).bias
@@ -80,6 +106,7 @@ def test_made_on_the_meta_device_and_filled_by_timm():
     ("arguments", "error", "message"),
     [
         ({"num_heads": 0}, ValueError, "num_heads must be at least 1, got 0"),
+        ({"num_heads": 2, "distance": "euclid"}, ValueError, "distance is 'euclid'; allowed are .*'euclidean'"),
         ({"num_heads": 2, "max_distance": -1}, ValueError, "max_distance must be at least 0, got -1"),
         ({"num_heads": 2, "max_distance": (1, 2.0)}, TypeError, "max_distance must hold integers"),
     ],

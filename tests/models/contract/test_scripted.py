@@ -20,6 +20,13 @@ VARIANTS = [
     {"rel_terms": "qkvb", "layout": "joint", "pos_embed": "axial-sum"},
     {"position": "slopes", "class_token": True, "global_pool": "token", "pos_embed": "learn"},
     {"position": "xl", "class_token": True},
+    {"position": "slopes-euclidean", "class_token": True},
+    {"position": "fire"},
+    {"position": "cpb"},
+    {"position": "pape", "class_token": True},
+    {"position": "low-rank"},
+    {"rope": "mixed", "embed_dim": 16, "rel_terms": "kb", "class_token": True, "prefix_bias": True},
+    {"rope": "axial", "embed_dim": 16, "rel_terms": ""},
     {"position": "slopes", "max_distance": (1, 2), "dynamic_img_pad": True, "pos_embed": "axial"},
     {"rel_terms": "", "patch_drop_rate": 0.5, "init_values": 0.1},
 ]

@@ -162,6 +162,17 @@ def test_slopes_are_the_biases_that_they_are():
     torch.testing.assert_close(model(images()), other(images()), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("case", "position"), [("siglip", "fire"), ("eva02", "pape"), ("clip", "cpb"), ("dinov2", "low-rank")]
+)
+def test_learned_positions_start_as_the_original_and_then_change_it(case, position):
+    original, x = build(case), images(40, 16)
+    model = retrofitted(original, trained=False, position=position)
+    expected = retrofitted(original, "", abs_pos="keep")(x)
+    torch.testing.assert_close(model(x), expected, rtol=0, atol=1e-10)
+    assert (retrofitted(original, position=position)(x) - expected).abs().max() > 1e-6
+
+
 @pytest.mark.parametrize("case", ["deit distilled", "siglip", "eva02", "rope mixed", "grouped", "naflex"])
 def test_transformer_xl_starts_as_the_original_and_adds_what_its_layer_does(case):
     original = build(case)

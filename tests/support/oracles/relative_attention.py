@@ -113,6 +113,9 @@ def attention(
                     logit = scale * logit
                     if bias is not None:
                         logit = logit + bias
+                    if terms.channels is not None:
+                        of_queries, of_keys = (part.expand(batch, heads, -1, -1)[b, h] for part in terms.channels)
+                        logit = logit + (of_queries[i] * of_keys[j]).sum()
                     if mask is not None:
                         logit = logit + mask[b][h][i][j]
                     logits.append(logit)

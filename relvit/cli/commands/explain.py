@@ -1,0 +1,29 @@
+"""`relvit explain`: what the attention layers of a model compute, and how."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from relvit.evaluation import Size
+from relvit.evaluation.explain import as_table
+from relvit.evaluation.explain import explain as explain_model
+from relvit.models import build_model
+
+
+def explain(
+    model: str,
+    img_size: Size | None = None,
+    model_kwargs: dict[str, Any] | None = None,
+    retrofit: dict[str, Any] | None = None,
+) -> None:
+    """Print a table of a model's attention layers: positions, backend and why, width, what training keeps.
+
+    Args:
+        model: The name of a model, such as relvit_small, or with `--retrofit {}` one of timm's.
+        img_size: The size of the images, such as 384 or [256,384]; None means that of the model.
+        model_kwargs: Further arguments of the model's class, such as '{rel_terms: k}'.
+        retrofit: Arguments of `relvit.retrofit` for a model of timm; {} for its defaults.
+    """
+    # Weights are of no interest, and the number of classes changes nothing here.
+    net = build_model(model, 10, model_kwargs=model_kwargs, retrofit=retrofit)
+    print(as_table(explain_model(net, img_size)), flush=True)

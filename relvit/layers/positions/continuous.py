@@ -1,0 +1,104 @@
+"""Continuous position bias of Swin Transformer V2: a small network of the logarithms of both offsets."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from timm.layers import Mlp, register_notrace_module
+from torch import nn
+
+from relvit.layers.positions.stretch import axis_offsets, is_stretched
+from relvit.layers.positions.tables import initialise
+from relvit.ops import Grid, JointTable, RelativeTerms
+from relvit.ops.checks import int_pair
+from relvit.utils.messages import check_choice
+
+MODES = ("cr", "swin")
+
+
+# Tables are as long as the grid, whose sizes have no value while a graph is traced.
+@register_notrace_module
+class ContinuousPosition2d(nn.Module):
+    """A bias that a network computes from both offsets: Swin V2 (Liu et al. 2021, arXiv 2111.09883, section 3.3).
+
+    b_ij = G(s(y_i - y_j), s(x_i - x_j)), with a network G of one hidden layer and ReLU, and a logarithmic scale s:
+
+    - 'cr': s(d) = sign(d) log(1 + |d|), eq. 4 of the paper, in patches; as in timm's `RelPosMlp` of this mode.
+    - 'swin': s(d) = sign(d) log2(1 + |8 d / (window - 1)|) / log2(8), and b_ij = 16 sigmoid(G), without a bias in the
+      last layer, as in the authors' code.
+
+    Both axes meet in G, so the table is a joint one, computed for the grid at hand. Called with a `Grid` it returns the
+    `RelativeTerms`, a bias alone. Parameters have the names of timm's `RelPosMlp` (and with `mlp.fc1` for `cpb_mlp.0`
+    and `mlp.fc2` for `cpb_mlp.2` of the authors').
+
+    Args:
+        head_dim: not used; position modules are made by `position(head_dim, num_heads, device=, dtype=)`.
+        num_heads: number of heads.
+        mode: 'cr' or 'swin'.
+        hidden_dim: width of the network.
+        window: rows and columns of patches by which 'swin' scales offsets, one number for both or (rows, columns): of
+            the window, or image, in training.
+        init_std: standard deviation of the truncated normal that initialises the last layer; 0: zeros, with which the
+            bias is one number for all pairs of patches, in 'cr' 0.
+
+    Attributes:
+        trained_grid: rows and columns of patches in training: in images of another size offsets are divided by the
+            ratio of sizes; see `relvit.models.set_reach`. None: they are not.
+
+    Raises:
+        ValueError: an unknown mode, a window below 2, a standard deviation out of range.
+        TypeError: a window that is not made of integers.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        num_heads: int,
+        mode: str = "cr",
+        hidden_dim: int = 512,
+        window: int | Sequence[int] = 14,
+        init_std: float = 0.02,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_choice("mode", mode, MODES)
+        if init_std < 0:
+            raise ValueError(f"init_std must not be negative, got {init_std}")
+        self.mode, self.init_std = mode, init_std
+        self.window = int_pair("window", window, 2)
+        self.trained_grid: tuple[int, int] | None = None
+        bias = (True, mode == "cr")
+        self.mlp = Mlp(2, hidden_dim, num_heads, act_layer=nn.ReLU, bias=bias, device=device, dtype=dtype)
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Initialise all parameters."""
+        self.mlp.fc1.reset_parameters()
+        initialise(self.mlp.fc2, self.init_std)
+
+    # PyTorch and timm call it for modules made on the meta device.
+    reset_parameters = init_weights
+
+    def forward(self, grid: Grid) -> RelativeTerms:
+        """Return the bias, a table (num_heads, 2 H - 1, 2 W - 1)."""
+        trained = self.trained_grid if is_stretched(grid, self.trained_grid) else None
+        weight = self.mlp.fc1.weight
+        dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        # The paper's offsets: query minus key.
+        dy = -axis_offsets(grid.height, None if trained is None else trained[0], weight.device, dtype)
+        dx = -axis_offsets(grid.width, None if trained is None else trained[1], weight.device, dtype)
+        if self.mode == "swin":
+            dy, dx = dy * 8 / (self.window[0] - 1), dx * 8 / (self.window[1] - 1)
+        dy, dx = dy.sign() * torch.log1p(dy.abs()), dx.sign() * torch.log1p(dx.abs())
+        if self.mode == "swin":
+            dy, dx = dy / math.log(8), dx / math.log(8)
+        height, width = dy.shape[0], dx.shape[0]
+        offsets = torch.stack((dy[:, None].expand(height, width), dx.expand(height, width)), dim=-1)
+        table = self.mlp(offsets.to(weight.dtype)).permute(2, 0, 1)
+        if self.mode == "swin":
+            table = 16 * table.sigmoid()
+        return RelativeTerms(bias=JointTable(table))
+
+    def extra_repr(self) -> str:
+        return f"mode={self.mode!r}, window={self.window}, init_std={self.init_std}"

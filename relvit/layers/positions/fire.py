@@ -1,0 +1,103 @@
+"""FIRE's relative positions: a small network of the logarithm of the offset, divided by that of the image's size."""
+
+import torch
+from timm.layers import register_notrace_module
+from torch import Tensor, nn
+
+from relvit.layers.positions.stretch import axis_offsets, is_stretched
+from relvit.layers.positions.tables import initialise
+from relvit.ops import AxisTables, Grid, RelativeTerms
+
+
+# Tables are as long as the grid, whose sizes have no value while a graph is traced.
+@register_notrace_module
+class FirePosition2d(nn.Module):
+    """A bias that a network computes per axis: FIRE (Li et al. 2023, arXiv 2310.04418, eq. 7 to 9, appendix).
+
+        b_ij = f_row(u(y_i - y_j, H)) + f_col(u(x_i - x_j, W))
+        u(d, size) = sign(d) psi(|d|) / psi(max(|L|, size - 1)),   psi(x) = log(|c x| + 1)
+
+    with a network f of one hidden layer and ReLU, and a learned c and L, of each axis. The quotient has one range at
+    all sizes beyond L, so large images interpolate. It is the paper's formula for the last token of a sequence, whose
+    position is size - 1; in an image, where keys come before and after the query, all tokens share that divisor, and
+    the sign distinguishes both sides. Called with a `Grid` it returns the `RelativeTerms`, a bias alone.
+
+    Args:
+        head_dim: not used; position modules are made by `position(head_dim, num_heads, device=, dtype=)`.
+        num_heads: number of heads.
+        hidden_dim: width of the networks, 32 as in the paper.
+        init_c: initial c, as in the authors' code.
+        threshold: initial L, in patches.
+        init_std: standard deviation of the truncated normal that initialises the last layers; 0: zeros, with which the
+            layer computes plain attention.
+
+    Attributes:
+        trained_grid: rows and columns of patches in training: in images of another size offsets are divided by the
+            ratio of sizes, and u has the trained size; see `relvit.models.set_reach`. None: as above.
+
+    Raises:
+        ValueError: a standard deviation out of range; in `forward` a padded batch, whose images differ in size.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        num_heads: int,
+        hidden_dim: int = 32,
+        init_c: float = 0.1,
+        threshold: float = 7.0,
+        init_std: float = 0.02,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if init_std < 0:
+            raise ValueError(f"init_std must not be negative, got {init_std}")
+        self.init_std, self.init_c, self.init_threshold = init_std, init_c, threshold
+        self.trained_grid: tuple[int, int] | None = None
+
+        def network() -> nn.Sequential:
+            return nn.Sequential(
+                nn.Linear(1, hidden_dim, device=device, dtype=dtype),
+                nn.ReLU(),
+                nn.Linear(hidden_dim, num_heads, device=device, dtype=dtype),
+            )
+
+        self.rows, self.cols = network(), network()
+        self.c, self.threshold = (nn.Parameter(torch.empty(2, device=device, dtype=dtype)) for _ in range(2))
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Initialise all parameters."""
+        for network in (self.rows, self.cols):
+            network[0].reset_parameters()
+            initialise(network[2], self.init_std)
+        nn.init.constant_(self.c, self.init_c)
+        nn.init.constant_(self.threshold, self.init_threshold)
+
+    # PyTorch and timm call it for modules made on the meta device.
+    reset_parameters = init_weights
+
+    def forward(self, grid: Grid) -> RelativeTerms:
+        """Return the bias, tables (num_heads, 2 size - 1)."""
+        if grid.valid is not None and grid.coords is not None:
+            raise ValueError(
+                "FIRE divides by the size of the image, and images of a padded batch differ in size: give images of "
+                "one size, or another position"
+            )
+        trained = self.trained_grid if is_stretched(grid, self.trained_grid) else None
+        rows = self.rows(self._quotient(0, grid.height, None if trained is None else trained[0]))
+        cols = self.cols(self._quotient(1, grid.width, None if trained is None else trained[1]))
+        return RelativeTerms(bias=AxisTables(rows.transpose(0, 1), cols.transpose(0, 1)))
+
+    def _quotient(self, axis: int, size: int, trained: int | None) -> Tensor:
+        """u of all offsets, from key - query = 1 - size on: (2 size - 1, 1)."""
+        dtype = torch.float64 if self.c.dtype == torch.float64 else torch.float32
+        c, threshold = self.c[axis].to(dtype), self.threshold[axis].to(dtype)
+        # The paper's i - j: query minus key.
+        offsets = -axis_offsets(size, trained, self.c.device, dtype)
+        farthest = threshold.abs().clamp(min=(size if trained is None else trained) - 1)
+        # As in the authors' code: for c = 0.
+        divisor = torch.log1p((c * farthest).abs()) + 1e-6
+        quotient = offsets.sign() * torch.log1p((c * offsets).abs()) / divisor
+        return quotient.to(self.c.dtype)[:, None]

@@ -1,0 +1,156 @@
+"""FlashBias's positions: factors of rank r of any bias between two tokens, as free channels of queries and keys."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from timm.layers import register_notrace_function
+from torch import Tensor, nn
+
+from relvit.layers.positions.axial import look_up
+from relvit.layers.positions.tables import initialise
+from relvit.ops import Channels, Grid, RelativeTerms
+from relvit.ops.backends.scripted import register_operator
+from relvit.ops.checks import check_shape, int_pair
+from relvit.ops.grid import batched_coords
+
+
+class LowRankPosition2d(nn.Module):
+    """A bias b_ij = f_i . g_j with two learned vectors of width r for each place of a grid, per head.
+
+    Source: FlashBias (Wu et al. 2025, arXiv 2505.12044, section 3): every bias of rank r is r more channels of queries
+    and keys, and biases such as Swin's are nearly of low rank; `load_bias` takes one over. Attention layers
+    call `terms`.
+
+    A grid with no more rows (or columns) than that of the factors uses the first ones: so a bias by offset stays what
+    it was. For a larger one the factors are interpolated linearly, each axis on its own: the bias is
+    stretched over the image. The paper has one size.
+
+    Args:
+        head_dim: not used; position modules are made by `position(head_dim, num_heads, device=, dtype=)`.
+        num_heads: number of heads.
+        rank: r.
+        grid_size: rows and columns of the factors, one number for both or (rows, columns).
+        init_std: standard deviation of the truncated normal that initialises the query's factors (the key's: 1); 0:
+            zeros, with which the layer computes plain attention.
+
+    Raises:
+        ValueError: a rank or size below 1, a negative standard deviation; in `terms` a padded batch of images that
+            differ in size, with more rows or columns than the factors.
+        TypeError: a size that is not made of integers.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        num_heads: int,
+        rank: int = 16,
+        grid_size: int | Sequence[int] = 14,
+        init_std: float = 0.02,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if rank < 1:
+            raise ValueError(f"rank must be at least 1, got {rank}")
+        if init_std < 0:
+            raise ValueError(f"init_std must not be negative, got {init_std}")
+        self.init_std = init_std
+        shape = (*int_pair("grid_size", grid_size, 1), num_heads, rank)
+        self.query, self.key = (nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) for _ in range(2))
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Initialise the factors."""
+        initialise(self, self.init_std)
+        # With zeros on both sides neither would ever learn.
+        nn.init.trunc_normal_(self.key)
+
+    # PyTorch and timm call it for modules made on the meta device.
+    reset_parameters = init_weights
+
+    def no_weight_decay(self) -> set[str]:
+        """Return the names of the factors."""
+        return {"query", "key"}
+
+    @torch.no_grad()
+    def load_bias(self, bias: Tensor) -> Tensor:
+        """Set the factors to the best ones of a bias between all patches of the grid; see `factorise_bias`.
+
+        Args:
+            bias: (heads, H W, H W), patches in raster order.
+
+        Returns:
+            (heads,), the part of the bias that is lost.
+        """
+        rows, columns, heads, rank = self.query.shape
+        check_shape("bias", bias, (heads, rows * columns, rows * columns))
+        channels, error = factorise_bias(bias, rank)
+        for factors, found in zip((self.query, self.key), channels, strict=True):
+            factors.zero_()
+            factors[..., : found.shape[-1]] = found[0].transpose(0, 1).unflatten(0, (rows, columns))
+        return error
+
+    def terms(self, x: Tensor, grid: Grid, key_grid: Grid) -> RelativeTerms:
+        """Return the factors for tokens on `grid` that attend to those of `key_grid`; `x` is not used."""
+        query, key = factors_at(self.query, grid, key_grid), factors_at(self.key, key_grid, key_grid)
+        return RelativeTerms(channels=Channels(query, key))
+
+    def extra_repr(self) -> str:
+        rows, columns, heads, rank = self.query.shape
+        return f"num_heads={heads}, rank={rank}, grid_size={(rows, columns)}, init_std={self.init_std}"
+
+
+def factorise_bias(bias: Tensor, rank: int) -> tuple[Channels, Tensor]:
+    """Compute the best factors of rank r of a bias by singular values: FlashBias (arXiv 2505.12044, section 3.2).
+
+    Args:
+        bias: (heads, Nq, Nk), any floating dtype; computed in float64.
+        rank: r, or all min(Nq, Nk) where that is less.
+
+    Returns:
+        `Channels` (1, heads, Nq, r) and (1, heads, Nk, r), dtype of the bias, singular values shared evenly, for
+        `RelativeTerms.channels`; and the error, (heads,) float64: the norm of what is left over (Frobenius), relative
+        to that of the bias; no factors of this rank have a smaller one (Eckart & Young 1936).
+    """
+    left, values, right = torch.linalg.svd(bias.to(torch.float64), full_matrices=False)
+    roots = values[:, None, :rank].sqrt()
+    query, key = left[..., :rank] * roots, right.mT[..., :rank] * roots
+    lost, whole = values[:, rank:].norm(dim=-1), values.norm(dim=-1)
+    error = torch.where(whole > 0, lost / whole, 0.0)
+    return Channels(query[None].to(bias.dtype), key[None].to(bias.dtype)), error
+
+
+def factors_at(factors: Tensor, grid: Grid, key_grid: Grid) -> Tensor:
+    """Return the factors (H0, W0, heads, r) of all tokens of `grid`, (1 or B, heads, N, r), zeros for prefix tokens."""
+    larger = key_grid.height > factors.shape[0] or key_grid.width > factors.shape[1]
+    if key_grid.valid is not None and key_grid.coords is not None and larger:
+        raise ValueError(
+            "factors cannot be stretched for a padded batch, whose images differ in size: give a larger grid_size, or "
+            "images of one size"
+        )
+    if torch.jit.is_scripting():
+        of_places = torch.ops.relvit.factors_of_grid(factors, key_grid.height, key_grid.width)
+    else:
+        of_places = factors_of_grid(factors, key_grid.height, key_grid.width)
+    y, x = batched_coords(grid, factors.device).unbind(-1)
+    # Queries may be outside the grid of the keys.
+    index = y.clamp(0, key_grid.height - 1) * key_grid.width + x.clamp(0, key_grid.width - 1)
+    return F.pad(of_places[index], (0, 0, 0, 0, grid.prefix, 0)).transpose(1, 2)
+
+
+# Sizes of the grid have no value while a graph is traced.
+register_notrace_function(factors_at)
+
+
+def factors_of_grid(factors: Tensor, height: int, width: int) -> Tensor:
+    """Resample factors (H0, W0, heads, r) to a grid: (height width, heads, r)."""
+    columns, heads, rank = factors.shape[1:]
+    index = torch.arange(height, device=factors.device)
+    rows = look_up(factors.flatten(1), index, height).view(height, columns, heads * rank)
+    index = torch.arange(width, device=factors.device)
+    both = look_up(rows.transpose(0, 1).flatten(1), index, width).view(width, height, heads, rank)
+    return both.transpose(0, 1).flatten(0, 1)
+
+
+register_operator("factors_of_grid(Tensor factors, int height, int width) -> Tensor", factors_of_grid)

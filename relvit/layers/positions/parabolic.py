@@ -1,0 +1,136 @@
+"""PaPE's parabolic positions: content-dependent parabolas of the offset, as free channels of queries and keys."""
+
+import torch
+import torch.nn.functional as F
+from timm.layers import register_notrace_function
+from torch import Tensor, nn
+
+from relvit.layers.positions.stretch import is_stretched
+from relvit.ops import Channels, Grid, RelativeTerms
+from relvit.ops.grid import batched_coords
+
+
+class ParabolicPosition2d(nn.Module):
+    """Parabolic position encoding, PaPE (Ohrstrom et al. 2026, arXiv 2602.01418), as in the authors' code.
+
+        logit_ij = scale * (q_i . k_j + sum_m (-a_im s_ijm^2 + b_im s_ijm)),   s_ijm = w_m . (p_i - p_j)
+
+    over M parabolas per head, with learned directions w_m, p the row and column of a token, a_i = softplus(W_a x_i) and
+    b_i = W_b x_i of the tokens x that enter the attention layer. The sum over m is a quadratic form in p_i - p_j; as
+    inner products of query and key it takes 6 channels at any image size, 1, v^2, vu, u^2, v, u of a key's row v and
+    column u (the authors' ten have the products of a symmetric matrix and the constant twice). Coordinates count from
+    the middle of the grid, which changes nothing but rounding. Between prefix tokens and others there is no parabola;
+    the authors put the class token at (0, 0) and patches from (1, 1) on.
+
+    Attention layers call `terms`.
+
+    Args:
+        head_dim: width of one attention head; the scale is head_dim ** -0.5, and tokens are num_heads head_dim wide.
+        num_heads: number of heads.
+        parabolas: M, the authors' default.
+        init_std: standard deviation of the truncated normal that initialises the directions, by default that of the
+            authors' uniform distribution; 0: zeros, with which the layer computes plain attention.
+
+    Attributes:
+        directions: (num_heads, M, 2), w, for rows and columns.
+        coefficients: the linear layer of W_a and W_b, as the authors' `ab`.
+        trained_grid: rows and columns of patches in training: in images of another size offsets are divided by the
+            ratio of sizes; see `relvit.models.set_reach`. None: they are not.
+
+    Raises:
+        ValueError: no parabola, a negative standard deviation.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        num_heads: int,
+        parabolas: int = 50,
+        init_std: float = 0.41,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if parabolas < 1:
+            raise ValueError(f"parabolas must be at least 1, got {parabolas}")
+        if init_std < 0:
+            raise ValueError(f"init_std must not be negative, got {init_std}")
+        self.init_std, self.scale = init_std, head_dim**-0.5
+        self.trained_grid: tuple[int, int] | None = None
+        self.directions = nn.Parameter(torch.empty(num_heads, parabolas, 2, device=device, dtype=dtype))
+        dim, features = num_heads * head_dim, 2 * num_heads * parabolas
+        self.coefficients = nn.Linear(dim, features, bias=False, device=device, dtype=dtype)
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Initialise all parameters."""
+        if self.init_std:
+            nn.init.trunc_normal_(self.directions, std=self.init_std)
+        else:
+            nn.init.zeros_(self.directions)
+        self.coefficients.reset_parameters()
+
+    # PyTorch and timm call it for modules made on the meta device.
+    reset_parameters = init_weights
+
+    def no_weight_decay(self) -> set[str]:
+        """Return the name of the directions."""
+        return {"directions"}
+
+    def terms(self, x: Tensor, grid: Grid, key_grid: Grid) -> RelativeTerms:
+        """Compute the channels for tokens `x`, (B, N, dim) on `grid`, that attend to those of `key_grid`."""
+        features = self.coefficients(x)
+        return RelativeTerms(
+            channels=parabolas(features, self.directions, grid, key_grid, self.trained_grid, self.scale)
+        )
+
+    def extra_repr(self) -> str:
+        heads, number, _ = self.directions.shape
+        return f"num_heads={heads}, parabolas={number}, init_std={self.init_std}"
+
+
+def parabolas(
+    features: Tensor, directions: Tensor, grid: Grid, key_grid: Grid, trained_grid: tuple[int, int] | None, scale: float
+) -> Channels:
+    """Compute the 6 channels of (B, N, 2 heads M) features, those of a before those of b; float32 at least."""
+    dtype = torch.float64 if features.dtype == torch.float64 else torch.float32
+    heads, number, _ = directions.shape
+    a, b = features.to(dtype).unflatten(-1, (2, heads, number)).unbind(2)
+    a = F.softplus(a)
+    # Sums, no matrix products, which under autocast would be in half precision; (B, heads, N) each.
+    down, across = directions.to(dtype).unbind(-1)
+    yy = (a * (down * down)).sum(-1).transpose(1, 2)
+    yx = (a * (2 * down * across)).sum(-1).transpose(1, 2)
+    xx = (a * (across * across)).sum(-1).transpose(1, 2)
+    by = (b * down).sum(-1).transpose(1, 2)
+    bx = (b * across).sum(-1).transpose(1, 2)
+    trained = trained_grid if is_stretched(key_grid, trained_grid) else None
+    y, x = _coordinates(grid, key_grid, trained, dtype, features.device)
+    v, u = _coordinates(key_grid, key_grid, trained, dtype, features.device)
+    constant = by * y + bx * x - yy * y * y - yx * y * x - xx * x * x
+    parts = (constant, -yy, -yx, -xx, 2 * yy * y + yx * x - by, 2 * xx * x + yx * y - bx)
+    query, key = (
+        torch.stack(parts, dim=-1) * scale,
+        torch.stack((torch.ones_like(v), v * v, v * u, u * u, v, u), dim=-1),
+    )
+    return Channels(_without_prefix(query, grid.prefix), _without_prefix(key, key_grid.prefix))
+
+
+# Sizes of the grid have no value while a graph is traced.
+register_notrace_function(parabolas)
+
+
+def _coordinates(
+    grid: Grid, key_grid: Grid, trained: tuple[int, int] | None, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Rows and columns of all tokens from the middle of `key_grid`, (1 or B, 1, N) each, anything for prefix tokens."""
+    y, x = F.pad(batched_coords(grid, device).to(dtype), (0, 0, grid.prefix, 0))[:, None].unbind(-1)
+    y, x = y - (key_grid.height - 1) / 2, x - (key_grid.width - 1) / 2
+    if trained is not None:
+        y, x = y * trained[0] / key_grid.height, x * trained[1] / key_grid.width
+    return y, x
+
+
+def _without_prefix(channels: Tensor, prefix: int) -> Tensor:
+    """Set channels (..., N, c) of prefix tokens to zero."""
+    return F.pad(channels[:, :, prefix:], (0, 0, prefix, 0))

@@ -1,0 +1,57 @@
+"""Learned bias between prefix tokens and patches, which have no offset."""
+
+import torch
+from timm.layers import register_notrace_module
+from torch import Tensor, nn
+
+from relvit.ops import Channels, Grid, num_tokens
+
+
+# Sizes of the grid have no value while a graph is traced.
+@register_notrace_module
+class PrefixBias(nn.Module):
+    """Three numbers per head, added to the logits of prefix tokens (class token, registers), as in BEiT.
+
+    One from prefix tokens to patches, one from patches to prefix tokens, one between prefix tokens. Source: the last
+    three rows of the bias table in the authors' code of BEiT (Bao et al. 2021, arXiv 2106.08254), there for the class
+    token alone. As `Channels`: two per query and key.
+
+    Args:
+        num_heads: number of heads.
+
+    Attributes:
+        weight: (3, num_heads), in this order; zeros at first, with which there is no bias.
+    """
+
+    def __init__(
+        self, num_heads: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3, num_heads, device=device, dtype=dtype))
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Set all to zero."""
+        nn.init.zeros_(self.weight)
+
+    # PyTorch and timm call it for modules made on the meta device.
+    reset_parameters = init_weights
+
+    def no_weight_decay(self) -> set[str]:
+        """Return the name of the biases."""
+        return {"weight"}
+
+    def forward(self, grid: Grid, key_grid: Grid) -> Channels:
+        """Compute the channels of queries on `grid`, (1, 1, Nq, 2), and of keys on `key_grid`, (1, heads, Nk, 2)."""
+        query, key = (self._is_prefix(of_tokens) for of_tokens in (grid, key_grid))
+        to_patch, to_prefix, between = self.weight[:, :, None].unbind(0)
+        # A query is a prefix token or a patch: (1, 0) or (0, 1).
+        met_by_prefix, met_by_patch = between * key + to_patch * (1 - key), to_prefix * key
+        return Channels(
+            torch.stack((query, 1 - query), dim=-1)[None, None],
+            torch.stack((met_by_prefix, met_by_patch), dim=-1)[None],
+        )
+
+    def _is_prefix(self, grid: Grid) -> Tensor:
+        """1 for prefix tokens and 0 for patches: (N,)."""
+        return (torch.arange(num_tokens(grid), device=self.weight.device) < grid.prefix).to(self.weight.dtype)

@@ -1,0 +1,80 @@
+"""Plans of layers: the backend that runs, the width that 'fused' makes, parameters counted by hand, refusals."""
+
+import pytest
+import timm
+import torch
+from vits import SMALL, images, small
+
+import relvit
+from relvit.cli import main
+from relvit.evaluation.explain import as_table
+from relvit.ops import attention
+
+
+def test_plans_of_a_model():
+    model = small(rel_terms="kvb", max_distance=2, class_token=True)
+    plans = relvit.explain(model, (40, 24))
+    assert [plan.layer for plan in plans] == [f"blocks.{number}.attn" for number in range(3)]
+    plan = plans[0]
+    assert (plan.position, plan.terms, plan.backend) == ("RelativePosition2d", "kvb", "tiled")
+    # 5 rows and 3 columns of patches beside vectors of 6.
+    assert plan.width == (6, 6 + 5 + 3)
+    assert plan.parameters == 2 * 2 * 5 * 6 + 2 * 2 * 5
+    assert "recomputes each tile" in plan.keeps
+
+
+@pytest.mark.parametrize("options", [{}, {"layout": "joint"}, {"rel_terms": ""}, {"backend": "gathered"}], ids=str)
+def test_the_backend_is_the_one_that_runs(options, monkeypatch):
+    model, ran = small(**options), []
+    for name, module in attention.BACKENDS.items():
+        run = module.relative_attention
+
+        def recorded(*args, name=name, run=run, **kwargs):
+            ran.append(name)
+            return run(*args, **kwargs)
+
+        monkeypatch.setattr(module, "relative_attention", recorded)
+    model(images())
+    assert {plan.backend for plan in relvit.explain(model)} == set(ran)
+
+
+def test_equal_layers_share_a_row():
+    model = small()
+    model.blocks[1].attn.backend = "fused"
+    _, _, *rows = as_table(relvit.explain(model)).splitlines()
+    assert [row.split("|")[1].strip() for row in rows] == ["blocks.0.attn ... blocks.2.attn (2)", "blocks.1.attn"]
+    assert "chosen by name" in rows[1]
+
+
+@pytest.mark.parametrize("name", ["test_relvit_aft", "test_relvit_lsh", "test_relvit_universal"])
+def test_other_families(name):
+    (plan, *_) = relvit.explain(timm.create_model(name, **SMALL))
+    assert plan.parameters > 0
+
+
+def test_retrofitted_models():
+    vit = timm.create_model("test_vit", img_size=32, patch_size=8, num_classes=5)
+    with pytest.raises(ValueError, match="VisionTransformer has no layers of relvit"):
+        relvit.explain(vit)
+    assert {plan.terms for plan in relvit.explain(relvit.retrofit(vit, rel_terms="q"))} == {"q"}
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="image height 20 is not a multiple of the patch size 8"):
+        relvit.explain(small(), 20)
+
+
+def test_nothing_is_drawn_and_no_gradient_is_left():
+    model = small()
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    relvit.explain(model)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_command(capsys):
+    assert main(["explain", "test_relvit", "--img_size", "[160,96]", "--model_kwargs.depth", "2"]) == 0
+    assert "| blocks.0.attn ... blocks.1.attn (2) | RelativePosition2d | kv | tiled |" in capsys.readouterr().out
+    assert main(["explain", "--model", "test_relvitt"]) == 2
+    assert "did you mean 'test_relvit'" in capsys.readouterr().err

@@ -1,0 +1,188 @@
+"""PaPE against the authors' formula, pair by pair, and low-rank biases against the bias itself; float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from draws import all_places
+from timm.layers import Attention
+from torch import nn
+
+from relvit.layers import (
+    LowRankPosition2d,
+    ParabolicPosition2d,
+    RelativeAttention,
+    SlopePosition2d,
+    factorise_bias,
+)
+from relvit.layers.timm_attention import GridArgument, TimmRelativePlain
+from relvit.ops import make_grid, num_tokens
+from relvit.ops.reference.attention import pair_bias
+
+DIM, HEADS = 8, 2
+LAYOUTS = {
+    "raster": make_grid(3, 5),
+    "prefix": make_grid(5, 2, prefix=2),
+    "dropped": make_grid(4, 6, prefix=1, coords=torch.tensor([[[3, 5], [0, 1], [2, 2]], [[0, 0], [3, 0], [1, 4]]])),
+}
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def layer(position, cls=RelativeAttention, **options):
+    if cls is RelativeAttention:
+        attn = RelativeAttention(DIM, HEADS, position=position, qkv_bias=True, **options).double()
+    else:
+        attn = Attention(DIM, HEADS, qkv_bias=True).double()
+        attn.__class__, attn.position, attn.backend = cls, position.double(), "auto"
+    torch.manual_seed(0)
+    for parameter in attn.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return attn.eval()
+
+
+def parabolas(position, x, places, unit=(1, 1)):
+    """scale (-softplus(W_a x_i) (w (p_i - p_j))^2 + W_b x_i w (p_i - p_j)), summed over parabolas, for each pair."""
+    a, b = (x @ position.coefficients.weight.mT).unflatten(-1, (2, HEADS, -1)).unbind(2)
+    samples = []
+    for n, spots in enumerate(places):
+        rows = []
+        for i, here in enumerate(spots):
+            for there in spots:
+                total = x.new_zeros(HEADS)
+                if here is not None and there is not None:
+                    step = x.new_tensor([(p - q) * u for p, q, u in zip(here, there, unit, strict=True)])
+                    s = position.directions @ step
+                    total = (-F.softplus(a[n, i]) * s**2 + b[n, i] * s).sum(-1) * (DIM // HEADS) ** -0.5
+                rows.append(total)
+        samples.append(torch.stack(rows, dim=-1).unflatten(-1, (len(spots), -1)))
+    return torch.stack(samples)
+
+
+def by_hand(attn, x, bias):
+    plain = Attention(DIM, HEADS, qkv_bias=True).double()
+    plain.load_state_dict({key: value for key, value in attn.state_dict().items() if "position" not in key})
+    return plain(x, attn_mask=bias)
+
+
+@pytest.mark.parametrize("cls", [RelativeAttention, TimmRelativePlain])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_parabolas_are_the_authors_formula_with_gradients(name, cls):
+    grid = LAYOUTS[name]
+    attn = layer(ParabolicPosition2d(DIM // HEADS, HEADS, parabolas=3), cls)
+    position, x = attn.position, draw(2, num_tokens(grid), DIM)
+    got = attn(x, grid) if cls is RelativeAttention else attn(x, attn_mask=GridArgument(grid, None))
+    expected = by_hand(attn, x, parabolas(position, x, all_places(grid, 2)))
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
+    grads = [torch.autograd.grad(out.sin().sum(), list(position.parameters())) for out in (got, expected)]
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+
+
+def test_parabolas_stretched_and_with_a_memory():
+    attn, grid = layer(ParabolicPosition2d(DIM // HEADS, HEADS, parabolas=2)), make_grid(6, 5, prefix=1)
+    attn.position.trained_grid = (4, 5)
+    x = draw(1, num_tokens(grid), DIM)
+    bias = parabolas(attn.position, x, all_places(grid, 1), unit=(4 / 6, 1))
+    torch.testing.assert_close(attn(x, grid), by_hand(attn, x, bias), rtol=0, atol=1e-10)
+    attn.position.trained_grid = None
+    # The last two rows of an image whose first ones are a memory.
+    whole, x = make_grid(5, 3), draw(2, 15, DIM)
+    last = make_grid(5, 3, coords=torch.stack((torch.arange(6) // 3 + 3, torch.arange(6) % 3), dim=-1))
+    got = attn(x[:, 9:], last, memory=x[:, :9], key_grid=whole)
+    torch.testing.assert_close(got, attn(x, whole)[:, 9:], rtol=0, atol=1e-10)
+
+
+def test_zeros_are_plain_attention_and_parabolas_learn():
+    position = ParabolicPosition2d(DIM // HEADS, HEADS, 2, init_std=0, device="meta").to_empty(device="cpu")
+    position.init_weights()
+    attn, grid, x = (
+        RelativeAttention(DIM, HEADS, position=position),
+        make_grid(3, 5, prefix=1),
+        draw(2, 16, DIM).float(),
+    )
+    plain = Attention(DIM, HEADS)
+    plain.load_state_dict({key: value for key, value in attn.state_dict().items() if "position" not in key})
+    torch.testing.assert_close(attn(x, grid), plain(x), rtol=0, atol=1e-6)
+    optimizer = torch.optim.SGD(attn.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        attn(x, grid).square().sum().backward()
+        optimizer.step()
+    assert all(parameter.grad.any() for parameter in position.parameters())
+
+
+@pytest.mark.parametrize("backend", ["fused", "tiled"])
+def test_parabolas_in_half_precision_stay_near(backend):
+    attn, grid = layer(ParabolicPosition2d(DIM // HEADS, HEADS), backend=backend), make_grid(17, 23)
+    x = draw(2, num_tokens(grid), DIM)
+    expected = attn(x, grid).detach()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = attn.float()(x.float(), grid).double()
+    torch.testing.assert_close(got, expected, rtol=0, atol=0.05 * float(expected.abs().max()))
+
+
+def test_factors_of_a_bias_and_their_error():
+    grid = make_grid(4, 3)
+    bias = pair_bias(SlopePosition2d(4, HEADS, distance="euclidean").double()(grid), grid, grid, draw(1))[0]
+    channels, error = factorise_bias(bias, 3)
+    product = (channels.query @ channels.key.mT)[0]
+    left = (bias - product).flatten(1).norm(dim=1) / bias.flatten(1).norm(dim=1)
+    torch.testing.assert_close(error, left, rtol=0, atol=1e-10)
+    singular = torch.linalg.svdvals(bias)
+    torch.testing.assert_close(error, singular[:, 3:].norm(dim=1) / singular.norm(dim=1), rtol=0, atol=1e-12)
+    assert 0 < error.max() < 0.2
+    assert not factorise_bias(torch.zeros(1, 2, 3), 5)[1].any()
+    # Manhattan distance has rank rows + columns at the most.
+    manhattan = pair_bias(SlopePosition2d(4, HEADS).double()(grid), grid, grid, draw(1))[0]
+    assert factorise_bias(manhattan, 7)[1].max() < 1e-12
+
+
+def test_a_loaded_bias_is_kept_on_smaller_grids_and_stretched_over_larger_ones():
+    """Without a remainder at full rank: at the own size, with prefix tokens, dropped patches, fewer rows."""
+    trained = make_grid(4, 3)
+    bias = draw(HEADS, 12, 12)
+    attn = layer(LowRankPosition2d(DIM // HEADS, HEADS, rank=12, grid_size=(4, 3)))
+    assert attn.position.load_bias(bias).max() < 1e-12
+    for grid in (
+        trained,
+        make_grid(4, 3, prefix=2),
+        make_grid(3, 2, prefix=1),
+        make_grid(4, 3, coords=torch.tensor([[3, 0], [1, 2], [0, 0]])),
+    ):
+        x, spots = draw(2, num_tokens(grid), DIM), all_places(grid, 1)[0]
+        index = torch.tensor([0 if spot is None else spot[0] * 3 + spot[1] for spot in spots])
+        on_grid = torch.tensor([spot is not None for spot in spots])
+        expected = bias[:, index][:, :, index] * (on_grid[:, None] & on_grid)
+        torch.testing.assert_close(attn(x, grid), by_hand(attn, x, expected[None]), rtol=0, atol=1e-10)
+    terms = attn.position.terms(x, make_grid(7, 3), make_grid(7, 3)).channels
+    # torch.nn.functional.interpolate, along rows.
+    maps = attn.position.query.permute(2, 3, 0, 1)
+    larger = F.interpolate(maps, (7, 3), mode="bilinear", align_corners=False)
+    torch.testing.assert_close(terms.query[0], larger.flatten(2).mT, rtol=0, atol=1e-12)
+
+
+def test_a_model_starts_with_the_positions_own_deviation_unless_one_is_given():
+    import timm
+
+    options = {"position": "pape", "depth": 1, "embed_dim": 12, "num_heads": 2}
+    std = [
+        float(timm.create_model("test_relvit", **options, **given).blocks[0].attn.position.directions.detach().std())
+        for given in ({}, {"rel_init_std": 0.1}, {"rel_init_std": 0})
+    ]
+    assert std == pytest.approx([0.41, 0.1, 0], rel=0.3)
+
+
+def test_errors():
+    for maker, arguments, message in (
+        (ParabolicPosition2d, {"parabolas": 0}, "parabolas must be at least 1, got 0"),
+        (ParabolicPosition2d, {"init_std": -1}, "init_std must not be negative"),
+        (LowRankPosition2d, {"rank": 0}, "rank must be at least 1, got 0"),
+        (LowRankPosition2d, {"grid_size": 0}, "grid_size must be at least 1, got 0"),
+        (LowRankPosition2d, {"init_std": -1}, "init_std must not be negative"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            maker(4, 2, **arguments)
+    with pytest.raises(ValueError, match=r"bias has shape \(2, 5, 6\), expected \(2, 6, 6\)"):
+        LowRankPosition2d(4, 2, grid_size=(2, 3)).load_bias(torch.zeros(2, 5, 6))

@@ -1,0 +1,139 @@
+"""Rotary embedding of relvit's own models: angles against timm's layers, the layer against brute force, in float64."""
+
+import pytest
+import torch
+from draws import all_places
+from oracles import relative_attention as oracle
+from timm.layers import RotaryEmbeddingCat, RotaryEmbeddingMixed
+from timm.layers.pos_embed_sincos import apply_rot_embed_cat
+from timm.models._manipulate import reinit_non_persistent_buffers
+from vits import small
+
+from relvit.layers import RelativeAttention, RelativePosition2d, RotaryEmbedding2d
+from relvit.ops import make_grid, num_tokens
+
+DIM, HEADS = 16, 2
+GRIDS = {
+    "raster": make_grid(3, 5),
+    "prefix": make_grid(5, 2, prefix=2),
+    "dropped": make_grid(4, 6, prefix=1, coords=torch.tensor([[[3, 5], [0, 1], [2, 2]], [[0, 0], [3, 0], [1, 4]]])),
+}
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def timms(rope, height, width):
+    """Sines and cosines of timm's layer with the same frequencies, (1 or heads, height width, 2 head_dim)."""
+    if rope.kind == "axial":
+        theirs = RotaryEmbeddingCat(DIM // HEADS, temperature=100.0, in_pixels=False)
+        return theirs.get_embed((height, width))[None].double()
+    theirs = RotaryEmbeddingMixed(DIM, 1, HEADS)
+    theirs.freqs.data = rope.frequencies.data.flip(0)[:, None].float()
+    return theirs.get_embed((height, width))[0].detach().double()
+
+
+@pytest.mark.parametrize("kind", ["axial", "mixed"])
+def test_rotates_as_timm(kind):
+    torch.manual_seed(0)
+    rope = RotaryEmbedding2d(DIM // HEADS, HEADS, kind)
+    x = draw(2, HEADS, 2 + 15, DIM // HEADS)
+    expected = torch.cat((x[:, :, :2], apply_rot_embed_cat(x[:, :, 2:], timms(rope, 3, 5))), dim=2)
+    torch.testing.assert_close(rope(x, make_grid(3, 5, prefix=2)), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("rel_terms", ["qkvb", ""])
+@pytest.mark.parametrize("kind", ["axial", "mixed"])
+@pytest.mark.parametrize("name", GRIDS)
+def test_layer_with_tables_equals_brute_force(name, kind, rel_terms):
+    grid = GRIDS[name]
+    torch.manual_seed(0)
+    position = RelativePosition2d(DIM // HEADS, HEADS, rel_terms, max_distance=2, init_std=1.0)
+    attn = RelativeAttention(DIM, HEADS, position=position, qkv_bias=True).double()
+    attn.rope = rope = RotaryEmbedding2d(DIM // HEADS, HEADS, kind).double()
+    x = draw(2, num_tokens(grid), DIM)
+    got = attn(x, grid)
+    q, k, v = attn.qkv(x).unflatten(-1, (3, HEADS, DIM // HEADS)).permute(2, 0, 3, 1, 4)
+    places = all_places(grid, 2)
+    coords = torch.tensor([[spot for spot in spots if spot is not None] for spots in places]).double()
+    angles = (
+        coords[:, None, :, :1] * rope.frequencies[0][:, None] + coords[:, None, :, 1:] * rope.frequencies[1][:, None]
+    )
+    angles = angles.repeat_interleave(2, dim=-1)
+    sines_cosines = torch.cat((angles.sin(), angles.cos()), dim=-1)
+    rotated = [oracle.rotate(part, sines_cosines, grid.prefix, half=False) for part in (q, k)]
+    expected = oracle.attention(*rotated, v, position(grid), places, position_query=q, position_key=k)
+    expected = attn.proj(expected.transpose(1, 2).flatten(2))
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
+    if kind == "mixed":
+        grads = [torch.autograd.grad(out.sin().sum(), rope.frequencies)[0] for out in (got, expected)]
+        torch.testing.assert_close(*grads, rtol=0, atol=1e-10)
+
+
+def test_queries_and_memory_on_grids_of_their_own():
+    attn = RelativeAttention(DIM, HEADS).double()
+    attn.rope = RotaryEmbedding2d(DIM // HEADS, HEADS, "axial")
+    whole, x = make_grid(5, 3), draw(2, 15, DIM)
+    last = make_grid(5, 3, coords=torch.stack((torch.arange(6) // 3 + 3, torch.arange(6) % 3), dim=-1))
+    got = attn(x[:, 9:], last, memory=x[:, :9], key_grid=whole)
+    torch.testing.assert_close(got, attn(x, whole)[:, 9:], rtol=0, atol=1e-12)
+
+
+def test_frequencies_of_models_from_the_meta_device_and_in_half_precision():
+    rope = RotaryEmbedding2d(8, 2, device="meta").to_empty(device="cpu")
+    rope.frequencies.fill_(torch.nan)
+    reinit_non_persistent_buffers(rope)
+    torch.testing.assert_close(rope.frequencies[0, 0], torch.tensor([1, 0.1, 0, 0]))
+    torch.testing.assert_close(rope.frequencies[1, 0], torch.tensor([0, 0, 1, 0.1]))
+    model = small("test_relvit", rope="mixed", embed_dim=16)
+    assert "blocks.1.attn.rope.frequencies" in model.no_weight_decay()
+    drawn = [block.attn.rope for block in model.blocks]
+    for block in drawn:
+        block.init_weights()
+    assert not torch.equal(drawn[0].frequencies, drawn[1].frequencies)
+    torch.testing.assert_close(drawn[0].frequencies.norm(dim=0)[0], torch.tensor([1, 10**-0.5] * 2))
+    x, grid = draw(1, 2, 40, 8), make_grid(1, 40)
+    got = rope.bfloat16()(x.bfloat16(), grid)
+    assert got.dtype == torch.bfloat16
+    expected = RotaryEmbedding2d(8, 2)(x, grid)
+    # Frequencies of 0.1 are rounded with the module; those of timm's as well.
+    torch.testing.assert_close(got.double(), expected, rtol=0, atol=0.05)
+
+
+def test_halting_tokens_are_rotated_as_all():
+    model = small("test_relvit_universal", rope="mixed", embed_dim=16, halting="act", depth=4).eval()
+    x = torch.randn(2, 3, 24, 40, generator=torch.Generator().manual_seed(1))
+    got = model(x)
+    model.gather = False
+    torch.testing.assert_close(got, model(x), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"head_dim": 6}, "needs a head_dim that is a multiple of 4, got 6"),
+        ({"head_dim": 8, "kind": "axal"}, "kind is 'axal'; allowed are 'axial', 'mixed'.*did you mean 'axial'"),
+        ({"head_dim": 8, "temperature": 0}, "temperature must be positive, got 0"),
+    ],
+)
+def test_errors(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        RotaryEmbedding2d(num_heads=2, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("test_relvit", {"rope": "mix"}, "rope is 'mix'; allowed are '', 'axial', 'mixed'"),
+        ("test_relvit", {"prefix_bias": True}, "prefix_bias=True is for models with class_token=True or reg_tokens"),
+        (
+            "test_relvit_lsh",
+            {"rope": "axial", "embed_dim": 16},
+            "rope and prefix_bias are for RelativeAttention, not for LSH",
+        ),
+    ],
+)
+def test_models_refuse(name, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        small(name, **arguments)
