@@ -113,7 +113,8 @@ def relative_attention(
     if backend == "reference":
         return reference.relative_attention(*inputs, trained_keys=trained_keys)
     # The others compute in single precision at least.
-    dtype = query.dtype if backend == "fused" else torch.promote_types(query.dtype, torch.float32)
+    # `tiled` and `gathered` compute in single precision at least.
+    dtype = query.dtype if backend in ("fused", "triton") else torch.promote_types(query.dtype, torch.float32)
     inputs = with_channels(inputs, dtype)
     if trained_keys is not None:
         inputs = with_temperature(inputs, trained_keys)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from draws import assert_all_close, draw_case, draw_tables, gradients, leaves, relative_error, with_tables
 
-from relvit.ops import AxisTables, RelativeTerms, make_grid, relative_attention
+from relvit.ops import AxisTables, Channels, RelativeTerms, make_grid, relative_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")
 slow = pytest.mark.slow
@@ -158,3 +158,15 @@ def test_large_logits():
     q, k, v, terms, grid = draw_case(3, 18, 1, which="kv", dim=16)
     tables = AxisTables(*(100 * table for table in terms.key))
     compare((q, k, v), terms._replace(key=tables), grid, atol=(1e-3, 0.1))
+
+
+@slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_free_channels(dtype):
+    q, k, v, terms, grid = draw_case(2, 3, 1, which="kv")
+    channels = Channels(*torch.randn(2, 1, 2, 7, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64))
+    contents = (t.to(dtype) for t in (q, k, v))
+    out = relative_attention(*contents, terms._replace(channels=channels), grid, backend="triton")
+    want = relative_attention(q, k, v, terms._replace(channels=channels), grid, backend="reference")
+    assert out.dtype == dtype
+    assert relative_error(out, want) < (1e-5 if dtype == torch.float32 else 2e-3)
