@@ -48,6 +48,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "relvit_small": ("relvit_small", {}),
     "relvit_small_fused": ("relvit_small", {"backend": "fused"}),
     "relvit_small_tiled": ("relvit_small", {"backend": "tiled"}),
+    "relvit_small_triton": ("relvit_small", {"backend": "triton"}),
     "relvit_xl": ("relvit_xl_small", {}),
     "relpos": ("vit_relpos_small_patch16_224", {"init_values": 0}),
     "rope": ("vit_small_patch16_rope_224", POOLED),
@@ -66,6 +67,7 @@ LAYERS = PLAIN | {
     "relvit_fused": lambda side: relative_attention("fused"),
     "relvit_tiled": lambda side: relative_attention("tiled"),
     "relvit_gathered": lambda side: relative_attention("gathered"),
+    "relvit_triton": lambda side: relative_attention("triton"),
     "sam": lambda side: SamAttention(DIM, HEADS, use_rel_pos=True, rope=None, input_size=(side, side)),
 }
 # The attention-free layer of the paper's best small model, with a window per channel, computed in several ways.
@@ -316,7 +318,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.device == "auto":
         given.device = "cuda" if torch.cuda.is_available() else "cpu"
     known = COMPETITORS[given.level]
-    names = list(dict.fromkeys(given.names or known))
+    # Triton's kernels need a GPU.
+    every = [name for name in known if given.device == "cuda" or not name.endswith("_triton")]
+    names = list(dict.fromkeys(given.names or every))
     if unknown := [name for name in names if name not in known]:
         hint = did_you_mean(unknown[0], known)
         raise ValueError(f"unknown {given.level} {unknown[0]!r}{hint}, allowed: {', '.join(known)}")

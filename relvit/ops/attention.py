@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from relvit.ops import reference
-from relvit.ops.backends import fused, gathered, tiled
+from relvit.ops.backends import fused, gathered, tiled, triton
 from relvit.ops.backends.axis_logits import axis_logits, grid_axes, table_index
 from relvit.ops.checks import check_backend, check_kind, check_tokens
 from relvit.ops.grid import Grid
@@ -18,7 +18,13 @@ from relvit.ops.temperature import with_temperature
 from relvit.ops.terms import JointTable, RelativeTerms
 from relvit.ops.tracing import is_compiling, is_functorch
 
-BACKENDS: dict[str, ModuleType] = {"reference": reference, "fused": fused, "tiled": tiled, "gathered": gathered}
+BACKENDS: dict[str, ModuleType] = {
+    "reference": reference,
+    "fused": fused,
+    "tiled": tiled,
+    "gathered": gathered,
+    "triton": triton,
+}
 
 
 class Choice(NamedTuple):
@@ -75,8 +81,10 @@ def relative_attention(
             N x N is kept for backward; with `dropout_p` > 0 PyTorch's CPU kernel gives up this promise), 'tiled' (one
             tile of queries after the other, recomputed in backward: nothing of N x N either; but no second
             derivatives, and no part of compiled or exported graphs), 'gathered' (tiles as well, every pair looks up its
-            table entries: slower, but for joint tables, second derivatives and all of `torch.func` too), 'reference'
-            (the paper's own n products, O(N^2 head_dim) memory) or 'auto' (see `choose`).
+            table entries: slower, but for joint tables, second derivatives and all of `torch.func` too), 'triton'
+            (kernels for GPUs that augment nothing; for keys on a raster, without query term, mask and dropout; by name
+            only, see `relvit.ops.backends.triton`), 'reference' (the paper's own n products, O(N^2 head_dim) memory)
+            or 'auto' (see `choose`).
 
     Returns:
         (B, heads, Nq, value_dim), dtype of the query. A query that may attend to no key gets zeros. What padding holds,
@@ -96,16 +104,17 @@ def relative_attention(
         raise ValueError(f"trained_keys must be 2 or more, got {trained_keys}: one key always has the weight 1")
     if backend == "auto":
         backend = _choose(inputs).backend
-    if backend in ("fused", "tiled"):
+    if backend in ("fused", "tiled", "triton"):
         for name, tables in zip(RelativeTerms._fields, terms, strict=True):
             if isinstance(tables, JointTable):
                 raise ValueError(f"terms.{name} is a joint table: backend 'gathered' or 'reference', not {backend!r}")
-    if backend == "tiled" and (is_compiling() or is_functorch()):
-        raise ValueError("backend 'tiled' can be no part of graphs or of torch.func's transforms: use 'auto'")
+    if backend in ("tiled", "triton") and (is_compiling() or is_functorch()):
+        raise ValueError(f"backend {backend!r} can be no part of graphs or of torch.func's transforms: use 'auto'")
     if backend == "reference":
         return reference.relative_attention(*inputs, trained_keys=trained_keys)
     # The others compute in single precision at least.
-    dtype = query.dtype if backend == "fused" else torch.promote_types(query.dtype, torch.float32)
+    # `tiled` and `gathered` compute in single precision at least.
+    dtype = query.dtype if backend in ("fused", "triton") else torch.promote_types(query.dtype, torch.float32)
     inputs = with_channels(inputs, dtype)
     if trained_keys is not None:
         inputs = with_temperature(inputs, trained_keys)
@@ -160,10 +169,15 @@ def _choose(inputs: AttentionInputs) -> Choice:
         return Choice("tiled", "on the CPU passes over a tile cost less than wider products", little)
     if query.dtype == torch.float64:
         return Choice("tiled", "no fused GPU kernel takes float64: stock attention would keep N x N", little)
-    if fused.augmented_width(inputs, padded=inputs.key_grid.valid is not None) > 256:
-        return Choice("tiled", "fused GPU kernels end at width 256", little)
+    width = fused.augmented_width(inputs, padded=inputs.key_grid.valid is not None)
+    by_name = ""
+    if width > 128 and triton.refusal(inputs) is None:
+        # The rule to be, once `tools/gpu/gpu_check.py` has passed on a GPU: here, 'triton'.
+        by_name = "; 'triton' augments nothing, but no GPU has run it yet: by name only"
+    if width > 256:
+        return Choice("tiled", "fused GPU kernels end at width 256" + by_name, little)
     keeps = "augmented output, logits, marginals: O(N (H + W))"
-    return Choice("fused", "one stock attention over augmented q, k and v", keeps)
+    return Choice("fused", "one stock attention over augmented q, k and v" + by_name, keeps)
 
 
 def relative_logits(

@@ -76,12 +76,19 @@ def test_tiles_refuse_to_be_part_of_graphs_and_transforms():
         torch.func.grad(lambda q: attend(q, k, v).sum())(q)
 
 
-def on_a_gpu(width=96, dtype=torch.bfloat16, layout="separate"):
+def on_a_gpu(width=96, dtype=torch.bfloat16, layout="separate", field=0):
     q, k, v, terms, grid = draw_case(8, width - 64 - 8, layout=layout, dim=64, batch=1)
     # As wide as wanted: 64 channels of the contents, 8 rows, the others columns.
     inputs = AttentionInputs(q.to(dtype), k.to(dtype), v.to(dtype), terms, grid)
     query = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=q.shape)
-    return attention._choose(checked(inputs)._replace(query=query)).backend
+    return attention._choose(checked(inputs)._replace(query=query))[field]
+
+
+def test_kernels_are_mentioned_where_they_would_be_narrower():
+    pytest.importorskip("triton")
+    reasons = {width: on_a_gpu(width=width, field=1) for width in (96, 129, 257)}
+    assert [width for width, reason in reasons.items() if "'triton' augments nothing" in reason] == [129, 257]
+    assert "triton" not in on_a_gpu(width=257, dtype=torch.float64, field=1)
 
 
 def test_the_rules_for_gpus(monkeypatch):

@@ -33,6 +33,7 @@ from gpu_scenes import (
     draw_scenes,
     draw_terms,
     leaf,
+    moved,
     outcome,
     stock_outcome,
     with_gradients,
@@ -46,7 +47,8 @@ import relvit
 from relvit.layers import RelativeAttention, RelativePosition2d
 from relvit.ops import AxisTables, JointTable, RelativeTerms, choose, make_grid, relative_attention
 from relvit.ops.attention import BACKENDS as MODULES
-from relvit.ops.backends import gathered, tiled
+from relvit.ops.backends import gathered, tiled, triton
+from relvit.ops.inputs import AttentionInputs, checked
 
 BACKENDS = ("fused", "tiled", "gathered")
 EXACT = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -149,7 +151,9 @@ def check_scene(log: Log, scene: Scene, device: str) -> None:
     exact_stock = stock_outcome(scene, "cpu", torch.float64)
     limits: dict[torch.dtype, Limits] = dict(EXACT)
     limits |= {dtype: stock_limits(stock_outcome(scene, device, dtype), exact_stock) for dtype in HALVES}
-    cases = [(letters, AxisTables, (*BACKENDS, "auto")) for letters in scene.letters]
+    # The CPU has no kernels but in Triton's interpreter, which the test suite runs.
+    backends = (*BACKENDS, "auto", *(("triton",) if device == "cuda" else ()))
+    cases = [(letters, AxisTables, backends) for letters in scene.letters]
     cases += [(letters, JointTable, ("gathered",)) for letters in scene.letters if len(letters) > 1]
     for letters, layout, backends in cases:
         terms = draw_terms(scene, letters, layout)
@@ -168,7 +172,16 @@ def check_scene(log: Log, scene: Scene, device: str) -> None:
 
         for backend, dtype in product(backends, limits):
             name = f"{scene.name}, {layout.__name__} {letters or '-'}, {backend}, {short(dtype)}"
+            if backend == "triton" and (reason := refusal(scene, terms, device, dtype)):
+                log.print("skip", name, reason)
+                continue
             log.check(name, partial(measure, backend, dtype, terms, want))
+
+
+def refusal(scene: Scene, terms: RelativeTerms, device: str, dtype: torch.dtype) -> str | None:
+    """Return why the backend 'triton' does not take a scene; None where it does."""
+    arguments = arguments_of(scene, terms, device, dtype)
+    return triton.refusal(checked(AttentionInputs(*arguments, **moved(scene.options, device))))
 
 
 def check_kernels(log: Log, scenes: Sequence[Scene], device: str) -> None:
@@ -233,18 +246,20 @@ def check_memory(log: Log, device: str) -> None:
     pairs = [AxisTables(*(new(15, dim, requires_grad=True) for _ in range(2))) for _ in range(2)]
     terms, grid = RelativeTerms(key=pairs[0], value=pairs[1]), make_grid(side, side)
 
-    def measure() -> Measured:
+    def measure(backend: str) -> Measured:
         # Twice: the first step also allocates what is remembered of rasters, and gradients.
         for _ in range(2):
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-            relative_attention(*contents, terms, grid).sum().backward()
+            relative_attention(*contents, terms, grid, backend=backend).sum().backward()
         added = torch.cuda.max_memory_allocated() - before
         square = BATCH * heads * side**4 * contents[0].element_size()
-        backend = choose(*contents, terms, grid).backend
+        if backend == "auto":
+            backend = choose(*contents, terms, grid).backend
         return Measured(added / square, 0.8, f"{added / 2**20:.0f} MiB in {backend}, N x N {square / 2**20:.0f} MiB")
 
-    log.check(f"memory of a step at {side}x{side}, bfloat16", measure)
+    for backend in ("auto", "triton"):
+        log.check(f"memory of a step at {side}x{side}, bfloat16, {backend}", partial(measure, backend))
 
 
 def check_compiled(log: Log, device: str) -> None:
@@ -293,12 +308,14 @@ def check_attention_free(log: Log, device: str, quick: bool, compiled: bool) -> 
 
 def report_determinism(log: Log, scene: Scene, device: str) -> None:
     """Report whether a second run gives the same bits."""
-    terms = draw_terms(scene, "qkvb", AxisTables)
-    for backend, dtype in product(BACKENDS, (torch.float32, torch.bfloat16)):
+    backends = (*BACKENDS, *(("triton",) if device == "cuda" else ()))
+    for backend, dtype in product(backends, (torch.float32, torch.bfloat16)):
+        letters = "kv" if backend == "triton" else "qkvb"
+        terms = draw_terms(scene, letters, AxisTables)
         once, twice = (outcome(scene, terms, device, dtype, backend) for _ in range(2))
         others = [name for name in once if not torch.equal(once[name], twice[name])]
         remark = f"not bit-equal: {', '.join(others)}" if others else "bit-equal"
-        log.print("note", f"two runs: {scene.name}, qkvb, {backend}, {short(dtype)}", remark)
+        log.print("note", f"two runs: {scene.name}, {letters}, {backend}, {short(dtype)}", remark)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,0 +1,89 @@
+"""Relative attention in kernels of their own, for GPUs: q, k and v stay as narrow as they are.
+
+`fused` augments queries, keys and values by H + W channels each; here a key tile is made of parts of image rows, so the
+relative logits of a tile are one number per query and row and one per query and column, and nothing is wider than in
+stock attention. These numbers and what meets the value tables are computed in PyTorch (`axis_logits`), gradients
+included; `launch` has the attention between them. Triton is imported at the first call.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+
+from relvit.ops.backends.axis_logits import (
+    grid_axes,
+    join_tables,
+    query_logits,
+    sum_by_entry,
+    table_index,
+    times_table,
+)
+from relvit.ops.grid import key_mask
+from relvit.ops.inputs import AttentionInputs
+from relvit.ops.tracing import without_autocast
+
+LARGEST_DIM = 128
+
+
+def relative_attention(inputs: AttentionInputs) -> Tensor:
+    """Compute attention with relative terms in Triton kernels; see `relvit.ops.relative_attention`.
+
+    Raises:
+        ValueError: inputs that the kernels do not take, with the reason.
+    """
+    reason = refusal(inputs)
+    if reason is not None:
+        raise ValueError(f"backend 'triton' {reason}")
+    # Not before: who never asks for kernels need not have Triton.
+    from relvit.ops.backends.triton.launch import Attention
+
+    query, key, value, terms, grid, key_grid = inputs[:6]
+    with without_autocast(query.device):
+        valid, axes = key_mask(key_grid), grid_axes(key_grid)
+        height, width, prefix = key_grid[:3]
+        if terms.key is None and terms.bias is None and terms.value is None:
+            # Nothing distinguishes rows: one long column of keys.
+            prefix, height, width = 0, key.shape[2], 1
+        out, marginals = Attention.apply(
+            query, key, value, query_logits(inputs, axes), valid, (prefix, height, width), inputs.scale,
+            terms.value is not None,
+        )  # fmt: skip
+        if terms.value is None:
+            return out
+        # Tokens before heads: so the kernels write results, and so the projection wants them.
+        entries = table_index(terms.value, terms.bucketing, grid, axes, query)
+        table = join_tables(terms.value, entries.reach, torch.float32)
+        on_entries = sum_by_entry(marginals.transpose(1, 2), entries.index, table.shape[-2])
+        return (out.transpose(1, 2) + times_table(on_entries, table)).to(query.dtype).transpose(1, 2)
+
+
+def refusal(inputs: AttentionInputs) -> str | None:
+    """Return why the kernels cannot compute this; None where they can."""
+    query, value, terms, key_grid = inputs.query, inputs.value, inputs.terms, inputs.key_grid
+    dims = (query.shape[-1], value.shape[-1])
+    if importlib.util.find_spec("triton") is None:
+        return "needs the package triton, which PyTorch's builds for CUDA bring along: use 'auto'"
+    if query.device.type != "cuda" and not (query.device.type == "cpu" and _is_interpreting()):
+        return f"needs a GPU, the query is on {query.device} (its tests set TRITON_INTERPRET=1): use 'auto'"
+    if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"takes float16, bfloat16 and float32, not {query.dtype}: use 'tiled'"
+    if max(dims) > LARGEST_DIM:
+        return f"takes head dimensions up to {LARGEST_DIM}, got {max(dims)}: use 'fused'"
+    if terms.query is not None:
+        return "has no query term (terms.query): use 'fused'"
+    if key_grid.coords is not None:
+        return "takes keys in raster order, not with coords of their own: use 'fused'"
+    if inputs.attn_mask is not None or inputs.is_causal:
+        return "takes no attn_mask and no is_causal (padding goes into the grid's `valid`): use 'fused'"
+    if inputs.dropout_p:
+        return f"has no dropout on attention weights, got dropout_p={inputs.dropout_p}: use 'fused'"
+    return None
+
+
+def _is_interpreting() -> bool:
+    """Return True where Triton computes on the CPU, for tests."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"

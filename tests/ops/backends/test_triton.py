@@ -1,0 +1,60 @@
+"""The backend 'triton': its numbers in Triton's interpreter, in a process of its own, and what is refused."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from draws import draw_case
+
+from relvit.ops import make_grid, relative_attention
+
+INTERPRETED = Path(__file__).parents[2] / "support" / "interpreted_triton.py"
+pytest.importorskip("triton")
+
+
+@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_in_the_interpreter(which):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", which, str(INTERPRETED)]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550)
+    assert run.returncode == 0, run.stdout[-6000:]
+
+
+def test_without_a_gpu():
+    q, k, v, terms, grid = draw_case(2, 3)
+    with pytest.raises(ValueError, match="backend 'triton' needs a GPU, the query is on cpu"):
+        relative_attention(q, k, v, terms, grid, backend="triton")
+
+
+@pytest.mark.parametrize(
+    ("case", "options", "message"),
+    [
+        ({}, {"dropout_p": 0.1}, r"no dropout on attention weights, got dropout_p=0.1: use 'fused'"),
+        ({}, {"is_causal": True}, "no attn_mask and no is_causal"),
+        ({}, {"attn_mask": torch.ones(6, 6, dtype=torch.bool)}, "no attn_mask and no is_causal"),
+        ({"which": "qk"}, {}, r"no query term \(terms.query\): use 'fused'"),
+        ({"dim": 129}, {}, "head dimensions up to 128, got 129"),
+        ({"layout": "joint"}, {}, "terms.key is a joint table: backend 'gathered' or 'reference', not 'triton'"),
+    ],
+)
+def test_refused(case, options, message, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    q, k, v, terms, grid = draw_case(2, 3, **case)
+    with pytest.raises(ValueError, match=message):
+        relative_attention(q.float(), k.float(), v.float(), terms, grid, backend="triton", **options)
+
+
+def test_refused_coordinates_dtype_and_graphs(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    q, k, v, terms, grid = draw_case(2, 3)
+    with pytest.raises(ValueError, match="takes float16, bfloat16 and float32, not"):
+        relative_attention(q, k, v, terms, grid, backend="triton")
+    coords = torch.cartesian_prod(torch.arange(2), torch.arange(3))
+    q, k, v = q.float(), k.float(), v.float()
+    with pytest.raises(ValueError, match="keys in raster order, not with coords"):
+        relative_attention(q, k, v, terms, make_grid(2, 3, coords=coords), backend="triton")
+    with pytest.raises(ValueError, match="backend 'triton' can be no part of graphs"):
+        torch.func.grad(lambda q: relative_attention(q, k, v, terms, grid, backend="triton").sum())(q)

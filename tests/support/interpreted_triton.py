@@ -1,0 +1,172 @@
+"""Tests of the backend 'triton' on the CPU, against the reference; `tests/ops/backends/test_triton.py` runs them.
+
+Triton's interpreter is chosen by TRITON_INTERPRET=1, which counts only before Triton is imported: hence a process of
+their own.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from draws import assert_all_close, draw_case, draw_tables, gradients, leaves, relative_error, with_tables
+
+from relvit.ops import AxisTables, Channels, RelativeTerms, make_grid, relative_attention
+
+pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")
+slow = pytest.mark.slow
+
+
+def rounded(terms, contents, dtype=torch.float32):
+    """Leaves in `dtype` beside float32 tables, then the same numbers as float64 leaves, each with their terms."""
+    pairs = []
+    for precision, of_tables in ((dtype, torch.float32), (torch.float64, torch.float64)):
+        changed = with_tables(terms, lambda t, to=of_tables: t.detach().to(dtype).to(to).requires_grad_())
+        pairs.append((leaves(*(t.detach().to(dtype).to(precision) for t in contents), changed), changed))
+    return pairs
+
+
+def compare(contents, terms, *grids, atol=(1e-5, 5e-5), **options):
+    """Compare results and all gradients with the reference in float64."""
+    (inputs, singles), (exact_inputs, exact_terms) = rounded(terms, contents)
+    out = relative_attention(*inputs[:3], singles, *grids, backend="triton", **options)
+    want = relative_attention(*exact_inputs[:3], exact_terms, *grids, backend="reference", **options)
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out.double(), want, rtol=0, atol=atol[0])
+    cotangent = torch.randn(want.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    got = gradients(out, inputs, cotangent.float())
+    assert_all_close([grad.double() for grad in got], gradients(want, exact_inputs, cotangent), atol=atol[1])
+
+
+@pytest.mark.parametrize(
+    ("size", "prefix", "which", "dim"),
+    [
+        ((3, 5), 1, "kvb", 20),
+        ((2, 6), 0, "v", 16),
+        pytest.param((3, 5), 2, "k", 32, marks=slow),
+        pytest.param((3, 5), 1, "b", 20, marks=slow),
+        pytest.param((2, 3), 1, "", 5, marks=slow),
+        pytest.param((1, 1), 0, "kvb", 5, marks=slow),
+        # Several strips of columns, several tiles of rows, of queries and of prefix tokens; a head of 128.
+        pytest.param((3, 34), 1, "kv", 16, marks=slow),
+        pytest.param((9, 11), 17, "kvb", 40, marks=slow),
+        pytest.param((4, 3), 1, "kv", 128, marks=slow),
+        # A strip in either direction.
+        pytest.param((1, 40), 1, "kv", 20, marks=slow),
+        pytest.param((40, 1), 1, "kv", 20, marks=slow),
+    ],
+)
+def test_equals_the_reference_with_gradients(size, prefix, which, dim):
+    q, k, v, terms, grid = draw_case(*size, prefix, (2, 3), which, dim=dim)
+    compare((q, k, v), terms, grid)
+
+
+@slow
+@pytest.mark.parametrize("bucketing", ["clip", "piecewise"])
+def test_tables_per_head_values_of_another_width_and_other_strides(bucketing):
+    q, k, _, terms, grid = draw_case(4, 5, 1, (5, 1), "kvb", "kvb", bucketing, dim=20)
+    generator = torch.Generator().manual_seed(0)
+    v = torch.randn(2, 2, 34, 21, generator=generator, dtype=torch.float64).mT
+    terms = terms._replace(value=draw_tables(generator, (2, 2), 34, 2, True))
+    compare((q.transpose(0, 1).contiguous().transpose(0, 1), k, v), terms, grid, scale=0.3)
+
+
+@slow
+@pytest.mark.parametrize("scale", [-0.7, 0.0, 1e-40])
+def test_any_scale(scale):
+    q, k, v, terms, grid = draw_case(2, 3, 1, which="kvb")
+    compare((q, k, v), terms, grid, scale=scale, atol=(1e-5, 1e-4))
+
+
+@slow
+def test_queries_with_coordinates_and_a_key_grid_of_their_own():
+    generator = torch.Generator().manual_seed(5)
+    query_grid = make_grid(2, 3, 1)._replace(coords=torch.tensor([[-4, 2], [7, -1], [1, 9]]))
+    valid = torch.tensor([[True] * 6, [True, False] * 3])
+    key_grid = make_grid(3, 2, 2, valid=valid)
+    q = torch.randn(2, 2, 4, 5, generator=generator, dtype=torch.float64)
+    k, v = torch.randn(2, 2, 2, 8, 5, generator=generator, dtype=torch.float64)
+    terms = RelativeTerms(
+        key=draw_tables(generator, (5, 2), 5, 2, False),
+        value=draw_tables(generator, (3, 9), 5, 2, False),
+        bias=draw_tables(generator, (3, 3), None, 2, False),
+    )
+    compare((q, k, v), terms, query_grid, key_grid)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=slow)])
+def test_padding_and_a_sample_of_padding_alone(dtype):
+    q, k, v, terms, grid = draw_case(2, 3, which="kvb")
+    grid = grid._replace(valid=torch.tensor([[True, False] * 3, [False] * 6]))
+    for tokens in (k, v):
+        tokens[0, :, 1] = torch.nan
+    (inputs, singles), (exact_inputs, exact_terms) = rounded(terms, (q, k, v), dtype)
+    out = relative_attention(*inputs[:3], singles, grid, backend="triton")
+    want = relative_attention(*exact_inputs[:3], exact_terms, grid, backend="reference")
+    assert out.dtype == dtype
+    assert not out[1].any()
+    assert relative_error(out, want) < 0.01
+    got, exact = gradients(out, inputs, torch.ones_like(out)), gradients(want, exact_inputs, torch.ones_like(want))
+    assert not any(grad[1].any() for grad in got[:3])
+    assert all(relative_error(one, other) < 0.02 for one, other in zip(got, exact, strict=True))
+
+
+@slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_loses_at_most_twice_what_stock_attention_loses(dtype):
+    q, k, v, terms, grid = draw_case(8, 9, 1, (7, 7), "kvb", dim=64, batch=1)
+    terms = with_tables(terms, lambda table: 0.3 * table)
+    (inputs, singles), (exact_inputs, exact_terms) = rounded(terms, (q, k, v), dtype)
+    exact = relative_attention(*exact_inputs[:3], exact_terms, grid, backend="reference")
+    cotangent = torch.randn(exact.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    stock, stock_exact = (F.scaled_dot_product_attention(*leaf[:3]) for leaf in (inputs, exact_inputs))
+    allowed = 2 * relative_error(stock, stock_exact)
+    stock_grads = gradients(stock, inputs[:3], cotangent)
+    pairs = zip(stock_grads, gradients(stock_exact, exact_inputs[:3], cotangent.double()), strict=True)
+    allowed_in_gradient = 2 * max(relative_error(got, want) for got, want in pairs)
+    if dtype == torch.bfloat16:
+        # To bfloat16 the interpreter truncates, GPUs round.
+        allowed, allowed_in_gradient = 2 * allowed, 2 * allowed_in_gradient
+
+    out = relative_attention(*inputs[:3], singles, grid, backend="triton")
+    assert relative_error(out, exact) < allowed
+    got = gradients(out, inputs, cotangent)
+    for one, want in zip(got, gradients(exact, exact_inputs, cotangent.double()), strict=True):
+        # In the gradient of a scalar per offset, large terms of either sign cancel.
+        assert relative_error(one, want) < (2 if one.dim() == 1 else 1) * allowed_in_gradient
+
+
+@slow
+def test_autocast_empty_batches_and_second_derivatives():
+    q, k, v, terms, grid = draw_case(2, 3, 1, which="kvb", dim=16)
+    (inputs, singles), _ = rounded(terms, (q, k, v))
+    want = relative_attention(*inputs[:3], singles, grid, backend="triton")
+    want_grads = torch.autograd.grad(want.sum(), inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = relative_attention(*inputs[:3], singles, grid, backend="triton")
+        grads = torch.autograd.grad(out.sum(), inputs)
+    assert torch.equal(out, want)
+    # PyTorch's part of the backward is lowered here.
+    assert all(relative_error(one, other.double()) < 0.05 for one, other in zip(grads, want_grads, strict=True))
+    empty = relative_attention(q[:0].float(), k[:0].float(), v[:0].float(), singles, grid, backend="triton")
+    assert empty.shape == (0, 2, 7, 16)
+    out = relative_attention(*inputs[:3], singles, grid, backend="triton")
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        torch.autograd.grad(out.sum(), inputs[0], create_graph=True)
+
+
+@slow
+def test_large_logits():
+    q, k, v, terms, grid = draw_case(3, 18, 1, which="kv", dim=16)
+    tables = AxisTables(*(100 * table for table in terms.key))
+    compare((q, k, v), terms._replace(key=tables), grid, atol=(1e-3, 0.1))
+
+
+@slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_free_channels(dtype):
+    q, k, v, terms, grid = draw_case(2, 3, 1, which="kv")
+    channels = Channels(*torch.randn(2, 1, 2, 7, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64))
+    contents = (t.to(dtype) for t in (q, k, v))
+    out = relative_attention(*contents, terms._replace(channels=channels), grid, backend="triton")
+    want = relative_attention(q, k, v, terms._replace(channels=channels), grid, backend="reference")
+    assert out.dtype == dtype
+    assert relative_error(out, want) < (1e-5 if dtype == torch.float32 else 2e-3)

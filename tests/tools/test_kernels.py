@@ -1,0 +1,57 @@
+"""The kernels of the backend 'triton', compiled for GPUs that are not there."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from scripts import load
+
+kernels = load("kernels")
+
+
+@pytest.mark.parametrize(
+    "arch", [80, pytest.param(86, marks=pytest.mark.slow), pytest.param(90, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize(
+    ("dim", "dtype", "size", "padded"),
+    [
+        (64, torch.bfloat16, (14, 14), False),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                (64, torch.bfloat16, (32, 32), True),
+                (32, torch.float16, (14, 10), True),
+                (128, torch.bfloat16, (14, 14), True),
+                (128, torch.float16, (37, 50), False),
+                (64, torch.float32, (14, 14), True),
+            ]
+        ),
+    ],
+)
+def test_no_register_spills_and_shared_memory_fits(arch, dim, dtype, size, padded):
+    for kernel in kernels.KERNELS:
+        code = kernels.compiled(kernel, arch, size, dim=dim, dtype=dtype, padded=padded)
+        assert code.spilled == 0, kernel.__name__
+        assert code.shared <= kernels.SHARED_LIMIT[arch], kernel.__name__
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [80, 90])
+def test_terms_take_no_tensor_core_instructions(arch):
+    for kernel in kernels.KERNELS:
+        for side, most in ((14, 1.15), (32, 1.02), (64, 1.02)):
+            on, off = (kernels.compiled(kernel, arch, (side, side), terms=terms) for terms in (True, False))
+            on, off = (
+                code.tensor * kernels.tiles_per_head(kernel, code, (side, side), terms)
+                for code, terms in ((on, True), (off, False))
+            )
+            assert on <= most * off, (kernel.__name__, side)
+
+
+@pytest.mark.slow
+def test_the_tables(capsys):
+    kernels.main(["--size", "224"])
+    printed = capsys.readouterr().out
+    assert printed.count("| 14x14 |") == 9
+    assert "ESTIMATE, not measured" in printed
+    assert printed.count("| forward | ") == 2 + 3
