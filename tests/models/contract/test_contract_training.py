@@ -128,7 +128,7 @@ def test_init_weights_in_every_mode(mode):
     assert model.weight_init_mode == mode
     model.init_weights()
     for name, table in tables_of(model).items():
-        assert 0.01 < table.std() < 0.03, name
+        assert 0.05 < table.std() < 0.15, name
     if mode != "reset":
         plain = VisionTransformer(**{**SMALL, **DEFAULTS, "mlp_ratio": 3, **options}, weight_init=mode)
         for name, parameter in plain.named_parameters():
@@ -161,7 +161,7 @@ def test_made_without_memory_and_filled_later(position, mode):
         if position == "slopes":
             assert block.attn.position.slopes.tolist() == [1 / 16, 1 / 256]
         else:
-            assert 0.01 < block.attn.position.key_rows.std() < 0.03
+            assert 0.05 < block.attn.position.key_rows.std() < 0.15
 
 
 @pytest.mark.parametrize(("dtype", "position"), [(torch.float64, "slopes"), (torch.bfloat16, "tables")])
