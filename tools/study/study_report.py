@@ -32,9 +32,10 @@ RECIPES = {"one": "trained at 32 px", "several": "trained at 20 to 44 px"}
 SHOWN = {
     "learned": "learned absolute",
     "rope-mixed": "mixed RoPE",
-    "kv-3": "kv, max_distance 3",
-    "kv-7": "kv, max_distance 7",
-    "kv-2": "kv, max_distance 2",
+    "kv-3-start-0.1": "kv, max_distance 3",
+    "kv-3": "the same, tables start at 0.02",
+    "kv-7-start-0.1": "kv, max_distance 7",
+    "kv-2-start-0.1": "kv, max_distance 2",
     "aft-conv": "AFT-conv",
     "none": "no positions",
 }
