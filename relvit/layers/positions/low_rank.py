@@ -123,12 +123,12 @@ def factorise_bias(bias: Tensor, rank: int) -> tuple[Channels, Tensor]:
 
 def factors_at(factors: Tensor, grid: Grid, key_grid: Grid) -> Tensor:
     """Return the factors (H0, W0, heads, r) of all tokens of `grid`, (1 or B, heads, N, r), zeros for prefix tokens."""
-    larger = key_grid.height > factors.shape[0] or key_grid.width > factors.shape[1]
-    if key_grid.valid is not None and key_grid.coords is not None and larger:
-        raise ValueError(
-            "factors cannot be stretched for a padded batch, whose images differ in size: give a larger grid_size, or "
-            "images of one size"
-        )
+    if key_grid.valid is not None and key_grid.coords is not None:  # noqa: SIM102 (a graph must not compare sizes)
+        if key_grid.height > factors.shape[0] or key_grid.width > factors.shape[1]:
+            raise ValueError(
+                "factors cannot be stretched for a padded batch, whose images differ in size: give a larger grid_size, "
+                "or images of one size"
+            )
     if torch.jit.is_scripting():
         of_places = torch.ops.relvit.factors_of_grid(factors, key_grid.height, key_grid.width)
     else:
