@@ -13,7 +13,9 @@ import argparse
 import multiprocessing
 import resource
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
+from typing import Any
 
 import timm
 import torch
@@ -40,23 +42,35 @@ def _peak() -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def cell(model: str, size: int, reach: str, cap: float) -> str:
-    """Measure in a process; name what takes longer than `cap` seconds."""
+def in_process(function: Callable[..., None], arguments: tuple[Any, ...], cap: float, show: Callable[..., str]) -> str:
+    """Run a function in a process of its own and show the results that it sends; name what takes over `cap` seconds.
+
+    Args:
+        function: called with `arguments` and the connection to which it sends its results.
+        arguments: values that can be pickled.
+        cap: seconds.
+        show: makes the text of the results.
+    """
     context = multiprocessing.get_context("spawn")
     receive, send = context.Pipe(duplex=False)
-    process = context.Process(target=measure, args=(model, size, reach, cap / 2, send))
+    process = context.Process(target=function, args=(*arguments, send))
     process.start()
     send.close()
     try:
-        if not receive.poll(cap):
-            return f"over {cap:.0f} s"
-        seconds, memory = receive.recv()
-        return f"{seconds:.2f} s, {memory / 2**30:.2f} GiB"
+        return show(*receive.recv()) if receive.poll(cap) else f"over {cap:.0f} s"
     except EOFError:
         return "out of memory"
     finally:
         process.kill()
         process.join()
+
+
+def cell(model: str, size: int, reach: str, cap: float) -> str:
+    """Measure one cell of the table."""
+    text = "{:.2f} s, {:.2f} GiB".format
+    return in_process(
+        measure, (model, size, reach, cap / 2), cap, lambda seconds, memory: text(seconds, memory / 2**30)
+    )
 
 
 def main() -> None:

@@ -18,9 +18,12 @@ from relvit.cli.aliases import ALIASES, USAGE
 from relvit.cli.config_text import MODE, load_config
 from relvit.cli.errors import UsageError
 from relvit.data.modules.registry import data_modules
+from relvit.models import model_arguments
 from relvit.utils.messages import did_you_mean, listing
 
 NO_DATA = "no data given: give --root DIR, which holds train/CLASS/IMAGE, or --data NAME, or --config FILE"
+# Of whose arguments one may be written as an option: relvit's models, one of each kind.
+FAMILIES = ("relvit_small", "relvit_aft_conv_small", "relvit_lsh_small", "relvit_universal_small")
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "name: value pairs"}
 WORDS |= {tuple: "a pair such as '[64,96]'"}
 
@@ -211,6 +214,9 @@ def _wrong_name(option: Given, known: Mapping[str, Any]) -> str | None:
         if owners := sorted(cls.__name__ for cls in data_modules() if name in cls.argument_names()):
             have = f"{listing(owners)} {'has' if len(owners) == 1 else 'have'} it"
             return f"{shown}{place}: {have}; name the data (--data NAME) before its options"
+    argument = option.name.removeprefix("model.")
+    if option.name.startswith("model.") and any(argument in model_arguments(name) for name in FAMILIES):
+        return f"{shown}{place}: arguments of the model itself are {dashes}model.model_kwargs.{argument}"
     names = [f"{dashes}{name}" for name in known]
     if option.file is None:
         names += [short for table in ALIASES.values() for short, own in table.items() if own.lstrip("-") in known]
@@ -242,7 +248,8 @@ def _wrong_value(option: Given, known: Mapping[str, Any]) -> str | None:
             getattr(importlib.import_module(module), cls)
         except Exception as reason:
             return f"--{name}{place}: {value}: {_one_line(reason)}"
-    return f"--{name}{place} must be {_in_words(hint)}, got {_one_line(value)}"
+    nearest = did_you_mean(value, _choices(hint)) if isinstance(value, str) else ""
+    return f"--{name}{place} must be {_in_words(hint)}, got {_one_line(value)}{nearest}"
 
 
 def _accepts(hint: Any, value: Any) -> bool:
@@ -253,6 +260,13 @@ def _accepts(hint: Any, value: Any) -> bool:
     except ArgumentError:
         return False
     return True
+
+
+def _choices(hint: Any) -> list[str]:
+    """The strings that a type allows by name."""
+    if get_origin(hint) is Literal:
+        return [part for part in get_args(hint) if isinstance(part, str)]
+    return [choice for part in get_args(hint) for choice in _choices(part)]
 
 
 def _in_words(hint: Any) -> str:

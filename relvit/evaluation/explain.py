@@ -25,13 +25,13 @@ class LayerPlan(NamedTuple):
 
     Attributes:
         layer: name of the module.
-        position: class of the position module, or of the mixer where there is none.
+        position: class of the position module, '' for none; of other mixers than attention to all, their class.
         terms: 'q', 'k', 'v' (vectors met by queries, keys, in values), 'b' (bias), 'c' (free channels).
         backend: which one computes it, '' for mixers without a choice.
         reason: why this one.
         width: of the vectors of a head, and as augmented by 'fused'.
         keeps: what is kept for backward, besides inputs and output.
-        parameters: of the position module, or of the mixer.
+        parameters: of the position module, or of an attention-free mixer.
     """
 
     layer: str
@@ -67,10 +67,12 @@ def explain(model: nn.Module, img_size: int | Sequence[int] | None = None, train
         for name, layer in model.named_modules()
         if isinstance(layer, RelativeAttention | TimmRelativeAttention | AFTSimple | LSHAttention)
     }
-    if not found or embed is None:
+    if not found:
         raise ValueError(
             f"{type(model).__name__} has no layers of relvit: take a relvit_* model, or relvit.retrofit a timm model"
         )
+    if embed is None:
+        raise ValueError(f"{type(model).__name__} has no patch_embed, which would tell the grid of an image")
     size = embed.img_size if img_size is None else int_pair("img_size", img_size, 1)
     if not embed.dynamic_img_pad:
         check_divisible(torch.empty(1, 1, *size, device="meta"), embed.patch_size)
@@ -90,10 +92,8 @@ def _plan(name: str, layer: nn.Module, grid: Grid, training: bool) -> LayerPlan:
     weight, position = layer.proj.weight, layer.position
     like = {"device": weight.device, "dtype": weight.dtype}
     vectors = torch.empty(1, layer.num_heads, num_tokens(grid), layer.head_dim, **like)
-    if hasattr(position, "terms"):
-        terms = position.terms(torch.empty(1, num_tokens(grid), weight.shape[0], **like), grid, grid)
-    else:
-        terms = RelativeTerms() if position is None else position(grid)
+    # Positions may depend on tokens, of which the width counts alone.
+    terms = layer.relative_terms(torch.empty(1, num_tokens(grid), weight.shape[0], **like), grid) or RelativeTerms()
     given = (vectors, vectors, vectors, terms, grid)
     choice = choose(*given)
     if training:
@@ -105,9 +105,8 @@ def _plan(name: str, layer: nn.Module, grid: Grid, training: bool) -> LayerPlan:
     letters = "".join(letter for field, letter in LETTERS.items() if getattr(terms, field) is not None)
     width = augmented_width(checked(AttentionInputs(*given)), padded=False) if letters else layer.head_dim
     keeps = choice.keeps if backend == choice.backend else ""
-    return LayerPlan(
-        name, type(position).__name__, letters, backend, reason, (layer.head_dim, width), keeps, _count(position)
-    )
+    kind = "" if position is None else type(position).__name__
+    return LayerPlan(name, kind, letters, backend, reason, (layer.head_dim, width), keeps, _count(position))
 
 
 def _count(module: nn.Module | None) -> int:

@@ -23,8 +23,8 @@ from relvit.data.native import NativeBatch, collate_native, images_of, native_tr
 from relvit.evaluation.inputs import ImageInput, InputImages
 from relvit.evaluation.mirror import average_with_mirror
 from relvit.models import AttentionMaps, Reach, attention_maps, check_image_size, set_reach
-from relvit.models.native import pooled_features
-from relvit.models.reach import check_native_reach
+from relvit.models.sizes.native import pooled_features
+from relvit.models.sizes.reach import check_native_reach
 from relvit.training import Checkpoint
 from relvit.utils.messages import check_choice
 

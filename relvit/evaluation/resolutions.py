@@ -19,7 +19,7 @@ from relvit.data.modules.at_size import at_size
 from relvit.evaluation.costs import count_macs, peak_memory
 from relvit.evaluation.metrics import calibration_error
 from relvit.models import Reach, set_reach
-from relvit.models.image_size import at_image_size
+from relvit.models.sizes.image_size import at_image_size
 from relvit.training import Checkpoint, ImageClassifier
 from relvit.training.checkpoints.checkpoint import first_difference
 from relvit.training.metrics import class_metrics, count_batch

@@ -11,7 +11,7 @@ from timm.models.eva import EvaAttention
 from torch import Tensor, nn
 
 from relvit.layers.attention_weights import show_weights
-from relvit.ops import Grid, from_windows, relative_attention, to_windows
+from relvit.ops import Grid, RelativeTerms, from_windows, relative_attention, to_windows
 from relvit.ops.terms import add_channels
 from relvit.ops.windows import exceeds_window
 
@@ -93,9 +93,7 @@ class TimmRelativeAttention:
         if (group := self.num_kv_groups) > 1:
             key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
             position_key = None if position_key is None else position_key.repeat_interleave(group, dim=1)
-        terms = self.position.terms(tokens, grid, grid) if hasattr(self.position, "terms") else self.position(grid)
-        if hasattr(self, "prefix_bias"):
-            terms = add_channels(terms, self.prefix_bias(grid, grid))
+        terms = self.relative_terms(tokens, grid)
         options = {
             "attn_mask": attn_mask,
             "is_causal": is_causal,
@@ -111,6 +109,12 @@ class TimmRelativeAttention:
         if gate is not None:
             x = x * gate
         return self.proj_drop(self.proj(x))
+
+    def relative_terms(self, x: Tensor, grid: Grid) -> RelativeTerms:
+        """Compute the terms for tokens `x`, (B, N, dim) of `grid`."""
+        terms = self.position.terms(x, grid, grid) if hasattr(self.position, "terms") else self.position(grid)
+        # No attribute of the class, which would hide the module.
+        return add_channels(terms, self.prefix_bias(grid, grid)) if hasattr(self, "prefix_bias") else terms
 
     def _project(self, x: Tensor) -> tuple[Tensor, ...]:
         """Queries (B, N, heads, head_dim), keys and values, which may have fewer heads."""

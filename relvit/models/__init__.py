@@ -2,13 +2,13 @@
 
 from relvit.models.aft_vit import AFTVisionTransformer
 from relvit.models.attention_maps import AttentionMaps, attention_maps
-from relvit.models.bands import Bands, Memory, classify_bands, forward_segment, set_bands
 from relvit.models.factory import build_model, model_arguments
-from relvit.models.image_size import check_image_size
 from relvit.models.lsh_vit import LSHVisionTransformer
-from relvit.models.reach import Reach, set_reach
 from relvit.models.relative_vit import RelVisionTransformer
 from relvit.models.retrofit import retrofit, retrofit_arguments
+from relvit.models.sizes.bands import Bands, Memory, classify_bands, forward_segment, set_bands
+from relvit.models.sizes.image_size import check_image_size
+from relvit.models.sizes.reach import Reach, set_reach
 from relvit.models.universal_vit import Pondered, UniversalVisionTransformer
 from relvit.models.weights import checkpoint_filter_fn
 

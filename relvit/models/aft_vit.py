@@ -15,7 +15,8 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from relvit.layers import AFTConv2d, AFTFull, AFTLocal, AFTSimple, MixerBlock, resample_embedding
-from relvit.models.base import GridVisionTransformer, check_arguments, default_cfgs_of, entry_point
+from relvit.models.base import GridVisionTransformer
+from relvit.models.entry_points import check_arguments, default_cfgs_of, entry_point
 from relvit.models.weights import convert
 from relvit.utils.messages import did_you_mean, listing
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from relvit.layers.lsh import NO_TERMS, LSHAttention
-from relvit.models.base import default_cfgs_of, entry_point
+from relvit.models.entry_points import default_cfgs_of, entry_point
 from relvit.models.relative_vit import SMALL, RelVisionTransformer
 from relvit.models.weights.convert import checkpoint_filter_fn
 from relvit.ops import Grid

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from relvit.layers import RelativeAttention, RelativeBlock
 from relvit.layers.positions.factory import accepts, position_factory
 from relvit.layers.positions.rope import TEMPERATURES, RotaryEmbedding2d
-from relvit.models.bands import classify_bands, set_bands, split_bands
-from relvit.models.base import GridVisionTransformer, check_arguments, default_cfgs_of, entry_point
+from relvit.models.base import GridVisionTransformer
+from relvit.models.entry_points import check_arguments, default_cfgs_of, entry_point
+from relvit.models.sizes.bands import classify_bands, set_bands, split_bands
 from relvit.models.weights.convert import checkpoint_filter_fn
 from relvit.ops.attention import BACKENDS
 from relvit.ops.checks import check_backend
@@ -34,8 +35,8 @@ class RelVisionTransformer(GridVisionTransformer):
             'slopes-euclidean' (the same of the Euclidean distance), 'xl' (Transformer-XL's projected sinusoids,
             `TransformerXLPosition2d`), 'fire' (`FirePosition2d`), 'cpb' (Swin V2's network, `ContinuousPosition2d`),
             'pape' (parabolas, `ParabolicPosition2d`), 'low-rank' (FlashBias, `LowRankPosition2d`), or a class of your
-            own or a `functools.partial` of one, called as `position(head_dim, num_heads, device=,
-            dtype=)` for each block.
+            own or a `functools.partial` of one, called as `position(head_dim, num_heads, device=, dtype=)` for each
+            block.
         rope: rotary embedding of queries and keys besides: '' (none), 'axial' or 'mixed' (learned frequencies), see
             `RotaryEmbedding2d`. With `rel_terms=''` it is the only position.
         prefix_bias: learned biases between prefix tokens and patches, see `PrefixBias`.

@@ -15,7 +15,7 @@ from torch import Tensor
 from relvit.layers.depth.halting import AdaptiveHalting, HaltingState, ponder_cost, start_halting
 from relvit.layers.depth.signals import PositionStepSignals
 from relvit.layers.depth.universal import put_tokens, run_gathered, take_tokens
-from relvit.models.base import default_cfgs_of, entry_point
+from relvit.models.entry_points import default_cfgs_of, entry_point
 from relvit.models.relative_vit import BASE, SMALL, TINY, RelVisionTransformer
 from relvit.models.weights.convert import checkpoint_filter_fn
 from relvit.ops import Grid
@@ -105,8 +105,8 @@ class UniversalVisionTransformer(RelVisionTransformer):
     @torch.jit.ignore
     def set_steps(self, steps: int) -> None:
         """Choose the number of steps, also another one than in training; with halting the most there can be."""
-        if steps < 1:
-            raise ValueError(f"steps must be 1 or more, got {steps}")
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise ValueError(f"the number of steps (depth) must be an integer, 1 or more, got {steps!r}")
         self.steps = steps
         self.feature_info = [self.feature_info[0]] * steps
 

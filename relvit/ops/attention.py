@@ -112,7 +112,6 @@ def relative_attention(
         raise ValueError(f"backend {backend!r} can be no part of graphs or of torch.func's transforms: use 'auto'")
     if backend == "reference":
         return reference.relative_attention(*inputs, trained_keys=trained_keys)
-    # The others compute in single precision at least.
     # `tiled` and `gathered` compute in single precision at least.
     dtype = query.dtype if backend in ("fused", "triton") else torch.promote_types(query.dtype, torch.float32)
     inputs = with_channels(inputs, dtype)

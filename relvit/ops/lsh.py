@@ -130,7 +130,7 @@ def _attend(
         mine, theirs = windows(code)
         meet = (mine[..., None] - theirs[..., None, :]) >> 1 == 0
         owns.append(meet[:, :, each])
-        met = met + meet.to(torch.int8)
+        met = met + meet.to(torch.int16)
     allowed = torch.stack(owns, dim=2)
     # Before the first chunk there is none.
     first = torch.arange(chunks, device=order.device)[:, None] == 0

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from relvit.models import check_image_size
-from relvit.models.native import check_native
+from relvit.models.sizes.native import check_native
 from relvit.training.optim.distillation import check_distillation
 from relvit.training.optim.optimizer import check_optimizer
 from relvit.utils.messages import did_you_mean

@@ -57,6 +57,12 @@ def fit(copy, tmp_path):
         (["--model.opt=adamv"], r"unknown optimiser 'adamv' \(did you mean 'adamw?'\?\)"),
         (["--model.opt_kwargs.momentum=0.9"], "optimiser 'adamw' has no argument 'momentum'"),
         (["--patience=0"], "--patience must be 1 or more, got 0"),
+        (
+            ["--model.reversible=true"],
+            "unknown option --model.reversible: arguments of the model itself are --model.model_kwargs.reversible",
+        ),
+        (["--model.model_kwargs.reversible=maybe"], "reversible must be True or False, got 'maybe'"),
+        (["--data.balance=sampels"], r"--data.balance must be one of .*, got sampels \(did you mean 'sampler'\?\)"),
         (["--patiense=3"], r"unknown option --patiense \(did you mean '--patience'\?\)"),
         (["--model.min_lr=1"], "need 0 <= min_lr <= lr, got min_lr 1"),
         (["--model.model_kwargs=3"], "--model.model_kwargs must be name: value pairs, got 3"),

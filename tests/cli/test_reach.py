@@ -126,8 +126,8 @@ def test_export_computes_the_same_at_all_sizes(best, reach, tmp_path):
 def test_refused_before_anything_is_written(best, tmp_path, capsys):
     assert main(["test", best, "--reach=strech", f"--runs={tmp_path / 'runs'}", *QUIET]) == 2
     assert (
-        "--reach must be one of 'trained', 'stretch', 'logn', 'stretch-logn', 'windows', 'bands', got strech"
-        in capsys.readouterr().err
+        "--reach must be one of 'trained', 'stretch', 'logn', 'stretch-logn', 'windows', 'bands', got strech "
+        "(did you mean 'stretch'?)" in capsys.readouterr().err
     )
     assert not (tmp_path / "runs").exists()
     with pytest.raises(ValueError, match=r"reach is 'log'; .* \(did you mean 'logn'"):

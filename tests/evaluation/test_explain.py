@@ -23,6 +23,17 @@ def test_plans_of_a_model():
     assert "recomputes each tile" in plan.keeps
 
 
+def test_channels_count_and_no_position_has_no_name():
+    (plan, *_) = relvit.explain(small(rel_terms="k", prefix_bias=True, class_token=True))
+    # A bias between class token and patches is two channels, the grid 3 x 2.
+    assert (plan.terms, plan.width) == ("kc", (6, 6 + 3 + 2 + 2))
+    (plan, *_) = relvit.explain(small(position="pape"))
+    assert (plan.position, plan.terms, plan.width) == ("ParabolicPosition2d", "c", (6, 6 + 6))
+    model = small()
+    model.blocks[0].attn.position = None
+    assert relvit.explain(model)[0][1:3] == ("", "")
+
+
 @pytest.mark.parametrize("options", [{}, {"layout": "joint"}, {"rel_terms": ""}, {"backend": "gathered"}], ids=str)
 def test_the_backend_is_the_one_that_runs(options, monkeypatch):
     model, ran = small(**options), []
@@ -57,6 +68,9 @@ def test_retrofitted_models():
     with pytest.raises(ValueError, match="VisionTransformer has no layers of relvit"):
         relvit.explain(vit)
     assert {plan.terms for plan in relvit.explain(relvit.retrofit(vit, rel_terms="q"))} == {"q"}
+    naflex = timm.create_model("naflexvit_base_patch16_gap", embed_dim=16, depth=1, num_heads=2, num_classes=5)
+    with pytest.raises(ValueError, match="has no patch_embed, which would tell the grid of an image"):
+        relvit.explain(relvit.retrofit(naflex))
 
 
 def test_errors():

@@ -349,7 +349,7 @@ def test_in_training_the_cost_is_returned_beside_the_logits():
         ({"halting": "acts"}, r"halting is 'acts'; allowed are '', 'act' \(did you mean 'act'\?\)"),
         ({"halting": "", "halting_epsilon": 0.1}, "no effect without halting='act'"),
         ({"depth": 1}, "needs a depth of 2 steps or more, got 1"),
-        ({"halting_epsilon": 1.0}, "epsilon must be between 0 and 1, got 1.0"),
+        ({"halting_epsilon": 1.0}, "epsilon of halting must be above 0 and below 1, got 1.0"),
         ({"embed_dim": 18}, "a multiple of 4, got 18"),
     ],
 )
@@ -363,7 +363,7 @@ def test_errors_of_calls():
     for call in (lambda: model.ponder(doubles()), model.set_ponder_training):
         with pytest.raises(ValueError, match="without halting='act'"):
             call()
-    with pytest.raises(ValueError, match="steps must be 1 or more, got 0"):
+    with pytest.raises(ValueError, match=r"number of steps \(depth\) must be an integer, 1 or more, got 0"):
         model.set_steps(0)
     with pytest.raises(TypeError, match=r"no argument 'rel_term' \(did you mean 'rel_terms'\?\)"):
         build(rel_term="k")

@@ -96,6 +96,16 @@ def test_one_bucket_or_covering_rounds_are_full_attention(rounds, buckets, chunk
     torch.testing.assert_close(out, full_attention(*inputs(grid), grid, tables()), rtol=0, atol=1e-10)
 
 
+def test_pairs_that_meet_in_many_rounds_count_once():
+    grid = make_grid(2, 3)
+    query_key, value = inputs(grid, batch=1, heads=1)
+    options = {"chunk_size": 6, "scale": 0.5}
+    out = lsh_attention(query_key, value, grid, rotations(200, 2), **options)
+    torch.testing.assert_close(
+        out, lsh_attention(query_key, value, grid, rotations(1, 1), **options), atol=1e-10, rtol=0
+    )
+
+
 def test_padding_changes_nothing_and_may_hold_anything():
     alone, batch = (
         make_grid(3, 5),

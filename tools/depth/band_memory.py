@@ -12,11 +12,12 @@ image is in memory; else the model gets the whole image in single precision, whi
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import resource
+import sys
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import timm
 import torch
@@ -24,6 +25,10 @@ from torch import Tensor, nn
 
 import relvit  # noqa: F401  registers the models
 from relvit.models import classify_bands, set_bands
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from large_images import in_process
 
 ROWS, PATCH = 14, 16
 # Name -> rows that are remembered; None: all. The last has no bands.
@@ -63,21 +68,9 @@ def measure(model: str, column: str, height: int, width: int, results: Connectio
 
 def cell(model: str, column: str, height: int, width: int, cap: float) -> str:
     """Measure in a process; name what takes longer than `cap` seconds."""
-    context = multiprocessing.get_context("spawn")
-    receive, send = context.Pipe(duplex=False)
-    process = context.Process(target=measure, args=(model, column, height, width, send))
-    process.start()
-    send.close()
-    try:
-        if not receive.poll(cap):
-            return f"over {cap:.0f} s"
-        seconds, memory = receive.recv()
-        return f"{seconds:.1f} s, {memory / 2**20:,.0f} MiB"
-    except EOFError:
-        return "out of memory"
-    finally:
-        process.kill()
-        process.join()
+    text = "{:.1f} s, {:,.0f} MiB".format
+    arguments = (model, column, height, width)
+    return in_process(measure, arguments, cap, lambda seconds, memory: text(seconds, memory / 2**20))
 
 
 def difference(depth: int, position: str, memory_rows: int | None) -> str:

@@ -29,7 +29,7 @@ from relvit.cli.parser import Parser
 from relvit.data import ImageData
 from relvit.evaluation import EvaluationReport, MirrorAverage
 from relvit.models import set_reach
-from relvit.models.reach import check_native_reach
+from relvit.models.sizes.reach import check_native_reach
 from relvit.training import (
     AtomicCheckpointIO,
     Checkpoint,
@@ -263,7 +263,10 @@ class RelvitCLI(OpenLightningCLI):
         if self.command in ("test", "predict"):
             step_maps = self.command == "predict" and self.config_value(self.config, "step_maps")
             if step_maps and not halts(self.model.net):
-                raise UsageError(f"--step_maps: the patches of {self.model.hparams.model} do not halt")
+                raise UsageError(
+                    f"--step_maps: the patches of {self.model.hparams.model} do not halt; those of relvit_universal_* "
+                    "do, trained with --model.model_kwargs.halting act"
+                )
             self.run_folder = self._new_run_folder(self.command)
             if self.command == "test":
                 callbacks.append(EvaluationReport(self.run_folder))

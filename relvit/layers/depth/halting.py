@@ -70,7 +70,7 @@ class AdaptiveHalting(nn.Module):
     ) -> None:
         super().__init__()
         if not 0 < epsilon < 1:
-            raise ValueError(f"epsilon must be between 0 and 1, got {epsilon}")
+            raise ValueError(f"the epsilon of halting must be above 0 and below 1, got {epsilon}")
         self.threshold = 1 - epsilon
         self.bias_init = bias_init
         self.weight = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))

@@ -90,7 +90,7 @@ class PredictionTable(BasePredictionWriter):
         net, data = pl_module.net, trainer.datamodule
         maps = [steps.cpu().numpy() for steps in net.step_maps(images)]
         for image, steps, name in zip(images_of(images), maps, names, strict=True):
-            # Folders above this one get a name, so that no two images have the same figure.
+            # Without a name for folders above this one, ../a.png and a.png would have the same figure.
             parts = ["up" if part == os.pardir else part for part in Path(printable(name)).parts if part != os.sep]
             target = self.path.parent.joinpath("steps", *parts[:-1], f"{parts[-1]}.png")
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 from vits import ATTENTION_FREE, NAMES, SMALL, UNIVERSAL, assert_same, bias_for, images, precision, small, twins
 
-from relvit.models.base import FIXED
+from relvit.models.entry_points import FIXED
 
 # The test of each public name, and of each argument, of timm's class.
 COVERED = {

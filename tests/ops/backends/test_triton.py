@@ -9,7 +9,9 @@ import pytest
 import torch
 from draws import draw_case
 
-from relvit.ops import make_grid, relative_attention
+from relvit.ops import Channels, make_grid, relative_attention
+from relvit.ops.backends import triton
+from relvit.ops.inputs import AttentionInputs, checked
 
 INTERPRETED = Path(__file__).parents[2] / "support" / "interpreted_triton.py"
 pytest.importorskip("triton")
@@ -45,6 +47,18 @@ def test_refused(case, options, message, monkeypatch):
     q, k, v, terms, grid = draw_case(2, 3, **case)
     with pytest.raises(ValueError, match=message):
         relative_attention(q.float(), k.float(), v.float(), terms, grid, backend="triton", **options)
+
+
+def test_channels_count_as_head_dimensions_before_and_after_they_are_appended(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    q, k, v, terms, grid = draw_case(2, 3, dim=127)
+    q, k, v = (part.bfloat16() for part in (q, k, v))
+    # Three for each in half precision.
+    channels = Channels(torch.ones(1, 1, 6, 1), torch.ones(1, 1, 6, 1))
+    with pytest.raises(ValueError, match="head dimensions up to 128, got 130"):
+        relative_attention(q, k, v, terms._replace(channels=channels), grid, backend="triton")
+    inputs = AttentionInputs(q, k, v, terms._replace(channels=channels), grid)
+    assert "got 130" in triton.refusal(checked(inputs))
 
 
 def test_refused_coordinates_dtype_and_graphs(monkeypatch):

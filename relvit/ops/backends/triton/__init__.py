@@ -23,7 +23,7 @@ from relvit.ops.backends.axis_logits import (
     times_table,
 )
 from relvit.ops.grid import key_mask
-from relvit.ops.inputs import AttentionInputs
+from relvit.ops.inputs import AttentionInputs, added_width
 from relvit.ops.tracing import without_autocast
 
 LARGEST_DIM = 128
@@ -64,7 +64,7 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
 def refusal(inputs: AttentionInputs) -> str | None:
     """Return why the kernels cannot compute this; None where they can."""
     query, value, terms, key_grid = inputs.query, inputs.value, inputs.terms, inputs.key_grid
-    dims = (query.shape[-1], value.shape[-1])
+    dims = (query.shape[-1] + added_width(terms, query.dtype), value.shape[-1])
     if importlib.util.find_spec("triton") is None:
         return "needs the package triton, which PyTorch's builds for CUDA bring along: use 'auto'"
     if query.device.type != "cuda" and not (query.device.type == "cpu" and _is_interpreting()):

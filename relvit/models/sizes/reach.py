@@ -9,7 +9,7 @@ from torch import nn
 
 from relvit.layers import RelativeAttention
 from relvit.layers.timm_attention import TimmRelativeAttention
-from relvit.models.bands import Bands, check_bands
+from relvit.models.sizes.bands import Bands, check_bands
 from relvit.ops import Grid
 from relvit.ops.checks import int_pair
 from relvit.utils.messages import check_choice

@@ -1,0 +1,114 @@
+"""Registration of models with timm: check of arguments, configurations, and the entry points that create them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor
+
+from relvit.models.base import GridVisionTransformer
+from relvit.utils.messages import did_you_mean
+
+# Arguments of timm's class that are no choice here.
+FIXED = {"dynamic_img_size", "block_fn", "attn_layer"}
+
+
+def check_arguments(model: type[GridVisionTransformer], given: dict[str, Any]) -> None:
+    """Refuse arguments that neither a model's class nor timm's has, and those that cannot be chosen.
+
+    `dynamic_img_size=True` is taken out of `given`: configurations shared with timm's models may hold it.
+    """
+    if given.get("dynamic_img_size") is True:
+        del given["dynamic_img_size"]
+    fixed = dict.fromkeys(FIXED, "these models take every image size, through blocks of their own") | model.fixed
+    allowed: set[str] = set()
+    for cls in model.__mro__:
+        if issubclass(cls, VisionTransformer):
+            allowed |= inspect.signature(cls).parameters.keys()
+    allowed -= fixed.keys() | {"kwargs"}
+    for name in given:
+        if name in fixed:
+            raise ValueError(f"{name} cannot be chosen: {fixed[name]}")
+        if name not in allowed:
+            raise TypeError(f"{model.__name__} has no argument {name!r}{did_you_mean(name, allowed)}")
+
+
+CFG = {
+    "url": "",
+    "num_classes": 1000,
+    "input_size": (3, 224, 224),
+    "pool_size": None,
+    "crop_pct": 0.9,
+    "interpolation": "bicubic",
+    "mean": IMAGENET_DEFAULT_MEAN,
+    "std": IMAGENET_DEFAULT_STD,
+    "first_conv": "patch_embed.proj",
+    "classifier": "head",
+    "license": "apache-2.0",
+}
+# By the image size that a model is made for.
+CFGS = {
+    224: CFG,
+    160: CFG | {"input_size": (3, 160, 160), "crop_pct": 0.95},
+    # Mean and deviation of CIFAR-10's training images; those of CIFAR-100 differ by less than 0.03.
+    32: CFG
+    | {
+        "num_classes": 10,
+        "input_size": (3, 32, 32),
+        "crop_pct": 1.0,
+        "mean": (0.4914, 0.4822, 0.4465),
+        "std": (0.2470, 0.2435, 0.2616),
+    },
+}
+
+
+def default_cfgs_of(variants: dict[str, dict[str, Any]]) -> Any:
+    """Return timm's `default_cfgs` for models by name, given the arguments that make them."""
+    return generate_default_cfgs(
+        {f"{name}.untrained": CFGS[arguments.get("img_size", 224)] for name, arguments in variants.items()}
+    )
+
+
+def entry_point(
+    name: str,
+    model_class: type[GridVisionTransformer],
+    filter_fn: Callable[..., dict[str, Tensor]],
+    arguments: Callable[[dict[str, Any]], dict[str, Any]],
+) -> Callable[..., GridVisionTransformer]:
+    """Make the function that timm calls to create a model, and register it with timm.
+
+    Args:
+        name: of the model.
+        model_class: its class, in the module of its `default_cfgs`.
+        filter_fn: converts checkpoints, see `checkpoint_filter_fn`.
+        arguments: completes the arguments of a call by those of the model.
+    """
+
+    def create(pretrained: bool = False, **kwargs: Any) -> GridVisionTransformer:
+        kwargs = arguments(kwargs)
+        way = str(kwargs.get("feature_cls", "getter"))
+        if kwargs.get("reversible") and kwargs.get("features_only") and way != "getter":
+            raise ValueError(
+                f"features_only of a reversible model needs feature_cls 'getter', got {way!r}: no module of the model "
+                "puts out the mean of both streams"
+            )
+        return build_model_with_cfg(
+            model_class,
+            name,
+            pretrained,
+            pretrained_filter_fn=filter_fn,
+            feature_cfg={"out_indices": kwargs.pop("out_indices", 3), "feature_cls": "getter"},
+            **kwargs,
+        )
+
+    create.__name__ = create.__qualname__ = name
+    create.__module__ = model_class.__module__
+    create.__doc__ = f"Create the `{model_class.__name__}` of this name; arguments: those of the class."
+    # `relvit.models.model_arguments` reads the class here.
+    create.__annotations__["return"] = model_class
+    return register_model(create)
