@@ -70,9 +70,39 @@ def attention_maps(model: nn.Module, images: Tensor, layers: Sequence[int] | Non
         if attentions[index] not in recorded:
             kind = _name(type(attentions[index]))
             raise TypeError(f"blocks.{index % depth}.attn, a {kind}, has a forward of its own that shows no weights")
-    embed = model.patch_embed if hasattr(model, "patch_embed") else model.embeds
-    grid = tuple(map(int, embed.dynamic_feat_size(images.shape[-2:])))
+    grid = patch_grid(model, images.shape[-2:])
     return AttentionMaps([recorded[attentions[index]] for index in chosen], grid, model.num_prefix_tokens)
+
+
+def patch_grid(model: nn.Module, img_size: Sequence[int]) -> tuple[int, int]:
+    """Return rows and columns of patches of images of this size, (height, width) in pixels."""
+    embed = model.patch_embed if hasattr(model, "patch_embed") else model.embeds
+    rows, columns = map(int, embed.dynamic_feat_size(tuple(img_size)))
+    return rows, columns
+
+
+def attention_rollout(model: nn.Module, images: Tensor) -> Tensor:
+    """Compute attention rollout, (B, N, N): how much of each input token (columns) is in each output token (rows).
+
+    The product over the layers of (W + I) / 2, where W is the mean over heads of a layer's attention weights and I the
+    residual connection; rows sum to 1. Source: Abnar & Zuidema 2020 (arXiv 2005.00928), section 3, eq. 1.
+
+    Args: see `attention_maps`.
+
+    Raises:
+        TypeError, ValueError: as `attention_maps`.
+        ValueError: reversible or repeated blocks: the product would be that of another model.
+    """
+    if getattr(model, "reversible", False) or hasattr(model, "steps"):
+        why = "its block is repeated" if hasattr(model, "steps") else "its reversible blocks have two streams"
+        raise ValueError(f"there is no attention rollout of {type(model).__name__}: {why}")
+    rollout: Tensor | None = None
+    for weights in attention_maps(model, images).weights:
+        mean = weights.mean(dim=1)
+        layer = (mean + torch.eye(mean.shape[-1], device=mean.device)) / 2
+        rollout = layer if rollout is None else layer @ rollout
+    assert rollout is not None
+    return rollout
 
 
 def _attentions(model: nn.Module) -> list[nn.Module]:
