@@ -43,7 +43,9 @@ def plot_tables(tables: Mapping[str, Mapping[str, np.ndarray]], title: str) -> F
         title: above all.
     """
     names = list(dict.fromkeys(name for of_layer in tables.values() for name in of_layer))
-    figure, grid = _panels(len(tables), len(names), (3.4, 2.2), title, share="none")
+    of_heads = [len(table) for of_layer in tables.values() for table in of_layer.values() if table.ndim == 3]
+    height = 1.8 if max(of_heads, default=1) == 1 else min(1.0 + 0.7 * max(of_heads), 6)
+    figure, grid = _panels(len(tables), len(names), (3.4, height), title, share="col")
     for column, name in enumerate(names):
         most = max(abs(of_layer[name]).max() for of_layer in tables.values() if name in of_layer) or 1.0
         for axes, (layer, of_layer) in zip(grid[:, column], tables.items(), strict=True):
@@ -54,8 +56,11 @@ def plot_tables(tables: Mapping[str, Mapping[str, np.ndarray]], title: str) -> F
             axes.tick_params(labelsize=SMALL)
             ylabel = axes.get_ylabel()
             axes.set_ylabel(f"{layer}\n{ylabel}" if column == 0 else ylabel, fontsize=SMALL)
+        for axes in grid[:-1, column]:
+            axes.set_xlabel("")
         grid[0, column].set_title(name, fontsize=FONT)
-        _colour_bar(figure, image, list(grid[:, column]), "table entry", location="bottom", aspect=15)
+        bar = {"location": "bottom", "aspect": 15, "fraction": 0.15 / len(grid), "pad": 0.05 / len(grid)}
+        _colour_bar(figure, image, list(grid[:, column]), "table entry", **bar)
     return figure
 
 
@@ -64,11 +69,14 @@ def _draw_table(axes: Axes, name: str, table: np.ndarray, most: float) -> AxesIm
     heads, offsets = table.shape[:2]
     reach = (offsets - 1) / 2
     if name.endswith("joint"):
-        axes.set(xlabel="dx, head beside head", ylabel="dy (patches)")
-        image = axes.imshow(
-            np.concatenate(list(table), axis=1), **colours, extent=(0, heads, reach + 0.5, -reach - 0.5)
-        )
-        axes.set_xticks(np.arange(heads) + 0.5, range(heads))
+        across = (table.shape[2] - 1) / 2
+        axes.set(xlabel="dx (patches)" if heads == 1 else "head, each by dx", ylabel="dy (patches)")
+        left, right = (-across - 0.5, across + 0.5) if heads == 1 else (-0.5, heads - 0.5)
+        side_by_side = np.concatenate(list(table), axis=1)
+        image = axes.imshow(side_by_side, **colours, extent=(left, right, reach + 0.5, -reach - 0.5))
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        for head in range(1, heads):
+            axes.axvline(head - 0.5, color="black", linewidth=0.7)
     elif table.ndim == 2:
         axes.set(xlabel=_offset(name), ylabel="head")
         image = axes.imshow(table, **colours, extent=(-reach - 0.5, reach + 0.5, heads - 0.5, -0.5))
@@ -79,7 +87,7 @@ def _draw_table(axes: Axes, name: str, table: np.ndarray, most: float) -> AxesIm
         image = axes.imshow(table[0], **colours, extent=(-0.5, table.shape[2] - 0.5, reach + 0.5, -reach - 0.5))
         axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
     else:
-        axes.set(xlabel="channel", ylabel=f"head, {_offset(name)} from top")
+        axes.set(xlabel="channel", ylabel=f"head, each by {_offset(name)[:2]}")
         image = axes.imshow(table.reshape(heads * offsets, -1), **colours)
         axes.set_yticks((np.arange(heads) + 0.5) * offsets - 0.5, range(heads))
         for head in range(1, heads):
@@ -116,7 +124,7 @@ def plot_kernels(kernels: Mapping[str, np.ndarray], title: str, label: str) -> F
         for axes, head in zip(row, heads, strict=False):
             image = axes.imshow(kernel[head], cmap=SIGNED, vmin=-most, vmax=most, extent=(-across, across, down, -down))
             axes.plot(0, 0, marker="+", color="black", markersize=10)
-            axes.set_title(f"head {head}", fontsize=SMALL)
+            axes.set_title("all heads" if len(kernel) == 1 else f"head {head}", fontsize=SMALL)
         _finish_row(figure, row, image, f"{layer}\ndy (patches)", label)
     for axes in grid[-1]:
         axes.set_xlabel("dx (patches)", fontsize=SMALL)

@@ -41,7 +41,7 @@ def show(
             aft-windows; by default all that apply to the model.
         patch: The row and the column of the patch whose query is shown, from 0; by default the mean of all patches or
             the class token, for logits the patch in the middle.
-        layer: The number of the layer, from 0, or from -1 backwards; by default all, for logits and attention the last.
+        layer: The number of the layer, from 0; by default all, for logits, attention and cam the last.
         img_size: The size of the images that the model gets, such as 288 or [256,384]; None means as in training.
         reach: How attention works at other sizes than in training: trained, stretch, logn, stretch-logn, windows or
             bands.

@@ -84,8 +84,8 @@ def draw(
         picture: the image as uint8 (height, width, 3), for maps over it, see `relvit.plots.picture_of`; None: grey.
         patch: row and column of the query, from 0. None: for 'logits' the patch in the middle; for 'attention' and
             'rollout' the class token where the classifier reads it, else the mean of all patches; for 'kernels' and
-            'aft-windows' their mean.
-        layer: number of the attention layer, from 0, or from -1 backwards. None: all; for 'logits' and 'attention' the
+            'aft-windows' their mean. 'cam' frames the patch.
+        layer: number of the layer, from 0, or from -1 backwards. None: all; for 'logits', 'attention' and 'cam' the
             last.
         class_names: names of the classes.
 
@@ -104,6 +104,8 @@ def draw(
 
 
 def _tables(subject: Subject) -> Figure:
+    if subject.patch is not None:
+        raise NotApplicableError("tables are the same for all patches: leave patch out")
     found = _of_layer(position_tables(subject.model, subject.image.shape[-2:]), subject.layer)
     tables = {name: {table: numbers.numpy() for table, numbers in of.items()} for name, of in found.items()}
     return plot_tables(tables, "Relative position tables by offset, key minus query")
@@ -152,6 +154,8 @@ def _attention(subject: Subject) -> Figure:
 
 
 def _rollout(subject: Subject) -> Figure:
+    if subject.layer is not None:
+        raise NotApplicableError("rollout goes through all layers: leave layer out")
     rollout = _applied(lambda: attention_rollout(subject.model, subject.image[None]))[0].cpu()
     rows, columns = subject.grid
     prefix = len(rollout) - rows * columns
@@ -165,16 +169,20 @@ def _cam(subject: Subject) -> Figure:
     with torch.no_grad():
         probabilities = subject.model(subject.image[None])[0].float().softmax(-1)
     label = int(probabilities.argmax())
-    values = grad_cam(subject.model, subject.image, label).numpy()
+    layer = -1 if subject.layer is None else subject.layer
+    values = grad_cam(subject.model, subject.image, label, layer).numpy()
     name = f"class {label}" if subject.class_names is None else subject.class_names[label]
-    title = f"Grad-CAM of {name}, the most probable class ({probabilities[label]:.0%})\ninput of the last attention"
+    title = (
+        f"Grad-CAM of {name}, the most probable class ({probabilities[label]:.0%})\nat layer {_number(subject, layer)}"
+    )
     return plot_overlay(subject.picture, values, subject.grid, f"{title}, {subject.size}", "relative to the highest")
 
 
 def _aft_windows(subject: Subject) -> Figure:
     found = _of_layer(aft_windows(subject.model, subject.image.shape[-2:], subject.patch), subject.layer)
     windows = {name: window.numpy() for name, window in found.items()}
-    return plot_kernels(windows, "Biases w of attention-free layers by offset, key minus query", "w")
+    query = "" if subject.patch is None else f"\nquery of patch {subject.patch}"
+    return plot_kernels(windows, f"Biases w by offset, key minus query{query}", "w")
 
 
 DRAW: dict[Kind, Callable[[Subject], Figure]] = {

@@ -34,7 +34,7 @@ def position_tables(model: nn.Module, img_size: Sequence[int]) -> dict[str, dict
     Returns:
         Layer -> name -> table, on the CPU, as `relvit.plots.plot_tables` takes them: 'k rows', 'k columns' of the term
         k (heads, or 1 where they share it, offsets, head_dim); 'b rows', 'b columns' (heads or 1, offsets); of joint
-        tables 'b joint' (heads or 1, row offsets, column offsets), of vectors their lengths as 'k joint'.
+        tables 'b, joint' (heads or 1, row offsets, column offsets), of vectors their lengths as 'k length, joint'.
 
     Raises:
         NotApplicableError: a model without such tables.
@@ -66,11 +66,11 @@ def _tables(letter: str, tables: AxisTables | JointTable | None) -> dict[str, Te
     if tables is None:
         return {}
     table = _with_heads(tables.table, 3 if scalar else 4)
-    return {f"{letter} joint": table if scalar else table.norm(dim=-1)}
+    return {f"{letter}, joint": table} if scalar else {f"{letter} length, joint": table.norm(dim=-1)}
 
 
 def _with_heads(table: Tensor, dims: int) -> Tensor:
-    return (table if table.dim() == dims else table[None]).float().cpu()
+    return (table if table.dim() == dims else table[None]).detach().float().cpu()
 
 
 @torch.no_grad()
