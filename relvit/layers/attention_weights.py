@@ -15,7 +15,7 @@ from relvit.ops.tracing import without_autocast
 
 
 class LogitInputs(NamedTuple):
-    """What a layer's logits are computed from: the arguments of `relvit.ops.relative_attention` but for the values."""
+    """Inputs of a layer's logits: the arguments of `relvit.ops.relative_attention` but for the values."""
 
     query: Tensor
     key: Tensor

@@ -46,7 +46,7 @@ COMMANDS = {
     ),
 }
 # In these a terminal shows nothing else than a file holds: no bar.
-ALIKE = ("export", "average", "show")
+ALIKE = ("export", "average")
 
 
 @pytest.fixture(scope="module")
