@@ -35,6 +35,10 @@ COMMANDS = {
     ),
     "embed best.ckpt photos/test --output features.npz": (["18 images, 16 features each, in"], ["features.npz"]),
     "export best.ckpt --output model.onnx": (["model.onnx computes what the model does"], ["model.onnx", "model.json"]),
+    "show best.ckpt more/owl.gif photos/test/cat/0.jpg --img_size [24,40]": (
+        ["pictures/owl-kernels.png", "pictures/0-rollout.png", "left out: aft-windows: RelVisionTransformer has no"],
+        ["pictures/tables.png", *(f"pictures/owl-{kind}.png" for kind in ("logits", "attention", "rollout"))],
+    ),
     "average best.ckpt last.ckpt --output mean.ckpt": (["relvit validate mean.ckpt"], ["mean.ckpt"]),
     "check-data photos --output report.json": (
         ["files that cannot be read: 0", "1 file left out: 1 .heic", "the same image under different classes: 1"],
