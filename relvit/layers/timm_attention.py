@@ -42,10 +42,13 @@ class TimmRelativeAttention:
         num_kv_groups: query heads that share a head of keys and values.
         trained_keys: see `relvit.ops.relative_attention`; `relvit.models.set_reach` sets it.
         window: rows and columns of patches; on larger grids tokens attend within windows of this size. None: to all.
+        block_window: rows and columns of the windows that the block around it cuts, whatever the image. None: it cuts
+            none.
     """
 
     position: nn.Module
     backend: str
+    block_window: tuple[int, int] | None = None
     num_kv_groups: int = 1
     trained_keys: int | None = None
     window: tuple[int, int] | None = None
