@@ -193,10 +193,7 @@ def test_reaches_leave_windows_of_blocks_alone():
     assert relvit.attention_maps(sam, x, [1]).weights[0].shape == (2, 2, 35, 35)
 
 
-SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in ("relpos mlp", "sam", "swin")]
-
-
-@pytest.mark.parametrize("case", ["beit", *SLOW])
+@pytest.mark.parametrize("case", ["beit", pytest.param("relpos mlp", marks=pytest.mark.slow)])
 def test_exported_once_for_all_sizes(case):
     model = imported(build(case)).float()
     height, width = (8 * torch.export.Dim(name, min=2, max=64) for name in ("height", "width"))
