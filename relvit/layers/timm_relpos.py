@@ -22,7 +22,10 @@ class TimmOwnRelative(TimmRelativeAttention):
     """`TimmRelativeAttention` with what only some of timm's attention classes have."""
 
     gate = None
-    norm = nn.Identity()
+
+    def norm(self, x: Tensor) -> Tensor:
+        """Return what it gets: there is no such norm."""
+        return x
 
     @property
     def head_dim(self) -> int:
@@ -41,7 +44,7 @@ class TimmRelativeRelPos(TimmOwnRelative, RelPosAttention):
 class TimmRelativeBeit(TimmOwnRelative, BeitAttention):
     """timm's `Attention` of BEiT after a retrofit, see `TimmRelativeAttention`."""
 
-    q_norm = k_norm = nn.Identity()
+    q_norm = k_norm = TimmOwnRelative.norm
 
     def forward(self, x: Tensor, shared_rel_pos_bias: GridArgument) -> Tensor:
         """Map (B, N, dim) tokens to (B, N, dim); timm's blocks hand on the grid in place of a shared bias."""
@@ -53,7 +56,7 @@ class TimmRelativeSam(TimmOwnRelative, SamAttention):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, rows, columns, dim) tokens to the same shape."""
-        height, width = x.shape[1:3]
+        height, width = x.shape[1], x.shape[2]
         x = super().forward(x.flatten(1, 2), attn_mask=GridArgument(Grid(height, width), None))
         return x.unflatten(1, (height, width))
 
@@ -80,7 +83,7 @@ class TimmRelativeWindows(TimmOwnRelative):
 class TimmRelativeSwin(TimmRelativeWindows, WindowAttention):
     """timm's `WindowAttention` of Swin after a retrofit, see `TimmRelativeAttention`."""
 
-    q_norm = k_norm = nn.Identity()
+    q_norm = k_norm = TimmOwnRelative.norm
 
     def reset_parameters(self) -> None:
         """Do nothing: what timm's method initialises is in the position module, which has a method of its own."""

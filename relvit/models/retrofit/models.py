@@ -147,6 +147,10 @@ class RetrofittedNaFlexVit(Retrofitted, NaFlexVit):
         return grid._replace(valid=None)
 
 
+# Sizes have no value while a graph is traced.
+torch.fx.wrap("resample_embedding")
+
+
 class GridInBias(Retrofitted, GridForward):
     """Mixin before timm's models whose blocks hand on a shared bias, in place of which they are handed the grid."""
 
@@ -165,7 +169,7 @@ class GridInBias(Retrofitted, GridForward):
                 setattr(self, name, value)
 
     def _pos_embed(self, x: Tensor) -> Tensor:
-        size, x = tuple(x.shape[1:3]), x.flatten(1, 2)
+        size, x = (x.shape[1], x.shape[2]), x.flatten(1, 2)
         if self.cls_token is not None:
             x = torch.cat((self.cls_token.expand(x.shape[0], -1, -1), x), dim=1)
         if self.pos_embed is None:
@@ -218,6 +222,11 @@ class RetrofittedSwin(SwinWindows, SwinTransformer):
 
 class RetrofittedSwinV2(SwinWindows, SwinTransformerV2):
     """timm's `SwinTransformerV2` after `relvit.retrofit`."""
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        """Return timm's names, among them the networks of positions."""
+        return super().no_weight_decay() | {name for name, _ in self.named_parameters() if ".position." in name}
 
 
 # timm's class -> the one that a model of it becomes.

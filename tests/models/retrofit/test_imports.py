@@ -6,6 +6,7 @@ import pytest
 import timm
 import torch
 from retrofit_cases import OWN, build, images, naflex_batch, with_exact_offsets
+from timm.models import create_feature_extractor
 from timm.models._features import FeatureGetterNet
 from timm.models.swin_transformer import SwinTransformer
 
@@ -148,10 +149,22 @@ def test_modules_are_relvits():
     assert isinstance(sam.blocks[0].attn.position, RelativePosition2d)
     assert isinstance(swin.layers[0].blocks[0].attn.position, ContinuousPosition2d)
     assert "blocks.0.attn.position.bias_table" in beit.no_weight_decay()
+    assert {
+        "layers.1.blocks.0.attn.position.mlp.fc2.weight",
+        "layers.0.blocks.1.attn.logit_scale",
+    } <= swin.no_weight_decay()
     assert [plan.terms for plan in relvit.explain(beit)] == ["bc", "bc"]
     # Two patches more than a window: windows of 3 x 3, a global layer of 5 x 7.
     assert [plan.width for plan in relvit.explain(sam)] == [(12, 18), (12, 24)]
     assert {plan.terms for plan in relvit.explain(swin)} == {"b"}
+
+
+@pytest.mark.parametrize("case", ["srelpos", "beit both", "sam"])
+def test_symbolic_tracing_for_feature_extraction(case):
+    model, x = imported(build(case)), images(*trained_size(case))
+    node = "neck" if case == "sam" else "norm"
+    traced = create_feature_extractor(model, [node])
+    torch.testing.assert_close(traced(x)[node], model.forward_features(x), rtol=0, atol=1e-12)
 
 
 def test_what_timm_offers_for_vits_works():
@@ -218,7 +231,6 @@ def test_nothing_of_n_x_n_is_kept():
 REFUSED = {
     "no positions": (lambda: build("beit", use_rel_pos_bias=False), {}, r"blocks\.0\.attn has no relative positions"),
     "rotary SAM": (lambda: build("sam", use_rel_pos=False, use_rope=True), {}, "build the model with its own"),
-    "other family": (lambda: timm.create_model("levit_128s"), {}, "has relative positions of its own|retrofit takes"),
     "terms": (lambda: build("beit"), {"rel_terms": "k"}, "rel_terms='k' is for models without relative positions"),
     "position": (lambda: build("beit"), {"position": "xl"}, "position='xl' is for models without relative positions"),
     "embedding": (lambda: build("beit"), {"abs_pos": "drop"}, "this Beit has no absolute embedding"),
