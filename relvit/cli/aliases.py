@@ -22,6 +22,7 @@ ALIASES: dict[str, dict[str, str]] = {
     "resolutions": {f"--data.{name}": f"--{name}" for name in ("root", "batch_size")},
     "embed": {f"--data.{name}": f"--{name}" for name in ("root", "img_size", "batch_size", "num_workers")},
     "export": {"--data.img_size": "--img_size"},
+    "explain": {"--data.img_size": "--img_size", "--model.model": "--model"},
 }
 
 # Command -> the options that arguments without a name stand for.
@@ -41,7 +42,7 @@ USAGE = {
     "resolutions": ("relvit resolutions CKPT ... --sizes SIZE ... [options]",),
     "embed": ("relvit embed CKPT FOLDER --output FILE [options]",),
     "export": ("relvit export CKPT --output FILE [options]",),
-    "explain": ("relvit explain MODEL [--img_size N]",),
+    "explain": ("relvit explain MODEL|CKPT [--img_size N]",),
     "average": ("relvit average CKPT CKPT ... --output FILE",),
     "check-data": ("relvit check-data FOLDER [options]", "relvit check-data --data NAME [options]"),
 }

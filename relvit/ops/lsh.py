@@ -139,7 +139,7 @@ def _attend(
     if is_causal:
         allowed = allowed & (other <= index)
     if rounds > 1:
-        logits = logits - met.clamp(min=1).to(wide).log()
+        logits = logits - met.to(wide).clamp(min=1).log()
     logits = logits.masked_fill(index == other, SELF_LOGIT).masked_fill(~allowed, -torch.inf)
 
     total = logits.logsumexp(dim=-1, keepdim=True)

@@ -1,5 +1,7 @@
 """Plans of layers: the backend that runs, the width that 'fused' makes, parameters counted by hand, refusals."""
 
+from pathlib import Path
+
 import pytest
 import timm
 import torch
@@ -90,5 +92,13 @@ def test_nothing_is_drawn_and_no_gradient_is_left():
 def test_the_command(capsys):
     assert main(["explain", "test_relvit", "--img_size", "[160,96]", "--model_kwargs.depth", "2"]) == 0
     assert "| blocks.0.attn ... blocks.1.attn (2) | RelativePosition2d | kv | tiled |" in capsys.readouterr().out
-    assert main(["explain", "--model", "test_relvitt"]) == 2
+    assert main(["explain", "--model.model", "test_relvitt"]) == 2
     assert "did you mean 'test_relvit'" in capsys.readouterr().err
+
+
+def test_the_command_takes_a_checkpoint(capsys):
+    checkpoint = str(Path(__file__).parents[1] / "fixtures" / "run_of_0_1" / "checkpoints" / "last.ckpt")
+    assert main(["explain", checkpoint]) == 0
+    assert "| blocks.0.attn" in capsys.readouterr().out
+    assert main(["explain", checkpoint, "--model_kwargs.depth=2"]) == 2
+    assert "a checkpoint has its own" in capsys.readouterr().err

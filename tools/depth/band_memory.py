@@ -2,25 +2,31 @@
 
     python tools/depth/band_memory.py                                     # relvit_tiny, up to 16,384 x 512 pixels
     python tools/depth/band_memory.py --model relvit_xl_small --heights 4096 --cap 600
+    python tools/depth/band_memory.py --ckpt_path CKPT                    # `relvit predict` on JPEG files instead
 
 Each cell of the second table runs in a process of its own, on one image, after a pass over a smaller one. Memory is the
 peak of the process, Python and PyTorch included, as the system counts it. In the columns 'bands' 14 rows of patches are
 computed at a time: 'read one by one', they come from a generator that converts them from bytes, and no more of the
-image is in memory; else the model gets the whole image in single precision, which alone takes 12 bytes per pixel.
+image is in memory; else the model gets the whole image in single precision, which alone takes 12 bytes per pixel. So do
+those of `relvit predict`, whose workers decode; its figures are those of the main process.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import resource
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import timm
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 import relvit  # noqa: F401  registers the models
@@ -73,6 +79,20 @@ def cell(model: str, column: str, height: int, width: int, cap: float) -> str:
     return in_process(measure, arguments, cap, lambda seconds, memory: text(seconds, memory / 2**20))
 
 
+def predict(ckpt_path: str, height: int, width: int) -> str:
+    """Measure `relvit predict --reach bands` on a JPEG file of noise."""
+    with TemporaryDirectory() as folder:
+        pixels = torch.randint(0, 256, (height, width, 3), dtype=torch.uint8)
+        Image.fromarray(pixels.numpy()).save(f"{folder}/image.jpg")
+        options = [f"--img_size=[{height},{width}]", "--reach=bands", f"--runs={folder}", "--accelerator=cpu"]
+        command = [sys.executable, "-m", "relvit", "predict", ckpt_path, f"{folder}/image.jpg", *options]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        _, status, used = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit(f"relvit predict has failed with status {os.waitstatus_to_exitcode(status)}")
+    return f"{used.ru_utime + used.ru_stime:.1f} s, {used.ru_maxrss / 1024:,.0f} MiB"
+
+
 def difference(depth: int, position: str, memory_rows: int | None) -> str:
     """Compute the largest difference of logits from one pass under the mask, relative to the largest logit."""
     torch.manual_seed(0)
@@ -96,7 +116,13 @@ def main() -> None:
     add("--heights", type=int, nargs="*", default=[1024, 2048, 4096, 8192, 16384])
     add("--width", type=int, default=512)
     add("--cap", type=float, default=240.0, help="seconds that a cell may take")
+    add("--ckpt_path", help="a checkpoint of relvit fit that can compute in bands")
     given = parser.parse_args()
+    if given.ckpt_path:
+        print("| height | `relvit predict`: time of the processor, peak memory |\n|---|---|")
+        for height in given.heights:
+            print(f"| {height:,} | {predict(given.ckpt_path, height, given.width)} |", flush=True)
+        return
     print(f"{torch.get_num_threads()} threads, torch {torch.__version__}\n")
     print("relvit_tiny, 1024 x 256 px, bands of 14 rows, float32: largest difference from the masked pass\n")
     print("| depth | position | memory of all rows | memory of 14 rows |\n|---|---|---|---|")

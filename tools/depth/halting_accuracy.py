@@ -2,14 +2,17 @@
 
     python tools/depth/halting_accuracy.py --images DIR --work WORK     # DIR has train/<class>/*, test/<class>/*
 
-Images, recipe and width are those of `tools/study/study.py`, one thread; the two trainings differ in halting alone.
+Images, recipe and width are those of `tools/study/study.py`, one thread; the two trainings of a seed differ in halting
+alone. Trainings that are done are not repeated; where one was interrupted, its model trains afresh.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
+import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -62,19 +65,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--images", type=Path, required=True, help="class folders of CIFAR-10, in train and test")
     add("--work", type=Path, required=True, help="folder for the trainings")
     add("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    add("--seeds", nargs="+", type=int, default=[0, 1, 2])
     add("--epochs", type=int, default=5)
     add("--ponder_weight", type=float, default=0.02)
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     images = prepare(given.images, given.work)
-    print("| model | test accuracy | mean steps |\n|---|---|---|", flush=True)
-    for name in given.models:
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in given.models}
+    for seed, name in itertools.product(given.seeds, given.models):
         own = MODELS[name]
-        options = [f"--trainer.max_epochs={given.epochs}"]
+        options = [f"--trainer.max_epochs={given.epochs}", f"--seed_everything={seed}"]
         if own:
             options += [f"--model.ponder_weight={given.ponder_weight}", "--model.ponder_warmup_epochs=1"]
-        accuracy, steps = evaluate(train(images, given.work / name.replace(" ", "_"), own, options))
-        print(f"| {name} | {accuracy:.4f} | {steps:.2f} of {SHAPE['depth']} |", flush=True)
+        runs = given.work / f"{name.replace(' ', '_')}_{seed}"
+        found[name].append(evaluate(train(images, runs, own, options)))
+    print(f"seeds {given.seeds}\n\n| model | test accuracy, % | mean steps |\n|---|---|---|")
+    for name, rows in found.items():
+        accuracies, steps = zip(*rows, strict=True)
+        print(f"| {name} | {mean_and_error(accuracies)} | {statistics.mean(steps):.2f} of {SHAPE['depth']} |")
+    if len(found) > 1:
+        pairs = [after[0] - before[0] for before, after in zip(*found.values(), strict=True)]
+        print(f"| difference by seed | {mean_and_error(pairs)} | |", flush=True)
+
+
+def mean_and_error(shares: Sequence[float]) -> str:
+    """Write the mean of shares in percent, with its standard error where there are several."""
+    points = [100 * share for share in shares]
+    error = f" ± {statistics.stdev(points) / len(points) ** 0.5:.2f}" if len(points) > 1 else ""
+    return f"{statistics.mean(points):.2f}{error}"
 
 
 if __name__ == "__main__":

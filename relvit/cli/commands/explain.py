@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from relvit.cli.errors import UsageError
 from relvit.evaluation import Size
 from relvit.evaluation.explain import as_table
 from relvit.evaluation.explain import explain as explain_model
 from relvit.models import build_model
+from relvit.training import Checkpoint
 
 
 def explain(
@@ -19,11 +22,16 @@ def explain(
     """Print a table of a model's attention layers: positions, backend and why, width, what training keeps.
 
     Args:
-        model: The name of a model, such as relvit_small, or with `--retrofit {}` one of timm's.
+        model: The name of a model, such as relvit_small, or with `--retrofit {}` one of timm's; or a checkpoint.
         img_size: The size of the images, such as 384 or [256,384]; None means that of the model.
         model_kwargs: Further arguments of the model's class, such as '{rel_terms: k}'.
         retrofit: Arguments of `relvit.retrofit` for a model of timm; {} for its defaults.
     """
-    # Weights are of no interest, and the number of classes changes nothing here.
-    net = build_model(model, 10, model_kwargs=model_kwargs, retrofit=retrofit)
+    if Path(model).suffix == ".ckpt":
+        if model_kwargs is not None or retrofit is not None:
+            raise UsageError("--model_kwargs and --retrofit are for the name of a model: a checkpoint has its own")
+        net = Checkpoint.read(model).classifier().net
+    else:
+        # Weights are of no interest, and the number of classes changes nothing here.
+        net = build_model(model, 10, model_kwargs=model_kwargs, retrofit=retrofit)
     print(as_table(explain_model(net, img_size)), flush=True)

@@ -54,6 +54,9 @@ def report_fit(
             summary["stopped_early"] = True
     resumed = f" since resuming after epoch {since}" if since and not same_run else ""
     lines.append(f"Best validation accuracy{resumed}: {summary['val/acc1']:.4f}")
+    # A test image that cannot be read stops the test, not this.
+    rank_zero_print("\n".join(lines))
+    lines = []
     if data.has_test:
         results = trainer.test(model, data, ckpt_path=best, verbose=False)[0]
         summary.update(results)

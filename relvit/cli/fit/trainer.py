@@ -321,7 +321,9 @@ class RelvitCLI(OpenLightningCLI):
             return
         # Not the trainer's, which may be one of the user's own.
         if self.best.best_model_score is None:
-            rank_zero_print("Nothing was trained.")
+            last = self.best.last_path
+            kept = f"; its last one is {last}" if last.exists() else ""
+            rank_zero_print(f"The training ended before its first validation: no best checkpoint{kept}.")
             return
         since = self.checkpoint.finished_epochs() if self.checkpoint else 0
         seconds, seed = time.monotonic() - self.start, self.config_value(self.config, "seed_everything")

@@ -143,6 +143,23 @@ def test_resuming_continues_at_the_next_epoch(run, tmp_path, capsys):
     assert "Best validation accuracy since resuming after epoch 4:" in capsys.readouterr().out
 
 
+def test_a_training_that_ends_before_its_first_validation_says_what_it_leaves(photos, tmp_path, capsys):
+    arguments = ["fit", "--data=ImageFolderData", f"--data.root={photos}", f"--runs={tmp_path}", *TINY]
+    assert main([*arguments, "--trainer.max_steps=1"]) == 0
+    (last,) = tmp_path.glob("*/checkpoints/*")
+    assert f"no best checkpoint; its last one is {last}." in capsys.readouterr().out
+
+
+def test_a_broken_test_image_does_not_hide_the_result_of_the_training(photos, tmp_path, capsys):
+    broken = shutil.copytree(photos, tmp_path / "photos")
+    next((broken / "test").glob("*/*")).write_text("no image")
+    arguments = ["fit", "--data=ImageFolderData", f"--data.root={broken}", f"--runs={tmp_path / 'runs'}", *TINY]
+    assert main([*arguments, "--trainer.max_epochs=1"]) == 2
+    out, error = capsys.readouterr()
+    assert "Best validation accuracy: " in out
+    assert "--data.on_error skip" in error
+
+
 def test_digits_train_without_any_file(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     tiny = [a for a in TINY if not a.startswith(("--data.img_size", "--model.model_kwargs.patch_size"))]
