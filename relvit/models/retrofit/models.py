@@ -19,7 +19,7 @@ from timm.models.vision_transformer_sam import VisionTransformerSAM
 from torch import Tensor, nn
 
 from relvit.layers.interpolate import resample_embedding
-from relvit.layers.patch_embed import AnySizePatchEmbed, check_divisible
+from relvit.layers.patch_embed import AnySizePatchEmbed, GridPatchEmbed, check_divisible
 from relvit.layers.positions.rope import ANY_SIZE_ROPES
 from relvit.layers.timm_attention import GridArgument
 from relvit.models.base import GridForward, TablesWithoutDecay
@@ -198,7 +198,7 @@ class RetrofittedSam(Retrofitted, VisionTransformerSAM):
     num_prefix_tokens = 0
 
     def open_to_all_sizes(self) -> None:
-        _open_patch_embed(self)
+        _open_patch_embed(self, GridPatchEmbed)
         for block in self.blocks:
             if block.window_size:
                 block.attn.block_window = (block.window_size,) * 2
@@ -210,7 +210,7 @@ class SwinWindows(Retrofitted):
     num_prefix_tokens = 0
 
     def open_to_all_sizes(self) -> None:
-        _open_patch_embed(self)
+        _open_patch_embed(self, GridPatchEmbed)
         for block in (block for stage in self.layers for block in stage.blocks):
             block.dynamic_mask, block.attn_mask = True, None
             block.attn.set_window_size(block.window_size)
@@ -246,13 +246,13 @@ IMPORTED: dict[type[nn.Module], type[Retrofitted]] = {
 }
 
 
-def _open_patch_embed(model: nn.Module) -> None:
+def _open_patch_embed(model: nn.Module, becomes: type[AnySizePatchEmbed] = AnySizePatchEmbed) -> None:
     """Do what timm's `dynamic_img_size=True` does in the constructor."""
     embed = model.patch_embed
     model.dynamic_img_size = True
     embed.flatten, embed.output_fmt, embed.strict_img_size = False, Format.NHWC, False
     if type(embed) is PatchEmbed:
-        embed.__class__ = AnySizePatchEmbed
+        embed.__class__ = becomes
         if any(size % patch for size, patch in zip(embed.img_size, embed.patch_size, strict=True)):
             # As before, what remains of the model's own size is left out.
             embed.cropped_size = tuple(embed.img_size)

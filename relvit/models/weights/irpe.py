@@ -21,8 +21,8 @@ def convert_irpe(state: dict[str, Tensor], model: nn.Module) -> None:
 
     The authors have a vector r for all pairs with the class token, where relvit has none. Softmax ignores what all keys
     of a query have in common, so with r elsewhere outputs stay the same: it is subtracted from the table, and added to
-    the layer's own bias of queries (query term) or values (value term). What the longer queries add to a key term,
-    scale * r . a^K_ij, is subtracted as a bias of each pair.
+    the layer's own bias of queries (query term) or values (value term). What that adds to a key term, scale *
+    r . a^K_ij, is subtracted as a bias of each pair.
 
     Args:
         state: the state dict; without iRPE's tables nothing is done.

@@ -206,7 +206,8 @@ def test_reaches_leave_windows_of_blocks_alone():
     assert relvit.attention_maps(sam, x, [1]).weights[0].shape == (2, 2, 35, 35)
 
 
-@pytest.mark.parametrize("case", ["beit", pytest.param("relpos mlp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["beit", "relpos mlp"])
 def test_exported_once_for_all_sizes(case):
     model = imported(build(case)).float()
     height, width = (8 * torch.export.Dim(name, min=2, max=64) for name in ("height", "width"))
@@ -214,6 +215,16 @@ def test_exported_once_for_all_sizes(case):
     exported = torch.export.export(model, (x,), dynamic_shapes=({2: height, 3: width},)).module()
     for size in SIZES:
         torch.testing.assert_close(exported(images(*size).float()), model(images(*size).float()), rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["beit", "sam"])
+def test_compiled_for_several_sizes(case):
+    torch.compiler.reset()
+    model = imported(build(case)).float()
+    compiled = torch.compile(model)
+    for size in SIZES[:1] + SIZES[2:]:
+        torch.testing.assert_close(compiled(images(*size).float()), model(images(*size).float()), rtol=0, atol=1e-5)
 
 
 def test_nothing_of_n_x_n_is_kept():
@@ -247,6 +258,12 @@ def test_what_cannot_be_carried_over_is_refused(name):
     with pytest.raises(ValueError, match=message):
         relvit.retrofit(model, **arguments)
     assert before == [(key, type(module), sorted(module.__dict__)) for key, module in model.named_modules()]
+
+
+@pytest.mark.parametrize("case", ["beit", "sam", "swin"])
+def test_images_that_do_not_divide_into_patches(case):
+    with pytest.raises(ValueError, match="image width 59 is not a multiple of the patch size"):
+        imported(build(case))(images(40, 59))
 
 
 def test_absolute_embeddings_are_dropped_and_causality_is_refused():
