@@ -30,6 +30,7 @@ COMMANDS = {
     ),
     "embed": (f"{_COMMANDS}.embed", "write the features of all images below a folder"),
     "export": (f"{_COMMANDS}.export", "write the model as ONNX or torch.export program, for any image size"),
+    "show": (f"{_COMMANDS}.show", "draw what a model has learned: position tables, attention, Grad-CAM"),
     "explain": (f"{_COMMANDS}.explain", "print what a model's attention layers compute, which backend, and why"),
     "average": (f"{_COMMANDS}.average", "write the mean of several checkpoints' weights as one checkpoint"),
     "check-data": (f"{_COMMANDS}.check_data", "decode all images: broken files, classes, sizes, duplicates"),

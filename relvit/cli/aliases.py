@@ -22,6 +22,7 @@ ALIASES: dict[str, dict[str, str]] = {
     "resolutions": {f"--data.{name}": f"--{name}" for name in ("root", "batch_size")},
     "embed": {f"--data.{name}": f"--{name}" for name in ("root", "img_size", "batch_size", "num_workers")},
     "export": {"--data.img_size": "--img_size"},
+    "show": {"--data.img_size": "--img_size"},
     "explain": {"--data.img_size": "--img_size", "--model.model": "--model"},
 }
 
@@ -30,6 +31,7 @@ POSITIONALS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("validate", "test", "resolutions", "export"), ("--ckpt_path",)),
     "predict": ("--ckpt_path", "--paths"),
     "embed": ("--ckpt_path", "--root"),
+    "show": ("--ckpt_path", "--images"),
     "explain": ("--model",),
     "average": ("--ckpt_paths",),
     "check-data": ("--root",),
@@ -42,13 +44,17 @@ USAGE = {
     "resolutions": ("relvit resolutions CKPT ... --sizes SIZE ... [options]",),
     "embed": ("relvit embed CKPT FOLDER --output FILE [options]",),
     "export": ("relvit export CKPT --output FILE [options]",),
+    "show": ("relvit show CKPT [IMAGE ...] [--kind KIND ...] [options]",),
     "explain": ("relvit explain MODEL|CKPT [--img_size N]",),
     "average": ("relvit average CKPT CKPT ... --output FILE",),
     "check-data": ("relvit check-data FOLDER [options]", "relvit check-data --data NAME [options]"),
 }
 # Those that take several; a checkpoint alone is no list where there may be one or several.
-LISTS = ("--ckpt_paths", "--paths")
+LISTS = ("--ckpt_paths", "--paths", "--images")
 ONE_OR_SEVERAL = ("resolutions", "--ckpt_path")
+# Options that take all values of this form that follow.
+SEVERAL = {"--sizes": r"\[?\d", "--patch": r"\d+$"}
+SEVERAL["--kind"] = r"(tables|kernels|logits|attention|rollout|cam|aft-windows)$"
 # Options that need no value to be true.
 SWITCHES = ("--mirror", "--step_maps", "--lr_find")
 ALONE = ("-h", "--help", "--help-all", "--print_config", "-q", "--quiet")
@@ -132,7 +138,7 @@ def rewrite(command: str, arguments: Sequence[str]) -> Rewritten:
 def _split(arguments: Sequence[str]) -> Iterator[tuple[str | None, str | None]]:
     """Yield name and value of each option; no name for an argument without one, no value for an option without one.
 
-    `--sizes` takes all numbers and pairs that follow it.
+    `--sizes` takes all numbers and pairs that follow it; see `SEVERAL`.
     """
     waiting = list(arguments)
     while waiting:
@@ -146,14 +152,14 @@ def _split(arguments: Sequence[str]) -> Iterator[tuple[str | None, str | None]]:
         elif equals and name in ALONE and name != "--print_config":
             raise UsageError(f"{name} takes no value, got {value!r}: give {name} alone")
         elif equals:
-            yield name, _as_list([value]) if name == "--sizes" else value
+            yield name, _as_list([value]) if name in SEVERAL else value
         elif name in ALONE or not waiting or _is_option(waiting[0]):
             yield name, "true" if name in SWITCHES else None
         elif name in SWITCHES and waiting[0].lower() not in ("true", "false"):
             yield name, "true"
-        elif name == "--sizes":
+        elif name in SEVERAL:
             taken = [waiting.pop(0)]
-            while waiting and re.match(r"\[?\d", waiting[0]):
+            while waiting and re.match(SEVERAL[name], waiting[0]):
                 taken.append(waiting.pop(0))
             yield name, _as_list(taken)
         else:

@@ -1,7 +1,7 @@
 """Models, one file per family, registered with timm by the import; how to build, retrofit and load them."""
 
 from relvit.models.aft_vit import AFTVisionTransformer
-from relvit.models.attention_maps import AttentionMaps, attention_maps
+from relvit.models.attention_maps import AttentionMaps, attention_maps, attention_rollout
 from relvit.models.factory import build_model, model_arguments
 from relvit.models.lsh_vit import LSHVisionTransformer
 from relvit.models.relative_vit import RelVisionTransformer
@@ -23,6 +23,7 @@ __all__ = [
     "RelVisionTransformer",
     "UniversalVisionTransformer",
     "attention_maps",
+    "attention_rollout",
     "build_model",
     "check_image_size",
     "checkpoint_filter_fn",

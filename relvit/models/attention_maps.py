@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -33,7 +33,6 @@ class AttentionMaps(NamedTuple):
     prefix: int
 
 
-@torch.no_grad()
 def attention_maps(model: nn.Module, images: Tensor, layers: Sequence[int] | None = None) -> AttentionMaps:
     """Compute the attention weights of a Vision Transformer, which fused attention never forms.
 
@@ -49,6 +48,15 @@ def attention_maps(model: nn.Module, images: Tensor, layers: Sequence[int] | Non
         TypeError: a model without attention, or with another kind.
         ValueError: a model in training mode, a number that no block has, images of another shape.
     """
+    weights = _record_weights(model, images, layers, Tensor.float)
+    return AttentionMaps(weights, patch_grid(model, images.shape[-2:]), model.num_prefix_tokens)
+
+
+@torch.no_grad()
+def _record_weights(
+    model: nn.Module, images: Tensor, layers: Sequence[int] | None, keep: Callable[[Tensor], Tensor]
+) -> list[Tensor]:
+    """What `keep` returns of the weights of each layer; see `attention_maps`."""
     attentions = _attentions(model)
     if model.training:
         raise ValueError("attention_maps needs a model in evaluation mode: call model.eval()")
@@ -68,15 +76,43 @@ def attention_maps(model: nn.Module, images: Tensor, layers: Sequence[int] | Non
         )
     if images.dim() != 4:
         raise ValueError(f"images must be (B, in_chans, height, width), got shape {tuple(images.shape)}")
-    with _recording([attentions[index] for index in chosen]) as recorded, torch.compiler.set_stance("force_eager"):
+    with _recording([attentions[i] for i in chosen], keep) as recorded, torch.compiler.set_stance("force_eager"):
         model.forward_features(images)
     for index in chosen:
         if attentions[index] not in recorded:
             kind = _name(type(attentions[index]))
             raise TypeError(f"blocks.{index % depth}.attn, a {kind}, has a forward of its own that shows no weights")
+    return [recorded[attentions[index]] for index in chosen]
+
+
+def patch_grid(model: nn.Module, img_size: Sequence[int]) -> tuple[int, int]:
+    """Return rows and columns of patches of images of this size, (height, width) in pixels."""
     embed = model.patch_embed if hasattr(model, "patch_embed") else model.embeds
-    grid = tuple(map(int, embed.dynamic_feat_size(images.shape[-2:])))
-    return AttentionMaps([recorded[attentions[index]] for index in chosen], grid, model.num_prefix_tokens)
+    rows, columns = map(int, embed.dynamic_feat_size(tuple(img_size)))
+    return rows, columns
+
+
+def attention_rollout(model: nn.Module, images: Tensor) -> Tensor:
+    """Compute attention rollout, (B, N, N): how much of each input token (columns) is in each output token (rows).
+
+    The product over the layers of (W + I) / 2, where W is the mean over heads of a layer's attention weights and I the
+    residual connection; rows sum to 1. Source: Abnar & Zuidema 2020 (arXiv 2005.00928), section 3, eq. 1.
+
+    Args: see `attention_maps`.
+
+    Raises:
+        TypeError, ValueError: as `attention_maps`.
+        ValueError: reversible or repeated blocks: the product would be that of another model.
+    """
+    if getattr(model, "reversible", False) or hasattr(model, "steps"):
+        why = "its block is repeated" if hasattr(model, "steps") else "its reversible blocks have two streams"
+        raise ValueError(f"there is no attention rollout of {type(model).__name__}: {why}")
+    rollout: Tensor | None = None
+    for mean in _record_weights(model, images, None, lambda weights: weights.float().mean(dim=1)):
+        layer = (mean + torch.eye(mean.shape[-1], device=mean.device)) / 2
+        rollout = layer if rollout is None else layer @ rollout
+    assert rollout is not None
+    return rollout
 
 
 def _attentions(model: nn.Module) -> list[nn.Module]:
@@ -113,14 +149,14 @@ def _name(cls: type) -> str:
 
 
 @contextmanager
-def _recording(attentions: Sequence[nn.Module]) -> Iterator[dict[nn.Module, Tensor]]:
+def _recording(attentions: Sequence[nn.Module], keep: Callable[[Tensor], Tensor]) -> Iterator[dict[nn.Module, Tensor]]:
     """Record the weights with which these layers call their `attn_drop`."""
     recorded: dict[nn.Module, Tensor] = {}
     handles, unfused = [], []
     for attention in attentions:
 
         def record(_module: nn.Module, given: tuple[Tensor], attention: nn.Module = attention) -> None:
-            recorded[attention] = given[0].float()
+            recorded[attention] = keep(given[0])
 
         handles.append(attention.attn_drop.register_forward_pre_hook(record))
         if not isinstance(attention, OURS) and attention.fused_attn:

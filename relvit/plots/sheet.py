@@ -18,8 +18,8 @@ LONGEST = 24
 SIDE = 160
 
 
-def picture_of(image: Tensor, mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
-    """Undo the normalisation of an image (C, H, W): uint8 (height, width, 3), at most 160 pixels long.
+def picture_of(image: Tensor, mean: Sequence[float], std: Sequence[float], side: int = SIDE) -> np.ndarray:
+    """Undo the normalisation of an image (C, H, W): uint8 (height, width, 3), at most `side` pixels long.
 
     Of an image without three channels, the first channel in grey.
     """
@@ -28,7 +28,7 @@ def picture_of(image: Tensor, mean: Sequence[float], std: Sequence[float]) -> np
     if len(pixels) != 3:
         pixels = pixels[:1].expand(3, -1, -1)
     picture = Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
-    picture.thumbnail((SIDE, SIDE))
+    picture.thumbnail((side, side))
     return np.asarray(picture)
 
 

@@ -12,6 +12,7 @@ EXTRAS = {
     "datasets": "hfds",
     "wandb": "wandb",
     "mlflow": "mlflow",
+    "pytorch_grad_cam": "show",
 }
 
 

@@ -35,6 +35,10 @@ COMMANDS = {
     ),
     "embed best.ckpt photos/test --output features.npz": (["18 images, 16 features each, in"], ["features.npz"]),
     "export best.ckpt --output model.onnx": (["model.onnx computes what the model does"], ["model.onnx", "model.json"]),
+    "show best.ckpt more/owl.gif photos/test/cat/0.jpg --img_size [24,40]": (
+        ["pictures/owl-kernels.png", "pictures/0-rollout.png", "left out: aft-windows: RelVisionTransformer has no"],
+        ["pictures/tables.png", *(f"pictures/owl-{kind}.png" for kind in ("logits", "attention", "rollout"))],
+    ),
     "average best.ckpt last.ckpt --output mean.ckpt": (["relvit validate mean.ckpt"], ["mean.ckpt"]),
     "check-data photos --output report.json": (
         ["files that cannot be read: 0", "1 file left out: 1 .heic", "the same image under different classes: 1"],
@@ -105,10 +109,18 @@ def test_command(command, where, place):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "where"), [("validate", "file"), ("test", "terminal"), ("predict", "file")])
-def test_two_processes(name, where, place):
+@pytest.mark.parametrize(
+    ("name", "where", "options"),
+    [
+        ("validate", "file", []),
+        ("test", "terminal", []),
+        ("predict", "file", []),
+        ("predict", "file", ["--reach=bands"]),
+    ],
+)
+def test_two_processes(name, where, options, place):
     command = next(command for command in COMMANDS if command.startswith(name))
-    check(command, place, relvit_in(where, place, [*command.split(), *TWO]))
+    check(command, place, relvit_in(where, place, [*command.split(), *options, *TWO]))
     if name == "predict":
         with open(next(place.glob("runs/*/predictions.csv")), newline="") as file:
             assert len(list(csv.DictReader(file))) == 19

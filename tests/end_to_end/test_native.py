@@ -100,6 +100,9 @@ def test_one_process(shapes, tmp_path, capsys, options, budget, side):
         model, (image,) = predictor.model, images_of(pixels)
         expected = model.forward_head(model.forward_features(image[None]), pre_logits=True)[0]
         torch.testing.assert_close(torch.from_numpy(features), expected, atol=1e-5, rtol=1e-4)
+    path = str(next((shapes / "test").glob("*/*")))
+    assert main(["show", str(best), path, "--kind", "logits", "rollout", f"--output={tmp_path / 'pictures'}"]) == 0
+    assert len(list((tmp_path / "pictures").iterdir())) == 2
     # Named images keep their shapes, too; another budget is another result.
     given = ["predict", str(best), str(shapes / "test"), f"--runs={tmp_path / 'named'}", *CPU]
     assert main(given) == 0

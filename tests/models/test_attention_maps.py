@@ -1,5 +1,6 @@
 """Attention maps of models against timm's own unfused attention and brute force, and what is refused."""
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -9,6 +10,7 @@ from vits import bias_for, images, small, twins
 
 import relvit
 from relvit.layers import RelativeAttention
+from relvit.models.attention_maps import attention_rollout
 
 
 def timms(model, x, attn_mask=None):
@@ -148,3 +150,33 @@ def test_timms_attention_extract_by_hooks(kind):
     assert list(found) == [f"blocks.{index}.attn.attn_drop" for index in range(len(expected))]
     for weights, want in zip(found.values(), expected, strict=True):
         torch.testing.assert_close(weights, want)
+
+
+@pytest.mark.parametrize("case", ["relvit", "prefix", "dinov2", "dinov3", "naflex"])
+def test_rollout_is_a_product_of_matrices(case):
+    prefix = {"class_token": True, "global_pool": "token", "reg_tokens": 2}
+    if case in ("relvit", "prefix"):
+        model = small(**(prefix if case == "prefix" else {})).double().eval()
+    else:
+        model = retrofitted(build(case))
+    x = images(16, 40, dtype=torch.float64)
+    before, maps = model(x), relvit.attention_maps(model, x)
+    found = attention_rollout(model, x)
+    for sample in range(2):
+        product = np.eye(maps.prefix + 10)
+        for weights in maps.weights:
+            layer = np.zeros_like(product)
+            for head in weights[sample].double().numpy():
+                layer += head / weights.shape[1]
+            product = (0.5 * layer + 0.5 * np.eye(len(product))) @ product
+        np.testing.assert_allclose(found[sample].numpy(), product, rtol=0, atol=1e-6)
+    torch.testing.assert_close(found.sum(-1), torch.ones_like(found[..., 0]))
+    assert hooks(model) == 0
+    assert torch.equal(model(x), before)
+
+
+def test_rollout_that_would_be_of_another_model():
+    for options, why in (({"reversible": True}, "reversible blocks have two streams"), ({}, "its block is repeated")):
+        model = small("test_relvit" if options else "relvit_universal_small", **options).eval()
+        with pytest.raises(ValueError, match=f"there is no attention rollout of .*: .*{why}"):
+            attention_rollout(model, images())

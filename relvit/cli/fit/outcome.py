@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from lightning import Callback, LightningDataModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from rich.console import Console
@@ -17,7 +18,9 @@ from torch import nn
 
 from relvit.cli.errors import UsageError
 from relvit.evaluation import ClassMetrics, EvaluationReport
-from relvit.training import DataRecord, PredictionTable, RunCheckpoints
+from relvit.evaluation.pictures import NotApplicableError, draw
+from relvit.training import DataRecord, PredictionTable, RunCheckpoints, load_classifier
+from relvit.utils.messages import one_line
 from relvit.utils.progress import rank_zero_print
 
 # All classes up to so many are shown, else the worst few.
@@ -29,7 +32,9 @@ Kind = TypeVar("Kind", bound=Callback)
 def report_fit(
     trainer: Trainer, checkpoints: RunCheckpoints, folder: Path, seed: Any, seconds: float, since: int, same_run: bool
 ) -> None:
-    """Test the best checkpoint where there are test images, write `summary.json` and print the result.
+    """Test the best checkpoint where there are test images, write `summary.json`, `positions.png`, print the result.
+
+    `positions.png` are the relative tables of that checkpoint, where it has some.
 
     All processes call this. `since` is the number of epochs that had been trained before this training went on; with
     `same_run` they are in the same folder, so that the best checkpoint is that of them, too.
@@ -66,6 +71,7 @@ def report_fit(
         summary["pretrained"] = model.transfer.plain()
     if rank_zero_only.rank == 0:
         _write_summary(folder, summary, trainer)
+        _draw_positions(folder / "positions.png", best, data)
         rank_zero_print("\n".join([*lines, _files(folder), "Next:", *_suggestions(model.net, data, best)]))
 
 
@@ -127,6 +133,17 @@ def _write_summary(folder: Path, summary: dict[str, Any], trainer: Trainer) -> N
     if counts := _callback(trainer, DataRecord).counts:
         summary["unreadable"] = counts
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+
+
+def _draw_positions(target: Path, best: str, data: LightningDataModule) -> None:
+    try:
+        image = torch.empty(len(data.mean), *data.img_size)
+        draw("tables", load_classifier(best).net, image).savefig(target)
+    except NotApplicableError:
+        pass
+    # Memory, fonts and position modules of users may all fail in their own way; the training itself is done.
+    except Exception as error:
+        rank_zero_print(f"Note: {target.name} could not be drawn: {one_line(error)}")
 
 
 def _files(folder: Path) -> str:

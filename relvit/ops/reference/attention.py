@@ -81,6 +81,33 @@ def attention_weights(
 
     Rows sum to 1; they are zero where a query may attend to nothing.
     """
+    logits = attention_logits(query, key, terms, grid, key_grid, scale, position_query, position_key, trained_keys)
+    valid = key_mask(grid if key_grid is None else key_grid)
+    if is_causal:
+        allowed = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).tril()
+        logits = logits.masked_fill(~allowed, -torch.inf)
+    if attn_mask is not None:
+        logits = logits.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else logits + attn_mask
+    if valid is not None:
+        logits = logits.masked_fill(~rearrange(valid, "b j -> b 1 1 j"), -torch.inf)
+
+    # A query that may attend to nothing gets zeros, and zero gradients instead of NaN.
+    empty = torch.isneginf(logits).all(dim=-1, keepdim=True)
+    return logits.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)
+
+
+def attention_logits(
+    query: Tensor,
+    key: Tensor,
+    terms: RelativeTerms,
+    grid: Grid,
+    key_grid: Grid | None = None,
+    scale: float | None = None,
+    position_query: Tensor | None = None,
+    position_key: Tensor | None = None,
+    trained_keys: int | None = None,
+) -> Tensor:
+    """Compute logit_ij, (B, heads, Nq, Nk), of `relvit.ops.relative_attention`, before any mask."""
     key_grid = grid if key_grid is None else key_grid
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     position_query = query if position_query is None else position_query
@@ -107,18 +134,7 @@ def attention_weights(
     if trained_keys is not None:
         keys = valid.sum(dim=1).clamp(min=1) if valid is not None else torch.full((1,), key.shape[2])
         logits = logits * rearrange(keys.to(logits).log() / math.log(trained_keys), "b -> b 1 1 1")
-
-    if is_causal:
-        allowed = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).tril()
-        logits = logits.masked_fill(~allowed, -torch.inf)
-    if attn_mask is not None:
-        logits = logits.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else logits + attn_mask
-    if valid is not None:
-        logits = logits.masked_fill(~rearrange(valid, "b j -> b 1 1 j"), -torch.inf)
-
-    # A query that may attend to nothing gets zeros, and zero gradients instead of NaN.
-    empty = torch.isneginf(logits).all(dim=-1, keepdim=True)
-    return logits.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)
+    return logits
 
 
 def pair_bias(terms: RelativeTerms, grid: Grid, key_grid: Grid, like: Tensor) -> Tensor:

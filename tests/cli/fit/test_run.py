@@ -46,6 +46,7 @@ def test_a_run_leaves_everything_in_its_folder(run, photos):
         "config.yaml",
         "metrics.csv",
         "curves.png",
+        "positions.png",
         "training_images.png",
         "summary.json",
         "checkpoints/best.ckpt",

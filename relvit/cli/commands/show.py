@@ -1,0 +1,87 @@
+"""`relvit show`: pictures of what a model has learned, and of what it does with images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from relvit.cli.commands.embed import find_device
+from relvit.cli.errors import UsageError
+from relvit.data.images.folders import find_images
+from relvit.data.native import images_of
+from relvit.evaluation import Predictor, Size
+from relvit.evaluation.pictures import KINDS, Kind, NotApplicableError, draw
+from relvit.evaluation.pictures.draw import OF_THE_MODEL
+from relvit.models import Reach
+from relvit.plots import picture_of
+from relvit.utils.messages import MissingPackageError
+
+# Of an image in a figure, in pixels.
+SIDE = 400
+
+
+def show(
+    ckpt_path: str,
+    images: list[str] | None = None,
+    kind: list[Kind] | None = None,
+    patch: tuple[int, int] | None = None,
+    layer: int | None = None,
+    img_size: Size | None = None,
+    reach: Reach = "trained",
+    output: str = "pictures",
+    device: str = "auto",
+) -> None:
+    """Write pictures of a model, a PNG of each kind, and for each image those that need one.
+
+    Args:
+        ckpt_path: The checkpoint to use, such as runs/RUN/checkpoints/best.ckpt.
+        images: Image files, folders and patterns; without images, only tables and aft-windows are drawn.
+        kind: What to draw, one or several of tables, kernels, logits, attention, rollout, cam (Grad-CAM) and
+            aft-windows; by default all that apply to the model.
+        patch: The row and the column of the patch whose query is shown, from 0; by default the mean of all patches or
+            the class token, for logits the patch in the middle.
+        layer: The number of the layer, from 0; by default all, for logits, attention and cam the last.
+        img_size: The size of the images that the model gets, such as 288 or [256,384]; None means as in training.
+        reach: How attention works at other sizes than in training: trained, stretch, logn, stretch-logn, windows or
+            bands.
+        output: The folder to write to.
+        device: The device that computes, such as cpu or cuda:1; auto takes an accelerator if there is one.
+    """
+    chosen = list(KINDS if kind is None else dict.fromkeys(kind))
+    paths = find_images(images or [])
+    if not paths and (needs := [name for name in kind or () if name not in OF_THE_MODEL]):
+        raise UsageError(f"--kind {needs[0]} needs an image: relvit show CKPT IMAGE --kind {needs[0]}")
+    predictor = Predictor(ckpt_path, img_size, reach).to(find_device(device))
+    options = {"patch": patch, "layer": layer, "class_names": predictor.class_names}
+    blank = torch.zeros(len(predictor.mean), *predictor.img_size)
+    subjects = [("", blank, [name for name in chosen if name in OF_THE_MODEL])]
+    others = [name for name in chosen if name not in OF_THE_MODEL]
+    for path, stem in zip(paths, _stems(paths), strict=True):
+        pixels, _ = next(predictor.batches([path]))
+        subjects.append((f"{stem}-", images_of(pixels)[0], others))
+    folder, left_out, written = Path(output), {}, 0
+    for start, image, kinds in subjects:
+        picture = picture_of(image, predictor.mean, predictor.std, SIDE)
+        for name in kinds:
+            try:
+                figure = draw(name, predictor.model, image.to(predictor.device), picture, **options)
+            except (NotApplicableError, MissingPackageError) as error:
+                if kind is not None:
+                    raise
+                left_out[name] = str(error)
+                continue
+            folder.mkdir(parents=True, exist_ok=True)
+            figure.savefig(folder / f"{start}{name}.png")
+            print(folder / f"{start}{name}.png", flush=True)
+            written += 1
+    for name, reason in left_out.items():
+        print(f"left out: {name}: {reason}", flush=True)
+    if not written:
+        raise UsageError("there is no picture of this model" + ("" if paths else " without an image"))
+
+
+def _stems(paths: list[str]) -> list[str]:
+    """Names of the images without their endings; of equal ones with their number."""
+    stems = [Path(path).stem for path in paths]
+    return [f"{stem}-{n}" if stems.count(stem) > 1 else stem for n, stem in enumerate(stems)]

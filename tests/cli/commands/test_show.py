@@ -1,0 +1,88 @@
+"""`relvit show`: which pictures it writes, of which model, and what it refuses."""
+
+import re
+import shutil
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import relvit
+from relvit.cli import main
+from relvit.cli.aliases import SEVERAL
+from relvit.evaluation.pictures import KINDS, draw
+from relvit.plots import picture_of
+
+ATTENTION = {"tables", "kernels", "logits", "attention", "rollout"}
+
+
+@pytest.fixture
+def place(run, photos, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "pytorch_grad_cam", None)
+    shutil.copy(run / "checkpoints" / "best.ckpt", "best.ckpt")
+    shutil.copytree(photos / "test" / "owl", "owls")
+    return tmp_path
+
+
+def test_all_kinds_that_apply_with_everything_at_its_default(place, capsys):
+    assert main(["show", "best.ckpt", "owls/0.jpg"]) == 0
+    out = capsys.readouterr().out
+    written = {path.name for path in (place / "pictures").iterdir()}
+    assert written == {"tables.png", *(f"0-{kind}.png" for kind in ATTENTION - {"tables"})}
+    assert {line for line in out.splitlines() if line.endswith(".png")} == {f"pictures/{name}" for name in written}
+    assert "left out: aft-windows: RelVisionTransformer has no attention-free layers" in out
+    assert 'left out: cam: Grad-CAM needs the package pytorch_grad_cam: pip install "relvit[show]"' in out
+
+
+def test_grad_cam(place, monkeypatch):
+    monkeypatch.undo()
+    pytest.importorskip("pytorch_grad_cam")
+    monkeypatch.chdir(place)
+    assert main(["show", "best.ckpt", "owls/0.jpg", "--kind", "cam", "--layer", "0"]) == 0
+    assert [path.name for path in (place / "pictures").iterdir()] == ["0-cam.png"]
+
+
+def test_images_sizes_patches_and_layers(place, capsys):
+    shutil.copytree("owls", "more")
+    arguments = ["owls/1.jpg", "more/1.jpg", "--kind", "kernels", "logits", "--patch", "1", "4", "--layer", "0"]
+    assert main(["show", "best.ckpt", *arguments, "--img_size", "[24,40]", "--output", "a/b"]) == 0
+    written = {path.name for path in (place / "a" / "b").iterdir()}
+    assert written == {f"1-{number}-{kind}.png" for number in (0, 1) for kind in ("kernels", "logits")}
+    clf = relvit.load("best.ckpt", (24, 40))
+    image = clf.transform(Image.open("owls/1.jpg").convert("RGB"))
+    picture = picture_of(image, clf.mean, clf.std, 400)
+    for kind in ("kernels", "logits"):
+        draw(kind, clf.model, image, picture, patch=(1, 4), layer=0).savefig("expected.png")
+        found = np.asarray(Image.open(f"a/b/1-0-{kind}.png"))
+        np.testing.assert_array_equal(found, np.asarray(Image.open("expected.png")))
+
+
+def test_without_images(place, capsys):
+    assert main(["show", "best.ckpt"]) == 0
+    assert [path.name for path in (place / "pictures").iterdir()] == ["tables.png"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["owls", "--kind", "aft-windows"], "RelVisionTransformer has no attention-free layers with biases"),
+        (["owls", "--kind", "cam"], 'Grad-CAM needs the package pytorch_grad_cam: pip install "relvit[show]"'),
+        (["owls", "--kind", "tabels"], "--kind must be .*'tables', .*(did you mean 'tables'?)"),
+        (["--kind", "kernels"], "--kind kernels needs an image: relvit show CKPT IMAGE --kind kernels"),
+        (["owls", "--patch", "2", "0"], "patch (2, 0): give a row from 0 to 1 and a column from 0 to 1"),
+        (["owls", "--patch", "2"], "--patch must be a pair such as"),
+        (["owls", "--layer", "2", "--kind", "logits"], "layer is 2, the model has 2: give a number from 0 to 1"),
+        (["owls/7.jpg"], "no file or folder 'owls/7.jpg'"),
+        (["owls", "--img_size", "24", "--reach", "windows", "--kind", "kernels"], "no logits of all pairs in windows"),
+    ],
+)
+def test_what_is_refused(place, arguments, message, capsys):
+    assert main(["show", "best.ckpt", *arguments]) == 2
+    assert re.search(re.escape(message).replace(r"\.\*", ".*"), capsys.readouterr().err)
+    assert not [path for path in place.rglob("*.png") if "tables" not in path.name]
+
+
+def test_names_of_kinds_end_where_images_begin():
+    assert re.fullmatch(r"\((.*)\)\$", SEVERAL["--kind"])[1].split("|") == list(KINDS)

@@ -1,0 +1,233 @@
+"""Tables, effective kernels, parts of logits and AFT windows against loops over pairs of tokens in float64."""
+
+import pytest
+import torch
+from oracles.relative_attention import pair_entry
+from retrofit_cases import build, retrofitted
+from vits import images, small
+
+import relvit
+from relvit.evaluation.pictures import (
+    NotApplicableError,
+    aft_windows,
+    effective_kernels,
+    logit_parts,
+    position_tables,
+)
+from relvit.models import set_bands, set_reach
+from relvit.ops import Grid
+
+PREFIX = {"class_token": True, "global_pool": "token", "reg_tokens": 2}
+TABLES = {
+    "clip": {"rel_terms": "qkvb", "max_distance": (1, 2)},
+    "heads": {"rel_terms": "qk", "shared_heads": False, **PREFIX},
+    "joint": {"rel_terms": "kb", "layout": "joint", "max_distance": 1},
+    "piecewise": {"rel_terms": "b", "bucketing": "piecewise", "max_distance": 1},
+    "xl": {"position": "xl", **PREFIX},
+    "slopes": {"position": "slopes"},
+}
+CHANNELS = {"pape": {"position": "pape"}, "low-rank": {"position": "low-rank", **PREFIX}}
+# Of 2 x 5 patches.
+IMAGE = images(16, 40, dtype=torch.float64)[0]
+
+
+def model_of(options):
+    return small(**options).double().eval()
+
+
+def vectors(model, layer):
+    """Queries and keys of a relvit model, (heads, N, head_dim), from the tokens that enter its attention."""
+    attn, tokens = model.blocks[layer].attn, []
+    handle = attn.register_forward_pre_hook(lambda _module, given: tokens.append(given[0]))
+    with torch.no_grad():
+        model.forward_features(IMAGE[None])
+        qkv = attn.qkv(tokens[0])[0].unflatten(-1, (3, attn.num_heads, -1))
+        handle.remove()
+        query, key = (qkv[:, part].transpose(0, 1) for part in (0, 1))
+        if hasattr(attn.position, "content_bias"):
+            query = query + attn.position.content_bias[:, None]
+    return query, key
+
+
+@torch.no_grad()
+def pair_logit(terms, head, query, key, start, end, scale):
+    """The position part of one logit, by the formula."""
+    given = {name: pair_entry(getattr(terms, name), head, start, end, terms.bucketing) for name in ("query", "key")}
+    parts = {name: 0.0 if entry is None else float(entry @ (key if name == "query" else query)) * scale
+             for name, entry in given.items()}  # fmt: skip
+    bias = pair_entry(terms.bias, head, start, end, terms.bucketing, vector=False)
+    return {"q": parts["query"], "k": parts["key"], "b": 0.0 if bias is None else float(bias)}
+
+
+@pytest.mark.parametrize("patch", [None, (1, 3)], ids=["mean", "patch"])
+@pytest.mark.parametrize("name", TABLES)
+def test_kernels_of_tables(name, patch):
+    model = model_of(TABLES[name])
+    prefix, found = model.num_prefix_tokens, effective_kernels(model, IMAGE, patch)
+    assert list(found) == [f"blocks.{index}.attn" for index in range(3)]
+    query, key = (part[:, prefix:] for part in vectors(model, 1))
+    query = query.mean(1) if patch is None else query[:, 8]
+    attn = model.blocks[1].attn
+    terms, expected = attn.position(Grid(2, 5, prefix)), torch.zeros(2, 3, 9)
+    for head in range(2):
+        for dy in range(-1, 2):
+            for dx in range(-4, 5):
+                one = pair_logit(terms, head, query[head], key[head].mean(0), (0, 0), (dy, dx), attn.scale)
+                expected[head, dy + 1, dx + 4] = sum(one.values())
+    torch.testing.assert_close(found["blocks.1.attn"], expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", CHANNELS)
+def test_kernels_of_channels(name):
+    model = model_of(CHANNELS[name])
+    prefix, mean, count = model.num_prefix_tokens, torch.zeros(2, 3, 9), torch.zeros(3, 9)
+    one = effective_kernels(model, IMAGE, (1, 3))["blocks.2.attn"]
+    for index in range(10):
+        channels = logit_parts(model, IMAGE, divmod(index, 5))["channels"][:, prefix:]
+        for other in range(10):
+            dy, dx = other // 5 - index // 5, other % 5 - index % 5
+            mean[:, dy + 1, dx + 4] += channels[:, other]
+            count[dy + 1, dx + 4] += 1
+            if index == 8:
+                torch.testing.assert_close(one[:, dy + 1, dx + 4], channels[:, other].float(), rtol=0, atol=1e-6)
+    assert torch.equal(one.isnan(), (one[:1] != one[:1]).expand(2, -1, -1))
+    assert one.isnan().sum() == 2 * (27 - 10)
+    torch.testing.assert_close(effective_kernels(model, IMAGE)["blocks.2.attn"], mean / count, rtol=0, atol=1e-5)
+
+
+def test_kernels_are_the_attention_of_a_model_without_content():
+    """Where queries and keys are zero, the weights hold the bias alone: row by row up to a constant."""
+    model = model_of({"rel_terms": "b", "max_distance": (1, 3), **PREFIX})
+    for block in model.blocks:
+        block.attn.qkv.weight.data.zero_()
+        block.attn.qkv.bias.data.zero_()
+    kernels, weights = effective_kernels(model, IMAGE), relvit.attention_maps(model, IMAGE[None]).weights
+    for kernel, layer in zip(kernels.values(), weights, strict=True):
+        for index in range(10):
+            row = layer[0, :, 3 + index].log()
+            y, x = divmod(index, 5)
+            # To prefix tokens the logit is zero.
+            around = kernel[:, 1 - y : 3 - y, 4 - x : 9 - x].flatten(1)
+            torch.testing.assert_close(row[:, 3:] - row[:, :1], around, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_parts_of_the_logits(name):
+    model = model_of(TABLES[name])
+    prefix, attn = model.num_prefix_tokens, model.blocks[1].attn
+    parts = logit_parts(model, IMAGE, (1, 3), layer=1)
+    query, key = vectors(model, 1)
+    query = query[:, prefix + 8]
+    content = attn.scale * torch.einsum("hd,hjd->hj", query, key)
+    torch.testing.assert_close(parts.pop("content"), content, rtol=0, atol=1e-12)
+    terms = attn.position(Grid(2, 5, prefix))
+    assert set(parts) == {
+        letter for letter, term in zip("qkb", (terms.query, terms.key, terms.bias), strict=True) if term
+    }
+    for letter, part in parts.items():
+        assert not part[:, :prefix].any()
+        for head in range(2):
+            for index in range(10):
+                place = divmod(index, 5)
+                one = pair_logit(terms, head, query[head], key[head, prefix + index], (1, 3), place, attn.scale)
+                assert float(part[head, prefix + index]) == pytest.approx(one[letter], abs=1e-12)
+
+
+@pytest.mark.parametrize("case", [*TABLES, *CHANNELS, "prefix bias", "dinov3", "grouped", "naflex axial", "logn"])
+def test_the_sum_of_the_parts_is_what_softmax_sees(case):
+    if case in ("dinov3", "grouped", "naflex axial"):
+        model = retrofitted(build(case), rel_terms="qkvb")
+    else:
+        others = {"prefix bias": {"rel_terms": "kb", "prefix_bias": True, **PREFIX}, "logn": {"rel_terms": "kb"}}
+        model = model_of({**TABLES, **CHANNELS, **others}[case])
+        if case == "logn":
+            set_reach(model, "logn", (24, 16))
+    maps = relvit.attention_maps(model, IMAGE[None])
+    for layer in (0, -1):
+        for patch in ((0, 0), (1, 3)):
+            parts = logit_parts(model, IMAGE, patch, layer)
+            weights = torch.stack(list(parts.values())).sum(0).softmax(-1).float()
+            index = maps.prefix + patch[0] * 5 + patch[1]
+            torch.testing.assert_close(weights, maps.weights[layer][0, :, index], rtol=0, atol=1e-6)
+    # The kernel of that patch is the position part at its offsets; the term q has the mean key there.
+    position = torch.stack([part for name, part in parts.items() if name not in ("content", "q")]).sum(0)
+    if "q" not in parts:
+        kernel = effective_kernels(model, IMAGE, (1, 3))
+        around = list(kernel.values())[-1][:, 0:2, 1:6].flatten(1)
+        torch.testing.assert_close(around, position[:, maps.prefix :].float(), rtol=0, atol=1e-5)
+
+
+def test_bfloat16():
+    model = model_of(TABLES["clip"])
+    expected = logit_parts(model, IMAGE, (1, 3))
+    found = logit_parts(model.bfloat16(), IMAGE.bfloat16(), (1, 3))
+    for name, part in found.items():
+        assert part.dtype == torch.float32
+        torch.testing.assert_close(part.double(), expected[name], rtol=0.1, atol=0.1)
+    assert all(kernel.isfinite().all() for kernel in effective_kernels(model, IMAGE.bfloat16()).values())
+
+
+def test_tables_are_the_parameters():
+    model = model_of(TABLES["clip"] | {"shared_heads": False})
+    position = model.blocks[2].attn.position
+    found = position_tables(model, (16, 40))["blocks.2.attn"]
+    assert list(found) == [f"{letter} {axis}" for letter in "qkvb" for axis in ("rows", "columns")]
+    for name, table in found.items():
+        term = {"q": "query", "k": "key", "v": "value", "b": "bias"}[name[0]]
+        parameter = getattr(position, f"{term}_{'rows' if name.endswith('rows') else 'cols'}")
+        assert torch.equal(table, parameter.float())
+    joint = model_of(TABLES["joint"])
+    found, position = position_tables(joint, (16, 40))["blocks.0.attn"], joint.blocks[0].attn.position
+    torch.testing.assert_close(found["k length, joint"][0], position.key_table.pow(2).sum(-1).sqrt().float())
+    assert torch.equal(found["b, joint"], position.bias_table.float())
+    assert position_tables(small("relvit_lsh_small"), (16, 40))["blocks.0.attn"]["b rows"].shape == (2, 15)
+
+
+def test_windows_of_aft():
+    conv = small("test_relvit_aft").eval()
+    with torch.no_grad():
+        assert torch.equal(aft_windows(conv, (24, 16))["blocks.0.attn"], conv.blocks[0].attn.weight())
+    full = small("relvit_aft_full_small", bias_dim=3).eval()
+    # Of 2 x 5 patches, behind a class token.
+    pairs = full.blocks[1].attn.bias(Grid(2, 5, 1)).detach()
+    mean, count = torch.zeros(3, 9), torch.zeros(3, 9)
+    one = aft_windows(full, (16, 40), (1, 3))["blocks.1.attn"][0]
+    for index in range(10):
+        for other in range(10):
+            dy, dx = other // 5 - index // 5, other % 5 - index % 5
+            mean[dy + 1, dx + 4] += pairs[1 + index, 1 + other]
+            count[dy + 1, dx + 4] += 1
+            if index == 8:
+                assert one[dy + 1, dx + 4] == pairs[9, 1 + other]
+    assert one.isnan().sum() == 27 - 10
+    torch.testing.assert_close(aft_windows(full, (16, 40))["blocks.1.attn"][0], mean / count)
+
+
+def test_what_is_refused():
+    model, aft = model_of({}), small("test_relvit_aft", mixer="simple").eval()
+    for refused, compute in {
+        "AFTVisionTransformer has no tables of rows and columns": lambda: position_tables(aft, (24, 16)),
+        "AFTVisionTransformer has no attention with relative terms": lambda: effective_kernels(aft, IMAGE.float()),
+        "AFTVisionTransformer has no attention-free layers with biases": lambda: aft_windows(aft, (24, 16)),
+        "RelVisionTransformer has no attention-free layers with biases": lambda: aft_windows(model, (24, 16)),
+        r"no tables of rows and columns \(ParabolicPosition2d\)": lambda: position_tables(
+            small(position="pape"), (24, 16)
+        ),
+        "no logits of all pairs in windows": lambda: effective_kernels(
+            set_reach(model_of({}), "windows", (24, 16)), IMAGE
+        ),
+        "windows or bands": lambda: logit_parts(set_bands(model_of({}), 1), IMAGE, (0, 0)),
+        "does not compute all patches in each layer": lambda: effective_kernels(
+            small("relvit_universal_small", halting="act").double().eval(), IMAGE
+        ),
+    }.items():
+        with pytest.raises(NotApplicableError, match=refused):
+            compute()
+    with pytest.raises(ValueError, match=r"patch \(2, 0\): give a row from 0 to 1 and a column from 0 to 4"):
+        effective_kernels(model, IMAGE, (2, 0))
+    with pytest.raises(ValueError, match=r"patch \(0, -1\): give a row"):
+        logit_parts(model, IMAGE, (0, -1))
+    with pytest.raises(ValueError, match="layer is 3, the model has 3: give a number from 0 to 2"):
+        logit_parts(model, IMAGE, (0, 0), layer=3)
+    with pytest.raises(ValueError, match=r"in evaluation mode: call model.eval\(\)"):
+        effective_kernels(model.train(), IMAGE)
