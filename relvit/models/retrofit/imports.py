@@ -54,6 +54,8 @@ def import_positions(model: nn.Module) -> dict[str, nn.ModuleDict]:
         own = {key: tensor for key, tensor in state.items() if key.startswith(f"{name}.")}
         own = {key.removeprefix(f"{name}."): tensor for key, tensor in own.items()}
         modules.load_state_dict({key: own[key] for key in modules.state_dict()})
+        # Of a frozen layer tables are frozen.
+        modules.requires_grad_(model.get_submodule(name).proj.weight.requires_grad)
     return layers
 
 

@@ -140,6 +140,8 @@ def test_weights_come_back_from_checkpoints_of_both(case):
 
 
 def test_modules_are_relvits():
+    frozen = imported(build("beit").requires_grad_(False))
+    assert not any(parameter.requires_grad for parameter in frozen.parameters())
     relpos, beit, sam, swin = (imported(build(case)) for case in ("srelpos", "beit", "sam", "swinv2"))
     position = relpos.blocks[0].attn.position
     assert position is relpos.blocks[1].attn.position
