@@ -34,7 +34,7 @@ def grad_cam(model: nn.Module, image: Tensor, label: int | None = None, layer: i
     try:
         from pytorch_grad_cam import GradCAM
         from pytorch_grad_cam.utils.model_targets import ClassifierOutputTarget
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise MissingPackageError("Grad-CAM", "pytorch_grad_cam") from error
     name = type(model).__name__
     norms = {f"blocks.{i}": getattr(block, "norm1", None) for i, block in enumerate(getattr(model, "blocks", ()))}

@@ -9,7 +9,8 @@ from vits import images, small
 
 from relvit.evaluation.pictures import NotApplicableError, grad_cam
 
-pytest.importorskip("pytorch_grad_cam")
+# OpenCV, which it needs, needs libraries of the system.
+pytest.importorskip("pytorch_grad_cam", exc_type=ImportError)
 PREFIX = {"class_token": True, "global_pool": "token", "reg_tokens": 2}
 # 3 x 5 patches.
 IMAGE = images(24, 40)[0]
