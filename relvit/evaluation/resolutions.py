@@ -116,14 +116,14 @@ def evaluate_size(
     """Evaluate a classifier, on its device, at one image size.
 
     A timm model that accepts one size only is evaluated as a copy changed by timm's `set_input_size`, which
-    interpolates embeddings, as timm's own evaluation does.
+    interpolates embeddings, as timm's own evaluation does. Arguments that are not listed here are those of
+    `evaluate_sizes`.
 
     Args:
         classifier: put into evaluation mode, and else not changed.
         data: the data module of the training: its images, batches and normalisation are used, and its `img_size` is the
             trained one. Evaluations one after the other share its dataset.
         size: one number or (height, width), a multiple of the patch.
-        split, protocol, fill, progress: see `evaluate_sizes`.
 
     Returns:
         'height', 'width', 'protocol' (and 'fill' of 'field'), 'images', 'acc1', 'acc5' (with five classes or more),

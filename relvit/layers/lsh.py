@@ -70,7 +70,7 @@ class LSHAttention(nn.Module):
     A drop-in for `RelativeAttention`, but that queries and keys are the same vectors, at unit length where they are
     keys. In training every call draws new random rotations, from PyTorch's generator; in evaluation they are always the
     same, also in other processes. Source: Kitaev et al. 2020, Reformer (arXiv 2001.04451), section 2; see
-    `relvit.ops.lsh_attention`.
+    `relvit.ops.lsh_attention`. Arguments that are not listed here are those of `timm.layers.Attention`.
 
     Args:
         dim: width of the tokens.
@@ -80,7 +80,6 @@ class LSHAttention(nn.Module):
         bucket_size: tokens per bucket, on average; up to 2 `bucket_size` - 1 tokens attend to each other as one bucket,
             exactly. Chunks have twice this size.
         rounds: how often tokens are hashed; more find more of the pairs, in as much more time.
-        qkv_bias, qk_norm, scale_norm, proj_bias, attn_drop, proj_drop, norm_layer: see `timm.layers.Attention`.
         device: of the parameters.
         dtype: of the parameters.
 

@@ -55,9 +55,9 @@ class AFTVisionTransformer(GridVisionTransformer):
             with a class token, else 'avg'.
         patch_drop_rate: share of patches dropped in training; those that stay keep their places.
         backend: see `relvit.ops.aft_full` and `relvit.ops.aft_conv`.
-        reversible, mlp_chunk: as in `RelVisionTransformer`.
         **kwargs: see `timm.models.vision_transformer.VisionTransformer` (img_size, patch_size, embed_dim, depth ...),
-            but for what is about attention: `qk_norm`, `attn_drop_rate`, `scale_attn_norm`.
+            but for what is about attention: `qk_norm`, `attn_drop_rate`, `scale_attn_norm`; `reversible` and
+            `mlp_chunk` as in `RelVisionTransformer`.
 
     Raises:
         ValueError: an unknown name, an argument that is no choice here or not for this mixer, or in `forward` an image

@@ -56,14 +56,14 @@ class RelVisionTransformer(GridVisionTransformer):
         global_pool: 'avg', 'token' (needs a class token), 'max', 'avgmax', 'map', 'prr' or '' (none).
         patch_drop_rate: share of patches dropped in training; those that stay keep their coordinates.
         backend: see `relvit.ops.relative_attention`; 'gathered' for second derivatives.
-        reversible: two streams of tokens instead of one, with the same parameters: training keeps the last two alone,
-            at any depth, and recomputes the others, see `relvit.layers.depth.reversible_blocks`.
-        mlp_chunk: tokens for which a block's MLP is computed at a time, in bounded memory; None: all. See
-            `relvit.layers.feed_forward`.
         band_rows: rows of patches in a band, for images that are computed band by band, each with a memory of earlier
             ones; see `relvit.models.set_bands`. None: images as a whole.
         memory_rows: rows of patches before a band that are remembered; None: all.
-        **kwargs: see `timm.models.vision_transformer.VisionTransformer` (img_size, patch_size, embed_dim, depth ...).
+        **kwargs: see `timm.models.vision_transformer.VisionTransformer` (img_size, patch_size, embed_dim, depth ...);
+            `reversible`: two streams of tokens instead of one, with the same parameters: training keeps the last two
+            alone, at any depth, and recomputes the others, see `relvit.layers.depth.reversible_blocks`; `mlp_chunk`:
+            tokens for which a block's MLP is computed at a time, in bounded memory, None: all, see
+            `relvit.layers.feed_forward`.
 
     Raises:
         ValueError: an unknown `position`, `pos_embed` or `global_pool`, an argument that cannot be chosen here or not

@@ -76,7 +76,9 @@ def from_windows(windows: Tensor, grid: Grid, size: int | Sequence[int], shift: 
 
     Args:
         windows: (B n, rows columns, C), as `to_windows` returns them.
-        grid, size, shift: as given to `to_windows`.
+        grid: as given to `to_windows`.
+        size: likewise.
+        shift: likewise.
 
     Returns:
         (B, H W, C) tokens in raster order.

@@ -101,9 +101,9 @@ def aft_local(
     """Compute AFT-local: `aft_full` whose bias is zero, not absent, between places that are far apart.
 
     Every token still sees all others. Source: Zhai et al. 2021 (arXiv 2105.14103), eq. 3, by rows and columns.
+    Arguments that are not listed here are those of `aft_full`.
 
     Args:
-        query, key, value, bias, grid, is_causal, backend: see `aft_full`.
         window: the bias is kept where rows and columns are both less than this apart: one number or (rows, columns).
             Prefix tokens, which have no place, are near to all, but for a window of 0: that leaves `aft_simple`.
 
@@ -133,10 +133,10 @@ def aft_simple(
 
         out_i = sigmoid(q_i) * sum_j softmax_j(k_j) v_j
 
-    Source: Zhai et al. 2021 (arXiv 2105.14103), section 3.2.
+    Source: Zhai et al. 2021 (arXiv 2105.14103), section 3.2. Arguments that are not listed here are those of
+    `aft_full`.
 
     Args:
-        query, key, value, grid: see `aft_full`.
         is_causal: leave out keys that come later in the sequence than the query: an average of its own for each.
         backend: 'auto' or 'reference'.
 
@@ -167,10 +167,10 @@ def aft_conv(
     """Compute AFT-conv: `aft_full` whose bias depends on the offset from query to key alone, zero outside of a window.
 
     Every token sees all others; the bias of those near it makes the difference. Source: Zhai et al. 2021 (arXiv
-    2105.14103), eq. 4 and section 3.2, in two dimensions; a sequence is a grid of one row.
+    2105.14103), eq. 4 and section 3.2, in two dimensions; a sequence is a grid of one row. In the paper a head's channels
+    share their key. Arguments that are not listed here are those of `aft_full`.
 
     Args:
-        query, key, value, grid, is_causal: see `aft_full`; in the paper a head's channels share their key.
         weight: w, (heads, r, c), any floating dtype: entry [r // 2 + dy, c // 2 + dx] is for a key dy rows below and dx
             columns right of the query; r and c are odd. To, from and between prefix tokens w is 0.
         backend: 'convolution' (depthwise), 'difference' (depthwise as in the paper, exact for weights from -5 on),

@@ -1,0 +1,51 @@
+"""Hooks of MkDocs: pages from files outside docs/, and a reference page per package; see `mkdocs.yml`.
+
+All pages stay readable in the repository: relative links between files work there. On the site, links to the files in
+`ROOT_PAGES` lead to their pages, and links to other files of the repository, whose address the site does not know, become
+the text and the path. A link to a file that does not exist is left, for `mkdocs build --strict` to refuse.
+"""
+
+from __future__ import annotations
+
+import os.path
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+# Pages of the site from files outside docs/.
+ROOT_PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+# Pages from the docstrings of what a package lists in `__all__`.
+REFERENCE = ("relvit", "ops", "layers", "models", "data", "training", "evaluation", "plots")
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages that are not in docs/."""
+    from mkdocs.structure.files import File
+
+    for source, page in ROOT_PAGES.items():
+        files.append(File.generated(config, page, content=(ROOT / source).read_text()))
+    for name in REFERENCE:
+        package = name if name == "relvit" else f"relvit.{name}"
+        files.append(File.generated(config, f"reference/{name}.md", content=f"# {package}\n\n::: {package}\n"))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Rewrite the links of a page that lead, or come, from outside docs/."""
+    return relink(markdown, page.file.src_uri)
+
+
+def relink(markdown: str, page: str) -> str:
+    """Rewrite relative links of `markdown`, whose page is `page` on the site, as the site has the files."""
+    source = {made: given for given, made in ROOT_PAGES.items()}.get(page, f"docs/{page}")
+
+    def rewrite(match: re.Match[str]) -> str:
+        bang, text, target, anchor = match.groups(default="")
+        path = os.path.normpath(os.path.join(os.path.dirname(source), target))
+        if path in ROOT_PAGES or path.startswith("docs/"):
+            there = ROOT_PAGES.get(path) or path.removeprefix("docs/")
+            return f"{bang}[{text}]({os.path.relpath(there, os.path.dirname(page) or '.')}{anchor})"
+        return f"{text} (`{path}`)" if (ROOT / path).exists() else match[0]
+
+    return re.sub(r"(!?)\[([^\]]*)\]\((?!\w+:)([^)#\s]+)(#[^)\s]*)?\)", rewrite, markdown)
