@@ -12,6 +12,7 @@ from torchvision.transforms import v2
 from relvit.utils.messages import check_choice
 
 Fill = Literal["reflect", "grey"]
+"""What surrounds images that are smaller than the field of view of protocol 'field'."""
 
 
 class FieldCrop(v2.Transform):

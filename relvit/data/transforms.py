@@ -15,9 +15,10 @@ from torchvision.transforms import v2
 from relvit.data.field import FieldCrop, Fill
 from relvit.utils.messages import check_choice
 
-# How evaluation brings images to a size, see `eval_transform`.
 SizeProtocol = Literal["crop", "resize", "field"]
+"""How evaluation brings images to a size, see `eval_transform`."""
 Augment = Literal["none", "shift", "crop-flip", "resized-crop", "deit", "three-augment", "three-augment-crop"]
+"""Augmentation of training images, see `train_transform`."""
 
 # Defaults of an augmentation for colour jitter and the probability of erasing. With RandAugment DeiT uses no colour
 # jitter: timm switches it off, whatever its --color-jitter is.

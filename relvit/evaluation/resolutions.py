@@ -26,16 +26,17 @@ from relvit.training.metrics import class_metrics, count_batch
 from relvit.utils.messages import check_choice, listing
 
 Size = int | tuple[int, int]
+"""Image size in pixels: one number or (height, width)."""
 Split = Literal["train", "val", "test"]
 # Of an iterable, its length and a description, see `relvit.utils.progress.with_bar`.
 Progress = Callable[[Iterable[Any], int, str], Iterable[Any]]
 
-# What grows with the image in each protocol, and what in a model counts on that.
 PROTOCOLS: dict[SizeProtocol, str] = {
     "resize": "the whole image squashed to each size, objects grow: what embeddings stretched over the image promise",
     "crop": "as timm: resized by crop_pct, then a centre crop; objects grow with the size",
     "field": "objects keep their scale, the model sees more or less of the image: what relative offsets promise",
 }
+"""What grows with the image in each protocol, and what in a model counts on that."""
 # Arguments of data modules that do not choose the images; those of `ImageData` do not either.
 LOADING = ("on_error", "cache", "download")
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 BUCKETINGS = ("clip", "piecewise")
+"""Which row of a table an offset uses, see `bucket`."""
 
 
 def bucket(offset: Tensor, distance: int, bucketing: str) -> Tensor:

@@ -1,8 +1,8 @@
 """Hooks of MkDocs: pages from files outside docs/, and a reference page per package; see `mkdocs.yml`.
 
-All pages stay readable in the repository: relative links between files work there. On the site, links to the files in
-`ROOT_PAGES` lead to their pages, and links to other files of the repository, whose address the site does not know, become
-the text and the path. A link to a file that does not exist is left, for `mkdocs build --strict` to refuse.
+All pages stay readable in the repository, where relative links between files work. On the site, links to the files in
+`ROOT_PAGES` lead to their pages, and links to other files, which the site does not have, become the text and the path
+in the repository. A link to a file that does not exist is left, for `mkdocs build --strict` to refuse.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ ROOT = Path(__file__).parents[2]
 ROOT_PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 # Pages from the docstrings of what a package lists in `__all__`.
 REFERENCE = ("relvit", "ops", "layers", "models", "data", "training", "evaluation", "plots")
+# Functions that have the name of their module, in whose place the module is found where sources are not imported.
+SAME_NAME = ("relvit.models.retrofit.api.retrofit", "relvit.models.attention_maps.attention_maps")
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -27,7 +29,12 @@ def on_files(files: Any, config: Any) -> Any:
         files.append(File.generated(config, page, content=(ROOT / source).read_text()))
     for name in REFERENCE:
         package = name if name == "relvit" else f"relvit.{name}"
-        files.append(File.generated(config, f"reference/{name}.md", content=f"# {package}\n\n::: {package}\n"))
+        content = f"# {package}\n\n::: {package}\n"
+        if name in ("relvit", "models"):
+            # Their own headings, unlike those of packages.
+            shown = "    options: {show_root_heading: true, show_root_toc_entry: true}"
+            content += "".join(f"\n::: {function}\n{shown}\n" for function in SAME_NAME)
+        files.append(File.generated(config, f"reference/{name}.md", content=content))
     return files
 
 

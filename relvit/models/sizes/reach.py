@@ -15,6 +15,7 @@ from relvit.ops.checks import int_pair
 from relvit.utils.messages import check_choice
 
 Reach = Literal["trained", "stretch", "logn", "stretch-logn", "windows", "bands"]
+"""Rule for images of another size than in training, see `set_reach`."""
 
 
 def check_native_reach(reach: Reach, path: str) -> None:

@@ -167,8 +167,8 @@ def aft_conv(
     """Compute AFT-conv: `aft_full` whose bias depends on the offset from query to key alone, zero outside of a window.
 
     Every token sees all others; the bias of those near it makes the difference. Source: Zhai et al. 2021 (arXiv
-    2105.14103), eq. 4 and section 3.2, in two dimensions; a sequence is a grid of one row. In the paper a head's channels
-    share their key. Arguments that are not listed here are those of `aft_full`.
+    2105.14103), eq. 4 and section 3.2, in two dimensions; a sequence is a grid of one row. In the paper a head's
+    channels share their key. Arguments that are not listed here are those of `aft_full`.
 
     Args:
         weight: w, (heads, r, c), any floating dtype: entry [r // 2 + dy, c // 2 + dx] is for a key dy rows below and dx
