@@ -13,7 +13,9 @@ from relvit.cli.errors import UsageError
 _DATA = {f"--{name}": f"--data.{name}" for name in ("root", "img_size", "batch_size", "num_workers")}
 _TRAINER = {f"--{name}": f"--trainer.{name}" for name in ("devices", "accelerator", "precision")}
 _TRAINING = {"--epochs": "--trainer.max_epochs"} | {f"--{name}": f"--model.{name}" for name in ("model", "lr")}
-_TRAINING |= {"--pretrained": "--model.pretrained"}
+_TRAINING |= {"--pretrained": "--model.pretrained", "--logger": "--trainer.logger"}
+# The TensorBoard log is the default, and a run's metrics.csv is always there.
+LOGGERS = {"wandb": "WandbLogger", "mlflow": "MLFlowLogger", "tensorboard": "null", "csv": "false"}
 
 # Command -> {another name of an option: its name}. Functions have the short names themselves, and take the long ones
 # under which the data of the other commands knows the same options.
@@ -124,6 +126,8 @@ def rewrite(command: str, arguments: Sequence[str]) -> Rewritten:
             own = name
         if own in ("--config", "-c") and value is not None:
             value = config_file(value)
+        if own == "--trainer.logger":
+            value = LOGGERS.get(value, value)
         if value is not None:
             values.setdefault(own, {})[name] = value
         if own != name:

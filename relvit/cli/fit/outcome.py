@@ -17,6 +17,7 @@ from rich.table import Table
 from torch import nn
 
 from relvit.cli.errors import UsageError
+from relvit.cli.fit.loggers import send_results
 from relvit.evaluation import ClassMetrics, EvaluationReport
 from relvit.evaluation.pictures import NotApplicableError, draw
 from relvit.training import DataRecord, PredictionTable, RunCheckpoints, load_classifier
@@ -72,6 +73,7 @@ def report_fit(
     if rank_zero_only.rank == 0:
         _write_summary(folder, summary, trainer)
         _draw_positions(folder / "positions.png", best, data)
+        send_results(trainer, folder, summary)
         rank_zero_print("\n".join([*lines, _files(folder), "Next:", *_suggestions(model.net, data, best)]))
 
 
