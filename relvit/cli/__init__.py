@@ -33,6 +33,7 @@ COMMANDS = {
     "show": (f"{_COMMANDS}.show", "draw what a model has learned: position tables, attention, Grad-CAM"),
     "explain": (f"{_COMMANDS}.explain", "print what a model's attention layers compute, which backend, and why"),
     "average": (f"{_COMMANDS}.average", "write the mean of several checkpoints' weights as one checkpoint"),
+    "calibrate": (f"{_COMMANDS}.calibrate", "fit a temperature to val, so that probabilities mean what they say"),
     "check-data": (f"{_COMMANDS}.check_data", "decode all images: broken files, classes, sizes, duplicates"),
 }
 

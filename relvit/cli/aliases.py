@@ -19,7 +19,7 @@ _TRAINING |= {"--pretrained": "--model.pretrained"}
 ALIASES: dict[str, dict[str, str]] = {
     "fit": _DATA | _TRAINER | _TRAINING,
     **dict.fromkeys(("validate", "test", "predict"), _DATA | _TRAINER),
-    "resolutions": {f"--data.{name}": f"--{name}" for name in ("root", "batch_size")},
+    **dict.fromkeys(("resolutions", "calibrate"), {f"--data.{name}": f"--{name}" for name in ("root", "batch_size")}),
     "embed": {f"--data.{name}": f"--{name}" for name in ("root", "img_size", "batch_size", "num_workers")},
     "export": {"--data.img_size": "--img_size"},
     "show": {"--data.img_size": "--img_size"},
@@ -28,7 +28,7 @@ ALIASES: dict[str, dict[str, str]] = {
 
 # Command -> the options that arguments without a name stand for.
 POSITIONALS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("validate", "test", "resolutions", "export"), ("--ckpt_path",)),
+    **dict.fromkeys(("validate", "test", "resolutions", "export", "calibrate"), ("--ckpt_path",)),
     "predict": ("--ckpt_path", "--paths"),
     "embed": ("--ckpt_path", "--root"),
     "show": ("--ckpt_path", "--images"),
@@ -46,6 +46,7 @@ USAGE = {
     "export": ("relvit export CKPT --output FILE [options]",),
     "show": ("relvit show CKPT [IMAGE ...] [--kind KIND ...] [options]",),
     "explain": ("relvit explain MODEL|CKPT [--img_size N]",),
+    "calibrate": ("relvit calibrate CKPT [--output FILE] [options]",),
     "average": ("relvit average CKPT CKPT ... --output FILE",),
     "check-data": ("relvit check-data FOLDER [options]", "relvit check-data --data NAME [options]"),
 }

@@ -8,6 +8,7 @@ from relvit.evaluation.mirror import MirrorAverage
 from relvit.evaluation.predictor import Prediction, Predictor
 from relvit.evaluation.report import EvaluationReport
 from relvit.evaluation.resolutions import PROTOCOLS, Size, evaluate_size, evaluate_sizes
+from relvit.evaluation.trust.temperature import Calibration, calibrate, fit_temperature
 
 __all__ = [
     "Predictor",
@@ -23,6 +24,9 @@ __all__ = [
     "class_metrics",
     "confusion_matrix",
     "calibration_error",
+    "calibrate",
+    "Calibration",
+    "fit_temperature",
     "evaluate_sizes",
     "evaluate_size",
     "count_macs",
