@@ -8,6 +8,7 @@ from relvit.evaluation.mirror import MirrorAverage
 from relvit.evaluation.predictor import Prediction, Predictor
 from relvit.evaluation.report import EvaluationReport
 from relvit.evaluation.resolutions import PROTOCOLS, Size, evaluate_size, evaluate_sizes
+from relvit.evaluation.trust.probe import probe_models
 from relvit.evaluation.trust.temperature import Calibration, calibrate, fit_temperature
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "calibrate",
     "Calibration",
     "fit_temperature",
+    "probe_models",
     "evaluate_sizes",
     "evaluate_size",
     "count_macs",

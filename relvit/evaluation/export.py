@@ -31,9 +31,9 @@ def export_model(predictor: Predictor, output: str | os.PathLike[str]) -> list[t
     """Write the model to a file, read the file back and compare it with the model.
 
     The file takes normalised images float32 (B, C, H, W), as `predictor.transform` makes them, and gives logits (B,
-    classes), divided by the temperature of a calibrated checkpoint: any number of images, with sides of 2 to 256 patches if the model takes such, else those of
-    `predictor.img_size`. With other sizes the file fails. Beside it a JSON file, named alike, holds what else is
-    needed: class names and the steps from an image to the model's input.
+    classes), divided by the temperature of a calibrated checkpoint: any number of images, with sides of 2 to 256
+    patches if the model takes such, else those of `predictor.img_size`. With other sizes the file fails. Beside it a
+    JSON file, named alike, holds what else is needed: class names and the steps from an image to the model's input.
 
     Args:
         predictor: see `relvit.load`.

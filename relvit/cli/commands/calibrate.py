@@ -44,11 +44,14 @@ def calibrate(
         output = output if is_address(ckpt_path) else str(place.with_name(output))
     bar = partial(with_bar, what="calibrating")
     found = calibrate_checkpoint(ckpt_path, output, split, root, batch_size, find_device(device), bar)
-    print(
-        f"{found.images} images of {split}: temperature {found.temperature:.4f}, accuracy {found.accuracy:.4f} as before"
-    )
+    print(f"{found.images} images of {split}: temperature {found.temperature:.4f}")
     table = Table("", "before", "after", box=SIMPLE_HEAD)
-    for name, values in (("negative log-likelihood", found.nll), ("calibration error", found.error)):
+    rows = (
+        ("accuracy", (found.accuracy, found.accuracy)),
+        ("negative log-likelihood", found.nll),
+        ("calibration error", found.error),
+    )
+    for name, values in rows:
         table.add_row(name, *(f"{value:.4f}" for value in values))
     Console().print(table)
     print(f"written: {output}. Next:\n  relvit test {shlex.quote(output)}", flush=True)
