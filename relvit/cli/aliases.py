@@ -60,7 +60,7 @@ ONE_OR_SEVERAL = ("resolutions", "--ckpt_path")
 SEVERAL = {"--sizes": r"\[?\d", "--shares": r"[\d.]", "--patch": r"\d+$"}
 SEVERAL["--kind"] = r"(tables|kernels|logits|attention|rollout|cam|aft-windows)$"
 # Options that need no value to be true.
-SWITCHES = ("--mirror", "--step_maps", "--lr_find")
+SWITCHES = ("--mirror", "--step_maps", "--lr_find", "--random")
 ALONE = ("-h", "--help", "--help-all", "--print_config", "-q", "--quiet")
 # Where a value of `--model` is a file of the model's options, as the parser takes it, and no name.
 _FILE = (".yaml", ".yml", ".json")

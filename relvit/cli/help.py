@@ -74,7 +74,7 @@ TEXTS = {
     "trainer.precision": "The number format: 32-true, bf16-mixed or 16-mixed. Default: 32-true.",
 }
 # What stands for the value of an option ("": it needs none); of other options N, X, BOOL or NAME, by their types.
-VALUES = dict.fromkeys(("quiet", "lr_find", "mirror", "step_maps"), "") | dict.fromkeys(
+VALUES = dict.fromkeys(("quiet", "lr_find", "mirror", "step_maps", "random"), "") | dict.fromkeys(
     ("seed_everything", "devices"), "N"
 )
 VALUES |= dict.fromkeys(("root", "runs"), "DIR") | dict.fromkeys(("config", "output"), "FILE")

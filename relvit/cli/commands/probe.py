@@ -27,7 +27,7 @@ def probe(
     shares: tuple[float, ...] = (0.01, 0.1, 1.0),
     k: int = 20,
     seed: int = 0,
-    pretrained: bool = True,
+    random: bool = False,
     batch_size: int | None = None,
     device: str = "auto",
     output: str | None = None,
@@ -41,8 +41,8 @@ def probe(
         split: The images to classify, those of val or test.
         shares: The shares of the labels of train to learn from, such as 0.01 0.1 1.
         k: The number of neighbours, whose votes weigh exp(cosine similarity / 0.07).
-        seed: The seed that chooses the images of a share.
-        pretrained: Whether models given by name have their pretrained weights, or random ones.
+        seed: The seed that chooses the images of a share, and random weights.
+        random: Give models that are named random weights instead of their pretrained ones, as a baseline.
         batch_size: The number of images in a batch; None means that of the data.
         device: The device that computes, such as cpu or cuda:1; auto takes an accelerator if there is one.
         output: A file for the figures that ends in .csv, .json or .png (curves), or a folder for all three.
@@ -51,19 +51,18 @@ def probe(
         raise UsageError("--root and --data both name the images: give one of them")
     targets = output_files(output, "probe")
     images = ImageFolderData(root) if root is not None else data
-    options = shares, k, seed, pretrained, batch_size, find_device(device), with_bar
+    options = shares, k, seed, not random, batch_size, find_device(device), with_bar
     rows = probe_models(models, images, split, *options)
-    table = Table("model", box=SIMPLE_HEAD)
-    for title in ("features", "share", "labels", f"{k}-NN", "linear", "C"):
+    table = Table(box=SIMPLE_HEAD)
+    for title in ("model", "features", "share", "labels", f"{k}-NN", "linear", "C"):
         table.add_column(title, justify="right")
-    names = dict(zip(models, short_labels(models) if len(models) > 1 else models, strict=True))
     for row in rows:
         accuracies = (f"{row[key]:.4f}" for key in ("knn", "linear"))
         numbers = str(row["features"]), f"{row['share']:g}", str(row["labels"])
-        table.add_row(names[row["model"]], *numbers, *accuracies, f"{row['C']:g}")
+        table.add_row(str(models.index(row["model"]) + 1), *numbers, *accuracies, f"{row['C']:g}")
     title = f"accuracy on {rows[0]['images']} images of {split}"
-    print(title, flush=True)
-    # No markup: paths may hold brackets.
-    Console(markup=False, highlight=False).print(table)
+    print(*(f"{number}  {model}" for number, model in enumerate(models, 1)), title, sep="\n", flush=True)
+    Console().print(table)
+    labels = short_labels([row["model"] for row in rows])
     for target in targets:
-        write_rows(target, rows, partial(plot_probes, rows, [names[row["model"]] for row in rows], title=title))
+        write_rows(target, rows, partial(plot_probes, rows, labels, title=title))

@@ -58,7 +58,7 @@ def probe_models(
         shares: shares of the labels of train, in (0, 1]. Each class keeps its proportion and at least one image; a
             larger share holds the smaller ones.
         k: number of neighbours.
-        seed: chooses the images of a share.
+        seed: chooses the images of a share, and random weights.
         pretrained: whether a model given by name has its pretrained weights; else they are random, as a baseline.
         batch_size: images per batch; None: that of the data.
         device: where the models run.
@@ -81,7 +81,9 @@ def probe_models(
         data = Checkpoint.read(models[0]).data_module()
     rows = []
     for model in models:
-        net, transforms = _load(model, data, pretrained)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            net, transforms = _load(model, data, pretrained)
         own = copy.copy(data)
         own.batch_size = batch_size or data.batch_size
         own.crop_pct, own.native = transforms.crop_pct, False
@@ -174,7 +176,7 @@ def _load(model: str | os.PathLike[str], data: ImageData, pretrained: bool) -> t
         # Names what is like an unknown name.
         model_arguments(name)
         if pretrained and not timm.is_model_pretrained(name):
-            raise ValueError(f"there are no pretrained weights of {name}: give --pretrained false for random ones")
+            raise ValueError(f"there are no pretrained weights of {name}: give --random for random ones")
     net = timm.create_model(name, pretrained=pretrained, in_chans=data.in_chans).eval()
     config = timm.data.resolve_model_data_config(net)
     # timm describes colour images.

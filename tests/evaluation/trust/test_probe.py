@@ -92,7 +92,7 @@ def test_the_command_at_its_defaults(digits_run, tmp_path, capsys):
 
 def test_timm_models_beside_a_checkpoint(run, photos, tmp_path, capsys):
     path = str(run / "checkpoints" / "best.ckpt")
-    arguments = ["--shares", "0.5", "1", "--pretrained", "false", f"--output={tmp_path / 'p.json'}"]
+    arguments = ["--shares", "0.5", "1", "--random", f"--output={tmp_path / 'p.json'}"]
     assert main(["probe", path, "test_vit", "--root", str(photos), "--split=test", *arguments]) == 0
     rows = json.loads((tmp_path / "p.json").read_text())
     assert [(row["model"], row["share"], row["labels"], row["images"]) for row in rows] == [
@@ -107,7 +107,7 @@ def test_timm_models_beside_a_checkpoint(run, photos, tmp_path, capsys):
         ([path, "--shares=[0]"], "shares holds 0"),
         ([path, "--data=DigitsData"], "takes images of 3 channels, the data have 1"),
         (["tset_vit", "--root", str(photos)], "did you mean 'test_vit'"),
-        (["relvit_tiny", "--root", str(photos)], "no pretrained weights of relvit_tiny: give --pretrained false"),
+        (["relvit_tiny", "--root", str(photos)], "no pretrained weights of relvit_tiny: give --random"),
     ):
         capsys.readouterr()
         assert main(["probe", *wrong]) in (1, 2)
