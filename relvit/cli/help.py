@@ -39,7 +39,7 @@ SHOWN: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "validate": {"images": ("ckpt_path", "root", *_IMAGES, "reach"), "devices": _DEVICES},
     "test": {
-        "images": ("ckpt_path", "split", "root", *_IMAGES, "reach", "data.on_error", "mirror"),
+        "images": ("ckpt_path", "split", "root", "robustness", *_IMAGES, "reach", "data.on_error", "mirror"),
         "results and devices": ("runs", *_DEVICES),
     },
     "predict": {
@@ -77,7 +77,7 @@ TEXTS = {
 VALUES = dict.fromkeys(("quiet", "lr_find", "mirror", "step_maps", "random"), "") | dict.fromkeys(
     ("seed_everything", "devices"), "N"
 )
-VALUES |= dict.fromkeys(("root", "runs"), "DIR") | dict.fromkeys(("config", "output"), "FILE")
+VALUES |= dict.fromkeys(("root", "runs", "robustness"), "DIR") | dict.fromkeys(("config", "output"), "FILE")
 VALUES |= {"ckpt_path": "CKPT", "ckpt_paths": "CKPT ...", "paths": "PATH ...", "resume": "RUN", "X": "VALUE"}
 VALUES |= {
     "img_size": "SIZE",

@@ -9,6 +9,7 @@ from relvit.evaluation.predictor import Prediction, Predictor
 from relvit.evaluation.report import EvaluationReport
 from relvit.evaluation.resolutions import PROTOCOLS, Size, evaluate_size, evaluate_sizes
 from relvit.evaluation.trust.probe import probe_models
+from relvit.evaluation.trust.robustness import Corruptions, RestrictedClasses, evaluate_corruptions
 from relvit.evaluation.trust.temperature import Calibration, calibrate, fit_temperature
 
 __all__ = [
@@ -20,6 +21,9 @@ __all__ = [
     "export_model",
     "ExportError",
     "MirrorAverage",
+    "RestrictedClasses",
+    "Corruptions",
+    "evaluate_corruptions",
     "EvaluationReport",
     "ClassMetrics",
     "class_metrics",
