@@ -39,8 +39,8 @@ COMMANDS = {
 }
 
 EXAMPLES = """examples:
-  relvit fit --config configs/digits.yaml
-  relvit fit --config configs/folder.yaml --root photos --model relvit_tiny --epochs 50
+  relvit fit --config digits
+  relvit fit --config folder --root photos --model relvit_tiny --epochs 50
   relvit validate runs/RUN/checkpoints/best.ckpt --img_size 288
   relvit predict runs/RUN/checkpoints/best.ckpt photo.jpg more/photos 'others/*.png'
 """

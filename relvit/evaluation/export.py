@@ -102,7 +102,9 @@ def _shapes(predictor: Predictor) -> tuple[list[tuple[int, ...]], dict[int, Any]
     """Shapes of images to trace and compare with, and the dimensions that may vary, by their index."""
     net, (height, width), channels = predictor.classifier.net, predictor.img_size, len(predictor.mean)
     dynamic: dict[int, Any] = {0: torch.export.Dim("batch", min=1, max=4096)}
-    if not getattr(net, "dynamic_img_size", False):
+    # How many windows timm's blocks cut depends on the image.
+    in_windows = any(getattr(layer, "block_window", None) for layer in net.modules())
+    if in_windows or not getattr(net, "dynamic_img_size", False):
         return [(2, channels, height, width), (3, channels, height, width)], dynamic
     patch = net.patch_embed.patch_size
     for position, (name, side) in enumerate(zip(("height", "width"), patch, strict=True), start=2):
