@@ -138,7 +138,22 @@ def test_numbers_are_positions(run, photos, tmp_path):
     assert summary["test/acc1"] > 0.5
 
 
-def test_wordnet_ids(tmp_path):
+def test_wordnet_ids(run, photos, tmp_path):
+    content = torch.load(run / "checkpoints" / "best.ckpt", weights_only=True)
+    wnids = [f"n0000000{number}" for number in range(3)]
+    data = content["relvit"]["data"]
+    data["class_path"], data["init_args"]["wnids"] = "relvit.data.ImageNetData", wnids
+    torch.save(content, tmp_path / "imagenet.ckpt")
+    shutil.copytree(photos / "test" / "owl", tmp_path / "set-a" / wnids[2])
+    shutil.copytree(photos / "test" / "cat", tmp_path / "set-a" / wnids[0])
+    _, summary = evaluated(tmp_path / "imagenet.ckpt", tmp_path / "set-a", tmp_path / "runs")
+    paths = [path for name in ("cat", "owl") for path in sorted((photos / "test" / name).glob("*.jpg"))]
+    found = by_hand(run / "checkpoints" / "best.ckpt", paths, ["cat", "owl"])
+    right = [path.parent.name == name for path, name in zip(paths, found, strict=True)]
+    assert summary["test/acc1"] == pytest.approx(np.mean(right))
+
+
+def test_labels_by_wordnet_ids(tmp_path):
     for wnid in ("n00000007", "n00000005"):
         (tmp_path / wnid).mkdir()
         Image.new("RGB", (20, 20)).save(tmp_path / wnid / "0.png")
