@@ -88,17 +88,24 @@ def probe_models(
         own.batch_size = batch_size or data.batch_size
         own.crop_pct, own.native = transforms.crop_pct, False
         own.normalise_by(transforms.mean, transforms.std)
+        net.to(device)
+        train, evaluated = (at_size(own, transforms.img_size, part) for part in ("train", split))
+        dataset = train.dataset("train")
+        targets = np.asarray(dataset.targets)
+        indices = choose_labels(targets, max(shares), seed)
+        loaders = {"train": train._loader("train", sampler=indices.tolist()), split: evaluated.test_dataloader()}
         found = []
-        for part in ("train", split):
-            loader = at_size(own, transforms.img_size, part).test_dataloader()
+        for part, loader in loaders.items():
             batches = loader if progress is None else progress(loader, len(loader), f"{Path(model).name}: {part}")
-            found += _features(net.to(device), batches, device)
+            found += _features(net, batches, device)
         features, labels, queries, truth = found
+        if unreadable := train.unreadable.get("train"):
+            indices = indices[[str(dataset.samples[index][0]) not in unreadable for index in indices]]
         for share in sorted(shares):
-            chosen = choose_labels(labels, share, seed)
+            chosen = np.isin(indices, choose_labels(targets, share, seed))
             known = features[chosen], labels[chosen]
             linear, strength = linear_accuracy(*known, queries, truth, seed)
-            row = {"model": os.fspath(model), "features": features.shape[1], "share": share, "labels": len(chosen)}
+            row = {"model": os.fspath(model), "features": features.shape[1], "share": share, "labels": len(known[1])}
             row |= {"images": len(truth), "knn": knn_accuracy(*known, queries, truth, k)}
             rows.append(row | {"linear": linear, "C": strength})
     return rows

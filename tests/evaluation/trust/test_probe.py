@@ -2,6 +2,8 @@
 
 import csv
 import json
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -112,6 +114,24 @@ def test_timm_models_beside_a_checkpoint(run, photos, tmp_path, capsys):
         capsys.readouterr()
         assert main(["probe", *wrong]) in (1, 2)
         assert message in capsys.readouterr().err
+
+
+def test_unreadable_images_and_small_shares(run, photos, tmp_path):
+    """Only images of the largest share are read; of those that cannot be, the others keep their places."""
+    root = shutil.copytree(photos, tmp_path / "photos")
+    path = run / "checkpoints" / "best.ckpt"
+    data = ImageFolderData(str(root), num_workers=0, on_error="skip")
+    labels = np.repeat([0, 1, 2], 6)
+    used, part = choose_labels(labels, 0.5, 0), choose_labels(labels, 0.34, 0)
+    for index in {*range(18)} - {*used.tolist()} | {int(part[0])}:
+        Path(data.samples("train")[index][0]).write_bytes(b"no image")
+    rows = probe_models([path], data, shares=(0.34, 0.5))
+    assert [row["labels"] for row in rows] == [5, 8]
+    # As if it were not there: of its class one image is left.
+    features = relvit.load(path).embed([data.samples("train")[index][0] for index in part[1:]]).numpy()
+    queries = relvit.load(path).embed([path for path, _ in data.samples("val")]).numpy()
+    accuracy = knn_accuracy(features, labels[part[1:]], queries, labels)
+    assert rows[0]["knn"] == accuracy
 
 
 def test_size_and_normalisation_are_those_of_the_model(monkeypatch, photos):
