@@ -23,6 +23,7 @@ ALIASES: dict[str, dict[str, str]] = {
     "fit": _DATA | _TRAINER | _TRAINING,
     **dict.fromkeys(("validate", "test", "predict"), _DATA | _TRAINER),
     "resolutions": {f"--data.{name}": f"--{name}" for name in ("root", "batch_size")},
+    "calibrate": {f"--data.{name}": f"--{name}" for name in ("root", "batch_size")},
     "embed": {f"--data.{name}": f"--{name}" for name in ("root", "img_size", "batch_size", "num_workers")},
     "export": {"--data.img_size": "--img_size"},
     "show": {"--data.img_size": "--img_size"},
@@ -31,12 +32,13 @@ ALIASES: dict[str, dict[str, str]] = {
 
 # Command -> the options that arguments without a name stand for.
 POSITIONALS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("validate", "test", "resolutions", "export"), ("--ckpt_path",)),
+    **dict.fromkeys(("validate", "test", "resolutions", "export", "calibrate"), ("--ckpt_path",)),
     "predict": ("--ckpt_path", "--paths"),
     "embed": ("--ckpt_path", "--root"),
     "show": ("--ckpt_path", "--images"),
     "explain": ("--model",),
     "average": ("--ckpt_paths",),
+    "probe": ("--models",),
     "check-data": ("--root",),
 }
 USAGE = {
@@ -49,17 +51,19 @@ USAGE = {
     "export": ("relvit export CKPT --output FILE [options]",),
     "show": ("relvit show CKPT [IMAGE ...] [--kind KIND ...] [options]",),
     "explain": ("relvit explain MODEL|CKPT [--img_size N]",),
+    "calibrate": ("relvit calibrate CKPT [--output FILE] [options]",),
+    "probe": ("relvit probe CKPT|MODEL ... [--root DIR | --data NAME] [options]",),
     "average": ("relvit average CKPT CKPT ... --output FILE",),
     "check-data": ("relvit check-data FOLDER [options]", "relvit check-data --data NAME [options]"),
 }
 # Those that take several; a checkpoint alone is no list where there may be one or several.
-LISTS = ("--ckpt_paths", "--paths", "--images")
+LISTS = ("--ckpt_paths", "--paths", "--images", "--models")
 ONE_OR_SEVERAL = ("resolutions", "--ckpt_path")
 # Options that take all values of this form that follow.
-SEVERAL = {"--sizes": r"\[?\d", "--patch": r"\d+$"}
+SEVERAL = {"--sizes": r"\[?\d", "--shares": r"[\d.]", "--patch": r"\d+$"}
 SEVERAL["--kind"] = r"(tables|kernels|logits|attention|rollout|cam|aft-windows)$"
 # Options that need no value to be true.
-SWITCHES = ("--mirror", "--step_maps", "--lr_find")
+SWITCHES = ("--mirror", "--step_maps", "--lr_find", "--random")
 ALONE = ("-h", "--help", "--help-all", "--print_config", "-q", "--quiet")
 # Where a value of `--model` is a file of the model's options, as the parser takes it, and no name.
 _FILE = (".yaml", ".yml", ".json")
