@@ -30,6 +30,7 @@ COMMANDS = {
     ),
     "embed": (f"{_COMMANDS}.embed", "write the features of all images below a folder"),
     "export": (f"{_COMMANDS}.export", "write the model as ONNX or torch.export program, for any image size"),
+    "publish": (f"{_COMMANDS}.publish", "write a folder or Hugging Face repository that timm.create_model loads"),
     "show": (f"{_COMMANDS}.show", "draw what a model has learned: position tables, attention, Grad-CAM"),
     "explain": (f"{_COMMANDS}.explain", "print what a model's attention layers compute, which backend, and why"),
     "average": (f"{_COMMANDS}.average", "write the mean of several checkpoints' weights as one checkpoint"),

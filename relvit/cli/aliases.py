@@ -28,7 +28,7 @@ ALIASES: dict[str, dict[str, str]] = {
 
 # Command -> the options that arguments without a name stand for.
 POSITIONALS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("validate", "test", "resolutions", "export"), ("--ckpt_path",)),
+    **dict.fromkeys(("validate", "test", "resolutions", "export", "publish"), ("--ckpt_path",)),
     "predict": ("--ckpt_path", "--paths"),
     "embed": ("--ckpt_path", "--root"),
     "show": ("--ckpt_path", "--images"),
@@ -44,6 +44,7 @@ USAGE = {
     "resolutions": ("relvit resolutions CKPT ... --sizes SIZE ... [options]",),
     "embed": ("relvit embed CKPT FOLDER --output FILE [options]",),
     "export": ("relvit export CKPT --output FILE [options]",),
+    "publish": ("relvit publish CKPT --to DIR|hf-hub:OWNER/NAME [options]",),
     "show": ("relvit show CKPT [IMAGE ...] [--kind KIND ...] [options]",),
     "explain": ("relvit explain MODEL|CKPT [--img_size N]",),
     "average": ("relvit average CKPT CKPT ... --output FILE",),

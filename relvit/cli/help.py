@@ -80,6 +80,7 @@ VALUES = dict.fromkeys(("quiet", "lr_find", "mirror", "step_maps"), "") | dict.f
 VALUES |= dict.fromkeys(("root", "runs"), "DIR") | dict.fromkeys(("config", "output"), "FILE")
 VALUES |= {"ckpt_path": "CKPT", "ckpt_paths": "CKPT ...", "paths": "PATH ...", "resume": "RUN", "X": "VALUE"}
 VALUES |= {"img_size": "SIZE", "sizes": "SIZE ...", "pretrained": "WEIGHTS"}
+VALUES |= {"to": "DIR|hf-hub:OWNER/NAME", "license": "ID", "curve": "FILE.json"}
 VALUES |= {"images": "IMAGE ...", "kind": "KIND ...", "patch": "ROW COLUMN"}
 ALL = "relvit {} --help-all lists every option, with those of Lightning's Trainer."
 STATUS = "The exit status is 0 if all files can be read, 1 if one cannot, 2 for a wrong use of the command."
