@@ -22,6 +22,8 @@ ALIASES: dict[str, dict[str, str]] = {
     "resolutions": {f"--data.{name}": f"--{name}" for name in ("root", "batch_size")},
     "embed": {f"--data.{name}": f"--{name}" for name in ("root", "img_size", "batch_size", "num_workers")},
     "export": {"--data.img_size": "--img_size"},
+    "predict-onnx": {f"--data.{name}": f"--{name}" for name in ("img_size", "batch_size", "num_workers", "on_error")}
+    | {"--ckpt_path": "--model"},
     "show": {"--data.img_size": "--img_size"},
     "explain": {"--data.img_size": "--img_size", "--model.model": "--model"},
 }
@@ -30,6 +32,7 @@ ALIASES: dict[str, dict[str, str]] = {
 POSITIONALS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("validate", "test", "resolutions", "export", "publish"), ("--ckpt_path",)),
     "predict": ("--ckpt_path", "--paths"),
+    "predict-onnx": ("--model", "--paths"),
     "embed": ("--ckpt_path", "--root"),
     "show": ("--ckpt_path", "--images"),
     "explain": ("--model",),
@@ -40,7 +43,8 @@ USAGE = {
     "fit": ("relvit fit --root DIR [options]", "relvit fit --config FILE [options]"),
     "validate": ("relvit validate CKPT [options]",),
     "test": ("relvit test CKPT [options]",),
-    "predict": ("relvit predict CKPT [PATH ...] [options]",),
+    "predict": ("relvit predict CKPT [PATH ...] [options]", "relvit predict --model FILE.onnx PATH ... [options]"),
+    "predict-onnx": ("relvit predict --model FILE.onnx PATH ... [options]",),
     "resolutions": ("relvit resolutions CKPT ... --sizes SIZE ... [options]",),
     "embed": ("relvit embed CKPT FOLDER --output FILE [options]",),
     "export": ("relvit export CKPT --output FILE [options]",),
@@ -57,7 +61,7 @@ ONE_OR_SEVERAL = ("resolutions", "--ckpt_path")
 SEVERAL = {"--sizes": r"\[?\d", "--patch": r"\d+$"}
 SEVERAL["--kind"] = r"(tables|kernels|logits|attention|rollout|cam|aft-windows)$"
 # Options that need no value to be true.
-SWITCHES = ("--mirror", "--step_maps", "--lr_find")
+SWITCHES = ("--mirror", "--step_maps", "--lr_find", "--int8", "--aot")
 ALONE = ("-h", "--help", "--help-all", "--print_config", "-q", "--quiet")
 # Where a value of `--model` is a file of the model's options, as the parser takes it, and no name.
 _FILE = (".yaml", ".yml", ".json")
