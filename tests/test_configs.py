@@ -1,4 +1,4 @@
-"""Every file in configs/: a whole experiment that the real signatures accept, and a header that makes nothing up."""
+"""Every shipped configuration: a whole experiment that the real signatures accept; its header makes nothing up."""
 
 import re
 from pathlib import Path
@@ -17,7 +17,7 @@ from relvit.data import CIFAR10Data, CIFAR100Data, ImageFolderData
 from relvit.data.transforms import BatchTransform
 
 ROOT = Path(__file__).parent.parent
-CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+CONFIGS = sorted((ROOT / "relvit" / "configs").glob("*.yaml"))
 # What stands behind another configuration.
 ADDITIONS = {"multi_gpu", "multi_node"}
 RECIPES = [path for path in CONFIGS if path.stem not in ADDITIONS]
@@ -115,9 +115,9 @@ def test_recipes_of_cifar_run_on_class_folders(name, own, tmp_path, monkeypatch,
             (tmp_path / split / label).mkdir(parents=True)
             for number in range(count):
                 Image.effect_noise((32, 32), 64).convert("RGB").save(tmp_path / split / label / f"{number}.jpg")
-    path = ROOT / "configs" / f"{name}.yaml"
+    path = ROOT / "relvit" / "configs" / f"{name}.yaml"
     command = re.search(r"^ *relvit (fit .*--data ImageFolderData.*)$", header(path), re.MULTILINE)[1].split()
-    command = [{"DIR": str(tmp_path), f"configs/{name}.yaml": str(path)}.get(word, word) for word in command]
+    command = [{"DIR": str(tmp_path), name: str(path)}.get(word, word) for word in command]
     made = []
     make_loader = ImageFolderData._loader
 
@@ -138,7 +138,7 @@ def test_recipes_of_cifar_run_on_class_folders(name, own, tmp_path, monkeypatch,
     ("attention", "free"), [("cifar10", "cifar10_aft"), ("imagenet_deit_small", "imagenet_aft_conv_small")]
 )
 def test_models_without_attention_are_of_the_same_size_and_trained_alike(attention, free):
-    recipes = [yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text()) for name in (attention, free)]
+    recipes = [yaml.safe_load((ROOT / "relvit" / "configs" / f"{name}.yaml").read_text()) for name in (attention, free)]
     kwargs = [recipe["model"].pop("model_kwargs") for recipe in recipes]
     with torch.device("meta"):
         models = [
@@ -159,9 +159,9 @@ def test_additions_work_behind_any_recipe(name, wordnet, capsys):
     recipe = next(path for path in RECIPES if path.stem == "imagenet_deit_small")
     flags = [f"--model.model_kwargs.{key}={value}" for key, value in SMALL.items()]
     flags += [f"--data.root={wordnet}", "--data.img_size=32", "--trainer.num_nodes=1"]
-    command = ["fit", f"--config={recipe}", f"--config={ROOT / 'configs' / name}.yaml", *ON_A_CPU, *FAST, *flags]
+    command = ["fit", f"--config={recipe}", f"--config={name}", *ON_A_CPU, *FAST, *flags]
     assert main([*command, "--trainer.strategy=auto"]) == 0, capsys.readouterr().err
-    trainer = yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text())["trainer"]
+    trainer = yaml.safe_load((ROOT / "relvit" / "configs" / f"{name}.yaml").read_text())["trainer"]
     assert (trainer["devices"], trainer["num_nodes"]) == {"multi_gpu": (8, 1), "multi_node": (8, 2)}[name]
 
 
@@ -169,7 +169,7 @@ def test_additions_work_behind_any_recipe(name, wordnet, capsys):
 def test_headers_say_command_hardware_time_and_where_a_score_comes_from(path):
     text = header(path)
     commands = re.sub(r" \\\n\s*", " ", text)
-    assert re.search(rf"^\s+(srun )?relvit fit .*--config configs/{path.name}\b", commands, re.MULTILINE)
+    assert re.search(rf"^\s+(srun )?relvit fit .*--config {path.stem}\b", commands, re.MULTILINE)
     assert field(path, "Hardware")
     assert field(path, "Time")
     score = field(path, "Score")
@@ -187,10 +187,10 @@ def test_headers_say_command_hardware_time_and_where_a_score_comes_from(path):
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_files_that_headers_name_exist(path):
-    for name in re.findall(r"\b(?:configs|tools|tests)/[\w/]+\.\w+", header(path)):
+    for name in re.findall(r"\b(?:relvit|tools|tests)/[\w/]+\.\w+", header(path)):
         assert (ROOT / name).is_file(), f"{path.name} names {name}"
 
 
 def test_the_docs_list_them_all():
     page = (ROOT / "docs" / "options.md").read_text()
-    assert [path.name for path in CONFIGS if path.name not in page] == []
+    assert [path.stem for path in CONFIGS if f"`{path.stem}`" not in page] == []

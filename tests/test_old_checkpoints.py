@@ -1,6 +1,6 @@
 """Checkpoints and runs written before relvit's folders moved load, predict and resume with the same numbers.
 
-`tests/fixtures/run_of_0_1` is two epochs of `configs/digits.yaml` with one layer of width 16; the numbers are what that
+`tests/fixtures/run_of_0_1` is two epochs of `--config digits` with one layer of width 16; the numbers are what that
 version itself computed.
 """
 

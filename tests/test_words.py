@@ -10,9 +10,9 @@ ROOT = Path(__file__).parents[1]
 ROOMS = sorted(
     f"relvit/{path.name}"
     for path in (ROOT / "relvit").glob("[a-z_]*")
-    if path.suffix != ".typed" and path.name != "__pycache__"
+    if path.suffix != ".typed" and path.name not in ("__pycache__", "configs")
 )
-FOLDERS = (*ROOMS, "tests", "tools", "configs", "docs", "README.md", "CONTRIBUTING.md")
+FOLDERS = (*ROOMS, "tests", "tools", "docs", "README.md", "CONTRIBUTING.md")
 
 # A pattern, and what to write instead.
 BANNED = {

@@ -1,4 +1,4 @@
-"""Train configs/digits.yaml with several seeds and numbers of threads, which round differently; print accuracies.
+"""Train the configuration digits with several seeds and numbers of threads, which round differently; print accuracies.
 
 python tools/digits_seeds.py                        # seeds 0, 1, 2, with as many threads as PyTorch takes
 python tools/digits_seeds.py --seeds 3 4 --threads 1 2
@@ -21,7 +21,7 @@ import torch
 
 from relvit.cli import main
 
-CONFIG = Path(__file__).parent.parent / "configs" / "digits.yaml"
+CONFIG = Path(__file__).parent.parent / "relvit" / "configs" / "digits.yaml"
 
 
 def train(seed: int, threads: int, further: Sequence[str] = ()) -> dict[str, Any]:

@@ -46,14 +46,15 @@ def answer(name: str) -> tuple[str, str]:
     before = dict(model.named_modules())
     classes = [type(module) for module in before.values()]
     try:
-        relvit.retrofit(model, "qkvb")
+        relvit.retrofit(model)
     except ValueError as error:
         unchanged = list(before) == [key for key, _ in model.named_modules()]
         if not unchanged or classes != [type(module) for module in before.values()]:
             return "refused halfway", name
         reason = str(error).removeprefix(f"{kind} cannot be retrofitted: ")
         return f"refused, {re.sub(r'own, [^;]+', 'own', re.sub(r'blocks[.][0-9]+', 'blocks.N', reason))}", kind
-    return run(model), f"{kind} with {type(model.blocks[0].attn).__mro__[2].__name__}"
+    attn = next(module.attn for module in model.modules() if hasattr(module, "attn"))
+    return run(model), f"{kind} with {type(attn).__mro__[-3].__name__}"
 
 
 def run(model: nn.Module) -> str:

@@ -40,8 +40,8 @@ COMMANDS = {
 EXPORTED = (f"{_COMMANDS}.predict_onnx", "write the classes of each image into predictions.csv, by an exported file")
 
 EXAMPLES = """examples:
-  relvit fit --config configs/digits.yaml
-  relvit fit --config configs/folder.yaml --root photos --model relvit_tiny --epochs 50
+  relvit fit --config digits
+  relvit fit --config folder --root photos --model relvit_tiny --epochs 50
   relvit validate runs/RUN/checkpoints/best.ckpt --img_size 288
   relvit predict runs/RUN/checkpoints/best.ckpt photo.jpg more/photos 'others/*.png'
 """

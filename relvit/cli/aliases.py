@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from relvit.cli.errors import UsageError
@@ -74,6 +75,9 @@ ELSEWHERE = {
 }
 
 
+CONFIGS = Path(__file__).parent.parent / "configs"
+
+
 class Rewritten(NamedTuple):
     """A command's arguments by the names that its parser knows.
 
@@ -123,6 +127,8 @@ def rewrite(command: str, arguments: Sequence[str]) -> Rewritten:
         own = aliases.get(name, name)
         if name == "--model" and (value is None or value.endswith(_FILE) or value.startswith("{")):
             own = name
+        if own in ("--config", "-c") and value is not None:
+            value = config_file(value)
         if value is not None:
             values.setdefault(own, {})[name] = value
         if own != name:
@@ -138,6 +144,12 @@ def rewrite(command: str, arguments: Sequence[str]) -> Rewritten:
     if command == "fit" and "--data.root" in values and not chosen:
         kept.insert(0, "--data=ImageFolderData")
     return Rewritten([*kept, *last], typed)
+
+
+def config_file(given: str) -> str:
+    """Return the file of a configuration that comes with relvit, by its name; a file or JSON is returned as it is."""
+    shipped = CONFIGS / f"{given}.yaml"
+    return str(shipped) if re.fullmatch(r"\w+", given) and shipped.is_file() and not Path(given).is_file() else given
 
 
 def _split(arguments: Sequence[str]) -> Iterator[tuple[str | None, str | None]]:

@@ -54,7 +54,8 @@ TEXTS = {
     "predict-onnx paths": "Image files, folders (with all below them) and patterns such as 'photos/*.jpg'.",
     "explain model": "A model of relvit, or with --retrofit '{}' one of timm's Vision Transformers.",
     "resolutions ckpt_path": "The checkpoints to compare, one or several of the same classes and images.",
-    "config": "A configuration in YAML; of several, later ones override earlier ones.",
+    "config": "A configuration in YAML, or one of relvit's by its name, such as digits; later ones override "
+    "earlier ones.",
     "seed_everything": "The seed of all random numbers. Default: 0.",
     "paths": "Image files, folders (with all below them) and patterns such as 'photos/*.jpg'; by default the images of "
     "test or else val, where the checkpoint was trained.",

@@ -14,7 +14,7 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace, auto_cli
 from lightning.pytorch.cli import LightningArgumentParser
 
-from relvit.cli.aliases import ALIASES, USAGE
+from relvit.cli.aliases import ALIASES, CONFIGS, USAGE
 from relvit.cli.config_text import MODE, load_config
 from relvit.cli.errors import UsageError
 from relvit.data.modules.registry import data_modules
@@ -143,8 +143,11 @@ def _options_of(config: str) -> dict[str, Any]:
     try:
         options = load_config(config if config.startswith("{") else Path(config).read_text(encoding="utf-8"))
     except OSError as error:
-        near = [file.name for file in Path(config).parent.glob("*.y*ml")]
-        hint = did_you_mean(Path(config).name, near) if isinstance(error, FileNotFoundError) else ""
+        near = {file.name: str(file) for file in Path(config).parent.glob("*.y*ml")}
+        shipped = sorted(file.stem for file in CONFIGS.glob("*.yaml"))
+        hint = ""
+        if isinstance(error, FileNotFoundError):
+            hint = did_you_mean(Path(config).name, near) or did_you_mean(Path(config).stem, shipped)
         raise UsageError(f"--config {config}: {error.strerror}{hint}") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"--config {config}: not UTF-8 text ({error.reason} at byte {error.start})") from error

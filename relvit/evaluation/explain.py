@@ -87,7 +87,9 @@ def _plan(name: str, layer: nn.Module, grid: Grid, training: bool) -> LayerPlan:
         terms = "" if isinstance(layer, AFTSimple) else "b" * (layer.position(Grid(1, 1)).bias is not None)
         reason = f"{kind} replaces attention to all tokens"
         return LayerPlan(name, kind, terms, "", reason, (layer.head_dim,) * 2, "", _count(own))
-    if getattr(layer, "window", None) is not None:
+    if getattr(layer, "block_window", None) is not None:
+        grid = Grid(*layer.block_window)
+    elif getattr(layer, "window", None) is not None:
         grid = grid._replace(height=min(grid.height, layer.window[0]), width=min(grid.width, layer.window[1]))
     weight, position = layer.proj.weight, layer.position
     like = {"device": weight.device, "dtype": weight.dtype}

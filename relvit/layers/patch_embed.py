@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from timm.layers import Format, PatchEmbed, nchw_to, register_notrace_function
 from torch import Tensor
 
+from relvit.ops.tracing import is_compiling
+
 
 class AnySizePatchEmbed(PatchEmbed):
     """timm's `PatchEmbed` for images of every size whose sides are multiples of the patch.
@@ -42,6 +44,17 @@ class AnySizePatchEmbed(PatchEmbed):
         elif self.output_fmt != Format.NCHW:
             x = nchw_to(x, self.output_fmt)
         return self.norm(x)
+
+
+class GridPatchEmbed(AnySizePatchEmbed):
+    """`AnySizePatchEmbed` for blocks that take rows and columns; compiled, it leaves out what remains, as timm's does.
+
+    Where a graph knows that sides divide, Inductor (PyTorch 2.15) cannot order the strides of a grid of any size.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Embed images (B, in_chans, height, width) as (B, rows, columns, embed_dim)."""
+        return PatchEmbed.forward(self, x) if is_compiling() else super().forward(x)
 
 
 def whole_patches(x: Tensor, patch_size: tuple[int, int]) -> Tensor:

@@ -15,6 +15,11 @@ from relvit.ops import Grid, RelativeTerms, from_windows, relative_attention, to
 from relvit.ops.terms import add_channels
 from relvit.ops.windows import exceeds_window
 
+# Symbolic tracing must not look inside; timm's register serves the module in which a `forward` is, subclasses are in
+# others.
+torch.fx.wrap("add_channels")
+torch.fx.wrap("relative_attention")
+
 
 class GridArgument(NamedTuple):
     """A grid together with the argument of a timm block, `attn_mask` or `rope`, for which it is passed.
@@ -42,10 +47,13 @@ class TimmRelativeAttention:
         num_kv_groups: query heads that share a head of keys and values.
         trained_keys: see `relvit.ops.relative_attention`; `relvit.models.set_reach` sets it.
         window: rows and columns of patches; on larger grids tokens attend within windows of this size. None: to all.
+        block_window: rows and columns of the windows that the block around it cuts, whatever the image. None: it cuts
+            none.
     """
 
     position: nn.Module
     backend: str
+    block_window: tuple[int, int] | None = None
     num_kv_groups: int = 1
     trained_keys: int | None = None
     window: tuple[int, int] | None = None

@@ -66,6 +66,10 @@ def _record_weights(
         raise ValueError(f"layers holds {wrong[0]}, the model has {depth} blocks: give numbers from 0 to {depth - 1}")
     if any(getattr(attention, "window", None) for attention in attentions):
         raise ValueError("there are no N x N weights in windows: set_reach(model, 'trained') first")
+    if any(getattr(attentions[index], "block_window", None) for index in chosen):
+        raise ValueError(
+            f"there are no N x N weights where blocks of {type(model).__name__} cut windows: give layers without"
+        )
     if getattr(model, "bands", None):
         raise ValueError(
             "there are no N x N weights in bands: set_bands(model, None), set_reach(model, 'trained') first"

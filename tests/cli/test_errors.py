@@ -105,6 +105,19 @@ def test_a_config_file_that_is_missing(fit, tmp_path, capsys):
     assert message.endswith("fodler.yaml: No such file or directory (did you mean 'folder.yaml'?)\n")
 
 
+def test_the_name_of_a_shipped_configuration_is_found_or_hinted_at(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for wrong in ("digtis", "configs/digits.yaml"):
+        assert main(["fit", "--config", wrong]) == 2
+        assert f"--config {wrong}: No such file or directory (did you mean 'digits'?)" in capsys.readouterr().err
+    assert main(["fit", "--config", "digits", "--print_config"]) == 0
+    assert "class_path: relvit.data.DigitsData" in capsys.readouterr().out
+    # The user's own file comes first.
+    (tmp_path / "digits").write_text("model: {lr: nothing}")
+    assert main(["fit", "--config", "digits"]) == 2
+    assert "--model.lr" in capsys.readouterr().err
+
+
 def test_a_device_that_is_missing(fit, tmp_path, capsys):
     arguments = [argument for argument in fit if "accelerator" not in argument]
     assert "--accelerator tpu: this machine has auto, cpu" in fails([*arguments, "--accelerator=tpu"], capsys)

@@ -98,7 +98,7 @@ def test_options_of_fit(place, capsys):
     together = " ".join(option for option in options if option not in apart)
     for given in (together, *apart):
         arguments = ["--model.model=test_relvit", *TINY_MODEL, *ONE_STEP, *shlex.split(given)]
-        assert main(["fit", "--config", "configs/folder.yaml", "--data.root", "photos", *arguments]) == 0, (
+        assert main(["fit", "--config", "folder", "--data.root", "photos", *arguments]) == 0, (
             given,
             capsys.readouterr().err,
         )

@@ -3,10 +3,15 @@
 import copy
 
 import torch
+from timm.models.beit import Beit
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.eva import Eva
 from timm.models.naflexvit import NaFlexVit, NaFlexVitCfg
+from timm.models.swin_transformer import SwinTransformer
+from timm.models.swin_transformer_v2 import SwinTransformerV2
 from timm.models.vision_transformer import ResPostBlock, VisionTransformer
+from timm.models.vision_transformer_relpos import ResPostRelPosBlock, VisionTransformerRelPos
+from timm.models.vision_transformer_sam import VisionTransformerSAM
 
 import relvit
 
@@ -51,12 +56,31 @@ NAFLEX = {
 }
 CASES = {**VITS, **EVAS, **NAFLEX}
 
+SHARED = {"shared_rel_pos": True}
+SAM = {"img_size": (40, 56), "use_rel_pos": True, "window_size": 3, "global_attn_indexes": (1,), "neck_chans": 8}
+STAGES = {"depths": (2, 2), "num_heads": (1, 2), "embed_dim": 8}
+SWIN = {"img_size": (24, 40), "patch_size": 2, "window_size": (3, 4), "num_classes": 5, **STAGES}
+# Models that bring relative positions of their own.
+OWN = {
+    "relpos": (VisionTransformerRelPos, {**SMALL, "rel_pos_type": "bias"}),
+    "relpos norm": (VisionTransformerRelPos, {**SMALL, "rel_pos_type": "bias", "block_fn": ResPostRelPosBlock}),
+    "srelpos": (VisionTransformerRelPos, {**SMALL, "rel_pos_type": "bias", "class_token": True, **SHARED}),
+    "relpos mlp": (VisionTransformerRelPos, {**SMALL, "rel_pos_type": "mlp", "class_token": True, "qk_norm": True}),
+    "srelpos mlp": (VisionTransformerRelPos, {**SMALL, "rel_pos_type": "mlp-swin", **SHARED}),
+    "beit": (Beit, {**SMALL, "use_rel_pos_bias": True, "use_abs_pos_emb": False, "init_values": 0.5}),
+    "beit both": (Beit, {**SMALL, "use_rel_pos_bias": True, "use_shared_rel_pos_bias": True}),
+    "sam": (VisionTransformerSAM, {**SMALL, **SAM, "use_abs_pos": False}),
+    "sam absolute": (VisionTransformerSAM, {**SMALL, **SAM, "qk_norm": True}),
+    "swin": (SwinTransformer, SWIN),
+    "swinv2": (SwinTransformerV2, SWIN),
+}
+
 
 def build(case, **kwargs):
     """An original model in double precision; weights are large, so that what is wrong is visible."""
     torch.manual_seed(0)
-    cls, own = CASES[case]
-    arguments = {**SMALL, **own, **kwargs}
+    cls, own = (CASES | OWN)[case]
+    arguments = {**(SMALL if case in CASES else {}), **own, **kwargs}
     if cls is NaFlexVit:
         outside = {name: arguments.pop(name) for name in ("num_classes", "img_size")}
         model = cls(NaFlexVitCfg(**{**arguments, "pos_embed_grid_size": (3, 2)}), **outside)
@@ -64,7 +88,26 @@ def build(case, **kwargs):
         model = cls(**arguments)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    return model.double().eval()
+    return with_exact_offsets(model.double().eval())
+
+
+def with_exact_offsets(model):
+    """The logarithms of offsets that networks of timm's get, which timm computes in single precision, in double."""
+    for module in model.modules():
+        for name in ("rel_coords_log", "relative_coords_table"):
+            if getattr(module, name, None) is None:
+                continue
+            axes = (torch.arange(1 - size, size, dtype=torch.float64) for size in module.window_size)
+            offsets = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1)
+            if getattr(module, "mode", "swin") == "cr":
+                scaled = offsets.sign() * torch.log(1 + offsets.abs())
+            else:
+                given = module.pretrained_window_size
+                window = torch.tensor(given if given[0] else module.window_size, dtype=torch.float64)
+                offsets = 8 * offsets / (window - 1)
+                scaled = offsets.sign() * torch.log2(1 + offsets.abs()) / 3
+            getattr(module, name).copy_(scaled.view_as(getattr(module, name)))
+    return model
 
 
 def retrofitted(original, *args, trained=True, **kwargs):

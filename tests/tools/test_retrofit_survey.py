@@ -15,7 +15,9 @@ survey = load("retrofit_survey")
         # 384 pixels at patch 14 leave a remainder.
         ("vit_so400m_patch14_siglip_384", "retrofitted", "VisionTransformer with Attention"),
         ("vit_small_patch16_18x2_224", "refused, blocks.N is a ParallelThingsBlock", "VisionTransformer"),
-        ("test_vit_relpos", "refused, it has relative positions of its own; ", "VisionTransformerRelPos"),
+        ("test_vit_relpos", "retrofitted", "VisionTransformerRelPos with RelPosAttention"),
+        ("swin_tiny_patch4_window7_224", "retrofitted", "SwinTransformer with WindowAttention"),
+        ("swinv2_cr_tiny_224", "refused, retrofit takes timm's VisionTransformer, ", "SwinTransformerV2Cr"),
         ("test_resnet", "refused, retrofit takes timm's VisionTransformer, ", "ResNet"),
     ],
 )

@@ -125,7 +125,7 @@ def check_processes(launch: Launch | None, trainer: Trainer) -> None:
     if launch is None and nodes > 1 and alone:
         raise UsageError(
             f"--trainer.num_nodes {nodes} needs this command on {nodes} machines: start it by torchrun or srun, see "
-            "configs/multi_node.yaml"
+            "--config multi_node"
         )
 
 

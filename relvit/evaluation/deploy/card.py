@@ -16,6 +16,7 @@ from timm.models._hub import generate_readme
 from relvit.data import ImageData
 from relvit.evaluation.predictor import Predictor
 from relvit.training import ImageClassifier
+from relvit.version import __version__
 
 # Names of classes that a card lists; config.json holds all.
 SHOWN = 50
@@ -45,7 +46,8 @@ label = model.pretrained_cfg["label_names"][probabilities.argmax()]
 print(label, float(probabilities.max()))
 ```
 
-Install: `pip install relvit`. `load_rgb` reads files as in the training: orientation, transparency on white, 16 bits.
+It needs the Python packages timm and relvit, {version} or newer. `load_rgb` reads files as in the training:
+orientation, transparency on white, 16 bits.
 """
 NATIVE = """
 The model was trained on images of their own shapes, of up to {tokens} patches of {patch} pixels
@@ -91,10 +93,11 @@ def model_card(
         "license": license or "unknown",
         "description": "An image classifier trained with relvit: Vision Transformers with relative positions in 2D.",
         "details": details,
-        "usage": USAGE.format(name=name, grey='.convert("L")' if len(predictor.mean) == 1 else ""),
+        "usage": USAGE.format(name=name, version=__version__, grey='.convert("L")' if len(predictor.mean) == 1 else ""),
     }
     if predictor.native is not None:
         patch, tokens = predictor.native
+        details["Images"] = f"native shapes, of up to {tokens} patches, {details['Images'].partition(', ')[2]}"
         card["usage"] += NATIVE.format(tokens=tokens, patch=" x ".join(map(str, patch)), size=size)
     text = generate_readme(card, name.rpartition(":")[2].rpartition("/")[2])
     if curve:

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._inductor.cpp_builder import get_cpp_compiler
-from torch._inductor.exc import InvalidCxxCompiler
 
 from relvit.evaluation.deploy.onnx_model import quantise
 from relvit.evaluation.predictor import Predictor
@@ -103,6 +101,10 @@ def check_export(output: str | os.PathLike[str], int8: bool = False, aot: bool =
         if given and suffix != needed:
             raise ValueError(f"{option} is for files that end in {needed}, got {output}")
     if aot:
+        # Not above: the compiler takes a second to import.
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch._inductor.exc import InvalidCxxCompiler
+
         try:
             get_cpp_compiler()
         except InvalidCxxCompiler as error:
@@ -120,7 +122,9 @@ def _shapes(predictor: Predictor) -> tuple[list[tuple[int, ...]], dict[int, Any]
     """Shapes of images to trace and compare with, and the dimensions that may vary, by their index."""
     net, (height, width), channels = predictor.classifier.net, predictor.img_size, len(predictor.mean)
     dynamic: dict[int, Any] = {0: torch.export.Dim("batch", min=1, max=4096)}
-    if not getattr(net, "dynamic_img_size", False):
+    # How many windows timm's blocks cut depends on the image.
+    in_windows = any(getattr(layer, "block_window", None) for layer in net.modules())
+    if in_windows or not getattr(net, "dynamic_img_size", False):
         return [(2, channels, height, width), (3, channels, height, width)], dynamic
     patch = net.patch_embed.patch_size
     for position, (name, side) in enumerate(zip(("height", "width"), patch, strict=True), start=2):

@@ -1,13 +1,16 @@
-"""`relvit.retrofit`: check a timm model, then exchange its classes for those of `timm_attention` and `models`."""
+"""`relvit.retrofit`: check a timm model, then exchange its classes for those of relvit's layers and of `models`."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from timm.layers import DiffAttention, HybridEmbed, PatchEmbed
+from timm.models.beit import Block as BeitBlock
 from timm.models.eva import EvaBlock, EvaBlockPostNorm
+from timm.models.swin_transformer import SwinTransformerBlock
+from timm.models.swin_transformer_v2 import SwinTransformerV2Block
 from timm.models.vision_transformer import (
     Block,
     DiffParallelScalingBlock,
@@ -15,13 +18,17 @@ from timm.models.vision_transformer import (
     ParallelThingsBlock,
     ResPostBlock,
 )
+from timm.models.vision_transformer_relpos import RelPosBlock, ResPostRelPosBlock
+from timm.models.vision_transformer_sam import Block as SamBlock
 from torch import nn
 
 from relvit.layers import AnySizePatchEmbed
 from relvit.layers.positions.factory import make_position, position_factory
 from relvit.layers.timm_attention import TIMM_ATTENTIONS
+from relvit.layers.timm_relpos import OWN_ATTENTIONS
 from relvit.models.relative_vit import RelVisionTransformer
-from relvit.models.retrofit.models import RETROFITTED, Retrofitted, RetrofittedNaFlexVit
+from relvit.models.retrofit.imports import forget_own_positions, import_positions
+from relvit.models.retrofit.models import IMPORTED, RETROFITTED, Retrofitted, RetrofittedNaFlexVit
 from relvit.ops.attention import BACKENDS
 from relvit.ops.checks import int_pair
 from relvit.utils.messages import did_you_mean, listing
@@ -33,6 +40,8 @@ MAX_GRID = 64
 RETROFITTED_NAME = "retrofitted"
 # Blocks that hand `attn_mask` and `rope` on to one attention untouched.
 BLOCKS = (Block, ResPostBlock, EvaBlock, EvaBlockPostNorm)
+# Blocks of models that bring relative positions: these hand on a shared bias, or nothing.
+OWN_BLOCKS = (RelPosBlock, ResPostRelPosBlock, BeitBlock, SamBlock, SwinTransformerBlock, SwinTransformerV2Block)
 PATCH_EMBEDS = (PatchEmbed, AnySizePatchEmbed, HybridEmbed)
 REFUSED = {
     ParallelScalingBlock: "its attention and its MLP share projections, so there is no attention module to retrofit",
@@ -64,8 +73,14 @@ def retrofit(
     absolute embeddings are interpolated as in timm, rotary ones computed for the size. Features, checkpointing, layer
     decay, pruning, `set_input_size` and `reset_classifier` of timm work as before.
 
+    Models that bring relative positions of their own keep them, in relvit's modules: outputs stay the same at the size
+    that they were trained for, and at other sizes offsets beyond a table use its edge. Of the arguments, `abs_pos` and
+    `backend` are for these models, too.
+
     Args:
-        model: timm's `VisionTransformer`, `VisionTransformerDistilled`, `Eva` or `NaFlexVit`; it is changed.
+        model: timm's `VisionTransformer`, `VisionTransformerDistilled`, `Eva` or `NaFlexVit`; with relative positions
+            `VisionTransformerRelPos`, `Beit`, `VisionTransformerSAM`, `SwinTransformer` or `SwinTransformerV2`. It is
+            changed.
         rel_terms: relative terms by letter: 'q', 'k', 'v' (vectors on queries, keys, values), 'b' (bias). This and the
             next five: see `RelativePosition2d`.
         max_distance: clip distance in patches, one for both axes or (rows, columns).
@@ -103,21 +118,31 @@ def retrofit(
             raise ValueError(
                 f"{name} must be one of {listing(allowed)}, got {given!r}{did_you_mean(str(given), allowed)}"
             )
-    becomes = RETROFITTED[type(model)]
+    becomes = (RETROFITTED | IMPORTED)[type(model)]
     if max_grid is not None and becomes is not RetrofittedNaFlexVit:
         raise ValueError(f"max_grid is for NaFlexVit, got {max_grid!r} for {type(model).__name__}")
     max_grid = int_pair("max_grid", MAX_GRID if max_grid is None else max_grid, 1)
     absolute = [name for name, _ in model.named_parameters() if name in ABSOLUTE_EMBEDDINGS]
     if abs_pos != "keep" and not absolute:
         raise ValueError(f"abs_pos={abs_pos!r}: this {type(model).__name__} has no absolute embedding, leave 'keep'")
-    factory = position_factory("tables" if position is None else position, retrofit, **tables)
-    positions = [make_position(factory, block.attn) for block in model.blocks]
+    layers: Mapping[str, Mapping[str, nn.Module]]
+    if type(model) in IMPORTED:
+        _check_defaults(model, {**tables, "position": position})
+        layers = import_positions(model)
+    else:
+        factory = position_factory("tables" if position is None else position, retrofit, **tables)
+        blocks = named_blocks(model).items()
+        layers = {f"{name}.attn": {"position": make_position(factory, block.attn)} for name, block in blocks}
 
     # From here on nothing can fail.
-    for block, made in zip(model.blocks, positions, strict=True):
-        attn = block.attn
-        attn.__class__ = TIMM_ATTENTIONS[type(attn)]
-        attn.position, attn.backend = made.train(attn.training), backend
+    for name, modules in layers.items():
+        attn = model.get_submodule(name)
+        attn.__class__ = (TIMM_ATTENTIONS | OWN_ATTENTIONS)[type(attn)]
+        if type(model) in IMPORTED:
+            forget_own_positions(attn)
+        for part, module in modules.items():
+            setattr(attn, part, module.train(attn.training))
+        attn.backend = backend
     model.__class__ = becomes
     model.open_to_all_sizes()
     if becomes is RetrofittedNaFlexVit:
@@ -159,16 +184,35 @@ def _check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         hint = ": create the model first, with timm.create_model" if isinstance(model, str) else ""
         raise TypeError(f"model must be a timm model, got {model!r} of type {type(model).__name__}{hint}")
-    if type(model) not in RETROFITTED:
+    if type(model) not in RETROFITTED | IMPORTED:
         raise ValueError(f"{type(model).__name__} cannot be retrofitted: {_why_not(model)}")
-    for index, block in enumerate(model.blocks):
-        name = f"blocks.{index}"
-        _check_part(name, block, BLOCKS)
-        _check_part(f"{name}.attn", block.attn, tuple(TIMM_ATTENTIONS))
+    blocks, attentions = (OWN_BLOCKS, OWN_ATTENTIONS) if type(model) in IMPORTED else (BLOCKS, TIMM_ATTENTIONS)
+    for name, block in named_blocks(model).items():
+        _check_part(name, block, blocks)
+        _check_part(f"{name}.attn", block.attn, tuple(attentions))
     embed = getattr(model, "patch_embed", None)
     # With dynamic sizes timm itself has made sure that patches come as a grid.
-    if embed is not None and not model.dynamic_img_size:
+    if embed is not None and not getattr(model, "dynamic_img_size", False):
         _check_part("patch_embed", embed, PATCH_EMBEDS)
+
+
+def named_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Return all blocks of a model by name, those of Swin stage by stage."""
+    if not hasattr(model, "layers"):
+        return {f"blocks.{index}": block for index, block in enumerate(model.blocks)}
+    stages = enumerate(model.layers)
+    return {f"layers.{stage}.blocks.{i}": block for stage, part in stages for i, block in enumerate(part.blocks)}
+
+
+def _check_defaults(model: nn.Module, given: Mapping[str, object]) -> None:
+    """Raise for arguments about positions that a model with positions of its own has no use for."""
+    defaults = inspect.signature(retrofit).parameters
+    for name, value in given.items():
+        if value != defaults[name].default:
+            raise ValueError(
+                f"{name}={value!r} is for models without relative positions; {type(model).__name__} keeps its own: "
+                f"leave {name} out"
+            )
 
 
 def _check_part(name: str, part: nn.Module, allowed: tuple[type[nn.Module], ...]) -> None:
@@ -181,17 +225,17 @@ def _check_part(name: str, part: nn.Module, allowed: tuple[type[nn.Module], ...]
 
 def _why_not(model: nn.Module) -> str:
     """The reason why a model of this class cannot be retrofitted."""
-    *first, last = (cls.__name__ for cls in RETROFITTED)
+    *first, last = (cls.__name__ for cls in RETROFITTED | IMPORTED)
     takes = f"retrofit takes timm's {', '.join(first)} and {last}"
     if isinstance(model, Retrofitted):
         return "it has been retrofitted already"
     if isinstance(model, RelVisionTransformer):
         return "it has relative positions, chosen by the arguments of timm.create_model"
-    if isinstance(model, tuple(RETROFITTED)):
-        base = next(cls.__name__ for cls in type(model).__mro__ if cls in RETROFITTED)
+    if isinstance(model, tuple(RETROFITTED | IMPORTED)):
+        base = next(cls.__name__ for cls in type(model).__mro__ if cls in RETROFITTED | IMPORTED)
         return f"it is a subclass of timm's {base}, and what it does differently is not known; {takes}"
     for name, part in model.named_children():
-        if type(part) in RETROFITTED:
+        if type(part) in RETROFITTED | IMPORTED:
             return f"it wraps {name}, a {type(part).__name__}: retrofit that one before it is wrapped"
     names = (name for kind in ("parameters", "buffers", "modules") for name, _ in getattr(model, f"named_{kind}")())
     own = next((name for name in names if "rel_pos" in name or "relative_position" in name), None)

@@ -7,16 +7,23 @@ from typing import Any
 import torch
 from timm.layers import Format, PatchDropout, PatchDropoutWithIndices, PatchEmbed, apply_keep_indices_nlc
 from timm.models import checkpoint
+from timm.models.beit import Beit
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.eva import Eva
 from timm.models.naflexvit import NaFlexVit
+from timm.models.swin_transformer import SwinTransformer
+from timm.models.swin_transformer_v2 import SwinTransformerV2
 from timm.models.vision_transformer import VisionTransformer
+from timm.models.vision_transformer_relpos import VisionTransformerRelPos
+from timm.models.vision_transformer_sam import VisionTransformerSAM
 from torch import Tensor, nn
 
-from relvit.layers.patch_embed import AnySizePatchEmbed, check_divisible
+from relvit.layers.interpolate import resample_embedding
+from relvit.layers.patch_embed import AnySizePatchEmbed, GridPatchEmbed, check_divisible
 from relvit.layers.positions.rope import ANY_SIZE_ROPES
 from relvit.layers.timm_attention import GridArgument
 from relvit.models.base import GridForward, TablesWithoutDecay
+from relvit.models.retrofit.imports import SHARED
 from relvit.ops import Grid, grid_from_naflex, patch_coords
 
 
@@ -140,6 +147,88 @@ class RetrofittedNaFlexVit(Retrofitted, NaFlexVit):
         return grid._replace(valid=None)
 
 
+# Sizes have no value while a graph is traced.
+torch.fx.wrap("resample_embedding")
+
+
+class GridInBias(Retrofitted, GridForward):
+    """Mixin before timm's models whose blocks hand on a shared bias, in place of which they are handed the grid."""
+
+    # What `pool` and padded batches read.
+    pool = VisionTransformer.pool
+    attn_pool = None
+    pool_include_prefix = False
+
+    def open_to_all_sizes(self) -> None:
+        _open_patch_embed(self)
+        for name in SHARED:
+            setattr(self, name, None)
+        absent = {"pos_embed": None, "pos_drop": nn.Identity(), "patch_drop": nn.Identity(), "norm_pre": nn.Identity()}
+        for name, value in absent.items():
+            if not hasattr(self, name):
+                setattr(self, name, value)
+
+    def _pos_embed(self, x: Tensor) -> Tensor:
+        size, x = (x.shape[1], x.shape[2]), x.flatten(1, 2)
+        if self.cls_token is not None:
+            x = torch.cat((self.cls_token.expand(x.shape[0], -1, -1), x), dim=1)
+        if self.pos_embed is None:
+            return x
+        prefix = self.num_prefix_tokens
+        return self.pos_drop(x + resample_embedding(self.pos_embed, self.patch_embed.grid_size, size, prefix))
+
+    def _run_block(self, block: nn.Module, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+        if is_causal:
+            raise ValueError(f"{type(self).__name__} has no causal attention: give it as attn_mask")
+        argument = GridArgument(grid, attn_mask)
+        return checkpoint(block, x, argument) if self.grad_checkpointing else block(x, argument)
+
+
+class RetrofittedRelPos(GridInBias, VisionTransformerRelPos):
+    """timm's `VisionTransformerRelPos` after `relvit.retrofit`."""
+
+
+class RetrofittedBeit(GridInBias, Beit):
+    """timm's `Beit` after `relvit.retrofit`."""
+
+
+class RetrofittedSam(Retrofitted, VisionTransformerSAM):
+    """timm's `VisionTransformerSAM` after `relvit.retrofit`; blocks cut windows as before, zeros around the image."""
+
+    num_prefix_tokens = 0
+
+    def open_to_all_sizes(self) -> None:
+        _open_patch_embed(self, GridPatchEmbed)
+        for block in self.blocks:
+            if block.window_size:
+                block.attn.block_window = (block.window_size,) * 2
+
+
+class SwinWindows(Retrofitted):
+    """Mixin before timm's Swin Transformers, which cut windows of one size, and make masks for the image at hand."""
+
+    num_prefix_tokens = 0
+
+    def open_to_all_sizes(self) -> None:
+        _open_patch_embed(self, GridPatchEmbed)
+        for block in (block for stage in self.layers for block in stage.blocks):
+            block.dynamic_mask, block.attn_mask = True, None
+            block.attn.set_window_size(block.window_size)
+
+
+class RetrofittedSwin(SwinWindows, SwinTransformer):
+    """timm's `SwinTransformer` after `relvit.retrofit`."""
+
+
+class RetrofittedSwinV2(SwinWindows, SwinTransformerV2):
+    """timm's `SwinTransformerV2` after `relvit.retrofit`."""
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        """Return timm's names, among them the networks of positions."""
+        return super().no_weight_decay() | {name for name, _ in self.named_parameters() if ".position." in name}
+
+
 # timm's class -> the one that a model of it becomes.
 RETROFITTED: dict[type[nn.Module], type[Retrofitted]] = {
     VisionTransformer: RetrofittedVisionTransformer,
@@ -147,15 +236,23 @@ RETROFITTED: dict[type[nn.Module], type[Retrofitted]] = {
     Eva: RetrofittedEva,
     NaFlexVit: RetrofittedNaFlexVit,
 }
+# The same for models that bring relative positions of their own.
+IMPORTED: dict[type[nn.Module], type[Retrofitted]] = {
+    VisionTransformerRelPos: RetrofittedRelPos,
+    Beit: RetrofittedBeit,
+    VisionTransformerSAM: RetrofittedSam,
+    SwinTransformer: RetrofittedSwin,
+    SwinTransformerV2: RetrofittedSwinV2,
+}
 
 
-def _open_patch_embed(model: nn.Module) -> None:
+def _open_patch_embed(model: nn.Module, becomes: type[AnySizePatchEmbed] = AnySizePatchEmbed) -> None:
     """Do what timm's `dynamic_img_size=True` does in the constructor."""
     embed = model.patch_embed
     model.dynamic_img_size = True
     embed.flatten, embed.output_fmt, embed.strict_img_size = False, Format.NHWC, False
     if type(embed) is PatchEmbed:
-        embed.__class__ = AnySizePatchEmbed
+        embed.__class__ = becomes
         if any(size % patch for size, patch in zip(embed.img_size, embed.patch_size, strict=True)):
             # As before, what remains of the model's own size is left out.
             embed.cropped_size = tuple(embed.img_size)

@@ -56,6 +56,8 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
     """
     check_choice("reach", reach, get_args(Reach))
     layers = [part for part in model.modules() if isinstance(part, RelativeAttention | TimmRelativeAttention)]
+    # Windows that blocks cut are of one size in all images.
+    layers = [layer for layer in layers if getattr(layer, "block_window", None) is None]
     trained_grid = trained_keys = window = None
     if reach != "trained":
         refused = f"reach {reach!r} is not for {type(model).__name__}"

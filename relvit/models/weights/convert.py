@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from relvit.layers import RelativePosition2d
 from relvit.layers.positions.axial import look_up
 from relvit.layers.positions.tables import TERMS
+from relvit.models.weights.irpe import convert_irpe
 
 _logger = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionTransformer, l
       columns added up where the model has joint tables (both exact);
     - an absolute embedding is resampled to the model's grid (an approximation at another size), and left out where the
       model has none (an approximation; the prefix tokens keep theirs, added to the tokens);
+    - tables of iRPE's DeiT go into joint ones (exact), see `relvit.models.weights.irpe`;
     - axial tables are resampled as by `AxialPositionEmbedding.set_grid_size`; zero where the checkpoint has none;
     - a class token is left out where the model has none (an approximation), a distillation token and its head always;
     - layer scale is multiplied into the weights where the model has none, and one where the checkpoint has none
@@ -84,6 +86,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionTransformer, l
                 if f"{there}.{part}" in state:
                     state[f"{here}.{part}"] = state.pop(f"{there}.{part}")
     _convert_axial(state, own)
+    convert_irpe(state, model)
     convert_positions(state, model, own)
     unused = [name for name in ("pos_embed", *PREFIX_TOKENS) if name in state_dict and name not in own]
     unused += [name for name in state_dict if name.startswith("head_dist.")]
@@ -261,7 +264,8 @@ def convert_positions(state: dict[str, Tensor], model: nn.Module, own: dict[str,
         ValueError: as `checkpoint_filter_fn`, about tables.
     """
     held = {name.rpartition(".")[2].rpartition("_")[0] for name in state if ".position." in name}
-    for name, module in model.named_modules():
+    # Blocks may share a position.
+    for name, module in model.named_modules(remove_duplicate=False):
         if not name.endswith(".position"):
             continue
         if isinstance(module, RelativePosition2d):

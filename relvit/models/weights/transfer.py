@@ -13,9 +13,12 @@ from typing import Any
 from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
+from relvit.layers.timm_relpos import TimmOwnRelative
 from relvit.models.aft_vit import MIXER
+from relvit.models.retrofit.imports import convert_tables
 from relvit.models.retrofit.models import Retrofitted
 from relvit.models.weights.convert import convert_positions
+from relvit.models.weights.irpe import convert_irpe
 from relvit.utils.messages import listing
 
 POSITION = ".position."
@@ -106,6 +109,7 @@ def transfer_weights(net: nn.Module, weights: Weights, class_names: Sequence[str
     """
     own = net.state_dict()
     given = {name: tensor for name, tensor in weights.state.items() if isinstance(tensor, Tensor)}
+    given = _convert_foreign_tables(given, net)
     if any(map(MIXER.search, given)) and not any(map(MIXER.search, own)):
         raise ValueError(
             f"{weights.source} is of an attention-free model, whose queries and keys mean nothing to the attention of "
@@ -152,6 +156,16 @@ def transfer_weights(net: nn.Module, weights: Weights, class_names: Sequence[str
     )
 
 
+def _convert_foreign_tables(state: dict[str, Tensor], net: nn.Module) -> dict[str, Tensor]:
+    """Give others' relative tables relvit's names: those of timm's models and iRPE's."""
+    attentions = {name: part for name, part in net.named_modules() if isinstance(part, TimmOwnRelative)}
+    if attentions:
+        return convert_tables(state, {name: {"position": attn.position} for name, attn in attentions.items()})
+    if hasattr(net, "blocks"):
+        convert_irpe(state, net)
+    return state
+
+
 def _convert(
     state: dict[str, Tensor],
     net: nn.Module,
@@ -160,6 +174,11 @@ def _convert(
     in_part: dict[str, str],
 ) -> dict[str, Tensor]:
     """The state dict in the names and sizes of the model; `in_part` receives what is loaded in part."""
+    layers = {
+        name: {"position": part.position} for name, part in net.named_modules() if isinstance(part, TimmOwnRelative)
+    }
+    if layers:
+        state = convert_tables(state, layers)
     if isinstance(net, Retrofitted) and not any(ABSOLUTE in name for name in own):
         # timm's filters need a target for it, which `relvit.retrofit` has dropped.
         state = {name: tensor for name, tensor in state.items() if ABSOLUTE not in name}

@@ -242,7 +242,7 @@ def test_mistakes(run, tmp_path, monkeypatch, capsys):
         assert main(["export", str(run / "checkpoints" / "best.ckpt"), f"--output={tmp_path / name}", option]) == 2
         assert message in capsys.readouterr().err
     with monkeypatch.context() as without:
-        without.setattr(module, "get_cpp_compiler", raise_no_compiler)
+        without.setattr("torch._inductor.cpp_builder.get_cpp_compiler", raise_no_compiler)
         assert main(["export", str(run / "checkpoints" / "best.ckpt"), f"--output={tmp_path}/model.pt2", "--aot"]) == 2
         assert "aot needs a C++ compiler, and there is none" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "onnxscript", None)

@@ -3,6 +3,7 @@
 import csv
 
 import pytest
+import timm
 import torch
 
 from relvit.cli import main
@@ -47,6 +48,31 @@ def test_it_is_evaluated_at_sizes_that_the_original_does_not_take(checkpoint, ph
     runs = ["--data.root", str(photos / "test" / "cat"), f"--runs={tmp_path / 'runs'}"]
     assert main(["predict", f"--ckpt_path={checkpoint}", *runs, *QUIET]) == 0
     assert "6 predictions" in capsys.readouterr().out
+
+
+def test_positions_that_a_model_brings(photos, tmp_path, capsys):
+    """From timm's weights for a larger image through `fit`, `test` and `validate` at a size that timm does not take."""
+    kwargs = {**SMALL, "rel_pos_type": "bias", "class_token": True}
+    donor = timm.create_model("test_vit_relpos", img_size=32, num_classes=3, **kwargs)
+    torch.save(donor.state_dict(), tmp_path / "timm.pth")
+    arguments = [
+        "fit",
+        "--model.model=test_vit_relpos",
+        "--model.retrofit={}",
+        f"--model.pretrained={tmp_path}/timm.pth",
+    ]
+    arguments += ["--data=ImageFolderData", f"--data.root={photos}", f"--runs={tmp_path / 'runs'}"]
+    arguments += [f"--model.model_kwargs.{name}={value}" for name, value in kwargs.items()]
+    arguments += ["--data.img_size=16", "--data.batch_size=8", "--data.num_workers=0", "--trainer.max_epochs=1"]
+    assert main([*arguments, *QUIET]) == 0
+    (best,) = (tmp_path / "runs").glob("*/checkpoints/best.ckpt")
+    assert main(["test", f"--ckpt_path={best}", *QUIET]) == 0
+    assert "test/acc1" in capsys.readouterr().out
+    assert main(["validate", f"--ckpt_path={best}", "--data.img_size=[16,40]", *QUIET]) == 0
+    position = load_classifier(best).net.blocks[0].attn.position
+    # Of the donor's 7 x 7 rows the 3 x 3 of this size, trained further.
+    theirs = donor.blocks[0].attn.rel_pos.relative_position_bias_table[:49].T.unflatten(1, (7, 7)).flip(1, 2)
+    torch.testing.assert_close(position.bias_table, theirs[:, 2:5, 2:5], rtol=0, atol=5e-3)
 
 
 def test_mistakes_are_named(checkpoint, photos, tmp_path, capsys):

@@ -234,7 +234,7 @@ def test_on_the_command_line(tmp_path, photos, capsys):
     runs = tmp_path / "runs"
     arguments += ["--data.test_split=test", f"--runs={runs}", *TINY, "--trainer.max_epochs=1"]
     # the configuration is that of class folders
-    assert main(["fit", "--config=configs/folder.yaml", "--data=ReaderData", *arguments]) == 0
+    assert main(["fit", "--config=folder", "--data=ReaderData", *arguments]) == 0
     (folder,) = runs.iterdir()
     best = folder / "checkpoints" / "best.ckpt"
     assert [row["label"] for row in rows(folder / "val_split.csv")] == list(CLASSES)

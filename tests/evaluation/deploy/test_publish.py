@@ -20,6 +20,7 @@ from relvit.cli import main
 from relvit.evaluation.deploy import PublishError, publish_model
 from relvit.evaluation.deploy.publish import save_folder
 from relvit.training import ImageClassifier
+from relvit.training.checkpoints.pretrained import Pretrained
 
 TINY = {"patch_size": 8, "embed_dim": 12, "depth": 2}
 # name -> changed arguments of the model and of the data; the size is not square, and of the native ones the largest
@@ -33,6 +34,7 @@ CASES = {
     "native": ({"model_kwargs": TINY}, {"native": True, "patch_size": 8, "max_tokens": 12}),
     "retrofit": ({"model": "test_vit", "model_kwargs": None, "retrofit": {"max_distance": [1, 2]}}, {}),
     "dropped": ({"model": "test_vit", "model_kwargs": None, "retrofit": {"abs_pos": "drop"}}, {}),
+    "imported": ({"model": "test_vit_relpos", "model_kwargs": None, "retrofit": {}}, {"img_size": [32, 48]}),
     "timm": ({"model": "test_resnet", "model_kwargs": None}, {}),
 }
 LOAD = """
@@ -51,7 +53,7 @@ torch.save(logits, sys.argv[2])
 def write_checkpoint(run, target, model, data, averaged=True):
     """Write a checkpoint like that of the run, of random weights, and of others as the average."""
     content = torch.load(run / "checkpoints" / "best.ckpt", weights_only=True)
-    shared = {"img_size": [16, 24], **{name: data[name] for name in ("class_names",) if name in data}}
+    shared = {"img_size": [16, 24]} | {name: data[name] for name in ("class_names", "img_size") if name in data}
     content["relvit"]["model"] |= {**shared, **model}
     content["relvit"]["data"]["init_args"] |= {**shared, **data}
     for key in ("state_dict", "ema_state_dict")[: 1 + averaged]:
@@ -75,7 +77,8 @@ def published(run, tmp_path_factory):
 
 def test_a_process_of_timm_and_relvit_alone_computes_the_same(published, tmp_path):
     generator = torch.Generator().manual_seed(1)
-    images = {str(published / name): torch.randn(2, 3, 16, 24, generator=generator) for name in CASES}
+    sizes = {name: data.get("img_size", [16, 24]) for name, (_, data) in CASES.items()}
+    images = {str(published / name): torch.randn(2, 3, *sizes[name], generator=generator) for name in CASES}
     torch.save(images, tmp_path / "images.pt")
     subprocess.run([sys.executable, "-c", LOAD, tmp_path / "images.pt", tmp_path / "logits.pt"], check=True)
     logits = torch.load(tmp_path / "logits.pt")
@@ -108,6 +111,7 @@ def test_images_and_classes(published, name):
     if name == "native":
         assert config["relvit"] == {"version": relvit.__version__, "patch_size": [8, 8], "max_tokens": 12}
         assert "of up to 12 patches of 8 x 8 pixels" in text
+        assert "**Images:** native shapes, of up to 12 patches, 3 channels" in text
         return
     transform = create_transform(**resolve_model_data_config(model))
     for size in ((40, 60), (33, 91), (17, 16), (16, 24), (200, 31)):
@@ -178,16 +182,15 @@ def test_the_command_and_the_card(run, photos, tmp_path, monkeypatch, capsys):
     assert "run/resolutions.json has no figures of other.ckpt" in capsys.readouterr().err
 
 
-def test_a_retrofitted_folder_starts_a_training(published, photos, tmp_path):
-    fit = ["fit", f"--root={photos}", f"--pretrained={published / 'retrofit'}", f"--runs={tmp_path}", "--epochs=1"]
-    options = ["--img_size=32", "--num_workers=0", "--trainer.accelerator=cpu", "--model.lr=0", "--model.min_lr=0"]
-    assert main([*fit, *options]) == 0
-    trained = relvit.load(next(tmp_path.glob("*/checkpoints/best.ckpt")))
-    assert trained.classifier.hparams.model == "test_vit"
-    assert trained.classifier.hparams.retrofit == {"max_distance": [1, 2]}
-    weights = timm.create_model(f"local-dir:{published / 'retrofit'}", pretrained=True).state_dict()
-    name = "blocks.0.attn.position.key_rows"
-    assert torch.equal(trained.model.state_dict()[name], weights[name])
+def test_a_retrofitted_folder_to_start_a_training_from(published):
+    folder = Pretrained(str(published / "retrofit"))
+    kwargs = {"global_pool": "token"}
+    assert folder.architecture() == ("test_vit", kwargs, {"max_distance": [1, 2]})
+    clf = relvit.load(published / "retrofit.ckpt")
+    for name, weight in folder.weights().state.items():
+        assert torch.equal(weight, clf.model.state_dict()[name])
+    started = ImageClassifier(None, 3, 3, (16, 24), pretrained=str(published / "retrofit"))
+    assert started.net.state_dict().keys() == clf.model.state_dict().keys()
 
 
 class Hub:

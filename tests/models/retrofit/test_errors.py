@@ -7,6 +7,7 @@ import timm
 import torch
 from retrofit_cases import SMALL, build
 from timm.models.eva import Eva
+from timm.models.mvitv2 import MultiScaleVit, MultiScaleVitCfg
 from timm.models.vision_transformer import ParallelScalingBlock, ParallelThingsBlock, VisionTransformer
 from torch import nn
 
@@ -44,13 +45,9 @@ MODELS = {
         lambda: timm.create_model("test_resnet"),
         "ResNet cannot be retrofitted: retrofit takes timm's Vis",
     ),
-    "relpos": (
-        lambda: timm.create_model("test_vit_relpos"),
-        r"VisionTransformerRelPos .* it has relative positions of its own, blocks\.0\.attn\.rel_pos",
-    ),
-    "swin": (
-        lambda: timm.create_model("swin_tiny_patch4_window7_224", embed_dim=12, depths=(1, 1, 1, 1)),
-        "SwinTransformer cannot be retrofitted: it has relative positions of its own",
+    "mvit": (
+        lambda: MultiScaleVit(MultiScaleVitCfg(depths=(1, 1), embed_dim=(12, 24), num_heads=(1, 2))),
+        r"MultiScaleVit .* it has relative positions of its own, stages\.0\.blocks\.0\.attn\.rel_pos_h; retrofit takes",
     ),
     "twice": (
         lambda: relvit.retrofit(build("eva02")),

@@ -1,0 +1,113 @@
+"""Attention of timm's models that bring relative positions of their own, after `relvit.retrofit`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from timm.models.beit import Attention as BeitAttention
+from timm.models.swin_transformer import WindowAttention
+from timm.models.swin_transformer_v2 import WindowAttention as WindowAttentionV2
+from timm.models.vision_transformer_relpos import RelPosAttention
+from timm.models.vision_transformer_sam import Attention as SamAttention
+from torch import Tensor, nn
+
+from relvit.layers.timm_attention import GridArgument, TimmRelativeAttention
+from relvit.ops import Grid
+from relvit.ops.checks import int_pair
+
+
+class TimmOwnRelative(TimmRelativeAttention):
+    """`TimmRelativeAttention` with what only some of timm's attention classes have."""
+
+    gate = None
+
+    def norm(self, x: Tensor) -> Tensor:
+        """Return what it gets: there is no such norm."""
+        return x
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.proj.in_features // self.num_heads
+
+
+class TimmRelativeRelPos(TimmOwnRelative, RelPosAttention):
+    """timm's `RelPosAttention` (`vit_relpos_*`) after a retrofit, see `TimmRelativeAttention`."""
+
+    def forward(self, x: Tensor, shared_rel_pos: GridArgument) -> Tensor:
+        """Map (B, N, dim) tokens to (B, N, dim); timm's blocks hand on the grid in place of a shared bias."""
+        return super().forward(x, attn_mask=shared_rel_pos)
+
+
+class TimmRelativeBeit(TimmOwnRelative, BeitAttention):
+    """timm's `Attention` of BEiT after a retrofit, see `TimmRelativeAttention`."""
+
+    q_norm = k_norm = TimmOwnRelative.norm
+
+    def forward(self, x: Tensor, shared_rel_pos_bias: GridArgument) -> Tensor:
+        """Map (B, N, dim) tokens to (B, N, dim); timm's blocks hand on the grid in place of a shared bias."""
+        return super().forward(x, attn_mask=shared_rel_pos_bias)
+
+
+class TimmRelativeSam(TimmOwnRelative, SamAttention):
+    """timm's `Attention` of SAM after a retrofit, see `TimmRelativeAttention`; its blocks cut windows themselves."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (B, rows, columns, dim) tokens to the same shape."""
+        height, width = x.shape[1], x.shape[2]
+        x = super().forward(x.flatten(1, 2), attn_mask=GridArgument(Grid(height, width), None))
+        return x.unflatten(1, (height, width))
+
+
+class TimmRelativeWindows(TimmOwnRelative):
+    """Mixin before Swin's attention: blocks cut, shift and mask windows themselves, and call it with all of them."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Map (B n, rows columns, dim) tokens in n windows to the same shape; `mask` (n, N, N) is added to logits."""
+        if mask is not None:
+            mask = mask.repeat(x.shape[0] // mask.shape[0], 1, 1)[:, None]
+        return super().forward(x, attn_mask=GridArgument(Grid(*self.window_size), mask))
+
+    def set_window_size(self, window_size: int | Sequence[int]) -> None:
+        """Change the size of the windows; tables stay as they are, clipped beyond their edge."""
+        self.window_size = self.block_window = int_pair("window_size", window_size, 1)
+
+    def _init_buffers(self) -> None:
+        """Set the bias of keys, which timm does not train; indices of tables there are none."""
+        if getattr(self, "k_bias", None) is not None:
+            self.k_bias.zero_()
+
+
+class TimmRelativeSwin(TimmRelativeWindows, WindowAttention):
+    """timm's `WindowAttention` of Swin after a retrofit, see `TimmRelativeAttention`."""
+
+    q_norm = k_norm = TimmOwnRelative.norm
+
+    def reset_parameters(self) -> None:
+        """Do nothing: what timm's method initialises is in the position module, which has a method of its own."""
+
+
+class TimmRelativeSwinV2(TimmRelativeWindows, WindowAttentionV2):
+    """timm's `WindowAttention` of Swin V2 after a retrofit: logits are cosines, with a learned scale per head."""
+
+    scale = 1.0
+
+    def q_norm(self, query: Tensor) -> Tensor:
+        """Normalise queries (B, heads, N, head_dim), times the scale, 100 at most."""
+        return F.normalize(query, dim=-1) * self.logit_scale.clamp(max=math.log(100)).exp()
+
+    def k_norm(self, key: Tensor) -> Tensor:
+        """Normalise keys (B, heads, N, head_dim)."""
+        return F.normalize(key, dim=-1)
+
+
+# timm's class -> the one that a module of it becomes.
+OWN_ATTENTIONS: dict[type[nn.Module], type[nn.Module]] = {
+    RelPosAttention: TimmRelativeRelPos,
+    BeitAttention: TimmRelativeBeit,
+    SamAttention: TimmRelativeSam,
+    WindowAttention: TimmRelativeSwin,
+    WindowAttentionV2: TimmRelativeSwinV2,
+}

@@ -1,0 +1,87 @@
+"""Convert the tables of iRPE's DeiT checkpoints, exactly, the entries of the class token included."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from relvit.layers import RelativePosition2d
+from relvit.layers.positions.tables import TERMS
+
+# Rows of a table per axis, 7 x 7 in all, and one for pairs with the class token.
+SIDE, ENTRIES = 7, 50
+# Distance in the table of 0, 1 ... 4 patches, the last for all beyond: iRPE's piecewise index for alpha, beta and gamma
+# 1.9, 3.8 and 15.2.
+BUCKETS = (0, 1, 2, 2, 3)
+REACH = len(BUCKETS) - 1
+
+
+def convert_irpe(state: dict[str, Tensor], model: nn.Module) -> None:
+    """Convert tables of iRPE (Wu et al. 2021, arXiv 2107.14222; contextual, product method, 50 entries), in place.
+
+    The authors have a vector r for all pairs with the class token, where relvit has none. Softmax ignores what all keys
+    of a query have in common, so with r elsewhere outputs stay the same: it is subtracted from the table, and added to
+    the layer's own bias of queries (query term) or values (value term). What that adds to a key term, scale *
+    r . a^K_ij, is subtracted as a bias of each pair.
+
+    Args:
+        state: the state dict; without iRPE's tables nothing is done.
+        model: with joint `RelativePosition2d`.
+
+    Raises:
+        ValueError: tables of another method, or a model that cannot hold them.
+    """
+    names = [name for name in state if ".rpe_" in name]
+    if not names:
+        return
+    for name in names:
+        if not name.endswith(".lookup_table_weight") or ENTRIES not in state[name].shape[1:]:
+            raise ValueError(
+                f"{name} has shape {tuple(state[name].shape)}: of iRPE's tables those of the product method with "
+                f"{ENTRIES} entries, as in the files of the authors, can be converted; others do not say their scale"
+            )
+    terms = "".join(letter for letter in "qkv" if any(f".rpe_{letter}." in name for name in names))
+    terms += "b" if "q" in terms and "k" in terms else ""
+    for block in model.blocks:
+        _check_position(getattr(block.attn, "position", None), terms)
+    for layer in sorted({name.partition(".rpe_")[0] for name in names}):
+        _convert_layer(state, layer, model.blocks[0].attn.num_heads)
+
+
+def _check_position(position: nn.Module | None, terms: str) -> None:
+    """Raise unless the tables fit into a position."""
+    joint = isinstance(position, RelativePosition2d) and position.layout == "joint" and position.bucketing == "clip"
+    if not joint or set(terms) - set(position.rel_terms) or min(position.max_distance) < REACH:
+        raise ValueError(
+            f"iRPE's tables of this file need a model with rel_terms={terms!r}, layout='joint', bucketing='clip', "
+            f"max_distance={REACH}, got {position}"
+        )
+
+
+def _convert_layer(state: dict[str, Tensor], layer: str, num_heads: int) -> None:
+    index = torch.tensor([SIDE // 2 - row for row in BUCKETS[:0:-1]] + [SIDE // 2 + row for row in BUCKETS])
+    tables: dict[str, Tensor] = {}
+    for number, letter in enumerate("qkv"):
+        given = state.pop(f"{layer}.rpe_{letter}.lookup_table_weight", None)
+        if given is None:
+            continue
+        # (heads or 1, entries, head_dim)
+        given = given if letter == "v" else given.mT
+        patches, prefix = given[:, :-1], given[:, -1:]
+        table = (patches - prefix).unflatten(1, (SIDE, SIDE))[:, index][:, :, index]
+        # Offsets of the authors are query minus key, and key minus query where keys meet the table.
+        tables[letter] = table if letter == "q" else table.flip(1, 2)
+        if letter != "k":
+            if f"{layer}.qkv.bias" not in state:
+                raise ValueError(f"{layer}.qkv has no bias, which the entry of the class token would be added to")
+            bias = state[f"{layer}.qkv.bias"].unflatten(0, (3, num_heads, -1)).clone()
+            bias[number] += prefix[:, 0]
+            state[f"{layer}.qkv.bias"] = bias.flatten()
+        if letter == "q":
+            of_queries = prefix
+    if "q" in tables and "k" in tables:
+        excess = (of_queries[:, None] * tables["k"]).sum(-1) * tables["k"].shape[-1] ** -0.5
+        tables["b"] = -excess.expand(num_heads, -1, -1)
+    for letter, table in tables.items():
+        shared = letter != "b" and len(table) == 1
+        state[f"{layer}.position.{TERMS[letter]}_table"] = table[0] if shared else table.contiguous()

@@ -1,0 +1,276 @@
+"""Models that bring relative positions: the original's numbers at its size, at others those of extended tables."""
+
+import copy
+
+import pytest
+import timm
+import torch
+from retrofit_cases import OWN, build, images, naflex_batch, with_exact_offsets
+from timm.models import create_feature_extractor
+from timm.models._features import FeatureGetterNet
+from timm.models.swin_transformer import SwinTransformer
+
+import relvit
+from relvit.layers.positions import ContinuousPosition2d, RelativePosition2d
+from relvit.models import set_reach
+from relvit.models.weights.transfer import Weights, transfer_weights
+
+SWINS = ("swin", "swinv2")
+# Patches of 8 px, windows of Swin of 3 x 4 patches of 2 px; smaller and larger than trained.
+SIZES = [(16, 64), (48, 16), (64, 72)]
+BIAS = ".relative_position_bias_table"
+
+
+def imported(original, **kwargs):
+    return relvit.retrofit(copy.deepcopy(original), **kwargs)
+
+
+def trained_size(case):
+    return OWN[case][1]["img_size"]
+
+
+def extend(table, old, new):
+    """timm's bias table of a window, for another one: offsets beyond the table have its edge. Also of one axis."""
+    entries = []
+    for dy in range(1 - new[0], new[0]):
+        for dx in range(1 - new[1], new[1]):
+            y = min(max(dy, 1 - old[0]), old[0] - 1) + old[0] - 1
+            x = min(max(dx, 1 - old[1]), old[1] - 1) + old[1] - 1
+            entries.append(table[y * (2 * old[1] - 1) + x])
+    return torch.stack([*entries, *table[(2 * old[0] - 1) * (2 * old[1] - 1) :]])
+
+
+def of_size(original, case, size):
+    """timm's own model for images of another size, with the weights and the extended tables of the original."""
+    cls, own = OWN[case]
+    own = {**own, "dynamic_img_size": True} if case in SWINS else {**own, "img_size": size}
+    model, state = cls(**own).double().eval(), original.state_dict()
+    for name, tensor in model.state_dict().items():
+        if name.endswith(BIAS) and case not in SWINS:
+            grids = [tuple(side // 8 for side in sides) for sides in (trained_size(case), size)]
+            state[name] = extend(state[name], *grids)
+        elif name.endswith(("rel_pos_h", "rel_pos_w")):
+            state[name] = extend(state[name], *(((len(part) + 1) // 2, 1) for part in (state[name], tensor)))
+        elif name == "pos_embed":
+            reference = imported(original)
+            reference.set_input_size(size)
+            state[name] = reference.pos_embed
+    model.load_state_dict(state)
+    for module in model.modules():
+        if getattr(module, "mode", None) == "swin":
+            module.pretrained_window_size = tuple(side // 8 for side in trained_size(case))
+    return with_exact_offsets(model)
+
+
+@pytest.mark.parametrize("case", OWN)
+def test_at_its_size_it_computes_what_it_did(case):
+    original = build(case)
+    x = images(*trained_size(case))
+    model = imported(original)
+    torch.testing.assert_close(model(x), original(x), rtol=0, atol=1e-10)
+    single = copy.deepcopy(model).float()(x.float())
+    torch.testing.assert_close(single, copy.deepcopy(original).float()(x.float()), rtol=0, atol=1e-5)
+    assert not any(name.endswith((BIAS, "rel_pos_h", "cpb_mlp.0.weight")) for name in model.state_dict())
+    # Any other table would have been visible.
+    for name, parameter in model.named_parameters():
+        if ".position." in name and not name.endswith("fc1.weight"):
+            parameter.data = parameter.data.roll(1, -1)
+    assert (model(x) - original(x)).abs().max() > 1e-5
+
+
+@pytest.mark.parametrize("case", [case for case in OWN if case not in ("relpos norm", "sam absolute")])
+def test_at_other_sizes_offsets_beyond_a_table_have_its_edge(case):
+    original = build(case)
+    model = imported(original)
+    for size in SIZES:
+        x = images(*size)
+        # Absolute embeddings are interpolated in single precision by timm.
+        atol = 1e-5 if case == "beit both" else 1e-10
+        torch.testing.assert_close(model(x), of_size(original, case, size)(x), rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("case", ["srelpos", "relpos mlp", "beit", "sam", "swin", "swinv2"])
+def test_gradients_are_the_originals(case):
+    original = build(case)
+    model = imported(original)
+    x, grads = images(*trained_size(case)), []
+    for net in (original, model):
+        net.set_grad_checkpointing(net is model and case != "srelpos")
+        net(x).square().sum().backward()
+        grads.append({name: parameter.grad for name, parameter in net.named_parameters()})
+    assert all(grad is not None for grad in grads[1].values())
+    common = [name for name in grads[0] if name in grads[1]]
+    assert len(common) > 20
+    for name in common:
+        torch.testing.assert_close(grads[1][name], grads[0][name], rtol=0, atol=1e-9)
+    for name, grad in grads[0].items():
+        if name.endswith(BIAS):
+            own = "blocks.0.attn" if name.startswith("shared") else name.removesuffix(BIAS).removesuffix(".rel_pos")
+            table = grads[1][f"{own}.position.bias_table"]
+            patches = table[0].numel()
+            torch.testing.assert_close(table.flatten(1).T.flip(0), grad[:patches], rtol=0, atol=1e-9)
+            if len(grad) > patches:
+                torch.testing.assert_close(grads[1][f"{own}.prefix_bias.weight"], grad[patches:], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("case", [case for case in OWN if case != "sam absolute"])
+def test_weights_come_back_from_checkpoints_of_both(case):
+    # Files do not tell the shape of a grid: square ones are taken, and those of the model's own shape.
+    trained, larger = ({} if case in SWINS else {"img_size": size} for size in ((24, 24), (64, 72)))
+    original = build(case, **trained)
+    model, x = imported(original), images(*SIZES[0])
+    fresh = imported(build(case, **trained))
+    for parameter in fresh.parameters():
+        torch.nn.init.zeros_(parameter)
+    fresh.load_state_dict(model.state_dict())
+    torch.testing.assert_close(fresh(x), model(x), rtol=0, atol=0)
+    # timm's weights, for a model that was built for another size.
+    other = imported(build(case, **larger))
+    other.pretrained_cfg = {}
+    for parameter in other.parameters():
+        torch.nn.init.ones_(parameter)
+    report = transfer_weights(other, Weights("there", original.state_dict(), input_size=(3, 24, 24)))
+    assert (report.new, report.skipped) == ([], [])
+    for block in other.blocks if case == "srelpos mlp" else ():
+        # Offsets are in units of the size that the model was made for.
+        block.attn.position.window = (3, 3)
+    # timm's bicubic interpolation, of another embedding.
+    atol = 1e-1 if case == "beit both" else 1e-10
+    torch.testing.assert_close(other(x), model(x), rtol=0, atol=atol)
+
+
+def test_modules_are_relvits():
+    frozen = imported(build("beit").requires_grad_(False))
+    assert not any(parameter.requires_grad for parameter in frozen.parameters())
+    relpos, beit, sam, swin = (imported(build(case)) for case in ("srelpos", "beit", "sam", "swinv2"))
+    position = relpos.blocks[0].attn.position
+    assert position is relpos.blocks[1].attn.position
+    assert (position.rel_terms, position.layout, position.max_distance) == ("b", "joint", (2, 1))
+    assert beit.blocks[0].attn.prefix_bias.weight.shape == (3, 2)
+    assert [block.attn.position.max_distance for block in sam.blocks] == [(2, 2), (4, 6)]
+    assert isinstance(sam.blocks[0].attn.position, RelativePosition2d)
+    assert isinstance(swin.layers[0].blocks[0].attn.position, ContinuousPosition2d)
+    assert "blocks.0.attn.position.bias_table" in beit.no_weight_decay()
+    assert {
+        "layers.1.blocks.0.attn.position.mlp.fc2.weight",
+        "layers.0.blocks.1.attn.logit_scale",
+    } <= swin.no_weight_decay()
+    assert [plan.terms for plan in relvit.explain(beit)] == ["bc", "bc"]
+    # Two patches more than a window: windows of 3 x 3, a global layer of 5 x 7.
+    assert [plan.width for plan in relvit.explain(sam)] == [(12, 18), (12, 24)]
+    assert {plan.terms for plan in relvit.explain(swin)} == {"b"}
+
+
+@pytest.mark.parametrize("case", ["srelpos", "beit both", "sam"])
+def test_symbolic_tracing_for_feature_extraction(case):
+    model, x = imported(build(case)), images(*trained_size(case))
+    node = "neck" if case == "sam" else "norm"
+    traced = create_feature_extractor(model, [node])
+    torch.testing.assert_close(traced(x)[node], model.forward_features(x), rtol=0, atol=1e-12)
+
+
+def test_what_timm_offers_for_vits_works():
+    beit, x = imported(build("beit")), images(*SIZES[0])
+    features = beit.forward_features(x)
+    getter = FeatureGetterNet(copy.deepcopy(beit), out_indices=[1], norm=True)
+    torch.testing.assert_close(getter(x)[0].flatten(2).mT, features[:, 1:], rtol=0, atol=0)
+    maps = relvit.attention_maps(beit, x)
+    assert maps.weights[0].shape == (2, 2, 17, 17)
+    torch.testing.assert_close(maps.weights[1].sum(-1), torch.ones(2, 2, 17))
+    mask = torch.ones(17, 17, dtype=torch.bool)
+    torch.testing.assert_close(beit.forward_features(x, attn_mask=mask), features)
+    # Each image of a padded batch, and alone.
+    batch = naflex_batch()
+    together = beit(batch)
+    alone = beit({name: part[1:, :8] for name, part in batch.items()})
+    torch.testing.assert_close(together[1:], alone, rtol=0, atol=1e-10)
+    beit.set_input_size((48, 16))
+    torch.testing.assert_close(beit.forward_features(x), features)
+    beit.init_weights()
+    swin = imported(build("swin"))
+    swin.set_input_size((36, 24))
+    assert torch.isfinite(swin(images(36, 24))).all()
+    swin.init_weights()
+
+
+def test_reaches_leave_windows_of_blocks_alone():
+    sam = imported(build("sam"))
+    x, larger = images(*trained_size("sam")), images(*SIZES[2])
+    expected, other = sam(x), sam(larger)
+    for reach in ("stretch-logn", "windows"):
+        set_reach(sam, reach)
+        torch.testing.assert_close(sam(x), expected, rtol=0, atol=1e-10)
+        assert (sam(larger) - other).abs().max() > 1e-4
+    with pytest.raises(ValueError, match="reach 'logn' is not for RetrofittedSwin, which has no relative attention to"):
+        set_reach(imported(build("swin")), "logn")
+    with pytest.raises(ValueError, match="where blocks of RetrofittedSam cut windows: give layers without"):
+        relvit.attention_maps(set_reach(sam, "trained"), x)
+    assert relvit.attention_maps(sam, x, [1]).weights[0].shape == (2, 2, 35, 35)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["beit", "relpos mlp"])
+def test_exported_once_for_all_sizes(case):
+    model = imported(build(case)).float()
+    height, width = (8 * torch.export.Dim(name, min=2, max=64) for name in ("height", "width"))
+    x = images(40, 56).float()
+    exported = torch.export.export(model, (x,), dynamic_shapes=({2: height, 3: width},)).module()
+    for size in SIZES:
+        torch.testing.assert_close(exported(images(*size).float()), model(images(*size).float()), rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["beit", "sam"])
+def test_compiled_for_several_sizes(case):
+    torch.compiler.reset()
+    model = imported(build(case)).float()
+    compiled = torch.compile(model)
+    for size in SIZES[:1] + SIZES[2:]:
+        torch.testing.assert_close(compiled(images(*size).float()), model(images(*size).float()), rtol=0, atol=1e-5)
+
+
+def test_nothing_of_n_x_n_is_kept():
+    """Buffers of timm's are N x N; of relvit's modules there are none, and backward keeps none either."""
+    model = timm.create_model("test_vit_relpos", img_size=160, patch_size=8, class_token=True, rel_pos_type="bias")
+    assert max(buffer.numel() for buffer in model.buffers()) == 401**2
+    relvit.retrofit(model)
+    assert not [name for name, _ in model.named_buffers() if "position" in name]
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.numel()) or tensor, lambda x: x):
+        model(torch.randn(1, 3, 160, 160))
+    assert max(kept) < 401**2
+
+
+REFUSED = {
+    "no positions": (lambda: build("beit", use_rel_pos_bias=False), {}, r"blocks\.0\.attn has no relative positions"),
+    "rotary SAM": (lambda: build("sam", use_rel_pos=False, use_rope=True), {}, "build the model with its own"),
+    "terms": (lambda: build("beit"), {"rel_terms": "k"}, "rel_terms='k' is for models without relative positions"),
+    "position": (lambda: build("beit"), {"position": "xl"}, "position='xl' is for models without relative positions"),
+    "embedding": (lambda: build("beit"), {"abs_pos": "drop"}, "this Beit has no absolute embedding"),
+    "subclass": (lambda: type("Mine", (SwinTransformer,), {})(**OWN["swin"][1]), {}, "subclass of timm's SwinTransf"),
+    "twice": (lambda: imported(build("sam")), {}, "it has been retrofitted already"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_carried_over_is_refused(name):
+    make, arguments, message = REFUSED[name]
+    model = make()
+    before = [(key, type(module), sorted(module.__dict__)) for key, module in model.named_modules()]
+    with pytest.raises(ValueError, match=message):
+        relvit.retrofit(model, **arguments)
+    assert before == [(key, type(module), sorted(module.__dict__)) for key, module in model.named_modules()]
+
+
+@pytest.mark.parametrize("case", ["beit", "sam", "swin"])
+def test_images_that_do_not_divide_into_patches(case):
+    with pytest.raises(ValueError, match="image width 59 is not a multiple of the patch size"):
+        imported(build(case))(images(40, 59))
+
+
+def test_absolute_embeddings_are_dropped_and_causality_is_refused():
+    model = imported(build("beit both"), abs_pos="drop")
+    assert model.pos_embed is None
+    assert torch.isfinite(model(images(*SIZES[0]))).all()
+    with pytest.raises(ValueError, match="RetrofittedBeit has no causal attention: give it as attn_mask"):
+        model.forward_features(images(), is_causal=True)
