@@ -25,8 +25,8 @@ def retrofitted(
     """Create a timm model and retrofit it.
 
     Args:
-        pretrained: load weights: of `pretrained_cfg`, tables included, where it is given, as timm does for 'local-dir:'
-            and 'hf-hub:'; else those that timm has for `model`, which has no tables yet.
+        pretrained: load weights: those that a dictionary `pretrained_cfg` describes, tables included, which timm gives
+            for 'local-dir:' and 'hf-hub:'; else those that timm has for `model`, which has no tables yet.
         pretrained_cfg, cache_dir: see `timm.create_model`.
         model: any name that `timm.create_model` knows.
         retrofit: arguments of `relvit.retrofit`; None: its defaults.
@@ -35,10 +35,10 @@ def retrofitted(
     Raises:
         ValueError: a model that cannot be retrofitted, as it is with `features_only`.
     """
-    of_timm = pretrained and pretrained_cfg is None
-    net = timm.create_model(model, of_timm, pretrained_cfg, cache_dir=cache_dir, **kwargs)
+    published = isinstance(pretrained_cfg, dict)
+    net = timm.create_model(model, pretrained and not published, pretrained_cfg, cache_dir=cache_dir, **kwargs)
     retrofit_model(net, **(retrofit or {}))
-    if pretrained and not of_timm:
+    if pretrained and published:
         adapt = filter_of(net, {})
         load_pretrained(
             net,
