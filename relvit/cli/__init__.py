@@ -29,11 +29,13 @@ COMMANDS = {
         "evaluate checkpoints at several sizes: accuracy, speed, memory",
     ),
     "embed": (f"{_COMMANDS}.embed", "write the features of all images below a folder"),
+    "probe": (f"{_COMMANDS}.probe", "evaluate the features of any models by k-NN and a linear classifier"),
     "export": (f"{_COMMANDS}.export", "write the model as ONNX or torch.export program, for any image size"),
     "publish": (f"{_COMMANDS}.publish", "write a folder or Hugging Face repository that timm.create_model loads"),
     "show": (f"{_COMMANDS}.show", "draw what a model has learned: position tables, attention, Grad-CAM"),
     "explain": (f"{_COMMANDS}.explain", "print what a model's attention layers compute, which backend, and why"),
     "average": (f"{_COMMANDS}.average", "write the mean of several checkpoints' weights as one checkpoint"),
+    "calibrate": (f"{_COMMANDS}.calibrate", "fit a temperature to val, so that probabilities mean what they say"),
     "check-data": (f"{_COMMANDS}.check_data", "decode all images: broken files, classes, sizes, duplicates"),
 }
 # What `relvit predict` runs with an exported file in the place of a checkpoint; by the name "predict-onnx".

@@ -8,6 +8,9 @@ from relvit.evaluation.mirror import MirrorAverage
 from relvit.evaluation.predictor import Prediction, Predictor
 from relvit.evaluation.report import EvaluationReport
 from relvit.evaluation.resolutions import PROTOCOLS, Size, evaluate_size, evaluate_sizes
+from relvit.evaluation.trust.probe import probe_models
+from relvit.evaluation.trust.robustness import Corruptions, RestrictedClasses, evaluate_corruptions
+from relvit.evaluation.trust.temperature import Calibration, calibrate, fit_temperature
 
 __all__ = [
     "Predictor",
@@ -20,11 +23,18 @@ __all__ = [
     "publish_model",
     "PublishError",
     "MirrorAverage",
+    "RestrictedClasses",
+    "Corruptions",
+    "evaluate_corruptions",
     "EvaluationReport",
     "ClassMetrics",
     "class_metrics",
     "confusion_matrix",
     "calibration_error",
+    "calibrate",
+    "Calibration",
+    "fit_temperature",
+    "probe_models",
     "evaluate_sizes",
     "evaluate_size",
     "count_macs",

@@ -41,7 +41,7 @@ model = timm.create_model("{name}", pretrained=True).eval()
 transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
 image = transform(load_rgb("photo.jpg"){grey})
 with torch.inference_mode():
-    probabilities = model(image[None]).softmax(-1)[0]
+    probabilities = {logits}.softmax(-1)[0]
 label = model.pretrained_cfg["label_names"][probabilities.argmax()]
 print(label, float(probabilities.max()))
 ```
@@ -88,12 +88,20 @@ def model_card(
         details["Pretrained"] = f"the training started from `{started}`, whose licence applies as well"
     details["Trained with"] = ", ".join(f"{package} {version}" for package, version in checkpoint.versions.items())
     details["Results"] = _results(checkpoint.path) or "not given"
+    logits, temperature = "model(image[None])", predictor.classifier.temperature
+    if temperature != 1:
+        details["Calibration"] = (
+            f"divide the logits by the temperature {temperature:g}, which the weights do not contain"
+        )
+        logits = f"({logits} / {temperature!r})"
     card = {
         "tags": ["image-classification", "timm", "relvit"],
         "license": license or "unknown",
         "description": "An image classifier trained with relvit: Vision Transformers with relative positions in 2D.",
         "details": details,
-        "usage": USAGE.format(name=name, version=__version__, grey='.convert("L")' if len(predictor.mean) == 1 else ""),
+        "usage": USAGE.format(
+            name=name, version=__version__, logits=logits, grey='.convert("L")' if len(predictor.mean) == 1 else ""
+        ),
     }
     if predictor.native is not None:
         patch, tokens = predictor.native

@@ -34,9 +34,9 @@ def export_model(
     """Write the model to a file, read the file back and compare it with the model.
 
     The file takes normalised images float32 (B, C, H, W), as `predictor.transform` makes them, and gives logits (B,
-    classes): any number of images, with sides of 2 to 256 patches if the model takes such, else those of
-    `predictor.img_size`. With other sizes the file fails. Beside it a JSON file, named alike, holds what else is
-    needed: class names and the steps from an image to the model's input.
+    classes), divided by the temperature of a calibrated checkpoint: any number of images, with sides of 2 to 256
+    patches if the model takes such, else those of `predictor.img_size`. With other sizes the file fails. Beside it a
+    JSON file, named alike, holds what else is needed: class names and the steps from an image to the model's input.
 
     Args:
         predictor: see `relvit.load`.
@@ -60,8 +60,12 @@ def export_model(
     if predictor.reach == "windows":
         raise ValueError("reach 'windows' cannot be exported: how many windows there are depends on the image")
     # On the CPU as the file is meant for anywhere; backends of the attention are chosen while tracing.
-    net = predictor.to("cpu").classifier.net
+    net, temperature = predictor.to("cpu").classifier.net, predictor.classifier.temperature
     shapes, dynamic = _shapes(predictor)
+    if output.suffix == ".onnx":
+        net = _with_checks(net)
+    if temperature != 1:
+        net = _Calibrated(net, temperature).eval()
     images = torch.randn(shapes[0], generator=torch.Generator().manual_seed(0))
     write = _onnx if output.suffix == ".onnx" else _package if aot else _program
     run = write(net, images, dynamic, output)
@@ -146,6 +150,24 @@ class _CompletePatches(nn.Module):
         return self.net(whole_patches(images, self.net.patch_embed.patch_size))
 
 
+class _Calibrated(nn.Module):
+    """A model whose logits are divided by a temperature."""
+
+    def __init__(self, net: nn.Module, temperature: float) -> None:
+        super().__init__()
+        self.net = net
+        self.temperature = temperature
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.net(images) / self.temperature
+
+
+def _with_checks(net: nn.Module) -> nn.Module:
+    embed = getattr(net, "patch_embed", None)
+    checks = isinstance(embed, AnySizePatchEmbed) or getattr(embed, "dynamic_img_pad", False)
+    return _CompletePatches(net).eval() if getattr(net, "dynamic_img_size", False) and not checks else net
+
+
 def _program(net: nn.Module, images: Tensor, dynamic: dict[int, Any], output: Path) -> Callable[[Tensor], Tensor]:
     program = torch.export.export(net, (images,), dynamic_shapes=(dynamic,))
     torch.export.save(program, output)
@@ -163,10 +185,6 @@ def _onnx(net: nn.Module, images: Tensor, dynamic: dict[int, Any], output: Path)
     import onnxruntime
 
     names = {"input_names": ["images"], "output_names": ["logits"]}
-    embed = getattr(net, "patch_embed", None)
-    checks = isinstance(embed, AnySizePatchEmbed) or getattr(embed, "dynamic_img_pad", False)
-    if getattr(net, "dynamic_img_size", False) and not checks:
-        net = _CompletePatches(net)
     program = torch.onnx.export(net, (images,), dynamic_shapes=(dynamic,), dynamo=True, verbose=False, **names)
     program.save(output)
     session = onnxruntime.InferenceSession(output, providers=["CPUExecutionProvider"])

@@ -38,11 +38,13 @@ from relvit.ops.grid import Grid, batched_coords, key_mask, without_padding
 from relvit.ops.inputs import AttentionInputs
 from relvit.ops.tracing import without_autocast
 
-# Logits of one tile over samples and heads, for each thread that works on it: 2 MB in float32.
+# Logits of one tile over samples and heads at the most, for each thread that works on it: 4 MB in float32.
 # Smaller tiles spend their time in Python and in waiting for the other threads, those of fewer queries on adding up the
 # gradients of keys and values.
-TILE_LOGITS = 1 << 19
+TILE_LOGITS = 1 << 20
 LEAST_QUERIES = 64
+# Small samples share a tile up to this number: several have to be copied before each product.
+SHARED_LOGITS = 1 << 17
 
 
 class Positions(NamedTuple):
@@ -87,7 +89,7 @@ class TileConfig(NamedTuple):
         queries: where queries are among the rows and columns of `key_logits`.
         value_index: (1 or B, 1, Nq, H + W), table entries of the value term.
         valid: (1 or B, Nk) booleans, which keys may be attended to.
-        size: samples and queries of one tile at the most: the same in backward, whatever thread runs it.
+        size: samples, heads and queries of one tile at the most: the same in backward, whatever thread runs it.
     """
 
     keys: Positions
@@ -98,19 +100,25 @@ class TileConfig(NamedTuple):
     dropout_p: float
     seed: int
     scale: float
-    size: tuple[int, int]
+    size: tuple[int, int, int]
 
 
 class Tile(NamedTuple):
-    """Some samples and some of their queries; all heads and all keys."""
+    """Some samples, heads and queries; all keys."""
 
     number: int
     samples: slice
+    heads: slice
     queries: slice
 
-    def of(self, tensor: Tensor) -> Tensor:
-        """Return the tile's part of a tensor (1 or B, heads, 1 or Nq, ...)."""
+    def all_tokens(self, tensor: Tensor) -> Tensor:
+        """Return the part of the tile's samples and heads of a tensor (1 or B, 1 or heads, ...)."""
         tensor = tensor if tensor.shape[0] == 1 else tensor[self.samples]
+        return tensor if tensor.shape[1] == 1 else tensor[:, self.heads]
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the tile's part of a tensor (1 or B, 1 or heads, 1 or Nq, ...)."""
+        tensor = self.all_tokens(tensor)
         return tensor if tensor.shape[2] == 1 else tensor[:, :, self.queries]
 
     def positions(self, of_all: Positions) -> Positions:
@@ -120,9 +128,9 @@ class Tile(NamedTuple):
     def add_product(self, total: Tensor, left: Tensor, right: Tensor) -> None:
         """Add to the samples' total over all their tiles, of which the first one sets it."""
         if self.queries.start == 0:
-            _set_product(total[self.samples], left, right)
+            _set_product(self.all_tokens(total), left, right)
         else:
-            _add_product(total[self.samples], left, right, 1.0, 1.0)
+            _add_product(self.all_tokens(total), left, right, 1.0, 1.0)
 
 
 def relative_attention(inputs: AttentionInputs) -> Tensor:
@@ -189,7 +197,7 @@ class Tiles(torch.autograd.Function):
             weights = _weights(operands, config, tile, workspace)
             if config.dropout_p:
                 weights *= _dropout_multiplier(weights, config, tile)
-            _set_product(tile.of(result.transpose(1, 2)), weights, value[tile.samples])
+            _set_product(tile.of(result.transpose(1, 2)), weights, tile.all_tokens(value))
             if marginals is not None:
                 from_pairs(weights, tile.positions(config.keys), tile.of(marginals.transpose(1, 2)))
         if table is not None:
@@ -234,7 +242,7 @@ def _backward(
     grad_mask = torch.zeros_like(mask) if wants_mask else None
     workspace, second_workspace = _new_workspace(operands, config), _new_workspace(operands, config)
     for tile in _tiles(query, config):
-        samples, keys = tile.samples, tile.positions(config.keys)
+        keys = tile.positions(config.keys)
         weights = _weights(operands, config, tile, workspace)
         multiplier = _dropout_multiplier(weights, config, tile) if config.dropout_p else None
         dropped = weights if multiplier is None else weights * multiplier
@@ -243,50 +251,53 @@ def _backward(
         if grad_marginals is not None:
             to_pairs(tile.of(grad_marginals), keys, grad_weights)
         beta = 0.0 if grad_marginals is None else 1.0
-        _add_product(grad_weights, tile.of(grad), value[samples].mT, beta, scale)
+        _add_product(grad_weights, tile.of(grad), tile.all_tokens(value).mT, beta, scale)
         if multiplier is not None:
             grad_weights *= multiplier
         grad_logits = grad_weights.sub_(tile.of(mean)).mul_(weights)
         if grad_mask is not None:
             part = tile.of(grad_mask)
             part += grad_logits.sum_to_size(part.shape) / scale
-        _set_product(tile.of(grad_query), grad_logits, key[samples])
+        _set_product(tile.of(grad_query), grad_logits, tile.all_tokens(key))
         tile.add_product(grad_key, grad_logits.mT, tile.of(query))
         if grad_query_logits is not None:
             from_pairs(grad_logits, keys, tile.of(grad_query_logits))
         if grad_key_logits is not None:
-            _from_queries(grad_logits, tile.positions(config.queries), grad_key_logits[samples])
+            _from_queries(grad_logits, tile.positions(config.queries), tile.all_tokens(grad_key_logits))
     return Operands(grad_query, grad_key, grad_value, grad_query_logits, grad_key_logits, grad_table, grad_mask)
 
 
-def _tile_size(query: Tensor, key: Tensor) -> tuple[int, int]:
-    """How many samples and how many queries a tile has at the most."""
+def _tile_size(query: Tensor, key: Tensor) -> tuple[int, int, int]:
+    """How many samples, heads and queries a tile has at the most."""
     _, heads, length, _ = query.shape
-    most = TILE_LOGITS * torch.get_num_threads()
-    step = max(LEAST_QUERIES, most // max(1, heads * key.shape[2]))
-    group = max(1, most // max(1, heads * key.shape[2] * length)) if step >= length else 1
-    return group, step
+    threads = torch.get_num_threads()
+    most, of_sample = TILE_LOGITS * threads, max(1, heads * length * key.shape[2])
+    if of_sample <= most:
+        return max(1, SHARED_LOGITS * threads // of_sample), heads, max(1, length)
+    # Few heads and many queries: narrow products are slow.
+    heads = min(heads, threads)
+    return 1, heads, max(LEAST_QUERIES, most // (heads * key.shape[2]))
 
 
 def _tiles(query: Tensor, config: TileConfig) -> Iterator[Tile]:
-    batch, _, length, _ = query.shape
-    group, step = config.size
+    batch, heads, length, _ = query.shape
     # Without queries one empty tile, which sets the gradients of keys and values to zero.
-    starts = product(range(0, batch, group), range(0, max(1, length), step))
-    for number, (sample, start) in enumerate(starts):
-        yield Tile(number, slice(sample, sample + group), slice(start, min(length, start + step)))
+    ends = (batch, heads, max(1, length))
+    starts = product(*(range(0, end, step) for end, step in zip(ends, config.size, strict=True)))
+    for number, start in enumerate(starts):
+        of_samples, of_heads, of_queries = (slice(at, at + step) for at, step in zip(start, config.size, strict=True))
+        yield Tile(number, of_samples, of_heads, slice(of_queries.start, min(length, of_queries.stop)))
 
 
 def _new_workspace(operands: Operands, config: TileConfig) -> Tensor:
     """Memory for a tile's weights, for one tile after the other: fresh memory costs more than what is done in it."""
-    batch, heads, length, _ = operands.query.shape
-    group, step = config.size
-    return operands.query.new_empty(min(batch, group) * heads * min(length, step) * operands.key.shape[2])
+    shape = (min(most, size) for most, size in zip(config.size, operands.query.shape[:3], strict=True))
+    return operands.query.new_empty(math.prod(shape) * operands.key.shape[2])
 
 
 def _weights(operands: Operands, config: TileConfig, tile: Tile, workspace: Tensor) -> Tensor:
     """The attention weights of a tile before dropout, (b, heads, T, Nk), in the memory of `workspace`."""
-    query, key = tile.of(operands.query), operands.key[tile.samples]
+    query, key = tile.of(operands.query), tile.all_tokens(operands.key)
     shape = (*query.shape[:3], key.shape[2])
     logits = workspace[: math.prod(shape)].view(shape)
     beta = 0.0
@@ -294,7 +305,7 @@ def _weights(operands: Operands, config: TileConfig, tile: Tile, workspace: Tens
         to_pairs(tile.of(operands.query_logits), tile.positions(config.keys), logits)
         beta = config.scale
     if operands.key_logits is not None:
-        from_keys = _to_queries(operands.key_logits[tile.samples], tile.positions(config.queries))
+        from_keys = _to_queries(tile.all_tokens(operands.key_logits), tile.positions(config.queries))
         logits = logits.add_(from_keys) if beta else from_keys
         beta = config.scale
     _add_product(logits, query, key.mT, beta, config.scale)
@@ -349,7 +360,11 @@ def from_pairs(pairs: Tensor, keys: Positions, out: Tensor) -> None:
     rows, cols = out.split((keys.height, keys.width), dim=-1)
     if keys.y is None:
         raster = _raster(pairs, keys)
-        torch.sum(raster, -1, out=rows)
+        if raster.is_contiguous():
+            # Several times as fast as a sum where rows are short.
+            rows.copy_(torch.mv(raster.view(-1, keys.width), raster.new_ones(keys.width)).view(rows.shape))
+        else:
+            torch.sum(raster, -1, out=rows)
         torch.sum(raster, -2, out=cols)
         return
     lead = pairs.shape[:-1]

@@ -172,12 +172,20 @@ def test_the_command_and_the_card(run, photos, tmp_path, monkeypatch, capsys):
     name, probability = capsys.readouterr().out.split()
     found = relvit.load(best).predict("photo.jpg")
     assert (name, float(probability)) == (found.name, pytest.approx(found.probability, abs=1e-6))
-    # Once more over itself, with the figures of a file; other checkpoints have no results.
-    shutil.copy(best, "other.ckpt")
+    # Another one in its place, calibrated; results are those of best.ckpt alone.
+    content = torch.load(best, weights_only=True)
+    content["relvit"]["temperature"] = 0.4321
+    torch.save(content, "other.ckpt")
     assert main(["publish", "other.ckpt", "--to=owls"]) == 0
     text = Path("owls/README.md").read_text()
     assert "by image size" not in text
     assert "**Results:** not given" in text
+    assert json.loads(Path("owls/config.json").read_text())["relvit"]["temperature"] == 0.4321
+    capsys.readouterr()
+    exec(text.partition("```python\n")[2].partition("```")[0], {})
+    calibrated = relvit.load("other.ckpt").predict("photo.jpg").probability
+    assert float(capsys.readouterr().out.split()[1]) == pytest.approx(calibrated, abs=1e-6)
+    assert calibrated > found.probability + 1e-3
     assert main(["publish", "other.ckpt", "--to=owls", "--curve=run/resolutions.json"]) == 2
     assert "run/resolutions.json has no figures of other.ckpt" in capsys.readouterr().err
 
