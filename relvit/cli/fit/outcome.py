@@ -18,7 +18,6 @@ from torch import nn
 
 from relvit.cli.errors import UsageError
 from relvit.cli.fit.loggers import send_results
-from relvit.evaluation import ClassMetrics, EvaluationReport
 from relvit.evaluation import ClassMetrics, Corruptions, EvaluationReport
 from relvit.evaluation.pictures import NotApplicableError, draw
 from relvit.training import DataRecord, PredictionTable, RunCheckpoints, load_classifier
