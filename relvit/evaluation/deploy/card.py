@@ -22,6 +22,9 @@ from relvit.version import __version__
 SHOWN = 50
 # Columns of a curve over sizes: key of a row -> title, format.
 COLUMNS = {
+    "protocol": ("protocol", "{}"),
+    "reach": ("reach", "{}"),
+    "images": ("images", "{}"),
     "acc1": ("accuracy", "{:.4f}"),
     "acc5": ("top-5", "{:.4f}"),
     "calibration_error": ("calibration error", "{:.4f}"),
