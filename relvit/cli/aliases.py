@@ -13,7 +13,9 @@ from relvit.cli.errors import UsageError
 _DATA = {f"--{name}": f"--data.{name}" for name in ("root", "img_size", "batch_size", "num_workers")}
 _TRAINER = {f"--{name}": f"--trainer.{name}" for name in ("devices", "accelerator", "precision")}
 _TRAINING = {"--epochs": "--trainer.max_epochs"} | {f"--{name}": f"--model.{name}" for name in ("model", "lr")}
-_TRAINING |= {"--pretrained": "--model.pretrained"}
+_TRAINING |= {"--pretrained": "--model.pretrained", "--logger": "--trainer.logger"}
+# The TensorBoard log is the default, and a run's metrics.csv is always there.
+LOGGERS = {"wandb": "WandbLogger", "mlflow": "MLFlowLogger", "tensorboard": "null", "csv": "false"}
 
 # Command -> {another name of an option: its name}. Functions have the short names themselves, and take the long ones
 # under which the data of the other commands knows the same options.
@@ -21,43 +23,52 @@ ALIASES: dict[str, dict[str, str]] = {
     "fit": _DATA | _TRAINER | _TRAINING,
     **dict.fromkeys(("validate", "test", "predict"), _DATA | _TRAINER),
     "resolutions": {f"--data.{name}": f"--{name}" for name in ("root", "batch_size")},
+    "calibrate": {f"--data.{name}": f"--{name}" for name in ("root", "batch_size")},
     "embed": {f"--data.{name}": f"--{name}" for name in ("root", "img_size", "batch_size", "num_workers")},
     "export": {"--data.img_size": "--img_size"},
+    "predict-onnx": {f"--data.{name}": f"--{name}" for name in ("img_size", "batch_size", "num_workers", "on_error")}
+    | {"--ckpt_path": "--model"},
     "show": {"--data.img_size": "--img_size"},
     "explain": {"--data.img_size": "--img_size", "--model.model": "--model"},
 }
 
 # Command -> the options that arguments without a name stand for.
 POSITIONALS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("validate", "test", "resolutions", "export"), ("--ckpt_path",)),
+    **dict.fromkeys(("validate", "test", "resolutions", "export", "publish", "calibrate"), ("--ckpt_path",)),
     "predict": ("--ckpt_path", "--paths"),
+    "predict-onnx": ("--model", "--paths"),
     "embed": ("--ckpt_path", "--root"),
     "show": ("--ckpt_path", "--images"),
     "explain": ("--model",),
     "average": ("--ckpt_paths",),
+    "probe": ("--models",),
     "check-data": ("--root",),
 }
 USAGE = {
     "fit": ("relvit fit --root DIR [options]", "relvit fit --config FILE [options]"),
     "validate": ("relvit validate CKPT [options]",),
     "test": ("relvit test CKPT [options]",),
-    "predict": ("relvit predict CKPT [PATH ...] [options]",),
+    "predict": ("relvit predict CKPT [PATH ...] [options]", "relvit predict --model FILE.onnx PATH ... [options]"),
+    "predict-onnx": ("relvit predict --model FILE.onnx PATH ... [options]",),
     "resolutions": ("relvit resolutions CKPT ... --sizes SIZE ... [options]",),
     "embed": ("relvit embed CKPT FOLDER --output FILE [options]",),
     "export": ("relvit export CKPT --output FILE [options]",),
+    "publish": ("relvit publish CKPT --to DIR|hf-hub:OWNER/NAME [options]",),
     "show": ("relvit show CKPT [IMAGE ...] [--kind KIND ...] [options]",),
     "explain": ("relvit explain MODEL|CKPT [--img_size N]",),
+    "calibrate": ("relvit calibrate CKPT [--output FILE] [options]",),
+    "probe": ("relvit probe CKPT|MODEL ... [--root DIR | --data NAME] [options]",),
     "average": ("relvit average CKPT CKPT ... --output FILE",),
     "check-data": ("relvit check-data FOLDER [options]", "relvit check-data --data NAME [options]"),
 }
 # Those that take several; a checkpoint alone is no list where there may be one or several.
-LISTS = ("--ckpt_paths", "--paths", "--images")
+LISTS = ("--ckpt_paths", "--paths", "--images", "--models")
 ONE_OR_SEVERAL = ("resolutions", "--ckpt_path")
 # Options that take all values of this form that follow.
-SEVERAL = {"--sizes": r"\[?\d", "--patch": r"\d+$"}
+SEVERAL = {"--sizes": r"\[?\d", "--shares": r"[\d.]", "--patch": r"\d+$"}
 SEVERAL["--kind"] = r"(tables|kernels|logits|attention|rollout|cam|aft-windows)$"
 # Options that need no value to be true.
-SWITCHES = ("--mirror", "--step_maps", "--lr_find")
+SWITCHES = ("--mirror", "--step_maps", "--lr_find", "--random", "--int8", "--aot")
 ALONE = ("-h", "--help", "--help-all", "--print_config", "-q", "--quiet")
 # Where a value of `--model` is a file of the model's options, as the parser takes it, and no name.
 _FILE = (".yaml", ".yml", ".json")
@@ -124,6 +135,8 @@ def rewrite(command: str, arguments: Sequence[str]) -> Rewritten:
             own = name
         if own in ("--config", "-c") and value is not None:
             value = config_file(value)
+        if own == "--trainer.logger":
+            value = LOGGERS.get(value, value)
         if value is not None:
             values.setdefault(own, {})[name] = value
         if own != name:

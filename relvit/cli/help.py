@@ -39,7 +39,7 @@ SHOWN: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "validate": {"images": ("ckpt_path", "root", *_IMAGES, "reach"), "devices": _DEVICES},
     "test": {
-        "images": ("ckpt_path", "split", "root", *_IMAGES, "reach", "data.on_error", "mirror"),
+        "images": ("ckpt_path", "split", "root", "robustness", *_IMAGES, "reach", "data.on_error", "mirror"),
         "results and devices": ("runs", *_DEVICES),
     },
     "predict": {
@@ -50,6 +50,8 @@ SHOWN: dict[str, dict[str, tuple[str, ...]]] = {
 # What is not in the signature of a class or function, or explained there at a length for Python.
 TEXTS = {
     "ckpt_path": "The checkpoint to use, such as runs/RUN/checkpoints/best.ckpt.",
+    "predict-onnx model": "The file that relvit export wrote; its JSON file is beside it.",
+    "predict-onnx paths": "Image files, folders (with all below them) and patterns such as 'photos/*.jpg'.",
     "explain model": "A model of relvit, or with --retrofit '{}' one of timm's Vision Transformers.",
     "resolutions ckpt_path": "The checkpoints to compare, one or several of the same classes and images.",
     "config": "A configuration in YAML, or one of relvit's by its name, such as digits; later ones override "
@@ -75,12 +77,19 @@ TEXTS = {
     "trainer.precision": "The number format: 32-true, bf16-mixed or 16-mixed. Default: 32-true.",
 }
 # What stands for the value of an option ("": it needs none); of other options N, X, BOOL or NAME, by their types.
-VALUES = dict.fromkeys(("quiet", "lr_find", "mirror", "step_maps"), "") | dict.fromkeys(
+VALUES = dict.fromkeys(("quiet", "lr_find", "mirror", "step_maps", "random", "int8", "aot"), "") | dict.fromkeys(
     ("seed_everything", "devices"), "N"
 )
-VALUES |= dict.fromkeys(("root", "runs"), "DIR") | dict.fromkeys(("config", "output"), "FILE")
+VALUES |= dict.fromkeys(("root", "runs", "robustness"), "DIR") | dict.fromkeys(("config", "output"), "FILE")
 VALUES |= {"ckpt_path": "CKPT", "ckpt_paths": "CKPT ...", "paths": "PATH ...", "resume": "RUN", "X": "VALUE"}
-VALUES |= {"img_size": "SIZE", "sizes": "SIZE ...", "pretrained": "WEIGHTS"}
+VALUES |= {"to": "DIR|hf-hub:OWNER/NAME", "license": "ID", "curve": "FILE.json"}
+VALUES |= {
+    "img_size": "SIZE",
+    "sizes": "SIZE ...",
+    "pretrained": "WEIGHTS",
+    "models": "CKPT|MODEL ...",
+    "shares": "X ...",
+}
 VALUES |= {"images": "IMAGE ...", "kind": "KIND ...", "patch": "ROW COLUMN"}
 ALL = "relvit {} --help-all lists every option, with those of Lightning's Trainer."
 STATUS = "The exit status is 0 if all files can be read, 1 if one cannot, 2 for a wrong use of the command."

@@ -17,6 +17,7 @@ from relvit.data import ImageData, UnreadableImageError
 from relvit.data.images.datasets import LabelledFiles
 from relvit.data.native import image_of
 from relvit.evaluation.metrics import ClassMetrics, calibration_error, class_metrics, confusion_matrix
+from relvit.evaluation.trust.robustness import Corruptions, evaluate_corruptions
 from relvit.plots import picture_of, plot_confusion, plot_sheet
 from relvit.utils.files import write_csv
 from relvit.utils.messages import printable
@@ -34,7 +35,8 @@ class EvaluationReport(Callback):
     - `confusion.csv`, `confusion.png`: images of each class (rows) by predicted class (columns); with more than 1,000
       classes the CSV holds a row for each pair that occurs;
     - `mistakes.csv`: path, true class, predicted class and its probability, the most confident first, at most 10,000;
-    - `mistakes.png`: the first 25 of them, as the model saw them.
+    - `mistakes.png`: the first 25 of them, as the model saw them;
+    - `corruptions.csv` of a robustness set with corruptions: accuracy of each, by severity and their mean.
 
     Args:
         folder: where to write.
@@ -43,12 +45,14 @@ class EvaluationReport(Callback):
         results: after the test, on the main process: 'images', the logged metrics, 'test/f1' (mean over the classes
             that have images) and 'test/calibration_error'; empty where there were no images.
         classes: likewise, metrics of each class.
+        corruptions: likewise, accuracies of corruptions; None of other data.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.results: dict[str, float] = {}
         self.classes: ClassMetrics | None = None
+        self.corruptions: Corruptions | None = None
         self._hook: Any = None
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -88,6 +92,12 @@ class EvaluationReport(Callback):
         self.results |= {name: float(value) for name, value in trainer.callback_metrics.items()}
         self._write_classes(outcomes, data.class_names)
         self._write_mistakes(outcomes, data)
+        if conditions := getattr(data, "conditions", ()):
+            of_images = [conditions[int(index)] for index in outcomes[3]]
+            present = len(set(data.dataset("test").targets))
+            self.corruptions = evaluate_corruptions(outcomes[0] == outcomes[1], of_images, present)
+            self.results |= self.corruptions.results
+            write_csv(self.folder / "corruptions.csv", *self.corruptions.table())
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._hook is not None:

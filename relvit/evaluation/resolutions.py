@@ -155,7 +155,7 @@ def evaluate_size(
             begin = _now(classifier.device)
             logits = net(images)
             seconds += _now(classifier.device) - begin
-        logits = logits.float().cpu()
+        logits = logits.float().cpu() / classifier.temperature
         count_batch(metrics, F.cross_entropy(logits, labels), logits, labels)
         probability, predicted = logits.double().softmax(-1).max(-1)
         outcomes.append(torch.stack((probability, predicted == labels)).numpy())

@@ -3,6 +3,7 @@
 from relvit.plots.confusion import plot_confusion
 from relvit.plots.curves import plot_curves, read_metrics
 from relvit.plots.panels import MapRow, plot_kernels, plot_maps, plot_overlay, plot_tables
+from relvit.plots.probe import plot_probes
 from relvit.plots.sheet import picture_of, plot_sheet
 from relvit.plots.sizes import plot_sizes
 from relvit.plots.steps import plot_steps
@@ -14,6 +15,7 @@ __all__ = [
     "picture_of",
     "plot_sheet",
     "plot_sizes",
+    "plot_probes",
     "plot_steps",
     "MapRow",
     "plot_tables",

@@ -17,7 +17,7 @@ from relvit.data.native import NativeBatch, image_count, one_blank
 from relvit.models import Pondered, build_model
 from relvit.models.weights.transfer import TransferReport, transfer_weights
 from relvit.training.arguments import check_arguments, check_images
-from relvit.training.checkpoints.file import AVERAGE_KEY, TIMM_KEY, timm_weights
+from relvit.training.checkpoints.file import AVERAGE_KEY, KEY, TIMM_KEY, timm_weights
 from relvit.training.checkpoints.pretrained import Pretrained, architecture_to_build, normalisation_note
 from relvit.training.checkpoints.resume import POINT_KEY, ResumePoint, check_layout, go_on, set_counters
 from relvit.training.lightning_internals import attached_trainer
@@ -141,6 +141,8 @@ class ImageClassifier(EpochMetrics):
         built = architecture_to_build(model, model_kwargs, retrofit, self.pretrained)
         self.save_hyperparameters(built._asdict())
         self.net = self._build_net()
+        # Of a calibrated checkpoint, for its weights: a training that goes on starts without.
+        self.temperature = 1.0
         check_ponder(self.hparams, self.net)
         if channels_last:
             self.net.to(memory_format=torch.channels_last)
@@ -166,12 +168,14 @@ class ImageClassifier(EpochMetrics):
     def forward(self, images: Tensor | NativeBatch) -> Tensor:
         """Compute the logits (B, num_classes) of images (B, in_chans, height, width), or of a native batch.
 
-        In evaluation mode by the averaged weights where a training keeps an average, else by those of `net`.
+        In evaluation mode by the averaged weights where a training keeps an average, else by those of `net`, and
+        divided by the temperature where the checkpoint is calibrated (`relvit.evaluation.calibrate`).
         """
         if self.hparams.channels_last and isinstance(images, Tensor):
             images = images.contiguous(memory_format=torch.channels_last)
         net = self.net if self.training or self.average is None else self.average.net
-        return net(images)
+        logits = net(images)
+        return logits if self.training or self.temperature == 1 else logits / self.temperature
 
     # Steps
 
@@ -240,6 +244,7 @@ class ImageClassifier(EpochMetrics):
             self._compile(self.net)
         if stage != "fit":
             return
+        self.temperature = 1.0
         if self.hparams.teacher is not None and self.teacher is None:
             self.teacher = build_teacher(self.hparams, data)
             if hasattr(self.net, "set_distilled_training"):
@@ -369,6 +374,7 @@ class ImageClassifier(EpochMetrics):
         averaged = checkpoint.get(AVERAGE_KEY)
         if not self._is_fitting:
             self.average = None
+            self.temperature = checkpoint.get(KEY, {}).get("temperature", 1.0)
             checkpoint["state_dict"] = checkpoint["state_dict"] | (averaged or {})
             return
         if averaged is not None:

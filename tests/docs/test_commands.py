@@ -34,6 +34,9 @@ def commands(page):
 
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page) and page not in ELSEWHERE])
 def test_commands_run(page, place, capsys):
+    if page == "docs/trust.md":
+        # Without a mistake no temperature is best.
+        Path("photos/val/cat/0.jpg").rename("photos/val/dog/cat.jpg")
     for _, command, *arguments in commands(page):
         extra = []
         if command == "fit":

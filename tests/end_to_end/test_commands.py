@@ -21,6 +21,7 @@ COMMANDS = {
         ["18 images of test, mean F1 of the classes", "Files: runs/"],
         ["runs/*/summary.json", "runs/*/classes.csv", "runs/*/confusion.png", "runs/*/mistakes.csv"],
     ),
+    "test best.ckpt --robustness photos/test": (["18 images of test, mean F1"], ["runs/*/summary.json"]),
     "predict best.ckpt photos/test/*/*.jpg more": (
         ["19 predictions in runs/", "1 image could not be read and was left out", "1 file left out: 1 .heic"],
         ["runs/*/predictions.csv", "runs/*/unreadable.csv"],
@@ -38,6 +39,14 @@ COMMANDS = {
     "show best.ckpt more/owl.gif photos/test/cat/0.jpg --img_size [24,40]": (
         ["pictures/owl-kernels.png", "pictures/0-rollout.png", "left out: aft-windows: RelVisionTransformer has no"],
         ["pictures/tables.png", *(f"pictures/owl-{kind}.png" for kind in ("logits", "attention", "rollout"))],
+    ),
+    "calibrate best.ckpt --root photos --split train": (
+        ["negative log-likelihood", "relvit test best_c"],
+        ["best_calibrated.ckpt"],
+    ),
+    "probe best.ckpt test_vit --random --root photos --output probe": (
+        ["1  best.ckpt", "accuracy on 18 images of val", "20-NN", "written: probe/probe.png"],
+        [f"probe/probe.{suffix}" for suffix in ("csv", "json", "png")],
     ),
     "average best.ckpt last.ckpt --output mean.ckpt": (["relvit validate mean.ckpt"], ["mean.ckpt"]),
     "check-data photos --output report.json": (

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import csv
-import json
 from collections.abc import Sequence
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
@@ -13,14 +12,13 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from relvit.cli.outputs import output_files, write_rows
 from relvit.data import Fill, SizeProtocol
 from relvit.evaluation import PROTOCOLS, Size, evaluate_sizes
 from relvit.models import Reach
 from relvit.plots import plot_sizes
-from relvit.utils.files import check_output, is_address
 from relvit.utils.progress import with_bar
 
-FORMATS = (".csv", ".json", ".png")
 # Column of the table -> key of a row, and how its value is written.
 COLUMNS = {
     "acc1": ("acc1", "{:.4f}"),
@@ -62,7 +60,7 @@ def resolutions(
         reach: How attention works at other sizes than in training: trained, stretch, logn, stretch-logn, windows or
             bands.
     """
-    targets = _targets(output)
+    targets = output_files(output, "resolutions")
     rows = evaluate_sizes(ckpt_path, sizes, split, root, batch_size, accelerator, protocol, fill, with_bar, reach)
     meaning = f"{protocol}: {PROTOCOLS[protocol]}" + (f"; reach {reach}" if reach != "trained" else "")
     checkpoints = list(dict.fromkeys(map(_title, rows)))
@@ -71,8 +69,8 @@ def resolutions(
     print(*checkpoints, f"{rows[0]['images']} images of {split}; {meaning}", sep="\n", flush=True)
     Console().print(_table(rows))
     for target in targets:
-        _write(target, rows, meaning)
-        print(f"written: {target}", flush=True)
+        labels = short_labels([row["checkpoint"] for row in rows])
+        write_rows(target, rows, partial(plot_sizes, rows, labels, title=meaning))
 
 
 def _title(row: dict[str, Any]) -> str:
@@ -95,19 +93,6 @@ def _common(parts: Sequence[Sequence[str]]) -> int:
     return len(list(takewhile(lambda column: len(set(column)) == 1, zip(*parts, strict=False))))
 
 
-def _targets(output: str | None) -> list[Path]:
-    """Check, before hours of work, where figures are written; a folder is made."""
-    if output is None:
-        return []
-    if Path(output).suffix and not Path(output).is_dir():
-        check_output(output, FORMATS)
-        return [Path(output)]
-    if is_address(output):
-        raise ValueError(f"output {output} is a remote address: give a folder of this machine")
-    Path(output).mkdir(parents=True, exist_ok=True)
-    return [Path(output) / f"resolutions{suffix}" for suffix in FORMATS]
-
-
 def _table(rows: Sequence[dict[str, Any]]) -> Table:
     """Make a table by size; of several checkpoints by size and number."""
     rows = [
@@ -127,16 +112,3 @@ def _table(rows: Sequence[dict[str, Any]]) -> Table:
         for line in lines:
             table.add_row(size if line is lines[0] else "", *line, end_section=len(numbers) > 1 and line is lines[-1])
     return table
-
-
-def _write(target: Path, rows: Sequence[dict[str, Any]], title: str) -> None:
-    match target.suffix:
-        case ".csv":
-            with open(target, "w", newline="", encoding="utf-8") as file:
-                writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-                writer.writeheader()
-                writer.writerows(rows)
-        case ".json":
-            target.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
-        case ".png":
-            plot_sizes(rows, short_labels([row["checkpoint"] for row in rows]), target, title)

@@ -20,6 +20,9 @@ def add_own_options(parser: ArgumentParser, command: str) -> None:
     if command == "test":
         text = "The images to use: those of train (without augmentation), val or test."
         add("--split", type=Literal["train", "val", "test"], default="test", help=text)
+        text = "Test on the folder of a robustness set (CLASS/IMAGE, or CORRUPTION/SEVERITY/CLASS/IMAGE), among its "
+        text += "classes alone."
+        add("--robustness", type=str | None, default=None, help=text)
     if command != "fit":
         text = "How attention works at other sizes than in training: trained, stretch, logn, stretch-logn, windows or "
         text += "bands (large images in flat memory)."

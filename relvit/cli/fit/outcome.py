@@ -17,7 +17,8 @@ from rich.table import Table
 from torch import nn
 
 from relvit.cli.errors import UsageError
-from relvit.evaluation import ClassMetrics, EvaluationReport
+from relvit.cli.fit.loggers import send_results
+from relvit.evaluation import ClassMetrics, Corruptions, EvaluationReport
 from relvit.evaluation.pictures import NotApplicableError, draw
 from relvit.training import DataRecord, PredictionTable, RunCheckpoints, load_classifier
 from relvit.utils.messages import one_line
@@ -72,6 +73,7 @@ def report_fit(
     if rank_zero_only.rank == 0:
         _write_summary(folder, summary, trainer)
         _draw_positions(folder / "positions.png", best, data)
+        send_results(trainer, folder, summary)
         rank_zero_print("\n".join([*lines, _files(folder), "Next:", *_suggestions(model.net, data, best)]))
 
 
@@ -85,11 +87,15 @@ def report_test(trainer: Trainer, folder: Path, checkpoint: str, reach: str) -> 
     if not report.results:
         raise UsageError(f"none of the images could be read; {folder / 'unreadable.csv'} says why")
     summary = {"checkpoint": checkpoint, "split": data.evaluated_split, "img_size": list(data.img_size), "reach": reach}
+    if hasattr(data, "conditions"):
+        summary["robustness"] = data.root
     if data.native:
         summary["max_tokens"] = data.token_budget
     summary |= report.results
     _write_summary(folder, summary, trainer)
     print_classes(report.classes, data.class_names)
+    if report.corruptions is not None:
+        print_corruptions(report.corruptions)
     rank_zero_print(
         f"{summary['images']} images of {data.evaluated_split}, mean F1 of the classes {summary['test/f1']:.4f}, "
         f"calibration error {summary['test/calibration_error']:.4f}\n{_files(folder)}"
@@ -123,6 +129,20 @@ def print_classes(metrics: ClassMetrics, class_names: Sequence[str]) -> None:
         table.add_row(class_names[row], str(metrics.count[row]), *values)
     # No markup: names may hold brackets.
     Console(highlight=False, markup=False).print(table)
+
+
+def print_corruptions(corruptions: Corruptions) -> None:
+    """Print the accuracy of each corruption by severity, and what is the mean of all."""
+    header, rows = corruptions.table()
+    table = Table(title="accuracy by corruption and severity", title_justify="left")
+    for name in header:
+        table.add_column(name, justify="left" if name == "corruption" else "right")
+    for row in rows:
+        table.add_row(*row)
+    Console(highlight=False, markup=False).print(table)
+    results = corruptions.results
+    line = f"mean corruption error {results['test/mean_corruption_error']:.4f} (not normalised)"
+    rank_zero_print(line + (f", mCE {100 * results['test/mce']:.1f} (AlexNet 100)" if "test/mce" in results else ""))
 
 
 def _callback(trainer: Trainer, kind: type[Kind]) -> Kind:

@@ -24,10 +24,11 @@ from relvit.cli.fit.options import TRAINER_DEFAULTS, add_own_options
 from relvit.cli.fit.outcome import report_fit, report_predict, report_test
 from relvit.cli.fit.predict_paths import asked_paths, data_of_paths
 from relvit.cli.fit.resume import changed_options, fit_options, resume_arguments
+from relvit.cli.fit.robustness import data_of_robustness
 from relvit.cli.fit.run_folder import check_runs, explain_full_disk, lock_run_folder, make_run_folder
 from relvit.cli.parser import Parser
 from relvit.data import ImageData
-from relvit.evaluation import EvaluationReport, MirrorAverage
+from relvit.evaluation import EvaluationReport, MirrorAverage, RestrictedClasses
 from relvit.models import set_reach
 from relvit.models.sizes.reach import check_native_reach
 from relvit.training import (
@@ -125,6 +126,9 @@ class RelvitCLI(OpenLightningCLI):
         if self.paths is not None:
             self.knows_data = True
             return data_of_paths(checkpoint)
+        if option(self.arguments, "--robustness") is not None:
+            self.knows_data = True
+            return data_of_robustness(checkpoint, self.arguments)
         data, asked = checkpoint.data["class_path"], option(self.arguments, "--data")
         # A file must not choose what is imported.
         if checkpoint.data_type is None and asked is None:
@@ -275,6 +279,8 @@ class RelvitCLI(OpenLightningCLI):
                 callbacks.append(PredictionTable(table, self.model.hparams.class_names, step_maps))
             if self.config_value(self.config, "mirror"):
                 callbacks.append(MirrorAverage())
+            if self.command == "test" and self.config_value(self.config, "robustness") is not None:
+                callbacks.append(RestrictedClasses())
         return callbacks
 
     def _new_run_folder(self, name: str) -> Path:

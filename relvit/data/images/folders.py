@@ -5,7 +5,7 @@ import os
 import unicodedata
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from relvit.data.images.decode import IMAGE_ENDINGS, OTHER_ENDINGS
 from relvit.utils.messages import did_you_mean, listing, printable
@@ -132,22 +132,38 @@ def class_folders(folder: str) -> list[str]:
     return names
 
 
-def labelled_files(folder: str, class_names: Sequence[str]) -> list[tuple[str, int]]:
+def folders_of_classes(folder: str) -> list[str]:
+    """Folders at or below a folder that hold class folders, which have images right in them; sorted.
+
+    Raises:
+        ValueError: A folder with neither folders nor images.
+    """
+    inside = [os.path.join(folder, name) for name in class_folders(folder)]
+    if any(name.lower().endswith(IMAGE_ENDINGS) for path in inside for name in os.listdir(path)):
+        return [folder]
+    return [found for path in inside for found in folders_of_classes(path)]
+
+
+def labelled_files(folder: str, class_names: Sequence[str] | Mapping[str, int]) -> list[tuple[str, int]]:
     """Path and label of the images of ``folder/<class>/...``; a label is the position of the folder's class name.
+
+    `class_names` may also be the label of each folder by its name.
 
     Classes without a folder are allowed.
 
     Raises:
         ValueError: No class folder, a folder that is no class, or a class folder without images.
     """
-    labels = {name: label for label, name in enumerate(class_names)}
+    labels = class_names
+    if not isinstance(labels, Mapping):
+        labels = {name: label for label, name in enumerate(class_names)}
     samples, left_out = [], []
     for name in class_folders(folder):
         if name not in labels:
             hint = did_you_mean(name, class_names)
             raise ValueError(
                 f"{os.path.join(folder, name)} is a class that the training data or the checkpoint does not "
-                f"know{hint}; known are {listing(class_names)}: rename or remove the folder"
+                f"know{hint}; known are {listing(list(labels))}: rename or remove the folder"
             )
         files, others = _images_and_others(os.path.join(folder, name))
         if not files:

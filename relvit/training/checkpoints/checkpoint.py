@@ -74,6 +74,7 @@ class Checkpoint:
         fit: further options of the training.
         versions: of the packages that wrote the checkpoint.
         weights: the classifier's tensors to use: the averaged ones where the training kept an average.
+        temperature: by which logits are divided in evaluation, see `relvit.evaluation.calibrate`; 1 without.
         resumable: whether there is the state of an optimiser, so that the training can go on.
         epoch: Lightning's number of the epoch in which the checkpoint was written.
         resume_point: the `ResumePoint` as stored; None in checkpoints that `relvit fit` did not write.
@@ -85,6 +86,7 @@ class Checkpoint:
     fit: dict[str, Any]
     versions: dict[str, str]
     weights: dict[str, Tensor] = field(repr=False)
+    temperature: float = 1.0
     resumable: bool = False
     epoch: Any = None
     resume_point: Any = None
@@ -101,6 +103,7 @@ class Checkpoint:
             fit=description.get("fit") or {},
             versions=description.get("versions") or {},
             weights=content["state_dict"],
+            temperature=description.get("temperature", 1.0),
             resumable="optimizer_states" in content,
             epoch=content.get("epoch"),
             resume_point=content.get(POINT_KEY),
@@ -118,6 +121,7 @@ class Checkpoint:
         # The arguments are whatever the file holds, and models raise almost any type for wrong ones.
         except Exception as error:
             raise ValueError(f"the checkpoint does not make a model: {_short(one_line(error), 300)}") from error
+        classifier.temperature = self.temperature
         return classifier.eval()
 
     def argument(self, name: str) -> Any:

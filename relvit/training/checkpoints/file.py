@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import shutil
 import zipfile
@@ -27,7 +28,7 @@ AVERAGE_KEY = "ema_state_dict"
 TIMM_KEY = "state_dict_ema"
 
 
-def read_checkpoint(path: str | os.PathLike[str], file: Path | None = None) -> dict[str, Any]:
+def read_checkpoint(path: str | os.PathLike[str], file: Path | None = None, averaged: bool = True) -> dict[str, Any]:
     """Read all content of a relvit checkpoint, on the CPU. Only tensors and plain types are read, never code.
 
     `relvit.training.Checkpoint` has what most callers need. 'state_dict' holds the weights to use: the averaged ones
@@ -36,6 +37,7 @@ def read_checkpoint(path: str | os.PathLike[str], file: Path | None = None) -> d
     Args:
         path: the file, or a remote address that fsspec knows, such as https://..., s3://... .
         file: the local copy of the address, if there is one already.
+        averaged: False leaves the raw weights in 'state_dict', as they are stored, to write the content again.
 
     Raises:
         FileNotFoundError: no such file.
@@ -44,7 +46,7 @@ def read_checkpoint(path: str | os.PathLike[str], file: Path | None = None) -> d
     """
     if file is None:
         with local_file(path) as file:
-            return read_checkpoint(path, file)
+            return read_checkpoint(path, file, averaged)
     if file.is_dir():
         raise FileNotFoundError(
             f"{path} is a folder; give the checkpoint, such as {file / 'checkpoints' / 'best.ckpt'}"
@@ -66,7 +68,8 @@ def read_checkpoint(path: str | os.PathLike[str], file: Path | None = None) -> d
     if wrong := _wrong_part(content):
         raise ValueError(f"{path} is not a checkpoint of relvit fit: {wrong} is not what it should be")
     content[KEY]["data"]["class_path"] = public_class_path(content[KEY]["data"]["class_path"])
-    content["state_dict"] = content["state_dict"] | content.get(AVERAGE_KEY, {})
+    if averaged:
+        content["state_dict"] = content["state_dict"] | content.get(AVERAGE_KEY, {})
     return content
 
 
@@ -92,6 +95,9 @@ def _wrong_part(content: dict[Any, Any]) -> str | None:
         return f"{KEY}.data.class_path"
     if not _named(description["data"].get("init_args")):
         return f"{KEY}.data.init_args"
+    temperature = description.get("temperature", 1.0)
+    if not (isinstance(temperature, float) and 0 < temperature < math.inf):
+        return f"{KEY}.temperature"
     for name in ("state_dict", AVERAGE_KEY):
         weights = content.get(name, {})
         if not _named(weights) or not all(isinstance(value, Tensor) for value in weights.values()):

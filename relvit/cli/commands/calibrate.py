@@ -1,0 +1,57 @@
+"""`relvit calibrate`: a checkpoint whose probabilities are calibrated by temperature scaling."""
+
+from __future__ import annotations
+
+import shlex
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from relvit.cli.commands.embed import find_device
+from relvit.evaluation import calibrate as calibrate_checkpoint
+from relvit.utils.files import is_address
+from relvit.utils.progress import with_bar
+
+
+def calibrate(
+    ckpt_path: str,
+    output: str | None = None,
+    split: Literal["train", "val", "test"] = "val",
+    root: str | None = None,
+    batch_size: int | None = None,
+    device: str = "auto",
+) -> None:
+    """Fit a temperature to validation images, and write the checkpoint with the temperature in it.
+
+    All commands that take the new checkpoint divide the logits by this temperature, except a training that goes on or
+    starts from it.
+
+    Args:
+        ckpt_path: The checkpoint to calibrate, such as runs/RUN/checkpoints/best.ckpt.
+        output: The file to write; None means beside the checkpoint, as best_calibrated.ckpt for best.ckpt.
+        split: The images to use, which the model must not have been trained on.
+        root: The folder of the images, where it is not the one that the checkpoint remembers.
+        batch_size: The number of images in a batch; None means as in training.
+        device: The device that computes, such as cpu or cuda:1; auto takes an accelerator if there is one.
+    """
+    if output is None:
+        place = Path(ckpt_path)
+        output = f"{place.stem}_calibrated.ckpt"
+        output = output if is_address(ckpt_path) else str(place.with_name(output))
+    bar = partial(with_bar, what="calibrating")
+    found = calibrate_checkpoint(ckpt_path, output, split, root, batch_size, find_device(device), bar)
+    print(f"{found.images} images of {split}: temperature {found.temperature:.4f}")
+    table = Table("", "before", "after", box=SIMPLE_HEAD)
+    rows = (
+        ("accuracy", (found.accuracy, found.accuracy)),
+        ("negative log-likelihood", found.nll),
+        ("calibration error", found.error),
+    )
+    for name, values in rows:
+        table.add_row(name, *(f"{value:.4f}" for value in values))
+    Console().print(table)
+    print(f"written: {output}. Next:\n  relvit test {shlex.quote(output)}", flush=True)

@@ -1,0 +1,68 @@
+"""`relvit probe`: accuracy of k-NN and linear probes of models' features, by the share of labels."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Literal
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from relvit.cli.commands.embed import find_device
+from relvit.cli.commands.resolutions import short_labels
+from relvit.cli.errors import UsageError
+from relvit.cli.outputs import output_files, write_rows
+from relvit.data import ImageData, ImageFolderData
+from relvit.evaluation import probe_models
+from relvit.plots import plot_probes
+from relvit.utils.progress import with_bar
+
+
+def probe(
+    models: list[str],
+    root: str | None = None,
+    data: ImageData | None = None,
+    split: Literal["val", "test"] = "val",
+    shares: tuple[float, ...] = (0.01, 0.1, 1.0),
+    k: int = 20,
+    seed: int = 0,
+    random: bool = False,
+    batch_size: int | None = None,
+    device: str = "auto",
+    output: str | None = None,
+) -> None:
+    """Print how well k nearest neighbours and logistic regression classify by the features of models.
+
+    Args:
+        models: The checkpoints or names of relvit and timm models, such as runs/RUN/checkpoints/best.ckpt.
+        root: The folder that holds train/CLASS/IMAGE; by default the data of the first model, a checkpoint.
+        data: Another kind of data, with its options: --data NAME --data.OPTION VALUE.
+        split: The images to classify, those of val or test.
+        shares: The shares of the labels of train to learn from, such as 0.01 0.1 1.
+        k: The number of neighbours, whose votes weigh exp(cosine similarity / 0.07).
+        seed: The seed that chooses the images of a share, and random weights.
+        random: Give models that are named random weights instead of their pretrained ones, as a baseline.
+        batch_size: The number of images in a batch; None means that of the data.
+        device: The device that computes, such as cpu or cuda:1; auto takes an accelerator if there is one.
+        output: A file for the figures that ends in .csv, .json or .png (curves), or a folder for all three.
+    """
+    if root is not None and data is not None:
+        raise UsageError("--root and --data both name the images: give one of them")
+    targets = output_files(output, "probe")
+    images = ImageFolderData(root) if root is not None else data
+    options = shares, k, seed, not random, batch_size, find_device(device), with_bar
+    rows = probe_models(models, images, split, *options)
+    table = Table(box=SIMPLE_HEAD)
+    for title in ("model", "features", "share", "labels", f"{k}-NN", "linear", "C"):
+        table.add_column(title, justify="right")
+    for row in rows:
+        accuracies = (f"{row[key]:.4f}" for key in ("knn", "linear"))
+        numbers = str(row["features"]), f"{row['share']:g}", str(row["labels"])
+        table.add_row(str(models.index(row["model"]) + 1), *numbers, *accuracies, f"{row['C']:g}")
+    title = f"accuracy on {rows[0]['images']} images of {split}"
+    print(*(f"{number}  {model}" for number, model in enumerate(models, 1)), title, sep="\n", flush=True)
+    Console().print(table)
+    labels = short_labels([row["model"] for row in rows])
+    for target in targets:
+        write_rows(target, rows, partial(plot_probes, rows, labels, title=title))

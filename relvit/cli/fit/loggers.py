@@ -1,0 +1,39 @@
+"""Send the figures and the result of a run to its loggers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from lightning import Trainer
+from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
+from PIL import Image
+from torch.utils.tensorboard import SummaryWriter
+
+FIGURES = ("training_images.png", "curves.png", "positions.png")
+
+
+def send_results(trainer: Trainer, folder: Path, summary: Mapping[str, Any]) -> None:
+    """Send a run's figures, and the numbers of its `summary.json`, to Weights & Biases, MLflow and TensorBoard.
+
+    The numbers are named summary/X. Called in the main process, after the training.
+    """
+    figures = [path for name in FIGURES if (path := folder / name).is_file()]
+    numbers = {f"summary/{name}": value for name, value in summary.items() if isinstance(value, int | float)}
+    for logger in trainer.loggers:
+        logger.log_metrics(numbers)
+        for path in figures:
+            if isinstance(logger, WandbLogger):
+                logger.log_image(path.stem, [str(path)])
+            elif isinstance(logger, MLFlowLogger):
+                logger.experiment.log_artifact(logger.run_id, str(path))
+        logger.finalize("success")
+    if (folder / "tensorboard").is_dir():
+        with SummaryWriter(folder / "tensorboard") as writer:
+            for name, number in numbers.items():
+                writer.add_scalar(name, number)
+            for path in figures:
+                with Image.open(path) as image:
+                    writer.add_image(path.stem, np.asarray(image.convert("RGB")), dataformats="HWC")

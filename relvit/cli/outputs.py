@@ -1,0 +1,41 @@
+"""The output of commands that compute rows of figures: a CSV file, a JSON file, a figure, or a folder of all three."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from relvit.utils.files import check_output, is_address
+
+FORMATS = (".csv", ".json", ".png")
+
+
+def output_files(output: str | None, name: str) -> list[Path]:
+    """Check, before hours of work, where figures are written; a folder is made, for files of that name."""
+    if output is None:
+        return []
+    if Path(output).suffix and not Path(output).is_dir():
+        check_output(output, FORMATS)
+        return [Path(output)]
+    if is_address(output):
+        raise ValueError(f"output {output} is a remote address: give a folder of this machine")
+    Path(output).mkdir(parents=True, exist_ok=True)
+    return [Path(output) / f"{name}{suffix}" for suffix in FORMATS]
+
+
+def write_rows(target: Path, rows: Sequence[dict[str, Any]], draw: Callable[[Path], None]) -> None:
+    """Write rows to a CSV or JSON file, or `draw` them into a PNG, and print the file's name."""
+    match target.suffix:
+        case ".csv":
+            with open(target, "w", newline="", encoding="utf-8") as file:
+                writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+                writer.writeheader()
+                writer.writerows(rows)
+        case ".json":
+            target.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+        case ".png":
+            draw(target)
+    print(f"written: {target}", flush=True)

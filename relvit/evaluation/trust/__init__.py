@@ -1,0 +1,1 @@
+"""Trust in a trained model: calibration by a temperature, probes of its features."""

@@ -1,0 +1,203 @@
+"""Probe the features of any model by k nearest neighbours and by logistic regression, at several shares of labels."""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import timm
+import torch
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.linear_model import LogisticRegression
+from sklearn.neighbors import KNeighborsClassifier
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from torch import nn
+
+from relvit.data import ImageData
+from relvit.data.modules.at_size import at_size
+from relvit.data.split import stratified_split
+from relvit.models.factory import model_arguments
+from relvit.models.sizes.native import pooled_features
+from relvit.training import Checkpoint
+from relvit.training.checkpoints.checkpoint import Transforms
+from relvit.utils.remote import suffix_of
+
+# Inverse strengths of the linear probe's weight decay, and the part of the labels on which one is chosen.
+STRENGTHS, HELD_OUT = tuple(10.0**exponent for exponent in range(-4, 3)), 0.2
+# Of the votes of neighbours, as in DINO.
+TEMPERATURE = 0.07
+
+
+def probe_models(
+    models: Sequence[str | os.PathLike[str]],
+    data: ImageData | None = None,
+    split: Literal["val", "test"] = "val",
+    shares: Sequence[float] = (0.01, 0.1, 1.0),
+    k: int = 20,
+    seed: int = 0,
+    pretrained: bool = True,
+    batch_size: int | None = None,
+    device: torch.device | str = "cpu",
+    progress: Callable[[Iterable[Any], int, str], Iterable[Any]] | None = None,
+) -> list[dict[str, Any]]:
+    """Evaluate the features of models by classifiers that learn from a share of the labels of train.
+
+    Features are the pooled ones before the classifier, as `relvit embed` writes them, of images without augmentation at
+    the model's own size and normalisation. See `knn_accuracy` and `linear_accuracy`.
+
+    Args:
+        models: checkpoints of `relvit fit`, names of relvit or timm models, 'local-dir:...' and 'hf-hub:...'.
+        data: the images; None: those of the first model, which then is a checkpoint.
+        split: the images to classify.
+        shares: shares of the labels of train, in (0, 1]. Each class keeps its proportion and at least one image; a
+            larger share holds the smaller ones.
+        k: number of neighbours.
+        seed: chooses the images of a share, and random weights.
+        pretrained: whether a model given by name has its pretrained weights; else they are random, as a baseline.
+        batch_size: images per batch; None: that of the data.
+        device: where the models run.
+        progress: wraps the batches, with their number and what they are.
+
+    Returns:
+        Per model and share 'model', 'features' (their length), 'share', 'labels' (of train), 'images' (of the split),
+        'knn' and 'linear' (top-1 accuracies), 'C' (of the linear probe).
+
+    Raises:
+        FileNotFoundError, ValueError: a model, share, size or data that do not fit; no pretrained weights.
+    """
+    if k < 1:
+        raise ValueError(f"k is {k}; give the number of neighbours, 1 or more")
+    if wrong := [share for share in shares if not 0 < share <= 1] or ([] if shares else ["none"]):
+        raise ValueError(f"shares holds {wrong[0]}; give shares of the labels, above 0 and up to 1")
+    if data is None:
+        if suffix_of(models[0]) != ".ckpt":
+            raise ValueError(f"{models[0]} is no checkpoint, which would know its data: give --root DIR or --data NAME")
+        data = Checkpoint.read(models[0]).data_module()
+    rows = []
+    for model in models:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            net, transforms = _load(model, data, pretrained)
+        own = copy.copy(data)
+        own.batch_size = batch_size or data.batch_size
+        own.crop_pct, own.native = transforms.crop_pct, False
+        own.normalise_by(transforms.mean, transforms.std)
+        net.to(device)
+        train, evaluated = (at_size(own, transforms.img_size, part) for part in ("train", split))
+        dataset = train.dataset("train")
+        targets = np.asarray(dataset.targets)
+        indices = choose_labels(targets, max(shares), seed)
+        loaders = {"train": train._loader("train", sampler=indices.tolist()), split: evaluated.test_dataloader()}
+        found = []
+        for part, loader in loaders.items():
+            batches = loader if progress is None else progress(loader, len(loader), f"{Path(model).name}: {part}")
+            found += _features(net, batches, device)
+        features, labels, queries, truth = found
+        if unreadable := train.unreadable.get("train"):
+            indices = indices[[str(dataset.samples[index][0]) not in unreadable for index in indices]]
+        for share in sorted(shares):
+            chosen = np.isin(indices, choose_labels(targets, share, seed))
+            known = features[chosen], labels[chosen]
+            linear, strength = linear_accuracy(*known, queries, truth, seed)
+            row = {"model": os.fspath(model), "features": features.shape[1], "share": share, "labels": len(known[1])}
+            row |= {"images": len(truth), "knn": knn_accuracy(*known, queries, truth, k)}
+            rows.append(row | {"linear": linear, "C": strength})
+    return rows
+
+
+def choose_labels(labels: np.ndarray, share: float, seed: int) -> np.ndarray:
+    """Choose a share of each class's images, at least one: sorted indices. A larger share holds the smaller ones."""
+    order = np.random.default_rng(seed).permutation(len(labels))
+    of_class = (order[labels[order] == label] for label in np.unique(labels))
+    return np.sort(np.concatenate([own[: max(1, round(share * len(own)))] for own in of_class]))
+
+
+def knn_accuracy(
+    features: np.ndarray, labels: np.ndarray, queries: np.ndarray, truth: np.ndarray, k: int = 20
+) -> float:
+    """Classify by the k neighbours of the largest cosine similarity s, whose votes weigh exp(s / 0.07).
+
+    Instance discrimination (Wu et al. 2018, arXiv 1805.01978, section 3.4); k of 20 as in DINO (Caron et al. 2021,
+    arXiv 2104.14294, appendix F). With fewer labels than k all of them vote.
+
+    Args:
+        features: (N, D), with labels (N,).
+        queries: (M, D), with their classes, truth (M,).
+        k: number of neighbours.
+    """
+    # The distance is 1 - s: all weights have the same factor too much.
+    options = {"metric": "cosine", "algorithm": "brute", "weights": lambda distance: np.exp(-distance / TEMPERATURE)}
+    neighbours = KNeighborsClassifier(min(k, len(labels)), **options)
+    return float(neighbours.fit(features, labels).score(queries, truth))
+
+
+def linear_accuracy(
+    features: np.ndarray, labels: np.ndarray, queries: np.ndarray, truth: np.ndarray, seed: int = 0
+) -> tuple[float, float]:
+    """Classify by logistic regression of standardised features (scikit-learn's, L-BFGS).
+
+    The inverse strength C of the weight decay is that of 10^-4 ... 10^2 with the best accuracy on a fifth of the labels
+    that is put aside, of several the smallest; the regression then learns from all labels. With one label per class
+    nothing can be put aside, and C is 1.
+
+    Args:
+        features: (N, D), with labels (N,).
+        queries: (M, D), with their classes, truth (M,).
+        seed: chooses the fifth.
+
+    Returns:
+        The accuracy on the queries, and C.
+    """
+
+    def fit(strength: float, part: Any) -> Any:
+        model = make_pipeline(StandardScaler(), LogisticRegression(C=strength, max_iter=1000))
+        with warnings.catch_warnings():
+            # Where weight decay is weak, 1000 steps may end before the last digit: so be it, that is a probe as well.
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            return model.fit(features[part], labels[part])
+
+    best = 1.0
+    if np.unique(labels, return_counts=True)[1].max() > 1:
+        names = [str(index) for index in range(len(labels))]
+        larger, smaller = stratified_split(names, labels.tolist(), HELD_OUT, seed, "the labels")
+        scores = [fit(strength, larger).score(features[smaller], labels[smaller]) for strength in STRENGTHS]
+        best = STRENGTHS[int(np.argmax(scores))]
+    return float(fit(best, slice(None)).score(queries, truth)), best
+
+
+def _load(model: str | os.PathLike[str], data: ImageData, pretrained: bool) -> tuple[nn.Module, Transforms]:
+    """Load a model for evaluation, with the steps from an image to its input."""
+    name = os.fspath(model)
+    if suffix_of(name) == ".ckpt":
+        checkpoint = Checkpoint.read(name)
+        if (channels := checkpoint.argument("in_chans")) != data.in_chans:
+            raise ValueError(f"{name} takes images of {channels} channels, the data have {data.in_chans}")
+        return checkpoint.classifier().net, checkpoint.transforms()
+    if ":" not in name:
+        # Names what is like an unknown name.
+        model_arguments(name)
+        if pretrained and not timm.is_model_pretrained(name):
+            raise ValueError(f"there are no pretrained weights of {name}: give --random for random ones")
+    net = timm.create_model(name, pretrained=pretrained, in_chans=data.in_chans).eval()
+    config = timm.data.resolve_model_data_config(net)
+    # timm describes colour images.
+    known = config if len(config["mean"]) == data.in_chans else {"mean": data.mean, "std": data.std}
+    return net, Transforms(config["input_size"][1:], known["mean"], known["std"], config["crop_pct"])
+
+
+def _features(net: nn.Module, batches: Iterable[Any], device: torch.device | str) -> tuple[np.ndarray, np.ndarray]:
+    """Compute the features float32 (N, D) and the labels int64 (N,)."""
+    features, labels = [], []
+    with torch.inference_mode():
+        for images, targets in batches:
+            features.append(pooled_features(net, images.to(device)).float().cpu().numpy())
+            labels.append(targets.numpy())
+    if not labels:
+        raise ValueError("none of the images could be read")
+    return np.concatenate(features), np.concatenate(labels)

@@ -1,0 +1,141 @@
+"""Temperature scaling (Guo et al. 2017): fit a temperature on held-out images and keep it in the checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from relvit.evaluation.metrics import calibration_error
+from relvit.training import Checkpoint
+from relvit.training.checkpoints.file import KEY, read_checkpoint, write_checkpoint
+from relvit.utils.files import check_output
+from relvit.utils.remote import local_file
+
+
+class Calibration(NamedTuple):
+    """A temperature, with figures of the images on which it was fitted, without and with it.
+
+    Attributes:
+        temperature: by which logits are divided.
+        images: their number.
+        accuracy: top-1, which a temperature does not change.
+        nll: mean negative log-likelihood of the classes, in nats.
+        error: expected calibration error, see `relvit.evaluation.metrics.calibration_error`.
+    """
+
+    temperature: float
+    images: int
+    accuracy: float
+    nll: tuple[float, float]
+    error: tuple[float, float]
+
+
+def fit_temperature(logits: Tensor, labels: Tensor) -> float:
+    """Find the temperature by which to divide logits for the lowest mean negative log-likelihood, in float64.
+
+    "On Calibration of Modern Neural Networks" (Guo et al. 2017, arXiv 1706.04599), section 4.2, eq. 9; L-BFGS on the
+    logarithm of the temperature. In its inverse the likelihood is concave, so there is one optimum or none.
+
+    Args:
+        logits: (N, classes).
+        labels: int64 (N,).
+
+    Raises:
+        ValueError: logits that are not finite, or no optimum: every image is classified right, so that the likelihood
+            grows for ever as the temperature falls; or logits no better than chance, where it grows for ever as the
+            temperature rises.
+    """
+    logits = logits.detach().double()
+    if not logits.isfinite().all():
+        raise ValueError("some logits are infinite or not a number")
+    of_label = logits.gather(1, labels[:, None])[:, 0]
+    if (of_label == logits.amax(1)).all():
+        raise ValueError(f"all {len(labels)} images are classified right, so no temperature is best: use others")
+    if of_label.mean() <= logits.mean():
+        raise ValueError(f"the logits of {len(labels)} images are no better than chance, so no temperature is best")
+    # By their size, so that the search starts near its end whatever the unit.
+    scale = logits.std()
+    logits = logits / scale
+    exponent = torch.zeros((), dtype=torch.float64, device=logits.device, requires_grad=True)
+    tolerances = {"tolerance_grad": 1e-12, "tolerance_change": 1e-14}
+    optimizer = torch.optim.LBFGS([exponent], max_iter=200, line_search_fn="strong_wolfe", **tolerances)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(logits * (-exponent).exp(), labels)
+        loss.backward()
+        return loss
+
+    with torch.enable_grad():
+        optimizer.step(closure)
+    return float(scale * exponent.detach().exp())
+
+
+def calibrate(
+    ckpt_path: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    split: Literal["train", "val", "test"] = "val",
+    root: str | None = None,
+    batch_size: int | None = None,
+    device: torch.device | str = "cpu",
+    progress: Callable[[Iterable[Any], int], Iterable[Any]] | None = None,
+) -> Calibration:
+    """Fit the temperature of a checkpoint and write the checkpoint with it; everything else in it stays as it is.
+
+    `relvit.load`, `relvit validate`, `test`, `predict`, `resolutions` and `export` divide logits by it. A training that
+    goes on, or starts, from the checkpoint leaves it out: it belongs to these weights.
+
+    Args:
+        ckpt_path: a checkpoint of `relvit fit` or `relvit average`; a temperature that it has already does not count.
+        output: the file to write, which ends in .ckpt and does not exist yet.
+        split: images that the model was not trained on; 'train' is for comparison.
+        root: the data's folder, where it is no longer what the checkpoint remembers.
+        batch_size: images per batch; None: as in training.
+        device: where the model runs.
+        progress: wraps the batches, whose number is its second argument, such as in a progress bar.
+
+    Raises:
+        FileNotFoundError, ValueError: a checkpoint, folder or output that does not fit, images that cannot be read, or
+            no best temperature, see `fit_temperature`.
+    """
+    check_output(output, (".ckpt",))
+    if Path(output).exists():
+        raise ValueError(f"output {output} exists: give another name, or remove it first")
+    with local_file(ckpt_path) as file:
+        checkpoint = Checkpoint.read(ckpt_path, file)
+        data = checkpoint.data_module(root=root, batch_size=batch_size)
+        checkpoint.check_data(data)
+        classifier = checkpoint.classifier().to(device)
+        classifier.temperature = 1.0
+        data.prepare_data()
+        data.evaluate_on(split)
+        logits, labels = [], []
+        loader = data.test_dataloader()
+        with torch.inference_mode():
+            for batch in loader if progress is None else progress(loader, len(loader)):
+                images, targets = classifier.transfer_batch_to_device(batch, device, 0)
+                logits.append(classifier(images).cpu().double())
+                labels.append(targets.cpu())
+        if not labels:
+            raise ValueError(f"none of the images of {split} could be read")
+        found = _evaluate(torch.cat(logits).clone(), torch.cat(labels).clone())
+        content = read_checkpoint(ckpt_path, file, averaged=False)
+    content[KEY]["temperature"] = found.temperature
+    write_checkpoint(content, output)
+    return found
+
+
+def _evaluate(logits: Tensor, labels: Tensor) -> Calibration:
+    temperature = fit_temperature(logits, labels)
+    scaled = (logits, logits / temperature)
+    confidence = [each.softmax(-1).amax(-1).numpy() for each in scaled]
+    right = (logits.argmax(-1) == labels).numpy()
+    nll = tuple(float(F.cross_entropy(each, labels)) for each in scaled)
+    error = tuple(calibration_error(each, right) for each in confidence)
+    return Calibration(temperature, len(labels), float(right.mean()), nll, error)

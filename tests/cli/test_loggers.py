@@ -1,0 +1,61 @@
+"""Loggers by one word, and what of a run they get."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, WandbLogger
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from relvit.cli import main
+from relvit.cli.aliases import rewrite
+from relvit.cli.fit.loggers import FIGURES, send_results
+
+DIGITS = ["fit", "--config=digits", "--epochs=1", "--quiet", "--accelerator=cpu"]
+DIGITS += [f"--trainer.limit_{split}_batches=1" for split in ("train", "val", "test")]
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [("wandb", "WandbLogger"), ("mlflow", "MLFlowLogger"), ("csv", "false"), ("tensorboard", "null"), ("Mine", "Mine")],
+)
+def test_words(word, value):
+    for option in ("--logger", "--trainer.logger"):
+        assert rewrite("fit", [option, word]).arguments == [f"--trainer.logger={value}"]
+
+
+def recording(kind, sent):
+    """A logger of a kind, without its package, that records what it gets."""
+    logger = object.__new__(type(kind.__name__, (kind,), {"experiment": None, "run_id": "7", "finalize": print}))
+    artifacts = SimpleNamespace(log_artifact=lambda run, path: sent.append((run, path)))
+    type(logger).experiment = artifacts
+    type(logger).log_metrics = lambda self, numbers, step=None: sent.append(numbers)
+    type(logger).log_image = lambda self, key, images: sent.append((key, images))
+    return logger
+
+
+@pytest.mark.parametrize("kind", [WandbLogger, MLFlowLogger, CSVLogger])
+def test_figures_and_numbers_are_sent(kind, tmp_path):
+    path, sent = tmp_path / FIGURES[1], []
+    Image.new("RGB", (3, 2)).save(path)
+    summary = {"model": "relvit_tiny", "val/acc1": 0.5, "epochs": 3}
+    send_results(SimpleNamespace(loggers=[recording(kind, sent)]), tmp_path, summary)
+    figure = {WandbLogger: [("curves", [str(path)])], MLFlowLogger: [("7", str(path))]}.get(kind, [])
+    assert sent == [{"summary/val/acc1": 0.5, "summary/epochs": 3}, *figure]
+
+
+@pytest.mark.parametrize("word", ["csv", "tensorboard"])
+def test_runs_that_log_to_files(word, tmp_path):
+    assert main([*DIGITS, "--logger", word, f"--runs={tmp_path}"]) == 0
+    (run,) = tmp_path.iterdir()
+    assert (run / "metrics.csv").is_file()
+    log = run / "tensorboard"
+    assert log.is_dir() == (word == "tensorboard")
+    if log.is_dir():
+        events = EventAccumulator(str(log)).Reload()
+        summary = json.loads((run / "summary.json").read_text())
+        assert events.Scalars("summary/test/acc1")[0].value == pytest.approx(summary["test/acc1"])
+        (image,) = events.Images("curves")
+        with Image.open(run / "curves.png") as figure:
+            assert (image.width, image.height) == figure.size

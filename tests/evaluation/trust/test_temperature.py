@@ -1,0 +1,159 @@
+"""Temperature scaling against SciPy's search, and the calibrated checkpoint in every command that takes one."""
+
+import csv
+import json
+import re
+import shutil
+
+import onnxruntime
+import pytest
+import torch
+from photos import TINY
+from scipy.optimize import minimize_scalar
+from scipy.special import log_softmax
+
+import relvit
+from relvit.cli import main
+from relvit.evaluation import fit_temperature
+from relvit.training import Checkpoint
+from relvit.training.checkpoints.file import AVERAGE_KEY
+
+QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
+
+
+@pytest.mark.parametrize("scale", [0.001, 0.3, 5.0, 2000.0])
+def test_the_optimum_is_that_of_a_bounded_search(scale):
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, 7, (300,), generator=generator)
+    logits = scale * (torch.randn(300, 7, generator=generator) + torch.eye(7)[labels])
+
+    def nll(log_t):
+        return -log_softmax(logits.double().numpy() / 10**log_t, axis=1)[range(300), labels].mean()
+
+    expected = 10 ** minimize_scalar(nll, bounds=(-6, 6), method="bounded", options={"xatol": 1e-12}).x
+    assert fit_temperature(logits, labels) == pytest.approx(expected, rel=1e-5)
+
+
+def test_where_there_is_no_optimum():
+    labels = torch.tensor([0, 1, 2, 0])
+    right = torch.eye(3)[labels]
+    for logits, message in (
+        (right, "all 4 images are classified right"),
+        (-right, "no better than chance"),
+        (right / 0, "not a number"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fit_temperature(logits, labels)
+
+
+@pytest.fixture(scope="module")
+def calibrated(digits_run, tmp_path_factory):
+    """A checkpoint whose moving average differs from its weights, and its calibrated copy."""
+    path = tmp_path_factory.mktemp("calibrated") / "best.ckpt"
+    content = torch.load(digits_run / "checkpoints" / "best.ckpt", weights_only=True)
+    content[AVERAGE_KEY] = {name: 3 * tensor for name, tensor in content["state_dict"].items()}
+    torch.save(content, path)
+    assert main(["calibrate", str(path)]) == 0
+    return path, path.with_name("best_calibrated.ckpt")
+
+
+def logits_and_labels(path, split):
+    checkpoint = Checkpoint.read(path)
+    data, net = checkpoint.data_module(), checkpoint.classifier().net
+    items = [data.dataset(split)[index] for index in range(len(data.dataset(split)))]
+    with torch.no_grad():
+        logits = net(torch.stack([image for image, _ in items])).double()
+    return logits, torch.tensor([int(label) for _, label in items])
+
+
+def test_only_the_temperature_is_new_and_it_is_that_of_val(calibrated, tmp_path, capsys):
+    path, output = calibrated
+    before, after = (torch.load(each, weights_only=True) for each in calibrated)
+    temperature = after["relvit"].pop("temperature")
+    assert temperature == pytest.approx(fit_temperature(*logits_and_labels(path, "val")), rel=1e-4)
+    plain = [json.dumps(content, default=lambda tensor: tensor.tolist()) for content in (before, after)]
+    assert plain[0] == plain[1]
+    # No tensor is in it twice.
+    assert output.stat().st_size < 1.1 * path.stat().st_size
+    # From the calibrated one, as if it were not.
+    again = tmp_path / "again.ckpt"
+    assert main(["calibrate", str(output), "--output", str(again), "--split", "val"]) == 0
+    out = capsys.readouterr().out
+    assert Checkpoint.read(again).temperature == temperature
+    logits, labels = logits_and_labels(path, "val")
+    nll = [torch.nn.functional.cross_entropy(logits / t, labels).item() for t in (1, temperature)]
+    assert [float(text) for text in re.search(r"likelihood\s+(\S+)\s+(\S+)", out).groups()] == pytest.approx(
+        nll, abs=6e-5
+    )
+    assert nll[1] < nll[0] - 1e-3
+    assert main(["calibrate", str(output), "--output", str(again)]) == 2
+    assert "exists: give another name" in capsys.readouterr().err
+
+
+def test_commands_use_it(calibrated, tmp_path, capsys):
+    path, output = calibrated
+    logits, labels = logits_and_labels(path, "val")
+    temperature = Checkpoint.read(output).temperature
+    probabilities = (logits / temperature).softmax(-1)
+    nll = -probabilities[range(len(labels)), labels].log().mean().item()
+    results = {}
+    for file in calibrated:
+        runs = tmp_path / file.stem
+        assert main(["test", str(file), "--split=val", f"--runs={runs}", *QUIET]) == 0
+        (folder,) = runs.iterdir()
+        results[file] = json.loads((folder / "summary.json").read_text())
+    assert results[output]["test/loss"] == pytest.approx(nll, rel=1e-4)
+    assert results[output]["test/acc1"] == results[path]["test/acc1"]
+    assert results[output]["test/calibration_error"] != results[path]["test/calibration_error"]
+    capsys.readouterr()
+    assert main(["resolutions", str(output), "--sizes=8", "--accelerator=cpu", f"--output={tmp_path / 'r.json'}"]) == 0
+    assert json.loads((tmp_path / "r.json").read_text())[0]["loss"] == pytest.approx(nll, rel=1e-4)
+
+    assert main(["predict", str(output), "--data=DigitsData", f"--runs={tmp_path / 'p'}", *QUIET]) == 0
+    (folder,) = (tmp_path / "p").iterdir()
+    with open(folder / "predictions.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    of_test = (logits_and_labels(path, "test")[0] / temperature).softmax(-1)
+    assert [float(row["probability"]) for row in rows] == pytest.approx(of_test.amax(1).tolist(), abs=2e-6)
+
+
+@pytest.mark.parametrize("suffix", ["pt2", pytest.param("onnx", marks=pytest.mark.slow)])
+def test_load_and_export_use_it(calibrated, tmp_path, suffix):
+    path, output = calibrated
+    predictor, raw = relvit.load(output), relvit.load(path)
+    image = torch.rand(1, 8, 8, generator=torch.Generator().manual_seed(0))
+    pixels, _ = next(raw.batches([image]))
+    expected = raw.model(pixels) / Checkpoint.read(output).temperature
+    probabilities = expected[0].softmax(-1).sort(descending=True).values.tolist()
+    assert predictor.predict(image, top=10).probabilities == pytest.approx(probabilities, rel=1e-5)
+    assert main(["export", str(output), f"--output={tmp_path / 'model'}.{suffix}"]) == 0
+    if suffix == "pt2":
+        found = torch.export.load(tmp_path / "model.pt2").module()(pixels)
+    else:
+        session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+        found = torch.from_numpy(session.run(["logits"], {"images": pixels.numpy()})[0])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_training_goes_on_and_starts_without_it(calibrated, tmp_path):
+    common = [a for a in TINY if not a.startswith(("--model.", "--data."))]
+    ended = []
+    for file in calibrated:
+        runs = tmp_path / file.stem
+        assert main(["fit", f"--ckpt_path={file}", f"--runs={runs}", "--epochs=2", *common]) == 0
+        (folder,) = runs.iterdir()
+        content = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
+        assert "temperature" not in content["relvit"]
+        summary = json.loads((folder / "summary.json").read_text())
+        ended.append((content["state_dict"], summary["val/acc1"], summary["test/loss"]))
+    torch.testing.assert_close(*ended, rtol=0, atol=0)
+
+
+def test_a_temperature_that_is_none(calibrated, tmp_path):
+    content = torch.load(calibrated[1], weights_only=True)
+    content["relvit"]["temperature"] = -1.0
+    torch.save(content, tmp_path / "wrong.ckpt")
+    shutil.copy(calibrated[0], tmp_path / "right.ckpt")
+    assert Checkpoint.read(tmp_path / "right.ckpt").temperature == 1
+    with pytest.raises(ValueError, match=r"relvit.temperature is not what it should be"):
+        Checkpoint.read(tmp_path / "wrong.ckpt")
