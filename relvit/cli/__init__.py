@@ -31,12 +31,15 @@ COMMANDS = {
     "embed": (f"{_COMMANDS}.embed", "write the features of all images below a folder"),
     "probe": (f"{_COMMANDS}.probe", "evaluate the features of any models by k-NN and a linear classifier"),
     "export": (f"{_COMMANDS}.export", "write the model as ONNX or torch.export program, for any image size"),
+    "publish": (f"{_COMMANDS}.publish", "write a folder or Hugging Face repository that timm.create_model loads"),
     "show": (f"{_COMMANDS}.show", "draw what a model has learned: position tables, attention, Grad-CAM"),
     "explain": (f"{_COMMANDS}.explain", "print what a model's attention layers compute, which backend, and why"),
     "average": (f"{_COMMANDS}.average", "write the mean of several checkpoints' weights as one checkpoint"),
     "calibrate": (f"{_COMMANDS}.calibrate", "fit a temperature to val, so that probabilities mean what they say"),
     "check-data": (f"{_COMMANDS}.check_data", "decode all images: broken files, classes, sizes, duplicates"),
 }
+# What `relvit predict` runs with an exported file in the place of a checkpoint; by the name "predict-onnx".
+EXPORTED = (f"{_COMMANDS}.predict_onnx", "write the classes of each image into predictions.csv, by an exported file")
 
 EXAMPLES = """examples:
   relvit fit --config digits
@@ -64,11 +67,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"relvit: error: unknown command {command!r}{hint}; commands: {listing(list(COMMANDS))}", file=sys.stderr)
         return 2
     typed = Rewritten(rest, {})
+    name, (module, summary) = command, COMMANDS[command]
+    if command == "predict" and any(argument.endswith(".onnx") for argument in rest):
+        name, (module, summary) = "predict-onnx", EXPORTED
     try:
-        typed = rewrite(command, rest)
-        module, summary = COMMANDS[command]
+        typed = rewrite(name, rest)
         if {"-h", "--help"} & set(typed.arguments):
-            print(importlib.import_module("relvit.cli.help").short_help(command, module, summary))
+            print(importlib.import_module("relvit.cli.help").short_help(name, module, summary))
             return 0
         given = ["--help" if argument == "--help-all" else argument for argument in typed.arguments]
         parser, runner = (importlib.import_module(name) for name in ("relvit.cli.parser", module))
@@ -77,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if module == _FIT:
             runner.main(command, given)
         else:
-            parser.run_function(module, command, given)
+            parser.run_function(module, name, given)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:

@@ -26,14 +26,17 @@ ALIASES: dict[str, dict[str, str]] = {
     "calibrate": {f"--data.{name}": f"--{name}" for name in ("root", "batch_size")},
     "embed": {f"--data.{name}": f"--{name}" for name in ("root", "img_size", "batch_size", "num_workers")},
     "export": {"--data.img_size": "--img_size"},
+    "predict-onnx": {f"--data.{name}": f"--{name}" for name in ("img_size", "batch_size", "num_workers", "on_error")}
+    | {"--ckpt_path": "--model"},
     "show": {"--data.img_size": "--img_size"},
     "explain": {"--data.img_size": "--img_size", "--model.model": "--model"},
 }
 
 # Command -> the options that arguments without a name stand for.
 POSITIONALS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("validate", "test", "resolutions", "export", "calibrate"), ("--ckpt_path",)),
+    **dict.fromkeys(("validate", "test", "resolutions", "export", "publish", "calibrate"), ("--ckpt_path",)),
     "predict": ("--ckpt_path", "--paths"),
+    "predict-onnx": ("--model", "--paths"),
     "embed": ("--ckpt_path", "--root"),
     "show": ("--ckpt_path", "--images"),
     "explain": ("--model",),
@@ -45,10 +48,12 @@ USAGE = {
     "fit": ("relvit fit --root DIR [options]", "relvit fit --config FILE [options]"),
     "validate": ("relvit validate CKPT [options]",),
     "test": ("relvit test CKPT [options]",),
-    "predict": ("relvit predict CKPT [PATH ...] [options]",),
+    "predict": ("relvit predict CKPT [PATH ...] [options]", "relvit predict --model FILE.onnx PATH ... [options]"),
+    "predict-onnx": ("relvit predict --model FILE.onnx PATH ... [options]",),
     "resolutions": ("relvit resolutions CKPT ... --sizes SIZE ... [options]",),
     "embed": ("relvit embed CKPT FOLDER --output FILE [options]",),
     "export": ("relvit export CKPT --output FILE [options]",),
+    "publish": ("relvit publish CKPT --to DIR|hf-hub:OWNER/NAME [options]",),
     "show": ("relvit show CKPT [IMAGE ...] [--kind KIND ...] [options]",),
     "explain": ("relvit explain MODEL|CKPT [--img_size N]",),
     "calibrate": ("relvit calibrate CKPT [--output FILE] [options]",),
@@ -63,7 +68,7 @@ ONE_OR_SEVERAL = ("resolutions", "--ckpt_path")
 SEVERAL = {"--sizes": r"\[?\d", "--shares": r"[\d.]", "--patch": r"\d+$"}
 SEVERAL["--kind"] = r"(tables|kernels|logits|attention|rollout|cam|aft-windows)$"
 # Options that need no value to be true.
-SWITCHES = ("--mirror", "--step_maps", "--lr_find", "--random")
+SWITCHES = ("--mirror", "--step_maps", "--lr_find", "--random", "--int8", "--aot")
 ALONE = ("-h", "--help", "--help-all", "--print_config", "-q", "--quiet")
 # Where a value of `--model` is a file of the model's options, as the parser takes it, and no name.
 _FILE = (".yaml", ".yml", ".json")

@@ -50,6 +50,8 @@ SHOWN: dict[str, dict[str, tuple[str, ...]]] = {
 # What is not in the signature of a class or function, or explained there at a length for Python.
 TEXTS = {
     "ckpt_path": "The checkpoint to use, such as runs/RUN/checkpoints/best.ckpt.",
+    "predict-onnx model": "The file that relvit export wrote; its JSON file is beside it.",
+    "predict-onnx paths": "Image files, folders (with all below them) and patterns such as 'photos/*.jpg'.",
     "explain model": "A model of relvit, or with --retrofit '{}' one of timm's Vision Transformers.",
     "resolutions ckpt_path": "The checkpoints to compare, one or several of the same classes and images.",
     "config": "A configuration in YAML, or one of relvit's by its name, such as digits; later ones override "
@@ -75,11 +77,12 @@ TEXTS = {
     "trainer.precision": "The number format: 32-true, bf16-mixed or 16-mixed. Default: 32-true.",
 }
 # What stands for the value of an option ("": it needs none); of other options N, X, BOOL or NAME, by their types.
-VALUES = dict.fromkeys(("quiet", "lr_find", "mirror", "step_maps", "random"), "") | dict.fromkeys(
+VALUES = dict.fromkeys(("quiet", "lr_find", "mirror", "step_maps", "random", "int8", "aot"), "") | dict.fromkeys(
     ("seed_everything", "devices"), "N"
 )
 VALUES |= dict.fromkeys(("root", "runs", "robustness"), "DIR") | dict.fromkeys(("config", "output"), "FILE")
 VALUES |= {"ckpt_path": "CKPT", "ckpt_paths": "CKPT ...", "paths": "PATH ...", "resume": "RUN", "X": "VALUE"}
+VALUES |= {"to": "DIR|hf-hub:OWNER/NAME", "license": "ID", "curve": "FILE.json"}
 VALUES |= {
     "img_size": "SIZE",
     "sizes": "SIZE ...",

@@ -1,8 +1,8 @@
 """Use and evaluate trained models: predictions, features, test reports, accuracy by image size, export."""
 
 from relvit.evaluation.costs import count_macs, peak_memory
+from relvit.evaluation.deploy import ExportError, PublishError, export_model, publish_model
 from relvit.evaluation.embeddings import Embeddings, embed_folder, write_embeddings
-from relvit.evaluation.export import ExportError, export_model
 from relvit.evaluation.metrics import ClassMetrics, calibration_error, class_metrics, confusion_matrix
 from relvit.evaluation.mirror import MirrorAverage
 from relvit.evaluation.predictor import Prediction, Predictor
@@ -20,6 +20,8 @@ __all__ = [
     "write_embeddings",
     "export_model",
     "ExportError",
+    "publish_model",
+    "PublishError",
     "MirrorAverage",
     "RestrictedClasses",
     "Corruptions",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -69,6 +69,7 @@ class Predictor:
         reach: how the model treats images of another size than in training, see `relvit.models.set_reach`.
 
     Attributes:
+        checkpoint: what the checkpoint holds about the training, without its weights.
         model: the timm model, in evaluation mode, its parameters without gradients. `model.pretrained_cfg` describes
             the images of the training and the classes, for `timm.data.resolve_model_data_config` and
             `timm.models.save_for_hf`.
@@ -91,6 +92,7 @@ class Predictor:
     ) -> None:
         checkpoint = Checkpoint.read(ckpt_path)
         self.classifier = checkpoint.classifier().requires_grad_(False)
+        self.checkpoint = replace(checkpoint, weights={})
         trained_size, self.mean, self.std, self.crop_pct = checkpoint.transforms()
         self.img_size: tuple[int, int] = trained_size if img_size is None else parse_size(img_size)
         self.class_names = checkpoint.class_names()

@@ -6,6 +6,7 @@ from relvit.models.factory import build_model, model_arguments
 from relvit.models.lsh_vit import LSHVisionTransformer
 from relvit.models.relative_vit import RelVisionTransformer
 from relvit.models.retrofit import retrofit, retrofit_arguments
+from relvit.models.retrofit.registered import retrofitted
 from relvit.models.sizes.bands import Bands, Memory, classify_bands, forward_segment, set_bands
 from relvit.models.sizes.image_size import check_image_size
 from relvit.models.sizes.reach import Reach, set_reach
@@ -32,6 +33,7 @@ __all__ = [
     "model_arguments",
     "retrofit",
     "retrofit_arguments",
+    "retrofitted",
     "set_bands",
     "set_reach",
 ]

@@ -36,7 +36,8 @@ class AttentionMaps(NamedTuple):
 def attention_maps(model: nn.Module, images: Tensor, layers: Sequence[int] | None = None) -> AttentionMaps:
     """Compute the attention weights of a Vision Transformer, which fused attention never forms.
 
-    Each layer takes N x N numbers per head and image. The model is not changed.
+    Each layer takes N x N numbers per head and image. The model is not changed. Of a block that runs several times, as
+    in `relvit_universal_*`, the weights are those of the last time.
 
     Args:
         model: in evaluation mode: a relvit model with attention, a model that `relvit.retrofit` has changed, or one of

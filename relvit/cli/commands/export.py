@@ -5,11 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 from relvit.evaluation import Predictor, Size, export_model
-from relvit.evaluation.export import check_export
+from relvit.evaluation.deploy import OnnxClassifier, compare
+from relvit.evaluation.deploy.export import check_export
 from relvit.models import Reach
+from relvit.utils.messages import one_line
 
 
-def export(ckpt_path: str, output: str, img_size: Size | None = None, reach: Reach = "trained") -> None:
+def export(
+    ckpt_path: str,
+    output: str,
+    img_size: Size | None = None,
+    reach: Reach = "trained",
+    int8: bool = False,
+    aot: bool = False,
+) -> None:
     """Write the model to a file, and compare what the file computes with the model at two sizes of images.
 
     It takes any number of normalised images of any size that the model takes. A JSON file beside it holds class names
@@ -21,9 +30,29 @@ def export(ckpt_path: str, output: str, img_size: Size | None = None, reach: Rea
         img_size: The size of a model that takes only one, such as 288 or [256,384]; None means as in training.
         reach: How attention works at other sizes than in training: trained, stretch, logn, stretch-logn, windows or
             bands.
+        int8: Quantise the weights of an .onnx to int8, and print the accuracy before and after on images of val.
+        aot: Compile a .pt2 for the CPU by AOTInductor, which needs a C++ compiler and about a minute.
     """
-    check_export(output)
-    shapes = export_model(Predictor(ckpt_path, img_size, reach), output)
+    check_export(output, int8, aot)
+    predictor = Predictor(ckpt_path, img_size, reach)
+    shapes = export_model(predictor, output, int8, aot)
     checked = " and ".join(" x ".join(map(str, shape)) for shape in shapes)
-    print(f"{output} computes what the model does (checked with images {checked}).", flush=True)
+    before = ", before its weights were quantised" if int8 else ""
+    print(f"{output} computes what the model does (checked with images {checked}{before}).", flush=True)
+    if aot:
+        print("It does not notice images of a wrong size, unless AOTI_RUNTIME_CHECK_INPUTS is 1.", flush=True)
     print(f"Class names and transforms: {Path(output).with_suffix('.json')}", flush=True)
+    if int8:
+        print(_accuracy(predictor, output), flush=True)
+
+
+def _accuracy(predictor: Predictor, output: str) -> str:
+    try:
+        data = predictor.checkpoint.data_module(img_size=predictor.img_size)
+        found = compare(predictor, OnnxClassifier(output), data)
+    except (ValueError, OSError) as error:
+        return f"The accuracy that int8 costs was not measured: {one_line(error)}"
+    return (
+        f"Accuracy on {found.images} images of val: {found.model:.4f} before int8, {found.file:.4f} after; "
+        f"the same class for {found.same:.2%}"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from timm.layers import DiffAttention, HybridEmbed, PatchEmbed
 from timm.models.beit import Block as BeitBlock
@@ -35,6 +36,8 @@ from relvit.utils.messages import did_you_mean, listing
 ABS_POS = ("keep", "freeze", "drop")
 ABSOLUTE_EMBEDDINGS = ("pos_embed", "embeds.pos_embed", "embeds.pos_embed_y", "embeds.pos_embed_x")
 MAX_GRID = 64
+# The name by which timm creates retrofitted models.
+RETROFITTED_NAME = "retrofitted"
 # Blocks that hand `attn_mask` and `rope` on to one attention untouched.
 BLOCKS = (Block, ResPostBlock, EvaBlock, EvaBlockPostNorm)
 # Blocks of models that bring relative positions: these hand on a shared bias, or nothing.
@@ -108,6 +111,7 @@ def retrofit(
         "bucketing": bucketing,
         "init_std": init_std,
     }
+    chosen = tables | {"position": position, "abs_pos": abs_pos, "backend": backend, "max_grid": max_grid}
     _check_model(model)
     for name, given, allowed in (("abs_pos", abs_pos, ABS_POS), ("backend", backend, ("auto", *BACKENDS))):
         if given not in allowed:
@@ -152,12 +156,27 @@ def retrofit(
             setattr(module, leaf, None)
             if becomes is RetrofittedNaFlexVit:
                 module.pos_embed_type = "none"
+    _describe(model, chosen)
     return model
 
 
 def retrofit_arguments() -> tuple[str, ...]:
     """Return the names of those arguments of `retrofit` that are plain values, as in a configuration."""
     return tuple(name for name in inspect.signature(retrofit).parameters if name not in ("model", "position"))
+
+
+def _describe(model: nn.Module, chosen: dict[str, Any]) -> None:
+    """Have timm's `save_for_hf` describe a model that `timm.create_model` made as one of the name `RETROFITTED_NAME`.
+
+    See `relvit.models.retrofit.registered`.
+    """
+    if not hasattr(model, "_model_args"):
+        return
+    cfg, defaults = model.pretrained_cfg, inspect.signature(retrofit).parameters
+    given = {name: value for name, value in chosen.items() if value != defaults[name].default}
+    model._model_args = {**model._model_args, "model": cfg["architecture"], "retrofit": given}
+    # timm has the description under both names.
+    model.pretrained_cfg = model.default_cfg = {**cfg, "architecture": RETROFITTED_NAME}
 
 
 def _check_model(model: nn.Module) -> None:

@@ -182,7 +182,7 @@ def _convert(
     if isinstance(net, Retrofitted) and not any(ABSOLUTE in name for name in own):
         # timm's filters need a target for it, which `relvit.retrofit` has dropped.
         state = {name: tensor for name, tensor in state.items() if ABSOLUTE not in name}
-    filter_fn = _filter_of(net, in_part)
+    filter_fn = filter_of(net, in_part)
     if filter_fn is not None:
         cfg = net.pretrained_cfg
         # From it the filters compute the grid of an absolute embedding.
@@ -196,7 +196,7 @@ def _convert(
     return state
 
 
-def _filter_of(net: nn.Module, in_part: dict[str, str]) -> Callable[[dict[str, Tensor]], dict[str, Tensor]] | None:
+def filter_of(net: nn.Module, in_part: dict[str, str]) -> Callable[[dict[str, Tensor]], dict[str, Tensor]] | None:
     """The function that adapts checkpoints to the model's architecture: the one beside its class, as timm has it."""
     for cls in type(net).__mro__:
         function = getattr(sys.modules[cls.__module__], "checkpoint_filter_fn", None)

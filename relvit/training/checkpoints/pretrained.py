@@ -12,6 +12,7 @@ from timm.models._hub import load_model_config_from_path
 
 from relvit.data import parse_size
 from relvit.models.factory import BUILDER_ARGUMENTS, DATA_ARGUMENTS, check_size
+from relvit.models.retrofit.api import RETROFITTED_NAME
 from relvit.models.weights.transfer import Weights
 from relvit.training.checkpoints.checkpoint import Architecture, Checkpoint, Normalisation
 from relvit.utils.files import is_address
@@ -61,7 +62,10 @@ class Pretrained:
             return Architecture(self._timm_name)
         _, architecture, given = self._config
         kwargs = {key: value for key, value in given.items() if key not in {*DATA_ARGUMENTS, *BUILDER_ARGUMENTS}}
-        return Architecture(architecture, kwargs or None)
+        retrofit = None
+        if architecture == RETROFITTED_NAME:
+            architecture, retrofit = kwargs.pop("model"), kwargs.pop("retrofit")
+        return Architecture(architecture, kwargs or None, retrofit)
 
     def normalisation(self) -> Normalisation:
         """Return mean and standard deviation of the images of the pretraining; unknown of a file of plain weights."""

@@ -1,6 +1,10 @@
 """`relvit export`: what the files compute where relvit is not, against the classifier."""
 
+import csv
 import json
+import os
+import re
+import shutil
 import subprocess
 import sys
 
@@ -10,11 +14,13 @@ import pytest
 import torch
 from photos import CLASSES, TINY
 from PIL import Image
+from torch._inductor.exc import InvalidCxxCompiler
 
 import relvit
 from relvit.cli import main
 from relvit.evaluation import ExportError, export_model
-from relvit.evaluation import export as module
+from relvit.evaluation.deploy import OnnxClassifier
+from relvit.evaluation.deploy import export as module
 from relvit.training import load_classifier
 
 # Loads the program with PyTorch alone.
@@ -88,6 +94,52 @@ def test_onnx_and_its_description_are_enough_to_predict(run, folder, session, cl
     assert sorted(probabilities, reverse=True) == pytest.approx(prediction.probabilities, abs=1e-5)
 
 
+def rows(folder):
+    (table,) = folder.glob("*/predictions.csv")
+    with open(table, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def same_predictions(ours, theirs):
+    assert [list(row) for row in ours] == [list(row) for row in theirs]
+    for one, other in zip(ours, theirs, strict=True):
+        for name, value in one.items():
+            if name.startswith("probability"):
+                assert float(value) == pytest.approx(float(other[name]), abs=2e-6)
+            else:
+                assert value == other[name]
+
+
+@pytest.mark.parametrize("size", [[], ["--img_size=[24,40]"]])
+def test_predict_by_the_file_alone(run, folder, photos, tmp_path, size, capsys):
+    """The same table as by the checkpoint, at any size, past a file that cannot be read."""
+    (tmp_path / "broken.jpg").write_bytes(b"nothing")
+    paths = [str(photos / "test"), str(tmp_path / "broken.jpg"), *size]
+    best = str(run / "checkpoints" / "best.ckpt")
+    assert main(["predict", best, *paths, f"--runs={tmp_path / 'theirs'}", "--trainer.accelerator=cpu"]) == 0
+    assert main(["predict", "--model", str(folder / "model.onnx"), *paths, f"--runs={tmp_path / 'ours'}"]) == 0
+    assert "18 predictions in " in capsys.readouterr().out
+    same_predictions(rows(tmp_path / "ours"), rows(tmp_path / "theirs"))
+    tables = [next((tmp_path / name).glob("*/unreadable.csv")).read_text() for name in ("ours", "theirs")]
+    assert tables[0] == tables[1]
+
+
+def test_int8_and_what_it_costs(run, folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(module, "_onnx", lambda net, *_: shutil.copy(folder / "model.onnx", tmp_path) and net)
+    best = run / "checkpoints" / "best.ckpt"
+    assert main(["export", str(best), "--output", str(tmp_path / "model.onnx"), "--int8"]) == 0
+    out = capsys.readouterr().out
+    before, after, same = re.search(
+        r"18 images of val: (\S+) before int8, (\S+) after; the same class for (\S+)%", out
+    ).groups()
+    summary = json.loads((run / "summary.json").read_text())
+    assert float(before) == pytest.approx(summary["val/acc1"], abs=5e-5)
+    assert abs(float(after) - float(before)) <= 1 - float(same) / 100 + 1e-4
+    x = torch.randn(4, 3, 16, 16)
+    quantised, exact = OnnxClassifier(tmp_path / "model.onnx")(x), load_classifier(best)(x)
+    assert 0 < (quantised - exact).abs().max() < 0.1 * exact.abs().max()
+
+
 def check_refusals(net, folder, session):
     """Of images whose sides are no multiples of the patch, in either direction."""
     program = torch.export.load(folder / "model.pt2").module()
@@ -133,6 +185,20 @@ def test_a_model_of_one_size(photos, tmp_path):
     torch.testing.assert_close(torch.export.load(output).module()(x), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
+def test_compiled_by_aotinductor(run, classifier, tmp_path, capfd):
+    output = tmp_path / "model.pt2"
+    assert main(["export", str(run / "checkpoints" / "best.ckpt"), f"--output={output}", "--aot"]) == 0
+    assert "does not notice images of a wrong size" in capfd.readouterr().out
+    packaged = torch._inductor.aoti_load_package(str(output))
+    for x in images():
+        torch.testing.assert_close(packaged(x), classifier(x), rtol=1e-4, atol=1e-5)
+    code = "import sys, torch; torch._inductor.aoti_load_package(sys.argv[1])(torch.zeros(2, 3, int(sys.argv[2]), 24))"
+    environment = os.environ | {"AOTI_RUNTIME_CHECK_INPUTS": "1"}
+    runs = [subprocess.run([sys.executable, "-c", code, output, height], env=environment) for height in ("24", "20")]
+    assert [run.returncode == 0 for run in runs] == [True, False]
+
+
 def test_a_file_that_computes_something_else_is_not_kept(run, tmp_path, monkeypatch):
     def wrong(net, images, dynamic, output):
         output.touch()
@@ -144,11 +210,41 @@ def test_a_file_that_computes_something_else_is_not_kept(run, tmp_path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
+def raise_no_compiler():
+    raise InvalidCxxCompiler
+
+
+def test_sizes_and_names_that_predict_refuses(folder, photos, tmp_path, capsys):
+    file = str(folder / "model.onnx")
+    for arguments, message in {
+        (file, "photo.jpg", "--img_size=[16,20]"): "[16, 20]: the file takes sides of multiples of 8 from 16 on",
+        (file, "photo.jpg", "--img_size=8"): "multiples of 8 from 16 on",
+        (file,): "missing: --paths; usage: relvit predict --model FILE.onnx PATH ...",
+        (file, "nowhere.jpg"): "no file or folder 'nowhere.jpg'",
+        ("none.onnx", "photo.jpg"): "no file none.onnx: relvit export CKPT --output none.onnx",
+    }.items():
+        assert main(["predict", *arguments, f"--runs={tmp_path}"]) == 2
+        assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+    assert main(["predict", file, "--help"]) == 0
+    assert "usage: relvit predict --model FILE.onnx PATH" in capsys.readouterr().out
+
+
 def test_mistakes(run, tmp_path, monkeypatch, capsys):
     assert export(run, tmp_path / "model.onxx") == 2
     assert "ends in '.onxx'; allowed are .onnx, .pt2 (did you mean '.onnx'?)" in capsys.readouterr().err
     assert export(run, tmp_path / "none" / "model.onnx") == 2
     assert "is in a folder that does not exist" in capsys.readouterr().err
+    for name, option, message in (
+        ("model.pt2", "--int8", "int8 is for files that end in .onnx"),
+        ("model.onnx", "--aot", "aot is for files that end in .pt2"),
+    ):
+        assert main(["export", str(run / "checkpoints" / "best.ckpt"), f"--output={tmp_path / name}", option]) == 2
+        assert message in capsys.readouterr().err
+    with monkeypatch.context() as without:
+        without.setattr("torch._inductor.cpp_builder.get_cpp_compiler", raise_no_compiler)
+        assert main(["export", str(run / "checkpoints" / "best.ckpt"), f"--output={tmp_path}/model.pt2", "--aot"]) == 2
+        assert "aot needs a C++ compiler, and there is none" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     assert export(run, tmp_path / "model.onnx") == 2
     assert 'ONNX needs the package onnxscript: pip install "relvit[onnx]"' in capsys.readouterr().err

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from relvit.evaluation.deploy.onnx_model import quantise
 from relvit.evaluation.predictor import Predictor
 from relvit.layers.patch_embed import AnySizePatchEmbed, whole_patches
-from relvit.utils.files import check_output
+from relvit.utils.files import atomic_write, check_output
 from relvit.utils.messages import MissingPackageError
 
 FORMATS = (".onnx", ".pt2")
@@ -27,7 +28,9 @@ class ExportError(RuntimeError):
     """The exported file does not compute what the model computes."""
 
 
-def export_model(predictor: Predictor, output: str | os.PathLike[str]) -> list[tuple[int, ...]]:
+def export_model(
+    predictor: Predictor, output: str | os.PathLike[str], int8: bool = False, aot: bool = False
+) -> list[tuple[int, ...]]:
     """Write the model to a file, read the file back and compare it with the model.
 
     The file takes normalised images float32 (B, C, H, W), as `predictor.transform` makes them, and gives logits (B,
@@ -38,18 +41,22 @@ def export_model(predictor: Predictor, output: str | os.PathLike[str]) -> list[t
     Args:
         predictor: see `relvit.load`.
         output: a file that ends in .onnx (needs onnx, onnxscript and onnxruntime) or .pt2 (`torch.export.load`).
+        int8: of .onnx, quantise the weights of the linear layers after the comparison, see `quantise`.
+        aot: of .pt2, compile the program for this machine's kind of CPU by AOTInductor; the file is then for
+            `torch._inductor.aoti_load_package`, in Python and in C++. It refuses images of wrong sizes only where the
+            environment variable AOTI_RUNTIME_CHECK_INPUTS is 1.
 
     Returns:
         The shapes of the images that the two were compared with.
 
     Raises:
-        ValueError: another ending, or the reach "windows".
+        ValueError: another ending, `int8` or `aot` with the wrong one, no C++ compiler, or the reach "windows".
         FileNotFoundError: the folder does not exist.
         ModuleNotFoundError: ONNX without its packages.
         ExportError: other logits than the model's.
     """
     output = Path(output)
-    check_export(output)
+    check_export(output, int8, aot)
     if predictor.reach == "windows":
         raise ValueError("reach 'windows' cannot be exported: how many windows there are depends on the image")
     # On the CPU as the file is meant for anywhere; backends of the attention are chosen while tracing.
@@ -60,7 +67,8 @@ def export_model(predictor: Predictor, output: str | os.PathLike[str]) -> list[t
     if temperature != 1:
         net = _Calibrated(net, temperature).eval()
     images = torch.randn(shapes[0], generator=torch.Generator().manual_seed(0))
-    run = (_onnx if output.suffix == ".onnx" else _program)(net, images, dynamic, output)
+    write = _onnx if output.suffix == ".onnx" else _package if aot else _program
+    run = write(net, images, dynamic, output)
     for shape in shapes:
         images = torch.randn(shape, generator=torch.Generator().manual_seed(1))
         with torch.no_grad():
@@ -69,6 +77,9 @@ def export_model(predictor: Predictor, output: str | os.PathLike[str]) -> list[t
         if found.shape != expected.shape or not error <= TOLERANCE:
             output.unlink()
             raise ExportError(f"for images {shape} the exported model differs from the model by {error:.1e}: not kept")
+    if int8:
+        with atomic_write(output) as part:
+            quantise(output, part)
     description = {
         "class_names": predictor.class_names,
         "input": ["batch" if i == 0 else str(dynamic[i]) if i in dynamic else size for i, size in enumerate(shapes[0])],
@@ -87,9 +98,22 @@ def export_model(predictor: Predictor, output: str | os.PathLike[str]) -> list[t
     return shapes
 
 
-def check_export(output: str | os.PathLike[str]) -> None:
+def check_export(output: str | os.PathLike[str], int8: bool = False, aot: bool = False) -> None:
     """Check beforehand that a model can be written to a file of this name; errors as in `export_model`."""
-    if check_output(output, FORMATS) == ".onnx":
+    suffix = check_output(output, FORMATS)
+    for option, given, needed in (("int8", int8, ".onnx"), ("aot", aot, ".pt2")):
+        if given and suffix != needed:
+            raise ValueError(f"{option} is for files that end in {needed}, got {output}")
+    if aot:
+        # Not above: the compiler takes a second to import.
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch._inductor.exc import InvalidCxxCompiler
+
+        try:
+            get_cpp_compiler()
+        except InvalidCxxCompiler as error:
+            raise ValueError("aot needs a C++ compiler, and there is none: install g++ or clang") from error
+    if suffix == ".onnx":
         try:
             import onnx  # noqa: F401
             import onnxruntime  # noqa: F401
@@ -148,6 +172,13 @@ def _program(net: nn.Module, images: Tensor, dynamic: dict[int, Any], output: Pa
     program = torch.export.export(net, (images,), dynamic_shapes=(dynamic,))
     torch.export.save(program, output)
     return torch.export.load(output).module()
+
+
+def _package(net: nn.Module, images: Tensor, dynamic: dict[int, Any], output: Path) -> Callable[[Tensor], Tensor]:
+    program = torch.export.export(net, (images,), dynamic_shapes=(dynamic,))
+    return torch._inductor.aoti_load_package(
+        torch._inductor.aoti_compile_and_package(program, package_path=str(output))
+    )
 
 
 def _onnx(net: nn.Module, images: Tensor, dynamic: dict[int, Any], output: Path) -> Callable[[Tensor], Tensor]:

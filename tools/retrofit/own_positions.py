@@ -1,7 +1,7 @@
 """Compare models of timm that bring relative positions with the same after `relvit.retrofit`: memory and time, CPU.
 
-    python tools/own_positions.py                              # the table of docs/retrofit.md, five minutes
-    python tools/own_positions.py --models beit_base_patch16_224
+    python tools/retrofit/own_positions.py                              # the table of docs/retrofit.md, five minutes
+    python tools/retrofit/own_positions.py --models beit_base_patch16_224
 
 Each model has three blocks, SAM's last one global, and is built by timm for the size; one image, in float32.
 """

@@ -1,0 +1,52 @@
+"""`relvit predict --model FILE.onnx`: predictions of an exported file, by onnxruntime."""
+
+from __future__ import annotations
+
+from lightning import Trainer
+
+from relvit.cli.fit.callbacks import progress_callbacks
+from relvit.cli.fit.outcome import report_predict
+from relvit.cli.fit.run_folder import make_run_folder
+from relvit.data import parse_size
+from relvit.data.images.datasets import OnError
+from relvit.data.modules.paths import ImagePathsData
+from relvit.evaluation import Size
+from relvit.evaluation.deploy import OnnxClassifier
+from relvit.training import DataRecord, PredictionTable, remove_if_empty
+
+
+def predict_onnx(
+    model: str,
+    paths: list[str],
+    img_size: Size | None = None,
+    batch_size: int = 64,
+    num_workers: int = 2,
+    on_error: OnError = "skip",
+    runs: str = "runs",
+) -> None:
+    """Write the classes of each image into predictions.csv, as `relvit predict` does by a checkpoint.
+
+    Args:
+        model: The file that relvit export wrote; its JSON file is beside it.
+        paths: Image files, folders (with all below them) and patterns such as 'photos/*.jpg'.
+        img_size: The size of the images that the model gets, such as 288 or [256,384]; None means as in training.
+        batch_size: The number of images in a batch.
+        num_workers: The number of processes that read images.
+        on_error: What to do about a file that cannot be read: error stops, skip goes on without it.
+        runs: The folder in which a new folder is made for the predictions.
+    """
+    classifier = OnnxClassifier(model)
+    arguments = classifier.data_arguments(None if img_size is None else parse_size(img_size))
+    loading = {"batch_size": batch_size, "num_workers": num_workers, "on_error": on_error}
+    data = ImagePathsData(paths, **arguments, **loading)
+    folder = make_run_folder(runs, "predict")
+    try:
+        table = PredictionTable(folder / "predictions.csv", data.class_names)
+        off = ("logger", "enable_checkpointing", "enable_model_summary")
+        config = {"enable_progress_bar": None, "callbacks": [], **dict.fromkeys(off, False)}
+        config["callbacks"] = [table, DataRecord(folder), *progress_callbacks(config, None, quiet=False)]
+        trainer = Trainer(accelerator="cpu", devices=1, **config)
+        trainer.predict(classifier, data, return_predictions=False)
+        report_predict(trainer, folder)
+    finally:
+        remove_if_empty(folder)

@@ -1,0 +1,20 @@
+"""`relvit publish`: the model as a folder or a Hugging Face repository in timm's own format."""
+
+from __future__ import annotations
+
+from relvit.evaluation.deploy import publish_model
+
+
+def publish(ckpt_path: str, to: str, license: str | None = None, curve: str | None = None) -> None:
+    """Write weights, config.json and a model card, which timm.create_model loads after `import relvit`.
+
+    Args:
+        ckpt_path: The checkpoint to use, such as runs/RUN/checkpoints/best.ckpt.
+        to: The folder to write to, or hf-hub:OWNER/NAME to upload to that repository (log in by hf auth login).
+        license: The licence of the weights by its identifier, such as apache-2.0; by default the card has none.
+        curve: The file that relvit resolutions --output FILE.json wrote for this checkpoint; by default
+            resolutions.json in the folder of the run, if it has one.
+    """
+    name = publish_model(ckpt_path, to, license, curve)
+    print("Published, and checked: timm computes the same logits, bit by bit. In Python, after import relvit:")
+    print(f"  model = timm.create_model({name!r}, pretrained=True)", flush=True)

@@ -1,0 +1,7 @@
+"""Trained models for use elsewhere: published folders and Hugging Face repositories, exported files."""
+
+from relvit.evaluation.deploy.export import ExportError, export_model
+from relvit.evaluation.deploy.onnx_model import OnnxClassifier, compare, quantise
+from relvit.evaluation.deploy.publish import PublishError, publish_model
+
+__all__ = ["ExportError", "OnnxClassifier", "PublishError", "compare", "export_model", "publish_model", "quantise"]

@@ -1,0 +1,191 @@
+"""Model card of a published model: how to load it, results, curve over sizes, preprocessing, recipe, licence."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from lightning import Trainer
+from timm.models._hub import generate_readme
+
+from relvit.data import ImageData
+from relvit.evaluation.predictor import Predictor
+from relvit.training import ImageClassifier
+from relvit.version import __version__
+
+# Names of classes that a card lists; config.json holds all.
+SHOWN = 50
+# Columns of a curve over sizes: key of a row -> title, format.
+COLUMNS = {
+    "protocol": ("protocol", "{}"),
+    "reach": ("reach", "{}"),
+    "images": ("images", "{}"),
+    "acc1": ("accuracy", "{:.4f}"),
+    "acc5": ("top-5", "{:.4f}"),
+    "calibration_error": ("calibration error", "{:.4f}"),
+    "macs": ("MACs", "{:.3g}"),
+}
+# Options that flow from the data to the model; those that say nothing or are elsewhere in the card; the trainer's.
+OF_THE_DATA = ("num_classes", "in_chans", "class_names", "img_size")
+ELSEWHERE = ("class_names", "num_workers", "mean", "std")
+TRAINER = ("max_epochs", "max_steps", "devices", "num_nodes", "precision", "accumulate_grad_batches")
+TRAINER += ("gradient_clip_val", "gradient_clip_algorithm")
+USAGE = """\
+```python
+import timm, torch
+from relvit.data import load_rgb  # importing relvit registers its models with timm
+
+model = timm.create_model("{name}", pretrained=True).eval()
+transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+image = transform(load_rgb("photo.jpg"){grey})
+with torch.inference_mode():
+    probabilities = {logits}.softmax(-1)[0]
+label = model.pretrained_cfg["label_names"][probabilities.argmax()]
+print(label, float(probabilities.max()))
+```
+
+It needs the Python packages timm and relvit, {version} or newer. `load_rgb` reads files as in the training:
+orientation, transparency on white, 16 bits.
+"""
+NATIVE = """
+The model was trained on images of their own shapes, of up to {tokens} patches of {patch} pixels
+(`relvit.data.native.native_transform`). timm's transform, above, makes all images {size} instead.
+"""
+
+
+def model_card(
+    predictor: Predictor, name: str, license: str | None = None, curve: Sequence[Mapping[str, Any]] = ()
+) -> str:
+    """Return the text of a README.md in Markdown, with the metadata that the Hugging Face hub reads.
+
+    Args:
+        predictor: the model.
+        name: what `timm.create_model` takes.
+        license: identifier of a licence; None: not given.
+        curve: rows of `relvit.evaluation.evaluate_sizes`.
+    """
+    checkpoint, hparams = predictor.checkpoint, predictor.classifier.hparams
+    names = [f"`{each}`" for each in predictor.class_names[:SHOWN]]
+    if more := len(predictor.class_names) - len(names):
+        names.append(f"and {more} more in config.json")
+    size = " x ".join(map(str, predictor.model.pretrained_cfg["input_size"][1:]))
+    added = "" if hparams.retrofit is None else " with relative positions by `relvit.retrofit`"
+    details: dict[str, Any] = {
+        "Architecture": f"`{hparams.model}`{added}",
+        "Parameters": f"{sum(parameter.numel() for parameter in predictor.model.parameters()):,}",
+        "Classes": f"{len(predictor.class_names)}: {', '.join(names)}",
+        "Images": f"{size} pixels, {len(predictor.mean)} channel{'s' * (len(predictor.mean) > 1)}",
+        "Preprocessing": f"resized (bicubic) and cropped to {predictor.crop_pct:g} of the side; normalised by mean "
+        f"{_rounded(predictor.mean)} and standard deviation {_rounded(predictor.std)}",
+        "Licence": license or "not given: ask the authors before you use the weights",
+    }
+    if hparams.ema_decay is not None:
+        details["Weights"] = "moving average of the training"
+    if source := checkpoint.model.get("pretrained"):
+        started = _without_folders(source)
+        details["Pretrained"] = f"the training started from `{started}`, whose licence applies as well"
+    details["Trained with"] = ", ".join(f"{package} {version}" for package, version in checkpoint.versions.items())
+    details["Results"] = _results(checkpoint.path) or "not given"
+    logits, temperature = "model(image[None])", predictor.classifier.temperature
+    if temperature != 1:
+        details["Calibration"] = (
+            f"divide the logits by the temperature {temperature:g}, which the weights do not contain"
+        )
+        logits = f"({logits} / {temperature!r})"
+    card = {
+        "tags": ["image-classification", "timm", "relvit"],
+        "license": license or "unknown",
+        "description": "An image classifier trained with relvit: Vision Transformers with relative positions in 2D.",
+        "details": details,
+        "usage": USAGE.format(
+            name=name, version=__version__, logits=logits, grey='.convert("L")' if len(predictor.mean) == 1 else ""
+        ),
+    }
+    if predictor.native is not None:
+        patch, tokens = predictor.native
+        details["Images"] = f"native shapes, of up to {tokens} patches, {details['Images'].partition(', ')[2]}"
+        card["usage"] += NATIVE.format(tokens=tokens, patch=" x ".join(map(str, patch)), size=size)
+    text = generate_readme(card, name.rpartition(":")[2].rpartition("/")[2])
+    if curve:
+        text += f"\n## Accuracy by image size\n\n{_table(curve)}\n"
+    recipe = yaml.safe_dump(_recipe(checkpoint.model, checkpoint.data, checkpoint.fit), sort_keys=False)
+    return f"{text}\n## Recipe\n\nOptions of `relvit fit` that differ from its defaults:\n\n```yaml\n{recipe}```\n"
+
+
+def read_curve(ckpt_path: str | os.PathLike[str], curve: str | os.PathLike[str] | None = None) -> list[dict[str, Any]]:
+    """Read the rows of a checkpoint from a JSON file of `relvit resolutions`.
+
+    Args:
+        ckpt_path: the checkpoint.
+        curve: the file; None: `resolutions.json` in the folder of the checkpoint's run, where there is one.
+
+    Raises:
+        FileNotFoundError, ValueError: no such file, or one without rows of this checkpoint, where `curve` is given.
+    """
+    path = Path(ckpt_path).parent.parent / "resolutions.json" if curve is None else Path(curve)
+    if curve is None and not path.is_file():
+        return []
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+        own = Path(ckpt_path).resolve()
+        found = [row for row in rows if Path(row["checkpoint"]).resolve() == own]
+        if found or curve is None:
+            return found
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} is no JSON file of relvit resolutions ({error!r})") from error
+    raise ValueError(f"{path} has no figures of {ckpt_path}: relvit resolutions CKPT --sizes ... --output FILE.json")
+
+
+def _results(ckpt_path: str) -> dict[str, Any]:
+    """The metrics in the summary of a run, which are those of its best checkpoint."""
+    path = Path(ckpt_path)
+    summary = path.parent.parent / "summary.json"
+    if path.name != "best.ckpt" or not summary.is_file():
+        return {}
+    values = json.loads(summary.read_text())
+    return {name: f"{value:.4f}" for name, value in values.items() if name.startswith(("val/", "test/"))}
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> str:
+    columns = {key: column for key, column in COLUMNS.items() if key in rows[0]}
+    lines = ["| size | " + " | ".join(title for title, _ in columns.values()) + " |", "|---" * (len(columns) + 1) + "|"]
+    for row in rows:
+        values = [text.format(row[key]) for key, (_, text) in columns.items()]
+        lines.append(f"| {row['height']} x {row['width']} | " + " | ".join(values) + " |")
+    return "\n".join(lines)
+
+
+def _recipe(model: Mapping[str, Any], data: Mapping[str, Any], fit: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a training that are no defaults; no classes, and no folders of the machine."""
+    network = {name: value for name, value in _chosen(ImageClassifier, model).items() if name not in OF_THE_DATA}
+    for name in ("pretrained", "teacher"):
+        if name in network:
+            network[name] = _without_folders(network[name])
+    images = {name: value for name, value in _chosen(ImageData, data["init_args"]).items() if name not in ELSEWHERE}
+    if not images.get("native"):
+        images.pop("patch_size", None)
+    trainer = _chosen(Trainer, {name: value for name, value in (fit.get("trainer") or {}).items() if name in TRAINER})
+    return {
+        "seed_everything": fit.get("seed_everything"),
+        "trainer": {name: value for name, value in trainer.items() if value is not None},
+        "model": network,
+        "data": {"class_path": data["class_path"], "init_args": images},
+    }
+
+
+def _chosen(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    known = inspect.signature(cls).parameters
+    return {name: value for name, value in values.items() if name in known and value != known[name].default}
+
+
+def _without_folders(name: str) -> str:
+    return name if name.startswith("hf-hub:") else name.rpartition("/")[2]
+
+
+def _rounded(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.4g}" for value in values)

@@ -1,0 +1,147 @@
+"""Exported ONNX files: run by onnxruntime, quantised to int8, and compared with their model on images."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from lightning import LightningModule
+from torch import Tensor
+
+from relvit.data import ImageData
+from relvit.data.native import NativeBatch, images_of
+from relvit.evaluation.predictor import Predictor
+from relvit.utils.messages import MissingPackageError, one_line
+
+# Images on which an int8 file is compared with its model, evenly spaced in val.
+COMPARED = 2000
+
+
+class OnnxClassifier(LightningModule):
+    """A classifier that `relvit export` wrote, run by onnxruntime on the CPU; PyTorch only prepares the images.
+
+    Args:
+        path: the .onnx file; the JSON file that belongs to it is beside it.
+
+    Attributes:
+        description: the content of the JSON file.
+
+    Raises:
+        FileNotFoundError, ValueError: one of the two files is missing, or is none of `relvit export`.
+        ModuleNotFoundError: onnxruntime is not installed.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__()
+        try:
+            import onnxruntime
+        except ModuleNotFoundError as error:
+            raise MissingPackageError("ONNX", error.name) from error
+        about = Path(path).with_suffix(".json")
+        for file in (Path(path), about):
+            if not file.is_file():
+                raise FileNotFoundError(f"no file {file}: relvit export CKPT --output {path} writes {about.name}, too")
+        try:
+            self.description: dict[str, Any] = json.loads(about.read_text(encoding="utf-8"))
+            self.inputs: Sequence[str | int] = self.description["input"][2:]
+            self.session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        # onnxruntime has exceptions of its own for broken files.
+        except Exception as error:
+            raise ValueError(f"{path} and {about.name} are no files of relvit export: {one_line(error)}") from error
+
+    def data_arguments(self, img_size: tuple[int, int] | None = None) -> dict[str, Any]:
+        """Return the arguments of `ImagePathsData` by which images are prepared.
+
+        Args:
+            img_size: (height, width); None: as in the training.
+
+        Raises:
+            ValueError: a size that the file does not take.
+        """
+        about = self.description
+        found = {name: about[name] for name in ("class_names", "mean", "std")}
+        if "max_tokens" in about:
+            if img_size is not None:
+                raise ValueError("the model takes images of their own shapes: leave out img_size")
+            budget = {name: about[name] for name in ("patch_size", "max_tokens")}
+            return found | budget | {"native": True, "img_size": 224, "crop_pct": 1.0}
+        size = img_size or tuple(about["img_size"])
+        for side, allowed in zip(size, self.inputs, strict=True):
+            # As in '16*height_in_patches'.
+            patch = int(allowed.partition("*")[0]) if isinstance(allowed, str) else 0
+            if side != allowed and (not patch or side % patch or side < 2 * patch):
+                takes = f"multiples of {patch} from {2 * patch} on" if patch else f"{allowed} pixels alone"
+                raise ValueError(f"img_size {list(size)}: the file takes sides of {takes}")
+        return found | {"img_size": size, "crop_pct": about["crop_pct"]}
+
+    def forward(self, images: Tensor | NativeBatch) -> Tensor:
+        """Compute logits (B, classes) of images (B, C, H, W), or of a native batch, one image after the other."""
+        if isinstance(images, dict):
+            return torch.cat([self(image[None]) for image in images_of(images)])
+        return torch.from_numpy(self.session.run(["logits"], {"images": images.numpy()})[0])
+
+    def predict_step(self, batch: tuple[Tensor | NativeBatch, list[str]], batch_idx: int) -> dict[str, Any]:
+        """Return the names of the images and (B, classes) probabilities; none for an empty batch."""
+        images, names = batch
+        return {"names": list(names), "probabilities": self(images).softmax(-1)}
+
+
+def quantise(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    """Write an ONNX file with the weights of its linear layers in int8, by onnxruntime's dynamic quantisation.
+
+    Weights have a scale per output channel. Activations are quantised while the file runs, each by its own range, as
+    onnxruntime recommends for transformers; static quantisation would fix these ranges beforehand from sample images.
+    Convolution, classifier, norms, softmax and products of activations stay as they are.
+    """
+    import onnx
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    model = onnx.load(source)
+    # Shapes that the exporter wrote before it transposed weights, over which onnx stumbles.
+    del model.graph.value_info[:]
+    # Position tables are multiplied in batches, with more dimensions, and scales per channel are for two.
+    matrices = {weight.name for weight in model.graph.initializer if len(weight.dims) == 2}
+    linear = [node.name for node in model.graph.node if node.op_type == "MatMul" and node.input[1] in matrices]
+    # A hint of onnxruntime at a preparation that symbolic shapes do not need.
+    logging.disable(logging.WARNING)
+    try:
+        quantize_dynamic(model, target, nodes_to_quantize=linear, per_channel=True, weight_type=QuantType.QInt8)
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+class Comparison(NamedTuple):
+    """A model and its exported file on the same images with labels.
+
+    Attributes:
+        images: number of images.
+        model: accuracy of the model.
+        file: accuracy of the file.
+        same: proportion of images to which both give the same class.
+    """
+
+    images: int
+    model: float
+    file: float
+    same: float
+
+
+def compare(predictor: Predictor, exported: OnnxClassifier, data: ImageData) -> Comparison:
+    """Compare an exported file with its model on up to 2,000 images of val, evenly spaced.
+
+    Raises:
+        ValueError, OSError: there is no val, or an image of it cannot be read.
+    """
+    count = len(data.dataset("val"))
+    sums, found = torch.zeros(3), 0
+    for images, labels in data._loader("val", sampler=range(0, count, -(-count // COMPARED))):
+        if len(labels):
+            ours, theirs = predictor.probabilities(images).argmax(-1), exported(images).argmax(-1)
+            sums += torch.stack([(ours == labels).sum(), (theirs == labels).sum(), (ours == theirs).sum()])
+            found += len(labels)
+    return Comparison(found, *(sums / found).tolist())

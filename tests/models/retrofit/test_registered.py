@@ -1,0 +1,76 @@
+"""`timm.create_model('retrofitted', ...)`: models after `relvit.retrofit` that timm makes, saves and loads."""
+
+import copy
+
+import pytest
+import timm
+import torch
+from timm.models import save_for_hf
+
+import relvit
+
+ARGUMENTS = {"rel_terms": "kb", "max_distance": (1, 2), "abs_pos": "freeze"}
+SIZE = {"img_size": (32, 48), "num_classes": 5}
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """A retrofitted model with large random weights."""
+    torch.manual_seed(0)
+    model = relvit.retrofit(timm.create_model("test_vit", in_chans=1, **SIZE), **ARGUMENTS).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model.requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def folder(trained, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    save_for_hf(trained, folder, safe_serialization=True)
+    return f"local-dir:{folder}"
+
+
+def test_saved_and_loaded(trained, folder):
+    again = timm.create_model(folder, pretrained=True).eval()
+    x = torch.randn(2, 1, 48, 80)
+    assert torch.equal(again(x), trained(x))
+    assert not again.pos_embed.requires_grad
+    # Once more from what was loaded.
+    assert again._model_args["retrofit"] == {**ARGUMENTS, "max_distance": [1, 2]}
+    assert again.pretrained_cfg["architecture"] == again.default_cfg["architecture"] == "retrofitted"
+
+
+def test_loaded_for_other_classes_channels_and_sizes(trained, folder):
+    other = timm.create_model(folder, pretrained=True, num_classes=3, in_chans=3, img_size=(48, 80)).eval()
+    assert other.head.out_features == 3
+    # timm's rule for more channels: a copy of the one for each, over their number.
+    weight = trained.patch_embed.proj.weight
+    torch.testing.assert_close(other.patch_embed.proj.weight, weight.repeat(1, 3, 1, 1) / 3)
+    assert other.pos_embed.shape[1] == 1 + 3 * 5
+    x = torch.randn(2, 1, 48, 80)
+    expected = trained.forward_features(x)
+    torch.testing.assert_close(other.forward_features(x.expand(-1, 3, -1, -1)), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_made_by_name_from_weights_without_tables(tmp_path):
+    plain = timm.create_model("test_vit", **SIZE).eval()
+    torch.save(plain.state_dict(), tmp_path / "plain.pth")
+    overlay = {"file": str(tmp_path / "plain.pth"), "num_classes": 5}
+    options = {"retrofit": {"max_distance": 2}, "pretrained_cfg_overlay": overlay, **SIZE}
+    made = timm.create_model("retrofitted", model="test_vit", pretrained=True, **options).eval()
+    x = torch.randn(2, 3, 32, 48)
+    torch.testing.assert_close(made(x), plain(x))
+    assert made.blocks[0].attn.position.max_distance == (2, 2)
+    by_hand = relvit.retrofit(copy.deepcopy(plain), max_distance=2)
+    assert made.state_dict().keys() == by_hand.state_dict().keys()
+    assert type(made) is type(by_hand)
+
+
+def test_what_cannot_be_saved_or_made(tmp_path):
+    own = relvit.retrofit(timm.create_model("test_vit"), position=relvit.layers.SlopePosition2d)
+    with pytest.raises(ValueError, match="Model argument 'retrofit' is not serializable"):
+        save_for_hf(own, tmp_path)
+    with pytest.raises(ValueError, match="FeatureGetterNet cannot be retrofitted: it wraps model"):
+        timm.create_model("retrofitted", model="test_vit", features_only=True)
+    with pytest.raises(ValueError, match="ResNet cannot be retrofitted"):
+        timm.create_model("retrofitted", model="test_resnet")

@@ -1,0 +1,62 @@
+"""Searching options with Optuna: values of the space, the trial that was interrupted, failures; and once for real."""
+
+import json
+import subprocess
+
+import pytest
+import yaml
+from scripts import load
+
+pytest.importorskip("optuna")
+sweep = load("sweep")
+
+SPACE = {
+    "model.lr": {"low": 1e-4, "high": 1e-2, "log": True},
+    "model.weight_decay": [0.0, 0.1],
+    "model.model_kwargs.max_distance": {"low": 1, "high": 3},
+}
+
+
+def chosen(options):
+    return dict(option.removeprefix("--").split("=") for option in options[1:])
+
+
+def test_a_search_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, capsys):
+    calls, kill = [], {2: KeyboardInterrupt, 4: subprocess.CalledProcessError(1, "fit")}
+
+    def fit(folder, options):
+        calls.append((folder.name, options))
+        if error := kill.pop(len(calls) - 1, None):
+            raise error
+        return -abs(float(chosen(options)["model.lr"]) - 1e-3)
+
+    monkeypatch.setattr(sweep, "fit", fit)
+    with pytest.raises(KeyboardInterrupt):
+        sweep.search(SPACE, tmp_path, 6, ["--config=digits"])
+    study = sweep.search(SPACE, tmp_path, 6, ["--config=digits"])
+    # The third again, with the same options in the same folder, and one failure among six.
+    assert [name for name, _ in calls] == ["trial_0", "trial_1", "trial_2", "trial_2", "trial_4", "trial_5", "trial_6"]
+    assert calls[2] == calls[3]
+    for _, options in calls:
+        assert options[0] == "--config=digits"
+        values = chosen(options)
+        assert 1e-4 <= float(values["model.lr"]) <= 1e-2
+        assert values["model.weight_decay"] in ("0.0", "0.1")
+        assert values["model.model_kwargs.max_distance"] in ("1", "2", "3")
+    assert sum(trial.value is not None for trial in study.trials) == 5
+    assert study.best_value == max(trial.value for trial in study.trials if trial.value is not None)
+    # There is nothing left to do.
+    assert len(sweep.search(SPACE, tmp_path, 6, []).trials) == len(study.trials)
+    assert len(calls) == 7
+
+
+@pytest.mark.slow
+def test_trainings(tmp_path, capsys):
+    space = tmp_path / "space.yaml"
+    space.write_text(yaml.safe_dump({"model.lr": [1e-3, 5e-3]}))
+    options = ["--config=digits", "--epochs=1", "--trainer.limit_train_batches=2", "--accelerator=cpu"]
+    sweep.main([f"--space={space}", f"--work={tmp_path / 'work'}", "--trials=2", *options])
+    out = capsys.readouterr().out
+    scores = [json.loads(path.read_text())["val/acc1"] for path in tmp_path.glob("work/trial_*/*/summary.json")]
+    assert len(scores) == 2
+    assert f"{max(scores):.4f}\n  --model.lr=0.00" in out
