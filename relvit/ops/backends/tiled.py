@@ -44,7 +44,7 @@ from relvit.ops.tracing import without_autocast
 TILE_LOGITS = 1 << 20
 LEAST_QUERIES = 64
 # Small samples share a tile up to this number: several have to be copied before each product.
-SHARED_LOGITS = 1 << 17
+SHARED_LOGITS = 1 << 18
 
 
 class Positions(NamedTuple):
