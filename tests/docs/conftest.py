@@ -1,10 +1,8 @@
 """A working directory with the files that the documents name."""
 
 import shutil
-from pathlib import Path
 
 import pytest
-from documents import ROOT
 
 
 @pytest.fixture
@@ -16,5 +14,4 @@ def place(run, photos, tmp_path, monkeypatch):
     shutil.copytree(photos / "test", "folder/of/images")
     for name in ("photo.jpg", "other.png"):
         shutil.copy("photos/test/owl/0.jpg", name)
-    Path("configs").symlink_to(ROOT / "configs")
     return tmp_path

@@ -94,7 +94,7 @@ def test_options_of_fit(place, capsys):
     options = [option for row in table.splitlines() for option in re.findall(r"`(-[^`]+)`", row.split(" | ")[0])]
     assert len(options) >= 15
     # One step keeps no checkpoints, tests/cli/fit/test_options.py does; the logger needs a package of its own.
-    options = [option for option in options if "ModelCheckpoint" not in option and "Wandb" not in option]
+    options = [option for option in options if "ModelCheckpoint" not in option and "wandb" not in option]
     # A compiler would take a minute.
     options = [option.replace("compile true", "compile eager").replace(" X ", " best.ckpt ") for option in options]
     apart = [option for option in options if option.startswith(APART)]

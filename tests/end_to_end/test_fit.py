@@ -5,10 +5,10 @@ import re
 
 import pytest
 import yaml
-from processes import BY_ITSELF, ROOT, finish, in_terminal, start
+from processes import BY_ITSELF, finish, in_terminal, start
 
 # Two epochs of a small model: the digits are 1,437 images to train on and validate.
-SMALL = ["--config", ROOT / "configs" / "digits.yaml", "--trainer.accelerator=cpu", "--model.model_kwargs.depth=1"]
+SMALL = ["--config", "digits", "--trainer.accelerator=cpu", "--model.model_kwargs.depth=1"]
 SMALL += ["--model.model_kwargs.embed_dim=16", "--data.batch_size=128", "--model.warmup_epochs=0.5"]
 LINE = re.compile(
     r"epoch (\d+)/(\d+): train loss ([\d.]+), val loss ([\d.]+), val accuracy ([\d.]+), lr ([\de.-]+), \d+ images/s, "

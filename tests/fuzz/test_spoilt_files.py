@@ -27,7 +27,7 @@ from relvit.data import eval_transform, load_rgb
 
 pytestmark = pytest.mark.fuzz
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = Path(__file__).parents[2] / "relvit" / "configs"
 MORE = "FUZZ_EXAMPLES" in os.environ
 # Numbers at which sizes and counts overflow, turn negative or ask for too much.
 EDGES = (0, 1, 7, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF)

@@ -16,12 +16,12 @@ FIGURES = ("training_images.png", "curves.png", "positions.png")
 
 
 def send_results(trainer: Trainer, folder: Path, summary: Mapping[str, Any]) -> None:
-    """Send a run's figures, and the numbers of its `summary.json`, to Weights & Biases, MLflow and TensorBoard.
+    """Send a run's figures, and the results in its `summary.json`, to Weights & Biases, MLflow and TensorBoard.
 
-    The numbers are named summary/X. Called in the main process, after the training.
+    Results such as test/acc1 are named summary/test/acc1. Called in the main process, after the training.
     """
     figures = [path for name in FIGURES if (path := folder / name).is_file()]
-    numbers = {f"summary/{name}": value for name, value in summary.items() if isinstance(value, int | float)}
+    numbers = {f"summary/{name}": value for name, value in summary.items() if "/" in name}
     for logger in trainer.loggers:
         logger.log_metrics(numbers)
         for path in figures:

@@ -175,10 +175,11 @@ def _program(net: nn.Module, images: Tensor, dynamic: dict[int, Any], output: Pa
 
 
 def _package(net: nn.Module, images: Tensor, dynamic: dict[int, Any], output: Path) -> Callable[[Tensor], Tensor]:
+    # Not above: it loads the compiler.
+    from torch._inductor import aoti_compile_and_package, aoti_load_package
+
     program = torch.export.export(net, (images,), dynamic_shapes=(dynamic,))
-    return torch._inductor.aoti_load_package(
-        torch._inductor.aoti_compile_and_package(program, package_path=str(output))
-    )
+    return aoti_load_package(aoti_compile_and_package(program, package_path=str(output)))
 
 
 def _onnx(net: nn.Module, images: Tensor, dynamic: dict[int, Any], output: Path) -> Callable[[Tensor], Tensor]:

@@ -106,7 +106,7 @@ def calibrate(
     """
     check_output(output, (".ckpt",))
     if Path(output).exists():
-        raise ValueError(f"output {output} exists: give another name, or remove it first")
+        raise ValueError(f"output {output} exists: give another one (--output), or remove it first")
     with local_file(ckpt_path) as file:
         checkpoint = Checkpoint.read(ckpt_path, file)
         data = checkpoint.data_module(root=root, batch_size=batch_size)

@@ -78,7 +78,7 @@ def _check_paths(ckpt_paths: Sequence[str | os.PathLike[str]], output: str | os.
         seen[resolved] = path
     check_output(output, (".ckpt",))
     if Path(output).exists():
-        raise ValueError(f"output {output} exists: give another name, or remove it first")
+        raise ValueError(f"output {output} exists: give another one (--output), or remove it first")
 
 
 def _in_double(checkpoint: Checkpoint, name: str) -> Tensor:

@@ -87,7 +87,7 @@ def test_only_the_temperature_is_new_and_it_is_that_of_val(calibrated, tmp_path,
     )
     assert nll[1] < nll[0] - 1e-3
     assert main(["calibrate", str(output), "--output", str(again)]) == 2
-    assert "exists: give another name" in capsys.readouterr().err
+    assert "exists: give another one (--output)" in capsys.readouterr().err
 
 
 def test_commands_use_it(calibrated, tmp_path, capsys):

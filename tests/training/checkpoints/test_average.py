@@ -178,7 +178,7 @@ def test_files(three, tmp_path, monkeypatch):
         ([a, b, a], output, ValueError, f"{a} is given twice: give each checkpoint once"),
         ([a, b, "a.ckpt"], output, ValueError, f"a.ckpt is given twice, also as {a}: give"),
         ([a, tmp_path / "link.ckpt"], output, ValueError, f"link.ckpt is given twice, also as {a}"),
-        ([a, b], a, ValueError, f"output {a} exists: give another name, or remove it first"),
+        ([a, b], a, ValueError, f"output {a} exists: give another one (--output), or remove it first"),
         ([a, b], tmp_path / "mean.pth", ValueError, "mean.pth ends in '.pth'; allowed are .ckpt"),
         ([a, b], tmp_path / "none" / "mean.ckpt", FileNotFoundError, "in a folder that does not exist"),
         ([a, "none.ckpt"], output, FileNotFoundError, "no checkpoint at none.ckpt"),
