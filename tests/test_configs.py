@@ -17,9 +17,11 @@ from relvit.data import CIFAR10Data, CIFAR100Data, ImageFolderData
 from relvit.data.transforms import BatchTransform
 
 ROOT = Path(__file__).parent.parent
-CONFIGS = sorted((ROOT / "relvit" / "configs").glob("*.yaml"))
+CONFIGS = sorted((ROOT / "relvit" / "configs").rglob("*.yaml"), key=lambda path: path.stem)
+BY_NAME = {path.stem: path for path in CONFIGS}
 # What stands behind another configuration.
-ADDITIONS = {"multi_gpu", "multi_node"}
+DEVICES = {"multi_gpu": (8, 1), "multi_node": (8, 2)}
+ADDITIONS = {*DEVICES, "bands", "lsh", "reversible", "universal"}
 RECIPES = [path for path in CONFIGS if path.stem not in ADDITIONS]
 ON_A_CPU = ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.precision=32-true"]
 # Of learning rates that follow the batch little is left for four images.
@@ -115,7 +117,7 @@ def test_recipes_of_cifar_run_on_class_folders(name, own, tmp_path, monkeypatch,
             (tmp_path / split / label).mkdir(parents=True)
             for number in range(count):
                 Image.effect_noise((32, 32), 64).convert("RGB").save(tmp_path / split / label / f"{number}.jpg")
-    path = ROOT / "relvit" / "configs" / f"{name}.yaml"
+    path = BY_NAME[name]
     command = re.search(r"^ *relvit (fit .*--data ImageFolderData.*)$", header(path), re.MULTILINE)[1].split()
     command = [{"DIR": str(tmp_path), name: str(path)}.get(word, word) for word in command]
     made = []
@@ -138,7 +140,7 @@ def test_recipes_of_cifar_run_on_class_folders(name, own, tmp_path, monkeypatch,
     ("attention", "free"), [("cifar10", "cifar10_aft"), ("imagenet_deit_small", "imagenet_aft_conv_small")]
 )
 def test_models_without_attention_are_of_the_same_size_and_trained_alike(attention, free):
-    recipes = [yaml.safe_load((ROOT / "relvit" / "configs" / f"{name}.yaml").read_text()) for name in (attention, free)]
+    recipes = [yaml.safe_load(BY_NAME[name].read_text()) for name in (attention, free)]
     kwargs = [recipe["model"].pop("model_kwargs") for recipe in recipes]
     with torch.device("meta"):
         models = [
@@ -156,13 +158,16 @@ def test_models_without_attention_are_of_the_same_size_and_trained_alike(attenti
 
 @pytest.mark.parametrize("name", sorted(ADDITIONS))
 def test_additions_work_behind_any_recipe(name, wordnet, capsys):
-    recipe = next(path for path in RECIPES if path.stem == "imagenet_deit_small")
+    recipe = BY_NAME["imagenet_deit_small"]
     flags = [f"--model.model_kwargs.{key}={value}" for key, value in SMALL.items()]
     flags += [f"--data.root={wordnet}", "--data.img_size=32", "--trainer.num_nodes=1"]
     command = ["fit", f"--config={recipe}", f"--config={name}", *ON_A_CPU, *FAST, *flags]
     assert main([*command, "--trainer.strategy=auto"]) == 0, capsys.readouterr().err
-    trainer = yaml.safe_load((ROOT / "relvit" / "configs" / f"{name}.yaml").read_text())["trainer"]
-    assert (trainer["devices"], trainer["num_nodes"]) == {"multi_gpu": (8, 1), "multi_node": (8, 2)}[name]
+    given = yaml.safe_load(BY_NAME[name].read_text())
+    if name in DEVICES:
+        assert (given["trainer"]["devices"], given["trainer"]["num_nodes"]) == DEVICES[name]
+    else:
+        assert f"{given['model']['model']} (" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -54,6 +54,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "rope": ("vit_small_patch16_rope_224", POOLED),
     "rope_mixed": ("vit_small_patch16_rope_mixed_224", POOLED),
     "universal": ("relvit_universal_small", {}),
+    "reversible": ("relvit_rev_small", {}),
+    "lsh": ("relvit_lsh_small", {}),
     "aft_conv": ("relvit_aft_conv_small", {}),
     "aft_conv_h16": ("relvit_aft_conv_small_k11_h16", {}),
     "aft_full": ("relvit_aft_full_small", POOLED | {"pos_embed": ""}),

@@ -1,6 +1,6 @@
 """Count parameters and MACs of all relvit models, as a table: `python tools/model_table.py`; `--write`: into the docs.
 
-docs/models.md gets the table of all models, README.md that of the main ones.
+docs/models.md gets the table of all models, README.md fewer columns of the main ones.
 """
 
 from __future__ import annotations
@@ -21,11 +21,17 @@ from relvit.models import AFTVisionTransformer, UniversalVisionTransformer
 
 ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- written by tools/model_table.py -->", "<!-- end -->"
-HEAD = (
-    "| model | image | parameters, M | GMACs | relative parameters, k | relative MACs, M | relative part of MACs |",
-    "|---|---|---|---|---|---|---|",
-)
-MAIN = ("tiny_patch4_32", "tiny", "small", "base", "large", "aft_conv_tiny", "aft_conv_small", "aft_full_small")
+HEAD = [
+    "model",
+    "image",
+    "parameters, M",
+    "GMACs",
+    "relative parameters, k",
+    "relative MACs, M",
+    "relative part of MACs",
+]
+MAIN = ("tiny_patch4_32", "tiny", "small", "base", "large", "aft_conv_tiny", "aft_conv_small")
+MAIN += ("xl_small", "rev_small", "universal_base", "lsh_small")
 
 
 class Cost(NamedTuple):
@@ -122,14 +128,22 @@ def tables() -> dict[str, str]:
             model = timm.create_model(name)
         height, width = model.patch_embed.img_size
         rows.append((isinstance(model, AFTVisionTransformer), height * width, cost(model), name, f"{height} x {width}"))
-    lines = {
-        name: f"| `{name}` | {image} | {taken.parameters / 1e6:.3f} | {taken.macs / 1e9:.2f} "
-        f"| {taken.relative_parameters / 1e3:.1f} | {taken.relative_macs / 1e6:.1f} "
-        f"| {taken.relative_macs / taken.macs:.1%} |"
+    cells = {
+        name: [
+            *(f"`{name}`", image, f"{taken.parameters / 1e6:.3f}", f"{taken.macs / 1e9:.2f}"),
+            *(f"{taken.relative_parameters / 1e3:.1f}", f"{taken.relative_macs / 1e6:.1f}"),
+            f"{taken.relative_macs / taken.macs:.1%}",
+        ]
         for _, _, taken, name, image in sorted(rows)
     }
-    main_lines = [lines[f"relvit_{name}"] for name in MAIN]
-    return {"docs/models.md": "\n".join((*HEAD, *lines.values())), "README.md": "\n".join((*HEAD, *main_lines))}
+    main = [cells[f"relvit_{name}"] for name in MAIN]
+    shorter = [[*row[:4], row[-1]] for row in (HEAD, *main)]
+    return {"docs/models.md": _markdown([HEAD, *cells.values()]), "README.md": _markdown(shorter)}
+
+
+def _markdown(rows: Sequence[Sequence[str]]) -> str:
+    head, *others = (f"| {' | '.join(row)} |" for row in rows)
+    return "\n".join((head, "|---" * len(rows[0]) + "|", *others))
 
 
 def replaced(text: str, table: str) -> str:

@@ -30,7 +30,7 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
-STATES = (TrialState.RUNNING, TrialState.FAIL, TrialState.COMPLETE)
+STATES = (TrialState.WAITING, TrialState.RUNNING, TrialState.FAIL, TrialState.COMPLETE)
 
 
 def suggest(trial: optuna.Trial, name: str, values: Sequence[Any] | Mapping[str, Any]) -> Any:
@@ -61,13 +61,14 @@ def search(space: Mapping[str, Any], work: Path, trials: int, options: Sequence[
     study = optuna.create_study(
         storage=storage, study_name="sweep", sampler=sampler, direction="maximize", load_if_exists=True
     )
-    # The latest trial of each folder: killed ones are still running, as Optuna sees it.
+    # The latest trial of each folder: killed ones are still running, or waiting, as Optuna sees it.
     latest = {folder_of(trial): trial for trial in study.get_trials(states=STATES)}
     stopped = [trial for trial in latest.values() if trial.value is None and "failed" not in trial.user_attrs]
     for trial in stopped:
         if trial.state is TrialState.RUNNING:
             study.tell(trial.number, state=TrialState.FAIL)
-        study.enqueue_trial(trial.params, user_attrs={"folder": folder_of(trial)})
+        if trial.state is not TrialState.WAITING:
+            study.enqueue_trial(trial.params, user_attrs={"folder": folder_of(trial)})
 
     def objective(trial: optuna.Trial) -> float:
         chosen = [f"--{name}={suggest(trial, name, values)}" for name, values in space.items()]

@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             raise
-        print(f"relvit {command}: error: {typed.as_typed(describe(error))}", file=sys.stderr)
+        print(f"relvit {command}: error: {typed.as_typed(describe(error, command))}", file=sys.stderr)
         if not is_self_explanatory(error):
             print("(with --debug it shows where this happened)", file=sys.stderr)
         return 2 if is_users_mistake(error) else 1

@@ -156,8 +156,8 @@ def rewrite(command: str, arguments: Sequence[str]) -> Rewritten:
 
 def config_file(given: str) -> str:
     """Return the file of a configuration that comes with relvit, by its name; a file or JSON is returned as it is."""
-    shipped = CONFIGS / f"{given}.yaml"
-    return str(shipped) if re.fullmatch(r"\w+", given) and shipped.is_file() and not Path(given).is_file() else given
+    shipped = list(CONFIGS.rglob(f"{given}.yaml")) if re.fullmatch(r"\w+", given) else []
+    return str(shipped[0]) if shipped and not Path(given).is_file() else given
 
 
 def _split(arguments: Sequence[str]) -> Iterator[tuple[str | None, str | None]]:

@@ -28,7 +28,11 @@ def is_self_explanatory(error: Exception) -> bool:
     return full or isinstance(error, DownloadError) or is_users_mistake(error)
 
 
-def describe(error: Exception) -> str:
+# Commands that have an option to go on without broken images.
+SKIPPING = ("fit", "validate", "test", "predict")
+
+
+def describe(error: Exception, command: str = "fit") -> str:
     """Describe what went wrong, without what jsonargparse and the workers of data loaders put around a message."""
     # Not above: it loads torch and Lightning, which `relvit --help` can do without.
     from relvit.data.images.decode import UnreadableImageError
@@ -42,7 +46,8 @@ def describe(error: Exception) -> str:
         # The worker's own message follows the last line that names the exception's type.
         text = re.split(rf"^(?:[\w.]+\.)?{re.escape(type(error).__name__)}: ", text, flags=re.MULTILINE)[-1]
     if isinstance(error, UnreadableImageError):
-        text = f"{text.strip()} (relvit check-data finds all such files, --data.on_error skip goes on without them)"
+        skip = ", --data.on_error skip goes on without them" if command in SKIPPING else ""
+        text = f"{text.strip()} (relvit check-data finds all such files{skip})"
     # As the constructors of Lightning's loggers put it.
     if isinstance(cause, ModuleNotFoundError) and (package := re.match(r"Requirement '([\w-]+)", text)):
         return str(MissingPackageError(type(_frame(cause).f_locals.get("self")).__name__, package[1]))

@@ -144,7 +144,7 @@ def _options_of(config: str) -> dict[str, Any]:
         options = load_config(config if config.startswith("{") else Path(config).read_text(encoding="utf-8"))
     except OSError as error:
         near = {file.name: str(file) for file in Path(config).parent.glob("*.y*ml")}
-        shipped = sorted(file.stem for file in CONFIGS.glob("*.yaml"))
+        shipped = sorted(file.stem for file in CONFIGS.rglob("*.yaml"))
         hint = ""
         if isinstance(error, FileNotFoundError):
             hint = did_you_mean(Path(config).name, near) or did_you_mean(Path(config).stem, shipped)

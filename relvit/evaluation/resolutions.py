@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from lightning.fabric import Fabric
 
 from relvit.data import Fill, ImageData, SizeProtocol, parse_size
-from relvit.data.modules.at_size import at_size
+from relvit.data.at_size import at_size
 from relvit.evaluation.costs import count_macs, peak_memory
 from relvit.evaluation.metrics import calibration_error
 from relvit.models import Reach, set_reach

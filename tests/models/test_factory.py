@@ -7,6 +7,7 @@ import pytest
 import timm
 import torch
 
+from relvit.layers import SlopePosition2d
 from relvit.models import build_model, model_arguments
 
 
@@ -52,6 +53,10 @@ def test_a_retrofit_follows_when_asked_for():
     model = build_model("test_vit", 4, 3, 64, retrofit={"rel_terms": "k", "max_distance": [2, 3]})
     assert model.blocks[1].attn.position.max_distance == (2, 3)
     assert build_model("test_vit", 4, 3, 64, retrofit={}).blocks[0].attn.position.rel_terms == "kv"
+    by_name = build_model("test_vit", 4, 3, 64, retrofit={"position": "slopes"})
+    assert isinstance(by_name.blocks[0].attn.position, SlopePosition2d)
+    with pytest.raises(ValueError, match=r"position must be one of .*, got 'slops' .did you mean 'slopes'"):
+        build_model("test_vit", 4, retrofit={"position": "slops"})
     with pytest.raises(ValueError, match=r"retrofit has no argument 'rel_term' .did you mean 'rel_terms'"):
         build_model("test_vit", 4, retrofit={"rel_term": "k"})
     with pytest.raises(ValueError, match="ResNet cannot be retrofitted"):

@@ -17,6 +17,10 @@ SPACE = {
 }
 
 
+def stop(*_, **__):
+    raise KeyboardInterrupt
+
+
 def chosen(options):
     return dict(option.removeprefix("--").split("=") for option in options[1:])
 
@@ -33,6 +37,11 @@ def test_a_search_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, capsys
     monkeypatch.setattr(sweep, "fit", fit)
     with pytest.raises(KeyboardInterrupt):
         sweep.search(SPACE, tmp_path, 6, ["--config=digits"])
+    # Killed once more, after the trial is queued again and before it starts.
+    with monkeypatch.context() as killed:
+        killed.setattr("optuna.study.Study.optimize", stop)
+        with pytest.raises(KeyboardInterrupt):
+            sweep.search(SPACE, tmp_path, 6, ["--config=digits"])
     study = sweep.search(SPACE, tmp_path, 6, ["--config=digits"])
     # The third again, with the same options in the same folder, and one failure among six.
     assert [name for name, _ in calls] == ["trial_0", "trial_1", "trial_2", "trial_2", "trial_4", "trial_5", "trial_6"]

@@ -17,7 +17,7 @@ def data_of_robustness(checkpoint: Checkpoint, arguments: Sequence[str]) -> Chec
         UsageError: the images are named by another option as well.
     """
     # Not above: the parser's help would list it among the kinds of data.
-    from relvit.data.modules.paths import RobustnessData
+    from relvit.data.modules.robustness import RobustnessData
 
     root = option(arguments, "--robustness")
     for other in ("--data", "--data.root", "--split"):

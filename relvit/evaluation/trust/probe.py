@@ -20,7 +20,7 @@ from sklearn.preprocessing import StandardScaler
 from torch import nn
 
 from relvit.data import ImageData
-from relvit.data.modules.at_size import at_size
+from relvit.data.at_size import at_size
 from relvit.data.split import stratified_split
 from relvit.models.factory import model_arguments
 from relvit.models.sizes.native import pooled_features

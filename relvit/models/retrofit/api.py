@@ -161,8 +161,8 @@ def retrofit(
 
 
 def retrofit_arguments() -> tuple[str, ...]:
-    """Return the names of those arguments of `retrofit` that are plain values, as in a configuration."""
-    return tuple(name for name in inspect.signature(retrofit).parameters if name not in ("model", "position"))
+    """Return the names of the arguments of `retrofit`, as in a configuration, where a position is given by its name."""
+    return tuple(name for name in inspect.signature(retrofit).parameters if name != "model")
 
 
 def _describe(model: nn.Module, chosen: dict[str, Any]) -> None:

@@ -19,12 +19,10 @@ from itertools import product
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from relvit.ops.backends.axis_logits import (
-    Axes,
     grid_axes,
     join_tables,
     key_logits,
@@ -34,7 +32,8 @@ from relvit.ops.backends.axis_logits import (
     table_index,
     times_table,
 )
-from relvit.ops.grid import Grid, batched_coords, key_mask, without_padding
+from relvit.ops.backends.pair_logits import Positions, from_pairs, from_queries, to_pairs, to_queries, token_positions
+from relvit.ops.grid import key_mask, without_padding
 from relvit.ops.inputs import AttentionInputs
 from relvit.ops.tracing import without_autocast
 
@@ -45,20 +44,6 @@ TILE_LOGITS = 1 << 20
 LEAST_QUERIES = 64
 # Small samples share a tile up to this number: several have to be copied before each product.
 SHARED_LOGITS = 1 << 18
-
-
-class Positions(NamedTuple):
-    """Row and column of each token, counted from the first of `height` rows and `width` columns.
-
-    Prefix tokens have the row `height` and the column `width`, beyond the last. y and x are int64, (1 or B, 1, N, 1)
-    for queries and (1 or B, 1, 1, N) for keys; None for keys that fill the raster behind `prefix` tokens.
-    """
-
-    height: int
-    width: int
-    prefix: int
-    y: Tensor | None = None
-    x: Tensor | None = None
 
 
 class Operands(NamedTuple):
@@ -153,8 +138,8 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
         operands = Operands(query, key, value, of_queries, of_keys, table, mask)
         keys = Positions(key_grid.height, key_grid.width, key_grid.prefix)
         config = TileConfig(
-            keys=keys if key_grid.coords is None else _positions(key_grid, axes, query.device, -2),
-            queries=None if of_keys is None else _positions(inputs.grid, axes_of_queries, query.device, -1),
+            keys=keys if key_grid.coords is None else token_positions(key_grid, axes, query.device, -2),
+            queries=None if of_keys is None else token_positions(inputs.grid, axes_of_queries, query.device, -1),
             value_index=value_index,
             valid=valid,
             is_causal=inputs.is_causal,
@@ -165,15 +150,6 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
             size=_tile_size(query, key),
         )
         return Tiles.apply(*operands, config).transpose(1, 2).to(dtype)
-
-
-def _positions(grid: Grid, axes: Axes, device: torch.device, axis: int) -> Positions:
-    """Positions of all tokens; those beyond the outermost row or column of `axes` count as in it."""
-    y, x = (
-        F.pad((of_axis - first).clamp(0, size - 1), (grid.prefix, 0), value=size)[:, None].unsqueeze(axis)
-        for of_axis, (first, size) in zip(batched_coords(grid, device).unbind(-1), axes, strict=True)
-    )
-    return Positions(axes[0].size, axes[1].size, grid.prefix, y, x)
 
 
 class Tiles(torch.autograd.Function):
@@ -263,7 +239,7 @@ def _backward(
         if grad_query_logits is not None:
             from_pairs(grad_logits, keys, tile.of(grad_query_logits))
         if grad_key_logits is not None:
-            _from_queries(grad_logits, tile.positions(config.queries), tile.all_tokens(grad_key_logits))
+            from_queries(grad_logits, tile.positions(config.queries), tile.all_tokens(grad_key_logits))
     return Operands(grad_query, grad_key, grad_value, grad_query_logits, grad_key_logits, grad_table, grad_mask)
 
 
@@ -305,7 +281,7 @@ def _weights(operands: Operands, config: TileConfig, tile: Tile, workspace: Tens
         to_pairs(tile.of(operands.query_logits), tile.positions(config.keys), logits)
         beta = config.scale
     if operands.key_logits is not None:
-        from_keys = _to_queries(tile.all_tokens(operands.key_logits), tile.positions(config.queries))
+        from_keys = to_queries(tile.all_tokens(operands.key_logits), tile.positions(config.queries))
         logits = logits.add_(from_keys) if beta else from_keys
         beta = config.scale
     _add_product(logits, query, key.mT, beta, config.scale)
@@ -340,61 +316,6 @@ def _dropout_multiplier(weights: Tensor, config: TileConfig, tile: Tile) -> Tens
     generator = torch.Generator(weights.device).manual_seed(config.seed + tile.number)
     p = 1 - config.dropout_p
     return torch.empty_like(weights).bernoulli_(p, generator=generator).mul_(1 / p if p else 0.0)
-
-
-def to_pairs(values: Tensor, keys: Positions, out: Tensor) -> None:
-    """Write, for each key, the sum of its row's and its column's number, (b, heads, T, H + W), to (b, heads, T, Nk)."""
-    rows, cols = values.split((keys.height, keys.width), dim=-1)
-    if keys.y is None:
-        out[..., : keys.prefix] = 0
-        torch.add(rows[..., None], cols[..., None, :], out=_raster(out, keys))
-        return
-    lead = rows.shape[:-1]
-    # Prefix keys read the zero behind the last row and column.
-    torch.gather(F.pad(rows, (0, 1)), -1, keys.y.expand(*lead, -1), out=out)
-    out.add_(F.pad(cols, (0, 1)).gather(-1, keys.x.expand(*lead, -1)))
-
-
-def from_pairs(pairs: Tensor, keys: Positions, out: Tensor) -> None:
-    """Write the transpose of `to_pairs`, sums over the keys of each row and of each column, to (b, heads, T, H + W)."""
-    rows, cols = out.split((keys.height, keys.width), dim=-1)
-    if keys.y is None:
-        raster = _raster(pairs, keys)
-        if raster.is_contiguous():
-            # Several times as fast as a sum where rows are short.
-            rows.copy_(torch.mv(raster.view(-1, keys.width), raster.new_ones(keys.width)).view(rows.shape))
-        else:
-            torch.sum(raster, -1, out=rows)
-        torch.sum(raster, -2, out=cols)
-        return
-    lead = pairs.shape[:-1]
-    for index, sums in ((keys.y, rows), (keys.x, cols)):
-        padded = pairs.new_zeros(*lead, sums.shape[-1] + 1)
-        sums.copy_(padded.scatter_add_(-1, index.expand(*lead, -1), pairs)[..., :-1])
-
-
-def _raster(pairs: Tensor, keys: Positions) -> Tensor:
-    """(..., Nk) without the prefix tokens: (..., H, W), in the same memory."""
-    return pairs[..., keys.prefix :].unflatten(-1, (keys.height, keys.width))
-
-
-def _to_queries(key_logits: Tensor, queries: Positions) -> Tensor:
-    """From each key's number per row and column, (b, heads, Nk, H' + W'), to their sum per query, (b, heads, T, Nk)."""
-    picked = []
-    parts = key_logits.split((queries.height, queries.width), dim=-1)
-    for part, index in zip(parts, (queries.y, queries.x), strict=True):
-        part = F.pad(part, (0, 1)).mT.contiguous()
-        picked.append(part.gather(-2, index.expand(*part.shape[:2], -1, part.shape[-1])))
-    return picked[0].add_(picked[1])
-
-
-def _from_queries(pairs: Tensor, queries: Positions, key_logits: Tensor) -> None:
-    """Add the transpose of `_to_queries` to `key_logits`."""
-    batch, heads, _, keys = pairs.shape
-    parts = key_logits.split((queries.height, queries.width), dim=-1)
-    for part, index in zip(parts, (queries.y, queries.x), strict=True):
-        padded = pairs.new_zeros(batch, heads, part.shape[-1] + 1, keys)
-        part += padded.scatter_add_(-2, index.expand(batch, heads, -1, keys), pairs)[:, :, :-1].mT
 
 
 def _set_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -84,5 +84,15 @@ def test_what_is_refused(place, arguments, message, capsys):
     assert not [path for path in place.rglob("*.png") if "tables" not in path.name]
 
 
+def test_a_broken_image(place, capsys):
+    """The advice is what this command has."""
+    (place / "broken.jpg").write_text("no image")
+    assert main(["show", "best.ckpt", "broken.jpg"]) == 2
+    error = capsys.readouterr().err
+    assert "broken.jpg: it is not an image" in error
+    assert "check-data" in error
+    assert "on_error" not in error
+
+
 def test_names_of_kinds_end_where_images_begin():
     assert re.fullmatch(r"\((.*)\)\$", SEVERAL["--kind"])[1].split("|") == list(KINDS)

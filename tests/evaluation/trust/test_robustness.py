@@ -14,7 +14,7 @@ from processes import Ranks, as_torchrun
 
 import relvit
 from relvit.cli import main
-from relvit.data.modules.paths import RobustnessData
+from relvit.data.modules.robustness import RobustnessData
 from relvit.evaluation import evaluate_corruptions
 from relvit.evaluation.trust.robustness import ALEXNET
 

@@ -6,8 +6,8 @@ import torch
 from torchvision.transforms import v2
 
 from relvit.data import DigitsData, ImageFolderData, eval_transform
+from relvit.data.at_size import at_size
 from relvit.data.images.decode import load_rgb
-from relvit.data.modules.at_size import at_size
 
 
 def images_of(loader):
