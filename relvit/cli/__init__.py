@@ -19,6 +19,7 @@ from relvit.version import __version__
 
 # Command -> (module that runs it, one line of help). But for Trainer methods its function has the command's name.
 _FIT, _COMMANDS = "relvit.cli.fit.trainer", "relvit.cli.commands"
+_DEPLOY = f"{_COMMANDS}.deploy"
 COMMANDS = {
     "fit": (_FIT, "train a model on images; the run gets a folder of its own"),
     "validate": (_FIT, "validate a checkpoint, at any image size (--img_size)"),
@@ -30,16 +31,17 @@ COMMANDS = {
     ),
     "embed": (f"{_COMMANDS}.embed", "write the features of all images below a folder"),
     "probe": (f"{_COMMANDS}.probe", "evaluate the features of any models by k-NN and a linear classifier"),
-    "export": (f"{_COMMANDS}.export", "write the model as ONNX or torch.export program, for any image size"),
-    "publish": (f"{_COMMANDS}.publish", "write a folder or Hugging Face repository that timm.create_model loads"),
+    "export": (f"{_DEPLOY}.export", "write the model as ONNX or torch.export program, for any image size"),
+    "publish": (f"{_DEPLOY}.publish", "write a folder or Hugging Face repository that timm.create_model loads"),
     "show": (f"{_COMMANDS}.show", "draw what a model has learned: position tables, attention, Grad-CAM"),
+    "demo": (f"{_DEPLOY}.demo", "open a page in the browser: drop an image, see classes, attention, positions"),
     "explain": (f"{_COMMANDS}.explain", "print what a model's attention layers compute, which backend, and why"),
     "average": (f"{_COMMANDS}.average", "write the mean of several checkpoints' weights as one checkpoint"),
     "calibrate": (f"{_COMMANDS}.calibrate", "fit a temperature to val, so that probabilities mean what they say"),
     "check-data": (f"{_COMMANDS}.check_data", "decode all images: broken files, classes, sizes, duplicates"),
 }
 # What `relvit predict` runs with an exported file in the place of a checkpoint; by the name "predict-onnx".
-EXPORTED = (f"{_COMMANDS}.predict_onnx", "write the classes of each image into predictions.csv, by an exported file")
+EXPORTED = (f"{_DEPLOY}.predict_onnx", "write the classes of each image into predictions.csv, by an exported file")
 
 EXAMPLES = """examples:
   relvit fit --config digits

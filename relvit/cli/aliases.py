@@ -34,7 +34,7 @@ ALIASES: dict[str, dict[str, str]] = {
 
 # Command -> the options that arguments without a name stand for.
 POSITIONALS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("validate", "test", "resolutions", "export", "publish", "calibrate"), ("--ckpt_path",)),
+    **dict.fromkeys(("validate", "test", "resolutions", "export", "publish", "demo", "calibrate"), ("--ckpt_path",)),
     "predict": ("--ckpt_path", "--paths"),
     "predict-onnx": ("--model", "--paths"),
     "embed": ("--ckpt_path", "--root"),
@@ -54,6 +54,7 @@ USAGE = {
     "embed": ("relvit embed CKPT FOLDER --output FILE [options]",),
     "export": ("relvit export CKPT --output FILE [options]",),
     "publish": ("relvit publish CKPT --to DIR|hf-hub:OWNER/NAME [options]",),
+    "demo": ("relvit demo CKPT [--port N] [options]",),
     "show": ("relvit show CKPT [IMAGE ...] [--kind KIND ...] [options]",),
     "explain": ("relvit explain MODEL|CKPT [--img_size N]",),
     "calibrate": ("relvit calibrate CKPT [--output FILE] [options]",),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -94,7 +95,6 @@ class Predictor:
         self.classifier = checkpoint.classifier().requires_grad_(False)
         self.checkpoint = replace(checkpoint, weights={})
         trained_size, self.mean, self.std, self.crop_pct = checkpoint.transforms()
-        self.img_size: tuple[int, int] = trained_size if img_size is None else parse_size(img_size)
         self.class_names = checkpoint.class_names()
         if len(self.class_names) != self.classifier.hparams.num_classes:
             raise ValueError(
@@ -102,19 +102,11 @@ class Predictor:
             )
         if len(self.mean) not in (1, 3):
             raise ValueError(f"{ckpt_path} was trained on images of {len(self.mean)} channels; 1 or 3 can be read")
-        self.native = checkpoint.native()
-        if self.native is not None:
+        if checkpoint.native() is not None:
             check_native_reach(reach, str(ckpt_path))
         self.reach = reach
         set_reach(self.model, reach, trained_size)
-        if img_size is not None and self.native is None:
-            check_image_size(self.model, self.img_size, len(self.mean), self.classifier.hparams.img_size)
-        self.transform = eval_transform(self.img_size, self.mean, self.std, self.crop_pct)
-        self.collate: Callable[[list[Any]], Any] = default_collate
-        if self.native is not None:
-            patch, budget = self.native
-            self.native = patch, budget if img_size is None else token_budget(self.img_size, patch)
-            self.transform, self.collate = native_transform(self.transform, *self.native), collate_native
+        self._set_size(img_size)
         self.num_features: int = self.model.num_features
         # timm has the description under both names.
         self.model.pretrained_cfg = self.model.default_cfg = self._timm_cfg(trained_size)
@@ -133,6 +125,24 @@ class Predictor:
         """Move the model to a device and return the predictor."""
         self.classifier.to(device)
         return self
+
+    def at_size(self, img_size: int | Sequence[int] | None) -> Predictor:
+        """Return a predictor of the same model, which both share, for images of another size; see `Predictor`."""
+        other = copy(self)
+        other._set_size(img_size)
+        return other
+
+    def _set_size(self, img_size: int | Sequence[int] | None) -> None:
+        self.img_size = self.checkpoint.transforms().img_size if img_size is None else parse_size(img_size)
+        self.native = self.checkpoint.native()
+        if img_size is not None and self.native is None:
+            check_image_size(self.model, self.img_size, len(self.mean), self.classifier.hparams.img_size)
+        self.transform = eval_transform(self.img_size, self.mean, self.std, self.crop_pct)
+        self.collate: Callable[[list[Any]], Any] = default_collate
+        if self.native is not None:
+            patch, budget = self.native
+            self.native = patch, budget if img_size is None else token_budget(self.img_size, patch)
+            self.transform, self.collate = native_transform(self.transform, *self.native), collate_native
 
     def predict(
         self,

@@ -100,7 +100,7 @@ def _offset(name: str) -> str:
     return "dy (patches)" if name.endswith("rows") else "dx (patches)"
 
 
-def plot_kernels(kernels: Mapping[str, np.ndarray], title: str, label: str) -> Figure:
+def plot_kernels(kernels: Mapping[str, np.ndarray], title: str, label: str, head: int | None = None) -> Figure:
     """Draw numbers by offset, key minus query, as small images around the query: a row per layer, a column per head.
 
     Of more than 12 heads those whose numbers span the widest range are drawn.
@@ -109,22 +109,24 @@ def plot_kernels(kernels: Mapping[str, np.ndarray], title: str, label: str) -> F
         kernels: layer -> (heads, rows, columns), both odd; the offset of the middle is zero. NaN: no such offset.
         title: above all.
         label: of the colour bars, with the unit.
+        head: number of the one head to draw; None: all.
     """
     most_heads = max(len(kernel) for kernel in kernels.values())
-    columns = min(most_heads, MOST_HEADS)
-    if most_heads > columns:
+    columns = min(most_heads, MOST_HEADS) if head is None else 1
+    if head is None and most_heads > columns:
         title += f"\nof {most_heads} heads the {columns} of the widest range in each layer"
     shape = next(iter(kernels.values())).shape[1:]
     figure, grid = _panels(len(kernels), columns, _sides(1.9, shape), title)
     for row, (layer, kernel) in zip(grid, kernels.items(), strict=True):
         spread = np.nanmax(kernel, axis=(1, 2)) - np.nanmin(kernel, axis=(1, 2))
-        heads = np.sort(np.argsort(-spread, kind="stable")[:columns])
+        heads = np.sort(np.argsort(-spread, kind="stable")[:columns]) if head is None else [head]
         most = np.nanmax(abs(kernel[heads])) or 1.0
         down, across = (size / 2 for size in kernel.shape[1:])
-        for axes, head in zip(row, heads, strict=False):
-            image = axes.imshow(kernel[head], cmap=SIGNED, vmin=-most, vmax=most, extent=(-across, across, down, -down))
+        for axes, index in zip(row, heads, strict=False):
+            extent = (-across, across, down, -down)
+            image = axes.imshow(kernel[index], cmap=SIGNED, vmin=-most, vmax=most, extent=extent)
             axes.plot(0, 0, marker="+", color="black", markersize=10)
-            axes.set_title("all heads" if len(kernel) == 1 else f"head {head}", fontsize=SMALL)
+            axes.set_title("all heads" if len(kernel) == 1 else f"head {index}", fontsize=SMALL)
         _finish_row(figure, row, image, f"{layer}\ndy (patches)", label)
     for axes in grid[-1]:
         axes.set_xlabel("dx (patches)", fontsize=SMALL)

@@ -13,6 +13,7 @@ EXTRAS = {
     "wandb": "wandb",
     "mlflow": "mlflow",
     "pytorch_grad_cam": "show",
+    "gradio": "demo",
 }
 
 

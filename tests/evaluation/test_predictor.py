@@ -231,6 +231,17 @@ def test_attributes(clf):
     torch.testing.assert_close(probe.weight.grad, features.sum(0).expand(2, -1))
 
 
+def test_another_size_of_the_same_model(best):
+    clf = relvit.load(best)
+    other = clf.at_size((24, 40))
+    assert (other.img_size, clf.img_size, other.at_size(None).img_size) == ((24, 40), (16, 16), (16, 16))
+    assert other.model is clf.model
+    for size, found in (((24, 40), other), ((16, 16), clf)):
+        assert found.predict(noise(0)) == relvit.load(best, size).predict(noise(0))
+    with pytest.raises(ValueError, match="image height 20 is not a multiple of the patch size 8"):
+        clf.at_size(20)
+
+
 def test_attention_of_one_image_at_any_size(best, photos, tmp_path):
     clf = relvit.load(best, (24, 40))
     path = photos / "test" / "owl" / "0.jpg"

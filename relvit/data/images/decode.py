@@ -66,7 +66,7 @@ class StoredImage(ABC):
 ImageSource = str | os.PathLike[str] | StoredImage
 
 
-def load_rgb(source: ImageSource) -> Image.Image:
+def load_rgb(source: ImageSource, max_pixels: int | None = None) -> Image.Image:
     """Decode an image file completely, as 8-bit RGB, the way a viewer would show it.
 
     The EXIF orientation is applied. Grey, 1-bit, palette and CMYK images are converted. Transparent images are
@@ -75,17 +75,20 @@ def load_rgb(source: ImageSource) -> Image.Image:
 
     Args:
         source: The path of an image file, or a stored image.
+        max_pixels: Refuse an image of more pixels by its header, before any is decoded; None: Pillow's own limit alone.
 
     Returns:
         An image of mode 'RGB' that holds its pixels.
 
     Raises:
         UnreadableImageError: A ValueError: the file is missing, empty, no image, truncated or otherwise broken, larger
-            than Pillow's limit against decompression bombs, or holds 32-bit grey.
+            than `max_pixels` or Pillow's limit against decompression bombs, or holds 32-bit grey.
     """
     name = str(source) if isinstance(source, StoredImage) else os.fspath(source)
     try:
         with open_image(source) as image:
+            if max_pixels is not None and image.width * image.height > max_pixels:
+                raise _RefusedError(f"it has {image.width} x {image.height} pixels, the most are {max_pixels:,}")
             return as_rgb(image)
     except MemoryError:
         raise

@@ -29,6 +29,8 @@ Kind = Literal["tables", "kernels", "logits", "attention", "rollout", "cam", "af
 KINDS: tuple[Kind, ...] = get_args(Kind)
 # These need no image, but its size.
 OF_THE_MODEL: tuple[Kind, ...] = ("tables", "aft-windows")
+# These have a panel per head.
+OF_HEADS: tuple[Kind, ...] = ("kernels", "logits", "attention", "aft-windows")
 PARTS = {"q": "term q", "k": "term k", "b": "bias b", "channels": "free channels"}
 
 Value = TypeVar("Value")
@@ -42,6 +44,7 @@ class Subject(NamedTuple):
     picture: np.ndarray
     patch: tuple[int, int] | None
     layer: int | None
+    head: int | None
     class_names: Sequence[str] | None
 
     @property
@@ -62,6 +65,7 @@ def draw(
     *,
     patch: Sequence[int] | None = None,
     layer: int | None = None,
+    head: int | None = None,
     class_names: Sequence[str] | None = None,
 ) -> Figure:
     """Draw one picture of what a model has learned, or does with an image.
@@ -87,20 +91,23 @@ def draw(
             'aft-windows' their mean. 'cam' frames the patch.
         layer: number of the layer, from 0, or from -1 backwards. None: all; for 'logits', 'attention' and 'cam' the
             last.
+        head: number of the one head to draw, from 0, where there is a panel per head; None: all.
         class_names: names of the classes.
 
     Raises:
         NotApplicableError: a ValueError: a picture that there is not of this model.
-        ValueError: an unknown kind, a patch or layer that there is not, a model in training mode.
+        ValueError: an unknown kind, a patch, layer or head that there is not, a model in training mode.
         MissingPackageError: 'cam' without the package `grad-cam`.
     """
     check_choice("kind", kind, KINDS)
+    if head is not None and kind not in OF_HEADS:
+        raise NotApplicableError(f"{kind} has no panel per head: leave head out")
     if picture is None:
         picture = np.full((*image.shape[-2:], 3), 128, np.uint8)
     if patch is not None:
         patch = (int(patch[0]), int(patch[1])) if len(patch) == 2 else tuple(patch)
         patch_index(patch, Grid(*patch_grid(model, image.shape[-2:])))
-    return DRAW[kind](Subject(model, image, picture, patch, layer, class_names))
+    return DRAW[kind](Subject(model, image, picture, patch, layer, head, class_names))
 
 
 def _tables(subject: Subject) -> Figure:
@@ -114,9 +121,10 @@ def _tables(subject: Subject) -> Figure:
 def _kernels(subject: Subject) -> Figure:
     found = _of_layer(effective_kernels(subject.model, subject.image, subject.patch), subject.layer)
     kernels = {name: kernel.numpy() for name, kernel in found.items()}
+    _heads(subject, min(map(len, kernels.values())))
     query = "mean query of all patches" if subject.patch is None else f"query of patch {subject.patch}"
     title = f"Position part of the logits around a query\n{query}, {subject.size}"
-    return plot_kernels(kernels, title, "logit")
+    return plot_kernels(kernels, title, "logit", subject.head)
 
 
 def _logits(subject: Subject) -> Figure:
@@ -128,13 +136,16 @@ def _logits(subject: Subject) -> Figure:
     named = {"content": parts.pop("content"), **{PARTS[name]: part for name, part in parts.items()}, "sum": total}
     named = {f"{name} (logit)": part for name, part in named.items()} | {"attention weight": total.softmax(-1)}
     first = total.shape[-1] - rows * columns
+    chosen = _heads(subject, len(total))
     drawn = [
         MapRow(
-            name, part[:, first:].unflatten(1, (rows, columns)).float().numpy(), name.startswith(tuple(PARTS.values()))
+            name,
+            part[chosen, first:].unflatten(1, (rows, columns)).float().numpy(),
+            name.startswith(tuple(PARTS.values())),
         )
         for name, part in named.items()
     ]
-    heads = [f"head {head}" for head in range(len(total))]
+    heads = [f"head {head}" for head in chosen]
     title = f"Logits of the query of patch {patch}, layer {_number(subject, layer)}, {subject.size}"
     return plot_maps(subject.picture, drawn, heads, title, patch)
 
@@ -143,8 +154,10 @@ def _attention(subject: Subject) -> Figure:
     layer = -1 if subject.layer is None else subject.layer
     maps = _applied(lambda: attention_maps(subject.model, subject.image[None], [layer]))
     weights, query = _row_of(subject, maps.weights[0][0].cpu(), maps.prefix)
+    chosen = _heads(subject, len(weights))
+    weights = weights[chosen]
     drawn = weights[:, maps.prefix :].unflatten(1, maps.grid).numpy()
-    heads = [f"head {head}" for head in range(len(drawn))]
+    heads = [f"head {head}" for head in chosen]
     if maps.prefix:
         heads = [
             f"{head}\n{part:.0%} to prefix" for head, part in zip(heads, weights[:, : maps.prefix].sum(1), strict=True)
@@ -181,8 +194,10 @@ def _cam(subject: Subject) -> Figure:
 def _aft_windows(subject: Subject) -> Figure:
     found = _of_layer(aft_windows(subject.model, subject.image.shape[-2:], subject.patch), subject.layer)
     windows = {name: window.numpy() for name, window in found.items()}
+    _heads(subject, min(map(len, windows.values())))
     query = "" if subject.patch is None else f"\nquery of patch {subject.patch}"
-    return plot_kernels(windows, f"Biases w by offset, key minus query{query}", "w")
+    title = f"Biases w by offset, key minus query{query}"
+    return plot_kernels(windows, title, "w", subject.head)
 
 
 DRAW: dict[Kind, Callable[[Subject], Figure]] = {
@@ -201,6 +216,15 @@ def _of_layer(found: dict[str, Value], layer: int | None) -> dict[str, Value]:
         return found
     name = chosen_layer(list(found), layer)
     return {name: found[name]}
+
+
+def _heads(subject: Subject, count: int) -> list[int]:
+    """The numbers of the heads to draw, of so many."""
+    if subject.head is None:
+        return list(range(count))
+    if not 0 <= subject.head < count:
+        raise ValueError(f"head is {subject.head}, the layer has {count}: give a number from 0 to {count - 1}")
+    return [subject.head]
 
 
 def _number(subject: Subject, layer: int) -> int:

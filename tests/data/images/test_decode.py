@@ -129,6 +129,14 @@ def test_exif_orientation(tmp_path, name, tolerance, orientation, corner):
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open files through /proc")
+def test_a_limit_of_pixels_holds_before_decoding(tmp_path, monkeypatch):
+    path = saved(Image.new("RGB", (30, 20)), tmp_path / "a.png")
+    assert load_rgb(path, max_pixels=600).size == (30, 20)
+    monkeypatch.setattr(Image.Image, "load", None)
+    with pytest.raises(ValueError, match=r"a.png: it has 30 x 20 pixels, the most are 599; delete or replace it"):
+        load_rgb(path, max_pixels=599)
+
+
 def test_files_are_closed(tmp_path):
     good = saved(Image.new("RGB", (4, 4)), tmp_path / "good.tif")
     bad = []

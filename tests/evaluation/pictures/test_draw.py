@@ -80,6 +80,19 @@ def test_kernels_and_windows():
     assert one.axes[0].get_images()[0].get_extent() == [-4.5, 4.5, 2.5, -2.5]
 
 
+@pytest.mark.parametrize("kind", ["kernels", "logits", "attention", "aft-windows"])
+def test_one_head(kind):
+    model = model_for(kind)
+    every, one = (pictures(draw(kind, model, IMAGE, PICTURE, head=head)) for head in (None, 1))
+    # A row of maps begins with the image; then come two heads, of which the first is left out.
+    columns, first = (3, 1) if kind in ("logits", "attention") else (2, 0)
+    kept = [picture for number, picture in enumerate(every) if number % columns != first]
+    assert len(one) == len(kept)
+    for found, expected in zip(one, kept, strict=True):
+        np.testing.assert_array_equal(found, expected)
+    assert "head 1" in "".join(axes.get_title() for axes in draw(kind, model, IMAGE, head=1).axes)
+
+
 def test_of_many_heads_those_of_the_widest_range():
     model = small("test_relvit_aft", embed_dim=48, num_heads=24).eval()
     with torch.no_grad():
@@ -141,6 +154,12 @@ def test_what_is_refused():
         draw("rollout", model, IMAGE, layer=0)
     with pytest.raises(NotApplicableError, match="tables are the same for all patches: leave patch out"):
         draw("tables", model, IMAGE, patch=(0, 0))
+    for kind in ("tables", "rollout", "cam"):
+        with pytest.raises(NotApplicableError, match=f"{kind} has no panel per head: leave head out"):
+            draw(kind, model, IMAGE, head=0)
+    for kind in ("kernels", "logits", "attention"):
+        with pytest.raises(ValueError, match="head is 2, the layer has 2: give a number from 0 to 1"):
+            draw(kind, model, IMAGE, head=2)
     for kind in ("attention", "rollout"):
         with pytest.raises(NotApplicableError, match="it is attention-free, AFTConv2d"):
             draw(kind, aft, IMAGE)

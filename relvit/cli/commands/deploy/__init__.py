@@ -1,0 +1,1 @@
+"""Commands that bring a trained model to where it is used."""

@@ -1,0 +1,69 @@
+"""`relvit demo`: a page in the browser to try a classifier."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import tempfile
+
+from relvit.cli.commands.embed import find_device
+from relvit.cli.errors import UsageError
+from relvit.evaluation import Predictor
+from relvit.models import Reach
+from relvit.utils.messages import MissingPackageError
+
+LOCAL = ("127.0.0.1", "localhost", "::1")
+
+
+def demo(
+    ckpt_path: str,
+    host: str = "127.0.0.1",
+    port: int = 7860,
+    max_mb: float = 20,
+    max_pixels: int = 50_000_000,
+    reach: Reach = "trained",
+    device: str = "auto",
+) -> None:
+    """Open a page: drop an image, choose its size, see classes, attention and positions. Ctrl-C ends it.
+
+    The page works without internet. Uploaded images are removed, at the latest when it ends.
+
+    Args:
+        ckpt_path: The checkpoint to use, such as runs/RUN/checkpoints/best.ckpt.
+        host: The address of this machine to listen at; at any other than 127.0.0.1 others can open the page.
+        port: The port to listen at; 0 takes any that is free.
+        max_mb: The size of a file, in megabytes, that no upload may exceed.
+        max_pixels: The number of pixels that no uploaded image may exceed.
+        reach: How attention works at other sizes than in training: trained, stretch, logn, stretch-logn, windows or
+            bands.
+        device: The device that computes, such as cpu or cuda:1; auto takes an accelerator if there is one.
+    """
+    if max_mb <= 0 or max_pixels <= 0:
+        raise UsageError(f"max_mb is {max_mb} and max_pixels {max_pixels}: give numbers above 0")
+    with tempfile.TemporaryDirectory(prefix="relvit-demo-") as folder, contextlib.ExitStack() as stack:
+        # Gradio reads them when it is imported.
+        os.environ |= {"GRADIO_TEMP_DIR": folder, "GRADIO_ANALYTICS_ENABLED": "False"}
+        try:
+            import uvicorn
+
+            from relvit.evaluation.deploy.demo import Viewer, build_app
+        except ModuleNotFoundError as error:
+            raise MissingPackageError("relvit demo", error.name) from error
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            listener = stack.enter_context(socket.create_server((host, port), family=family))
+        except (OSError, OverflowError) as error:
+            text = f"cannot listen at host {host}, port {port}: {error}; --port 0 takes a free one"
+            raise UsageError(text) from error
+        predictor = Predictor(ckpt_path, reach=reach).to(find_device(device))
+        app = build_app(Viewer(predictor, max_pixels), max_mb)
+        address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+        who = "only this machine" if host in LOCAL else "everyone who can reach this machine, without a password,"
+        print(f"The page is at {address}, and {who} can open it. Ctrl-C ends it.", flush=True)
+        # Files are removed when the process is ended by another, too.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)
+        with contextlib.suppress(KeyboardInterrupt):
+            uvicorn.Server(config).run(sockets=[listener])

@@ -1,0 +1,238 @@
+"""Page to try a classifier in the browser: classes, attention and positions of an image, at any size; by Gradio."""
+
+from __future__ import annotations
+
+import html
+import math
+import re
+import traceback
+from collections.abc import Awaitable, Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import gradio as gr
+import numpy as np
+from fastapi import FastAPI, Request, Response
+from PIL import Image, ImageDraw
+
+from relvit.data import UnreadableImageError, load_rgb
+from relvit.data.native import images_of
+from relvit.evaluation.pictures import KINDS, Kind, draw
+from relvit.evaluation.pictures.draw import OF_HEADS
+from relvit.evaluation.predictor import Predictor
+from relvit.layers import AFTConv2d, AFTFull
+from relvit.models.attention_maps import patch_grid
+from relvit.plots import picture_of
+from relvit.utils.messages import MissingPackageError, one_line
+
+# Attention weights of more patches take gigabytes.
+MOST_PATCHES = 4096
+# Of the longer side of the picture that is clicked on, in pixels.
+SIDE = 480
+HINT = "Drop an image to begin."
+LABELS: dict[Kind, str] = {
+    "attention": "attention weights of the patch",
+    "logits": "its logits: content and positions",
+    "kernels": "positions around the patch",
+    "tables": "position tables",
+    "rollout": "attention rollout",
+    "cam": "Grad-CAM",
+    "aft-windows": "AFT biases around the patch",
+}
+# The browser itself refuses what another machine would have to send.
+POLICY = (
+    "default-src 'self' data: blob:; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; "
+    "style-src 'self' 'unsafe-inline'; frame-ancestors 'none'"
+)
+
+
+class View(NamedTuple):
+    """What the page shows: sentences, the framed picture, probabilities of classes, figures uint8 (H, W, 3)."""
+
+    text: list[str]
+    picture: Image.Image | None
+    classes: dict[str, float] | None
+    figures: dict[Kind, np.ndarray]
+
+
+class Viewer:
+    """Compute what the page shows of an image.
+
+    Args:
+        predictor: the classifier, at its size of training.
+        max_pixels: number of pixels that no uploaded image may exceed, see `relvit.data.load_rgb`.
+    """
+
+    def __init__(self, predictor: Predictor, max_pixels: int) -> None:
+        self.predictor, self.max_pixels, model = predictor, max_pixels, predictor.model
+        embed = getattr(model, "patch_embed", getattr(model, "embeds", None))
+        self.has_patches = hasattr(embed, "dynamic_feat_size")
+        self.patch_size: tuple[int, int] = embed.patch_size if self.has_patches else (16, 16)
+        self.layers = len(getattr(model, "blocks", ())) or 1
+        # The heads of AFT-full and AFT-local share their biases.
+        layers = [layer for layer in model.modules() if not isinstance(layer, AFTFull)]
+        self.heads = max(getattr(layer, "num_heads", 0) for layer in layers)
+        self.attention_free = any(isinstance(layer, AFTConv2d | AFTFull) for layer in model.modules())
+        self.at_size = lru_cache(32)(predictor.at_size)
+
+    def look(
+        self,
+        path: str,
+        size: str = "",
+        at: tuple[float, float] = (0.5, 0.5),
+        kinds: Sequence[Kind] = (),
+        layer: int | None = None,
+        head: int | None = None,
+    ) -> View:
+        """Compute classes and pictures of an image file.
+
+        Args:
+            path: the file.
+            size: see `img_size`; '': as in training.
+            at: the place of the patch, as shares of height and width of what the model sees.
+            kinds: what to draw, with `layer` and `head`, see `relvit.evaluation.pictures.draw`.
+
+        Raises:
+            ValueError: an image that cannot be read or is too large, a size that the model or the page does not take.
+        """
+        try:
+            image = load_rgb(path, self.max_pixels)
+        except UnreadableImageError as error:
+            raise ValueError(f"this image cannot be read: {error.reason}") from error
+        predictor = self.at_size(self.img_size(size, image) if size else None)
+        best = predictor.predict(image)
+        pixels, _ = next(predictor.batches([image]))
+        seen = images_of(pixels)[0].to(predictor.device)
+        small = picture_of(seen, predictor.mean, predictor.std, SIDE)
+        text, grid, patch = f"{seen.shape[1]} x {seen.shape[2]} px", (1, 1), (0, 0)
+        if self.has_patches:
+            grid = patch_grid(predictor.model, seen.shape[-2:])
+            patch = min(int(at[0] * grid[0]), grid[0] - 1), min(int(at[1] * grid[1]), grid[1] - 1)
+            text += f", {grid[0]} x {grid[1]} patches; the patch in row {patch[0]}, column {patch[1]}, from 0"
+        trained = " x ".join(map(str, self.predictor.img_size))
+        classes = dict(zip(best.names, best.probabilities, strict=True))
+        view = View([f"{text}. Trained at {trained} px."], _framed(small, grid, patch), classes, {})
+        for kind in kinds:
+            options = {"layer": None if kind == "rollout" else layer, "head": head if kind in OF_HEADS else None}
+            options |= {"patch": None if kind == "tables" else patch, "class_names": predictor.class_names}
+            try:
+                if not self.has_patches:
+                    raise ValueError(f"{type(predictor.model).__name__} has no patches")
+                figure = draw(kind, predictor.model, seen, small, **options)
+            except (ValueError, MissingPackageError) as error:
+                view.text.append(f"No {LABELS[kind]}: {one_line(error)}.")
+                continue
+            figure.canvas.draw()
+            view.figures[kind] = np.asarray(figure.canvas.buffer_rgba())[..., :3]
+        return view
+
+    def img_size(self, size: str, image: Image.Image) -> tuple[int, int]:
+        """Parse a size: 'H x W', or the longest side alone, of the image's own shape in whole patches.
+
+        Raises:
+            ValueError: another text, or more patches than the page takes.
+        """
+        match = re.fullmatch(r"(\d{1,5})(?:\s*[x×, ]\s*(\d{1,5}))?", size.strip())
+        if match is None:
+            raise ValueError(f"size {size!r}: give the longest side, such as 288, or height x width, such as 192 x 320")
+        height, width = (int(part or match[1]) for part in match.groups())
+        if match[2] is None:
+            longest = max(image.size)
+            height, width = (
+                max(1, round(int(match[1]) * side / longest / patch)) * patch
+                for side, patch in zip((image.height, image.width), self.patch_size, strict=True)
+            )
+        count = math.ceil(height / self.patch_size[0]) * math.ceil(width / self.patch_size[1])
+        if count > MOST_PATCHES:
+            raise ValueError(f"{height} x {width} px are {count:,} patches, and this page takes {MOST_PATCHES:,}")
+        return height, width
+
+    def sizes(self) -> list[tuple[str, str]]:
+        """List sizes to choose from, each as label and text for `img_size`."""
+        height, width = self.predictor.img_size
+        own = [max(height, width) * share // 2 for share in (2, 3, 4)]
+        fixed = [f"{h} x {w}" for h, w in ((height, 2 * width), (2 * height, width), (2 * height, 2 * width))]
+        labels = [(f"{longest}, the shape of the image", str(longest)) for longest in own]
+        return [(f"{height} x {width}, as in training", ""), *labels, *zip(fixed, fixed, strict=True)]
+
+
+def _framed(picture: np.ndarray, grid: tuple[int, int], patch: tuple[int, int]) -> Image.Image:
+    """Enlarge a picture by a whole number, and frame a patch."""
+    image = Image.fromarray(picture)
+    scale = max(1, SIDE // max(image.size))
+    image = image.resize((image.width * scale, image.height * scale), Image.Resampling.NEAREST)
+    high, wide = image.height / grid[0], image.width / grid[1]
+    box = (patch[1] * wide, patch[0] * high, (patch[1] + 1) * wide - 1, (patch[0] + 1) * high - 1)
+    ImageDraw.Draw(image).rectangle(box, outline="red", width=3)
+    return image
+
+
+def build_page(viewer: Viewer) -> gr.Blocks:
+    """Build the page: an image, its size, what to draw; a click on the picture chooses the patch."""
+    name = html.escape(viewer.predictor.classifier.hparams.model)
+
+    def show(at: tuple[float, float], path: str | None, size: str | None, kinds: list[Kind], *which: Any) -> list[Any]:
+        view = View([HINT], None, None, {})
+        layer, head = (None if number == "all" else number for number in which)
+        try:
+            if path is not None:
+                view = viewer.look(path, size or "", at, [kind for kind in KINDS if kind in kinds], layer, head)
+        # The page goes on whatever fails; earlier results would be taken for those of the new choice.
+        except Exception as error:
+            if not isinstance(error, ValueError):
+                traceback.print_exc()
+            view = View([f"Error: {one_line(error)}"], None, None, {})
+        drawn = [gr.Image(view.figures.get(kind), visible=kind in view.figures) for kind in KINDS]
+        return ["".join(f"<p>{html.escape(line)}</p>" for line in view.text), view.picture, view.classes, *drawn]
+
+    def click(event: gr.SelectData, picture: Image.Image, *choices: Any) -> list[Any]:
+        at = event.index[1] / picture.height, event.index[0] / picture.width
+        return [at, *show(at, *choices)]
+
+    with gr.Blocks(title=f"relvit: {name}", analytics_enabled=False, delete_cache=(300, 1800)) as page:
+        gr.Markdown(f"# {name}")
+        at = gr.State((0.5, 0.5))
+        with gr.Row():
+            with gr.Column(scale=1, min_width=280):
+                upload = gr.Image(label="Image", type="filepath", image_mode=None, sources=["upload", "clipboard"])
+                # Gradio's own would decode the image before its size is checked.
+                upload.preprocess = lambda payload: payload and payload.path
+                info = "Or another: the longest side, or height x width."
+                size = gr.Dropdown(viewer.sizes(), value="", label="Size", info=info, allow_custom_value=True)
+                start = ["attention", "kernels"] + ["aft-windows"] * viewer.attention_free
+                kinds = gr.CheckboxGroup([(label, kind) for kind, label in LABELS.items()], value=start, label="Show")
+                layer = gr.Dropdown(["all", *range(viewer.layers)], value=viewer.layers - 1, label="Layer")
+                head = gr.Dropdown(["all", *range(viewer.heads)], value="all", label="Head")
+            with gr.Column(scale=2, min_width=280):
+                text = gr.HTML(f"<p>{HINT}</p>", elem_id="text")
+                with gr.Row():
+                    label = "What the model sees: click on a patch"
+                    seen = gr.Image(label=label, type="pil", format="png", elem_id="seen")
+                    classes = gr.Label(label="Classes", elem_id="classes")
+                drawn = [gr.Image(label=LABELS[kind], visible=False, format="png", elem_id=kind) for kind in KINDS]
+        for part in (seen, *drawn):
+            part.interactive = False
+        choices, outputs = [upload, size, kinds, layer, head], [text, seen, classes, *drawn]
+        options = {"concurrency_id": "model", "trigger_mode": "always_last", "api_visibility": "private"}
+        gr.on([choice.change for choice in choices], show, [at, *choices], outputs, **options)
+        seen.select(click, [seen, *choices], [at, *outputs], **options)
+    return page
+
+
+def build_app(viewer: Viewer, max_mb: float) -> FastAPI:
+    """Build the application that serves the page; the browser asks no other machine for anything.
+
+    Args:
+        viewer: computes what the page shows.
+        max_mb: size of a file, in units of 10^6 bytes, that no upload may exceed.
+    """
+    app = FastAPI(openapi_url=None)
+
+    @app.middleware("http")
+    async def offline(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
+        response = await call_next(request)
+        response.headers["Content-Security-Policy"] = POLICY
+        return response
+
+    options = {"max_file_size": int(max_mb * 1e6), "run_history": False, "ssr_mode": False, "footer_links": []}
+    return gr.mount_gradio_app(app, build_page(viewer), path="/", **options)

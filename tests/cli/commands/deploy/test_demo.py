@@ -1,0 +1,69 @@
+"""`relvit demo`: served at its defaults until it is ended, and what it refuses."""
+
+import re
+import signal
+import socket
+import sys
+import tempfile
+import urllib.request
+from pathlib import Path
+
+import pytest
+from processes import finish, start
+
+from relvit.cli import main
+
+ARGUMENTS = ["demo", "best.ckpt"]
+
+
+def test_it_serves_this_machine_until_it_is_ended_and_leaves_no_file(run, tmp_path):
+    pytest.importorskip("gradio")
+    process = start(["demo", run / "checkpoints" / "best.ckpt", "--port", "0"], tmp_path, env={"TMPDIR": str(tmp_path)})
+    try:
+        line = process.stdout.readline()
+        address = re.fullmatch(
+            r"The page is at (http://127\.0\.0\.1:\d+), and only this machine can open it\. Ctrl-C ends it\.\n", line
+        )[1]
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        assert b"relvit: test_relvit" in opener.open(address, timeout=60).read()
+        assert len(list(tmp_path.iterdir())) == 1
+    finally:
+        process.send_signal(signal.SIGTERM)
+    assert finish(process) == (0, "", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--max_mb", "0"], "max_mb is 0.0 and max_pixels 50000000: give numbers above 0"),
+        (["--max_pixels", "-1"], "max_pixels -1: give numbers above 0"),
+        (["--port", "70000"], "cannot listen at host 127.0.0.1, port 70000: "),
+        (["--host", "no.such.host.invalid"], "cannot listen at host no.such.host.invalid, port 7860: "),
+        (["--reach", "far"], "--reach must be"),
+    ],
+)
+def test_refusals(options, message, capsys):
+    pytest.importorskip("gradio")
+    assert main([*ARGUMENTS, *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_port_in_use_and_a_missing_checkpoint(capsys, monkeypatch, tmp_path):
+    pytest.importorskip("gradio")
+    monkeypatch.chdir(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main([*ARGUMENTS, "--port", str(port)]) == 2
+    assert f"port {port}: " in (err := capsys.readouterr().err)
+    assert "--port 0 takes a free one" in err
+    assert main([*ARGUMENTS, "--port", "0"]) == 2
+    assert "no checkpoint at best.ckpt" in capsys.readouterr().err
+    assert not list(Path(tempfile.gettempdir()).glob("relvit-demo-*/*"))
+
+
+def test_without_gradio(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gradio", None)
+    monkeypatch.delitem(sys.modules, "relvit.evaluation.deploy.demo", raising=False)
+    assert main(ARGUMENTS) == 2
+    assert 'relvit demo needs the package gradio: pip install "relvit[demo]"' in capsys.readouterr().err

@@ -1,0 +1,150 @@
+"""The page of `relvit demo` without a browser: its numbers are those of `Predictor` and of the pictures."""
+
+import re
+
+import numpy as np
+import pytest
+from checkpoints import write_checkpoint_like
+from PIL import Image
+
+import relvit
+from relvit.evaluation.pictures import KINDS, draw
+from relvit.plots import picture_of
+
+gr = pytest.importorskip("gradio")
+
+from starlette.testclient import TestClient  # noqa: E402
+
+from relvit.evaluation.deploy.demo import Viewer, build_app, build_page  # noqa: E402
+
+# Height 36, width 24: in patches of 8 pixels and 48 pixels long 6 x 4.
+PICTURE = np.random.default_rng(0).integers(0, 255, (36, 24, 3), dtype=np.uint8)
+
+
+@pytest.fixture
+def photo(tmp_path):
+    Image.fromarray(PICTURE).save(tmp_path / "photo.png")
+    return str(tmp_path / "photo.png")
+
+
+@pytest.fixture(scope="module")
+def best(run):
+    return run / "checkpoints" / "best.ckpt"
+
+
+@pytest.fixture(scope="module")
+def viewer(best):
+    return Viewer(relvit.load(best), 10_000)
+
+
+def functions(page):
+    """The functions behind the events of the page, by name."""
+    return {event.name: event.fn for event in page.fns.values()}
+
+
+@pytest.mark.parametrize(
+    ("size", "img_size"), [("", (16, 16)), ("24 x 40", (24, 40)), ("24,40", (24, 40)), ("48", (48, 32)), ("9", (8, 8))]
+)
+def test_classes_are_those_of_the_predictor(viewer, best, photo, size, img_size):
+    view = viewer.look(photo, size)
+    expected = relvit.load(best, img_size).predict(photo)
+    assert view.classes == dict(zip(expected.names, expected.probabilities, strict=True))
+    rows, columns = img_size[0] // 8, img_size[1] // 8
+    (text,) = view.text
+    assert text.startswith(
+        f"{img_size[0]} x {img_size[1]} px, {rows} x {columns} patches; the patch in row {rows // 2}, "
+    )
+    assert text.endswith("Trained at 16 x 16 px.")
+
+
+def test_pictures_are_those_of_draw_for_the_patch_layer_and_head(viewer, best, photo):
+    kinds = ("attention", "logits", "kernels", "tables", "rollout")
+    view = viewer.look(photo, "24 x 40", (0.99, 0.3), kinds, layer=0, head=1)
+    clf = relvit.load(best, (24, 40))
+    image = clf.transform(Image.open(photo))
+    picture = picture_of(image, clf.mean, clf.std, 480)
+    # 3 x 5 patches.
+    options = {"patch": (2, 1), "layer": 0, "head": 1}
+    left_out = {"tables": ("patch", "head"), "rollout": ("layer", "head")}
+    for kind in kinds:
+        given = {name: value for name, value in options.items() if name not in left_out.get(kind, ())}
+        figure = draw(kind, clf.model, image, picture, class_names=clf.class_names, **given)
+        figure.canvas.draw()
+        np.testing.assert_array_equal(view.figures[kind], np.asarray(figure.canvas.buffer_rgba())[..., :3])
+    # 40 pixels are enlarged 12 times: the frame is around rows 192 to 287 and columns 96 to 191.
+    framed = np.asarray(view.picture)
+    assert framed.shape == (24 * 12, 40 * 12, 3)
+    red = (framed == (255, 0, 0)).all(-1)
+    assert (np.flatnonzero(red.any(1))[[0, -1]] == (192, 287)).all()
+    assert (np.flatnonzero(red.any(0))[[0, -1]] == (96, 191)).all()
+
+
+def test_what_a_model_does_not_have_is_said_in_words(best, photo, tmp_path):
+    options = {"patch_size": 8, "embed_dim": 16, "depth": 1}
+    ckpt = write_checkpoint_like(best, tmp_path / "aft.ckpt", "test_relvit_aft", options)
+    viewer = Viewer(relvit.load(ckpt), 10_000)
+    assert viewer.attention_free
+    view = viewer.look(photo, "", kinds=("attention", "kernels", "aft-windows"), layer=0)
+    assert list(view.figures) == ["aft-windows"]
+    assert "No attention weights of the patch: " in view.text[1]
+    assert "it is attention-free" in view.text[1]
+    assert "No positions around the patch: " in view.text[2]
+    ckpt = write_checkpoint_like(best, tmp_path / "cnn.ckpt", "test_resnet", {})
+    view = Viewer(relvit.load(ckpt), 10_000).look(photo, "48 x 32", kinds=KINDS)
+    assert view.text[0] == "48 x 32 px. Trained at 16 x 16 px."
+    assert view.figures == {}
+    assert len(view.classes) == 3
+    assert all(line.endswith(": ResNet has no patches.") for line in view.text[1:])
+    assert len(view.text) == 8
+
+
+def test_the_page_shows_results_after_a_click_and_messages_for_errors(viewer, best, photo, tmp_path, capsys):
+    call = functions(build_page(viewer))
+    event = gr.SelectData(None, {"index": [470, 10], "value": None})
+    picture = viewer.look(photo, "24 x 40").picture
+    at, text, framed, classes, *figures = call["click"](event, picture, photo, "24 x 40", ["attention"], 1, "all")
+    assert at == (10 / 288, 470 / 480)
+    assert "row 0, column 4" in text
+    assert framed is not None
+    assert len(classes) == 3
+    assert [kind for kind, figure in zip(KINDS, figures, strict=True) if figure.visible] == ["attention"]
+    (tmp_path / "no.png").write_bytes(b"<b>no</b>")
+    Image.new("L", (101, 100)).save(tmp_path / "large.png")
+    for path, size, message in (
+        (tmp_path / "no.png", "", "this image cannot be read: it is not an image, or of an unknown format"),
+        (tmp_path / "large.png", "", "this image cannot be read: it has 101 x 100 pixels, the most are 10,000"),
+        (photo, "<x>", "size &#x27;&lt;x&gt;&#x27;: give the longest side, such as 288"),
+        (photo, "-8", "give the longest side"),
+        (photo, "20 x 24", "20"),
+        (photo, "800 x 800", "800 x 800 px are 10,000 patches, and this page takes 4,096"),
+    ):
+        text, *results = call["show"]((0.5, 0.5), str(path), size, list(KINDS), 0, "all")
+        assert text.startswith("<p>Error: ")
+        assert message in text
+        assert "Traceback" not in text
+        assert results[:2] == [None, None]
+        assert not any(figure.visible for figure in results[2:])
+        assert str(tmp_path) not in text
+    assert call["show"]((0.5, 0.5), None, "", [], 0, "all")[0] == "<p>Drop an image to begin.</p>"
+    viewer.look = None
+    try:
+        text, *_ = call["show"]((0.5, 0.5), photo, "", [], 0, "all")
+    finally:
+        del viewer.look
+    assert "Error: &#x27;NoneType&#x27; object is not callable" in text
+    assert "TypeError" in capsys.readouterr().err
+
+
+def test_the_server_sends_no_address_of_another_machine_and_refuses_large_files(viewer, photo, tmp_path, monkeypatch):
+    monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path / "uploads"))
+    with TestClient(build_app(viewer, 0.01)) as client:
+        response = client.get("/")
+        assert response.status_code == 200
+        assert "relvit: test_relvit" in response.text
+        assert not re.findall(r'<(?:link|script)[^>]*(?:src|href)="https?:[^>]*>', response.text)
+        assert "default-src 'self'" in response.headers["content-security-policy"]
+        sent = client.post("/gradio_api/upload", files={"files": ("a.png", bytes(9_000))})
+        assert sent.status_code == 200
+        sent = client.post("/gradio_api/upload", files={"files": ("b.png", bytes(10_001))})
+        assert sent.status_code == 413
+    assert not list(tmp_path.glob("uploads/**/b.png"))
