@@ -43,6 +43,9 @@ def browser(tmp_path, monkeypatch):
         options.add_argument(option)
     options.set_capability("goog:loggingPrefs", {"performance": "ALL", "browser": "ALL"})
     browser = webdriver.Chrome(options, webdriver.ChromeService(driver))
+    # Not what the page for new tabs asks for.
+    browser.get("about:blank")
+    browser.get_log("performance")
     yield browser
     browser.quit()
 
@@ -59,7 +62,7 @@ def page(run, tmp_path):
     code, out, err = finish(process)
     assert (code, out) == (0, ""), err
     assert "Traceback" not in err
-    assert list((tmp_path / "files").iterdir()) == []
+    assert list((tmp_path / "files").glob("relvit-demo-*")) == []
 
 
 def wait_for(browser, *words):
@@ -90,16 +93,16 @@ def expected(clf, path):
 def test_a_visit(browser, page, run, photos, tmp_path):
     photo, best = str(photos / "test" / "owl" / "0.jpg"), run / "checkpoints" / "best.ckpt"
     browser.get(page)
-    wait_for(browser, "test_relvit", "Drop an image to begin.", "As in training".lower())
+    wait_for(browser, "test_relvit", "Drop an image, then click")
     upload(browser, photo)
-    wait_for(browser, "16 x 16 px, 2 x 2 patches; the patch in row 1, column 1, from 0. Trained at 16 x 16 px.")
+    wait_for(browser, "The model sees 16 x 16 px", "2 x 2 patches; now row 1, column 1, from 0.")
     first = classes(browser)
     assert first == expected(relvit.load(best), photo)
 
     size = browser.find_element(By.CSS_SELECTOR, "input[aria-label=Size]")
     size.send_keys(Keys.CONTROL, "a")
     size.send_keys("24 x 40", Keys.ENTER)
-    wait_for(browser, "24 x 40 px, 3 x 5 patches; the patch in row 1, column 2, from 0.")
+    wait_for(browser, "The model sees 24 x 40 px", "3 x 5 patches; now row 1, column 2, from 0.")
     clf = relvit.load(best, (24, 40))
     assert classes(browser) == expected(clf, photo)
 
@@ -107,7 +110,7 @@ def test_a_visit(browser, page, run, photos, tmp_path):
     # In CSS pixels from the middle of the image: the last row, the first column.
     right, down = -seen.size["width"] * 0.45, seen.size["height"] * 0.4
     webdriver.ActionChains(browser).move_to_element_with_offset(seen, right, down).click().perform()
-    wait_for(browser, "the patch in row 2, column 0, from 0.")
+    wait_for(browser, "now row 2, column 0, from 0.")
     image = clf.transform(Image.open(photo).convert("RGB"))
     options = {"patch": (2, 0), "layer": 1, "class_names": clf.class_names}
     for kind in ("attention", "kernels"):
@@ -124,7 +127,7 @@ def test_a_visit(browser, page, run, photos, tmp_path):
         ("no.png", b"no image", "Error: this image cannot be read: it is not an image"),
     ):
         browser.get(page)
-        wait_for(browser, "Drop an image to begin.")
+        wait_for(browser, "Drop an image, then click")
         if content is None:
             Image.new("1", (8000, 7000)).save(tmp_path / name)
         else:

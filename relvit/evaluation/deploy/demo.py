@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw
 
 from relvit.data import UnreadableImageError, load_rgb
 from relvit.data.native import images_of
-from relvit.evaluation.pictures import KINDS, Kind, draw
+from relvit.evaluation.pictures import Kind, draw
 from relvit.evaluation.pictures.draw import OF_HEADS
 from relvit.evaluation.predictor import Predictor
 from relvit.layers import AFTConv2d, AFTFull
@@ -29,7 +29,7 @@ from relvit.utils.messages import MissingPackageError, one_line
 MOST_PATCHES = 4096
 # Of the longer side of the picture that is clicked on, in pixels.
 SIDE = 480
-HINT = "Drop an image to begin."
+HINT = "Drop an image, then click on a patch of it here."
 LABELS: dict[Kind, str] = {
     "attention": "attention weights of the patch",
     "logits": "its logits: content and positions",
@@ -104,14 +104,14 @@ class Viewer:
         pixels, _ = next(predictor.batches([image]))
         seen = images_of(pixels)[0].to(predictor.device)
         small = picture_of(seen, predictor.mean, predictor.std, SIDE)
-        text, grid, patch = f"{seen.shape[1]} x {seen.shape[2]} px", (1, 1), (0, 0)
+        (trained_height, trained_width), grid, patch = self.predictor.img_size, (1, 1), (0, 0)
+        text = f"The model sees {seen.shape[1]} x {seen.shape[2]} px, trained at {trained_height} x {trained_width}."
         if self.has_patches:
             grid = patch_grid(predictor.model, seen.shape[-2:])
             patch = min(int(at[0] * grid[0]), grid[0] - 1), min(int(at[1] * grid[1]), grid[1] - 1)
-            text += f", {grid[0]} x {grid[1]} patches; the patch in row {patch[0]}, column {patch[1]}, from 0"
-        trained = " x ".join(map(str, self.predictor.img_size))
+            text += f" Click on one of {grid[0]} x {grid[1]} patches; now row {patch[0]}, column {patch[1]}, from 0."
         classes = dict(zip(best.names, best.probabilities, strict=True))
-        view = View([f"{text}. Trained at {trained} px."], _framed(small, grid, patch), classes, {})
+        view = View([text], _framed(small, grid, patch), classes, {})
         for kind in kinds:
             options = {"layer": None if kind == "rollout" else layer, "head": head if kind in OF_HEADS else None}
             options |= {"patch": None if kind == "tables" else patch, "class_names": predictor.class_names}
@@ -176,14 +176,15 @@ def build_page(viewer: Viewer) -> gr.Blocks:
         layer, head = (None if number == "all" else number for number in which)
         try:
             if path is not None:
-                view = viewer.look(path, size or "", at, [kind for kind in KINDS if kind in kinds], layer, head)
+                view = viewer.look(path, size or "", at, kinds, layer, head)
         # The page goes on whatever fails; earlier results would be taken for those of the new choice.
         except Exception as error:
             if not isinstance(error, ValueError):
                 traceback.print_exc()
             view = View([f"Error: {one_line(error)}"], None, None, {})
-        drawn = [gr.Image(view.figures.get(kind), visible=kind in view.figures) for kind in KINDS]
-        return ["".join(f"<p>{html.escape(line)}</p>" for line in view.text), view.picture, view.classes, *drawn]
+        drawn = [gr.Image(view.figures.get(kind), visible=kind in view.figures) for kind in LABELS]
+        text, *missing = (f"<p>{html.escape(line)}</p>" for line in view.text)
+        return [text, view.picture, view.classes, "".join(missing), *drawn]
 
     def click(event: gr.SelectData, picture: Image.Image, *choices: Any) -> list[Any]:
         at = event.index[1] / picture.height, event.index[0] / picture.width
@@ -192,27 +193,27 @@ def build_page(viewer: Viewer) -> gr.Blocks:
     with gr.Blocks(title=f"relvit: {name}", analytics_enabled=False, delete_cache=(300, 1800)) as page:
         gr.Markdown(f"# {name}")
         at = gr.State((0.5, 0.5))
+        image = {"interactive": False, "show_label": False, "format": "png"}
         with gr.Row():
-            with gr.Column(scale=1, min_width=280):
-                upload = gr.Image(label="Image", type="filepath", image_mode=None, sources=["upload", "clipboard"])
+            with gr.Column(min_width=280):
+                upload = gr.Image(label="Image", type="filepath", image_mode=None, sources="upload", height=240)
                 # Gradio's own would decode the image before its size is checked.
                 upload.preprocess = lambda payload: payload and payload.path
                 info = "Or another: the longest side, or height x width."
                 size = gr.Dropdown(viewer.sizes(), value="", label="Size", info=info, allow_custom_value=True)
-                start = ["attention", "kernels"] + ["aft-windows"] * viewer.attention_free
-                kinds = gr.CheckboxGroup([(label, kind) for kind, label in LABELS.items()], value=start, label="Show")
-                layer = gr.Dropdown(["all", *range(viewer.layers)], value=viewer.layers - 1, label="Layer")
-                head = gr.Dropdown(["all", *range(viewer.heads)], value="all", label="Head")
-            with gr.Column(scale=2, min_width=280):
+            with gr.Column(min_width=280):
                 text = gr.HTML(f"<p>{HINT}</p>", elem_id="text")
-                with gr.Row():
-                    label = "What the model sees: click on a patch"
-                    seen = gr.Image(label=label, type="pil", format="png", elem_id="seen")
-                    classes = gr.Label(label="Classes", elem_id="classes")
-                drawn = [gr.Image(label=LABELS[kind], visible=False, format="png", elem_id=kind) for kind in KINDS]
-        for part in (seen, *drawn):
-            part.interactive = False
-        choices, outputs = [upload, size, kinds, layer, head], [text, seen, classes, *drawn]
+                seen = gr.Image(type="pil", elem_id="seen", buttons=[], **image)
+            classes = gr.Label(label="Classes", elem_id="classes", show_heading=False, min_width=280)
+        with gr.Row():
+            start = ["attention", "kernels"] + ["aft-windows"] * viewer.attention_free
+            names = [(label, kind) for kind, label in LABELS.items()]
+            kinds = gr.CheckboxGroup(names, value=start, label="Show", scale=4, min_width=280)
+            layer = gr.Dropdown(["all", *range(viewer.layers)], value=viewer.layers - 1, label="Layer", min_width=120)
+            head = gr.Dropdown(["all", *range(viewer.heads)], value="all", label="Head", min_width=120)
+        missing = gr.HTML(elem_id="missing")
+        drawn = [gr.Image(visible=False, elem_id=kind, buttons=["fullscreen"], **image) for kind in LABELS]
+        choices, outputs = [upload, size, kinds, layer, head], [text, seen, classes, missing, *drawn]
         options = {"concurrency_id": "model", "trigger_mode": "always_last", "api_visibility": "private"}
         gr.on([choice.change for choice in choices], show, [at, *choices], outputs, **options)
         seen.select(click, [seen, *choices], [at, *outputs], **options)

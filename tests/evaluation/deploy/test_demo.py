@@ -15,7 +15,7 @@ gr = pytest.importorskip("gradio")
 
 from starlette.testclient import TestClient  # noqa: E402
 
-from relvit.evaluation.deploy.demo import Viewer, build_app, build_page  # noqa: E402
+from relvit.evaluation.deploy.demo import LABELS, Viewer, build_app, build_page  # noqa: E402
 
 # Height 36, width 24: in patches of 8 pixels and 48 pixels long 6 x 4.
 PICTURE = np.random.default_rng(0).integers(0, 255, (36, 24, 3), dtype=np.uint8)
@@ -51,10 +51,10 @@ def test_classes_are_those_of_the_predictor(viewer, best, photo, size, img_size)
     assert view.classes == dict(zip(expected.names, expected.probabilities, strict=True))
     rows, columns = img_size[0] // 8, img_size[1] // 8
     (text,) = view.text
-    assert text.startswith(
-        f"{img_size[0]} x {img_size[1]} px, {rows} x {columns} patches; the patch in row {rows // 2}, "
+    assert text == (
+        f"The model sees {img_size[0]} x {img_size[1]} px, trained at 16 x 16. "
+        f"Click on one of {rows} x {columns} patches; now row {rows // 2}, column {columns // 2}, from 0."
     )
-    assert text.endswith("Trained at 16 x 16 px.")
 
 
 def test_pictures_are_those_of_draw_for_the_patch_layer_and_head(viewer, best, photo):
@@ -91,7 +91,7 @@ def test_what_a_model_does_not_have_is_said_in_words(best, photo, tmp_path):
     assert "No positions around the patch: " in view.text[2]
     ckpt = write_checkpoint_like(best, tmp_path / "cnn.ckpt", "test_resnet", {})
     view = Viewer(relvit.load(ckpt), 10_000).look(photo, "48 x 32", kinds=KINDS)
-    assert view.text[0] == "48 x 32 px. Trained at 16 x 16 px."
+    assert view.text[0] == "The model sees 48 x 32 px, trained at 16 x 16."
     assert view.figures == {}
     assert len(view.classes) == 3
     assert all(line.endswith(": ResNet has no patches.") for line in view.text[1:])
@@ -102,12 +102,15 @@ def test_the_page_shows_results_after_a_click_and_messages_for_errors(viewer, be
     call = functions(build_page(viewer))
     event = gr.SelectData(None, {"index": [470, 10], "value": None})
     picture = viewer.look(photo, "24 x 40").picture
-    at, text, framed, classes, *figures = call["click"](event, picture, photo, "24 x 40", ["attention"], 1, "all")
+    at, text, framed, classes, missing, *figures = call["click"](
+        event, picture, photo, "24 x 40", ["attention", "aft-windows"], 1, "all"
+    )
+    assert missing.startswith("<p>No AFT biases around the patch: RelVisionTransformer has no attention-free layers")
     assert at == (10 / 288, 470 / 480)
     assert "row 0, column 4" in text
     assert framed is not None
     assert len(classes) == 3
-    assert [kind for kind, figure in zip(KINDS, figures, strict=True) if figure.visible] == ["attention"]
+    assert [kind for kind, figure in zip(LABELS, figures, strict=True) if figure.visible] == ["attention"]
     (tmp_path / "no.png").write_bytes(b"<b>no</b>")
     Image.new("L", (101, 100)).save(tmp_path / "large.png")
     for path, size, message in (
@@ -122,10 +125,12 @@ def test_the_page_shows_results_after_a_click_and_messages_for_errors(viewer, be
         assert text.startswith("<p>Error: ")
         assert message in text
         assert "Traceback" not in text
-        assert results[:2] == [None, None]
-        assert not any(figure.visible for figure in results[2:])
+        assert results[:3] == [None, None, ""]
+        assert not any(figure.visible for figure in results[3:])
         assert str(tmp_path) not in text
-    assert call["show"]((0.5, 0.5), None, "", [], 0, "all")[0] == "<p>Drop an image to begin.</p>"
+    assert (
+        call["show"]((0.5, 0.5), None, "", [], 0, "all")[0] == "<p>Drop an image, then click on a patch of it here.</p>"
+    )
     viewer.look = None
     try:
         text, *_ = call["show"]((0.5, 0.5), photo, "", [], 0, "all")

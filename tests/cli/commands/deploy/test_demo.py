@@ -1,5 +1,6 @@
 """`relvit demo`: served at its defaults until it is ended, and what it refuses."""
 
+import os
 import re
 import signal
 import socket
@@ -14,22 +15,52 @@ from processes import finish, start
 from relvit.cli import main
 
 ARGUMENTS = ["demo", "best.ckpt"]
+LINE = r"The page is at (http://{}:\d+), and {} can open it\. Ctrl-C ends it\.\n"
 
 
+@pytest.mark.slow
 def test_it_serves_this_machine_until_it_is_ended_and_leaves_no_file(run, tmp_path):
     pytest.importorskip("gradio")
     process = start(["demo", run / "checkpoints" / "best.ckpt", "--port", "0"], tmp_path, env={"TMPDIR": str(tmp_path)})
     try:
-        line = process.stdout.readline()
-        address = re.fullmatch(
-            r"The page is at (http://127\.0\.0\.1:\d+), and only this machine can open it\. Ctrl-C ends it\.\n", line
-        )[1]
+        address = re.fullmatch(LINE.format("127.0.0.1", "only this machine"), process.stdout.readline())[1]
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         assert b"relvit: test_relvit" in opener.open(address, timeout=60).read()
-        assert len(list(tmp_path.iterdir())) == 1
+        assert len(list(tmp_path.glob("relvit-demo-*"))) == 1
     finally:
         process.send_signal(signal.SIGTERM)
     assert finish(process) == (0, "", "")
+    assert list(tmp_path.glob("relvit-demo-*")) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "host", "who"),
+    [
+        ([], "127.0.0.1", "only this machine"),
+        (["--host", "0.0.0.0"], "0.0.0.0", "everyone who can reach this machine, without a password,"),
+    ],
+)
+def test_who_can_open_it(run, capsys, monkeypatch, tmp_path, options, host, who):
+    uvicorn = pytest.importorskip("uvicorn")
+    pytest.importorskip("gradio")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    # They are the process's own.
+    for name in ("GRADIO_TEMP_DIR", "GRADIO_ANALYTICS_ENABLED"):
+        monkeypatch.setenv(name, "")
+    stop = signal.getsignal(signal.SIGTERM)
+
+    def served(server, sockets):
+        assert sockets[0].getsockname()[0] == host
+        assert os.environ["GRADIO_TEMP_DIR"] == str(next(tmp_path.glob("relvit-demo-*")))
+        assert os.environ["GRADIO_ANALYTICS_ENABLED"] == "False"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(uvicorn.Server, "run", served)
+    try:
+        assert main(["demo", str(run / "checkpoints" / "best.ckpt"), "--port", "0", *options]) == 0
+    finally:
+        signal.signal(signal.SIGTERM, stop)
+    assert re.fullmatch(LINE.format(host, who), capsys.readouterr().out)
     assert list(tmp_path.iterdir()) == []
 
 
