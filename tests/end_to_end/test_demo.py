@@ -122,7 +122,7 @@ def test_a_visit(browser, page, run, photos, tmp_path):
         np.testing.assert_array_equal(drawn, np.asarray(figure.canvas.buffer_rgba())[..., :3])
 
     for name, content, message in (
-        ("large.png", bytes(20_000_001), "exceeds the maximum allowed size"),
+        ("large.png", bytes(20 * 2**20 + 1), "exceed the maximum allowed size of 20"),
         ("bomb.png", None, "Error: this image cannot be read: it has 8000 x 7000 pixels, the most are 50,000,000"),
         ("no.png", b"no image", "Error: this image cannot be read: it is not an image"),
     ):

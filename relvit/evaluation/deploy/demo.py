@@ -225,7 +225,7 @@ def build_app(viewer: Viewer, max_mb: float) -> FastAPI:
 
     Args:
         viewer: computes what the page shows.
-        max_mb: size of a file, in units of 10^6 bytes, that no upload may exceed.
+        max_mb: size of a file, in units of 2^20 bytes, that no upload may exceed.
     """
     app = FastAPI(openapi_url=None)
 
@@ -235,5 +235,5 @@ def build_app(viewer: Viewer, max_mb: float) -> FastAPI:
         response.headers["Content-Security-Policy"] = POLICY
         return response
 
-    options = {"max_file_size": int(max_mb * 1e6), "run_history": False, "ssr_mode": False, "footer_links": []}
+    options = {"max_file_size": int(max_mb * 2**20), "run_history": False, "ssr_mode": False, "footer_links": []}
     return gr.mount_gradio_app(app, build_page(viewer), path="/", **options)

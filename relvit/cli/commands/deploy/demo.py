@@ -34,7 +34,7 @@ def demo(
         ckpt_path: The checkpoint to use, such as runs/RUN/checkpoints/best.ckpt.
         host: The address of this machine to listen at; at any other than 127.0.0.1 others can open the page.
         port: The port to listen at; 0 takes any that is free.
-        max_mb: The size of a file, in megabytes, that no upload may exceed.
+        max_mb: The size of a file, in MB of 2^20 bytes, that no upload may exceed.
         max_pixels: The number of pixels that no uploaded image may exceed.
         reach: How attention works at other sizes than in training: trained, stretch, logn, stretch-logn, windows or
             bands.
@@ -64,6 +64,7 @@ def demo(
         print(f"The page is at {address}, and {who} can open it. Ctrl-C ends it.", flush=True)
         # Files are removed when the process is ended by another, too.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)
+        # Of uvicorn there would only be complaints about pages that are open when it ends.
+        config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1)
         with contextlib.suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=[listener])
