@@ -44,10 +44,12 @@ POLICY = (
     "default-src 'self' data: blob:; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; "
     "style-src 'self' 'unsafe-inline'; frame-ancestors 'none'"
 )
+# Figures of one head are not enlarged to the width of the page.
+CSS = ".figure img {width: auto !important; max-width: 100%; margin: auto}"
 
 
 class View(NamedTuple):
-    """What the page shows: sentences, the framed picture, probabilities of classes, figures uint8 (H, W, 3)."""
+    """Contents of the page: sentences, the framed picture, probabilities of classes, figures uint8 (H, W, 3)."""
 
     text: list[str]
     picture: Image.Image | None
@@ -212,7 +214,10 @@ def build_page(viewer: Viewer) -> gr.Blocks:
             layer = gr.Dropdown(["all", *range(viewer.layers)], value=viewer.layers - 1, label="Layer", min_width=120)
             head = gr.Dropdown(["all", *range(viewer.heads)], value="all", label="Head", min_width=120)
         missing = gr.HTML(elem_id="missing")
-        drawn = [gr.Image(visible=False, elem_id=kind, buttons=["fullscreen"], **image) for kind in LABELS]
+        drawn = [
+            gr.Image(visible=False, elem_id=kind, elem_classes="figure", buttons=["fullscreen"], **image)
+            for kind in LABELS
+        ]
         choices, outputs = [upload, size, kinds, layer, head], [text, seen, classes, missing, *drawn]
         options = {"concurrency_id": "model", "trigger_mode": "always_last", "api_visibility": "private"}
         gr.on([choice.change for choice in choices], show, [at, *choices], outputs, **options)
@@ -235,5 +240,11 @@ def build_app(viewer: Viewer, max_mb: float) -> FastAPI:
         response.headers["Content-Security-Policy"] = POLICY
         return response
 
-    options = {"max_file_size": int(max_mb * 2**20), "run_history": False, "ssr_mode": False, "footer_links": []}
+    options = {
+        "css": CSS,
+        "max_file_size": int(max_mb * 2**20),
+        "run_history": False,
+        "ssr_mode": False,
+        "footer_links": [],
+    }
     return gr.mount_gradio_app(app, build_page(viewer), path="/", **options)

@@ -46,8 +46,6 @@ def demo(
         # Gradio reads them when it is imported.
         os.environ |= {"GRADIO_TEMP_DIR": folder, "GRADIO_ANALYTICS_ENABLED": "False"}
         try:
-            import uvicorn
-
             from relvit.evaluation.deploy.demo import Viewer, build_app
         except ModuleNotFoundError as error:
             raise MissingPackageError("relvit demo", error.name) from error
@@ -64,6 +62,8 @@ def demo(
         print(f"The page is at {address}, and {who} can open it. Ctrl-C ends it.", flush=True)
         # Files are removed when the process is ended by another, too.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
+        import uvicorn
+
         # Of uvicorn there would only be complaints about pages that are open when it ends.
         config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1)
         with contextlib.suppress(KeyboardInterrupt):

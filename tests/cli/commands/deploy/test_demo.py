@@ -7,7 +7,6 @@ import socket
 import sys
 import tempfile
 import urllib.request
-from pathlib import Path
 
 import pytest
 from processes import finish, start
@@ -83,6 +82,7 @@ def test_refusals(options, message, capsys):
 def test_a_port_in_use_and_a_missing_checkpoint(capsys, monkeypatch, tmp_path):
     pytest.importorskip("gradio")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main([*ARGUMENTS, "--port", str(port)]) == 2
@@ -90,7 +90,7 @@ def test_a_port_in_use_and_a_missing_checkpoint(capsys, monkeypatch, tmp_path):
     assert "--port 0 takes a free one" in err
     assert main([*ARGUMENTS, "--port", "0"]) == 2
     assert "no checkpoint at best.ckpt" in capsys.readouterr().err
-    assert not list(Path(tempfile.gettempdir()).glob("relvit-demo-*/*"))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_gradio(capsys, monkeypatch):
