@@ -21,6 +21,12 @@ from relvit.evaluation.deploy.demo import LABELS, Viewer, build_app, build_page 
 PICTURE = np.random.default_rng(0).integers(0, 255, (36, 24, 3), dtype=np.uint8)
 
 
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path, monkeypatch):
+    """Gradio keeps files there, not in a folder that all users share."""
+    monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path / "uploads"))
+
+
 @pytest.fixture
 def photo(tmp_path):
     Image.fromarray(PICTURE).save(tmp_path / "photo.png")
@@ -140,8 +146,7 @@ def test_the_page_shows_results_after_a_click_and_messages_for_errors(viewer, be
     assert "TypeError" in capsys.readouterr().err
 
 
-def test_the_server_sends_no_address_of_another_machine_and_refuses_large_files(viewer, photo, tmp_path, monkeypatch):
-    monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path / "uploads"))
+def test_the_server_sends_no_address_of_another_machine_and_refuses_large_files(viewer, tmp_path):
     with TestClient(build_app(viewer, 0.01)) as client:
         response = client.get("/")
         assert response.status_code == 200

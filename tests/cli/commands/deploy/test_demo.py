@@ -17,6 +17,13 @@ ARGUMENTS = ["demo", "best.ckpt"]
 LINE = r"The page is at (http://{}:\d+), and {} can open it\. Ctrl-C ends it\.\n"
 
 
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch):
+    """The command sets these for its process, which is that of the tests."""
+    for name in ("GRADIO_TEMP_DIR", "GRADIO_ANALYTICS_ENABLED"):
+        monkeypatch.setenv(name, "")
+
+
 @pytest.mark.slow
 def test_it_serves_this_machine_until_it_is_ended_and_leaves_no_file(run, tmp_path):
     pytest.importorskip("gradio")
@@ -43,9 +50,6 @@ def test_who_can_open_it(run, capsys, monkeypatch, tmp_path, options, host, who)
     uvicorn = pytest.importorskip("uvicorn")
     pytest.importorskip("gradio")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    # They are the process's own.
-    for name in ("GRADIO_TEMP_DIR", "GRADIO_ANALYTICS_ENABLED"):
-        monkeypatch.setenv(name, "")
     stop = signal.getsignal(signal.SIGTERM)
 
     def served(server, sockets):
