@@ -142,13 +142,15 @@ def read_curve(ckpt_path: str | os.PathLike[str], curve: str | os.PathLike[str] 
 
 
 def _results(ckpt_path: str) -> dict[str, Any]:
-    """The metrics in the summary of a run, which are those of its best checkpoint."""
+    """The metrics in the summary of a run, which are those of its best checkpoint, calibrated or not."""
     path = Path(ckpt_path)
     summary = path.parent.parent / "summary.json"
-    if path.name != "best.ckpt" or not summary.is_file():
+    # A temperature changes the losses, and leaves the accuracies.
+    kept = {"best.ckpt": ("val/", "test/"), "best_calibrated.ckpt": ("val/acc", "test/acc")}.get(path.name)
+    if kept is None or not summary.is_file():
         return {}
     values = json.loads(summary.read_text())
-    return {name: f"{value:.4f}" for name, value in values.items() if name.startswith(("val/", "test/"))}
+    return {name: f"{value:.4f}" for name, value in values.items() if name.startswith(kept)}
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:

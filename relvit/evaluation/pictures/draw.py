@@ -213,7 +213,7 @@ def _row_of(subject: Subject, weights: Tensor, prefix: int) -> tuple[Tensor, str
         return weights[..., prefix + patch_index(subject.patch, Grid(*subject.grid)), :], f"patch {subject.patch}"
     if prefix and getattr(subject.model, "global_pool", "") == "token":
         return weights[..., 0, :], "the class token"
-    return weights[..., prefix:, :].mean(-2), "the mean patch"
+    return weights[..., prefix:, :].mean(-2), "the mean of all patches"
 
 
 def _applied(compute: Callable[[], Value]) -> Value:
