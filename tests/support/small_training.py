@@ -120,11 +120,11 @@ class NoiseImages(ImageData):
 
 
 class SeveralLabels(NoiseImages):
-    """Images of any number of the 7 classes; of the last there is one, if there are so many images."""
+    """Images of any number of the 7 classes, of the last class one."""
 
     multi_label = True
 
     def __init__(self, count, **options):
         super().__init__(count, **options)
         self.labels = torch.rand(count, 7, generator=torch.Generator().manual_seed(2)) < 0.3
-        self.labels[:, 6] = torch.arange(count) == 5
+        self.labels[:, 6] = torch.arange(count) == min(5, count - 1)
