@@ -48,7 +48,7 @@ def plot_curves(metrics: str | Path, target: str | Path, train_loss: str = "trai
             ("train/acc1_mixed", "train, mixed images", TRAIN),
             ("val/acc1", "val", VAL),
         ],
-        "map": [("val/map", "val", VAL), ("val/f1", "val, mean F1", TRAIN)],
+        "map": [("val/map", "val", VAL), ("val/f1", "val, mean F1", "tab:green")],
         "lr": [("lr", "", TRAIN)],
     }
     score = "map" if "val/map" in columns else "acc1"
