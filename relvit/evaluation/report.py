@@ -136,7 +136,7 @@ class EvaluationReport(Callback):
         plot_confusion(confusion, names, self.folder / "confusion.png")
 
     # What mistakes are sorted by, a column, and the title of their sheet.
-    _order, _title = "probability", "most confident mistakes"
+    order, title = "probability", "most confident mistakes"
 
     def _mistakes(self, outcomes: np.ndarray, names: Sequence[str]) -> Iterator[tuple[float, int, str, str, str]]:
         """Yield what a mistake is sorted by, the index of its image, true and predicted classes, and its caption."""
@@ -154,7 +154,7 @@ class EvaluationReport(Callback):
             wrong.append((-sure, path, true, predicted, index, caption))
         wrong.sort()
         rows = ([path, true, predicted, f"{-sure:.6f}"] for sure, path, true, predicted, *_ in wrong[:LISTED])
-        write_csv(self.folder / "mistakes.csv", ["path", "true", "predicted", self._order], rows)
+        write_csv(self.folder / "mistakes.csv", ["path", "true", "predicted", self.order], rows)
         pictures, captions = [], []
         for _, path, true, _, index, caption in wrong[:SHOWN]:
             # A file that has gone since must not cost the test its other results.
@@ -162,7 +162,7 @@ class EvaluationReport(Callback):
                 pictures.append(picture_of(image_of(dataset[index][0]), data.mean, data.std))
                 captions.append(f"{Path(path).name}\ntrue: {true}\n{caption}")
         if pictures:
-            plot_sheet(pictures, captions, self.folder / "mistakes.png", title=self._title)
+            plot_sheet(pictures, captions, self.folder / "mistakes.png", title=self.title)
 
 
 class MultiLabelReport(EvaluationReport):
@@ -179,7 +179,7 @@ class MultiLabelReport(EvaluationReport):
         classes: likewise, metrics of each class.
     """
 
-    _order, _title = "loss", "mistakes of the highest loss"
+    order, title = "loss", "mistakes of the highest loss"
 
     def _rows(self, probabilities: Tensor, labels: Tensor) -> Tensor:
         return torch.cat((labels.double(), probabilities), 1).T

@@ -133,5 +133,5 @@ def test_thresholds_that_are_none(wrong, tmp_path):
     content = torch.load(tmp_path / "a.ckpt", weights_only=True)
     content[KEY]["thresholds"] = wrong
     torch.save(content, tmp_path / "b.ckpt")
-    with pytest.raises(ValueError, match="relvit.thresholds is not what it should be"):
+    with pytest.raises(ValueError, match=r"relvit\.thresholds is not what it should be"):
         load_classifier(tmp_path / "b.ckpt")
