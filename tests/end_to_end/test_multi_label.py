@@ -177,6 +177,7 @@ def test_sizes_average_and_publish(trained, tmp_path, monkeypatch, capsys):
     assert load_classifier("mean.ckpt").thresholds == [0.5] * 3
 
 
+@pytest.mark.slow
 def test_onnx(trained, expected, tmp_path, monkeypatch, capsys):
     """The file's predictions, and what int8 costs."""
     monkeypatch.chdir(tmp_path)
