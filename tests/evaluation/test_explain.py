@@ -9,7 +9,6 @@ from vits import SMALL, images, small
 
 import relvit
 from relvit.cli import main
-from relvit.cli import main
 from relvit.evaluation.explain import as_table
 from relvit.ops import attention
 
