@@ -30,7 +30,7 @@ HEAD = [
     "relative MACs, M",
     "relative part of MACs",
 ]
-MAIN = ("tiny_patch4_32", "tiny", "small", "base", "large", "aft_conv_tiny", "aft_conv_small")
+MAIN = ("tiny", "small", "base", "large", "aft_conv_small")
 MAIN += ("xl_small", "rev_small", "universal_base", "lsh_small")
 
 

@@ -1,11 +1,11 @@
 """Interrupt trainings, resume them, and compare with an uninterrupted one bit by bit.
 
-    python tools/resume_proof.py              # all 75 kinds of interruption, a table; exit status 1 if any differs
+    python tools/resume_proof.py              # all 78 kinds of interruption, a table; exit status 1 if any differs
     python tools/resume_proof.py --only mid-epoch SIGKILL
 
 Real processes and real signals, over {mid-epoch, epoch end, inside validation} x {EMA on, off} x {accumulation 1, 2} x
 {SIGTERM, SIGKILL, exception}, over places and ends for trainings at several sizes, of native shapes, and of a model
-whose patches halt, and over ends for a reversible model. Each
+whose patches halt, and over ends for a reversible model and for images of several labels. Each
 training shuffles, augments, mixes (but for native shapes) and drops at random, with two loader workers.
 Compared are weights, averaged weights, optimiser, schedule, the table of metrics, the TensorBoard log and the best
 checkpoint. The interrupted training must have ended by that signal, and the resumed one must have done fewer steps.
@@ -40,13 +40,19 @@ DATA = {
     "native shapes": ["--data.native=true", "--data.patch_size=8", "--model.mixup=0", "--model.cutmix=0"],
     "progressive sizes": ["--data.train_sizes=[16,24,32]", "--data.size_schedule=progressive"],
     "reversible": ["--model.model=test_relvit_rev"],
+    "several labels": [
+        *("--data=ImageListData", "--data.train={images}/train.csv", "--data.val={images}/val.csv"),
+        *("--data.label_separator=;", "--model.loss=asl"),
+    ],
     "halting": ["--model.model=test_relvit_universal", "--model.model_kwargs.halting=act", "--model.ponder_weight=0.1"],
 }
+# Of these there is no need to try all places.
+ONE_PLACE = ("reversible", "several labels")
 # Place, whether there is an average, accumulated batches, end, options of the data.
 CASES = [
     *itertools.product(PLACES, (True, False), (1, 2), ENDS, [""]),
-    *itertools.product(PLACES, [True], [2], ENDS, [name for name in DATA if name not in ("", "reversible")]),
-    *itertools.product(["mid-epoch"], [True], [2], ENDS, ["reversible"]),
+    *itertools.product(PLACES, [True], [2], ENDS, [name for name in DATA if name not in ("", *ONE_PLACE)]),
+    *itertools.product(["mid-epoch"], [True], [2], ENDS, ONE_PLACE),
 ]
 # Environment variables: where and how a training ends, and the file that counts its steps.
 PLACE, END, COUNT = "RESUME_PROOF_PLACE", "RESUME_PROOF_END", "RESUME_PROOF_COUNT"
@@ -88,14 +94,17 @@ class Interrupt(Callback):
 
 
 def make_images(root: Path) -> Path:
-    """Write class folders of random images: 28 to train, 10 to validate."""
+    """Write class folders of random images, 28 to train and 10 to validate, and lists with several labels of them."""
     random = np.random.default_rng(0)
     for split, count in (("train", 14), ("val", 5)):
+        rows = ["path,label"]
         for name in ("ant", "bee"):
             folder = root / split / name
             folder.mkdir(parents=True)
             for i in range(count):
                 Image.fromarray(random.integers(0, 256, (20, 24, 3), np.uint8)).save(folder / f"{i}.png")
+                rows.append(f"{split}/{name}/{i}.png,{('ant;bee', name, '')[i % 3]}")
+        (root / f"{split}.csv").write_text("\n".join(rows))
     return root
 
 
@@ -131,7 +140,7 @@ def train(
     """Train; return the run's folder and the exit status."""
     arguments = ["fit", *CONFIGURATION.split(), f"--data.root={images}", f"--runs={folder}"]
     arguments += ["--trainer.callbacks=resume_proof.Interrupt", f"--trainer.accumulate_grad_batches={accumulate}"]
-    arguments += ["--model.ema_decay=0.9"] * ema + DATA[data]
+    arguments += ["--model.ema_decay=0.9"] * ema + [option.format(images=images) for option in DATA[data]]
     status = run(arguments, **{PLACE: place, END: end, COUNT: str(folder) + ".steps"})
     (made,) = folder.iterdir()
     return made, status
@@ -145,6 +154,8 @@ def differences(whole: Path, resumed: Path) -> list[str]:
         for key in ("state_dict", "ema_state_dict", "optimizer_states", "lr_schedulers", "global_step", "position"):
             if not _equal(a.get(key), b.get(key)):
                 found.append(f"{name}: {key}")
+        if a["relvit"].get("thresholds") != b["relvit"].get("thresholds"):
+            found.append(f"{name}: thresholds")
     if _table(whole) != _table(resumed):
         found.append("metrics.csv")
     if _scalars(whole) != _scalars(resumed):

@@ -10,6 +10,7 @@ from itertools import compress
 from typing import Any, NamedTuple
 
 from relvit.data.images.decode import ImageSource, UnreadableImageError, load_rgb
+from relvit.data.labels import classes_in, label_text
 from relvit.data.modules.base import ImageData, Split
 from relvit.data.modules.image_files import ImageFilesData
 
@@ -80,11 +81,12 @@ def check_data(
 
     report: dict[str, Any] = {"splits": {}, "bad": []}
     for split in splits:
-        labels = Counter(label for where, _, label in images if where == split)
+        labels = [label for where, _, label in images if where == split]
+        counts = Counter(position for label in labels for position in classes_in(label))
         good = [seen for (where, *_), seen in zip(images, inspected, strict=True) if where == split and not seen.reason]
         report["splits"][split] = {
-            "images": labels.total(),
-            "classes": {name: labels[label] for label, name in enumerate(data.class_names)},
+            "images": len(labels),
+            "classes": {name: counts[position] for position, name in enumerate(data.class_names)},
             "height": _spread([seen.height for seen in good]),
             "width": _spread([seen.width for seen in good]),
         }
@@ -93,7 +95,8 @@ def check_data(
         if seen.reason:
             report["bad"].append({"split": split, "path": str(path), "reason": seen.reason})
         else:
-            groups[seen.digest].append({"split": split, "class": data.class_names[label], "path": str(path)})
+            name = label_text(label, data.class_names)
+            groups[seen.digest].append({"split": split, "class": name, "path": str(path)})
     equal = [group for group in groups.values() if len(group) > 1]
     several = {key: [len({image[key] for image in group}) > 1 for group in equal] for key in ("class", "split")}
     report["duplicates_classes"] = list(compress(equal, several["class"]))

@@ -6,7 +6,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from relvit.utils.messages import listing, printable
+
+# Position of an image's class; positions of a multi-label image's classes, in order.
+Label = int | tuple[int, ...]
 
 
 def as_label(value: Any) -> str | None:
@@ -46,6 +51,29 @@ def check_every_class(labels: Iterable[int], class_names: Sequence[str], where: 
             f"{where} has no image of the classes {listing([class_names[i] for i in sorted(absent)])} of "
             "class_names; add some, or leave class_names out to train on the classes that are there"
         )
+
+
+def classes_in(label: Label) -> tuple[int, ...]:
+    """Return the positions of the classes of an image: one, or those of a multi-label image."""
+    return label if isinstance(label, tuple) else (label,)
+
+
+def label_text(label: Label, class_names: Sequence[str]) -> str:
+    """Name the class of an image; the classes of a multi-label image with ';' between."""
+    return ";".join(class_names[position] for position in classes_in(label))
+
+
+def multi_hot(label: tuple[int, ...], num_classes: int) -> np.ndarray:
+    """Convert positions of classes to bool (num_classes,)."""
+    target = np.zeros(num_classes, bool)
+    target[list(label)] = True
+    return target
+
+
+def rarest(labels: Sequence[Label]) -> list[int]:
+    """Return the class of each image that has the fewest images; -1 of an image without classes."""
+    counts = Counter(position for label in labels for position in classes_in(label))
+    return [min(classes_in(label), key=lambda position: (counts[position], position), default=-1) for label in labels]
 
 
 def _is_number(label: str) -> bool:

@@ -10,8 +10,9 @@ class BatchMix(nn.Module):
     """Mix each image of a batch with another one, and the labels in the same proportion.
 
     ``(images, labels) -> (images, targets)``: float (B, C, H, W) and int64 (B,) become new tensors, float of the same
-    shape and float32 (B, num_classes) whose rows sum to one; their order stays. The partner j of image i is random,
-    never i itself where there is another. One proportion, drawn from Beta(alpha, alpha), holds for the batch:
+    shape and float32 (B, num_classes) whose rows sum to one; their order stays. Labels of multi-label images are bool
+    (B, num_classes), and the rows sum to anything. The partner j of image i is random, never i itself where there is
+    another. One proportion, drawn from Beta(alpha, alpha), holds for the batch:
 
     - mixup (Zhang et al. 2017, arXiv 1710.09412): ``lam x_i + (1 - lam) x_j``
     - CutMix (Yun et al. 2019, arXiv 1905.04899): a rectangle of x_i with about the share 1 - lam of the area, cut at
@@ -66,11 +67,12 @@ class BatchMix(nn.Module):
         self.cutmix = v2.CutMix(alpha=cutmix_alpha, num_classes=num_classes) if cutmix_alpha else None
 
     def forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Float (B, C, H, W) and int64 (B,) -> float (B, C, H, W) and float32 (B, num_classes)."""
-        if images.ndim != 4 or labels.shape != images.shape[:1]:
+        """Float (B, C, H, W), int64 (B,) or bool (B, num_classes) -> float (B, C, H, W), float32 (B, num_classes)."""
+        multi_label = labels.dtype == torch.bool
+        if images.ndim != 4 or labels.shape != (len(images), *[self.num_classes] * multi_label):
             raise ValueError(
                 f"images have the shape {tuple(images.shape)} and labels {tuple(labels.shape)}; "
-                "give (B, C, H, W) and one class number each, (B,)"
+                "give (B, C, H, W) and one class number each, (B,), or bool (B, num_classes)"
             )
         mixed, which = torch.rand(2).tolist()
         if mixed < self.prob:
@@ -81,7 +83,7 @@ class BatchMix(nn.Module):
             mix = self.cutmix if which < self.cutmix_share else self.mixup
             images, targets = (tensor[back] for tensor in mix(images[order], labels[order]))
         else:
-            targets = one_hot(labels, self.num_classes).float()
+            targets = labels.float() if multi_label else one_hot(labels, self.num_classes).float()
         return images, targets * (1 - self.label_smoothing) + self.label_smoothing / self.num_classes
 
     def extra_repr(self) -> str:

@@ -6,7 +6,7 @@ from relvit.evaluation.embeddings import Embeddings, embed_folder, write_embeddi
 from relvit.evaluation.metrics import ClassMetrics, calibration_error, class_metrics, confusion_matrix
 from relvit.evaluation.mirror import MirrorAverage
 from relvit.evaluation.predictor import Prediction, Predictor
-from relvit.evaluation.report import EvaluationReport
+from relvit.evaluation.report import EvaluationReport, MultiLabelReport
 from relvit.evaluation.resolutions import PROTOCOLS, Size, evaluate_size, evaluate_sizes
 from relvit.evaluation.trust.probe import probe_models
 from relvit.evaluation.trust.robustness import Corruptions, RestrictedClasses, evaluate_corruptions
@@ -27,6 +27,7 @@ __all__ = [
     "Corruptions",
     "evaluate_corruptions",
     "EvaluationReport",
+    "MultiLabelReport",
     "ClassMetrics",
     "class_metrics",
     "confusion_matrix",

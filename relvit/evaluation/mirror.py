@@ -6,18 +6,21 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from lightning import Callback, LightningModule, Trainer
-from torch import Tensor, nn
+from torch import Tensor
 
 from relvit.data.native import NativeBatch, mirrored
+from relvit.training import ImageClassifier
 
 
-def average_with_mirror(module: nn.Module, args: tuple[Tensor | NativeBatch], logits: Tensor) -> Tensor:
-    """A forward hook: logits (B, classes) of images (B, C, H, W) -> log of the mean of their probabilities and those of
-    the images mirrored left to right, float32 (B, classes)."""
-    of_mirrored = module.forward(mirrored(args[0]))
-    both = torch.stack([each.float().log_softmax(-1) for each in (logits, of_mirrored)])
-    return both.logsumexp(0) - math.log(2)
+def average_with_mirror(module: ImageClassifier, args: tuple[Tensor | NativeBatch], logits: Tensor) -> Tensor:
+    """A forward hook: logits (B, classes) of images (B, C, H, W) -> logits of the mean of their probabilities and those
+    of the images mirrored left to right, float32 (B, classes)."""
+    both = torch.stack((logits, module.forward(mirrored(args[0])))).float()
+    if module.thresholds is not None:
+        return F.logsigmoid(both).logsumexp(0) - F.logsigmoid(-both).logsumexp(0)
+    return both.log_softmax(-1).logsumexp(0) - math.log(2)
 
 
 class MirrorAverage(Callback):

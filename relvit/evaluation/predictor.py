@@ -27,6 +27,7 @@ from relvit.models import AttentionMaps, Reach, attention_maps, check_image_size
 from relvit.models.sizes.native import pooled_features
 from relvit.models.sizes.reach import check_native_reach
 from relvit.training import Checkpoint
+from relvit.training.multi_label import classes_above
 from relvit.utils.messages import check_choice
 
 # Entries of timm's description that are about the weights with which it usually loads the architecture.
@@ -35,7 +36,7 @@ FOREIGN = ("tag", "test_input_size", "test_crop_pct", "test_pool_size", "label_o
 
 @dataclass(frozen=True)
 class Prediction:
-    """The most probable classes of one image, the most probable first.
+    """The most probable classes of one image, the most probable first; of a multi-label model all above thresholds.
 
     Attributes:
         names: names of the classes.
@@ -49,7 +50,7 @@ class Prediction:
 
     @property
     def name(self) -> str:
-        """The most probable class."""
+        """The most probable class; an IndexError where a multi-label model finds none."""
         return self.names[0]
 
     @property
@@ -75,6 +76,7 @@ class Predictor:
             the images of the training and the classes, for `timm.data.resolve_model_data_config` and
             `timm.models.save_for_hf`.
         class_names: name of each class; the position is the label.
+        thresholds: of a multi-label model the probability from which on an image has the class; None of other models.
         img_size: (height, width).
         reach: as given.
         mean, std: of each channel, in units of the range 0..1.
@@ -117,6 +119,11 @@ class Predictor:
         return self.classifier.net
 
     @property
+    def thresholds(self) -> list[float] | None:
+        """The thresholds of the classes of a multi-label model."""
+        return self.classifier.thresholds
+
+    @property
     def device(self) -> torch.device:
         """The device of the model."""
         return self.classifier.device
@@ -147,20 +154,21 @@ class Predictor:
     def predict(
         self,
         images: ImageInput | Sequence[ImageInput],
-        top: int = 5,
+        top: int | None = None,
         batch_size: int = 32,
         num_workers: int = 0,
         mirror: bool = False,
         on_error: OnError = "error",
     ) -> Prediction | list[Prediction | None] | None:
-        """Predict the most probable classes.
+        """Predict the most probable classes, or by a multi-label model all that reach their thresholds.
 
         Args:
             images: one image, or several: a list or tuple, a folder (all images below it in the order of their paths),
                 or an array or tensor with one dimension more. An image is a path, a PIL image, an array uint8 (H, W, 3)
                 or (H, W), or a tensor (3, H, W) or (1, H, W), uint8 or floating point in 0..1. Each is resized, cropped
                 and normalised as in the evaluation during training.
-            top: number of classes; fewer where there are fewer.
+            top: number of classes; fewer where there are fewer. None: five, by a multi-label model those that reach
+                their thresholds.
             batch_size: images per batch.
             num_workers: processes that read images; 0 reads them in this one.
             mirror: average the probabilities of each image and its mirror image.
@@ -176,13 +184,17 @@ class Predictor:
             UnreadableImageError: a ValueError: an image that cannot be read, with 'error'.
             TypeError, ValueError: something that is no image, or a folder without images.
         """
-        if top < 1:
+        if top is not None and top < 1:
             raise ValueError(f"top is {top}; give the number of classes, 1 or more")
         items, form = _several(images)
 
         def best(pixels: Tensor | NativeBatch) -> list[tuple[list[float], list[int]]]:
-            values, labels = self.probabilities(pixels, mirror).topk(min(top, len(self.class_names)))
-            return list(zip(values.tolist(), labels.tolist(), strict=True))
+            found = self.probabilities(pixels, mirror)
+            if top is None and self.thresholds is not None:
+                labels = classes_above(found, self.thresholds)
+            else:
+                labels = found.topk(min(top or 5, len(self.class_names))).indices.tolist()
+            return [(row[chosen].tolist(), chosen) for row, chosen in zip(found, labels, strict=True)]
 
         found: list[Prediction | None] = []
         for item, row in zip(items, self._map(best, items, batch_size, num_workers, on_error), strict=True):
@@ -240,7 +252,7 @@ class Predictor:
         logits = self.classifier(pixels)
         if mirror:
             logits = average_with_mirror(self.classifier, (pixels,), logits)
-        return logits.float().softmax(-1).cpu()
+        return self.classifier.probabilities(logits).cpu()
 
     @torch.no_grad()
     def features(self, pixels: Tensor | NativeBatch) -> Tensor:

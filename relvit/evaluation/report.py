@@ -1,8 +1,8 @@
-"""`EvaluationReport`: the callback that writes a test's tables and figures: classes, confusion matrix, mistakes."""
+"""Callbacks that write a test's tables and figures: classes, confusion matrix, mistakes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed
+import torch.nn.functional as F
 from lightning import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
@@ -19,6 +20,7 @@ from relvit.data.native import image_of
 from relvit.evaluation.metrics import ClassMetrics, calibration_error, class_metrics, confusion_matrix
 from relvit.evaluation.trust.robustness import Corruptions, evaluate_corruptions
 from relvit.plots import picture_of, plot_confusion, plot_sheet
+from relvit.training.multi_label import MultiLabelMetrics, classes_above, multi_label_metrics
 from relvit.utils.files import write_csv
 from relvit.utils.messages import printable
 
@@ -51,13 +53,15 @@ class EvaluationReport(Callback):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.results: dict[str, float] = {}
-        self.classes: ClassMetrics | None = None
+        self.classes: ClassMetrics | MultiLabelMetrics | None = None
         self.corruptions: Corruptions | None = None
         self._hook: Any = None
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Rows: label, predicted class, its probability.
-        self._outcomes: list[np.ndarray] = [np.empty((3, 0))]
+        # Rows: label, predicted class, its probability; of a multi-label classifier labels, then probabilities.
+        self._thresholds = pl_module.thresholds
+        rows = 3 if self._thresholds is None else 2 * len(self._thresholds)
+        self._outcomes: list[np.ndarray] = [np.empty((rows, 0))]
         self._hook = pl_module.register_forward_hook(self._keep_logits)
 
     def on_test_batch_end(
@@ -71,10 +75,10 @@ class EvaluationReport(Callback):
     ) -> None:
         labels = batch[1]
         if len(labels):
-            probability, predicted = self._logits.float().softmax(-1).max(-1)
             # Doubles, which hold labels exactly, only on the CPU: not every accelerator has them.
-            columns = [column.cpu().double() for column in (labels, predicted, probability)]
-            self._outcomes.append(torch.stack(columns).numpy())
+            self._outcomes.append(
+                self._rows(pl_module.probabilities(self._logits).cpu().double(), labels.cpu()).numpy()
+            )
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._hook.remove()
@@ -106,15 +110,23 @@ class EvaluationReport(Callback):
     def _keep_logits(self, module: nn.Module, args: Any, logits: Tensor) -> None:
         self._logits = logits
 
+    def _rows(self, probabilities: Tensor, labels: Tensor) -> Tensor:
+        probability, predicted = probabilities.max(-1)
+        return torch.stack((labels.double(), predicted.double(), probability))
+
+    def _write_metrics(self, metrics: ClassMetrics | MultiLabelMetrics, names: Sequence[str]) -> None:
+        self.classes = metrics
+        values = [["" if np.isnan(value) else f"{value:.4f}" for value in column] for column in metrics[1:]]
+        rows = zip(names, metrics.count.tolist(), *values, strict=True)
+        write_csv(self.folder / "classes.csv", ["class", *metrics._fields], rows)
+
     def _write_classes(self, outcomes: np.ndarray, names: Sequence[str]) -> None:
         labels, predicted = outcomes[:2].astype(np.int64)
         confusion = confusion_matrix(labels, predicted, len(names))
-        self.classes = metrics = class_metrics(confusion)
+        metrics = class_metrics(confusion)
         self.results["test/f1"] = float(metrics.f1[metrics.count > 0].mean())
         self.results["test/calibration_error"] = calibration_error(outcomes[2], labels == predicted)
-        values = [["" if np.isnan(value) else f"{value:.4f}" for value in column] for column in metrics[1:]]
-        rows = zip(names, metrics.count.tolist(), *values, strict=True)
-        write_csv(self.folder / "classes.csv", ["class", *ClassMetrics._fields], rows)
+        self._write_metrics(metrics, names)
         if len(names) <= DENSE:
             rows = ([name, *row] for name, row in zip(names, confusion.tolist(), strict=True))
             write_csv(self.folder / "confusion.csv", ["true", *names], rows)
@@ -123,26 +135,67 @@ class EvaluationReport(Callback):
             write_csv(self.folder / "confusion.csv", ["true", "predicted", "count"], rows)
         plot_confusion(confusion, names, self.folder / "confusion.png")
 
-    def _write_mistakes(self, outcomes: np.ndarray, data: ImageData) -> None:
-        dataset, names = data.dataset(data.evaluated_split), data.class_names
-        wrong = []
+    # What mistakes are sorted by, a column, and the title of their sheet.
+    order, title = "probability", "most confident mistakes"
+
+    def _mistakes(self, outcomes: np.ndarray, names: Sequence[str]) -> Iterator[tuple[float, int, str, str, str]]:
+        """Yield what a mistake is sorted by, the index of its image, true and predicted classes, and its caption."""
         for label, predicted, probability, index in outcomes[:, outcomes[0] != outcomes[1]].T.tolist():
-            index = int(index)
+            guess = names[int(predicted)]
+            yield probability, int(index), names[int(label)], guess, f"{probability:.1%} {guess}"
+
+    def _write_mistakes(self, outcomes: np.ndarray, data: ImageData) -> None:
+        dataset = data.dataset(data.evaluated_split)
+        wrong = []
+        for sure, index, true, predicted, caption in self._mistakes(outcomes, data.class_names):
             path = f"{data.evaluated_split}/{index:05d}"
             if isinstance(dataset, LabelledFiles):
                 path = printable(str(dataset.samples[index][0]))
-            wrong.append((-probability, path, names[int(label)], names[int(predicted)], index))
+            wrong.append((-sure, path, true, predicted, index, caption))
         wrong.sort()
-        rows = ([path, true, predicted, f"{-sure:.6f}"] for sure, path, true, predicted, _ in wrong[:LISTED])
-        write_csv(self.folder / "mistakes.csv", ["path", "true", "predicted", "probability"], rows)
+        rows = ([path, true, predicted, f"{-sure:.6f}"] for sure, path, true, predicted, *_ in wrong[:LISTED])
+        write_csv(self.folder / "mistakes.csv", ["path", "true", "predicted", self.order], rows)
         pictures, captions = [], []
-        for sure, path, true, predicted, index in wrong[:SHOWN]:
+        for _, path, true, _, index, caption in wrong[:SHOWN]:
             # A file that has gone since must not cost the test its other results.
             with suppress(UnreadableImageError):
                 pictures.append(picture_of(image_of(dataset[index][0]), data.mean, data.std))
-                captions.append(f"{Path(path).name}\ntrue: {true}\n{-sure:.1%} {predicted}")
+                captions.append(f"{Path(path).name}\ntrue: {true}\n{caption}")
         if pictures:
-            plot_sheet(pictures, captions, self.folder / "mistakes.png", title="most confident mistakes")
+            plot_sheet(pictures, captions, self.folder / "mistakes.png", title=self.title)
+
+
+class MultiLabelReport(EvaluationReport):
+    """Write the results of a test of a multi-label classifier, with its thresholds: each image once.
+
+    - `classes.csv`: images, precision, recall, F1, average precision and threshold of each class, see
+      `MultiLabelMetrics`;
+    - `mistakes.csv`: path, true classes, predicted classes (with ';' between) and binary cross-entropy of each image
+      with a wrong or missing class, the highest first, at most 10,000;
+    - `mistakes.png`: the first 25 of them, as the model saw them.
+
+    Attributes:
+        results: after the test, on the main process: 'images' and the logged metrics; empty where there were no images.
+        classes: likewise, metrics of each class.
+    """
+
+    order, title = "loss", "mistakes of the highest loss"
+
+    def _rows(self, probabilities: Tensor, labels: Tensor) -> Tensor:
+        return torch.cat((labels.double(), probabilities), 1).T
+
+    def _write_classes(self, outcomes: np.ndarray, names: Sequence[str]) -> None:
+        labels, probabilities = (rows.T for rows in np.split(outcomes[:-1], 2))
+        self._write_metrics(multi_label_metrics(probabilities, labels > 0, self._thresholds), names)
+
+    def _mistakes(self, outcomes: np.ndarray, names: Sequence[str]) -> Iterator[tuple[float, int, str, str, str]]:
+        labels, probabilities = (torch.from_numpy(rows.T) for rows in np.split(outcomes[:-1], 2))
+        losses = F.binary_cross_entropy(probabilities, labels, reduction="none").mean(1).tolist()
+        true, found = (classes_above(labels, [0.5] * len(names)), classes_above(probabilities, self._thresholds))
+        for index, loss, label, predicted in zip(outcomes[-1].tolist(), losses, true, found, strict=True):
+            if set(label) != set(predicted):
+                texts = [";".join(names[position] for position in each) for each in (label, predicted)]
+                yield loss, int(index), *texts, f"predicted: {texts[1]}"
 
 
 def _evaluated_indices(data: ImageData, rank: int, world_size: int) -> list[int]:

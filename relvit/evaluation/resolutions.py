@@ -11,7 +11,6 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from lightning.fabric import Fabric
 
 from relvit.data import Fill, ImageData, SizeProtocol, parse_size
@@ -23,6 +22,7 @@ from relvit.models.sizes.image_size import at_image_size
 from relvit.training import Checkpoint, ImageClassifier
 from relvit.training.checkpoints.checkpoint import first_difference
 from relvit.training.metrics import class_metrics, count_batch
+from relvit.training.optim.loss import evaluation_loss
 from relvit.utils.messages import check_choice, listing
 
 Size = int | tuple[int, int]
@@ -130,7 +130,8 @@ def evaluate_size(
         'height', 'width', 'protocol' (and 'fill' of 'field'), 'images', 'acc1', 'acc5' (with five classes or more),
         'loss' (mean cross-entropy), 'calibration_error' (see `calibration_error`), 'images_per_second' (of the forward
         pass alone, after a first one that does not count), 'macs' (multiply-accumulates of an image, see
-        `count_macs`) and 'peak_memory' (bytes for a batch, see `peak_memory`; None where it is not known).
+        `count_macs`) and 'peak_memory' (bytes for a batch, see `peak_memory`; None where it is not known). Of a
+        multi-label classifier 'map' and 'f1', with its thresholds, take the place of accuracies and calibration error.
 
     Raises:
         ValueError: a size or name that does not fit, or a split without images.
@@ -142,7 +143,10 @@ def evaluate_size(
     classifier.eval()
     net = classifier.net if classifier.average is None else classifier.average.net
     net = at_image_size(net, own.img_size, own.in_chans, classifier.hparams.img_size)
-    metrics = class_metrics(own.num_classes, prefix="")
+    several = classifier.thresholds is not None
+    metrics = class_metrics(own.num_classes, prefix="", multi_label=several)
+    if several:
+        metrics["scores"].thresholds = classifier.thresholds
     # Rows: probability of the predicted class, whether it is the right one.
     outcomes = [np.empty((2, 0))]
     memory, seconds = None, 0.0
@@ -156,9 +160,10 @@ def evaluate_size(
             logits = net(images)
             seconds += _now(classifier.device) - begin
         logits = logits.float().cpu() / classifier.temperature
-        count_batch(metrics, F.cross_entropy(logits, labels), logits, labels)
+        count_batch(metrics, evaluation_loss(logits, labels), logits, labels)
         probability, predicted = logits.double().softmax(-1).max(-1)
-        outcomes.append(torch.stack((probability, predicted == labels)).numpy())
+        right = torch.full_like(probability, torch.nan) if several else predicted == labels
+        outcomes.append(torch.stack((probability, right)).numpy())
     confidence, right = np.concatenate(outcomes, axis=1)
     if not len(right):
         raise ValueError(f"none of the images of {split} could be read")
@@ -169,7 +174,7 @@ def evaluate_size(
         **({"fill": fill or "reflect"} if protocol == "field" else {}),
         "images": len(right),
         **{name: float(value) for name, value in metrics.compute().items()},
-        "calibration_error": calibration_error(confidence, right),
+        **({} if several else {"calibration_error": calibration_error(confidence, right)}),
         "images_per_second": len(right) / seconds,
         "macs": count_macs(net, own.img_size, own.in_chans),
         "peak_memory": memory,

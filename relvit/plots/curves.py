@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 # Columns of a quantity in each panel, and what its axis is called.
-PANELS = (("loss", "loss"), ("acc1", "top-1 accuracy"), ("lr", "learning rate"))
+PANELS = (("loss", "loss"), ("acc1", "top-1 accuracy"), ("map", "mean average precision"), ("lr", "learning rate"))
 # Legible where the figure is shown at half its size.
 FONT, SMALL = 15, 13
 TRAIN, VAL = "tab:blue", "tab:orange"
@@ -32,8 +32,8 @@ def read_metrics(path: str | Path) -> dict[str, list[tuple[int, float]]]:
 def plot_curves(metrics: str | Path, target: str | Path, train_loss: str = "train") -> None:
     """Draw the curves of a `metrics.csv` into a PNG: loss and top-1 accuracy of training and validation, learning rate.
 
-    Epochs count from 1. A dotted line marks the epoch of the best validation accuracy, of several that of the lowest
-    loss.
+    Of a multi-label training mean average precision and F1 of validation take the place of accuracy. Epochs count from
+    1. A dotted line marks the epoch of the best validation accuracy, of several that of the lowest loss.
 
     Args:
         metrics: the table, whose epochs count from 0.
@@ -48,23 +48,26 @@ def plot_curves(metrics: str | Path, target: str | Path, train_loss: str = "trai
             ("train/acc1_mixed", "train, mixed images", TRAIN),
             ("val/acc1", "val", VAL),
         ],
+        "map": [("val/map", "val", VAL), ("val/f1", "val, mean F1", "tab:green")],
         "lr": [("lr", "", TRAIN)],
     }
+    score = "map" if "val/map" in columns else "acc1"
     # The figure class itself instead of pyplot: no global state, no display, no threads.
     figure = Figure(figsize=(15, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     # The best checkpoint as `relvit.training.RunCheckpoints` chooses it.
-    scores, losses = columns.get("val/acc1", []), columns.get("val/loss", [])
+    scores, losses = columns.get(f"val/{score}", []), columns.get("val/loss", [])
     if len(losses) != len(scores):
         losses = [(0, 0.0)] * len(scores)
     # Row by row: an epoch may have several validations.
     pairs = zip(scores, losses, strict=True)
     best, _ = max(pairs, key=lambda pair: (pair[0][1], -pair[1][1]), default=(None, None))
-    for axes, (quantity, label) in zip(figure.subplots(1, len(PANELS)), PANELS, strict=True):
+    panels = [panel for panel in PANELS if panel[0] in ("loss", score, "lr")]
+    for axes, (quantity, label) in zip(figure.subplots(1, len(panels)), panels, strict=True):
         for column, name, colour in lines[quantity]:
             _draw(axes, columns.get(column, []), name, colour)
         if best is not None and quantity != "lr":
-            text = f"best: {best[1]:.4g}, epoch {best[0] + 1}" if quantity == "acc1" else None
+            text = f"best: {best[1]:.4g}, epoch {best[0] + 1}" if quantity == score else None
             axes.axvline(best[0] + 1, color="black", linestyle=":", linewidth=1.5, label=text)
         axes.set_xlabel("epoch", fontsize=FONT)
         axes.set_ylabel(label, fontsize=FONT)

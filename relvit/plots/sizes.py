@@ -13,11 +13,14 @@ from matplotlib.ticker import NullLocator
 
 from relvit.plots.curves import FONT, SMALL
 
-PANELS = {"acc1": "top-1 accuracy", "loss": "loss", "calibration_error": "calibration error"}
+PANELS = {"acc1": "top-1 accuracy", "map": "mean average precision", "f1": "mean F1", "loss": "loss"}
+PANELS["calibration_error"] = "calibration error"
 
 
 def plot_sizes(rows: Sequence[Mapping[str, Any]], labels: Sequence[str], target: str | Path, title: str = "") -> None:
     """Draw a curve per model into a PNG: accuracy, loss and calibration error by the logarithm of the image size.
+
+    Of multi-label models mean average precision, mean F1 and loss.
 
     The size of an image that is not square is the side of the square of as many pixels. A dotted line marks each size
     at which a model was trained, a ring the model's points there.
@@ -32,7 +35,8 @@ def plot_sizes(rows: Sequence[Mapping[str, Any]], labels: Sequence[str], target:
     trained = {math.sqrt(height * width) for row in rows for height, width in row["train_sizes"]}
     figure = Figure(figsize=(15, 5.5), layout="constrained")
     FigureCanvasAgg(figure)
-    for axes, (key, quantity) in zip(figure.subplots(1, len(PANELS)), PANELS.items(), strict=True):
+    panels = {key: quantity for key, quantity in PANELS.items() if key in rows[0]}
+    for axes, (key, quantity) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
         for label in dict.fromkeys(labels):
             own = sorted((row for row, of in zip(rows, labels, strict=True) if of == label), key=_side)
             sides, values = [_side(row) for row in own], [row[key] for row in own]

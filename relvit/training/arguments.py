@@ -31,6 +31,8 @@ def check_arguments(given: Mapping[str, Any]) -> None:
         raise ValueError(f"lr_base_batch must be 1 or more, got {lr_base_batch}")
     if decay is not None and not 0 <= decay < 1:
         raise ValueError(f"ema_decay must be in 0 <= x < 1, got {decay}")
+    if given["multi_label"] and given["teacher"]:
+        raise ValueError("a teacher is for images of one label each: leave out teacher, or multi_label")
     if given["freeze_epochs"] < 0:
         raise ValueError(f"freeze_epochs must be 0 or more, got {given['freeze_epochs']}")
     mixup, cutmix = given["mixup"], given["cutmix"]
@@ -52,7 +54,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
 
 
 def check_images(net: nn.Module, data: Any, hparams: Mapping[str, Any], stage: str) -> None:
-    """Refuse data whose images a model cannot take, by one run of the model.
+    """Refuse data whose images a model cannot take, by one run of the model, or whose labels are of the other kind.
 
     Args:
         net: The network.
@@ -63,6 +65,13 @@ def check_images(net: nn.Module, data: Any, hparams: Mapping[str, Any], stage: s
     Raises:
         ValueError: The model takes no such images, or the training has a part that native images do not go with.
     """
+    several = getattr(data, "multi_label", None)
+    if several is not None and several != hparams["multi_label"]:
+        raise ValueError(
+            f"the model is for {'several labels' if hparams['multi_label'] else 'one label'} per image (multi_label "
+            f"{hparams['multi_label']}), the data have {'several' if several else 'one'}: give the data that the model "
+            "was trained on, or multi_label as label_separator of the data has it"
+        )
     if getattr(data, "native", False):
         parts = [name for name in ("mixup", "cutmix", "teacher") if stage == "fit" and hparams[name]]
         if parts:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import MetricCollection
@@ -22,11 +21,12 @@ from relvit.training.checkpoints.pretrained import Pretrained, architecture_to_b
 from relvit.training.checkpoints.resume import POINT_KEY, ResumePoint, check_layout, go_on, set_counters
 from relvit.training.lightning_internals import attached_trainer
 from relvit.training.metrics import METRICS_KEY, EpochMetrics, count_batch, current_lr
+from relvit.training.multi_label import to_probabilities
 from relvit.training.optim.distillation import Teacher, build_teacher, distillation_loss
 from relvit.training.optim.ema import WeightAverage
 from relvit.training.optim.freeze import Backbone
 from relvit.training.optim.gradients import FiniteCheck, NonFinite, average_accumulated
-from relvit.training.optim.loss import ClassificationLoss
+from relvit.training.optim.loss import ClassificationLoss, evaluation_loss
 from relvit.training.optim.optimizer import make_optimizer
 from relvit.training.optim.ponder import check_ponder, halts, ponder_weight
 from relvit.training.optim.schedule import Plan, describe, make_plan, update_rates
@@ -66,7 +66,8 @@ class ImageClassifier(EpochMetrics):
         weight_decay: The weight decay of the optimiser; biases, norms and position tables have none.
         warmup_epochs: The length of the linear warm-up in epochs; fractions are allowed.
         min_lr: The learning rate at the end.
-        loss: The training loss: 'ce' (cross-entropy, as in evaluation) or 'bce' (binary cross-entropy of each class).
+        loss: The training loss: 'ce' (cross-entropy, as in evaluation), 'bce' (binary cross-entropy of each class) or,
+            with `multi_label`, 'asl' (the asymmetric loss, which counts the many absent classes less).
         label_smoothing: The part of the target that is spread over all classes (Szegedy et al. 2016).
         bce_threshold: With 'bce', targets above this count as 1 and others as 0. None leaves the targets as they are.
         class_weights: The weight of each class in the training loss, in the order of the classes.
@@ -87,6 +88,8 @@ class ImageClassifier(EpochMetrics):
         nonfinite: At a non-finite loss or gradient, on any device, 'stop' before the optimiser step, or 'skip' it.
         compile: Whether the model is compiled by `torch.compile`, or the name of the backend that compiles it.
         channels_last: Whether images and convolutions use the memory format that GPUs prefer.
+        multi_label: Whether an image has any number of classes, each with a probability of its own (sigmoid); then 'ce'
+            is 'bce'. Validation chooses a threshold for each class, by its F1.
 
     Raises:
         ValueError: An unknown name, class names that do not match `num_classes`, or numbers out of range.
@@ -111,7 +114,7 @@ class ImageClassifier(EpochMetrics):
         weight_decay: float = 0.05,
         warmup_epochs: float = 5.0,
         min_lr: float = 1e-5,
-        loss: Literal["ce", "bce"] = "ce",
+        loss: Literal["ce", "bce", "asl"] = "ce",
         label_smoothing: float = 0.1,
         bce_threshold: float | None = None,
         class_weights: list[float] | None = None,
@@ -131,6 +134,7 @@ class ImageClassifier(EpochMetrics):
         nonfinite: NonFinite = "stop",
         compile: bool | str = False,
         channels_last: bool = False,
+        multi_label: bool = False,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -146,7 +150,7 @@ class ImageClassifier(EpochMetrics):
         check_ponder(self.hparams, self.net)
         if channels_last:
             self.net.to(memory_format=torch.channels_last)
-        self.loss = ClassificationLoss(num_classes, loss, label_smoothing, bce_threshold, class_weights)
+        self.loss = ClassificationLoss(num_classes, loss, label_smoothing, bce_threshold, class_weights, multi_label)
         self.mixing: BatchMix | None = None
         if mixup or cutmix:
             self.mixing = BatchMix(num_classes, mixup, cutmix, mix_prob, mix_switch_prob, label_smoothing)
@@ -163,7 +167,13 @@ class ImageClassifier(EpochMetrics):
         self._validated_at: tuple[int, int] | None = None
         self._ended_epoch: int | None = None
         counted = {"skipped_steps": nonfinite == "skip", "ponder_cost": halts(self.net)}
-        self.create_metrics(num_classes, self.mixing is not None, [name for name, there in counted.items() if there])
+        counted_names = [name for name, there in counted.items() if there]
+        self.create_metrics(num_classes, self.mixing is not None, counted_names, multi_label)
+
+    @property
+    def score(self) -> str:
+        """The metric by which the best checkpoint is chosen: 'acc1', of a multi-label classifier 'map'."""
+        return "acc1" if self.thresholds is None else "map"
 
     def forward(self, images: Tensor | NativeBatch) -> Tensor:
         """Compute the logits (B, num_classes) of images (B, in_chans, height, width), or of a native batch.
@@ -180,7 +190,7 @@ class ImageClassifier(EpochMetrics):
     # Steps
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Compute the loss of images and labels (B,) or target distributions (B, num_classes)."""
+        """Compute the loss of images and labels, see `ClassificationLoss`."""
         images, targets = batch
         # For all random numbers from here on: mixing, dropout, stochastic depth.
         seed_all(run_seed(), self.current_epoch, batch_idx, self.global_rank)
@@ -201,7 +211,9 @@ class ImageClassifier(EpochMetrics):
         self.finite.note(loss)
         if self.range_test is not None:
             self.range_test.append((current_lr(self.trainer), float(loss.detach())))
-        count_batch(self.train_metrics, loss, logits, targets if targets.ndim == 1 else targets.argmax(-1))
+        if targets.ndim == 2 and self.thresholds is None:
+            targets = targets.argmax(-1)
+        count_batch(self.train_metrics, loss, logits, targets)
         self.log_running()
         return loss
 
@@ -214,13 +226,16 @@ class ImageClassifier(EpochMetrics):
     def predict_step(self, batch: tuple[Tensor, list[str]], batch_idx: int) -> dict[str, Any]:
         """Return the names of the images and (B, num_classes) probabilities; none for an empty batch."""
         images, names = batch
-        return {"names": list(names), "probabilities": self._logits(images).float().softmax(-1)}
+        return {"names": list(names), "probabilities": self.probabilities(self._logits(images))}
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Compute the probabilities of logits, float32, (B, num_classes) both."""
+        return to_probabilities(logits, self.hparams.multi_label)
 
     def _evaluate(self, metrics: MetricCollection, batch: tuple[Tensor, Tensor]) -> None:
         images, labels = batch
         logits = self._logits(images)
-        if len(labels):
-            count_batch(metrics, F.cross_entropy(logits.float(), labels), logits, labels)
+        count_batch(metrics, evaluation_loss(logits, labels), logits, labels)
 
     def _logits(self, images: Tensor | NativeBatch) -> Tensor:
         """Compute the logits; also of an empty batch, which a process with fewer batches than others gets."""
@@ -371,10 +386,11 @@ class ImageClassifier(EpochMetrics):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore both kinds of weights to resume a training; everything else uses the averaged ones."""
         self.pretrained = None
-        averaged = checkpoint.get(AVERAGE_KEY)
+        averaged, description = checkpoint.get(AVERAGE_KEY), checkpoint.get(KEY, {})
+        self.thresholds = description.get("thresholds", self.thresholds)
         if not self._is_fitting:
             self.average = None
-            self.temperature = checkpoint.get(KEY, {}).get("temperature", 1.0)
+            self.temperature = description.get("temperature", 1.0)
             checkpoint["state_dict"] = checkpoint["state_dict"] | (averaged or {})
             return
         if averaged is not None:

@@ -1,4 +1,4 @@
-"""Loss and accuracy of an epoch on any number of devices (torchmetrics), counted by step and logged by hooks."""
+"""Loss and accuracy or mean average precision of an epoch on any number of devices (torchmetrics), logged by hooks."""
 
 from __future__ import annotations
 
@@ -18,29 +18,34 @@ from relvit.training.checkpoints.resume import (
     states_of_process,
 )
 from relvit.training.lightning_internals import training_batches_done
+from relvit.training.multi_label import MultiLabelScores
 
 # Key of the metrics of an unfinished epoch in a checkpoint.
 METRICS_KEY = "train_metrics"
 
 
-def class_metrics(num_classes: int, prefix: str, mixed: bool = False) -> MetricCollection:
+def class_metrics(num_classes: int, prefix: str, mixed: bool = False, multi_label: bool = False) -> MetricCollection:
     """Create mean loss 'loss', accuracy 'acc1' and, with five classes or more, top-5 accuracy 'acc5'.
 
-    Of images mixed by mixup or CutMix the class of the larger part counts, as 'acc1_mixed' and 'acc5_mixed'.
+    Of images mixed by mixup or CutMix the class of the larger part counts, as 'acc1_mixed' and 'acc5_mixed'. With
+    `multi_label` there are 'map' and 'f1' instead (see `MultiLabelScores`), and in training the loss alone.
     """
     metrics: dict[str, Metric] = {"loss": MeanMetric()}
-    for k in (1, 5):
+    if multi_label and prefix != "train/":
+        # The key is that of the metric, not of its values.
+        metrics["scores"] = MultiLabelScores()
+    for k in () if multi_label else (1, 5):
         if k <= num_classes:
             metrics[f"acc{k}_mixed" if mixed else f"acc{k}"] = MulticlassAccuracy(num_classes, top_k=k, average="micro")
     return MetricCollection(metrics, prefix=prefix, compute_groups=False)
 
 
 def count_batch(metrics: MetricCollection, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
-    """Add a batch: its mean loss, logits (B, num_classes), labels (B,)."""
+    """Add a batch: its mean loss, logits (B, num_classes), labels (B,) or (B, num_classes); it may be empty."""
     for name, metric in metrics.items(keep_base=True):
-        if name == "loss":
+        if name == "loss" and len(labels):
             metric.update(loss.detach(), weight=len(labels))
-        else:
+        elif name == "scores" or (name != "loss" and len(labels)):
             metric.update(logits.detach(), labels)
 
 
@@ -57,16 +62,23 @@ class EpochMetrics(LightningModule):
     waits for the others for ever.
 
     Attributes:
+        thresholds: Of the classes of a multi-label classifier, see `MultiLabelMetrics`; None of any other one.
         train_metrics: See `class_metrics`; of the augmented images.
         val_metrics: The same of validation.
         test_metrics: The same of testing.
         step_metrics: Means and sums over the optimiser steps of an epoch.
     """
 
-    def create_metrics(self, num_classes: int, mixed: bool, counted: Sequence[str] = ()) -> None:
+    def create_metrics(
+        self, num_classes: int, mixed: bool, counted: Sequence[str] = (), multi_label: bool = False
+    ) -> None:
         """Create the metrics; `counted` names those of steps that only some trainings have."""
-        self.val_metrics, self.test_metrics = (class_metrics(num_classes, prefix) for prefix in ("val/", "test/"))
-        self.train_metrics = class_metrics(num_classes, "train/", mixed=mixed)
+        self.train_metrics, self.val_metrics, self.test_metrics = (
+            class_metrics(num_classes, f"{split}/", mixed and split == "train", multi_label)
+            for split in ("train", "val", "test")
+        )
+        # Of the classes of a multi-label classifier: those that validation has chosen.
+        self.thresholds: list[float] | None = [0.5] * num_classes if multi_label else None
         of_steps: dict[str, Metric] = {"grad_norm": MeanMetric()}
         kinds = {"skipped_steps": SumMetric, "ponder_cost": MeanMetric}
         of_steps |= {name: kinds[name]() for name in counted}
@@ -78,8 +90,9 @@ class EpochMetrics(LightningModule):
         """Show loss and accuracy of the epoch so far, over the images of this process, in the progress bar."""
         # `compute` of the class: that of the object would wait for the other processes.
         values = {name: type(metric).compute(metric) for name, metric in self.train_metrics.items(keep_base=True)}
-        accuracy = values["acc1" if "acc1" in values else "acc1_mixed"]
-        self.log_dict({"loss": values["loss"], "acc": accuracy}, prog_bar=True, logger=False)
+        shown = {"loss": "loss", "acc1": "acc", "acc1_mixed": "acc"}
+        values = {shown[name]: value for name, value in values.items() if name in shown}
+        self.log_dict(values, prog_bar=True, logger=False)
 
     def keep_step_metrics(self) -> None:
         """Keep a copy of the epoch's metrics behind an optimiser step, for checkpoints."""
@@ -102,9 +115,14 @@ class EpochMetrics(LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         self.val_metrics.reset()
+        if self.thresholds is not None:
+            # A training chooses them anew.
+            self.val_metrics["scores"].thresholds = None if self.trainer.state.fn == "fit" else self.thresholds
 
     def on_test_epoch_start(self) -> None:
         self.test_metrics.reset()
+        if self.thresholds is not None:
+            self.test_metrics["scores"].thresholds = self.thresholds
 
     # Callbacks reach the end of an epoch before the module does, so the metrics are logged with the last batch already.
     # And once more at the end: early stopping, and data without a length, do not announce the last batch.
@@ -126,6 +144,9 @@ class EpochMetrics(LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         self._log(self.val_metrics.compute())
+        chooses = self.trainer.state.fn == "fit" and not self.trainer.sanity_checking
+        if self.thresholds is not None and chooses and self.val_metrics["scores"].classes is not None:
+            self.thresholds = self.val_metrics["scores"].classes.threshold.tolist()
 
     def on_test_epoch_end(self) -> None:
         self._log(self.test_metrics.compute())

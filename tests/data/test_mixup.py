@@ -57,6 +57,16 @@ def test_cutmix_pastes_a_rectangle_and_counts_its_area(monkeypatch, seed):
         torch.testing.assert_close(targets[i].double(), wanted.double(), rtol=0, atol=1e-6)
 
 
+def test_several_labels(monkeypatch):
+    several = torch.rand(5, 4, generator=torch.Generator().manual_seed(2)) < 0.5
+    mix = fixed(BatchMix(4, cutmix_alpha=0, label_smoothing=0.1), monkeypatch, 0.7)
+    _, targets = mix(batch(), several)
+    wanted = 0.7 * several.float() + 0.3 * several.float().roll(1, 0)
+    torch.testing.assert_close(targets, 0.9 * wanted + 0.1 / 4)
+    _, targets = BatchMix(4, prob=0, label_smoothing=0.1)(batch(), several)
+    torch.testing.assert_close(targets, 0.9 * several.float() + 0.1 / 4)
+
+
 def test_targets_sum_to_one():
     mix = BatchMix(5, prob=0.7, label_smoothing=0.1)
     assert mix.state_dict() == {}

@@ -1,6 +1,7 @@
 """A working directory with the files that the documents name."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,9 @@ def place(run, photos, tmp_path, monkeypatch):
         shutil.copy(run / "checkpoints" / "best.ckpt", f"{name}.ckpt")
     shutil.copytree(photos, "photos")
     shutil.copytree(photos / "test", "folder/of/images")
+    labels = {"cat": "cat;dog", "dog": "dog", "owl": ""}
+    rows = [f"{path},{labels[path.parent.name]}" for path in Path("photos/train").rglob("*.jpg")]
+    Path("train.csv").write_text("\n".join(["path,label", *rows]))
     for name in ("photo.jpg", "other.png"):
         shutil.copy("photos/test/owl/0.jpg", name)
     return tmp_path

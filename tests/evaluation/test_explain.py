@@ -102,3 +102,10 @@ def test_the_command_takes_a_checkpoint(capsys):
     assert "| blocks.0.attn" in capsys.readouterr().out
     assert main(["explain", checkpoint, "--model_kwargs.depth=2"]) == 2
     assert "a checkpoint has its own" in capsys.readouterr().err
+
+
+def test_the_command_names_model_and_size(capsys):
+    assert main(["explain", "relvit_tiny", "--img_size", "[64,96]"]) == 0
+    title, _, *table = capsys.readouterr().out.splitlines()
+    assert title == "relvit_tiny at 64 x 96 pixels, training on the CPU in float32:"
+    assert len(table) == 3

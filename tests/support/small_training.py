@@ -117,3 +117,14 @@ class NoiseImages(ImageData):
     def indices(self, images):
         """Which images these are."""
         return [int((self.images == image).flatten(1).all(1).nonzero()) for image in images]
+
+
+class SeveralLabels(NoiseImages):
+    """Images of any number of the 7 classes, of the last class one."""
+
+    multi_label = True
+
+    def __init__(self, count, **options):
+        super().__init__(count, **options)
+        self.labels = torch.rand(count, 7, generator=torch.Generator().manual_seed(2)) < 0.3
+        self.labels[:, 6] = torch.arange(count) == min(5, count - 1)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 from lightning import Callback
-from small_training import HALTING, NoiseImages, Record, build, train
+from small_training import HALTING, NoiseImages, Record, SeveralLabels, build, train
 from torch import nn
 
 from relvit.training import AtomicCheckpointIO
@@ -44,13 +44,13 @@ class Shown(Callback):
         self.modes.append(net.training)
 
 
-def evaluate(count):
+def evaluate(count, multi_label=False):
     """Validation and test of freshly built weights on so many images."""
-    module, data = build(), NoiseImages(count)
+    module, data = build(multi_label=multi_label), (SeveralLabels if multi_label else NoiseImages)(count)
     trainer = fit(module, data=data, max_epochs=1, limit_train_batches=1)
     weights = {name: value.clone() for name, value in module.state_dict().items()}
     results = trainer.validate(module, data, verbose=False)[0] | trainer.test(module, data, verbose=False)[0]
-    return {"weights": weights, "results": results}
+    return {"weights": weights, "results": results, "thresholds": module.thresholds}
 
 
 def steps(folder, name, **options):
@@ -142,6 +142,7 @@ def main(folder):
     folder = Path(folder)
     results = {
         "evaluate": {count: evaluate(count) for count in (23, 1)},
+        "several labels": {count: evaluate(count, multi_label=True) for count in (23, 1)},
         "step": steps(folder, "step", ema_decay=0.9),
         "frozen": steps(folder, "frozen", freeze_epochs=1),
         "reversible": steps(folder, "reversible", model_kwargs=REVERSIBLE),

@@ -1,4 +1,4 @@
-"""Trainings that are interrupted and resumed, in fourteen of the 75 ways of tools/resume_proof.py: every pair."""
+"""Trainings that are interrupted and resumed, in fourteen of the 78 ways of tools/resume_proof.py: every pair."""
 
 import itertools
 import sys
@@ -24,6 +24,7 @@ CASES = [
     ("mid-epoch", True, 2, "SIGKILL", "progressive sizes"),
     ("mid-epoch", True, 2, "SIGKILL", "native shapes"),
     ("mid-epoch", True, 2, "SIGTERM", "halting"),
+    ("mid-epoch", True, 2, "SIGTERM", "several labels"),
 ]
 
 
@@ -48,7 +49,7 @@ def uninterrupted(images, tmp_path_factory):
 
 
 def test_these_cases_cover_every_pair():
-    assert len(PROOF.CASES) == 75
+    assert len(PROOF.CASES) == 78
     assert set(CASES) <= set(PROOF.CASES)
     for a, b in itertools.combinations(range(4), 2):
         assert {(case[a], case[b]) for case in CASES} == {(case[a], case[b]) for case in PROOF.CASES}

@@ -7,7 +7,7 @@ from lightning import Trainer
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from photos import TINY
 from processes import Ranks, as_torchrun
-from small_training import HALTING, NoiseImages, Record, assert_close, build, train
+from small_training import HALTING, NoiseImages, Record, SeveralLabels, assert_close, build, train
 from timm.models import save_for_hf
 from torch import nn
 from two_processes import CHANGES, OPTIMIZERS, REVERSIBLE, SHARDED, STEP, main
@@ -16,6 +16,7 @@ from relvit.cli import main as relvit
 from relvit.training import load_classifier
 from relvit.training.checkpoints.checkpoint import DescribeCheckpoint
 from relvit.training.checkpoints.file import AVERAGE_KEY
+from relvit.training.multi_label import multi_label_metrics
 from relvit.training.optim.sharding import FullySharded, check_strategy
 
 CLOSE, SHARDED_CLOSE = {"atol": 1e-6, "rtol": 1e-5}, {"atol": 1e-5, "rtol": 1e-4}
@@ -67,6 +68,23 @@ def test_evaluation_counts_every_image_once(found, count):
         for name, value in expected_metrics(module, data).items():
             for split in ("val", "test"):
                 assert rank["evaluate"][count]["results"][f"{split}/{name}"] == pytest.approx(value, rel=1e-5)
+
+
+@pytest.mark.parametrize("count", [23, 1])
+def test_evaluation_of_several_labels_counts_every_image_once(found, count):
+    """With one image a process has none, and still takes part."""
+    data, module = SeveralLabels(count), build(multi_label=True)
+    for rank in found[1]:
+        results, thresholds = (rank["several labels"][count][name] for name in ("results", "thresholds"))
+        module.load_state_dict(rank["several labels"][count]["weights"])
+        with torch.no_grad():
+            probabilities = module.eval()(data.images).sigmoid()
+        expected = multi_label_metrics(probabilities.numpy(), data.labels.numpy())
+        torch.testing.assert_close(torch.tensor(thresholds), torch.from_numpy(expected.threshold).float())
+        loss = nn.functional.binary_cross_entropy(probabilities, data.labels.float())
+        for name, value in {"loss": float(loss), **expected.means()}.items():
+            for split in ("val", "test"):
+                assert results[f"{split}/{name}"] == pytest.approx(value, rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -76,9 +76,10 @@ MODELS = {
     "kv-2": relative(max_distance=2),
     "kv-3": relative(REACH, max_distance=3),
     # The tables start larger, as by default since then.
-    "kv-3-start-0.1": relative(max_distance=3, rel_init_std=0.1),
-    "kv-2-start-0.1": relative(max_distance=2, rel_init_std=0.1),
-    "kv-7-start-0.1": relative(rel_init_std=0.1),
+    "kv-3-start-0.1": relative(("stretch",), max_distance=3, rel_init_std=0.1),
+    "kv-1-start-0.1": relative(("stretch",), max_distance=1, rel_init_std=0.1),
+    "kv-2-start-0.1": relative(("stretch",), max_distance=2, rel_init_std=0.1),
+    "kv-7-start-0.1": relative(("stretch",), rel_init_std=0.1),
     "kv-3-piecewise": relative(max_distance=3, bucketing="piecewise"),
     "kv-3-learned": relative(max_distance=3, pos_embed="learn"),
     # A little wider inside, since its attention has fewer parameters.

@@ -10,6 +10,7 @@ from relvit.evaluation import Size
 from relvit.evaluation.explain import as_table
 from relvit.evaluation.explain import explain as explain_model
 from relvit.models import build_model
+from relvit.ops.checks import int_pair
 from relvit.training import Checkpoint
 
 
@@ -34,4 +35,6 @@ def explain(
     else:
         # Weights are of no interest, and the number of classes changes nothing here.
         net = build_model(model, 10, model_kwargs=model_kwargs, retrofit=retrofit)
-    print(as_table(explain_model(net, img_size)), flush=True)
+    plans = explain_model(net, img_size)
+    height, width = net.patch_embed.img_size if img_size is None else int_pair("img_size", img_size, 1)
+    print(f"{model} at {height} x {width} pixels, training on the CPU in float32:\n\n{as_table(plans)}", flush=True)

@@ -23,6 +23,8 @@ from relvit.utils.progress import with_bar
 COLUMNS = {
     "acc1": ("acc1", "{:.4f}"),
     "acc5": ("acc5", "{:.4f}"),
+    "mAP": ("map", "{:.4f}"),
+    "F1": ("f1", "{:.4f}"),
     "loss": ("loss", "{:.4f}"),
     "calibration\nerror": ("calibration_error", "{:.4f}"),
     "images/s": ("images_per_second", "{:.0f}"),

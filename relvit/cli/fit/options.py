@@ -38,7 +38,8 @@ def add_own_options(parser: ArgumentParser, command: str) -> None:
         add("--resume", type=str | None, default=None, help=text)
         text = "Save a checkpoint after every N optimiser steps, besides each epoch."
         add("--save_every", type=int | None, default=None, help=text)
-        text = "Stop after N validations in a row without a better accuracy."
+        text = "Stop after N validations in a row without a better accuracy, or mean average precision of several "
+        text += "labels."
         add("--patience", type=int | None, default=None, help=text)
         text = "Find the learning rate by a range test of 100 steps first."
         add("--lr_find", type=bool, default=False, help=text)

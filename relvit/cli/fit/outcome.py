@@ -21,11 +21,14 @@ from relvit.cli.fit.loggers import send_results
 from relvit.evaluation import ClassMetrics, Corruptions, EvaluationReport
 from relvit.evaluation.pictures import NotApplicableError, draw
 from relvit.training import DataRecord, PredictionTable, RunCheckpoints, load_classifier
+from relvit.training.multi_label import MultiLabelMetrics
 from relvit.utils.messages import one_line
 from relvit.utils.progress import rank_zero_print
 
 # All classes up to so many are shown, else the worst few.
 ALL, WORST = 20, 10
+# The metric by which the best checkpoint is chosen, see `ImageClassifier.score`.
+SCORES = {"acc1": "accuracy", "map": "mean average precision"}
 
 Kind = TypeVar("Kind", bound=Callback)
 
@@ -41,6 +44,7 @@ def report_fit(
     `same_run` they are in the same folder, so that the best checkpoint is that of them, too.
     """
     model, data = trainer.lightning_module, trainer.datamodule
+    score, what = model.score, SCORES[model.score]
     best, trained = checkpoints.best_model_path, trainer.current_epoch - since
     summary: dict[str, Any] = {
         "model": model.hparams.model,
@@ -51,7 +55,7 @@ def report_fit(
         "lr": model.plan.lr,
         "steps": model.plan.steps,
         "warmup_steps": model.plan.warmup,
-        "val/acc1": float(checkpoints.best_model_score),
+        f"val/{score}": float(checkpoints.best_model_score),
     }
     lines = [f"Trained {trained} {'epoch' if trained == 1 else 'epochs'} in {seconds / 60:.1f} min."]
     for stop in trainer.early_stopping_callbacks:
@@ -59,15 +63,16 @@ def report_fit(
             lines.append(f"Stopped early: patience {stop.patience} with {stop.monitor} has run out.")
             summary["stopped_early"] = True
     resumed = f" since resuming after epoch {since}" if since and not same_run else ""
-    lines.append(f"Best validation accuracy{resumed}: {summary['val/acc1']:.4f}")
+    lines.append(f"Best validation {what}{resumed}: {summary[f'val/{score}']:.4f}")
     # A test image that cannot be read stops the test, not this.
     rank_zero_print("\n".join(lines))
     lines = []
     if data.has_test:
         results = trainer.test(model, data, ckpt_path=best, verbose=False)[0]
         summary.update(results)
-        top5 = f", top-5 {results['test/acc5']:.4f}" if "test/acc5" in results else ""
-        lines.append(f"Test accuracy of that checkpoint: {results['test/acc1']:.4f}{top5}")
+        more = {"test/acc5": "top-5", "test/f1": "mean F1"}
+        more = "".join(f", {text} {results[name]:.4f}" for name, text in more.items() if name in results)
+        lines.append(f"Test {what} of that checkpoint: {results[f'test/{score}']:.4f}{more}")
     if model.transfer is not None:
         summary["pretrained"] = model.transfer.plain()
     if rank_zero_only.rank == 0:
@@ -96,9 +101,11 @@ def report_test(trainer: Trainer, folder: Path, checkpoint: str, reach: str) -> 
     print_classes(report.classes, data.class_names)
     if report.corruptions is not None:
         print_corruptions(report.corruptions)
+    other = {"test/calibration_error": "calibration error", "test/map": SCORES["map"]}
+    other = ", ".join(f"{text} {summary[name]:.4f}" for name, text in other.items() if name in summary)
     rank_zero_print(
         f"{summary['images']} images of {data.evaluated_split}, mean F1 of the classes {summary['test/f1']:.4f}, "
-        f"calibration error {summary['test/calibration_error']:.4f}\n{_files(folder)}"
+        f"{other}\n{_files(folder)}"
     )
 
 
@@ -114,7 +121,7 @@ def report_predict(trainer: Trainer, folder: Path) -> None:
     rank_zero_print(f"{table.count} predictions in {table.path}")
 
 
-def print_classes(metrics: ClassMetrics, class_names: Sequence[str]) -> None:
+def print_classes(metrics: ClassMetrics | MultiLabelMetrics, class_names: Sequence[str]) -> None:
     """Print a row for each class; of more than 20 the ten with the lowest F1 among those that have images."""
     rows, title = np.arange(len(class_names)), None
     if len(rows) > ALL:
@@ -122,7 +129,7 @@ def print_classes(metrics: ClassMetrics, class_names: Sequence[str]) -> None:
         rows = known[np.argsort(metrics.f1[known], kind="stable")][:WORST]
         title = f"the {len(rows)} classes with the lowest F1 of {len(class_names)}"
     table = Table(title=title, title_justify="left")
-    for name in ("class", *ClassMetrics._fields):
+    for name in ("class", *metrics._fields):
         table.add_column(name, justify="left" if name == "class" else "right")
     for row in rows:
         values = ("-" if np.isnan(column[row]) else f"{column[row]:.4f}" for column in metrics[1:])
@@ -186,4 +193,4 @@ def _suggestions(net: nn.Module, data: LightningDataModule, best: str) -> list[s
         first, second = (str(size).replace(" ", "") for size in (trained, larger))
         lines.append(f"  relvit validate {path} --img_size '{second}'")
         lines.append(f"  relvit resolutions {path} --sizes '{first}' '{second}'")
-    return [*lines, f"  relvit predict {path} FOLDER_OF_IMAGES"]
+    return [*lines, f"  relvit show {path} IMAGE", f"  relvit predict {path} FOLDER_OF_IMAGES"]

@@ -28,7 +28,7 @@ from relvit.cli.fit.robustness import data_of_robustness
 from relvit.cli.fit.run_folder import check_runs, explain_full_disk, lock_run_folder, make_run_folder
 from relvit.cli.parser import Parser
 from relvit.data import ImageData
-from relvit.evaluation import EvaluationReport, MirrorAverage, RestrictedClasses
+from relvit.evaluation import EvaluationReport, MirrorAverage, MultiLabelReport, RestrictedClasses
 from relvit.models import set_reach
 from relvit.models.sizes.reach import check_native_reach
 from relvit.training import (
@@ -55,7 +55,7 @@ from relvit.training.optim.sharding import check_strategy
 from relvit.utils.progress import rank_zero_print
 from relvit.utils.remote import local_file
 
-LINKS = ("num_classes", "in_chans", "class_names", "img_size")
+LINKS = ("num_classes", "in_chans", "class_names", "img_size", "multi_label")
 
 
 def main(command: str, arguments: Sequence[str]) -> None:
@@ -252,12 +252,13 @@ class RelvitCLI(OpenLightningCLI):
         if rank_zero_only.rank == 0:
             self.lock = lock_run_folder(self.run_folder)
         telemetry = Telemetry()
-        self.best = RunCheckpoints(self.run_folder / "checkpoints", options.save_every)
+        monitor = f"val/{self.model.score}"
+        self.best = RunCheckpoints(self.run_folder / "checkpoints", options.save_every, monitor)
         history = History(self.run_folder, telemetry, tensorboard=tensorboard)
         sheet = TrainingImages(self.run_folder / "training_images.png")
         callbacks = [self.best, DescribeCheckpoint(fit_options(options)), history, telemetry, sheet]
         if options.patience is not None:
-            callbacks.append(Patience(options.patience))
+            callbacks.append(Patience(options.patience, monitor))
         if options.lr_find:
             callbacks.append(FindLearningRate())
         return callbacks, history
@@ -273,7 +274,8 @@ class RelvitCLI(OpenLightningCLI):
                 )
             self.run_folder = self._new_run_folder(self.command)
             if self.command == "test":
-                callbacks.append(EvaluationReport(self.run_folder))
+                report = EvaluationReport if self.model.thresholds is None else MultiLabelReport
+                callbacks.append(report(self.run_folder))
             else:
                 table = self.run_folder / "predictions.csv"
                 callbacks.append(PredictionTable(table, self.model.hparams.class_names, step_maps))

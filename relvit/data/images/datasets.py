@@ -3,30 +3,39 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 from torchvision.transforms import v2
 
 from relvit.data.images.decode import ImageSource, UnreadableImageError, load_rgb
+from relvit.data.labels import Label, multi_hot
 from relvit.data.loading.loader import SignalSafeDataLoader
 
 OnError = Literal["error", "skip"]
 
 
 class LabelledFiles(Dataset):
-    """Image files, or stored images, with labels. Items are ``(image, label)``, transformed from RGB."""
+    """Image files, or stored images, with labels. Items are ``(image, label)``, transformed from RGB.
 
-    def __init__(self, samples: Sequence[tuple[ImageSource, int]], transform: v2.Compose) -> None:
+    Args:
+        samples: Path, or stored image, and label of each image; of multi-label images the positions of their classes.
+        transform: From a PIL image to a tensor.
+        num_classes: Of multi-label images, whose labels in items are then bool (num_classes,); None: one label each.
+    """
+
+    def __init__(
+        self, samples: Sequence[tuple[ImageSource, Label]], transform: v2.Compose, num_classes: int | None = None
+    ) -> None:
         self.samples = list(samples)
-        self.targets = [label for _, label in self.samples]
+        self.targets = [label if num_classes is None else multi_hot(label, num_classes) for _, label in self.samples]
         self.transform = transform
 
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        path, label = self.samples[index]
-        return self.transform(load_rgb(path)), label
+    def __getitem__(self, index: int) -> tuple[Tensor, int | np.ndarray]:
+        return self.transform(load_rgb(self.samples[index][0])), self.targets[index]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__} of {len(self)} images\n{self.transform}"

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 from torchvision.transforms import v2
 
 from relvit.data.images.datasets import LabelledFiles
@@ -43,7 +43,7 @@ class ImagesInMemory(Dataset):
     """Decoded images. Items are ``(image, target)``, float32 (C, H, W).
 
     Args:
-        targets: N labels or names.
+        targets: N labels, of multi-label images bool (num_classes,), or names.
         transform: From a PIL image to a tensor.
         unreadable: Files that could not be decoded, by their index.
     """
@@ -116,10 +116,10 @@ class InMemoryBatches(Dataset):
         return len(self.images)
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor | list[str]]:
-        """Make a batch: images float32 (B, 3, H, W), and labels int64 (B,) or names."""
+        """Make a batch: images float32 (B, 3, H, W), and labels int64 (B,) or bool (B, num_classes), or names."""
         targets = [self.images.targets[index] for index in indices]
         images = self.transform(self.images.pixels[torch.as_tensor(indices)])
-        return images, targets if isinstance(targets[0], str) else torch.as_tensor(targets)
+        return images, default_collate(targets)
 
 
 def decode_into_memory(

@@ -22,7 +22,7 @@ from relvit.data.images.datasets import (
     collate_readable,
 )
 from relvit.data.images.memory import InMemoryBatches, SameSizeImages
-from relvit.data.labels import checked_classes
+from relvit.data.labels import Label, checked_classes
 from relvit.data.loading.deterministic import DeterministicDataset
 from relvit.data.loading.eval_shards import EvalShardLoader
 from relvit.data.loading.loader import SignalSafeDataLoader, identity_collate
@@ -44,9 +44,10 @@ _SPLITS_OF_STAGE: dict[str, tuple[Split, ...]] = {
 
 
 class ImageData(LightningDataModule, ABC):
-    """Images with one label each, in the splits train, val, test and predict.
+    """Images with one label each, or several, in the splits train, val, test and predict.
 
-    Items are ``(image, label)``, those of predict ``(image, name)``: image float32 (C, H, W), label int, name str.
+    Items are ``(image, label)``, those of predict ``(image, name)``: image float32 (C, H, W), label int, or bool
+    (num_classes,) where :attr:`multi_label` is true, name str.
     Class names and channels are known at construction, so that a model can be built from them; images are looked for
     when a split is first used.
 
@@ -88,6 +89,8 @@ class ImageData(LightningDataModule, ABC):
     chosen_by_name: ClassVar[bool] = True
     # What to do about unreadable images; modules that read files have an argument for it.
     on_error: OnError = "error"
+    # Whether an image has any number of labels, none included; None of data without labels.
+    multi_label: bool | None = False
 
     def __init__(
         self,
@@ -182,7 +185,7 @@ class ImageData(LightningDataModule, ABC):
     def build(self, split: Split) -> Dataset:
         """Build the dataset of a split that is not missing, with the transform of :meth:`transform_of`."""
 
-    def held_out(self) -> list[tuple[str, int]]:
+    def held_out(self) -> list[tuple[str, Label]]:
         """Names and labels of the training images that were put aside to validate; empty where there are none."""
         return []
 

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 from relvit.data.images.datasets import LabelledFiles, NamedFiles, OnError
 from relvit.data.images.decode import ImageSource
 from relvit.data.images.memory import decode_into_memory, in_units
+from relvit.data.labels import Label, rarest
 from relvit.data.modules.base import ImageData, Split
 from relvit.data.split import check_fraction, stratified_split
 from relvit.data.transforms import Augment
@@ -91,7 +92,7 @@ class ImageFilesData(ImageData):
         """Whether the data have images of their own for train, val or test."""
 
     @abstractmethod
-    def _samples(self, split: Split) -> list[tuple[ImageSource, int]]:
+    def _samples(self, split: Split) -> list[tuple[ImageSource, Label]]:
         """Path, or stored image, and label of the data's own images for train, val or test."""
 
     @abstractmethod
@@ -115,9 +116,10 @@ class ImageFilesData(ImageData):
         """Build the dataset of one split; looks for its files."""
         if split == "predict":
             return NamedFiles(self._paths_to_predict(), self.eval_transform)
-        return LabelledFiles(self.samples(split), self.transform_of(split))
+        several = self.num_classes if self.multi_label else None
+        return LabelledFiles(self.samples(split), self.transform_of(split), several)
 
-    def samples(self, split: Split) -> list[tuple[ImageSource, int]]:
+    def samples(self, split: Split) -> list[tuple[ImageSource, Label]]:
         """Path and label of the images of train, val or test; looks for the files and reads none."""
         if split == "train":
             return self._divided[0]
@@ -149,18 +151,22 @@ class ImageFilesData(ImageData):
             print(f"{count:,} images of train and val in memory: {size}, {time.monotonic() - start:.1f} s", flush=True)
         return decoded
 
-    def held_out(self) -> list[tuple[str, int]]:
+    def held_out(self) -> list[tuple[str, Label]]:
         """Paths, relative to the location of the data, and labels of the training images put aside to validate."""
         put_aside = self._divided[1] if self._has_own("train") else []
         return [(self._display_name(path), label) for path, label in put_aside]
 
     @cached_property
-    def _divided(self) -> tuple[list[tuple[ImageSource, int]], list[tuple[ImageSource, int]]]:
-        """The images to train on, and those put aside to validate where the data have no val."""
+    def _divided(self) -> tuple[list[tuple[ImageSource, Label]], list[tuple[ImageSource, Label]]]:
+        """The images to train on, and those put aside to validate where the data have no val.
+
+        The class of a multi-label image is here that of its classes which has the fewest images.
+        """
         samples = self._samples("train")
         if self._has_own("val"):
             return samples, []
         names = [self._split_key(path) for path, _ in samples]
-        parts = stratified_split(names, [label for _, label in samples], self.val_fraction, self.split_seed, self.place)
+        classes = rarest([label for _, label in samples])
+        parts = stratified_split(names, classes, self.val_fraction, self.split_seed, self.place)
         larger, smaller = ([samples[i] for i in part] for part in parts)
         return larger, smaller

@@ -4,10 +4,11 @@ import csv
 import os
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any, Literal, NamedTuple
 
 from relvit.data.images.folders import images_to_predict
-from relvit.data.labels import check_every_class, classes_of, positions
+from relvit.data.labels import Label, check_every_class, classes_in, classes_of, positions
 from relvit.data.modules.base import Split
 from relvit.data.modules.image_files import ImageFilesData
 from relvit.utils.messages import MissingPackageError, did_you_mean, listing
@@ -30,6 +31,8 @@ class ImageListData(ImageFilesData):
     of classes, or numbers. Without a list for val, a part of train is put aside. Other columns are ignored. All rows
     are checked before the first image is loaded, and wrong ones named by their line.
 
+    With `label_separator` images have several labels, or none: multi-label classification.
+
     Args:
         train: The list to train on.
         val: The list to validate on.
@@ -38,6 +41,8 @@ class ImageListData(ImageFilesData):
         root: The folder that relative paths start from; None: that of each list.
         class_names: Name of each class, the position is the label (a checkpoint knows them); labels are then these
             names, or the positions as numbers. None takes the sorted labels of train, numbers by their value.
+        label_separator: What is between the labels of an image, such as ';'; an empty cell means no label, and items
+            have bool (num_classes,). None: one label per image.
         options: See :class:`relvit.data.ImageFilesData`.
 
     Raises:
@@ -55,8 +60,13 @@ class ImageListData(ImageFilesData):
         predict: str | None = None,
         root: str | None = None,
         class_names: list[str] | None = None,
+        label_separator: str | None = None,
         **options: Any,
     ) -> None:
+        if label_separator == "":
+            raise ValueError("label_separator is empty; give what is between the labels, such as ';'")
+        self.label_separator = label_separator
+        self.multi_label = label_separator is not None
         # Absolute, since a checkpoint keeps them and may be used from elsewhere.
         self.train, self.val, self.test, self.predict, self.root = (
             None if path is None else os.path.abspath(os.path.expanduser(path))
@@ -67,8 +77,13 @@ class ImageListData(ImageFilesData):
         if class_names is None:
             if self.train is None:
                 raise ValueError("no train list; give one (--data.train), or class_names (a checkpoint knows them)")
-            class_names = classes_of(row.label for row in self._train_rows)
+            class_names = classes_of(name for row in self._train_rows for name in self._names(row))
         super().__init__(class_names, **options)
+        if self.multi_label and self.balance != "none":
+            raise ValueError(
+                f"balance {self.balance!r} is for images of one label each: leave it out, or label_separator (the loss "
+                "has class_weights)"
+            )
 
     @property
     def place(self) -> str:
@@ -88,26 +103,26 @@ class ImageListData(ImageFilesData):
     def _has_own(self, split: Split) -> bool:
         return getattr(self, split) is not None
 
-    def _samples(self, split: Split) -> list[tuple[str, int]]:
+    def _samples(self, split: Split) -> list[tuple[str, Label]]:
         file = getattr(self, split)
-        rows = self._train_rows if split == "train" else read_list(file)
+        rows = self._train_rows if split == "train" else self._read(file)
         labels = self._labels(file, rows)
         if split == "train":
-            check_every_class(labels, self.class_names, file)
+            check_every_class(chain.from_iterable(map(classes_in, labels)), self.class_names, file)
         return list(zip(self._files(file, rows), labels, strict=True))
 
     def _paths_to_predict(self) -> list[str]:
         source = self.predict or self.test or self.val
         if os.path.isdir(source):
             return images_to_predict(source)
-        return self._files(source, read_list(source, labelled=False))
+        return self._files(source, read_list(source, labels="none"))
 
     def _display_name(self, path: str) -> str:
         return self._written[path]
 
     @cached_property
     def _train_rows(self) -> list[Row]:
-        return read_list(self.train)
+        return self._read(self.train)
 
     @cached_property
     def _written(self) -> dict[str, str]:
@@ -125,26 +140,38 @@ class ImageListData(ImageFilesData):
             _refuse_rows(file, [(line, f"no file {path}") for line, path in lines if not os.path.isfile(path)])
         return paths
 
-    def _labels(self, file: str, rows: Sequence[Row]) -> list[int]:
-        """Label of each row: the position of its class."""
-        known = positions([row.label for row in rows], self.class_names)
+    def _read(self, file: str) -> list[Row]:
+        return read_list(file, "optional" if self.multi_label else "needed")
+
+    def _names(self, row: Row) -> list[str]:
+        """Names, or numbers, of the classes of a row."""
+        if self.label_separator is None:
+            return [row.label]
+        return [name for name in map(str.strip, row.label.split(self.label_separator)) if name]
+
+    def _labels(self, file: str, rows: Sequence[Row]) -> list[Label]:
+        """Label of each row: the position of its class, or of multi-label images those of its classes."""
+        names = [self._names(row) for row in rows]
+        known = positions(list(chain.from_iterable(names)), self.class_names)
         wrong = [
-            (row.line, f"unknown class {row.label!r}{did_you_mean(row.label, known)}")
-            for row in rows
-            if row.label not in known
+            (row.line, f"unknown class {name!r}{did_you_mean(name, known)}")
+            for row, of_row in zip(rows, names, strict=True)
+            for name in of_row
+            if name not in known
         ]
         _refuse_rows(file, wrong)
-        return [known[row.label] for row in rows]
+        labels = [tuple(sorted({known[name] for name in of_row})) for of_row in names]
+        return labels if self.multi_label else [position for (position,) in labels]
 
 
-def read_list(file: str, labelled: bool = True) -> list[Row]:
+def read_list(file: str, labels: Literal["needed", "optional", "none"] = "needed") -> list[Row]:
     """Read the rows of a list with the columns `path` and `label`; ignore further columns.
 
     Lines are counted as in an editor, the header being line 1; rows of Parquet from 1.
 
     Args:
         file: A name in .csv (commas), .tsv (tabs) or .parquet (needs pyarrow).
-        labelled: Whether the column `label` is needed; otherwise labels are ''.
+        labels: Whether every row needs a label; with 'none' the column `label` is not read, and labels are ''.
 
     Raises:
         FileNotFoundError: No such file.
@@ -154,7 +181,7 @@ def read_list(file: str, labelled: bool = True) -> list[Row]:
     """
     if not os.path.isfile(file):
         raise FileNotFoundError(f"no list at {file}; give a CSV, TSV or Parquet file with the columns path and label")
-    wanted = ["path", "label"] if labelled else ["path"]
+    wanted = ["path"] if labels == "none" else ["path", "label"]
     match os.path.splitext(file)[1].lower():
         case ".csv":
             records = _from_text(file, wanted, ",")
@@ -169,7 +196,7 @@ def read_list(file: str, labelled: bool = True) -> list[Row]:
         path, label = (*values, "") if len(values) == 1 else values
         if not path:
             wrong.append((line, "no path"))
-        elif labelled and not label:
+        elif labels == "needed" and not label:
             wrong.append((line, f"no label for {path}"))
         elif path in first:
             wrong.append((line, f"{path} is already in line {first[path]}"))

@@ -27,6 +27,7 @@ class ImagePathsData(ImageData):
 
     # `relvit predict` builds it from the paths; it has nothing to train on.
     chosen_by_name = False
+    multi_label = None
 
     def __init__(
         self,

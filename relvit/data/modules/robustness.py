@@ -39,6 +39,8 @@ class RobustnessData(ImagePathsData):
         ValueError: An argument out of its range; later, a folder that is no class of the model, or without images.
     """
 
+    multi_label = False
+
     def __init__(
         self,
         root: str,

@@ -27,11 +27,13 @@ COLUMNS = {
     "images": ("images", "{}"),
     "acc1": ("accuracy", "{:.4f}"),
     "acc5": ("top-5", "{:.4f}"),
+    "map": ("mAP", "{:.4f}"),
+    "f1": ("mean F1", "{:.4f}"),
     "calibration_error": ("calibration error", "{:.4f}"),
     "macs": ("MACs", "{:.3g}"),
 }
 # Options that flow from the data to the model; those that say nothing or are elsewhere in the card; the trainer's.
-OF_THE_DATA = ("num_classes", "in_chans", "class_names", "img_size")
+OF_THE_DATA = ("num_classes", "in_chans", "class_names", "img_size", "multi_label")
 ELSEWHERE = ("class_names", "num_workers", "mean", "std")
 TRAINER = ("max_epochs", "max_steps", "devices", "num_nodes", "precision", "accumulate_grad_batches")
 TRAINER += ("gradient_clip_val", "gradient_clip_algorithm")
@@ -44,14 +46,22 @@ model = timm.create_model("{name}", pretrained=True).eval()
 transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
 image = transform(load_rgb("photo.jpg"){grey})
 with torch.inference_mode():
-    probabilities = {logits}.softmax(-1)[0]
-label = model.pretrained_cfg["label_names"][probabilities.argmax()]
-print(label, float(probabilities.max()))
+    probabilities = {logits}.{activation}[0]
+{prediction}
 ```
 
 It needs the Python packages timm and relvit, {version} or newer. `load_rgb` reads files as in the training:
 orientation, transparency on white, 16 bits.
 """
+ONE_LABEL = """\
+label = model.pretrained_cfg["label_names"][probabilities.argmax()]
+print(label, float(probabilities.max()))"""
+SEVERAL_LABELS = """\
+# That of the best F1 of each class on validation images.
+thresholds = {thresholds}
+for label, probability, threshold in zip(model.pretrained_cfg["label_names"], probabilities.tolist(), thresholds):
+    if probability >= threshold:
+        print(label, probability)"""
 NATIVE = """
 The model was trained on images of their own shapes, of up to {tokens} patches of {patch} pixels
 (`relvit.data.native.native_transform`). timm's transform, above, makes all images {size} instead.
@@ -92,6 +102,7 @@ def model_card(
     details["Trained with"] = ", ".join(f"{package} {version}" for package, version in checkpoint.versions.items())
     details["Results"] = _results(checkpoint.path) or "not given"
     logits, temperature = "model(image[None])", predictor.classifier.temperature
+    thresholds = predictor.thresholds
     if temperature != 1:
         details["Calibration"] = (
             f"divide the logits by the temperature {temperature:g}, which the weights do not contain"
@@ -103,7 +114,12 @@ def model_card(
         "description": "An image classifier trained with relvit: Vision Transformers with relative positions in 2D.",
         "details": details,
         "usage": USAGE.format(
-            name=name, version=__version__, logits=logits, grey='.convert("L")' if len(predictor.mean) == 1 else ""
+            name=name,
+            version=__version__,
+            logits=logits,
+            grey='.convert("L")' if len(predictor.mean) == 1 else "",
+            activation="softmax(-1)" if thresholds is None else "sigmoid()",
+            prediction=ONE_LABEL if thresholds is None else SEVERAL_LABELS.format(thresholds=thresholds),
         ),
     }
     if predictor.native is not None:
@@ -142,13 +158,15 @@ def read_curve(ckpt_path: str | os.PathLike[str], curve: str | os.PathLike[str] 
 
 
 def _results(ckpt_path: str) -> dict[str, Any]:
-    """The metrics in the summary of a run, which are those of its best checkpoint."""
+    """The metrics in the summary of a run, which are those of its best checkpoint, calibrated or not."""
     path = Path(ckpt_path)
     summary = path.parent.parent / "summary.json"
-    if path.name != "best.ckpt" or not summary.is_file():
+    # A temperature changes the losses, and leaves the accuracies.
+    kept = {"best.ckpt": ("val/", "test/"), "best_calibrated.ckpt": ("val/acc", "test/acc")}.get(path.name)
+    if kept is None or not summary.is_file():
         return {}
     values = json.loads(summary.read_text())
-    return {name: f"{value:.4f}" for name, value in values.items() if name.startswith(("val/", "test/"))}
+    return {name: f"{value:.4f}" for name, value in values.items() if name.startswith(kept)}
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:

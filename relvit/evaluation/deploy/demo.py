@@ -102,7 +102,7 @@ class Viewer:
         except UnreadableImageError as error:
             raise ValueError(f"this image cannot be read: {error.reason}") from error
         predictor = self.at_size(self.img_size(size, image) if size else None)
-        best = predictor.predict(image)
+        best = predictor.predict(image, top=5)
         pixels, _ = next(predictor.batches([image]))
         seen = images_of(pixels)[0].to(predictor.device)
         small = picture_of(seen, predictor.mean, predictor.std, SIDE)
@@ -117,6 +117,7 @@ class Viewer:
         for kind in kinds:
             options = {"layer": None if kind == "rollout" else layer, "head": head if kind in OF_HEADS else None}
             options |= {"patch": None if kind == "tables" else patch, "class_names": predictor.class_names}
+            options["multi_label"] = predictor.thresholds is not None
             try:
                 if not self.has_patches:
                     raise ValueError(f"{type(predictor.model).__name__} has no patches")

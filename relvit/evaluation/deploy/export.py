@@ -36,7 +36,8 @@ def export_model(
     The file takes normalised images float32 (B, C, H, W), as `predictor.transform` makes them, and gives logits (B,
     classes), divided by the temperature of a calibrated checkpoint: any number of images, with sides of 2 to 256
     patches if the model takes such, else those of `predictor.img_size`. With other sizes the file fails. Beside it a
-    JSON file, named alike, holds what else is needed: class names and the steps from an image to the model's input.
+    JSON file, named alike, holds what else is needed: class names and the steps from an image to the model's input; of
+    a multi-label model, whose probabilities are the sigmoid of the logits, the thresholds of the classes.
 
     Args:
         predictor: see `relvit.load`.
@@ -90,6 +91,8 @@ def export_model(
         "mean": predictor.mean,
         "std": predictor.std,
     }
+    if predictor.thresholds is not None:
+        description["thresholds"] = predictor.thresholds
     if predictor.native is not None:
         # Whole images of any shape, see `relvit.data.native.native_transform`.
         del description["img_size"], description["crop_pct"]

@@ -16,6 +16,7 @@ from torch import Tensor
 from relvit.data import ImageData
 from relvit.data.native import NativeBatch, images_of
 from relvit.evaluation.predictor import Predictor
+from relvit.training.multi_label import classes_above, multi_label_metrics, to_probabilities
 from relvit.utils.messages import MissingPackageError, one_line
 
 # Images on which an int8 file is compared with its model, evenly spaced in val.
@@ -30,6 +31,7 @@ class OnnxClassifier(LightningModule):
 
     Attributes:
         description: the content of the JSON file.
+        thresholds: of the classes of a multi-label model; None of other models.
 
     Raises:
         FileNotFoundError, ValueError: one of the two files is missing, or is none of `relvit export`.
@@ -49,6 +51,7 @@ class OnnxClassifier(LightningModule):
         try:
             self.description: dict[str, Any] = json.loads(about.read_text(encoding="utf-8"))
             self.inputs: Sequence[str | int] = self.description["input"][2:]
+            self.thresholds: list[float] | None = self.description.get("thresholds")
             self.session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
         # onnxruntime has exceptions of its own for broken files.
         except Exception as error:
@@ -88,7 +91,7 @@ class OnnxClassifier(LightningModule):
     def predict_step(self, batch: tuple[Tensor | NativeBatch, list[str]], batch_idx: int) -> dict[str, Any]:
         """Return the names of the images and (B, classes) probabilities; none for an empty batch."""
         images, names = batch
-        return {"names": list(names), "probabilities": self(images).softmax(-1)}
+        return {"names": list(names), "probabilities": to_probabilities(self(images), self.thresholds is not None)}
 
 
 def quantise(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
@@ -120,9 +123,9 @@ class Comparison(NamedTuple):
 
     Attributes:
         images: number of images.
-        model: accuracy of the model.
-        file: accuracy of the file.
-        same: proportion of images to which both give the same class.
+        model: accuracy of the model; of a multi-label model mean average precision.
+        file: that of the file.
+        same: proportion of images to which both give the same class; of multi-label ones all the same classes.
     """
 
     images: int
@@ -138,10 +141,18 @@ def compare(predictor: Predictor, exported: OnnxClassifier, data: ImageData) -> 
         ValueError, OSError: there is no val, or an image of it cannot be read.
     """
     count = len(data.dataset("val"))
-    sums, found = torch.zeros(3), 0
+    rows = []
     for images, labels in data._loader("val", sampler=range(0, count, -(-count // COMPARED))):
         if len(labels):
-            ours, theirs = predictor.probabilities(images).argmax(-1), exported(images).argmax(-1)
-            sums += torch.stack([(ours == labels).sum(), (theirs == labels).sum(), (ours == theirs).sum()])
-            found += len(labels)
-    return Comparison(found, *(sums / found).tolist())
+            theirs = to_probabilities(exported(images), predictor.thresholds is not None)
+            rows.append((labels, predictor.probabilities(images), theirs))
+    labels, *both = (torch.cat(column) for column in zip(*rows, strict=True))
+    if predictor.thresholds is None:
+        ours, theirs = (each.argmax(-1) for each in both)
+        scores = [float((classes == labels).float().mean()) for classes in (ours, theirs)]
+        same = (ours == theirs).float().mean()
+    else:
+        scores = [multi_label_metrics(each.numpy(), labels.numpy()).means()["map"] for each in both]
+        ours, theirs = (classes_above(each, predictor.thresholds) for each in both)
+        same = sum(set(one) == set(other) for one, other in zip(ours, theirs, strict=True)) / len(labels)
+    return Comparison(len(labels), *scores, float(same))

@@ -39,8 +39,9 @@ def publish_model(
     """Write `model.safetensors`, `config.json` and the model card `README.md`, of which timm makes the same model.
 
     The weights are those that evaluation uses: the averaged ones where the training kept an average. The temperature of
-    a calibrated checkpoint is not part of them: it is in the card and in `config.json`. The files are loaded by
-    `timm.create_model` and compared with the checkpoint, bit by bit, before they go anywhere.
+    a calibrated checkpoint and the thresholds of a multi-label one are not part of them: they are in the card and in
+    `config.json`. The files are loaded by `timm.create_model` and compared with the checkpoint, bit by bit, before they
+    go anywhere.
 
     Args:
         ckpt_path: a checkpoint of `relvit fit`. For `best.ckpt` in the folder of a run the card has the metrics of the
@@ -106,6 +107,8 @@ def save_folder(predictor: Predictor, folder: str, license: str | None = None) -
     about: dict[str, Any] = {"version": __version__}
     if (temperature := predictor.classifier.temperature) != 1:
         about["temperature"] = temperature
+    if predictor.thresholds is not None:
+        about["thresholds"] = predictor.thresholds
     if predictor.native is not None:
         about["patch_size"], about["max_tokens"] = predictor.native
     config = {

@@ -23,6 +23,7 @@ from relvit.evaluation.pictures.positions import (
 from relvit.models.attention_maps import attention_maps, attention_rollout, patch_grid
 from relvit.ops import Grid
 from relvit.plots import MapRow, plot_kernels, plot_maps, plot_overlay, plot_tables
+from relvit.training.multi_label import to_probabilities
 from relvit.utils.messages import check_choice
 
 Kind = Literal["tables", "kernels", "logits", "attention", "rollout", "cam", "aft-windows"]
@@ -46,6 +47,7 @@ class Subject(NamedTuple):
     layer: int | None
     head: int | None
     class_names: Sequence[str] | None
+    multi_label: bool
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -67,6 +69,7 @@ def draw(
     layer: int | None = None,
     head: int | None = None,
     class_names: Sequence[str] | None = None,
+    multi_label: bool = False,
 ) -> Figure:
     """Draw one picture of what a model has learned, or does with an image.
 
@@ -93,6 +96,7 @@ def draw(
             last.
         head: number of the one head to draw, from 0, where there is a panel per head; None: all.
         class_names: names of the classes.
+        multi_label: whether each class has a probability of its own.
 
     Raises:
         NotApplicableError: a ValueError: a picture that there is not of this model.
@@ -107,7 +111,7 @@ def draw(
     if patch is not None:
         patch = (int(patch[0]), int(patch[1])) if len(patch) == 2 else tuple(patch)
         patch_index(patch, Grid(*patch_grid(model, image.shape[-2:])))
-    return DRAW[kind](Subject(model, image, picture, patch, layer, head, class_names))
+    return DRAW[kind](Subject(model, image, picture, patch, layer, head, class_names, multi_label))
 
 
 def _tables(subject: Subject) -> Figure:
@@ -180,7 +184,7 @@ def _rollout(subject: Subject) -> Figure:
 
 def _cam(subject: Subject) -> Figure:
     with torch.no_grad():
-        probabilities = subject.model(subject.image[None])[0].float().softmax(-1)
+        probabilities = to_probabilities(subject.model(subject.image[None])[0], subject.multi_label)
     label = int(probabilities.argmax())
     layer = -1 if subject.layer is None else subject.layer
     values = grad_cam(subject.model, subject.image, label, layer).numpy()
@@ -237,7 +241,7 @@ def _row_of(subject: Subject, weights: Tensor, prefix: int) -> tuple[Tensor, str
         return weights[..., prefix + patch_index(subject.patch, Grid(*subject.grid)), :], f"patch {subject.patch}"
     if prefix and getattr(subject.model, "global_pool", "") == "token":
         return weights[..., 0, :], "the class token"
-    return weights[..., prefix:, :].mean(-2), "the mean patch"
+    return weights[..., prefix:, :].mean(-2), "the mean of all patches"
 
 
 def _applied(compute: Callable[[], Value]) -> Value:

@@ -79,6 +79,8 @@ def probe_models(
         if suffix_of(models[0]) != ".ckpt":
             raise ValueError(f"{models[0]} is no checkpoint, which would know its data: give --root DIR or --data NAME")
         data = Checkpoint.read(models[0]).data_module()
+    if data.multi_label:
+        raise ValueError("the images have several labels (label_separator); probes are for images of one label each")
     rows = []
     for model in models:
         with torch.random.fork_rng(devices=[]):

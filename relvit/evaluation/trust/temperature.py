@@ -112,6 +112,8 @@ def calibrate(
         data = checkpoint.data_module(root=root, batch_size=batch_size)
         checkpoint.check_data(data)
         classifier = checkpoint.classifier().to(device)
+        if classifier.thresholds is not None:
+            raise ValueError(f"{ckpt_path} is a multi-label model: a temperature is for images of one label each")
         classifier.temperature = 1.0
         data.prepare_data()
         data.evaluate_on(split)

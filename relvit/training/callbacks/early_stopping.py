@@ -8,13 +8,13 @@ from lightning.pytorch.callbacks import EarlyStopping
 
 
 class Patience(EarlyStopping):
-    """Stops a training after this number of validations in a row without a better accuracy.
+    """Stops a training after this number of validations in a row without a better accuracy, or other `monitor`.
 
     A resumed training takes the patience that it is given: Lightning's callback would take that of the checkpoint.
     """
 
-    def __init__(self, validations: int) -> None:
-        super().__init__("val/acc1", mode="max", patience=validations)
+    def __init__(self, validations: int, monitor: str = "val/acc1") -> None:
+        super().__init__(monitor, mode="max", patience=validations)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict | {"patience": self.patience})

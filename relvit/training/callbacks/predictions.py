@@ -6,6 +6,7 @@ import csv
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,6 +19,7 @@ from relvit.data import ImageData
 from relvit.data.images.datasets import NamedFiles
 from relvit.data.native import NativeBatch, images_of
 from relvit.plots import picture_of, plot_steps
+from relvit.training.multi_label import classes_above
 from relvit.utils.files import atomic_write
 from relvit.utils.messages import printable
 
@@ -28,6 +30,9 @@ TOP = 5
 class PredictionTable(BasePredictionWriter):
     """Writes `predictions.csv`, a row per image in the order of the data: path, class and probability of the most
     probable class, then those of the following ones (class2, probability2 ...) up to the fifth, as far as there are.
+
+    Of a multi-label classifier: path, label, probability, all classes that reach their thresholds and their
+    probabilities, the most probable first, with ';' between; `ImageListData` reads them as a list.
 
     On several devices each process writes its rows into a file of its own beside the table, and the main process merges
     these files at the end, so all machines have to see the folder. The table appears complete or not at all.
@@ -54,6 +59,7 @@ class PredictionTable(BasePredictionWriter):
         self._part: TextIO | None = None
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._thresholds: Sequence[float] | None = pl_module.thresholds
         self.path = Path(trainer.strategy.broadcast(str(self.path)))
         part = self._part_of(trainer.global_rank)
         try:
@@ -72,15 +78,17 @@ class PredictionTable(BasePredictionWriter):
         batch: tuple[Tensor | NativeBatch, list[str]],
         *_: Any,
     ) -> None:
-        best, indices = prediction["probabilities"].topk(self.shown)
-        writer = csv.writer(self._part)
-        names = prediction["names"]
+        probabilities, names, writer = prediction["probabilities"], prediction["names"], csv.writer(self._part)
+        if self._thresholds is None:
+            chosen = probabilities.topk(self.shown).indices.tolist()
+        else:
+            chosen = classes_above(probabilities, self._thresholds)
         steps = self._draw_steps(trainer, pl_module, batch) if self.step_maps and names else [[]] * len(names)
-        for name, values, numbers, extra in zip(names, best.tolist(), indices.tolist(), steps, strict=True):
-            row = [printable(name)]
-            for number, value in zip(numbers, values, strict=True):
-                row += [self.class_names[number], f"{value:.6f}"]
-            writer.writerow(row + extra)
+        for name, values, numbers, extra in zip(names, probabilities.tolist(), chosen, steps, strict=True):
+            cells = [[self.class_names[number], f"{values[number]:.6f}"] for number in numbers]
+            if self._thresholds is not None:
+                cells = [[";".join(cell[column] for cell in cells) for column in (0, 1)]]
+            writer.writerow([printable(name), *chain.from_iterable(cells), *extra])
 
     def _draw_steps(
         self, trainer: Trainer, pl_module: LightningModule, batch: tuple[Tensor | NativeBatch, list[str]]
@@ -121,8 +129,8 @@ class PredictionTable(BasePredictionWriter):
         return self.path.with_name(f".{self.path.name}.{rank}.part")
 
     def _merge(self, dataset: Any, unreadable: Sequence[Mapping[str, str]]) -> None:
-        header = ["path"]
-        for rank in range(1, self.shown + 1):
+        header = ["path"] if self._thresholds is None else ["path", "label", "probability"]
+        for rank in range(1, self.shown + 1) if self._thresholds is None else ():
             header += [f"{column}{'' if rank == 1 else rank}" for column in ("class", "probability")]
         header += ["steps"] * self.step_maps
         parts = [self._part_of(rank) for rank in range(len(unreadable))]

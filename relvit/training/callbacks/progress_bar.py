@@ -16,7 +16,7 @@ from relvit.utils.progress import rank_zero_print
 
 # A terminal of this many columns has room for all of `SHOWN` in one line.
 WIDE = 140
-SHOWN, SHOWN_IF_NARROW = ("loss", "acc", "val/loss", "val/acc1"), ("loss", "acc")
+SHOWN, SHOWN_IF_NARROW = ("loss", "acc", "val/loss", "val/acc1", "val/map"), ("loss", "acc")
 
 
 class TrainingProgressBar(EpochTitleProgressBar):
@@ -76,6 +76,7 @@ class EpochLines(Callback):
             ("train/loss", "train loss {:.4f}"),
             ("val/loss", "val loss {:.4f}"),
             ("val/acc1", "val accuracy {:.4f}"),
+            ("val/map", "val mAP {:.4f}"),
             ("lr", "lr {:.3g}"),
             ("system/images_per_second", "{:.0f} images/s"),
         ):

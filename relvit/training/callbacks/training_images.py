@@ -10,6 +10,7 @@ import numpy as np
 from lightning import Callback, LightningModule, Trainer
 
 from relvit.data import ImageData
+from relvit.data.labels import label_text
 from relvit.data.native import images_of
 from relvit.plots import picture_of, plot_sheet
 from relvit.utils.messages import one_line
@@ -55,4 +56,5 @@ def _training_pictures(data: ImageData) -> Iterator[tuple[np.ndarray, str]]:
         data.num_workers = workers
     for images, labels in loader:
         for image, label in zip(images_of(images), labels, strict=True):
-            yield picture_of(image, data.mean, data.std), data.class_names[int(label)]
+            several = tuple(label.nonzero()[:, 0].tolist()) if data.multi_label else int(label)
+            yield picture_of(image, data.mean, data.std), label_text(several, data.class_names)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from relvit.training.classifier import ImageClassifier
 
 # The arguments of `ImageClassifier` that choose the network, and its images and classes.
-NETWORK = ("model", "model_kwargs", "retrofit", "num_classes", "in_chans", "img_size", "class_names")
+NETWORK = ("model", "model_kwargs", "retrofit", "num_classes", "in_chans", "img_size", "class_names", "multi_label")
 
 
 class Architecture(NamedTuple):
@@ -75,6 +75,7 @@ class Checkpoint:
         versions: of the packages that wrote the checkpoint.
         weights: the classifier's tensors to use: the averaged ones where the training kept an average.
         temperature: by which logits are divided in evaluation, see `relvit.evaluation.calibrate`; 1 without.
+        thresholds: of the classes of a multi-label classifier, as validation chose them; None without.
         resumable: whether there is the state of an optimiser, so that the training can go on.
         epoch: Lightning's number of the epoch in which the checkpoint was written.
         resume_point: the `ResumePoint` as stored; None in checkpoints that `relvit fit` did not write.
@@ -87,6 +88,7 @@ class Checkpoint:
     versions: dict[str, str]
     weights: dict[str, Tensor] = field(repr=False)
     temperature: float = 1.0
+    thresholds: list[float] | None = None
     resumable: bool = False
     epoch: Any = None
     resume_point: Any = None
@@ -104,6 +106,7 @@ class Checkpoint:
             versions=description.get("versions") or {},
             weights=content["state_dict"],
             temperature=description.get("temperature", 1.0),
+            thresholds=description.get("thresholds"),
             resumable="optimizer_states" in content,
             epoch=content.get("epoch"),
             resume_point=content.get(POINT_KEY),
@@ -122,6 +125,7 @@ class Checkpoint:
         except Exception as error:
             raise ValueError(f"the checkpoint does not make a model: {_short(one_line(error), 300)}") from error
         classifier.temperature = self.temperature
+        classifier.thresholds = self.thresholds or classifier.thresholds
         return classifier.eval()
 
     def argument(self, name: str) -> Any:
@@ -223,7 +227,8 @@ class DescribeCheckpoint(Callback):
     """Write into every checkpoint what is needed to use it elsewhere, in plain types.
 
     Under the key 'relvit': `model` (arguments of `ImageClassifier`, class names included), `data` (class and arguments
-    of the data module: image size, normalisation and class names), `fit` and `versions`.
+    of the data module: image size, normalisation and class names), `fit` and `versions`; of a multi-label classifier
+    `thresholds`.
 
     Args:
         fit: other options of the training, in plain types.
@@ -239,6 +244,8 @@ class DescribeCheckpoint(Callback):
             "fit": self.fit,
             "versions": versions(),
         }
+        if pl_module.thresholds is not None:
+            checkpoint[KEY]["thresholds"] = pl_module.thresholds
 
 
 def data_arguments(data: ImageData) -> dict[str, Any]:

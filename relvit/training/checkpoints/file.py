@@ -98,6 +98,14 @@ def _wrong_part(content: dict[Any, Any]) -> str | None:
     temperature = description.get("temperature", 1.0)
     if not (isinstance(temperature, float) and 0 < temperature < math.inf):
         return f"{KEY}.temperature"
+    thresholds = description.get("thresholds")
+    if thresholds is not None and not (
+        isinstance(thresholds, list)
+        and len(thresholds) == description["model"].get("num_classes")
+        and all(isinstance(value, float) and 0 <= value <= 1 for value in thresholds)
+        and description["model"].get("multi_label") is True
+    ):
+        return f"{KEY}.thresholds"
     for name in ("state_dict", AVERAGE_KEY):
         weights = content.get(name, {})
         if not _named(weights) or not all(isinstance(value, Tensor) for value in weights.values()):

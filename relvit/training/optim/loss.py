@@ -1,4 +1,4 @@
-"""Classification loss: cross-entropy or binary cross-entropy, of labels or soft targets, with label smoothing."""
+"""Classification loss: cross-entropy, binary cross-entropy or ASL, of labels or soft targets, with label smoothing."""
 
 from __future__ import annotations
 
@@ -7,39 +7,55 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
+from timm.loss import AsymmetricLossMultiLabel
 from torch import Tensor, nn
 
 from relvit.utils.messages import did_you_mean, listing
 
-LOSSES = ("ce", "bce")
+LOSSES = ("ce", "bce", "asl")
 
 
 def soft_targets(labels: Tensor, num_classes: int, smoothing: float = 0.0) -> Tensor:
     """Convert labels (B,) to target distributions (B, num_classes), float32, each of which sums to one.
 
     The label gets 1 - smoothing + smoothing / num_classes, every other class smoothing / num_classes (Szegedy et al.
-    2016, arXiv 1512.00567, section 7).
+    2016, arXiv 1512.00567, section 7). Likewise each label of multi-label images, bool (B, num_classes).
     """
-    return F.one_hot(labels, num_classes).float() * (1.0 - smoothing) + smoothing / num_classes
+    hot = labels if labels.ndim == 2 else F.one_hot(labels, num_classes)
+    return hot.float() * (1.0 - smoothing) + smoothing / num_classes
+
+
+def evaluation_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Compute the mean cross-entropy of labels (B,), or of multi-label images (B, C) the binary one, over classes too.
+
+    Neither smoothed nor weighted, whatever the training's loss is.
+    """
+    if labels.ndim == 1:
+        return F.cross_entropy(logits.float(), labels)
+    return F.binary_cross_entropy_with_logits(logits.float(), labels.float())
 
 
 class ClassificationLoss(nn.Module):
     """Cross-entropy, or binary cross-entropy class by class (DeiT III, Touvron et al. 2022, arXiv 2204.07118).
 
-    The mean over the images, with binary cross-entropy also over the classes.
+    The mean over the images, with binary cross-entropy also over the classes. For multi-label images there is the
+    asymmetric loss as well (Ridnik et al. 2021, arXiv 2009.14119, eq. 2 to 7), summed over the classes: gamma of 1 for
+    labels that are there and 4 for others, whose probability is shifted by 0.05.
 
     With class weights w the mean over images of `-sum_c w_c t_c log p_c` is divided by the number of images, not by the
     sum of their weights, so that batches of several devices or steps add up to one larger batch.
 
     Args:
         num_classes: The number of classes.
-        kind: 'ce' or 'bce'.
+        kind: 'ce', 'bce' or 'asl'. Of multi-label images 'ce' is the same as 'bce'.
         smoothing: The label smoothing; soft targets are not smoothed further.
         threshold: With 'bce', classes whose target exceeds it count as present (1), all others as absent (0).
         class_weights: One positive number per class.
+        multi_label: Whether images have several labels.
 
     Raises:
-        ValueError: An unknown kind, numbers out of range, or a threshold that every smoothed class would exceed.
+        ValueError: An unknown kind, 'asl' for images of one label, numbers out of range, or a threshold that every
+            smoothed class would exceed.
     """
 
     def __init__(
@@ -49,10 +65,14 @@ class ClassificationLoss(nn.Module):
         smoothing: float = 0.0,
         threshold: float | None = None,
         class_weights: Sequence[float] | None = None,
+        multi_label: bool = False,
     ) -> None:
         super().__init__()
         if kind not in LOSSES:
             raise ValueError(f"loss must be one of {listing(LOSSES)}, got {kind!r}{did_you_mean(str(kind), LOSSES)}")
+        if kind == "asl" and not multi_label:
+            raise ValueError("loss 'asl' is for multi-label images (multi_label, on the command line label_separator)")
+        kind = "bce" if kind == "ce" and multi_label else kind
         if not 0 <= smoothing < 1:
             raise ValueError(f"label_smoothing must be in 0 <= x < 1, got {smoothing}")
         if threshold is not None and kind != "bce":
@@ -72,10 +92,15 @@ class ClassificationLoss(nn.Module):
         self.register_buffer("weights", weights, persistent=False)
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Compute the float32 scalar loss of logits (B, num_classes) and labels (B,) or targets (B, num_classes)."""
+        """Compute the float32 scalar loss of logits (B, num_classes).
+
+        Labels are int64 (B,), or of multi-label images bool (B, num_classes); float (B, num_classes) are soft targets.
+        """
         logits = logits.float()
-        if targets.ndim == 1:
+        if not targets.is_floating_point():
             targets = soft_targets(targets, self.num_classes, self.smoothing)
+        if self.kind == "asl":
+            return AsymmetricLossMultiLabel(weight=self.weights)(logits, targets)
         if self.kind == "ce":
             return F.cross_entropy(logits, targets, weight=self.weights)
         if self.threshold is not None:

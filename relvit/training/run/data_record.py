@@ -8,6 +8,7 @@ import torch.distributed
 from lightning import Callback, LightningModule, Trainer
 
 from relvit.data import ImageData
+from relvit.data.labels import label_text
 from relvit.utils.files import write_csv
 from relvit.utils.messages import printable
 
@@ -39,7 +40,7 @@ class DataRecord(Callback):
         data = trainer.datamodule
         held_out = data.held_out() if isinstance(data, ImageData) else []
         if held_out and self.folder and trainer.is_global_zero:
-            rows = [[printable(name), data.class_names[label]] for name, label in held_out]
+            rows = [[printable(name), label_text(label, data.class_names)] for name, label in held_out]
             write_csv(self.folder / "val_split.csv", ["path", "label"], rows)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -4,9 +4,11 @@ import json
 import sys
 
 import pytest
+import torch
 from grey_folders import GREY, make
 
 from relvit.data import ImageListData
+from relvit.data.inspect import check_data
 from relvit.data.modules.image_list import read_list
 
 OPTIONS = {"img_size": 4, "num_workers": 0, "augment": "none", "mean": (0.0,) * 3, "std": (1.0,) * 3}
@@ -189,3 +191,64 @@ def test_wrong_arguments(root):
         ImageListData(train, test=test).dataset("test")
     with pytest.raises(ValueError, match="has no image of the classes 'dog' of class_names"):
         ImageListData(train, class_names=[*GREY, "dog"]).dataset("train")
+
+
+SEVERAL = ["ant;bee", "", "bee", "cat ; ant;", "cat", "bee;ant;bee"]
+
+
+def several(root, labels, name="train.csv", **options):
+    """A list of images with several labels."""
+    rows = [(f"train/ant/{i:03d}.png", label) for i, label in enumerate(labels)]
+    return ImageListData(write(root / name, rows), label_separator=";", **OPTIONS | options)
+
+
+def test_several_labels(root):
+    data = several(root, SEVERAL, test=write(root / "test.csv", [("test/cat/000.png", "1; 2")]), val_fraction=0.4)
+    assert (data.class_names, data.multi_label) == (["ant", "bee", "cat"], True)
+    positions = [(0, 1), (), (1,), (0, 2), (2,), (0, 1)]
+    samples = data.samples("train") + data.samples("val")
+    assert sorted(samples) == [(f"{root}/train/ant/{i:03d}.png", label) for i, label in enumerate(positions)]
+    _, labels = next(iter(data._loader("val")))
+    hot = [[float(c in label) for c in range(3)] for _, label in data.samples("val")]
+    assert labels.dtype == torch.bool
+    assert labels.float().tolist() == hot
+    # Of train by numbers as well, where all are numbers.
+    assert data.samples("test") == [(f"{root}/test/cat/000.png", (1, 2))]
+    assert type(data)(**data.init_args()).samples("train") == data.samples("train")
+    report = check_data(data, processes=1)
+    assert report["splits"]["train"]["images"] + report["splits"]["val"]["images"] == 6
+    counts = [report["splits"][split]["classes"] for split in ("train", "val")]
+    assert {name: sum(count[name] for count in counts) for name in data.class_names} == {"ant": 3, "bee": 3, "cat": 2}
+
+
+def test_the_automatic_split_goes_by_the_rarest_label(root):
+    labels = ["ant"] * 3 + ["ant;bee"] * 4 + ["ant;bee;cat"] * 2 + [""]
+    data = several(root, labels, val_fraction=0.25)
+    assert sorted(label for _, label in data.held_out()) == [(0,), (0, 1), (0, 1, 2)]
+
+
+@pytest.mark.parametrize("size", [(4, 6), 8], ids=["same size", "any size"])
+def test_several_labels_in_memory(root, size):
+    plain, cached = (several(root, SEVERAL, img_size=size, cache=cache, val_fraction=0.4) for cache in (False, True))
+    cached.dataset("train")
+    for ours, theirs in zip(cached._loader("val"), plain._loader("val"), strict=True):
+        assert torch.equal(ours[1], theirs[1])
+        torch.testing.assert_close(ours[0], theirs[0])
+
+
+def test_wrong_labels_among_several(root):
+    data = several(root, ["ant", "bees ;ant", "cta"], class_names=list(GREY))
+    with pytest.raises(
+        ValueError, match=r"2 wrong rows: line 3: unknown class 'bees' \(did you mean 'bee'\?\); line 4"
+    ):
+        data.dataset("train")
+    with pytest.raises(ValueError, match="has no image of the classes 'bee' of class_names"):
+        several(root, ["ant;cat"], class_names=list(GREY)).dataset("train")
+    with pytest.raises(ValueError, match="two or more classes, got \\[\\]"):
+        several(root, ["", ";"])
+    with pytest.raises(ValueError, match="balance 'loss' is for images of one label each"):
+        several(root, SEVERAL, balance="loss")
+    with pytest.raises(ValueError, match="label_separator is empty"):
+        ImageListData(str(root / "train.csv"), label_separator="")
+    with pytest.raises(ValueError, match=r"line 3: no label for train/ant/001.png"):
+        ImageListData(several(root, SEVERAL).train, **OPTIONS)

@@ -173,9 +173,15 @@ def test_the_command_and_the_card(run, photos, tmp_path, monkeypatch, capsys):
     name, probability = capsys.readouterr().out.split()
     found = relvit.load(best).predict("photo.jpg")
     assert (name, float(probability)) == (found.name, pytest.approx(found.probability, abs=1e-6))
-    # Another one in its place, calibrated; results are those of best.ckpt alone.
+    # Calibrated: the accuracies stay, the losses do not.
     content = torch.load(best, weights_only=True)
     content["relvit"]["temperature"] = 0.4321
+    torch.save(content, best.with_name("best_calibrated.ckpt"))
+    assert main(["publish", str(best.with_name("best_calibrated.ckpt")), "--to=calibrated"]) == 0
+    text = Path("calibrated/README.md").read_text()
+    assert f"- test/acc1: {summary['test/acc1']:.4f}" in text
+    assert "test/loss" not in text
+    # Another one in its place; results are those of best.ckpt alone.
     torch.save(content, "other.ckpt")
     assert main(["publish", "other.ckpt", "--to=owls"]) == 0
     text = Path("owls/README.md").read_text()

@@ -129,7 +129,7 @@ def test_attention_and_rollout(patch):
         if patch is not None:
             query, name = prefix + 3, "patch (0, 3)"
         else:
-            query, name = (0, "the class token") if prefix else (slice(None), "the mean patch")
+            query, name = (0, "the class token") if prefix else (slice(None), "the mean of all patches")
         figure = draw("attention", model, IMAGE, PICTURE, patch=patch)
         assert f"Attention weights of {name}, layer 2" in figure.get_suptitle()
         for head, found in enumerate(pictures(figure)[1:]):

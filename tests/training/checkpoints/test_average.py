@@ -63,7 +63,7 @@ def test_every_weight_is_the_mean_of_those_that_are_evaluated(three, tmp_path):
     record = content["relvit"]
     assert record["average_of"] == [str(path) for path in paths]
     # Which network it is and what it is shown, nothing about a training that it has not had.
-    known = ("model", "model_kwargs", "num_classes", "in_chans", "img_size", "class_names", "retrofit")
+    known = ("model", "model_kwargs", "num_classes", "in_chans", "img_size", "class_names", "retrofit", "multi_label")
     assert record["model"] == {name: contents[0]["relvit"]["model"][name] for name in known}
     assert record["data"] == contents[0]["relvit"]["data"]
 

@@ -52,6 +52,33 @@ def test_class_weights_add_up_over_batches(kind):
     assert not loss.state_dict()
 
 
+SEVERAL = torch.rand(5, 7, generator=torch.Generator().manual_seed(2)) < 0.4
+
+
+def test_several_labels():
+    """The asymmetric loss by its formula (Ridnik et al. 2021, equations 2 to 7), in float64; binary cross-entropy."""
+    logits = LOGITS.double().requires_grad_()
+    p = logits.sigmoid()
+    shifted = (p - 0.05).clamp(min=0)
+    positive, negative = (1 - p) * p.log(), shifted**4 * (1 - shifted).log()
+    expected = -torch.where(SEVERAL, positive, negative)
+    ours = LOGITS.clone().requires_grad_()
+    found = ClassificationLoss(7, "asl", multi_label=True)(ours, SEVERAL)
+    torch.testing.assert_close(found, (expected.sum() / 5).float())
+    gradients = torch.autograd.grad(expected.sum() / 5, logits)[0], torch.autograd.grad(found, ours)[0]
+    torch.testing.assert_close(gradients[1], gradients[0].float(), atol=1e-6, rtol=1e-4)
+    weighted = ClassificationLoss(7, "asl", class_weights=WEIGHTS, multi_label=True)(LOGITS, SEVERAL)
+    torch.testing.assert_close(weighted, ((expected * torch.tensor(WEIGHTS)).sum() / 5).float())
+
+    targets = SEVERAL.double() * 0.9 + 0.1 / 7
+    entropy = -(targets * p.log() + (1 - targets) * (1 - p).log()).mean()
+    for kind in ("ce", "bce"):
+        loss = ClassificationLoss(7, kind, 0.1, multi_label=True)
+        torch.testing.assert_close(loss(LOGITS, SEVERAL), entropy.float())
+        # Soft targets, as of mixup, are not smoothed further.
+        torch.testing.assert_close(loss(LOGITS, targets.float()), entropy.float())
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -52,7 +52,10 @@ def _accuracy(predictor: Predictor, output: str) -> str:
         found = compare(predictor, OnnxClassifier(output), data)
     except (ValueError, OSError) as error:
         return f"The accuracy that int8 costs was not measured: {one_line(error)}"
+    what, same = "Accuracy", "class"
+    if predictor.thresholds is not None:
+        what, same = "Mean average precision", "classes"
     return (
-        f"Accuracy on {found.images} images of val: {found.model:.4f} before int8, {found.file:.4f} after; "
-        f"the same class for {found.same:.2%}"
+        f"{what} on {found.images} images of val: {found.model:.4f} before int8, {found.file:.4f} after; "
+        f"the same {same} for {found.same:.2%}"
     )

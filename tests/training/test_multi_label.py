@@ -1,0 +1,137 @@
+"""Multi-label metrics against scikit-learn and brute force; what a training keeps of them, resumed and in one go."""
+
+import numpy as np
+import pytest
+import sklearn.metrics
+import torch
+from lightning.pytorch.callbacks import LambdaCallback
+from small_training import NoiseImages, SeveralLabels, build, record_steps, train
+
+from relvit.training import load_classifier
+from relvit.training.checkpoints.checkpoint import DescribeCheckpoint
+from relvit.training.checkpoints.file import KEY
+from relvit.training.multi_label import MultiLabelScores, classes_above, multi_label_metrics
+
+
+@pytest.fixture
+def scored():
+    """Probabilities with many ties, and labels; the last class has no images, the one before all of them."""
+    generator = np.random.default_rng(0)
+    labels = generator.random((60, 6)) < [0.5, 0.3, 0.1, 0.05, 2, -1]
+    scores = np.clip(0.3 * labels + 0.7 * generator.random((60, 6)), 0, 1)
+    scores[:, 1] = scores[:, 1].round(1)
+    return scores, labels
+
+
+def test_average_precision_and_given_thresholds_are_those_of_scikit_learn(scored):
+    scores, labels = scored
+    thresholds = np.array([0.5, 0.6, 0.2, 0.9, 0.1, 0.5])
+    found = multi_label_metrics(scores, labels, thresholds)
+    predicted = scores >= thresholds
+    options = {"zero_division": np.nan, "average": None}
+    expected = sklearn.metrics.precision_recall_fscore_support(labels, predicted, **options)
+    precision, recall, f1, count = expected
+    np.testing.assert_array_equal(found.count, count)
+    for name, values in {"precision": precision, "recall": recall, "f1": f1}.items():
+        np.testing.assert_allclose(getattr(found, name), values, err_msg=name)
+    average = [sklearn.metrics.average_precision_score(labels[:, c], scores[:, c]) for c in range(5)]
+    np.testing.assert_allclose(found.average_precision, [*average, np.nan], rtol=1e-12)
+    np.testing.assert_array_equal(found.threshold, thresholds)
+    assert found.means() == pytest.approx({"map": np.mean(average), "f1": f1[:5].mean()})
+
+
+def test_no_other_threshold_has_a_better_f1(scored):
+    scores, labels = scored
+    found = multi_label_metrics(scores, labels)
+    assert found.threshold[5] == 0.5
+    for c in range(5):
+        # From high to low: of equally good ones the first.
+        others = np.unique(scores[:, c])[::-1]
+        f1 = [sklearn.metrics.f1_score(labels[:, c], scores[:, c] >= t) for t in others]
+        best = int(np.argmax(f1))
+        assert found.f1[c] == pytest.approx(max(f1))
+        assert found.threshold[c] == pytest.approx((others[best] + [*others, 0][best + 1]) / 2)
+
+
+def test_the_metric_of_batches_is_that_of_all_images(scored):
+    scores, labels = (torch.from_numpy(values) for values in scored)
+    metric, logits = MultiLabelScores(), scores.logit().float()
+    for part in (slice(0, 25), slice(25, 25), slice(25, 60)):
+        metric.update(logits[part], labels[part])
+    # An empty batch of the loaders has no second dimension.
+    metric.update(logits[:0], torch.empty(0, dtype=torch.long))
+    expected = multi_label_metrics(logits.sigmoid().numpy(), labels.numpy())
+    assert metric.compute() == pytest.approx(expected.means())
+    np.testing.assert_array_equal(metric.classes.threshold, expected.threshold)
+    assert np.isnan(list(MultiLabelScores().compute().values())).all()
+
+
+def test_classes_above_their_thresholds():
+    probabilities = torch.tensor([[0.25, 0.9, 0.6], [0.1, 0.1, 0.1], [0.7, 0.4, 0.7]])
+    assert classes_above(probabilities, [0.25, 0.5, 0.65]) == [[1, 0], [], [0, 2]]
+    # Higher by less than single precision.
+    assert classes_above(probabilities, [float(probabilities[0, 0]) + 1e-9, 1.0, 1.0]) == [[], [], [0]]
+
+
+@pytest.mark.parametrize("loss", ["ce", "asl"])
+def test_thresholds_and_resume(loss, tmp_path):
+    """From a checkpoint within an epoch, behind a validation, a training ends as the one that wrote it."""
+
+    def fit(name, ckpt_path=None):
+        module = build(multi_label=True, loss=loss, warmup_epochs=0, model_kwargs={"drop_rate": 0.1}, mixup=0.8)
+        steps, data = [], SeveralLabels(23)
+        record_steps(module, lambda batch, index: steps.append(index))
+        callbacks = [DescribeCheckpoint(), LambdaCallback(on_train_batch_end=save)]
+        trainer = train(module, data, ckpt_path, callbacks=callbacks, max_epochs=3, val_check_interval=2)
+        trainer.save_checkpoint(tmp_path / name)
+        return module, data, trainer, steps
+
+    def save(trainer, *_):
+        if trainer.global_step == 9 and not (tmp_path / "part.ckpt").exists():
+            trainer.save_checkpoint(tmp_path / "part.ckpt")
+
+    module, data, trainer, steps = fit("whole.ckpt")
+    resumed, _, _, fewer = fit("again.ckpt", tmp_path / "part.ckpt")
+    assert len(fewer) == len(steps) - 9 > 0
+    whole, again, part = (
+        torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("whole", "again", "part")
+    )
+    for name, value in whole["state_dict"].items():
+        assert torch.equal(again["state_dict"][name], value), name
+    assert again[KEY]["thresholds"] == whole[KEY]["thresholds"] == module.thresholds == resumed.thresholds
+    assert part[KEY]["thresholds"] != module.thresholds
+    # Of the checkpoint: those of the best F1 on val, and the metrics with them.
+    classifier = load_classifier(tmp_path / "whole.ckpt")
+    with torch.no_grad():
+        probabilities = classifier(data.images).sigmoid().numpy()
+    expected = multi_label_metrics(probabilities, data.labels.numpy())
+    np.testing.assert_allclose(classifier.thresholds, expected.threshold, rtol=1e-6)
+    metrics = {name: float(trainer.callback_metrics[f"val/{name}"]) for name in ("map", "f1")}
+    assert metrics == pytest.approx(expected.means(), rel=1e-6)
+    assert "train/map" not in trainer.callback_metrics
+    tested = trainer.test(module, data, verbose=False)[0]
+    assert tested["test/f1"] == pytest.approx(metrics["f1"], rel=1e-6)
+    loss_of_val = torch.nn.functional.binary_cross_entropy(torch.from_numpy(probabilities), data.labels.float())
+    assert tested["test/loss"] == pytest.approx(float(loss_of_val), rel=1e-5)
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="a teacher is for images of one label each"):
+        build(multi_label=True, teacher="teacher.ckpt")
+    with pytest.raises(ValueError, match="loss 'asl' is for multi-label images"):
+        build(loss="asl")
+    with pytest.raises(ValueError, match=r"for several labels per image \(multi_label True\), the data have one"):
+        train(build(multi_label=True), NoiseImages(8), max_epochs=1)
+    with pytest.raises(ValueError, match=r"for one label per image \(multi_label False\), the data have several"):
+        train(build(), SeveralLabels(8), max_epochs=1)
+
+
+@pytest.mark.parametrize("wrong", [[0.5] * 6, [0.5] * 6 + [2.0], [0.5] * 6 + [None], "0.5"])
+def test_thresholds_that_are_none(wrong, tmp_path):
+    module = build(multi_label=True)
+    train(module, SeveralLabels(4), max_epochs=1, callbacks=[DescribeCheckpoint()]).save_checkpoint(tmp_path / "a.ckpt")
+    content = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    content[KEY]["thresholds"] = wrong
+    torch.save(content, tmp_path / "b.ckpt")
+    with pytest.raises(ValueError, match=r"relvit\.thresholds is not what it should be"):
+        load_classifier(tmp_path / "b.ckpt")
