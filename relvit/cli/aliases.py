@@ -44,7 +44,7 @@ POSITIONALS: dict[str, tuple[str, ...]] = {
     "probe": ("--models",),
     "check-data": ("--root",),
 }
-USAGE = {
+USAGE: dict[str, tuple[str, ...]] = {
     "fit": ("relvit fit --root DIR [options]", "relvit fit --config FILE [options]"),
     "validate": ("relvit validate CKPT [options]",),
     "test": ("relvit test CKPT [options]",),

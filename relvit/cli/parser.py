@@ -24,7 +24,13 @@ from relvit.utils.messages import did_you_mean, listing
 NO_DATA = "no data given: give --root DIR, which holds train/CLASS/IMAGE, or --data NAME, or --config FILE"
 # Of whose arguments one may be written as an option: relvit's models, one of each kind.
 FAMILIES = ("relvit_small", "relvit_aft_conv_small", "relvit_lsh_small", "relvit_universal_small")
-WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "name: value pairs"}
+WORDS: dict[type, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    dict: "name: value pairs",
+}
 WORDS |= {tuple: "a pair such as '[64,96]'"}
 
 

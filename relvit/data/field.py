@@ -35,7 +35,7 @@ class FieldCrop(v2.Transform):
         check_choice("fill", fill, get_args(Fill))
         self.size = size
         self.fill = fill
-        self.grey = np.array([min(255, round(255 * value)) for value in mean], np.uint8)
+        self.grey: np.ndarray = np.array([min(255, round(255 * value)) for value in mean], np.uint8)
 
     def transform(self, inpt: Image.Image, params: dict[str, Any]) -> Image.Image:
         grey = self.grey if inpt.mode == "RGB" else self.grey[0]

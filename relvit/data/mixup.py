@@ -60,11 +60,11 @@ class BatchMix(nn.Module):
         if not 0 <= label_smoothing < 1:
             raise ValueError(f"label_smoothing is {label_smoothing}; it is a share, 0 <= label_smoothing < 1")
         self.num_classes = num_classes
-        self.prob = prob if mixup_alpha or cutmix_alpha else 0.0
-        self.cutmix_share = switch_prob if mixup_alpha and cutmix_alpha else float(cutmix_alpha > 0)
+        self.prob: float = prob if mixup_alpha or cutmix_alpha else 0.0
+        self.cutmix_share: float = switch_prob if mixup_alpha and cutmix_alpha else float(cutmix_alpha > 0)
         self.label_smoothing = label_smoothing
-        self.mixup = v2.MixUp(alpha=mixup_alpha, num_classes=num_classes) if mixup_alpha else None
-        self.cutmix = v2.CutMix(alpha=cutmix_alpha, num_classes=num_classes) if cutmix_alpha else None
+        self.mixup: v2.MixUp | None = v2.MixUp(alpha=mixup_alpha, num_classes=num_classes) if mixup_alpha else None
+        self.cutmix: v2.CutMix | None = v2.CutMix(alpha=cutmix_alpha, num_classes=num_classes) if cutmix_alpha else None
 
     def forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Float (B, C, H, W), int64 (B,) or bool (B, num_classes) -> float (B, C, H, W), float32 (B, num_classes)."""

@@ -290,8 +290,8 @@ class BatchTransform:
         flip: bool,
         field: FieldCrop | None = None,
     ) -> None:
-        self.mean = 255 * torch.tensor(mean)[:, None, None]
-        self.std = 255 * torch.tensor(std)[:, None, None]
+        self.mean: Tensor = 255 * torch.tensor(mean)[:, None, None]
+        self.std: Tensor = 255 * torch.tensor(std)[:, None, None]
         self.size = size
         self.covered = covered
         self.padding = padding

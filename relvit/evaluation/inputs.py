@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ ARRAYS = "arrays are uint8 (height, width), (height, width, 3) or, with transpar
 TENSORS = "tensors are (3, height, width) or (1, height, width), uint8, or floating point in 0..1 and not normalised"
 
 
-class InputImages(Dataset):
+class InputImages(Dataset[Any]):
     """Images of any kind, read when they are accessed. Items are ``(image, index)``: float32 (in_chans, H, W), int.
 
     Args:

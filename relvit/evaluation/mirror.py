@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from lightning import Callback, LightningModule, Trainer
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from relvit.data.native import NativeBatch, mirrored
 from relvit.training import ImageClassifier
@@ -27,7 +28,7 @@ class MirrorAverage(Callback):
     """Let a classifier test and predict by the mean of the probabilities of each image and its mirror image."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.hook = pl_module.register_forward_hook(average_with_mirror)
+        self.hook: RemovableHandle = pl_module.register_forward_hook(average_with_mirror)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.hook.remove()

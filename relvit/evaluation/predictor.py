@@ -16,6 +16,7 @@ import torch
 from timm.models import filter_pretrained_cfg
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
+from torchvision.transforms import v2
 
 from relvit.data import eval_transform, parse_size
 from relvit.data.images.datasets import OnError, SkipUnreadable, SkipUnreadableLoader, collate_readable
@@ -26,7 +27,7 @@ from relvit.evaluation.mirror import average_with_mirror
 from relvit.models import AttentionMaps, Reach, attention_maps, check_image_size, set_reach
 from relvit.models.sizes.native import pooled_features
 from relvit.models.sizes.reach import check_native_reach
-from relvit.training import Checkpoint
+from relvit.training import Checkpoint, ImageClassifier
 from relvit.training.multi_label import classes_above
 from relvit.utils.messages import check_choice
 
@@ -90,14 +91,18 @@ class Predictor:
         FileNotFoundError, ValueError: no checkpoint of `relvit fit`, or no such size or reach.
     """
 
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    crop_pct: float
+
     def __init__(
         self, ckpt_path: str | os.PathLike[str], img_size: int | Sequence[int] | None = None, reach: Reach = "trained"
     ) -> None:
         checkpoint = Checkpoint.read(ckpt_path)
-        self.classifier = checkpoint.classifier().requires_grad_(False)
-        self.checkpoint = replace(checkpoint, weights={})
+        self.classifier: ImageClassifier = checkpoint.classifier().requires_grad_(False)
+        self.checkpoint: Checkpoint = replace(checkpoint, weights={})
         trained_size, self.mean, self.std, self.crop_pct = checkpoint.transforms()
-        self.class_names = checkpoint.class_names()
+        self.class_names: list[str] = checkpoint.class_names()
         if len(self.class_names) != self.classifier.hparams.num_classes:
             raise ValueError(
                 f"{ckpt_path} names {len(self.class_names)} classes and has {self.classifier.hparams.num_classes}"
@@ -140,11 +145,13 @@ class Predictor:
         return other
 
     def _set_size(self, img_size: int | Sequence[int] | None) -> None:
-        self.img_size = self.checkpoint.transforms().img_size if img_size is None else parse_size(img_size)
+        self.img_size: tuple[int, int] = (
+            self.checkpoint.transforms().img_size if img_size is None else parse_size(img_size)
+        )
         self.native = self.checkpoint.native()
         if img_size is not None and self.native is None:
             check_image_size(self.model, self.img_size, len(self.mean), self.classifier.hparams.img_size)
-        self.transform = eval_transform(self.img_size, self.mean, self.std, self.crop_pct)
+        self.transform: v2.Compose = eval_transform(self.img_size, self.mean, self.std, self.crop_pct)
         self.collate: Callable[[list[Any]], Any] = default_collate
         if self.native is not None:
             patch, budget = self.native
@@ -159,7 +166,7 @@ class Predictor:
         num_workers: int = 0,
         mirror: bool = False,
         on_error: OnError = "error",
-    ) -> Prediction | list[Prediction | None] | None:
+    ) -> Any:  # a path may be a folder: one or several is known when it is looked at
         """Predict the most probable classes, or by a multi-label model all that reach their thresholds.
 
         Args:

@@ -136,7 +136,8 @@ class EvaluationReport(Callback):
         plot_confusion(confusion, names, self.folder / "confusion.png")
 
     # What mistakes are sorted by, a column, and the title of their sheet.
-    order, title = "probability", "most confident mistakes"
+    order: str = "probability"
+    title: str = "most confident mistakes"
 
     def _mistakes(self, outcomes: np.ndarray, names: Sequence[str]) -> Iterator[tuple[float, int, str, str, str]]:
         """Yield what a mistake is sorted by, the index of its image, true and predicted classes, and its caption."""
@@ -179,7 +180,8 @@ class MultiLabelReport(EvaluationReport):
         classes: likewise, metrics of each class.
     """
 
-    order, title = "loss", "mistakes of the highest loss"
+    order: str = "loss"
+    title: str = "mistakes of the highest loss"
 
     def _rows(self, probabilities: Tensor, labels: Tensor) -> Tensor:
         return torch.cat((labels.double(), probabilities), 1).T

@@ -71,14 +71,14 @@ class AFTSimple(nn.Module):
         if num_heads < 1 or dim % num_heads:
             raise ValueError(f"num_heads must divide dim {dim}, got {num_heads}")
         self.num_heads = num_heads
-        self.head_dim = dim // num_heads
-        self.keys = self.key_dim or self.head_dim
+        self.head_dim: int = dim // num_heads
+        self.keys: int = self.key_dim or self.head_dim
         self.backend = backend
         # One projection for all three: queries of all heads, then keys, then values.
         outputs = num_heads * (self.head_dim + self.keys + self.head_dim)
-        self.qkv = nn.Linear(dim, outputs, bias=qkv_bias, device=device, dtype=dtype)
-        self.proj = nn.Linear(dim, dim, bias=proj_bias, device=device, dtype=dtype)
-        self.proj_drop = nn.Dropout(proj_drop)
+        self.qkv: nn.Linear = nn.Linear(dim, outputs, bias=qkv_bias, device=device, dtype=dtype)
+        self.proj: nn.Linear = nn.Linear(dim, dim, bias=proj_bias, device=device, dtype=dtype)
+        self.proj_drop: nn.Dropout = nn.Dropout(proj_drop)
 
     def forward(self, x: Tensor, grid: Grid, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """Mix (B, N, dim) tokens laid out by `grid` into (B, N, dim).
@@ -125,7 +125,7 @@ class AFTFull(AFTSimple):
         TypeError: sizes that are not integers.
     """
 
-    backends = FULL_BACKENDS
+    backends: Sequence[str] = FULL_BACKENDS
 
     def __init__(
         self,
@@ -141,12 +141,12 @@ class AFTFull(AFTSimple):
         if bias_dim < 1:
             raise ValueError(f"bias_dim must be at least 1, got {bias_dim}")
         rows, cols = int_pair("grid_size", grid_size, 1)
-        self.grid_size = (rows, cols)
+        self.grid_size: tuple[int, int] = (rows, cols)
         self.prefix = prefix
         # Of `AFTLocal`.
         self.window: tuple[int, int] | None = None
-        self.u = nn.Parameter(self.proj.weight.new_empty(prefix + rows * cols, bias_dim))
-        self.v = nn.Parameter(torch.empty_like(self.u))
+        self.u: nn.Parameter = nn.Parameter(self.proj.weight.new_empty(prefix + rows * cols, bias_dim))
+        self.v: nn.Parameter = nn.Parameter(torch.empty_like(self.u))
         self.init_weights()
 
     def init_weights(self) -> None:
@@ -197,7 +197,7 @@ class AFTLocal(AFTFull):
 
     def __init__(self, dim: int, num_heads: int = 1, *, window: int | Sequence[int], **kwargs: object) -> None:
         super().__init__(dim, num_heads, **kwargs)
-        self.window = int_pair("window", window, 0)
+        self.window: tuple[int, int] | None = int_pair("window", window, 0)
 
     def extra_repr(self) -> str:
         return f"window={self.window}, {super().extra_repr()}"
@@ -221,18 +221,18 @@ class AFTConv2d(AFTSimple):
         TypeError: a size that is not an integer.
     """
 
-    key_dim = 1
+    key_dim: int | None = 1
     # 'toeplitz' is accepted for one release, see `aft_conv`.
-    backends = (*CONV_BACKENDS, "toeplitz")
+    backends: Sequence[str] = (*CONV_BACKENDS, "toeplitz")
 
     def __init__(self, dim: int, num_heads: int, *, kernel_size: int | Sequence[int] = 11, **kwargs: object) -> None:
         super().__init__(dim, num_heads, **kwargs)
-        self.kernel_size = int_pair("kernel_size", kernel_size, 1)
+        self.kernel_size: tuple[int, int] = int_pair("kernel_size", kernel_size, 1)
         if any(size % 2 == 0 for size in self.kernel_size):
             raise ValueError(f"kernel_size must be odd, the query is in its middle, got {kernel_size!r}")
-        self.kernel = nn.Parameter(self.proj.weight.new_empty(num_heads, *self.kernel_size))
-        self.gamma = nn.Parameter(self.kernel.new_empty(num_heads))
-        self.beta = nn.Parameter(self.kernel.new_empty(num_heads))
+        self.kernel: nn.Parameter = nn.Parameter(self.proj.weight.new_empty(num_heads, *self.kernel_size))
+        self.gamma: nn.Parameter = nn.Parameter(self.kernel.new_empty(num_heads))
+        self.beta: nn.Parameter = nn.Parameter(self.kernel.new_empty(num_heads))
         self.init_weights()
 
     def init_weights(self) -> None:

@@ -105,7 +105,9 @@ class MixerBlock(GridBlock):
             )
         super().__init__(dim, num_heads, proj_bias=proj_bias, proj_drop=proj_drop, attn_layer=attn_layer, **kwargs)
         factory_kwargs = {name: kwargs.get(name) for name in ("device", "dtype")}
-        self.attn = mixer(dim, num_heads, qkv_bias=qkv_bias, proj_bias=proj_bias, proj_drop=proj_drop, **factory_kwargs)
+        self.attn: nn.Module = mixer(
+            dim, num_heads, qkv_bias=qkv_bias, proj_bias=proj_bias, proj_drop=proj_drop, **factory_kwargs
+        )
 
 
 class RelativeBlock(GridBlock):

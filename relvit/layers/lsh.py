@@ -108,14 +108,15 @@ class LSHAttention(nn.Module):
         if num_heads < 1 or dim % num_heads:
             raise ValueError(f"num_heads must divide dim {dim}, got {num_heads}")
         factory_kwargs = {"device": device, "dtype": dtype}
-        self.num_heads, self.head_dim = num_heads, dim // num_heads
+        self.num_heads = num_heads
+        self.head_dim: int = dim // num_heads
         self.position = position
-        self.qk_v = nn.Linear(dim, 2 * dim, bias=qkv_bias, **factory_kwargs)
-        self.qk_norm = norm_layer(self.head_dim, **factory_kwargs) if qk_norm else nn.Identity()
-        self.attn_drop = nn.Dropout(attn_drop)
-        self.norm = norm_layer(dim, **factory_kwargs) if scale_norm else nn.Identity()
-        self.proj = nn.Linear(dim, dim, bias=proj_bias, **factory_kwargs)
-        self.proj_drop = nn.Dropout(proj_drop)
+        self.qk_v: nn.Linear = nn.Linear(dim, 2 * dim, bias=qkv_bias, **factory_kwargs)
+        self.qk_norm: nn.Module = norm_layer(self.head_dim, **factory_kwargs) if qk_norm else nn.Identity()
+        self.attn_drop: nn.Dropout = nn.Dropout(attn_drop)
+        self.norm: nn.Module = norm_layer(dim, **factory_kwargs) if scale_norm else nn.Identity()
+        self.proj: nn.Linear = nn.Linear(dim, dim, bias=proj_bias, **factory_kwargs)
+        self.proj_drop: nn.Dropout = nn.Dropout(proj_drop)
         self.set_hashing(bucket_size, rounds)
 
     def set_hashing(self, bucket_size: int, rounds: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from timm.layers import Format, PatchEmbed, nchw_to, register_notrace_function
@@ -24,7 +26,9 @@ class AnySizePatchEmbed(PatchEmbed):
         ValueError: in `forward`, sides that are no multiples of the patch, unless `dynamic_img_pad` pads them.
     """
 
-    __constants__ = ("cropped_size",)  # for TorchScript
+    if TYPE_CHECKING:  # at run time it would hide the annotations of timm's class from TorchScript
+        __constants__: tuple[str, ...]
+    __constants__ = ("cropped_size",)
     cropped_size = None
 
     def forward(self, x: Tensor) -> Tensor:

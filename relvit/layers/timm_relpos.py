@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import torch.nn.functional as F
 from timm.models.beit import Attention as BeitAttention
@@ -44,7 +45,8 @@ class TimmRelativeRelPos(TimmOwnRelative, RelPosAttention):
 class TimmRelativeBeit(TimmOwnRelative, BeitAttention):
     """timm's `Attention` of BEiT after a retrofit, see `TimmRelativeAttention`."""
 
-    q_norm = k_norm = TimmOwnRelative.norm
+    q_norm: ClassVar[Callable[..., Tensor]] = TimmOwnRelative.norm
+    k_norm: ClassVar[Callable[..., Tensor]] = TimmOwnRelative.norm
 
     def forward(self, x: Tensor, shared_rel_pos_bias: GridArgument) -> Tensor:
         """Map (B, N, dim) tokens to (B, N, dim); timm's blocks hand on the grid in place of a shared bias."""
@@ -72,7 +74,8 @@ class TimmRelativeWindows(TimmOwnRelative):
 
     def set_window_size(self, window_size: int | Sequence[int]) -> None:
         """Change the size of the windows; tables stay as they are, clipped beyond their edge."""
-        self.window_size = self.block_window = int_pair("window_size", window_size, 1)
+        self.window_size: tuple[int, int] = int_pair("window_size", window_size, 1)
+        self.block_window: tuple[int, int] | None = self.window_size
 
     def _init_buffers(self) -> None:
         """Set the bias of keys, which timm does not train; indices of tables there are none."""
@@ -83,7 +86,8 @@ class TimmRelativeWindows(TimmOwnRelative):
 class TimmRelativeSwin(TimmRelativeWindows, WindowAttention):
     """timm's `WindowAttention` of Swin after a retrofit, see `TimmRelativeAttention`."""
 
-    q_norm = k_norm = TimmOwnRelative.norm
+    q_norm: ClassVar[Callable[..., Tensor]] = TimmOwnRelative.norm
+    k_norm: ClassVar[Callable[..., Tensor]] = TimmOwnRelative.norm
 
     def reset_parameters(self) -> None:
         """Do nothing: what timm's method initialises is in the position module, which has a method of its own."""
@@ -92,7 +96,7 @@ class TimmRelativeSwin(TimmRelativeWindows, WindowAttention):
 class TimmRelativeSwinV2(TimmRelativeWindows, WindowAttentionV2):
     """timm's `WindowAttention` of Swin V2 after a retrofit: logits are cosines, with a learned scale per head."""
 
-    scale = 1.0
+    scale: float = 1.0
 
     def q_norm(self, query: Tensor) -> Tensor:
         """Normalise queries (B, heads, N, head_dim), times the scale, 100 at most."""

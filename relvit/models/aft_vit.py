@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from timm.layers import to_2tuple
+from timm.models import DefaultCfg
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
@@ -244,6 +245,6 @@ def _arguments(name: str, given: dict[str, Any]) -> dict[str, Any]:
     return {**defaults, **given}
 
 
-default_cfgs = default_cfgs_of(VARIANTS)
+default_cfgs: dict[str, DefaultCfg] = default_cfgs_of(VARIANTS)
 for _name in VARIANTS:
     globals()[_name] = entry_point(_name, AFTVisionTransformer, checkpoint_filter_fn, partial(_arguments, _name))

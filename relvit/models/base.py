@@ -224,14 +224,16 @@ class GridVisionTransformer(TablesWithoutDecay, GridForward, VisionTransformer):
             **kwargs,
         )
         # Blocks take more than one argument, which no scripted Sequential hands on.
-        self.blocks = nn.ModuleList(self.blocks)
+        self.blocks: nn.ModuleList = nn.ModuleList(self.blocks)
         self.reversible = reversible
         for block in self.blocks:
             check_chunk(mlp_chunk, block.mlp)
             block.mlp_chunk = mlp_chunk
         if patch_drop_rate > 0:
             # timm's own discards which patches stayed, and with them their coordinates.
-            self.patch_drop = PatchDropoutWithIndices(patch_drop_rate, num_prefix_tokens=self.num_prefix_tokens)
+            self.patch_drop: nn.Module = PatchDropoutWithIndices(
+                patch_drop_rate, num_prefix_tokens=self.num_prefix_tokens
+            )
         self.axial: AxialPositionEmbedding | None = None
         if pos_embed in AXIAL:
             factory_kwargs = {name: kwargs.get(name) for name in ("device", "dtype")}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import DefaultCfg, build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
@@ -38,7 +38,7 @@ def check_arguments(model: type[GridVisionTransformer], given: dict[str, Any]) -
             raise TypeError(f"{model.__name__} has no argument {name!r}{did_you_mean(name, allowed)}")
 
 
-CFG = {
+CFG: dict[str, Any] = {
     "url": "",
     "num_classes": 1000,
     "input_size": (3, 224, 224),
@@ -52,7 +52,7 @@ CFG = {
     "license": "apache-2.0",
 }
 # By the image size that a model is made for.
-CFGS = {
+CFGS: dict[int, dict[str, Any]] = {
     224: CFG,
     160: CFG | {"input_size": (3, 160, 160), "crop_pct": 0.95},
     # Mean and deviation of CIFAR-10's training images; those of CIFAR-100 differ by less than 0.03.
@@ -67,7 +67,7 @@ CFGS = {
 }
 
 
-def default_cfgs_of(variants: dict[str, dict[str, Any]]) -> Any:
+def default_cfgs_of(variants: dict[str, dict[str, Any]]) -> dict[str, DefaultCfg]:
     """Return timm's `default_cfgs` for models by name, given the arguments that make them."""
     return generate_default_cfgs(
         {f"{name}.untrained": CFGS[arguments.get("img_size", 224)] for name, arguments in variants.items()}

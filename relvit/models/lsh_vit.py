@@ -6,6 +6,9 @@ import operator
 from functools import partial
 from typing import Any, ClassVar
 
+from timm.models import DefaultCfg
+from torch import nn
+
 from relvit.layers.lsh import NO_TERMS, LSHAttention
 from relvit.models.entry_points import default_cfgs_of, entry_point
 from relvit.models.relative_vit import SMALL, RelVisionTransformer
@@ -32,7 +35,7 @@ class LSHVisionTransformer(RelVisionTransformer):
         TypeError: as `RelVisionTransformer`.
     """
 
-    attention = LSHAttention
+    attention: ClassVar[type[nn.Module]] = LSHAttention
     fixed: ClassVar[dict[str, str]] = {"backend": "LSH attention is computed in one way"}
 
     def __init__(self, *, rel_terms: str = "b", bucket_size: int = 32, rounds: int = 4, **kwargs: Any) -> None:
@@ -55,6 +58,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     # For tests.
     "test_relvit_lsh": {"img_size": 160, "embed_dim": 64, "depth": 6, "num_heads": 2, "mlp_ratio": 3},
 }
-default_cfgs = default_cfgs_of(VARIANTS)
+default_cfgs: dict[str, DefaultCfg] = default_cfgs_of(VARIANTS)
 for _name, _own in VARIANTS.items():
     globals()[_name] = entry_point(_name, LSHVisionTransformer, checkpoint_filter_fn, partial(operator.or_, _own))

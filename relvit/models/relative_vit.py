@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
+from timm.models import DefaultCfg
 from torch import Tensor, nn
 
 from relvit.layers import RelativeAttention, RelativeBlock
@@ -153,7 +154,7 @@ LARGE = {"embed_dim": 1024, "depth": 24, "num_heads": 16}
 PATCH4_32 = {"patch_size": 4, "img_size": 32}
 TEST = {"img_size": 160, "embed_dim": 64, "depth": 6, "num_heads": 2, "mlp_ratio": 3}
 # Four registers (Darcet et al. 2024, arXiv 2309.16588), which pooling leaves out.
-REG4_GAP = {"reg_tokens": 4, "global_pool": "avg", "class_token": False}
+REG4_GAP: dict[str, Any] = {"reg_tokens": 4, "global_pool": "avg", "class_token": False}
 
 # The models by name, with the arguments of `RelVisionTransformer` that make them; patches of 16 px unless given.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -174,6 +175,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "test_relvit": TEST,
     "test_relvit_rev": TEST | {"reversible": True},
 }
-default_cfgs = default_cfgs_of(VARIANTS)
+default_cfgs: dict[str, DefaultCfg] = default_cfgs_of(VARIANTS)
 for _name, _own in VARIANTS.items():
     globals()[_name] = entry_point(_name, RelVisionTransformer, checkpoint_filter_fn, partial(operator.or_, _own))

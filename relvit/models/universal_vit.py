@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from timm.layers import DropPath
-from timm.models import checkpoint
+from timm.models import DefaultCfg, checkpoint
 from timm.models._features import feature_take_indices
 from torch import Tensor
 
@@ -91,7 +91,7 @@ class UniversalVisionTransformer(RelVisionTransformer):
             raise ValueError("reversible=True is for blocks with parameters of their own, and here there is one block")
         super().__init__(depth=1, **kwargs)
         factory_kwargs = {name: kwargs.get(name) for name in ("device", "dtype")}
-        self.signals = PositionStepSignals(self.embed_dim, **factory_kwargs)
+        self.signals: PositionStepSignals = PositionStepSignals(self.embed_dim, **factory_kwargs)
         self.halting: AdaptiveHalting | None = None
         if halting:
             self.halting = AdaptiveHalting(self.embed_dim, halting_epsilon, halting_bias, **factory_kwargs)
@@ -99,7 +99,7 @@ class UniversalVisionTransformer(RelVisionTransformer):
             self.blocks[0].drop_path1 = DropPath(drop_path_rate)
             self.blocks[0].drop_path2 = DropPath(drop_path_rate)
         self.gather = True
-        self.returns_cost = False
+        self.returns_cost: bool = False
         self.set_steps(depth)
 
     @torch.jit.ignore
@@ -108,7 +108,7 @@ class UniversalVisionTransformer(RelVisionTransformer):
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ValueError(f"the number of steps (depth) must be an integer, 1 or more, got {steps!r}")
         self.steps = steps
-        self.feature_info = [self.feature_info[0]] * steps
+        self.feature_info: list[dict[str, Any]] = [self.feature_info[0]] * steps
 
     @torch.jit.ignore
     def set_ponder_training(self, enable: bool = True) -> None:
@@ -321,6 +321,6 @@ def _arguments(name: str, given: dict[str, Any]) -> dict[str, Any]:
     return VARIANTS[name] | given
 
 
-default_cfgs = default_cfgs_of(VARIANTS)
+default_cfgs: dict[str, DefaultCfg] = default_cfgs_of(VARIANTS)
 for _name in VARIANTS:
     globals()[_name] = entry_point(_name, UniversalVisionTransformer, checkpoint_filter_fn, partial(_arguments, _name))

@@ -144,20 +144,22 @@ class ImageClassifier(EpochMetrics):
         # A checkpoint has to name its model without the file that this training starts from.
         built = architecture_to_build(model, model_kwargs, retrofit, self.pretrained)
         self.save_hyperparameters(built._asdict())
-        self.net = self._build_net()
+        self.net: nn.Module = self._build_net()
         # Of a calibrated checkpoint, for its weights: a training that goes on starts without.
-        self.temperature = 1.0
+        self.temperature: float = 1.0
         check_ponder(self.hparams, self.net)
         if channels_last:
             self.net.to(memory_format=torch.channels_last)
-        self.loss = ClassificationLoss(num_classes, loss, label_smoothing, bce_threshold, class_weights, multi_label)
+        self.loss: ClassificationLoss = ClassificationLoss(
+            num_classes, loss, label_smoothing, bce_threshold, class_weights, multi_label
+        )
         self.mixing: BatchMix | None = None
         if mixup or cutmix:
             self.mixing = BatchMix(num_classes, mixup, cutmix, mix_prob, mix_switch_prob, label_smoothing)
         self.backbone = Backbone(self.net) if freeze_epochs else None
         self.average: WeightAverage | None = None
         self.teacher: Teacher | None = None
-        self.finite = FiniteCheck(nonfinite)
+        self.finite: FiniteCheck = FiniteCheck(nonfinite)
         self.plan: Plan | None = None
         self.transfer: TransferReport | None = None
         # The rate and loss of each batch while `FindLearningRate` runs, which ends in an exploding loss.
@@ -387,7 +389,7 @@ class ImageClassifier(EpochMetrics):
         """Restore both kinds of weights to resume a training; everything else uses the averaged ones."""
         self.pretrained = None
         averaged, description = checkpoint.get(AVERAGE_KEY), checkpoint.get(KEY, {})
-        self.thresholds = description.get("thresholds", self.thresholds)
+        self.thresholds: list[float] | None = description.get("thresholds", self.thresholds)
         if not self._is_fitting:
             self.average = None
             self.temperature = description.get("temperature", 1.0)

@@ -69,6 +69,10 @@ class EpochMetrics(LightningModule):
         step_metrics: Means and sums over the optimiser steps of an epoch.
     """
 
+    train_metrics: MetricCollection
+    val_metrics: MetricCollection
+    test_metrics: MetricCollection
+
     def create_metrics(
         self, num_classes: int, mixed: bool, counted: Sequence[str] = (), multi_label: bool = False
     ) -> None:
@@ -82,7 +86,7 @@ class EpochMetrics(LightningModule):
         of_steps: dict[str, Metric] = {"grad_norm": MeanMetric()}
         kinds = {"skipped_steps": SumMetric, "ponder_cost": MeanMetric}
         of_steps |= {name: kinds[name]() for name in counted}
-        self.step_metrics = MetricCollection(of_steps, compute_groups=False, prefix="train/")
+        self.step_metrics: MetricCollection = MetricCollection(of_steps, compute_groups=False, prefix="train/")
         # The epoch's metrics at the last optimiser step, from which a checkpoint resumes.
         self._metrics_at_step: States = {}
 

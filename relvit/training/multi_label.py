@@ -78,7 +78,7 @@ class MultiLabelScores(Metric):
         classes: the metrics of each class, once computed.
     """
 
-    full_state_update = False
+    full_state_update: bool | None = False
 
     def __init__(self) -> None:
         super().__init__()

@@ -330,7 +330,7 @@ def test_half_precision(how):
             half = model.forward_features(images())
             assert model.ponder(images()).cost.dtype == torch.float32
     else:
-        half = model.bfloat16().forward_features(images(dtype=torch.bfloat16))
+        half = model.bfloat16().forward_features(images().bfloat16())
         assert half.dtype == torch.bfloat16
     assert (half.float() - expected).abs().max() < 0.1
 

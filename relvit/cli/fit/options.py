@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from jsonargparse import ArgumentParser
 
 from relvit.models import Reach
 
 # Where they differ from Lightning's.
-TRAINER_DEFAULTS = {"max_epochs": 100, "enable_model_summary": False}
+TRAINER_DEFAULTS: dict[str, Any] = {"max_epochs": 100, "enable_model_summary": False}
 
 
 def add_own_options(parser: ArgumentParser, command: str) -> None:

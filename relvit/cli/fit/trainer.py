@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from jsonargparse import Namespace
 from lightning import Callback, Trainer
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch.cli import LightningArgumentParser
@@ -18,7 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from relvit.cli.aliases import option, without
 from relvit.cli.errors import UsageError
 from relvit.cli.fit.callbacks import Announcement, RunConfig, progress_callbacks
-from relvit.cli.fit.launch import check_devices, check_processes, environment_of, launched, leave_processes
+from relvit.cli.fit.launch import Launch, check_devices, check_processes, environment_of, launched, leave_processes
 from relvit.cli.fit.normalisation import set_normalisation
 from relvit.cli.fit.options import TRAINER_DEFAULTS, add_own_options
 from relvit.cli.fit.outcome import report_fit, report_predict, report_test
@@ -52,6 +53,7 @@ from relvit.training.checkpoints.checkpoint import Architecture, data_arguments
 from relvit.training.lightning_internals import OpenLightningCLI
 from relvit.training.optim.ponder import halts
 from relvit.training.optim.sharding import check_strategy
+from relvit.training.run.folder import RunLock
 from relvit.utils.progress import rank_zero_print
 from relvit.utils.remote import local_file
 
@@ -79,20 +81,20 @@ class RelvitCLI(OpenLightningCLI):
 
     def __init__(self, command: str, arguments: Sequence[str], copies: ExitStack) -> None:
         self.command = command
-        self.arguments = list(arguments)
+        self.arguments: list[str] = list(arguments)
         self.resumes: Path | None = None
         if command == "fit" and (run := option(self.arguments, "--resume")) is not None:
             self.arguments = resume_arguments(run, without(self.arguments, "--resume"))
             self.resumes = Path(run)
-        self.paths = asked_paths(self.arguments)
+        self.paths: list[str] | None = asked_paths(self.arguments)
         self.arguments = without(self.arguments, "--paths")
-        self.checkpoint_path = option(self.arguments, "--ckpt_path")
+        self.checkpoint_path: str | None = option(self.arguments, "--ckpt_path")
         self.checkpoint: Checkpoint | None = None
         # Options in which a training that goes on differs from before.
         self.changed: list[str] = []
         if self.checkpoint_path:
             # Lightning reads it again, and would take an older file of the same name for one at an address of http.
-            self.checkpoint_file = copies.enter_context(local_file(self.checkpoint_path))
+            self.checkpoint_file: Path = copies.enter_context(local_file(self.checkpoint_path))
             self.checkpoint = self._read_checkpoint()
         elif command != "fit" and not any(argument.partition("=")[0].endswith("help") for argument in self.arguments):
             raise UsageError(f"no checkpoint given: relvit {command} runs/RUN/checkpoints/best.ckpt")
@@ -133,7 +135,7 @@ class RelvitCLI(OpenLightningCLI):
         # A file must not choose what is imported.
         if checkpoint.data_type is None and asked is None:
             raise UsageError(f"{path} was trained with the data module {data}: give --data {data}")
-        self.knows_data = checkpoint.data_type is not None or data == asked
+        self.knows_data: bool = checkpoint.data_type is not None or data == asked
         return checkpoint
 
     def subcommands(self) -> dict[str, set[str]]:
@@ -164,7 +166,7 @@ class RelvitCLI(OpenLightningCLI):
                 first = [f"--config={json.dumps(known)}"]
             except (TypeError, ValueError, RecursionError) as error:
                 raise UsageError(f"{self.checkpoint_path} is not a checkpoint of relvit fit: {error}") from error
-        self.config = parser.parse_args([self.command, *first, *self.arguments])
+        self.config: Namespace = parser.parse_args([self.command, *first, *self.arguments])
         if self.paths is not None:
             # Not by the parser: names of files need not be text.
             self.config[self.command].data.init_args.paths = self.paths
@@ -210,7 +212,7 @@ class RelvitCLI(OpenLightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Build the trainer with this run's folder, loggers and callbacks."""
         arguments = self.config_value(self.config, "data").get("init_args", {})
-        self.normalisation = set_normalisation(self.datamodule, arguments, self.checkpoint, self.model.pretrained)
+        self.normalisation: str = set_normalisation(self.datamodule, arguments, self.checkpoint, self.model.pretrained)
         if self.checkpoint is not None:
             self._check_checkpoint(self.checkpoint)
         # So that config.yaml names the model, also where it came from the pretrained weights.
@@ -219,7 +221,7 @@ class RelvitCLI(OpenLightningCLI):
         config = {**self.config_value(self.config_init, "trainer"), **kwargs}
         check_devices(config["accelerator"], config["devices"])
         check_strategy(config["strategy"])
-        self.launch = launched()
+        self.launch: Launch | None = launched()
         if config["devices"] == "auto" and self.launch is not None:
             config["devices"], config["num_nodes"] = self.launch.per_node, self.launch.nodes
         plugins = _as_list(config["plugins"])
@@ -240,7 +242,7 @@ class RelvitCLI(OpenLightningCLI):
         callbacks += progress_callbacks(
             config, history, self.command == "fit" and self.config_value(self.config, "quiet")
         )
-        self.announcement = Announcement()
+        self.announcement: Announcement = Announcement()
         return self.make_trainer(config, [self.announcement, *callbacks, DataRecord(self.run_folder)])
 
     def _fit_callbacks(self, tensorboard: bool) -> tuple[list[Callback], History]:
@@ -250,10 +252,10 @@ class RelvitCLI(OpenLightningCLI):
             raise UsageError(f"--patience must be 1 or more, got {options.patience}")
         self.run_folder = self.resumes or self._new_run_folder(self.model.hparams.model)
         if rank_zero_only.rank == 0:
-            self.lock = lock_run_folder(self.run_folder)
+            self.lock: RunLock = lock_run_folder(self.run_folder)
         telemetry = Telemetry()
         monitor = f"val/{self.model.score}"
-        self.best = RunCheckpoints(self.run_folder / "checkpoints", options.save_every, monitor)
+        self.best: RunCheckpoints = RunCheckpoints(self.run_folder / "checkpoints", options.save_every, monitor)
         history = History(self.run_folder, telemetry, tensorboard=tensorboard)
         sheet = TrainingImages(self.run_folder / "training_images.png")
         callbacks = [self.best, DescribeCheckpoint(fit_options(options)), history, telemetry, sheet]
@@ -295,7 +297,7 @@ class RelvitCLI(OpenLightningCLI):
 
     def before_fit(self) -> None:
         """Announce what is trained; a training that goes on only after its checkpoint has been taken."""
-        self.start = time.monotonic()
+        self.start: float = time.monotonic()
         model, data, epochs = self.model, self.datamodule, self.trainer.max_epochs
         size = sum(parameter.numel() for parameter in model.net.parameters()) / 1e6
         sizes = [" x ".join(map(str, given)) for given in (data.img_size, *(data.train_sizes or ()))]

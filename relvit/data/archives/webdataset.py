@@ -43,7 +43,7 @@ class Shards(Reader):
 
     def __init__(self, root: str, input_key: str = IMAGE_PARTS, target_key: str | None = None) -> None:
         self.root = root
-        self.endings = [ending.strip().lstrip(".").lower() for ending in input_key.split(";")]
+        self.endings: list[str] = [ending.strip().lstrip(".").lower() for ending in input_key.split(";")]
         self.target_key = target_key
 
     def find(self, split: str, labelled: bool) -> Content:

@@ -15,7 +15,7 @@ from relvit.data.loading.loader import SignalSafeDataLoader
 OnError = Literal["error", "skip"]
 
 
-class LabelledFiles(Dataset):
+class LabelledFiles(Dataset[Any]):
     """Image files, or stored images, with labels. Items are ``(image, label)``, transformed from RGB.
 
     Args:
@@ -27,8 +27,10 @@ class LabelledFiles(Dataset):
     def __init__(
         self, samples: Sequence[tuple[ImageSource, Label]], transform: v2.Compose, num_classes: int | None = None
     ) -> None:
-        self.samples = list(samples)
-        self.targets = [label if num_classes is None else multi_hot(label, num_classes) for _, label in self.samples]
+        self.samples: list[tuple[ImageSource, Label]] = list(samples)
+        self.targets: list[Label | np.ndarray] = [
+            label if num_classes is None else multi_hot(label, num_classes) for _, label in self.samples
+        ]
         self.transform = transform
 
     def __len__(self) -> int:
@@ -41,11 +43,11 @@ class LabelledFiles(Dataset):
         return f"{type(self).__name__} of {len(self)} images\n{self.transform}"
 
 
-class NamedFiles(Dataset):
+class NamedFiles(Dataset[Any]):
     """Image files, or stored images, without labels. Items are ``(image, path)``, transformed from RGB."""
 
     def __init__(self, paths: Sequence[ImageSource], transform: v2.Compose) -> None:
-        self.paths = list(paths)
+        self.paths: list[ImageSource] = list(paths)
         self.transform = transform
 
     def __len__(self) -> int:
@@ -63,7 +65,7 @@ class Unreadable(NamedTuple):
     reason: str
 
 
-class SkipUnreadable(Dataset):
+class SkipUnreadable(Dataset[Any]):
     """Wrap a dataset so that items are ``(item, unreadable files)`` instead of an error for a broken file.
 
     Args:
@@ -72,7 +74,7 @@ class SkipUnreadable(Dataset):
             otherwise the item is None, as in evaluation no image may count twice.
     """
 
-    def __init__(self, dataset: Dataset, replace: bool) -> None:
+    def __init__(self, dataset: Dataset[Any], replace: bool) -> None:
         self.dataset = dataset
         self.replace = replace
 

@@ -39,7 +39,7 @@ class Failure(NamedTuple):
     reason: str
 
 
-class ImagesInMemory(Dataset):
+class ImagesInMemory(Dataset[Any]):
     """Decoded images. Items are ``(image, target)``, float32 (C, H, W).
 
     Args:
@@ -56,7 +56,7 @@ class ImagesInMemory(Dataset):
     ) -> None:
         self.targets = targets
         self.transform = transform
-        self.unreadable = dict(unreadable or {})
+        self.unreadable: dict[int, Failure] = dict(unreadable or {})
 
     @abstractmethod
     def values(self, index: int) -> np.ndarray:
@@ -97,7 +97,7 @@ class AnySizeImages(ImagesInMemory):
         super().__init__(*args, **options)
         self.pixels = pixels
         self.sizes = sizes
-        self.ends = (3 * sizes.prod(1)).cumsum(0)
+        self.ends: Tensor = (3 * sizes.prod(1)).cumsum(0)
 
     def values(self, index: int) -> np.ndarray:
         height, width = self.sizes[index].tolist()
@@ -105,7 +105,7 @@ class AnySizeImages(ImagesInMemory):
         return self.pixels[end - 3 * height * width : end].view(height, width, 3).numpy()
 
 
-class InMemoryBatches(Dataset):
+class InMemoryBatches(Dataset[Any]):
     """Batches of images of one size, transformed at once, for a DataLoader with `identity_collate`."""
 
     def __init__(self, images: SameSizeImages, transform: BatchTransform) -> None:

@@ -18,7 +18,7 @@ class SeededIndex(NamedTuple):
     position: int
 
 
-class DeterministicDataset(Dataset):
+class DeterministicDataset(Dataset[Any]):
     """Dataset whose items are random by seed, epoch and position alone, whatever was loaded before and by which worker.
 
     Batches that the wrapped dataset makes at once (``__getitems__``) depend on the position of their first image.
@@ -28,7 +28,7 @@ class DeterministicDataset(Dataset):
         seed: Seed of the run.
     """
 
-    def __init__(self, dataset: Dataset, seed: int) -> None:
+    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
         self.dataset = dataset
         self.seed = seed
 

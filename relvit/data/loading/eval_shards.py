@@ -19,7 +19,7 @@ class EvalShardLoader:
         empty: An empty batch.
     """
 
-    def __init__(self, loader: DataLoader, batches: int, empty: Any) -> None:
+    def __init__(self, loader: DataLoader[Any], batches: int, empty: Any) -> None:
         self.loader = loader
         self.batches = batches
         self.empty = empty

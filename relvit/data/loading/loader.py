@@ -19,7 +19,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _registered_in: int | None = None
 
 
-class SignalSafeDataLoader(DataLoader):
+class SignalSafeDataLoader(DataLoader[Any]):
     """DataLoader whose workers ignore stop signals from their first moment on, and end with Python.
 
     Args:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from lightning import Trainer
@@ -20,7 +20,7 @@ def class_weights(labels: Sequence[int], num_classes: int) -> Tensor:
     return torch.where(counts > 0, len(labels) / (num_classes * counts.clamp(min=1).double()), 0.0).float()
 
 
-class TrainSampler(DistributedSampler):
+class TrainSampler(DistributedSampler[Any]):
     """Shuffled images of an epoch, weighted, repeated, or both, divided among the processes, as `SeededIndex`.
 
     With weights, images are sampled with replacement; without, every one comes once. With ``repeats > 1`` the first

@@ -60,15 +60,15 @@ class SizePlan:
     ) -> None:
         if schedule == "progressive" and (epochs is None or epochs < 1):
             raise ValueError("size_schedule 'progressive' divides the training by epochs: give max_epochs")
-        self.sizes = sorted(sizes, key=lambda size: (math.prod(size), size))
+        self.sizes: list[Size] = sorted(sizes, key=lambda size: (math.prod(size), size))
         self.schedule = schedule
         self.batch_size = batch_size
         self.accumulated = accumulated
         self.seed = seed
         self.epochs = epochs
         area = batch_size * math.prod(img_size)
-        self.images = [max(1, round(area / math.prod(size))) for size in self.sizes]
-        self.batches = max(1, round(images * len(self.sizes) / sum(self.images)))
+        self.images: list[int] = [max(1, round(area / math.prod(size))) for size in self.sizes]
+        self.batches: int = max(1, round(images * len(self.sizes) / sum(self.images)))
 
     def epoch(self, epoch: int) -> list[tuple[Size, int]]:
         """Return the size and the number of images of each batch of an epoch, for one device."""
@@ -98,7 +98,7 @@ class SizedBatchSampler(TrainSampler):
     def __init__(self, plan: SizePlan, *arguments: Any, start: int = 0, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.plan = plan
-        self.batch_size = plan.batch_size
+        self.batch_size: int = plan.batch_size
         self.first_batch = start
 
     def __len__(self) -> int:
@@ -106,14 +106,14 @@ class SizedBatchSampler(TrainSampler):
 
     def __iter__(self) -> Iterator[SizedBatch]:
         batches = self.plan.epoch(self.epoch)
-        self.total_size = self.num_replicas * sum(images for _, images in batches)
+        self.total_size: int = self.num_replicas * sum(images for _, images in batches)
         skipped = self.first_batch if self.epoch == self.first_epoch else 0
-        self.start = sum(images for _, images in batches[:skipped])
+        self.start: int = sum(images for _, images in batches[:skipped])
         indices = super().__iter__()
         return (SizedBatch(size, list(islice(indices, images))) for size, images in batches[skipped:])
 
 
-class SizedBatches(Dataset):
+class SizedBatches(Dataset[Any]):
     """Dataset of batches: takes a `SizedBatch` and collates its images at that size.
 
     Args:
@@ -121,8 +121,8 @@ class SizedBatches(Dataset):
         collate: Collate function of their items.
     """
 
-    def __init__(self, datasets: Mapping[Size, Dataset], collate: Callable[[Any], Any]) -> None:
-        self.datasets = dict(datasets)
+    def __init__(self, datasets: Mapping[Size, Dataset[Any]], collate: Callable[[Any], Any]) -> None:
+        self.datasets: dict[Size, Dataset[Any]] = dict(datasets)
         self.collate = collate
 
     def __getitem__(self, batch: SizedBatch) -> Any:

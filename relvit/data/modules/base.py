@@ -134,7 +134,7 @@ class ImageData(LightningDataModule, ABC):
         self.random_erasing = random_erasing
         self.balance: Balance = balance
         self.repeats = repeats
-        self.train_sizes = check_sizes(train_sizes, size_schedule)
+        self.train_sizes: list[tuple[int, int]] | None = check_sizes(train_sizes, size_schedule)
         self.size_schedule: SizeSchedule = size_schedule
         if native and train_sizes is not None:
             raise ValueError("train_sizes are sizes of images of one shape: leave them out, or native")
@@ -143,7 +143,7 @@ class ImageData(LightningDataModule, ABC):
         self.patch_size: tuple[int, int] = parse_size(patch_size, "patch_size")
         self.img_size = model_size(self.img_size, native, max_tokens, self.patch_size)
         self.normalise_by(mean, std)
-        self._datasets: dict[Split, Dataset] = {}
+        self._datasets: dict[Split, Dataset[Any]] = {}
         self._begin = (0, 0)
         # The split that a test evaluates.
         self.evaluated_split: Split = "test"
@@ -162,8 +162,8 @@ class ImageData(LightningDataModule, ABC):
             )
         self.mean: tuple[float, ...] = tuple(mean)
         self.std: tuple[float, ...] = tuple(std)
-        self.train_transform = train_transform(*self._augmentation(self.img_size))
-        self.eval_transform = eval_transform(self.img_size, self.mean, self.std, self.crop_pct)
+        self.train_transform: v2.Compose = train_transform(*self._augmentation(self.img_size))
+        self.eval_transform: v2.Compose = eval_transform(self.img_size, self.mean, self.std, self.crop_pct)
         if self.native:
             both, budget = (self.train_transform, self.eval_transform), (self.patch_size, self.token_budget)
             self.train_transform, self.eval_transform = (native_transform(each, *budget) for each in both)
@@ -182,7 +182,7 @@ class ImageData(LightningDataModule, ABC):
         """Explain why there is no such split and what to do, or return None if there is one. Reads no images."""
 
     @abstractmethod
-    def build(self, split: Split) -> Dataset:
+    def build(self, split: Split) -> Dataset[Any]:
         """Build the dataset of a split that is not missing, with the transform of :meth:`transform_of`."""
 
     def held_out(self) -> list[tuple[str, Label]]:
@@ -236,7 +236,7 @@ class ImageData(LightningDataModule, ABC):
                 break
         return defaults
 
-    def dataset(self, split: Split) -> Dataset:
+    def dataset(self, split: Split) -> Dataset[Any]:
         """Return the dataset of one split, built at the first call.
 
         Raises:
@@ -287,7 +287,7 @@ class ImageData(LightningDataModule, ABC):
         """Resume at the epoch and batch of :meth:`state_dict`."""
         self.begin_at(**state_dict)
 
-    def train_dataloader(self) -> DataLoader:
+    def train_dataloader(self) -> DataLoader[Any]:
         """Shuffled batches; a last one of a single image is left out, which batch norm could not normalise.
 
         The order depends on seed and epoch alone, the augmentation of an image on its position in that order as well.
@@ -321,19 +321,19 @@ class ImageData(LightningDataModule, ABC):
         sizes = self.train_sizes, self.size_schedule, self.img_size, self.batch_size
         return SizePlan(*sizes, images, accumulated, run_seed(), epochs)
 
-    def val_dataloader(self) -> DataLoader | EvalShardLoader:
+    def val_dataloader(self) -> DataLoader[Any] | EvalShardLoader:
         """All validation images in order; on several devices the shard of this one."""
         return self._eval_loader("val")
 
-    def test_dataloader(self) -> DataLoader | EvalShardLoader:
+    def test_dataloader(self) -> DataLoader[Any] | EvalShardLoader:
         """All images of the evaluated split, by default test, in order; on several devices the shard of this one."""
         return self._eval_loader(self.evaluated_split)
 
-    def predict_dataloader(self) -> DataLoader | EvalShardLoader:
+    def predict_dataloader(self) -> DataLoader[Any] | EvalShardLoader:
         """All images to predict in order, with their names; on several devices the shard of this one."""
         return self._eval_loader("predict")
 
-    def _eval_loader(self, split: Split) -> DataLoader | EvalShardLoader:
+    def _eval_loader(self, split: Split) -> DataLoader[Any] | EvalShardLoader:
         if self.trainer is None or self.trainer.world_size == 1:
             return self._loader(split)
         world = self.trainer.world_size
@@ -347,7 +347,7 @@ class ImageData(LightningDataModule, ABC):
 
     def _loader(
         self, split: Split, sampler: Sampler | Sequence[int] | None = None, drop_last: bool = False
-    ) -> DataLoader:
+    ) -> DataLoader[Any]:
         options: dict[str, Any] = {
             "batch_size": self.batch_size,
             "sampler": sampler,
@@ -365,7 +365,7 @@ class ImageData(LightningDataModule, ABC):
         record = self.unreadable.setdefault(split, {})
         return SkipUnreadableLoader(dataset, collate_fn=collate, record=record, **options)
 
-    def _items(self, split: Split, size: tuple[int, int]) -> tuple[Dataset, Callable[[Any], Any]]:
+    def _items(self, split: Split, size: tuple[int, int]) -> tuple[Dataset[Any], Callable[[Any], Any]]:
         """Return a dataset of images of one size, as a loader needs it, and the collate function of its items."""
         dataset, skip, trains = self.dataset(split), self.on_error == "skip", self.trains_on(split)
         if size != self.img_size:

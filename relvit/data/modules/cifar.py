@@ -77,9 +77,9 @@ class CIFARData(ImageData):
         self._title = self.dataset_class.__name__.replace("CIFAR", "CIFAR-")
         check_class_names(class_names, self.classes, f"{self._title} has")
         # Absolute, since a checkpoint keeps it and may be used from elsewhere.
-        self.root = os.path.abspath(os.path.expanduser(root))
+        self.root: str = os.path.abspath(os.path.expanduser(root))
         self.download = download
-        self.val_fraction = check_fraction(val_fraction)
+        self.val_fraction: float = check_fraction(val_fraction)
         self.split_seed = split_seed
         super().__init__(
             self.classes,
@@ -147,7 +147,7 @@ class CIFARData(ImageData):
             return None
         return f"no {self._title} in {self.root}: call prepare_data() first, as Lightning does"
 
-    def build(self, split: Split) -> Dataset:
+    def build(self, split: Split) -> Dataset[Any]:
         """Build the dataset of one split, in memory."""
         if split in ("train", "val"):
             pixels, labels = self._train_files
@@ -189,9 +189,12 @@ class CIFAR10Data(CIFARData):
     Arguments and files are those of :class:`CIFARData`.
     """
 
-    dataset_class = CIFAR10
+    dataset_class: ClassVar[type[CIFAR10]] = CIFAR10
     classes = CIFAR10_CLASSES
-    channels = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+    channels: ClassVar[tuple[tuple[float, ...], tuple[float, ...]]] = (
+        (0.4914, 0.4822, 0.4465),
+        (0.2470, 0.2435, 0.2616),
+    )
 
 
 class CIFAR100Data(CIFARData):
@@ -201,6 +204,9 @@ class CIFAR100Data(CIFARData):
     Arguments and files are those of :class:`CIFARData`.
     """
 
-    dataset_class = CIFAR100
+    dataset_class: ClassVar[type[CIFAR10]] = CIFAR100
     classes = CIFAR100_CLASSES
-    channels = ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))
+    channels: ClassVar[tuple[tuple[float, ...], tuple[float, ...]]] = (
+        (0.5071, 0.4865, 0.4409),
+        (0.2673, 0.2564, 0.2762),
+    )

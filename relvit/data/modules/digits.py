@@ -81,7 +81,7 @@ class DigitsData(ImageData):
         """Return None: the digits have every split."""
         return None
 
-    def build(self, split: Split) -> Dataset:
+    def build(self, split: Split) -> Dataset[Any]:
         """Build the dataset of one split."""
         images, labels, indices = _digits()
         if split == "predict":

@@ -38,7 +38,7 @@ class ImageFolderData(ImageFilesData):
 
     def __init__(self, root: str, class_names: list[str] | None = None, **options: Any) -> None:
         # Absolute, since a checkpoint keeps it and may be used from elsewhere.
-        self.root = os.path.abspath(os.path.expanduser(root))
+        self.root: str = os.path.abspath(os.path.expanduser(root))
         self._folders = find_splits(self.root)
         super().__init__(self._train_classes() if class_names is None else class_names, **options)
 

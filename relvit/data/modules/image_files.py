@@ -72,9 +72,9 @@ class ImageFilesData(ImageData):
         **options: Any,
     ) -> None:
         check_choice("on_error", on_error, get_args(OnError))
-        self.val_fraction = check_fraction(val_fraction)
+        self.val_fraction: float = check_fraction(val_fraction)
         self.split_seed = split_seed
-        self.on_error = on_error
+        self.on_error: OnError = on_error
         self.cache = cache
         super().__init__(
             class_names,
@@ -112,7 +112,7 @@ class ImageFilesData(ImageData):
         """Name of an image of train whose hash decides between train and val."""
         return self._display_name(path)
 
-    def build(self, split: Split) -> Dataset:
+    def build(self, split: Split) -> Dataset[Any]:
         """Build the dataset of one split; looks for its files."""
         if split == "predict":
             return NamedFiles(self._paths_to_predict(), self.eval_transform)
@@ -125,7 +125,7 @@ class ImageFilesData(ImageData):
             return self._divided[0]
         return self._samples(split) if self._has_own(split) else self._divided[1]
 
-    def dataset(self, split: Split) -> Dataset:
+    def dataset(self, split: Split) -> Dataset[Any]:
         """Return the dataset of one split, built at the first call; with `cache` that of train decodes all images.
 
         Raises:
@@ -135,7 +135,7 @@ class ImageFilesData(ImageData):
             self._datasets |= self._decoded()
         return super().dataset(split)
 
-    def _decoded(self) -> dict[Split, Dataset]:
+    def _decoded(self) -> dict[Split, Dataset[Any]]:
         """Decode train and val together, so that the available memory is measured once."""
         start = time.monotonic()
         images = {split: self.build(split) for split in ("train", "val")}

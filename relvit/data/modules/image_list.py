@@ -52,6 +52,12 @@ class ImageListData(ImageFilesData):
         ModuleNotFoundError: A Parquet file without pyarrow.
     """
 
+    train: str | None
+    val: str | None
+    test: str | None
+    predict: str | None
+    root: str | None
+
     def __init__(
         self,
         train: str | None = None,
@@ -66,7 +72,7 @@ class ImageListData(ImageFilesData):
         if label_separator == "":
             raise ValueError("label_separator is empty; give what is between the labels, such as ';'")
         self.label_separator = label_separator
-        self.multi_label = label_separator is not None
+        self.multi_label: bool | None = label_separator is not None
         # Absolute, since a checkpoint keeps them and may be used from elsewhere.
         self.train, self.val, self.test, self.predict, self.root = (
             None if path is None else os.path.abspath(os.path.expanduser(path))

@@ -56,7 +56,7 @@ class ImageNetData(ImageFolderData):
             )
         if class_names is not None and len(class_names) != len(wnids):
             raise ValueError(f"class_names holds {len(class_names)} names; there are {len(wnids)} wnids")
-        self.wnids = list(wnids)
+        self.wnids: list[str] = list(wnids)
         super().__init__(root, readable_names(place, wnids) if class_names is None else class_names, **options)
 
     @property

@@ -27,7 +27,7 @@ class ImagePathsData(ImageData):
 
     # `relvit predict` builds it from the paths; it has nothing to train on.
     chosen_by_name = False
-    multi_label = None
+    multi_label: bool | None = None
 
     def __init__(
         self,
@@ -50,14 +50,14 @@ class ImagePathsData(ImageData):
         sizes |= {"native": native, "max_tokens": max_tokens, "patch_size": patch_size}
         loading = {"batch_size": batch_size, "num_workers": num_workers}
         super().__init__(class_names, len(mean), augment="none", mean=mean, std=std, **sizes, **loading)
-        self.paths = list(paths)
-        self.on_error = on_error
+        self.paths: list[str] = list(paths)
+        self.on_error: OnError = on_error
 
     def missing(self, split: Split) -> str | None:
         """Explain that there are no splits with labels."""
         return None if split == "predict" else f"images without labels can only be predicted: there is no {split}"
 
-    def build(self, split: Split) -> Dataset:
+    def build(self, split: Split) -> Dataset[Any]:
         """Build the dataset of the images to predict; looks for the files."""
         return NamedFiles(find_images(self.paths), self.file_transform)
 

@@ -55,6 +55,9 @@ class ReaderData(ImageFilesData):
         ModuleNotFoundError: ``hfds`` without the package datasets.
     """
 
+    name: str
+    root: str | None
+
     def __init__(
         self,
         name: str = "",
@@ -70,7 +73,7 @@ class ReaderData(ImageFilesData):
     ) -> None:
         # Absolute, since a checkpoint keeps them and may be used from elsewhere.
         self.name, self.root = _located(name, root)
-        self.predict = None if predict is None else _absolute(predict)
+        self.predict: str | None = None if predict is None else _absolute(predict)
         self.train_split = train_split
         self.val_split = val_split
         self.test_split = test_split

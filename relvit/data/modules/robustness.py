@@ -39,7 +39,7 @@ class RobustnessData(ImagePathsData):
         ValueError: An argument out of its range; later, a folder that is no class of the model, or without images.
     """
 
-    multi_label = False
+    multi_label: bool | None = False
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class RobustnessData(ImagePathsData):
         class_map: str | None = None,
         **options: Any,
     ) -> None:
-        self.root = os.path.abspath(os.path.expanduser(root))
+        self.root: str = os.path.abspath(os.path.expanduser(root))
         if not os.path.isdir(self.root):
             raise FileNotFoundError(f"no folder {root}; give that of a robustness set, such as imagenet-a")
         super().__init__([self.root], class_names, **options)
@@ -61,7 +61,7 @@ class RobustnessData(ImagePathsData):
         """Explain that there are no splits but test."""
         return None if split == "test" else f"a robustness set can only be tested on: there is no {split}"
 
-    def build(self, split: Split) -> Dataset:
+    def build(self, split: Split) -> Dataset[Any]:
         """Build the dataset of all images; looks for the files."""
         sets = folders_of_classes(self.root)
         labels = self._labels({name for folder in sets for name in class_folders(folder)})

@@ -66,16 +66,18 @@ class Viewer:
     """
 
     def __init__(self, predictor: Predictor, max_pixels: int) -> None:
-        self.predictor, self.max_pixels, model = predictor, max_pixels, predictor.model
+        self.predictor = predictor
+        self.max_pixels = max_pixels
+        model = predictor.model
         embed = getattr(model, "patch_embed", getattr(model, "embeds", None))
-        self.has_patches = hasattr(embed, "dynamic_feat_size")
+        self.has_patches: bool = hasattr(embed, "dynamic_feat_size")
         self.patch_size: tuple[int, int] = embed.patch_size if self.has_patches else (16, 16)
-        self.layers = len(getattr(model, "blocks", ())) or 1
+        self.layers: int = len(getattr(model, "blocks", ())) or 1
         # The heads of AFT-full and AFT-local share their biases.
         layers = [layer for layer in model.modules() if not isinstance(layer, AFTFull)]
-        self.heads = max(getattr(layer, "num_heads", 0) for layer in layers)
-        self.attention_free = any(isinstance(layer, AFTConv2d | AFTFull) for layer in model.modules())
-        self.at_size = lru_cache(32)(predictor.at_size)
+        self.heads: int = max(getattr(layer, "num_heads", 0) for layer in layers)
+        self.attention_free: bool = any(isinstance(layer, AFTConv2d | AFTFull) for layer in model.modules())
+        self.at_size: Callable[..., Predictor] = lru_cache(32)(predictor.at_size)
 
     def look(
         self,

@@ -52,7 +52,7 @@ class OnnxClassifier(LightningModule):
             self.description: dict[str, Any] = json.loads(about.read_text(encoding="utf-8"))
             self.inputs: Sequence[str | int] = self.description["input"][2:]
             self.thresholds: list[float] | None = self.description.get("thresholds")
-            self.session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+            self.session: Any = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
         # onnxruntime has exceptions of its own for broken files.
         except Exception as error:
             raise ValueError(f"{path} and {about.name} are no files of relvit export: {one_line(error)}") from error

@@ -26,7 +26,7 @@ from relvit.ops.tracing import is_functorch
 
 
 def reversible_blocks(
-    blocks: Sequence[nn.Module],
+    blocks: Sequence[nn.Module] | nn.ModuleList,
     x: Tensor,
     grid: Grid,
     attn_mask: Tensor | None = None,
@@ -137,9 +137,9 @@ class Step:
         self.block = block
         self.chain = chain
         self.last = last
-        self.parameters = tuple(block.parameters())
+        self.parameters: tuple[nn.Parameter, ...] = tuple(block.parameters())
         read = self.parameters if chain.attn_mask is None else (*self.parameters, chain.attn_mask)
-        self.versions = Versions(read)
+        self.versions: Versions = Versions(read)
         # By branch: the states of the random number generators before it, where it has used any.
         self.random: dict[str, list[Tensor]] = {}
 

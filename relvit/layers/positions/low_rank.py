@@ -57,7 +57,8 @@ class LowRankPosition2d(nn.Module):
             raise ValueError(f"init_std must not be negative, got {init_std}")
         self.init_std = init_std
         shape = (*int_pair("grid_size", grid_size, 1), num_heads, rank)
-        self.query, self.key = (nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) for _ in range(2))
+        self.query: nn.Parameter = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.key: nn.Parameter = nn.Parameter(torch.empty_like(self.query))
         self.init_weights()
 
     def init_weights(self) -> None:

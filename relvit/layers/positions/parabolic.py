@@ -55,11 +55,12 @@ class ParabolicPosition2d(nn.Module):
             raise ValueError(f"parabolas must be at least 1, got {parabolas}")
         if init_std < 0:
             raise ValueError(f"init_std must not be negative, got {init_std}")
-        self.init_std, self.scale = init_std, head_dim**-0.5
+        self.init_std = init_std
+        self.scale: float = head_dim**-0.5
         self.trained_grid: tuple[int, int] | None = None
-        self.directions = nn.Parameter(torch.empty(num_heads, parabolas, 2, device=device, dtype=dtype))
+        self.directions: nn.Parameter = nn.Parameter(torch.empty(num_heads, parabolas, 2, device=device, dtype=dtype))
         dim, features = num_heads * head_dim, 2 * num_heads * parabolas
-        self.coefficients = nn.Linear(dim, features, bias=False, device=device, dtype=dtype)
+        self.coefficients: nn.Linear = nn.Linear(dim, features, bias=False, device=device, dtype=dtype)
         self.init_weights()
 
     def init_weights(self) -> None:

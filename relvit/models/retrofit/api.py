@@ -43,7 +43,7 @@ BLOCKS = (Block, ResPostBlock, EvaBlock, EvaBlockPostNorm)
 # Blocks of models that bring relative positions: these hand on a shared bias, or nothing.
 OWN_BLOCKS = (RelPosBlock, ResPostRelPosBlock, BeitBlock, SamBlock, SwinTransformerBlock, SwinTransformerV2Block)
 PATCH_EMBEDS = (PatchEmbed, AnySizePatchEmbed, HybridEmbed)
-REFUSED = {
+REFUSED: dict[type[nn.Module], str] = {
     ParallelScalingBlock: "its attention and its MLP share projections, so there is no attention module to retrofit",
     ParallelThingsBlock: "it holds several attention modules side by side",
     DiffParallelScalingBlock: "its attention is the difference of two softmaxes",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from timm.layers import Format, PatchDropout, PatchDropoutWithIndices, PatchEmbed, apply_keep_indices_nlc
@@ -55,7 +56,7 @@ class RetrofittedVisionTransformer(Retrofitted, GridForward, VisionTransformer):
 class RetrofittedVisionTransformerDistilled(RetrofittedVisionTransformer, VisionTransformerDistilled):
     """timm's `VisionTransformerDistilled` after `relvit.retrofit`."""
 
-    forward_head = VisionTransformerDistilled.forward_head
+    forward_head: ClassVar[Callable[..., Tensor]] = VisionTransformerDistilled.forward_head
 
     def _pos_embed(self, x: Tensor) -> Tensor:
         if self.pos_embed is not None:
@@ -155,7 +156,7 @@ class GridInBias(Retrofitted, GridForward):
     """Mixin before timm's models whose blocks hand on a shared bias, in place of which they are handed the grid."""
 
     # What `pool` and padded batches read.
-    pool = VisionTransformer.pool
+    pool: ClassVar[Callable[..., Tensor]] = VisionTransformer.pool
     attn_pool = None
     pool_include_prefix = False
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,7 @@ from relvit.ops.aft.api import aft_conv, aft_full, aft_simple
 from relvit.ops.backends.scripted import register_operator
 from relvit.ops.grid import Grid
 
-OPERATIONS = {"full": aft_full, "conv": aft_conv}
+OPERATIONS: dict[str, Callable[..., Tensor]] = {"full": aft_full, "conv": aft_conv}
 
 
 def gated_mix(

@@ -51,11 +51,11 @@ class PredictionTable(BasePredictionWriter):
 
     def __init__(self, path: Path, class_names: Sequence[str], step_maps: bool = False) -> None:
         super().__init__(write_interval="batch")
-        self.path = path
-        self.class_names = list(class_names)
-        self.shown = min(TOP, len(self.class_names))
+        self.path: Path = path
+        self.class_names: list[str] = list(class_names)
+        self.shown: int = min(TOP, len(self.class_names))
         self.step_maps = step_maps
-        self.count = 0
+        self.count: int = 0
         self._part: TextIO | None = None
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

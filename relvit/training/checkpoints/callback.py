@@ -34,7 +34,7 @@ class StoppedBySignalError(SystemExit):
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
-        self.signal = signal.Signals(number)
+        self.signal: signal.Signals = signal.Signals(number)
 
 
 class RunCheckpoints(Checkpoint):
@@ -56,7 +56,7 @@ class RunCheckpoints(Checkpoint):
     def __init__(self, folder: Path, every_n_steps: int | None = None, monitor: str = "val/acc1") -> None:
         if every_n_steps is not None and every_n_steps < 1:
             raise ValueError(f"save_every must be 1 step or more, got {every_n_steps}")
-        self.folder = folder
+        self.folder: Path = folder
         self.every_n_steps = every_n_steps
         self.monitor = monitor
         self.best_model_score: float | None = None

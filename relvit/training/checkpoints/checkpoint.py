@@ -235,7 +235,7 @@ class DescribeCheckpoint(Callback):
     """
 
     def __init__(self, fit: Mapping[str, Any] | None = None) -> None:
-        self.fit = dict(fit or {})
+        self.fit: dict[str, Any] = dict(fit or {})
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint[KEY] = {

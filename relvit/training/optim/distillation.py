@@ -106,7 +106,8 @@ class Teacher:
             )
         self.net.eval().requires_grad_(False)
         # From the student's pixels to the teacher's: a factor and an offset per channel.
-        self.scale, self.offset = torch.ones(1), torch.zeros(1)
+        self.scale: Tensor = torch.ones(1)
+        self.offset: Tensor = torch.zeros(1)
         if mean and std and weights.mean and weights.std:
             center, spread, their_center, their_spread = (
                 torch.tensor(values).view(-1, 1, 1) for values in (mean, std, weights.mean, weights.std)

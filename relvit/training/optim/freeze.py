@@ -22,8 +22,10 @@ class Backbone:
         of_heads = {id(parameter) for head in self.heads for parameter in head.parameters()}
         if not of_heads:
             raise ValueError(f"freeze_epochs needs a model with a classifier; {type(net).__name__} has none")
-        self.parameters = [parameter for parameter in net.parameters() if id(parameter) not in of_heads]
-        self.frozen = False
+        self.parameters: list[nn.Parameter] = [
+            parameter for parameter in net.parameters() if id(parameter) not in of_heads
+        ]
+        self.frozen: bool = False
 
     def set_frozen(self, frozen: bool, without_gradients: bool = True) -> None:
         """Freeze, in evaluation mode, which also stops dropout, drop path and running statistics, or unfreeze.

@@ -86,7 +86,10 @@ class ClassificationLoss(nn.Module):
             raise ValueError(f"class_weights holds {len(class_weights)} numbers, there are {num_classes} classes")
         if class_weights is not None and not all(0 < weight < math.inf for weight in class_weights):
             raise ValueError(f"class_weights must be positive and finite, got {list(class_weights)}")
-        self.num_classes, self.kind, self.smoothing, self.threshold = num_classes, kind, smoothing, threshold
+        self.num_classes = num_classes
+        self.kind = kind
+        self.smoothing = smoothing
+        self.threshold = threshold
         weights = None if class_weights is None else torch.tensor(class_weights, dtype=torch.float32)
         # Not persistent: checkpoints hold them as an argument already.
         self.register_buffer("weights", weights, persistent=False)
