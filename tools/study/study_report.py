@@ -149,7 +149,8 @@ def reach_table(groups: dict[str, dict[int, Line]], protocol: str) -> str:
         for reach in dict.fromkeys(row["reach"] for line in seeds.values() for row in line["rows"]):
             if reach == "trained":
                 continue
-            pairs = [(accuracies(line, protocol, reach), accuracies(line, protocol)) for line in seeds.values()]
+            tried = [line for line in seeds.values() if reach in {row["reach"] for row in line["rows"]}]
+            pairs = [(accuracies(line, protocol, reach), accuracies(line, protocol)) for line in tried]
             sizes = [size for size in pairs[0][0] if size != TRAINED]
             changes = [Estimate.of([own[size] - base[size] for own, base in pairs]).text(sign="+") for size in sizes]
             rows.append([model, reach, str(len(pairs)), *changes])
