@@ -149,7 +149,8 @@ def test_models_without_attention_are_of_the_same_size_and_trained_alike(attenti
         ]
     assert recipes[0] == recipes[1]
     # Tables of relative positions are attention's.
-    assert {name: value for name, value in kwargs[0].items() if name != "rel_init_std"} == kwargs[1]
+    of_tables = ("rel_init_std", "max_distance")
+    assert {name: value for name, value in kwargs[0].items() if name not in of_tables} == kwargs[1]
     sizes = [
         {name: tensor.shape for name, tensor in model.state_dict().items() if ".attn." not in name} for model in models
     ]
