@@ -106,6 +106,12 @@ class ImageListData(ImageFilesData):
             return None
         return f"no {split} list; give one (--data.{split})"
 
+    def setup(self, stage: str | None = None) -> None:
+        super().setup(stage)
+        if stage == "fit" and self.test is not None:
+            # A wrong row is reported before the training, not by the test after it.
+            self._samples("test")
+
     def _has_own(self, split: Split) -> bool:
         return getattr(self, split) is not None
 

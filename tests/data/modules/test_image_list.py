@@ -189,6 +189,9 @@ def test_wrong_arguments(root):
     test = write(root / "test.csv", [("test/cat/000.png", "cat"), ("test/cat/001.png", "cats")])
     with pytest.raises(ValueError, match=r"line 3: unknown class 'cats' \(did you mean 'cat'\?\)"):
         ImageListData(train, test=test).dataset("test")
+    # Before the training, too.
+    with pytest.raises(ValueError, match="line 3: unknown class 'cats'"):
+        ImageListData(train, test=test).setup("fit")
     with pytest.raises(ValueError, match="has no image of the classes 'dog' of class_names"):
         ImageListData(train, class_names=[*GREY, "dog"]).dataset("train")
 
