@@ -43,8 +43,6 @@ from relvit.ops.tracing import without_autocast
 # gradients of keys and values.
 TILE_LOGITS = 1 << 20
 LEAST_QUERIES = 64
-# Small samples share a tile up to this number: several have to be copied before each product.
-SHARED_LOGITS = 1 << 17
 
 
 class Operands(NamedTuple):
@@ -102,13 +100,11 @@ class Tile(NamedTuple):
 
     def all_tokens(self, tensor: Tensor) -> Tensor:
         """Return the part of the tile's samples and heads of a tensor (1 or B, 1 or heads, ...)."""
-        tensor = tensor if tensor.shape[0] == 1 else tensor[self.samples]
-        return tensor if tensor.shape[1] == 1 else tensor[:, self.heads]
+        return _part(_part(tensor, 0, self.samples), 1, self.heads)
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the tile's part of a tensor (1 or B, 1 or heads, 1 or Nq, ...)."""
-        tensor = self.all_tokens(tensor)
-        return tensor if tensor.shape[2] == 1 else tensor[:, :, self.queries]
+        return _part(self.all_tokens(tensor), 2, self.queries)
 
     def positions(self, of_all: Positions) -> Positions:
         """Return the positions of the tile's samples."""
@@ -258,13 +254,19 @@ def _backward(
     return Operands(grad_query, grad_key, grad_value, grad_query_logits, grad_key_logits, grad_table, grad_mask)
 
 
+def _part(tensor: Tensor, axis: int, of_axis: slice) -> Tensor:
+    """A slice of an axis, unless it has all or is broadcast: most tiles of small images would cut nothing."""
+    size = of_axis.stop - of_axis.start
+    return tensor if tensor.shape[axis] in (1, size) else tensor.narrow(axis, of_axis.start, size)
+
+
 def _tile_size(query: Tensor, key: Tensor) -> tuple[int, int, int]:
     """How many samples, heads and queries a tile has at the most."""
     _, heads, length, _ = query.shape
     threads = torch.get_num_threads()
     most, of_sample = TILE_LOGITS * threads, max(1, heads * length * key.shape[2])
     if of_sample <= most:
-        return max(1, SHARED_LOGITS * threads // of_sample), heads, max(1, length)
+        return most // of_sample, heads, max(1, length)
     # Few heads and many queries: narrow products are slow.
     heads = min(heads, threads)
     return 1, heads, max(LEAST_QUERIES, most // (heads * key.shape[2]))
@@ -273,11 +275,10 @@ def _tile_size(query: Tensor, key: Tensor) -> tuple[int, int, int]:
 def _tiles(query: Tensor, config: TileConfig) -> Iterator[Tile]:
     batch, heads, length, _ = query.shape
     # Without queries one empty tile, which sets the gradients of keys and values to zero.
-    ends = (batch, heads, max(1, length))
-    starts = product(*(range(0, end, step) for end, step in zip(ends, config.size, strict=True)))
-    for number, start in enumerate(starts):
-        of_samples, of_heads, of_queries = (slice(at, at + step) for at, step in zip(start, config.size, strict=True))
-        yield Tile(number, of_samples, of_heads, slice(of_queries.start, min(length, of_queries.stop)))
+    starts = (range(0, end, step) for end, step in zip((batch, heads, max(1, length)), config.size, strict=True))
+    for number, start in enumerate(product(*starts)):
+        stop = (min(at + step, end) for at, step, end in zip(start, config.size, query.shape, strict=False))
+        yield Tile(number, *(slice(*ends) for ends in zip(start, stop, strict=True)))
 
 
 def _new_workspace(operands: Operands, config: TileConfig) -> Tensor:
