@@ -2,7 +2,7 @@
 
 import csv
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from typing import Any, Literal, NamedTuple
@@ -13,6 +13,7 @@ from relvit.data.modules.base import Split
 from relvit.data.modules.image_files import ImageFilesData
 from relvit.utils.messages import MissingPackageError, did_you_mean, listing
 
+_SEPARATORS = ";,|"  # what is usually between the labels of an image
 _SHOWN = 5  # wrong rows that a message names
 
 
@@ -106,12 +107,6 @@ class ImageListData(ImageFilesData):
             return None
         return f"no {split} list; give one (--data.{split})"
 
-    def setup(self, stage: str | None = None) -> None:
-        super().setup(stage)
-        if stage == "fit" and self.test is not None:
-            # A wrong row is reported before the training, not by the test after it.
-            self._samples("test")
-
     def _has_own(self, split: Split) -> bool:
         return getattr(self, split) is not None
 
@@ -131,6 +126,16 @@ class ImageListData(ImageFilesData):
 
     def _display_name(self, path: str) -> str:
         return self._written[path]
+
+    def _doubts(self, counts: Mapping[str, int]) -> list[str]:
+        doubts = super()._doubts(counts)
+        for separator in () if self.multi_label else _SEPARATORS:
+            if names := [name for name in counts if separator in name]:
+                doubts.append(
+                    f"{listing(names, 3)} {'is one class each' if len(names) > 1 else 'is one class'}: for several "
+                    f"labels per image give --data.label_separator '{separator}'"
+                )
+        return doubts
 
     @cached_property
     def _train_rows(self) -> list[Row]:

@@ -255,3 +255,13 @@ def test_wrong_labels_among_several(root):
         ImageListData(str(root / "train.csv"), label_separator="")
     with pytest.raises(ValueError, match=r"line 3: no label for train/ant/001.png"):
         ImageListData(several(root, SEVERAL).train, **OPTIONS)
+
+
+@pytest.mark.parametrize(("label", "separator"), [("ant;bee", ";"), ("ant|bee", "|"), ("ant,bee", ","), ("ant", None)])
+def test_labels_that_look_like_several(label, separator, root, recwarn):
+    rows = [*rows_of("train", {"ant": 3, "bee": 3})[1:], ("train/ant/000.png", label)]
+    train = write(root / "train.csv", [(path, f'"{name}"') for path, name in rows])
+    ImageListData(train, **OPTIONS).dataset("train")
+    texts = [str(warning.message) for warning in recwarn]
+    wanted = f"'{label}' is one class: for several labels per image give --data.label_separator '{separator}'"
+    assert texts == ([] if separator is None else [wanted])
