@@ -189,6 +189,7 @@ class ImageFilesData(ImageData):
             return samples, []
         names = [self._split_key(path) for path, _ in samples]
         classes = rarest(labels)
-        parts = stratified_split(names, classes, self.val_fraction, self.split_seed, self.place)
+        where = f"{self.place} (of an image's labels the rarest counts)" if self.multi_label else self.place
+        parts = stratified_split(names, classes, self.val_fraction, self.split_seed, where)
         larger, smaller = ([samples[i] for i in part] for part in parts)
         return larger, smaller

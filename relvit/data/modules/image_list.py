@@ -170,12 +170,10 @@ class ImageListData(ImageFilesData):
         """Label of each row: the position of its class, or of multi-label images those of its classes."""
         names = [self._names(row) for row in rows]
         known = positions(list(chain.from_iterable(names)), self.class_names)
-        wrong = [
-            (row.line, f"unknown class {name!r}{did_you_mean(name, known)}")
-            for row, of_row in zip(rows, names, strict=True)
-            for name in of_row
-            if name not in known
-        ]
+        wrong = []
+        for row, of_row in zip(rows, names, strict=True):
+            if unknown := [f"{name!r}{did_you_mean(name, known)}" for name in of_row if name not in known]:
+                wrong.append((row.line, f"unknown {'class' if len(unknown) == 1 else 'classes'} {', '.join(unknown)}"))
         _refuse_rows(file, wrong)
         labels = [tuple(sorted({known[name] for name in of_row})) for of_row in names]
         return labels if self.multi_label else [position for (position,) in labels]
