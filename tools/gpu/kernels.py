@@ -24,14 +24,17 @@ from triton.compiler import ASTSource
 
 from relvit.ops.backends.triton.backward import backward_keys, backward_queries
 from relvit.ops.backends.triton.forward import forward
-from relvit.ops.backends.triton.launch import constants
+from relvit.ops.backends.triton.launch import Variant, constants
 
 KERNELS = (forward, backward_queries, backward_keys)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # Bytes of shared memory that a block may have, by the CUDA C++ programming guide, table of compute capabilities.
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
 HEADS = 6
-POINTERS = {"valid": "*u8"} | dict.fromkeys(("marginals", "lse", "means", "grad_marginals", "grad_logits"), "*fp32")
+# Of tables with the default clip distance, 7: a zero row, and 15 for each axis, up to a multiple of 8.
+ENTRIES = 32
+POINTERS = {"valid": "*u8"} | dict.fromkeys(("key_index", "key_bounds", "value_index", "value_bounds"), "*i16")
+POINTERS |= dict.fromkeys(("bias", "lse", "means", "sums", "grad_table", "grad_bias", "grad_value_table"), "*fp32")
 NAMES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 ALIGNED = [["tt.divisibility", 16]]
 
@@ -75,13 +78,15 @@ def compiled(
     dim: int = 64,
     dtype: torch.dtype = torch.bfloat16,
     padded: bool = False,
+    save: bool = True,
 ) -> Code:
     """Compile a kernel for an architecture and a key grid, and read its machine code."""
     height, width = size if terms else (size[0] * size[1], 1)
-    named, options = constants(kernel, dtype, (dim, dim), (height, width), (terms, terms, padded), arch == 90)
-    values = dict.fromkeys(("l_token", "gl_token", "m_token"), height + width)
-    values |= {"heads": HEADS, "length": size[0] * size[1], "prefix": 0, "first": 0, "height": height, "width": width}
-    values["valid_batch"] = size[0] * size[1]
+    variant = Variant((dim, dim, dim), (ENTRIES * terms,) * 2, "query" * terms, False, save, padded)
+    named, options = constants(kernel, dtype, (height, width), variant, arch == 90)
+    length = size[0] * size[1]
+    values = {"work": 4 * HEADS * length, "heads": HEADS, "length": length, "batched": 0, "prefix": 0, "first": 0}
+    values |= {"height": height, "width": width, "valid_batch": length}
     signature, attributes = {}, {}
     for place, parameter in enumerate(kernel.params):
         name = parameter.name
