@@ -4,31 +4,30 @@ As in FlashAttention-2 (Dao 2023, arXiv 2307.08691, section 3.2) weights are rec
 dS = P (dP - D), with D the product of the result with its gradient. Here dP is the product of the result's gradient
 with the value and the value table's vectors of the key's row and column, which the first kernel looks up as it does the
 logits. Sums of dS along either axis of a tile are the gradients of row and column logits; by table entry they meet the
-key table, for the gradient of queries, and the queries, for that of the table.
+key table, for the gradient of queries, and, in PyTorch, the queries, for that of the table.
 """
 
 import triton
 import triton.language as tl
 
 from relvit.ops.backends.triton.entries import (
-    CHUNK,
+    SPAN,
     add_product,
-    add_to_table,
     load_axis,
     load_tokens,
     run_up,
     store_products,
     sums_of_entries,
 )
-from relvit.ops.backends.triton.forward import place_of, store_tokens, sum_of_axes, tile_keys
+from relvit.ops.backends.triton.forward import place_of, store_entries, store_tokens, sum_of_axes, tile_keys
 
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
 def backward_tile(
-    grad_query, grad_cols, query, grad, base, mean, queries, slots, inside, key, value, valid, logits, key_index,
-    products, value_index, sums, key_stride, value_stride, axes, top, left, first, height, width, scale, cols,
+    grad_query, grad_cols, query, grad, base, mean, queries, slots, inside, key, value, valid, logits,
+    products, sums, key_stride, value_stride, axes, top, left, first, height, width, scale, cols,
     value_cols,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     BLOCK_M: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
@@ -40,9 +39,7 @@ def backward_tile(
     k = load_tokens(key, tokens, key_stride, keep, DIM, BLOCK_DIM)
     v = load_tokens(value, tokens, value_stride, keep, VALUE_DIM, BLOCK_VALUE)
     if KEY_ENTRIES:
-        rows = load_axis(
-            logits, key_index, queries, queries, axes, inside, top, height, -float("inf"), ROWS, KEY_ENTRIES
-        )
+        rows = load_axis(logits, queries, axes, inside, top, height, -float("inf"), ROWS)
         pairs = sum_of_axes(rows, cols, BLOCK_M, ROWS, COLS)
     else:
         pairs = tl.zeros((BLOCK_M, ROWS * COLS), tl.float32)
@@ -51,7 +48,7 @@ def backward_tile(
         pairs = tl.where(keep[None, :], pairs, -float("inf"))
     weights = tl.exp2(pairs * scale - base[:, None])
     if VALUE_ENTRIES:
-        rows = load_axis(products, value_index, queries, queries, axes, inside, top, height, 0.0, ROWS, VALUE_ENTRIES)
+        rows = load_axis(products, queries, axes, inside, top, height, 0.0, ROWS)
         # D may be subtracted from either axis: from the shorter one it is in fewer instructions.
         grad_weights = sum_of_axes(rows - mean[:, None], value_cols, BLOCK_M, ROWS, COLS)
     else:
@@ -73,8 +70,7 @@ def backward_tile(
 @triton.jit
 def backward_queries(
     query, key, value, position, valid, key_table, bias, value_table, key_index, key_bounds, value_index, value_bounds,
-    grad, out, grad_query, grad_position, lse, entries, means, logits, products, grad_table, grad_bias,
-    grad_value_table, sums,
+    grad, out, grad_query, grad_position, lse, means, logits, products, entries, sums,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, p_batch, p_head, p_token,
     valid_batch, g_batch, g_head, g_token, o_batch, o_head, o_token, gq_batch, gq_head, gq_token, gp_batch, gp_head,
     gp_token, work, heads, length, batched, prefix, height, width, scale,
@@ -84,29 +80,27 @@ def backward_queries(
     POSITION: tl.constexpr, BIAS: tl.constexpr, SAVE: tl.constexpr, PADDED: tl.constexpr, STRIPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of BLOCK_M queries of one head after the other, and a program's part of those of tables.
+    """Compute the gradients of BLOCK_M queries of one head after the other, and of their products with the key table.
 
-    Axes as in `forward`; grad and out as its result, grad_position as position. For `backward_keys` it leaves D, means
-    (B, heads, Nq), and the products of queries and of `grad` with the tables: logits (B, heads, Nq, KEY_ENTRIES) and
-    products (B, heads, Nq, VALUE_ENTRIES). A program's own part of the gradients: grad_table, grad_bias and
-    grad_value_table, float32; its workspace: sums (BLOCK_M, H + W) float32.
+    Axes as in `forward`; grad and out as its result, grad_position as position, entries (B, Nq, heads, KEY_ENTRIES) the
+    gradients of products. For `backward_keys` it leaves D, means (B, heads, Nq), and what it has looked up for rows and
+    columns, logits and products, (B, heads, Nq, H + W) each. A program's workspace: sums (BLOCK_M, H + W) float32.
     """
-    axes, program = height + width, tl.program_id(0)
-    slots = program * BLOCK_M + tl.arange(0, BLOCK_M)
-    for item in range(program, work, tl.num_programs(0)):
-        batch, head, pair, queries = place_of(item, heads, length, BLOCK_M)
+    axes = height + width
+    for item in tl.range(tl.program_id(0), work, tl.num_programs(0), disable_licm=True):
+        batch, head, pair, queries, slots = place_of(item, heads, length, BLOCK_M)
         inside = queries < length
         keys = key + batch * k_batch + head * k_head
         values = value + batch * v_batch + head * v_head
         mask = valid + batch * valid_batch
-        q = load_tokens(query + batch * q_batch + head * q_head, queries, q_token, inside, DIM, BLOCK_DIM)
         do = load_tokens(grad + batch * g_batch + head * g_head, queries, g_token, inside, VALUE_DIM, BLOCK_VALUE)
         o = load_tokens(out + batch * o_batch + head * o_head, queries, o_token, inside, VALUE_DIM, BLOCK_VALUE)
         mean = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
         tl.store(means + pair * length + queries, mean, mask=inside)
+        q = load_tokens(query + batch * q_batch + head * q_head, queries, q_token, inside, DIM, BLOCK_DIM)
         base = tl.load(lse + pair * length + queries, mask=inside, other=float("inf"))
         # What is looked up for rows and columns.
-        of_key, of_value = logits + pair * length * KEY_ENTRIES, products + pair * length * VALUE_ENTRIES
+        of_key, of_value = logits + pair * length * axes, products + pair * length * axes
         index_of_key = key_index + batch * batched * length * axes
         index_of_value = value_index + batch * batched * length * axes
         table = key_table + head * KEY_ENTRIES * POSITION_DIM
@@ -116,13 +110,13 @@ def backward_queries(
             p = load_tokens(at, queries, p_token, inside, POSITION_DIM, BLOCK_POSITION)
         if KEY_ENTRIES:
             store_products(
-                of_key, queries, inside, p, table, bias + head * KEY_ENTRIES, POSITION_DIM, BLOCK_POSITION,
-                KEY_ENTRIES, BLOCK_M, POSITION != "", BIAS, PRECISION,
+                of_key, queries, inside, p, table, bias + head * KEY_ENTRIES, index_of_key, queries, axes,
+                POSITION_DIM, BLOCK_POSITION, KEY_ENTRIES, BLOCK_M, POSITION != "", BIAS, PRECISION,
             )  # fmt: skip
         if VALUE_ENTRIES:
             store_products(
-                of_value, queries, inside, do, value_table + head * VALUE_ENTRIES * VALUE_DIM, bias, VALUE_DIM,
-                BLOCK_VALUE, VALUE_ENTRIES, BLOCK_M, True, False, PRECISION,
+                of_value, queries, inside, do, value_table + head * VALUE_ENTRIES * VALUE_DIM, bias, index_of_value,
+                queries, axes, VALUE_DIM, BLOCK_VALUE, VALUE_ENTRIES, BLOCK_M, True, False, PRECISION,
             )  # fmt: skip
 
         total = tl.zeros((BLOCK_M, BLOCK_DIM), tl.float32)
@@ -130,26 +124,20 @@ def backward_queries(
         value_cols = cols
         for start in range(0, prefix, ROWS * COLS):
             total, _ = backward_tile(
-                total, cols, q, do, base, mean, queries, slots, inside, keys, values, mask, of_key, index_of_key,
-                of_value, index_of_value, sums, k_token, v_token, axes, start, 0, 0, prefix, 1, scale, cols, cols, DIM,
+                total, cols, q, do, base, mean, queries, slots, inside, keys, values, mask, of_key,
+                of_value, sums, k_token, v_token, axes, start, 0, 0, prefix, 1, scale, cols, cols, DIM,
                 BLOCK_DIM, VALUE_DIM, BLOCK_VALUE, BLOCK_M, ROWS * COLS, 1, 0, 0, PADDED, STRIPS, PRECISION,
             )  # fmt: skip
         for left in range(0, width, COLS):
             if KEY_ENTRIES:
-                cols = load_axis(
-                    of_key, index_of_key + height, queries, queries, axes, inside, left, width, -float("inf"), COLS,
-                    KEY_ENTRIES,
-                )  # fmt: skip
+                cols = load_axis(of_key + height, queries, axes, inside, left, width, -float("inf"), COLS)
             if VALUE_ENTRIES:
-                value_cols = load_axis(
-                    of_value, index_of_value + height, queries, queries, axes, inside, left, width, 0.0, COLS,
-                    VALUE_ENTRIES,
-                )  # fmt: skip
+                value_cols = load_axis(of_value + height, queries, axes, inside, left, width, 0.0, COLS)
             grad_cols = tl.zeros((BLOCK_M, COLS), tl.float32)
             for top in range(0, height, ROWS):
                 total, grad_cols = backward_tile(
                     total, grad_cols, q, do, base, mean, queries, slots, inside, keys, values, mask, of_key,
-                    index_of_key, of_value, index_of_value, sums, k_token, v_token, axes, top, left, prefix, height,
+                    of_value, sums, k_token, v_token, axes, top, left, prefix, height,
                     width, scale, cols, value_cols, DIM, BLOCK_DIM, VALUE_DIM, BLOCK_VALUE, BLOCK_M, ROWS, COLS,
                     KEY_ENTRIES, VALUE_ENTRIES, PADDED, STRIPS, PRECISION,
                 )  # fmt: skip
@@ -160,42 +148,30 @@ def backward_queries(
                 # The next strip reads what other threads of this program have stored.
                 tl.debug_barrier()
 
-        first = item == program
+        total *= scale * LN_2
+        own = tl.zeros((BLOCK_M, BLOCK_POSITION), tl.float32)
         if KEY_ENTRIES:
-            own = tl.zeros((BLOCK_M, BLOCK_POSITION), tl.float32)
-            run_up(sums, slots, axes, inside, base, False, BLOCK_M)
+            run_up(sums, slots, axes, inside, base, q.dtype, False, BLOCK_M, PRECISION)
             bounds = key_bounds + batch * batched * length * (KEY_ENTRIES + 1)
-            for start in range(0, KEY_ENTRIES, CHUNK):
-                place = start + tl.arange(0, CHUNK)
+            # Fewer at a time than in `forward`: here registers are scarce.
+            for start in range(0, KEY_ENTRIES, SPAN):
+                place = start + tl.arange(0, SPAN)
                 keep = place < KEY_ENTRIES
-                of_entries = sums_of_entries(sums, bounds, slots, queries, axes, inside, start, KEY_ENTRIES)
-                if BIAS:
-                    pointers = grad_bias + program * KEY_ENTRIES + place
-                    before = tl.load(pointers, mask=keep & ~first, other=0.0)
-                    tl.store(pointers, before + tl.sum(of_entries, 0) * (scale * LN_2), mask=keep)
+                of_entries = sums_of_entries(sums, bounds, slots, queries, axes, inside, place, KEY_ENTRIES)
+                of_entries = (of_entries * (scale * LN_2)).to(q.dtype)
+                stored = inside[:, None] & keep[None, :]
+                store_entries(entries, of_entries, batch, head, queries, place, heads, length, stored, KEY_ENTRIES)
                 if POSITION != "":
                     rows = load_tokens(table, place, POSITION_DIM, keep, POSITION_DIM, BLOCK_POSITION)
                     if POSITION == "own":
-                        own = add_product(own, of_entries.to(rows.dtype), rows, PRECISION)
+                        own = add_product(own, of_entries, rows, PRECISION)
                     else:
-                        total = add_product(total, of_entries.to(rows.dtype), rows, PRECISION)
-                    add_to_table(
-                        grad_table + program * KEY_ENTRIES * POSITION_DIM, first, start, of_entries, p, scale * LN_2,
-                        POSITION_DIM, BLOCK_POSITION, KEY_ENTRIES, PRECISION,
-                    )  # fmt: skip
-            if POSITION == "own":
-                at = grad_position + batch * gp_batch + head * gp_head
-                store_tokens(at, queries, gp_token, inside, own * (scale * LN_2), POSITION_DIM, BLOCK_POSITION)
+                        total = add_product(total, of_entries, rows, PRECISION)
+        if POSITION == "own":
+            at = grad_position + batch * gp_batch + head * gp_head
+            store_tokens(at, queries, gp_token, inside, own, POSITION_DIM, BLOCK_POSITION)
         at = grad_query + batch * gq_batch + head * gq_head
-        store_tokens(at, queries, gq_token, inside, total * (scale * LN_2), DIM, BLOCK_DIM)
-        for start in range(0, VALUE_ENTRIES, CHUNK):
-            place = start + tl.arange(0, CHUNK)
-            pointers = entries + (pair * length + queries)[:, None] * VALUE_ENTRIES + place[None, :]
-            of_entries = tl.load(pointers, mask=inside[:, None] & (place < VALUE_ENTRIES)[None, :], other=0.0)
-            add_to_table(
-                grad_value_table + program * VALUE_ENTRIES * VALUE_DIM, first, start, of_entries, do, 1.0, VALUE_DIM,
-                BLOCK_VALUE, VALUE_ENTRIES, PRECISION,
-            )  # fmt: skip
+        store_tokens(at, queries, gq_token, inside, total, DIM, BLOCK_DIM)
         # The next item's sums are stored where other threads may still read this one's.
         tl.debug_barrier()
 
@@ -227,10 +203,8 @@ def backward_keys(
     query += batch * q_batch + head * q_head
     grad += batch * g_batch + head * g_head
     valid += batch * valid_batch
-    key_index += batch * batched * length * axes
-    value_index += batch * batched * length * axes
-    logits += before * KEY_ENTRIES
-    products += before * VALUE_ENTRIES
+    logits += before * axes
+    products += before * axes
     tokens, keep = tile_keys(valid, top, left, first, height, width, ROWS, COLS, PADDED)
     k = load_tokens(key + batch * k_batch + head * k_head, tokens, k_token, keep, DIM, BLOCK_DIM)
     v = load_tokens(value + batch * v_batch + head * v_head, tokens, v_token, keep, VALUE_DIM, BLOCK_VALUE)
@@ -242,13 +216,8 @@ def backward_keys(
         inside = queries < length
         q = load_tokens(query, queries, q_token, inside, DIM, BLOCK_DIM)
         if KEY_ENTRIES:
-            rows = load_axis(
-                logits, key_index, queries, queries, axes, inside, top, height, -float("inf"), ROWS, KEY_ENTRIES
-            )
-            cols = load_axis(
-                logits, key_index + height, queries, queries, axes, inside, left, width, -float("inf"), COLS,
-                KEY_ENTRIES,
-            )  # fmt: skip
+            rows = load_axis(logits, queries, axes, inside, top, height, -float("inf"), ROWS)
+            cols = load_axis(logits + height, queries, axes, inside, left, width, -float("inf"), COLS)
             pairs = sum_of_axes_transposed(rows, cols, BLOCK_M, ROWS, COLS)
         else:
             pairs = tl.zeros((ROWS * COLS, BLOCK_M), tl.float32)
@@ -262,12 +231,8 @@ def backward_keys(
         grad_v = add_product(grad_v, weights.to(do.dtype), do, PRECISION)
         mean = tl.load(means + before + queries, mask=inside, other=0.0)
         if VALUE_ENTRIES:
-            rows = load_axis(
-                products, value_index, queries, queries, axes, inside, top, height, 0.0, ROWS, VALUE_ENTRIES
-            )
-            cols = load_axis(
-                products, value_index + height, queries, queries, axes, inside, left, width, 0.0, COLS, VALUE_ENTRIES
-            )
+            rows = load_axis(products, queries, axes, inside, top, height, 0.0, ROWS)
+            cols = load_axis(products + height, queries, axes, inside, left, width, 0.0, COLS)
             grad_weights = sum_of_axes_transposed(rows - mean[:, None], cols, BLOCK_M, ROWS, COLS)
         else:
             grad_weights = tl.zeros((ROWS * COLS, BLOCK_M), tl.float32) - mean[None, :]

@@ -1,8 +1,8 @@
 """Products of queries with the tables by offset, and sums by table entry, for the Triton kernels.
 
 A term's tables are joined, rows above columns, as `axis_logits.join_tables` does. A block of queries meets all entries
-at once, on matrix units; `load_axis` then looks up by an index (Nq, H + W) what belongs to a row or column of the key
-grid. Along rows, then columns, that index never decreases, so that the rows or columns of one entry are a range, and
+at once, on matrix units; an index (Nq, H + W) says which of these products belongs to a row or column of the key grid.
+Along rows, then columns, that index never decreases, so that the rows or columns of one entry are a range, and
 sums over it are differences of running sums: no atomics.
 """
 
@@ -11,6 +11,8 @@ import triton.language as tl
 
 # Entries that are multiplied at a time.
 CHUNK = tl.constexpr(32)
+# Rows and columns that are looked up, or summed, at a time.
+SPAN = tl.constexpr(16)
 
 
 @triton.jit
@@ -34,10 +36,10 @@ def load_tokens(pointer, tokens, stride, keep, DIM: tl.constexpr, BLOCK_DIM: tl.
 
 @triton.jit
 def store_products(
-    pointer, slots, inside, vectors, table, bias, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ENTRIES: tl.constexpr,
-    BLOCK_M: tl.constexpr, TABLE: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    pointer, slots, inside, vectors, table, bias, index, queries, axes, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    ENTRIES: tl.constexpr, BLOCK_M: tl.constexpr, TABLE: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Store vectors . table + bias for all entries into the slots (BLOCK_M,) of (..., ENTRIES)."""
+    """Store vectors . table + bias of the entry of each row and column, by `index`, into the slots of (..., axes)."""
     for start in range(0, ENTRIES, CHUNK):
         place = start + tl.arange(0, CHUNK)
         products = tl.zeros((BLOCK_M, CHUNK), tl.float32)
@@ -46,66 +48,63 @@ def store_products(
             products = add_product(products, vectors, rows.trans(), PRECISION)
         if BIAS:
             products += tl.load(bias + place, mask=place < ENTRIES, other=0.0)[None, :]
-        pointers = pointer + slots[:, None] * ENTRIES + place[None, :]
-        stored = inside[:, None] & (place < ENTRIES)[None, :]
-        tl.store(pointers, products.to(pointer.dtype.element_ty), mask=stored)
+        for first in range(0, axes, SPAN):
+            axis = first + tl.arange(0, SPAN)
+            keep = inside[:, None] & (axis < axes)[None, :]
+            entry = tl.load(index + queries[:, None] * axes + axis[None, :], mask=keep, other=0).to(tl.int32) - start
+            if ENTRIES > CHUNK:
+                keep = keep & (entry >= 0) & (entry < CHUNK)
+                entry = tl.where(keep, entry, 0)
+            found = tl.gather(products, entry, 1).to(pointer.dtype.element_ty)
+            tl.store(pointer + slots[:, None] * axes + axis[None, :], found, mask=keep)
     # Other threads of this program read them.
     tl.debug_barrier()
 
 
 @triton.jit
-def load_axis(
-    products, index, slots, queries, axes, inside, first, end, outside, SIZE: tl.constexpr, ENTRIES: tl.constexpr
-):  # fmt: skip
-    """Look up the products of queries for each of SIZE rows, or columns, (queries, SIZE); `outside` after `end`."""
+def load_axis(pointer, slots, axes, inside, first, end, outside, SIZE: tl.constexpr):
+    """Load what queries have for each of SIZE rows, or columns, (queries, SIZE); `outside` for those after `end`."""
     place = first + tl.arange(0, SIZE)
-    keep = inside[:, None] & (place < end)[None, :]
-    entry = tl.load(index + queries[:, None] * axes + place[None, :], mask=keep, other=0)
-    return tl.load(products + slots[:, None] * ENTRIES + entry, mask=keep, other=outside).to(tl.float32)
+    pointers = pointer + slots[:, None] * axes + place[None, :]
+    return tl.load(pointers, mask=inside[:, None] & (place < end)[None, :], other=outside).to(tl.float32)
 
 
 @triton.jit
-def run_up(sums, slots, axes, inside, base, LOGARITHMS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Turn numbers per row and column, (..., axes) float32, or their logarithms over `base`, into running sums."""
-    before = tl.zeros((BLOCK_M,), tl.float32)
+def run_up(
+    sums, slots, axes, inside, base, dtype, LOGARITHMS: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr
+):
+    """Turn numbers per row and column, (..., axes) float32, or their logarithms over `base`, into running sums.
+
+    The numbers are rounded to `dtype`, their sums are not: differences are sums of the same numbers.
+    """
+    before = tl.zeros((BLOCK_M, SPAN), tl.float32)
+    number = tl.arange(0, SPAN)
+    up_to = (number[:, None] <= number[None, :]).to(tl.float32).to(dtype)
+    every = tl.full((SPAN, SPAN), 1.0, tl.float32).to(dtype)
     # What is stored here comes from other threads of this program.
     tl.debug_barrier()
-    for start in range(0, axes, 16):
-        place = start + tl.arange(0, 16)
+    for start in range(0, axes, SPAN):
+        place = start + number
         pointers = sums + slots[:, None] * axes + place[None, :]
         keep = inside[:, None] & (place < axes)[None, :]
         if LOGARITHMS:
             numbers = tl.exp2(tl.load(pointers, mask=keep, other=-float("inf")) - base[:, None])
         else:
             numbers = tl.load(pointers, mask=keep, other=0.0)
-        tl.store(pointers, tl.cumsum(numbers, 1) + before[:, None], mask=keep)
-        before += tl.sum(numbers, 1)
+        numbers = numbers.to(dtype)
+        tl.store(pointers, add_product(before, numbers, up_to, PRECISION), mask=keep)
+        before = add_product(before, numbers, every, PRECISION)
     tl.debug_barrier()
 
 
 @triton.jit
-def sums_of_entries(sums, bounds, slots, queries, axes, inside, start, ENTRIES: tl.constexpr):
-    """Sum up by entry from running sums, for the CHUNK entries from `start`, (queries, CHUNK) float32.
+def sums_of_entries(sums, bounds, slots, queries, axes, inside, place, ENTRIES: tl.constexpr):
+    """Sum up by entry from running sums, for the entries `place` (n,): (queries, n) float32.
 
     `bounds` (Nq, ENTRIES + 1): the rows and columns of entry e are those from bounds[e] to bounds[e + 1].
     """
-    place = start + tl.arange(0, CHUNK)
     keep = inside[:, None] & (place < ENTRIES)[None, :]
     pointers = bounds + queries[:, None] * (ENTRIES + 1) + place[None, :]
     begin, end = tl.load(pointers, mask=keep, other=0), tl.load(pointers + 1, mask=keep, other=0)
     last = sums + slots[:, None] * axes - 1
     return tl.load(last + end, mask=end > 0, other=0.0) - tl.load(last + begin, mask=begin > 0, other=0.0)
-
-
-@triton.jit
-def add_to_table(
-    partial, first, start, sums, vectors, factor, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ENTRIES: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Add sums^T vectors to a program's own part of a table's gradient, (ENTRIES, DIM); at `first` it holds nothing."""
-    product = tl.zeros((CHUNK, BLOCK_DIM), tl.float32)
-    product = add_product(product, sums.to(vectors.dtype).trans(), vectors, PRECISION) * factor
-    place, dims = start + tl.arange(0, CHUNK), tl.arange(0, BLOCK_DIM)
-    pointers = partial + place[:, None] * DIM + dims[None, :]
-    keep = (place < ENTRIES)[:, None] & (dims < DIM)[None, :]
-    tl.store(pointers, product + tl.load(pointers, mask=keep & ~first, other=0.0), mask=keep)

@@ -59,18 +59,23 @@ def log2(number, PRECISION: tl.constexpr):
 
 @triton.jit
 def place_of(item, heads, length, BLOCK_M: tl.constexpr):
-    """Return sample, head, both in one number, and queries of an item of work; heads are next to each other.
-
-    So a program that takes every n-th item, n a multiple of the heads, stays with one head.
-    """
+    """Return sample, head, both in one number, queries of a block and their slots in the program's workspace."""
     blocks = tl.cdiv(length, BLOCK_M)
-    batch, head = (item // heads // blocks).to(tl.int64), (item % heads).to(tl.int64)
-    return batch, head, batch * heads + head, item // heads % blocks * BLOCK_M + tl.arange(0, BLOCK_M)
+    pair, block = (item // blocks).to(tl.int64), tl.arange(0, BLOCK_M)
+    slots = tl.program_id(0) * BLOCK_M + block
+    return pair // heads, pair % heads, pair, item % blocks * BLOCK_M + block, slots
+
+
+@triton.jit
+def store_entries(pointer, numbers, batch, head, queries, place, heads, length, keep, ENTRIES: tl.constexpr):
+    """Store numbers by table entry into (B, Nq, heads, ENTRIES)."""
+    tokens = (batch * length + queries) * heads + head
+    tl.store(pointer + tokens[:, None] * ENTRIES + place[None, :], numbers, mask=keep)
 
 
 @triton.jit
 def forward_tile(
-    content, query, queries, slots, inside, key, value, valid, logits, key_index, sums, key_stride, value_stride,
+    content, query, slots, inside, key, value, valid, logits, sums, key_stride, value_stride,
     axes, top, left, first, height, width, scale, cols,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     BLOCK_M: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
@@ -83,7 +88,7 @@ def forward_tile(
     tokens, keep = tile_keys(valid, top, left, first, height, width, ROWS, COLS, PADDED)
     k = load_tokens(key, tokens, key_stride, keep, DIM, BLOCK_DIM)
     if KEY_ENTRIES:
-        rows = load_axis(logits, key_index, slots, queries, axes, inside, top, height, -float("inf"), ROWS, KEY_ENTRIES)
+        rows = load_axis(logits, slots, axes, inside, top, height, -float("inf"), ROWS)
         pairs = sum_of_axes(rows, cols, BLOCK_M, ROWS, COLS)
     else:
         pairs = tl.zeros((BLOCK_M, ROWS * COLS), tl.float32)
@@ -100,7 +105,8 @@ def forward_tile(
         by_axis = weights.reshape(BLOCK_M, ROWS, COLS)
         row_sums = tl.sum(by_axis, 2)
         col_sums = col_sums * decay[:, None] + tl.sum(by_axis, 1)
-        total = total * decay + tl.sum(row_sums, 1)
+        # The rest of the total comes from the column sums, once for each strip.
+        total = total * decay
         # By their logarithms, which stay true when the maximum grows; strips to the left have left theirs.
         place = top + tl.arange(0, ROWS)
         pointers = sums + slots[:, None] * axes + place[None, :]
@@ -133,14 +139,14 @@ def forward(
     `scale` is the scale times log2(e). Axes: query (B, heads, Nq, DIM), key and value with Nk tokens, position (what
     meets the key table, if not the query), the last stride 1; valid (B, Nk) bytes; tables (heads, entries, DIM) and
     bias (heads, entries); key_index (B or 1, Nq, H + W) and value_bounds (B or 1, Nq, entries + 1), `batched` where B;
-    lse (B, heads, Nq) float32 and, with SAVE, entries (B, heads, Nq, VALUE_ENTRIES), the attention by entry. A query
-    without keys gets zeros and the log-sum-exp +inf. A program's own workspace: logits (BLOCK_M, KEY_ENTRIES) and sums
-    (BLOCK_M, H + W) float32.
+    lse (B, heads, Nq) float32 and, with SAVE, entries (B, Nq, heads, VALUE_ENTRIES), the attention by entry. A query
+    without keys gets zeros and the log-sum-exp +inf. A program's own workspace: logits and sums,
+    (BLOCK_M, H + W) float32 each, rows before columns.
     """
     axes = height + width
-    slots = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    for item in range(tl.program_id(0), work, tl.num_programs(0)):
-        batch, head, pair, queries = place_of(item, heads, length, BLOCK_M)
+    for item in tl.range(tl.program_id(0), work, tl.num_programs(0), disable_licm=True):
+        batch, head, pair, queries, slots = place_of(item, heads, length, BLOCK_M)
+
         inside = queries < length
         keys = key + batch * k_batch + head * k_head
         values = value + batch * v_batch + head * v_head
@@ -154,7 +160,8 @@ def forward(
                 p = load_tokens(at, queries, p_token, inside, POSITION_DIM, BLOCK_POSITION)
             store_products(
                 logits, slots, inside, p, key_table + head * KEY_ENTRIES * POSITION_DIM, bias + head * KEY_ENTRIES,
-                POSITION_DIM, BLOCK_POSITION, KEY_ENTRIES, BLOCK_M, POSITION != "", BIAS, PRECISION,
+                index, queries, axes, POSITION_DIM, BLOCK_POSITION, KEY_ENTRIES, BLOCK_M, POSITION != "", BIAS,
+                PRECISION,
             )  # fmt: skip
 
         result = tl.zeros((BLOCK_M, BLOCK_VALUE), tl.float32)
@@ -163,24 +170,23 @@ def forward(
         cols = tl.zeros((BLOCK_M, COLS), tl.float32)
         for start in range(0, prefix, ROWS * COLS):
             result, maximum, total, _ = forward_tile(
-                (result, maximum, total, cols), q, queries, slots, inside, keys, values, mask, logits, index, sums,
+                (result, maximum, total, cols), q, slots, inside, keys, values, mask, logits, sums,
                 k_token, v_token, axes, start, 0, 0, prefix, 1, scale, cols, DIM, BLOCK_DIM, VALUE_DIM, BLOCK_VALUE,
                 BLOCK_M, ROWS * COLS, 1, 0, False, PADDED, STRIPS, PRECISION,
             )  # fmt: skip
         for left in range(0, width, COLS):
             if KEY_ENTRIES:
-                cols = load_axis(
-                    logits, index + height, slots, queries, axes, inside, left, width, -float("inf"), COLS, KEY_ENTRIES
-                )
+                cols = load_axis(logits + height, slots, axes, inside, left, width, -float("inf"), COLS)
             col_sums = tl.zeros((BLOCK_M, COLS), tl.float32)
             for top in range(0, height, ROWS):
                 result, maximum, total, col_sums = forward_tile(
-                    (result, maximum, total, col_sums), q, queries, slots, inside, keys, values, mask, logits, index,
+                    (result, maximum, total, col_sums), q, slots, inside, keys, values, mask, logits,
                     sums, k_token, v_token, axes, top, left, prefix, height, width, scale, cols, DIM, BLOCK_DIM,
                     VALUE_DIM, BLOCK_VALUE, BLOCK_M, ROWS, COLS, KEY_ENTRIES, VALUE_ENTRIES > 0, PADDED, STRIPS,
                     PRECISION,
                 )  # fmt: skip
             if VALUE_ENTRIES:
+                total += tl.sum(col_sums, 1)
                 finite = tl.where(maximum == -float("inf"), 0.0, maximum)
                 place = left + tl.arange(0, COLS)
                 pointers = sums + slots[:, None] * axes + (height + place)[None, :]
@@ -191,21 +197,23 @@ def forward(
 
         base = tl.where(total > 0, maximum + tl.log2(total), float("inf"))
         tl.store(lse + pair * length + queries, base, mask=inside)
-        result = result / tl.where(total > 0, total, 1.0)[:, None]
+        result *= (1.0 / tl.where(total > 0, total, 1.0))[:, None]
         if VALUE_ENTRIES:
-            run_up(sums, slots, axes, inside, base, True, BLOCK_M)
+            run_up(sums, slots, axes, inside, base, q.dtype, True, BLOCK_M, PRECISION)
             bounds = value_bounds + batch * batched * length * (VALUE_ENTRIES + 1)
             for start in range(0, VALUE_ENTRIES, CHUNK):
                 place = start + tl.arange(0, CHUNK)
                 keep = place < VALUE_ENTRIES
                 table = value_table + head * VALUE_ENTRIES * VALUE_DIM
                 rows = load_tokens(table, place, VALUE_DIM, keep, VALUE_DIM, BLOCK_VALUE)
-                of_entries = sums_of_entries(sums, bounds, slots, queries, axes, inside, start, VALUE_ENTRIES)
+                of_entries = sums_of_entries(sums, bounds, slots, queries, axes, inside, place, VALUE_ENTRIES)
                 of_entries = of_entries.to(rows.dtype)
                 result = add_product(result, of_entries, rows, PRECISION)
                 if SAVE:
-                    pointers = entries + (pair * length + queries)[:, None] * VALUE_ENTRIES + place[None, :]
-                    tl.store(pointers, of_entries, mask=inside[:, None] & keep[None, :])
+                    stored = inside[:, None] & keep[None, :]
+                    store_entries(
+                        entries, of_entries, batch, head, queries, place, heads, length, stored, VALUE_ENTRIES
+                    )
         store_tokens(out + batch * o_batch + head * o_head, queries, o_token, inside, result, VALUE_DIM, BLOCK_VALUE)
         # The next item's numbers are stored where other threads may still read this one's.
         tl.debug_barrier()

@@ -157,8 +157,8 @@ class Attention(torch.autograd.Function):
         out = _new(query, value.shape[-1])
         lse = query.new_empty(query.shape[:3], dtype=torch.float32)
         of_key, of_value = launch.variant.entries
-        entries = query.new_empty(*query.shape[:3], of_value) if launch.variant.save else None
-        logits, sums = launch.workspace(of_key, query.dtype), launch.workspace(sum(grid[1:]) * (of_value > 0))
+        entries = _new(query, of_value) if launch.variant.save else None
+        logits, sums = (launch.workspace(sum(grid[1:]) * (number > 0)) for number in (of_key, of_value))
         launch.run((out,), (lse, entries, logits, sums))
         ctx.launch = launch._replace(operands=None)
         ctx.save_for_backward(*operands, out, lse, entries)
@@ -174,16 +174,14 @@ class Attention(torch.autograd.Function):
         query, key, value = operands[:3]
         launch = ctx.launch._replace(operands=operands, kernel=backward_queries)
         prefix, height, width = launch.grid
-        of_key = launch.variant.entries[0]
+        of_key, of_value = launch.variant.entries
         grad = _with_unit_stride(grad.to(query.dtype))
         grads = [None if tensor is None else _new(tensor, tensor.shape[-1]) for tensor in operands[:4]]
         grad_query, grad_key, grad_value, grad_position = grads
         means = torch.empty_like(lse)
-        logits, products = (query.new_empty(*query.shape[:3], number) for number in launch.variant.entries)
-        # Each program's own part of the gradients of tables.
-        parts = [None if table is None else launch.parts(table.shape[1:]) for table in operands[5:8]]
-        sums = launch.workspace((height + width) * (of_key > 0))
-        launch.run((grad, out, grad_query, grad_position), (lse, entries, means, logits, products, *parts, sums))
+        logits, products = (query.new_empty(*query.shape[:3], height + width) for _ in range(2))
+        grad_entries, sums = _new(query, of_key), launch.workspace((height + width) * (of_key > 0))
+        launch.run((grad, out, grad_query, grad_position), (lse, means, logits, products, grad_entries, sums))
         launch = launch._replace(kernel=backward_keys)
         launch.run((grad, grad_key, grad_value), (lse, means, logits, products))
         if prefix:
@@ -191,10 +189,15 @@ class Attention(torch.autograd.Function):
             alone = Operands(query, key, value, None, operands.valid)
             launch = launch._replace(operands=alone, grid=(0, prefix, 1), variant=variant(alone, True))
             launch.run((grad, grad_key, grad_value), (lse, means, None, None))
-        of_tables = [
-            None if part is None else part.unflatten(0, (-1, query.shape[1])).sum(0).to(dtype)
-            for part, dtype in zip(parts, ctx.tables, strict=True)
-        ]
+        met = query if operands.position is None else operands.position
+        of_tables = (
+            None if operands.key_table is None else _over_tokens(grad_entries, met),
+            None if operands.bias is None else grad_entries.sum((0, 2), dtype=torch.float32),
+            _over_tokens(entries, grad) if of_value else None,
+        )
+        of_tables = (
+            None if table is None else table.to(dtype) for table, dtype in zip(of_tables, ctx.tables, strict=True)
+        )
         return None, None, *grads, None, *of_tables, None, None, None, None
 
 
@@ -223,21 +226,17 @@ class Launch(NamedTuple):
         return batch * heads * triton.cdiv(length, named["BLOCK_M"])
 
     def programs(self) -> int:
-        """Number of programs among which blocks of queries are divided, a multiple of the heads."""
+        """Number of programs among which blocks of queries are divided."""
         query = self.operands.query
         processors = 1
         if query.is_cuda:
             processors = torch.cuda.get_device_properties(query.device).multi_processor_count
-        heads = query.shape[1]
-        return min(self.work(), heads * triton.cdiv(PROGRAMS * processors, heads))
+        return min(self.work(), PROGRAMS * processors)
 
-    def workspace(self, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """For each program and query of a block `width` numbers, which stay in the L2 cache."""
-        return self.operands.query.new_empty(self.programs() * self.constants()[0]["BLOCK_M"], width, dtype=dtype)
-
-    def parts(self, shape: torch.Size) -> Tensor:
-        """A float32 tensor of this shape for each program."""
-        return self.operands.query.new_empty(self.programs(), *shape, dtype=torch.float32)
+    def workspace(self, width: int) -> Tensor:
+        """For each program and query of a block `width` float32 numbers, which stay in the L2 cache."""
+        size = self.programs() * self.constants()[0]["BLOCK_M"]
+        return self.operands.query.new_empty(size, width, dtype=torch.float32)
 
     def run(self, vectors: tuple[Tensor | None, ...], others: tuple[Tensor | None, ...]) -> None:
         """Run the kernel; after the operands it takes (B, heads, N, dim) tensors with strides, then contiguous ones."""
@@ -266,6 +265,13 @@ def _with_unit_stride(tensor: Tensor | None) -> Tensor | None:
 
 def _strides(tensor: Tensor | None) -> tuple[int, ...]:
     return (0, 0, 0) if tensor is None else tensor.stride()[:3]
+
+
+def _over_tokens(entries: Tensor, vectors: Tensor) -> Tensor:
+    """Sum up the products of (B, heads, N, entries) and (B, heads, N, dim) over all tokens: (heads, entries, dim)."""
+    # Head by head: tensors whose memory is as the projection has left it need no copy.
+    one, other = (tensor.transpose(0, 1).flatten(1, 2) for tensor in (entries, vectors))
+    return torch.bmm(one.mT, other)
 
 
 def _new(like: Tensor, width: int) -> Tensor:

@@ -27,7 +27,7 @@ class Lookup(NamedTuple):
 
     Attributes:
         reach: as that of `axis_logits.TableIndex`.
-        index: (1 or B, Nq, H + W) int16, or int32 where needed: the entry of each row, then each column; never decreasing.
+        index: (1 or B, Nq, H + W) int16, or int32 where needed: the entry of each row, then column; never decreasing.
         bounds: (1 or B, Nq, entries + 1), likewise: entry e belongs to the rows and columns bounds[e] to bounds[e + 1].
     """
 
