@@ -4,10 +4,10 @@ For sm_80, sm_86 and sm_90 the first table has, per kernel: registers, bytes of 
 one tile of its main loop the tensor-core instructions, all instructions of a warp and the bytes loaded, and a warp's
 instructions outside that loop for one block, each beside the same kernel with the terms switched off.
 
-The second table is an ESTIMATE by roofline for A100 and H100; nothing here has been measured: of each kernel the slowest
-of tensor cores, issue slots, exponentials, L2 and main memory, as if it overlapped all others; what a kernel does before
-and after its main loop is included, with terms and without. Of its columns 'kernels' leaves out what PyTorch computes
-around them, 'all' adds these passes.
+The second table is an ESTIMATE by roofline for A100 and H100; nothing here has been measured: of each kernel the
+slowest of tensor cores, issue slots, exponentials, L2 and main memory, as if it overlapped all others; what a kernel
+does before and after its main loop is included, with terms and without. Of its columns 'kernels' leaves out what
+PyTorch computes around them, 'all' adds these passes.
 """
 
 from __future__ import annotations
