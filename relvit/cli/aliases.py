@@ -74,6 +74,27 @@ ALONE = ("-h", "--help", "--help-all", "--print_config", "-q", "--quiet")
 # Where a value of `--model` is a file of the model's options, as the parser takes it, and no name.
 _FILE = (".yaml", ".yml", ".json")
 
+# Last part of an option's name -> what the option is called in other libraries.
+_ELSEWHERE = {
+    "lr": "learning_rate lr0 base_lr",
+    "max_epochs": "num_epochs n_epochs num_train_epochs",
+    "batch_size": "batch bs",
+    "num_workers": "workers",
+    "img_size": "imgsz image_size size resolution",
+    "devices": "gpus gpu num_gpus",
+    "precision": "amp fp16 bf16",
+    "root": "path data_dir data_path",
+    "runs": "output output_dir save_dir",
+    "opt": "optimizer optim",
+    "model": "arch",
+    "pretrained": "weights",
+    "weight_decay": "wd",
+    "warmup_epochs": "warmup",
+    "patience": "early_stopping",
+    "seed_everything": "seed",
+}
+SYNONYMS = {other: own for own, others in _ELSEWHERE.items() for other in others.split()}
+
 # Options that a command does not have although it is like others that do, and what to do instead.
 ELSEWHERE = {
     ("validate", "--split"): "validate uses the images of val; to use others: relvit test --split SPLIT",

@@ -14,7 +14,7 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace, auto_cli
 from lightning.pytorch.cli import LightningArgumentParser
 
-from relvit.cli.aliases import ALIASES, CONFIGS, USAGE
+from relvit.cli.aliases import ALIASES, CONFIGS, SYNONYMS, USAGE
 from relvit.cli.config_text import MODE, load_config
 from relvit.cli.errors import UsageError
 from relvit.data.modules.registry import data_modules
@@ -226,9 +226,13 @@ def _wrong_name(option: Given, known: Mapping[str, Any]) -> str | None:
     argument = option.name.removeprefix("model.")
     if option.name.startswith("model.") and any(argument in model_arguments(name) for name in FAMILIES):
         return f"{shown}{place}: arguments of the model itself are {dashes}model.model_kwargs.{argument}"
-    names = [f"{dashes}{name}" for name in known]
+    names = {f"{dashes}{name}": name for name in known}
     if option.file is None:
-        names += [short for table in ALIASES.values() for short, own in table.items() if own.lstrip("-") in known]
+        short = {short: own.lstrip("-") for table in ALIASES.values() for short, own in table.items()}
+        names |= {short: own for short, own in short.items() if own in known}
+    last = SYNONYMS.get(option.name.rpartition(".")[2])
+    if same := [name for name, own in names.items() if own.rpartition(".")[2] == last]:
+        return f"{shown}{place} (did you mean {min(same, key=len)!r}?)"
     return f"{shown}{place}{did_you_mean(shown.split()[-1], names)}"
 
 

@@ -3,14 +3,14 @@
 import hashlib
 import os
 import statistics
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from itertools import compress
 from typing import Any, NamedTuple
 
 from relvit.data.images.decode import ImageSource, UnreadableImageError, load_rgb
-from relvit.data.labels import classes_in, label_text
+from relvit.data.labels import class_counts, label_text
 from relvit.data.modules.base import ImageData, Split
 from relvit.data.modules.image_files import ImageFilesData
 
@@ -82,11 +82,10 @@ def check_data(
     report: dict[str, Any] = {"splits": {}, "bad": []}
     for split in splits:
         labels = [label for where, _, label in images if where == split]
-        counts = Counter(position for label in labels for position in classes_in(label))
         good = [seen for (where, *_), seen in zip(images, inspected, strict=True) if where == split and not seen.reason]
         report["splits"][split] = {
             "images": len(labels),
-            "classes": {name: counts[position] for position, name in enumerate(data.class_names)},
+            "classes": class_counts(labels, data.class_names),
             "height": _spread([seen.height for seen in good]),
             "width": _spread([seen.width for seen in good]),
         }

@@ -2,13 +2,15 @@
 
 import re
 import reprlib
-from collections import Counter
-from collections.abc import Iterable, Sequence
+import unicodedata
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from relvit.utils.messages import listing, printable
+from relvit.utils.messages import listing, nearest, printable
 
 # Position of an image's class; positions of a multi-label image's classes, in order.
 Label = int | tuple[int, ...]
@@ -74,6 +76,51 @@ def rarest(labels: Sequence[Label]) -> list[int]:
     """Return the class of each image that has the fewest images; -1 of an image without classes."""
     counts = Counter(position for label in labels for position in classes_in(label))
     return [min(classes_in(label), key=lambda position: (counts[position], position), default=-1) for label in labels]
+
+
+def class_counts(labels: Iterable[Label], class_names: Sequence[str]) -> dict[str, int]:
+    """Count the images of each class."""
+    counts = Counter(chain.from_iterable(map(classes_in, labels)))
+    return {name: counts[position] for position, name in enumerate(class_names)}
+
+
+def counts_text(counts: Mapping[str, int], most: int = 12) -> str:
+    """Name classes with their numbers of images, such as 'cat 90, dog 80'; of many the smallest and the largest."""
+    if len(counts) <= most:
+        return _counted(counts, counts)
+    ordered = sorted(counts, key=lambda name: counts[name])
+    few, many = _counted(counts, ordered[: most // 3]), _counted(counts, ordered[: -most // 3 - 1 : -1])
+    return f"{len(counts)} classes, fewest: {few}; most: {many}"
+
+
+def _counted(counts: Mapping[str, int], names: Iterable[str]) -> str:
+    return ", ".join(f"{name} {counts[name]:,}" for name in names)
+
+
+# A class may be a typo of another one that has so many times its images; so many of the rarest are compared.
+_RARER, _COMPARED = 20, 50
+
+
+def doubtful_classes(counts: Mapping[str, int]) -> list[str]:
+    """Describe classes that may be one, written in two ways: names that differ in case or spaces, rare near names."""
+    alike = defaultdict(list)
+    for name in counts:
+        alike[re.sub(r"[\s_-]+", "", unicodedata.normalize("NFKC", name).casefold())].append(name)
+    doubts = [
+        f"the classes {listing(group)} differ in case, spaces, hyphens or accents' encoding alone: give them one name "
+        "if they are one class"
+        for group in alike.values()
+        if len(group) > 1
+    ]
+    for name in sorted(counts, key=lambda name: counts[name])[:_COMPARED]:
+        # Numbers are no typos.
+        if len(name) < 3 or re.search(r"\d", name):
+            continue
+        larger = [other for other in counts if other[:1] == name[0] and counts[other] >= _RARER * counts[name] > 0]
+        # One letter too many, missing, wrong or in another place; in long names a little more.
+        if other := nearest(name, larger, min(1 - 1 / len(name), 0.85) - 1e-9):
+            doubts.append(f"the class {name!r} (images: {counts[name]}) may be a typo of {other!r} ({counts[other]:,})")
+    return doubts
 
 
 def _is_number(label: str) -> bool:

@@ -115,18 +115,33 @@ def _count(module: nn.Module | None) -> int:
     return 0 if module is None else sum(parameter.numel() for parameter in module.parameters())
 
 
-def as_table(plans: Sequence[LayerPlan]) -> str:
-    """Format plans as a Markdown table, layers with the same plan in one row."""
+HEADER = (
+    "layers",
+    "position",
+    "terms",
+    "backend",
+    "why",
+    "width: head, augmented",
+    "kept for backward",
+    "parameters each",
+)
+
+
+def as_rows(plans: Sequence[LayerPlan]) -> list[list[str]]:
+    """Format plans as the cells of a table with the columns `HEADER`, layers with the same plan in one row."""
     groups: dict[tuple[object, ...], list[str]] = {}
     for plan in plans:
         groups.setdefault(plan[1:], []).append(plan.layer)
-    lines = [
-        "| layers | position | terms | backend | why | width: head, augmented | kept for backward | parameters each |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    rows = []
     for plan, layers in groups.items():
         position, terms, backend, reason, width, keeps, parameters = plan
         names = layers[0] if len(layers) == 1 else f"{layers[0]} ... {layers[-1]} ({len(layers)})"
         cells = (names, position, terms, backend, reason, f"{width[0]}, {width[1]}", keeps, f"{parameters:,}")
-        lines.append("| " + " | ".join(str(cell) or "-" for cell in cells) + " |")
-    return "\n".join(lines)
+        rows.append([str(cell) or "-" for cell in cells])
+    return rows
+
+
+def as_table(plans: Sequence[LayerPlan]) -> str:
+    """Format plans as a Markdown table, layers with the same plan in one row."""
+    rows = [f"| {' | '.join(row)} |" for row in (HEADER, *as_rows(plans))]
+    return "\n".join([rows[0], f"|{'---|' * len(HEADER)}", *rows[1:]])

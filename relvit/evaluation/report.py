@@ -21,7 +21,7 @@ from relvit.evaluation.metrics import ClassMetrics, calibration_error, class_met
 from relvit.evaluation.trust.robustness import Corruptions, evaluate_corruptions
 from relvit.plots import picture_of, plot_confusion, plot_sheet
 from relvit.training.multi_label import MultiLabelMetrics, classes_above, multi_label_metrics
-from relvit.utils.files import write_csv
+from relvit.utils.files import from_here, write_csv
 from relvit.utils.messages import printable
 
 # Images on the sheet.
@@ -36,7 +36,8 @@ class EvaluationReport(Callback):
     - `classes.csv`: images, precision, recall and F1 of each class; empty where undefined (see `class_metrics`);
     - `confusion.csv`, `confusion.png`: images of each class (rows) by predicted class (columns); with more than 1,000
       classes the CSV holds a row for each pair that occurs;
-    - `mistakes.csv`: path, true class, predicted class and its probability, the most confident first, at most 10,000;
+    - `mistakes.csv`: path as in `predictions.csv`, true class, predicted class and its probability, the most confident
+      first, at most 10,000;
     - `mistakes.png`: the first 25 of them, as the model saw them;
     - `corruptions.csv` of a robustness set with corruptions: accuracy of each, by severity and their mean.
 
@@ -151,7 +152,8 @@ class EvaluationReport(Callback):
         for sure, index, true, predicted, caption in self._mistakes(outcomes, data.class_names):
             path = f"{data.evaluated_split}/{index:05d}"
             if isinstance(dataset, LabelledFiles):
-                path = printable(str(dataset.samples[index][0]))
+                source = dataset.samples[index][0]
+                path = printable(from_here(source) if isinstance(source, str) else str(source))
             wrong.append((-sure, path, true, predicted, index, caption))
         wrong.sort()
         rows = ([path, true, predicted, f"{-sure:.6f}"] for sure, path, true, predicted, *_ in wrong[:LISTED])
@@ -171,8 +173,8 @@ class MultiLabelReport(EvaluationReport):
 
     - `classes.csv`: images, precision, recall, F1, average precision and threshold of each class, see
       `MultiLabelMetrics`;
-    - `mistakes.csv`: path, true classes, predicted classes (with ';' between) and binary cross-entropy of each image
-      with a wrong or missing class, the highest first, at most 10,000;
+    - `mistakes.csv`: path as in `predictions.csv`, true classes, predicted classes (with ';' between) and binary
+      cross-entropy of each image with a wrong or missing class, the highest first, at most 10,000;
     - `mistakes.png`: the first 25 of them, as the model saw them.
 
     Attributes:

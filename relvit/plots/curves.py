@@ -53,7 +53,7 @@ def plot_curves(metrics: str | Path, target: str | Path, train_loss: str = "trai
     }
     score = "map" if "val/map" in columns else "acc1"
     # The figure class itself instead of pyplot: no global state, no display, no threads.
-    figure = Figure(figsize=(15, 4.5), layout="constrained")
+    figure = Figure(figsize=(15, 5.5), layout="constrained")
     FigureCanvasAgg(figure)
     # The best checkpoint as `relvit.training.RunCheckpoints` chooses it.
     scores, losses = columns.get(f"val/{score}", []), columns.get("val/loss", [])
@@ -79,7 +79,8 @@ def plot_curves(metrics: str | Path, target: str | Path, train_loss: str = "trai
             axes.yaxis.get_offset_text().set_fontsize(SMALL)
             axes.set_ylim(bottom=0)
         elif axes.lines:
-            axes.legend(fontsize=SMALL)
+            # Above the panel: there are too few points to leave room for it between curves.
+            axes.legend(fontsize=SMALL, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
     figure.savefig(target, dpi=100)
 
 

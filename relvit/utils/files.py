@@ -47,6 +47,12 @@ def write_csv(path: str | os.PathLike[str], header: Sequence[str], rows: Iterabl
         csv.writer(file).writerows([header, *rows])
 
 
+def from_here(path: str) -> str:
+    """Return a file's path as tables name it: relative to the current folder where it is below that, else absolute."""
+    path, here = os.path.abspath(path), os.path.join(os.getcwd(), "")
+    return path.removeprefix(here)
+
+
 def is_address(path: str | os.PathLike[str]) -> bool:
     """Return whether this is a remote address such as https://..., not the path of a local file."""
     return "://" in os.fspath(path)

@@ -84,6 +84,9 @@ def test_messages_name_what_was_typed(photos, tmp_path, capsys):
     for given, message in {
         "--lr=fast": "--lr must be a number, got fast",
         "--model.lr=fast": "--model.lr must be a number, got fast",
+        "--learning_rate=1e-3": "unknown option --learning_rate (did you mean '--lr'?)",
+        "--data.workers=1": "unknown option --data.workers (did you mean '--num_workers'?)",
+        "--optimizer=sgd": "unknown option --optimizer (did you mean '--model.opt'?)",
         "--epoch=3": "unknown option --epoch (did you mean '--epochs'?)",
         "--img_sise=3": "unknown option --img_sise (did you mean '--img_size'?)",
     }.items():

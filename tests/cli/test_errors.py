@@ -95,6 +95,10 @@ def test_key_in_a_config_file(fit, tmp_path, capsys):
     config.write_text("trainer:\n  max_epoch: 3\n")
     message = fails([*fit, f"--config={config}"], capsys)
     assert f"unknown option trainer.max_epoch in {config} (did you mean 'trainer.max_epochs'?)" in message
+    # Names of other libraries, in the way of the file.
+    config.write_text("model:\n  learning_rate: 3\n")
+    message = fails([*fit, f"--config={config}"], capsys)
+    assert f"unknown option model.learning_rate in {config} (did you mean 'model.lr'?)" in message
     # A run that fails before it has anything leaves no folder.
     assert list(tmp_path.glob("runs/*")) == []
 

@@ -16,6 +16,7 @@ def place(run, photos, tmp_path, monkeypatch):
     labels = {"cat": "cat;dog", "dog": "dog", "owl": ""}
     rows = [f"{path},{labels[path.parent.name]}" for path in Path("photos/train").rglob("*.jpg")]
     Path("train.csv").write_text("\n".join(["path,label", *rows]))
+    shutil.copy("train.csv", "test.csv")
     for name in ("photo.jpg", "other.png"):
         shutil.copy("photos/test/owl/0.jpg", name)
     return tmp_path

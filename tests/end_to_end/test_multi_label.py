@@ -156,7 +156,7 @@ def test_predict(trained, expected, tmp_path):
 
 def test_sizes_average_and_publish(trained, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    best, last = (str(trained[1] / "checkpoints" / f"{name}.ckpt") for name in ("best", "last"))
+    best = str(trained[1] / "checkpoints" / "best.ckpt")
     assert main(["resolutions", best, "--sizes", "[16,24]", "24", "--split", "test", "--output", "curves"]) == 0
     summary = json.loads((trained[1] / "summary.json").read_text())
     curve = json.loads((tmp_path / "curves" / "resolutions.json").read_text())
@@ -173,8 +173,31 @@ def test_sizes_average_and_publish(trained, tmp_path, monkeypatch, capsys):
     exec(card.partition("```python\n")[2].partition("```")[0], {})
     found = relvit.load(best).predict("photo.jpg")
     assert sorted(line.split()[0] for line in capsys.readouterr().out.splitlines()) == sorted(found.names)
-    assert main(["average", best, last, "--output", "mean.ckpt"]) == 0
+
+
+def test_average_and_thresholds_anew(trained, expected, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    best = torch.load(trained[1] / "checkpoints" / "best.ckpt", weights_only=True)
+    thresholds = best["relvit"]["thresholds"]
+    for name, values in {"a": thresholds, "b": thresholds, "c": [0.25] * 3}.items():
+        best["relvit"]["thresholds"] = values
+        torch.save(best, f"{name}.ckpt")
+    assert main(["average", "a.ckpt", "b.ckpt", "--output", "same.ckpt"]) == 0
+    assert load_classifier("same.ckpt").thresholds == thresholds
+    assert "thresholds" not in capsys.readouterr().err
+    with pytest.warns(UserWarning, match="in mean.ckpt that of every class is 0.5; .* relvit calibrate mean.ckpt"):
+        assert main(["average", "a.ckpt", "c.ckpt", "--output", "mean.ckpt"]) == 0
     assert load_classifier("mean.ckpt").thresholds == [0.5] * 3
+    # The weights are those of the best checkpoint, so its thresholds come back.
+    capsys.readouterr()
+    assert main(["calibrate", "mean.ckpt"]) == 0
+    np.testing.assert_allclose(load_classifier("mean_calibrated.ckpt").thresholds, thresholds, rtol=1e-5)
+    labels, probabilities = expected["val"]
+    before, after = (multi_label_metrics(probabilities, labels, given).means()["f1"] for given in ([0.5] * 3, None))
+    out = capsys.readouterr().out
+    assert f"{len(labels)} images of val: 3 thresholds of the best F1 of each class" in out
+    assert f"{before:.4f}" in out
+    assert f"{after:.4f}" in out
 
 
 @pytest.mark.slow
@@ -197,7 +220,6 @@ def test_what_is_for_one_label_is_refused(trained, tmp_path, capsys):
         (tmp_path / "photos" / name).mkdir(parents=True)
         shutil.copy(trained[0] / "test" / "0.png", tmp_path / "photos" / name)
     for arguments, message in (
-        (["calibrate", best, "--output", str(tmp_path / "new.ckpt")], "a temperature is for images of one label each"),
         (["probe", best], "probes are for images of one label each"),
         (
             ["test", best, "--robustness", str(tmp_path / "photos"), "--runs", str(tmp_path / "runs"), *QUIET],

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from processes import in_terminal
 from vits import SMALL, images, small
 
 import relvit
@@ -109,3 +110,12 @@ def test_the_command_names_model_and_size(capsys):
     title, _, *table = capsys.readouterr().out.splitlines()
     assert title == "relvit_tiny at 64 x 96 pixels, training on the CPU in float32:"
     assert len(table) == 3
+
+
+def test_the_command_in_a_terminal(tmp_path):
+    status, text = in_terminal(["explain", "test_relvit"], tmp_path, columns=60)
+    assert status == 0, text
+    lines = [line.rstrip() for line in text.splitlines()]
+    assert "layers                  blocks.0.attn ... blocks.5.attn (6)" in lines
+    assert max(map(len, lines[1:])) <= 60
+    assert "|" not in text

@@ -105,7 +105,9 @@ def test_three_panels_with_epochs_from_one_and_the_best_of_them(tmp_path, monkey
     # At half the size, letters are still legible.
     texts = [*loss.get_xticklabels(), loss.xaxis.label, *loss.get_legend().get_texts()]
     assert min(text.get_fontsize() for text in texts) * figures[0].dpi / 72 / 2 > 8
-    assert pixels(tmp_path / "curves.png").shape == (450, 1500, 3)
+    assert pixels(tmp_path / "curves.png").shape == (550, 1500, 3)
+    # The legends cover no curve.
+    assert all(axes.get_legend().get_window_extent().y0 >= axes.get_window_extent().y1 for axes in (loss, accuracy))
     # Two validations in each epoch: the loss is that of the same validation.
     (tmp_path / "metrics.csv").write_text("epoch,val/acc1,val/loss\n0,0.5,1.6\n0,0.4,9.0\n1,0.5,1.7\n1,0.3,1.0\n")
     plot_curves(tmp_path / "metrics.csv", tmp_path / "curves.png")

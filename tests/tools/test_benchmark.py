@@ -14,7 +14,7 @@ def row(name, seconds, memory=None, status="ok", **other):
     place = {"device": "cpu", "dtype": "float32", "compiled": False, "rounds": 3, "cap": 60.0, "commit": "abc"}
     machine = {"processor": "P", "cores": 2, "threads": 1, "gpu": None}
     found = {"name": name, "seconds": seconds, "memory_bytes": memory, "status": status}
-    return {**shared, **place, **found, "versions": {"torch": "2"}, "machine": machine, **other}
+    return {**shared, **place, **found, "versions": {"torch": "2"}, "machine": machine, "keeps_memory": True} | other
 
 
 def rows(**other):
@@ -59,7 +59,8 @@ def test_tables_of_one_run_size_and_mode():
 
 def test_summary_has_the_lowest_and_the_highest_of_all_runs():
     later = [row("plain", [0.2] * 3, run="later"), row("relvit_small_tiled", [0.24] * 3, run="later")]
-    measured = [*rows(), *later, *rows(mode="forward"), *rows(device="cuda", run="gpu")]
+    others = [*rows(mode="forward"), *rows(device="cuda", run="gpu"), *rows(keeps_memory=False, run="first")]
+    measured = [*rows(), *later, *others]
     unmeasured = " | not measured, not measured"
     ours = next(line for line in report.summary(measured).splitlines() if "`relvit_small`" in line)
     assert ours == f"| `relvit_small`{unmeasured} | 1.50, 1.20–1.50{2 * unmeasured} | 2.50 |"

@@ -19,6 +19,7 @@ def test_a_bar_reads_on_one_process_alone(photos, tmp_path):
     assert ranks.finish(seconds=90) == [0, 0], ranks.text()
     # Not every bar prints what a module prints.
     assert ranks.text().count("effective batch") == 1
+    assert ranks.text().count("18 training images: cat 6, dog 6, owl 6") == 1
     assert "Test accuracy" in ranks.text()
 
 

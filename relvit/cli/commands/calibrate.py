@@ -1,4 +1,4 @@
-"""`relvit calibrate`: a checkpoint whose probabilities are calibrated by temperature scaling."""
+"""`relvit calibrate`: a checkpoint with a temperature, or with thresholds of several labels, fitted to val."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from relvit.cli.commands.embed import find_device
+from relvit.evaluation import ChosenThresholds
 from relvit.evaluation import calibrate as calibrate_checkpoint
 from relvit.utils.files import is_address
 from relvit.utils.progress import with_bar
@@ -28,7 +29,7 @@ def calibrate(
     """Fit a temperature to validation images, and write the checkpoint with the temperature in it.
 
     All commands that take the new checkpoint divide the logits by this temperature, except a training that goes on or
-    starts from it.
+    starts from it. Of a model of several labels per image it chooses the threshold of each class instead.
 
     Args:
         ckpt_path: The checkpoint to calibrate, such as runs/RUN/checkpoints/best.ckpt.
@@ -44,13 +45,14 @@ def calibrate(
         output = output if is_address(ckpt_path) else str(place.with_name(output))
     bar = partial(with_bar, what="calibrating")
     found = calibrate_checkpoint(ckpt_path, output, split, root, batch_size, find_device(device), bar)
-    print(f"{found.images} images of {split}: temperature {found.temperature:.4f}")
     table = Table("", "before", "after", box=SIMPLE_HEAD)
-    rows = (
-        ("accuracy", (found.accuracy, found.accuracy)),
-        ("negative log-likelihood", found.nll),
-        ("calibration error", found.error),
-    )
+    if isinstance(found, ChosenThresholds):
+        print(f"{found.images} images of {split}: {len(found.thresholds)} thresholds of the best F1 of each class")
+        rows = [("mean F1", found.f1)]
+    else:
+        print(f"{found.images} images of {split}: temperature {found.temperature:.4f}")
+        rows = [("accuracy", (found.accuracy, found.accuracy))]
+        rows += [("negative log-likelihood", found.nll), ("calibration error", found.error)]
     for name, values in rows:
         table.add_row(name, *(f"{value:.4f}" for value in values))
     Console().print(table)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
 from relvit.cli.errors import UsageError
 from relvit.evaluation import Size
-from relvit.evaluation.explain import as_table
+from relvit.evaluation.explain import HEADER, as_rows, as_table
 from relvit.evaluation.explain import explain as explain_model
 from relvit.models import build_model
 from relvit.ops.checks import int_pair
@@ -21,6 +24,8 @@ def explain(
     retrofit: dict[str, Any] | None = None,
 ) -> None:
     """Print a table of a model's attention layers: positions, backend and why, width, what training keeps.
+
+    A terminal shows one kind of layer below the other; a file or pipe gets a Markdown table.
 
     Args:
         model: The name of a model, such as relvit_small, or with `--retrofit {}` one of timm's; or a checkpoint.
@@ -37,4 +42,15 @@ def explain(
         net = build_model(model, 10, model_kwargs=model_kwargs, retrofit=retrofit)
     plans = explain_model(net, img_size)
     height, width = net.patch_embed.img_size if img_size is None else int_pair("img_size", img_size, 1)
-    print(f"{model} at {height} x {width} pixels, training on the CPU in float32:\n\n{as_table(plans)}", flush=True)
+    print(f"{model} at {height} x {width} pixels, training on the CPU in float32:\n", flush=True)
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        print(as_table(plans), flush=True)
+        return
+    # Eight columns fit no terminal.
+    for row in as_rows(plans):
+        table = Table.grid(padding=(0, 2, 0, 0))
+        for name, cell in zip(HEADER, row, strict=True):
+            table.add_row(name, cell)
+        console.print(table)
+        console.print()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain, count
 from pathlib import Path
 
 import torch
@@ -34,6 +35,8 @@ def show(
 ) -> None:
     """Write pictures of a model, a PNG of each kind, and for each image those that need one.
 
+    No picture is overwritten: where there is a tables.png or photo-attention.png already, the new one gets a number.
+
     Args:
         ckpt_path: The checkpoint to use, such as runs/RUN/checkpoints/best.ckpt.
         images: Image files, folders and patterns; without images, only tables and aft-windows are drawn.
@@ -45,7 +48,7 @@ def show(
         img_size: The size of the images that the model gets, such as 288 or [256,384]; None means as in training.
         reach: How attention works at other sizes than in training: trained, stretch, logn, stretch-logn, windows or
             bands.
-        output: The folder to write to.
+        output: The folder to write to, beside the pictures that are there.
         device: The device that computes, such as cpu or cuda:1; auto takes an accelerator if there is one.
     """
     chosen = list(KINDS if kind is None else dict.fromkeys(kind))
@@ -58,9 +61,9 @@ def show(
     blank = torch.zeros(len(predictor.mean), *predictor.img_size)
     subjects = [("", blank, [name for name in chosen if name in OF_THE_MODEL])]
     others = [name for name in chosen if name not in OF_THE_MODEL]
-    for path, stem in zip(paths, _stems(paths), strict=True):
+    for path in paths:
         pixels, _ = next(predictor.batches([path]))
-        subjects.append((f"{stem}-", images_of(pixels)[0], others))
+        subjects.append((f"{Path(path).stem}-", images_of(pixels)[0], others))
     folder, left_out, written = Path(output), {}, 0
     for start, image, kinds in subjects:
         picture = picture_of(image, predictor.mean, predictor.std, SIDE)
@@ -73,8 +76,9 @@ def show(
                 left_out[name] = str(error)
                 continue
             folder.mkdir(parents=True, exist_ok=True)
-            figure.savefig(folder / f"{start}{name}.png")
-            print(folder / f"{start}{name}.png", flush=True)
+            target = _unused(folder / f"{start}{name}.png")
+            figure.savefig(target)
+            print(target, flush=True)
             written += 1
     for name, reason in left_out.items():
         print(f"left out: {name}: {reason}", flush=True)
@@ -82,7 +86,7 @@ def show(
         raise UsageError("there is no picture of this model" + ("" if paths else " without an image"))
 
 
-def _stems(paths: list[str]) -> list[str]:
-    """Names of the images without their endings; of equal ones with their number."""
-    stems = [Path(path).stem for path in paths]
-    return [f"{stem}-{n}" if stems.count(stem) > 1 else stem for n, stem in enumerate(stems)]
+def _unused(path: Path) -> Path:
+    """Return a path where there is no file: this one, or the next with a number."""
+    numbered = (path.with_stem(f"{path.stem}-{number}") for number in count(2))
+    return next(each for each in chain([path], numbered) if not each.exists())

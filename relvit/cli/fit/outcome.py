@@ -18,6 +18,8 @@ from torch import nn
 
 from relvit.cli.errors import UsageError
 from relvit.cli.fit.loggers import send_results
+from relvit.data import ImageData
+from relvit.data.modules.base import Split
 from relvit.evaluation import ClassMetrics, Corruptions, EvaluationReport
 from relvit.evaluation.pictures import NotApplicableError, draw
 from relvit.training import DataRecord, PredictionTable, RunCheckpoints, load_classifier
@@ -56,6 +58,7 @@ def report_fit(
         "steps": model.plan.steps,
         "warmup_steps": model.plan.warmup,
         f"val/{score}": float(checkpoints.best_model_score),
+        "best_epoch": checkpoints.best_epoch,
     }
     lines = [f"Trained {trained} {'epoch' if trained == 1 else 'epochs'} in {seconds / 60:.1f} min."]
     for stop in trainer.early_stopping_callbacks:
@@ -63,7 +66,10 @@ def report_fit(
             lines.append(f"Stopped early: patience {stop.patience} with {stop.monitor} has run out.")
             summary["stopped_early"] = True
     resumed = f" since resuming after epoch {since}" if since and not same_run else ""
-    lines.append(f"Best validation {what}{resumed}: {summary[f'val/{score}']:.4f}")
+    lines.append(
+        f"Best validation {what}{resumed}: {summary[f'val/{score}']:.4f}, epoch {checkpoints.best_epoch}"
+        f"{_baseline(_counts(data, 'val'))}"
+    )
     # A test image that cannot be read stops the test, not this.
     rank_zero_print("\n".join(lines))
     lines = []
@@ -72,6 +78,7 @@ def report_fit(
         summary.update(results)
         more = {"test/acc5": "top-5", "test/f1": "mean F1"}
         more = "".join(f", {text} {results[name]:.4f}" for name, text in more.items() if name in results)
+        more += _baseline(_counts(data, "test"))
         lines.append(f"Test {what} of that checkpoint: {results[f'test/{score}']:.4f}{more}")
     if model.transfer is not None:
         summary["pretrained"] = model.transfer.plain()
@@ -101,12 +108,11 @@ def report_test(trainer: Trainer, folder: Path, checkpoint: str, reach: str) -> 
     print_classes(report.classes, data.class_names)
     if report.corruptions is not None:
         print_corruptions(report.corruptions)
-    other = {"test/calibration_error": "calibration error", "test/map": SCORES["map"]}
-    other = ", ".join(f"{text} {summary[name]:.4f}" for name, text in other.items() if name in summary)
-    rank_zero_print(
-        f"{summary['images']} images of {data.evaluated_split}, mean F1 of the classes {summary['test/f1']:.4f}, "
-        f"{other}\n{_files(folder)}"
-    )
+    shown = {"test/acc1": SCORES["acc1"], "test/f1": "mean F1 of the classes", "test/map": SCORES["map"]}
+    shown |= {"test/calibration_error": "calibration error"}
+    shown = ", ".join(f"{text} {summary[name]:.4f}" for name, text in shown.items() if name in summary)
+    shown += _baseline(None if data.multi_label else report.classes.count)
+    rank_zero_print(f"{summary['images']} images of {data.evaluated_split}, {shown}\n{_files(folder)}")
 
 
 def report_predict(trainer: Trainer, folder: Path) -> None:
@@ -150,6 +156,17 @@ def print_corruptions(corruptions: Corruptions) -> None:
     results = corruptions.results
     line = f"mean corruption error {results['test/mean_corruption_error']:.4f} (not normalised)"
     rank_zero_print(line + (f", mCE {100 * results['test/mce']:.1f} (AlexNet 100)" if "test/mce" in results else ""))
+
+
+def _counts(data: ImageData, split: Split) -> np.ndarray | None:
+    """Count the images of each class; None with several labels, or where a dataset does not list its labels."""
+    labels = getattr(data.dataset(split), "targets", None)
+    return None if data.multi_label or labels is None else np.bincount(labels)
+
+
+def _baseline(counts: np.ndarray | None) -> str:
+    """Describe the accuracy of always naming the commonest class."""
+    return "" if counts is None else f"; always the commonest class: {counts.max() / counts.sum():.4f}"
 
 
 def _callback(trainer: Trainer, kind: type[Kind]) -> Kind:

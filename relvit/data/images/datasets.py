@@ -11,6 +11,7 @@ from torchvision.transforms import v2
 from relvit.data.images.decode import ImageSource, UnreadableImageError, load_rgb
 from relvit.data.labels import Label, multi_hot
 from relvit.data.loading.loader import SignalSafeDataLoader
+from relvit.utils.files import from_here
 
 OnError = Literal["error", "skip"]
 
@@ -44,10 +45,13 @@ class LabelledFiles(Dataset[Any]):
 
 
 class NamedFiles(Dataset[Any]):
-    """Image files, or stored images, without labels. Items are ``(image, path)``, transformed from RGB."""
+    """Image files, or stored images, without labels. Items are ``(image, path)``, transformed from RGB.
+
+    Paths are those of `from_here`, however a user has written them.
+    """
 
     def __init__(self, paths: Sequence[ImageSource], transform: v2.Compose) -> None:
-        self.paths: list[ImageSource] = list(paths)
+        self.paths: list[ImageSource] = [from_here(path) if isinstance(path, str) else path for path in paths]
         self.transform = transform
 
     def __len__(self) -> int:

@@ -2,9 +2,8 @@
 
 import glob
 import os
-import unicodedata
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from relvit.data.images.decode import IMAGE_ENDINGS, OTHER_ENDINGS
@@ -103,7 +102,7 @@ def find_images(paths: Iterable[str]) -> list[str]:
 def class_folders(folder: str) -> list[str]:
     """Sorted names of the folders right inside a folder, one for each class; hidden ones are left out.
 
-    Warns of images beside them, and of names that some file systems take for one.
+    Warns of images beside them.
 
     Raises:
         ValueError: There are none.
@@ -114,15 +113,6 @@ def class_folders(folder: str) -> list[str]:
     if not names:
         found = f"{images} images are directly in {folder}" if images else f"{folder} is empty"
         raise ValueError(f"{found}; put the images of each class into a folder {os.path.join(folder, '<class>')}")
-    alike = defaultdict(list)
-    for name in names:
-        alike[unicodedata.normalize("NFC", name).casefold()].append(printable(name))
-    if groups := [group for group in alike.values() if len(group) > 1]:
-        warnings.warn(
-            f"{printable(folder)} has the classes {' and '.join(listing(group) for group in groups)}, which differ in "
-            "case or accents alone; some file systems make one class of them: rename them",
-            stacklevel=2,
-        )
     if images:
         warnings.warn(
             f"{images} {'image is' if images == 1 else 'images are'} beside the class folders of {printable(folder)} "

@@ -2,8 +2,9 @@
 
 import sys
 import time
+import warnings
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, get_args
 
@@ -13,7 +14,7 @@ from torch.utils.data import Dataset
 from relvit.data.images.datasets import LabelledFiles, NamedFiles, OnError
 from relvit.data.images.decode import ImageSource
 from relvit.data.images.memory import decode_into_memory, in_units
-from relvit.data.labels import Label, rarest
+from relvit.data.labels import Label, class_counts, counts_text, doubtful_classes, rarest
 from relvit.data.modules.base import ImageData, Split
 from relvit.data.split import check_fraction, stratified_split
 from relvit.data.transforms import Augment
@@ -112,6 +113,12 @@ class ImageFilesData(ImageData):
         """Name of an image of train whose hash decides between train and val."""
         return self._display_name(path)
 
+    def setup(self, stage: str | None = None) -> None:
+        super().setup(stage)
+        if stage == "fit" and self._has_own("test"):
+            # What is wrong there is reported before the training, not by the test after it.
+            self._samples("test")
+
     def build(self, split: Split) -> Dataset[Any]:
         """Build the dataset of one split; looks for its files."""
         if split == "predict":
@@ -156,6 +163,16 @@ class ImageFilesData(ImageData):
         put_aside = self._divided[1] if self._has_own("train") else []
         return [(self._display_name(path), label) for path, label in put_aside]
 
+    def training_images(self) -> str:
+        """Describe the images to train on: how many, how many are held out to validate, and those of each class."""
+        labels = [label for _, label in self.samples("train")]
+        held_out = f" ({len(put_aside):,} more are held out to validate)" if (put_aside := self.held_out()) else ""
+        return f"{len(labels):,} training images{held_out}: {counts_text(class_counts(labels, self.class_names))}"
+
+    def _doubts(self, counts: Mapping[str, int]) -> list[str]:
+        """Describe what may be wrong with the classes of train, of which each has so many images."""
+        return doubtful_classes(counts)
+
     @cached_property
     def _divided(self) -> tuple[list[tuple[ImageSource, Label]], list[tuple[ImageSource, Label]]]:
         """The images to train on, and those put aside to validate where the data have no val.
@@ -163,10 +180,16 @@ class ImageFilesData(ImageData):
         The class of a multi-label image is here that of its classes which has the fewest images.
         """
         samples = self._samples("train")
+        labels = [label for _, label in samples]
+        if rank_zero_only.rank == 0:
+            for doubt in self._doubts(class_counts(labels, self.class_names)):
+                # The caller is `cached_property`, of which a warning says nothing.
+                warnings.warn(doubt, stacklevel=1)
         if self._has_own("val"):
             return samples, []
         names = [self._split_key(path) for path, _ in samples]
-        classes = rarest([label for _, label in samples])
-        parts = stratified_split(names, classes, self.val_fraction, self.split_seed, self.place)
+        classes = rarest(labels)
+        where = f"{self.place} (of an image's labels the rarest counts)" if self.multi_label else self.place
+        parts = stratified_split(names, classes, self.val_fraction, self.split_seed, where)
         larger, smaller = ([samples[i] for i in part] for part in parts)
         return larger, smaller

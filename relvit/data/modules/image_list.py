@@ -2,7 +2,7 @@
 
 import csv
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from typing import Any, Literal, NamedTuple
@@ -13,6 +13,7 @@ from relvit.data.modules.base import Split
 from relvit.data.modules.image_files import ImageFilesData
 from relvit.utils.messages import MissingPackageError, did_you_mean, listing
 
+_SEPARATORS = ";,|"  # what is usually between the labels of an image
 _SHOWN = 5  # wrong rows that a message names
 
 
@@ -106,12 +107,6 @@ class ImageListData(ImageFilesData):
             return None
         return f"no {split} list; give one (--data.{split})"
 
-    def setup(self, stage: str | None = None) -> None:
-        super().setup(stage)
-        if stage == "fit" and self.test is not None:
-            # A wrong row is reported before the training, not by the test after it.
-            self._samples("test")
-
     def _has_own(self, split: Split) -> bool:
         return getattr(self, split) is not None
 
@@ -131,6 +126,16 @@ class ImageListData(ImageFilesData):
 
     def _display_name(self, path: str) -> str:
         return self._written[path]
+
+    def _doubts(self, counts: Mapping[str, int]) -> list[str]:
+        doubts = super()._doubts(counts)
+        for separator in () if self.multi_label else _SEPARATORS:
+            if names := [name for name in counts if separator in name]:
+                doubts.append(
+                    f"{listing(names, 3)} {'is one class each' if len(names) > 1 else 'is one class'}: for several "
+                    f"labels per image give --data.label_separator '{separator}'"
+                )
+        return doubts
 
     @cached_property
     def _train_rows(self) -> list[Row]:
@@ -165,12 +170,10 @@ class ImageListData(ImageFilesData):
         """Label of each row: the position of its class, or of multi-label images those of its classes."""
         names = [self._names(row) for row in rows]
         known = positions(list(chain.from_iterable(names)), self.class_names)
-        wrong = [
-            (row.line, f"unknown class {name!r}{did_you_mean(name, known)}")
-            for row, of_row in zip(rows, names, strict=True)
-            for name in of_row
-            if name not in known
-        ]
+        wrong = []
+        for row, of_row in zip(rows, names, strict=True):
+            if unknown := [f"{name!r}{did_you_mean(name, known)}" for name in of_row if name not in known]:
+                wrong.append((row.line, f"unknown {'class' if len(unknown) == 1 else 'classes'} {', '.join(unknown)}"))
         _refuse_rows(file, wrong)
         labels = [tuple(sorted({known[name] for name in of_row})) for of_row in names]
         return labels if self.multi_label else [position for (position,) in labels]

@@ -1,9 +1,9 @@
-"""Temperature scaling (Guo et al. 2017): fit a temperature on held-out images and keep it in the checkpoint."""
+"""Calibration on held-out images: a temperature (Guo et al. 2017), or the thresholds of several labels."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from relvit.evaluation.metrics import calibration_error
 from relvit.training import Checkpoint
 from relvit.training.checkpoints.file import KEY, read_checkpoint, write_checkpoint
+from relvit.training.multi_label import multi_label_metrics, to_probabilities
 from relvit.utils.files import check_output
 from relvit.utils.remote import local_file
 
@@ -34,6 +35,20 @@ class Calibration(NamedTuple):
     accuracy: float
     nll: tuple[float, float]
     error: tuple[float, float]
+
+
+class ChosenThresholds(NamedTuple):
+    """Thresholds of a multi-label model, with the mean F1 of the classes on the images on which they were chosen.
+
+    Attributes:
+        thresholds: of the classes, those of the best F1, see `relvit.training.multi_label.multi_label_metrics`.
+        images: their number.
+        f1: with the thresholds before, and with these.
+    """
+
+    thresholds: list[float]
+    images: int
+    f1: tuple[float, float]
 
 
 def fit_temperature(logits: Tensor, labels: Tensor) -> float:
@@ -85,8 +100,10 @@ def calibrate(
     batch_size: int | None = None,
     device: torch.device | str = "cpu",
     progress: Callable[[Iterable[Any], int], Iterable[Any]] | None = None,
-) -> Calibration:
+) -> Calibration | ChosenThresholds:
     """Fit the temperature of a checkpoint and write the checkpoint with it; everything else in it stays as it is.
+
+    Of a multi-label checkpoint the thresholds of the classes are chosen instead, for the best F1 of each.
 
     `relvit.load`, `relvit validate`, `test`, `predict`, `resolutions` and `export` divide logits by it. A training that
     goes on, or starts, from the checkpoint leaves it out: it belongs to these weights.
@@ -112,8 +129,6 @@ def calibrate(
         data = checkpoint.data_module(root=root, batch_size=batch_size)
         checkpoint.check_data(data)
         classifier = checkpoint.classifier().to(device)
-        if classifier.thresholds is not None:
-            raise ValueError(f"{ckpt_path} is a multi-label model: a temperature is for images of one label each")
         classifier.temperature = 1.0
         data.prepare_data()
         data.evaluate_on(split)
@@ -126,11 +141,23 @@ def calibrate(
                 labels.append(targets.cpu())
         if not labels:
             raise ValueError(f"none of the images of {split} could be read")
-        found = _evaluate(torch.cat(logits).clone(), torch.cat(labels).clone())
+        outcomes = torch.cat(logits).clone(), torch.cat(labels).clone()
         content = read_checkpoint(ckpt_path, file, averaged=False)
-    content[KEY]["temperature"] = found.temperature
+    if classifier.thresholds is None:
+        found = _evaluate(*outcomes)
+        content[KEY]["temperature"] = found.temperature
+    else:
+        found = _choose(*outcomes, classifier.thresholds)
+        content[KEY]["thresholds"] = found.thresholds
     write_checkpoint(content, output)
     return found
+
+
+def _choose(logits: Tensor, labels: Tensor, before: Sequence[float]) -> ChosenThresholds:
+    # As a training chooses them, in its precision.
+    probabilities = to_probabilities(logits, multi_label=True).numpy()
+    old, new = (multi_label_metrics(probabilities, labels.bool().numpy(), given) for given in (before, None))
+    return ChosenThresholds(new.threshold.tolist(), len(labels), (old.means()["f1"], new.means()["f1"]))
 
 
 def _evaluate(logits: Tensor, labels: Tensor) -> Calibration:

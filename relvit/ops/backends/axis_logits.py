@@ -161,15 +161,20 @@ def axis_logits(query: Tensor, tables: AxisTables, entries: TableIndex) -> Tenso
 
     One product with all table rows, then a choice, is faster than a product per row of the grid: the tables are short.
     """
-    table = join_tables(tables, entries.reach, query.dtype)
+    per_entry = entry_logits(query, tables, entries.reach)
+    index = entries.index.expand(*per_entry.shape[:-1], -1)
+    if is_compiling() or is_functorch() or not torch.is_grad_enabled():
+        return per_entry.gather(-1, index)
+    return _Gather.apply(per_entry, index)
+
+
+def entry_logits(query: Tensor, tables: AxisTables, reach: Distances) -> Tensor:
+    """Multiply queries by all vectors of `join_tables`: (B, heads, N, entries)."""
+    table = join_tables(tables, reach, query.dtype)
     # Head by head: so queries whose memory is as the projection has left it need no copy, neither now nor in backward.
     by_head = query.permute(1, 0, 2, 3).flatten(1, 2)
-    per_offset = torch.bmm(by_head, table.expand(query.shape[1], -1, -1).transpose(-2, -1))
-    per_offset = per_offset.unflatten(1, (query.shape[0], query.shape[2])).transpose(0, 1)
-    index = entries.index.expand(*per_offset.shape[:-1], -1)
-    if is_compiling() or is_functorch() or not torch.is_grad_enabled():
-        return per_offset.gather(-1, index)
-    return _Gather.apply(per_offset, index)
+    per_entry = torch.bmm(by_head, table.expand(query.shape[1], -1, -1).transpose(-2, -1))
+    return per_entry.unflatten(1, (query.shape[0], query.shape[2])).transpose(0, 1)
 
 
 class _Gather(torch.autograd.Function):

@@ -23,12 +23,13 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from relvit.ops.backends.axis_logits import (
+    Axes,
+    entry_logits,
     grid_axes,
     join_tables,
     key_logits,
     query_axes,
     query_logits,
-    sum_by_entry,
     table_index,
     times_table,
 )
@@ -42,8 +43,6 @@ from relvit.ops.tracing import without_autocast
 # gradients of keys and values.
 TILE_LOGITS = 1 << 20
 LEAST_QUERIES = 64
-# Small samples share a tile up to this number: several have to be copied before each product.
-SHARED_LOGITS = 1 << 18
 
 
 class Operands(NamedTuple):
@@ -51,7 +50,8 @@ class Operands(NamedTuple):
 
     Attributes:
         query: (B, heads, Nq, head_dim); key and value likewise.
-        query_logits: (B, heads, Nq, H + W), of `axis_logits.query_logits`.
+        query_logits: (B, heads, Nq, H + W) of `axis_logits.query_logits`, or (B, heads, Nq, entries) of
+            `axis_logits.entry_logits` where the configuration has a `logits_index`.
         key_logits: (B, heads, Nk, H' + W'), of `axis_logits.key_logits`.
         table: the joined value tables, ([heads,] entries, value_dim).
         attn_mask: (1 or B, 1 or heads, 1 or Nq, 1 or Nk).
@@ -72,13 +72,15 @@ class TileConfig(NamedTuple):
     Attributes:
         keys: where keys are.
         queries: where queries are among the rows and columns of `key_logits`.
-        value_index: (1 or B, 1, Nq, H + W), table entries of the value term.
+        logits_index: (1 or B, 1, Nq, H + W), which of the `query_logits` each row and column has; None: its own.
+        value_index: the same into the value term's table.
         valid: (1 or B, Nk) booleans, which keys may be attended to.
         size: samples, heads and queries of one tile at the most: the same in backward, whatever thread runs it.
     """
 
     keys: Positions
     queries: Positions | None
+    logits_index: Tensor | None
     value_index: Tensor | None
     valid: Tensor | None
     is_causal: bool
@@ -98,13 +100,11 @@ class Tile(NamedTuple):
 
     def all_tokens(self, tensor: Tensor) -> Tensor:
         """Return the part of the tile's samples and heads of a tensor (1 or B, 1 or heads, ...)."""
-        tensor = tensor if tensor.shape[0] == 1 else tensor[self.samples]
-        return tensor if tensor.shape[1] == 1 else tensor[:, self.heads]
+        return _part(_part(tensor, 0, self.samples), 1, self.heads)
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the tile's part of a tensor (1 or B, 1 or heads, 1 or Nq, ...)."""
-        tensor = self.all_tokens(tensor)
-        return tensor if tensor.shape[2] == 1 else tensor[:, :, self.queries]
+        return _part(self.all_tokens(tensor), 2, self.queries)
 
     def positions(self, of_all: Positions) -> Positions:
         """Return the positions of the tile's samples."""
@@ -132,7 +132,8 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
         if terms.value is not None:
             reach, value_index = table_index(terms.value, terms.bucketing, inputs.grid, axes, query)
             table = join_tables(terms.value, reach, value.dtype)
-        of_queries, of_keys = query_logits(inputs, axes), key_logits(inputs, axes_of_queries)
+        of_queries, logits_index = _query_logits(inputs, axes)
+        of_keys = key_logits(inputs, axes_of_queries)
         if mask is not None:
             mask = mask[(None,) * (4 - mask.dim())]
         operands = Operands(query, key, value, of_queries, of_keys, table, mask)
@@ -140,6 +141,7 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
         config = TileConfig(
             keys=keys if key_grid.coords is None else token_positions(key_grid, axes, query.device, -2),
             queries=None if of_keys is None else token_positions(inputs.grid, axes_of_queries, query.device, -1),
+            logits_index=logits_index,
             value_index=value_index,
             valid=valid,
             is_causal=inputs.is_causal,
@@ -150,6 +152,19 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
             size=_tile_size(query, key),
         )
         return Tiles.apply(*operands, config).transpose(1, 2).to(dtype)
+
+
+def _query_logits(inputs: AttentionInputs, axes: Axes) -> tuple[Tensor | None, Tensor | None]:
+    """Return the `query_logits` of `Operands` and their `logits_index`.
+
+    Table entries are fewer than the rows and columns of large images: what is kept does not grow with these.
+    """
+    query, terms = inputs.position_query, inputs.terms
+    if terms.key is not None and terms.bias is None:
+        reach, index = table_index(terms.key, terms.bucketing, inputs.grid, axes, query)
+        if 2 * sum(reach) + 2 <= index.shape[-1]:
+            return entry_logits(query, terms.key, reach), index
+    return query_logits(inputs, axes), None
 
 
 class Tiles(torch.autograd.Function):
@@ -165,19 +180,16 @@ class Tiles(torch.autograd.Function):
         batch, heads, length, _ = query.shape
         # Tokens before heads: so the projections have it.
         result = value.new_empty(batch, length, heads, value.shape[-1])
-        marginals = on_entries = None
-        if table is not None:
-            marginals = value.new_empty(batch, length, heads, config.keys.height + config.keys.width)
+        on_entries = None if table is None else value.new_zeros(batch, length, heads, table.shape[-2])
         workspace = _new_workspace(operands, config)
         for tile in _tiles(query, config):
             weights = _weights(operands, config, tile, workspace)
             if config.dropout_p:
                 weights *= _dropout_multiplier(weights, config, tile)
             _set_product(tile.of(result.transpose(1, 2)), weights, tile.all_tokens(value))
-            if marginals is not None:
-                from_pairs(weights, tile.positions(config.keys), tile.of(marginals.transpose(1, 2)))
+            if on_entries is not None:
+                _add_by_axis(weights, config, tile, on_entries.transpose(1, 2), config.value_index)
         if table is not None:
-            on_entries = sum_by_entry(marginals, config.value_index, table.shape[-2])
             _add_times_table(result, on_entries, table)
         ctx.save_for_backward(*given, on_entries, result)
         return result
@@ -201,10 +213,9 @@ def _backward(
     operands, scale = _without_padding(operands, config), config.scale
     query, key, value, query_logits, key_logits, table, mask = operands
     tokens, grad, result = grad, grad.transpose(1, 2), result.transpose(1, 2)
-    grad_marginals = grad_table = None
+    grad_on_entries = grad_table = None
     if table is not None:
-        per_entry = times_table(tokens, table.mT * scale).transpose(1, 2)
-        grad_marginals = per_entry.gather(-1, config.value_index.expand(*per_entry.shape[:-1], -1))
+        grad_on_entries = times_table(tokens, table.mT * scale).transpose(1, 2)
         if table.dim() == 2:
             grad_table = on_entries.flatten(0, 2).mT @ tokens.flatten(0, 2)
         else:
@@ -213,7 +224,7 @@ def _backward(
     mean = (grad * result).sum(-1, keepdim=True) * scale
 
     grad_query, grad_key, grad_value = (_empty_like(tensor) for tensor in (query, key, value))
-    grad_query_logits = None if query_logits is None else _empty_like(query_logits)
+    grad_query_logits = None if query_logits is None else _empty_like(query_logits).zero_()
     grad_key_logits = None if key_logits is None else torch.zeros_like(key_logits)
     grad_mask = torch.zeros_like(mask) if wants_mask else None
     workspace, second_workspace = _new_workspace(operands, config), _new_workspace(operands, config)
@@ -224,9 +235,9 @@ def _backward(
         dropped = weights if multiplier is None else weights * multiplier
         tile.add_product(grad_value, dropped.mT, tile.of(grad))
         grad_weights = second_workspace[: weights.numel()].view(weights.shape)
-        if grad_marginals is not None:
-            to_pairs(tile.of(grad_marginals), keys, grad_weights)
-        beta = 0.0 if grad_marginals is None else 1.0
+        if grad_on_entries is not None:
+            to_pairs(_by_axis(grad_on_entries, tile, config.value_index), keys, grad_weights)
+        beta = 0.0 if grad_on_entries is None else 1.0
         _add_product(grad_weights, tile.of(grad), tile.all_tokens(value).mT, beta, scale)
         if multiplier is not None:
             grad_weights *= multiplier
@@ -237,10 +248,16 @@ def _backward(
         _set_product(tile.of(grad_query), grad_logits, tile.all_tokens(key))
         tile.add_product(grad_key, grad_logits.mT, tile.of(query))
         if grad_query_logits is not None:
-            from_pairs(grad_logits, keys, tile.of(grad_query_logits))
+            _add_by_axis(grad_logits, config, tile, grad_query_logits, config.logits_index)
         if grad_key_logits is not None:
             from_queries(grad_logits, tile.positions(config.queries), tile.all_tokens(grad_key_logits))
     return Operands(grad_query, grad_key, grad_value, grad_query_logits, grad_key_logits, grad_table, grad_mask)
+
+
+def _part(tensor: Tensor, axis: int, of_axis: slice) -> Tensor:
+    """A slice of an axis, unless it has all or is broadcast: most tiles of small images would cut nothing."""
+    size = of_axis.stop - of_axis.start
+    return tensor if tensor.shape[axis] in (1, size) else tensor.narrow(axis, of_axis.start, size)
 
 
 def _tile_size(query: Tensor, key: Tensor) -> tuple[int, int, int]:
@@ -249,7 +266,7 @@ def _tile_size(query: Tensor, key: Tensor) -> tuple[int, int, int]:
     threads = torch.get_num_threads()
     most, of_sample = TILE_LOGITS * threads, max(1, heads * length * key.shape[2])
     if of_sample <= most:
-        return max(1, SHARED_LOGITS * threads // of_sample), heads, max(1, length)
+        return most // of_sample, heads, max(1, length)
     # Few heads and many queries: narrow products are slow.
     heads = min(heads, threads)
     return 1, heads, max(LEAST_QUERIES, most // (heads * key.shape[2]))
@@ -258,11 +275,10 @@ def _tile_size(query: Tensor, key: Tensor) -> tuple[int, int, int]:
 def _tiles(query: Tensor, config: TileConfig) -> Iterator[Tile]:
     batch, heads, length, _ = query.shape
     # Without queries one empty tile, which sets the gradients of keys and values to zero.
-    ends = (batch, heads, max(1, length))
-    starts = product(*(range(0, end, step) for end, step in zip(ends, config.size, strict=True)))
-    for number, start in enumerate(starts):
-        of_samples, of_heads, of_queries = (slice(at, at + step) for at, step in zip(start, config.size, strict=True))
-        yield Tile(number, of_samples, of_heads, slice(of_queries.start, min(length, of_queries.stop)))
+    starts = (range(0, end, step) for end, step in zip((batch, heads, max(1, length)), config.size, strict=True))
+    for number, start in enumerate(product(*starts)):
+        stop = (min(at + step, end) for at, step, end in zip(start, config.size, query.shape, strict=False))
+        yield Tile(number, *(slice(*ends) for ends in zip(start, stop, strict=True)))
 
 
 def _new_workspace(operands: Operands, config: TileConfig) -> Tensor:
@@ -278,7 +294,8 @@ def _weights(operands: Operands, config: TileConfig, tile: Tile, workspace: Tens
     logits = workspace[: math.prod(shape)].view(shape)
     beta = 0.0
     if operands.query_logits is not None:
-        to_pairs(tile.of(operands.query_logits), tile.positions(config.keys), logits)
+        by_axis = _by_axis(operands.query_logits, tile, config.logits_index)
+        to_pairs(by_axis, tile.positions(config.keys), logits)
         beta = config.scale
     if operands.key_logits is not None:
         from_keys = to_queries(tile.all_tokens(operands.key_logits), tile.positions(config.queries))
@@ -299,6 +316,23 @@ def _weights(operands: Operands, config: TileConfig, tile: Tile, workspace: Tens
     weights = torch.softmax(logits, -1, out=logits)
     # A query that may attend to nothing gets zeros, forward and backward, instead of NaN.
     return weights if empty is None else weights.masked_fill_(empty, 0.0)
+
+
+def _by_axis(numbers: Tensor, tile: Tile, index: Tensor | None) -> Tensor:
+    """The numbers of a tile's queries for each row and column, (b, heads, T, H + W), by their index unless None."""
+    numbers = tile.of(numbers)
+    return numbers if index is None else numbers.gather(-1, tile.of(index).expand(*numbers.shape[:-1], -1))
+
+
+def _add_by_axis(pairs: Tensor, config: TileConfig, tile: Tile, total: Tensor, index: Tensor | None) -> None:
+    """Add the transpose of `_by_axis`, of a tile's sums over rows and columns, to a total that starts as zeros."""
+    total, keys = tile.of(total), tile.positions(config.keys)
+    if index is None:
+        from_pairs(pairs, keys, total)
+        return
+    sums = pairs.new_empty(*pairs.shape[:-1], keys.height + keys.width)
+    from_pairs(pairs, keys, sums)
+    total.scatter_add_(-1, tile.of(index).expand_as(sums), sums)
 
 
 def _without_padding(operands: Operands, config: TileConfig) -> Operands:

@@ -30,6 +30,7 @@ TOP = 5
 class PredictionTable(BasePredictionWriter):
     """Writes `predictions.csv`, a row per image in the order of the data: path, class and probability of the most
     probable class, then those of the following ones (class2, probability2 ...) up to the fifth, as far as there are.
+    Paths are relative to the current folder where they are below it, else absolute.
 
     Of a multi-label classifier: path, label, probability, all classes that reach their thresholds and their
     probabilities, the most probable first, with ';' between; `ImageListData` reads them as a list.

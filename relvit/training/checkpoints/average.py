@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,7 +29,8 @@ def average_checkpoints(ckpt_paths: Sequence[str | os.PathLike[str]], output: st
     have to be computed anew, from images.
 
     The new checkpoint holds no state of an optimiser, so no training can resume from it. Its data are those of the
-    first.
+    first. Thresholds of several labels per image stay where all checkpoints have the same; otherwise a warning says
+    that they are 0.5.
 
     Args:
         ckpt_paths: two checkpoints or more, files or remote addresses, of the same model, classes and transforms.
@@ -43,8 +45,10 @@ def average_checkpoints(ckpt_paths: Sequence[str | os.PathLike[str]], output: st
     first = Checkpoint.read(ckpt_paths[0])
     parameters = {name for name, _ in first.classifier().named_parameters(remove_duplicate=False)}
     total = {name: _in_double(first, name) for name in parameters}
+    thresholds = [first.thresholds]
     for path in ckpt_paths[1:]:
         other = Checkpoint.read(path)
+        thresholds.append(other.thresholds)
         _check_same_kind(first, other, parameters)
         for name in parameters:
             total[name] += _in_double(other, name)
@@ -62,6 +66,14 @@ def average_checkpoints(ckpt_paths: Sequence[str | os.PathLike[str]], output: st
         # Without it Lightning takes the file for one of its earliest.
         "pytorch-lightning_version": lightning.__version__,
     }
+    if all(each == first.thresholds for each in thresholds):
+        checkpoint[KEY] |= {} if first.thresholds is None else {"thresholds": first.thresholds}
+    else:
+        warnings.warn(
+            f"the checkpoints have different thresholds: in {output} that of every class is 0.5; to choose them anew: "
+            f"relvit calibrate {output}",
+            stacklevel=1,
+        )
     checkpoint[TIMM_KEY] = timm_weights(checkpoint)
     write_checkpoint(checkpoint, output)
 

@@ -60,6 +60,8 @@ class RunCheckpoints(Checkpoint):
         self.every_n_steps = every_n_steps
         self.monitor = monitor
         self.best_model_score: float | None = None
+        # Counted from 1; None of a training that goes on from a checkpoint of relvit 0.2.
+        self.best_epoch: int | None = None
         self._best_loss: float | None = None
         self._signal: int = 0
         self._handlers: dict[int, Any] = {}
@@ -81,12 +83,13 @@ class RunCheckpoints(Checkpoint):
         self.folder = Path(trainer.strategy.broadcast(str(self.folder)))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best_model_score, "loss": self._best_loss}
+        return {"best": self.best_model_score, "loss": self._best_loss, "epoch": self.best_epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the best score, unless the run writes to another folder."""
         if Path(self.best_model_path).is_file():
             self.best_model_score, self._best_loss = state_dict["best"], state_dict.get("loss")
+            self.best_epoch = state_dict.get("epoch")
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Raise a DiskSpaceError, rather than train, where the disk has no space for two checkpoints."""
@@ -127,7 +130,7 @@ class RunCheckpoints(Checkpoint):
         best, best_loss = self.best_model_score, self._best_loss
         tied = score == best and None not in (score, loss, best_loss)
         if score is not None and (best is None or score > best or (tied and loss < best_loss)):
-            self.best_model_score, self._best_loss = score, loss
+            self.best_model_score, self._best_loss, self.best_epoch = score, loss, trainer.current_epoch + 1
             trainer.save_checkpoint(self.best_model_path)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

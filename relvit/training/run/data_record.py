@@ -1,4 +1,4 @@
-"""Records about a run's images: `val_split.csv` (held out to validate) and `unreadable.csv` (skipped as unreadable)."""
+"""Records of a run's images: their classes, `val_split.csv` (held out to validate), `unreadable.csv` (skipped)."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ from pathlib import Path
 import torch.distributed
 from lightning import Callback, LightningModule, Trainer
 
-from relvit.data import ImageData
+from relvit.data import ImageData, ImageFilesData
 from relvit.data.labels import label_text
 from relvit.utils.files import write_csv
 from relvit.utils.messages import printable
+from relvit.utils.progress import rank_zero_print
 
 # Unreadable images that are printed where there is no folder to write to.
 SHOWN = 5
 
 
 class DataRecord(Callback):
-    """Writes `val_split.csv` (path, label) where images of train were held out to validate, and `unreadable.csv`
-    (split, path, reason) where images were skipped, and prints how many.
+    """Prints the number of training images of each class; writes `val_split.csv` (path, label) where images of train
+    were held out to validate, and `unreadable.csv` (split, path, reason) where images were skipped, and prints how
+    many.
 
     Args:
         folder: The folder to write to; None: the first unreadable images are only printed.
@@ -38,6 +40,8 @@ class DataRecord(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         data = trainer.datamodule
+        if isinstance(data, ImageFilesData) and trainer.is_global_zero:
+            rank_zero_print(data.training_images())
         held_out = data.held_out() if isinstance(data, ImageData) else []
         if held_out and self.folder and trainer.is_global_zero:
             rows = [[printable(name), label_text(label, data.class_names)] for name, label in held_out]

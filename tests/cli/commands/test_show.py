@@ -3,6 +3,7 @@
 import re
 import shutil
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -49,13 +50,21 @@ def test_images_sizes_patches_and_layers(place, capsys):
     arguments = ["owls/1.jpg", "more/1.jpg", "--kind", "kernels", "logits", "--patch", "1", "4", "--layer", "0"]
     assert main(["show", "best.ckpt", *arguments, "--img_size", "[24,40]", "--output", "a/b"]) == 0
     written = {path.name for path in (place / "a" / "b").iterdir()}
-    assert written == {f"1-{number}-{kind}.png" for number in (0, 1) for kind in ("kernels", "logits")}
+    assert written == {f"1-{kind}{number}.png" for number in ("", "-2") for kind in ("kernels", "logits")}
+    # Nothing is overwritten.
+    before = {path: path.read_bytes() for path in (place / "a" / "b").iterdir()}
+    assert main(["show", "best.ckpt", *arguments[1:], "--img_size", "[24,40]", "--output", "a/b"]) == 0
+    new = ["a/b/1-kernels-3.png", "a/b/1-logits-3.png"]
+    assert capsys.readouterr().out.splitlines()[-2:] == new
+    after = {path: path.read_bytes() for path in (place / "a" / "b").iterdir()}
+    assert after.items() > before.items()
+    assert [path.read_bytes() for path in map(Path, new)] == [after[place / name.replace("3", "2")] for name in new]
     clf = relvit.load("best.ckpt", (24, 40))
     image = clf.transform(Image.open("owls/1.jpg").convert("RGB"))
     picture = picture_of(image, clf.mean, clf.std, 400)
     for kind in ("kernels", "logits"):
         draw(kind, clf.model, image, picture, patch=(1, 4), layer=0).savefig("expected.png")
-        found = np.asarray(Image.open(f"a/b/1-0-{kind}.png"))
+        found = np.asarray(Image.open(f"a/b/1-{kind}.png"))
         np.testing.assert_array_equal(found, np.asarray(Image.open("expected.png")))
 
 

@@ -220,8 +220,9 @@ def test_nothing_can_be_read(run, tmp_path):
 
 
 @pytest.mark.parametrize("images", [1, 3])
-def test_two_processes_write_the_table_of_one(run, pictures, tmp_path, images):
+def test_two_processes_write_the_table_of_one(run, pictures, tmp_path, images, monkeypatch):
     """With broken files in between, and with fewer images than processes."""
+    monkeypatch.chdir(tmp_path)
     for path in sorted(pictures.iterdir())[images:]:
         path.unlink()
     # Of the images of the first process two are broken, of the second's one.

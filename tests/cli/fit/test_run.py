@@ -142,6 +142,7 @@ def test_resuming_continues_at_the_next_epoch(run, tmp_path, capsys):
     assert read_checkpoint(folder / "checkpoints" / "last.ckpt")["epoch"] == 4
     assert [epoch for epoch, _ in read_metrics(folder / "metrics.csv")["train/loss"]] == [0, 1, 2, 3, 4]
     assert "Best validation accuracy since resuming after epoch 4:" in capsys.readouterr().out
+    assert json.loads((folder / "summary.json").read_text())["best_epoch"] == 5
 
 
 def test_a_training_that_ends_before_its_first_validation_says_what_it_leaves(photos, tmp_path, capsys):
@@ -169,7 +170,9 @@ def test_digits_train_without_any_file(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "test_relvit (0.0" in out
     assert "10 classes, 8 x 8 px x 1" in out
-    assert re.search(r"Test accuracy of that checkpoint: 0\.\d{4}, top-5", out)
+    assert re.search(r"Best validation accuracy: 0\.\d{4}, epoch 1; always the commonest class: 0\.1\d{3}\n", out)
+    line = r"Test accuracy of that checkpoint: 0\.\d{4}, top-5 [\d.]{6}; always the commonest class: 0\.1028\n"
+    assert re.search(line, out)
     # What it suggests next works as printed, on files, too.
     Path("FOLDER_OF_IMAGES").mkdir()
     Image.new("L", (8, 8)).save("FOLDER_OF_IMAGES/a.png")

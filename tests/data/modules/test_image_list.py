@@ -240,11 +240,12 @@ def test_several_labels_in_memory(root, size):
 
 
 def test_wrong_labels_among_several(root):
-    data = several(root, ["ant", "bees ;ant", "cta"], class_names=list(GREY))
-    with pytest.raises(
-        ValueError, match=r"2 wrong rows: line 3: unknown class 'bees' \(did you mean 'bee'\?\); line 4"
-    ):
+    data = several(root, ["ant", "bees ;ant;x", "cta"], class_names=list(GREY))
+    message = r"2 wrong rows: line 3: unknown classes 'bees' \(did you mean 'bee'\?\), 'x'; line 4: unknown class 'cta'"
+    with pytest.raises(ValueError, match=message):
         data.dataset("train")
+    with pytest.raises(ValueError, match="an image's labels the rarest counts\\) has one image"):
+        several(root, ["ant", "bee;ant"], class_names=["ant", "bee"]).dataset("train")
     with pytest.raises(ValueError, match="has no image of the classes 'bee' of class_names"):
         several(root, ["ant;cat"], class_names=list(GREY)).dataset("train")
     with pytest.raises(ValueError, match="two or more classes, got \\[\\]"):
@@ -255,3 +256,13 @@ def test_wrong_labels_among_several(root):
         ImageListData(str(root / "train.csv"), label_separator="")
     with pytest.raises(ValueError, match=r"line 3: no label for train/ant/001.png"):
         ImageListData(several(root, SEVERAL).train, **OPTIONS)
+
+
+@pytest.mark.parametrize(("label", "separator"), [("ant;bee", ";"), ("ant|bee", "|"), ("ant,bee", ","), ("ant", None)])
+def test_labels_that_look_like_several(label, separator, root, recwarn):
+    rows = [*rows_of("train", {"ant": 3, "bee": 3})[1:], ("train/ant/000.png", label)]
+    train = write(root / "train.csv", [(path, f'"{name}"') for path, name in rows])
+    ImageListData(train, **OPTIONS).dataset("train")
+    texts = [str(warning.message) for warning in recwarn]
+    wanted = f"'{label}' is one class: for several labels per image give --data.label_separator '{separator}'"
+    assert texts == ([] if separator is None else [wanted])

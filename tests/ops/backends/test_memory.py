@@ -106,8 +106,9 @@ def test_tiled_keeps_logits_and_marginals_and_computes_one_tile_at_a_time(which,
     kept, largest = run(which, mask, backend="tiled", dropout_p=dropout_p)
     axes, entries = HEIGHT + WIDTH, 32
     channels = DIM
-    # Besides logits a copy of the queries (or keys), which are head by head here.
-    channels += axes + DIM if "k" in which or "q" in which else 0
+    # Besides logits, by table entry where these are fewer, a copy of the queries (or keys), head by head here.
+    channels += entries + DIM if "k" in which else 0
+    channels += axes + DIM if "q" in which else 0
     channels += entries if "v" in which else 0
     assert kept < 1.02 * BATCH * HEADS * TOKENS * channels
     assert largest <= max(TILE, ONE_AUGMENTED)

@@ -229,7 +229,7 @@ FOLDERS = [
               "1 image is beside the class folders"),
     OddFolder("class names that differ by case",
               lambda root: (add(root / "train" / "ANT", count=2)), WARNED,
-              (2, 2, 2, 2), "'ANT', 'ant', which differ in case"),
+              (2, 2, 2, 2), "'ANT', 'ant' differ in case"),
     OddFolder("class name that is not UTF-8", lambda root: add(root / "train" / os.fsdecode(b"caf\xe9")), REFUSED,
               None, r"the class name 'caf\xe9' is not UTF-8; rename it"),
     OddFolder("one class alone", lambda root: without(root, "bee", "cat"), REFUSED, None,

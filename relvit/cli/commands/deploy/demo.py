@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -53,8 +54,9 @@ def demo(
         try:
             listener = stack.enter_context(socket.create_server((host, port), family=family))
         except (OSError, OverflowError) as error:
-            text = f"cannot listen at host {host}, port {port}: {error}; --port 0 takes a free one"
-            raise UsageError(text) from error
+            of_port = isinstance(error, OverflowError) or error.errno in (errno.EADDRINUSE, errno.EACCES)
+            hint = "--port 0 takes a free one" if of_port else "give an address of this machine, or 0.0.0.0 for all"
+            raise UsageError(f"cannot listen at host {host}, port {port}: {error}; {hint}") from error
         predictor = Predictor(ckpt_path, reach=reach).to(find_device(device))
         app = build_app(Viewer(predictor, max_pixels), max_mb)
         address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"

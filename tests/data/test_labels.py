@@ -1,0 +1,37 @@
+"""Class names: counts that are printed, and names that may be one class written in two ways."""
+
+import pytest
+
+from relvit.data.labels import class_counts, counts_text, doubtful_classes
+
+
+def test_counts():
+    counts = class_counts([0, 2, 2, (0, 2), ()], ["cat", "dog", "owl"])
+    assert counts == {"cat": 2, "dog": 0, "owl": 3}
+    assert counts_text(counts) == "cat 2, dog 0, owl 3"
+    many = {f"c{number}": 1000 + number for number in range(13)}
+    few, most = "c0 1,000, c1 1,001, c2 1,002, c3 1,003", "c12 1,012, c11 1,011, c10 1,010, c9 1,009"
+    assert counts_text(many) == f"13 classes, fewest: {few}; most: {most}"
+
+
+@pytest.mark.parametrize(
+    ("counts", "doubt"),
+    [
+        ({"Cat": 5, "cat ": 5, "dog": 5}, "the classes 'Cat', 'cat ' differ in case, spaces"),
+        ({"great_owl": 5, "Great Owl": 5}, "the classes 'great_owl', 'Great Owl' differ"),
+        ({"caf\u00e9": 5, "cafe\u0301": 5}, "differ in case, spaces, hyphens or accents' encoding"),
+        ({"dgo": 1, "dog": 500, "cat": 500}, "the class 'dgo' (images: 1) may be a typo of 'dog' (500)"),
+        ({"dogg": 1, "dog": 20}, "may be a typo of 'dog'"),
+        ({"elephnat": 2, "elephant": 60}, "may be a typo of 'elephant'"),
+        # so many images are no typo, nor are other words, numbers and single letters
+        ({"dgo": 26, "dog": 500}, None),
+        ({"owl": 1, "dog": 500, "ant": 1, "cat": 500}, None),
+        ({"Quercus alba": 1, "Quercus rubra": 500}, None),
+        ({"n01440764": 1, "n01440765": 500, "10": 1, "1": 500, "a": 1, "b": 500, "": 1}, None),
+        ({"owl": 0, "bowl": 500}, None),
+    ],
+)
+def test_doubtful_classes(counts, doubt):
+    found = doubtful_classes(counts)
+    assert len(found) == (doubt is not None)
+    assert doubt is None or doubt in found[0]
