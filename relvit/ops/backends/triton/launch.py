@@ -56,7 +56,7 @@ def tile_shape(keys: int, height: int, width: int) -> tuple[int, int]:
 
 
 class Operands(NamedTuple):
-    """What all kernels read; None where a term is absent.
+    """Tensors that all kernels read; None where a term is absent.
 
     Attributes:
         query, key, value: (B, heads, N, dim).
@@ -81,7 +81,7 @@ class Operands(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """What kernels are compiled for, besides data types and sizes of tiles.
+    """Constants of the compilation, besides data types and sizes of tiles.
 
     Attributes:
         dims: of queries, values and what meets the key table.
