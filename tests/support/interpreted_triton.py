@@ -106,7 +106,9 @@ def test_padding_and_a_sample_of_padding_alone(dtype):
     assert relative_error(out, want) < 0.01
     got, exact = gradients(out, inputs, torch.ones_like(out)), gradients(want, exact_inputs, torch.ones_like(want))
     assert not any(grad[1].any() for grad in got[:3])
-    assert all(relative_error(one, other) < 0.02 for one, other in zip(got, exact, strict=True))
+    # To bfloat16 the interpreter truncates, GPUs round.
+    limit = 0.04 if dtype == torch.bfloat16 else 0.02
+    assert all(relative_error(one, other) < limit for one, other in zip(got, exact, strict=True))
 
 
 @slow

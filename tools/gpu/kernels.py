@@ -1,10 +1,13 @@
 """Compile the kernels of the backend 'triton' without a GPU and estimate their cost: `python tools/gpu/kernels.py`.
 
 For sm_80, sm_86 and sm_90 the first table has, per kernel: registers, bytes of spilled registers, shared memory, and of
-one tile of its main loop the tensor-core instructions, all instructions of a warp and the bytes loaded, each beside the
-same kernel with the terms switched off. The second table is an ESTIMATE by roofline for A100 and H100; nothing here has
-been measured: of each kernel the slowest of tensor cores, issue slots, exponentials, L2 and main memory, as if it
-overlapped all others. Of its columns 'kernels' leaves out what PyTorch computes around them, 'all' adds these passes.
+one tile of its main loop the tensor-core instructions, all instructions of a warp and the bytes loaded, and a warp's
+instructions outside that loop for one block, each beside the same kernel with the terms switched off.
+
+The second table is an ESTIMATE by roofline for A100 and H100; nothing here has been measured: of each kernel the
+slowest of tensor cores, issue slots, exponentials, L2 and main memory, as if it overlapped all others; what a kernel
+does before and after its main loop is included, with terms and without. Of its columns 'kernels' leaves out what
+PyTorch computes around them, 'all' adds these passes.
 """
 
 from __future__ import annotations
@@ -23,15 +26,19 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from relvit.ops.backends.triton.backward import backward_keys, backward_queries
+from relvit.ops.backends.triton.entries import SPAN
 from relvit.ops.backends.triton.forward import forward
-from relvit.ops.backends.triton.launch import constants
+from relvit.ops.backends.triton.launch import Variant, constants
 
 KERNELS = (forward, backward_queries, backward_keys)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # Bytes of shared memory that a block may have, by the CUDA C++ programming guide, table of compute capabilities.
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
 HEADS = 6
-POINTERS = {"valid": "*u8"} | dict.fromkeys(("marginals", "lse", "means", "grad_marginals", "grad_logits"), "*fp32")
+# Of tables with the default clip distance, 7: a zero row, and 15 for each axis, up to a multiple of 8.
+ENTRIES = 32
+POINTERS = {"valid": "*u8"} | dict.fromkeys(("key_index", "key_bounds", "value_index", "value_bounds"), "*i16")
+POINTERS |= dict.fromkeys(("bias", "lse", "means", "sums"), "*fp32")
 NAMES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 ALIGNED = [["tt.divisibility", 16]]
 
@@ -55,13 +62,17 @@ GPUS = {
 
 
 class Code(NamedTuple):
-    """What a compiled kernel needs; `tensor` and `issued` are instructions of a warp for one tile of the main loop."""
+    """What a compiled kernel needs; `tensor` and `issued` are instructions of a warp for one tile of the main loop.
+
+    `outside` are its other instructions for one block of queries (of keys, in `backward_keys`).
+    """
 
     registers: int
     spilled: int
     shared: int
     tensor: int
     issued: int
+    outside: int
     warps: int
     named: dict[str, Any]
 
@@ -75,13 +86,15 @@ def compiled(
     dim: int = 64,
     dtype: torch.dtype = torch.bfloat16,
     padded: bool = False,
+    save: bool = True,
 ) -> Code:
     """Compile a kernel for an architecture and a key grid, and read its machine code."""
     height, width = size if terms else (size[0] * size[1], 1)
-    named, options = constants(kernel, dtype, (dim, dim), (height, width), (terms, terms, padded), arch == 90)
-    values = dict.fromkeys(("l_token", "gl_token", "m_token"), height + width)
-    values |= {"heads": HEADS, "length": size[0] * size[1], "prefix": 0, "first": 0, "height": height, "width": width}
-    values["valid_batch"] = size[0] * size[1]
+    variant = Variant((dim, dim, dim), (ENTRIES * terms,) * 2, "query" * terms, False, save, padded)
+    named, options = constants(kernel, dtype, (height, width), variant, arch == 90)
+    length = size[0] * size[1]
+    values = {"work": 4 * HEADS * length, "heads": HEADS, "length": length, "batched": 0, "prefix": 0, "first": 0}
+    values |= {"height": height, "width": width, "valid_batch": length}
     signature, attributes = {}, {}
     for place, parameter in enumerate(kernel.params):
         name = parameter.name
@@ -95,7 +108,9 @@ def compiled(
             if values.get(name, dim) % 16 == 0:
                 attributes[(place,)] = ALIGNED
         else:
-            signature[name] = POINTERS.get(name, NAMES[dtype])
+            # The forward's logits are in its workspace.
+            single = kernel is forward and name == "logits"
+            signature[name] = "*fp32" if single else POINTERS.get(name, NAMES[dtype])
             attributes[(place,)] = ALIGNED
     source = ASTSource(kernel, signature, named, attributes)
     code = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
@@ -104,8 +119,8 @@ def compiled(
         file.flush()
         usage, sass = (disassembled(option, file.name) for option in ("-res-usage", "-sass"))
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
-    tensor, issued = main_loop(sass)
-    return Code(registers, stack, code.metadata.shared, tensor, issued, options["num_warps"], named)
+    counts = instructions(sass, -(-width // named["COLS"]), -(-(height + width) // SPAN.value))
+    return Code(registers, stack, code.metadata.shared, *counts, options["num_warps"], named)
 
 
 def disassembled(option: str, path: str) -> str:
@@ -114,30 +129,58 @@ def disassembled(option: str, path: str) -> str:
     return run.stdout
 
 
-def main_loop(sass: str) -> tuple[int, int]:
-    """Count tensor-core and all instructions of the last innermost loop that has the former: earlier is the prefix."""
+def instructions(sass: str, strips: int, spans: int) -> tuple[int, int, int]:
+    """Count a warp's instructions: on tensor cores for one tile of the main loop, all for it, all others for a block.
+
+    The main loop is the last innermost one with the most exponentials. An earlier one with exponentials is for prefix
+    tokens, of which there are none here; the others are over rows and columns, `spans` times. What is around the main
+    loop in the next larger one is for each strip of columns.
+    """
     pattern = r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?\s*([A-Z0-9_.]+)(.*?);"
     lines = [(int(place, 16), name, rest) for place, name, rest in re.findall(pattern, sass)]
     targets = [(place, re.search(r"0x([0-9a-f]+)", rest)) for place, name, rest in lines if name.startswith("BRA")]
     loops = [(int(target[1], 16), place) for place, target in targets if target and int(target[1], 16) < place]
-    counts = []
-    for begin, end in loops:
-        if not any(begin <= first and last <= end and (first, last) != (begin, end) for first, last in loops):
-            names = [name for place, name, _ in lines if begin <= place <= end]
-            counts.append((sum("MMA" in name for name in names), len(names)))
-    # Products in float32 are on no tensor core.
-    return ([count for count in counts if count[0]] or [(0, len(lines))])[-1]
+
+    def names(loop: tuple[int, int]) -> list[str]:
+        return [name for place, name, _ in lines if loop[0] <= place <= loop[1]]
+
+    def exponentials(loop: tuple[int, int]) -> int:
+        return sum("EX2" in name for name in names(loop))
+
+    def inside(one: tuple[int, int], other: tuple[int, int]) -> bool:
+        return one != other and other[0] <= one[0] and one[1] <= other[1]
+
+    inner = [loop for loop in loops if not any(inside(other, loop) for other in loops)]
+    main = max(sorted(inner), key=lambda loop: (exponentials(loop), loop))
+    times = dict.fromkeys(range(len(lines)), 1)
+    around = min((loop for loop in loops if inside(main, loop)), key=lambda loop: loop[1] - loop[0], default=None)
+    weights = [(around, strips)] if around else []
+    weights += [(loop, 0 if loop < main and exponentials(loop) else spans) for loop in inner]
+    weights += [(main, 0)]
+    for (begin, end), number in weights:
+        times |= {index: number for index, (place, _, _) in enumerate(lines) if begin <= place <= end}
+    return sum("MMA" in name for name in names(main)), len(names(main)), sum(times.values())
 
 
 def tile_bytes(kernel: Any, code: Code, dim: int, terms: bool) -> int:
-    """Count the bytes that a tile of the main loop loads and stores, half precision but for marginals and gradients."""
+    """Count the bytes that a tile of the main loop loads and stores, half precision but for the workspace."""
     named = code.named
     queries, rows, cols = named["BLOCK_M"], named["ROWS"], named["COLS"]
     if kernel is backward_keys:
-        return queries * (2 * 2 * dim + 8 + terms * (rows + cols) * (2 + 4))
+        return queries * (2 * 2 * dim + 8 + terms * (rows + cols) * (2 + 2))
     stored = 4 * (1 + named["STRIPS"])
-    of_rows = 2 + stored + (4 if kernel is backward_queries else 0)
-    return rows * cols * 2 * 2 * dim + terms * queries * rows * of_rows
+    return rows * cols * 2 * 2 * dim + terms * queries * rows * (4 + stored)
+
+
+def block_bytes(kernel: Any, code: Code, size: tuple[int, int], dim: int, terms: bool) -> int:
+    """Count the bytes that a block of queries loads and stores outside the main loop."""
+    queries, axes = code.named["BLOCK_M"], sum(size)
+    if kernel is backward_keys or not terms:
+        return 4 * 2 * dim * queries
+    # Index and products of each table; sums and running sums; bounds, running sums and their differences.
+    tables = 1 if kernel is forward else 2
+    of_query = 6 * 2 * dim + axes * (tables * (2 + 4) + 4 + 2 * 4) + ENTRIES * (2 * 2 + 2 * 4 + 2)
+    return queries * of_query + (1 + tables) * ENTRIES * 2 * dim
 
 
 def tiles_per_head(kernel: Any, code: Code, size: tuple[int, int], terms: bool) -> int:
@@ -148,36 +191,48 @@ def tiles_per_head(kernel: Any, code: Code, size: tuple[int, int], terms: bool) 
     return keys * -(-tokens // code.named["BLOCK_M"])
 
 
-def estimate(kernel: Any, gpu: GPU, size: tuple[int, int], terms: bool, dim: int = 64, wider: float = 1.0) -> float:
-    """Estimate the seconds of a kernel for one head by its slowest resource; `wider`: as many channels per head."""
-    code = compiled(kernel, gpu.arch, size, terms=terms, dim=dim)
+def estimate(
+    kernel: Any, gpu: GPU, size: tuple[int, int], terms: bool, save: bool, dim: int = 64, wider: float = 1.0
+) -> float:
+    """Estimate the seconds of a kernel for one head by its slowest resource.
+
+    `save`: forward leaves what backward wants; `wider`: as many times the channels.
+    """
+    code = compiled(kernel, gpu.arch, size, terms=terms, dim=dim, save=save)
     pairs = code.named["BLOCK_M"] * code.named["ROWS"] * code.named["COLS"]
-    products = {"forward": 2, "backward_queries": 3, "backward_keys": 4}[kernel.__name__]
+    products, of_tables = {"forward": (2, 2), "backward_queries": (3, 3), "backward_keys": (4, 0)}[kernel.__name__]
+    tokens, axes, tiles = size[0] * size[1], sum(size), tiles_per_head(kernel, code, size, terms)
+    blocks = -(-tokens // code.named["BLOCK_M"])
+    if kernel is backward_keys:
+        blocks = tiles // blocks
+    of_block = 2 * of_tables * terms * code.named["BLOCK_M"] * ENTRIES * dim
     cycles = max(
-        2 * products * pairs * dim * wider / gpu.flops,
-        code.issued * code.warps / 4,
-        pairs / gpu.exponentials,
-        tile_bytes(kernel, code, dim, terms) * wider / gpu.l2_bytes,
+        (tiles * 2 * products * pairs * dim * wider + blocks * of_block) / gpu.flops,
+        (tiles * code.issued + blocks * code.outside) * code.warps / 4,
+        tiles * pairs / gpu.exponentials,
+        (tiles * tile_bytes(kernel, code, dim, terms) + blocks * block_bytes(kernel, code, size, dim, terms))
+        * wider
+        / gpu.l2_bytes,
     )
-    tokens, axes = size[0] * size[1], sum(size)
-    vectors, numbers = {"forward": (4, 1), "backward_queries": (5, 2), "backward_keys": (6, 2)}[kernel.__name__]
-    # Logits in half, their gradients, marginals and the gradients of those in single precision.
-    of_axes = {"forward": 2 + 4, "backward_queries": 2 + 4 + 4, "backward_keys": 2 + 4}[kernel.__name__]
-    # With a value term the result is in single precision.
-    of_result = 2 * dim if terms and kernel is forward else 0
-    moved = tokens * (vectors * 2 * dim * wider + of_result + 4 * numbers + terms * axes * of_axes)
-    computed = tiles_per_head(kernel, code, size, terms) * cycles / (gpu.processors * gpu.hertz)
-    return max(computed, moved / gpu.memory)
+    vectors, numbers = {"forward": (4, 1), "backward_queries": (6, 2), "backward_keys": (6, 2)}[kernel.__name__]
+    # Workspaces stay in L2. Sums by entry for backward; what is looked up per row and column, written, then read.
+    of_terms = {"forward": save * ENTRIES, "backward_queries": 2 * axes + ENTRIES, "backward_keys": 2 * axes}
+    moved = tokens * (vectors * 2 * dim * wider + 4 * numbers + terms * 2 * of_terms[kernel.__name__])
+    return max(cycles / (gpu.processors * gpu.hertz), moved / gpu.memory)
 
 
-def around(gpu: GPU, size: tuple[int, int], training: bool, dim: int = 64, entries: int = 32) -> float:
-    """Estimate the seconds of PyTorch's passes for one head: logits by table entry, marginals by table entry."""
+def over_tokens(gpu: GPU, size: tuple[int, int], dim: int = 64) -> float:
+    """Estimate the seconds of PyTorch's products over all tokens of one head, the gradients of both tables."""
+    return size[0] * size[1] * 2 * 2 * (ENTRIES + dim) / gpu.memory
+
+
+def passes_of_fused(gpu: GPU, size: tuple[int, int], dim: int = 64) -> float:
+    """Estimate the seconds of PyTorch's passes around `fused` for one head: logits and marginals by table entry."""
     axes = sum(size)
     # Read queries, write and read logits per entry, write those per axis; read marginals, write and read sums per
     # entry, read the kernel's result, write and read the value term, write the result.
-    moved = 2 * dim + 4 * entries + 2 * axes + 4 * axes + 8 * entries + (4 + 8 + 2) * dim
-    # The same backwards, the casts of gradients, and D from result and marginals.
-    return size[0] * size[1] * moved * (2.5 if training else 1.0) / gpu.memory
+    moved = 2 * dim + 4 * ENTRIES + 2 * axes + 4 * axes + 8 * ENTRIES + (4 + 8 + 2) * dim
+    return size[0] * size[1] * moved / gpu.memory
 
 
 def augmented(gpu: GPU, size: tuple[int, int], dim: int = 64) -> tuple[float, float]:
@@ -190,9 +245,9 @@ def print_codes(sizes: Sequence[int], dims: Sequence[int]) -> None:
     """Print the table of compiled kernels."""
     print(
         "| kernel | head_dim | patches | sm | registers | spilled | shared "
-        "| tensor (off) | issued (off) | bytes (off) |"
+        "| tensor (off) | issued (off) | outside (off) | bytes (off) |"
     )
-    print("|---" * 10 + "|")
+    print("|---" * 11 + "|")
     for dim in dims:
         for side in sizes:
             size = (side // 16, side // 16)
@@ -204,7 +259,7 @@ def print_codes(sizes: Sequence[int], dims: Sequence[int]) -> None:
                     print(
                         f"| {kernel.__name__} | {dim} | {size[0]}x{size[1]} | {arch} | {on.registers} | {on.spilled} | "
                         f"{on.shared} | {on.tensor} ({off.tensor}), times {tiles[0]} ({tiles[1]}) tiles | {on.issued} "
-                        f"({off.issued}) | {loaded[0]} ({loaded[1]}) |",
+                        f"({off.issued}) | {on.outside} ({off.outside}) | {loaded[0]} ({loaded[1]}) |",
                         flush=True,
                     )
 
@@ -220,11 +275,11 @@ def print_estimates(sizes: Sequence[int]) -> None:
             width, augmenting = augmented(gpu, size)
             for training, kernels in ((False, KERNELS[:1]), (True, KERNELS)):
                 off, on, wide = (
-                    sum(estimate(kernel, gpu, size, terms, wider=wider) for kernel in kernels)
+                    sum(estimate(kernel, gpu, size, terms, training, wider=wider) for kernel in kernels)
                     for terms, wider in ((False, 1.0), (True, 1.0), (False, width))
                 )
-                whole = on + around(gpu, size, training)
-                fused = wide + (2.5 if training else 1.0) * (augmenting + around(gpu, size, False))
+                whole = on + training * over_tokens(gpu, size)
+                fused = wide + (2.5 if training else 1.0) * (augmenting + passes_of_fused(gpu, size))
                 print(
                     f"| {name} | {side} | {'step' if training else 'forward'} | {1e6 * off:.3f} | {on / off:.2f} | "
                     f"{whole / off:.2f} | {fused / off:.2f} |",

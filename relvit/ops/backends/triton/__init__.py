@@ -2,8 +2,8 @@
 
 `fused` augments queries, keys and values by H + W channels each; here a key tile is made of parts of image rows, so the
 relative logits of a tile are one number per query and row and one per query and column, and nothing is wider than in
-stock attention. These numbers and what meets the value tables are computed in PyTorch (`axis_logits`), gradients
-included; `launch` has the attention between them. Triton is imported at the first call.
+stock attention. The kernels read q, k, v and the tables (`lookup`) and write the result; backward also writes what each
+program adds to the gradients of tables. Triton is imported at the first call.
 """
 
 from __future__ import annotations
@@ -14,14 +14,7 @@ import os
 import torch
 from torch import Tensor
 
-from relvit.ops.backends.axis_logits import (
-    grid_axes,
-    join_tables,
-    query_logits,
-    sum_by_entry,
-    table_index,
-    times_table,
-)
+from relvit.ops.backends.triton.lookup import key_operands, value_operands
 from relvit.ops.grid import key_mask
 from relvit.ops.inputs import AttentionInputs, added_width
 from relvit.ops.tracing import without_autocast
@@ -39,26 +32,22 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
     if reason is not None:
         raise ValueError(f"backend 'triton' {reason}")
     # Not before: who never asks for kernels need not have Triton.
-    from relvit.ops.backends.triton.launch import Attention
+    from relvit.ops.backends.triton.launch import Attention, Operands
 
-    query, key, value, terms, grid, key_grid = inputs[:6]
+    query, key, value, terms, _, key_grid = inputs[:6]
     with without_autocast(query.device):
-        valid, axes = key_mask(key_grid), grid_axes(key_grid)
-        height, width, prefix = key_grid[:3]
+        valid, (height, width, prefix) = key_mask(key_grid), key_grid[:3]
+        if valid is not None:
+            valid = valid.to(torch.uint8).expand(query.shape[0], -1)
         if terms.key is None and terms.bias is None and terms.value is None:
             # Nothing distinguishes rows: one long column of keys.
             prefix, height, width = 0, key.shape[2], 1
-        out, marginals = Attention.apply(
-            query, key, value, query_logits(inputs, axes), valid, (prefix, height, width), inputs.scale,
-            terms.value is not None,
-        )  # fmt: skip
-        if terms.value is None:
-            return out
-        # Tokens before heads: so the kernels write results, and so the projection wants them.
-        entries = table_index(terms.value, terms.bucketing, grid, axes, query)
-        table = join_tables(terms.value, entries.reach, torch.float32)
-        on_entries = sum_by_entry(marginals.transpose(1, 2), entries.index, table.shape[-2])
-        return (out.transpose(1, 2) + times_table(on_entries, table)).to(query.dtype).transpose(1, 2)
+        position = None if inputs.position_query is query else inputs.position_query
+        key_table, bias, of_key = key_operands(inputs)
+        value_table, of_value = value_operands(inputs)
+        lookups = [part for lookup in (of_key, of_value) for part in (lookup[1:] if lookup else (None, None))]
+        operands = Operands(query, key, value, position, valid, key_table, bias, value_table, *lookups)
+        return Attention.apply(inputs.scale, (prefix, height, width), *operands)
 
 
 def refusal(inputs: AttentionInputs) -> str | None:

@@ -1,63 +1,66 @@
 """The backward kernels in Triton: one over query tiles, one over key tiles, so that no sum needs atomics.
 
 As in FlashAttention-2 (Dao 2023, arXiv 2307.08691, section 3.2) weights are recomputed from the log-sum-exp, and
-dS = P (dP - D). Here dP is the product of the result's gradient with the values plus the marginals' gradients of the
-key's row and column; the gradients of row and column logits are sums of dS along either axis of a tile. D, the sum of
-P dP over keys, comes from PyTorch.
+dS = P (dP - D), with D the product of the result with its gradient. Here dP is the product of the result's gradient
+with the value and the value table's vectors of the key's row and column, which the first kernel looks up as it does the
+logits. Sums of dS along either axis of a tile are the gradients of row and column logits; by table entry they meet the
+key table, for the gradient of queries, and, in PyTorch, the queries, for that of the table.
 """
 
 import triton
 import triton.language as tl
 
-from relvit.ops.backends.triton.forward import (
+from relvit.ops.backends.triton.entries import (
+    SPAN,
     add_product,
     load_axis,
     load_tokens,
-    store_tokens,
-    sum_of_axes,
-    tile_keys,
+    run_up,
+    store_products,
+    sums_of_entries,
 )
+from relvit.ops.backends.triton.forward import place_of, store_entries, store_tokens, sum_of_axes, tile_keys
 
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
 def backward_tile(
-    grad_query, grad_cols, query, grad, base, mean, queries, inside, key, value, logits, valid, grad_marginals,
-    grad_logits, key_stride, value_stride, logits_stride, marginals_stride, grad_stride, top, left, first, height,
-    width, scale, cols, marginal_cols,
+    grad_query, grad_cols, query, grad, base, mean, queries, slots, inside, key, value, valid, logits,
+    products, sums, key_stride, value_stride, axes, top, left, first, height, width, scale, cols,
+    value_cols,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     BLOCK_M: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    KEY_TERM: tl.constexpr, VALUE_TERM: tl.constexpr, PADDED: tl.constexpr, STRIPS: tl.constexpr,
+    KEY_ENTRIES: tl.constexpr, VALUE_ENTRIES: tl.constexpr, PADDED: tl.constexpr, STRIPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add one tile of keys to the gradients of a block of queries and of their column logits, but for the scale."""
     tokens, keep = tile_keys(valid, top, left, first, height, width, ROWS, COLS, PADDED)
     k = load_tokens(key, tokens, key_stride, keep, DIM, BLOCK_DIM)
     v = load_tokens(value, tokens, value_stride, keep, VALUE_DIM, BLOCK_VALUE)
-    if KEY_TERM:
-        rows = load_axis(logits, queries, logits_stride, inside, top, height, -float("inf"), ROWS)
+    if KEY_ENTRIES:
+        rows = load_axis(logits, queries, axes, inside, top, height, -float("inf"), ROWS)
         pairs = sum_of_axes(rows, cols, BLOCK_M, ROWS, COLS)
     else:
         pairs = tl.zeros((BLOCK_M, ROWS * COLS), tl.float32)
     pairs = add_product(pairs, query, k.trans(), PRECISION)
-    if PADDED or not KEY_TERM:
+    if PADDED or not KEY_ENTRIES:
         pairs = tl.where(keep[None, :], pairs, -float("inf"))
     weights = tl.exp2(pairs * scale - base[:, None])
-    if VALUE_TERM:
-        rows = load_axis(grad_marginals, queries, marginals_stride, inside, top, height, 0.0, ROWS)
+    if VALUE_ENTRIES:
+        rows = load_axis(products, queries, axes, inside, top, height, 0.0, ROWS)
         # D may be subtracted from either axis: from the shorter one it is in fewer instructions.
-        grad_weights = sum_of_axes(rows - mean[:, None], marginal_cols, BLOCK_M, ROWS, COLS)
+        grad_weights = sum_of_axes(rows - mean[:, None], value_cols, BLOCK_M, ROWS, COLS)
     else:
         grad_weights = tl.zeros((BLOCK_M, ROWS * COLS), tl.float32) - mean[:, None]
     grad_pairs = weights * add_product(grad_weights, grad, v.trans(), PRECISION)
-    if KEY_TERM:
+    if KEY_ENTRIES:
         by_axis = grad_pairs.reshape(BLOCK_M, ROWS, COLS)
         grad_cols += tl.sum(by_axis, 1)
         place = top + tl.arange(0, ROWS)
-        pointers = grad_logits + queries[:, None] * grad_stride + place[None, :]
+        pointers = sums + slots[:, None] * axes + place[None, :]
         stored = inside[:, None] & (place < height)[None, :]
-        row_sums = tl.sum(by_axis, 2) * (scale * LN_2)
+        row_sums = tl.sum(by_axis, 2)
         if STRIPS:
             row_sums += tl.load(pointers, mask=stored & (left > 0), other=0.0)
         tl.store(pointers, row_sums, mask=stored)
@@ -66,77 +69,124 @@ def backward_tile(
 
 @triton.jit
 def backward_queries(
-    query, key, value, logits, valid, grad, grad_marginals, lse, means, grad_query, grad_logits,
-    q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, l_batch, l_head, l_token,
-    valid_batch, o_batch, o_head, o_token, m_batch, m_head, m_token, gq_batch, gq_head, gq_token, gl_batch, gl_head,
-    gl_token, heads, length, prefix, height, width, scale,
+    query, key, value, position, valid, key_table, bias, value_table, key_index, key_bounds, value_index, value_bounds,
+    grad, out, grad_query, grad_position, lse, means, logits, products, entries, sums,
+    q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, p_batch, p_head, p_token,
+    valid_batch, g_batch, g_head, g_token, o_batch, o_head, o_token, gq_batch, gq_head, gq_token, gp_batch, gp_head,
+    gp_token, work, heads, length, batched, prefix, height, width, scale,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+    POSITION_DIM: tl.constexpr, BLOCK_POSITION: tl.constexpr, KEY_ENTRIES: tl.constexpr, VALUE_ENTRIES: tl.constexpr,
     BLOCK_M: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    KEY_TERM: tl.constexpr, VALUE_TERM: tl.constexpr, PADDED: tl.constexpr, STRIPS: tl.constexpr,
+    POSITION: tl.constexpr, BIAS: tl.constexpr, SAVE: tl.constexpr, PADDED: tl.constexpr, STRIPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of BLOCK_M queries of one head and of their row and column logits.
+    """Compute the gradients of BLOCK_M queries of one head after the other, and of their products with the key table.
 
-    Axes as in `forward`; grad as its result, grad_marginals as its marginals, means as its log-sum-exp, grad_logits
-    float32 as its logits.
+    Axes as in `forward`; grad and out as its result, grad_position as position, entries (B, Nq, heads, KEY_ENTRIES) the
+    gradients of products. For `backward_keys` it leaves D, means (B, heads, Nq), and what it has looked up for rows and
+    columns, logits and products, (B, heads, Nq, H + W) each. A program's workspace: sums (BLOCK_M, H + W) float32.
     """
-    blocks = tl.cdiv(length, BLOCK_M)
-    pair = tl.program_id(0) // blocks
-    batch, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
-    queries = tl.program_id(0) % blocks * BLOCK_M + tl.arange(0, BLOCK_M)
-    inside = queries < length
-    key += batch * k_batch + head * k_head
-    value += batch * v_batch + head * v_head
-    logits += batch * l_batch + head * l_head
-    grad_marginals += batch * m_batch + head * m_head
-    grad_logits += batch * gl_batch + head * gl_head
-    valid += batch * valid_batch
-    q = load_tokens(query + batch * q_batch + head * q_head, queries, q_token, inside, DIM, BLOCK_DIM)
-    do = load_tokens(grad + batch * o_batch + head * o_head, queries, o_token, inside, VALUE_DIM, BLOCK_VALUE)
-    base = tl.load(lse + pair.to(tl.int64) * length + queries, mask=inside, other=float("inf"))
-    mean = tl.load(means + pair.to(tl.int64) * length + queries, mask=inside, other=0.0)
-
-    total = tl.zeros((BLOCK_M, BLOCK_DIM), tl.float32)
-    cols = tl.zeros((BLOCK_M, COLS), tl.float32)
-    marginal_cols = cols
-    for start in range(0, prefix, ROWS * COLS):
-        total, _ = backward_tile(
-            total, cols, q, do, base, mean, queries, inside, key, value, logits, valid, grad_marginals, grad_logits,
-            k_token, v_token, l_token, m_token, gl_token, start, 0, 0, prefix, 1, scale, cols, cols, DIM, BLOCK_DIM,
-            VALUE_DIM, BLOCK_VALUE, BLOCK_M, ROWS * COLS, 1, False, False, PADDED, STRIPS, PRECISION,
-        )  # fmt: skip
-    for left in range(0, width, COLS):
-        if KEY_TERM:
-            cols = load_axis(logits + height, queries, l_token, inside, left, width, -float("inf"), COLS)
-        if VALUE_TERM:
-            marginal_cols = load_axis(grad_marginals + height, queries, m_token, inside, left, width, 0.0, COLS)
-        grad_cols = tl.zeros((BLOCK_M, COLS), tl.float32)
-        for top in range(0, height, ROWS):
-            total, grad_cols = backward_tile(
-                total, grad_cols, q, do, base, mean, queries, inside, key, value, logits, valid, grad_marginals,
-                grad_logits, k_token, v_token, l_token, m_token, gl_token, top, left, prefix, height, width, scale,
-                cols, marginal_cols, DIM, BLOCK_DIM, VALUE_DIM, BLOCK_VALUE, BLOCK_M, ROWS, COLS, KEY_TERM, VALUE_TERM,
-                PADDED, STRIPS, PRECISION,
+    axes = height + width
+    for item in tl.range(tl.program_id(0), work, tl.num_programs(0), disable_licm=True):
+        batch, head, pair, queries, slots = place_of(item, heads, length, BLOCK_M)
+        inside = queries < length
+        keys = key + batch * k_batch + head * k_head
+        values = value + batch * v_batch + head * v_head
+        mask = valid + batch * valid_batch
+        do = load_tokens(grad + batch * g_batch + head * g_head, queries, g_token, inside, VALUE_DIM, BLOCK_VALUE)
+        o = load_tokens(out + batch * o_batch + head * o_head, queries, o_token, inside, VALUE_DIM, BLOCK_VALUE)
+        mean = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
+        tl.store(means + pair * length + queries, mean, mask=inside)
+        q = load_tokens(query + batch * q_batch + head * q_head, queries, q_token, inside, DIM, BLOCK_DIM)
+        base = tl.load(lse + pair * length + queries, mask=inside, other=float("inf"))
+        # What is looked up for rows and columns.
+        of_key, of_value = logits + pair * length * axes, products + pair * length * axes
+        index_of_key = key_index + batch * batched * length * axes
+        index_of_value = value_index + batch * batched * length * axes
+        table = key_table + head * KEY_ENTRIES * POSITION_DIM
+        p = q
+        if POSITION == "own":
+            at = position + batch * p_batch + head * p_head
+            p = load_tokens(at, queries, p_token, inside, POSITION_DIM, BLOCK_POSITION)
+        if KEY_ENTRIES:
+            store_products(
+                of_key, queries, inside, p, table, bias + head * KEY_ENTRIES, index_of_key, queries, axes,
+                POSITION_DIM, BLOCK_POSITION, KEY_ENTRIES, BLOCK_M, POSITION != "", BIAS, PRECISION,
             )  # fmt: skip
-        if KEY_TERM:
-            place = left + tl.arange(0, COLS)
-            pointers = grad_logits + queries[:, None] * gl_token + (height + place)[None, :]
-            tl.store(pointers, grad_cols * (scale * LN_2), mask=inside[:, None] & (place < width)[None, :])
-            # The next strip reads what other threads of this program have stored.
-            tl.debug_barrier()
-    total *= scale * LN_2
-    store_tokens(grad_query + batch * gq_batch + head * gq_head, queries, gq_token, inside, total, DIM, BLOCK_DIM)
+        if VALUE_ENTRIES:
+            store_products(
+                of_value, queries, inside, do, value_table + head * VALUE_ENTRIES * VALUE_DIM, bias, index_of_value,
+                queries, axes, VALUE_DIM, BLOCK_VALUE, VALUE_ENTRIES, BLOCK_M, True, False, PRECISION,
+            )  # fmt: skip
+
+        total = tl.zeros((BLOCK_M, BLOCK_DIM), tl.float32)
+        cols = tl.zeros((BLOCK_M, COLS), tl.float32)
+        value_cols = cols
+        for start in range(0, prefix, ROWS * COLS):
+            total, _ = backward_tile(
+                total, cols, q, do, base, mean, queries, slots, inside, keys, values, mask, of_key,
+                of_value, sums, k_token, v_token, axes, start, 0, 0, prefix, 1, scale, cols, cols, DIM,
+                BLOCK_DIM, VALUE_DIM, BLOCK_VALUE, BLOCK_M, ROWS * COLS, 1, 0, 0, PADDED, STRIPS, PRECISION,
+            )  # fmt: skip
+        for left in range(0, width, COLS):
+            if KEY_ENTRIES:
+                cols = load_axis(of_key + height, queries, axes, inside, left, width, -float("inf"), COLS)
+            if VALUE_ENTRIES:
+                value_cols = load_axis(of_value + height, queries, axes, inside, left, width, 0.0, COLS)
+            grad_cols = tl.zeros((BLOCK_M, COLS), tl.float32)
+            for top in range(0, height, ROWS):
+                total, grad_cols = backward_tile(
+                    total, grad_cols, q, do, base, mean, queries, slots, inside, keys, values, mask, of_key,
+                    of_value, sums, k_token, v_token, axes, top, left, prefix, height,
+                    width, scale, cols, value_cols, DIM, BLOCK_DIM, VALUE_DIM, BLOCK_VALUE, BLOCK_M, ROWS, COLS,
+                    KEY_ENTRIES, VALUE_ENTRIES, PADDED, STRIPS, PRECISION,
+                )  # fmt: skip
+            if KEY_ENTRIES:
+                place = left + tl.arange(0, COLS)
+                pointers = sums + slots[:, None] * axes + (height + place)[None, :]
+                tl.store(pointers, grad_cols, mask=inside[:, None] & (place < width)[None, :])
+                # The next strip reads what other threads of this program have stored.
+                tl.debug_barrier()
+
+        total *= scale * LN_2
+        own = tl.zeros((BLOCK_M, BLOCK_POSITION), tl.float32)
+        if KEY_ENTRIES:
+            run_up(sums, slots, axes, inside, base, q.dtype, False, BLOCK_M, PRECISION)
+            bounds = key_bounds + batch * batched * length * (KEY_ENTRIES + 1)
+            # Fewer at a time than in `forward`: here registers are scarce.
+            for start in range(0, KEY_ENTRIES, SPAN):
+                place = start + tl.arange(0, SPAN)
+                keep = place < KEY_ENTRIES
+                of_entries = sums_of_entries(sums, bounds, slots, queries, axes, inside, place, KEY_ENTRIES)
+                of_entries = (of_entries * (scale * LN_2)).to(q.dtype)
+                stored = inside[:, None] & keep[None, :]
+                store_entries(entries, of_entries, batch, head, queries, place, heads, length, stored, KEY_ENTRIES)
+                if POSITION != "":
+                    rows = load_tokens(table, place, POSITION_DIM, keep, POSITION_DIM, BLOCK_POSITION)
+                    if POSITION == "own":
+                        own = add_product(own, of_entries, rows, PRECISION)
+                    else:
+                        total = add_product(total, of_entries, rows, PRECISION)
+        if POSITION == "own":
+            at = grad_position + batch * gp_batch + head * gp_head
+            store_tokens(at, queries, gp_token, inside, own, POSITION_DIM, BLOCK_POSITION)
+        at = grad_query + batch * gq_batch + head * gq_head
+        store_tokens(at, queries, gq_token, inside, total, DIM, BLOCK_DIM)
+        # The next item's sums are stored where other threads may still read this one's.
+        tl.debug_barrier()
 
 
 @triton.jit
 def backward_keys(
-    query, key, value, logits, valid, grad, grad_marginals, lse, means, grad_key, grad_value,
-    q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, l_batch, l_head, l_token,
-    valid_batch, o_batch, o_head, o_token, m_batch, m_head, m_token, gk_batch, gk_head, gk_token, gv_batch, gv_head,
-    gv_token, heads, length, first, height, width, scale,
+    query, key, value, position, valid, key_table, bias, value_table, key_index, key_bounds, value_index, value_bounds,
+    grad, grad_key, grad_value, lse, means, logits, products,
+    q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, p_batch, p_head, p_token,
+    valid_batch, g_batch, g_head, g_token, gk_batch, gk_head, gk_token, gv_batch, gv_head, gv_token,
+    work, heads, length, batched, first, height, width, scale,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+    POSITION_DIM: tl.constexpr, BLOCK_POSITION: tl.constexpr, KEY_ENTRIES: tl.constexpr, VALUE_ENTRIES: tl.constexpr,
     BLOCK_M: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    KEY_TERM: tl.constexpr, VALUE_TERM: tl.constexpr, PADDED: tl.constexpr, STRIPS: tl.constexpr,
+    POSITION: tl.constexpr, BIAS: tl.constexpr, SAVE: tl.constexpr, PADDED: tl.constexpr, STRIPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of a tile of ROWS by COLS keys of one head.
@@ -144,18 +194,17 @@ def backward_keys(
     Axes as in `backward_queries`; `first` is the token in the grid's corner. Keys are along the first axis of all
     products, so that weights are an operand of the next product as they come.
     """
-    strips = tl.cdiv(width, COLS)
+    strips, axes = tl.cdiv(width, COLS), height + width
     tiles = tl.cdiv(height, ROWS) * strips
     pair, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     batch, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
+    before = pair.to(tl.int64) * length
     top, left = tile // strips * ROWS, tile % strips * COLS
     query += batch * q_batch + head * q_head
-    grad += batch * o_batch + head * o_head
-    logits += batch * l_batch + head * l_head
-    grad_marginals += batch * m_batch + head * m_head
+    grad += batch * g_batch + head * g_head
     valid += batch * valid_batch
-    lse += pair.to(tl.int64) * length
-    means += pair.to(tl.int64) * length
+    logits += before * axes
+    products += before * axes
     tokens, keep = tile_keys(valid, top, left, first, height, width, ROWS, COLS, PADDED)
     k = load_tokens(key + batch * k_batch + head * k_head, tokens, k_token, keep, DIM, BLOCK_DIM)
     v = load_tokens(value + batch * v_batch + head * v_head, tokens, v_token, keep, VALUE_DIM, BLOCK_VALUE)
@@ -166,24 +215,24 @@ def backward_keys(
         queries = start + tl.arange(0, BLOCK_M)
         inside = queries < length
         q = load_tokens(query, queries, q_token, inside, DIM, BLOCK_DIM)
-        if KEY_TERM:
-            rows = load_axis(logits, queries, l_token, inside, top, height, -float("inf"), ROWS)
-            cols = load_axis(logits + height, queries, l_token, inside, left, width, -float("inf"), COLS)
+        if KEY_ENTRIES:
+            rows = load_axis(logits, queries, axes, inside, top, height, -float("inf"), ROWS)
+            cols = load_axis(logits + height, queries, axes, inside, left, width, -float("inf"), COLS)
             pairs = sum_of_axes_transposed(rows, cols, BLOCK_M, ROWS, COLS)
         else:
             pairs = tl.zeros((ROWS * COLS, BLOCK_M), tl.float32)
         pairs = add_product(pairs, k, q.trans(), PRECISION)
-        if PADDED or not KEY_TERM:
+        if PADDED or not KEY_ENTRIES:
             pairs = tl.where(keep[:, None], pairs, -float("inf"))
         # Infinite behind the last query: its weights are zero.
-        base = tl.load(lse + queries, mask=inside, other=float("inf"))
+        base = tl.load(lse + before + queries, mask=inside, other=float("inf"))
         weights = tl.exp2(pairs * scale - base[None, :])
-        do = load_tokens(grad, queries, o_token, inside, VALUE_DIM, BLOCK_VALUE)
+        do = load_tokens(grad, queries, g_token, inside, VALUE_DIM, BLOCK_VALUE)
         grad_v = add_product(grad_v, weights.to(do.dtype), do, PRECISION)
-        mean = tl.load(means + queries, mask=inside, other=0.0)
-        if VALUE_TERM:
-            rows = load_axis(grad_marginals, queries, m_token, inside, top, height, 0.0, ROWS)
-            cols = load_axis(grad_marginals + height, queries, m_token, inside, left, width, 0.0, COLS)
+        mean = tl.load(means + before + queries, mask=inside, other=0.0)
+        if VALUE_ENTRIES:
+            rows = load_axis(products, queries, axes, inside, top, height, 0.0, ROWS)
+            cols = load_axis(products + height, queries, axes, inside, left, width, 0.0, COLS)
             grad_weights = sum_of_axes_transposed(rows - mean[:, None], cols, BLOCK_M, ROWS, COLS)
         else:
             grad_weights = tl.zeros((ROWS * COLS, BLOCK_M), tl.float32) - mean[None, :]

@@ -11,15 +11,15 @@ Prefix keys come first, in tiles without terms.
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def load_tokens(pointer, tokens, stride, keep, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """Load the vectors of some tokens, (tokens, BLOCK_DIM), zeros for those that are not kept."""
-    dims = tl.arange(0, BLOCK_DIM)
-    pointers = pointer + tokens[:, None] * stride + dims[None, :]
-    if DIM == BLOCK_DIM:
-        return tl.load(pointers, mask=keep[:, None], other=0.0)
-    return tl.load(pointers, mask=keep[:, None] & (dims < DIM)[None, :], other=0.0)
+from relvit.ops.backends.triton.entries import (
+    CHUNK,
+    add_product,
+    load_axis,
+    load_tokens,
+    run_up,
+    store_products,
+    sums_of_entries,
+)
 
 
 @triton.jit
@@ -42,23 +42,6 @@ def tile_keys(valid, top, left, first, height, width, ROWS: tl.constexpr, COLS: 
 
 
 @triton.jit
-def add_product(total, left, right, PRECISION: tl.constexpr):
-    """total + left right, for float32 not on matrix units, which would round to ten bits."""
-    if PRECISION == "interpreted":
-        # To the interpreter bfloat16 is a number's bits.
-        return tl.dot(left.to(tl.float32), right.to(tl.float32), total)
-    return tl.dot(left, right, total, input_precision=PRECISION)
-
-
-@triton.jit
-def load_axis(pointer, queries, stride, inside, first, end, outside, SIZE: tl.constexpr):
-    """Load what queries have for each of SIZE rows, or columns, (queries, SIZE); `outside` for those after `end`."""
-    place = first + tl.arange(0, SIZE)
-    pointers = pointer + queries[:, None] * stride + place[None, :]
-    return tl.load(pointers, mask=inside[:, None] & (place < end)[None, :], other=outside).to(tl.float32)
-
-
-@triton.jit
 def sum_of_axes(rows, cols, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Add up a query's numbers of the row and the column of each key, (BLOCK_M, ROWS COLS)."""
     return (rows[:, :, None] + cols[:, None, :]).reshape(BLOCK_M, ROWS * COLS)
@@ -75,12 +58,28 @@ def log2(number, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def place_of(item, heads, length, BLOCK_M: tl.constexpr):
+    """Return sample, head, both in one number, queries of a block and their slots in the program's workspace."""
+    blocks = tl.cdiv(length, BLOCK_M)
+    pair, block = (item // blocks).to(tl.int64), tl.arange(0, BLOCK_M)
+    slots = tl.program_id(0) * BLOCK_M + block
+    return pair // heads, pair % heads, pair, item % blocks * BLOCK_M + block, slots
+
+
+@triton.jit
+def store_entries(pointer, numbers, batch, head, queries, place, heads, length, keep, ENTRIES: tl.constexpr):
+    """Store numbers by table entry into (B, Nq, heads, ENTRIES)."""
+    tokens = (batch * length + queries) * heads + head
+    tl.store(pointer + tokens[:, None] * ENTRIES + place[None, :], numbers, mask=keep)
+
+
+@triton.jit
 def forward_tile(
-    content, query, queries, inside, key, value, logits, valid, sums, key_stride, value_stride, logits_stride,
-    sums_stride, top, left, first, height, width, scale, cols,
+    content, query, slots, inside, key, value, valid, logits, sums, key_stride, value_stride,
+    axes, top, left, first, height, width, scale, cols,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     BLOCK_M: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    KEY_TERM: tl.constexpr, VALUE_TERM: tl.constexpr, PADDED: tl.constexpr, STRIPS: tl.constexpr,
+    KEY_ENTRIES: tl.constexpr, VALUE_TERM: tl.constexpr, PADDED: tl.constexpr, STRIPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend to one tile of keys: `content` is (result, maximum, total, column sums) so far, all but the maximum
@@ -88,14 +87,14 @@ def forward_tile(
     result, maximum, total, col_sums = content
     tokens, keep = tile_keys(valid, top, left, first, height, width, ROWS, COLS, PADDED)
     k = load_tokens(key, tokens, key_stride, keep, DIM, BLOCK_DIM)
-    if KEY_TERM:
-        rows = load_axis(logits, queries, logits_stride, inside, top, height, -float("inf"), ROWS)
+    if KEY_ENTRIES:
+        rows = load_axis(logits, slots, axes, inside, top, height, -float("inf"), ROWS)
         pairs = sum_of_axes(rows, cols, BLOCK_M, ROWS, COLS)
     else:
         pairs = tl.zeros((BLOCK_M, ROWS * COLS), tl.float32)
     pairs = add_product(pairs, query, k.trans(), PRECISION)
     # Rows and columns beyond the grid have logits of minus infinity already.
-    if PADDED or not KEY_TERM:
+    if PADDED or not KEY_ENTRIES:
         pairs = tl.where(keep[None, :], pairs, -float("inf"))
     new_maximum = tl.maximum(maximum, tl.max(pairs, 1) * scale)
     # Of queries without any key so far.
@@ -106,10 +105,11 @@ def forward_tile(
         by_axis = weights.reshape(BLOCK_M, ROWS, COLS)
         row_sums = tl.sum(by_axis, 2)
         col_sums = col_sums * decay[:, None] + tl.sum(by_axis, 1)
-        total = total * decay + tl.sum(row_sums, 1)
+        # The rest of the total comes from the column sums, once for each strip.
+        total = total * decay
         # By their logarithms, which stay true when the maximum grows; strips to the left have left theirs.
         place = top + tl.arange(0, ROWS)
-        pointers = sums + queries[:, None] * sums_stride + place[None, :]
+        pointers = sums + slots[:, None] * axes + place[None, :]
         stored = inside[:, None] & (place < height)[None, :]
         if STRIPS:
             before = tl.load(pointers, mask=stored & (left > 0), other=-float("inf"))
@@ -124,70 +124,96 @@ def forward_tile(
 
 @triton.jit
 def forward(
-    query, key, value, logits, valid, out, marginals, lse,
-    q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, l_batch, l_head, l_token,
-    valid_batch, o_batch, o_head, o_token, m_batch, m_head, m_token,
-    heads, length, prefix, height, width, scale,
+    query, key, value, position, valid, key_table, bias, value_table, key_index, key_bounds, value_index, value_bounds,
+    out, lse, entries, logits, sums,
+    q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, p_batch, p_head, p_token,
+    valid_batch, o_batch, o_head, o_token, work, heads, length, batched, prefix, height, width, scale,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+    POSITION_DIM: tl.constexpr, BLOCK_POSITION: tl.constexpr, KEY_ENTRIES: tl.constexpr, VALUE_ENTRIES: tl.constexpr,
     BLOCK_M: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    KEY_TERM: tl.constexpr, VALUE_TERM: tl.constexpr, PADDED: tl.constexpr, STRIPS: tl.constexpr,
+    POSITION: tl.constexpr, BIAS: tl.constexpr, SAVE: tl.constexpr, PADDED: tl.constexpr, STRIPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the attention of BLOCK_M queries of one head, their marginals and their log-sum-exp, all in base 2.
+    """Compute the attention of BLOCK_M queries of one head after the other, and their log-sum-exp, both in base 2.
 
-    `scale` is the scale times log2(e). Axes: query (B, heads, Nq, DIM), key and value with Nk tokens, the last stride
-    1; logits (B, heads, Nq, H + W); valid (B, Nk) bytes; marginals (B, heads, Nq, H + W) and lse (B, heads, Nq),
-    float32. A query without keys gets zeros and the log-sum-exp +inf.
+    `scale` is the scale times log2(e). Axes: query (B, heads, Nq, DIM), key and value with Nk tokens, position (what
+    meets the key table, if not the query), the last stride 1; valid (B, Nk) bytes; tables (heads, entries, DIM) and
+    bias (heads, entries); key_index (B or 1, Nq, H + W) and value_bounds (B or 1, Nq, entries + 1), `batched` where B;
+    lse (B, heads, Nq) float32 and, with SAVE, entries (B, Nq, heads, VALUE_ENTRIES), the attention by entry. A query
+    without keys gets zeros and the log-sum-exp +inf. A program's own workspace: logits and sums,
+    (BLOCK_M, H + W) float32 each, rows before columns.
     """
-    blocks = tl.cdiv(length, BLOCK_M)
-    pair = tl.program_id(0) // blocks
-    batch, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
-    queries = tl.program_id(0) % blocks * BLOCK_M + tl.arange(0, BLOCK_M)
-    inside = queries < length
-    key += batch * k_batch + head * k_head
-    value += batch * v_batch + head * v_head
-    logits += batch * l_batch + head * l_head
-    marginals += batch * m_batch + head * m_head
-    valid += batch * valid_batch
-    q = load_tokens(query + batch * q_batch + head * q_head, queries, q_token, inside, DIM, BLOCK_DIM)
+    axes = height + width
+    for item in tl.range(tl.program_id(0), work, tl.num_programs(0), disable_licm=True):
+        batch, head, pair, queries, slots = place_of(item, heads, length, BLOCK_M)
 
-    result = tl.zeros((BLOCK_M, BLOCK_VALUE), tl.float32)
-    maximum = tl.full((BLOCK_M,), -float("inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    cols = tl.zeros((BLOCK_M, COLS), tl.float32)
-    for start in range(0, prefix, ROWS * COLS):
-        result, maximum, total, _ = forward_tile(
-            (result, maximum, total, cols), q, queries, inside, key, value, logits, valid, marginals, k_token, v_token,
-            l_token, m_token, start, 0, 0, prefix, 1, scale, cols, DIM, BLOCK_DIM, VALUE_DIM, BLOCK_VALUE,
-            BLOCK_M, ROWS * COLS, 1, False, False, PADDED, STRIPS, PRECISION,
-        )  # fmt: skip
-    for left in range(0, width, COLS):
-        if KEY_TERM:
-            cols = load_axis(logits + height, queries, l_token, inside, left, width, -float("inf"), COLS)
-        col_sums = tl.zeros((BLOCK_M, COLS), tl.float32)
-        for top in range(0, height, ROWS):
-            result, maximum, total, col_sums = forward_tile(
-                (result, maximum, total, col_sums), q, queries, inside, key, value, logits, valid, marginals, k_token,
-                v_token, l_token, m_token, top, left, prefix, height, width, scale, cols, DIM, BLOCK_DIM, VALUE_DIM,
-                BLOCK_VALUE, BLOCK_M, ROWS, COLS, KEY_TERM, VALUE_TERM, PADDED, STRIPS, PRECISION,
+        inside = queries < length
+        keys = key + batch * k_batch + head * k_head
+        values = value + batch * v_batch + head * v_head
+        mask = valid + batch * valid_batch
+        index = key_index + batch * batched * length * axes
+        q = load_tokens(query + batch * q_batch + head * q_head, queries, q_token, inside, DIM, BLOCK_DIM)
+        if KEY_ENTRIES:
+            p = q
+            if POSITION == "own":
+                at = position + batch * p_batch + head * p_head
+                p = load_tokens(at, queries, p_token, inside, POSITION_DIM, BLOCK_POSITION)
+            store_products(
+                logits, slots, inside, p, key_table + head * KEY_ENTRIES * POSITION_DIM, bias + head * KEY_ENTRIES,
+                index, queries, axes, POSITION_DIM, BLOCK_POSITION, KEY_ENTRIES, BLOCK_M, POSITION != "", BIAS,
+                PRECISION,
             )  # fmt: skip
-        if VALUE_TERM:
-            finite = tl.where(maximum == -float("inf"), 0.0, maximum)
-            place = left + tl.arange(0, COLS)
-            pointers = marginals + queries[:, None] * m_token + (height + place)[None, :]
-            stored = inside[:, None] & (place < width)[None, :]
-            tl.store(pointers, log2(col_sums, PRECISION) + finite[:, None], mask=stored)
-            # The next strip, and the loop below, read what other threads of this program have stored.
-            tl.debug_barrier()
 
-    base = tl.where(total > 0, maximum + tl.log2(total), float("inf"))
-    tl.store(lse + pair.to(tl.int64) * length + queries, base, mask=inside)
-    if VALUE_TERM:
-        for start in range(0, height + width, 16):
-            place = start + tl.arange(0, 16)
-            pointers = marginals + queries[:, None] * m_token + place[None, :]
-            stored = inside[:, None] & (place < height + width)[None, :]
-            sums = tl.load(pointers, mask=stored, other=-float("inf"))
-            tl.store(pointers, tl.exp2(sums - base[:, None]), mask=stored)
-    result = result / tl.where(total > 0, total, 1.0)[:, None]
-    store_tokens(out + batch * o_batch + head * o_head, queries, o_token, inside, result, VALUE_DIM, BLOCK_VALUE)
+        result = tl.zeros((BLOCK_M, BLOCK_VALUE), tl.float32)
+        maximum = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        cols = tl.zeros((BLOCK_M, COLS), tl.float32)
+        for start in range(0, prefix, ROWS * COLS):
+            result, maximum, total, _ = forward_tile(
+                (result, maximum, total, cols), q, slots, inside, keys, values, mask, logits, sums,
+                k_token, v_token, axes, start, 0, 0, prefix, 1, scale, cols, DIM, BLOCK_DIM, VALUE_DIM, BLOCK_VALUE,
+                BLOCK_M, ROWS * COLS, 1, 0, False, PADDED, STRIPS, PRECISION,
+            )  # fmt: skip
+        for left in range(0, width, COLS):
+            if KEY_ENTRIES:
+                cols = load_axis(logits + height, slots, axes, inside, left, width, -float("inf"), COLS)
+            col_sums = tl.zeros((BLOCK_M, COLS), tl.float32)
+            for top in range(0, height, ROWS):
+                result, maximum, total, col_sums = forward_tile(
+                    (result, maximum, total, col_sums), q, slots, inside, keys, values, mask, logits,
+                    sums, k_token, v_token, axes, top, left, prefix, height, width, scale, cols, DIM, BLOCK_DIM,
+                    VALUE_DIM, BLOCK_VALUE, BLOCK_M, ROWS, COLS, KEY_ENTRIES, VALUE_ENTRIES > 0, PADDED, STRIPS,
+                    PRECISION,
+                )  # fmt: skip
+            if VALUE_ENTRIES:
+                total += tl.sum(col_sums, 1)
+                finite = tl.where(maximum == -float("inf"), 0.0, maximum)
+                place = left + tl.arange(0, COLS)
+                pointers = sums + slots[:, None] * axes + (height + place)[None, :]
+                stored = inside[:, None] & (place < width)[None, :]
+                tl.store(pointers, log2(col_sums, PRECISION) + finite[:, None], mask=stored)
+                # The next strip reads what other threads of this program have stored.
+                tl.debug_barrier()
+
+        base = tl.where(total > 0, maximum + tl.log2(total), float("inf"))
+        tl.store(lse + pair * length + queries, base, mask=inside)
+        result *= (1.0 / tl.where(total > 0, total, 1.0))[:, None]
+        if VALUE_ENTRIES:
+            run_up(sums, slots, axes, inside, base, q.dtype, True, BLOCK_M, PRECISION)
+            bounds = value_bounds + batch * batched * length * (VALUE_ENTRIES + 1)
+            for start in range(0, VALUE_ENTRIES, CHUNK):
+                place = start + tl.arange(0, CHUNK)
+                keep = place < VALUE_ENTRIES
+                table = value_table + head * VALUE_ENTRIES * VALUE_DIM
+                rows = load_tokens(table, place, VALUE_DIM, keep, VALUE_DIM, BLOCK_VALUE)
+                of_entries = sums_of_entries(sums, bounds, slots, queries, axes, inside, place, VALUE_ENTRIES)
+                of_entries = of_entries.to(rows.dtype)
+                result = add_product(result, of_entries, rows, PRECISION)
+                if SAVE:
+                    stored = inside[:, None] & keep[None, :]
+                    store_entries(
+                        entries, of_entries, batch, head, queries, place, heads, length, stored, VALUE_ENTRIES
+                    )
+        store_tokens(out + batch * o_batch + head * o_head, queries, o_token, inside, result, VALUE_DIM, BLOCK_VALUE)
+        # The next item's numbers are stored where other threads may still read this one's.
+        tl.debug_barrier()

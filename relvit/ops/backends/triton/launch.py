@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +14,8 @@ from relvit.ops.backends.triton.backward import backward_keys, backward_queries
 from relvit.ops.backends.triton.forward import forward
 
 LOG2_E = math.log2(math.e)
+# Programs per multiprocessor, more than run at once, so that none of these waits long for the last.
+PROGRAMS = 4
 
 
 class Blocks(NamedTuple):
@@ -54,128 +55,207 @@ def tile_shape(keys: int, height: int, width: int) -> tuple[int, int]:
     return keys // cols, cols
 
 
+class Operands(NamedTuple):
+    """Tensors that all kernels read; None where a term is absent.
+
+    Attributes:
+        query, key, value: (B, heads, N, dim).
+        position: (B, heads, Nq, dim), what meets the key table; None: the query.
+        valid: (B, Nk) bytes, zero for padding.
+        key_table, bias, value_table: (heads, entries, dim) and (heads, entries), joined.
+        key_index, key_bounds, value_index, value_bounds: as `lookup.Lookup` has them.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    position: Tensor | None
+    valid: Tensor | None
+    key_table: Tensor | None = None
+    bias: Tensor | None = None
+    value_table: Tensor | None = None
+    key_index: Tensor | None = None
+    key_bounds: Tensor | None = None
+    value_index: Tensor | None = None
+    value_bounds: Tensor | None = None
+
+
+class Variant(NamedTuple):
+    """Constants of the compilation, besides data types and sizes of tiles.
+
+    Attributes:
+        dims: of queries, values and what meets the key table.
+        entries: of the tables for logits and of the value table, 0 where absent.
+        position: what meets the key table: 'query', 'own' or, without table, ''.
+        bias: whether there is one.
+        save: whether forward leaves what backward wants.
+        padded: whether there is padding.
+    """
+
+    dims: tuple[int, int, int]
+    entries: tuple[int, int]
+    position: str
+    bias: bool
+    save: bool
+    padded: bool
+
+
+def variant(operands: Operands, save: bool) -> Variant:
+    """Return the variant of the kernels for operands."""
+    query, _, value, position, valid, key_table, bias, value_table = operands[:8]
+    tables = (bias if key_table is None else key_table, value_table)
+    dims = (query.shape[-1], value.shape[-1], (query if position is None else position).shape[-1])
+    kind = "" if key_table is None else "query" if position is None else "own"
+    entries = tuple(0 if table is None else table.shape[1] for table in tables)
+    return Variant(dims, entries, kind, bias is not None, save, valid is not None)
+
+
 def constants(
-    kernel: Any,
-    dtype: torch.dtype,
-    dims: tuple[int, int],
-    size: tuple[int, int],
-    flags: tuple[bool, bool, bool],
-    hopper: bool,
+    kernel: Any, dtype: torch.dtype, size: tuple[int, int], variant: Variant, hopper: bool
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the constants of a kernel, and the options of its compilation.
 
     Args:
         kernel: `forward`, `backward_queries` or `backward_keys`.
         dtype: of queries, keys and values.
-        dims: the head dimension and that of values.
         size: of the key grid.
-        flags: whether there are terms in the logits, value terms, and padding.
+        variant: of the kernel.
         hopper: whether the GPU is an sm_90.
     """
+    dims = variant.dims
     blocks = BLOCKS[kernel.__name__, max(dims) > 64, hopper] if dtype != torch.float32 else BLOCKS_OF_FLOAT32
     # The fewest keys that a matrix instruction takes are 16.
     keys = min(blocks.keys, max(16, triton.next_power_of_2(size[0] * size[1])))
     rows, cols = tile_shape(keys, *size)
-    padded = (max(16, triton.next_power_of_2(dim)) for dim in dims)
-    named = dict(zip(("DIM", "VALUE_DIM", "BLOCK_DIM", "BLOCK_VALUE"), (*dims, *padded), strict=True))
+    named = {}
+    for name, dim in zip(("DIM", "VALUE_DIM", "POSITION_DIM"), dims, strict=True):
+        named |= {name: dim, "BLOCK_" + name.removesuffix("_DIM"): max(16, triton.next_power_of_2(dim))}
     precision = "ieee" if isinstance(kernel, triton.JITFunction) else "interpreted"
     named |= {"BLOCK_M": blocks.queries, "ROWS": rows, "COLS": cols, "STRIPS": size[1] > cols, "PRECISION": precision}
-    named |= dict(zip(("KEY_TERM", "VALUE_TERM", "PADDED"), flags, strict=True))
+    named |= dict(zip(("KEY_ENTRIES", "VALUE_ENTRIES"), variant.entries, strict=True))
+    named |= dict(zip(("POSITION", "BIAS", "SAVE", "PADDED"), variant[2:], strict=True))
     return named, {"num_warps": blocks.warps, "num_stages": blocks.stages}
 
 
 class Attention(torch.autograd.Function):
     """The kernels, forward and backward.
 
-    `apply(query, key, value, logits, valid, (prefix, height, width), scale, value_term)` returns the attention
-    (B, heads, Nq, value_dim) and its marginals per row and column, (B, heads, Nq, H + W) float32 or None. Logits are
-    (B, heads, Nq, H + W) or None, valid is (1 or B, Nk) or None.
+    `apply(scale, (prefix, height, width), *operands)` returns the attention (B, heads, Nq, value_dim). Tables may be in
+    another precision than queries, keys and values, which their gradients get.
     """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, *arguments: Any) -> tuple[Tensor, Tensor | None]:
-        query, key, value, logits, valid, grid, scale, value_term = arguments
-        query, key, value, logits = map(_with_unit_stride, (query, key, value, logits))
-        if valid is not None:
-            valid = valid.to(torch.uint8).expand(query.shape[0], -1)
-        # Half precision is left for the sum with the value term, and rounded to once.
-        out = _new(query, value.shape[-1], torch.float32 if value_term else query.dtype)
-        marginals = _new(query, grid[1] + grid[2], torch.float32) if value_term else None
+    def forward(ctx: FunctionCtx, scale: float, grid: tuple[int, int, int], *tensors: Tensor | None) -> Tensor:
+        operands = Operands(*tensors)
+        query, value, bias = operands.query, operands.value, operands.bias
+        ctx.tables = [None if table is None else table.dtype for table in operands[5:8]]
+        vectors = {name: _with_unit_stride(getattr(operands, name)) for name in ("query", "key", "value", "position")}
+        tables = {name: getattr(operands, name) for name in ("key_table", "value_table")}
+        tables = {name: None if table is None else table.to(query.dtype).contiguous() for name, table in tables.items()}
+        operands = operands._replace(**vectors, **tables, bias=None if bias is None else bias.float().contiguous())
+        launch = Launch(forward, operands, grid, scale, variant(operands, any(ctx.needs_input_grad)))
+        out = _new(query, value.shape[-1])
         lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-        contents = (query, key, value, logits, valid)
-        launch(forward, contents, (out, marginals), (lse,), (), grid, scale)
-        ctx.grid, ctx.scale = grid, scale
-        ctx.save_for_backward(*contents, out, marginals, lse)
-        return out, marginals
+        of_key, of_value = launch.variant.entries
+        entries = _new(query, of_value) if launch.variant.save else None
+        logits, sums = (launch.workspace(sum(grid[1:]) * (number > 0)) for number in (of_key, of_value))
+        launch.run((out,), (lse, entries, logits, sums))
+        ctx.launch = launch._replace(operands=None)
+        ctx.save_for_backward(*operands, out, lse, entries)
+        return out
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor, grad_marginals: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             # Marked as differentiable once, this function would be left out of second derivatives without an error.
             raise RuntimeError("backend 'triton' has no second derivatives (create_graph=True): use backend='gathered'")
-        *contents, out, marginals, lse = ctx.saved_tensors
-        query, key, value, logits, valid = contents
-        prefix, height, width = ctx.grid
+        *saved, out, lse, entries = ctx.saved_tensors
+        operands = Operands(*saved)
+        query, key, value = operands[:3]
+        launch = ctx.launch._replace(operands=operands, kernel=backward_queries)
+        prefix, height, width = launch.grid
+        of_key, of_value = launch.variant.entries
         grad = _with_unit_stride(grad.to(query.dtype))
-        means = (grad.float() * out).sum(-1)
-        if marginals is None:
-            grad_marginals = None
-        else:
-            grad_marginals = _with_unit_stride(grad_marginals)
-            means += (grad_marginals * marginals).sum(-1)
-        vectors = (lse, means.contiguous())
-        grad_query, grad_key, grad_value = (_new(tensor, tensor.shape[-1]) for tensor in (query, key, value))
-        grad_logits = None if logits is None else _new(query, height + width, torch.float32)
-        grads = (grad, grad_marginals)
-        launch(backward_queries, contents, grads, vectors, (grad_query, grad_logits), ctx.grid, ctx.scale)
-        launch(backward_keys, contents, grads, vectors, (grad_key, grad_value), ctx.grid, ctx.scale)
+        grads = [None if tensor is None else _new(tensor, tensor.shape[-1]) for tensor in operands[:4]]
+        grad_query, grad_key, grad_value, grad_position = grads
+        means = torch.empty_like(lse)
+        logits, products = (query.new_empty(*query.shape[:3], height + width) for _ in range(2))
+        grad_entries, sums = _new(query, of_key), launch.workspace((height + width) * (of_key > 0))
+        launch.run((grad, out, grad_query, grad_position), (lse, means, logits, products, grad_entries, sums))
+        launch = launch._replace(kernel=backward_keys)
+        launch.run((grad, grad_key, grad_value), (lse, means, logits, products))
         if prefix:
             # Prefix keys are one column of a tile without terms.
-            alone, on_prefix = (query, key, value, None, valid), (0, prefix, 1)
-            launch(backward_keys, alone, (grad, None), vectors, (grad_key, grad_value), on_prefix, ctx.scale)
-        if grad_logits is not None:
-            grad_logits = grad_logits.to(logits.dtype)
-        return grad_query, grad_key, grad_value, grad_logits, None, None, None, None
+            alone = Operands(query, key, value, None, operands.valid)
+            launch = launch._replace(operands=alone, grid=(0, prefix, 1), variant=variant(alone, True))
+            launch.run((grad, grad_key, grad_value), (lse, means, None, None))
+        met = query if operands.position is None else operands.position
+        of_tables = (
+            None if operands.key_table is None else _over_tokens(grad_entries, met),
+            None if operands.bias is None else grad_entries.sum((0, 2), dtype=torch.float32),
+            _over_tokens(entries, grad) if of_value else None,
+        )
+        of_tables = (
+            None if table is None else table.to(dtype) for table, dtype in zip(of_tables, ctx.tables, strict=True)
+        )
+        return None, None, *grads, None, *of_tables, None, None, None, None
 
 
-def launch(
-    kernel: Any,
-    contents: tuple[Tensor | None, ...],
-    results: tuple[Tensor, Tensor | None],
-    vectors: tuple[Tensor, ...],
-    grads: tuple[Tensor | None, ...],
-    grid: tuple[int, int, int],
-    scale: float,
-) -> None:
-    """Run a kernel on all samples and heads.
+class Launch(NamedTuple):
+    """A kernel's launch on all samples and heads of its operands; `grid` is prefix, height, width of the keys."""
 
-    Args:
-        kernel: as for `constants`.
-        contents: query, key, value, logits, valid.
-        results: the attention and its marginals, or in backward the gradients of both.
-        vectors: a number per query each.
-        grads: what a backward kernel writes.
-        grid: prefix, height, width of the keys.
-        scale: of the logits.
-    """
-    query, key, value, logits, valid = contents
-    batch, heads, length, _ = query.shape
-    flags = (logits is not None, results[1] is not None, valid is not None)
-    hopper = query.is_cuda and torch.cuda.get_device_capability(query.device)[0] == 9
-    named, options = constants(kernel, query.dtype, (query.shape[-1], value.shape[-1]), grid[1:], flags, hopper)
-    if kernel is backward_keys:
-        programs = triton.cdiv(grid[1], named["ROWS"]) * triton.cdiv(grid[2], named["COLS"])
-    else:
-        programs = triton.cdiv(length, named["BLOCK_M"])
-    if not batch * heads * programs:
-        return
-    tensors = (*contents, *results, *vectors, *grads)
-    strides = [_strides(tensor) for tensor in (query, key, value, logits, *results, *grads)]
-    strides.insert(4, (0 if valid is None else valid.stride(0),))
-    # An absent tensor is never read.
-    pointers = (query if tensor is None else tensor for tensor in tensors)
-    sizes = (heads, length, *grid, scale * LOG2_E)
-    kernel[(batch * heads * programs,)](*pointers, *chain(*strides), *sizes, **named, **options)
+    kernel: Any
+    operands: Operands
+    grid: tuple[int, int, int]
+    scale: float
+    variant: Variant
+
+    def constants(self) -> tuple[dict[str, Any], dict[str, int]]:
+        """As the function `constants`."""
+        query = self.operands.query
+        hopper = query.is_cuda and torch.cuda.get_device_capability(query.device)[0] == 9
+        return constants(self.kernel, query.dtype, self.grid[1:], self.variant, hopper)
+
+    def work(self) -> int:
+        """Number of blocks of queries, or of tiles of keys."""
+        batch, heads, length, _ = self.operands.query.shape
+        named, _ = self.constants()
+        if self.kernel is backward_keys:
+            tiles = triton.cdiv(self.grid[1], named["ROWS"]) * triton.cdiv(self.grid[2], named["COLS"])
+            return batch * heads * tiles
+        return batch * heads * triton.cdiv(length, named["BLOCK_M"])
+
+    def programs(self) -> int:
+        """Number of programs among which blocks of queries are divided."""
+        query = self.operands.query
+        processors = 1
+        if query.is_cuda:
+            processors = torch.cuda.get_device_properties(query.device).multi_processor_count
+        return min(self.work(), PROGRAMS * processors)
+
+    def workspace(self, width: int) -> Tensor:
+        """For each program and query of a block `width` float32 numbers, which stay in the L2 cache."""
+        size = self.programs() * self.constants()[0]["BLOCK_M"]
+        return self.operands.query.new_empty(size, width, dtype=torch.float32)
+
+    def run(self, vectors: tuple[Tensor | None, ...], others: tuple[Tensor | None, ...]) -> None:
+        """Run the kernel; after the operands it takes (B, heads, N, dim) tensors with strides, then contiguous ones."""
+        operands = self.operands
+        query, key, value, position, valid = operands[:5]
+        work = self.work()
+        if not work:
+            return
+        strides = [number for tensor in (query, key, value, position) for number in _strides(tensor)]
+        strides += [0 if valid is None else valid.stride(0)]
+        strides += [number for tensor in vectors for number in _strides(tensor)]
+        # An absent tensor is never read.
+        pointers = (query if tensor is None else tensor for tensor in (*operands, *vectors, *others))
+        index = operands.value_index if operands.key_index is None else operands.key_index
+        batched = int(index is not None and index.shape[0] > 1)
+        sizes = (work, query.shape[1], query.shape[2], batched, *self.grid, self.scale * LOG2_E)
+        named, options = self.constants()
+        programs = work if self.kernel is backward_keys else self.programs()
+        self.kernel[(programs,)](*pointers, *strides, *sizes, **named, **options)
 
 
 def _with_unit_stride(tensor: Tensor | None) -> Tensor | None:
@@ -187,7 +267,14 @@ def _strides(tensor: Tensor | None) -> tuple[int, ...]:
     return (0, 0, 0) if tensor is None else tensor.stride()[:3]
 
 
-def _new(like: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
+def _over_tokens(entries: Tensor, vectors: Tensor) -> Tensor:
+    """Sum up the products of (B, heads, N, entries) and (B, heads, N, dim) over all tokens: (heads, entries, dim)."""
+    # Head by head: tensors whose memory is as the projection has left it need no copy.
+    one, other = (tensor.transpose(0, 1).flatten(1, 2) for tensor in (entries, vectors))
+    return torch.bmm(one.mT, other)
+
+
+def _new(like: Tensor, width: int) -> Tensor:
     """(B, heads, N, width) with tokens before heads in memory, as projections have it."""
     batch, heads, length, _ = like.shape
-    return like.new_empty(batch, length, heads, width, dtype=dtype).transpose(1, 2)
+    return like.new_empty(batch, length, heads, width).transpose(1, 2)

@@ -1,0 +1,110 @@
+"""Products of queries with the tables by offset, and sums by table entry, for the Triton kernels.
+
+A term's tables are joined, rows above columns, as `axis_logits.join_tables` does. A block of queries meets all entries
+at once, on matrix units; an index (Nq, H + W) says which of these products belongs to a row or column of the key grid.
+Along rows, then columns, that index never decreases, so that the rows or columns of one entry are a range, and
+sums over it are differences of running sums: no atomics.
+"""
+
+import triton
+import triton.language as tl
+
+# Entries that are multiplied at a time.
+CHUNK = tl.constexpr(32)
+# Rows and columns that are looked up, or summed, at a time.
+SPAN = tl.constexpr(16)
+
+
+@triton.jit
+def add_product(total, left, right, PRECISION: tl.constexpr):
+    """total + left right, for float32 not on matrix units, which would round to ten bits."""
+    if PRECISION == "interpreted":
+        # To the interpreter bfloat16 is a number's bits.
+        return tl.dot(left.to(tl.float32), right.to(tl.float32), total)
+    return tl.dot(left, right, total, input_precision=PRECISION)
+
+
+@triton.jit
+def load_tokens(pointer, tokens, stride, keep, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    """Load the vectors of some tokens, (tokens, BLOCK_DIM), zeros for those that are not kept."""
+    dims = tl.arange(0, BLOCK_DIM)
+    pointers = pointer + tokens[:, None] * stride + dims[None, :]
+    if DIM == BLOCK_DIM:
+        return tl.load(pointers, mask=keep[:, None], other=0.0)
+    return tl.load(pointers, mask=keep[:, None] & (dims < DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def store_products(
+    pointer, slots, inside, vectors, table, bias, index, queries, axes, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    ENTRIES: tl.constexpr, BLOCK_M: tl.constexpr, TABLE: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Store vectors . table + bias of the entry of each row and column, by `index`, into the slots of (..., axes)."""
+    for start in range(0, ENTRIES, CHUNK):
+        place = start + tl.arange(0, CHUNK)
+        products = tl.zeros((BLOCK_M, CHUNK), tl.float32)
+        if TABLE:
+            rows = load_tokens(table, place, DIM, place < ENTRIES, DIM, BLOCK_DIM)
+            products = add_product(products, vectors, rows.trans(), PRECISION)
+        if BIAS:
+            products += tl.load(bias + place, mask=place < ENTRIES, other=0.0)[None, :]
+        for first in range(0, axes, SPAN):
+            axis = first + tl.arange(0, SPAN)
+            keep = inside[:, None] & (axis < axes)[None, :]
+            entry = tl.load(index + queries[:, None] * axes + axis[None, :], mask=keep, other=0).to(tl.int32) - start
+            if ENTRIES > CHUNK:
+                keep = keep & (entry >= 0) & (entry < CHUNK)
+                entry = tl.where(keep, entry, 0)
+            found = tl.gather(products, entry, 1).to(pointer.dtype.element_ty)
+            tl.store(pointer + slots[:, None] * axes + axis[None, :], found, mask=keep)
+    # Other threads of this program read them.
+    tl.debug_barrier()
+
+
+@triton.jit
+def load_axis(pointer, slots, axes, inside, first, end, outside, SIZE: tl.constexpr):
+    """Load what queries have for each of SIZE rows, or columns, (queries, SIZE); `outside` for those after `end`."""
+    place = first + tl.arange(0, SIZE)
+    pointers = pointer + slots[:, None] * axes + place[None, :]
+    return tl.load(pointers, mask=inside[:, None] & (place < end)[None, :], other=outside).to(tl.float32)
+
+
+@triton.jit
+def run_up(
+    sums, slots, axes, inside, base, dtype, LOGARITHMS: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr
+):
+    """Turn numbers per row and column, (..., axes) float32, or their logarithms over `base`, into running sums.
+
+    The numbers are rounded to `dtype`, their sums are not: differences are sums of the same numbers.
+    """
+    before = tl.zeros((BLOCK_M, SPAN), tl.float32)
+    number = tl.arange(0, SPAN)
+    up_to = (number[:, None] <= number[None, :]).to(tl.float32).to(dtype)
+    every = tl.full((SPAN, SPAN), 1.0, tl.float32).to(dtype)
+    # What is stored here comes from other threads of this program.
+    tl.debug_barrier()
+    for start in range(0, axes, SPAN):
+        place = start + number
+        pointers = sums + slots[:, None] * axes + place[None, :]
+        keep = inside[:, None] & (place < axes)[None, :]
+        if LOGARITHMS:
+            numbers = tl.exp2(tl.load(pointers, mask=keep, other=-float("inf")) - base[:, None])
+        else:
+            numbers = tl.load(pointers, mask=keep, other=0.0)
+        numbers = numbers.to(dtype)
+        tl.store(pointers, add_product(before, numbers, up_to, PRECISION), mask=keep)
+        before = add_product(before, numbers, every, PRECISION)
+    tl.debug_barrier()
+
+
+@triton.jit
+def sums_of_entries(sums, bounds, slots, queries, axes, inside, place, ENTRIES: tl.constexpr):
+    """Sum up by entry from running sums, for the entries `place` (n,): (queries, n) float32.
+
+    `bounds` (Nq, ENTRIES + 1): the rows and columns of entry e are those from bounds[e] to bounds[e + 1].
+    """
+    keep = inside[:, None] & (place < ENTRIES)[None, :]
+    pointers = bounds + queries[:, None] * (ENTRIES + 1) + place[None, :]
+    begin, end = tl.load(pointers, mask=keep, other=0), tl.load(pointers + 1, mask=keep, other=0)
+    last = sums + slots[:, None] * axes - 1
+    return tl.load(last + end, mask=end > 0, other=0.0) - tl.load(last + begin, mask=begin > 0, other=0.0)
