@@ -97,12 +97,13 @@ def axis_indices(axes: Axes, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def table_index(tables: AxisTables, bucketing: str, grid: Grid, axes: Axes, like: Tensor) -> TableIndex:
     """Find the table entry for each token of `grid` and each row, then each column of `axes`."""
-    return once_per_raster(_make_table_index, grid, clip_distances(tables), bucketing, axes, like=like)
+    return once_per_raster(make_table_index, grid, clip_distances(tables), bucketing, axes, like=like)
 
 
-def _make_table_index(
+def make_table_index(
     grid: Grid, distances: Distances, bucketing: str, axes: Axes, _dtype: torch.dtype, device: torch.device
 ) -> TableIndex:
+    """Compute what `table_index` returns and remembers."""
     reach = distances
     # A graph for all sizes must not depend on which of them a table outreaches.
     if grid.coords is None and bucketing == "clip" and not is_compiling():

@@ -10,10 +10,10 @@ from torch import Tensor
 from relvit.ops.backends.axis_logits import (
     Axes,
     Distances,
-    _make_table_index,
     clip_distances,
     grid_axes,
     join_tables,
+    make_table_index,
     once_per_raster,
 )
 from relvit.ops.buckets import bucket, saturation
@@ -76,7 +76,7 @@ def find(tables: AxisTables, bucketing: str, inputs: AttentionInputs) -> Lookup:
 def _find(
     grid: Grid, distances: Distances, bucketing: str, axes: Axes, _dtype: torch.dtype, device: torch.device
 ) -> Lookup:
-    reach, index = _make_table_index(grid, distances, bucketing, axes, _dtype, device)
+    reach, index = make_table_index(grid, distances, bucketing, axes, _dtype, device)
     index = index[:, 0].contiguous()
     # As many entries as `join_tables` makes.
     entries = 1 + sum(2 * distance + 1 for distance in reach)
