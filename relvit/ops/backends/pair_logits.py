@@ -35,6 +35,10 @@ def token_positions(grid: Grid, axes: Axes, device: torch.device, axis: int) -> 
     return Positions(axes[0].size, axes[1].size, grid.prefix, y, x)
 
 
+# Rows so short that a product with ones is faster than a sum.
+SHORT_ROW = 20
+
+
 def to_pairs(values: Tensor, keys: Positions, out: Tensor) -> None:
     """Write, for each key, the sum of its row's and its column's number, (b, heads, T, H + W), to (b, heads, T, Nk)."""
     rows, cols = values.split((keys.height, keys.width), dim=-1)
@@ -53,8 +57,7 @@ def from_pairs(pairs: Tensor, keys: Positions, out: Tensor) -> None:
     rows, cols = out.split((keys.height, keys.width), dim=-1)
     if keys.y is None:
         raster = _raster(pairs, keys)
-        if raster.is_contiguous():
-            # Faster than a sum where rows are short.
+        if keys.width < SHORT_ROW and raster.is_contiguous():
             rows.copy_(torch.mv(raster.view(-1, keys.width), raster.new_ones(keys.width)).view(rows.shape))
         else:
             torch.sum(raster, -1, out=rows)
