@@ -163,7 +163,7 @@ def _choose(inputs: AttentionInputs) -> Choice:
     # The switch is for all devices, in spite of its name.
     if not torch.backends.cuda.flash_sdp_enabled():
         return Choice("fused", "with flash kernels off, stock attention has second derivatives", "N x N weights")
-    little = "logits and marginals, by table entry where these are fewer than H + W: backward recomputes each tile"
+    little = "logits and marginals, O(N (H + W)) at most: backward recomputes each tile"
     if query.device.type == "cpu":
         return Choice("tiled", "on the CPU passes over a tile cost less than wider products", little)
     if query.dtype == torch.float64:

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 # Columns of a quantity in each panel, and what its axis is called.
-PANELS = (("loss", "loss"), ("acc1", "top-1 accuracy"), ("map", "mean average precision"), ("lr", "learning rate"))
+PANELS = (("loss", "loss"), ("acc1", "top-1 accuracy"), ("map", "mean average precision, F1"), ("lr", "learning rate"))
 # Legible where the figure is shown at half its size.
 FONT, SMALL = 15, 13
 TRAIN, VAL = "tab:blue", "tab:orange"
@@ -48,7 +48,7 @@ def plot_curves(metrics: str | Path, target: str | Path, train_loss: str = "trai
             ("train/acc1_mixed", "train, mixed images", TRAIN),
             ("val/acc1", "val", VAL),
         ],
-        "map": [("val/map", "val", VAL), ("val/f1", "val, mean F1", "tab:green")],
+        "map": [("val/map", "val, mAP", VAL), ("val/f1", "val, mean F1", "tab:green")],
         "lr": [("lr", "", TRAIN)],
     }
     score = "map" if "val/map" in columns else "acc1"

@@ -32,7 +32,8 @@ def plot_sizes(rows: Sequence[Mapping[str, Any]], labels: Sequence[str], target:
         title: above all.
     """
     names = {_side(row): _name(row["height"], row["width"]) for row in rows}
-    trained = {math.sqrt(height * width) for row in rows for height, width in row["train_sizes"]}
+    # Black, unless models differ in it.
+    several = len({str(row["train_sizes"]) for row in rows}) > 1
     figure = Figure(figsize=(15, 5.5), layout="constrained")
     FigureCanvasAgg(figure)
     panels = {key: quantity for key, quantity in PANELS.items() if key in rows[0]}
@@ -44,8 +45,9 @@ def plot_sizes(rows: Sequence[Mapping[str, Any]], labels: Sequence[str], target:
             (line,) = axes.plot(sides, values, marker="o", label=label.replace("$", r"\$"))
             rings = [170 if [row["height"], row["width"]] in row["train_sizes"] else 0 for row in own]
             axes.scatter(sides, values, rings, facecolors="none", edgecolors=line.get_color())
-        for side in trained:
-            axes.axvline(side, color="black", linestyle=":", linewidth=1.5)
+            for height, width in own[0]["train_sizes"]:
+                colour = line.get_color() if several else "black"
+                axes.axvline(math.sqrt(height * width), color=colour, linestyle=":", linewidth=1.5)
         axes.set_xscale("log", base=2)
         crowded = len(names) > 8 or any(not name.isdigit() for name in names.values())
         axes.set_xticks(list(names), list(names.values()), rotation=90 if crowded else 0)

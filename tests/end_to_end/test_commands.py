@@ -41,7 +41,7 @@ COMMANDS = {
         ["pictures/tables.png", *(f"pictures/owl-{kind}.png" for kind in ("logits", "attention", "rollout"))],
     ),
     "calibrate best.ckpt --root photos --split train": (
-        ["negative log-likelihood", "relvit test best_c"],
+        ["negative log-likelihood", "images say little", "relvit test best_c"],
         ["best_calibrated.ckpt"],
     ),
     "probe best.ckpt test_vit --random --root photos --output probe": (

@@ -134,6 +134,8 @@ def test_curves_by_image_size(tmp_path, monkeypatch):
         assert lines[r"\$b\$"] == ([8, 32], [value(0.53125), value(1)])
         assert axes.get_xscale() == "log"
         assert [line.get_xdata() for line in axes.lines if list(line.get_ydata()) == [0, 1]] == [[16, 16], [32, 32]]
+        of_a, trained_a, of_b, trained_b = (line.get_color() for line in axes.lines[:4])
+        assert trained_a == of_a != of_b == trained_b
         # The image of 8 x 32 pixels has as many as the one of the trained size.
         rings = [[bool(size) for size in part.get_sizes()] for part in axes.collections]
         assert rings == [[True, False, False], [False, True]]

@@ -17,6 +17,9 @@ from relvit.evaluation import calibrate as calibrate_checkpoint
 from relvit.utils.files import is_address
 from relvit.utils.progress import with_bar
 
+# Images of which no more than a hint can be had: a temperature from them may be worse than none.
+FEW = 200
+
 
 def calibrate(
     ckpt_path: str,
@@ -56,4 +59,6 @@ def calibrate(
     for name, values in rows:
         table.add_row(name, *(f"{value:.4f}" for value in values))
     Console().print(table)
+    if found.images < FEW:
+        print(f"{found.images} images say little: keep this or the one before, whichever `relvit test` finds better")
     print(f"written: {output}. Next:\n  relvit test {shlex.quote(output)}", flush=True)
