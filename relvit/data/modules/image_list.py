@@ -128,7 +128,8 @@ class ImageListData(ImageFilesData):
         return self._written[path]
 
     def _doubts(self, counts: Mapping[str, int]) -> list[str]:
-        doubts = super()._doubts(counts)
+        hint = "with --data.class_names a label that is not among these is an error with its line"
+        doubts = [f"{self.train}: {doubt} ({hint})" for doubt in super()._doubts(counts)]
         for separator in () if self.multi_label else _SEPARATORS:
             if names := [name for name in counts if separator in name]:
                 doubts.append(
