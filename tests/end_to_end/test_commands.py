@@ -18,7 +18,7 @@ TWO = ["--devices", "2", "--accelerator", "cpu"]
 COMMANDS = {
     "validate best.ckpt --root photos --img_size 24": (["val/acc1", "val/loss"], []),
     "test best.ckpt --root photos": (
-        ["18 images of test, accuracy ", "; always the commonest class: 0.3333", "mean F1 of the classes", "Files: runs/"],
+        ["18 images of test, accuracy ", "; always the commonest class: 0.3333", "mean F1", "Files: runs/"],
         ["runs/*/summary.json", "runs/*/classes.csv", "runs/*/confusion.png", "runs/*/mistakes.csv"],
     ),
     "test best.ckpt --robustness photos/test": (["18 images of test, accuracy ", "mean F1"], ["runs/*/summary.json"]),

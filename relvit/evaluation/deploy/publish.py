@@ -120,6 +120,8 @@ def save_folder(predictor: Predictor, folder: str, license: str | None = None) -
     model = predictor.to("cpu").model.to(memory_format=torch.contiguous_format)
     try:
         save_for_hf(model, folder, model_config=config, safe_serialization=True)
+        # Weights are for all who may read the configuration; safetensors keeps them for the owner.
+        shutil.copymode(Path(folder) / "config.json", Path(folder) / "model.safetensors")
         again = timm.create_model(f"{FOLDER}{folder}", pretrained=True).eval()
     # timm and the models raise almost any type.
     except Exception as error:

@@ -147,6 +147,7 @@ def test_the_command_and_the_card(run, photos, tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     assert main(["publish", str(best), "--to", "owls"]) == 0
     assert "timm.create_model('local-dir:owls', pretrained=True)" in capsys.readouterr().out
+    assert len({path.stat().st_mode for path in Path("owls").iterdir()}) == 1, "whom the files are for"
     text = Path("owls/README.md").read_text()
     summary = json.loads((folder / "summary.json").read_text())
     assert f"- test/acc1: {summary['test/acc1']:.4f}" in text
