@@ -301,7 +301,7 @@ def keep_memory() -> bool:
     """Linux: let the C library keep memory that is released, for all competitors alike; return True where it does.
 
     Otherwise some calls, of any model, return memory to the system and others wait for it, page by page, depending on
-    what the process has done before: up to a quarter of the time of a forward pass, and not to the model's account.
+    what the process has done before and not on the model.
     """
     if sys.platform != "linux" or not hasattr(library := ctypes.CDLL(None), "mallopt"):
         return False

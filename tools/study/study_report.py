@@ -143,18 +143,34 @@ def difference_table(found: dict[str, dict[str, Estimate]]) -> str:
 
 
 def reach_table(groups: dict[str, dict[int, Line]], protocol: str) -> str:
-    """Tabulate what `--reach` changes, paired with 'trained'."""
+    """Tabulate what `--reach` changes, paired with 'trained', and at the largest size what is then kept, and BASE's."""
     rows = []
     for model, seeds in groups.items():
         for reach in dict.fromkeys(row["reach"] for line in seeds.values() for row in line["rows"]):
             if reach == "trained":
                 continue
-            tried = [line for line in seeds.values() if reach in {row["reach"] for row in line["rows"]}]
+            # A line without this reach has no size but the trained one.
+            tried = [line for line in seeds.values() if len(accuracies(line, protocol, reach)) > 1]
+            if not tried:
+                continue
             pairs = [(accuracies(line, protocol, reach), accuracies(line, protocol)) for line in tried]
             sizes = [size for size in pairs[0][0] if size != TRAINED]
             changes = [Estimate.of([own[size] - base[size] for own, base in pairs]).text(sign="+") for size in sizes]
-            rows.append([model, reach, str(len(pairs)), *changes])
-    return table(["model", "reach", "seeds", *map(str, sizes)], rows) if rows else ""
+            largest = sizes[-1]
+            kept = Estimate.of([100 * own[largest] / own[TRAINED] for own, _ in pairs]).text()
+            others = [(line, groups[BASE][line["seed"]]) for line in tried if line["seed"] in groups.get(BASE, {})]
+            ahead = [
+                accuracies(line, protocol, reach)[largest] - accuracies(other, protocol)[largest]
+                for line, other in others
+            ]
+            rows.append(
+                [model, reach, str(len(pairs)), *changes, kept, Estimate.of(ahead).text(sign="+") if ahead else ""]
+            )
+    if not rows:
+        return ""
+    return table(
+        ["model", "reach", "seeds", *map(str, sizes), f"kept at {largest}, %", f"to `{BASE}` at {largest}"], rows
+    )
 
 
 def draw(lines: Sequence[Line], target: Path) -> None:

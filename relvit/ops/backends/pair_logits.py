@@ -11,6 +11,9 @@ from torch import Tensor
 from relvit.ops.backends.axis_logits import Axes
 from relvit.ops.grid import Grid, batched_coords
 
+# Rows shorter than this are added up faster by a product with ones.
+SHORT_ROW = 20
+
 
 class Positions(NamedTuple):
     """Row and column of each token, counted from the first of `height` rows and `width` columns.
@@ -33,10 +36,6 @@ def token_positions(grid: Grid, axes: Axes, device: torch.device, axis: int) -> 
         for of_axis, (first, size) in zip(batched_coords(grid, device).unbind(-1), axes, strict=True)
     )
     return Positions(axes[0].size, axes[1].size, grid.prefix, y, x)
-
-
-# Rows so short that a product with ones is faster than a sum.
-SHORT_ROW = 20
 
 
 def to_pairs(values: Tensor, keys: Positions, out: Tensor) -> None:

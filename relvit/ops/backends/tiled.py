@@ -162,6 +162,7 @@ def _query_logits(inputs: AttentionInputs, axes: Axes) -> tuple[Tensor | None, T
     query, terms = inputs.position_query, inputs.terms
     if terms.key is not None and terms.bias is None:
         reach, index = table_index(terms.key, terms.bucketing, inputs.grid, axes, query)
+        # Besides, a joined table has a zero row, and padding.
         if 2 * sum(reach) + 2 <= index.shape[-1]:
             return entry_logits(query, terms.key, reach), index
     return query_logits(inputs, axes), None

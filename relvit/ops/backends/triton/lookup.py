@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from relvit.ops.backends.axis_logits import (
+    WIDTH_MULTIPLE,
     Axes,
     Distances,
     clip_distances,
@@ -80,7 +81,7 @@ def _find(
     index = index[:, 0].contiguous()
     # As many entries as `join_tables` makes.
     entries = 1 + sum(2 * distance + 1 for distance in reach)
-    entries += -entries % 8
+    entries += -entries % WIDTH_MULTIPLE
     wanted = torch.arange(entries + 1, device=device).expand(*index.shape[:2], -1).contiguous()
     dtype = torch.int16 if max(entries, index.shape[-1]) < 2**15 else torch.int32
     return Lookup(reach, index.to(dtype), torch.searchsorted(index, wanted).to(dtype))
