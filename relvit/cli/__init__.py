@@ -43,6 +43,9 @@ COMMANDS = {
 # What `relvit predict` runs with an exported file in the place of a checkpoint; by the name "predict-onnx".
 EXPORTED = (f"{_DEPLOY}.predict_onnx", "write the classes of each image into predictions.csv, by an exported file")
 
+# What other libraries call a command.
+ELSEWHERE = {"train": "fit", "eval": "test", "evaluate": "test", "val": "validate", "infer": "predict"}
+
 EXAMPLES = """examples:
   relvit fit --config digits
   relvit fit --config folder --root photos --model relvit_tiny --epochs 50
@@ -65,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     command, *rest = arguments
     if command not in COMMANDS:
-        hint = did_you_mean(command, COMMANDS)
+        hint = did_you_mean(ELSEWHERE.get(command, command), COMMANDS)
         print(f"relvit: error: unknown command {command!r}{hint}; commands: {listing(list(COMMANDS))}", file=sys.stderr)
         return 2
     typed = Rewritten(rest, {})
@@ -116,6 +119,7 @@ def quieten() -> None:
         logging.getLogger(package).setLevel(logging.WARNING)
     for text in (
         "does not have many workers",
+        "suggested max number of worker",
         "smaller than the logging interval",
         "isinstance.treespec, LeafSpec",
         "Be aware that when using `ckpt_path`, callbacks",

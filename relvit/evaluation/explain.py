@@ -121,7 +121,7 @@ HEADER = (
     "terms",
     "backend",
     "why",
-    "width: head, augmented",
+    "head width (in fused)",
     "kept for backward",
     "parameters each",
 )
@@ -136,7 +136,7 @@ def as_rows(plans: Sequence[LayerPlan]) -> list[list[str]]:
     for plan, layers in groups.items():
         position, terms, backend, reason, width, keeps, parameters = plan
         names = layers[0] if len(layers) == 1 else f"{layers[0]} ... {layers[-1]} ({len(layers)})"
-        cells = (names, position, terms, backend, reason, f"{width[0]}, {width[1]}", keeps, f"{parameters:,}")
+        cells = (names, position, terms, backend, reason, f"{width[0]} ({width[1]})", keeps, f"{parameters:,}")
         rows.append([str(cell) or "-" for cell in cells])
     return rows
 

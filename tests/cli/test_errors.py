@@ -137,6 +137,7 @@ def test_no_data_and_no_checkpoint_and_no_such_command(capsys):
     assert "--data.root: name the data (--data NAME) before its options" in fails(arguments, capsys)
     assert "no checkpoint given: relvit validate runs/RUN/checkpoints/best.ckpt" in fails(["validate"], capsys)
     assert "unknown command 'fti' (did you mean 'fit'?)" in fails(["fti"], capsys)
+    assert "unknown command 'train' (did you mean 'fit'?)" in fails(["train"], capsys)
 
 
 def test_missing_folder(capsys):

@@ -108,7 +108,7 @@ def test_the_command_takes_a_checkpoint(capsys):
 def test_the_command_names_model_and_size(capsys):
     assert main(["explain", "relvit_tiny", "--img_size", "[64,96]"]) == 0
     title, _, *table = capsys.readouterr().out.splitlines()
-    assert title == "relvit_tiny at 64 x 96 pixels, training on the CPU in float32:"
+    assert title == "relvit_tiny at 64 x 96 pixels, as it would train on the CPU in float32:"
     assert len(table) == 3
 
 
@@ -116,6 +116,6 @@ def test_the_command_in_a_terminal(tmp_path):
     status, text = in_terminal(["explain", "test_relvit"], tmp_path, columns=60)
     assert status == 0, text
     lines = [line.rstrip() for line in text.splitlines()]
-    assert "layers                  blocks.0.attn ... blocks.5.attn (6)" in lines
+    assert "layers                 blocks.0.attn ... blocks.5.attn (6)" in lines
     assert max(map(len, lines[1:])) <= 60
     assert "|" not in text

@@ -42,7 +42,7 @@ def explain(
         net = build_model(model, 10, model_kwargs=model_kwargs, retrofit=retrofit)
     plans = explain_model(net, img_size)
     height, width = net.patch_embed.img_size if img_size is None else int_pair("img_size", img_size, 1)
-    print(f"{model} at {height} x {width} pixels, training on the CPU in float32:\n", flush=True)
+    print(f"{model} at {height} x {width} pixels, as it would train on the CPU in float32:\n", flush=True)
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         print(as_table(plans), flush=True)

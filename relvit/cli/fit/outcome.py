@@ -19,6 +19,7 @@ from torch import nn
 from relvit.cli.errors import UsageError
 from relvit.cli.fit.loggers import send_results
 from relvit.data import ImageData
+from relvit.data.labels import counts_text
 from relvit.data.modules.base import Split
 from relvit.evaluation import ClassMetrics, Corruptions, EvaluationReport
 from relvit.evaluation.pictures import NotApplicableError, draw
@@ -116,7 +117,7 @@ def report_test(trainer: Trainer, folder: Path, checkpoint: str, reach: str) -> 
 
 
 def report_predict(trainer: Trainer, folder: Path) -> None:
-    """Print where the predictions are; in the main process.
+    """Print where the predictions are, and how many images have each class; in the main process.
 
     Raises:
         UsageError: there are none.
@@ -124,7 +125,8 @@ def report_predict(trainer: Trainer, folder: Path) -> None:
     table = _callback(trainer, PredictionTable)
     if not table.count:
         raise UsageError(f"none of the images could be read; {folder / 'unreadable.csv'} says why")
-    rank_zero_print(f"{table.count} predictions in {table.path}")
+    classes = f": {counts_text(dict(table.classes.most_common()))}" if table.classes else ""
+    rank_zero_print(f"{table.count} predictions in {table.path}{classes}")
 
 
 def print_classes(metrics: ClassMetrics | MultiLabelMetrics, class_names: Sequence[str]) -> None:

@@ -306,8 +306,9 @@ class RelvitCLI(OpenLightningCLI):
         if data.native:
             patch = " x ".join(map(str, data.patch_size))
             images = f"native shapes of up to {data.token_budget} patches of {patch} px x {data.in_chans}"
+        positions = "" if model.hparams.retrofit is None else ", retrofitted"
         text = (
-            f"{model.hparams.model} ({size:.2f} M parameters), {data.num_classes} classes, {images}, "
+            f"{model.hparams.model}{positions} ({size:.2f} M parameters), {data.num_classes} classes, {images}, "
             f"batch {data.batch_size}; "
             f"files in {self.run_folder or 'no folder (fast_dev_run)'}\n{self.normalisation}"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from itertools import chain
@@ -48,6 +49,7 @@ class PredictionTable(BasePredictionWriter):
 
     Attributes:
         count: The number of rows, at the end and on the main process.
+        classes: How many rows have each class, by its name, likewise; empty of a multi-label classifier.
     """
 
     def __init__(self, path: Path, class_names: Sequence[str], step_maps: bool = False) -> None:
@@ -57,6 +59,7 @@ class PredictionTable(BasePredictionWriter):
         self.shown: int = min(TOP, len(self.class_names))
         self.step_maps = step_maps
         self.count: int = 0
+        self.classes: Counter[str] = Counter()
         self._part: TextIO | None = None
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -142,6 +145,8 @@ class PredictionTable(BasePredictionWriter):
             for row in _in_order(dataset, rows, unreadable):
                 table.writerow(row)
                 self.count += 1
+                if self._thresholds is None:
+                    self.classes[row[1]] += 1
         for part in parts:
             part.unlink()
 

@@ -3,6 +3,7 @@
 import csv
 import os
 import shutil
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -51,8 +52,9 @@ def pictures(tmp_path):
 def test_a_row_per_image_in_the_order_of_the_paths(run, pictures, tmp_path, size, option, capsys):
     status, folder = predict(run, tmp_path / "runs", f"--data.root={pictures}", *option)
     assert status == 0
-    assert f"3 predictions in {folder / 'predictions.csv'}" in capsys.readouterr().out
     found = rows(folder / "predictions.csv")
+    counts = ", ".join(f"{name} {count}" for name, count in Counter(row["class"] for row in found).most_common())
+    assert f"3 predictions in {folder / 'predictions.csv'}: {counts}\n" in capsys.readouterr().out
     # three classes, so no fourth and fifth
     assert list(found[0]) == ["path", "class", "probability", "class2", "probability2", "class3", "probability3"]
     assert [row["path"] for row in found] == [f"{pictures}/some {name}.png" for name in ("cat", "dog", "owl")]

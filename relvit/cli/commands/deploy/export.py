@@ -35,6 +35,7 @@ def export(
     """
     check_export(output, int8, aot)
     predictor = Predictor(ckpt_path, img_size, reach)
+    print(f"Writing {output} and comparing it with the model ...", flush=True)
     shapes = export_model(predictor, output, int8, aot)
     checked = " and ".join(" x ".join(map(str, shape)) for shape in shapes)
     before = ", before its weights were quantised" if int8 else ""
