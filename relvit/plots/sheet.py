@@ -41,17 +41,30 @@ def plot_sheet(images: Sequence[np.ndarray], captions: Sequence[str], target: st
         target: the PNG.
         title: above all.
     """
+    lines = [_cut(caption) for caption in captions]
     columns = min(5, len(images))
     rows = math.ceil(len(images) / columns)
-    figure = Figure(figsize=(2.2 * columns, 2.6 * rows + 0.4), layout="constrained")
+    # Inches: of a picture, of a cell with its caption, of the title above all.
+    picture, above = 2.0, 0.4
+    cell = picture + 0.2, picture + 0.1 + 0.16 * max(len(caption) for caption in lines)
+    size = max(cell[0] * columns, 0.1 * len(title)), cell[1] * rows + above
+    figure = Figure(figsize=size)
     FigureCanvasAgg(figure)
-    grid = figure.subplots(rows, columns, squeeze=False)
-    for axes in grid.flat:
-        axes.set_axis_off()
-    for axes, image, caption in zip(grid.flat, images, captions, strict=False):
-        axes.imshow(image)
-        lines = [line if len(line) <= LONGEST else f"{line[: LONGEST - 3]}..." for line in caption.splitlines()]
-        # Names may hold what Matplotlib takes for a formula.
-        axes.set_title("\n".join(lines).replace("$", r"\$"), fontsize=9)
-    figure.suptitle(title)
+    # One pair of axes: a pair for each image takes most of a second.
+    axes = figure.add_axes((0, 0, 1, 1))
+    for number, (image, caption) in enumerate(zip(images, lines, strict=True)):
+        row, column = divmod(number, columns)
+        bottom, middle = above + cell[1] * (row + 1) - 0.05, size[0] / 2 + cell[0] * (column - (columns - 1) / 2)
+        height, width = (picture * side / max(image.shape[:2]) for side in image.shape[:2])
+        axes.imshow(image, extent=(middle - width / 2, middle + width / 2, bottom, bottom - height))
+        axes.text(middle, bottom - height - 0.04, "\n".join(caption), fontsize=9, ha="center", va="bottom")
+    axes.set(xlim=(0, size[0]), ylim=(size[1], 0))
+    axes.set_axis_off()
+    figure.suptitle(title, y=1 - 0.1 / size[1])
     figure.savefig(target, dpi=100)
+
+
+def _cut(caption: str) -> list[str]:
+    """Cut the lines of a caption; names may hold what Matplotlib takes for a formula."""
+    lines = [line if len(line) <= LONGEST else f"{line[: LONGEST - 3]}..." for line in caption.splitlines()]
+    return [line.replace("$", r"\$") for line in lines]

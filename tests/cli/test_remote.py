@@ -84,7 +84,7 @@ def test_commands_and_python(best, photos, tmp_path, capsys):
     assert f"{address} is given twice" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["--model.pretrained", "--ckpt_path"])
+@pytest.mark.parametrize("option", [pytest.param("--model.pretrained", marks=pytest.mark.slow), "--ckpt_path"])
 def test_trainings_start_from_an_address_as_from_a_file(option, best, photos, tmp_path):
     weights = []
     for number, source in enumerate(best):

@@ -17,6 +17,8 @@ TINY_MODEL = [f"--model.model_kwargs.{name}" for name in ("patch_size=8", "embed
 ONE_STEP = [*TINY[-3:], "--data.img_size=16", "--data.batch_size=4", "--trainer.fast_dev_run=true", "--model.min_lr=0"]
 # Several devices and machines: tests/cli/fit/test_launch.py and tests/training; timm's weights: `test_fine_tuning`.
 ELSEWHERE = ("docs/several_devices.md", "docs/fine_tune.md")
+# The pages that a new user reads first; the options of the others have tests of their own.
+EVERY_TIME = ("README.md", "docs/train_your_images.md")
 # Options that cannot be in one training with the others: of the loss, of the data, of what Lightning checks.
 APART = (
     "--model.loss",
@@ -33,7 +35,14 @@ def commands(page):
     return [shlex.split(line, comments=True) for line in lines if line.startswith("relvit ") and "RUN" not in line]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if commands(page) and page not in ELSEWHERE])
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=() if page in EVERY_TIME else pytest.mark.slow)
+        for page in PAGES
+        if commands(page) and page not in ELSEWHERE
+    ],
+)
 def test_commands_run(page, place, capsys):
     if page == "docs/trust.md":
         # Without a mistake no temperature is best.
@@ -55,6 +64,7 @@ def test_commands_run(page, place, capsys):
         assert {path.name for path in place.iterdir()} >= {"features.npz", "averaged.ckpt", "runs"}
 
 
+@pytest.mark.slow
 def test_fine_tuning(place, monkeypatch, capsys):
     """Weights of timm are random here instead of downloaded."""
     monkeypatch.setattr(

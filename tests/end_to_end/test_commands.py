@@ -103,15 +103,16 @@ def check(command, place, text):
     assert (place / "runs").exists() == any(pattern.startswith("runs") for pattern in files)
 
 
-# Those that are slow start a process for what `tests/cli` covers daily in its own.
 CASES = [
-    pytest.param(command, where, id=f"{command.split()[0]}-{where}", marks=[] if daily else pytest.mark.slow)
+    pytest.param(command, where, id=f"{command.split()[0]}-{where}")
     for command in COMMANDS
-    for where, daily in (("file", False), ("terminal", command.startswith("predict")))
+    for where in ("file", "terminal")
     if where == "file" or not command.startswith(ALIKE)
 ]
 
 
+# `tests/cli` covers daily, in its own process, what these start one for.
+@pytest.mark.slow
 @pytest.mark.parametrize(("command", "where"), CASES)
 def test_command(command, where, place):
     check(command, place, relvit_in(where, place, command.split()))

@@ -112,6 +112,7 @@ def test_the_command_names_model_and_size(capsys):
     assert len(table) == 3
 
 
+@pytest.mark.slow
 def test_the_command_in_a_terminal(tmp_path):
     status, text = in_terminal(["explain", "test_relvit"], tmp_path, columns=60)
     assert status == 0, text

@@ -271,7 +271,10 @@ def test_backends_agree_under_every_option(option, which, scale):
         assert_all_close(got, expected, atol=TOLERANCE.get(option, 1e-10) * max(1.0, largest))
 
 
-@pytest.mark.parametrize("option", ["causal, left padding", "boolean mask", "mask of -inf"])
+@pytest.mark.parametrize(
+    "option",
+    ["causal, left padding", *(pytest.param(o, marks=pytest.mark.slow) for o in ("boolean mask", "mask of -inf"))],
+)
 def test_compiled_graphs_agree_with_eager_under_every_option(option):
     expected = run_options("reference", option, None, "qkvb")
     got = run_options("auto", option, None, "qkvb", compiled=True)

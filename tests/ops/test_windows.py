@@ -128,6 +128,7 @@ class RunningSums(torch.nn.Module):
         return from_windows(windows, grid, *self.division)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shift", [(0, 0), (1, 2)])
 def test_exported_once_for_all_sizes(shift):
     module = RunningSums((2, 3), shift)

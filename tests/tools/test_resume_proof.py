@@ -55,9 +55,9 @@ def test_these_cases_cover_every_pair():
         assert {(case[a], case[b]) for case in CASES} == {(case[a], case[b]) for case in PROOF.CASES}
 
 
-@pytest.mark.parametrize(
-    "case", [CASES[0], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[1:])], ids=str
-)
+# Daily: tests/training/test_stops.py.
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_resumed_training_is_bit_equal_to_one_that_was_not_interrupted(case, images, uninterrupted, tmp_path):
     whole = uninterrupted(case[1], case[2], case[4])
     wrong, first, second = PROOF.try_out(tmp_path / "runs", images, whole, case)
@@ -65,6 +65,7 @@ def test_a_resumed_training_is_bit_equal_to_one_that_was_not_interrupted(case, i
     assert 0 < second < PROOF.steps_of(whole) <= first + second
 
 
+@pytest.mark.slow
 def test_the_comparison_finds_what_differs(uninterrupted):
     assert PROOF.differences(uninterrupted(True, 2, ""), uninterrupted(True, 2, "")) == []
     different = PROOF.differences(uninterrupted(True, 2, ""), uninterrupted(True, 1, ""))

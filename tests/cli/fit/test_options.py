@@ -66,6 +66,7 @@ def test_the_last_epochs_kept_and_averaged(photos, tmp_path, capsys):
     torch.testing.assert_close(mean, (parts[0] + parts[1]) / 2)
 
 
+@pytest.mark.slow
 def test_learning_rate_finder(photos, tmp_path, capsys):
     flags = ("--lr_find=true", "--trainer.max_epochs=1", "--model.warmup_epochs=0", "--model.min_lr=0")
     folder = fit(photos, tmp_path / "runs", *flags, "--model.lr_base_batch=16", "--trainer.accumulate_grad_batches=2")

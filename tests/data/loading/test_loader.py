@@ -31,6 +31,7 @@ def cifar(tmp_path, monkeypatch):
     return data
 
 
+@pytest.mark.slow
 def test_workers_of_a_fork_server_give_the_same_batches(folder, cifar):
     """As Python starts them from 3.14 on: they share no memory with the run. Files skipped, batches from memory."""
     forkserver._forkserver._stop()

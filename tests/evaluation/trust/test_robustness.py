@@ -93,6 +93,7 @@ def test_corruptions_and_severities(run, corrupted, tmp_path, capsys):
     assert data.conditions == [("colour", severity) for severity in (1, 2) for _ in range(18)]
 
 
+@pytest.mark.slow
 def test_two_processes_write_the_same(run, corrupted, tmp_path):
     best = run / "checkpoints" / "best.ckpt"
     arguments = ["test", str(best), "--data.batch_size=4", f"--robustness={corrupted}", f"--runs={tmp_path / 'runs'}"]

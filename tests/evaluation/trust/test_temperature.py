@@ -117,7 +117,8 @@ def test_commands_use_it(calibrated, tmp_path, capsys):
     assert [float(row["probability"]) for row in rows] == pytest.approx(of_test.amax(1).tolist(), abs=2e-6)
 
 
-@pytest.mark.parametrize("suffix", ["pt2", pytest.param("onnx", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("suffix", ["pt2", "onnx"])
 def test_load_and_export_use_it(calibrated, tmp_path, suffix):
     path, output = calibrated
     predictor, raw = relvit.load(output), relvit.load(path)

@@ -37,10 +37,10 @@ PER_HEAD = {"pos_embed": "learn", "img_size": 32, "rel_terms": "kvb", "shared_he
 VARIANTS = [
     PER_HEAD | {"reach": "stretch-logn"},
     {"pos_embed": "axial-sum", "img_size": (32, 48), "layout": "joint"},
-    PER_HEAD,
+    pytest.param(PER_HEAD, marks=pytest.mark.slow),
     pytest.param({"position": "slopes"}, marks=pytest.mark.slow),
     pytest.param({"position": "slopes", "img_size": 32, "reach": "stretch"}, marks=pytest.mark.slow),
-    {"case": "rope mixed"},
+    pytest.param({"case": "rope mixed"}, marks=pytest.mark.slow),
     pytest.param({"position": "fire", "img_size": 32, "reach": "stretch"}, marks=pytest.mark.slow),
     pytest.param({"position": "cpb"}, marks=pytest.mark.slow),
     pytest.param({"position": "pape", "img_size": 32, "reach": "stretch"}, marks=pytest.mark.slow),

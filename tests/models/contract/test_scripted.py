@@ -78,6 +78,7 @@ def test_traced_for_all_sizes(variant):
         assert_same(traced(images(*size, batch=batch)), model(images(*size, batch=batch)), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_saved_scripts_need_relvit_imported_and_saved_traces_nothing(tmp_path):
     model = scriptable(class_token=True)
     torch.jit.script(model).save(tmp_path / "scripted.pt")

@@ -316,6 +316,7 @@ def test_transforms_of_torch_func():
     torch.testing.assert_close(got[1], reference.aft_conv(q, k, v, many[1], grid), rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_one_graph_for_all_sizes():
     """Traced by the compiler's front end; `tests/models/test_aft_vit.py` compiles and exports models."""
     torch.compiler.reset()
