@@ -75,11 +75,16 @@ def peak_bytes(action: Callable[[], Any]) -> int:
 def allocations(action: Callable[[], Any]) -> list[int]:
     """List bytes allocated on the CPU by an action, and, as negative numbers, released, one after the other."""
     # From the allocator: saved-tensor hooks see nothing of what is kept under other hooks or in closures, and compiled
-    # code passes by dispatch modes. First, lest old garbage is released meanwhile:
-    gc.collect()
-    # Above that of the lines which the profiler writes of its own starts and ends.
+    # code passes by dispatch modes. Above the level of the lines which the profiler writes of its own starts and ends:
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
-        action()
+    # Lest old garbage is released meanwhile; to collect it first takes longer than most actions.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+            action()
+    finally:
+        if collects:
+            gc.enable()
     events = (event for event in trace.profiler.kineto_results.events() if event.name() == "[memory]")
     return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]

@@ -17,8 +17,6 @@ TINY_MODEL = [f"--model.model_kwargs.{name}" for name in ("patch_size=8", "embed
 ONE_STEP = [*TINY[-3:], "--data.img_size=16", "--data.batch_size=4", "--trainer.fast_dev_run=true", "--model.min_lr=0"]
 # Several devices and machines: tests/cli/fit/test_launch.py and tests/training; timm's weights: `test_fine_tuning`.
 ELSEWHERE = ("docs/several_devices.md", "docs/fine_tune.md")
-# The pages that a new user reads first; the options of the others have tests of their own.
-EVERY_TIME = ("README.md", "docs/train_your_images.md")
 # Options that cannot be in one training with the others: of the loss, of the data, of what Lightning checks.
 APART = (
     "--model.loss",
@@ -38,7 +36,7 @@ def commands(page):
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, marks=() if page in EVERY_TIME else pytest.mark.slow)
+        pytest.param(page, marks=() if page == "README.md" else pytest.mark.slow)
         for page in PAGES
         if commands(page) and page not in ELSEWHERE
     ],

@@ -108,6 +108,7 @@ def test_committed_files_are_those_of_the_committed_samples():
         assert figure.bbox.x1 > axes._left_title.get_window_extent().x1
 
 
+@pytest.mark.slow
 def test_rows(tmp_path):
     names = ["sam", "plain", "relvit_tiled"]
     found = measure(tmp_path, "--rounds=2", "--names", *names)

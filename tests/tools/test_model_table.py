@@ -69,6 +69,7 @@ def test_products_of_windows_are_what_pytorch_counts_as_convolutions():
     assert cost.relative_parameters == 6 * 2 * (5 * 5 + 2)
 
 
+@pytest.mark.slow
 def test_the_documents_have_the_tables_of_today(tmp_path, monkeypatch, capsys):
     """All models are there, those without attention with the parameters of Zhai et al. 2021, table 4."""
     tables = model_table.tables()

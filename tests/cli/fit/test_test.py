@@ -145,7 +145,7 @@ def test_images_in_memory_and_more_mistakes_than_the_sheet_holds(digits_run, tmp
         assert (row["true"], row["predicted"]) == (str(label), str(int(predicted)))
         assert float(row["probability"]) == pytest.approx(float(probability), abs=2e-6)
     with Image.open(folder / "mistakes.png") as sheet:
-        assert sheet.size == (1100, 1340)
+        assert sheet.size == (1100, 1330)
 
 
 def test_images_of_train_in_memory(digits_run, tmp_path):

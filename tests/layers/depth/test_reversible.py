@@ -243,7 +243,8 @@ def test_refusals():
             small("test_relvit_rev", features_only=True, feature_cls=way)
 
 
-@pytest.mark.parametrize("way", [pytest.param("method", marks=pytest.mark.slow), "function"])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["method", "function"])
 def test_compiled_numbers_are_the_same(way):
     model = build(depth=2, drop_path_rate=0.3)
     expected = results(model)

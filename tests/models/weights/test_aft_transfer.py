@@ -148,6 +148,7 @@ def test_attention_does_not_take_queries_and_keys_that_are_none(name):
     assert all(torch.equal(tensor, own[key]) for key, tensor in attention.state_dict().items())
 
 
+@pytest.mark.slow
 def test_from_deit_and_on_from_there_by_the_command_line(photos, tmp_path, capsys):
     """The report of a conversion, then a training from its checkpoint at another size, on the same classes."""
     kwargs = {"patch_size": 8, "embed_dim": 12, "depth": 2}

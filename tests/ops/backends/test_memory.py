@@ -138,6 +138,7 @@ print(peak() - before)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the resource module, which reads the peak, exists on Unix only")
+@pytest.mark.slow
 def test_peak_memory_of_the_process_stays_far_below_n_by_n():
     result = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
     grown_mb = float(result.stdout)

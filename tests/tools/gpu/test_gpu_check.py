@@ -15,6 +15,7 @@ gpu_check = load("gpu_check")
 right = tiled.relative_attention
 
 
+@pytest.mark.slow
 def test_all_is_well_on_the_cpu(capsys):
     assert gpu_check.main(["--device=cpu", "--quick"]) == 0
     *lines, last = capsys.readouterr().out.splitlines()

@@ -9,23 +9,17 @@ from scripts import load
 kernels = load("kernels")
 
 
-@pytest.mark.parametrize(
-    "arch", [80, pytest.param(86, marks=pytest.mark.slow), pytest.param(90, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [80, 86, 90])
 @pytest.mark.parametrize(
     ("dim", "dtype", "size", "padded"),
     [
         (64, torch.bfloat16, (14, 14), False),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [
-                (64, torch.bfloat16, (32, 32), True),
-                (32, torch.float16, (14, 10), True),
-                (128, torch.bfloat16, (14, 14), True),
-                (128, torch.float16, (37, 50), False),
-                (64, torch.float32, (14, 14), True),
-            ]
-        ),
+        (64, torch.bfloat16, (32, 32), True),
+        (32, torch.float16, (14, 10), True),
+        (128, torch.bfloat16, (14, 14), True),
+        (128, torch.float16, (37, 50), False),
+        (64, torch.float32, (14, 14), True),
     ],
 )
 def test_no_register_spills_and_shared_memory_fits(arch, dim, dtype, size, padded):
