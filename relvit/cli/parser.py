@@ -104,6 +104,10 @@ def explain(parser: ArgumentParser, arguments: Sequence[str], error: Exception) 
     first = next((number for number, option in enumerate(given) if option.name == "data"), None)
     for number, option in enumerate(given):
         if option.name.startswith("data.") and "data" in known and (first is None or number < first):
+            if "root" in names:
+                return (
+                    f"--{option.name} is for --data NAME: --data ImageFolderData --data.root DIR in the place of --root"
+                )
             return NO_DATA if first is None else f"--{option.name}: name the data (--data NAME) before its options"
         if complaint := _wrong_name(option, known) or _wrong_value(option, known):
             return complaint

@@ -9,6 +9,7 @@ from timm.layers import GatedMlp, GluMlp, Mlp, SwiGLU
 from torch import Tensor, nn
 
 from relvit.ops.recompute import recomputed
+from relvit.ops.tracing import is_exporting
 
 # What these compute of a token depends on no other token; GatedMlp as long as it has no gate.
 PER_TOKEN = (Mlp, GluMlp, SwiGLU, GatedMlp)
@@ -49,7 +50,7 @@ def chunked_mlp(norm: nn.Module, mlp: nn.Module, x: Tensor, mlp_chunk: int) -> T
         (B, N, dim); equal to `mlp(norm(x))` but for rounding in the matrix products, and but for which random numbers
         dropout takes.
     """
-    if torch.compiler.is_exporting() or torch.jit.is_tracing() or isinstance(x, torch.fx.Proxy):
+    if is_exporting() or torch.jit.is_tracing() or isinstance(x, torch.fx.Proxy):
         # One graph serves all numbers of tokens.
         return mlp(norm(x))
     chunk = partial(_mlp_of, norm, mlp)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from timm.layers import Format, PatchEmbed, nchw_to, register_notrace_function
 from torch import Tensor
 
-from relvit.ops.tracing import is_compiling
+from relvit.ops.tracing import is_compiling, is_exporting
 
 
 class AnySizePatchEmbed(PatchEmbed):
@@ -40,7 +40,7 @@ class AnySizePatchEmbed(PatchEmbed):
             check_divisible(x, self.patch_size, self.cropped_size)
             # TorchScript would compile the second condition if it stood behind the first.
             if not torch.jit.is_scripting():  # noqa: SIM102
-                if torch.compiler.is_exporting() and self.cropped_size is None:
+                if is_exporting() and self.cropped_size is None:
                     x = whole_patches(x, self.patch_size)
         x = self.proj(x)
         if self.flatten:

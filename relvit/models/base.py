@@ -20,6 +20,7 @@ from relvit.models.sizes.native import embed_native, pool_native
 from relvit.models.weights.convert import load_jax_archive
 from relvit.ops import Grid
 from relvit.ops.grid import keep_patches
+from relvit.ops.tracing import is_exporting
 from relvit.utils.messages import did_you_mean, listing
 
 # The `combine` of `AxialPositionEmbedding`.
@@ -106,7 +107,7 @@ class GridForward:
         if not torch.jit.is_scripting():  # noqa: SIM102 (TorchScript would compile the second condition)
             if self.bands is not None:
                 # A graph for all sizes cannot have a part for each band.
-                if not torch.compiler.is_exporting():
+                if not is_exporting():
                     parts = split_bands(self, x, attn_mask, is_causal)
                     return torch.cat(list(band_features(self, parts, self.bands.memory_rows)), dim=1)
                 attn_mask = band_mask(self, x, attn_mask, is_causal)

@@ -19,6 +19,7 @@ from relvit.models.sizes.bands import classify_bands, set_bands, split_bands
 from relvit.models.weights.convert import checkpoint_filter_fn
 from relvit.ops.attention import BACKENDS
 from relvit.ops.checks import check_backend
+from relvit.ops.tracing import is_exporting
 from relvit.utils.messages import check_choice
 
 ROPES = ("", *TEMPERATURES)
@@ -142,7 +143,7 @@ class RelVisionTransformer(GridVisionTransformer):
         if self.bands is not None:
             if torch.jit.is_scripting():
                 raise ValueError("a model that computes in bands has no TorchScript: use torch.export")
-            elif self.global_pool == "avg" and not torch.compiler.is_exporting():
+            elif self.global_pool == "avg" and not is_exporting():
                 return classify_bands(self, split_bands(self, x, attn_mask, is_causal), self.bands.memory_rows)
         return self.forward_head(self.forward_features(x, attn_mask, is_causal))
 

@@ -13,6 +13,12 @@ def is_compiling() -> bool:
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
+def is_exporting() -> bool:
+    """Return True while `torch.export` makes a graph."""
+    # Not `torch.compiler.is_exporting`: in PyTorch 2.11's compiled graphs it is always True.
+    return torch.compiler._is_exporting_flag
+
+
 def is_functorch() -> bool:
     """Return True inside a transform of `torch.func` (vmap, jvp, grad ...) or a level of `torch.autograd.forward_ad`.
 
@@ -24,6 +30,7 @@ def is_functorch() -> bool:
 
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:
     """Switch autocast off for a device; where autocast does not exist (the meta device), do nothing."""
-    if not torch.amp.is_autocast_available(device.type):
+    # PyTorch 2.11's compiler cannot ask.
+    if not torch.compiler.is_compiling() and not torch.amp.is_autocast_available(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)

@@ -164,7 +164,7 @@ def plot_maps(
             _frame(axes, patch)
         _finish_row(figure, row, image, "row of patches", quantity.label)
     for axes in grid[-1]:
-        axes.set_xlabel("column", fontsize=SMALL)
+        axes.set_xlabel("column of patches", fontsize=SMALL)
     return figure
 
 

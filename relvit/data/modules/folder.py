@@ -1,4 +1,4 @@
-"""ImageFolderData: images in folders train, val and test with one folder per class."""
+"""ImageFolderData: images in one folder per class, in folders train, val and test or in one folder alone."""
 
 import os
 from collections.abc import Sequence
@@ -21,12 +21,13 @@ _FOLDER_NAMES: dict[Split, tuple[str, ...]] = {
 class ImageFolderData(ImageFilesData):
     """Images in ``root/train/<class>/...``, ``root/val/<class>/...`` and ``root/test/<class>/...``.
 
-    The folder of val may also be named valid or validation; without one, a part of train is put aside. Classes are
-    matched by name, so a split may lack some. Predict gives, without labels, the images below test or else below val;
-    if root has none of these folders, all images below root. Hidden files and folders are left out.
+    The folder of val may also be named valid or validation; without one, a part of train is put aside. A root that has
+    none of these folders, and images right inside two folders or more, is the train folder itself. Classes are matched
+    by name, so a split may lack some. Predict gives, without labels, the images below test or else below val; if root
+    has none of these folders, all images below root. Hidden files and folders are left out.
 
     Args:
-        root: The folder that holds train, val and test.
+        root: The folder that holds train, val and test, or one folder for each class.
         class_names: Name of each class, the position is the label (a checkpoint knows them); None takes the sorted
             folders in train. Where they are given, train need not exist.
         options: See :class:`relvit.data.ImageFilesData`.
@@ -40,6 +41,8 @@ class ImageFolderData(ImageFilesData):
         # Absolute, since a checkpoint keeps it and may be used from elsewhere.
         self.root: str = os.path.abspath(os.path.expanduser(root))
         self._folders = find_splits(self.root)
+        if not self._folders and _holds_classes(self.root):
+            self._folders = {"train": self.root}
         super().__init__(self._train_classes() if class_names is None else class_names, **options)
 
     @property
@@ -50,7 +53,7 @@ class ImageFolderData(ImageFilesData):
     def missing(self, split: Split) -> str | None:
         """Explain which folder is missing, or return None."""
         if split == "predict":
-            if list(self._folders) == ["train"]:
+            if list(self._folders) == ["train"] and self._folders["train"] != self.root:
                 return f"no test or val folder in {self.root}; add one, or give a folder of images (--data.root)"
             return None
         if self._has_own(split) or (split == "val" and self._has_own("train")):
@@ -90,7 +93,9 @@ class ImageFolderData(ImageFilesData):
         entries = [entry for entry in os.scandir(self.root) if not entry.name.startswith(".")]
         images = sum(entry.name.lower().endswith(IMAGE_ENDINGS) for entry in entries)
         folders = sorted(entry.name for entry in entries if entry.is_dir())
-        expected = f"expected {os.path.join(self.root, 'train', '<class>', '<image>')}"
+        expected = (
+            f"expected {os.path.join(self.root, 'train', '<class>', '<image>')}, or two class folders without train"
+        )
         if images:
             raise ValueError(
                 f"{images} images are directly in {self.root}, without class folders; {expected}, "
@@ -100,6 +105,13 @@ class ImageFolderData(ImageFilesData):
             f"no train folder in {self.root}, which holds {listing(folders) or 'no folders'}; {expected}, "
             "or give class_names (a checkpoint knows them)"
         )
+
+
+def _holds_classes(root: str) -> bool:
+    """Whether two folders right inside root, or more, have images right inside them."""
+    folders = [entry.path for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith(".")]
+    with_images = (any(name.lower().endswith(IMAGE_ENDINGS) for name in os.listdir(folder)) for folder in folders)
+    return sum(with_images) > 1
 
 
 def find_splits(root: str) -> dict[Split, str]:

@@ -13,7 +13,8 @@ import yaml
 from lightning import Trainer
 from timm.models._hub import generate_readme
 
-from relvit.data import ImageData
+from relvit.data.modules.image_files import ImageFilesData
+from relvit.data.modules.registry import own_data_module
 from relvit.evaluation.predictor import Predictor
 from relvit.training import ImageClassifier
 from relvit.version import __version__
@@ -130,7 +131,8 @@ def model_card(
     if curve:
         text += f"\n## Accuracy by image size\n\n{_table(curve)}\n"
     recipe = yaml.safe_dump(_recipe(checkpoint.model, checkpoint.data, checkpoint.fit), sort_keys=False)
-    return f"{text}\n## Recipe\n\nOptions of `relvit fit` that differ from its defaults:\n\n```yaml\n{recipe}```\n"
+    introduction = "Options of `relvit fit`; all others but folders and workers had their defaults:"
+    return f"{text}\n## Recipe\n\n{introduction}\n\n```yaml\n{recipe}```\n"
 
 
 def read_curve(ckpt_path: str | os.PathLike[str], curve: str | os.PathLike[str] | None = None) -> list[dict[str, Any]]:
@@ -180,25 +182,36 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _recipe(model: Mapping[str, Any], data: Mapping[str, Any], fit: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a training that are no defaults; no classes, and no folders of the machine."""
-    network = {name: value for name, value in _chosen(ImageClassifier, model).items() if name not in OF_THE_DATA}
+    network = _not_default(model, _defaults(ImageClassifier))
+    network = {name: value for name, value in network.items() if name not in OF_THE_DATA}
     for name in ("pretrained", "teacher"):
         if name in network:
             network[name] = _without_folders(network[name])
-    images = {name: value for name, value in _chosen(ImageData, data["init_args"]).items() if name not in ELSEWHERE}
+    # Those that all kinds of image files share: others say where the images are.
+    defaults = (own_data_module(data["class_path"]) or ImageFilesData).argument_defaults()
+    shared = [name for name in defaults if name in ImageFilesData.argument_names() and name not in ELSEWHERE]
+    images = _not_default(data["init_args"], {name: defaults[name] for name in shared})
     if not images.get("native"):
         images.pop("patch_size", None)
-    trainer = _chosen(Trainer, {name: value for name, value in (fit.get("trainer") or {}).items() if name in TRAINER})
+    trainer = _not_default(fit.get("trainer") or {}, {name: _defaults(Trainer)[name] for name in TRAINER})
+    # Lightning's name of the default.
+    trainer = {name: value for name, value in trainer.items() if value not in (None, "32-true")}
     return {
         "seed_everything": fit.get("seed_everything"),
-        "trainer": {name: value for name, value in trainer.items() if value is not None},
+        "trainer": trainer,
         "model": network,
         "data": {"class_path": data["class_path"], "init_args": images},
     }
 
 
-def _chosen(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    known = inspect.signature(cls).parameters
-    return {name: value for name, value in values.items() if name in known and value != known[name].default}
+def _defaults(cls: type) -> dict[str, Any]:
+    return {name: parameter.default for name, parameter in inspect.signature(cls).parameters.items()}
+
+
+def _not_default(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of known options that differ from their defaults, of which a size may be one number for both sides."""
+    known = {name: value for name, value in values.items() if name in defaults}
+    return {name: value for name, value in known.items() if value not in (defaults[name], [defaults[name]] * 2)}
 
 
 def _without_folders(name: str) -> str:

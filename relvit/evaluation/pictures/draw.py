@@ -179,7 +179,7 @@ def _rollout(subject: Subject) -> Figure:
     row, query = _row_of(subject, rollout, prefix)
     title = f"Attention rollout of {query}\nall layers, {subject.size}"
     values = row[prefix:].unflatten(0, (rows, columns)).numpy()
-    return plot_overlay(subject.picture, values, subject.grid, title, "share of the patch", subject.patch)
+    return plot_overlay(subject.picture, values, subject.grid, title, "rollout weight", subject.patch)
 
 
 def _cam(subject: Subject) -> Figure:

@@ -40,7 +40,7 @@ from relvit.ops.backends.axis_logits import (
 from relvit.ops.grid import Grid, batched_coords, key_mask, without_padding
 from relvit.ops.inputs import AttentionInputs, added_width
 from relvit.ops.recompute import recompute_saved
-from relvit.ops.tracing import without_autocast
+from relvit.ops.tracing import is_exporting, without_autocast
 
 
 class Layout(NamedTuple):
@@ -63,7 +63,7 @@ class Layout(NamedTuple):
 
 def relative_attention(inputs: AttentionInputs) -> Tensor:
     """Compute attention with relative terms through augmented vectors; see `relvit.ops.relative_attention`."""
-    if torch.is_grad_enabled() and torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+    if torch.is_grad_enabled() and torch.compiler.is_compiling() and not is_exporting():
         # The compiler's partitioner would keep the augmented vectors, as autograd would without `recompute_saved`.
         contexts = partial(create_selective_checkpoint_contexts, _keep_attention)
         return checkpoint(_attend, inputs, use_reentrant=False, context_fn=contexts)

@@ -53,6 +53,32 @@ def test_names_of_val(tmp_path, name):
     assert (len(data.dataset("train")), len(data.dataset("val"))) == (9, 3)
 
 
+def test_classes_right_in_the_root_are_the_training_images(tmp_path):
+    root = make(tmp_path, photos=20) + "/photos"
+    data = data_of(root, val_fraction=0.25)
+    assert data.class_names == ["ant", "bee", "cat"]
+    assert (len(data.dataset("train")), len(data.dataset("val")), data.has_test) == (45, 15, False)
+    labels_fit_pixels(data, data.dataset("train"))
+    # Put aside are those that would be if the folder were called train.
+    (tmp_path / "photos").rename(tmp_path / "train")
+    other = paths(data_of(tmp_path, val_fraction=0.25).dataset("val"))
+    assert [path.replace("/photos/", "/train/") for path in paths(data.dataset("val"))] == other
+    (tmp_path / "train").rename(tmp_path / "photos")
+    with pytest.raises(ValueError, match="no test folder"):
+        data.setup("test")
+    # With a checkpoint's classes; all images are to be predicted.
+    again = data_of(root, class_names=["cat", "bee", "ant"], val_fraction=0.25)
+    assert set(paths(again.dataset("val"))) == set(paths(data.dataset("val")))
+    assert len(predicted(again)) == 60
+    # Not so with one folder of images, or folders of folders.
+    for name in ("ant", "bee"):
+        shutil.rmtree(tmp_path / "photos" / name)
+    with pytest.raises(FileNotFoundError, match=r"no train folder in .* holds 'cat'; expected .* or two class folders"):
+        data_of(root)
+    with pytest.raises(FileNotFoundError, match="no train folder"):
+        data_of(tmp_path)
+
+
 def test_a_checkpoint_needs_no_train_folder(tmp_path):
     data = data_of(make(tmp_path, test={"cat": 2}), class_names=list(GREY))
     assert data.has_test

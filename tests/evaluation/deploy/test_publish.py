@@ -165,7 +165,8 @@ def test_the_command_and_the_card(run, photos, tmp_path, monkeypatch, capsys):
     Path("recipe.yaml").write_text(text.partition("```yaml\n")[2].partition("```")[0])
     recipe = yaml.safe_load(Path("recipe.yaml").read_text())
     assert recipe["model"]["lr"] == 5e-3
-    assert recipe["data"]["init_args"]["batch_size"] == 8
+    assert recipe["data"]["init_args"] == {"img_size": [16, 16], "batch_size": 8}
+    assert recipe["trainer"] == {"max_epochs": 4}
     options = ["--config=recipe.yaml", f"--data.root={photos}", "--trainer.fast_dev_run=true", "--data.num_workers=0"]
     assert main(["fit", *options, "--trainer.accelerator=cpu"]) == 0
     shutil.copy(photos / "test" / "owl" / "0.jpg", "photo.jpg")
@@ -177,9 +178,12 @@ def test_the_command_and_the_card(run, photos, tmp_path, monkeypatch, capsys):
     # Calibrated: the accuracies stay, the losses do not.
     content = torch.load(best, weights_only=True)
     content["relvit"]["temperature"] = 0.4321
+    content["relvit"]["data"]["init_args"] |= {"cache": True, "crop_pct": 0.8}
     torch.save(content, best.with_name("best_calibrated.ckpt"))
     assert main(["publish", str(best.with_name("best_calibrated.ckpt")), "--to=calibrated"]) == 0
     text = Path("calibrated/README.md").read_text()
+    recipe = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])
+    assert recipe["data"]["init_args"] == {"img_size": [16, 16], "crop_pct": 0.8, "cache": True, "batch_size": 8}
     assert f"- test/acc1: {summary['test/acc1']:.4f}" in text
     assert "test/loss" not in text
     # Another one in its place; results are those of best.ckpt alone.

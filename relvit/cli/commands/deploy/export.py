@@ -21,8 +21,8 @@ def export(
 ) -> None:
     """Write the model to a file, and compare what the file computes with the model at two sizes of images.
 
-    It takes any number of normalised images of any size that the model takes. A JSON file beside it holds class names
-    and transforms.
+    It takes any number of normalised images of any size that the model takes, of two patches or more on each side. A
+    JSON file beside it holds class names and transforms.
 
     Args:
         ckpt_path: The checkpoint to use, such as runs/RUN/checkpoints/best.ckpt.
