@@ -15,6 +15,8 @@ from relvit.utils.messages import listing, nearest, printable
 # Position of an image's class; positions of a multi-label image's classes, in order.
 Label = int | tuple[int, ...]
 
+_NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?")
+
 
 def as_label(value: Any) -> str | None:
     """Parse a label to text, a name or a number; None for None, '' and negative numbers, which mean no label.
@@ -29,9 +31,9 @@ def as_label(value: Any) -> str | None:
 
 
 def classes_of(labels: Iterable[str]) -> list[str]:
-    """Sort the different labels: by value where all are numbers, else alphabetically."""
-    different = set(labels)
-    return sorted(different, key=int) if all(map(_is_number, different)) else sorted(different)
+    """Sort the different labels: by value where all are numbers, also negative ones or fractions, else by text."""
+    different = sorted(set(labels))
+    return sorted(different, key=float) if all(map(_NUMBER.fullmatch, different)) else different
 
 
 def positions(labels: Iterable[str], class_names: Sequence[str]) -> dict[str, int]:
@@ -105,10 +107,11 @@ def doubtful_classes(counts: Mapping[str, int]) -> list[str]:
     """Describe classes that may be one, written in two ways: names that differ in case or spaces, rare near names."""
     alike = defaultdict(list)
     for name in counts:
-        alike[re.sub(r"[\s_-]+", "", unicodedata.normalize("NFKC", name).casefold())].append(name)
+        words = re.sub(r"[\s_-]+", "", unicodedata.normalize("NFKC", name).casefold())
+        alike[float(name) if _NUMBER.fullmatch(name) else words].append(name)
     doubts = [
-        f"the classes {listing(group)} differ in case, spaces, hyphens or accents' encoding alone: give them one name "
-        "if they are one class"
+        f"the classes {listing(group)} differ in case, spaces, hyphens, zeros of a number or accents' encoding alone: "
+        "give them one name if they are one class"
         for group in alike.values()
         if len(group) > 1
     ]

@@ -45,7 +45,10 @@ def plot_tables(tables: Mapping[str, Mapping[str, np.ndarray]], title: str) -> F
     names = list(dict.fromkeys(name for of_layer in tables.values() for name in of_layer))
     of_heads = [len(table) for of_layer in tables.values() for table in of_layer.values() if table.ndim == 3]
     height = 1.8 if max(of_heads, default=1) == 1 else min(1.0 + 0.7 * max(of_heads), 6)
-    figure, grid = _panels(len(tables), len(names), (3.4, height), title, share="col")
+    # Shared axes would cut longer tables to the last layer's.
+    shapes = {name: {of_layer[name].shape for of_layer in tables.values() if name in of_layer} for name in names}
+    share = "col" if all(len(of_name) == 1 for of_name in shapes.values()) else "none"
+    figure, grid = _panels(len(tables), len(names), (3.4, height), title, share)
     for column, name in enumerate(names):
         most = max(abs(of_layer[name]).max() for of_layer in tables.values() if name in of_layer) or 1.0
         for axes, (layer, of_layer) in zip(grid[:, column], tables.items(), strict=True):

@@ -31,7 +31,8 @@ def plot_sizes(rows: Sequence[Mapping[str, Any]], labels: Sequence[str], target:
         target: the PNG.
         title: above all.
     """
-    names = {_side(row): _name(row["height"], row["width"]) for row in rows}
+    shapes = sorted({(_side(row), row["height"], row["width"]) for row in rows})
+    names = {side: ", ".join(_name(*shape) for other, *shape in shapes if other == side) for side, *_ in shapes}
     # Black, unless models differ in it.
     several = len({str(row["train_sizes"]) for row in rows}) > 1
     figure = Figure(figsize=(15, 5.5), layout="constrained")

@@ -1,8 +1,26 @@
 """Class names: counts that are printed, and names that may be one class written in two ways."""
 
+import itertools
+
 import pytest
 
-from relvit.data.labels import class_counts, counts_text, doubtful_classes
+from relvit.data.labels import class_counts, classes_of, counts_text, doubtful_classes
+
+
+@pytest.mark.parametrize(
+    "expected",
+    [
+        ["10", "2", "a"],
+        ["2", "10"],
+        ["01", "1", "2"],
+        ["-1", "0", "1"],
+        ["1.0", "2.0", "2.5", "10.0"],
+        ["cat", "nan"],
+    ],
+)
+def test_classes_are_in_one_order_however_labels_come(expected):
+    for labels in itertools.permutations(expected):
+        assert classes_of([*labels, labels[0]]) == expected
 
 
 def test_counts():
@@ -19,7 +37,8 @@ def test_counts():
     [
         ({"Cat": 5, "cat ": 5, "dog": 5}, "the classes 'Cat', 'cat ' differ in case, spaces"),
         ({"great_owl": 5, "Great Owl": 5}, "the classes 'great_owl', 'Great Owl' differ"),
-        ({"caf\u00e9": 5, "cafe\u0301": 5}, "differ in case, spaces, hyphens or accents' encoding"),
+        ({"caf\u00e9": 5, "cafe\u0301": 5}, "differ in case, spaces, hyphens, zeros of a number or accents' encoding"),
+        ({"1": 5, "01": 5, "10": 5}, "the classes '1', '01' differ"),
         ({"dgo": 1, "dog": 500, "cat": 500}, "the class 'dgo' (images: 1) may be a typo of 'dog' (500)"),
         ({"dogg": 1, "dog": 20}, "may be a typo of 'dog'"),
         ({"elephnat": 2, "elephant": 60}, "may be a typo of 'elephant'"),
@@ -29,6 +48,7 @@ def test_counts():
         ({"Quercus alba": 1, "Quercus rubra": 500}, None),
         ({"n01440764": 1, "n01440765": 500, "10": 1, "1": 500, "a": 1, "b": 500, "": 1}, None),
         ({"owl": 0, "bowl": 500}, None),
+        ({"-1": 5, "1": 5}, None),
     ],
 )
 def test_doubtful_classes(counts, doubt):

@@ -5,7 +5,16 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from relvit.plots import confusion, plot_confusion, plot_curves, plot_sheet, plot_sizes, plot_steps, read_metrics
+from relvit.plots import (
+    confusion,
+    plot_confusion,
+    plot_curves,
+    plot_sheet,
+    plot_sizes,
+    plot_steps,
+    plot_tables,
+    read_metrics,
+)
 
 METRICS = """epoch,lr,step,train/acc1,train/loss,val/acc1,val/loss
 0,,9,,,0.25,2.0
@@ -139,9 +148,26 @@ def test_curves_by_image_size(tmp_path, monkeypatch):
         # The image of 8 x 32 pixels has as many as the one of the trained size.
         rings = [[bool(size) for size in part.get_sizes()] for part in axes.collections]
         assert rings == [[True, False, False], [False, True]]
-    assert [text.get_text() for text in accuracy.get_xticklabels()] == ["32", "8 x 32", "8"]
+    assert [text.get_text() for text in accuracy.get_xticklabels()] == ["8", "8 x 32, 16", "32"]
     assert [axes.get_ylabel() for axes in figures[0].axes] == ["top-1 accuracy", "loss", "calibration error"]
     assert pixels(tmp_path / "sizes.png").shape == (550, 1500, 3)
+
+
+def test_shapes_of_one_area_share_a_tick_that_names_both(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: figures.append(self))
+    figure = {"train_sizes": [], "acc1": 0.5, "loss": 1.0, "calibration_error": 0.1}
+    rows = [{"height": height, "width": width, **figure} for height, width in [(64, 128), (32, 32), (128, 64)]]
+    plot_sizes(rows, ["a"] * 3, tmp_path / "sizes.png")
+    assert [text.get_text() for text in figures[0].axes[0].get_xticklabels()] == ["32", "64 x 128, 128 x 64"]
+
+
+@pytest.mark.parametrize("longer", [0, 1])
+def test_tables_of_several_lengths_are_drawn_whole(longer):
+    lengths = [9 if layer == longer else 5 for layer in (0, 1)]
+    tables = {f"layer {i}": {"k rows": np.ones((1, length, 4))} for i, length in enumerate(lengths)}
+    for axes, length in zip(plot_tables(tables, "title").axes, lengths, strict=False):
+        assert sorted(axes.get_ylim()) == [-length / 2, length / 2]
 
 
 def test_steps_are_drawn_over_the_shape_of_the_image(tmp_path):

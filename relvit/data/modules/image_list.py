@@ -214,10 +214,10 @@ def read_list(file: str, labels: Literal["needed", "optional", "none"] = "needed
             wrong.append((line, "no path"))
         elif labels == "needed" and not label:
             wrong.append((line, f"no label for {path}"))
-        elif path in first:
-            wrong.append((line, f"{path} is already in line {first[path]}"))
+        elif (file_of := os.path.normpath(path)) in first:
+            wrong.append((line, f"{path} is already in line {first[file_of]}"))
         else:
-            first[path] = line
+            first[file_of] = line
             rows.append(Row(line, path, label))
     _refuse_rows(file, wrong)
     if not rows:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from timm.models.naflexvit import NaFlexVit
 from torch import Tensor, nn
 
 from relvit.evaluation.deploy.onnx_model import quantise
@@ -51,7 +53,8 @@ def export_model(
         The shapes of the images that the two were compared with.
 
     Raises:
-        ValueError: another ending, `int8` or `aot` with the wrong one, no C++ compiler, or the reach "windows".
+        ValueError: another ending, `int8` or `aot` with the wrong one, no C++ compiler, the reach "windows", or an
+            `img_size` of the predictor that the file would not take.
         FileNotFoundError: the folder does not exist.
         ModuleNotFoundError: ONNX without its packages.
         ExportError: other logits than the model's.
@@ -131,15 +134,27 @@ def _shapes(predictor: Predictor) -> tuple[list[tuple[int, ...]], dict[int, Any]
     dynamic: dict[int, Any] = {0: torch.export.Dim("batch", min=1, max=4096)}
     # How many windows timm's blocks cut depends on the image.
     in_windows = any(getattr(layer, "block_window", None) for layer in net.modules())
-    if in_windows or not getattr(net, "dynamic_img_size", False):
+    if in_windows or not _takes_any_size(net):
         return [(2, channels, height, width), (3, channels, height, width)], dynamic
-    patch = net.patch_embed.patch_size
+    patch = _patch_of(net)
+    if any(side % p or side < 2 * p for side, p in zip((height, width), patch, strict=True)):
+        whole = [max(2, math.ceil(side / p)) * p for side, p in zip((height, width), patch, strict=True)]
+        raise ValueError(
+            f"img_size {[height, width]}: a file takes two whole patches of {patch[0]} x {patch[1]} pixels or more on "
+            f"each side; give another (--img_size '{whole}')"
+        )
     for position, (name, side) in enumerate(zip(("height", "width"), patch, strict=True), start=2):
         dynamic[position] = side * torch.export.Dim(f"{name}_in_patches", min=2, max=MOST)
-    # Of unequal sides, lest the two become one in the graph, and no side of a single patch.
-    sides = [(max(height, 2 * patch[0]) + patch[0], max(width, 2 * patch[1]) + 3 * patch[1]), (height, width)]
-    sides = [(max(h, 2 * patch[0]), max(w, 2 * patch[1])) for h, w in sides]
-    return [(2, channels, *sides[0]), (1, channels, *sides[1])], dynamic
+    # Traced with unequal sides, lest the two become one in the graph.
+    return [(2, channels, height + patch[0], width + 3 * patch[1]), (1, channels, height, width)], dynamic
+
+
+def _takes_any_size(net: nn.Module) -> bool:
+    return isinstance(net, NaFlexVit) or getattr(net, "dynamic_img_size", False)
+
+
+def _patch_of(net: nn.Module) -> tuple[int, int]:
+    return (net.embeds if isinstance(net, NaFlexVit) else net.patch_embed).patch_size
 
 
 class _CompletePatches(nn.Module):
@@ -150,7 +165,7 @@ class _CompletePatches(nn.Module):
         self.net = net
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.net(whole_patches(images, self.net.patch_embed.patch_size))
+        return self.net(whole_patches(images, _patch_of(self.net)))
 
 
 class _Calibrated(nn.Module):
@@ -168,7 +183,7 @@ class _Calibrated(nn.Module):
 def _with_checks(net: nn.Module) -> nn.Module:
     embed = getattr(net, "patch_embed", None)
     checks = isinstance(embed, AnySizePatchEmbed) or getattr(embed, "dynamic_img_pad", False)
-    return _CompletePatches(net).eval() if getattr(net, "dynamic_img_size", False) and not checks else net
+    return _CompletePatches(net).eval() if _takes_any_size(net) and not checks else net
 
 
 def _program(net: nn.Module, images: Tensor, dynamic: dict[int, Any], output: Path) -> Callable[[Tensor], Tensor]:

@@ -45,7 +45,10 @@ def position_tables(model: nn.Module, img_size: Sequence[int]) -> dict[str, dict
         kinds.add("no position" if position is None else type(position).__name__)
         if position is None or hasattr(position, "terms"):
             continue
-        terms = position(Grid(*patch_grid(model, img_size), model.num_prefix_tokens))
+        window = getattr(layer, "block_window", None)
+        terms = position(
+            Grid(*patch_grid(model, img_size), model.num_prefix_tokens) if window is None else Grid(*window)
+        )
         tables = {}
         for field, letter in LETTERS.items():
             tables |= _tables(letter, getattr(terms, field))

@@ -162,6 +162,7 @@ WRONG_LISTS = [
     ("path,label\n", "lists no image"),
     ("path,label\nx.png,a\n,b\ny.png,\nz.png\n", "3 wrong rows: line 3: no path; line 4: no label for y.png; line 5"),
     ('path,label\nx.png,a\n"y\n.png",a\nx.png,b\n', r"1 wrong row: line 5: x.png is already in line 2"),
+    ("path,label\nx.png,a\n./x.png,b\n", r"1 wrong row: line 3: ./x.png is already in line 2"),
     ('path,label\na,b\n"b.png,b\n' + "c.png,c\n" * 20_000, r"broken at line \d+: field larger than field limit"),
 ]
 

@@ -183,6 +183,11 @@ def test_tables_are_the_parameters():
     assert position_tables(small("relvit_lsh_small"), (16, 40))["blocks.0.attn"]["b rows"].shape == (2, 15)
 
 
+def test_computed_tables_reach_over_the_windows_of_their_layers():
+    found = position_tables(retrofitted(build("swinv2")), (24, 40))
+    assert {table["b, joint"].shape[1:] for table in found.values()} == {(5, 7)}  # of 3 x 4 patches
+
+
 def test_windows_of_aft():
     conv = small("test_relvit_aft").eval()
     with torch.no_grad():

@@ -186,6 +186,32 @@ def test_a_model_of_one_size(photos, tmp_path):
 
 
 @pytest.mark.slow
+def test_native_shapes_of_timms_model(photos, tmp_path):
+    fit = ["fit", f"--root={photos}", "--data.native=true", "--data.patch_size=8", "--data.max_tokens=9", "--epochs=1"]
+    fit += ["--model=naflexvit_base_patch16_gap", "--num_workers=0", f"--runs={tmp_path / 'runs'}", *TINY[-2:]]
+    tiny = [f"--model.model_kwargs.{name}" for name in ("embed_dim=16", "depth=1", "num_heads=2", "patch_size=8")]
+    assert main([*fit, *tiny]) == 0
+    best = str(next((tmp_path / "runs").glob("*/checkpoints/best.ckpt")))
+    assert main(["export", best, f"--output={tmp_path / 'model.onnx'}"]) == 0
+    assert json.loads((tmp_path / "model.json").read_text())["input"][0] == "batch"
+    paths = [str(photos / "test"), f"--runs={tmp_path / 'ours'}"]
+    assert main(["predict", "--model", str(tmp_path / "model.onnx"), *paths]) == 0
+    assert main(["predict", best, paths[0], f"--runs={tmp_path / 'theirs'}", "--trainer.accelerator=cpu"]) == 0
+    same_predictions(rows(tmp_path / "ours"), rows(tmp_path / "theirs"))
+
+
+def test_sizes_that_no_file_takes_are_refused_with_one_that_it_does(photos, tmp_path, capsys):
+    padded = ["--model=test_vit", "--model.model_kwargs.dynamic_img_size=true", "--epochs=1", "--num_workers=0"]
+    padded += ["--model.model_kwargs.dynamic_img_pad=true", f"--runs={tmp_path / 'runs'}", *TINY[-2:]]
+    assert main(["fit", f"--root={photos}", "--img_size=[20,40]", *padded]) == 0
+    best = str(next((tmp_path / "runs").glob("*/checkpoints/best.ckpt")))
+    assert main(["export", best, f"--output={tmp_path / 'model.pt2'}"]) == 2
+    expected = "two whole patches of 16 x 16 pixels or more on each side; give another (--img_size '[32, 48]')"
+    assert expected in capsys.readouterr().err
+    assert main(["export", best, f"--output={tmp_path / 'model.pt2'}", "--img_size", "[32, 48]"]) == 0
+
+
+@pytest.mark.slow
 def test_compiled_by_aotinductor(run, classifier, tmp_path, capfd):
     output = tmp_path / "model.pt2"
     assert main(["export", str(run / "checkpoints" / "best.ckpt"), f"--output={output}", "--aot"]) == 0
