@@ -53,15 +53,23 @@ class ImageFolderData(ImageFilesData):
     def missing(self, split: Split) -> str | None:
         """Explain which folder is missing, or return None."""
         if split == "predict":
-            if list(self._folders) == ["train"] and self._folders["train"] != self.root:
+            if list(self._folders) == ["train"] and not self._classes_in_root():
                 return f"no test or val folder in {self.root}; add one, or give a folder of images (--data.root)"
             return None
         if self._has_own(split) or (split == "val" and self._has_own("train")):
             return None
-        return f"no {split} folder in {self.root}; add the images as {os.path.join(self.root, split, '<class>')}/..."
+        # Beside a folder test, class folders are no training images any more.
+        first = (
+            f"move the class folders into {os.path.join(self.root, 'train')} and " if self._classes_in_root() else ""
+        )
+        add = f"{first}add the images as {os.path.join(self.root, split, '<class>')}/..."
+        return f"no {split} folder in {self.root}; {add}"
 
     def _has_own(self, split: Split) -> bool:
         return split in self._folders
+
+    def _classes_in_root(self) -> bool:
+        return self._folders.get("train") == self.root
 
     def _samples(self, split: Split) -> list[tuple[str, int]]:
         folder = self._folders[split]

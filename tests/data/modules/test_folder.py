@@ -64,7 +64,7 @@ def test_classes_right_in_the_root_are_the_training_images(tmp_path):
     other = paths(data_of(tmp_path, val_fraction=0.25).dataset("val"))
     assert [path.replace("/photos/", "/train/") for path in paths(data.dataset("val"))] == other
     (tmp_path / "train").rename(tmp_path / "photos")
-    with pytest.raises(ValueError, match="no test folder"):
+    with pytest.raises(ValueError, match=r"no test folder in .*; move the class folders into .*photos.train and add"):
         data.setup("test")
     # With a checkpoint's classes; all images are to be predicted.
     again = data_of(root, class_names=["cat", "bee", "ant"], val_fraction=0.25)
