@@ -79,6 +79,7 @@ MODELS = {
     "kv-7-start-0.1": relative(("stretch",), rel_init_std=0.1),
     "b-7-start-0.1": relative(rel_terms="b", rel_init_std=0.1),
     "k-7-start-0.1": relative(rel_terms="k", rel_init_std=0.1),
+    "v-2-start-0.1": relative(max_distance=2, rel_terms="v", rel_init_std=0.1),
     "kvb-7-start-0.1": relative(rel_terms="kvb", rel_init_std=0.1),
     "kv-2-piecewise-start-0.1": relative(max_distance=2, bucketing="piecewise", rel_init_std=0.1),
     "kv-2-learned-start-0.1": relative(max_distance=2, pos_embed="learn", rel_init_std=0.1),

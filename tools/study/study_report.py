@@ -33,9 +33,10 @@ SHOWN = {
     "learned": "learned absolute",
     "rope-mixed": "mixed RoPE",
     "kv-3-start-0.1": "kv, max_distance 3",
-    "kv-3": "the same, tables start at 0.02",
+    "kv-3": "kv, max_distance 3, start 0.02",
     "kv-7-start-0.1": "kv, max_distance 7",
     "kv-2-start-0.1": "kv, max_distance 2",
+    "kv-2-learned-start-0.1": "kv, max_distance 2, and learned",
     "aft-conv": "AFT-conv",
     "none": "no positions",
 }
@@ -187,8 +188,9 @@ def draw(lines: Sequence[Line], target: Path) -> None:
                 points = {size: Estimate.of([curve[size] for curve in curves]) for size in curves[0]}
                 errors = [0 if math.isnan(point.error) else point.error for point in points.values()]
                 means = [point.mean for point in points.values()]
-                label = f"{label} ({len(curves)})"
-                panel.errorbar(list(points), means, errors, label=label, color=f"C{number}", marker="o", capsize=3)
+                style = "-" if len(curves) > 1 else "--"
+                look = {"color": f"C{number}", "linestyle": style, "marker": "o", "capsize": 3}
+                panel.errorbar(list(points), means, errors, label=label, **look)
             panel.axvline(TRAINED, color="grey", linestyle=":")
             panel.set_xscale("log", base=2)
             panel.xaxis.set_major_locator(FixedLocator([16, 24, 32, 40, 48, 64]))
@@ -198,8 +200,12 @@ def draw(lines: Sequence[Line], target: Path) -> None:
             panel.set_xlabel("size in pixels")
             panel.set_ylabel("top-1 accuracy, %")
             panel.grid(alpha=0.3)
-            if panel.get_legend_handles_labels()[0]:
-                panel.legend(title="model (seeds)")
+    panels = (panel.get_legend_handles_labels() for panel in axes.flat)
+    handles = {label: handle for part in panels for handle, label in zip(*part, strict=True)}
+    # Each model once, in the order of SHOWN.
+    names = [name for name in SHOWN.values() if name in handles]
+    shown = [handles[name] for name in names]
+    figure.legend(shown, names, loc="outside lower center", ncols=3, title="model; dashed: one seed")
     with rc_context({"font.size": 13}):
         figure.savefig(target, dpi=80, metadata={"Software": None})
 
