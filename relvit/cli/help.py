@@ -90,6 +90,8 @@ VALUES |= {
     "models": "CKPT|MODEL ...",
     "shares": "X ...",
 }
+# Of one command.
+VALUES |= {"show output": "DIR", "probe output": "FILE|DIR", "resolutions output": "FILE|DIR"}
 VALUES |= {"images": "IMAGE ...", "kind": "KIND ...", "patch": "ROW COLUMN"}
 ALL = "relvit {} --help-all lists every option, with those of Lightning's Trainer."
 STATUS = "The exit status is 0 if all files can be read, 1 if one cannot, 2 for a wrong use of the command."
@@ -126,7 +128,8 @@ def short_help(command: str, module: str, summary: str) -> str:
         for name in names:
             own = ALIASES.get(command, {}).get(f"--{name}", f"--{name}").lstrip("-")
             text = _text(command, name, own, actions.get(own))
-            value = VALUES.get(name.rpartition(".")[2], _type_of(actions.get(own)))
+            last = name.rpartition(".")[2]
+            value = VALUES.get(f"{command} {last}", VALUES.get(last, _type_of(actions.get(own))))
             flags = [f"-{name[0]}"] if name == "quiet" else []
             options = {"metavar": value} if value else {"action": "store_true"}
             group.add_argument(*flags, f"--{name}", help=text.replace("%", "%%"), **options)
