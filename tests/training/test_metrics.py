@@ -10,6 +10,7 @@ from small_training import Noise, build, train
 BAR_OFF = "--trainer.enable_progress_bar=false"
 
 
+@pytest.mark.slow
 def test_a_bar_reads_on_one_process_alone(photos, tmp_path):
     """Through training and validation, and the test of the best checkpoint at the end."""
     arguments = ["fit", "--data=ImageFolderData", f"--data.root={photos}", *(a for a in TINY if a != BAR_OFF)]

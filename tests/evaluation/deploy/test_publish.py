@@ -75,6 +75,7 @@ def published(run, tmp_path_factory):
     return place
 
 
+@pytest.mark.slow
 def test_a_process_of_timm_and_relvit_alone_computes_the_same(published, tmp_path):
     generator = torch.Generator().manual_seed(1)
     sizes = {name: data.get("img_size", [16, 24]) for name, (_, data) in CASES.items()}
