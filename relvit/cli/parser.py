@@ -233,7 +233,9 @@ def _wrong_name(option: Given, known: Mapping[str, Any]) -> str | None:
     names = {f"{dashes}{name}": name for name in known}
     if option.file is None:
         short = {short: own.lstrip("-") for table in ALIASES.values() for short, own in table.items()}
-        names |= {short: own for short, own in short.items() if own in known}
+        # Those of the data are known also where nothing has named the kind of data yet.
+        of_data = "data." if "data" in known else "-"
+        names |= {short: own for short, own in short.items() if own in known or own.startswith(of_data)}
     last = SYNONYMS.get(option.name.rpartition(".")[2])
     if same := [name for name, own in names.items() if own.rpartition(".")[2] == last]:
         return f"{shown}{place} (did you mean {min(same, key=len)!r}?)"

@@ -138,6 +138,9 @@ def test_no_data_and_no_checkpoint_and_no_such_command(capsys):
     assert "no checkpoint given: relvit validate runs/RUN/checkpoints/best.ckpt" in fails(["validate"], capsys)
     assert "unknown command 'fti' (did you mean 'fit'?)" in fails(["fti"], capsys)
     assert "unknown command 'train' (did you mean 'fit'?)" in fails(["train"], capsys)
+    assert "unknown option --rot (did you mean '--root'?)" in fails(["fit", "--rot=photos"], capsys)
+    expected = "--data.val_fraction is for --data NAME: --data ImageFolderData --data.root DIR in the place of --root"
+    assert expected in fails(["check-data", ".", "--data.val_fraction=0.2"], capsys)
 
 
 def test_missing_folder(capsys):

@@ -10,6 +10,12 @@ from relvit.cli.aliases import ALIASES
 from relvit.cli.help import SHOWN, WIDTH
 
 
+def test_a_folder_is_no_file(capsys):
+    for command, value in (("show", "DIR"), ("resolutions", "FILE|DIR"), ("probe", "FILE|DIR"), ("embed", "FILE")):
+        assert main([command, "--help"]) == 0
+        assert f"--output {value} " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_it_is_short_and_has_a_sentence_for_each_option(command, capsys):
     assert main([command, "--help"]) == 0

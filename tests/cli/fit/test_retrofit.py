@@ -67,7 +67,9 @@ def test_positions_that_a_model_brings(photos, tmp_path, capsys):
     assert main([*arguments, *QUIET]) == 0
     (best,) = (tmp_path / "runs").glob("*/checkpoints/best.ckpt")
     assert main(["test", f"--ckpt_path={best}", *QUIET]) == 0
-    assert "test/acc1" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "test/acc1" in out
+    assert "test_vit_relpos, retrofitted (" in out
     assert main(["validate", f"--ckpt_path={best}", "--data.img_size=[16,40]", *QUIET]) == 0
     position = load_classifier(best).net.blocks[0].attn.position
     # Of the donor's 7 x 7 rows the 3 x 3 of this size, trained further.
