@@ -14,7 +14,7 @@ from torchvision.datasets import CIFAR10, CIFAR100
 
 from relvit.cli import main
 from relvit.data import CIFAR10Data, CIFAR100Data, ImageFolderData
-from relvit.data.transforms import BatchTransform
+from relvit.data.images.memory import InMemoryBatches
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "relvit" / "configs").rglob("*.yaml"), key=lambda path: path.stem)
@@ -124,14 +124,15 @@ def test_recipes_of_cifar_run_on_class_folders(name, own, tmp_path, monkeypatch,
     make_loader = ImageFolderData._loader
 
     def recorded(data, split, **arguments):
-        made.append((data, split, data._batch_transform(split, data.img_size)))
-        return make_loader(data, split, **arguments)
+        loader = make_loader(data, split, **arguments)
+        made.append((data, split, type(getattr(loader.dataset, "dataset", loader.dataset))))
+        return loader
 
     monkeypatch.setattr(ImageFolderData, "_loader", recorded)
     flags = [f"--model.model_kwargs.{key}={value}" for key, value in SMALL.items()]
     assert main([*command, *ON_A_CPU, *FAST, *flags]) == 0, capsys.readouterr().err
     assert "8 images of train and val in memory" in capsys.readouterr().out
-    assert {split: type(transform) for _, split, transform in made} == {"train": BatchTransform, "val": BatchTransform}
+    assert {split: kind for _, split, kind in made} == {"train": InMemoryBatches, "val": InMemoryBatches}
     kept = ("img_size", "crop_pct", "mean", "std", "augment")
     assert [getattr(made[0][0], field) for field in kept] == [getattr(own(), field) for field in kept]
 

@@ -22,9 +22,8 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from relvit.data import ImageFolderData, train_transform
-from relvit.data.images.memory import InMemoryBatches, SameSizeImages
+from relvit.data.images.memory import StackedImages
 from relvit.data.loading.loader import identity_collate
-from relvit.data.transforms import BatchTransform, batch_transform, pack
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
@@ -84,12 +83,14 @@ def compare_native(budgets: list[int], count: int, batch_size: int, workers: lis
             print(f"{budget:<10}{number:<10}{rates[:-5]}{shares}", flush=True)
 
 
-def from_memory(images: np.ndarray, augment: str, by_batch: BatchTransform | None, size: int) -> Callable:
-    """Make loaders, for a number of workers, of images in memory."""
-    dataset = SameSizeImages(pack(images), [0] * len(images), train_transform(32, MEAN, STD, augment))
+def from_memory(images: np.ndarray, augment: str, size: int, at_once: bool) -> Callable | None:
+    """Make loaders, for a number of workers, of images in memory; None where batches are not made at once."""
+    dataset = StackedImages(torch.from_numpy(images), [0] * len(images), train_transform(32, MEAN, STD, augment))
     options = {"batch_size": size, "shuffle": True}
-    if by_batch is not None:
-        dataset, options["collate_fn"] = InMemoryBatches(dataset, by_batch), identity_collate
+    if at_once:
+        dataset, options["collate_fn"] = dataset.at_once(), identity_collate
+    if dataset is None:
+        return None
     return lambda workers: DataLoader(dataset, num_workers=workers, persistent_workers=workers > 0, **options)
 
 
@@ -127,10 +128,10 @@ def main() -> None:
         write_folders(small, few)
         print("augment     images from           workers   images/s")
         for augment in options.augment:
-            by_batch = batch_transform((32, 32), (32, 32), MEAN, STD, augment)
-            sources = {"memory, one by one": from_memory(few, augment, None, size)}
+            by_batch = from_memory(images, augment, size, at_once=True)
+            sources = {"memory, one by one": from_memory(few, augment, size, at_once=False)}
             if by_batch is not None:
-                sources["memory, by the batch"] = from_memory(images, augment, by_batch, size)
+                sources["memory, by the batch"] = by_batch
             sources["folders"] = from_folders(small, augment, False, size)
             sources["folders, cached"] = from_folders(large if by_batch else small, augment, True, size)
             for name, loader in sources.items():

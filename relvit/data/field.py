@@ -38,11 +38,11 @@ class FieldCrop(v2.Transform):
         self.grey: np.ndarray = np.array([min(255, round(255 * value)) for value in mean], np.uint8)
 
     def transform(self, inpt: Image.Image, params: dict[str, Any]) -> Image.Image:
-        grey = self.grey if inpt.mode == "RGB" else self.grey[0]
-        return Image.fromarray(self.take(np.asarray(inpt), grey))
+        return Image.fromarray(self.take(np.asarray(inpt)))
 
-    def take(self, pixels: np.ndarray, grey: np.ndarray | np.integer, rows: int = 0) -> np.ndarray:
-        """Crop an array whose axes `rows` and `rows` + 1 are an image's; `grey` is a pixel of that array."""
+    def take(self, pixels: np.ndarray, rows: int = 0) -> np.ndarray:
+        """Crop an array whose axes `rows` and `rows` + 1 are an image's, and the next one, if any, the channels."""
+        grey = self.grey if pixels.ndim == rows + 3 else self.grey[0]
         for axis, size in enumerate(self.size, rows):
             length = pixels.shape[axis]
             first = round((length - size) / 2) if length >= size else -((size - length) // 2)

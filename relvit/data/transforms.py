@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -203,10 +204,12 @@ def train_transform(
             f"augment {augment!r} is for images of three channels, and these have {len(mean)}; use 'crop-flip'"
         )
 
-    if augment == "none":
-        steps = eval_transform(size, mean, std, crop_pct).transforms[:2]
-    else:
-        steps = [*_crop_and_flip(parse_size(size), augment), *_colours(parse_size(size), mean, augment)]
+    size = parse_size(size)
+    steps = eval_transform(size, mean, std, crop_pct).transforms[:2] if augment == "none" else _crop(size, augment)
+    if augment not in ("none", "shift"):
+        steps.append(v2.RandomHorizontalFlip())
+    if augment in _JITTER_AND_ERASING:
+        steps.append(_colours(size, mean, augment))
     if jitter > 0:
         steps.append(v2.ColorJitter(jitter, jitter, jitter))
     steps += _to_tensor(mean, std)
@@ -216,43 +219,33 @@ def train_transform(
     return v2.Compose(steps)
 
 
-def _crop_and_flip(size: tuple[int, int], augment: Augment) -> list[v2.Transform]:
+def _crop(size: tuple[int, int], augment: Augment) -> list[v2.Transform]:
     height, width = size
-    cover = ResizeToCover(size)
-    match augment:
-        case "shift" | "crop-flip":
-            padding = (max(1, width // 8), max(1, height // 8))  # left and right, top and bottom
-            shift = [cover, v2.RandomCrop(size, padding=padding)]
-            return shift if augment == "shift" else [*shift, v2.RandomHorizontalFlip()]
-        case "three-augment-crop":
-            # Reflection needs more pixels than it adds.
-            padding = (min(4, width - 1), min(4, height - 1))
-            shift = v2.RandomCrop(size, padding=padding, padding_mode="reflect")
-            return [cover, shift, v2.RandomHorizontalFlip()]
-    shape = width / height
-    crop = v2.RandomResizedCrop(
-        size,
-        ratio=(shape * 3 / 4, shape * 4 / 3),
-        interpolation=v2.InterpolationMode.BICUBIC,
-        antialias=True,
-    )
-    return [crop, v2.RandomHorizontalFlip()]
+    if augment in ("shift", "crop-flip"):
+        padding = (max(1, width // 8), max(1, height // 8))  # left and right, top and bottom
+        return [ResizeToCover(size), v2.RandomCrop(size, padding=padding)]
+    if augment == "three-augment-crop":
+        # Reflection needs more pixels than it adds.
+        padding = (min(4, width - 1), min(4, height - 1))
+        return [ResizeToCover(size), v2.RandomCrop(size, padding=padding, padding_mode="reflect")]
+    ratio = (width / height * 3 / 4, width / height * 4 / 3)
+    return [v2.RandomResizedCrop(size, ratio=ratio, interpolation=v2.InterpolationMode.BICUBIC, antialias=True)]
 
 
-def _colours(size: tuple[int, int], mean: Sequence[float], augment: Augment) -> list[Any]:
-    """Augmentation policies of timm, with the arguments that timm's train script gives them."""
+def _colours(size: tuple[int, int], mean: Sequence[float], augment: Augment) -> Any:
+    """Augmentation policy of timm, with the arguments that timm's train script gives it."""
     grey = tuple(min(255, round(255 * value)) for value in mean)  # fills the border of rotations and translations
-    if augment == "deit":
-        settings = {
-            "translate_const": int(min(size) * 0.45),
-            "img_mean": grey,
-            "interpolation": Image.Resampling.BICUBIC,
-            # Magnitudes are normal around 9 and clipped at 10, where timm asks to posterize to 0 bits: new versions of
-            # Pillow refuse, older ones gave a black image.
-            "magnitude_max": 9.99,
-        }
-        return [rand_augment_transform("rand-m9-mstd0.5-inc1", settings)]
-    return [auto_augment_transform("3a", {"img_mean": grey})] if augment.startswith("three-augment") else []
+    if augment != "deit":
+        return auto_augment_transform("3a", {"img_mean": grey})
+    settings = {
+        "translate_const": int(min(size) * 0.45),
+        "img_mean": grey,
+        "interpolation": Image.Resampling.BICUBIC,
+        # Magnitudes are normal around 9 and clipped at 10, where timm asks to posterize to 0 bits: new versions of
+        # Pillow refuse, older ones gave a black image.
+        "magnitude_max": 9.99,
+    }
+    return rand_augment_transform("rand-m9-mstd0.5-inc1", settings)
 
 
 def _to_tensor(mean: Sequence[float], std: Sequence[float]) -> list[v2.Transform]:
@@ -263,113 +256,96 @@ def _to_tensor(mean: Sequence[float], std: Sequence[float]) -> list[v2.Transform
     return [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(list(mean), list(std))]
 
 
+@dataclass(eq=False)
 class BatchTransform:
-    """Augment and normalise a batch at once, as `eval_transform`, or `train_transform` with 'shift' or 'crop-flip',
-    does image by image.
+    """Transform a batch at once as a transform does image by image, see :meth:`like`.
 
     Pixels of resized images differ from Pillow's by rounding. `tools/loading.py` measures the difference in speed.
 
     Args:
-        mean: Mean of red, green and blue, in units of the range 0..1.
-        std: Standard deviation of each, in the same units.
+        resized: Height and width to which the images are resized first.
+        field: A crop that comes next, and continues the images; None: there is none.
         size: Height and width of the result.
-        covered: Height and width to which the images are resized first.
-        padding: Rows above and below, columns left and right that are added before a random crop; None: the centre is
+        padding: Columns left and right, rows above and below that are added before a random crop; None: the centre is
             cropped.
-        flip: Whether half of the images are mirrored.
-        field: A crop that comes instead of those, and continues the images.
+        flip: Probability that an image is mirrored.
+        mean: Mean of red, green and blue, in units of pixels, (3, 1, 1).
+        std: Standard deviation of each, likewise.
     """
 
-    def __init__(
-        self,
-        mean: Sequence[float],
-        std: Sequence[float],
-        size: tuple[int, int],
-        covered: tuple[int, int],
-        padding: tuple[int, int] | None,
-        flip: bool,
-        field: FieldCrop | None = None,
-    ) -> None:
-        self.mean: Tensor = 255 * torch.tensor(mean)[:, None, None]
-        self.std: Tensor = 255 * torch.tensor(std)[:, None, None]
-        self.size = size
-        self.covered = covered
-        self.padding = padding
-        self.flip = flip
-        self.field = field
+    resized: tuple[int, int]
+    field: FieldCrop | None
+    size: tuple[int, int]
+    padding: tuple[int, int] | None
+    flip: float
+    mean: Tensor
+    std: Tensor
 
     @classmethod
     def like(cls, transform: v2.Compose, stored: tuple[int, int]) -> "BatchTransform | None":
-        """Build the equivalent of an `eval_transform` for batches of images of the size `stored`.
+        """Build the equivalent of a transform for batches of colour images of the size `stored`.
 
-        None for images longer than `ResizeToCover` takes them.
+        None where there is none: for other transforms than `eval_transform`, and `train_transform` with 'none', 'shift'
+        and 'crop-flip' alone, and for images longer than `ResizeToCover` takes them.
         """
-        resize, *crops, _, _, normalise = transform.transforms
-        kept, covered = resize.sizes(stored) if isinstance(resize, ResizeToCover) else (stored, tuple(resize.size))
-        if kept != stored:
+        resized, field, size, padding, flip = stored, None, None, None, 0.0
+        *steps, normalise = transform.transforms
+        for step in steps:
+            match step:
+                case ResizeToCover():
+                    kept, resized = step.sizes(stored)
+                    if kept != stored:
+                        return None
+                case v2.Resize():
+                    resized = tuple(step.size)
+                case FieldCrop():
+                    field, size = step, step.size
+                case v2.CenterCrop():
+                    size = tuple(step.size)
+                case v2.RandomCrop(padding_mode="constant", padding=[left, _, above, _]):
+                    size, padding = tuple(step.size), (left, above)
+                case v2.RandomHorizontalFlip():
+                    flip = step.p
+                case v2.PILToTensor() | v2.ToDtype():
+                    pass
+                case _:
+                    return None
+        if not isinstance(normalise, v2.Normalize):
             return None
-        size = tuple(crops[0].size) if crops else covered
-        field = crops[0] if crops and isinstance(crops[0], FieldCrop) else None
-        return cls(normalise.mean, normalise.std, size, covered, None, flip=False, field=field)
+        mean, std = (255 * torch.tensor(each)[:, None, None] for each in (normalise.mean, normalise.std))
+        return cls(resized, field, size or resized, padding, flip, mean, std)
 
-    def __call__(self, pixels: Tensor) -> Tensor:
-        """Transform packed pixels int32 (B, h, w) to float32 (B, 3, H, W)."""
-        B, (H, W) = len(pixels), self.size
-        if tuple(pixels.shape[1:]) != self.covered:
-            images = unpack(pixels).permute(0, 3, 1, 2)
-            resized = v2.functional.resize(images, list(self.covered), v2.InterpolationMode.BICUBIC, antialias=True)
-            pixels = pack(resized.permute(0, 2, 3, 1).numpy())
+    def __call__(self, images: Tensor) -> Tensor:
+        """Transform uint8 (B, h, w, 3) to float32 (B, 3, H, W)."""
+        B, (H, W) = len(images), self.size
+        if tuple(images.shape[1:3]) != self.resized:
+            bicubic = v2.InterpolationMode.BICUBIC
+            images = v2.functional.resize(images.permute(0, 3, 1, 2), list(self.resized), bicubic, antialias=True)
+            images = images.permute(0, 2, 3, 1)
         if self.field is not None:
-            grey = pack(self.field.grey[None, None, None]).numpy()
-            pixels = torch.from_numpy(self.field.take(pixels.numpy(), grey.squeeze(), rows=1))
+            images = torch.from_numpy(self.field.take(images.numpy(), rows=1))
         rows, columns = torch.arange(H).expand(B, H), torch.arange(W).expand(B, W)
         if self.flip:
-            columns = torch.where(torch.rand(B, 1) < 0.5, W - 1 - columns, columns)
+            columns = torch.where(torch.rand(B, 1) < self.flip, W - 1 - columns, columns)
+        pixels = _pack(images)
         free = pixels.shape[1] - H, pixels.shape[2] - W
         if self.padding is None:
             # As torchvision rounds it.
             rows, columns = rows + round(free[0] / 2), columns + round(free[1] / 2)
         else:
-            above, left = self.padding
+            left, above = self.padding
             pixels = F.pad(pixels, (left, left, above, above))
             rows = rows + torch.randint(free[0] + 2 * above + 1, (B, 1))
             columns = columns + torch.randint(free[1] + 2 * left + 1, (B, 1))
         indices = rows[:, :, None] * pixels.shape[2] + columns[:, None]
-        chosen = pixels.flatten(1).gather(1, indices.flatten(1)).view(B, H, W)
-        images = unpack(chosen).permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
+        chosen = pixels.flatten(1).gather(1, indices.flatten(1)).view(B, H, W, 1).view(torch.uint8)[..., :3]
+        images = chosen.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
         return images.sub_(self.mean).div_(self.std)
 
 
-def batch_transform(
-    stored: tuple[int, int],
-    size: tuple[int, int],
-    mean: Sequence[float],
-    std: Sequence[float],
-    augment: Augment,
-    crop_pct: float = 1.0,
-    color_jitter: float | None = None,
-    random_erasing: float | None = None,
-) -> BatchTransform | None:
-    """Build the equivalent of `train_transform` for batches of images of the size `stored`.
-
-    None where there is no equivalent: with colour jitter or random erasing, with other augmentations than 'none',
-    'shift' and 'crop-flip', and for images longer than `ResizeToCover` takes them.
-    """
-    cover = ResizeToCover(_before_crop(size, crop_pct) if augment == "none" else size)
-    kept, covered = cover.sizes(stored)
-    if kept != stored or augment not in ("none", "shift", "crop-flip") or color_jitter or random_erasing:
-        return None
-    padding = None if augment == "none" else (max(1, size[0] // 8), max(1, size[1] // 8))
-    return BatchTransform(mean, std, size, covered, padding, flip=augment == "crop-flip")
-
-
-def pack(images: np.ndarray) -> Tensor:
-    """Pack uint8 (N, H, W, 3) to int32 (N, H, W), the fourth byte zero, so that a pixel is gathered as one number."""
+def _pack(images: Tensor) -> Tensor:
+    """Pack uint8 (B, H, W, 3) to int32 (B, H, W), so that a pixel is gathered as one number."""
     packed = np.zeros((*images.shape[:3], 4), np.uint8)
-    packed[..., :3] = images
+    for channel in range(3):  # faster than the three at once
+        packed[..., channel] = images[..., channel]
     return torch.from_numpy(packed).view(torch.int32).squeeze(-1)
-
-
-def unpack(pixels: Tensor) -> Tensor:
-    """Unpack int32 (..., H, W) to uint8 (..., H, W, 3), a view."""
-    return pixels.unsqueeze(-1).view(torch.uint8)[..., :3]

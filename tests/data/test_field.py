@@ -7,7 +7,7 @@ from PIL import Image
 from timm.data import create_transform
 
 from relvit.data import eval_transform
-from relvit.data.transforms import BatchTransform, pack
+from relvit.data.transforms import BatchTransform
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.25, 0.5, 0.125)
 
@@ -79,7 +79,7 @@ def test_a_batch_of_field_is_what_single_images_are(size, fill):
     pixels = noise(3, 8, 12, 3)
     options = (MEAN, STD, 1.0, "field", (8, 12), fill)
     transform = eval_transform(size, *options)
-    batch = BatchTransform.like(transform, (8, 12))(pack(pixels))
+    batch = BatchTransform.like(transform, (8, 12))(torch.from_numpy(pixels))
     single = torch.stack([transform(Image.fromarray(image)) for image in pixels])
     torch.testing.assert_close(batch, single)
     torch.testing.assert_close(batch, normalised(np.stack([padded_and_cropped(p, size, fill) for p in pixels])))
@@ -102,7 +102,7 @@ def test_batches_that_are_resized(options):
     size, crop_pct, *protocol = options
     pixels = noise(4, 8, 12, 3)
     transform = eval_transform(size, MEAN, STD, crop_pct, *protocol)
-    batch = BatchTransform.like(transform, (8, 12))(pack(pixels))
+    batch = BatchTransform.like(transform, (8, 12))(torch.from_numpy(pixels))
     single = torch.stack([transform(Image.fromarray(image)) for image in pixels])
     assert batch.shape == single.shape == (4, 3, *size)
     difference = (batch - single).abs() * torch.tensor(STD)[:, None, None] * 255

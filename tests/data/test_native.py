@@ -11,7 +11,7 @@ from timm.data.transforms_factory import transforms_imagenet_eval
 from torchvision.transforms import v2
 
 from relvit.data import CIFAR10Data, ImageFolderData, eval_transform, train_transform
-from relvit.data.images.memory import SameSizeImages
+from relvit.data.images.memory import StackedImages
 from relvit.data.native import (
     collate_native,
     empty_native,
@@ -23,7 +23,6 @@ from relvit.data.native import (
     one_blank,
     token_budget,
 )
-from relvit.data.transforms import pack
 from relvit.utils.seeding import seeded
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.25)
@@ -186,7 +185,7 @@ def test_evaluation_is_in_order_and_names_what_it_skips(shapes, tmp_path):
 
 def test_images_in_memory(monkeypatch):
     """One by one, also where they could be transformed by the batch."""
-    images = SameSizeImages(pack(np.random.default_rng(0).integers(0, 256, (5, 32, 32, 3), np.uint8)), [0] * 5, None)
+    images = StackedImages(torch.randint(256, (5, 32, 32, 3), dtype=torch.uint8), [0] * 5, None)
     data = CIFAR10Data("nowhere", native=True, patch_size=4, batch_size=5, num_workers=0, augment="none")
     images.transform = data.eval_transform
     monkeypatch.setattr(data, "build", lambda split: images)

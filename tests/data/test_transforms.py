@@ -11,7 +11,7 @@ from timm.data import create_transform
 from torchvision.transforms import v2
 
 from relvit.data import eval_transform, parse_size, train_transform
-from relvit.data.transforms import ResizeToCover, batch_transform, pack, unpack
+from relvit.data.transforms import BatchTransform, ResizeToCover
 
 ZERO, ONE = (0.0,), (1.0,)
 AUGMENTS = ["none", "shift", "crop-flip", "resized-crop"]
@@ -291,13 +291,6 @@ def test_wrong_arguments(arguments, message):
         train_transform(8, **{"mean": ZERO, "std": ONE, "augment": "shift"} | arguments)
 
 
-def test_pixels_are_packed_and_unpacked():
-    images = np.random.default_rng(0).integers(0, 256, (3, 4, 6, 3)).astype(np.uint8)
-    packed = pack(images)
-    assert (packed.shape, packed.dtype) == ((3, 4, 6), torch.int32)
-    assert np.array_equal(unpack(packed).numpy(), images)
-
-
 @pytest.mark.parametrize(("augment", "count"), [("none", 1), ("shift", 35), ("crop-flip", 70)])
 def test_a_batch_has_what_image_by_image_can_have(augment, count):
     """Every augmented image of a batch is one that the transform of single images gives, and all of those come: 5 x 7
@@ -307,7 +300,7 @@ def test_a_batch_has_what_image_by_image_can_have(augment, count):
     single = train_transform((16, 24), mean, std, augment)
     torch.manual_seed(0)
     possible = [single(Image.fromarray(values)) for _ in range(1500)]
-    batch = batch_transform((16, 24), (16, 24), mean, std, augment)(pack(values[None]).expand(1500, -1, -1))
+    batch = BatchTransform.like(single, (16, 24))(torch.from_numpy(values).expand(1500, -1, -1, -1))
     assert (batch.dtype, batch.is_contiguous()) == (torch.float32, True)
     as_keys = [{tuple(out[0].flatten().mul(1e3).round().int().tolist()) for out in outs} for outs in (batch, possible)]
     assert as_keys[0] == as_keys[1]

@@ -16,7 +16,7 @@ from torchvision.transforms import v2
 
 from relvit.data.images.datasets import LabelledFiles
 from relvit.data.images.decode import UnreadableImageError, load_rgb, open_image
-from relvit.data.transforms import BatchTransform, unpack
+from relvit.data.transforms import BatchTransform
 from relvit.utils.memory import available_memory
 
 _MEMORY_SHARE = 0.8  # of the available memory: the model and the loaders need some, too
@@ -76,21 +76,27 @@ class ImagesInMemory(Dataset[Any]):
         return self.transform(Image.fromarray(self.values(index))), self.targets[index]
 
 
-class SameSizeImages(ImagesInMemory):
-    """Colour images of one size: packed pixels int32 (N, H, W), see :func:`relvit.data.transforms.pack`."""
+class StackedImages(ImagesInMemory):
+    """Images of one size: pixels uint8 (N, H, W, 3) or, of grey images, (N, H, W)."""
 
     def __init__(self, pixels: Tensor, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.pixels = pixels
 
     def values(self, index: int) -> np.ndarray:
-        return unpack(self.pixels[index]).contiguous().numpy()
+        return self.pixels[index].numpy()
+
+    def at_once(self) -> "InMemoryBatches | None":
+        """Return the batches, transformed at once; None where their transform has no form for that."""
+        size, colour = tuple(self.pixels.shape[1:3]), self.pixels.ndim == 4
+        transform = BatchTransform.like(self.transform, size) if colour else None
+        return None if transform is None else InMemoryBatches(self, transform)
 
 
 class AnySizeImages(ImagesInMemory):
     """Colour images of any sizes: pixels uint8, one image behind the other, and their sizes int64 (N, 2).
 
-    A single tensor, so that however many images there are, workers copy none. Unreadable images have the size zero.
+    A single tensor, so that however many images there are, workers copy none.
     """
 
     def __init__(self, pixels: Tensor, sizes: Tensor, *args: Any, **options: Any) -> None:
@@ -108,7 +114,7 @@ class AnySizeImages(ImagesInMemory):
 class InMemoryBatches(Dataset[Any]):
     """Batches of images of one size, transformed at once, for a DataLoader with `identity_collate`."""
 
-    def __init__(self, images: SameSizeImages, transform: BatchTransform) -> None:
+    def __init__(self, images: StackedImages, transform: BatchTransform) -> None:
         self.images = images
         self.transform = transform
 
@@ -118,24 +124,23 @@ class InMemoryBatches(Dataset[Any]):
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor | list[str]]:
         """Make a batch: images float32 (B, 3, H, W), and labels int64 (B,) or bool (B, num_classes), or names."""
         targets = [self.images.targets[index] for index in indices]
-        images = self.transform(self.images.pixels[torch.as_tensor(indices)])
-        return images, default_collate(targets)
+        return self.transform(self.images.pixels[torch.as_tensor(indices)]), default_collate(targets)
 
 
 def decode_into_memory(
     splits: Mapping[str, LabelledFiles],
-    packed_size: Size,
+    one_size: Size,
     skip: bool,
     copies: int = 1,
     progress: Progress | None = None,
 ) -> dict[str, ImagesInMemory]:
     """Decode all images by :func:`relvit.data.load_rgb`, in parallel.
 
-    A split whose images all have the packed size becomes `SameSizeImages`, any other one `AnySizeImages`.
+    A split whose images all have `one_size` becomes `StackedImages`, any other one `AnySizeImages`.
 
     Args:
         splits: The files by split.
-        packed_size: Height and width for which batches can be transformed at once.
+        one_size: Height and width for which batches can be transformed at once.
         skip: Whether a file that cannot be read is noted in the result, or raised.
         copies: Processes of this machine that do the same; they divide its memory and its cores.
         progress: Called with results as they come, their number and a description; yields the results.
@@ -150,8 +155,7 @@ def decode_into_memory(
     decoder = _Decoder(max(1, _cores() // copies), skip, progress or (lambda items, total, what: items))
     paths = {split: [path for path, _ in files.samples] for split, files in splits.items()}
     sizes = {split: decoder.header_sizes(some, f"reading sizes of {split}") for split, some in paths.items()}
-    packed = {split: set(some) - {_UNKNOWN} == {packed_size} for split, some in sizes.items()}
-    needed = sum((4 if packed[split] else 3) * sum(map(_area, some)) for split, some in sizes.items())
+    needed = sum(3 * sum(map(_area, some)) for some in sizes.values())
     if available is not None and needed * copies > _MEMORY_SHARE * available:
         each = f", in each of {copies} processes" if copies > 1 else ""
         raise ValueError(
@@ -159,14 +163,10 @@ def decode_into_memory(
             f"when decoded{each}; {in_units(available)} of memory are available, {_MEMORY_SHARE:.0%} of which may be "
             "used: read them from the disk each time (--data.cache false), or store them smaller"
         )
-
     decoded: dict[str, ImagesInMemory] = {}
     for split, files in splits.items():
-        rest = files.targets, files.transform
-        what = paths[split], sizes[split], f"decoding {split}"
-        images = _same_size(decoder.images(*what), packed_size, *rest) if packed[split] else None
-        # An EXIF orientation may give an image another size than its header.
-        decoded[split] = images or _any_size(decoder.images(*what), sizes[split], *rest)
+        images = decoder.images(paths[split], sizes[split], f"decoding {split}")
+        decoded[split] = _in_memory(images, sizes[split], one_size, files)
     return decoded
 
 
@@ -175,36 +175,27 @@ def in_units(amount: int) -> str:
     return f"{amount / 2**30:,.1f} GiB" if amount >= 2**30 else f"{amount / 2**20:.1f} MiB"
 
 
-def _same_size(
-    images: Iterable[np.ndarray | Failure], size: Size, targets: list[int], transform: v2.Compose
-) -> SameSizeImages | None:
-    """Pack images of one size; None if one has another size."""
-    pixels, unreadable = np.zeros((len(targets), *size, 4), np.uint8), {}
+def _in_memory(
+    images: Iterable[np.ndarray | Failure], expected: Sequence[Size], one_size: Size, files: LabelledFiles
+) -> ImagesInMemory:
+    # Black in the place of what cannot be read, where all others have one size.
+    blank = one_size if set(expected) - {_UNKNOWN} == {one_size} else _UNKNOWN
+    total = sum(_area(blank if size == _UNKNOWN else size) for size in expected)
+    pixels, end = np.empty(3 * total, np.uint8), 0
+    sizes, unreadable = torch.zeros(len(expected), 2, dtype=torch.int64), {}
     for index, image in enumerate(images):
         if isinstance(image, Failure):
-            unreadable[index] = image
-        elif image.shape[:2] != size:
-            return None
-        else:
-            pixels[index, ..., :3] = image
-    return SameSizeImages(torch.from_numpy(pixels).view(torch.int32).squeeze(-1), targets, transform, unreadable)
-
-
-def _any_size(
-    images: Iterable[np.ndarray | Failure], expected: Sequence[Size], targets: list[int], transform: v2.Compose
-) -> AnySizeImages:
-    pixels, unreadable = np.empty(3 * sum(map(_area, expected)), np.uint8), {}
-    sizes, end = torch.zeros(len(targets), 2, dtype=torch.int64), 0
-    for index, image in enumerate(images):
-        if isinstance(image, Failure):
-            unreadable[index] = image
-            continue
+            unreadable[index], image = image, np.zeros((*blank, 3), np.uint8)
         start, end = end, end + image.size
         if end > len(pixels):
             pixels = np.concatenate((pixels[:start], np.empty(end - start, np.uint8)))
         pixels[start:end] = image.reshape(-1)
         sizes[index] = torch.tensor(image.shape[:2])
-    return AnySizeImages(torch.from_numpy(pixels), sizes, targets, transform, unreadable)
+    rest = files.targets, files.transform, unreadable
+    # An EXIF orientation may give an image another size than its header.
+    if (sizes == torch.tensor(one_size)).all():
+        return StackedImages(torch.from_numpy(pixels).view(len(sizes), *one_size, 3), *rest)
+    return AnySizeImages(torch.from_numpy(pixels), sizes, *rest)
 
 
 class _Decoder:

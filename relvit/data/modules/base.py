@@ -21,7 +21,7 @@ from relvit.data.images.datasets import (
     SkipUnreadableLoader,
     collate_readable,
 )
-from relvit.data.images.memory import InMemoryBatches, SameSizeImages
+from relvit.data.images.memory import StackedImages
 from relvit.data.labels import Label, checked_classes
 from relvit.data.loading.deterministic import DeterministicDataset
 from relvit.data.loading.eval_shards import EvalShardLoader
@@ -29,7 +29,7 @@ from relvit.data.loading.loader import SignalSafeDataLoader, identity_collate
 from relvit.data.loading.sampler import Balance, TrainSampler, class_weights, training_position
 from relvit.data.loading.sizes import SizedBatches, SizedBatchSampler, SizePlan, SizeSchedule, check_sizes
 from relvit.data.native import collate_native, empty_native, model_size, native_transform, token_budget
-from relvit.data.transforms import Augment, BatchTransform, batch_transform, eval_transform, parse_size, train_transform
+from relvit.data.transforms import Augment, eval_transform, parse_size, train_transform
 from relvit.utils.messages import check_choice
 from relvit.utils.seeding import run_seed
 
@@ -367,28 +367,19 @@ class ImageData(LightningDataModule, ABC):
 
     def _items(self, split: Split, size: tuple[int, int]) -> tuple[Dataset[Any], Callable[[Any], Any]]:
         """Return a dataset of images of one size, as a loader needs it, and the collate function of its items."""
-        dataset, skip, trains = self.dataset(split), self.on_error == "skip", self.trains_on(split)
+        dataset, collate = self.dataset(split), collate_native if self.native else default_collate
         if size != self.img_size:
             dataset = copy.copy(dataset)
             dataset.transform = train_transform(*self._augmentation(size))
-        transform, collate = self._batch_transform(split, size), collate_native if self.native else default_collate
-        if transform is not None:
-            dataset, collate = InMemoryBatches(dataset, transform), identity_collate
-        if skip:
-            wrapper = SkipUnreadable if transform is None else SkipUnreadableBatches
+        at_once = dataset.at_once() if isinstance(dataset, StackedImages) else None
+        if at_once is not None:
+            dataset, collate = at_once, identity_collate
+        trains = self.trains_on(split)
+        if self.on_error == "skip":
+            wrapper = SkipUnreadable if at_once is None else SkipUnreadableBatches
             dataset = wrapper(dataset, replace=trains)
-            collate = collate if transform is not None else partial(collate_readable, collate=collate)
+            collate = collate if at_once is not None else partial(collate_readable, collate=collate)
         return (DeterministicDataset(dataset, run_seed()) if trains else dataset), collate
-
-    def _batch_transform(self, split: Split, size: tuple[int, int]) -> BatchTransform | None:
-        """The transform of a batch at once; None where images are transformed one by one."""
-        images = self.dataset(split)
-        if self.native or not isinstance(images, SameSizeImages):
-            return None
-        stored = tuple(images.pixels.shape[1:])
-        if not self.trains_on(split):
-            return BatchTransform.like(self.eval_transform, stored)
-        return batch_transform(stored, *self._augmentation(size))
 
 
 def _plain(value: Any) -> Any:

@@ -11,11 +11,11 @@ from torch.utils.data import Dataset
 from torchvision.datasets import CIFAR10, CIFAR100
 from torchvision.datasets.utils import check_integrity, extract_archive
 
-from relvit.data.images.memory import SameSizeImages
+from relvit.data.images.memory import StackedImages
 from relvit.data.labels import check_class_names
 from relvit.data.modules.base import ImageData, Split
 from relvit.data.split import check_fraction, stratified_split
-from relvit.data.transforms import Augment, pack
+from relvit.data.transforms import Augment
 
 CIFAR10_CLASSES = "airplane automobile bird cat deer dog frog horse ship truck".split()  # noqa: SIM905
 CIFAR100_CLASSES = """
@@ -150,34 +150,26 @@ class CIFARData(ImageData):
     def build(self, split: Split) -> Dataset[Any]:
         """Build the dataset of one split, in memory."""
         if split in ("train", "val"):
-            pixels, labels = self._train_files
-            indices = self._divided[split == "val"]
-            pixels, targets = pixels[torch.tensor(indices)], [labels[i] for i in indices]
+            stored, chosen = self._train_files, self._divided[split == "val"]
         else:
-            pixels, targets = self._read(train=False)
-            if split == "predict":
-                targets = [self._name("test", i) for i in range(len(targets))]
-        return SameSizeImages(pixels, targets, self.transform_of(split))
+            stored = self._open(train=False)
+            chosen = range(len(stored.targets))
+        targets = [self._name("test", i) if split == "predict" else stored.targets[i] for i in chosen]
+        return StackedImages(torch.from_numpy(stored.data[chosen]), targets, self.transform_of(split))
 
     def held_out(self) -> list[tuple[str, int]]:
         """Names such as 'cifar10/train/00012', by the position in the training files, and labels."""
-        labels = self._train_files[1]
-        return [(self._name("train", i), labels[i]) for i in self._divided[1]]
+        return [(self._name("train", i), self._train_files.targets[i]) for i in self._divided[1]]
 
     @cached_property
     def _divided(self) -> tuple[list[int], list[int]]:
-        labels = self._train_files[1]
+        labels = self._train_files.targets
         names = [self._name("train", i) for i in range(len(labels))]
         return stratified_split(names, labels, self.val_fraction, self.split_seed, self.root)
 
     @cached_property
-    def _train_files(self) -> tuple[torch.Tensor, list[int]]:
-        return self._read(train=True)
-
-    def _read(self, train: bool) -> tuple[torch.Tensor, list[int]]:
-        """Packed pixels int32 (N, 32, 32) and labels."""
-        stored = self._open(train)
-        return pack(stored.data), list(stored.targets)
+    def _train_files(self) -> CIFAR10:
+        return self._open(train=True)
 
     def _name(self, part: str, index: int) -> str:
         return f"{self.dataset_class.__name__.lower()}/{part}/{index:05d}"

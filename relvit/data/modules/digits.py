@@ -4,11 +4,12 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import torch
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch.utils.data import Dataset
 
-from relvit.data.images.memory import ImagesInMemory
+from relvit.data.images.memory import StackedImages
 from relvit.data.labels import check_class_names
 from relvit.data.modules.base import ImageData, Split
 from relvit.data.transforms import Augment
@@ -90,15 +91,4 @@ class DigitsData(ImageData):
         else:
             chosen = indices[split]
             targets = labels[chosen].tolist()
-        return GreyImages(images[chosen], targets, self.transform_of(split))
-
-
-class GreyImages(ImagesInMemory):
-    """Grey images in memory, uint8 (N, H, W)."""
-
-    def __init__(self, images: np.ndarray, *options: Any) -> None:
-        super().__init__(*options)
-        self.images = images
-
-    def values(self, index: int) -> np.ndarray:
-        return self.images[index]
+        return StackedImages(torch.from_numpy(images[chosen]), targets, self.transform_of(split))

@@ -44,11 +44,10 @@ class ImageFilesData(ImageData):
             with the next image in its place, otherwise without it, so that no result counts it, and keeps path and
             reason in :attr:`unreadable`.
         cache: Whether the images of train, and those of val with them, are decoded once, when those of train are first
-            used, and kept in memory, 8 bits a channel. Where all of a split have the size `img_size`, the augmentations
-            'none', 'shift' and 'crop-flip' then work on batches at once, and a pixel takes four bytes; otherwise each
-            image keeps its own size, and a pixel takes three. Workers share this memory; on several devices each
-            process has its own. More than four fifths of the available memory is refused before anything is decoded.
-            Only trainings use the cache.
+            used, and kept in memory at their own sizes, 8 bits a channel. Where all of a split have the size
+            `img_size`, the augmentations 'none', 'shift' and 'crop-flip' then work on batches at once. Workers share
+            this memory; on several devices each process has its own. More than four fifths of the available memory is
+            refused before anything is decoded. Only trainings use the cache.
         options: See :class:`relvit.data.ImageData`.
 
     Raises:

@@ -12,10 +12,10 @@ from lightning import Callback, Trainer
 from PIL import Image
 
 from relvit.data import ImageFolderData, SizePlan
-from relvit.data.images.memory import SameSizeImages
+from relvit.data.images.memory import StackedImages
 from relvit.data.loading.sampler import TrainSampler
 from relvit.data.loading.sizes import SizedBatchSampler
-from relvit.data.transforms import ResizeToCover, batch_transform, eval_transform, pack
+from relvit.data.transforms import BatchTransform, ResizeToCover, train_transform
 from relvit.training import ImageClassifier
 
 SIZES = [(16, 16), (32, 32), (16, 32)]
@@ -85,16 +85,12 @@ def test_an_epoch_that_is_resumed_goes_on_with_its_next_batch():
 
 
 @pytest.mark.parametrize(("stored", "size"), [((32, 32), (48, 48)), ((32, 32), (20, 28)), ((24, 40), (32, 16))])
-@pytest.mark.parametrize("crop_pct", [1.0, 0.8])
-def test_batches_in_memory_are_resized_as_image_by_image(stored, size, crop_pct):
-    """Within one level of rounding; a random crop is one of the windows of the resized and padded image."""
-    values = np.random.default_rng(0).integers(0, 256, (5, *stored, 3)).astype(np.uint8)
-    single, channels = eval_transform(size, (0.0,) * 3, (1 / 255,) * 3, crop_pct), ((0.0,) * 3, (1 / 255,) * 3)
-    expected = torch.stack([single(Image.fromarray(image)) for image in values])
-    found = batch_transform(stored, size, *channels, "none", crop_pct)(pack(values))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1.5)
-    shifted = batch_transform(stored, size, *channels, "shift")(pack(values[:1]).expand(50, -1, -1))
-    covering = torch.from_numpy(np.array(ResizeToCover(size)(Image.fromarray(values[0])))).permute(2, 0, 1)
+def test_batches_in_memory_are_resized_before_a_random_crop(stored, size):
+    """Each is one of the windows of the resized and padded image, within one level of rounding."""
+    values = np.random.default_rng(0).integers(0, 256, (*stored, 3)).astype(np.uint8)
+    transform = train_transform(size, (0.0,) * 3, (1 / 255,) * 3, "shift")
+    shifted = BatchTransform.like(transform, stored)(torch.from_numpy(values).expand(50, -1, -1, -1))
+    covering = torch.from_numpy(np.array(ResizeToCover(size)(Image.fromarray(values)))).permute(2, 0, 1)
     rows, columns = size[0] // 8, size[1] // 8
     windows = F.pad(covering.float(), (columns, columns, rows, rows)).unfold(1, size[0], 1).unfold(2, size[1], 1)
     windows = windows.permute(1, 2, 0, 3, 4).flatten(0, 1)
@@ -129,7 +125,7 @@ def test_loader_gives_batches_of_each_size(images, options):
 
 def test_batches_in_memory_serve_all_sizes(images):
     data = data_at(images, cache=True, train_sizes=[8, 16])
-    assert isinstance(data.dataset("train"), SameSizeImages)
+    assert isinstance(data.dataset("train"), StackedImages)
     assert {tuple(batch.shape[2:]) for batch, _ in data.train_dataloader()} == {(8, 8), (16, 16)}
 
 

@@ -12,8 +12,7 @@ from small_training import KWARGS, assert_close, record_steps, train
 
 from relvit.cli import main
 from relvit.data import CIFAR10Data, ImageFolderData
-from relvit.data.images.memory import SameSizeImages
-from relvit.data.transforms import pack
+from relvit.data.images.memory import StackedImages
 from relvit.plots import read_metrics
 from relvit.training import ImageClassifier, TrainingImages
 from relvit.training.callbacks import training_images
@@ -86,7 +85,7 @@ def test_twenty_of_a_batch_of_images_in_memory(tmp_path, sheets):
     """CIFAR's come augmented as a batch; here they are noise."""
     data = CIFAR10Data(num_workers=0, batch_size=16)
     pixels = np.random.default_rng(0).integers(0, 256, (40, 32, 32, 3), np.uint8)
-    data._datasets["train"] = SameSizeImages(pack(pixels), [i % 10 for i in range(40)], data.train_transform)
+    data._datasets["train"] = StackedImages(torch.from_numpy(pixels), [i % 10 for i in range(40)], data.train_transform)
     trainer, module = SimpleNamespace(datamodule=data, is_global_zero=True), SimpleNamespace(mixing=None)
     TrainingImages(tmp_path / "sheet.png").on_fit_start(trainer, module)
     ((pictures, names, _),) = sheets
