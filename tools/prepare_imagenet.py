@@ -20,12 +20,13 @@ import re
 import shutil
 import sys
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
+import rich.progress
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from scipy.io import loadmat
 from torchvision.datasets.imagenet import ARCHIVE_META
 
@@ -36,8 +37,6 @@ DEVKIT_DATA = "ILSVRC2012_devkit_t12/data"
 META, GROUND_TRUTH = "meta.mat", "ILSVRC2012_validation_ground_truth.txt"
 
 CLASSES, TRAIN_IMAGES, VAL_IMAGES_OF_A_CLASS = 1000, 1_281_167, 50
-
-Advance = Callable[[int], None]
 
 
 class ArchiveError(ValueError):
@@ -56,28 +55,22 @@ def prepare(archives: Path, root: Path, check_md5: bool = False, subset: bool = 
         raise FileNotFoundError(f"no {', '.join(absent)} in {archives}; get them from https://image-net.org")
     if check_md5:
         for name, file in files.items():
-            with progress(f"md5 of {name}", file.stat().st_size) as advance:
-                compare_md5(file, MD5[name], advance)
+            compare_md5(file, MD5[name])
     root.mkdir(parents=True, exist_ok=True)
     unpack_devkit(files[DEVKIT], root / DEVKIT_DATA)
     val_classes = read_val_classes(root / DEVKIT_DATA)
     if not (root / "val").is_dir():
-        with progress("val", files[VAL].stat().st_size) as advance:
-            unpack_val(files[VAL], root / "val", val_classes, advance)
-    with progress("train", files[TRAIN].stat().st_size) as advance:
-        unpack_train(files[TRAIN], root / "train", advance)
+        unpack_val(files[VAL], root / "val", val_classes)
+    unpack_train(files[TRAIN], root / "train")
     return [] if subset else complaints(root)
 
 
-def compare_md5(file: Path, expected: str, advance: Advance) -> None:
+def compare_md5(file: Path, expected: str) -> None:
     """Raise an ArchiveError unless the file has the expected sum."""
-    digest = hashlib.md5()
-    with open(file, "rb") as stream:
-        while block := stream.read(1 << 22):
-            digest.update(block)
-            advance(len(block))
-    if digest.hexdigest() != expected:
-        raise ArchiveError(f"{file} has the MD5 sum {digest.hexdigest()}, not {expected}: download it again")
+    with reading(file, "md5 of") as stream:
+        found = hashlib.file_digest(stream, "md5").hexdigest()
+    if found != expected:
+        raise ArchiveError(f"{file} has the MD5 sum {found}, not {expected}: download it again")
 
 
 def unpack_devkit(archive: Path, folder: Path) -> None:
@@ -101,7 +94,7 @@ def read_val_classes(folder: Path) -> list[str]:
     return [wnids[int(line)] for line in (folder / GROUND_TRUTH).read_text().split()]
 
 
-def unpack_val(archive: Path, folder: Path, classes: list[str], advance: Advance) -> None:
+def unpack_val(archive: Path, folder: Path, classes: list[str]) -> None:
     """Unpack each image into the folder of its class; `folder` appears when all are there."""
     unfinished = folder.with_name(f".{folder.name}.part")
     count = 0
@@ -113,35 +106,39 @@ def unpack_val(archive: Path, folder: Path, classes: list[str], advance: Advance
                 raise ArchiveError(f"{archive} holds {name}; the devkit has the classes of {len(classes)} images")
             write_member(tar, member, unfinished / classes[number - 1] / name, archive)
             count += 1
-            advance(member.size)
     if count != len(classes):
         raise ArchiveError(f"{archive} holds {count} images; the devkit has the classes of {len(classes)}")
     unfinished.rename(folder)
 
 
-def unpack_train(archive: Path, folder: Path, advance: Advance) -> None:
+def unpack_train(archive: Path, folder: Path) -> None:
     """Unpack the archive of each class into a folder, which appears when all images of the class are there."""
     folder.mkdir(exist_ok=True)
     with opened(archive) as outer:
         for entry in outer:
             wnid = checked_name(entry, r"n\d{8}\.tar", archive).removesuffix(".tar")
-            if not (folder / wnid).is_dir():
-                inside = Path(f"{archive}:{entry.name}")
-                unfinished = folder / f".{wnid}.part"
-                unfinished.mkdir(exist_ok=True)
-                with opened(inside, outer.extractfile(entry)) as inner:
-                    for member in inner:
-                        name = checked_name(member, rf"{wnid}_\d+\.JPEG", inside)
-                        write_member(inner, member, unfinished / name, inside)
-                unfinished.rename(folder / wnid)
-            advance(entry.size)
+            if (folder / wnid).is_dir():
+                continue
+            inside = Path(f"{archive}:{entry.name}")
+            unfinished = folder / f".{wnid}.part"
+            unfinished.mkdir(exist_ok=True)
+            with opened(inside, outer.extractfile(entry)) as inner:
+                for member in inner:
+                    name = checked_name(member, rf"{wnid}_\d+\.JPEG", inside)
+                    write_member(inner, member, unfinished / name, inside)
+            unfinished.rename(folder / wnid)
+
+
+def reading(file: Path, what: str) -> BinaryIO:
+    """Open a file; a bar shows how much of it has been read."""
+    return rich.progress.open(file, "rb", description=f"{what} {file.name}", console=Console(stderr=True))
 
 
 @contextmanager
-def opened(archive: Path, stream: object = None) -> Iterator[tarfile.TarFile]:
+def opened(archive: Path, stream: BinaryIO | None = None) -> Iterator[tarfile.TarFile]:
     """Open an archive, on disk or as a stream; errors name it."""
     try:
-        with tarfile.open(archive, fileobj=stream) if stream is None else tarfile.open(fileobj=stream) as tar:
+        with stream or reading(archive, "unpacking") as file, tarfile.open(fileobj=file) as tar:
             yield tar
     except (tarfile.TarError, EOFError, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # a full disk, for one
@@ -184,15 +181,6 @@ def complaints(root: Path) -> list[str]:
     if differ := sorted(train.keys() ^ val.keys()):
         found.append(f"only in train or only in val: {', '.join(differ[:10])}")
     return found
-
-
-@contextmanager
-def progress(what: str, size: int) -> Iterator[Advance]:
-    """Show a bar over so many bytes."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(what, total=size)
-        yield lambda count: bar.advance(task, count)
 
 
 def main() -> int:
