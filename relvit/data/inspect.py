@@ -6,7 +6,6 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from itertools import compress
 from typing import Any, NamedTuple
 
 from relvit.data.images.decode import ImageSource, UnreadableImageError, load_rgb
@@ -73,37 +72,33 @@ def check_data(
     splits: list[Split] = [split for split in ("train", "val", "test") if data.missing(split) is None]
     if not splits:
         raise ValueError(f"neither train, val nor test in {data.place}: there are no labelled images to check")
-    images = [(split, *sample) for split in splits for sample in data.samples(split)]
-    results = _inspect_all([path for _, path, _ in images], processes or os.cpu_count() or 1)
-    if progress is not None:
-        results = progress(results, len(images))
-    inspected = list(results)
+    samples = {split: data.samples(split) for split in splits}
+    paths = [path for of_split in samples.values() for path, _ in of_split]
+    results = _inspect_all(paths, processes or os.cpu_count() or 1)
+    inspected = iter(list(results if progress is None else progress(results, len(paths))))
 
     report: dict[str, Any] = {"splits": {}, "bad": []}
-    for split in splits:
-        labels = [label for where, _, label in images if where == split]
-        good = [seen for (where, *_), seen in zip(images, inspected, strict=True) if where == split and not seen.reason]
+    groups: dict[str, list[dict[str, str]]] = defaultdict(list)
+    for split, of_split in samples.items():
+        good = []
+        for (path, label), seen in zip(of_split, inspected, strict=False):
+            if seen.reason:
+                report["bad"].append({"split": split, "path": str(path), "reason": seen.reason})
+                continue
+            good.append(seen)
+            name = label_text(label, data.class_names)
+            groups[seen.digest].append({"split": split, "class": name, "path": str(path)})
         report["splits"][split] = {
-            "images": len(labels),
-            "classes": class_counts(labels, data.class_names),
+            "images": len(of_split),
+            "classes": class_counts((label for _, label in of_split), data.class_names),
             "height": _spread([seen.height for seen in good]),
             "width": _spread([seen.width for seen in good]),
         }
-    groups: dict[str, list[dict[str, str]]] = defaultdict(list)
-    for (split, path, label), seen in zip(images, inspected, strict=True):
-        if seen.reason:
-            report["bad"].append({"split": split, "path": str(path), "reason": seen.reason})
-        else:
-            name = label_text(label, data.class_names)
-            groups[seen.digest].append({"split": split, "class": name, "path": str(path)})
     equal = [group for group in groups.values() if len(group) > 1]
-    several = {key: [len({image[key] for image in group}) > 1 for group in equal] for key in ("class", "split")}
-    report["duplicates_classes"] = list(compress(equal, several["class"]))
-    report["duplicates_across"] = list(compress(equal, several["split"]))
-    report["duplicates_within"] = [
-        group for group, *differ in zip(equal, *several.values(), strict=True) if not any(differ)
-    ]
-    return report
+    report["duplicates_classes"] = [group for group in equal if _several(group, "class")]
+    report["duplicates_across"] = [group for group in equal if _several(group, "split")]
+    within = [group for group in equal if not _several(group, "class") and not _several(group, "split")]
+    return report | {"duplicates_within": within}
 
 
 def _inspect_all(paths: list[ImageSource], processes: int) -> Iterator[Inspected]:
@@ -113,6 +108,10 @@ def _inspect_all(paths: list[ImageSource], processes: int) -> Iterator[Inspected
         return
     with ProcessPoolExecutor(min(processes, len(paths))) as pool:
         yield from pool.map(inspect_image, paths, chunksize=min(_CHUNK, -(-len(paths) // processes)))
+
+
+def _several(group: list[dict[str, str]], key: str) -> bool:
+    return len({image[key] for image in group}) > 1
 
 
 def _spread(values: list[int]) -> dict[str, float] | None:

@@ -99,6 +99,18 @@ def find_images(paths: Iterable[str]) -> list[str]:
     return list(found)
 
 
+def look_into(folder: str) -> tuple[list[str], int]:
+    """Sorted names of the folders right inside a folder, and the number of images there; hidden ones are left out."""
+    entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
+    names = sorted(entry.name for entry in entries if entry.is_dir())
+    return names, sum(entry.name.lower().endswith(IMAGE_ENDINGS) and not entry.is_dir() for entry in entries)
+
+
+def has_images(folder: str) -> bool:
+    """Return True if images are right inside a folder."""
+    return any(name.lower().endswith(IMAGE_ENDINGS) for name in os.listdir(folder))
+
+
 def class_folders(folder: str) -> list[str]:
     """Sorted names of the folders right inside a folder, one for each class; hidden ones are left out.
 
@@ -107,9 +119,7 @@ def class_folders(folder: str) -> list[str]:
     Raises:
         ValueError: There are none.
     """
-    entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
-    names = sorted(entry.name for entry in entries if entry.is_dir())
-    images = sum(entry.name.lower().endswith(IMAGE_ENDINGS) and not entry.is_dir() for entry in entries)
+    names, images = look_into(folder)
     if not names:
         found = f"{images} images are directly in {folder}" if images else f"{folder} is empty"
         raise ValueError(f"{found}; put the images of each class into a folder {os.path.join(folder, '<class>')}")
@@ -129,7 +139,7 @@ def folders_of_classes(folder: str) -> list[str]:
         ValueError: A folder with neither folders nor images.
     """
     inside = [os.path.join(folder, name) for name in class_folders(folder)]
-    if any(name.lower().endswith(IMAGE_ENDINGS) for path in inside for name in os.listdir(path)):
+    if any(map(has_images, inside)):
         return [folder]
     return [found for path in inside for found in folders_of_classes(path)]
 

@@ -2,11 +2,10 @@
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from relvit.data.images.decode import IMAGE_ENDINGS
-from relvit.data.images.folders import class_folders, images_to_predict, labelled_files
+from relvit.data.images.folders import class_folders, has_images, images_to_predict, labelled_files, look_into
+from relvit.data.labels import check_every_class
 from relvit.data.modules.base import Split
 from relvit.data.modules.image_files import ImageFilesData
 from relvit.utils.messages import listing
@@ -59,11 +58,8 @@ class ImageFolderData(ImageFilesData):
         if self._has_own(split) or (split == "val" and self._has_own("train")):
             return None
         # Beside a folder test, class folders are no training images any more.
-        first = (
-            f"move the class folders into {os.path.join(self.root, 'train')} and " if self._classes_in_root() else ""
-        )
-        add = f"{first}add the images as {os.path.join(self.root, split, '<class>')}/..."
-        return f"no {split} folder in {self.root}; {add}"
+        move = f"move the class folders into {self.root}/train and " if self._classes_in_root() else ""
+        return f"no {split} folder in {self.root}; {move}add the images as {self.root}/{split}/<class>/..."
 
     def _has_own(self, split: Split) -> bool:
         return split in self._folders
@@ -74,21 +70,18 @@ class ImageFolderData(ImageFilesData):
     def _samples(self, split: Split) -> list[tuple[str, int]]:
         folder = self._folders[split]
         samples = labelled_files(folder, self._folder_classes)
-        if split == "train" and (absent := set(range(self.num_classes)) - {label for _, label in samples}):
-            raise ValueError(
-                f"{folder} has no folder for the classes {sorted(self._folder_classes[i] for i in absent)} of "
-                "class_names; add them, or leave class_names out to train on the classes that are there"
-            )
+        if split == "train":
+            check_every_class((label for _, label in samples), self._folder_classes, folder)
         return samples
 
     def _paths_to_predict(self) -> list[str]:
         return images_to_predict(self._folders.get("test") or self._folders.get("val") or self.root)
 
     def _display_name(self, path: str) -> str:
-        return Path(os.path.relpath(path, self.root)).as_posix()
+        return os.path.relpath(path, self.root)
 
     def _split_key(self, path: str) -> str:
-        return Path(os.path.relpath(path, self._folders["train"])).as_posix()
+        return os.path.relpath(path, self._folders["train"])
 
     @property
     def place(self) -> str:
@@ -98,12 +91,9 @@ class ImageFolderData(ImageFilesData):
     def _train_classes(self) -> list[str]:
         if "train" in self._folders:
             return class_folders(self._folders["train"])
-        entries = [entry for entry in os.scandir(self.root) if not entry.name.startswith(".")]
-        images = sum(entry.name.lower().endswith(IMAGE_ENDINGS) for entry in entries)
-        folders = sorted(entry.name for entry in entries if entry.is_dir())
-        expected = (
-            f"expected {os.path.join(self.root, 'train', '<class>', '<image>')}, or two class folders without train"
-        )
+        folders, images = look_into(self.root)
+        wanted = os.path.join(self.root, "train", "<class>", "<image>")
+        expected = f"expected {wanted}, or two class folders without train"
         if images:
             raise ValueError(
                 f"{images} images are directly in {self.root}, without class folders; {expected}, "
@@ -117,9 +107,7 @@ class ImageFolderData(ImageFilesData):
 
 def _holds_classes(root: str) -> bool:
     """Whether two folders right inside root, or more, have images right inside them."""
-    folders = [entry.path for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith(".")]
-    with_images = (any(name.lower().endswith(IMAGE_ENDINGS) for name in os.listdir(folder)) for folder in folders)
-    return sum(with_images) > 1
+    return sum(has_images(os.path.join(root, name)) for name in look_into(root)[0]) > 1
 
 
 def find_splits(root: str) -> dict[Split, str]:

@@ -235,10 +235,9 @@ def _refuse_rows(file: str, wrong: Sequence[tuple[int, str]]) -> None:
 
 
 def _check_columns(file: str, columns: Sequence[str], wanted: Sequence[str]) -> None:
-    for name in wanted:
-        if name not in columns:
-            hint = did_you_mean(name, columns).replace("did you mean", "rename")
-            raise ValueError(f"{file} has no column {name!r}{hint}; its columns are {listing(list(columns))}")
+    if absent := [name for name in wanted if name not in columns]:
+        hint = did_you_mean(absent[0], columns).replace("did you mean", "rename")
+        raise ValueError(f"{file} has no column {absent[0]!r}{hint}; its columns are {listing(columns)}")
 
 
 def _from_text(file: str, wanted: list[str], delimiter: str) -> Iterator[tuple[int, list[str]]]:
@@ -246,8 +245,8 @@ def _from_text(file: str, wanted: list[str], delimiter: str) -> Iterator[tuple[i
     with open(file, newline="", encoding="utf-8-sig", errors="surrogateescape") as stream:
         reader = csv.DictReader(stream, delimiter=delimiter)
         try:
-            _check_columns(file, [name.strip() for name in reader.fieldnames or []], wanted)
             reader.fieldnames = [name.strip() for name in reader.fieldnames or []]
+            _check_columns(file, reader.fieldnames, wanted)
             for record in reader:
                 yield reader.line_num, [(record[name] or "").strip() for name in wanted]
         except csv.Error as error:
