@@ -1,7 +1,6 @@
 """Transforms: pixel values and positions, one by one and by the batch."""
 
 import pickle
-import random
 
 import numpy as np
 import pytest
@@ -11,7 +10,8 @@ from timm.data import create_transform
 from torchvision.transforms import v2
 
 from relvit.data import eval_transform, parse_size, train_transform
-from relvit.data.transforms import BatchTransform, ResizeToCover
+from relvit.data.transforms import BatchTransform
+from relvit.utils.seeding import seeded
 
 ZERO, ONE = (0.0,), (1.0,)
 AUGMENTS = ["none", "shift", "crop-flip", "resized-crop"]
@@ -34,48 +34,8 @@ def test_parse_size():
             parse_size(wrong)
 
 
-def test_normalised_values():
-    image = Image.new("RGB", (4, 4), (255, 51, 0))
-    out = eval_transform(4, (0.5, 0.2, 0.1), (0.5, 0.1, 0.2))(image)
-    assert out.dtype == torch.float32
-    assert type(out) is torch.Tensor
-    torch.testing.assert_close(out[:, 0, 0], torch.tensor([1.0, 0.0, -0.5]))
-
-
-def test_centre_crop_of_non_square_sizes_keeps_rows_and_columns_apart():
-    rows = eval_transform((2, 4), ZERO, ONE)(ramp(4, 4, 0)) * 255
-    columns = eval_transform((2, 4), ZERO, ONE)(ramp(4, 4, 1)) * 255
-    torch.testing.assert_close(rows, torch.tensor([1.0, 2.0])[None, :, None].expand(1, 2, 4))
-    torch.testing.assert_close(columns, torch.tensor([0.0, 1.0, 2.0, 3.0])[None, None].expand(1, 2, 4))
-
-
-def test_crop_pct():
-    image = ramp(10, 20, 1)
-    out = eval_transform(9, ZERO, ONE, crop_pct=0.9)(image) * 255  # covers 10 x 10 as it is: no resize
-    assert out.shape == (1, 9, 9)
-    assert out[0, 0].tolist() == pytest.approx(list(range(6, 15)), abs=1e-4)
-    covered = eval_transform(63, ZERO, ONE, crop_pct=0.9).transforms[0].size
-    assert covered == (70, 70)
-
-
-@pytest.mark.parametrize(
-    ("stored", "size", "expected"),
-    [
-        ((10, 20), (5, 5), (5, 10)),
-        ((3, 7), (6, 6), (6, 14)),
-        ((100, 33), (64, 48), (145, 48)),
-        ((5, 5), (5, 3), (5, 5)),
-    ],
-)
-def test_resize_to_cover(stored, size, expected):
-    out = ResizeToCover(size)(ramp(*stored, 0))
-    assert (out.height, out.width) == expected
-
-
-def test_resize_is_antialiased():
-    stripes = Image.fromarray((np.indices((64, 64))[1] % 2 * 255).astype(np.uint8))
-    out = eval_transform(16, ZERO, ONE)(stripes)
-    assert (out - 0.5).abs().max() < 0.1  # without antialiasing single stripes would be picked
+def test_crop_pct_is_not_rounded_down():
+    assert eval_transform(63, ZERO, ONE, crop_pct=0.9).transforms[0].size == (70, 70)
 
 
 @pytest.mark.parametrize("augment", [*AUGMENTS, *RICH])
@@ -97,7 +57,7 @@ def test_shift_moves_by_at_most_an_eighth_and_fills_with_zeros(augment):
     transform = train_transform((16, 32), ZERO, ONE, augment)
     torch.manual_seed(0)
     positions = set()
-    for _ in range(2000):
+    for _ in range(400):
         out = transform(Image.fromarray(values))[0]
         assert out.sum() == 1
         positions.add(tuple(out.nonzero()[0].tolist()))
@@ -135,13 +95,7 @@ def test_pickle_and_repr(augment):
     assert repr(again) == repr(transform)
     assert "(8, 6)" in repr(transform)
     assert "0x" not in repr(transform)
-    outputs = []
-    for one in (transform, again):
-        torch.manual_seed(3)
-        random.seed(3)
-        np.random.seed(3)
-        outputs.append(one(ramp(12, 12, 1).convert("RGB")))
-    torch.testing.assert_close(*outputs, rtol=0, atol=0)
+    assert torch.equal(*(next(results(one, ramp(12, 12, 1).convert("RGB"), 1)) for one in (transform, again)))
 
 
 def photo(height=40, width=56):
@@ -151,10 +105,9 @@ def photo(height=40, width=56):
 def results(transform, image, count):
     """Results of a transform over the seeds 0, 1, ..."""
     for seed in range(count):
-        torch.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed)
-        yield transform(image)
+        with seeded(seed):
+            result = transform(image)
+        yield result
 
 
 def test_deit_is_what_timms_train_script_makes_of_deits_arguments():
@@ -229,11 +182,11 @@ def test_three_augment_crop_is_a_small_shift_with_mirrored_border():
             part = padded[row : row + 16, column : column + 24]
             possible[part.astype(np.uint8).tobytes()] = (row, column)
             possible[part[:, ::-1].astype(np.uint8).tobytes()] = (row, column)
-    seen = {possible[out.tobytes()] for out in results(place, image, 1000)}
-    assert len(seen) == 81
+    seen = {possible[out.tobytes()] for out in results(place, image, 150)}
+    assert {row for row, _ in seen} == {column for _, column in seen} == set(range(9))
 
 
-@pytest.mark.parametrize("augment", ["none", "crop-flip", "resized-crop", "deit", "three-augment"])
+@pytest.mark.parametrize("augment", ["none", "deit", "three-augment"])
 def test_colour_jitter_is_honoured(augment):
     """The mean over a grey image moves by factors from 1 - x to 1 + x; with 0 it stays where no policy moves it."""
     image = Image.new("RGB", (24, 24), (100, 100, 100))
@@ -251,26 +204,23 @@ def test_colour_jitter_is_honoured(augment):
     assert (max(brightness(None)) > 120) == (augment == "three-augment")
 
 
-@pytest.mark.parametrize("augment", ["none", "deit"])
-def test_random_erasing_is_honoured(augment):
+def test_random_erasing_is_honoured():
     """A white image normalised to 5: what differs is noise, 2 to 33 % of the area, in a share p of the images."""
+    image = Image.new("RGB", (40, 30), (255, 255, 255))
 
-    def erased(random_erasing):
-        transform = train_transform((30, 40), (0.0,) * 3, (0.2,) * 3, augment, 1.0, 0.0, random_erasing)
-        steps = [step for step in transform.transforms if type(step).__name__ not in ("RandAugment", "RandomCrop")]
-        image = Image.new("RGB", (40, 30), (255, 255, 255))
-        return [out for out in results(v2.Compose(steps), image, 200) if not torch.allclose(out, torch.tensor(5.0))]
+    def changes(random_erasing, count):
+        transform = train_transform((30, 40), (0.0,) * 3, (0.2,) * 3, "none", 1.0, 0.0, random_erasing)
+        changed = [out - 5 for out in results(transform, image, count)]
+        return [out[:, out.abs().amax(0) > 1e-3] for out in changed if out.abs().max() > 1e-3]
 
-    assert erased(0.0) == []
-    assert len(erased(1.0)) == 200
-    for out in erased(0.5):
-        changed = (out != out[0, 0, 0].new_tensor(5.0)).any(0) & ((out - 5).abs() > 1e-3).any(0)
-        assert 0.015 < changed.float().mean() < 0.34
-    assert 70 < len(erased(0.5)) < 130
-    noise = torch.cat([out[(out - 5).abs() > 1e-3] for out in erased(1.0)])
+    assert changes(None, 30) == changes(0.0, 30) == []
+    assert 35 < len(changes(0.5, 100)) < 65
+    erased = changes(1.0, 100)
+    assert len(erased) == 100
+    assert all(0.015 < noise.shape[1] / (30 * 40) < 0.36 for noise in erased)  # rounded to pixels
+    noise = torch.cat(erased, 1) + 5
     assert abs(noise.mean()) < 0.05
     assert noise.std() == pytest.approx(1, abs=0.05)
-    assert (len(erased(None)) > 20) == (augment == "deit")
 
 
 @pytest.mark.parametrize(
@@ -299,7 +249,7 @@ def test_a_batch_has_what_image_by_image_can_have(augment, count):
     values = np.random.default_rng(0).integers(0, 256, (16, 24, 3)).astype(np.uint8)
     single = train_transform((16, 24), mean, std, augment)
     torch.manual_seed(0)
-    possible = [single(Image.fromarray(values)) for _ in range(1500)]
+    possible = [single(Image.fromarray(values)) for _ in range(1000)]
     batch = BatchTransform.like(single, (16, 24))(torch.from_numpy(values).expand(1500, -1, -1, -1))
     assert (batch.dtype, batch.is_contiguous()) == (torch.float32, True)
     as_keys = [{tuple(out[0].flatten().mul(1e3).round().int().tolist()) for out in outs} for outs in (batch, possible)]

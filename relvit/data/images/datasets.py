@@ -40,9 +40,6 @@ class LabelledFiles(Dataset[Any]):
     def __getitem__(self, index: int) -> tuple[Tensor, int | np.ndarray]:
         return self.transform(load_rgb(self.samples[index][0])), self.targets[index]
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__} of {len(self)} images\n{self.transform}"
-
 
 class NamedFiles(Dataset[Any]):
     """Image files, or stored images, without labels. Items are ``(image, path)``, transformed from RGB.
@@ -89,7 +86,7 @@ class SkipUnreadable(Dataset[Any]):
         failed: list[Unreadable] = []
         for step in range(len(self) if self.replace else 1):
             try:
-                return self.read((index + step) % len(self)), failed
+                return self.dataset[(index + step) % len(self)], failed
             except UnreadableImageError as error:
                 failed.append(Unreadable(error.path, error.reason))
         if self.replace:
@@ -97,25 +94,13 @@ class SkipUnreadable(Dataset[Any]):
             raise ValueError(f"none of the {len(self)} training images can be read; {path}: {reason}")
         return None, failed
 
-    def read(self, index: int) -> Any:
-        """Read one item, or raise UnreadableImageError."""
-        return self.dataset[index]
-
 
 class SkipUnreadableBatches(SkipUnreadable):
     """Skip unreadable files of `InMemoryBatches`, for a DataLoader with `identity_collate`."""
 
     def __getitems__(self, indices: list[int]) -> tuple[Any, list[Unreadable]]:
         """Make a batch of the readable images, None where there are none, and the list of unreadable files."""
-        found = [self[index] for index in indices]
-        readable = [index for index, _ in found if index is not None]
-        batch = self.dataset.__getitems__(readable) if readable else None
-        return batch, [file for _, failed in found for file in failed]
-
-    def read(self, index: int) -> int:
-        """Return the index, or raise UnreadableImageError."""
-        self.dataset.images.check(index)
-        return index
+        return collate_readable([self[index] for index in indices], self.dataset.__getitems__)
 
 
 def collate_readable(

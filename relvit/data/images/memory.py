@@ -71,9 +71,9 @@ class ImagesInMemory(Dataset[Any]):
         return len(self.targets)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int | str]:
-        index = range(len(self))[index]
+        target = self.targets[index]
         self.check(index)
-        return self.transform(Image.fromarray(self.values(index))), self.targets[index]
+        return self.transform(Image.fromarray(self.values(index))), target
 
 
 class StackedImages(ImagesInMemory):
@@ -120,6 +120,11 @@ class InMemoryBatches(Dataset[Any]):
 
     def __len__(self) -> int:
         return len(self.images)
+
+    def __getitem__(self, index: int) -> int:
+        """Return the index of an image that has been decoded, or raise its UnreadableImageError."""
+        self.images.check(index)
+        return index
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor | list[str]]:
         """Make a batch: images float32 (B, 3, H, W), and labels int64 (B,) or bool (B, num_classes), or names."""

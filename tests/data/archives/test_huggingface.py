@@ -5,8 +5,8 @@ import socket
 import sys
 
 import pytest
-from grey_folders import GREY, make
-from stored_images import data_of, fits, grey_files, png, write_parquet
+from grey_folders import GREY, fits, make
+from stored_images import data_of, grey_files, png, write_parquet
 
 from relvit.data import UnreadableImageError, load_rgb
 from relvit.data.archives.huggingface import HuggingFace

@@ -6,8 +6,8 @@ import pickle
 import tarfile
 
 import pytest
-from grey_folders import GREY
-from stored_images import data_of, fits, grey_files, png, write_tar
+from grey_folders import GREY, fits
+from stored_images import data_of, grey_files, png, write_tar
 from timm.data.readers.reader_image_in_tar import ReaderImageInTar
 
 from relvit.data import UnreadableImageError, load_rgb

@@ -6,8 +6,8 @@ import os
 import braceexpand
 import pytest
 import webdataset
-from grey_folders import GREY
-from stored_images import data_of, fits, grey_files, png, write_shards, write_tar
+from grey_folders import GREY, fits
+from stored_images import data_of, grey_files, png, write_shards, write_tar
 
 from relvit.data import ReaderData
 from relvit.data.archives.webdataset import Shards, expand_braces

@@ -131,24 +131,6 @@ def test_init_args_through_json(cifar10, tmp_path):
         CIFAR10Data(class_names=["cat", "dog"])
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"augment": "deit"},
-        {"color_jitter": 0.4},
-        {"random_erasing": 1.0},
-    ],
-)
-def test_images_come_one_by_one_where_batches_have_no_such_transform(cifar10, tmp_path, options):
-    data = data_of(tmp_path, **options)
-    loader = data.train_dataloader()
-    assert loader.dataset.dataset is data.dataset("train")
-    images, labels = next(iter(loader))
-    assert images.shape == (50, 3, *data.img_size)
-    assert sorted(labels.tolist()) == sorted(data.dataset("train").targets)
-    assert isinstance(data.val_dataloader().dataset, InMemoryBatches)
-
-
 def test_batches_at_once_hold_the_same_images(cifar10, tmp_path):
     data = data_of(tmp_path, augment="none", batch_size=8)
     data.setup()

@@ -1,21 +1,14 @@
 """ImageFolderData: classes by name, the seeded split, every layout of a folder of images."""
 
 import json
-import re
 import shutil
 
 import numpy as np
 import pytest
 import torch
-from grey_folders import GREY, add, data_of, make, spoil
+from grey_folders import GREY, add, data_of, fits, make
 
 from relvit.data import ImageFolderData, load_rgb
-
-
-def labels_fit_pixels(data, dataset):
-    assert len(dataset) > 0
-    for image, label in dataset:
-        assert round(float(image[0, 0, 0]) * 255) == GREY[data.class_names[label]]
 
 
 def paths(dataset):
@@ -34,17 +27,13 @@ def test_defaults(tmp_path, monkeypatch):
 def test_classes_are_matched_by_name_where_val_lacks_one(tmp_path):
     data = data_of(make(tmp_path, train=2, val={"bee": 2, "cat": 1}, test={"cat": 3}))
     data.setup()
-    assert [label for _, label in data.dataset("val")] == [1, 1, 2]
-    assert [label for _, label in data.dataset("test")] == [2, 2, 2]
-    for split in ("train", "val", "test"):
-        labels_fit_pixels(data, data.dataset(split))
+    assert [fits(data.dataset(split)) for split in ("val", "test")] == [[1, 1, 2], [2, 2, 2]]
 
 
 def test_classes_of_a_checkpoint_in_another_order(tmp_path):
-    data = data_of(make(tmp_path, train=2, val={"bee": 1, "ant": 1}), class_names=["cat", "ant", "bee"])
-    assert [label for _, label in data.dataset("val")] == [1, 2]
-    for split in ("train", "val"):
-        labels_fit_pixels(data, data.dataset(split))
+    order = ["cat", "ant", "bee"]
+    data = data_of(make(tmp_path, train=2, val={"bee": 1, "ant": 1}), class_names=order)
+    assert [fits(data.dataset(split), order) for split in ("train", "val")] == [[1, 1, 2, 2, 0, 0], [1, 2]]
 
 
 @pytest.mark.parametrize("name", ["val", "valid", "validation"])
@@ -58,7 +47,7 @@ def test_classes_right_in_the_root_are_the_training_images(tmp_path):
     data = data_of(root, val_fraction=0.25)
     assert data.class_names == ["ant", "bee", "cat"]
     assert (len(data.dataset("train")), len(data.dataset("val")), data.has_test) == (45, 15, False)
-    labels_fit_pixels(data, data.dataset("train"))
+    fits(data.dataset("train"))
     # Put aside are those that would be if the folder were called train.
     (tmp_path / "photos").rename(tmp_path / "train")
     other = paths(data_of(tmp_path, val_fraction=0.25).dataset("val"))
@@ -97,13 +86,11 @@ def test_a_checkpoint_needs_no_train_folder(tmp_path):
 def test_split_is_stratified_and_disjoint(tmp_path):
     data = data_of(make(tmp_path, train={"ant": 20, "bee": 2, "cat": 1}), val_fraction=0.25, augment="resized-crop")
     train, val = data.dataset("train"), data.dataset("val")
-    assert np.bincount(train.targets).tolist() == [15, 1, 1]
-    assert np.bincount(val.targets, minlength=3).tolist() == [5, 1, 0]
+    assert np.bincount(fits(train)).tolist() == [15, 1, 1]
+    assert np.bincount(fits(val), minlength=3).tolist() == [5, 1, 0]
     assert not set(paths(train)) & set(paths(val))
     assert len(set(paths(train) + paths(val))) == 23
-    assert ["RandomResizedCrop" in repr(dataset) for dataset in (train, val)] == [True, False]
-    labels_fit_pixels(data, train)
-    labels_fit_pixels(data, val)
+    assert ["RandomResizedCrop" in repr(dataset.transform) for dataset in (train, val)] == [True, False]
     # One training image of each class remains.
     data = data_of(make(tmp_path / "b", train=4), val_fraction=0.99)
     assert np.bincount(data.dataset("train").targets).tolist() == [1, 1, 1]
@@ -168,14 +155,6 @@ def test_init_args_through_json(tmp_path, monkeypatch):
     assert again.dataset("val").targets == data.dataset("val").targets
 
 
-def test_broken_image_is_named(tmp_path):
-    root = make(tmp_path, train=2, val=1)
-    broken = tmp_path / "val" / "bee" / "000.png"
-    spoil(broken)
-    with pytest.raises(ValueError, match=re.escape(str(broken))):
-        list(data_of(root).val_dataloader())
-
-
 def test_mistakes(tmp_path):
     root = make(tmp_path, train=2, val=1)
     data = data_of(root)
@@ -184,17 +163,11 @@ def test_mistakes(tmp_path):
             attempt()
     with pytest.raises(ValueError, match="'ant' more than once"):
         data_of(root, class_names=["ant", "bee", "ant"])
-    with pytest.raises(ValueError, match=r"train.cat is a class .*known"):
-        data_of(root, class_names=["ant", "bee"]).setup("fit")
     with pytest.raises(ValueError, match="has no image of the classes 'dog' of class_names"):
         data_of(root, class_names=[*GREY, "dog"]).setup("fit")
     make(tmp_path, test=1)
     (tmp_path / "test" / "cat").rename(tmp_path / "test" / "cats")
     with pytest.raises(ValueError, match=r"test.cats is a class .*did you mean 'cat'"):
-        data_of(root).setup()
-    shutil.rmtree(tmp_path / "test" / "cats")
-    (tmp_path / "test" / "cat").mkdir()
-    with pytest.raises(ValueError, match=r"class folder .*test.cat holds no image; .*\.jpg"):
         data_of(root).setup()
     add(tmp_path / "flat", count=2)
     with pytest.raises(ValueError, match=r"2 images are directly in .*, without class folders; expected"):

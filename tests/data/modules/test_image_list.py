@@ -5,13 +5,11 @@ import sys
 
 import pytest
 import torch
-from grey_folders import GREY, make
+from grey_folders import AS_STORED, GREY, fits, make
 
 from relvit.data import ImageListData
 from relvit.data.inspect import check_data
 from relvit.data.modules.image_list import read_list
-
-OPTIONS = {"img_size": 4, "num_workers": 0, "augment": "none", "mean": (0.0,) * 3, "std": (1.0,) * 3}
 
 
 def rows_of(split, counts):
@@ -29,40 +27,33 @@ def root(tmp_path):
     return tmp_path
 
 
-def fits(data, split, names=tuple(GREY)):
-    """Labels of a split, each checked by the pixels."""
-    for image, label in data.dataset(split):
-        assert round(float(image[0, 0, 0]) * 255) == GREY[names[label]]
-    return data.dataset(split).targets
-
-
 def test_paths_start_from_the_lists_folder_or_from_root(root, tmp_path_factory):
     rows = rows_of("train", {"cat": 10, "ant": 3, "bee": 5})
-    inside = ImageListData(write(root / "train.csv", rows), **OPTIONS)
+    inside = ImageListData(write(root / "train.csv", rows), **AS_STORED)
     assert inside.class_names == ["ant", "bee", "cat"]
     elsewhere = write(tmp_path_factory.mktemp("lists") / "train.csv", rows)
-    outside = ImageListData(elsewhere, root=str(root), **OPTIONS)
-    absolute = ImageListData(write(root / "abs.csv", [(f"{root}/{path}", label) for path, label in rows]), **OPTIONS)
+    outside = ImageListData(elsewhere, root=str(root), **AS_STORED)
+    absolute = ImageListData(write(root / "abs.csv", [(f"{root}/{path}", label) for path, label in rows]), **AS_STORED)
     for data in (inside, outside, absolute):
-        assert sorted(fits(data, "train") + fits(data, "val")) == [0] * 3 + [1] * 5 + [2] * 10
+        assert sorted(fits(data.dataset("train")) + fits(data.dataset("val"))) == [0] * 3 + [1] * 5 + [2] * 10
     with pytest.raises(ValueError, match=r"18 wrong rows: line 2: no file .*lists.*; and 13 more"):
-        ImageListData(elsewhere, **OPTIONS).dataset("train")
+        ImageListData(elsewhere, **AS_STORED).dataset("train")
 
 
 def test_the_automatic_split_is_stratified_and_goes_by_the_written_paths(root, tmp_path_factory):
     rows = rows_of("train", dict.fromkeys(GREY, 10))
-    data = ImageListData(write(root / "train.csv", rows), val_fraction=0.3, **OPTIONS)
+    data = ImageListData(write(root / "train.csv", rows), val_fraction=0.3, **AS_STORED)
     held_out = data.held_out()
     assert [label for _, label in held_out] == [0] * 3 + [1] * 3 + [2] * 3
     assert set(held_out) <= {(path, ["ant", "bee", "cat"].index(label)) for path, label in rows}
     other = ImageListData(
-        write(tmp_path_factory.mktemp("lists") / "x.csv", rows[::-1]), root=str(root), val_fraction=0.3, **OPTIONS
+        write(tmp_path_factory.mktemp("lists") / "x.csv", rows[::-1]), root=str(root), val_fraction=0.3, **AS_STORED
     )
     assert sorted(other.held_out()) == sorted(held_out)
-    assert sorted(ImageListData(data.train, val_fraction=0.3, split_seed=1, **OPTIONS).held_out()) != sorted(held_out)
+    assert sorted(ImageListData(data.train, val_fraction=0.3, split_seed=1, **AS_STORED).held_out()) != sorted(held_out)
     # what the run folder keeps can be given as a list
     again = write(root / "val.csv", [(path, data.class_names[label]) for path, label in held_out])
-    assert ImageListData(data.train, again, **OPTIONS).dataset("val").samples == data.dataset("val").samples
+    assert ImageListData(data.train, again, **AS_STORED).dataset("val").samples == data.dataset("val").samples
 
 
 def test_val_and_test_lists(root):
@@ -71,28 +62,28 @@ def test_val_and_test_lists(root):
         train,
         val=write(root / "val.tsv", rows_of("test", {"bee": 2}), separator="\t"),
         test=write(root / "test.csv", [(*row, "x") for row in rows_of("test", {"cat": 3})], header="path,label,note"),
-        **OPTIONS,
+        **AS_STORED,
     )
     assert (len(data.dataset("train")), data.held_out()) == (12, [])
-    assert fits(data, "val") == [1, 1]
-    assert fits(data, "test") == [2, 2, 2]
+    assert fits(data.dataset("val")) == [1, 1]
+    assert fits(data.dataset("test")) == [2, 2, 2]
     assert [path for _, path in data.dataset("predict")] == [f"{root}/test/cat/00{i}.png" for i in range(3)]
 
 
 def test_numbers_as_labels(root):
     number = {"ant": "10", "bee": "9", "cat": "2"}
     rows = [(path, number[label]) for path, label in rows_of("train", dict.fromkeys(GREY, 2))]
-    data = ImageListData(write(root / "train.csv", rows), **OPTIONS)
+    data = ImageListData(write(root / "train.csv", rows), **AS_STORED)
     assert data.class_names == ["2", "9", "10"]
-    fits(data, "train", ("cat", "bee", "ant"))
+    fits(data.dataset("train"), ("cat", "bee", "ant"))
     # positions in class_names
     number = {"ant": "2", "bee": "0", "cat": "1"}
     rows = [(path, number[label]) for path, label in rows_of("train", dict.fromkeys(GREY, 2))]
-    data = ImageListData(write(root / "train.csv", rows), class_names=["bee", "cat", "ant"], **OPTIONS)
-    fits(data, "train", ("bee", "cat", "ant"))
+    data = ImageListData(write(root / "train.csv", rows), class_names=["bee", "cat", "ant"], **AS_STORED)
+    fits(data.dataset("train"), ("bee", "cat", "ant"))
     # a checkpoint's own names stay names
-    data = ImageListData(write(root / "train.csv", rows), class_names=["0", "1", "2"], **OPTIONS)
-    fits(data, "train", ("bee", "cat", "ant"))
+    data = ImageListData(write(root / "train.csv", rows), class_names=["0", "1", "2"], **AS_STORED)
+    fits(data.dataset("train"), ("bee", "cat", "ant"))
 
 
 def test_parquet(root, monkeypatch):
@@ -102,11 +93,11 @@ def test_parquet(root, monkeypatch):
     paths, labels = zip(*rows_of("train", dict.fromkeys(GREY, 4)), strict=True)
     file = str(root / "train.parquet")
     parquet.write_table(pa.table({"width": [4] * 12, "label": list(labels), "path": list(paths)}), file)
-    data = ImageListData(file, **OPTIONS)
-    assert sorted(fits(data, "train") + fits(data, "val")) == [0] * 4 + [1] * 4 + [2] * 4
+    data = ImageListData(file, **AS_STORED)
+    assert sorted(fits(data.dataset("train")) + fits(data.dataset("val"))) == [0] * 4 + [1] * 4 + [2] * 4
     numbers = [list(GREY).index(label) for label in labels]
     parquet.write_table(pa.table({"label": numbers, "path": list(paths)}), file)
-    assert ImageListData(file, **OPTIONS).class_names == ["0", "1", "2"]
+    assert ImageListData(file, **AS_STORED).class_names == ["0", "1", "2"]
     parquet.write_table(pa.table({"label": ["ant", None], "path": list(paths[:2])}), file)
     with pytest.raises(ValueError, match=r"1 wrong row: line 2: no label for train/ant/001.png"):
         ImageListData(file)
@@ -118,10 +109,10 @@ def test_parquet(root, monkeypatch):
 
 def test_predict_takes_a_list_without_labels_or_a_folder(root):
     names = list(GREY)
-    data = ImageListData(predict=str(root / "test"), class_names=names, **OPTIONS)
+    data = ImageListData(predict=str(root / "test"), class_names=names, **AS_STORED)
     assert len(data.dataset("predict")) == 9
     file = write(root / "p.csv", [("test/bee/001.png",)], header="path")
-    data = ImageListData(predict=file, class_names=names, **OPTIONS)
+    data = ImageListData(predict=file, class_names=names, **AS_STORED)
     assert [path for _, path in data.dataset("predict")] == [f"{root}/test/bee/001.png"]
     with pytest.raises(ValueError, match="no list to predict"):
         ImageListData(class_names=names).dataset("predict")
@@ -129,7 +120,7 @@ def test_predict_takes_a_list_without_labels_or_a_folder(root):
 
 def test_init_args_through_json(root):
     train = write(root / "train.csv", rows_of("train", dict.fromkeys(GREY, 4)))
-    data = ImageListData(train, on_error="skip", **OPTIONS)
+    data = ImageListData(train, on_error="skip", **AS_STORED)
     args = json.loads(json.dumps(data.init_args()))
     again = ImageListData(**args)
     assert again.init_args() == data.init_args()
@@ -149,8 +140,8 @@ def test_absent_files_may_be_skipped(root):
     rows = [*rows_of("train", dict.fromkeys(GREY, 4)), ("train/cat/gone.png", "cat")]
     train = write(root / "train.csv", rows)
     with pytest.raises(ValueError, match=r"train.csv has 1 wrong row: line 14: no file .*train/cat/gone\.png"):
-        ImageListData(train, **OPTIONS).dataset("train")
-    data = ImageListData(train, train, on_error="skip", **OPTIONS)
+        ImageListData(train, **AS_STORED).dataset("train")
+    data = ImageListData(train, train, on_error="skip", **AS_STORED)
     assert sum(len(labels) for _, labels in data.val_dataloader()) == 12
     assert data.unreadable["val"] == {f"{root}/train/cat/gone.png": "there is no such file"}
 
@@ -203,7 +194,7 @@ SEVERAL = ["ant;bee", "", "bee", "cat ; ant;", "cat", "bee;ant;bee"]
 def several(root, labels, name="train.csv", **options):
     """A list of images with several labels."""
     rows = [(f"train/ant/{i:03d}.png", label) for i, label in enumerate(labels)]
-    return ImageListData(write(root / name, rows), label_separator=";", **OPTIONS | options)
+    return ImageListData(write(root / name, rows), label_separator=";", **AS_STORED | options)
 
 
 def test_several_labels(root):
@@ -256,14 +247,14 @@ def test_wrong_labels_among_several(root):
     with pytest.raises(ValueError, match="label_separator is empty"):
         ImageListData(str(root / "train.csv"), label_separator="")
     with pytest.raises(ValueError, match=r"line 3: no label for train/ant/001.png"):
-        ImageListData(several(root, SEVERAL).train, **OPTIONS)
+        ImageListData(several(root, SEVERAL).train, **AS_STORED)
 
 
 @pytest.mark.parametrize(("label", "separator"), [("ant;bee", ";"), ("ant|bee", "|"), ("ant,bee", ","), ("ant", None)])
 def test_labels_that_look_like_several(label, separator, root, recwarn):
     rows = [*rows_of("train", {"ant": 3, "bee": 3})[1:], ("train/ant/000.png", label)]
     train = write(root / "train.csv", [(path, f'"{name}"') for path, name in rows])
-    ImageListData(train, **OPTIONS).dataset("train")
+    ImageListData(train, **AS_STORED).dataset("train")
     texts = [str(warning.message) for warning in recwarn]
     wanted = f"'{label}' is one class: for several labels per image give --data.label_separator '{separator}'"
     assert texts == ([] if separator is None else [wanted])

@@ -6,9 +6,9 @@ import pickle
 from types import SimpleNamespace
 
 import pytest
-from grey_folders import GREY
+from grey_folders import GREY, fits
 from photos import CLASSES, TINY
-from stored_images import KINDS, data_of, fits, grey_files, png, write
+from stored_images import KINDS, data_of, grey_files, png, write
 from torch.utils.data import ConcatDataset, DataLoader
 
 import relvit
