@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from relvit.data.labels import class_counts, classes_of, counts_text, doubtful_classes
+from relvit.data.labels import class_counts, classes_of, counts_text, doubtful_classes, positions
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,13 @@ from relvit.data.labels import class_counts, classes_of, counts_text, doubtful_c
 def test_classes_are_in_one_order_however_labels_come(expected):
     for labels in itertools.permutations(expected):
         assert classes_of([*labels, labels[0]]) == expected
+
+
+def test_labels_are_names_or_positions():
+    assert positions(["1", "0", "1"], ["bee", "cat"]) == {"0": 0, "1": 1}
+    assert positions(["1", "bee"], ["bee", "cat"]) == {"bee": 0, "cat": 1}
+    # Numbers that name classes stay names.
+    assert positions(["1", "0"], ["1", "0"]) == {"1": 0, "0": 1}
 
 
 def test_counts():
