@@ -150,9 +150,8 @@ class HuggingFace(Reader):
             raise ValueError(f"column {self.target_key!r} of hfds/{self.path} holds no classes but {feature}")
         values = table.select_columns([self.target_key]).with_format("arrow")[:][self.target_key].to_pylist()
         if isinstance(feature, datasets.ClassLabel) and feature.names:
-            names = feature.names
-            known = dict(enumerate(names)) | {None: None}
-            return [known[value] if value in known else as_label(value) for value in values], list(names)
+            known = dict(enumerate(feature.names))
+            return [known[value] if value in known else as_label(value) for value in values], list(feature.names)
         try:
             return [as_label(value) for value in values], None
         except TypeError as error:

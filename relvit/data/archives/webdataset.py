@@ -15,9 +15,6 @@ from relvit.utils.messages import did_you_mean, listing
 
 IMAGE_PARTS = "jpg;jpeg;png;webp"
 
-# The parts of each sample by its name, a part by its ending, in lower case, without the dot.
-Samples = dict[str, dict[str, Member]]
-
 
 class _Split(NamedTuple):
     """The shards of a split, the number of samples in them at least, and the default field of the label."""
@@ -52,11 +49,10 @@ class Shards(Reader):
         images: list[Member] = []
         labels: list[str | None] = []
         for file in shards.files:
-            samples = _samples(file)
-            pairs = self._images(file, samples)
-            images += [image for _, image in pairs]
+            samples = self._samples(file)
+            images += [next(parts[ending] for ending in self.endings if ending in parts) for parts in samples]
             if labelled:
-                labels += _labels(file, [samples[name] for name, _ in pairs], self.target_key or shards.field)
+                labels += _labels(file, samples, self.target_key or shards.field)
         if len(images) < shards.least:
             raise ValueError(
                 f"{split} has {len(images)} samples in {self.root}; there should be {shards.least}: copy them anew"
@@ -105,22 +101,18 @@ class Shards(Reader):
                     raise ValueError(f"{file} does not describe shards as timm writes it: {error}") from error
         return {}
 
-    def _images(self, file: str, samples: Samples) -> list[tuple[str, Member]]:
-        """Name and image of each sample that has one."""
-        found, without = [], []
-        for name, parts in samples.items():
-            image = next((parts[ending] for ending in self.endings if ending in parts), None)
-            if image is None:
-                without.append(name)
-            else:
-                found.append((name, image))
+    def _samples(self, file: str) -> list[dict[str, Member]]:
+        """The parts of each sample that has an image."""
+        samples = _samples(file)
+        without = {name: parts for name, parts in samples.items() if parts.keys().isdisjoint(self.endings)}
         if without:
+            name, parts = next(iter(without.items()))
             text = f"{len(without)} of {len(samples)} samples in {file} have no part {' or '.join(self.endings)}"
-            text += f", such as {without[0]!r}, which has {listing(sorted(samples[without[0]]))}"
-            if not found:
+            text += f", such as {name!r}, which has {listing(sorted(parts))}"
+            if len(without) == len(samples):
                 raise ValueError(f"{text}; give the ending of the images (--data.input_key)")
             warnings.warn(f"{text}; they are left out", stacklevel=2)
-        return found
+        return [parts for name, parts in samples.items() if name not in without]
 
 
 def refuse_remote(name: str) -> None:
@@ -158,8 +150,9 @@ def expand_braces(pattern: str) -> list[str]:
     return [before + choice + end for choice in choices for end in expand_braces(after)]
 
 
-def _samples(file: str) -> Samples:
-    samples: Samples = {}
+def _samples(file: str) -> dict[str, dict[str, Member]]:
+    """The parts of each sample by its name, a part by its ending, in lower case, without the dot."""
+    samples: dict[str, dict[str, Member]] = {}
     for member in members(file):
         folder, slash, base = member.name.rpartition("/")
         stem, dot, ending = base.partition(".")

@@ -41,9 +41,6 @@ def test_declared_classes_keep_their_order(place, monkeypatch, tmp_path):
     assert data.name == place["name"]  # absolute
     assert data.class_names == ["cat", "ant", "bee"]
     assert fits(data.dataset("test"), data.class_names) == [1, 1, 2, 2, 0, 0]
-    # of a checkpoint
-    data = data_of(**place, test_split="test", class_names=["bee", "cat", "ant"])
-    assert fits(data.dataset("test"), data.class_names) == [2, 2, 0, 0, 1, 1]
     # a part may lack classes that are declared
     data = data_of(**place, train_split="train[:6]", val_split="train[6:8]")
     assert fits(data.dataset("train"), data.class_names) == [1] * 4 + [2] * 2
