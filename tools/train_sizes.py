@@ -9,17 +9,17 @@ backward pass and the optimiser count. Printed are the medians over the blocks, 
 from __future__ import annotations
 
 import argparse
+import itertools
 import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from statistics import median
 
 import numpy as np
 import timm
 import torch
 import torch.nn.functional as F
-from PIL import Image
+from loading import write_folders
 from torch import Tensor, nn
 
 import relvit  # noqa: F401  registers the models
@@ -29,24 +29,11 @@ SIZE, PATCH, BATCH = 32, 4, 128
 SIZES = (20, 24, 28, 32, 36, 40, 44)
 
 
-def make_images(root: Path, count: int = 1000) -> Path:
-    """Write class folders of random images."""
-    random = np.random.default_rng(0)
-    for label in ("ant", "bee"):
-        folder = root / "train" / label
-        folder.mkdir(parents=True)
-        for number in range(count):
-            Image.fromarray(random.integers(0, 256, (SIZE, SIZE, 3)).astype(np.uint8)).save(folder / f"{number}.png")
-    return root
-
-
 def batches(data: ImageFolderData) -> Iterator[tuple[Tensor, Tensor]]:
     """Repeat the epochs of a data module without end."""
-    epoch = 0
-    while True:
+    for epoch in itertools.count():
         data.begin_at(epoch, 0)
         yield from data.train_dataloader()
-        epoch += 1
 
 
 def tokens_per_second(net: nn.Module, optimizer: torch.optim.Optimizer, source: Iterator, steps: int) -> float:
@@ -68,8 +55,8 @@ def main() -> None:
     given = parser.parse_args()
     net = timm.create_model("relvit_tiny", img_size=SIZE, patch_size=PATCH, embed_dim=128, depth=4, num_heads=4)
     optimizer = torch.optim.AdamW(net.parameters())
-    with tempfile.TemporaryDirectory() as folder:
-        root = str(make_images(Path(folder)))
+    with tempfile.TemporaryDirectory() as root:
+        write_folders(root, np.random.default_rng(0).integers(0, 256, (2000, SIZE, SIZE, 3)).astype(np.uint8))
         options = {"img_size": SIZE, "batch_size": BATCH, "augment": "crop-flip", "cache": True, "num_workers": 0}
         kinds = {"one": None, "several": list(SIZES)}
         sources = {kind: batches(ImageFolderData(root, train_sizes=sizes, **options)) for kind, sizes in kinds.items()}
