@@ -56,9 +56,8 @@ def pair(root, **options):
 
 
 @pytest.mark.parametrize("size", [None, (8, 6), (9, 6)])
-@pytest.mark.parametrize("augment", ["crop-flip", "deit"])
-def test_every_item_is_bit_for_bit_the_same(tmp_path, augment, size):
-    plain, cached = pair(folders(tmp_path, size), augment=augment)
+def test_every_item_is_bit_for_bit_the_same(tmp_path, size):
+    plain, cached = pair(folders(tmp_path, size), augment="deit")
     kind = StackedImages if size == (8, 6) else AnySizeImages
     for split in ("train", "val"):
         ours, theirs = cached.dataset(split), plain.dataset(split)
@@ -180,7 +179,7 @@ def test_too_little_memory_is_refused_before_anything_is_decoded(tmp_path, monke
         assert len(decoded) == len(areas)
 
 
-@pytest.mark.parametrize(("batch_size", "workers"), [(1, 0), (3, 2), (64, 0)])
+@pytest.mark.parametrize(("batch_size", "workers"), [(1, 0), (3, 2)])
 @pytest.mark.parametrize("size", [None, (8, 6)])
 def test_unreadable_files_are_skipped_as_without_cache(tmp_path, size, batch_size, workers):
     folders(tmp_path, size)
@@ -218,9 +217,8 @@ def test_a_pipe_among_the_images_is_never_opened(tmp_path):
 
 
 @pytest.mark.parametrize("small", [True, False])
-@pytest.mark.parametrize("size", [None, (8, 6)])
-def test_processes_and_threads_find_the_same(tmp_path, monkeypatch, size, small):
-    root = folders(tmp_path, size)
+def test_processes_and_threads_find_the_same(tmp_path, monkeypatch, small):
+    root = folders(tmp_path)
     spoil(tmp_path / "train" / "a" / "3.png")
     alone = pair(root, on_error="skip")[1].dataset("train")
     monkeypatch.setattr("relvit.data.images.memory._PART_FILES", 3)

@@ -172,10 +172,3 @@ def test_mistakes(tmp_path):
     add(tmp_path / "flat", count=2)
     with pytest.raises(ValueError, match=r"2 images are directly in .*, without class folders; expected"):
         ImageFolderData(str(tmp_path / "flat"))
-
-
-def test_a_training_looks_at_the_test_images_before_it_begins(tmp_path):
-    root = make(tmp_path, train=3, val=1, test=1)
-    (tmp_path / "test" / "bee").rename(tmp_path / "test" / "dog")
-    with pytest.raises(ValueError, match=r"test/dog is a class that the training data or the checkpoint does not"):
-        data_of(root).setup("fit")
