@@ -12,10 +12,9 @@ import pytest
 import torch
 from broken_input import IMAGES
 from PIL import Image
-from stored_images import KINDS
 from stored_images import write as write_stored
 
-from relvit.data import ImageFolderData, ImageListData, ImageNetData, ReaderData, load_rgb
+from relvit.data import ImageListData, ImageNetData, ReaderData, load_rgb
 
 
 def pixels(path):
@@ -181,16 +180,13 @@ def test_every_data_module_of_files_decodes_so(tmp_path):
         write_odd(tmp_path / "test" / name)
     rows = [f"test/{name}/{file},{name}" for name in names for file in ODD]
     (tmp_path / "test.csv").write_text("\n".join(["path,label", *rows]) + "\n")
-    modules = [
-        ImageFolderData(str(tmp_path), class_names=names, **options),
+    files = [(f"{name}/{file}", (tmp_path / "test" / name / file).read_bytes(), name) for name in names for file in ODD]
+    stored = write_stored("tar", tmp_path / "tar", {"test": files})
+    for data in (
         ImageNetData(str(tmp_path), **options),
         ImageListData(test=str(tmp_path / "test.csv"), class_names=names, **options),
-    ]
-    files = [(f"{name}/{file}", (tmp_path / "test" / name / file).read_bytes(), name) for name in names for file in ODD]
-    for kind in KINDS:
-        stored = write_stored(kind, tmp_path / kind, {"test": files})
-        modules.append(ReaderData(**stored, test_split="test", class_names=names, **options))
-    for data in modules:
+        ReaderData(**stored, test_split="test", class_names=names, **options),
+    ):
         for split in ("test", "predict"):
             dataset = data.dataset(split)
             paths = [path for path, _ in dataset.samples] if split == "test" else dataset.paths

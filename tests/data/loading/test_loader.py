@@ -10,7 +10,6 @@ import pytest
 import torch
 from cifar_archive import make_archive
 from photos import write_photos
-from torch.utils.data import DataLoader
 from torchvision.datasets import CIFAR10
 
 from relvit.data import CIFAR10Data, ImageFolderData
@@ -55,13 +54,6 @@ def test_workers_of_a_fork_server_give_the_same_batches(folder, cifar):
     child.terminate()
     child.join(30)
     assert child.exitcode == -signal.SIGTERM
-
-
-@pytest.mark.slow
-def test_spawned_workers_give_the_same_images(folder):
-    dataset = folder(augment="none").dataset("train")
-    loader = DataLoader(dataset, batch_size=9, num_workers=1, multiprocessing_context="spawn")
-    assert torch.equal(next(iter(loader))[0], torch.stack([image for image, _ in dataset]))
 
 
 def test_workers_outlive_signals_that_stop_the_run(folder):

@@ -115,18 +115,13 @@ def data_at(images, **options):
 def test_loader_gives_batches_of_each_size(images, options):
     data = data_at(images, **options)
     loader = data.train_dataloader()
+    assert isinstance(data.dataset("train"), StackedImages) == ("cache" in options)
     shapes = [tuple(batch.shape) for batch, _ in loader]
     assert len(loader) == len(shapes)
     assert set(shapes) == {(16, 3, 8, 8), (4, 3, 16, 16), (2, 3, 16, 32)}
     assert {tuple(batch.shape[2:]) for batch, _ in data.val_dataloader()} == {(16, 16)}
     # The module's own transform stays that of img_size.
     assert data.dataset("train")[0][0].shape[1:] == (16, 16)
-
-
-def test_batches_in_memory_serve_all_sizes(images):
-    data = data_at(images, cache=True, train_sizes=[8, 16])
-    assert isinstance(data.dataset("train"), StackedImages)
-    assert {tuple(batch.shape[2:]) for batch, _ in data.train_dataloader()} == {(8, 8), (16, 16)}
 
 
 @pytest.mark.parametrize(

@@ -243,15 +243,3 @@ def test_on_the_command_line(tmp_path, photos, capsys):
     assert {row["path"]: row["predicted"] for row in rows(tested / "mistakes.csv")} == wrong
     image = photos / "test" / "cat" / "0.jpg"
     assert relvit.load(best).predict(str(image)).name == known[f"{places['name']}/test/cat/0.jpg"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--data.name=wds/x", "--data.root=.", "--data.train_split=pipe:touch x.tar"], "no command is run"),
-        (["--data.name=x.tar", "--data.val=y"], "unknown option --data.val: 'ImageListData' has it"),
-    ],
-)
-def test_mistakes_on_the_command_line(arguments, message, capsys):
-    assert main(["fit", "--data=ReaderData", *arguments, *QUIET]) == 2
-    assert message in capsys.readouterr().err
