@@ -149,11 +149,12 @@ def test_models_without_attention_are_of_the_same_size_and_trained_alike(attenti
             for recipe, given in zip(recipes, kwargs, strict=True)
         ]
     assert recipes[0] == recipes[1]
-    # Tables of relative positions are attention's.
-    of_tables = ("rel_init_std", "max_distance")
-    assert {name: value for name, value in kwargs[0].items() if name not in of_tables} == kwargs[1]
+    # What says where things are is attention's.
+    of_positions = ("rel_init_std", "max_distance", "pos_embed")
+    assert {name: value for name, value in kwargs[0].items() if name not in of_positions} == kwargs[1]
     sizes = [
-        {name: tensor.shape for name, tensor in model.state_dict().items() if ".attn." not in name} for model in models
+        {name: tensor.shape for name, tensor in model.state_dict().items() if not re.search(r"attn\.|pos_embed", name)}
+        for model in models
     ]
     assert sizes[0] == sizes[1]
 
