@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
+from relvit.plots.style import shortened
+
 # Up to so many classes a cell holds its number, or a row its name; beyond that, nothing would be legible.
 NUMBERED, NAMED = 20, 60
-LONGEST = 24
 DPI = 150
 
 
@@ -30,14 +30,13 @@ def plot_confusion(confusion: np.ndarray, class_names: Sequence[str], target: st
     classes = len(confusion)
     inches = float(np.clip(2.5 + 0.3 * classes, 4, 12))
     figure = Figure(figsize=(inches, inches * 0.9), layout="constrained", dpi=DPI)
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     proportions = confusion / np.maximum(confusion.sum(1, keepdims=True), 1)
     image = axes.imshow(proportions, cmap="Blues", norm=PowerNorm(0.5, 0, 1))
     axes.set(xlabel="predicted", ylabel="true")
     if classes <= NAMED:
         size = 9 if classes <= NUMBERED else 6
-        names = [_literal(name if len(name) <= LONGEST else f"{name[: LONGEST - 3]}...") for name in class_names]
+        names = [shortened(name) for name in class_names]
         axes.set_xticks(range(classes), names, rotation=90, fontsize=size)
         axes.set_yticks(range(classes), names, fontsize=size)
     if classes <= NUMBERED:
@@ -47,8 +46,3 @@ def plot_confusion(confusion: np.ndarray, class_names: Sequence[str], target: st
             axes.text(column, row, number, ha="center", va="center", color=colour, fontsize=8 - len(number) // 2)
     figure.colorbar(image, ax=axes, shrink=0.7, label="proportion of the true class")
     figure.savefig(target, dpi=DPI)
-
-
-def _literal(text: str) -> str:
-    """Text that Matplotlib does not take for a formula."""
-    return text.replace("$", r"\$")

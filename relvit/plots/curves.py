@@ -6,15 +6,11 @@ import csv
 from collections import defaultdict
 from pathlib import Path
 
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-# Columns of a quantity in each panel, and what its axis is called.
-PANELS = (("loss", "loss"), ("acc1", "top-1 accuracy"), ("map", "mean average precision, F1"), ("lr", "learning rate"))
-# Legible where the figure is shown at half its size.
-FONT, SMALL = 15, 13
+from relvit.plots.style import SMALL, label_axes
+
 TRAIN, VAL = "tab:blue", "tab:orange"
 
 
@@ -41,40 +37,40 @@ def plot_curves(metrics: str | Path, target: str | Path, train_loss: str = "trai
         train_loss: what the curve of the training loss is called.
     """
     columns = read_metrics(metrics)
-    lines = {
-        "loss": [("train/loss", train_loss, TRAIN), ("val/loss", "val", VAL)],
-        "acc1": [
-            ("train/acc1", "train", TRAIN),
-            ("train/acc1_mixed", "train, mixed images", TRAIN),
-            ("val/acc1", "val", VAL),
-        ],
-        "map": [("val/map", "val, mAP", VAL), ("val/f1", "val, mean F1", "tab:green")],
-        "lr": [("lr", "", TRAIN)],
+    if "val/map" in columns:
+        score, scored = "val/map", "mean average precision, F1"
+        of_score = {"val/map": ("val, mAP", VAL), "val/f1": ("val, mean F1", "tab:green")}
+    else:
+        score, scored = "val/acc1", "top-1 accuracy"
+        of_score = {"train/acc1": ("train", TRAIN), "train/acc1_mixed": ("train, mixed images", TRAIN)}
+        of_score["val/acc1"] = ("val", VAL)
+    # What an axis is called, and its curves: column of the table -> name, colour.
+    panels = {
+        "loss": {"train/loss": (train_loss, TRAIN), "val/loss": ("val", VAL)},
+        scored: of_score,
+        "learning rate": {"lr": ("", TRAIN)},
     }
-    score = "map" if "val/map" in columns else "acc1"
     # The figure class itself instead of pyplot: no global state, no display, no threads.
     figure = Figure(figsize=(15, 5.5), layout="constrained")
-    FigureCanvasAgg(figure)
     # The best checkpoint as `relvit.training.RunCheckpoints` chooses it.
-    scores, losses = columns.get(f"val/{score}", []), columns.get("val/loss", [])
+    scores, losses = columns.get(score, []), columns.get("val/loss", [])
     if len(losses) != len(scores):
         losses = [(0, 0.0)] * len(scores)
     # Row by row: an epoch may have several validations.
     pairs = zip(scores, losses, strict=True)
     best, _ = max(pairs, key=lambda pair: (pair[0][1], -pair[1][1]), default=(None, None))
-    panels = [panel for panel in PANELS if panel[0] in ("loss", score, "lr")]
-    for axes, (quantity, label) in zip(figure.subplots(1, len(panels)), panels, strict=True):
-        for column, name, colour in lines[quantity]:
-            _draw(axes, columns.get(column, []), name, colour)
-        if best is not None and quantity != "lr":
-            text = f"best: {best[1]:.4g}, epoch {best[0] + 1}" if quantity == score else None
+    for axes, (label, curves) in zip(figure.subplots(1, 3), panels.items(), strict=True):
+        for column, (name, colour) in curves.items():
+            if column in columns:
+                epochs, values = zip(*((epoch + 1, value) for epoch, value in columns[column]), strict=True)
+                marker = "o" if len(epochs) < 30 else None
+                axes.plot(epochs, values, color=colour, marker=marker, markersize=4, label=name)
+        if best is not None and label != "learning rate":
+            text = f"best: {best[1]:.4g}, epoch {best[0] + 1}" if label == scored else None
             axes.axvline(best[0] + 1, color="black", linestyle=":", linewidth=1.5, label=text)
-        axes.set_xlabel("epoch", fontsize=FONT)
-        axes.set_ylabel(label, fontsize=FONT)
-        axes.tick_params(labelsize=SMALL)
+        label_axes(axes, "epoch", label)
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        axes.grid(alpha=0.3)
-        if quantity == "lr":
+        if label == "learning rate":
             axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
             axes.yaxis.get_offset_text().set_fontsize(SMALL)
             axes.set_ylim(bottom=0)
@@ -82,10 +78,3 @@ def plot_curves(metrics: str | Path, target: str | Path, train_loss: str = "trai
             # Above the panel: there are too few points to leave room for it between curves.
             axes.legend(fontsize=SMALL, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
     figure.savefig(target, dpi=100)
-
-
-def _draw(axes: Axes, points: list[tuple[int, float]], name: str, colour: str) -> None:
-    if points:
-        epochs, values = zip(*points, strict=True)
-        marker = "o" if len(points) < 30 else None
-        axes.plot([epoch + 1 for epoch in epochs], values, color=colour, marker=marker, markersize=4, label=name)

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.ticker import MaxNLocator
 
-from relvit.plots.curves import FONT, SMALL
+from relvit.plots.style import FONT, SMALL, literal
 
 # More heads than this are not legible side by side: those with the largest numbers are drawn.
 MOST_HEADS = 12
@@ -213,8 +213,7 @@ def _panels(
     width = max(each[0] * columns + 1.6, 0.115 * max(map(len, lines)))
     figure = Figure(figsize=(width, each[1] * rows + 0.8 + 0.3 * len(lines)), layout="constrained", dpi=100)
     FigureCanvasAgg(figure)
-    # Names may hold what Matplotlib takes for a formula.
-    figure.suptitle(title.replace("$", r"\$"), fontsize=FONT)
+    figure.suptitle(literal(title), fontsize=FONT)
     return figure, figure.subplots(rows, columns, squeeze=False, sharex=share, sharey=share)
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor
 
-LONGEST = 24
+from relvit.plots.style import shortened
+
 # Of the longer side of a picture, in pixels.
 SIDE = 160
 
@@ -41,7 +41,7 @@ def plot_sheet(images: Sequence[np.ndarray], captions: Sequence[str], target: st
         target: the PNG.
         title: above all.
     """
-    lines = [_cut(caption) for caption in captions]
+    lines = [[shortened(line) for line in caption.splitlines()] for caption in captions]
     columns = min(5, len(images))
     rows = math.ceil(len(images) / columns)
     # Inches: of a picture, of a cell with its caption, of the title above all.
@@ -49,7 +49,6 @@ def plot_sheet(images: Sequence[np.ndarray], captions: Sequence[str], target: st
     cell = picture + 0.2, picture + 0.1 + 0.16 * max(len(caption) for caption in lines)
     size = max(cell[0] * columns, 0.1 * len(title)), cell[1] * rows + above
     figure = Figure(figsize=size)
-    FigureCanvasAgg(figure)
     # One pair of axes: a pair for each image takes most of a second.
     axes = figure.add_axes((0, 0, 1, 1))
     for number, (image, caption) in enumerate(zip(images, lines, strict=True)):
@@ -62,9 +61,3 @@ def plot_sheet(images: Sequence[np.ndarray], captions: Sequence[str], target: st
     axes.set_axis_off()
     figure.suptitle(title, y=1 - 0.1 / size[1])
     figure.savefig(target, dpi=100)
-
-
-def _cut(caption: str) -> list[str]:
-    """Cut the lines of a caption; names may hold what Matplotlib takes for a formula."""
-    lines = [line if len(line) <= LONGEST else f"{line[: LONGEST - 3]}..." for line in caption.splitlines()]
-    return [line.replace("$", r"\$") for line in lines]

@@ -7,11 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator
 
-from relvit.plots.curves import FONT, SMALL
+from relvit.plots.style import label_axes, literal, save_with_legend
 
 PANELS = {"acc1": "top-1 accuracy", "map": "mean average precision", "f1": "mean F1", "loss": "loss"}
 PANELS["calibration_error"] = "calibration error"
@@ -36,14 +34,12 @@ def plot_sizes(rows: Sequence[Mapping[str, Any]], labels: Sequence[str], target:
     # Black, unless models differ in it.
     several = len({str(row["train_sizes"]) for row in rows}) > 1
     figure = Figure(figsize=(15, 5.5), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = {key: quantity for key, quantity in PANELS.items() if key in rows[0]}
     for axes, (key, quantity) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
         for label in dict.fromkeys(labels):
             own = sorted((row for row, of in zip(rows, labels, strict=True) if of == label), key=_side)
             sides, values = [_side(row) for row in own], [row[key] for row in own]
-            # A name may hold what Matplotlib takes for a formula.
-            (line,) = axes.plot(sides, values, marker="o", label=label.replace("$", r"\$"))
+            (line,) = axes.plot(sides, values, marker="o", label=literal(label))
             rings = [170 if [row["height"], row["width"]] in row["train_sizes"] else 0 for row in own]
             axes.scatter(sides, values, rings, facecolors="none", edgecolors=line.get_color())
             for height, width in own[0]["train_sizes"]:
@@ -52,15 +48,9 @@ def plot_sizes(rows: Sequence[Mapping[str, Any]], labels: Sequence[str], target:
         axes.set_xscale("log", base=2)
         crowded = len(names) > 8 or any(not name.isdigit() for name in names.values())
         axes.set_xticks(list(names), list(names.values()), rotation=90 if crowded else 0)
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.set_xlabel("image size in pixels", fontsize=FONT)
-        axes.set_ylabel(quantity, fontsize=FONT)
-        axes.tick_params(labelsize=SMALL)
-        axes.grid(alpha=0.3)
+        label_axes(axes, "image size in pixels", quantity)
     axes.plot([], [], color="black", linestyle=":", label="trained size")
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=SMALL)
-    figure.suptitle(title, fontsize=FONT)
-    figure.savefig(target, dpi=100)
+    save_with_legend(figure, title, target)
 
 
 def _side(row: Mapping[str, Any]) -> float:

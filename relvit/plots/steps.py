@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 
@@ -19,7 +18,6 @@ def plot_steps(image: np.ndarray, steps: np.ndarray, most: int, target: str | Pa
         target: the PNG.
     """
     figure = Figure(figsize=(7, 3.2), layout="constrained")
-    FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     left.imshow(image)
     # Both panels have the shape of the image.

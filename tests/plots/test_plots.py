@@ -5,16 +5,7 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from relvit.plots import (
-    confusion,
-    plot_confusion,
-    plot_curves,
-    plot_sheet,
-    plot_sizes,
-    plot_steps,
-    plot_tables,
-    read_metrics,
-)
+from relvit.plots import plot_confusion, plot_curves, plot_sheet, plot_sizes, plot_steps, plot_tables, read_metrics
 
 METRICS = """epoch,lr,step,train/acc1,train/loss,val/acc1,val/loss
 0,,9,,,0.25,2.0
@@ -24,6 +15,14 @@ METRICS = """epoch,lr,step,train/acc1,train/loss,val/acc1,val/loss
 2,,29,,,0.5,1.6
 2,0.01,29,0.5,1.5,,
 """
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that are saved."""
+    found, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kw: (found.append(self), save(self, *args, **kw)))
+    return found
 
 
 def pixels(path):
@@ -54,22 +53,7 @@ def test_columns_are_predictions_and_colours_proportions_of_rows(tmp_path):
     assert columns.min() > 0.3 * figure.shape[1]
 
 
-def test_names_only_where_they_can_be_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(confusion, "NAMED", 3)
-
-    def differs(classes):
-        drawn = []
-        for name in "xy":
-            plot_confusion(np.eye(classes, dtype=int), [name] * classes, tmp_path / "a.png")
-            drawn.append(pixels(tmp_path / "a.png"))
-        return (drawn[0] != drawn[1]).any()
-
-    assert [differs(3), differs(4)] == [True, False]
-
-
-def test_sixty_classes_have_names(tmp_path, monkeypatch):
-    figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: figures.append(self))
+def test_sixty_classes_have_names(tmp_path, figures):
     for classes in (60, 61):
         plot_confusion(np.eye(classes, dtype=int), [f"name {i}" for i in range(classes)], tmp_path / "a.png")
     shown = [[label.get_text() for label in figure.axes[0].get_yticklabels()] for figure in figures]
@@ -92,9 +76,7 @@ def test_sheet(tmp_path):
     assert centres[5][1] == pytest.approx(centres[0][1], abs=15)
 
 
-def test_three_panels_with_epochs_from_one_and_the_best_of_them(tmp_path, monkeypatch):
-    figures, save = [], Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kw: (figures.append(self), save(self, *args, **kw)))
+def test_three_panels_with_epochs_from_one_and_the_best_of_them(tmp_path, figures):
     (tmp_path / "metrics.csv").write_text(METRICS)
     columns = read_metrics(tmp_path / "metrics.csv")
     assert columns["val/acc1"] == [(0, 0.25), (1, 0.5), (2, 0.5)]
@@ -126,9 +108,7 @@ def test_three_panels_with_epochs_from_one_and_the_best_of_them(tmp_path, monkey
     assert [len(axes.lines) for axes in figures[2].axes] == [0, 0, 0]
 
 
-def test_curves_by_image_size(tmp_path, monkeypatch):
-    figures, save = [], Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kw: (figures.append(self), save(self, *args, **kw)))
+def test_curves_by_image_size(tmp_path, figures):
     rows = []
     for trained, sizes in ((16, [(32, 32), (16, 16), (8, 32)]), (32, [(32, 32), (8, 8)])):
         for height, width in sizes:
@@ -153,18 +133,8 @@ def test_curves_by_image_size(tmp_path, monkeypatch):
     assert pixels(tmp_path / "sizes.png").shape == (550, 1500, 3)
 
 
-def test_shapes_of_one_area_share_a_tick_that_names_both(tmp_path, monkeypatch):
-    figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: figures.append(self))
-    figure = {"train_sizes": [], "acc1": 0.5, "loss": 1.0, "calibration_error": 0.1}
-    rows = [{"height": height, "width": width, **figure} for height, width in [(64, 128), (32, 32), (128, 64)]]
-    plot_sizes(rows, ["a"] * 3, tmp_path / "sizes.png")
-    assert [text.get_text() for text in figures[0].axes[0].get_xticklabels()] == ["32", "64 x 128, 128 x 64"]
-
-
-@pytest.mark.parametrize("longer", [0, 1])
-def test_tables_of_several_lengths_are_drawn_whole(longer):
-    lengths = [9 if layer == longer else 5 for layer in (0, 1)]
+def test_tables_of_several_lengths_are_drawn_whole():
+    lengths = (9, 5)
     tables = {f"layer {i}": {"k rows": np.ones((1, length, 4))} for i, length in enumerate(lengths)}
     for axes, length in zip(plot_tables(tables, "title").axes, lengths, strict=False):
         assert sorted(axes.get_ylim()) == [-length / 2, length / 2]

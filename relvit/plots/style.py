@@ -1,0 +1,41 @@
+"""Style of all figures: sizes of letters, names as text, labels and legends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
+
+# Legible where the figure is shown at half its size.
+FONT, SMALL = 15, 13
+# Of a class's name, or of a line of a caption.
+LONGEST = 24
+
+
+def literal(text: str) -> str:
+    """Escape what Matplotlib would take for a formula."""
+    return text.replace("$", r"\$")
+
+
+def shortened(text: str) -> str:
+    """Cut a name to 24 characters, and escape it."""
+    return literal(text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}...")
+
+
+def label_axes(axes: Axes, xlabel: str, ylabel: str) -> None:
+    """Label a panel of curves and draw its grid."""
+    axes.set_xlabel(xlabel, fontsize=FONT)
+    axes.set_ylabel(ylabel, fontsize=FONT)
+    axes.tick_params(labelsize=SMALL)
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.grid(alpha=0.3)
+
+
+def save_with_legend(figure: Figure, title: str, target: str | Path) -> None:
+    """Write panels of the same curves into a PNG, named once, below them."""
+    names = figure.axes[-1].get_legend_handles_labels()
+    figure.legend(*names, loc="outside lower center", ncols=2, fontsize=SMALL)
+    figure.suptitle(title, fontsize=FONT)
+    figure.savefig(target, dpi=100)
