@@ -5,18 +5,16 @@ from __future__ import annotations
 import csv
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
-import torch.distributed
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor
 
-from relvit.data import ImageData
 from relvit.data.images.datasets import NamedFiles
 from relvit.data.native import NativeBatch, images_of
 from relvit.plots import picture_of, plot_steps
@@ -112,15 +110,10 @@ class PredictionTable(BasePredictionWriter):
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Merge the rows of all processes."""
         self._part.close()
-        data = trainer.datamodule
-        own = dict(data.unreadable.get("predict", {})) if isinstance(data, ImageData) else {}
-        unreadable = [own]
-        if trainer.world_size > 1:
-            unreadable = [{} for _ in range(trainer.world_size)]
-            # All processes have closed their files when this returns.
-            torch.distributed.all_gather_object(unreadable, own)
+        # All processes have closed their files when this returns.
+        trainer.strategy.barrier()
         if trainer.is_global_zero:
-            self._merge(data.dataset("predict"), unreadable)
+            self._merge(trainer.datamodule.dataset("predict"), trainer.world_size)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._part is not None:
@@ -132,17 +125,17 @@ class PredictionTable(BasePredictionWriter):
     def _part_of(self, rank: int) -> Path:
         return self.path.with_name(f".{self.path.name}.{rank}.part")
 
-    def _merge(self, dataset: Any, unreadable: Sequence[Mapping[str, str]]) -> None:
+    def _merge(self, dataset: Any, processes: int) -> None:
         header = ["path"] if self._thresholds is None else ["path", "label", "probability"]
         for rank in range(1, self.shown + 1) if self._thresholds is None else ():
             header += [f"{column}{'' if rank == 1 else rank}" for column in ("class", "probability")]
         header += ["steps"] * self.step_maps
-        parts = [self._part_of(rank) for rank in range(len(unreadable))]
+        parts = [self._part_of(rank) for rank in range(processes)]
         with atomic_write(self.path) as path, ExitStack() as stack:
             table = csv.writer(stack.enter_context(open(path, "w", newline="", encoding="utf-8")))
             rows = [csv.reader(stack.enter_context(open(part, newline="", encoding="utf-8"))) for part in parts]
             table.writerow(header)
-            for row in _in_order(dataset, rows, unreadable):
+            for row in _in_order(dataset, rows):
                 table.writerow(row)
                 self.count += 1
                 if self._thresholds is None:
@@ -151,19 +144,16 @@ class PredictionTable(BasePredictionWriter):
             part.unlink()
 
 
-def _in_order(
-    dataset: Any, rows: Sequence[Iterator[list[str]]], unreadable: Sequence[Mapping[str, str]]
-) -> Iterator[list[str]]:
-    """Yield the rows of all processes, which have none of unreadable images, in the order of the data."""
-    paths = [str(path) for path in dataset.paths] if isinstance(dataset, NamedFiles) else None
+def _in_order(dataset: Any, rows: Sequence[Iterator[list[str]]]) -> Iterator[list[str]]:
+    """Yield the rows of all processes in the order of the data."""
+    paths = [printable(str(path)) for path in dataset.paths] if isinstance(dataset, NamedFiles) else None
+    heads = [next(rest, None) for rest in rows]
     for index in range(len(dataset)):
         # The dataloaders of `ImageData` deal images to processes in turn.
         rank = index % len(rows)
-        if paths is not None and paths[index] in unreadable[rank]:
-            continue
-        # None is left where --trainer.limit_predict_batches ended the prediction.
-        row = next(rows[rank], None)
-        if row is not None:
-            assert paths is None or row[0] == printable(paths[index]), f"{row[0]} in the place of {paths[index]}"
+        row = heads[rank]
+        # There are no rows of unreadable images, nor where --trainer.limit_predict_batches ended the prediction.
+        if row is not None and (paths is None or row[0] == paths[index]):
             yield row
-    assert not any(next(rest, None) for rest in rows), "more rows than images"
+            heads[rank] = next(rows[rank], None)
+    assert not any(heads), f"{heads} are of none of the images"
