@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
 
 from relvit.models import check_image_size
 from relvit.models.sizes.native import check_native
-from relvit.training.optim.distillation import check_distillation
+from relvit.training.optim.distillation import Distill
+from relvit.training.optim.gradients import NonFinite
 from relvit.training.optim.optimizer import check_optimizer
-from relvit.utils.messages import did_you_mean
+from relvit.utils.messages import check_choice, did_you_mean
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:
-    """Refuse arguments of `ImageClassifier` that contradict each other or have no effect, before anything is built.
-
-    Raises:
-        ValueError: See `ImageClassifier`.
-    """
+    """Refuse arguments of `ImageClassifier` that contradict each other or have no effect, before anything is built."""
     names, count = given["class_names"], given["num_classes"]
     if names is not None and len(names) != count:
         raise ValueError(f"class_names holds {len(names)} names, num_classes is {count}")
@@ -50,20 +47,18 @@ def check_arguments(given: Mapping[str, Any]) -> None:
     if isinstance(backend, str) and backend not in backends:
         raise ValueError(f"unknown backend of torch.compile {backend!r}{did_you_mean(backend, backends)}")
     check_optimizer(given["opt"], given["layer_decay"], given["opt_kwargs"])
-    check_distillation(given["distill"], given["distill_weight"], given["distill_temperature"])
+    check_choice("nonfinite", given["nonfinite"], get_args(NonFinite))
+    check_choice("distill", given["distill"], get_args(Distill))
+    if not 0 < given["distill_weight"] <= 1:
+        raise ValueError(f"distill_weight must be in 0 < x <= 1, got {given['distill_weight']}")
+    if not given["distill_temperature"] > 0:
+        raise ValueError(f"distill_temperature must be positive, got {given['distill_temperature']}")
 
 
 def check_images(net: nn.Module, data: Any, hparams: Mapping[str, Any], stage: str) -> None:
     """Refuse data whose images a model cannot take, by one run of the model, or whose labels are of the other kind.
 
-    Args:
-        net: The network.
-        data: The data module; any other one than relvit's is accepted.
-        hparams: The arguments of the `ImageClassifier`.
-        stage: Lightning's name of what is about to run.
-
-    Raises:
-        ValueError: The model takes no such images, or the training has a part that native images do not go with.
+    Any other data module than relvit's is accepted.
     """
     several = getattr(data, "multi_label", None)
     if several is not None and several != hparams["multi_label"]:

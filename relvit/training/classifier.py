@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torchmetrics import MetricCollection
+from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
 from relvit.data.loading.sampler import training_position
 from relvit.data.mixup import BatchMix
@@ -22,21 +22,15 @@ from relvit.training.checkpoints.resume import POINT_KEY, ResumePoint, check_lay
 from relvit.training.lightning_internals import attached_trainer
 from relvit.training.metrics import METRICS_KEY, EpochMetrics, count_batch, current_lr
 from relvit.training.multi_label import to_probabilities
-from relvit.training.optim.distillation import Teacher, build_teacher, distillation_loss
+from relvit.training.optim.distillation import Distill, Teacher, build_teacher, distillation_loss
 from relvit.training.optim.ema import WeightAverage
 from relvit.training.optim.freeze import Backbone
 from relvit.training.optim.gradients import FiniteCheck, NonFinite, average_accumulated
-from relvit.training.optim.loss import ClassificationLoss, evaluation_loss
+from relvit.training.optim.loss import ClassificationLoss, Loss, evaluation_loss
 from relvit.training.optim.optimizer import make_optimizer
 from relvit.training.optim.ponder import check_ponder, halts, ponder_weight
 from relvit.training.optim.schedule import Plan, describe, make_plan, update_rates
-from relvit.training.optim.sharding import (
-    FullySharded,
-    check_sharding,
-    full_network,
-    gather_full,
-    is_sharded,
-)
+from relvit.training.optim.sharding import FullySharded, check_sharding, full_network, gather_full, is_sharded
 from relvit.utils.progress import rank_zero_print
 from relvit.utils.seeding import run_seed, seed_all
 
@@ -114,7 +108,7 @@ class ImageClassifier(EpochMetrics):
         weight_decay: float = 0.05,
         warmup_epochs: float = 5.0,
         min_lr: float = 1e-5,
-        loss: Literal["ce", "bce", "asl"] = "ce",
+        loss: Loss = "ce",
         label_smoothing: float = 0.1,
         bce_threshold: float | None = None,
         class_weights: list[float] | None = None,
@@ -125,7 +119,7 @@ class ImageClassifier(EpochMetrics):
         ema_decay: float | None = None,
         ema_warmup: bool = True,
         teacher: str | None = None,
-        distill: Literal["hard", "soft"] = "hard",
+        distill: Distill = "hard",
         distill_weight: float = 0.5,
         distill_temperature: float = 3.0,
         ponder_weight: float = 0.01,
@@ -168,9 +162,9 @@ class ImageClassifier(EpochMetrics):
         self._restored: ResumePoint | None = None
         self._validated_at: tuple[int, int] | None = None
         self._ended_epoch: int | None = None
-        counted = {"skipped_steps": nonfinite == "skip", "ponder_cost": halts(self.net)}
-        counted_names = [name for name, there in counted.items() if there]
-        self.create_metrics(num_classes, self.mixing is not None, counted_names, multi_label)
+        skipped = {"skipped_steps": SumMetric()} if nonfinite == "skip" else {}
+        ponder = {"ponder_cost": MeanMetric()} if halts(self.net) else {}
+        self.create_metrics(num_classes, self.mixing is not None, multi_label, skipped | ponder)
 
     @property
     def score(self) -> str:
@@ -397,9 +391,9 @@ class ImageClassifier(EpochMetrics):
             return
         if averaged is not None:
             self._restored_average = {name.removeprefix("net."): value for name, value in averaged.items()}
-        point = ResumePoint.read(checkpoint)
-        if point is None:
+        if POINT_KEY not in checkpoint:
             return
+        point = ResumePoint(**checkpoint[POINT_KEY])
         set_counters(checkpoint, point)
         self._restored = point
         self._validated_at = (point.epoch, point.batch) if point.validated else None

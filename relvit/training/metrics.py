@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from lightning import LightningModule, Trainer
 from torch import Tensor
-from torchmetrics import MeanMetric, Metric, MetricCollection, SumMetric
+from torchmetrics import MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
-from relvit.training.checkpoints.resume import (
-    States,
-    copy_states,
-    gather_states,
-    restore_states,
-    states_of_process,
-)
+from relvit.training.checkpoints.resume import States, copy_states, gather_states, restore_states, states_of_process
 from relvit.training.lightning_internals import training_batches_done
 from relvit.training.multi_label import MultiLabelScores
 
@@ -73,19 +66,15 @@ class EpochMetrics(LightningModule):
     val_metrics: MetricCollection
     test_metrics: MetricCollection
 
-    def create_metrics(
-        self, num_classes: int, mixed: bool, counted: Sequence[str] = (), multi_label: bool = False
-    ) -> None:
-        """Create the metrics; `counted` names those of steps that only some trainings have."""
+    def create_metrics(self, num_classes: int, mixed: bool, multi_label: bool, of_steps: dict[str, Metric]) -> None:
+        """Create the metrics; `of_steps` are those of optimiser steps that only some trainings have."""
         self.train_metrics, self.val_metrics, self.test_metrics = (
             class_metrics(num_classes, f"{split}/", mixed and split == "train", multi_label)
             for split in ("train", "val", "test")
         )
         # Of the classes of a multi-label classifier: those that validation has chosen.
         self.thresholds: list[float] | None = [0.5] * num_classes if multi_label else None
-        of_steps: dict[str, Metric] = {"grad_norm": MeanMetric()}
-        kinds = {"skipped_steps": SumMetric, "ponder_cost": MeanMetric}
-        of_steps |= {name: kinds[name]() for name in counted}
+        of_steps = {"grad_norm": MeanMetric(), **of_steps}
         self.step_metrics: MetricCollection = MetricCollection(of_steps, compute_groups=False, prefix="train/")
         # The epoch's metrics at the last optimiser step, from which a checkpoint resumes.
         self._metrics_at_step: States = {}

@@ -130,7 +130,7 @@ def test_bf16_mixed_precision_trains_full_precision_weights(plain):
         ({"ema_decay": 1.0}, "ema_decay must be in 0 <= x < 1"),
         ({"freeze_epochs": -1}, "freeze_epochs must be 0 or more"),
         ({"compile": "inducter"}, r"unknown backend of torch.compile 'inducter' \(did you mean 'inductor'\?\)"),
-        ({"loss": "bec"}, r"loss must be one of 'ce', 'bce', 'asl', got 'bec' \(did you mean 'bce'\?\)"),
+        ({"loss": "bec"}, r"loss is 'bec'; allowed are 'ce', 'bce', 'asl' \(did you mean 'bce'\?\)"),
         ({"opt": "adamv"}, r"unknown optimiser 'adamv' \(did you mean 'adam"),
         ({"nonfinite": "skp"}, r"nonfinite is 'skp'; allowed are 'stop', 'skip' \(did you mean 'skip'\?\)"),
         ({"mixup": -1.0}, "mixup_alpha is -1.0; give 0"),

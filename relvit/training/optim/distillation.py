@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from relvit.models import build_model
 from relvit.models.weights.transfer import transfer_weights
 from relvit.training.checkpoints.pretrained import Pretrained
-from relvit.utils.messages import did_you_mean, listing
+from relvit.utils.messages import listing
 
-KINDS = ("hard", "soft")
+Distill = Literal["hard", "soft"]
 
 
 def distillation_loss(
     loss: Tensor,
     student: Tensor,
     teacher: Tensor,
-    kind: Literal["hard", "soft"] = "hard",
+    kind: Distill = "hard",
     weight: float = 0.5,
     temperature: float = 3.0,
 ) -> Tensor:
@@ -46,16 +46,6 @@ def distillation_loss(
         parts = ((logits / temperature).log_softmax(-1) for logits in (student, teacher))
         distance = temperature**2 * F.kl_div(*parts, reduction="batchmean", log_target=True)
     return (1 - weight) * loss + weight * distance
-
-
-def check_distillation(kind: str, weight: float, temperature: float) -> None:
-    """Raise a ValueError for an unknown kind or numbers out of range."""
-    if kind not in KINDS:
-        raise ValueError(f"distill must be one of {listing(KINDS)}, got {kind!r}{did_you_mean(str(kind), KINDS)}")
-    if not 0 < weight <= 1:
-        raise ValueError(f"distill_weight must be in 0 < x <= 1, got {weight}")
-    if not temperature > 0:
-        raise ValueError(f"distill_temperature must be positive, got {temperature}")
 
 
 def build_teacher(hparams: Mapping[str, Any], data: Any) -> Teacher:

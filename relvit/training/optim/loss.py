@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from timm.loss import AsymmetricLossMultiLabel
 from torch import Tensor, nn
 
-from relvit.utils.messages import did_you_mean, listing
+from relvit.utils.messages import check_choice
 
-LOSSES = ("ce", "bce", "asl")
+Loss = Literal["ce", "bce", "asl"]
 
 
 def soft_targets(labels: Tensor, num_classes: int, smoothing: float = 0.0) -> Tensor:
@@ -61,15 +62,14 @@ class ClassificationLoss(nn.Module):
     def __init__(
         self,
         num_classes: int,
-        kind: str = "ce",
+        kind: Loss = "ce",
         smoothing: float = 0.0,
         threshold: float | None = None,
         class_weights: Sequence[float] | None = None,
         multi_label: bool = False,
     ) -> None:
         super().__init__()
-        if kind not in LOSSES:
-            raise ValueError(f"loss must be one of {listing(LOSSES)}, got {kind!r}{did_you_mean(str(kind), LOSSES)}")
+        check_choice("loss", kind, get_args(Loss))
         if kind == "asl" and not multi_label:
             raise ValueError("loss 'asl' is for multi-label images (multi_label, on the command line label_separator)")
         kind = "bce" if kind == "ce" and multi_label else kind

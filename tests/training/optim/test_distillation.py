@@ -109,7 +109,7 @@ def test_errors(teacher, tmp_path):
     with pytest.raises(ValueError, match="does not say which model it is of"):
         Teacher(str(tmp_path / "a.safetensors"), 7)
     for arguments, message in (
-        ({"distill": "softly", "teacher": "x"}, r"distill must be one of 'hard', 'soft', got 'softly' \(did you mean"),
+        ({"distill": "softly", "teacher": "x"}, r"distill is 'softly'; allowed are 'hard', 'soft' \(did you mean"),
         ({"distill": "soft"}, "distill soft has no effect without teacher"),
         ({"distill_temperature": 2.0, "teacher": "x"}, "distill_temperature 2.0 has no effect without distill 'soft'"),
         ({"distill_weight": 0.0, "teacher": "x"}, "distill_weight must be in 0 < x <= 1"),
