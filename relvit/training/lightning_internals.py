@@ -57,11 +57,7 @@ def shard_over_all_devices(strategy: ModelParallelStrategy) -> None:
 
 
 class EpochTitleProgressBar(RichProgressBar):
-    """Lightning's progress bar, whose subclasses choose the text in front of the bar by `epoch_title`."""
-
-    def epoch_title(self, epoch: int) -> str:
-        """Return the text for an epoch, which counts from 0."""
-        return super()._get_train_description(epoch)
+    """Lightning's progress bar, whose subclasses return the text in front of the bar by `epoch_title`."""
 
     def _get_train_description(self, current_epoch: int) -> str:
         return self.epoch_title(current_epoch)

@@ -185,12 +185,7 @@ def describe_last(folder: Path) -> str:
 def check_disk_space(folder: Path, trainer: Trainer) -> None:
     """Refuse a disk without space for two checkpoints, as one replaces another only when it is complete.
 
-    Args:
-        folder: where the checkpoints are to be written; it need not exist yet. Those that are there already count.
-        trainer: with its optimiser.
-
-    Raises:
-        DiskSpaceError: there is less space.
+    The folder need not exist yet; checkpoints that are there already count.
     """
     module = trainer.lightning_module
     weights = sum(tensor.nbytes for tensor in module.state_dict().values())

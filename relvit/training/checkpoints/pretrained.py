@@ -185,11 +185,7 @@ def architecture_to_build(
     retrofit: dict[str, Any] | None,
     pretrained: Pretrained | None,
 ) -> Architecture:
-    """Choose the model to build: that of the name; without a name that of `pretrained`, with the arguments given.
-
-    Raises:
-        FileNotFoundError, ValueError: see `Pretrained`.
-    """
+    """Choose the model to build: that of the name; without a name that of `pretrained`, with the arguments given."""
     if "pretrained" in (model_kwargs or {}):
         raise ValueError("model_kwargs must not hold 'pretrained': it is an option of its own, --model.pretrained")
     if model is not None or pretrained is None:

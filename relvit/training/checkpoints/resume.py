@@ -52,12 +52,6 @@ class ResumePoint(NamedTuple):
             done = epoch - 1, trainer.fit_loop.epoch_loop.batch_progress.current.processed
         return cls(*done, _layout(trainer), done == validated_at)
 
-    @classmethod
-    def read(cls, checkpoint: Mapping[str, Any]) -> ResumePoint | None:
-        """Read the point of a checkpoint; None if there is none."""
-        stored = checkpoint.get(POINT_KEY)
-        return None if stored is None else cls(**stored)
-
 
 def set_counters(checkpoint: dict[str, Any], point: ResumePoint) -> None:
     """Set the counters of a checkpoint's training loop as if everything before the point were complete."""

@@ -39,10 +39,6 @@ class WeightAverage:
         """Add the weights after optimiser step 1, 2, ..."""
         self._ema.update(net, step)
 
-    def decay(self, step: int) -> float:
-        """Return d_t of step t = 1, 2, ..."""
-        return self._ema.get_decay(step)
-
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Load the state dict of an averaged network, of full tensors also where the network is sharded."""
         load_full(self.net, weights)

@@ -116,11 +116,7 @@ if NAME not in StrategyRegistry.available_strategies():
 
 
 def check_strategy(strategy: str | Strategy) -> None:
-    """Refuse other strategies that shard: averages, checkpoints and norms of gradients would be of one shard alone.
-
-    Raises:
-        ValueError: It is one of them.
-    """
+    """Refuse other strategies that shard: averages, checkpoints and norms of gradients would be of one shard alone."""
     if isinstance(strategy, str):
         name = strategy
         refused = strategy.startswith(("fsdp", "deepspeed")) and strategy != NAME
@@ -136,11 +132,7 @@ def check_strategy(strategy: str | Strategy) -> None:
 
 
 def check_sharding(trainer: Trainer, hparams: Mapping[str, Any], net: nn.Module) -> None:
-    """Refuse other strategies that shard, and what has not been tested under `FullySharded`.
-
-    Raises:
-        ValueError: Strategy, optimiser, precision, an option of the classifier or its network is not supported.
-    """
+    """Refuse other strategies that shard, and what has not been tested under `FullySharded`."""
     check_strategy(trainer.strategy)
     if not isinstance(trainer.strategy, FullySharded):
         return
