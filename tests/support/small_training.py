@@ -10,8 +10,6 @@ from relvit.data import ImageData
 from relvit.training import ImageClassifier
 
 KWARGS = {"patch_size": 4, "embed_dim": 8, "depth": 1, "num_heads": 2, "max_distance": 1}
-
-
 # A model whose patches halt; its probabilities are large enough for some to do so at once.
 HALTING = {
     "model": "test_relvit_universal",
@@ -92,10 +90,10 @@ def train(module, data=None, ckpt_path=None, **kwargs):
 class NoiseImages(ImageData):
     """So many random images of 7 classes in all splits, in batches of 4, through relvit's own loaders."""
 
-    def __init__(self, count, in_order=False, batch_size=4):
+    def __init__(self, count, in_order=False, batch_size=4, **options):
         names = [f"class {i}" for i in range(7)]
-        options = {"img_size": (8, 12), "augment": "none", "crop_pct": 1.0, "mean": (0.5,) * 3, "std": (0.5,) * 3}
-        super().__init__(names, 3, batch_size=batch_size, num_workers=0, **options)
+        own = {"img_size": (8, 12), "augment": "none", "crop_pct": 1.0, "mean": (0.5,) * 3, "std": (0.5,) * 3}
+        super().__init__(names, 3, batch_size=batch_size, num_workers=0, **own | options)
         generator = torch.Generator().manual_seed(1)
         self.images = torch.randn(count, 3, 8, 12, generator=generator)
         self.labels = torch.randint(0, 7, (count,), generator=generator)

@@ -7,13 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from photos import TINY
-from small_training import KWARGS, assert_close, record_steps, train
+from small_training import KWARGS, record_steps, train
 
-from relvit.cli import main
 from relvit.data import CIFAR10Data, ImageFolderData
 from relvit.data.images.memory import StackedImages
-from relvit.plots import read_metrics
 from relvit.training import ImageClassifier, TrainingImages
 from relvit.training.callbacks import training_images
 
@@ -24,6 +21,11 @@ def sheets(monkeypatch):
     drawn = []
     monkeypatch.setattr(training_images, "plot_sheet", lambda *arguments, **options: drawn.append(arguments))
     return drawn
+
+
+def fit_of(data):
+    """What a callback sees of the trainer and of the module."""
+    return SimpleNamespace(datamodule=data, is_global_zero=True), SimpleNamespace(mixing=None)
 
 
 def test_shows_the_first_images_as_the_model_sees_them(photos, tmp_path, sheets):
@@ -52,33 +54,20 @@ def test_shows_the_first_images_as_the_model_sees_them(photos, tmp_path, sheets)
         assert name == data.class_names[label]
 
 
-def test_a_training_is_the_same_with_and_without(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(TrainingImages, "on_fit_start", lambda *arguments: None)
-    assert main(["fit", f"--config={run / 'config.yaml'}", f"--runs={tmp_path}"]) == 0
-    (without,) = tmp_path.iterdir()
-    assert (run / "training_images.png").is_file()
-    assert not (without / "training_images.png").exists()
-    assert_close(
-        *(torch.load(f / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"] for f in (run, without))
-    )
-    for name in ("train/loss", "val/loss"):
-        assert read_metrics(run / "metrics.csv")[name] == read_metrics(without / "metrics.csv")[name]
-
-
 def test_images_that_cannot_be_read_or_drawn_end_nothing(photos, tmp_path, monkeypatch, capsys):
     root = shutil.copytree(photos, tmp_path / "photos")
     for path in (root / "train" / "cat").iterdir():
         path.write_bytes(b"no image")
-    arguments = ["fit", "--data=ImageFolderData", f"--data.root={root}", *TINY, "--trainer.max_epochs=1"]
-    assert main([*arguments, "--data.on_error=skip", f"--runs={tmp_path / 'skip'}"]) == 0
-    assert len(list((tmp_path / "skip").glob("*/training_images.png"))) == 1
+    data = ImageFolderData(str(root), img_size=16, num_workers=0, on_error="skip")
+    TrainingImages(tmp_path / "skip.png").on_fit_start(*fit_of(data))
+    assert (tmp_path / "skip.png").is_file()
 
     def broken(*arguments, **options):
         raise RuntimeError("no\nfont")
 
     monkeypatch.setattr(training_images, "plot_sheet", broken)
-    assert main([*arguments, "--data.on_error=skip", f"--runs={tmp_path / 'broken'}"]) == 0
-    assert "Note: training_images.png could not be drawn: no font\n" in capsys.readouterr().out
+    TrainingImages(tmp_path / "broken.png").on_fit_start(*fit_of(data))
+    assert "Note: broken.png could not be drawn: no font\n" in capsys.readouterr().out
 
 
 def test_twenty_of_a_batch_of_images_in_memory(tmp_path, sheets):
@@ -86,8 +75,7 @@ def test_twenty_of_a_batch_of_images_in_memory(tmp_path, sheets):
     data = CIFAR10Data(num_workers=0, batch_size=16)
     pixels = np.random.default_rng(0).integers(0, 256, (40, 32, 32, 3), np.uint8)
     data._datasets["train"] = StackedImages(torch.from_numpy(pixels), [i % 10 for i in range(40)], data.train_transform)
-    trainer, module = SimpleNamespace(datamodule=data, is_global_zero=True), SimpleNamespace(mixing=None)
-    TrainingImages(tmp_path / "sheet.png").on_fit_start(trainer, module)
+    TrainingImages(tmp_path / "sheet.png").on_fit_start(*fit_of(data))
     ((pictures, names, _),) = sheets
     assert len(pictures) == len(names) == 20
     assert all(picture.shape == (32, 32, 3) for picture in pictures)

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import fsspec
 import pytest
@@ -12,7 +13,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from photos import TINY
 from safetensors.torch import save_file
-from small_training import KWARGS, Noise, build, train
+from small_training import KWARGS, NoiseImages, build, train
 from timm.models import save_for_hf
 
 from relvit.cli import main
@@ -27,15 +28,7 @@ from relvit.training.checkpoints.pretrained import (
 
 VIT = {"img_size": (8, 12), "num_classes": 7, "patch_size": 4, "embed_dim": 8, "depth": 1, "num_heads": 2}
 NAMES = [f"class {i}" for i in range(7)]
-
-
-class NamedNoise(Noise):
-    """With what a checkpoint writes down about its data."""
-
-    mean, std = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
-
-    def init_args(self):
-        return {"img_size": [8, 12], "mean": list(self.mean), "std": list(self.std)}
+DATA = NoiseImages(16, std=(0.25,) * 3)
 
 
 def same(state, expected):
@@ -47,7 +40,7 @@ def same(state, expected):
 def trained(tmp_path_factory):
     """The checkpoint of one epoch, with averaged weights."""
     module = ImageClassifier("test_relvit", 7, 3, (8, 12), NAMES, KWARGS, ema_decay=0.5, warmup_epochs=0)
-    trainer = train(module, NamedNoise(), max_epochs=1, callbacks=[DescribeCheckpoint()])
+    trainer = train(module, DATA, max_epochs=1, callbacks=[DescribeCheckpoint()])
     path = tmp_path_factory.mktemp("trained") / "best.ckpt"
     trainer.save_checkpoint(path)
     return path
@@ -162,7 +155,7 @@ def test_loaded_only_at_the_start_of_a_new_training(checkpoint, tmp_path, capsys
     assert module.hparams.model_kwargs == KWARGS
     averaged = torch.load(checkpoint, weights_only=True)[AVERAGE_KEY]
     assert not torch.equal(module.net.head.weight, averaged["net.head.weight"])  # not yet
-    trainer = train(module, NamedNoise(), max_epochs=1, callbacks=[DescribeCheckpoint()])
+    trainer = train(module, DATA, max_epochs=1, callbacks=[DescribeCheckpoint()])
     same(module.state_dict(), averaged)
     count = len(averaged)
     assert f"pretrained: {count} of {count} tensors from {checkpoint}\n" in capsys.readouterr().out
@@ -170,18 +163,18 @@ def test_loaded_only_at_the_start_of_a_new_training(checkpoint, tmp_path, capsys
     checkpoint.unlink()
 
     # Trained afresh, evaluated, loaded by itself, trained on: without the file.
-    train(module, NamedNoise(), max_epochs=1)
-    trainer.validate(module, NamedNoise(), verbose=False)
+    train(module, DATA, max_epochs=1)
+    trainer.validate(module, DATA, verbose=False)
     loaded = load_classifier(tmp_path / "second.ckpt")
     same(loaded.state_dict(), averaged)
-    train(loaded, NamedNoise(), max_epochs=1)
+    train(loaded, DATA, max_epochs=1)
     again = ImageClassifier(**torch.load(tmp_path / "second.ckpt", weights_only=True)["relvit"]["model"])
-    train(again, NamedNoise(), max_epochs=2, ckpt_path=tmp_path / "second.ckpt")
+    train(again, DATA, max_epochs=2, ckpt_path=tmp_path / "second.ckpt")
     same(again.state_dict(), averaged)
     assert "pretrained:" not in capsys.readouterr().out
     restored = ImageClassifier.load_from_checkpoint(tmp_path / "second.ckpt")
     same(restored.state_dict(), averaged)
-    train(restored, NamedNoise(), max_epochs=1)
+    train(restored, DATA, max_epochs=1)
 
 
 def test_arguments_change_the_model_that_the_weights_are_of(checkpoint):
@@ -196,7 +189,7 @@ def test_arguments_change_the_model_that_the_weights_are_of(checkpoint):
 
 
 def test_a_note_about_another_normalisation(checkpoint):
-    weights, data = Pretrained(str(checkpoint)).weights(), NamedNoise()
+    weights, data = Pretrained(str(checkpoint)).weights(), SimpleNamespace(mean=DATA.mean, std=DATA.std)
     assert normalisation_note(weights, data) is None
     data.std = (0.25, 0.25, 0.28)
     assert normalisation_note(weights, data) is None

@@ -6,7 +6,7 @@ import pytest
 import timm
 import torch
 from safetensors.torch import save_file
-from small_training import KWARGS, Noise, train
+from small_training import KWARGS, NoiseImages, train
 from timm.models import save_for_hf
 
 from relvit.training import ImageClassifier, load_classifier
@@ -17,13 +17,6 @@ VIT = {"patch_size": 4, "embed_dim": 8, "depth": 1, "num_heads": 2}
 NAMES = [f"class {i}" for i in range(7)]
 MEAN, STD = (0.1, 0.2, 0.3), (0.5, 0.6, 0.7)
 THEIR_MEAN, THEIR_STD = (0.4, 0.5, 0.6), (0.2, 0.3, 0.25)
-
-
-class NormalisedNoise(Noise):
-    mean, std = MEAN, STD
-
-    def init_args(self):
-        return {"img_size": [8, 12], "mean": list(MEAN), "std": list(STD)}
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +77,7 @@ def test_training_steps_hold_the_distillation_loss_of_the_student(student, teach
         return seen[-1][2]
 
     module.training_step = record
-    data = NormalisedNoise()
+    data = NoiseImages(16, mean=MEAN, std=STD)
     trainer = train(module, data, max_steps=2, callbacks=[DescribeCheckpoint()])
     asked = Teacher(teacher[0], 7, (8, 12), NAMES, MEAN, STD)
     for (images, labels), outputs, loss in seen:

@@ -103,18 +103,6 @@ def test_optimisers_by_name_learn_and_their_state_is_plain(net, opt, kwargs, exp
     assert torch.load(file, weights_only=True)["state"]
 
 
-def test_one_step_of_sgd_is_the_formula(net):
-    before = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
-    optimizer = make_optimizer(net, "sgd", 0.1, 0.3, 0.5, {"momentum": 0.0, "nesterov": False})
-    net(torch.randn(2, 3, 8, 12)).sum().backward()
-    optimizer.step()
-    rate = {"head.weight": 0.1, "blocks.1.mlp.fc1.weight": 0.05, "blocks.0.attn.position.key_rows": 0.025}
-    for name, lr in rate.items():
-        parameter = net.get_parameter(name)
-        decay = 0.0 if "position" in name else 0.3
-        torch.testing.assert_close(parameter, before[name] - lr * (parameter.grad + decay * before[name]))
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
