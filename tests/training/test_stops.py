@@ -23,7 +23,7 @@ def images(tmp_path_factory):
 
 def flags(images, folder, callback="resume_proof.Interrupt"):
     # 28 images: seven batches for each of two processes.
-    data = [f"--data.root={images}", "--data.batch_size=2", f"--runs={folder / 'runs'}"]
+    data = [f"--data.root={images}", "--data.batch_size=2", "--data.num_workers=1", f"--runs={folder / 'runs'}"]
     return ["fit", *PROOF.CONFIGURATION.split(), *data, f"--trainer.callbacks={callback}"]
 
 
