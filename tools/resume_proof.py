@@ -221,30 +221,19 @@ def main(arguments: list[str] | None = None) -> int:
         print("| place | EMA | accumulation | end | data | batches before + after | of | outcome |\n|" + "---|" * 8)
         for number, case in enumerate(CASES):
             place, ema, accumulate, end, data = case
-            if any(
-                set(names) & set(only) and name not in only
-                for names, name in ((PLACES, place), (ENDS, end), (DATA, data))
-            ):
+            chosen = ((PLACES, place), (ENDS, end), (DATA, data))
+            if any(set(names) & set(only) and name not in only for names, name in chosen):
                 continue
-            if (ema, accumulate, data) not in wholes:
-                made, status = train(images, root / f"whole{len(wholes)}", ema, accumulate, data)
+            kind = ema, accumulate, data
+            if kind not in wholes:
+                wholes[kind], status = train(images, root / f"whole{len(wholes)}", *kind)
                 assert status == 0
-                wholes[ema, accumulate, data] = made
-            whole = wholes[ema, accumulate, data]
+            whole = wholes[kind]
             wrong, first, second = try_out(root / f"case{number}", images, whole, case)
             failed += bool(wrong)
             outcome = "; ".join(wrong) or "bit-equal"
-            row = (
-                place,
-                "on" if ema else "off",
-                accumulate,
-                end,
-                data,
-                f"{first} + {second}",
-                steps_of(whole),
-                outcome,
-            )
-            print("| " + " | ".join(map(str, row)) + " |", flush=True)
+            cells = (place, "on" if ema else "off", accumulate, end, data, f"{first} + {second}", steps_of(whole))
+            print("| " + " | ".join(map(str, (*cells, outcome))) + " |", flush=True)
     print(f"{failed} failed")
     return int(failed > 0)
 

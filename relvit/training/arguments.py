@@ -21,17 +21,20 @@ def check_arguments(given: Mapping[str, Any]) -> None:
     names, count = given["class_names"], given["num_classes"]
     if names is not None and len(names) != count:
         raise ValueError(f"class_names holds {len(names)} names, num_classes is {count}")
-    lr, min_lr, lr_base_batch, decay = (given[name] for name in ("lr", "min_lr", "lr_base_batch", "ema_decay"))
+    lr, min_lr, base_batch, decay = (given[name] for name in ("lr", "min_lr", "lr_base_batch", "ema_decay"))
     if not 0 <= min_lr <= lr:
         raise ValueError(f"need 0 <= min_lr <= lr, got min_lr {min_lr} and lr {lr}")
-    if lr_base_batch is not None and lr_base_batch < 1:
-        raise ValueError(f"lr_base_batch must be 1 or more, got {lr_base_batch}")
-    if decay is not None and not 0 <= decay < 1:
-        raise ValueError(f"ema_decay must be in 0 <= x < 1, got {decay}")
+    for name, allowed, right in (
+        ("lr_base_batch", "1 or more", base_batch is None or base_batch >= 1),
+        ("ema_decay", "in 0 <= x < 1", decay is None or 0 <= decay < 1),
+        ("freeze_epochs", "0 or more", given["freeze_epochs"] >= 0),
+        ("distill_weight", "in 0 < x <= 1", 0 < given["distill_weight"] <= 1),
+        ("distill_temperature", "positive", given["distill_temperature"] > 0),
+    ):
+        if not right:
+            raise ValueError(f"{name} must be {allowed}, got {given[name]}")
     if given["multi_label"] and given["teacher"]:
         raise ValueError("a teacher is for images of one label each: leave out teacher, or multi_label")
-    if given["freeze_epochs"] < 0:
-        raise ValueError(f"freeze_epochs must be 0 or more, got {given['freeze_epochs']}")
     mixup, cutmix = given["mixup"], given["cutmix"]
     for name, default, needed, there in (
         ("mix_prob", 1.0, "mixup or cutmix", mixup or cutmix),
@@ -49,10 +52,6 @@ def check_arguments(given: Mapping[str, Any]) -> None:
     check_optimizer(given["opt"], given["layer_decay"], given["opt_kwargs"])
     check_choice("nonfinite", given["nonfinite"], get_args(NonFinite))
     check_choice("distill", given["distill"], get_args(Distill))
-    if not 0 < given["distill_weight"] <= 1:
-        raise ValueError(f"distill_weight must be in 0 < x <= 1, got {given['distill_weight']}")
-    if not given["distill_temperature"] > 0:
-        raise ValueError(f"distill_temperature must be positive, got {given['distill_temperature']}")
 
 
 def check_images(net: nn.Module, data: Any, hparams: Mapping[str, Any], stage: str) -> None:

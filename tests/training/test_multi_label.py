@@ -126,12 +126,12 @@ def test_refusals():
         train(build(), SeveralLabels(8), max_epochs=1)
 
 
-@pytest.mark.parametrize("wrong", [[0.5] * 6, [0.5] * 6 + [2.0], [0.5] * 6 + [None], "0.5"])
-def test_thresholds_that_are_none(wrong, tmp_path):
+def test_thresholds_that_are_none(tmp_path):
     module = build(multi_label=True)
     train(module, SeveralLabels(4), max_epochs=1, callbacks=[DescribeCheckpoint()]).save_checkpoint(tmp_path / "a.ckpt")
     content = torch.load(tmp_path / "a.ckpt", weights_only=True)
-    content[KEY]["thresholds"] = wrong
-    torch.save(content, tmp_path / "b.ckpt")
-    with pytest.raises(ValueError, match=r"relvit\.thresholds is not what it should be"):
-        load_classifier(tmp_path / "b.ckpt")
+    for wrong in ([0.5] * 6, [0.5] * 6 + [2.0], [0.5] * 6 + [None], "0.5"):
+        content[KEY]["thresholds"] = wrong
+        torch.save(content, tmp_path / "b.ckpt")
+        with pytest.raises(ValueError, match=r"relvit\.thresholds is not what it should be"):
+            load_classifier(tmp_path / "b.ckpt")
