@@ -391,7 +391,7 @@ class ImageClassifier(EpochMetrics):
             return
         if averaged is not None:
             self._restored_average = {name.removeprefix("net."): value for name, value in averaged.items()}
-        if POINT_KEY not in checkpoint:
+        if checkpoint.get(POINT_KEY) is None:
             return
         point = ResumePoint(**checkpoint[POINT_KEY])
         set_counters(checkpoint, point)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -171,37 +172,35 @@ class Checkpoint:
 
     def transforms(self) -> Transforms:
         """Return how images are resized, cropped and normalised in evaluation."""
-        try:
+        with self._reading("the transforms of its images"):
             mean, std = (tuple(map(float, self.data_args[name])) for name in Normalisation._fields)
             return Transforms(parse_size(self.data_args["img_size"]), mean, std, float(self.data_args["crop_pct"]))
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{self.path} does not hold the transforms of its images: {error!r}") from error
 
     def native(self) -> tuple[tuple[int, int], int] | None:
         """Return patch size and budget of tokens of native images; None where all images have one size."""
         if not self.data_args.get("native"):
             return None
-        try:
+        with self._reading("the shapes of its images"):
             patch = parse_size(self.data_args["patch_size"], "patch_size")
             return patch, int(self.data_args["max_tokens"] or token_budget(self.transforms().img_size, patch))
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{self.path} does not hold the shapes of its images: {error!r}") from error
 
     def class_names(self) -> list[str]:
         """Return the names of the classes in order."""
-        try:
+        with self._reading("the names of its classes"):
             return [str(name) for name in self.data_args["class_names"]]
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{self.path} does not hold the names of its classes: {error!r}") from error
 
     def finished_epochs(self) -> int:
         """Return the number of epochs that were complete."""
-        try:
+        with self._reading("the progress of its training"):
             return int(self.epoch + 1 if self.resume_point is None else ResumePoint(**self.resume_point).epoch)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"{self.path} does not hold the progress of its training, as relvit fit writes it"
-            ) from error
+
+    @contextmanager
+    def _reading(self, what: str) -> Iterator[None]:
+        """Name the part of the file that is missing, or of another type."""
+        try:
+            yield
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{self.path} does not hold {what}, as relvit fit writes it: {error!r}") from error
 
     def check_network(self, asked: Mapping[str, Any]) -> None:
         """Refuse arguments of an `ImageClassifier` for which the weights were not trained."""
