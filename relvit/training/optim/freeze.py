@@ -6,14 +6,7 @@ from torch import nn
 
 
 class Backbone:
-    """All parts of a timm model but its classifier, which can be frozen.
-
-    Args:
-        net: A timm model.
-
-    Raises:
-        ValueError: The model has no classifier with parameters.
-    """
+    """All parts of a timm model but its classifier, which can be frozen."""
 
     def __init__(self, net: nn.Module) -> None:
         heads = net.get_classifier() if hasattr(net, "get_classifier") else ()

@@ -33,10 +33,6 @@ def check_ponder(given: Mapping[str, Any], net: nn.Module) -> None:
 
 
 def ponder_weight(given: Mapping[str, Any], trainer: Trainer) -> float:
-    """Compute the weight of the ponder cost at the optimiser step of a trainer: a linear rise, as of the learning rate.
-
-    Raises:
-        ValueError: there is a warm-up, and the data does not know its length.
-    """
+    """Compute the weight of the ponder cost at a trainer's optimiser step: a linear rise, as of the learning rate."""
     warmup = steps_of(trainer, "ponder_warmup_epochs", given["ponder_warmup_epochs"])
     return given["ponder_weight"] * min(1.0, (trainer.global_step + 1) / (warmup + 1))

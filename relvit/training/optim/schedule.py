@@ -47,11 +47,7 @@ class Plan(NamedTuple):
     warmup_asked: int
 
     def scheduler(self, optimizer: Optimizer, min_lr: float) -> LambdaLR:
-        """Build the scheduler, whose last learning rate is `min_lr`.
-
-        Raises:
-            ValueError: `min_lr` exceeds the peak.
-        """
+        """Build the scheduler, whose last learning rate is `min_lr`."""
         if min_lr > self.lr:
             raise ValueError(f"min_lr {min_lr:g} exceeds {self.lr:g}, the learning rate for {self.batch} images")
         floor = min_lr / self.lr if self.lr else 0.0
@@ -63,9 +59,6 @@ def make_plan(trainer: Trainer, lr: float, base_batch: int | None, warmup_epochs
 
     With `base_batch`, `lr` is meant for that many images per step and grows in proportion (Goyal et al. 2017, arXiv
     1706.02677). The warm-up takes at most half of the steps, so that the full rate is reached, and used.
-
-    Raises:
-        ValueError: The training has no end, its epochs no known length, or its batches no known size.
     """
     # Lightning does so by itself where it needs the length, not where --trainer.max_steps alone ends the training.
     trainer.fit_loop.setup_data()
@@ -79,11 +72,7 @@ def make_plan(trainer: Trainer, lr: float, base_batch: int | None, warmup_epochs
 
 
 def steps_of(trainer: Trainer, name: str, epochs: float) -> int:
-    """Compute how many optimiser steps a number of epochs takes, which the option of this name gives.
-
-    Raises:
-        ValueError: The data does not know its length.
-    """
+    """Compute how many optimiser steps a number of epochs takes, which the option of this name gives."""
     if not epochs:
         return 0
     batches = trainer.num_training_batches
