@@ -30,17 +30,16 @@ def pixels(path):
         return np.asarray(figure.convert("RGB")).astype(int)
 
 
-def test_each_of_a_thousand_classes_has_its_pixels(tmp_path):
-    drawn = []
-    for counts in (np.eye(1000, dtype=int), np.zeros((1000, 1000), int)):
-        plot_confusion(counts, [f"$na_me$ {i}" for i in range(1000)], tmp_path / "a.png")
-        drawn.append(pixels(tmp_path / "a.png").sum(-1))
-    # Where they differ is the diagonal: in every row of pixels, and further right in each.
-    rows, columns = np.nonzero(drawn[0] != drawn[1])
-    different = np.unique(rows)
-    assert len(different) == np.ptp(rows) + 1 >= 1000
-    assert (np.diff([columns[rows == row].mean() for row in different[:: len(different) // 50]]) >= 0).all()
-    assert drawn[0].shape[1] <= 1800
+def test_each_of_a_thousand_classes_has_its_pixels(tmp_path, figures):
+    plot_confusion(np.eye(1000, dtype=int), [f"$na_me$ {i}" for i in range(1000)], tmp_path / "a.png")
+    drawn = pixels(tmp_path / "a.png")
+    left, bottom, right, top = figures[0].axes[0].get_window_extent().extents.round().astype(int)
+    inside = drawn[len(drawn) - top : len(drawn) - bottom, left:right][2:-2, 2:-2]
+    # What is not the lightest of "Blues" is the diagonal: in every row of pixels, and further right in each.
+    rows, columns = np.nonzero(abs(inside - (247, 251, 255)).sum(-1) > 6)
+    assert len(np.unique(rows)) == len(inside) >= 1000
+    assert (np.diff([columns[rows == row].mean() for row in range(0, len(inside), 20)]) > 0).all()
+    assert drawn.shape[1] <= 1800
 
 
 def test_columns_are_predictions_and_colours_proportions_of_rows(tmp_path):

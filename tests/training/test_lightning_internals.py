@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning import Callback, LightningDataModule, LightningModule
 from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.pytorch.callbacks import RichProgressBar
+from lightning.pytorch.callbacks import LambdaCallback, RichProgressBar
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loops.evaluation_loop import RestartStage
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
@@ -29,23 +29,14 @@ MEND = f"Lightning {lightning.__version__} has changed this: mend relvit/trainin
 OTHERS = {"_actions", "_asdict", "_fields", "_replace", "_apply", "_compiled_call_impl", "_dynamo"}
 
 
-class Watch(Callback):
-    """What the functions return at the end of each batch."""
-
-    def __init__(self):
-        self.found = []
-
-    def on_train_batch_end(self, trainer, pl_module, *_):
-        functions = (internals.training_batches_done, internals.stepped_within_epoch, internals.validation_due)
-        self.found.append(tuple(function(trainer) for function in functions))
-
-
 def test_batches_steps_and_validations():
     """Six batches, two in a step, a validation after every third."""
-    watch, module = Watch(), build()
+    found, module = [], build()
+    functions = (internals.training_batches_done, internals.stepped_within_epoch, internals.validation_due)
+    watch = LambdaCallback(on_train_batch_end=lambda trainer, *_: found.append([of(trainer) for of in functions]))
     assert internals.attached_trainer(module) is None, MEND
     trainer = train(module, max_epochs=1, accumulate_grad_batches=2, val_check_interval=3, callbacks=[watch])
-    last, stepped, validates = zip(*watch.found, strict=True)
+    last, stepped, validates = zip(*found, strict=True)
     assert last == (False,) * 5 + (True,), MEND
     assert stepped == (False, True, False, True, False, False), MEND
     assert validates == (False, False, True, False, False, True), MEND

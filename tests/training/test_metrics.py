@@ -3,6 +3,7 @@
 import pytest
 import torch
 from lightning import Callback
+from lightning.pytorch.callbacks import LambdaCallback
 from photos import TINY
 from processes import Ranks, as_torchrun
 from small_training import Noise, build, train
@@ -52,19 +53,15 @@ def test_callbacks_see_the_metrics_of_this_epoch(options):
     assert len({values["train/loss"] for values in seen.found if "train/loss" in values}) == len(seen.found) // 2
 
 
-class Shown(Callback):
-    def __init__(self):
-        self.found = []
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        metrics = trainer.progress_bar_metrics
-        self.found.append((float(outputs["loss"]), len(batch[1]), metrics["loss"], metrics["acc"]))
-
-
 def test_the_bar_shows_the_mean_of_the_epoch_so_far():
-    shown, module = Shown(), build(warmup_epochs=0)
-    trainer = train(module, Noise(), max_epochs=2, callbacks=[shown])
-    for epoch in (shown.found[:6], shown.found[6:]):
+    shown = []
+
+    def note(trainer, pl_module, outputs, batch, batch_idx):
+        metrics = trainer.progress_bar_metrics
+        shown.append((float(outputs["loss"]), len(batch[1]), metrics["loss"], metrics["acc"]))
+
+    trainer = train(build(warmup_epochs=0), max_epochs=2, callbacks=[LambdaCallback(on_train_batch_end=note)])
+    for epoch in (shown[:6], shown[6:]):
         losses, counts, means, _ = (torch.tensor(column) for column in zip(*epoch, strict=True))
         torch.testing.assert_close(means, (losses * counts).cumsum(0) / counts.cumsum(0))
-    assert shown.found[-1][3] == pytest.approx(float(trainer.callback_metrics["train/acc1"]))
+    assert shown[-1][3] == pytest.approx(float(trainer.callback_metrics["train/acc1"]))

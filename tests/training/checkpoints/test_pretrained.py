@@ -20,11 +20,7 @@ from relvit.cli import main
 from relvit.training import ImageClassifier, load_classifier
 from relvit.training.checkpoints.checkpoint import DescribeCheckpoint
 from relvit.training.checkpoints.file import AVERAGE_KEY
-from relvit.training.checkpoints.pretrained import (
-    Architecture,
-    Pretrained,
-    normalisation_note,
-)
+from relvit.training.checkpoints.pretrained import Architecture, Pretrained, normalisation_note
 
 VIT = {"img_size": (8, 12), "num_classes": 7, "patch_size": 4, "embed_dim": 8, "depth": 1, "num_heads": 2}
 NAMES = [f"class {i}" for i in range(7)]
@@ -220,8 +216,8 @@ def test_normalisation_of_weights(checkpoint, tmp_path):
         Pretrained(str(tmp_path)).normalisation()
 
 
-@pytest.mark.parametrize("options", [("--model.pretrained", "--model.teacher"), ("--ckpt_path",)])
-def test_a_training_fetches_each_address_once(options, run, photos, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("options", "epochs"), [(("--model.pretrained", "--model.teacher"), 1), (("--ckpt_path",), 5)])
+def test_a_training_fetches_each_address_once(options, epochs, run, photos, tmp_path, monkeypatch):
     fetched, get_file = [], MemoryFileSystem.get_file
     monkeypatch.setattr(
         MemoryFileSystem, "get_file", lambda self, path, *args: fetched.append(path) or get_file(self, path, *args)
@@ -232,5 +228,5 @@ def test_a_training_fetches_each_address_once(options, run, photos, tmp_path, mo
     for option in options:
         fsspec.filesystem("memory").pipe(f"/source/{option}.ckpt", (run / "checkpoints" / "best.ckpt").read_bytes())
         arguments.append(f"{option}=memory://source/{option}.ckpt")
-    assert main([*arguments, "--trainer.max_epochs=5"]) == 0
+    assert main([*arguments, f"--trainer.max_epochs={epochs}"]) == 0
     assert sorted(fetched) == sorted(f"/source/{option}.ckpt" for option in options)
