@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 from lightning import Callback
-from small_training import HALTING, NoiseImages, Record, SeveralLabels, build, train
+from small_training import HALTING, NoiseImages, Record, SeveralLabels, build, record_steps, train
 from torch import nn
 
 from relvit.training import AtomicCheckpointIO
@@ -81,13 +81,7 @@ def with_batch_norm():
 def order():
     """Images of each epoch, in the order in which this process trained on them."""
     module, data, seen = build(warmup_epochs=0), NoiseImages(12), []
-    step = module.training_step
-
-    def record(batch, batch_idx):
-        seen.append((module.current_epoch, data.indices(batch[0])))
-        return step(batch, batch_idx)
-
-    module.training_step = record
+    record_steps(module, lambda batch, _: seen.append((module.current_epoch, data.indices(batch[0]))))
     fit(module, data=data)
     return seen
 
