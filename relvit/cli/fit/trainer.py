@@ -22,10 +22,9 @@ from relvit.cli.fit.callbacks import Announcement, RunConfig, progress_callbacks
 from relvit.cli.fit.launch import Launch, check_devices, check_processes, environment_of, launched, leave_processes
 from relvit.cli.fit.normalisation import set_normalisation
 from relvit.cli.fit.options import TRAINER_DEFAULTS, add_own_options
+from relvit.cli.fit.other_images import asked_paths, data_of_paths, data_of_robustness
 from relvit.cli.fit.outcome import report_fit, report_predict, report_test
-from relvit.cli.fit.predict_paths import asked_paths, data_of_paths
 from relvit.cli.fit.resume import changed_options, fit_options, resume_arguments
-from relvit.cli.fit.robustness import data_of_robustness
 from relvit.cli.fit.run_folder import check_runs, explain_full_disk, lock_run_folder, make_run_folder
 from relvit.cli.parser import Parser
 from relvit.data import ImageData
@@ -125,17 +124,16 @@ class RelvitCLI(OpenLightningCLI):
                 f"{path} holds weights alone (an average does), with which no training can go on: start one from them "
                 f"with --model.pretrained {path}"
             )
+        self.knows_data: bool = True
         if self.paths is not None:
-            self.knows_data = True
             return data_of_paths(checkpoint)
         if option(self.arguments, "--robustness") is not None:
-            self.knows_data = True
             return data_of_robustness(checkpoint, self.arguments)
         data, asked = checkpoint.data["class_path"], option(self.arguments, "--data")
         # A file must not choose what is imported.
         if checkpoint.data_type is None and asked is None:
             raise UsageError(f"{path} was trained with the data module {data}: give --data {data}")
-        self.knows_data: bool = checkpoint.data_type is not None or data == asked
+        self.knows_data = checkpoint.data_type is not None or data == asked
         return checkpoint
 
     def subcommands(self) -> dict[str, set[str]]:
