@@ -17,20 +17,15 @@ _TRAINING |= {"--pretrained": "--model.pretrained", "--logger": "--trainer.logge
 # The TensorBoard log is the default, and a run's metrics.csv is always there.
 LOGGERS = {"wandb": "WandbLogger", "mlflow": "MLFlowLogger", "tensorboard": "null", "csv": "false"}
 
-# Command -> {another name of an option: its name}. Functions have the short names themselves, and take the long ones
-# under which the data of the other commands knows the same options.
+# Command -> {another name of an option: its name}.
 ALIASES: dict[str, dict[str, str]] = {
     "fit": _DATA | _TRAINER | _TRAINING,
     **dict.fromkeys(("validate", "test", "predict"), _DATA | _TRAINER),
-    "resolutions": {f"--data.{name}": f"--{name}" for name in ("root", "batch_size")},
-    "calibrate": {f"--data.{name}": f"--{name}" for name in ("root", "batch_size")},
-    "embed": {f"--data.{name}": f"--{name}" for name in ("root", "img_size", "batch_size", "num_workers")},
-    "export": {"--data.img_size": "--img_size"},
-    "predict-onnx": {f"--data.{name}": f"--{name}" for name in ("img_size", "batch_size", "num_workers", "on_error")}
-    | {"--ckpt_path": "--model"},
-    "show": {"--data.img_size": "--img_size"},
-    "explain": {"--data.img_size": "--img_size", "--model.model": "--model"},
+    "predict-onnx": {"--ckpt_path": "--model"},
+    "explain": {"--model.model": "--model"},
 }
+# Commands with a data module of their own. The others take its options `--data.NAME` for their `--NAME`, too.
+_OWN_DATA = ("fit", "validate", "test", "predict", "probe", "check-data")
 
 # Command -> the options that arguments without a name stand for.
 POSITIONALS: dict[str, tuple[str, ...]] = {
@@ -153,6 +148,8 @@ def rewrite(command: str, arguments: Sequence[str]) -> Rewritten:
         if reason := ELSEWHERE.get((command, name)):
             raise UsageError(f"{name}: {reason}")
         own = aliases.get(name, name)
+        if command not in _OWN_DATA and name.startswith("--data."):
+            own = f"--{name.removeprefix('--data.')}"
         if name == "--model" and (value is None or value.endswith(_FILE) or value.startswith("{")):
             own = name
         if own in ("--config", "-c") and value is not None:

@@ -50,15 +50,12 @@ SHOWN: dict[str, dict[str, tuple[str, ...]]] = {
 # What is not in the signature of a class or function, or explained there at a length for Python.
 TEXTS = {
     "ckpt_path": "The checkpoint to use, such as runs/RUN/checkpoints/best.ckpt.",
-    "predict-onnx model": "The file that relvit export wrote; its JSON file is beside it.",
-    "predict-onnx paths": "Image files, folders (with all below them) and patterns such as 'photos/*.jpg'.",
-    "explain model": "A model of relvit, or with --retrofit '{}' one of timm's Vision Transformers.",
     "resolutions ckpt_path": "The checkpoints to compare, one or several of the same classes and images.",
     "config": "A configuration in YAML, or one of relvit's by its name, such as digits; later ones override "
     "earlier ones.",
     "seed_everything": "The seed of all random numbers. Default: 0.",
-    "paths": "Image files, folders (with all below them) and patterns such as 'photos/*.jpg'; by default the images of "
-    "test or else val, where the checkpoint was trained.",
+    "predict paths": "Image files, folders (with all below them) and patterns such as 'photos/*.jpg'; by default "
+    "the images of test or else val, where the checkpoint was trained.",
     "data": f"The kind of data: {', '.join(sorted(cls.__name__ for cls in data_modules()))}; --data.help NAME lists "
     "the options of a kind. --root alone means ImageFolderData.",
     "data.root": "The folder of the images: DIR/train/CLASS/IMAGE, and val and test likewise.",
@@ -66,7 +63,7 @@ TEXTS = {
     "data.cache": "Decode all images once and keep them in memory. Default: false.",
     "data.on_error": "What to do about a file that cannot be read: error stops, skip goes on without it. By default "
     "trainings stop, predict goes on.",
-    "model": "A model of relvit or timm; by default relvit_small, or that of --pretrained.",
+    "model.model": "A model of relvit or timm; by default relvit_small, or that of --pretrained.",
     "model.model_kwargs.X": "An argument X of that model, such as rel_terms, max_distance or drop_path_rate.",
     "model.pretrained": "The weights to start from: a checkpoint, the name of a model of timm, or a file or folder of "
     "weights.",
@@ -137,7 +134,7 @@ def short_help(command: str, module: str, summary: str) -> str:
 
 
 def _text(command: str, name: str, own: str, action: argparse.Action | None) -> str:
-    text = TEXTS.get(f"{command} {name}") or TEXTS.get(name) or TEXTS.get(own)
+    text = TEXTS.get(f"{command} {name}") or TEXTS.get(own)
     if text is not None or action is None:
         return text or ""
     text = action.help

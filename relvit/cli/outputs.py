@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from relvit.utils.files import check_output, is_address
+from relvit.utils.files import check_output, is_address, write_csv
 
 FORMATS = (".csv", ".json", ".png")
 
@@ -30,10 +29,7 @@ def write_rows(target: Path, rows: Sequence[dict[str, Any]], draw: Callable[[Pat
     """Write rows to a CSV or JSON file, or `draw` them into a PNG, and print the file's name."""
     match target.suffix:
         case ".csv":
-            with open(target, "w", newline="", encoding="utf-8") as file:
-                writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-                writer.writeheader()
-                writer.writerows(rows)
+            write_csv(target, list(rows[0]), (list(row.values()) for row in rows))
         case ".json":
             target.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
         case ".png":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from relvit.cli.errors import UsageError
 from relvit.evaluation import Predictor, Size, embed_folder, write_embeddings
 from relvit.evaluation.embeddings import check_format
 from relvit.models import Reach
+from relvit.utils.files import write_csv
 from relvit.utils.messages import printable
 from relvit.utils.progress import with_bar
 
@@ -47,8 +47,7 @@ def embed(
     if found.unreadable:
         listed = Path(output).with_suffix(".unreadable.csv")
         rows = [(printable(path), reason) for path, reason in sorted(found.unreadable.items())]
-        with open(listed, "w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([("path", "reason"), *rows])
+        write_csv(listed, ("path", "reason"), rows)
         images = "1 image" if len(rows) == 1 else f"{len(rows)} images"
         print(f"{images} could not be read and were left out; {listed} says why")
     if not found.paths:
