@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import fit, only
 from photos import TINY, write_photos
 
 from relvit.cli import main
@@ -24,11 +25,14 @@ def photos(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def run(photos, tmp_path_factory) -> Path:
     """The folder of a short training on `photos` through the command line."""
-    runs = tmp_path_factory.mktemp("runs")
-    arguments = ["fit", "--data=ImageFolderData", f"--data.root={photos}", f"--runs={runs}", *TINY]
-    assert main([*arguments, "--trainer.max_epochs=4", "--model.lr=5e-3", "--model.warmup_epochs=1"]) == 0
-    (folder,) = runs.iterdir()
-    return folder
+    options = ["--trainer.max_epochs=4", "--model.lr=5e-3", "--model.warmup_epochs=1"]
+    return fit(photos, tmp_path_factory.mktemp("runs"), *options)
+
+
+@pytest.fixture(scope="session")
+def best(run) -> Path:
+    """The best checkpoint of that training."""
+    return run / "checkpoints" / "best.ckpt"
 
 
 @pytest.fixture(scope="session")
@@ -38,5 +42,19 @@ def digits_run(tmp_path_factory) -> Path:
     tiny = [a for a in TINY if not a.startswith(("--data.", "--model.model_kwargs.patch_size"))]
     arguments = ["fit", "--data=DigitsData", f"--runs={runs}", *tiny, "--model.model_kwargs.patch_size=4"]
     assert main([*arguments, "--trainer.max_epochs=1", "--data.batch_size=256"]) == 0
-    (folder,) = runs.iterdir()
-    return folder
+    return only(runs)
+
+
+@pytest.fixture
+def fails(capsys):
+    """Call with the arguments of a command that fails, and maybe its exit status: its message, of one line or two."""
+
+    def run(arguments, status=2):
+        capsys.readouterr()
+        assert main([str(argument) for argument in arguments]) == status, arguments
+        message = capsys.readouterr().err
+        assert "Traceback" not in message
+        assert len(message.strip().splitlines()) <= 2, message
+        return message
+
+    return run

@@ -1,19 +1,15 @@
 """Loggers by one word, and what of a run they get."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
+from command_line import fit, summary
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, WandbLogger
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from relvit.cli import main
 from relvit.cli.aliases import rewrite
 from relvit.cli.fit.loggers import FIGURES, send_results
-
-DIGITS = ["fit", "--config=digits", "--epochs=1", "--quiet", "--accelerator=cpu"]
-DIGITS += [f"--trainer.limit_{split}_batches=1" for split in ("train", "val", "test")]
 
 
 @pytest.mark.parametrize(
@@ -39,23 +35,21 @@ def recording(kind, sent):
 def test_figures_and_numbers_are_sent(kind, tmp_path):
     path, sent = tmp_path / FIGURES[1], []
     Image.new("RGB", (3, 2)).save(path)
-    summary = {"model": "relvit_tiny", "val/acc1": 0.5, "epochs": 3}
-    send_results(SimpleNamespace(loggers=[recording(kind, sent)]), tmp_path, summary)
+    results = {"model": "relvit_tiny", "val/acc1": 0.5, "epochs": 3}
+    send_results(SimpleNamespace(loggers=[recording(kind, sent)]), tmp_path, results)
     figure = {WandbLogger: [("curves", [str(path)])], MLFlowLogger: [("7", str(path))]}.get(kind, [])
     assert sent == [{"summary/val/acc1": 0.5}, *figure]
 
 
 @pytest.mark.parametrize("word", ["csv", "tensorboard"])
-def test_runs_that_log_to_files(word, tmp_path):
-    assert main([*DIGITS, "--logger", word, f"--runs={tmp_path}"]) == 0
-    (run,) = tmp_path.iterdir()
+def test_runs_that_log_to_files(word, photos, tmp_path):
+    run = fit(photos, tmp_path, "--logger", word)
     assert (run / "metrics.csv").is_file()
     log = run / "tensorboard"
     assert log.is_dir() == (word == "tensorboard")
     if log.is_dir():
         events = EventAccumulator(str(log)).Reload()
-        summary = json.loads((run / "summary.json").read_text())
-        assert events.Scalars("summary/test/acc1")[0].value == pytest.approx(summary["test/acc1"])
+        assert events.Scalars("summary/test/acc1")[0].value == pytest.approx(summary(run)["test/acc1"])
         (image,) = events.Images("curves")
         with Image.open(run / "curves.png") as figure:
             assert (image.width, image.height) == figure.size

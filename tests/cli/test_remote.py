@@ -1,36 +1,31 @@
 """Checkpoints at remote addresses do what local ones do; runs are not written there."""
 
-import csv
 import functools
 import http.server
-import re
 import threading
 
 import fsspec
 import numpy as np
 import pytest
 import torch
-from photos import TINY
+from command_line import QUIET, fit, printed, rows
 
 import relvit
 from relvit.cli import main
 from relvit.training import read_checkpoint
 from relvit.training.checkpoints.pretrained import Pretrained
 
-QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
-
 
 @pytest.fixture(scope="module")
-def best(run):
+def places(best):
     """The path of a checkpoint, and an address with the same."""
-    path = run / "checkpoints" / "best.ckpt"
-    fsspec.filesystem("memory").pipe("/runs/best.ckpt", path.read_bytes())
-    return path, "memory://runs/best.ckpt"
+    fsspec.filesystem("memory").pipe("/runs/best.ckpt", best.read_bytes())
+    return best, "memory://runs/best.ckpt"
 
 
 def loss(arguments, capsys):
     assert main(arguments) == 0
-    return float(re.search(r"val/loss\W+([\d.]+)", capsys.readouterr().out)[1])
+    return printed("val/loss", capsys.readouterr().out)
 
 
 def same(first, second):
@@ -40,8 +35,7 @@ def same(first, second):
 
 def test_what_lies_at_an_address_now_counts(best, tmp_path, capsys):
     """Lightning's own way would read the older file of the same name again."""
-    path, _ = best
-    content = torch.load(path, weights_only=True)
+    content = torch.load(best, weights_only=True)
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -55,8 +49,8 @@ def test_what_lies_at_an_address_now_counts(best, tmp_path, capsys):
     assert losses[0] != losses[1]
 
 
-def test_commands_and_python(best, photos, tmp_path, capsys):
-    path, address = best
+def test_commands_and_python(places, photos, tmp_path, fails):
+    path, address = places
     image = photos / "test" / "cat" / "0.jpg"
     assert relvit.load(address).predict(image) == relvit.load(path).predict(image)
     for name, source in (("local", path), ("remote", address)):
@@ -73,30 +67,25 @@ def test_commands_and_python(best, photos, tmp_path, capsys):
     first, second = (np.load(tmp_path / name / "x.npz") for name in ("local", "remote"))
     assert all(np.array_equal(first[name], second[name]) for name in first)
     same(*(read_checkpoint(tmp_path / name / "x.ckpt")["state_dict"] for name in ("local", "remote")))
-    rows = []
-    for name, source in (("local", path), ("remote", address)):
-        with open(tmp_path / name / "sizes.csv", newline="") as file:
-            (row,) = csv.DictReader(file)
-        assert (row.pop("checkpoint"), float(row.pop("images_per_second")) > 0) == (str(source), True)
-        rows.append(row)
-    assert rows[0] == rows[1]
-    assert main(["average", f"--ckpt_paths=[{address},{address}]", f"--output={tmp_path / 'x.ckpt'}"]) == 2
-    assert f"{address} is given twice" in capsys.readouterr().err
+    sizes = [row for name in ("local", "remote") for row in rows(tmp_path / name / "sizes.csv")]
+    assert [row.pop("checkpoint") for row in sizes] == [str(path), address]
+    assert all(float(row.pop("images_per_second")) > 0 for row in sizes)
+    assert sizes[0] == sizes[1]
+    twice = ["average", f"--ckpt_paths=[{address},{address}]", f"--output={tmp_path / 'x.ckpt'}"]
+    assert f"{address} is given twice" in fails(twice)
 
 
 @pytest.mark.parametrize("option", [pytest.param("--model.pretrained", marks=pytest.mark.slow), "--ckpt_path"])
-def test_trainings_start_from_an_address_as_from_a_file(option, best, photos, tmp_path):
+def test_trainings_start_from_an_address_as_from_a_file(option, places, photos, tmp_path):
     weights = []
-    for number, source in enumerate(best):
-        runs = tmp_path / str(number)
-        arguments = ["fit", "--data=ImageFolderData", f"--data.root={photos}", f"--runs={runs}", f"{option}={source}"]
-        assert main([*arguments, *TINY, "--trainer.max_epochs=5"]) == 0
-        weights.append(read_checkpoint(next(runs.glob("*/checkpoints/last.ckpt")))["state_dict"])
+    for number, source in enumerate(places):
+        folder = fit(photos, tmp_path / str(number), f"{option}={source}", "--trainer.max_epochs=5")
+        weights.append(read_checkpoint(folder / "checkpoints" / "last.ckpt")["state_dict"])
     same(*weights)
 
 
 def test_weights_of_other_kinds(best, tmp_path):
-    state = read_checkpoint(best[0])["state_dict"]
+    state = read_checkpoint(best)["state_dict"]
     torch.save(state, tmp_path / "x.pth")
     fsspec.filesystem("memory").put_file(str(tmp_path / "x.pth"), "/weights/x.pth")
     same(Pretrained("memory://weights/x.pth").weights().state, state)
@@ -114,24 +103,22 @@ def test_weights_of_other_kinds(best, tmp_path):
         ),
     ],
 )
-def test_what_is_not_written_to_addresses(arguments, message, best, tmp_path, capsys, monkeypatch):
+def test_what_is_not_written_to_addresses(arguments, message, best, tmp_path, fails, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main([argument.replace("BEST", str(best[0])) for argument in arguments]) == 2
-    assert message in capsys.readouterr().err
+    assert message in fails([argument.replace("BEST", str(best)) for argument in arguments])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_callback_may_write_there(photos, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    arguments = ["fit", "--data=ImageFolderData", f"--data.root={photos}", f"--runs={tmp_path / 'runs'}", *TINY]
     callback = ["--trainer.callbacks=ModelCheckpoint", "--trainer.callbacks.dirpath=memory://kept"]
-    assert main([*arguments, *callback, "--trainer.callbacks.filename=x", "--trainer.max_epochs=1"]) == 0
-    last = read_checkpoint(next((tmp_path / "runs").glob("*/checkpoints/last.ckpt")))
+    folder = fit(photos, tmp_path / "runs", *callback, "--trainer.callbacks.filename=x")
+    last = read_checkpoint(folder / "checkpoints" / "last.ckpt")
     same(read_checkpoint("memory://kept/x.ckpt")["state_dict"], last["state_dict"])
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
-def test_what_cannot_be_fetched_is_one_sentence(capsys):
-    assert main(["validate", "--ckpt_path=http://127.0.0.1:1/best.ckpt", *QUIET]) == 1
-    (line,) = capsys.readouterr().err.strip().splitlines()
+def test_what_cannot_be_fetched_is_one_sentence(fails):
+    message = fails(["validate", "--ckpt_path=http://127.0.0.1:1/best.ckpt", *QUIET], status=1)
+    (line,) = message.strip().splitlines()
     assert line.startswith("relvit validate: error: http://127.0.0.1:1/best.ckpt could not be fetched: Client")

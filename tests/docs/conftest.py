@@ -7,10 +7,10 @@ import pytest
 
 
 @pytest.fixture
-def place(run, photos, tmp_path, monkeypatch):
+def place(best, photos, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("best", "a", "b"):
-        shutil.copy(run / "checkpoints" / "best.ckpt", f"{name}.ckpt")
+        shutil.copy(best, f"{name}.ckpt")
     shutil.copytree(photos, "photos")
     shutil.copytree(photos / "test", "folder/of/images")
     labels = {"cat": "cat;dog", "dog": "dog", "owl": ""}

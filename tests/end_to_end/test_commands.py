@@ -8,7 +8,7 @@ import json
 import shutil
 
 import pytest
-from checkpoints import write_checkpoint_like
+from command_line import write_checkpoint_like
 from photos import CLASSES
 from PIL import Image
 from processes import finish, in_terminal, start

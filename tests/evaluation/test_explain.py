@@ -1,7 +1,5 @@
 """Plans of layers: the backend that runs, the width that 'fused' makes, parameters counted by hand, refusals."""
 
-from pathlib import Path
-
 import pytest
 import timm
 import torch
@@ -66,7 +64,7 @@ def test_other_families(name):
     assert plan.parameters > 0
 
 
-def test_retrofitted_models():
+def test_retrofitted_models_and_what_has_no_plan():
     vit = timm.create_model("test_vit", img_size=32, patch_size=8, num_classes=5)
     with pytest.raises(ValueError, match="VisionTransformer has no layers of relvit"):
         relvit.explain(vit)
@@ -74,9 +72,6 @@ def test_retrofitted_models():
     naflex = timm.create_model("naflexvit_base_patch16_gap", embed_dim=16, depth=1, num_heads=2, num_classes=5)
     with pytest.raises(ValueError, match="has no patch_embed, which would tell the grid of an image"):
         relvit.explain(relvit.retrofit(naflex))
-
-
-def test_errors():
     with pytest.raises(ValueError, match="image height 20 is not a multiple of the patch size 8"):
         relvit.explain(small(), 20)
 
@@ -90,26 +85,19 @@ def test_nothing_is_drawn_and_no_gradient_is_left():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_the_command(capsys):
+def test_the_command(capsys, fails):
     assert main(["explain", "test_relvit", "--img_size", "[160,96]", "--model_kwargs.depth", "2"]) == 0
-    assert "| blocks.0.attn ... blocks.1.attn (2) | RelativePosition2d | kv | tiled |" in capsys.readouterr().out
-    assert main(["explain", "--model.model", "test_relvitt"]) == 2
-    assert "did you mean 'test_relvit'" in capsys.readouterr().err
-
-
-def test_the_command_takes_a_checkpoint(capsys):
-    checkpoint = str(Path(__file__).parents[1] / "fixtures" / "run_of_0_1" / "checkpoints" / "last.ckpt")
-    assert main(["explain", checkpoint]) == 0
-    assert "| blocks.0.attn" in capsys.readouterr().out
-    assert main(["explain", checkpoint, "--model_kwargs.depth=2"]) == 2
-    assert "a checkpoint has its own" in capsys.readouterr().err
-
-
-def test_the_command_names_model_and_size(capsys):
-    assert main(["explain", "relvit_tiny", "--img_size", "[64,96]"]) == 0
     title, _, *table = capsys.readouterr().out.splitlines()
-    assert title == "relvit_tiny at 64 x 96 pixels, as it would train on the CPU in float32:"
+    assert title == "test_relvit at 160 x 96 pixels, as it would train on the CPU in float32:"
     assert len(table) == 3
+    assert "| blocks.0.attn ... blocks.1.attn (2) | RelativePosition2d | kv | tiled |" in table[2]
+    assert "did you mean 'test_relvit'" in fails(["explain", "--model.model", "test_relvitt"])
+
+
+def test_the_command_takes_a_checkpoint(best, capsys, fails):
+    assert main(["explain", str(best)]) == 0
+    assert "| blocks.0.attn" in capsys.readouterr().out
+    assert "a checkpoint has its own" in fails(["explain", best, "--model_kwargs.depth=2"])
 
 
 @pytest.mark.slow

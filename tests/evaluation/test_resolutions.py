@@ -5,7 +5,7 @@ import shutil
 import pytest
 import timm
 import torch
-from checkpoints import write_checkpoint_like
+from command_line import write_checkpoint_like
 from photos import CLASSES
 from torchmetrics.functional.classification import multiclass_calibration_error
 
@@ -17,11 +17,6 @@ from relvit.training.optim.ema import WeightAverage
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 VIT = {"patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}
-
-
-@pytest.fixture(scope="module")
-def best(run):
-    return run / "checkpoints" / "best.ckpt"
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +49,7 @@ def logits_and_labels(net, photos, split, *transform):
     return torch.stack(logits), torch.tensor(labels)
 
 
-@pytest.mark.parametrize("protocol", ["crop", "resize", "field"])
-@pytest.mark.parametrize("split", ["val", "train"])
+@pytest.mark.parametrize(("protocol", "split"), [("crop", "val"), ("resize", "val"), ("field", "train")])
 def test_figures_of_the_logits(protocol, split, best, photos):
     (row,) = evaluate_sizes(best, [(24, 40)], split, accelerator="cpu", protocol=protocol)
     transform = ((24, 40), MEAN, STD, 0.9, protocol, 16)

@@ -1,11 +1,10 @@
 """`relvit resolutions`: the table, the files, and mistakes; the numbers are checked in `tests/evaluation`."""
 
-import csv
 import json
 import re
 
 import pytest
-from checkpoints import write_checkpoint_like
+from command_line import rows, write_checkpoint_like
 from PIL import Image
 
 from relvit.cli import main
@@ -13,11 +12,6 @@ from relvit.cli.commands.resolutions import short_labels
 from relvit.evaluation import evaluate_sizes
 
 VIT = {"patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}
-
-
-@pytest.fixture(scope="module")
-def best(run):
-    return str(run / "checkpoints" / "best.ckpt")
 
 
 def test_two_checkpoints_and_all_files(best, tmp_path, capsys):
@@ -31,22 +25,22 @@ def test_two_checkpoints_and_all_files(best, tmp_path, capsys):
     assert lines[1] == f"2  {vit}: vit_tiny_patch16_224, trained at 16 x 16 px"
     assert lines[2].startswith("18 images of test; field: objects keep their scale")
     assert "vit_tiny_patch16_224 at 24 x 16" in err
-    rows = json.loads((tmp_path / "new" / "folder" / "resolutions.json").read_text())
+    found = json.loads((tmp_path / "new" / "folder" / "resolutions.json").read_text())
     expected = evaluate_sizes([best, vit], [16, (24, 16)], "test", accelerator="cpu", protocol="field", fill="grey")
-    for row, of_python in zip(rows, expected, strict=True):
+    for row, of_python in zip(found, expected, strict=True):
         assert row.keys() == of_python.keys()
         # A first pass keeps index tables in memory, which a second one finds there.
         assert row["peak_memory"] == pytest.approx(of_python["peak_memory"], rel=0.01)
         measured = dict.fromkeys(("images_per_second", "peak_memory"))
         assert row | measured == of_python | measured
-    with open(tmp_path / "new" / "folder" / "resolutions.csv", newline="") as file:
-        assert list(csv.DictReader(file)) == [{name: str(value) for name, value in row.items()} for row in rows]
+    of_csv = rows(tmp_path / "new" / "folder" / "resolutions.csv")
+    assert of_csv == [{name: str(value) for name, value in row.items()} for row in found]
     with Image.open(tmp_path / "new" / "folder" / "resolutions.png") as figure:
         assert figure.size == (1500, 550)
     # By size and number of the checkpoint, though rows are by checkpoint.
     table = [numbers for line in lines if (numbers := re.findall(r"\d\.\d{4}(?= )", line))]
     names = ("acc1", "loss", "calibration_error")
-    assert table == [[f"{rows[index][name]:.4f}" for name in names] for index in (0, 2, 1, 3)]
+    assert table == [[f"{found[index][name]:.4f}" for name in names] for index in (0, 2, 1, 3)]
 
 
 def test_paths_are_shortened_to_what_differs():
@@ -67,8 +61,7 @@ def test_paths_are_shortened_to_what_differs():
         (["--sizes=[16,20]"], "image height 20 is not a multiple of the patch size 8"),
     ],
 )
-def test_mistakes(options, message, best, capsys, tmp_path, monkeypatch):
+def test_mistakes(options, message, best, fails, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["resolutions", best, "--sizes=[16]", "--accelerator=cpu", *options]) == 2
-    assert message in capsys.readouterr().err
+    assert message in fails(["resolutions", best, "--sizes=[16]", "--accelerator=cpu", *options])
     assert not list(tmp_path.iterdir())

@@ -1,17 +1,15 @@
 """Every data module by its name on the command line: fit, test from the checkpoint, predict as suggested."""
 
-import csv
 import shlex
 
 import pytest
 from cifar_archive import make_archive
+from command_line import QUIET, only, rows
 from photos import CLASSES, TINY
 from torchvision.datasets import CIFAR10
 
 from relvit.cli import main
 from relvit.data import CIFAR10Data
-
-QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
 
 
 def fit_and_follow(arguments, runs, capsys, replace=None):
@@ -21,7 +19,7 @@ def fit_and_follow(arguments, runs, capsys, replace=None):
     """
     replace = replace or {"FOLDER_OF_IMAGES": ""}
     assert main(["fit", *arguments, f"--runs={runs}", *TINY, "--trainer.max_epochs=1"]) == 0
-    (folder,) = runs.iterdir()
+    folder = only(runs)
     for line in [line for line in capsys.readouterr().out.splitlines() if line.startswith("  relvit ")]:
         command = [word for word in (replace.get(word, word) for word in shlex.split(line)[1:]) if word]
         limit = ["--accelerator=cpu"] if command[0] == "resolutions" else QUIET
@@ -29,11 +27,6 @@ def fit_and_follow(arguments, runs, capsys, replace=None):
         assert main([*command, *limit, *more]) == 0, line
     (predictions,) = set(runs.iterdir()) - {folder}
     return folder, predictions
-
-
-def rows(path):
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def test_cifar(tmp_path, photos, monkeypatch, capsys):
@@ -49,8 +42,7 @@ def test_cifar(tmp_path, photos, monkeypatch, capsys):
     best = f"--ckpt_path={folder / 'checkpoints' / 'best.ckpt'}"
     images = ["--data=ImageFolderData", f"--data.root={photos / 'test' / 'cat'}"]
     assert main(["predict", best, *images, f"--runs={tmp_path / 'own'}", *QUIET]) == 0
-    (own,) = (tmp_path / "own").iterdir()
-    found = rows(own / "predictions.csv")
+    found = rows(only(tmp_path / "own") / "predictions.csv")
     assert [row["path"] for row in found] == [f"{photos}/test/cat/{i}.jpg" for i in range(6)]
     assert {row["class"] for row in found} <= set(CIFAR10Data.classes)
 
@@ -71,7 +63,6 @@ def test_lists(tmp_path, photos, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--data=CIFAR10Dat"], "did you mean 'CIFAR10Data'"),
         (
             ["--data=CIFAR10Data", "--data.on_error=skip"],
             "unknown option --data.on_error: 'ImageFolderData', 'ImageListData', 'ImageNetData', 'ReaderData' have it; "
@@ -83,6 +74,5 @@ def test_lists(tmp_path, photos, capsys):
         (["--data=CIFAR100Data", "--data.download=false", "--data.root=nowhere"], "no CIFAR-100 in "),
     ],
 )
-def test_mistakes(arguments, message, capsys):
-    assert main(["fit", *arguments, *QUIET]) == 2
-    assert message in capsys.readouterr().err
+def test_mistakes(arguments, message, fails):
+    assert message in fails(["fit", *arguments, *QUIET])

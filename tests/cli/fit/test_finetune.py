@@ -1,6 +1,5 @@
 """Fine-tuning through the command line: from a checkpoint, and from weights of timm, on other classes and sizes."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 import timm
 import torch
 import yaml
+from command_line import QUIET, only, summary
 from photos import TINY
 from PIL import Image
 from timm.models import save_for_hf
@@ -39,20 +39,19 @@ def animals(tmp_path_factory) -> Path:
 def fit(root, runs, *extra):
     arguments = ["fit", "--data=ImageFolderData", f"--data.root={root}", f"--runs={runs}", *COMMON, *extra]
     assert main([*arguments, "--trainer.max_epochs=1"]) == 0
-    (folder,) = runs.iterdir()
-    return folder
+    return only(runs)
 
 
-def test_from_a_checkpoint_to_other_classes_and_on_from_there(run, animals, tmp_path, capsys):
-    source = Path(shutil.copy(run / "checkpoints" / "best.ckpt", tmp_path / "source.ckpt"))
+def test_from_a_checkpoint_to_other_classes_and_on_from_there(best, animals, tmp_path, capsys, fails):
+    source = Path(shutil.copy(best, tmp_path / "source.ckpt"))
     still = ("--model.freeze_epochs=1", "--data.img_size=[24,16]", "--model.warmup_epochs=0")
     folder = fit(animals, tmp_path / "runs", f"--model.pretrained={source}", *still)
     count = len(read_checkpoint(source)["state_dict"])
     line = f"pretrained: {count - 2} of {count} tensors from {source}; new: head.weight, head.bias\n"
     assert line in capsys.readouterr().out
-    summary = json.loads((folder / "summary.json").read_text())["pretrained"]
-    assert summary["new"] == ["head.weight", "head.bias"]
-    assert (summary["loaded"], summary["resized"], summary["skipped"]) == (count - 2, [], [])
+    started = summary(folder)["pretrained"]
+    assert started["new"] == ["head.weight", "head.bias"]
+    assert (started["loaded"], started["resized"], started["skipped"]) == (count - 2, [], [])
     config = yaml.safe_load((folder / "config.yaml").read_text())["model"]
     assert config["model"] == "test_relvit"
     assert config["model_kwargs"] == {"patch_size": 8, "embed_dim": 16, "depth": 2, "max_distance": 2}
@@ -64,35 +63,28 @@ def test_from_a_checkpoint_to_other_classes_and_on_from_there(run, animals, tmp_
 
     # The file is not needed any more: to predict, to evaluate, to train on.
     source.unlink()
-    quiet = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
-    assert main(["predict", f"--ckpt_path={best}", f"--data.root={animals}", f"--runs={tmp_path / 'p'}", *quiet]) == 0
-    assert main(["validate", f"--ckpt_path={best}", *quiet]) == 0
+    assert main(["predict", f"--ckpt_path={best}", f"--data.root={animals}", f"--runs={tmp_path / 'p'}", *QUIET]) == 0
+    assert main(["validate", f"--ckpt_path={best}", *QUIET]) == 0
     last = f"--ckpt_path={folder / 'checkpoints' / 'last.ckpt'}"
     on = [f"--runs={tmp_path / 'on'}", last, "--trainer.max_epochs=2"]
     assert main(["fit", f"--config={folder / 'config.yaml'}", *on]) == 0
-    more = ["--data=ImageFolderData", f"--data.root={animals}", *COMMON, "--data.img_size=[24,16]"]
-    assert main(["fit", *more, "--model.freeze_epochs=1", *on]) == 0
-    out = capsys.readouterr().out
-    assert "pretrained:" not in out
-    for folder in (tmp_path / "on").iterdir():
-        assert read_checkpoint(folder / "checkpoints" / "last.ckpt")["epoch"] == 1
-        assert "pretrained" not in json.loads((folder / "summary.json").read_text())
-    assert main(["validate", last, "--model.pretrained=other.ckpt", *quiet]) == 2
-    assert "was trained with pretrained" in capsys.readouterr().err
+    assert "pretrained:" not in capsys.readouterr().out
+    folder = only(tmp_path / "on")
+    assert read_checkpoint(folder / "checkpoints" / "last.ckpt")["epoch"] == 1
+    assert "pretrained" not in summary(folder)
+    assert "was trained with pretrained" in fails(["validate", last, "--model.pretrained=other.ckpt", *QUIET])
 
 
-def test_the_same_classes_listed_in_another_order_keep_the_classifier(run, photos, tmp_path, capsys):
+def test_the_same_classes_listed_in_another_order_keep_the_classifier(best, photos, tmp_path, capsys):
     table = tmp_path / "list.csv"
     rows = [f"{path},{path.parent.name},{path.parts[-3]}" for path in sorted(photos.rglob("*.jpg"))]
     table.write_text("\n".join(["path,label,split", *rows]) + "\n")
-    best = run / "checkpoints" / "best.ckpt"
     arguments = ["fit", "--data=ImageListData", f"--data.train={table}", "--data.class_names=[owl,cat,dog]"]
     arguments += [f"--model.pretrained={best}", "--model.lr=0", "--model.min_lr=0", f"--runs={tmp_path / 'runs'}"]
     capsys.readouterr()
     assert main([*arguments, *COMMON, "--trainer.max_epochs=1"]) == 0
     assert "the classifier's rows in the order of the classes here" in capsys.readouterr().out
-    (folder,) = (tmp_path / "runs").iterdir()
-    trained, source = (load_classifier(f / "checkpoints" / "best.ckpt") for f in (folder, run))
+    trained, source = map(load_classifier, (only(tmp_path / "runs") / "checkpoints" / "best.ckpt", best))
     assert torch.equal(trained.net.head.weight, source.net.head.weight[[2, 0, 1]])
 
 
@@ -153,9 +145,7 @@ def test_images_are_normalised_as_the_weights_know_them_unless_told_otherwise(an
         (["--model.pretrained={}", "--model.model=test_relvit"], "give the architecture that the weights are of"),
     ],
 )
-def test_mistakes(arguments, message, run, animals, tmp_path, capsys):
+def test_mistakes(arguments, message, best, animals, tmp_path, fails):
     common = ["fit", "--data=ImageFolderData", f"--data.root={animals}", f"--runs={tmp_path}", *COMMON]
-    best = run / "checkpoints" / "best.ckpt"
-    assert main([*common, *(argument.format(best) for argument in arguments), "--data.img_size=32"]) == 2
-    assert message in capsys.readouterr().err
+    assert message in fails([*common, *(argument.format(best) for argument in arguments), "--data.img_size=32"])
     assert list(tmp_path.iterdir()) == []

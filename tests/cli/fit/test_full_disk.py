@@ -4,13 +4,12 @@ import re
 import subprocess
 
 import pytest
+from command_line import QUIET
 from failures import DISK, SPARE, fill
 from photos import TINY
 
 from relvit.cli import main
 from relvit.training import History, read_checkpoint
-
-QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
 
 
 @pytest.fixture
@@ -67,14 +66,12 @@ def test_while_training(photos, mount, monkeypatch, capsys, what):
     assert read_checkpoint(last)["position"]["epoch"] == 3
 
 
-def test_while_predicting(run, photos, mount, capsys):
+def test_while_predicting(best, photos, mount, fails):
     disk = mount("size=1m")
     fill(disk)
-    best = f"--ckpt_path={run / 'checkpoints' / 'best.ckpt'}"
-    assert main(["predict", best, f"--data.root={photos / 'test'}", f"--runs={disk / 'runs'}", *QUIET]) == 1
-    err = [line for line in capsys.readouterr().err.splitlines() if line]
-    assert len(err) == 1
-    assert "No space left on device: make room, or give another folder than " in err[0]
+    err = fails(["predict", best, f"--root={photos / 'test'}", f"--runs={disk / 'runs'}", *QUIET], status=1)
+    assert "No space left on device: make room, or give another folder than " in err
+    assert "--debug" not in err
     assert list((disk / "runs").iterdir()) == []
 
 

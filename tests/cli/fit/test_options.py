@@ -1,12 +1,12 @@
-"""Options of fit that reach beyond the model: early stopping, the learning-rate finder, averages, two processes."""
+"""Options of fit that reach beyond the model: callbacks, the learning-rate finder, averages, two processes."""
 
-import json
 import re
 import shutil
 
 import pytest
 import torch
 import yaml
+from command_line import by_hand, fit, only, printed, summary
 from photos import TINY
 from processes import Ranks, as_torchrun
 
@@ -16,29 +16,10 @@ from relvit.plots import read_metrics
 from relvit.training import load_classifier, read_checkpoint
 
 
-def fit(photos, runs, *extra):
-    assert main(["fit", "--data=ImageFolderData", f"--data.root={photos}", f"--runs={runs}", *TINY, *extra]) == 0
-    (folder,) = runs.iterdir()
-    return folder
-
-
-def by_hand(folder, root, split):
+def of_best(folder, root, split):
     """Accuracy and mean cross-entropy of the best checkpoint, image by image."""
-    classifier = load_classifier(folder / "checkpoints" / "best.ckpt")
-    data = ImageFolderData(str(root), img_size=16, num_workers=0).dataset(split)
-    logits = torch.stack([classifier(image[None])[0].detach() for image, _ in data])
-    labels = torch.tensor([label for _, label in data])
-    accuracy = (logits.argmax(-1) == labels).float().mean()
-    return float(accuracy), float(torch.nn.functional.cross_entropy(logits, labels))
-
-
-def test_patience_ends_a_training_that_learns_nothing(photos, tmp_path, capsys):
-    flags = ("--patience=2", "--trainer.max_epochs=9", "--model.lr=0", "--model.min_lr=0", "--model.warmup_epochs=0")
-    folder = fit(photos, tmp_path, *flags)
-    # The first epoch is the best one, after which two pass.
-    assert len(read_metrics(folder / "metrics.csv")["val/acc1"]) == 3
-    assert "Stopped early: patience 2 with val/acc1 has run out." in capsys.readouterr().out
-    assert json.loads((folder / "summary.json").read_text())["stopped_early"] is True
+    data = ImageFolderData(str(root), img_size=16, num_workers=0)
+    return by_hand(load_classifier(folder / "checkpoints" / "best.ckpt"), data.dataset(split))
 
 
 def test_early_stopping_by_lightnings_callback(photos, tmp_path):
@@ -56,7 +37,7 @@ def test_the_last_epochs_kept_and_averaged(photos, tmp_path, capsys):
     folder = fit(photos, tmp_path / "runs", "--trainer.max_epochs=3", "--model.warmup_epochs=0", *flags)
     # A checkpoint callback of one's own is not taken for that of the best epoch.
     accuracies = [value for _, value in read_metrics(folder / "metrics.csv")["val/acc1"]]
-    assert json.loads((folder / "summary.json").read_text())["val/acc1"] == pytest.approx(max(accuracies))
+    assert summary(folder)["val/acc1"] == pytest.approx(max(accuracies))
     assert f"relvit validate {folder / 'checkpoints' / 'best.ckpt'} " in capsys.readouterr().out
     paths = sorted((folder / "checkpoints").glob("epoch=*.ckpt"))
     assert [path.name for path in paths] == ["epoch=1-step=6.ckpt", "epoch=2-step=9.ckpt"]
@@ -68,23 +49,23 @@ def test_the_last_epochs_kept_and_averaged(photos, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_learning_rate_finder(photos, tmp_path, capsys):
-    flags = ("--lr_find=true", "--trainer.max_epochs=1", "--model.warmup_epochs=0", "--model.min_lr=0")
+    flags = ("--lr_find=true", "--model.warmup_epochs=0", "--model.min_lr=0")
     folder = fit(photos, tmp_path / "runs", *flags, "--model.lr_base_batch=16", "--trainer.accumulate_grad_batches=2")
     out, err = capsys.readouterr()
     found = re.search(r"learning rate found: (\S+), as --model.lr (\S+)", out)
     assert "Finding best" not in out + err  # the bar is off
-    summary = json.loads((folder / "summary.json").read_text())
-    assert summary["effective_batch"] == 16
-    assert summary["lr"] == pytest.approx(float(found[1]), rel=0.01) == pytest.approx(float(found[2]), rel=0.01)
+    results = summary(folder)
+    assert results["effective_batch"] == 16
+    assert results["lr"] == pytest.approx(float(found[1]), rel=0.01) == pytest.approx(float(found[2]), rel=0.01)
     remembered = read_checkpoint(folder / "checkpoints" / "best.ckpt")["relvit"]["model"]
-    assert remembered["lr"] == pytest.approx(summary["lr"])
+    assert remembered["lr"] == pytest.approx(results["lr"])
     # What is written down about the run is what it was trained with, and trains the same again.
     config = yaml.safe_load((folder / "config.yaml").read_text())
     assert config["lr_find"] is False
     assert config["model"]["lr"] == remembered["lr"]
     assert main(["fit", f"--config={folder / 'config.yaml'}", f"--runs={tmp_path / 'again'}"]) == 0
     assert "learning rate found" not in capsys.readouterr().out
-    (again,) = (tmp_path / "again").iterdir()
+    again = only(tmp_path / "again")
     for name in ("lr", "train/loss", "val/loss"):
         assert read_metrics(again / "metrics.csv")[name] == read_metrics(folder / "metrics.csv")[name]
 
@@ -109,9 +90,8 @@ def test_a_whole_recipe_by_flags_and_its_averaged_checkpoint(photos, tmp_path, c
     arguments = [f"--model.{name}={value}" for name, value in flags.items()]
     folder = fit(photos, tmp_path, *arguments, "--trainer.max_epochs=3", "--trainer.precision=bf16-mixed")
     best = folder / "checkpoints" / "best.ckpt"
-    summary = json.loads((folder / "summary.json").read_text())
     # In bfloat16 here, by hand in float32.
-    assert summary["test/loss"] == pytest.approx(by_hand(folder, photos, "test")[1], rel=0.02)
+    assert summary(folder)["test/loss"] == pytest.approx(of_best(folder, photos, "test")[1], rel=0.02)
     raw = torch.load(best, weights_only=True)
     assert not torch.equal(raw["state_dict"]["net.head.weight"], raw["ema_state_dict"]["net.head.weight"])
     used = load_classifier(best).state_dict()
@@ -119,8 +99,8 @@ def test_a_whole_recipe_by_flags_and_its_averaged_checkpoint(photos, tmp_path, c
     assert "train/acc1_mixed" in read_metrics(folder / "metrics.csv")
     capsys.readouterr()
     assert main(["validate", f"--ckpt_path={best}", "--trainer.accelerator=cpu"]) == 0
-    printed = float(re.search(r"val/loss\W+([\d.]+)", capsys.readouterr().out)[1])
-    assert printed == pytest.approx(by_hand(folder, photos, "val")[1], rel=1e-4)
+    found = printed("val/loss", capsys.readouterr().out)
+    assert found == pytest.approx(of_best(folder, photos, "val")[1], rel=1e-4)
 
 
 def test_two_processes_train_in_one_folder_and_count_every_image_once(photos, tmp_path):
@@ -137,10 +117,9 @@ def test_two_processes_train_in_one_folder_and_count_every_image_once(photos, tm
     )
     assert out.count(line) == 1
     assert out.count("Test accuracy of that checkpoint") == 1
-    (folder,) = runs.iterdir()
+    folder = only(runs)
     assert {"config.yaml", "metrics.csv", "summary.json", "checkpoints"} <= {path.name for path in folder.iterdir()}
-    summary = json.loads((folder / "summary.json").read_text())
-    accuracy, loss = by_hand(folder, root, "test")
-    assert summary["test/acc1"] == pytest.approx(accuracy)
-    assert summary["test/loss"] == pytest.approx(loss, rel=1e-4)
-    assert summary["val/acc1"] == pytest.approx(by_hand(folder, root, "val")[0])
+    results, (accuracy, loss) = summary(folder), of_best(folder, root, "test")
+    assert results["test/acc1"] == pytest.approx(accuracy)
+    assert results["test/loss"] == pytest.approx(loss, rel=1e-4)
+    assert results["val/acc1"] == pytest.approx(of_best(folder, root, "val")[0])

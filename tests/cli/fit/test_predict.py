@@ -1,12 +1,13 @@
 """`relvit predict`: its table, row by row, the paths that it takes, and how it goes on past what cannot be read."""
 
-import csv
 import os
 import shutil
 from collections import Counter
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
+from command_line import QUIET, only, rows, write_checkpoint_like
 from photos import CLASSES
 from PIL import Image
 from processes import Ranks, as_torchrun
@@ -16,27 +17,18 @@ from relvit.cli import main
 from relvit.data import DigitsData, eval_transform
 from relvit.training import load_classifier
 
-QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
-def rows(path):
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def predict(run, runs, *arguments):
+def predict(best, runs, *arguments):
     """Exit status, and the folder that came."""
-    best = f"--ckpt_path={run / 'checkpoints' / 'best.ckpt'}"
-    status = main(["predict", best, f"--runs={runs}", *arguments, *QUIET])
-    (folder,) = runs.iterdir()
-    return status, folder
+    return main(["predict", str(best), f"--runs={runs}", *arguments, *QUIET]), only(runs)
 
 
-def by_hand(run, path, size):
+def by_hand(best, path, size):
     """Probabilities of the classes, from the file to the softmax."""
     image = eval_transform(size, *IMAGENET, 0.9)(Image.open(path).convert("RGB"))
-    return load_classifier(run / "checkpoints" / "best.ckpt")(image[None])[0].detach().softmax(0)
+    return load_classifier(best)(image[None])[0].detach().softmax(0)
 
 
 @pytest.fixture
@@ -49,8 +41,8 @@ def pictures(tmp_path):
 
 
 @pytest.mark.parametrize(("size", "option"), [(16, []), ((24, 40), ["--data.img_size=[24,40]"])])
-def test_a_row_per_image_in_the_order_of_the_paths(run, pictures, tmp_path, size, option, capsys):
-    status, folder = predict(run, tmp_path / "runs", f"--data.root={pictures}", *option)
+def test_a_row_per_image_in_the_order_of_the_paths(best, pictures, tmp_path, size, option, capsys):
+    status, folder = predict(best, tmp_path / "runs", f"--data.root={pictures}", *option)
     assert status == 0
     found = rows(folder / "predictions.csv")
     counts = ", ".join(f"{name} {count}" for name, count in Counter(row["class"] for row in found).most_common())
@@ -59,7 +51,7 @@ def test_a_row_per_image_in_the_order_of_the_paths(run, pictures, tmp_path, size
     assert list(found[0]) == ["path", "class", "probability", "class2", "probability2", "class3", "probability3"]
     assert [row["path"] for row in found] == [f"{pictures}/some {name}.png" for name in ("cat", "dog", "owl")]
     for row in found:
-        expected = sorted(zip(by_hand(run, row["path"], size).tolist(), CLASSES, strict=True), reverse=True)
+        expected = sorted(zip(by_hand(best, row["path"], size).tolist(), CLASSES, strict=True), reverse=True)
         for place, (probability, name) in zip(("", "2", "3"), expected, strict=True):
             assert row[f"class{place}"] == name
             assert float(row[f"probability{place}"]) == pytest.approx(probability, abs=2e-6)
@@ -68,7 +60,8 @@ def test_a_row_per_image_in_the_order_of_the_paths(run, pictures, tmp_path, size
 
 def test_ten_classes_give_five_and_grey_models_take_files(digits_run, tmp_path):
     """Digits written into colour files get the probabilities that the grey images in memory get."""
-    status, folder = predict(digits_run, tmp_path / "memory")
+    best = digits_run / "checkpoints" / "best.ckpt"
+    status, folder = predict(best, tmp_path / "memory")
     expected = rows(folder / "predictions.csv")
     assert status == 0
     assert list(expected[0])[-1] == "probability5"
@@ -78,9 +71,8 @@ def test_ten_classes_give_five_and_grey_models_take_files(digits_run, tmp_path):
         assert values == sorted(values, reverse=True)
     for number, image in enumerate(DigitsData().dataset("test").images[:5]):
         Image.fromarray(np.stack([np.asarray(image)] * 3, -1)).save(tmp_path / f"{number}.png")
-    best = str(digits_run / "checkpoints" / "best.ckpt")
-    assert main(["predict", best, str(tmp_path / "*.png"), f"--runs={tmp_path / 'files'}", *QUIET]) == 0
-    for ours, theirs in zip(rows(next((tmp_path / "files").glob("*/*.csv"))), expected[:5], strict=True):
+    _, folder = predict(best, tmp_path / "files", str(tmp_path / "*.png"))
+    for ours, theirs in zip(rows(folder / "predictions.csv"), expected[:5], strict=True):
         assert float(ours["probability"]) == pytest.approx(float(theirs["probability"]), abs=2e-6)
         assert ours["class"] == theirs["class"]
 
@@ -108,15 +100,13 @@ def folders(tmp_path, monkeypatch):
         (["**/*.jpg", "[c-d]"], ["a/b/2.jpg", "c/3.gif", r"c/caf\xe9.png"]),
     ],
 )
-def test_it_takes_files_folders_and_patterns(run, folders, paths, expected):
-    best = str(run / "checkpoints" / "best.ckpt")
-    assert main(["predict", best, *paths, *QUIET]) == 0
-    (folder,) = (folders / "runs").iterdir()
+def test_it_takes_files_folders_and_patterns(best, folders, paths, expected):
+    status, folder = predict(best, folders / "runs", *paths)
+    assert status == 0
     assert [row["path"] for row in rows(folder / "predictions.csv")] == expected
 
 
-def test_paths_that_lead_nowhere(run, folders, capsys):
-    best = str(run / "checkpoints" / "best.ckpt")
+def test_paths_that_lead_nowhere(best, folders, fails):
     for paths, message in {
         ("e.jpg",): "no file or folder 'e.jpg'",
         ("*.bmp",): "no image matches the pattern '*.bmp'",
@@ -124,44 +114,36 @@ def test_paths_that_lead_nowhere(run, folders, capsys):
         ("a", "--root=c"): "--root c and a both name the images: give one of them",
         ("a", "c", "--data=DigitsData"): "--data DigitsData and a (and 1 more) both name the images",
     }.items():
-        assert main(["predict", best, *paths, *QUIET]) == 2
-        assert message in capsys.readouterr().err
+        assert message in fails(["predict", best, *paths, *QUIET])
     assert not list((folders / "runs").iterdir())
 
 
-class Reversed:
+class Reversed(ExitStack):
     """Like `os.scandir`, with the entries in the opposite order."""
 
     def __init__(self, scan, *args):
+        super().__init__()
         with scan(*args) as entries:
             self.entries = iter(sorted(entries, key=lambda entry: entry.name, reverse=True))
 
     def __iter__(self):
-        return self
+        return self.entries
 
     def __next__(self):
         return next(self.entries)
 
-    def __enter__(self):
-        return self
 
-    def __exit__(self, *args):
-        pass
-
-    close = __enter__
-
-
-def test_classes_are_the_checkpoints_whatever_the_folders_are_called(run, photos, tmp_path, monkeypatch):
+def test_classes_are_the_checkpoints_whatever_the_folders_are_called(best, photos, tmp_path, monkeypatch):
     """Folders of other names, in another order, listed from the last to the first: the same file gets the same row."""
     root = tmp_path / "photos"
     shutil.copytree(photos / "test", root / "test")
-    _, plain = predict(run, tmp_path / "plain", f"--data.root={root}")
+    _, plain = predict(best, tmp_path / "plain", f"--data.root={root}")
     (root / "test" / "cat").rename(root / "test" / "zebra")
     (root / "test" / "owl").rename(root / "test" / "aardvark")
     listed, scan = os.listdir, os.scandir
     monkeypatch.setattr(os, "scandir", lambda *args: Reversed(scan, *args))
     monkeypatch.setattr(os, "listdir", lambda *args: sorted(listed(*args), reverse=True))
-    _, renamed = predict(run, tmp_path / "renamed", f"--data.root={root}")
+    _, renamed = predict(best, tmp_path / "renamed", f"--data.root={root}")
     monkeypatch.undo()
     found, expected = rows(renamed / "predictions.csv"), rows(plain / "predictions.csv")
     assert [row["path"] for row in found] == sorted(row["path"] for row in found)
@@ -172,13 +154,13 @@ def test_classes_are_the_checkpoints_whatever_the_folders_are_called(run, photos
         assert row == by_path[f"{root}/test/{old[folder]}/{name}"]
 
 
-def test_broken_files_are_left_out_listed_and_counted(run, pictures, tmp_path, capsys):
-    _, whole = predict(run, tmp_path / "whole", f"--data.root={pictures}")
+def test_broken_files_are_left_out_listed_and_counted(best, pictures, tmp_path, capsys):
+    _, whole = predict(best, tmp_path / "whole", f"--data.root={pictures}")
     content = (pictures / "some cat.png").read_bytes()
     (pictures / "half.png").write_bytes(content[: len(content) // 2])
     (pictures / "empty.jpg").touch()
     capsys.readouterr()
-    status, folder = predict(run, tmp_path / "runs", f"--data.root={pictures}")
+    status, folder = predict(best, tmp_path / "runs", f"--data.root={pictures}")
     out = capsys.readouterr().out
     assert status == 0
     assert f"2 images could not be read and were left out. {folder / 'unreadable.csv'} says why." in out
@@ -189,40 +171,34 @@ def test_broken_files_are_left_out_listed_and_counted(run, pictures, tmp_path, c
     for (path, reason), (name, words) in zip(listed, wanted, strict=True):
         assert path == f"{pictures}/{name}"
         assert words in reason
-    # Where that is asked for they stop it, and an interrupted table is none.
-    options = [f"--data.root={pictures}", "--data.on_error=error", "--data.batch_size=1", f"--runs={tmp_path / 'no'}"]
-    assert main(["predict", str(run / "checkpoints" / "best.ckpt"), *options, *QUIET]) == 2
-    assert f"cannot read image {pictures}/empty.jpg: the file is empty" in capsys.readouterr().err
-    assert list((tmp_path / "no").iterdir()) == []
 
 
-def test_a_broken_file_stops_it_where_that_is_asked_for(run, pictures, tmp_path, capsys):
+def test_a_broken_file_stops_it_where_that_is_asked_for(best, pictures, tmp_path, fails):
     """And no table is left, although other images have been classified."""
     (pictures / "text.png").write_text("not an image")
-    best = str(run / "checkpoints" / "best.ckpt")
     arguments = ["predict", best, f"--root={pictures}", "--data.on_error=error", "--batch_size=1"]
-    assert main([*arguments, f"--runs={tmp_path / 'runs'}", *QUIET]) == 2
-    assert f"cannot read image {pictures}/text.png: it is not an image" in capsys.readouterr().err
+    message = fails([*arguments, f"--runs={tmp_path / 'runs'}", *QUIET])
+    assert f"cannot read image {pictures}/text.png: it is not an image" in message
     assert list((tmp_path / "runs").iterdir()) == []
 
 
-def test_nothing_can_be_read(run, tmp_path):
+def test_nothing_can_be_read(best, tmp_path):
     """Two processes report it once."""
     (tmp_path / "pictures").mkdir()
     for name in "ab":
         (tmp_path / "pictures" / f"{name}.jpg").touch()
-    best, runs = f"--ckpt_path={run / 'checkpoints' / 'best.ckpt'}", tmp_path / "runs"
+    runs = tmp_path / "runs"
     arguments = ["predict", best, f"--data.root={tmp_path / 'pictures'}", f"--runs={runs}", *QUIET]
     ranks = Ranks(arguments, tmp_path, as_torchrun())
     assert max(ranks.finish()) == 2
-    (folder,) = runs.iterdir()
+    folder = only(runs)
     assert ranks.text().count(f"none of the images could be read; {folder / 'unreadable.csv'} says why") == 1
     assert len(rows(folder / "unreadable.csv")) == 2
     assert rows(folder / "predictions.csv") == []
 
 
 @pytest.mark.parametrize("images", [1, 3])
-def test_two_processes_write_the_table_of_one(run, pictures, tmp_path, images, monkeypatch):
+def test_two_processes_write_the_table_of_one(best, pictures, tmp_path, images, monkeypatch):
     """With broken files in between, and with fewer images than processes."""
     monkeypatch.chdir(tmp_path)
     for path in sorted(pictures.iterdir())[images:]:
@@ -230,12 +206,11 @@ def test_two_processes_write_the_table_of_one(run, pictures, tmp_path, images, m
     # Of the images of the first process two are broken, of the second's one.
     for name in ("a.png", "some a.png", "zebra.png") if images > 1 else ():
         (pictures / name).touch()
-    _, one = predict(run, tmp_path / "one", f"--data.root={pictures}")
-    best = f"--ckpt_path={run / 'checkpoints' / 'best.ckpt'}"
+    _, one = predict(best, tmp_path / "one", f"--data.root={pictures}")
     arguments = ["predict", best, f"--runs={tmp_path / 'two'}", f"--data.root={pictures}", "--data.batch_size=1"]
     ranks = Ranks([*arguments, *QUIET], tmp_path, as_torchrun())
     assert ranks.finish() == [0, 0], ranks.text()[-3000:]
-    (made,) = (tmp_path / "two").iterdir()
+    made = only(tmp_path / "two")
     assert ranks.text().count(f"{images} predictions in {made / 'predictions.csv'}") == 1
     expected = rows(one / "predictions.csv")
     assert len(expected) == images
@@ -246,35 +221,28 @@ def test_two_processes_write_the_table_of_one(run, pictures, tmp_path, images, m
     assert {path.name for path in made.iterdir()} == {path.name for path in one.iterdir()}
 
 
-def test_names_of_all_bytes_come_into_the_tables(run, pictures, tmp_path):
+def test_names_of_all_bytes_come_into_the_tables(best, pictures, tmp_path):
     odd = [os.fsdecode(b"caf\xe9.png"), 'a, "b"\nc.png']
     for name in odd:
         shutil.copy(pictures / "some cat.png", pictures / name)
     (pictures / os.fsdecode(b"broken\xff.png")).write_bytes(b"")
-    status, folder = predict(run, tmp_path / "runs", f"--data.root={pictures}")
+    status, folder = predict(best, tmp_path / "runs", f"--data.root={pictures}")
     assert status == 0
     names = {os.path.basename(row["path"]) for row in rows(folder / "predictions.csv")}
     assert names == {r"caf\xe9.png", 'a, "b"\nc.png', *(f"some {name}.png" for name in CLASSES)}
     (broken,) = rows(folder / "unreadable.csv")
     assert broken["path"] == rf"{pictures}/broken\xff.png"
-    best = f"--ckpt_path={run / 'checkpoints' / 'best.ckpt'}"
-    assert main(["embed", best, f"--root={pictures}", f"--output={tmp_path / 'x.csv'}", "--num_workers=0"]) == 0
+    assert main(["embed", str(best), f"--root={pictures}", f"--output={tmp_path / 'x.csv'}", "--num_workers=0"]) == 0
     assert rf"{pictures}/caf\xe9.png" in {row["path"] for row in rows(tmp_path / "x.csv")}
     assert [row["path"] for row in rows(tmp_path / "x.unreadable.csv")] == [broken["path"]]
 
 
 @pytest.mark.parametrize("native", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_maps_of_steps_and_their_means(photos, pictures, tmp_path, native):
-    """As a new user trains a model whose patches halt, and looks at where it takes more steps."""
-    arguments = ["fit", f"--data.root={photos}", "--data.img_size=16", "--trainer.max_epochs=1", *QUIET]
-    arguments += ["--model.model=test_relvit_universal", "--model.model_kwargs.halting=act"]
-    arguments += ["--model.model_kwargs.halting_bias=-1", "--model.model_kwargs.patch_size=8"]
-    arguments += ["--data.native=true", "--data.patch_size=8"] * native
-    assert main([*arguments, f"--runs={tmp_path / 'fit'}"]) == 0
-    (run,) = (tmp_path / "fit").iterdir()
-    best = str(run / "checkpoints" / "best.ckpt")
-    assert main(["predict", best, str(pictures), "--step_maps", f"--runs={tmp_path / 'predict'}", *QUIET]) == 0
-    (folder,) = (tmp_path / "predict").iterdir()
+def test_maps_of_steps_and_their_means(best, pictures, tmp_path, native):
+    kwargs, data = {"halting": "act", "halting_bias": -1, "patch_size": 8}, {"native": native, "patch_size": 8}
+    best = write_checkpoint_like(best, tmp_path / "best.ckpt", "test_relvit_universal", kwargs, **data)
+    status, folder = predict(best, tmp_path / "predict", str(pictures), "--step_maps")
+    assert status == 0
     predictor = load(best)
     for row in rows(folder / "predictions.csv"):
         pixels, _ = next(predictor.batches([row["path"]]))
@@ -285,8 +253,8 @@ def test_maps_of_steps_and_their_means(photos, pictures, tmp_path, native):
         assert (folder / "steps" / row["path"][1:]).with_suffix(".png.png").is_file()
 
 
-def test_maps_of_steps_need_a_model_that_halts(run, pictures, tmp_path, capsys):
-    best, runs = str(run / "checkpoints" / "best.ckpt"), tmp_path / "runs"
-    assert main(["predict", best, str(pictures), "--step_maps", f"--runs={runs}", *QUIET]) == 2
-    assert "--step_maps: the patches of test_relvit do not halt" in capsys.readouterr().err
+def test_maps_of_steps_need_a_model_that_halts(best, pictures, tmp_path, fails):
+    runs = tmp_path / "runs"
+    message = fails(["predict", best, pictures, "--step_maps", f"--runs={runs}", *QUIET])
+    assert "--step_maps: the patches of test_relvit do not halt" in message
     assert not list(runs.glob("*"))

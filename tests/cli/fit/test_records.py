@@ -1,22 +1,20 @@
 """What a run keeps about itself; runs that repeat bit by bit."""
 
-import csv
 import json
 import shutil
 import subprocess
 
 import torch
-from photos import TINY
+from command_line import fit, rows
 
 from relvit.cli import main
 from relvit.training.run.record import git_state
 
 
 def test_the_table_has_a_row_per_epoch_with_all_quantities(run):
-    with open(run / "metrics.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [(row["epoch"], row["step"]) for row in rows] == [("0", "3"), ("1", "6"), ("2", "9"), ("3", "12")]
-    for row in rows:
+    table = rows(run / "metrics.csv")
+    assert [(row["epoch"], row["step"]) for row in table] == [("0", "3"), ("1", "6"), ("2", "9"), ("3", "12")]
+    for row in table:
         assert all(row.values())
         assert float(row["system/images_per_second"]) > 0
         assert 0 <= float(row["system/data_wait"]) <= 1
@@ -60,12 +58,10 @@ def test_deterministic_trainings_are_bit_equal(photos, tmp_path):
     contents = []
     for workers in (0, 2):
         torch.rand(workers + 1)
-        runs = tmp_path / str(workers)
-        arguments = ["fit", "--data=ImageFolderData", f"--data.root={photos}", f"--runs={runs}", *TINY]
-        arguments += [f"--data.num_workers={workers}", "--data.augment=deit", "--model.mixup=0.8", "--model.cutmix=1"]
-        arguments += ["--model.model_kwargs.drop_rate=0.1", "--model.ema_decay=0.9", "--trainer.max_epochs=2"]
-        assert main([*arguments, "--trainer.deterministic=true", "--model.warmup_epochs=0"]) == 0
-        (made,) = runs.iterdir()
+        options = [f"--data.num_workers={workers}", "--data.augment=deit", "--model.mixup=0.8", "--model.cutmix=1"]
+        options += ["--model.model_kwargs.drop_rate=0.1", "--model.ema_decay=0.9", "--trainer.max_epochs=2"]
+        options += ["--trainer.deterministic=true", "--model.warmup_epochs=0"]
+        made = fit(photos, tmp_path / str(workers), *options)
         assert json.loads((made / "run.json").read_text())["sessions"][0]["deterministic"] is True
         contents.append(torch.load(made / "checkpoints" / "last.ckpt", weights_only=True))
         torch.use_deterministic_algorithms(False)

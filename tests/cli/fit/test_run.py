@@ -1,15 +1,13 @@
 """Training, evaluating and predicting through the command line, on class folders and on the digits."""
 
-import csv
 import json
 import re
-import shlex
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from command_line import QUIET, by_hand, fit, only, printed, summary
 from photos import CLASSES, TINY
 from PIL import Image
 
@@ -17,27 +15,6 @@ from relvit.cli import main
 from relvit.data import ImageFolderData
 from relvit.plots import read_metrics
 from relvit.training import load_classifier, read_checkpoint
-
-QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
-
-
-def best(run):
-    return f"--ckpt_path={run / 'checkpoints' / 'best.ckpt'}"
-
-
-def printed(name, text):
-    """A number in the table that the Trainer prints."""
-    return float(re.search(rf"{name}\W+([\d.]+)", text)[1])
-
-
-def by_hand(classifier, data, split):
-    """Accuracy and mean cross-entropy of a split, image by image."""
-    right, losses = [], []
-    for image, label in data.dataset(split):
-        logits = classifier(image[None])[0].detach()
-        right.append(int(logits.argmax()) == label)
-        losses.append(float(-logits.log_softmax(0)[label]))
-    return sum(right) / len(right), sum(losses) / len(losses)
 
 
 def test_a_run_leaves_everything_in_its_folder(run, photos):
@@ -65,8 +42,8 @@ def test_a_run_leaves_everything_in_its_folder(run, photos):
     assert config["data"]["init_args"]["root"] == str(photos)
 
 
-def test_the_checkpoint_knows_classes_and_normalisation_and_needs_no_pickle(run):
-    content = torch.load(run / "checkpoints" / "best.ckpt", weights_only=True)
+def test_the_checkpoint_knows_classes_and_normalisation_and_needs_no_pickle(run, best):
+    content = torch.load(best, weights_only=True)
     assert content["relvit"]["model"]["class_names"] == list(CLASSES)
     assert content["relvit"]["data"]["init_args"]["mean"] == [0.485, 0.456, 0.406]
     assert content["relvit"]["data"]["init_args"]["img_size"] == [16, 16]
@@ -74,53 +51,37 @@ def test_the_checkpoint_knows_classes_and_normalisation_and_needs_no_pickle(run)
     assert torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)["epoch"] == 3
 
 
-def test_the_summary_is_the_best_checkpoints_test_accuracy(run, photos):
-    summary = json.loads((run / "summary.json").read_text())
-    data = ImageFolderData(str(photos), img_size=16, num_workers=0)
-    accuracy, loss = by_hand(load_classifier(run / "checkpoints" / "best.ckpt"), data, "test")
-    assert summary["test/acc1"] == pytest.approx(accuracy)
-    assert summary["test/loss"] == pytest.approx(loss, rel=1e-4)
-    assert summary["val/acc1"] == pytest.approx(max(v for _, v in read_metrics(run / "metrics.csv")["val/acc1"]))
+def test_the_summary_is_the_best_checkpoints_test_accuracy(run, best, photos):
+    results, data = summary(run), ImageFolderData(str(photos), img_size=16, num_workers=0)
+    accuracy, loss = by_hand(load_classifier(best), data.dataset("test"))
+    assert results["test/acc1"] == pytest.approx(accuracy)
+    assert results["test/loss"] == pytest.approx(loss, rel=1e-4)
+    assert results["val/acc1"] == pytest.approx(max(v for _, v in read_metrics(run / "metrics.csv")["val/acc1"]))
 
 
 @pytest.mark.parametrize("size", ["16", "[16,40]"])
-def test_validate_needs_only_the_checkpoint_and_takes_other_sizes(run, photos, size, capsys):
-    assert main(["validate", best(run), f"--data.img_size={size}", *QUIET]) == 0
+def test_validate_needs_only_the_checkpoint_and_takes_other_sizes(best, photos, size, capsys):
+    assert main(["validate", str(best), f"--data.img_size={size}", *QUIET]) == 0
     out = capsys.readouterr().out
     data = ImageFolderData(str(photos), img_size=json.loads(size), num_workers=0)
-    accuracy, loss = by_hand(load_classifier(run / "checkpoints" / "best.ckpt"), data, "val")
+    accuracy, loss = by_hand(load_classifier(best), data.dataset("val"))
     assert printed("val/acc1", out) == pytest.approx(accuracy)
     assert printed("val/loss", out) == pytest.approx(loss, rel=1e-4)
 
 
-def test_test_and_another_place_of_the_data(run, photos, tmp_path, capsys):
+def test_test_and_another_place_of_the_data(best, photos, tmp_path, capsys):
     moved = shutil.copytree(photos, tmp_path / "moved")
     # A class without test images changes nothing for the others: classes go by name.
     shutil.rmtree(moved / "test" / "cat")
     shutil.rmtree(moved / "train")
-    assert main(["test", best(run), f"--data.root={moved}", f"--runs={tmp_path}", *QUIET]) == 0
+    assert main(["test", str(best), f"--data.root={moved}", f"--runs={tmp_path}", *QUIET]) == 0
     data = ImageFolderData(str(moved), img_size=16, num_workers=0, class_names=list(CLASSES))
-    accuracy, _ = by_hand(load_classifier(run / "checkpoints" / "best.ckpt"), data, "test")
+    accuracy, _ = by_hand(load_classifier(best), data.dataset("test"))
     assert printed("test/acc1", capsys.readouterr().out) == pytest.approx(accuracy)
 
 
-def test_resolutions_prints_and_writes_a_row_per_size(run, photos, tmp_path, capsys):
-    table = tmp_path / "table.csv"
-    arguments = ["resolutions", best(run), "--sizes=[16,[24,16]]", "--accelerator=cpu", f"--output={table}"]
-    assert main(arguments) == 0
-    assert "acc1" in capsys.readouterr().out
-    with open(table, newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [(row["height"], row["width"]) for row in rows] == [("16", "16"), ("24", "16")]
-    data = ImageFolderData(str(photos), img_size=(24, 16), num_workers=0)
-    _, loss = by_hand(load_classifier(run / "checkpoints" / "best.ckpt"), data, "val")
-    assert float(rows[1]["loss"]) == pytest.approx(loss, rel=1e-4)
-
-
 def test_of_two_epochs_of_one_accuracy_the_one_of_the_lower_loss_is_the_best(photos, tmp_path):
-    arguments = ["fit", "--data=ImageFolderData", f"--data.root={photos}", f"--runs={tmp_path}", *TINY]
-    assert main([*arguments, "--trainer.max_epochs=6", "--model.lr=5e-3", "--model.warmup_epochs=0"]) == 0
-    (folder,) = tmp_path.iterdir()
+    folder = fit(photos, tmp_path, "--trainer.max_epochs=6", "--model.lr=5e-3", "--model.warmup_epochs=0")
     columns = read_metrics(folder / "metrics.csv")
     accuracies, losses = ([value for _, value in columns[name]] for name in ("val/acc1", "val/loss"))
     first, wanted = accuracies.index(max(accuracies)), max(range(6), key=lambda i: (accuracies[i], -losses[i]))
@@ -131,24 +92,11 @@ def test_of_two_epochs_of_one_accuracy_the_one_of_the_lower_loss_is_the_best(pho
 
 def test_the_saved_config_trains_the_same_again_in_another_folder(run, tmp_path):
     assert main(["fit", f"--config={run / 'config.yaml'}", f"--runs={tmp_path}"]) == 0
-    (again,) = tmp_path.iterdir()
-    assert read_metrics(again / "metrics.csv")["val/loss"] == read_metrics(run / "metrics.csv")["val/loss"]
-
-
-def test_resuming_continues_at_the_next_epoch(run, tmp_path, capsys):
-    arguments = ["fit", f"--config={run / 'config.yaml'}", f"--runs={tmp_path}", "--trainer.max_epochs=5"]
-    assert main([*arguments, f"--ckpt_path={run / 'checkpoints' / 'last.ckpt'}"]) == 0
-    (folder,) = tmp_path.iterdir()
-    assert read_checkpoint(folder / "checkpoints" / "last.ckpt")["epoch"] == 4
-    assert [epoch for epoch, _ in read_metrics(folder / "metrics.csv")["train/loss"]] == [0, 1, 2, 3, 4]
-    assert "Best validation accuracy since resuming after epoch 4:" in capsys.readouterr().out
-    assert json.loads((folder / "summary.json").read_text())["best_epoch"] == 5
+    assert read_metrics(only(tmp_path) / "metrics.csv")["val/loss"] == read_metrics(run / "metrics.csv")["val/loss"]
 
 
 def test_a_training_that_ends_before_its_first_validation_says_what_it_leaves(photos, tmp_path, capsys):
-    arguments = ["fit", "--data=ImageFolderData", f"--data.root={photos}", f"--runs={tmp_path}", *TINY]
-    assert main([*arguments, "--trainer.max_steps=1"]) == 0
-    (last,) = tmp_path.glob("*/checkpoints/*")
+    last = only(fit(photos, tmp_path, "--trainer.max_steps=1") / "checkpoints")
     assert f"no best checkpoint; its last one is {last}." in capsys.readouterr().out
 
 
@@ -173,10 +121,3 @@ def test_digits_train_without_any_file(tmp_path, monkeypatch, capsys):
     assert re.search(r"Best validation accuracy: 0\.\d{4}, epoch 1; always the commonest class: 0\.1\d{3}\n", out)
     line = r"Test accuracy of that checkpoint: 0\.\d{4}, top-5 [\d.]{6}; always the commonest class: 0\.1028\n"
     assert re.search(line, out)
-    # What it suggests next works as printed, on files, too.
-    Path("FOLDER_OF_IMAGES").mkdir()
-    Image.new("L", (8, 8)).save("FOLDER_OF_IMAGES/a.png")
-    for line in [line for line in out.splitlines() if line.startswith("  relvit ")]:
-        command = shlex.split(line)[1:]
-        limit = ["--accelerator=cpu"] if command[0] == "resolutions" else QUIET
-        assert main([*command, *limit]) == 0, line

@@ -1,7 +1,5 @@
 """What `relvit test` writes, against the classifier image by image."""
 
-import csv
-import json
 import re
 import shutil
 
@@ -9,6 +7,7 @@ import numpy as np
 import pytest
 import sklearn.metrics
 import torch
+from command_line import QUIET, only, rows, summary
 from photos import CLASSES, write_photos
 from PIL import Image
 from processes import Ranks, as_torchrun
@@ -19,7 +18,6 @@ from relvit.data import DigitsData, ImageFolderData
 from relvit.training import load_classifier
 from relvit.utils.files import from_here
 
-QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
 NAMES = list(CLASSES)
 # 6, 5 and 6 images can be read.
 ENDS = r"17 images of test, accuracy [\d.]{6}, mean F1 of .* error [\d.]{6}; always the commonest class: 0\.3529\n"
@@ -39,9 +37,9 @@ def mixed_up(tmp_path_factory):
     return root
 
 
-def outcomes(run, root, mirror=False):
+def outcomes(best, root, mirror=False):
     """Paths, labels and probabilities of the test images that can be read."""
-    classifier = load_classifier(run / "checkpoints" / "best.ckpt")
+    classifier = load_classifier(best)
     data = ImageFolderData(str(root), img_size=16, class_names=NAMES).dataset("test")
     paths, labels, probabilities = [], [], []
     for index, (path, label) in enumerate(data.samples):
@@ -58,24 +56,19 @@ def outcomes(run, root, mirror=False):
     return np.array(paths), torch.tensor(labels), torch.stack(probabilities)
 
 
-def rows(path):
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def check(folder, run, root, mirror=False):
-    paths, labels, probabilities = outcomes(run, root, mirror)
+def check(folder, best, root, mirror=False):
+    paths, labels, probabilities = outcomes(best, root, mirror)
     confidence, predicted = probabilities.max(-1)
-    summary = json.loads((folder / "summary.json").read_text())
-    assert summary["images"] == 17
-    assert summary["unreadable"] == {"test": 1}
-    assert summary["img_size"] == [16, 16]
-    assert summary["test/acc1"] == pytest.approx(float((labels == predicted).float().mean()))
+    results = summary(folder)
+    assert results["images"] == 17
+    assert results["unreadable"] == {"test": 1}
+    assert results["img_size"] == [16, 16]
+    assert results["test/acc1"] == pytest.approx(float((labels == predicted).float().mean()))
     loss = torch.nn.functional.nll_loss(probabilities.log(), labels)
-    assert summary["test/loss"] == pytest.approx(float(loss), rel=1e-4)
+    assert results["test/loss"] == pytest.approx(float(loss), rel=1e-4)
     ece = multiclass_calibration_error(probabilities, labels, 3, n_bins=15, norm="l1")
-    assert summary["test/calibration_error"] == pytest.approx(float(ece), abs=1e-5)
-    assert summary["test/f1"] == pytest.approx(sklearn.metrics.f1_score(labels, predicted, average="macro"))
+    assert results["test/calibration_error"] == pytest.approx(float(ece), abs=1e-5)
+    assert results["test/f1"] == pytest.approx(sklearn.metrics.f1_score(labels, predicted, average="macro"))
 
     expected = sklearn.metrics.precision_recall_fscore_support(labels, predicted, zero_division=np.nan)
     for row, name, *values in zip(rows(folder / "classes.csv"), NAMES, *expected, strict=True):
@@ -102,40 +95,36 @@ def check(folder, run, root, mirror=False):
 
 
 @pytest.mark.parametrize("mirror", [False, True])
-def test_report(run, mixed_up, tmp_path, mirror, capsys):
-    best = f"--ckpt_path={run / 'checkpoints' / 'best.ckpt'}"
-    arguments = ["test", best, f"--data.root={mixed_up}", f"--runs={tmp_path}", "--data.on_error=skip", *QUIET]
+def test_report(best, mixed_up, tmp_path, mirror, capsys):
+    arguments = ["test", str(best), f"--data.root={mixed_up}", f"--runs={tmp_path}", "--data.on_error=skip", *QUIET]
     assert main([*arguments, "--data.batch_size=4", f"--mirror={str(mirror).lower()}"]) == 0
-    (folder,) = tmp_path.iterdir()
-    check(folder, run, mixed_up, mirror)
+    folder = only(tmp_path)
+    check(folder, best, mixed_up, mirror)
     out = capsys.readouterr().out
-    metrics = rows(folder / "classes.csv")
-    for row in metrics:
+    for row in rows(folder / "classes.csv"):
         assert all(value in out for value in row.values())
     assert re.search(ENDS, out)
     assert f"Files: {folder} (classes.csv, confusion.csv, confusion.png, mistakes.csv, mistakes.png, summary" in out
 
 
-def test_two_processes_write_the_same_once(run, mixed_up, tmp_path, monkeypatch):
+def test_two_processes_write_the_same_once(best, mixed_up, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    best = f"--ckpt_path={run / 'checkpoints' / 'best.ckpt'}"
     arguments = ["test", best, f"--data.root={mixed_up}", f"--runs={tmp_path / 'runs'}", "--data.on_error=skip"]
     ranks = Ranks([*arguments, "--data.batch_size=4", *QUIET], tmp_path, as_torchrun())
     assert ranks.finish() == [0, 0], ranks.text()[-3000:]
-    (folder,) = (tmp_path / "runs").iterdir()
-    check(folder, run, mixed_up)
+    check(only(tmp_path / "runs"), best, mixed_up)
     assert len(re.findall(ENDS, ranks.text())) == 1
 
 
 def test_images_in_memory_and_more_mistakes_than_the_sheet_holds(digits_run, tmp_path):
     best = digits_run / "checkpoints" / "best.ckpt"
     assert main(["test", f"--ckpt_path={best}", f"--runs={tmp_path / 'test'}", *QUIET]) == 0
-    (folder,) = (tmp_path / "test").iterdir()
-    summary = json.loads((folder / "summary.json").read_text())
-    assert summary["images"] == 360
-    assert summary["test/acc5"] > summary["test/acc1"]
+    folder = only(tmp_path / "test")
+    results = summary(folder)
+    assert results["images"] == 360
+    assert results["test/acc5"] > results["test/acc1"]
     found = rows(folder / "mistakes.csv")
-    assert len(found) == round(360 * (1 - summary["test/acc1"])) > 25
+    assert len(found) == round(360 * (1 - results["test/acc1"])) > 25
     classifier = load_classifier(best)
     data = DigitsData().dataset("test")
     for row in found[::20]:
@@ -148,45 +137,31 @@ def test_images_in_memory_and_more_mistakes_than_the_sheet_holds(digits_run, tmp
         assert sheet.size == (1100, 1330)
 
 
-def test_images_of_train_in_memory(digits_run, tmp_path):
-    best = str(digits_run / "checkpoints" / "best.ckpt")
-    assert main(["test", best, "--split=train", f"--runs={tmp_path}", *QUIET]) == 0
-    (folder,) = tmp_path.iterdir()
-    summary = json.loads((folder / "summary.json").read_text())
-    assert summary["images"] == len(DigitsData().dataset("train"))
-    assert rows(folder / "mistakes.csv")[0]["path"].startswith("train/")
-    arguments = ["resolutions", best, "--sizes", "8", "--split=train", f"--output={tmp_path / 'table.csv'}"]
-    assert main([*arguments, "--accelerator=cpu"]) == 0
-    assert float(rows(tmp_path / "table.csv")[0]["acc1"]) == pytest.approx(summary["test/acc1"])
-
-
-def test_nothing_can_be_read(run, tmp_path, capsys):
+def test_nothing_can_be_read(best, tmp_path, fails):
     for name in NAMES:
         (tmp_path / "photos" / "test" / name).mkdir(parents=True)
         (tmp_path / "photos" / "test" / name / "0.jpg").touch()
-    best = f"--ckpt_path={run / 'checkpoints' / 'best.ckpt'}"
     arguments = ["test", best, f"--data.root={tmp_path / 'photos'}", f"--runs={tmp_path / 'runs'}"]
-    assert main([*arguments, "--data.on_error=skip", *QUIET]) == 2
-    (folder,) = (tmp_path / "runs").iterdir()
-    assert f"none of the images could be read; {folder / 'unreadable.csv'} says why" in capsys.readouterr().err
+    message = fails([*arguments, "--data.on_error=skip", *QUIET])
+    folder = only(tmp_path / "runs")
+    assert f"none of the images could be read; {folder / 'unreadable.csv'} says why" in message
     assert len(rows(folder / "unreadable.csv")) == 3
 
 
-def test_another_split(run, photos, tmp_path, capsys):
+def test_another_split(best, photos, tmp_path, capsys):
     """Each image once, in order and without augmentation: as if its folder were the one of test."""
-    split = "train"
-    best, root = str(run / "checkpoints" / "best.ckpt"), tmp_path / "photos"
-    shutil.copytree(photos / split, root / "test")
-    given = {"split": [f"--root={photos}", f"--split={split}"], "folder": [f"--root={root}"]}
+    root = tmp_path / "photos"
+    shutil.copytree(photos / "train", root / "test")
+    given = {"split": [f"--root={photos}", "--split=train"], "folder": [f"--root={root}"]}
     for name, options in given.items():
         # More augmentation than the training had, which must have no effect.
         options = [*options, "--data.augment=deit", f"--runs={tmp_path / name}", "--batch_size=5", *QUIET]
-        assert main(["test", best, *options]) == 0
-    assert f"18 images of {split}, accuracy " in capsys.readouterr().out
-    found, expected = (next((tmp_path / name).glob("*")) for name in given)
+        assert main(["test", str(best), *options]) == 0
+    assert "18 images of train, accuracy " in capsys.readouterr().out
+    found, expected = (only(tmp_path / name) for name in given)
     for name in ("classes.csv", "confusion.csv"):
         assert (found / name).read_text() == (expected / name).read_text()
-    ours, theirs = (json.loads((folder / "summary.json").read_text()) for folder in (found, expected))
-    assert (ours.pop("split"), theirs.pop("split")) == (split, "test")
+    ours, theirs = summary(found), summary(expected)
+    assert (ours.pop("split"), theirs.pop("split")) == ("train", "test")
     assert ours.pop("img_size") == theirs.pop("img_size")
     assert ours == pytest.approx(theirs)

@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from checkpoints import write_checkpoint_like
+from command_line import write_checkpoint_like
 from PIL import Image
 
 import relvit
@@ -31,11 +31,6 @@ def own_folder(tmp_path, monkeypatch):
 def photo(tmp_path):
     Image.fromarray(PICTURE).save(tmp_path / "photo.png")
     return str(tmp_path / "photo.png")
-
-
-@pytest.fixture(scope="module")
-def best(run):
-    return run / "checkpoints" / "best.ckpt"
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,11 @@
 """int8 files against the formula of dynamic quantisation, and the comparison of a file with its model."""
 
-import json
-
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
 import torch
+from command_line import summary
 from onnx import TensorProto, helper, numpy_helper
 
 from relvit.evaluation import Predictor
@@ -56,14 +55,13 @@ def test_int8_of_linear_layers_alone(graph, tmp_path):
     assert stored["table"] == TensorProto.FLOAT
 
 
-def test_comparison_on_val(run):
+def test_comparison_on_val(run, best):
     """With a file that calls everything the first class."""
-    predictor = Predictor(run / "checkpoints" / "best.ckpt")
+    predictor = Predictor(best)
     data = predictor.checkpoint.data_module(num_workers=0)
     found = compare(predictor, lambda images: torch.eye(3)[:1].expand(len(images), 3), data)
-    summary = json.loads((run / "summary.json").read_text())
     assert found.images == 18
-    assert found.model == pytest.approx(summary["val/acc1"])
+    assert found.model == pytest.approx(summary(run)["val/acc1"])
     assert found.file == pytest.approx(1 / 3)
     predicted = [predictor.predict(path).name for path, _ in data.dataset("val").samples]
     assert found.same == pytest.approx(predicted.count("cat") / 18)

@@ -50,13 +50,13 @@ torch.save(logits, sys.argv[2])
 """
 
 
-def write_checkpoint(run, target, model, data, averaged=True):
-    """Write a checkpoint like that of the run, of random weights, and of others as the average."""
-    content = torch.load(run / "checkpoints" / "best.ckpt", weights_only=True)
+def write_checkpoint(best, target, model, data):
+    """Write a checkpoint like another, of random weights, and of others as the average."""
+    content = torch.load(best, weights_only=True)
     shared = {"img_size": [16, 24]} | {name: data[name] for name in ("class_names", "img_size") if name in data}
     content["relvit"]["model"] |= {**shared, **model}
     content["relvit"]["data"]["init_args"] |= {**shared, **data}
-    for key in ("state_dict", "ema_state_dict")[: 1 + averaged]:
+    for key in ("state_dict", "ema_state_dict"):
         classifier = ImageClassifier(**content["relvit"]["model"])
         for parameter in classifier.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
@@ -66,12 +66,12 @@ def write_checkpoint(run, target, model, data, averaged=True):
 
 
 @pytest.fixture(scope="module")
-def published(run, tmp_path_factory):
+def published(best, tmp_path_factory):
     """A folder for each case, beside its checkpoint."""
     place = tmp_path_factory.mktemp("published")
     torch.manual_seed(0)
     for name, (model, data) in CASES.items():
-        publish_model(write_checkpoint(run, place / f"{name}.ckpt", model, data), str(place / name))
+        publish_model(write_checkpoint(best, place / f"{name}.ckpt", model, data), str(place / name))
     return place
 
 
@@ -101,11 +101,8 @@ def test_images_and_classes(published, name):
     config = json.loads((published / name / "config.json").read_text())
     assert config["label_names"] == clf.class_names
     assert config["num_classes"] == 3
-    assert sorted(path.name for path in (published / name).iterdir()) == [
-        "README.md",
-        "config.json",
-        "model.safetensors",
-    ]
+    written = {path.name for path in (published / name).iterdir()}
+    assert written == {"README.md", "config.json", "model.safetensors"}
     text = (published / name / "README.md").read_text(encoding="utf-8")
     for each in clf.class_names:
         assert f"`{each}`" in text
@@ -139,7 +136,7 @@ def test_grey_images(digits_run, tmp_path):
     assert model.pretrained_cfg["license"] == "mit"
 
 
-def test_the_command_and_the_card(run, photos, tmp_path, monkeypatch, capsys):
+def test_the_command_and_the_card(run, photos, tmp_path, monkeypatch, capsys, fails):
     """With results, a curve over sizes and a recipe that trains; the code of the card runs as it is."""
     folder, best = tmp_path / "run", tmp_path / "run" / "checkpoints" / "best.ckpt"
     shutil.copytree(run, folder)
@@ -199,8 +196,8 @@ def test_the_command_and_the_card(run, photos, tmp_path, monkeypatch, capsys):
     calibrated = relvit.load("other.ckpt").predict("photo.jpg").probability
     assert float(capsys.readouterr().out.split()[1]) == pytest.approx(calibrated, abs=1e-6)
     assert calibrated > found.probability + 1e-3
-    assert main(["publish", "other.ckpt", "--to=owls", "--curve=run/resolutions.json"]) == 2
-    assert "run/resolutions.json has no figures of other.ckpt" in capsys.readouterr().err
+    message = fails(["publish", "other.ckpt", "--to=owls", "--curve=run/resolutions.json"])
+    assert "run/resolutions.json has no figures of other.ckpt" in message
 
 
 def test_a_retrofitted_folder_to_start_a_training_from(published):
@@ -214,25 +211,18 @@ def test_a_retrofitted_folder_to_start_a_training_from(published):
     assert started.net.state_dict().keys() == clf.model.state_dict().keys()
 
 
-class Hub:
-    """The hub's calls, with a folder in its place."""
+def test_the_hub(best, tmp_path, monkeypatch, capsys):
+    """With a folder in its place."""
 
-    def __init__(self, folder, monkeypatch):
-        self.folder = folder
-        monkeypatch.setattr(HfApi, "create_repo", lambda api, name, exist_ok: SimpleNamespace(repo_id=f"me/{name}"))
-        monkeypatch.setattr(HfApi, "upload_folder", self.upload)
-        monkeypatch.setattr("timm.models._hub.hf_hub_download", self.download)
+    def upload(api, *, repo_id, folder_path, commit_message):
+        shutil.copytree(folder_path, tmp_path / repo_id)
 
-    def upload(self, *, repo_id, folder_path, commit_message):
-        shutil.copytree(folder_path, self.folder / repo_id)
+    def download(repo_id, filename, **_):
+        return str(tmp_path / repo_id / filename)
 
-    def download(self, repo_id, filename, **kwargs):
-        return str(self.folder / repo_id / filename)
-
-
-def test_the_hub(run, tmp_path, monkeypatch, capsys):
-    Hub(tmp_path, monkeypatch)
-    best = run / "checkpoints" / "best.ckpt"
+    monkeypatch.setattr(HfApi, "create_repo", lambda api, name, exist_ok: SimpleNamespace(repo_id=f"me/{name}"))
+    monkeypatch.setattr(HfApi, "upload_folder", upload)
+    monkeypatch.setattr("timm.models._hub.hf_hub_download", download)
     assert main(["publish", str(best), "--to", "hf-hub:owls", "--license", "cc-by-4.0"]) == 0
     assert "timm.create_model('hf-hub:me/owls', pretrained=True)" in capsys.readouterr().out
     model, images = timm.create_model("hf-hub:me/owls", pretrained=True).eval(), torch.randn(2, 3, 16, 16)
@@ -243,8 +233,7 @@ def test_the_hub(run, tmp_path, monkeypatch, capsys):
     assert "# Model card for owls\n" in text
 
 
-def test_mistakes(run, tmp_path, capsys):
-    best = str(run / "checkpoints" / "best.ckpt")
+def test_mistakes(best, tmp_path, fails):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "config.json").write_text('{"architecture": "bert"}')
     (tmp_path / "file").touch()
@@ -255,21 +244,19 @@ def test_mistakes(run, tmp_path, capsys):
         "hf-hub:a/b/c": "'a/b/c'",
         "hf-hub:me/owls@main": "me/owls@main",
     }.items():
-        assert main(["publish", best, f"--to={to}"]) == 2
-        assert message in capsys.readouterr().err
+        assert message in fails(["publish", best, f"--to={to}"])
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["config.json"]
-    assert main(["publish", best]) == 2
-    assert "missing: --to; usage: relvit publish CKPT --to DIR|hf-hub:OWNER/NAME" in capsys.readouterr().err
+    assert "missing: --to; usage: relvit publish CKPT --to DIR|hf-hub:OWNER/NAME" in fails(["publish", best])
 
 
-def test_what_timm_cannot_build_is_not_published(run, tmp_path):
+def test_what_timm_cannot_build_is_not_published(best, tmp_path):
     """A position of a user's own has no plain arguments; another model than that of the description differs."""
-    clf = relvit.load(run / "checkpoints" / "best.ckpt")
+    clf = relvit.load(best)
     mine = relvit.retrofit(timm.create_model("test_vit", num_classes=3), position=relvit.layers.SlopePosition2d)
     clf.classifier.net = mine
     with pytest.raises(PublishError, match="Model argument 'retrofit' is not serializable"):
         save_folder(clf, str(tmp_path / "one"))
-    clf = relvit.load(run / "checkpoints" / "best.ckpt")
+    clf = relvit.load(best)
     clf.model.register_forward_hook(lambda module, args, logits: logits + 1e-6)
     with pytest.raises(PublishError, match=r"the published model's outputs differ by 1.0e-06"):
         save_folder(clf, str(tmp_path / "two"))

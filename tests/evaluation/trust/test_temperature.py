@@ -1,6 +1,5 @@
 """Temperature scaling against SciPy's search, and the calibrated checkpoint in every command that takes one."""
 
-import csv
 import json
 import re
 import shutil
@@ -8,6 +7,7 @@ import shutil
 import onnxruntime
 import pytest
 import torch
+from command_line import QUIET, only, rows, summary
 from photos import TINY
 from scipy.optimize import minimize_scalar
 from scipy.special import log_softmax
@@ -17,8 +17,6 @@ from relvit.cli import main
 from relvit.evaluation import fit_temperature
 from relvit.training import Checkpoint
 from relvit.training.checkpoints.file import AVERAGE_KEY
-
-QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
 
 
 @pytest.mark.parametrize("scale", [0.001, 0.3, 5.0, 2000.0])
@@ -66,7 +64,7 @@ def logits_and_labels(path, split):
     return logits, torch.tensor([int(label) for _, label in items])
 
 
-def test_only_the_temperature_is_new_and_it_is_that_of_val(calibrated, tmp_path, capsys):
+def test_only_the_temperature_is_new_and_it_is_that_of_val(calibrated, tmp_path, capsys, fails):
     path, output = calibrated
     before, after = (torch.load(each, weights_only=True) for each in calibrated)
     temperature = after["relvit"].pop("temperature")
@@ -86,8 +84,7 @@ def test_only_the_temperature_is_new_and_it_is_that_of_val(calibrated, tmp_path,
         nll, abs=6e-5
     )
     assert nll[1] < nll[0] - 1e-3
-    assert main(["calibrate", str(output), "--output", str(again)]) == 2
-    assert "exists: give another one (--output)" in capsys.readouterr().err
+    assert "exists: give another one (--output)" in fails(["calibrate", output, "--output", again])
 
 
 def test_commands_use_it(calibrated, tmp_path, capsys):
@@ -100,8 +97,7 @@ def test_commands_use_it(calibrated, tmp_path, capsys):
     for file in calibrated:
         runs = tmp_path / file.stem
         assert main(["test", str(file), "--split=val", f"--runs={runs}", *QUIET]) == 0
-        (folder,) = runs.iterdir()
-        results[file] = json.loads((folder / "summary.json").read_text())
+        results[file] = summary(only(runs))
     assert results[output]["test/loss"] == pytest.approx(nll, rel=1e-4)
     assert results[output]["test/acc1"] == results[path]["test/acc1"]
     assert results[output]["test/calibration_error"] != results[path]["test/calibration_error"]
@@ -110,11 +106,9 @@ def test_commands_use_it(calibrated, tmp_path, capsys):
     assert json.loads((tmp_path / "r.json").read_text())[0]["loss"] == pytest.approx(nll, rel=1e-4)
 
     assert main(["predict", str(output), "--data=DigitsData", f"--runs={tmp_path / 'p'}", *QUIET]) == 0
-    (folder,) = (tmp_path / "p").iterdir()
-    with open(folder / "predictions.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
+    table = rows(only(tmp_path / "p") / "predictions.csv")
     of_test = (logits_and_labels(path, "test")[0] / temperature).softmax(-1)
-    assert [float(row["probability"]) for row in rows] == pytest.approx(of_test.amax(1).tolist(), abs=2e-6)
+    assert [float(row["probability"]) for row in table] == pytest.approx(of_test.amax(1).tolist(), abs=2e-6)
 
 
 @pytest.mark.slow
@@ -142,11 +136,11 @@ def test_a_training_goes_on_and_starts_without_it(calibrated, tmp_path):
     for file in calibrated:
         runs = tmp_path / file.stem
         assert main(["fit", f"--ckpt_path={file}", f"--runs={runs}", "--epochs=2", *common]) == 0
-        (folder,) = runs.iterdir()
+        folder = only(runs)
         content = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
         assert "temperature" not in content["relvit"]
-        summary = json.loads((folder / "summary.json").read_text())
-        ended.append((content["state_dict"], summary["val/acc1"], summary["test/loss"]))
+        results = summary(folder)
+        ended.append((content["state_dict"], results["val/acc1"], results["test/loss"]))
     torch.testing.assert_close(*ended, rtol=0, atol=0)
 
 

@@ -25,9 +25,9 @@ def own_environment(monkeypatch):
 
 
 @pytest.mark.slow
-def test_it_serves_this_machine_until_it_is_ended_and_leaves_no_file(run, tmp_path):
+def test_it_serves_this_machine_until_it_is_ended_and_leaves_no_file(best, tmp_path):
     pytest.importorskip("gradio")
-    process = start(["demo", run / "checkpoints" / "best.ckpt", "--port", "0"], tmp_path, env={"TMPDIR": str(tmp_path)})
+    process = start(["demo", best, "--port", "0"], tmp_path, env={"TMPDIR": str(tmp_path)})
     try:
         address = re.fullmatch(LINE.format("127.0.0.1", "only this machine"), process.stdout.readline())[1]
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -46,7 +46,7 @@ def test_it_serves_this_machine_until_it_is_ended_and_leaves_no_file(run, tmp_pa
         (["--host", "0.0.0.0"], "0.0.0.0", "everyone who can reach this machine, without a password,"),
     ],
 )
-def test_who_can_open_it(run, capsys, monkeypatch, tmp_path, options, host, who):
+def test_who_can_open_it(best, capsys, monkeypatch, tmp_path, options, host, who):
     uvicorn = pytest.importorskip("uvicorn")
     pytest.importorskip("gradio")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -60,7 +60,7 @@ def test_who_can_open_it(run, capsys, monkeypatch, tmp_path, options, host, who)
 
     monkeypatch.setattr(uvicorn.Server, "run", served)
     try:
-        assert main(["demo", str(run / "checkpoints" / "best.ckpt"), "--port", "0", *options]) == 0
+        assert main(["demo", str(best), "--port", "0", *options]) == 0
     finally:
         signal.signal(signal.SIGTERM, stop)
     assert re.fullmatch(LINE.format(host, who), capsys.readouterr().out)
@@ -82,28 +82,25 @@ def test_who_can_open_it(run, capsys, monkeypatch, tmp_path, options, host, who)
         (["--reach", "far"], "--reach must be"),
     ],
 )
-def test_refusals(options, message, capsys):
+def test_refusals(options, message, fails):
     pytest.importorskip("gradio")
-    assert main([*ARGUMENTS, *options]) == 2
-    assert re.search(message, capsys.readouterr().err)
+    assert re.search(message, fails([*ARGUMENTS, *options]))
 
 
-def test_a_port_in_use_and_a_missing_checkpoint(capsys, monkeypatch, tmp_path):
+def test_a_port_in_use_and_a_missing_checkpoint(fails, monkeypatch, tmp_path):
     pytest.importorskip("gradio")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert main([*ARGUMENTS, "--port", str(port)]) == 2
-    assert f"port {port}: " in (err := capsys.readouterr().err)
-    assert "--port 0 takes a free one" in err
-    assert main([*ARGUMENTS, "--port", "0"]) == 2
-    assert "no checkpoint at best.ckpt" in capsys.readouterr().err
+        message = fails([*ARGUMENTS, "--port", port])
+    assert f"port {port}: " in message
+    assert "--port 0 takes a free one" in message
+    assert "no checkpoint at best.ckpt" in fails([*ARGUMENTS, "--port", "0"])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_gradio(capsys, monkeypatch):
+def test_without_gradio(fails, monkeypatch):
     monkeypatch.setitem(sys.modules, "gradio", None)
     monkeypatch.delitem(sys.modules, "relvit.evaluation.deploy.demo", raising=False)
-    assert main(ARGUMENTS) == 2
-    assert 'relvit demo needs the package gradio: pip install "relvit[demo]"' in capsys.readouterr().err
+    assert 'relvit demo needs the package gradio: pip install "relvit[demo]"' in fails(ARGUMENTS)

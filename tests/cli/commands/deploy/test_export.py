@@ -1,6 +1,5 @@
 """`relvit export`: what the files compute where relvit is not, against the classifier."""
 
-import csv
 import json
 import os
 import re
@@ -12,7 +11,8 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-from photos import CLASSES, TINY
+from command_line import only, rows, write_checkpoint_like
+from photos import CLASSES
 from PIL import Image
 from torch._inductor.exc import InvalidCxxCompiler
 
@@ -38,27 +38,23 @@ def images():
     return [torch.randn(shape, generator=generator) for shape in ((3, 3, 16, 16), (1, 3, 64, 16), (5, 3, 32, 72))]
 
 
-def export(run, output):
-    return main(["export", f"--ckpt_path={run / 'checkpoints' / 'best.ckpt'}", f"--output={output}"])
+@pytest.fixture(scope="module")
+def classifier(best):
+    return load_classifier(best).requires_grad_(False)
 
 
 @pytest.fixture(scope="module")
-def classifier(run):
-    return load_classifier(run / "checkpoints" / "best.ckpt").requires_grad_(False)
-
-
-@pytest.fixture(scope="module")
-def folder(run, tmp_path_factory):
+def folder(best, tmp_path_factory):
     """The run's best checkpoint as ONNX."""
     made = tmp_path_factory.mktemp("exported")
-    assert export(run, made / "model.onnx") == 0
+    assert main(["export", str(best), f"--output={made / 'model.onnx'}"]) == 0
     return made
 
 
 @pytest.fixture(scope="module")
-def program(run, folder):
+def program(best, folder):
     """The same as a program of `torch.export`."""
-    assert export(run, folder / "model.pt2") == 0
+    export_model(relvit.load(best), folder / "model.pt2")
     return folder / "model.pt2"
 
 
@@ -76,7 +72,7 @@ def test_program(program, classifier, tmp_path):
         torch.testing.assert_close(logits, classifier(x), rtol=1e-4, atol=1e-5)
 
 
-def test_onnx_and_its_description_are_enough_to_predict(run, folder, session, classifier, photos):
+def test_onnx_and_its_description_are_enough_to_predict(best, folder, session, classifier, photos):
     for x in images():
         (logits,) = session.run(["logits"], {"images": x.numpy()})
         torch.testing.assert_close(torch.from_numpy(logits), classifier(x), rtol=1e-4, atol=1e-5)
@@ -88,16 +84,14 @@ def test_onnx_and_its_description_are_enough_to_predict(run, folder, session, cl
     pixels = np.asarray(Image.open(photos / "test" / "dog" / "0.jpg").resize((17, 17)))
     x = ((pixels[:16, :16] / 255 - description["mean"]) / description["std"]).astype(np.float32)
     (logits,) = session.run(["logits"], {"images": x.transpose(2, 0, 1)[None]})
-    prediction = relvit.load(run / "checkpoints" / "best.ckpt").predict(pixels)
+    prediction = relvit.load(best).predict(pixels)
     assert description["class_names"][logits.argmax()] == prediction.name
     probabilities = np.exp(logits[0]) / np.exp(logits[0]).sum()
     assert sorted(probabilities, reverse=True) == pytest.approx(prediction.probabilities, abs=1e-5)
 
 
-def rows(folder):
-    (table,) = folder.glob("*/predictions.csv")
-    with open(table, newline="") as file:
-        return list(csv.DictReader(file))
+def table(runs):
+    return rows(only(runs) / "predictions.csv")
 
 
 def same_predictions(ours, theirs):
@@ -111,22 +105,20 @@ def same_predictions(ours, theirs):
 
 
 @pytest.mark.parametrize("size", [[], ["--img_size=[24,40]"]])
-def test_predict_by_the_file_alone(run, folder, photos, tmp_path, size, capsys):
+def test_predict_by_the_file_alone(best, folder, photos, tmp_path, size, capsys):
     """The same table as by the checkpoint, at any size, past a file that cannot be read."""
     (tmp_path / "broken.jpg").write_bytes(b"nothing")
     paths = [str(photos / "test"), str(tmp_path / "broken.jpg"), *size]
-    best = str(run / "checkpoints" / "best.ckpt")
-    assert main(["predict", best, *paths, f"--runs={tmp_path / 'theirs'}", "--trainer.accelerator=cpu"]) == 0
+    assert main(["predict", str(best), *paths, f"--runs={tmp_path / 'theirs'}", "--trainer.accelerator=cpu"]) == 0
     assert main(["predict", "--model", str(folder / "model.onnx"), *paths, f"--runs={tmp_path / 'ours'}"]) == 0
     assert "18 predictions in " in capsys.readouterr().out
-    same_predictions(rows(tmp_path / "ours"), rows(tmp_path / "theirs"))
-    tables = [next((tmp_path / name).glob("*/unreadable.csv")).read_text() for name in ("ours", "theirs")]
+    same_predictions(table(tmp_path / "ours"), table(tmp_path / "theirs"))
+    tables = [(only(tmp_path / name) / "unreadable.csv").read_text() for name in ("ours", "theirs")]
     assert tables[0] == tables[1]
 
 
-def test_int8_and_what_it_costs(run, folder, tmp_path, monkeypatch, capsys):
+def test_int8_and_what_it_costs(run, best, folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(module, "_onnx", lambda net, *_: shutil.copy(folder / "model.onnx", tmp_path) and net)
-    best = run / "checkpoints" / "best.ckpt"
     assert main(["export", str(best), "--output", str(tmp_path / "model.onnx"), "--int8"]) == 0
     out = capsys.readouterr().out
     before, after, same = re.search(
@@ -159,62 +151,52 @@ def test_files_refuse_sizes_that_the_model_refuses(classifier, program, folder, 
 
 
 @pytest.mark.slow
-def test_so_do_those_of_timms_own_embedding_of_patches(photos, tmp_path):
-    tiny = [f"--model.model_kwargs.{name}" for name in ("dynamic_img_size=true", "patch_size=8", "embed_dim=16")]
-    tiny += ["--model=test_vit", "--model.model_kwargs.depth=1", "--epochs=1", f"--runs={tmp_path / 'runs'}"]
-    assert main(["fit", f"--root={photos}", "--img_size=16", "--num_workers=0", *tiny, *TINY[-2:]]) == 0
-    best = next((tmp_path / "runs").glob("*/checkpoints/best.ckpt"))
+def test_so_do_those_of_timms_own_embedding_of_patches(best, tmp_path):
+    kwargs = {"dynamic_img_size": True, "patch_size": 8, "embed_dim": 16, "depth": 1}
+    best = write_checkpoint_like(best, tmp_path / "best.ckpt", "test_vit", kwargs)
     for name in ("model.pt2", "model.onnx"):
         export_model(relvit.load(best), tmp_path / name)
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
     check_refusals(load_classifier(best), tmp_path, session)
 
 
-def test_a_model_of_one_size(photos, tmp_path):
-    fit = ["fit", "--data=ImageFolderData", f"--data.root={photos}", f"--runs={tmp_path}", "--model.model=test_vit"]
-    fit += ["--model.model_kwargs.dynamic_img_size=false"]
-    data = ["--data.img_size=[32,48]", "--data.num_workers=0", "--trainer.max_epochs=1"]
-    assert main([*fit, *data, *TINY[-2:]]) == 0
-    (folder,) = tmp_path.iterdir()
+def test_a_model_of_one_size(best, tmp_path):
+    kwargs, size = {"dynamic_img_size": False}, [32, 48]
+    best = write_checkpoint_like(best, tmp_path / "best.ckpt", "test_vit", kwargs, img_size=size)
     output = tmp_path / "model.pt2"
-    shapes = export_model(relvit.load(folder / "checkpoints" / "best.ckpt"), output)
+    shapes = export_model(relvit.load(best), output)
     assert shapes == [(2, 3, 32, 48), (3, 3, 32, 48)]
     assert json.loads((tmp_path / "model.json").read_text())["input"] == ["batch", 3, 32, 48]
     x = torch.randn(4, 3, 32, 48)
-    expected = load_classifier(folder / "checkpoints" / "best.ckpt")(x)
+    expected = load_classifier(best)(x)
     torch.testing.assert_close(torch.export.load(output).module()(x), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
-def test_native_shapes_of_timms_model(photos, tmp_path):
-    fit = ["fit", f"--root={photos}", "--data.native=true", "--data.patch_size=8", "--data.max_tokens=9", "--epochs=1"]
-    fit += ["--model=naflexvit_base_patch16_gap", "--num_workers=0", f"--runs={tmp_path / 'runs'}", *TINY[-2:]]
-    tiny = [f"--model.model_kwargs.{name}" for name in ("embed_dim=16", "depth=1", "num_heads=2", "patch_size=8")]
-    assert main([*fit, *tiny]) == 0
-    best = str(next((tmp_path / "runs").glob("*/checkpoints/best.ckpt")))
+def test_native_shapes_of_timms_model(best, photos, tmp_path):
+    kwargs = {"embed_dim": 16, "depth": 1, "num_heads": 2, "patch_size": 8}
+    native = {"native": True, "patch_size": 8, "max_tokens": 9}
+    best = str(write_checkpoint_like(best, tmp_path / "best.ckpt", "naflexvit_base_patch16_gap", kwargs, **native))
     assert main(["export", best, f"--output={tmp_path / 'model.onnx'}"]) == 0
     assert json.loads((tmp_path / "model.json").read_text())["input"][0] == "batch"
     paths = [str(photos / "test"), f"--runs={tmp_path / 'ours'}"]
     assert main(["predict", "--model", str(tmp_path / "model.onnx"), *paths]) == 0
     assert main(["predict", best, paths[0], f"--runs={tmp_path / 'theirs'}", "--trainer.accelerator=cpu"]) == 0
-    same_predictions(rows(tmp_path / "ours"), rows(tmp_path / "theirs"))
+    same_predictions(table(tmp_path / "ours"), table(tmp_path / "theirs"))
 
 
-def test_sizes_that_no_file_takes_are_refused_with_one_that_it_does(photos, tmp_path, capsys):
-    padded = ["--model=test_vit", "--model.model_kwargs.dynamic_img_size=true", "--epochs=1", "--num_workers=0"]
-    padded += ["--model.model_kwargs.dynamic_img_pad=true", f"--runs={tmp_path / 'runs'}", *TINY[-2:]]
-    assert main(["fit", f"--root={photos}", "--img_size=[20,40]", *padded]) == 0
-    best = str(next((tmp_path / "runs").glob("*/checkpoints/best.ckpt")))
-    assert main(["export", best, f"--output={tmp_path / 'model.pt2'}"]) == 2
+def test_sizes_that_no_file_takes_are_refused_with_one_that_it_does(best, tmp_path, fails):
+    kwargs = {"dynamic_img_size": True, "dynamic_img_pad": True, "depth": 1}
+    best = str(write_checkpoint_like(best, tmp_path / "best.ckpt", "test_vit", kwargs, img_size=[20, 40]))
     expected = "two whole patches of 16 x 16 pixels or more on each side; give another (--img_size '[32, 48]')"
-    assert expected in capsys.readouterr().err
+    assert expected in fails(["export", best, f"--output={tmp_path / 'model.pt2'}"])
     assert main(["export", best, f"--output={tmp_path / 'model.pt2'}", "--img_size", "[32, 48]"]) == 0
 
 
 @pytest.mark.slow
-def test_compiled_by_aotinductor(run, classifier, tmp_path, capfd):
+def test_compiled_by_aotinductor(best, classifier, tmp_path, capfd):
     output = tmp_path / "model.pt2"
-    assert main(["export", str(run / "checkpoints" / "best.ckpt"), f"--output={output}", "--aot"]) == 0
+    assert main(["export", str(best), f"--output={output}", "--aot"]) == 0
     assert "does not notice images of a wrong size" in capfd.readouterr().out
     packaged = torch._inductor.aoti_load_package(str(output))
     for x in images():
@@ -225,14 +207,14 @@ def test_compiled_by_aotinductor(run, classifier, tmp_path, capfd):
     assert [run.returncode == 0 for run in runs] == [True, False]
 
 
-def test_a_file_that_computes_something_else_is_not_kept(run, tmp_path, monkeypatch):
+def test_a_file_that_computes_something_else_is_not_kept(best, tmp_path, monkeypatch):
     def wrong(net, images, dynamic, output):
         output.touch()
         return lambda images: net(images) + 0.01 * (len(images) == 1)
 
     monkeypatch.setattr(module, "_program", wrong)
     with pytest.raises(ExportError, match=r"for images \(1, 3, 16, 16\) the exported model differs from the model"):
-        export_model(relvit.load(run / "checkpoints" / "best.ckpt"), tmp_path / "model.pt2")
+        export_model(relvit.load(best), tmp_path / "model.pt2")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -240,7 +222,7 @@ def raise_no_compiler():
     raise InvalidCxxCompiler
 
 
-def test_sizes_and_names_that_predict_refuses(folder, photos, tmp_path, capsys):
+def test_sizes_and_names_that_predict_refuses(folder, photos, tmp_path, capsys, fails):
     file = str(folder / "model.onnx")
     for arguments, message in {
         (file, "photo.jpg", "--img_size=[16,20]"): "[16, 20]: the file takes sides of multiples of 8 from 16 on",
@@ -249,28 +231,22 @@ def test_sizes_and_names_that_predict_refuses(folder, photos, tmp_path, capsys):
         (file, "nowhere.jpg"): "no file or folder 'nowhere.jpg'",
         ("none.onnx", "photo.jpg"): "no file none.onnx: relvit export CKPT --output none.onnx",
     }.items():
-        assert main(["predict", *arguments, f"--runs={tmp_path}"]) == 2
-        assert message in capsys.readouterr().err
+        assert message in fails(["predict", *arguments, f"--runs={tmp_path}"])
     assert not list(tmp_path.iterdir())
     assert main(["predict", file, "--help"]) == 0
     assert "usage: relvit predict --model FILE.onnx PATH" in capsys.readouterr().out
 
 
-def test_mistakes(run, tmp_path, monkeypatch, capsys):
-    assert export(run, tmp_path / "model.onxx") == 2
-    assert "ends in '.onxx'; allowed are .onnx, .pt2 (did you mean '.onnx'?)" in capsys.readouterr().err
-    assert export(run, tmp_path / "none" / "model.onnx") == 2
-    assert "is in a folder that does not exist" in capsys.readouterr().err
-    for name, option, message in (
-        ("model.pt2", "--int8", "int8 is for files that end in .onnx"),
-        ("model.onnx", "--aot", "aot is for files that end in .pt2"),
-    ):
-        assert main(["export", str(run / "checkpoints" / "best.ckpt"), f"--output={tmp_path / name}", option]) == 2
-        assert message in capsys.readouterr().err
+def test_mistakes(best, tmp_path, monkeypatch, fails):
+    def message(name, *option):
+        return fails(["export", best, f"--output={tmp_path / name}", *option])
+
+    assert "ends in '.onxx'; allowed are .onnx, .pt2 (did you mean '.onnx'?)" in message("model.onxx")
+    assert "is in a folder that does not exist" in message("none/model.onnx")
+    assert "int8 is for files that end in .onnx" in message("model.pt2", "--int8")
+    assert "aot is for files that end in .pt2" in message("model.onnx", "--aot")
     with monkeypatch.context() as without:
         without.setattr("torch._inductor.cpp_builder.get_cpp_compiler", raise_no_compiler)
-        assert main(["export", str(run / "checkpoints" / "best.ckpt"), f"--output={tmp_path}/model.pt2", "--aot"]) == 2
-        assert "aot needs a C++ compiler, and there is none" in capsys.readouterr().err
+        assert "aot needs a C++ compiler, and there is none" in message("model.pt2", "--aot")
     monkeypatch.setitem(sys.modules, "onnxscript", None)
-    assert export(run, tmp_path / "model.onnx") == 2
-    assert 'ONNX needs the package onnxscript: pip install "relvit[onnx]"' in capsys.readouterr().err
+    assert 'ONNX needs the package onnxscript: pip install "relvit[onnx]"' in message("model.onnx")

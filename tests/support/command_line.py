@@ -1,0 +1,66 @@
+"""The command line in tests: a short training, checkpoints like its own, what commands wrote and printed."""
+
+import csv
+import json
+import re
+
+import torch
+from photos import TINY
+
+from relvit.cli import main
+
+QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
+
+
+def fit(root, runs, *options):
+    """Train the tiny model on class folders, for an epoch if no option says otherwise; the run's folder."""
+    arguments = ["fit", "--data=ImageFolderData", f"--data.root={root}", f"--runs={runs}", *TINY]
+    assert main([*arguments, "--trainer.max_epochs=1", *options]) == 0
+    return only(runs)
+
+
+def write_checkpoint_like(path, target, model, model_kwargs, **data):
+    """Write `target` like the checkpoint `path`, of another model with random weights, and of data changed so."""
+    # Not above, as `tests/conftest.py` imports this file: Lightning takes seconds.
+    from relvit.training import ImageClassifier
+
+    content = torch.load(path, weights_only=True)
+    size = {"img_size": data["img_size"]} if "img_size" in data else {}
+    content["relvit"]["model"] |= {"model": model, "model_kwargs": model_kwargs, **size}
+    content["relvit"]["data"]["init_args"] |= data
+    torch.manual_seed(1)
+    content["state_dict"] = ImageClassifier(**content["relvit"]["model"]).state_dict()
+    torch.save(content, target)
+    return target
+
+
+def only(folder):
+    """The one thing in a folder."""
+    (found,) = folder.iterdir()
+    return found
+
+
+def rows(path):
+    """The rows of a CSV file, by the names of its columns."""
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def summary(folder):
+    """What a run's summary.json holds."""
+    return json.loads((folder / "summary.json").read_text())
+
+
+def printed(name, text):
+    """A number in the table that the Trainer prints."""
+    return float(re.search(rf"{name}\W+([\d.]+)", text)[1])
+
+
+def by_hand(classifier, dataset):
+    """Accuracy and mean cross-entropy, image by image."""
+    right, losses = [], []
+    for image, label in dataset:
+        logits = classifier(image[None])[0].detach()
+        right.append(int(logits.argmax()) == label)
+        losses.append(float(-logits.log_softmax(0)[label]))
+    return sum(right) / len(right), sum(losses) / len(losses)
