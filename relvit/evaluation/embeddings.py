@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 import os
 from collections.abc import Callable, Iterable
@@ -15,7 +14,7 @@ import torch
 from relvit.data.images.folders import image_files
 from relvit.data.modules.folder import find_splits
 from relvit.evaluation.predictor import Predictor
-from relvit.utils.files import check_output
+from relvit.utils.files import check_output, write_csv
 from relvit.utils.messages import MissingPackageError, printable
 
 FORMATS = (".npz", ".csv", ".parquet")
@@ -112,11 +111,9 @@ def write_embeddings(embeddings: Embeddings, output: str | os.PathLike[str]) -> 
             texts = {name: np.array(values, np.str_) for name, values in columns.items()}
             np.savez(output, **texts, features=features)
         case ".csv":
-            with open(output, "w", newline="", encoding="utf-8") as file:
-                writer = csv.writer(file)
-                writer.writerow([*columns, *range(features.shape[1])])
-                for *texts, numbers in zip(*columns.values(), features.tolist(), strict=True):
-                    writer.writerow([*texts, *(f"{number:.9g}" for number in numbers)])
+            lines = zip(*columns.values(), features.tolist(), strict=True)
+            rows = ([*texts, *(f"{number:.9g}" for number in numbers)] for *texts, numbers in lines)
+            write_csv(output, [*columns, *map(str, range(features.shape[1]))], rows)
         case ".parquet":
             pa = _pyarrow()
             lists = pa.FixedSizeListArray.from_arrays(pa.array(features.reshape(-1)), features.shape[1])
