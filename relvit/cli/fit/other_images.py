@@ -35,7 +35,8 @@ def data_of_paths(checkpoint: Checkpoint) -> Checkpoint:
     # Not above, as in the next function: the parser's help would list it among the kinds of data.
     from relvit.data.modules.paths import ImagePathsData
 
-    return _with_data(checkpoint, ImagePathsData, {"paths": []})
+    # A broken file shall not cost the others their predictions, whatever the training did about it.
+    return _with_data(checkpoint, ImagePathsData, {"paths": []}, without="on_error")
 
 
 def data_of_robustness(checkpoint: Checkpoint, arguments: Sequence[str]) -> Checkpoint:
@@ -48,7 +49,7 @@ def data_of_robustness(checkpoint: Checkpoint, arguments: Sequence[str]) -> Chec
 
     root = option(arguments, "--robustness")
     _refuse(arguments, ("--data", "--data.root", "--split"), f"--robustness {root}")
-    return _with_data(checkpoint, RobustnessData, {"root": root})
+    return _with_data(checkpoint, RobustnessData, {"root": root}, without="paths")
 
 
 def _refuse(arguments: Sequence[str], others: Sequence[str], given: str) -> None:
@@ -57,8 +58,8 @@ def _refuse(arguments: Sequence[str], others: Sequence[str], given: str) -> None
             raise UsageError(f"{other} {value} and {given} both name the images: give one of them")
 
 
-def _with_data(checkpoint: Checkpoint, cls: type[ImageData], images: dict[str, Any]) -> Checkpoint:
+def _with_data(checkpoint: Checkpoint, cls: type[ImageData], images: dict[str, Any], without: str) -> Checkpoint:
     """Return the checkpoint with another data module, of the same transforms and classes."""
-    shared = set(cls.argument_names()) - {"paths"}
+    shared = set(cls.argument_names()) - {without}
     known = {name: value for name, value in checkpoint.data_args.items() if name in shared}
     return replace(checkpoint, data={"class_path": cls.__name__, "init_args": known | images})
