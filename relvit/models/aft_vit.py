@@ -19,7 +19,7 @@ from relvit.layers import AFTConv2d, AFTFull, AFTLocal, AFTSimple, MixerBlock, r
 from relvit.models.base import GridVisionTransformer
 from relvit.models.entry_points import check_arguments, default_cfgs_of, entry_point
 from relvit.models.weights import convert
-from relvit.utils.messages import did_you_mean, listing
+from relvit.utils.messages import check_choice, listing
 
 _logger = logging.getLogger(__name__)
 
@@ -89,10 +89,7 @@ class AFTVisionTransformer(GridVisionTransformer):
         backend: str = "auto",
         **kwargs: Any,
     ) -> None:
-        if mixer not in MIXERS:
-            raise ValueError(
-                f"mixer must be one of {listing(tuple(MIXERS))}, got {mixer!r}{did_you_mean(mixer, MIXERS)}"
-            )
+        check_choice("mixer", mixer, tuple(MIXERS))
         check_arguments(type(self), kwargs)
         in_paper = mixer != "conv"
         class_token = in_paper if class_token is None else class_token

@@ -21,7 +21,7 @@ from relvit.models.weights.convert import load_jax_archive
 from relvit.ops import Grid
 from relvit.ops.grid import keep_patches
 from relvit.ops.tracing import is_exporting
-from relvit.utils.messages import did_you_mean, listing
+from relvit.utils.messages import check_choice
 
 # The `combine` of `AxialPositionEmbedding`.
 AXIAL = {"axial": "concat", "axial-sum": "sum"}
@@ -210,10 +210,8 @@ class GridVisionTransformer(TablesWithoutDecay, GridForward, VisionTransformer):
     ) -> None:
         if not isinstance(reversible, bool):
             raise ValueError(f"reversible must be True or False, got {reversible!r}")
-        for name, given, allowed in (("pos_embed", pos_embed, POS_EMBEDS), ("global_pool", global_pool, POOLS)):
-            if given not in allowed:
-                hint = did_you_mean(str(given), allowed)
-                raise ValueError(f"{name} must be one of {listing(allowed)}, got {given!r}{hint}")
+        check_choice("pos_embed", pos_embed, POS_EMBEDS)
+        check_choice("global_pool", global_pool, POOLS)
         if global_pool == "token" and not class_token:
             raise ValueError("global_pool 'token' needs class_token=True")
         kwargs.setdefault("embed_layer", AnySizePatchEmbed)

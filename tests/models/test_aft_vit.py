@@ -233,7 +233,7 @@ def test_half_precision():
 
 def test_errors():
     cases = [
-        (ValueError, r"mixer must be one of .*, got 'cnov' \(did you mean 'conv'\?\)", {"mixer": "cnov"}),
+        (ValueError, r"mixer is 'cnov'; allowed are .* \(did you mean 'conv'\?\)", {"mixer": "cnov"}),
         (ValueError, "window is for mixer 'local', got window=3 with mixer 'conv'", {"window": 3}),
         (ValueError, "kernel_size is for mixer 'conv'", {"mixer": "full", "kernel_size": 3}),
         (ValueError, "qk_norm cannot be chosen: there is no attention", {"qk_norm": True}),

@@ -55,7 +55,7 @@ def test_a_retrofit_follows_when_asked_for():
     assert build_model("test_vit", 4, 3, 64, retrofit={}).blocks[0].attn.position.rel_terms == "kv"
     by_name = build_model("test_vit", 4, 3, 64, retrofit={"position": "slopes"})
     assert isinstance(by_name.blocks[0].attn.position, SlopePosition2d)
-    with pytest.raises(ValueError, match=r"position must be one of .*, got 'slops' .did you mean 'slopes'"):
+    with pytest.raises(ValueError, match=r"position is 'slops'; allowed are .* .did you mean 'slopes'"):
         build_model("test_vit", 4, retrofit={"position": "slops"})
     with pytest.raises(ValueError, match=r"retrofit has no argument 'rel_term' .did you mean 'rel_terms'"):
         build_model("test_vit", 4, retrofit={"rel_term": "k"})

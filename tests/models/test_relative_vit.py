@@ -120,10 +120,7 @@ def test_each_position_has_its_own_default_distance(kwargs, kind, distance):
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        (
-            {"position": "slope"},
-            r"one of 'tables', 'slopes', .*'low-rank' or a class, got 'slope' \(did you mean 'slopes'\?\)",
-        ),
+        ({"position": "slope"}, r"is 'slope'; allowed are 'tables', .*'low-rank' \(did you mean 'slopes'\?\)"),
         (
             {"position": "slopes", "rel_terms": "k"},
             "rel_terms is for position 'tables', got rel_terms='k' with .*slopes",
@@ -135,7 +132,7 @@ def test_each_position_has_its_own_default_distance(kwargs, kind, distance):
         ),
         ({"position": "fire", "max_distance": 3}, "max_distance is not for position 'fire', which clips no offset"),
         ({"position": SlopePosition2d, "max_distance": 3}, "max_distance=3 is for positions known by name"),
-        ({"pos_embed": "axia"}, r"one of '', 'learn', 'axial', 'axial-sum', got 'axia' \(did you mean 'axial'\?\)"),
+        ({"pos_embed": "axia"}, r"allowed are '', 'learn', 'axial', 'axial-sum' \(did you mean 'axial'\?\)"),
     ],
 )
 def test_errors(kwargs, message):

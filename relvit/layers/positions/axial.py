@@ -7,18 +7,18 @@ from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from relvit.layers.interpolate import larger
-from relvit.layers.positions.tables import initialise
+from relvit.layers.positions.tables import LearnedPosition
 from relvit.ops import Grid
 from relvit.ops.backends.scripted import register_operator
 from relvit.ops.checks import int_pair
-from relvit.utils.messages import did_you_mean, listing
+from relvit.utils.messages import check_choice
 
 COMBINES = ("concat", "sum")
 
 
 # Sizes of the grid have no value while a graph is traced.
 @register_notrace_module
-class AxialPositionEmbedding(nn.Module):
+class AxialPositionEmbedding(LearnedPosition):
     """One vector per row and one per column of the grid, put together for each patch.
 
     A patch at row r and column c gets concat(rows[r], cols[c]), d1 + d2 = dim wide, or rows[r] + cols[c].
@@ -58,12 +58,8 @@ class AxialPositionEmbedding(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        if combine not in COMBINES:
-            hint = did_you_mean(str(combine), COMBINES)
-            raise ValueError(f"combine must be one of {listing(COMBINES)}, got {combine!r}{hint}")
-        if init_std < 0:
-            raise ValueError(f"init_std must not be negative, got {init_std}")
+        super().__init__(init_std)
+        check_choice("combine", combine, COMBINES)
         if combine == "sum" and widths is not None:
             raise ValueError(f"widths is for combine 'concat', got widths={widths!r} with combine 'sum'")
         halves = (dim, dim) if combine == "sum" else (dim // 2, dim - dim // 2)
@@ -71,7 +67,6 @@ class AxialPositionEmbedding(nn.Module):
         if combine == "concat" and sum(widths) != dim:
             raise ValueError(f"widths must add up to dim {dim}, got {widths}, which is {sum(widths)}")
         self.combine = combine
-        self.init_std = init_std
         tables = [
             nn.Parameter(torch.empty(size, width, device=device, dtype=dtype))
             for size, width in zip(int_pair("grid_size", grid_size, 1), widths, strict=True)
@@ -83,13 +78,6 @@ class AxialPositionEmbedding(nn.Module):
     def grid_size(self) -> tuple[int, int]:
         """Rows of the two tables."""
         return self.rows.shape[0], self.cols.shape[0]
-
-    def init_weights(self) -> None:
-        """Initialise the tables."""
-        initialise(self, self.init_std)
-
-    # PyTorch and timm call it for modules made on the meta device.
-    reset_parameters = init_weights
 
     def no_weight_decay(self) -> set[str]:
         """Return the names of the tables."""

@@ -7,8 +7,8 @@ import torch
 from timm.layers import Mlp, register_notrace_module
 from torch import nn
 
-from relvit.layers.positions.stretch import axis_offsets, is_stretched
-from relvit.layers.positions.tables import initialise
+from relvit.layers.positions.stretch import axis_offsets
+from relvit.layers.positions.tables import LearnedPosition, initialise
 from relvit.ops import Grid, JointTable, RelativeTerms
 from relvit.ops.checks import int_pair
 from relvit.utils.messages import check_choice
@@ -18,7 +18,7 @@ MODES = ("cr", "swin")
 
 # Tables are as long as the grid, whose sizes have no value while a graph is traced.
 @register_notrace_module
-class ContinuousPosition2d(nn.Module):
+class ContinuousPosition2d(LearnedPosition):
     """A bias that a network computes from both offsets: Swin V2 (Liu et al. 2021, arXiv 2111.09883, section 3.3).
 
     b_ij = G(s(y_i - y_j), s(x_i - x_j)), with a network G of one hidden layer and ReLU, and a logarithmic scale s:
@@ -61,11 +61,9 @@ class ContinuousPosition2d(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(init_std)
         check_choice("mode", mode, MODES)
-        if init_std < 0:
-            raise ValueError(f"init_std must not be negative, got {init_std}")
-        self.mode, self.init_std = mode, init_std
+        self.mode = mode
         self.window = int_pair("window", window, 2)
         self.trained_grid: tuple[int, int] | None = None
         bias = (True, mode == "cr")
@@ -75,19 +73,14 @@ class ContinuousPosition2d(nn.Module):
     def init_weights(self) -> None:
         """Initialise all parameters."""
         self.mlp.fc1.reset_parameters()
-        initialise(self.mlp.fc2, self.init_std)
-
-    # PyTorch and timm call it for modules made on the meta device.
-    reset_parameters = init_weights
+        initialise(self.mlp.fc2.parameters(), self.init_std)
 
     def forward(self, grid: Grid) -> RelativeTerms:
         """Return the bias, a table (num_heads, 2 H - 1, 2 W - 1)."""
-        trained = self.trained_grid if is_stretched(grid, self.trained_grid) else None
         weight = self.mlp.fc1.weight
-        dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        dy, dx = axis_offsets(grid, self.trained_grid, None, weight)
         # The paper's offsets: query minus key.
-        dy = -axis_offsets(grid.height, None if trained is None else trained[0], weight.device, dtype)
-        dx = -axis_offsets(grid.width, None if trained is None else trained[1], weight.device, dtype)
+        dy, dx = -dy, -dx
         if self.mode == "swin":
             dy, dx = dy * 8 / (self.window[0] - 1), dx * 8 / (self.window[1] - 1)
         dy, dx = dy.sign() * torch.log1p(dy.abs()), dx.sign() * torch.log1p(dx.abs())

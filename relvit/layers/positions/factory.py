@@ -17,7 +17,7 @@ from relvit.layers.positions.slopes import SlopePosition2d
 from relvit.layers.positions.tables import RelativePosition2d
 from relvit.layers.positions.xl import TransformerXLPosition2d
 from relvit.ops import Grid, RelativeTerms
-from relvit.utils.messages import did_you_mean, listing
+from relvit.utils.messages import check_choice
 
 POSITIONS: dict[str, Callable[..., nn.Module]] = {
     "tables": RelativePosition2d,
@@ -47,11 +47,10 @@ def position_factory(
         ValueError: an unknown name, or arguments for tables with another position.
         TypeError: what builds no modules, such as a module: every block has its own.
     """
-    if not isinstance(position, str):
+    if isinstance(position, str):
+        check_choice("position", position, tuple(POSITIONS))
+    else:
         _check_kind(position)
-    if isinstance(position, str) and position not in POSITIONS:
-        hint = did_you_mean(position, POSITIONS)
-        raise ValueError(f"position must be one of {listing(tuple(POSITIONS))} or a class, got {position!r}{hint}")
     defaults = inspect.signature(owner).parameters
     taken: dict[str, Any] = {}
     for name, given in tables.items():

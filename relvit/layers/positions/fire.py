@@ -4,14 +4,14 @@ import torch
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-from relvit.layers.positions.stretch import axis_offsets, is_stretched
-from relvit.layers.positions.tables import initialise
+from relvit.layers.positions.stretch import axis_offsets
+from relvit.layers.positions.tables import LearnedPosition, initialise
 from relvit.ops import AxisTables, Grid, RelativeTerms
 
 
 # Tables are as long as the grid, whose sizes have no value while a graph is traced.
 @register_notrace_module
-class FirePosition2d(nn.Module):
+class FirePosition2d(LearnedPosition):
     """A bias that a network computes per axis: FIRE (Li et al. 2023, arXiv 2310.04418, eq. 7 to 9, appendix).
 
         b_ij = f_row(u(y_i - y_j, H)) + f_col(u(x_i - x_j, W))
@@ -50,10 +50,8 @@ class FirePosition2d(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        if init_std < 0:
-            raise ValueError(f"init_std must not be negative, got {init_std}")
-        self.init_std, self.init_c, self.init_threshold = init_std, init_c, threshold
+        super().__init__(init_std)
+        self.init_c, self.init_threshold = init_c, threshold
         self.trained_grid: tuple[int, int] | None = None
 
         def network() -> nn.Sequential:
@@ -71,12 +69,9 @@ class FirePosition2d(nn.Module):
         """Initialise all parameters."""
         for network in (self.rows, self.cols):
             network[0].reset_parameters()
-            initialise(network[2], self.init_std)
+            initialise(network[2].parameters(), self.init_std)
         nn.init.constant_(self.c, self.init_c)
         nn.init.constant_(self.threshold, self.init_threshold)
-
-    # PyTorch and timm call it for modules made on the meta device.
-    reset_parameters = init_weights
 
     def forward(self, grid: Grid) -> RelativeTerms:
         """Return the bias, tables (num_heads, 2 size - 1)."""
@@ -85,19 +80,19 @@ class FirePosition2d(nn.Module):
                 "FIRE divides by the size of the image, and images of a padded batch differ in size: give images of "
                 "one size, or another position"
             )
-        trained = self.trained_grid if is_stretched(grid, self.trained_grid) else None
-        rows = self.rows(self._quotient(0, grid.height, None if trained is None else trained[0]))
-        cols = self.cols(self._quotient(1, grid.width, None if trained is None else trained[1]))
+        dy, dx = axis_offsets(grid, self.trained_grid, None, self.c)
+        height, width = grid.height, grid.width
+        if self.trained_grid is not None:
+            height, width = self.trained_grid
+        rows, cols = self.rows(self._quotient(0, dy, height)), self.cols(self._quotient(1, dx, width))
         return RelativeTerms(bias=AxisTables(rows.transpose(0, 1), cols.transpose(0, 1)))
 
-    def _quotient(self, axis: int, size: int, trained: int | None) -> Tensor:
-        """u of all offsets, from key - query = 1 - size on: (2 size - 1, 1)."""
-        dtype = torch.float64 if self.c.dtype == torch.float64 else torch.float32
-        c, threshold = self.c[axis].to(dtype), self.threshold[axis].to(dtype)
-        # The paper's i - j: query minus key.
-        offsets = -axis_offsets(size, trained, self.c.device, dtype)
-        farthest = threshold.abs().clamp(min=(size if trained is None else trained) - 1)
+    def _quotient(self, axis: int, offsets: Tensor, size: int) -> Tensor:
+        """u of all offsets of an axis, (offsets, 1)."""
+        c, threshold = self.c[axis].to(offsets.dtype), self.threshold[axis].to(offsets.dtype)
+        farthest = threshold.abs().clamp(min=size - 1)
         # As in the authors' code: for c = 0.
         divisor = torch.log1p((c * farthest).abs()) + 1e-6
-        quotient = offsets.sign() * torch.log1p((c * offsets).abs()) / divisor
+        # The paper's i - j: query minus key.
+        quotient = -offsets.sign() * torch.log1p((c * offsets).abs()) / divisor
         return quotient.to(self.c.dtype)[:, None]

@@ -8,14 +8,14 @@ from timm.layers import register_notrace_function
 from torch import Tensor, nn
 
 from relvit.layers.positions.axial import look_up
-from relvit.layers.positions.tables import initialise
+from relvit.layers.positions.tables import LearnedPosition
 from relvit.ops import Channels, Grid, RelativeTerms
 from relvit.ops.backends.scripted import register_operator
 from relvit.ops.checks import check_shape, int_pair
 from relvit.ops.grid import batched_coords
 
 
-class LowRankPosition2d(nn.Module):
+class LowRankPosition2d(LearnedPosition):
     """A bias b_ij = f_i . g_j with two learned vectors of width r for each place of a grid, per head.
 
     Source: FlashBias (Wu et al. 2025, arXiv 2505.12044, section 3): every bias of rank r is r more channels of queries
@@ -50,12 +50,9 @@ class LowRankPosition2d(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(init_std)
         if rank < 1:
             raise ValueError(f"rank must be at least 1, got {rank}")
-        if init_std < 0:
-            raise ValueError(f"init_std must not be negative, got {init_std}")
-        self.init_std = init_std
         shape = (*int_pair("grid_size", grid_size, 1), num_heads, rank)
         self.query: nn.Parameter = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.key: nn.Parameter = nn.Parameter(torch.empty_like(self.query))
@@ -63,12 +60,9 @@ class LowRankPosition2d(nn.Module):
 
     def init_weights(self) -> None:
         """Initialise the factors."""
-        initialise(self, self.init_std)
+        super().init_weights()
         # With zeros on both sides neither would ever learn.
         nn.init.trunc_normal_(self.key)
-
-    # PyTorch and timm call it for modules made on the meta device.
-    reset_parameters = init_weights
 
     def no_weight_decay(self) -> set[str]:
         """Return the names of the factors."""

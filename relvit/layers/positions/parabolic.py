@@ -6,11 +6,12 @@ from timm.layers import register_notrace_function
 from torch import Tensor, nn
 
 from relvit.layers.positions.stretch import is_stretched
+from relvit.layers.positions.tables import LearnedPosition, initialise
 from relvit.ops import Channels, Grid, RelativeTerms
 from relvit.ops.grid import batched_coords
 
 
-class ParabolicPosition2d(nn.Module):
+class ParabolicPosition2d(LearnedPosition):
     """Parabolic position encoding, PaPE (Ohrstrom et al. 2026, arXiv 2602.01418), as in the authors' code.
 
         logit_ij = scale * (q_i . k_j + sum_m (-a_im s_ijm^2 + b_im s_ijm)),   s_ijm = w_m . (p_i - p_j)
@@ -50,12 +51,9 @@ class ParabolicPosition2d(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(init_std)
         if parabolas < 1:
             raise ValueError(f"parabolas must be at least 1, got {parabolas}")
-        if init_std < 0:
-            raise ValueError(f"init_std must not be negative, got {init_std}")
-        self.init_std = init_std
         self.scale: float = head_dim**-0.5
         self.trained_grid: tuple[int, int] | None = None
         self.directions: nn.Parameter = nn.Parameter(torch.empty(num_heads, parabolas, 2, device=device, dtype=dtype))
@@ -65,14 +63,8 @@ class ParabolicPosition2d(nn.Module):
 
     def init_weights(self) -> None:
         """Initialise all parameters."""
-        if self.init_std:
-            nn.init.trunc_normal_(self.directions, std=self.init_std)
-        else:
-            nn.init.zeros_(self.directions)
+        initialise([self.directions], self.init_std)
         self.coefficients.reset_parameters()
-
-    # PyTorch and timm call it for modules made on the meta device.
-    reset_parameters = init_weights
 
     def no_weight_decay(self) -> set[str]:
         """Return the name of the directions."""

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import torch
 from timm.layers import register_notrace_module
-from torch import Tensor, nn
+from torch import nn
 
-from relvit.layers.positions.stretch import axis_offsets, is_stretched, stretch
+from relvit.layers.positions.stretch import axis_offsets
 from relvit.ops import AxisTables, Grid, JointTable, RelativeTerms
 from relvit.ops.checks import int_pair
 from relvit.utils.messages import check_choice
@@ -68,36 +68,12 @@ class SlopePosition2d(nn.Module):
     reset_parameters = init_non_persistent_buffers
 
     def forward(self, grid: Grid) -> RelativeTerms:
-        """Return the bias, in tables that reach over the grid."""
-        trained = self.trained_grid if is_stretched(grid, self.trained_grid) else None
+        """Return the bias, in tables (num_heads, 2 H - 1) and (num_heads, 2 W - 1), or a joint one."""
+        dy, dx = axis_offsets(grid, self.trained_grid, self.max_distance, self.slopes)
+        slopes = -self.slopes[:, None]
         if self.distance == "euclidean":
-            return RelativeTerms(bias=JointTable(self._euclidean(grid, trained)))
-        # Stretched tables of the trained size reach over the grid.
-        rows, cols = (grid.height - 1, grid.width - 1) if trained is None else trained
-        if self.max_distance is not None:
-            rows, cols = self.max_distance
-        tables = AxisTables(self._table(rows), self._table(cols))
-        if trained is not None:
-            tables = AxisTables(
-                stretch(tables.rows, -1, grid.height, trained[0], "clip"),
-                stretch(tables.cols, -1, grid.width, trained[1], "clip"),
-            )
-        return RelativeTerms(bias=tables)
-
-    def _table(self, distance: int) -> Tensor:
-        """(num_heads, 2 `distance` + 1)."""
-        offsets = torch.arange(-distance, distance + 1, device=self.slopes.device, dtype=self.slopes.dtype)
-        return -self.slopes[:, None] * offsets.abs()
-
-    def _euclidean(self, grid: Grid, trained: tuple[int, int] | None) -> Tensor:
-        """(num_heads, 2 H - 1, 2 W - 1)."""
-        device, dtype = self.slopes.device, self.slopes.dtype
-        dy = axis_offsets(grid.height, None if trained is None else trained[0], device, dtype)
-        dx = axis_offsets(grid.width, None if trained is None else trained[1], device, dtype)
-        most = self.max_distance
-        if most is not None:
-            dy, dx = dy.clamp(-most[0], most[0]), dx.clamp(-most[1], most[1])
-        return -self.slopes[:, None, None] * (dy[:, None] ** 2 + dx**2).sqrt()
+            return RelativeTerms(bias=JointTable(slopes[..., None] * (dy[:, None] ** 2 + dx**2).sqrt()))
+        return RelativeTerms(bias=AxisTables(slopes * dy.abs(), slopes * dx.abs()))
 
     def extra_repr(self) -> str:
         return f"num_heads={self.slopes.shape[0]}, max_distance={self.max_distance}, distance={self.distance!r}"

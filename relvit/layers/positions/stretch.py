@@ -33,17 +33,29 @@ def is_stretched(grid: Grid, trained_grid: tuple[int, int] | None) -> bool:
     return grid.height != trained_grid[0] or grid.width != trained_grid[1]
 
 
-def axis_offsets(size: int, trained: int | None, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return all offsets, key minus query, along an axis of a grid: (2 size - 1,), from 1 - size on.
+def axis_offsets(
+    grid: Grid, trained_grid: tuple[int, int] | None, max_distance: tuple[int, int] | None, like: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return all offsets, key minus query, of rows and of columns: (2 H - 1,) and (2 W - 1,), from 1 - H and 1 - W on.
 
     Args:
-        size: rows or columns of the grid.
-        trained: the same in training, to count offsets in trained patches, d * trained / size; None: they stay.
-        device: of the result.
-        dtype: of the result, a floating one.
+        grid: of the tokens.
+        trained_grid: rows and columns in training, to count offsets in trained patches; None: they stay.
+        max_distance: where offsets are clipped then, for rows and columns; None: nowhere.
+        like: has the device of the result, which is float64 for such a tensor and otherwise float32.
+
+    Raises:
+        ValueError: see `is_stretched`.
     """
-    offsets = torch.arange(1 - size, size, device=device, dtype=dtype)
-    return offsets if trained is None else offsets * trained / size
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    rows = torch.arange(1 - grid.height, grid.height, device=like.device, dtype=dtype)
+    cols = torch.arange(1 - grid.width, grid.width, device=like.device, dtype=dtype)
+    if trained_grid is not None and is_stretched(grid, trained_grid):
+        rows, cols = rows * trained_grid[0] / grid.height, cols * trained_grid[1] / grid.width
+    if max_distance is not None:
+        (most_rows, most_cols) = max_distance
+        rows, cols = rows.clamp(-most_rows, most_rows), cols.clamp(-most_cols, most_cols)
+    return rows, cols
 
 
 def stretch(table: Tensor, axis: int, size: int, trained: int, bucketing: str) -> Tensor:

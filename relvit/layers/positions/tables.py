@@ -1,6 +1,6 @@
 """Learned relative positions: Shaw's tables of clipped offsets, one for rows and one for columns."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from timm.layers import register_notrace_module, trunc_normal_
@@ -9,15 +9,40 @@ from torch import Tensor, nn
 from relvit.layers.positions.stretch import is_stretched, stretch
 from relvit.ops import BUCKETINGS, AxisTables, Grid, JointTable, RelativeTerms
 from relvit.ops.checks import int_pair
-from relvit.utils.messages import did_you_mean, listing
+from relvit.utils.messages import check_choice
 
 TERMS = {"q": "query", "k": "key", "v": "value", "b": "bias"}
 LAYOUTS: dict[str, type[AxisTables] | type[JointTable]] = {"separate": AxisTables, "joint": JointTable}
 
 
+class LearnedPosition(nn.Module):
+    """Base of positions with parameters.
+
+    Args:
+        init_std: standard deviation of the truncated normal that initialises them; 0: zeros.
+
+    Raises:
+        ValueError: a negative standard deviation.
+    """
+
+    def __init__(self, init_std: float) -> None:
+        super().__init__()
+        if init_std < 0:
+            raise ValueError(f"init_std must not be negative, got {init_std}")
+        self.init_std = init_std
+
+    def init_weights(self) -> None:
+        """Initialise all parameters."""
+        initialise(self.parameters(), self.init_std)
+
+    def reset_parameters(self) -> None:
+        """Initialise all parameters, for PyTorch and timm: they call it for modules made on the meta device."""
+        self.init_weights()
+
+
 # Sizes of the grid have no value while a graph is traced.
 @register_notrace_module
-class RelativePosition2d(nn.Module):
+class RelativePosition2d(LearnedPosition):
     """Tables of Shaw et al. 2018 (arXiv 1803.02155, section 3.2) for the vertical and the horizontal offset.
 
     For every term in `rel_terms` it holds one table per axis, (2k + 1, head_dim), or (num_heads, 2k + 1, head_dim) with
@@ -61,24 +86,19 @@ class RelativePosition2d(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(init_std)
         if any(letter not in TERMS for letter in rel_terms) or len(set(rel_terms)) != len(rel_terms):
             letters = ", ".join(f"{letter!r} ({term})" for letter, term in TERMS.items())
             raise ValueError(f"rel_terms must be made of the letters {letters}, each at most once, got {rel_terms!r}")
-        for name, given, allowed in (("layout", layout, tuple(LAYOUTS)), ("bucketing", bucketing, BUCKETINGS)):
-            if given not in allowed:
-                hint = did_you_mean(str(given), allowed)
-                raise ValueError(f"{name} must be one of {listing(allowed)}, got {given!r}{hint}")
+        check_choice("layout", layout, tuple(LAYOUTS))
+        check_choice("bucketing", bucketing, BUCKETINGS)
         if not isinstance(shared_heads, bool):
             raise TypeError(f"shared_heads must be True or False, got {shared_heads!r}")
-        if init_std < 0:
-            raise ValueError(f"init_std must not be negative, got {init_std}")
         self.rel_terms = rel_terms
         self.max_distance = int_pair("max_distance", max_distance, 0)
         self.shared_heads = shared_heads
         self.layout = layout
         self.bucketing = bucketing
-        self.init_std = init_std
         self.trained_grid: tuple[int, int] | None = None
         rows, cols = (2 * distance + 1 for distance in self.max_distance)
         offsets = {"rows": (rows,), "cols": (cols,), "table": (rows, cols)}
@@ -91,13 +111,6 @@ class RelativePosition2d(nn.Module):
                     table = nn.Parameter(torch.empty(*lead, *shape, *tail, device=device, dtype=dtype))
                 self.register_parameter(f"{term}_{part}", table)
         self.init_weights()
-
-    def init_weights(self) -> None:
-        """Initialise the tables."""
-        initialise(self, self.init_std)
-
-    # PyTorch and timm call it for modules made on the meta device.
-    reset_parameters = init_weights
 
     def no_weight_decay(self) -> set[str]:
         """Return the names of all tables: decay would pull positions towards 'everything is equally far'."""
@@ -143,9 +156,9 @@ class RelativePosition2d(nn.Module):
         )
 
 
-def initialise(module: nn.Module, std: float) -> None:
-    """Draw all parameters of a module from a normal of standard deviation `std`, truncated at ±2; zeros for 0."""
-    for table in module.parameters():
+def initialise(tables: Iterable[Tensor], std: float) -> None:
+    """Draw tables from a normal of standard deviation `std`, truncated at ±2; zeros for 0."""
+    for table in tables:
         if std:
             trunc_normal_(table, std=std)
         else:

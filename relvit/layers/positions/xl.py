@@ -7,15 +7,15 @@ import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-from relvit.layers.positions.stretch import axis_offsets, is_stretched
-from relvit.layers.positions.tables import initialise
+from relvit.layers.positions.stretch import axis_offsets
+from relvit.layers.positions.tables import LearnedPosition
 from relvit.ops import AxisTables, Grid, RelativeTerms
 from relvit.ops.checks import int_pair
 
 
 # Tables are as long as the grid, whose sizes have no value while a graph is traced.
 @register_notrace_module
-class TransformerXLPosition2d(nn.Module):
+class TransformerXLPosition2d(LearnedPosition):
     """Positions of Transformer-XL (Dai et al. 2019, arXiv 1901.02860, section 3.3) for rows and columns of an image.
 
         logit_ij = scale * ((q_i + u) . k_j + (q_i + v) . W_R R_ij)
@@ -57,11 +57,8 @@ class TransformerXLPosition2d(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        if init_std < 0:
-            raise ValueError(f"init_std must not be negative, got {init_std}")
+        super().__init__(init_std)
         self.max_distance = None if max_distance is None else int_pair("max_distance", max_distance, 0)
-        self.init_std = init_std
         self.trained_grid: tuple[int, int] | None = None
         dim = num_heads * head_dim
 
@@ -72,48 +69,25 @@ class TransformerXLPosition2d(nn.Module):
         self.content_bias, self.position_bias = (parameter(num_heads, head_dim) for _ in range(2))
         self.init_weights()
 
-    def init_weights(self) -> None:
-        """Initialise all parameters."""
-        initialise(self, self.init_std)
-
-    # PyTorch and timm call it for modules made on the meta device.
-    reset_parameters = init_weights
-
     def no_weight_decay(self) -> set[str]:
         """Return the names of u and v, which are biases; W_R decays as the projection of the keys does."""
         return {"content_bias", "position_bias"}
 
     def forward(self, grid: Grid) -> RelativeTerms:
         """Return key tables (num_heads, 2 size - 1, head_dim) and the bias, for the rows and columns of a grid."""
-        trained = self.trained_grid if is_stretched(grid, self.trained_grid) else None
-        farthest = self.max_distance
-        rows = self._table(
-            self.row_weight,
-            grid.height,
-            None if trained is None else trained[0],
-            None if farthest is None else farthest[0],
-        )
-        cols = self._table(
-            self.col_weight,
-            grid.width,
-            None if trained is None else trained[1],
-            None if farthest is None else farthest[1],
-        )
+        dy, dx = axis_offsets(grid, self.trained_grid, self.max_distance, self.row_weight)
+        rows, cols = self._table(self.row_weight, dy), self._table(self.col_weight, dx)
         # No matrix product, which under autocast would be one in half precision.
         turned = self.content_bias.shape[1] ** -0.5 * (self.position_bias - self.content_bias)[:, None]
         bias = AxisTables((rows * turned).sum(dim=-1), (cols * turned).sum(dim=-1))
         return RelativeTerms(key=AxisTables(rows, cols), bias=bias)
 
-    def _table(self, weight: Tensor, size: int, trained: int | None, farthest: int | None) -> Tensor:
-        """W_R R of all offsets on an axis, (num_heads, 2 size - 1, head_dim), from key - query = 1 - size on."""
-        dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
-        # The paper's i - j: query minus key.
-        offsets = -axis_offsets(size, trained, weight.device, dtype)
-        if farthest is not None:
-            offsets = offsets.clamp(-farthest, farthest)
+    def _table(self, weight: Tensor, offsets: Tensor) -> Tensor:
+        """W_R R of all offsets on an axis, (num_heads, 2 size - 1, head_dim)."""
         number = weight.shape[1] // 2
-        frequencies = 10000.0 ** (-torch.arange(number, device=weight.device, dtype=dtype) / number)
-        angles = offsets[:, None] * frequencies
+        frequencies = 10000.0 ** (-torch.arange(number, device=offsets.device, dtype=offsets.dtype) / number)
+        # The paper's i - j: query minus key.
+        angles = -offsets[:, None] * frequencies
         sinusoids = torch.cat((angles.sin(), angles.cos()), dim=-1).to(weight.dtype)
         return F.linear(sinusoids, weight).unflatten(-1, self.content_bias.shape).transpose(0, 1)
 

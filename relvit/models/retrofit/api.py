@@ -30,8 +30,8 @@ from relvit.models.relative_vit import RelVisionTransformer
 from relvit.models.retrofit.imports import forget_own_positions, import_positions
 from relvit.models.retrofit.models import IMPORTED, RETROFITTED, Retrofitted, RetrofittedNaFlexVit
 from relvit.ops.attention import BACKENDS
-from relvit.ops.checks import int_pair
-from relvit.utils.messages import did_you_mean, listing
+from relvit.ops.checks import check_backend, int_pair
+from relvit.utils.messages import check_choice, listing
 
 ABS_POS = ("keep", "freeze", "drop")
 ABSOLUTE_EMBEDDINGS = ("pos_embed", "embeds.pos_embed", "embeds.pos_embed_y", "embeds.pos_embed_x")
@@ -113,11 +113,8 @@ def retrofit(
     }
     chosen = tables | {"position": position, "abs_pos": abs_pos, "backend": backend, "max_grid": max_grid}
     _check_model(model)
-    for name, given, allowed in (("abs_pos", abs_pos, ABS_POS), ("backend", backend, ("auto", *BACKENDS))):
-        if given not in allowed:
-            raise ValueError(
-                f"{name} must be one of {listing(allowed)}, got {given!r}{did_you_mean(str(given), allowed)}"
-            )
+    check_choice("abs_pos", abs_pos, ABS_POS)
+    check_backend(backend, tuple(BACKENDS))
     becomes = (RETROFITTED | IMPORTED)[type(model)]
     if max_grid is not None and becomes is not RetrofittedNaFlexVit:
         raise ValueError(f"max_grid is for NaFlexVit, got {max_grid!r} for {type(model).__name__}")

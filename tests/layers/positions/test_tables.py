@@ -60,8 +60,8 @@ def test_repr():
     [
         ({"rel_terms": "kx"}, ValueError, "letters 'q' .query., .*'b' .bias., each at most once, got 'kx'"),
         ({"rel_terms": "kk"}, ValueError, "got 'kk'"),
-        ({"layout": "jont"}, ValueError, "layout must be one of 'separate', 'joint', got 'jont' .did you mean 'joint'"),
-        ({"bucketing": "pieces"}, ValueError, "bucketing must be one of 'clip', 'piecewise', got 'pieces'"),
+        ({"layout": "jont"}, ValueError, "layout is 'jont'; allowed are 'separate', 'joint' .did you mean 'joint'"),
+        ({"bucketing": "pieces"}, ValueError, "bucketing is 'pieces'; allowed are 'clip', 'piecewise'"),
         ({"max_distance": -1}, ValueError, "max_distance must be at least 0, got -1"),
         ({"max_distance": (3, 4, 5)}, ValueError, r"int or \(rows, columns\)"),
         ({"max_distance": (2, True)}, TypeError, "max_distance must hold integers"),

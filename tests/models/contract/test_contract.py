@@ -199,7 +199,7 @@ def test_misspelt_and_fixed_arguments():
         with pytest.raises(ValueError, match=f"{name} cannot be chosen"):
             small(**{name: False})
     assert small(dynamic_img_size=True).dynamic_img_size
-    with pytest.raises(ValueError, match=r"global_pool must be one of .*, got 'avgmx' \(did you mean 'avgmax'\?\)"):
+    with pytest.raises(ValueError, match=r"global_pool is 'avgmx'; allowed are .* \(did you mean 'avgmax'\?\)"):
         small(global_pool="avgmx")
     with pytest.raises(ValueError, match="global_pool 'token' needs class_token=True"):
         small(global_pool="token")

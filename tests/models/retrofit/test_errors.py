@@ -67,7 +67,7 @@ MODELS = {
 ARGUMENTS = [
     ({"rel_terms": "kz"}, ValueError, "each at most once, got 'kz'"),
     ({"max_distance": -1}, ValueError, "max_distance must be at least 0"),
-    ({"abs_pos": "dropp"}, ValueError, r"one of 'keep', 'freeze', 'drop', got 'dropp' \(did you mean 'drop'"),
+    ({"abs_pos": "dropp"}, ValueError, r"allowed are 'keep', 'freeze', 'drop' \(did you mean 'drop'"),
     ({"backend": "fussed"}, ValueError, "did you mean 'fused'"),
     ({"max_grid": 32}, ValueError, "max_grid is for NaFlexVit, got 32 for VisionTransformer"),
     (
@@ -80,7 +80,7 @@ ARGUMENTS = [
     ({"position": lambda *_args, **_kwargs: nn.Identity()}, TypeError, "Identity must return RelativeTerms, got Grid"),
     ({"position": SlopePosition2d(4, 2)}, TypeError, "position must make a module of its own for every block"),
     ({"position": SlopePosition2d(4, 2), "max_distance": 3}, TypeError, "position must make a module of its own"),
-    ({"position": "slops"}, ValueError, r"position must be one of 'tables', 'slopes'.* .did you mean 'slopes'"),
+    ({"position": "slops"}, ValueError, r"position is 'slops'; allowed are 'tables'.* .did you mean 'slopes'"),
 ]
 
 
