@@ -119,12 +119,7 @@ class GridForward:
             return x if grid.valid is None else {"patches": x, "patch_valid": grid.valid}
 
     def _run_blocks(self, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
-        if torch.jit.is_scripting():
-            for block in self.blocks:
-                x = block(x, grid, attn_mask, is_causal)
-            return x
-        else:
-            return self._run_steps(x, grid, attn_mask, is_causal, (), self._count_steps() - 1)[0]
+        return self._run_steps(x, grid, attn_mask, is_causal, (), len(self.blocks) - 1)[0]
 
     def forward_intermediates(
         self,
@@ -323,7 +318,7 @@ class GridVisionTransformer(TablesWithoutDecay, GridForward, VisionTransformer):
                 x = block(x, grid, attn_mask, is_causal)
             return x
         else:
-            return self._run_steps(x, grid, attn_mask, is_causal, (), self._count_steps() - 1)[0]
+            return super()._run_blocks(x, grid, attn_mask, is_causal)
 
     def _run_steps(
         self, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool, take: Collection[int], last: int

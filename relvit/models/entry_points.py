@@ -92,10 +92,10 @@ def entry_point(
     def create(pretrained: bool = False, **kwargs: Any) -> GridVisionTransformer:
         kwargs = arguments(kwargs)
         way = str(kwargs.get("feature_cls", "getter"))
-        if kwargs.get("reversible") and kwargs.get("features_only") and way != "getter":
+        if way != "getter" and (kwargs.get("reversible") or hasattr(model_class, "set_steps")):
             raise ValueError(
-                f"features_only of a reversible model needs feature_cls 'getter', got {way!r}: no module of the model "
-                "puts out the mean of both streams"
+                f"features of {name} need feature_cls 'getter', got {way!r}: they are means of two streams or single "
+                "steps of one block, and no module of the model puts them out"
             )
         return build_model_with_cfg(
             model_class,

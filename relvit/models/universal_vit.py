@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import operator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -158,20 +158,10 @@ class UniversalVisionTransformer(RelVisionTransformer):
             maps[-1][rows, columns] = own[valid]
         return maps
 
-    def forward_features(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """Compute normalised tokens (B, N, embed_dim), as `GridForward.forward_features`."""
-        x, grid = self.embed(x)
+    def _run_blocks(self, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
         if self.halting is not None:
-            x, _ = self._halt(x, grid, attn_mask, is_causal)
-        else:
-            position = self.signals(grid)
-            for number in range(1, self.steps + 1):
-                x = self._step(x + position + self.signals.step(number), grid, attn_mask, is_causal)
-        x = self.norm(x)
-        if torch.jit.is_scripting():
-            return x
-        else:
-            return x if grid.valid is None else {"patches": x, "patch_valid": grid.valid}
+            return self._halt(x, grid, attn_mask, is_causal)[0]
+        return self._run_steps(x, grid, attn_mask, is_causal, [], self.steps - 1)[0]
 
     def _step(self, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
         if torch.jit.is_scripting():
@@ -181,14 +171,11 @@ class UniversalVisionTransformer(RelVisionTransformer):
 
     def _halt(self, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool) -> tuple[Tensor, HaltingState]:
         """Compute the weighted sum of the states of each token, (B, N, dim), and where its halting ended."""
-        if torch.jit.is_scripting():
-            output, state, _ = self._halt_masked(x, grid, attn_mask, is_causal, self.steps, [])
-            return output, state
-        else:
+        if not torch.jit.is_scripting():  # noqa: SIM102 (TorchScript would compile the second condition)
             if self._may_gather(x) and attn_mask is None and not is_causal:
                 return self._halt_gathered(x, grid)
-            output, state, _ = self._halt_masked(x, grid, attn_mask, is_causal, self.steps, [])
-            return output, state
+        output, state, _ = self._halt_masked(x, grid, attn_mask, is_causal, self.steps, [])
+        return output, state
 
     def _halt_masked(
         self, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool, steps: int, take: list[int]
@@ -272,12 +259,13 @@ class UniversalVisionTransformer(RelVisionTransformer):
         return self.steps
 
     def _run_steps(
-        self, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool, take: Collection[int], last: int
+        self, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool, take: list[int], last: int
     ) -> tuple[Tensor, list[Tensor]]:
         if self.halting is not None:
-            x, _, states = self._halt_masked(x, grid, attn_mask, is_causal, last + 1, list(take))
+            x, _, states = self._halt_masked(x, grid, attn_mask, is_causal, last + 1, take)
             return x, states
-        position, taken = self.signals(grid), []
+        position = self.signals(grid)
+        taken: list[Tensor] = []
         for number in range(last + 1):
             x = self._step(x + position + self.signals.step(number + 1), grid, attn_mask, is_causal)
             if number in take:
@@ -311,16 +299,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def _arguments(name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Complete the arguments of a call; refuse what takes features by the names of modules."""
-    if given.get("feature_cls", "getter") != "getter":
-        raise ValueError(
-            f"feature_cls={given['feature_cls']!r} finds features by the names of blocks, and all steps are those of "
-            "one block: leave it out"
-        )
-    return VARIANTS[name] | given
-
-
 default_cfgs: dict[str, DefaultCfg] = default_cfgs_of(VARIANTS)
-for _name in VARIANTS:
-    globals()[_name] = entry_point(_name, UniversalVisionTransformer, checkpoint_filter_fn, partial(_arguments, _name))
+for _name, _own in VARIANTS.items():
+    globals()[_name] = entry_point(_name, UniversalVisionTransformer, checkpoint_filter_fn, partial(operator.or_, _own))

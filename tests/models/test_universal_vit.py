@@ -232,7 +232,7 @@ def test_features_only_and_what_has_no_features():
     assert model.feature_info.channels() == [12, 12]
     assert [part.shape for part in model(images())] == [(2, 12, 3, 2)] * 2
     for kind in ("hook", "fx"):
-        with pytest.raises(ValueError, match="all steps are those of one block"):
+        with pytest.raises(ValueError, match="feature_cls 'getter', got"):
             timm.create_model("test_relvit_universal", feature_cls=kind, **options)
 
 

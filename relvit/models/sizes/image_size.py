@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from relvit.models.factory import model_arguments
+from relvit.models.sizes.native import run_once
 
 
 def check_image_size(
@@ -78,16 +79,6 @@ def _takes(net: nn.Module, img_size: Sequence[int], in_chans: int) -> bool:
     return True
 
 
-@torch.no_grad()
 def _run(net: nn.Module, img_size: Sequence[int], in_chans: int) -> None:
     like = next(net.parameters())
-    image = torch.zeros(1, in_chans, *img_size, dtype=like.dtype, device=like.device)
-    # A part may be in evaluation mode while the rest is trained.
-    modes = [(module, module.training) for module in net.modules()]
-    net.eval()
-    try:
-        # `net(...)` would compile a model on which `compile` was called.
-        net.forward(image)
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    run_once(net, torch.zeros(1, in_chans, *img_size, dtype=like.dtype, device=like.device))

@@ -99,6 +99,18 @@ def pooled_features(net: nn.Module, images: Tensor | dict[str, Any]) -> Tensor:
 
 
 @torch.no_grad()
+def run_once(net: nn.Module, images: Tensor | dict[str, Any]) -> None:
+    """Run a model in evaluation mode; each of its modules keeps its own mode."""
+    modes = [(module, module.training) for module in net.modules()]
+    net.eval()
+    try:
+        # `net(...)` would compile a model on which `compile` was called.
+        net.forward(images)
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
 def check_native(net: nn.Module, patch_size: tuple[int, int], in_chans: int) -> None:
     """Run a model on a native batch of two shapes, before a long run starts.
 
@@ -128,11 +140,8 @@ def check_native(net: nn.Module, patch_size: tuple[int, int], in_chans: int) -> 
         "patch_valid": torch.tensor([[True, True], [True, False]], device=like.device),
         "seq_len": 2,
     }
-    modes = [(module, module.training) for module in net.modules()]
-    net.eval()
     try:
-        # `net(...)` would compile a model on which `compile` was called.
-        net.forward(batch)
+        run_once(net, batch)
     except ValueError:
         # relvit's models raise it with a reason of their own.
         raise
@@ -141,6 +150,3 @@ def check_native(net: nn.Module, patch_size: tuple[int, int], in_chans: int) -> 
             f"{name} takes no native images: use a relvit_* model, a retrofitted vit_*, one of timm's naflexvit_*, or "
             "--data.native false"
         ) from error
-    finally:
-        for module, mode in modes:
-            module.training = mode

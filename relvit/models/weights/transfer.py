@@ -174,11 +174,6 @@ def _convert(
     in_part: dict[str, str],
 ) -> dict[str, Tensor]:
     """The state dict in the names and sizes of the model; `in_part` receives what is loaded in part."""
-    layers = {
-        name: {"position": part.position} for name, part in net.named_modules() if isinstance(part, TimmOwnRelative)
-    }
-    if layers:
-        state = convert_tables(state, layers)
     if isinstance(net, Retrofitted) and not any(ABSOLUTE in name for name in own):
         # timm's filters need a target for it, which `relvit.retrofit` has dropped.
         state = {name: tensor for name, tensor in state.items() if ABSOLUTE not in name}
