@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from relvit.layers.attention import RelativeAttention
 from relvit.layers.feed_forward import chunked_mlp
-from relvit.layers.positions.factory import make_position
+from relvit.layers.positions.factory import check_maker, make_position
 from relvit.layers.prefix_bias import PrefixBias
 from relvit.ops import Grid
 
@@ -98,11 +98,7 @@ class MixerBlock(GridBlock):
         attn_layer: type[nn.Module] = nn.Identity,
         **kwargs: Any,
     ) -> None:
-        if isinstance(mixer, nn.Module) or not callable(mixer):
-            raise TypeError(
-                "mixer must make a module of its own for every block: give a class such as AFTConv2d or a "
-                f"functools.partial of it, such as partial(AFTFull, grid_size=14), got {type(mixer).__name__}"
-            )
+        check_maker("mixer", mixer, "dim, num_heads, qkv_bias=, proj_bias=, proj_drop=", "AFTConv2d")
         super().__init__(dim, num_heads, proj_bias=proj_bias, proj_drop=proj_drop, attn_layer=attn_layer, **kwargs)
         factory_kwargs = {name: kwargs.get(name) for name in ("device", "dtype")}
         self.attn: nn.Module = mixer(

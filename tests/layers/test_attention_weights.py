@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from draws import all_places, draw, draw_case
-from oracles import relative_attention as oracle
+from draws import brute_force, draw, draw_case
 
 from relvit.layers import RelativeAttention, RelativePosition2d
 from relvit.layers import attention_weights as module
@@ -14,7 +13,7 @@ from relvit.ops import key_mask, make_grid, num_tokens
 def by_hand(q, k, terms, grid, **options):
     """The average of unit vectors is the weights themselves."""
     units = torch.eye(num_tokens(grid), dtype=torch.float64).expand(*q.shape[:2], -1, -1)
-    return oracle.attention(q, k, units, terms._replace(value=None), all_places(grid, q.shape[0]), **options)
+    return brute_force(q, k, units, terms._replace(value=None), grid, **options)
 
 
 def some_grid(kind, prefix):

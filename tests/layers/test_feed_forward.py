@@ -25,8 +25,7 @@ def test_numbers_and_gradients_are_those_of_one_piece(kind, chunk):
     found = []
     for out in (chunked_mlp(norm, mlp, x, chunk), mlp(norm(x))):
         found.append([out, *torch.autograd.grad(out.sin().sum(), [x, *norm.parameters(), *mlp.parameters()])])
-    for one, other in zip(*found, strict=True):
-        assert_same(one, other)
+    assert_same(*found)
     with torch.no_grad():
         assert_same(chunked_mlp(norm, mlp, x, chunk), found[1][0])
 
@@ -72,8 +71,7 @@ def test_models_have_it(name):
         model = small(name, mlp_chunk=mlp_chunk, init_values=0.5).double()
         out = model(x)
         results.append([out, *torch.autograd.grad(out.square().sum(), [*model.parameters()])])
-    for one, other in zip(*results, strict=True):
-        assert_same(one, other, atol=1e-10)
+    assert_same(*results, atol=1e-10)
     exported = torch.export.export(model.eval(), (x,)).module()
     assert_same(exported(x), model(x), atol=1e-10)
     assert_same(torch.jit.script(model)(x), model(x), atol=1e-10)

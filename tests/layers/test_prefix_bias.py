@@ -2,15 +2,13 @@
 
 import pytest
 import torch
-from timm.layers import Attention
+from position_cases import DIM, HEADS, draw, layer, plain, run
 from timm.models.beit import Attention as BeitAttention
 from vits import images, small
 
 from relvit.layers import PrefixBias, RelativeAttention, RelativePosition2d
-from relvit.layers.timm_attention import GridArgument, TimmRelativePlain
+from relvit.layers.timm_attention import TimmRelativePlain
 from relvit.ops import make_grid
-
-DIM, HEADS = 8, 2
 
 
 @pytest.mark.parametrize("backend", ["reference", "gathered", "auto"])
@@ -35,16 +33,11 @@ def test_is_beits(backend):
 @pytest.mark.parametrize("cls", [RelativeAttention, TimmRelativePlain])
 def test_several_prefix_tokens_with_gradients(cls):
     """One bias for all prefix tokens, besides the terms of tables, in relvit's attention and retrofitted ones."""
-    attn, plain = RelativeAttention(DIM, HEADS).double(), Attention(DIM, HEADS).double()
-    plain.load_state_dict(attn.state_dict())
-    if cls is TimmRelativePlain:
-        attn = Attention(DIM, HEADS).double()
-        attn.load_state_dict(plain.state_dict())
-        attn.__class__, attn.position, attn.backend = cls, RelativePosition2d(DIM // HEADS, HEADS, "").double(), "auto"
+    attn = layer(RelativePosition2d(DIM // HEADS, HEADS, ""), cls)
+    without = plain(attn)
     attn.prefix_bias = PrefixBias(HEADS).double()
-    grid, x = make_grid(2, 3, prefix=2), torch.randn(2, 8, DIM, dtype=torch.float64)
-    call = {"attn_mask": GridArgument(grid, None)} if cls is TimmRelativePlain else {"grid": grid}
-    torch.testing.assert_close(attn(x, **call), plain(x), rtol=0, atol=1e-12)
+    grid, x = make_grid(2, 3, prefix=2), draw(2, 8, DIM)
+    torch.testing.assert_close(run(attn, x, grid), without(x), rtol=0, atol=1e-12)
     weight = torch.nn.init.normal_(attn.prefix_bias.weight)
     bias = torch.stack(
         [
@@ -52,7 +45,7 @@ def test_several_prefix_tokens_with_gradients(cls):
             for head in range(HEADS)
         ]
     )
-    got, expected = attn(x, **call), plain(x, attn_mask=bias[None])
+    got, expected = run(attn, x, grid), without(x, attn_mask=bias[None])
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
     grads = [torch.autograd.grad(out.sin().sum(), weight)[0] for out in (got, expected)]
     torch.testing.assert_close(*grads, rtol=0, atol=1e-10)

@@ -5,8 +5,7 @@ import timm
 import torch
 from oracles import relative_attention as oracle
 from timm.models.vision_transformer import VisionTransformer
-from timm.optim import param_groups_layer_decay
-from vits import NAMES, images, small
+from vits import NAMES, groups_of, images, small
 
 from relvit.layers import RelativePosition2d, SlopePosition2d, TransformerXLPosition2d
 from relvit.ops import Grid, RelativeTerms
@@ -174,25 +173,11 @@ def test_dropped_patches_take_their_embedding_along(pos_embed):
     torch.testing.assert_close(tokens[:, 1:], full.gather(1, kept[..., None].expand(-1, -1, 12)), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("pos_embed", AXIAL)
-def test_set_input_size_resamples_axial_tables(pos_embed):
-    model = build(pos_embed=pos_embed, class_token=True)
-    x = doubles(40, 24)
-    before = model(x)
-    model.set_input_size((40, 24))
-    other = build(pos_embed=pos_embed, class_token=True, img_size=(40, 24))
-    other.load_state_dict(model.state_dict())
-    torch.testing.assert_close(other(x), before, rtol=0, atol=1e-14)
-
-
 def test_axial_tables_belong_to_the_stem_and_take_no_weight_decay():
     model = build(pos_embed="axial", class_token=True)
-    tables = {id(parameter) for parameter in model.axial.parameters()}
-    assert {"axial.rows", "axial.cols", "pos_embed"} <= model.no_weight_decay()
-    groups = param_groups_layer_decay(model, no_weight_decay_list=model.no_weight_decay(), layer_decay=0.5)
-    found = {id(p): (group["lr_scale"], group["weight_decay"]) for group in groups for p in group["params"]}
+    groups = groups_of(model)
     # Stem, two blocks, head.
-    assert {found[table] for table in tables} == {found[id(model.cls_token)]} == {(0.5**3, 0.0)}
+    assert groups["axial.rows"] == groups["axial.cols"] == groups["cls_token"] == (0.5**3, 0.0)
 
 
 def test_dropout_on_tokens_is_applied_once():

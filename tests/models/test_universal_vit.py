@@ -5,9 +5,7 @@ import math
 import pytest
 import timm
 import torch
-from timm.models import create_feature_extractor
-from timm.optim import param_groups_layer_decay
-from vits import SMALL, assert_same, images, small
+from vits import SMALL, assert_same, groups_of, images, small
 
 from relvit.models import set_reach
 from relvit.ops import Grid
@@ -97,10 +95,7 @@ def test_halting_equals_a_loop_over_tokens(prefix, gather):
         assert_same(tuple(model.ponder(x)), expected, atol=1e-10)
     for results in ((got.logits, expected[0]), (got.cost, expected[2])):
         grads = (torch.autograd.grad(r.sin().sum(), parameters, retain_graph=True, allow_unused=True) for r in results)
-        for one, other in zip(*grads, strict=True):
-            assert (one is None) == (other is None)
-            if one is not None:
-                assert_same(one, other, atol=1e-10)
+        assert_same(*grads, atol=1e-10)
 
 
 def test_dropped_patches_and_attention_dropout_free_training():
@@ -237,29 +232,10 @@ def test_features_only_and_what_has_no_features():
 
 
 @pytest.mark.parametrize("halting", ["", "act"])
-def test_scripted_and_traced_graphs_have_the_same_numbers(halting):
-    with timm.layers.set_scriptable(True):
-        model = build(halting=halting, class_token=True, depth=2).float()
-    scripted, traced = torch.jit.script(model), create_feature_extractor(model, ["head"])
-    with torch.no_grad():
-        for size in ((24, 16), (16, 40)) * 2:
-            assert_same(scripted(images(*size)), model(images(*size)), atol=1e-5)
-        assert_same(traced(images())["head"], model(images()), atol=1e-5)
-        torch.testing.assert_close(torch.func.vmap(model)(images()[:, None])[:, 0], model(images()), rtol=0, atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("halting", ["", "act"])
-def test_one_compiled_and_one_exported_graph_serve_all_sizes(halting):
-    model = build(halting=halting, class_token=True, depth=2).float()
-    torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="eager")
-    height, width = (8 * torch.export.Dim(name, min=2, max=64) for name in ("height", "width"))
-    exported = torch.export.export(model, (images(32, 40),), dynamic_shapes=({2: height, 3: width},)).module()
-    with torch.no_grad():
-        for size in ((16, 40), (40, 64)):
-            assert_same(compiled(images(*size)), model(images(*size)), atol=1e-5)
-            assert_same(exported(images(*size)), model(images(*size)), atol=1e-5)
+def test_vmap_computes_the_same(halting):
+    model = build(halting=halting, class_token=True, depth=2)
+    x = doubles()
+    torch.testing.assert_close(torch.func.vmap(model)(x[:, None])[:, 0], model(x), rtol=0, atol=1e-10)
 
 
 def test_windows_masks_and_hooks_compute_all_tokens():
@@ -301,24 +277,13 @@ def test_drop_path_is_that_of_every_step():
 
 def test_groups_of_parameters_and_no_decay():
     model = build(class_token=True)
-    groups = param_groups_layer_decay(model, no_weight_decay_list=model.no_weight_decay(), layer_decay=0.5)
-    found = {id(p): (group["lr_scale"], group["weight_decay"]) for group in groups for p in group["params"]}
-    for name, parameter in model.named_parameters():
-        scale = 0.25 if name.startswith(("cls", "patch")) else 1.0 if name.startswith(("head", "fc_norm")) else 0.5
-        assert found[id(parameter)][0] == (scale if not name.startswith("norm") else 0.5), name
-    for parameter in (*model.signals.parameters(), *model.halting.parameters()):
-        assert found[id(parameter)] == (0.5, 0.0)
-
-
-def test_made_without_memory_and_filled_later():
-    model = timm.create_model("test_relvit_universal", halting="act", device="meta", **SMALL)
-    model.to_empty(device="cpu")
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            tensor.fill_(torch.nan)
-    model.init_weights()
-    assert model.eval()(images()).isfinite().all()
-    assert (model.halting.bias.item(), model.signals.gain[0].item()) == (-3.0, pytest.approx(0.1))
+    groups = groups_of(model)
+    for name, (scale, _) in groups.items():
+        of_stem, of_head = name.startswith(("cls", "patch")), name.startswith(("head", "fc_norm"))
+        assert scale == (0.25 if of_stem else 1.0 if of_head else 0.5), name
+    for name in groups:
+        if name.startswith(("signals", "halting")):
+            assert groups[name] == (0.5, 0.0), name
 
 
 @pytest.mark.parametrize("how", ["autocast", "bfloat16"])
@@ -351,6 +316,8 @@ def test_in_training_the_cost_is_returned_beside_the_logits():
         ({"depth": 1}, "needs a depth of 2 steps or more, got 1"),
         ({"halting_epsilon": 1.0}, "epsilon of halting must be above 0 and below 1, got 1.0"),
         ({"embed_dim": 18}, "a multiple of 4, got 18"),
+        ({"reversible": True}, "reversible=True is for blocks with parameters of their own"),
+        ({"band_rows": 1}, "its block runs several times"),
     ],
 )
 def test_errors(kwargs, message):
@@ -382,15 +349,3 @@ def test_registered_models_have_the_parameters_counted_by_hand(name):
     expected = (3 * 16 * 16 + 1) * width + block + width + 2 * width + (width + 1) * 1000
     assert sum(p.numel() for p in model.parameters()) == expected
     assert (model.steps, len(model.blocks), len(model.feature_info)) == (12, 1, 12)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"reversible": True}, "reversible=True is for blocks with parameters of their own"),
-        ({"band_rows": 1}, "its block runs several times"),
-    ],
-)
-def test_other_ways_through_the_blocks_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        timm.create_model("test_relvit_universal", **options)

@@ -136,5 +136,10 @@ def naflex_batch():
     return {"patches": patches, "patch_coord": coords, "patch_valid": valid}
 
 
+def fingerprint(model):
+    """What must stay the same of a model that is refused."""
+    return [(name, type(module), sorted(module.__dict__)) for name, module in model.named_modules()]
+
+
 def tables(model):
     return {name: parameter for name, parameter in model.named_parameters() if ".position." in name}

@@ -3,6 +3,7 @@
 import timm
 import torch
 from timm.models.vision_transformer import VisionTransformer
+from timm.optim import param_groups_layer_decay
 
 import relvit  # noqa: F401 (registers the models)
 
@@ -58,20 +59,20 @@ def bias_for(plain, x):
     )
 
 
+def groups_of(model):
+    """By name of the parameter, the scale of its rate, halved block by block, and its weight decay, 0.05 or 0."""
+    skip = model.no_weight_decay()
+    groups = param_groups_layer_decay(model, weight_decay=0.05, no_weight_decay_list=skip, layer_decay=0.5)
+    found = {id(p): (group["lr_scale"], group["weight_decay"]) for group in groups for p in group["params"]}
+    return {name: found[id(parameter)] for name, parameter in model.named_parameters()}
+
+
 def precision(options):
     """timm interpolates absolute embeddings in single precision."""
     return 1e-6 if options.get("pos_embed") else 1e-12
 
 
 def assert_same(got, expected, atol=1e-12):
-    """Equal tensors in equal structures of lists, tuples and dictionaries."""
+    """Equal tensors in equal structures of lists, tuples and dictionaries; None equals None."""
     assert type(got) is type(expected)
-    if isinstance(got, dict):
-        assert got.keys() == expected.keys()
-        got, expected = list(got.values()), list(expected.values())
-    if isinstance(got, list | tuple):
-        assert len(got) == len(expected)
-        for one, other in zip(got, expected, strict=True):
-            assert_same(one, other, atol)
-    else:
-        torch.testing.assert_close(got, expected, rtol=0, atol=atol)
+    torch.testing.assert_close(got, expected, rtol=0, atol=atol)

@@ -45,12 +45,9 @@ def position_factory(
 
     Raises:
         ValueError: an unknown name, or arguments for tables with another position.
-        TypeError: what builds no modules, such as a module: every block has its own.
     """
     if isinstance(position, str):
         check_choice("position", position, tuple(POSITIONS))
-    else:
-        _check_kind(position)
     defaults = inspect.signature(owner).parameters
     taken: dict[str, Any] = {}
     for name, given in tables.items():
@@ -76,19 +73,20 @@ def make_position(factory: Callable[..., nn.Module], attn: nn.Module) -> nn.Modu
     Raises:
         TypeError: a `factory` that makes no position module, or is one.
     """
-    _check_kind(factory)
+    check_maker("position", factory, "head_dim, num_heads", "RelativePosition2d")
     weight = attn.proj.weight
     position = factory(attn.head_dim, attn.num_heads, device=weight.device, dtype=weight.dtype)
     check_position(position)
     return position
 
 
-def _check_kind(factory: object) -> None:
-    if isinstance(factory, nn.Module) or not callable(factory):
-        kind = f"a module {type(factory).__name__}" if isinstance(factory, nn.Module) else repr(factory)
+def check_maker(name: str, given: object, arguments: str, example: str) -> None:
+    """Raise TypeError for what makes no modules, such as a module: every block has its own."""
+    if isinstance(given, nn.Module) or not callable(given):
+        kind = f"a module {type(given).__name__}" if isinstance(given, nn.Module) else repr(given)
         raise TypeError(
-            "position must make a module of its own for every block, called as position(head_dim, num_heads, device=, "
-            f"dtype=): give a class such as RelativePosition2d or a functools.partial of it, got {kind}"
+            f"{name} must make a module of its own for every block, called as {name}({arguments}, device=, dtype=): "
+            f"give a class such as {example} or a functools.partial of it, got {kind}"
         )
 
 

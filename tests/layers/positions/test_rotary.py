@@ -4,24 +4,16 @@ import pytest
 import torch
 from draws import all_places
 from oracles import relative_attention as oracle
+from position_cases import HEADS, LAYOUTS, draw, layer
 from timm.layers import RotaryEmbeddingCat, RotaryEmbeddingMixed
 from timm.layers.pos_embed_sincos import apply_rot_embed_cat
 from timm.models._manipulate import reinit_non_persistent_buffers
 from vits import small
 
-from relvit.layers import RelativeAttention, RelativePosition2d, RotaryEmbedding2d
+from relvit.layers import RelativePosition2d, RotaryEmbedding2d
 from relvit.ops import make_grid, num_tokens
 
-DIM, HEADS = 16, 2
-GRIDS = {
-    "raster": make_grid(3, 5),
-    "prefix": make_grid(5, 2, prefix=2),
-    "dropped": make_grid(4, 6, prefix=1, coords=torch.tensor([[[3, 5], [0, 1], [2, 2]], [[0, 0], [3, 0], [1, 4]]])),
-}
-
-
-def draw(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+DIM = 16
 
 
 def timms(rope, height, width):
@@ -43,14 +35,12 @@ def test_rotates_as_timm(kind):
     torch.testing.assert_close(rope(x, make_grid(3, 5, prefix=2)), expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("rel_terms", ["qkvb", ""])
-@pytest.mark.parametrize("kind", ["axial", "mixed"])
-@pytest.mark.parametrize("name", GRIDS)
+@pytest.mark.parametrize(("kind", "rel_terms"), [("axial", ""), ("mixed", "qkvb")])
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_layer_with_tables_equals_brute_force(name, kind, rel_terms):
-    grid = GRIDS[name]
-    torch.manual_seed(0)
-    position = RelativePosition2d(DIM // HEADS, HEADS, rel_terms, max_distance=2, init_std=1.0)
-    attn = RelativeAttention(DIM, HEADS, position=position, qkv_bias=True).double()
+    grid = LAYOUTS[name]
+    position = RelativePosition2d(DIM // HEADS, HEADS, rel_terms, max_distance=2)
+    attn = layer(position, dim=DIM)
     attn.rope = rope = RotaryEmbedding2d(DIM // HEADS, HEADS, kind).double()
     x = draw(2, num_tokens(grid), DIM)
     got = attn(x, grid)
@@ -69,15 +59,6 @@ def test_layer_with_tables_equals_brute_force(name, kind, rel_terms):
     if kind == "mixed":
         grads = [torch.autograd.grad(out.sin().sum(), rope.frequencies)[0] for out in (got, expected)]
         torch.testing.assert_close(*grads, rtol=0, atol=1e-10)
-
-
-def test_queries_and_memory_on_grids_of_their_own():
-    attn = RelativeAttention(DIM, HEADS).double()
-    attn.rope = RotaryEmbedding2d(DIM // HEADS, HEADS, "axial")
-    whole, x = make_grid(5, 3), draw(2, 15, DIM)
-    last = make_grid(5, 3, coords=torch.stack((torch.arange(6) // 3 + 3, torch.arange(6) % 3), dim=-1))
-    got = attn(x[:, 9:], last, memory=x[:, :9], key_grid=whole)
-    torch.testing.assert_close(got, attn(x, whole)[:, 9:], rtol=0, atol=1e-12)
 
 
 def test_frequencies_of_models_from_the_meta_device_and_in_half_precision():

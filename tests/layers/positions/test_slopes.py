@@ -1,31 +1,33 @@
 """ALiBi's slopes: the published numbers, and timm's attention with the bias as a mask."""
 
-import itertools
 import math
 
 import pytest
 import torch
-from timm.layers import Attention
+from position_cases import HEADS, draw, layer, plain
 from timm.models._manipulate import reinit_non_persistent_buffers
 
-from relvit.layers import RelativeAttention, SlopePosition2d
+from relvit.layers import SlopePosition2d
 from relvit.ops import RelativeTerms, make_grid
 
-HEIGHT, WIDTH, HEADS, DIM = 3, 5, 8, 16
+HEIGHT, WIDTH, DIM = 3, 5, 8
+SLOPES = [1 / 16, 1 / 256]
 POWERS = [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 128, 1 / 256]
 
 
-def bias_by_hand(slopes, height, width, prefix, reach):
-    """-m (|dy| + |dx|) pair by pair, zero where a prefix token takes part: (heads, N, N) float64."""
-    tokens = [None] * prefix + [(y, x) for y in range(height) for x in range(width)]
+def bias_by_hand(distance, prefix, reach):
+    """-m |(dy, dx)| pair by pair, zero where a prefix token takes part: (heads, N, N) float64."""
+    tokens = [None] * prefix + [(y, x) for y in range(HEIGHT) for x in range(WIDTH)]
 
-    def distance(one, other):
+    def length(one, other):
         if one is None or other is None:
             return 0
-        return sum(min(abs(a - b), most) for a, b, most in zip(one, other, reach, strict=True))
+        dy, dx = (min(abs(a - b), most) for a, b, most in zip(one, other, reach, strict=True))
+        # As in the authors' get_2dalibi of CROMA, for H != W.
+        return dy + dx if distance == "manhattan" else math.sqrt(dy**2 + dx**2)
 
-    distances = torch.tensor([[distance(one, other) for other in tokens] for one in tokens], dtype=torch.float64)
-    return torch.stack([-slope * distances for slope in slopes])
+    lengths = torch.tensor([[length(one, other) for other in tokens] for one in tokens], dtype=torch.float64)
+    return torch.stack([-slope * lengths for slope in SLOPES])
 
 
 @pytest.mark.parametrize(
@@ -47,41 +49,18 @@ def test_slopes_are_those_of_the_paper(heads, slopes):
 
 
 @pytest.mark.parametrize(("prefix", "max_distance", "reach"), [(1, None, (HEIGHT, WIDTH)), (0, (1, 3), (1, 3))])
-@pytest.mark.parametrize("backend", ["reference", "fused", "tiled"])
-def test_layer_equals_plain_attention_with_the_bias_as_a_mask(prefix, max_distance, reach, backend):
-    torch.manual_seed(0)
-    position = SlopePosition2d(DIM // HEADS, HEADS, max_distance=max_distance)
-    attn = RelativeAttention(DIM, HEADS, qkv_bias=True, position=position, backend=backend).double()
-    plain = Attention(DIM, HEADS, qkv_bias=True).double()
-    plain.load_state_dict(attn.state_dict())
-    grid = make_grid(HEIGHT, WIDTH, prefix)
-    x = torch.randn(2, prefix + HEIGHT * WIDTH, DIM, dtype=torch.float64)
-    bias = bias_by_hand(POWERS, HEIGHT, WIDTH, prefix, reach)
-    torch.testing.assert_close(attn(x, grid), plain(x, attn_mask=bias[None]), rtol=0, atol=1e-12)
+@pytest.mark.parametrize("distance", ["manhattan", "euclidean"])
+def test_layer_equals_plain_attention_with_the_bias_as_a_mask(distance, prefix, max_distance, reach):
+    position = SlopePosition2d(DIM // HEADS, HEADS, max_distance, distance)
+    attn, grid = layer(position), make_grid(HEIGHT, WIDTH, prefix)
+    x, bias = draw(2, prefix + HEIGHT * WIDTH, DIM), bias_by_hand(distance, prefix, reach)
+    torch.testing.assert_close(attn(x, grid), plain(attn)(x, attn_mask=bias[None]), rtol=0, atol=1e-12)
     assert position(grid)._replace(bias=None) == RelativeTerms()
-
-
-@pytest.mark.parametrize("max_distance", [None, (1, 3)])
-@pytest.mark.parametrize("backend", ["reference", "gathered", "auto"])
-def test_euclidean_distance_of_croma(max_distance, backend):
-    position = SlopePosition2d(DIM // HEADS, HEADS, max_distance, distance="euclidean")
-    attn = RelativeAttention(DIM, HEADS, position=position, backend=backend).double()
-    plain, grid = Attention(DIM, HEADS).double(), make_grid(HEIGHT, WIDTH, prefix=1)
-    plain.load_state_dict(attn.state_dict())
-    x = torch.randn(2, 1 + HEIGHT * WIDTH, DIM, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    # As in the authors' get_2dalibi, for H != W.
-    rows, cols = max_distance or (HEIGHT, WIDTH)
-    points = list(itertools.product(range(HEIGHT), range(WIDTH)))
-    bias = torch.zeros(HEADS, len(x[0]), len(x[0]), dtype=torch.float64)
-    for (i, here), (j, there) in itertools.product(enumerate(points, 1), repeat=2):
-        dy, dx = min(abs(here[0] - there[0]), rows), min(abs(here[1] - there[1]), cols)
-        bias[:, i, j] = -torch.tensor(POWERS, dtype=torch.float64) * math.sqrt(dy**2 + dx**2)
-    torch.testing.assert_close(attn(x, grid), plain(x, attn_mask=bias[None]), rtol=0, atol=1e-12)
-    position.trained_grid = (HEIGHT, 3)
-    table = position(grid).bias.table
-    # One column in five is 3 / 5 of one in training.
-    expected = -math.sqrt(min(1, rows) + min(4 * 3 / 5, cols) ** 2) / 256
-    assert table[-1, HEIGHT, -1].item() == pytest.approx(expected, abs=1e-12)
+    if distance == "euclidean":
+        position.trained_grid = (HEIGHT, 3)
+        # One column in five is 3 / 5 of one in training.
+        expected = -math.sqrt(min(1, reach[0]) + min(4 * 3 / 5, reach[1]) ** 2) / 256
+        assert position(grid).bias.table[-1, HEIGHT, -1].item() == pytest.approx(expected, abs=1e-12)
 
 
 def test_tables_reach_as_far_as_each_grid():

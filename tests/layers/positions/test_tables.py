@@ -65,7 +65,6 @@ def test_repr():
         ({"max_distance": -1}, ValueError, "max_distance must be at least 0, got -1"),
         ({"max_distance": (3, 4, 5)}, ValueError, r"int or \(rows, columns\)"),
         ({"max_distance": (2, True)}, TypeError, "max_distance must hold integers"),
-        ({"init_std": -0.1}, ValueError, "init_std must not be negative"),
         ({"shared_heads": "no"}, TypeError, "shared_heads must be True or False, got 'no'"),
     ],
 )

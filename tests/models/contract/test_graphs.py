@@ -4,8 +4,9 @@ import onnxruntime
 import pytest
 import timm
 import torch
+from retrofit_cases import OWN, retrofitted
 from retrofit_cases import build as build_original
-from retrofit_cases import retrofitted
+from vits import small
 
 from relvit.models import set_reach
 
@@ -14,8 +15,12 @@ SIZES = [(24, 16), (16, 80), (136, 32), (64, 64)]
 
 def build(reach="trained", **kwargs):
     """A retrofitted model for `case`, else a relvit model with these arguments."""
-    if "case" in kwargs:
-        return retrofitted(build_original(kwargs["case"], depth=1), "kv", max_distance=2).float()
+    if (case := kwargs.get("case")) in OWN:
+        return retrofitted(build_original(case)).float()
+    if case:
+        return retrofitted(build_original(case, depth=1), "kv", max_distance=2).float()
+    if "name" in kwargs:
+        return small(**{"depth": 2, **kwargs}).eval()
     torch.manual_seed(0)
     start = {} if "position" in kwargs else {"rel_init_std": 0.5}
     arguments = {"patch_size": 8, "depth": 1, "class_token": True, **start, **kwargs}
@@ -27,13 +32,21 @@ def images(height, width):
     return torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(0))
 
 
-def any_size():
+def any_size(variant):
+    batch = {0: torch.export.Dim("batch", min=1, max=8)} if variant in FREE else {}
     height, width = (8 * torch.export.Dim(name, min=2, max=64) for name in ("height", "width"))
-    return ({2: height, 3: width},)
+    return (batch | {2: height, 3: width},)
 
 
 # Absolute embeddings smaller than some of SIZES and larger than others, in both axes.
 PER_HEAD = {"pos_embed": "learn", "img_size": 32, "rel_terms": "kvb", "shared_heads": False}
+FREE = [
+    {"name": "test_relvit_aft", "class_token": True, "kernel_size": 3},
+    {"name": "test_relvit_aft", "mixer": "local", "img_size": (32, 48)},
+]
+UNIVERSAL = [
+    {"name": "test_relvit_universal", "depth": 2, "halting": halting, "class_token": True} for halting in ("", "act")
+]
 VARIANTS = [
     PER_HEAD | {"reach": "stretch-logn"},
     {"pos_embed": "axial-sum", "img_size": (32, 48), "layout": "joint"},
@@ -50,7 +63,8 @@ VARIANTS = [
     pytest.param({"position": "xl", "img_size": 32, "reach": "stretch"}, marks=pytest.mark.slow),
     pytest.param({"position": "xl", "band_rows": 2, "memory_rows": 3, "class_token": False}, marks=pytest.mark.slow),
     pytest.param({"rel_terms": "qkvb", "bucketing": "piecewise"}, marks=pytest.mark.slow),
-    pytest.param({"case": "dinov2"}, marks=pytest.mark.slow),
+    *(pytest.param({"case": case}, marks=pytest.mark.slow) for case in ("dinov2", "beit", "relpos mlp")),
+    *(pytest.param(variant, marks=pytest.mark.slow) for variant in (*FREE, *UNIVERSAL)),
 ]
 
 
@@ -58,18 +72,18 @@ VARIANTS = [
 def test_exported_once_for_all_sizes(variant):
     model = build(**variant)
     # timm's own DINOv3 cannot be exported for all sizes either.
-    exported = torch.export.export(model, (images(32, 40),), dynamic_shapes=any_size()).module()
+    exported = torch.export.export(model, (images(32, 40),), dynamic_shapes=any_size(variant)).module()
     for size in SIZES:
         torch.testing.assert_close(exported(images(*size)), model(images(*size)), rtol=0, atol=1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "variant", [{"pos_embed": "learn", "img_size": 32}, *VARIANTS[:2], {"reversible": True}], ids=str
+    "variant", [{"pos_embed": "learn", "img_size": 32}, *VARIANTS[:2], {"reversible": True}, *FREE], ids=str
 )
 def test_onnx_runtime_gives_the_same_at_all_sizes(variant, tmp_path):
     model = build(**variant)
-    program = torch.onnx.export(model, (images(24, 16),), dynamic_shapes=any_size(), dynamo=True, verbose=False)
+    program = torch.onnx.export(model, (images(24, 16),), dynamic_shapes=any_size(variant), dynamo=True, verbose=False)
     program.save(tmp_path / "model.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
     for size in SIZES:
@@ -84,6 +98,7 @@ def test_onnx_runtime_gives_the_same_at_all_sizes(variant, tmp_path):
         pytest.param({"rel_terms": "qkvb", "img_size": (32, 48), "reach": "stretch-logn"}, 1, marks=pytest.mark.slow),
         # The size that a rotary embedding is stored for has a graph of its own.
         pytest.param({"case": "dinov3"}, 2, marks=pytest.mark.slow),
+        *(pytest.param(variant, 1, marks=pytest.mark.slow) for variant in (*FREE, *UNIVERSAL)),
     ],
     ids=str,
 )

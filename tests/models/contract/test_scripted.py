@@ -29,6 +29,14 @@ VARIANTS = [
     {"rope": "axial", "embed_dim": 16, "rel_terms": ""},
     {"position": "slopes", "max_distance": (1, 2), "dynamic_img_pad": True, "pos_embed": "axial"},
     {"rel_terms": "", "patch_drop_rate": 0.5, "init_values": 0.1},
+    {"name": "test_relvit_lsh", "patch_size": 4, "bucket_size": 2},
+    *({"name": "test_relvit_universal", "halting": halting, "class_token": True} for halting in ("", "act")),
+]
+FREE = [
+    {"name": "test_relvit_aft", "kernel_size": (3, 5)},
+    {"name": "test_relvit_aft", "mixer": "full", "bias_dim": 5, "reg_tokens": 1},
+    {"name": "test_relvit_aft", "mixer": "local", "bias_dim": 5, "window": (1, 2)},
+    {"name": "test_relvit_aft", "mixer": "simple"},
 ]
 
 
@@ -37,25 +45,31 @@ def scriptable(**kwargs):
         return small(**{"depth": 2, **kwargs}).eval()
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", [*VARIANTS, *FREE], ids=str)
 def test_scripted_at_all_sizes(variant):
     model = scriptable(**variant)
     scripted = torch.jit.script(model)
+    # Of sums over steps TorchScript makes kernels of its own.
+    atol = 1e-6 if variant.get("halting") else 0
     for size in SIZES * 2:  # TorchScript compiles again once it has seen sizes
-        assert_same(scripted(images(*size)), model(images(*size)), atol=0)
+        assert_same(scripted(images(*size)), model(images(*size)), atol=atol)
     if variant.get("dynamic_img_pad"):
         assert_same(scripted(images(20, 13)), model(images(20, 13)), atol=0)
     else:
-        with pytest.raises(
-            torch.jit.Error, match="image height 20 is not a multiple of the patch size 8: use 16 or 24"
-        ):
-            scripted(images(20, 16))
+        with pytest.raises(torch.jit.Error, match="image height 21 is not a multiple of the patch size"):
+            scripted(images(21, 16))
+
+
+@pytest.mark.parametrize("variant", VARIANTS[:4], ids=str)
+def test_scripted_with_masks(variant):
+    model = scriptable(**variant)
+    scripted = torch.jit.script(model)
     mask = torch.rand(1, 1, *[model.num_prefix_tokens + 10] * 2) > 0.3
     assert_same(scripted(images(16, 40), attn_mask=mask), model(images(16, 40), attn_mask=mask), atol=0)
     assert_same(scripted(images(16, 40), is_causal=True), model(images(16, 40), is_causal=True), atol=0)
 
 
-@pytest.mark.parametrize("variant", VARIANTS[1:4], ids=str)
+@pytest.mark.parametrize("variant", [*VARIANTS[1:4], *FREE], ids=str)
 def test_scripted_training_step(variant):
     model = scriptable(drop_path_rate=0.2, **variant).train()
     results = []
@@ -64,13 +78,10 @@ def test_scripted_training_step(variant):
         out = net(images(16, 40))
         grads = torch.autograd.grad(out.square().sum(), list(net.parameters()), allow_unused=True)
         results.append([out, *grads])
-    for one, other in zip(*results, strict=True):
-        assert (one is None) == (other is None)
-        if one is not None:
-            assert_same(other, one, atol=1e-4)
+    assert_same(*results, atol=1e-4)
 
 
-@pytest.mark.parametrize("variant", VARIANTS[:5], ids=str)
+@pytest.mark.parametrize("variant", [*VARIANTS[:5], FREE[0], FREE[2]], ids=str)
 def test_traced_for_all_sizes(variant):
     model = scriptable(depth=1, **variant)
     traced = torch.jit.trace(model, images())
@@ -100,7 +111,7 @@ print("same", [name for name in ("lightning", "pytorch_lightning", "matplotlib")
     assert done.stdout == "same []\n"
 
 
-@pytest.mark.parametrize("variant", VARIANTS[:5], ids=str)
+@pytest.mark.parametrize("variant", [*VARIANTS[:5], *FREE], ids=str)
 def test_symbolic_tracing_has_the_same_outputs_and_gradients(variant):
     model = scriptable(**variant)
     traced = create_feature_extractor(model, ["blocks.0", "head"])
@@ -137,8 +148,7 @@ def test_operator_is_the_operation(kind):
     got = scripted_attention(q, k, v, terms, grid, mask, False, 0.0, 0.3, "auto")
     expected = relative_attention(q, k, v, terms, grid, attn_mask=mask, scale=0.3, backend="reference")
     assert_same(got, expected)
-    for one, other in zip(*(torch.autograd.grad(out.sin().sum(), leaves) for out in (got, expected)), strict=True):
-        assert_same(one, other)
+    assert_same(*(torch.autograd.grad(out.sin().sum(), leaves) for out in (got, expected)))
 
 
 def test_scripted_layer_on_a_grid_of_its_own():

@@ -8,7 +8,7 @@ import torch
 from retrofit_cases import CASES, EVAS, NAFLEX, VITS, build, images, naflex_batch, retrofitted, tables
 from timm.models import create_feature_extractor
 from timm.models._features import FeatureGetterNet
-from timm.optim import param_groups_layer_decay
+from vits import groups_of
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -82,14 +82,11 @@ def test_masks_heads_and_input_sizes_are_timms(case):
 @pytest.mark.parametrize("case", CASES)
 def test_tables_take_no_weight_decay_and_the_rate_of_their_block(case):
     model = retrofitted(build(case))
-    skip = model.no_weight_decay()
-    groups = param_groups_layer_decay(model, weight_decay=0.1, no_weight_decay_list=skip, layer_decay=0.5)
-    found = {id(p): (group["lr_scale"], group["weight_decay"]) for group in groups for p in group["params"]}
-    rates = []
-    for block in model.blocks:
-        ((rate, decay),) = {found[id(p)] for p in block.attn.position.parameters()}
-        assert (rate, decay) == (found[id(block.attn.proj.weight)][0], 0.0)
-        rates.append(rate)
+    groups, rates = groups_of(model), []
+    for index in range(2):
+        rates.append(groups[f"blocks.{index}.attn.proj.weight"][0])
+        tabled = [groups[name] for name in tables(model) if name.startswith(f"blocks.{index}.")]
+        assert set(tabled) == {(rates[index], 0.0)}
     assert rates[0] < rates[1]
 
 

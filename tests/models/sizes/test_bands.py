@@ -36,8 +36,7 @@ def mask_by_hand(rows, columns, band, memory):
     return torch.tensor([[allowed(i, j) for j in range(count)] for i in range(count)])
 
 
-@pytest.mark.parametrize("memory", [None, 0, 1, 3])
-@pytest.mark.parametrize("band", [1, 2, 9])
+@pytest.mark.parametrize(("band", "memory"), [(1, 3), (2, None), (2, 0), (2, 1), (9, 0)])
 @pytest.mark.parametrize(
     "options",
     [{}, {"position": "tables", "rel_terms": "qkvb", "depth": 5}, {"position": "slopes", "depth": 1}],
@@ -110,8 +109,7 @@ def test_gradients_are_those_of_the_explicit_loop_and_not_of_the_full_pass(check
     )
     set_bands(model, 2, 3).set_grad_checkpointing(checkpointing)
     got = torch.autograd.grad(model.train()(x).square().sum(), parameters)
-    for one, other in zip(got, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
     assert any((one - other).abs().max() > 1e-3 for one, other in zip(got, full, strict=True))
 
 
@@ -174,8 +172,7 @@ def test_compiled_training_step():
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     grads = [torch.autograd.grad(net(x).square().sum(), list(model.parameters())) for net in (model, compiled)]
-    for one, other in zip(*grads, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
 
 
 class Stem(AnySizePatchEmbed):

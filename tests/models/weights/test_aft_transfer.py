@@ -9,27 +9,21 @@ import torch
 from photos import TINY
 from timm.layers import resample_abs_pos_embed
 from timm.models import save_for_hf
+from transfers import SIZE, pictures
+from transfers import make as make_any
 
 from relvit.cli import main
 from relvit.models import build_model
 from relvit.models.weights.transfer import Weights, transfer_weights
 from relvit.training import load_classifier, read_checkpoint
 
-KWARGS = {"patch_size": 8, "embed_dim": 12, "depth": 2}
-SIZE = (16, 24)
 CONV = {"mixer": "conv", "kernel_size": (3, 5)}
 PROJECTIONS = ["blocks.*.attn.qkv.weight (2)", "blocks.*.attn.qkv.bias (2)"]
 CLI = [argument for argument in TINY if not argument.startswith("--model.")]
 
 
-def make(name="test_relvit_aft", classes=3, size=SIZE, seed=0, **kwargs):
-    """Every parameter is drawn at random: zeros and ones would agree by themselves."""
-    net = build_model(name, classes, 3, size, {**KWARGS, "mlp_ratio": 4, **kwargs}).eval()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
-    return net
+def make(name="test_relvit_aft", **kwargs):
+    return make_any(name, **{"patch_size": 8, "embed_dim": 12, "num_heads": 1, "mlp_ratio": 4, **kwargs})
 
 
 def deit(**kwargs):
@@ -38,10 +32,6 @@ def deit(**kwargs):
 
 def weights_of(net, size=SIZE):
     return Weights("there", net.state_dict(), input_size=(3, *size))
-
-
-def pictures(height, width):
-    return torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(9))
 
 
 ABSENT = {"cls_token", "pos_embed", "norm.weight", "norm.bias"}
@@ -83,7 +73,7 @@ def test_all_of_deit_but_positions_class_token_queries_and_keys(mixer, filters, 
 def test_simple_takes_all_of_attention_since_its_own_tensors_look_the_same():
     there, here = make(mixer="simple"), make(mixer="simple", seed=1)
     report = transfer_weights(here, weights_of(there))
-    torch.testing.assert_close(here(pictures(*SIZE)), there(pictures(*SIZE)))
+    torch.testing.assert_close(here(pictures(2, 3, *SIZE)), there(pictures(2, 3, *SIZE)))
     assert len(report.loaded) == len(here.state_dict())
     here = make(mixer="simple", seed=1)
     assert transfer_weights(here, weights_of(deit())).in_part == {}
@@ -107,7 +97,7 @@ def test_biases_of_another_grid_are_interpolated(mixer, patch_size):
     assert (report.in_part, report.new, report.skipped) == ({}, [], [])
     if patch_size == 8:
         # In the model, forward interpolates just so.
-        torch.testing.assert_close(here(pictures(*new)), there(pictures(*new)), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(here(pictures(2, 3, *new)), there(pictures(2, 3, *new)), rtol=1e-4, atol=1e-5)
 
 
 def test_a_grid_of_the_models_own_size_is_the_models_own():
@@ -115,7 +105,7 @@ def test_a_grid_of_the_models_own_size_is_the_models_own():
     options = {"mixer": "full", "size": (16, 64), "class_token": False, "pos_embed": ""}
     there, here = make(**options), make(**options, seed=1)
     transfer_weights(here, Weights("there", there.state_dict()))
-    torch.testing.assert_close(here(pictures(16, 64)), there(pictures(16, 64)))
+    torch.testing.assert_close(here(pictures(2, 3, 16, 64)), there(pictures(2, 3, 16, 64)))
 
 
 @pytest.mark.parametrize(

@@ -4,32 +4,13 @@ import pytest
 import timm
 import torch
 from timm.layers import resample_abs_pos_embed
+from transfers import SIZE, make, pictures, weights_of
 
-from relvit.models import build_model, retrofit
-from relvit.models.weights.transfer import Weights, transfer_weights
+from relvit.models import retrofit
+from relvit.models.weights.transfer import transfer_weights
 
 KWARGS = {"patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2}
-SIZE = (16, 24)
 PLAIN = {"class_token": True, "global_pool": "token", "pos_embed": "learn"}
-
-
-def make(name="test_relvit", classes=3, chans=3, size=SIZE, seed=0, **kwargs):
-    """Every parameter is drawn at random: zeros and ones would agree by themselves."""
-    arguments = {key: kwargs.pop(key) for key in ("retrofit",) if key in kwargs}
-    net = build_model(name, classes, chans, size, {**KWARGS, **kwargs}, **arguments).eval()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
-    return net
-
-
-def weights_of(net, **kwargs):
-    return Weights("there", net.state_dict(), **kwargs)
-
-
-def pictures(*shape):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(9))
 
 
 def test_the_same_classes_in_another_order_keep_the_classifier():

@@ -1,0 +1,27 @@
+"""Small classifiers whose weights are transferred, and images to compare them on."""
+
+import torch
+
+from relvit.models import build_model
+from relvit.models.weights.transfer import Weights
+
+SIZE = (16, 24)
+
+
+def make(name="test_relvit", classes=3, chans=3, size=SIZE, seed=0, retrofit=None, **kwargs):
+    """Every parameter is drawn at random: zeros and ones would agree by themselves."""
+    kwargs = {"patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, **kwargs}
+    net = build_model(name, classes, chans, size, kwargs, retrofit).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return net
+
+
+def weights_of(net, **kwargs):
+    return Weights("there", net.state_dict(), **kwargs)
+
+
+def pictures(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(9))
