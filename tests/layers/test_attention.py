@@ -53,11 +53,7 @@ def test_position_and_backend_may_be_set_later():
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (
-            lambda: RelativeAttention(12, 2, backend="tield"),
-            ValueError,
-            r"unknown backend 'tield' \(did you mean 'tiled'\?\), allowed: 'auto'",
-        ),
+        (lambda: RelativeAttention(12, 2, backend="tield"), ValueError, r"unknown backend 'tield' \(did you mean 'til"),
         (
             lambda: RelativeAttention(12, 2, position=RelativePosition2d),
             TypeError,
@@ -69,11 +65,7 @@ def test_position_and_backend_may_be_set_later():
             r"a module of its own for every block.*give a class such as .*, got a module SlopePosition2d",
         ),
         (lambda: RelativeBlock(12, 2, position="tables"), TypeError, "give a class such as .*, got 'tables'"),
-        (
-            lambda: RelativeBlock(12, 2, position=lambda head_dim, num_heads, device, dtype: head_dim),
-            TypeError,
-            "position must be a module .* got 6",
-        ),
+        (lambda: RelativeBlock(12, 2, position=lambda *_, **__: 6), TypeError, "position must be a module .* got 6"),
     ],
 )
 def test_errors(make, error, message):

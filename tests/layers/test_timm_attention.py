@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from draws import all_places
 from oracles import relative_attention as oracle
 from timm.layers import Attention, AttentionRope, LayerNorm, RotaryEmbeddingCat
 from timm.models.eva import EvaAttention
@@ -9,7 +10,7 @@ from torch import nn
 
 from relvit.layers import RelativePosition2d
 from relvit.layers.timm_attention import TIMM_ATTENTIONS, GridArgument
-from relvit.ops import RelativeTerms, make_grid
+from relvit.ops import make_grid
 
 HEIGHT, WIDTH, PREFIX, DIM, HEADS, HEAD_DIM = 2, 3, 2, 16, 2, 8
 NORMS = {"qk_norm": True, "scale_norm": True, "norm_layer": LayerNorm}
@@ -87,22 +88,13 @@ def expected(attn, x, terms, places, rope=None, half=False, mask=None):
     return attn.proj(out)
 
 
-def terms_of(position):
-    pairs = {
-        name: (getattr(position, f"{name}_rows"), getattr(position, f"{name}_cols"))
-        for name in RelativeTerms._fields[:4]
-    }
-    return RelativeTerms(**{name: None if pair[0] is None else pair for name, pair in pairs.items()})
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_outputs_and_shown_weights_equal_brute_force(kind):
     attn, half = build(kind, rel_terms="qkvb", shared_heads="gate" in kind)
     grid = make_grid(HEIGHT, WIDTH, PREFIX)
     x = torch.randn(2, PREFIX + HEIGHT * WIDTH, DIM, dtype=torch.float64)
     rope = None if half is None else rotation(attn.head_dim, HEIGHT, WIDTH, half)
-    places = [[oracle.place(i, PREFIX, None, HEIGHT, WIDTH) for i in range(x.shape[1])]] * 2
-    terms = terms_of(attn.position)
+    places, terms = all_places(grid, 2), attn.position(grid)
     want = expected(attn, x, terms, places, rope, half)
     # The grid is passed in either argument.
     arguments = {} if rope is None else {"rope": rope}
@@ -129,16 +121,16 @@ def test_masks_add_to_the_logits_and_causal_tokens_see_earlier_ones():
     count = PREFIX + HEIGHT * WIDTH
     x = torch.randn(2, count, DIM, dtype=torch.float64)
     rope = rotation(attn.head_dim, HEIGHT, WIDTH, half)
-    places = [[oracle.place(i, PREFIX, None, HEIGHT, WIDTH) for i in range(count)]] * 2
+    places, terms = all_places(grid, 2), attn.position(grid)
     mask = torch.randn(2, HEADS, count, count, dtype=torch.float64)
-    want = expected(attn, x, terms_of(attn.position), places, rope, half, mask)
+    want = expected(attn, x, terms, places, rope, half, mask)
     for arguments in (
         {"rope": GridArgument(grid, rope), "attn_mask": mask},
         {"rope": rope, "attn_mask": GridArgument(grid, mask)},
     ):
         torch.testing.assert_close(attn(x, **arguments), want, rtol=0, atol=1e-12)
     earlier = torch.full((count, count), -torch.inf, dtype=torch.float64).triu(1).expand(2, HEADS, -1, -1)
-    want = expected(attn, x, terms_of(attn.position), places, rope, half, earlier)
+    want = expected(attn, x, terms, places, rope, half, earlier)
     torch.testing.assert_close(attn(x, rope=GridArgument(grid, rope), is_causal=True), want, rtol=0, atol=1e-12)
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import timm
 import torch
-from vits import SMALL, assert_same, groups_of, images, small
+from vits import SMALL, assert_same, groups_of, images, native_batch, small
 
 from relvit.models import set_reach
 from relvit.ops import Grid
@@ -119,18 +119,10 @@ def test_tokens_leave_with_other_positions_and_chunks(options):
 
 def test_images_of_a_native_batch_halt_as_each_alone():
     model = build(class_token=True, bias=0.0)
-    shapes = [(3, 2), (1, 5), (2, 2)]
-    patches, coord, valid = torch.zeros(3, 6, 8 * 8 * 3).double(), torch.zeros(3, 6, 2).long(), torch.zeros(3, 6).bool()
-    alone = []
-    for i, (rows, columns) in enumerate(shapes):
-        image = doubles(8 * rows, 8 * columns, batch=1)
-        alone.append(model.ponder(image))
-        count = rows * columns
-        split = image.unflatten(2, (rows, 8)).unflatten(4, (columns, 8)).permute(0, 2, 4, 3, 5, 1)
-        patches[i, :count], coord[i, :count] = split.reshape(count, -1), patch_coords(Grid(rows, columns))
-        valid[i, :count] = True
-    patches[~valid] = 7.0
-    batch = {"patches": patches, "patch_coord": coord, "patch_valid": valid}
+    pictures = [doubles(8 * rows, 8 * columns, batch=1).float() for rows, columns in ((3, 2), (1, 5), (2, 2))]
+    alone = [model.ponder(picture.double()) for picture in pictures]
+    batch = native_batch([picture[0] for picture in pictures], 8)
+    batch, valid = batch | {"patches": batch["patches"].double()}, batch["patch_valid"]
     for gather in (True, False):
         model.gather = gather
         got = model.ponder(batch)

@@ -2,6 +2,8 @@
 
 import timm
 import torch
+from timm.data.naflex_dataset import NaFlexCollator
+from timm.data.naflex_transforms import Patchify
 from timm.models.vision_transformer import VisionTransformer
 from timm.optim import param_groups_layer_decay
 
@@ -27,6 +29,12 @@ def small(name="test_relvit", std=0.3, **kwargs):
 
 def images(height=24, width=16, batch=2, channels=3, dtype=torch.float32):
     return torch.randn(batch, channels, height, width, generator=torch.Generator().manual_seed(1), dtype=dtype)
+
+
+def native_batch(pictures, patch, flat=False):
+    """By timm's own patches and collation, in single precision, longer than necessary."""
+    items = [(Patchify(patch, flatten_patches=flat)(picture), 0) for picture in pictures]
+    return NaFlexCollator(1 + max(len(item["patches"]) for item, _ in items))(items)[0]
 
 
 def twins(**options):

@@ -5,9 +5,7 @@ from functools import partial
 import pytest
 import timm
 import torch
-from timm.data.naflex_dataset import NaFlexCollator
-from timm.data.naflex_transforms import Patchify
-from vits import small
+from vits import native_batch, small
 
 import relvit
 from relvit.layers import LowRankPosition2d
@@ -34,20 +32,14 @@ def images(dtype=torch.float64):
     return [torch.randn(3, PATCH[0] * h, PATCH[1] * w, generator=generator, dtype=dtype) for h, w in GRIDS]
 
 
-def native_batch(pictures, flat=False):
-    """By timm's own patches and collation, longer than necessary."""
-    items = [(Patchify(PATCH, flatten_patches=flat)(picture), 0) for picture in pictures]
-    batch = NaFlexCollator(max(h * w for h, w in GRIDS) + 1)(items)[0]
-    return batch | {"patches": batch["patches"].to(pictures[0])}
-
-
 def compare(model, atol=1e-6):
-    """Logits and gradients of a batch, and of images one by one. (timm's collation rounds to float32.)"""
+    """Logits and gradients of a batch, and of images one by one."""
     pictures = [picture.float().to(picture) for picture in images()]
     model = model.double()
     alone = torch.cat([model(picture[None]) for picture in pictures])
     wanted = torch.autograd.grad(alone.square().sum(), list(model.parameters()))
-    together = model(native_batch(pictures))
+    batch = native_batch(pictures, PATCH)
+    together = model(batch | {"patches": batch["patches"].double()})
     found = torch.autograd.grad(together.square().sum(), list(model.parameters()))
     torch.testing.assert_close(together, alone, atol=atol, rtol=atol)
     for (name, _), one, other in zip(model.named_parameters(), found, wanted, strict=True):
@@ -82,9 +74,9 @@ def test_a_retrofitted_model():
 def test_flat_patches_and_known_bounds():
     model = small(patch_size=PATCH, depth=2, pos_embed="learn").eval()
     pictures = images(torch.float32)
-    batch = native_batch(pictures)
+    batch = native_batch(pictures, PATCH)
     expected = model(batch)
-    torch.testing.assert_close(model(native_batch(pictures, flat=True)), expected)
+    torch.testing.assert_close(model(native_batch(pictures, PATCH, flat=True)), expected)
     torch.testing.assert_close(model(batch | {"grid_size": (9, 8)}), expected)
     features = model.forward_features(batch)
     assert features.keys() == {"patches", "patch_valid"}
@@ -99,7 +91,7 @@ def test_flat_patches_and_known_bounds():
 def test_dropped_patches_keep_their_places():
     """Tokens that stay have the coordinates that they had, and padding stays padding."""
     model = small(patch_size=PATCH, depth=1, patch_drop_rate=0.5).train()
-    batch = native_batch(images(torch.float32))
+    batch = native_batch(images(torch.float32), PATCH)
     torch.manual_seed(0)
     tokens, grid = model.embed(batch)
     assert tokens.shape[1] == grid.coords.shape[1] == grid.valid.shape[1] == batch["patch_valid"].shape[1] // 2
@@ -116,7 +108,7 @@ def test_one_graph_serves_all_shapes():
     # Graphs of other tests would count.
     torch._dynamo.reset()
     model = small(patch_size=PATCH, depth=1)
-    batch = native_batch(images(torch.float32))
+    batch = native_batch(images(torch.float32), PATCH)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
         for size in ((6, 7), (8, 9), (9, 7), (7, 8)):
@@ -133,7 +125,7 @@ def test_models_that_take_native_batches(make):
     model = make().train()
     check_native(model, (8, 8), 3)
     assert model.training
-    features = pooled_features(model.eval(), native_batch_of_squares())
+    features = pooled_features(model.eval(), native_batch(squares(), 8))
     expected = torch.cat([pooled_features(model, picture[None]) for picture in squares()])
     torch.testing.assert_close(features, expected, atol=1e-5, rtol=1e-5)
 
@@ -141,10 +133,6 @@ def test_models_that_take_native_batches(make):
 def squares():
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(3, 8 * h, 8 * w, generator=generator) for h, w in GRIDS[:3]]
-
-
-def native_batch_of_squares():
-    return NaFlexCollator(16)([(Patchify(8, flatten_patches=False)(picture), 0) for picture in squares()])[0]
 
 
 REFUSED = {
@@ -178,7 +166,7 @@ def test_errors(name):
 
 def test_more_errors():
     model = small(patch_size=PATCH)
-    batch = native_batch(images(torch.float32))
+    batch = native_batch(images(torch.float32), PATCH)
     with pytest.raises(ValueError, match=r"patches have 64 values each, the model takes 96: of 8 x 4 px"):
         model(batch | {"patches": torch.zeros(5, batch["patches"].shape[1], 64)})
     with pytest.raises(ValueError, match="rows from -1 to 4, the grid has 0 to 4"):
@@ -196,4 +184,4 @@ def test_more_errors():
 )
 def test_positions_that_depend_on_the_size_of_each_image_refuse(position, message):
     with pytest.raises(ValueError, match=message):
-        small(patch_size=PATCH, position=position)(native_batch(images(torch.float32)))
+        small(patch_size=PATCH, position=position)(native_batch(images(torch.float32), PATCH))
