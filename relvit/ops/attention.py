@@ -11,8 +11,8 @@ from torch import Tensor
 from relvit.ops import reference
 from relvit.ops.backends import fused, gathered, tiled, triton
 from relvit.ops.backends.axis_logits import axis_logits, grid_axes, table_index
-from relvit.ops.checks import check_backend, check_kind, check_tokens
-from relvit.ops.grid import Grid
+from relvit.ops.checks import check_backend, check_kind
+from relvit.ops.grid import Grid, check_tokens
 from relvit.ops.inputs import AttentionInputs, check_terms, checked, with_channels, with_equal_heads
 from relvit.ops.temperature import with_temperature
 from relvit.ops.terms import JointTable, RelativeTerms
@@ -112,9 +112,10 @@ def relative_attention(
         raise ValueError(f"backend {backend!r} can be no part of graphs or of torch.func's transforms: use 'auto'")
     if backend == "reference":
         return reference.relative_attention(*inputs, trained_keys=trained_keys)
-    # `tiled` and `gathered` compute in single precision at least.
-    dtype = query.dtype if backend in ("fused", "triton") else torch.promote_types(query.dtype, torch.float32)
-    inputs = with_channels(inputs, dtype)
+    if backend in ("tiled", "gathered"):
+        # As inside fused kernels: logits, softmax, sums over tiles would lose too much in half precision.
+        inputs = inputs.to(torch.promote_types(query.dtype, torch.float32))
+    inputs = with_channels(inputs)
     if trained_keys is not None:
         inputs = with_temperature(inputs, trained_keys)
     return BACKENDS[backend].relative_attention(inputs).to(query.dtype)

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from relvit.ops.grid import Grid, num_tokens
 from relvit.utils.messages import did_you_mean, listing
 
 
@@ -35,33 +34,6 @@ def check_shape(name: str, tensor: Tensor, expected: tuple[int | str, ...]) -> N
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected ({', '.join(map(str, expected))})")
     if not tensor.is_floating_point():
         raise TypeError(f"{name} has dtype {tensor.dtype}, expected a floating one")
-
-
-def check_tokens(
-    name: str,
-    tokens: Tensor,
-    grid_name: str,
-    grid: Grid,
-    expected: tuple[int | str, ...] = ("B", "heads", "N", "head_dim"),
-) -> None:
-    """Raise unless `tokens` has the expected shape, with as many tokens as `grid` lays out."""
-    check_shape(name, tokens, expected)
-    if not isinstance(grid, Grid):
-        raise TypeError(f"{grid_name} must be a Grid, got {type(grid).__name__}: make_grid(height, width) makes one")
-    for part, tensor in (("coords", grid.coords), ("valid", grid.valid)):
-        if tensor is not None:
-            check_kind(f"{grid_name}.{part}", tensor, Tensor, "a tensor")
-    patches = num_tokens(grid) - grid.prefix
-    if tokens.shape[2] != num_tokens(grid):
-        raise ValueError(
-            f"{name} has shape {tuple(tokens.shape)}, that is {tokens.shape[2]} tokens, expected {num_tokens(grid)}: "
-            f"{grid_name} has {grid.prefix} prefix tokens and {patches} patches"
-        )
-    for part, tensor, tail in (("coords", grid.coords, (patches, 2)), ("valid", grid.valid, (patches,))):
-        if tensor is not None and tuple(tensor.shape) not in (tail, (1, *tail), (tokens.shape[0], *tail)):
-            raise ValueError(
-                f"{grid_name}.{part} has shape {tuple(tensor.shape)}, expected {tail} or {(tokens.shape[0], *tail)}"
-            )
 
 
 def int_pair(name: str, given: int | Sequence[int], least: int | None) -> tuple[int, int]:

@@ -6,6 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from relvit.ops.checks import check_kind, check_shape
+
 
 class Grid(NamedTuple):
     """The layout of a token sequence: `prefix` tokens without coordinates, then patch tokens, each at (row, column).
@@ -117,6 +119,13 @@ def batched_coords(grid: Grid, device: torch.device) -> Tensor:
     return coords if coords.dim() == 3 else coords[None]
 
 
+def token_places(grid: Grid, device: torch.device) -> Tensor:
+    """Number each token's place, prefix tokens first, then the raster: (1 or B, N) int64."""
+    rows, cols = batched_coords(grid, device).unbind(-1)
+    prefix = torch.arange(grid.prefix, device=device).expand(rows.shape[0], -1)
+    return torch.cat((prefix, grid.prefix + rows * grid.width + cols), dim=1)
+
+
 def keep_patches(grid: Grid, kept: Tensor) -> Grid:
     """Return the grid of the patches that stay, given their indices among the patches, (B, K)."""
     coords = batched_coords(grid, kept.device).expand(kept.shape[0], -1, -1)
@@ -125,6 +134,33 @@ def keep_patches(grid: Grid, kept: Tensor) -> Grid:
         valid = valid.expand(kept.shape[0], -1).gather(1, kept)
     coords = coords.gather(1, kept[:, :, None].expand(-1, -1, 2))
     return Grid(grid.height, grid.width, grid.prefix, coords, valid)
+
+
+def check_tokens(
+    name: str,
+    tokens: Tensor,
+    grid_name: str,
+    grid: Grid,
+    expected: tuple[int | str, ...] = ("B", "heads", "N", "head_dim"),
+) -> None:
+    """Raise unless `tokens` has the expected shape, with as many tokens as `grid` lays out."""
+    check_shape(name, tokens, expected)
+    if not isinstance(grid, Grid):
+        raise TypeError(f"{grid_name} must be a Grid, got {type(grid).__name__}: make_grid(height, width) makes one")
+    for part, tensor in (("coords", grid.coords), ("valid", grid.valid)):
+        if tensor is not None:
+            check_kind(f"{grid_name}.{part}", tensor, Tensor, "a tensor")
+    patches = num_tokens(grid) - grid.prefix
+    if tokens.shape[2] != num_tokens(grid):
+        raise ValueError(
+            f"{name} has shape {tuple(tokens.shape)}, that is {tokens.shape[2]} tokens, expected {num_tokens(grid)}: "
+            f"{grid_name} has {grid.prefix} prefix tokens and {patches} patches"
+        )
+    for part, tensor, tail in (("coords", grid.coords, (patches, 2)), ("valid", grid.valid, (patches,))):
+        if tensor is not None and tuple(tensor.shape) not in (tail, (1, *tail), (tokens.shape[0], *tail)):
+            raise ValueError(
+                f"{grid_name}.{part} has shape {tuple(tensor.shape)}, expected {tail} or {(tokens.shape[0], *tail)}"
+            )
 
 
 def key_mask(grid: Grid) -> Tensor | None:
@@ -157,15 +193,13 @@ def _checked_sizes(height: int, width: int, prefix: int) -> list[int]:
 
 
 def _check_integers(name: str, coords: Tensor) -> None:
-    if not isinstance(coords, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(coords).__name__}")
+    check_kind(name, coords, Tensor, "a tensor")
     if coords.is_floating_point() or coords.is_complex() or coords.dtype == torch.bool:
         raise TypeError(f"{name} must hold integers, got dtype {coords.dtype}")
 
 
 def _check_boolean(name: str, valid: Tensor) -> None:
-    if not isinstance(valid, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(valid).__name__}")
+    check_kind(name, valid, Tensor, "a tensor")
     if valid.dtype != torch.bool:
         raise TypeError(f"{name} must be boolean, got dtype {valid.dtype}")
 

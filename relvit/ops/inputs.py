@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from relvit.ops.buckets import BUCKETINGS
-from relvit.ops.checks import check_kind, check_shape, check_tokens
-from relvit.ops.grid import Grid
+from relvit.ops.checks import check_kind, check_shape
+from relvit.ops.grid import Grid, check_tokens
 from relvit.ops.terms import AxisTables, Channels, JointTable, RelativeTerms
 from relvit.ops.tracing import is_compiling
 from relvit.utils.messages import did_you_mean, listing
@@ -91,13 +91,13 @@ def with_equal_heads(terms: RelativeTerms) -> RelativeTerms:
     return terms
 
 
-def with_channels(inputs: AttentionInputs, dtype: torch.dtype) -> AttentionInputs:
-    """Append the free channels to queries and keys, in `dtype`; tables meet these as they were.
+def with_channels(inputs: AttentionInputs) -> AttentionInputs:
+    """Append the free channels to queries and keys, in their dtype; tables meet these as they were.
 
     In half precision each channel becomes three, high . high + low . high + high . low: a sum of large products of
     which little is left, as that of squared coordinates, needs the bits of single precision.
     """
-    channels = inputs.terms.channels
+    channels, dtype = inputs.terms.channels, inputs.query.dtype
     if channels is None:
         return inputs
     # The logits of channels are not scaled.
@@ -106,7 +106,7 @@ def with_channels(inputs: AttentionInputs, dtype: torch.dtype) -> AttentionInput
         (query, query_rest), (key, key_rest) = ((part, part - part.to(dtype)) for part in (query, key))
         query, key = torch.cat((query, query_rest, query), dim=-1), torch.cat((key, key, key_rest), dim=-1)
     query, key = (
-        torch.cat((content.to(dtype), part.to(dtype).expand(*content.shape[:-1], -1)), dim=-1)
+        torch.cat((content, part.to(dtype).expand(*content.shape[:-1], -1)), dim=-1)
         for content, part in ((inputs.query, query), (inputs.key, key))
     )
     return inputs._replace(query=query, key=key, terms=inputs.terms._replace(channels=None))

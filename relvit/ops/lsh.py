@@ -7,12 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from relvit.ops.buckets import bucket
-from relvit.ops.checks import check_shape, check_tokens
-from relvit.ops.grid import Grid, batched_coords, key_mask, without_padding
+from relvit.ops.checks import check_shape
+from relvit.ops.grid import Grid, batched_coords, check_tokens, key_mask, without_padding
 from relvit.ops.inputs import check_terms
 from relvit.ops.recompute import recomputed
 from relvit.ops.terms import JointTable, RelativeTerms
-from relvit.ops.tracing import is_compiling, is_functorch
 
 # What a token's logit with itself is set to, so that it attends to itself only where there is nothing else.
 SELF_LOGIT = -1e5
@@ -62,7 +61,19 @@ def lsh_attention(
         ValueError: wrong shapes, terms besides a bias, a chunk size below 1.
         TypeError: wrong types.
     """
-    _check(query_key, value, grid, rotations, chunk_size, terms)
+    check_tokens("query_key", query_key, "grid", grid)
+    batch, heads, tokens, head_dim = query_key.shape
+    check_shape("value", value, (batch, heads, tokens, "value_dim"))
+    if value.dtype != query_key.dtype:
+        raise ValueError(f"value has dtype {value.dtype}, expected that of query_key, {query_key.dtype}")
+    check_shape("rotations", rotations, ("rounds", head_dim, "buckets / 2"))
+    if rotations.shape[0] < 1:
+        raise ValueError("rotations must have at least one round")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+    if terms is not None:
+        check_terms(terms, heads, head_dim, value.shape[3])
+        check_bias_alone(terms)
     return _run(query_key, value, grid, rotations, chunk_size, terms, is_causal, dropout_p, scale)
 
 
@@ -70,9 +81,7 @@ def lsh_attention(
 @torch.compiler.disable
 def _run(*arguments: object) -> Tensor:
     """Attend; what is kept for backward are the arguments, as in the paper."""
-    if torch.is_grad_enabled() and not is_compiling() and not is_functorch():
-        return recomputed(_attend, *arguments, preserve_rng_state=True)
-    return _attend(*arguments)
+    return recomputed(_attend, *arguments, preserve_rng_state=True)
 
 
 def _attend(
@@ -186,8 +195,9 @@ def _hash(vectors: Tensor, rotations: Tensor) -> Tensor:
 
 def _bias(terms: RelativeTerms, grid: Grid, index: Tensor, other: Tensor, like: Tensor) -> Tensor:
     """b_ij of queries `index` (B, heads, rounds, chunks, size, 1) and keys `other` (..., 1, 2 size)."""
-    table = terms.bias.table if isinstance(terms.bias, JointTable) else None
-    if table is None:
+    if isinstance(terms.bias, JointTable):
+        table = terms.bias.table
+    else:
         table = terms.bias.rows[..., :, None] + terms.bias.cols[..., None, :]
     rows, cols = table.shape[-2:]
     table = table.expand(like.shape[1], rows, cols)
@@ -212,26 +222,3 @@ def check_bias_alone(terms: RelativeTerms) -> None:
             "scattered over the image, so products with tables would be computed pair by pair; use rel_terms='b' or "
             "position='slopes'"
         )
-
-
-def _check(
-    query_key: Tensor,
-    value: Tensor,
-    grid: Grid,
-    rotations: Tensor,
-    chunk_size: int | None,
-    terms: RelativeTerms | None,
-) -> None:
-    check_tokens("query_key", query_key, "grid", grid)
-    batch, heads, tokens, head_dim = query_key.shape
-    check_shape("value", value, (batch, heads, tokens, "value_dim"))
-    if value.dtype != query_key.dtype:
-        raise ValueError(f"value has dtype {value.dtype}, expected that of query_key, {query_key.dtype}")
-    check_shape("rotations", rotations, ("rounds", head_dim, "buckets / 2"))
-    if rotations.shape[0] < 1:
-        raise ValueError("rotations must have at least one round")
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
-    if terms is not None:
-        check_terms(terms, heads, head_dim, value.shape[3])
-        check_bias_alone(terms)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from relvit.ops.tracing import is_compiling, is_functorch
+from relvit.ops.tracing import is_compiling, is_exporting, is_functorch
 
 
 class Versions:
@@ -44,7 +44,8 @@ class Versions:
 def recomputed(function: Callable[..., Tensor], *args: object, preserve_rng_state: bool = False) -> Tensor:
     """Compute `function(*args)`; backward computes it once more instead of keeping its intermediate tensors.
 
-    Recomputation as in Chen et al. 2016 (arXiv 1604.06174).
+    Recomputation as in Chen et al. 2016 (arXiv 1604.06174). Without gradients, in exported and traced graphs and inside
+    `torch.func`, which cannot recompute, it is a plain call.
 
     Args:
         function: reads no tensors but those in `args`.
@@ -54,6 +55,8 @@ def recomputed(function: Callable[..., Tensor], *args: object, preserve_rng_stat
     Raises:
         RuntimeError: in backward, if one of the tensors was modified in place.
     """
+    if not torch.is_grad_enabled() or is_exporting() or torch.jit.is_tracing() or is_functorch():
+        return function(*args)
     options = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
     if torch.compiler.is_compiling():
         return checkpoint(function, *args, **options)

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from relvit.ops import reference
 from relvit.ops.aft.conv import LEAST_DIFFERENCE, window_sums
-from relvit.ops.aft.pairs import average_of_pairs, place_bias, token_places, window_bias
+from relvit.ops.aft.pairs import average_of_pairs, place_bias, window_bias
 from relvit.ops.aft.sums import SPREAD, bounded_exp, exponentials, gated_average, products, running_average
-from relvit.ops.checks import check_backend, check_shape, check_tokens, int_pair
-from relvit.ops.grid import Grid, key_mask
+from relvit.ops.checks import check_backend, check_shape, int_pair
+from relvit.ops.grid import Grid, check_tokens, key_mask, token_places
 from relvit.ops.tracing import is_compiling, is_functorch, without_autocast
 
 SIMPLE_BACKENDS = ("reference",)
@@ -63,8 +63,7 @@ def aft_full(
         TypeError: arguments that are not of the kind asked for.
     """
     check_backend(backend, FULL_BACKENDS)
-    check_tokens("query", query, "grid", grid)
-    _check_contents(query, key, value, {"grid.coords": grid.coords, "grid.valid": grid.valid, "bias": bias})
+    _check_contents(query, key, value, grid, bias=bias)
     _check_bias(bias, query, grid)
     if backend == "reference":
         return reference.aft_full(query, key, value, bias, grid, is_causal=is_causal)
@@ -143,8 +142,7 @@ def aft_simple(
     Returns, raises: as `aft_full`.
     """
     check_backend(backend, SIMPLE_BACKENDS)
-    check_tokens("query", query, "grid", grid)
-    _check_contents(query, key, value, {"grid.coords": grid.coords, "grid.valid": grid.valid})
+    _check_contents(query, key, value, grid)
     if backend == "reference":
         return reference.aft_simple(query, key, value, grid, is_causal=is_causal)
     valid = key_mask(grid)
@@ -188,8 +186,7 @@ def aft_conv(
             warnings.warn(text, FutureWarning, stacklevel=2)
         backend = "convolution"
     check_backend(backend, CONV_BACKENDS)
-    check_tokens("query", query, "grid", grid)
-    _check_contents(query, key, value, {"grid.coords": grid.coords, "grid.valid": grid.valid, "weight": weight})
+    _check_contents(query, key, value, grid, weight=weight)
     check_shape("weight", weight, (query.shape[1], "rows", "columns"))
     rows, cols = weight.shape[1:]
     if rows % 2 == 0 or cols % 2 == 0:
@@ -234,8 +231,9 @@ def _far_apart(bottom: Tensor, top: Tensor) -> bool:
     return _values_known(top) and bool((top - bottom).max() > SPREAD)
 
 
-def _check_contents(query: Tensor, key: Tensor, value: Tensor, others: dict[str, Tensor | None]) -> None:
-    """Raise unless keys and values fit the queries, and they and all `others` are on the query's device."""
+def _check_contents(query: Tensor, key: Tensor, value: Tensor, grid: Grid, **learned: Tensor) -> None:
+    """Raise unless grid, keys and values fit the queries, and they and what is learned are on the query's device."""
+    check_tokens("query", query, "grid", grid)
     batch, heads, count, width = query.shape
     shared = isinstance(key, Tensor) and key.dim() == 4 and key.shape[3] == 1
     check_shape("key", key, (batch, heads, count, 1 if shared else width))
@@ -243,7 +241,8 @@ def _check_contents(query: Tensor, key: Tensor, value: Tensor, others: dict[str,
     for name, tensor in (("key", key), ("value", value)):
         if tensor.dtype != query.dtype:
             raise ValueError(f"{name} has dtype {tensor.dtype}, expected the query's {query.dtype}")
-    for name, tensor in ({"key": key, "value": value} | others).items():
+    named = {"key": key, "value": value, "grid.coords": grid.coords, "grid.valid": grid.valid} | learned
+    for name, tensor in named.items():
         if isinstance(tensor, Tensor) and tensor.device != query.device:
             raise ValueError(f"{name} is on {tensor.device}, expected the query's device, {query.device}")
 

@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from relvit.ops.grid import Grid, batched_coords, without_padding
+from relvit.ops.grid import Grid, batched_coords, token_places, without_padding
 from relvit.ops.recompute import recomputed
-from relvit.ops.tracing import is_compiling, is_functorch
 
 # How many logits are formed at a time, of one query at least.
 TILE_LOGITS = 2**24
@@ -72,19 +71,7 @@ def average_of_pairs(
             return weights[..., 0] @ value
         return torch.einsum("bhijc,bhjc->bhic", weights, value)
 
-    recompute = torch.is_grad_enabled() and not is_compiling() and not is_functorch()
-    tiles = [
-        recomputed(tile, key, value, bias, first) if recompute else tile(key, value, bias, first)
-        for first in range(0, count, size)
-    ]
-    return torch.cat(tiles, dim=2)
-
-
-def token_places(grid: Grid, device: torch.device) -> Tensor:
-    """Number each token's place, prefix tokens first, then the raster: (1 or B, N)."""
-    coords = batched_coords(grid, device)
-    patches = grid.prefix + coords[..., 0] * grid.width + coords[..., 1]
-    return torch.cat((torch.arange(grid.prefix, device=device).expand(patches.shape[0], -1), patches), dim=1)
+    return torch.cat([recomputed(tile, key, value, bias, first) for first in range(0, count, size)], dim=2)
 
 
 def place_bias(grid: Grid, device: torch.device) -> Callable[[Tensor, int, int], Tensor]:

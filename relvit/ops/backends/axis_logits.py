@@ -52,13 +52,13 @@ class TableIndex(NamedTuple):
 
 
 def once_per_raster(make: Callable[..., Any], grid: Grid, *arguments: Any, like: Tensor) -> Any:
-    """Compute `make(grid, *arguments, dtype and device of like)` or, for a raster, remember it: all blocks want it."""
+    """Compute `make(grid, *arguments, device of like)` or, for a raster, remember it: all blocks want it."""
     # Tensors of a graph, and fake ones, belong to where they were made.
     if grid.coords is not None or is_compiling() or type(like) is not Tensor:
-        return make(grid, *arguments, like.dtype, like.device)
+        return make(grid, *arguments, like.device)
     # What was made in inference mode cannot be saved for backward elsewhere.
     inference = torch.is_inference_mode_enabled()
-    return _remembered(make, grid._replace(valid=None), *arguments, like.dtype, like.device, inference)
+    return _remembered(make, grid._replace(valid=None), *arguments, like.device, inference)
 
 
 @lru_cache(maxsize=64)
@@ -100,9 +100,7 @@ def table_index(tables: AxisTables, bucketing: str, grid: Grid, axes: Axes, like
     return once_per_raster(make_table_index, grid, clip_distances(tables), bucketing, axes, like=like)
 
 
-def make_table_index(
-    grid: Grid, distances: Distances, bucketing: str, axes: Axes, _dtype: torch.dtype, device: torch.device
-) -> TableIndex:
+def make_table_index(grid: Grid, distances: Distances, bucketing: str, axes: Axes, device: torch.device) -> TableIndex:
     """Compute what `table_index` returns and remembers."""
     reach = distances
     # A graph for all sizes must not depend on which of them a table outreaches.

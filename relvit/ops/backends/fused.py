@@ -143,8 +143,8 @@ def _layout(inputs: AttentionInputs, padded: bool) -> Layout:
         width + missing,
         key_axes,
         axes_of_queries,
-        hot(key_grid, key_axes) if key_term or terms.value is not None else None,
-        hot(grid, axes_of_queries) if terms.query is not None else None,
+        hot(key_grid, key_axes, inputs.query.dtype) if key_term or terms.value is not None else None,
+        hot(grid, axes_of_queries, inputs.query.dtype) if terms.query is not None else None,
     )
 
 

@@ -37,19 +37,13 @@ class Tokens(NamedTuple):
 
 def relative_attention(inputs: AttentionInputs) -> Tensor:
     """Compute attention with relative terms, tile by tile; see `relvit.ops.relative_attention`."""
-    dtype, mask = inputs.query.dtype, inputs.attn_mask
-    # At least single precision, as inside fused kernels: logits, softmax, sums over tiles would lose too much.
-    inputs = inputs.to(torch.promote_types(dtype, torch.float32))
-    query, key, position_query = inputs.query, inputs.key, inputs.position_query
+    query, key, position_query, mask = inputs.query, inputs.key, inputs.position_query, inputs.attn_mask
     # Backward recomputes tiles under the autocast state of here.
     with without_autocast(query.device):
         queries, keys = _tokens(inputs.grid, query.device), _tokens(inputs.key_grid, key.device)
         if is_exporting() or torch.jit.is_tracing() or is_functorch():
             # The number of tiles is not known in a graph for all sizes, and transforms cannot recompute tiles.
-            return _attend(inputs, queries, keys, 0).to(dtype)
-        attend = _attend
-        if torch.is_grad_enabled():
-            attend = partial(recomputed, _attend, preserve_rng_state=inputs.dropout_p > 0)
+            return _attend(inputs, queries, keys, 0)
         batch, heads, length, _ = query.shape
         step = max(LEAST_QUERIES, TILE_LOGITS // max(1, batch * heads * key.shape[2]))
         tiles = []
@@ -61,9 +55,8 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
                 attn_mask=mask[..., part, :] if mask is not None and mask.shape[-2] > 1 else mask,
             )
             here = Tokens(queries.y[:, part], queries.x[:, part], queries.on_grid[part])
-            tiles.append(attend(tile, here, keys, start))
-        out = torch.cat(tiles, dim=2) if tiles else query.new_zeros(*query.shape[:3], inputs.value.shape[-1])
-        return out.to(dtype)
+            tiles.append(recomputed(_attend, tile, here, keys, start, preserve_rng_state=inputs.dropout_p > 0))
+        return torch.cat(tiles, dim=2) if tiles else query.new_zeros(*query.shape[:3], inputs.value.shape[-1])
 
 
 def _attend(inputs: AttentionInputs, queries: Tokens, keys: Tokens, first: int) -> Tensor:

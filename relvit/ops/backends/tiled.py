@@ -120,10 +120,7 @@ class Tile(NamedTuple):
 
 def relative_attention(inputs: AttentionInputs) -> Tensor:
     """Compute attention with relative terms, tile by tile; see `relvit.ops.relative_attention`."""
-    dtype, terms, mask, key_grid = inputs.query.dtype, inputs.terms, inputs.attn_mask, inputs.key_grid
-    # At least single precision, as inside fused kernels: logits, softmax, sums over tiles would lose too much.
-    inputs = inputs.to(torch.promote_types(dtype, torch.float32))
-    query, key, value = inputs.query, inputs.key, inputs.value
+    query, key, value, terms, _, key_grid, mask = inputs[:7]
     with without_autocast(query.device):
         valid, axes, axes_of_queries = key_mask(key_grid), grid_axes(key_grid), query_axes(inputs)
         if valid is not None:
@@ -151,7 +148,7 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
             scale=inputs.scale,
             size=_tile_size(query, key),
         )
-        return Tiles.apply(*operands, config).transpose(1, 2).to(dtype)
+        return Tiles.apply(*operands, config).transpose(1, 2)
 
 
 def _query_logits(inputs: AttentionInputs, axes: Axes) -> tuple[Tensor | None, Tensor | None]:

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from relvit.ops.grid import Grid, key_mask, patch_coords, without_padding
+from relvit.ops.grid import Grid, key_mask, patch_coords, token_places, without_padding
 
 
 def aft_full(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, grid: Grid, *, is_causal: bool = False) -> Tensor:
     """The paper's eq. 2; see `relvit.ops.aft_full`."""
-    place = _places(grid, query.device)
+    place = token_places(grid, query.device)
     # (heads, 1 or B, i, j) -> (1 or B, heads, i, j)
     pairs = rearrange(bias, "... i j -> (...) i j")[:, place[:, :, None], place[:, None, :]].transpose(0, 1)
     return _average(query, key, value, pairs, grid, is_causal)
@@ -77,15 +77,6 @@ def _average(query: Tensor, key: Tensor, value: Tensor, pairs: Tensor, grid: Gri
     weights = logits.masked_fill(empty, 0.0).softmax(dim=3).masked_fill(empty, 0.0)
     average = (weights * rearrange(value.double(), "b h j d -> b h 1 j d")).sum(dim=3)
     return (query.double().sigmoid() * average).to(query.dtype)
-
-
-def _places(grid: Grid, device: torch.device) -> Tensor:
-    """The number of each token's place, prefix tokens first, then the raster: (1 or B, N)."""
-    coords = patch_coords(grid, device)
-    coords = coords if coords.dim() == 3 else coords[None]
-    patches = grid.prefix + coords[..., 0] * grid.width + coords[..., 1]
-    prefix = torch.arange(grid.prefix, device=device).expand(patches.shape[0], -1)
-    return torch.cat((prefix, patches), dim=1)
 
 
 def _offsets(grid: Grid, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -56,7 +56,8 @@ def refusal(inputs: AttentionInputs) -> str | None:
     dims = (query.shape[-1] + added_width(terms, query.dtype), value.shape[-1])
     if importlib.util.find_spec("triton") is None:
         return "needs the package triton, which PyTorch's builds for CUDA bring along: use 'auto'"
-    if query.device.type != "cuda" and not (query.device.type == "cpu" and _is_interpreting()):
+    interpreted = query.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    if query.device.type != "cuda" and not interpreted:
         return f"needs a GPU, the query is on {query.device} (its tests set TRITON_INTERPRET=1): use 'auto'"
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"takes float16, bfloat16 and float32, not {query.dtype}: use 'tiled'"
@@ -71,8 +72,3 @@ def refusal(inputs: AttentionInputs) -> str | None:
     if inputs.dropout_p:
         return f"has no dropout on attention weights, got dropout_p={inputs.dropout_p}: use 'fused'"
     return None
-
-
-def _is_interpreting() -> bool:
-    """Return True where Triton computes on the CPU, for tests."""
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"

@@ -53,9 +53,9 @@ def key_operands(inputs: AttentionInputs) -> tuple[Tensor | None, Tensor | None,
     lookup = find(bias if key is None else key, bucketing, inputs)
     if bias is not None:
         # The scale is for all logits.
-        bias = _per_head(join_tables(bias, lookup.reach, bias.rows.dtype), heads)[..., 0] / inputs.scale
+        bias = join_tables(bias, lookup.reach, bias.rows.dtype).expand(heads, -1, -1)[..., 0] / inputs.scale
     if key is not None:
-        key = _per_head(join_tables(key, lookup.reach, key.rows.dtype), heads)
+        key = join_tables(key, lookup.reach, key.rows.dtype).expand(heads, -1, -1)
     return key, bias, lookup
 
 
@@ -65,7 +65,7 @@ def value_operands(inputs: AttentionInputs) -> tuple[Tensor | None, Lookup | Non
     if tables is None:
         return None, None
     lookup = find(tables, inputs.terms.bucketing, inputs)
-    return _per_head(join_tables(tables, lookup.reach, tables.rows.dtype), inputs.query.shape[1]), lookup
+    return join_tables(tables, lookup.reach, tables.rows.dtype).expand(inputs.query.shape[1], -1, -1), lookup
 
 
 def find(tables: AxisTables, bucketing: str, inputs: AttentionInputs) -> Lookup:
@@ -74,10 +74,8 @@ def find(tables: AxisTables, bucketing: str, inputs: AttentionInputs) -> Lookup:
     return once_per_raster(_find, inputs.grid, clip_distances(tables), bucketing, axes, like=inputs.query)
 
 
-def _find(
-    grid: Grid, distances: Distances, bucketing: str, axes: Axes, _dtype: torch.dtype, device: torch.device
-) -> Lookup:
-    reach, index = make_table_index(grid, distances, bucketing, axes, _dtype, device)
+def _find(grid: Grid, distances: Distances, bucketing: str, axes: Axes, device: torch.device) -> Lookup:
+    reach, index = make_table_index(grid, distances, bucketing, axes, device)
     index = index[:, 0].contiguous()
     # As many entries as `join_tables` makes.
     entries = 1 + sum(2 * distance + 1 for distance in reach)
@@ -96,7 +94,3 @@ def _by_offset(tables: AxisTables | None, distances: Distances, bucketing: str) 
         offsets = torch.arange(-far, far + 1, device=table.device)
         made.append(table[..., bucket(offsets, near, bucketing), :])
     return AxisTables(*made)
-
-
-def _per_head(table: Tensor, heads: int) -> Tensor:
-    return table.expand(heads, -1, -1)
