@@ -99,12 +99,7 @@ def from_windows(windows: Tensor, grid: Grid, size: int | Sequence[int], shift: 
 
 
 def exceeds_window(grid: Grid, window: tuple[int, int] | None, attn_mask: Tensor | None, is_causal: bool) -> bool:
-    """Return whether attention has to be computed in windows.
-
-    Args:
-        grid: of the tokens.
-        window: rows and columns of a window; None: there are none.
-        attn_mask, is_causal: of the attention.
+    """Return whether attention has to be computed in windows of (rows, columns), where None says that there are none.
 
     Raises:
         ValueError: a mask or causality, which windows do not have.
