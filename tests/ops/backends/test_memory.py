@@ -1,17 +1,13 @@
-"""Nothing of N x N is kept: seen in the memory kept for backward, in every intermediate, and in the process."""
+"""Nothing of N x N is kept: seen in the memory kept for backward, and in every allocation."""
 
-import gc
-import subprocess
-import sys
 from functools import partial
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from relvit.ops import AxisTables, RelativeTerms, make_grid, relative_attention
 from relvit.ops.backends import gathered, tiled
+from relvit.utils.memory import allocations
 
 HEIGHT, WIDTH, PREFIX, HEADS, BATCH, DIM = 24, 20, 1, 2, 2, 32
 TOKENS = HEIGHT * WIDTH + PREFIX
@@ -19,29 +15,6 @@ ONE_SQUARE = BATCH * HEADS * TOKENS * TOKENS
 ONE_AUGMENTED = BATCH * HEADS * TOKENS * (DIM + HEIGHT + WIDTH + 8)
 TILE = BATCH * HEADS * TOKENS * 32
 assert max(TILE, ONE_AUGMENTED) < ONE_SQUARE / 4
-
-
-class LargestTensor(TorchDispatchMode):
-    """Remembers the number of elements of the largest tensor that any operator returned."""
-
-    def __init__(self):
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(tensor, torch.Tensor):
-                self.numel = max(self.numel, tensor.untyped_storage().nbytes() // tensor.element_size())
-        return out
-
-
-def kept_by(function):
-    """Result of the function, and how many float32 it has allocated and not freed again (backward's part included)."""
-    gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        result = function()
-    return result, sum(event.self_cpu_memory_usage for event in record.key_averages()) // 4
 
 
 def attention_of(which, mask="none", **options):
@@ -58,20 +31,18 @@ def attention_of(which, mask="none", **options):
     return partial(relative_attention, q, k, v, terms, grid, **options)
 
 
-def run(*arguments, **options):
-    """Forward and backward; returns how many float32 forward has kept, the output included, and the largest tensor."""
-    attend = attention_of(*arguments, **options)
+def measured(attend):
+    """How many float32 forward keeps, the output included, and the largest allocation, those inside kernels too."""
+    out = []
     attend()  # what is remembered of rasters is not this call's
-    out, kept = kept_by(attend)
-    out.sum().backward()
-    with LargestTensor() as largest:
-        attend().sum().backward()
-    return kept, largest.numel
+    kept = sum(allocations(lambda: out.append(attend())))
+    largest = max(allocations(lambda: attend().sum().backward()))
+    return kept // 4, largest // 4
 
 
 @pytest.mark.parametrize(("which", "mask"), [("k", "none"), ("kv", "valid"), ("v", "keys")])
 def test_fused_keeps_and_computes_nothing_of_n_by_n(which, mask):
-    kept, largest = run(which, mask, backend="fused")
+    kept, largest = measured(attention_of(which, mask, backend="fused"))
     # The augmented output, its sum with the value term, logits and marginals. Augmented q, k and v would be three more.
     assert kept < 3 * ONE_AUGMENTED
     assert largest <= ONE_AUGMENTED
@@ -82,17 +53,14 @@ def test_a_compiled_graph_recomputes_the_augmented_vectors_too():
     torch._dynamo.reset()
     # The partitioner of the default compiler, without its code generation.
     compiled = torch.compile(attend, backend="aot_eager_decomp_partition")
-    out = compiled()
-    torch.testing.assert_close(out, attend(), rtol=0, atol=1e-5)
-    out.sum().backward()
-    _, kept = kept_by(compiled)
-    assert kept < 3 * ONE_AUGMENTED
+    torch.testing.assert_close(compiled(), attend(), rtol=0, atol=1e-5)
+    assert measured(compiled)[0] < 3 * ONE_AUGMENTED
 
 
 @pytest.mark.parametrize(("which", "mask", "dropout_p"), [("k", "none", 0.1), ("kv", "valid", 0.0), ("v", "keys", 0.1)])
 def test_gathered_keeps_nothing_and_computes_one_tile_at_a_time(which, mask, dropout_p, monkeypatch):
     monkeypatch.setattr(gathered, "TILE_LOGITS", TILE)
-    kept, largest = run(which, mask, backend="gathered", dropout_p=dropout_p)
+    kept, largest = measured(attention_of(which, mask, backend="gathered", dropout_p=dropout_p))
     output = BATCH * HEADS * TOKENS * DIM
     assert kept < 1.5 * output
     assert largest <= max(TILE, output)
@@ -103,7 +71,7 @@ def test_gathered_keeps_nothing_and_computes_one_tile_at_a_time(which, mask, dro
 )
 def test_tiled_keeps_logits_and_marginals_and_computes_one_tile_at_a_time(which, mask, dropout_p, monkeypatch):
     monkeypatch.setattr(tiled, "TILE_LOGITS", TILE // torch.get_num_threads())
-    kept, largest = run(which, mask, backend="tiled", dropout_p=dropout_p)
+    kept, largest = measured(attention_of(which, mask, backend="tiled", dropout_p=dropout_p))
     axes, entries = HEIGHT + WIDTH, 32
     channels = DIM
     # Besides logits, by table entry where these are fewer, a copy of the queries (or keys), head by head here.
@@ -116,31 +84,4 @@ def test_tiled_keeps_logits_and_marginals_and_computes_one_tile_at_a_time(which,
 
 def test_the_measurement_sees_n_by_n_where_it_exists():
     # PyTorch's CPU attention with dropout, as the docstring of `relative_attention` warns.
-    assert run("kv", backend="fused", dropout_p=0.1)[1] >= ONE_SQUARE
-
-
-SCRIPT = """
-import resource, torch
-from relvit.ops import AxisTables, RelativeTerms, make_grid, relative_attention
-heads, dim = 2, 32
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-def step(side):
-    for backend in ("fused", "tiled"):
-        q, k, v = (torch.randn(1, heads, side * side, dim, requires_grad=True) for _ in range(3))
-        tables = [torch.randn(15, dim, requires_grad=True) for _ in range(4)]
-        terms = RelativeTerms(key=AxisTables(*tables[:2]), value=AxisTables(*tables[2:]))
-        relative_attention(q, k, v, terms, make_grid(side, side), backend=backend).sum().backward()
-step(4)
-before = peak()
-step(56)
-print(peak() - before)
-"""
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="the resource module, which reads the peak, exists on Unix only")
-@pytest.mark.slow
-def test_peak_memory_of_the_process_stays_far_below_n_by_n():
-    result = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
-    grown_mb = float(result.stdout)
-    one_square_mb = 2 * 3136**2 * 4 / 2**20  # one float32 N x N tensor for both heads: 75 MB
-    assert grown_mb < one_square_mb, f"peak grew by {grown_mb:.0f} MB"
+    assert measured(attention_of("kv", backend="fused", dropout_p=0.1))[1] >= ONE_SQUARE
