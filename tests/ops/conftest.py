@@ -2,6 +2,7 @@
 
 import pytest
 
+from relvit.ops.aft import pairs
 from relvit.ops.backends import gathered, tiled
 
 
@@ -12,4 +13,5 @@ def several_tiles():
         for module in (tiled, gathered):
             patch.setattr(module, "TILE_LOGITS", 1)
             patch.setattr(module, "LEAST_QUERIES", 4)
+        patch.setattr(pairs, "TILE_LOGITS", 1500)
         yield

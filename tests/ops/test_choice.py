@@ -16,11 +16,9 @@ pytestmark = pytest.mark.usefixtures("several_tiles")
 @pytest.mark.parametrize(
     ("case", "options", "backend", "reason"),
     [
-        ({}, {}, "tiled", "on the CPU"),
+        ({}, {"attn_mask": torch.ones(42, 42, dtype=torch.bool), "dropout_p": 0.1}, "tiled", "on the CPU"),
         ({"layout": "joint"}, {}, "gathered", "joint tables"),
-        ({}, {"dropout_p": 0.1}, "tiled", "on the CPU"),
         ({"which": ""}, {}, "fused", "without relative terms"),
-        ({}, {"attn_mask": torch.ones(42, 42, dtype=torch.bool)}, "tiled", "on the CPU"),
     ],
 )
 @pytest.mark.parametrize("gradient", [False, True])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from draws import assert_same
 
 from relvit.ops import AxisTables, JointTable, RelativeTerms, lsh_attention, lsh_rotations, make_grid, reference
 
@@ -50,33 +51,18 @@ GRIDS = {
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("rounds", [1, 3])
+@pytest.mark.parametrize(("rounds", "joint", "bucketing"), [(1, False, "piecewise"), (3, True, "clip")])
 @pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS)
 @pytest.mark.parametrize(("buckets", "chunk"), [(1, None), (4, None), (8, 3), (2, 1)])
-def test_equals_the_definition(grid, rounds, buckets, chunk, is_causal):
-    given = [x.requires_grad_() for x in inputs(grid)]
-    terms = tables()
-    options = {"terms": terms, "chunk_size": chunk, "is_causal": is_causal, "scale": 0.7}
-    results = []
-    for operation in (lsh_attention, reference.lsh_attention):
-        out = operation(*given, grid, rotations(rounds, buckets), **options)
-        results.append([out, *torch.autograd.grad(out.square().sum(), given)])
-    for got, expected in zip(*results, strict=True):
-        torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("joint", [False, True])
-@pytest.mark.parametrize("bucketing", ["clip", "piecewise"])
-def test_gradients_of_the_bias(joint, bucketing):
-    grid = GRIDS["padded, prefix"]
+def test_equals_the_definition(grid, rounds, joint, bucketing, buckets, chunk, is_causal):
     terms = tables(joint=joint)._replace(bucketing=bucketing)
-    leaves = [table.requires_grad_() for table in terms.bias]
-    results = [
-        torch.autograd.grad(operation(*inputs(grid), grid, rotations(2, 4), terms=terms).square().sum(), leaves)
+    given = [x.requires_grad_() for x in (*inputs(grid), *terms.bias)]
+    options = {"terms": terms, "chunk_size": chunk, "is_causal": is_causal, "scale": 0.7}
+    got, expected = (
+        operation(*given[:2], grid, rotations(rounds, buckets), **options)
         for operation in (lsh_attention, reference.lsh_attention)
-    ]
-    for got, expected in zip(*results, strict=True):
-        torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
+    )
+    assert_same(got, expected, given, atol=1e-10)
 
 
 def full_attention(query_key, value, grid, terms):
@@ -90,27 +76,15 @@ def full_attention(query_key, value, grid, terms):
 @pytest.mark.parametrize(
     ("rounds", "buckets", "chunk"), [(1, 1, None), (4, 1, None), (60, 2, 100)], ids=["one", "again", "covering"]
 )
-def test_one_bucket_or_covering_rounds_are_full_attention(rounds, buckets, chunk):
+def test_one_bucket_or_covering_rounds_are_full_attention_and_pairs_count_once(rounds, buckets, chunk):
     grid = make_grid(4, 6, prefix=1)
     out = lsh_attention(*inputs(grid), grid, rotations(rounds, buckets), chunk_size=chunk, terms=tables())
     torch.testing.assert_close(out, full_attention(*inputs(grid), grid, tables()), rtol=0, atol=1e-10)
 
 
-def test_pairs_that_meet_in_many_rounds_count_once():
-    grid = make_grid(2, 3)
-    query_key, value = inputs(grid, batch=1, heads=1)
-    options = {"chunk_size": 6, "scale": 0.5}
-    out = lsh_attention(query_key, value, grid, rotations(200, 2), **options)
-    torch.testing.assert_close(
-        out, lsh_attention(query_key, value, grid, rotations(1, 1), **options), atol=1e-10, rtol=0
-    )
-
-
 def test_padding_changes_nothing_and_may_hold_anything():
-    alone, batch = (
-        make_grid(3, 5),
-        make_grid(3, 5, coords=torch.cat((make_coords(3, 5), torch.zeros(6, 2).long())), valid=torch.arange(21) < 15),
-    )
+    alone, coords = make_grid(3, 5), torch.cartesian_prod(torch.arange(3), torch.arange(5))
+    batch = make_grid(3, 5, coords=F.pad(coords, (0, 0, 0, 6)), valid=torch.arange(21) < 15)
     query_key, value = inputs(alone)
     expected = lsh_attention(query_key, value, alone, rotations(2, 4), chunk_size=4, terms=tables())
     padded_inputs = [F.pad(x, (0, 0, 0, 6), value=torch.nan).requires_grad_() for x in (query_key, value)]
@@ -120,10 +94,6 @@ def test_padding_changes_nothing_and_may_hold_anything():
     for gradient in torch.autograd.grad(out.sum(), padded_inputs):
         assert gradient.isfinite().all()
         assert (gradient[:, :, 15:] == 0).all()
-
-
-def make_coords(height, width):
-    return torch.cartesian_prod(torch.arange(height), torch.arange(width))
 
 
 def test_the_generator_decides():

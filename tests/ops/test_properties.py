@@ -1,13 +1,22 @@
 """Properties of every backend under every option: no silent wrong gradient, no leak from the future or padding."""
 
 from functools import partial
-from itertools import product
 
 import pytest
 import torch
-from draws import BACKENDS, assert_all_close, brute_force, draw, draw_terms, gradients, tables_of, with_tables
+from draws import (
+    BACKENDS,
+    assert_all_close,
+    assert_same,
+    brute_force,
+    draw,
+    draw_terms,
+    gradients,
+    leaves,
+    with_tables,
+)
 
-from relvit.ops import aft_conv, aft_full, aft_local, aft_simple, make_grid, relative_attention
+from relvit.ops import aft_conv, aft_full, aft_local, aft_simple, key_mask, make_grid, relative_attention
 
 pytestmark = pytest.mark.usefixtures("several_tiles")
 
@@ -19,8 +28,9 @@ AFT_BACKENDS = {
     "local": ("products", "pairs", "reference"),
     "conv": ("convolution", "difference", "pairs", "reference"),
 }
-AFT_CASES = [(kind, backend) for kind, backends in AFT_BACKENDS.items() for backend in backends]
-CAUSAL_AFT_CASES = [(kind, "auto" if kind == "simple" else "pairs") for kind in AFT_BACKENDS]
+# Kind, backend, whether it is causal.
+AFT_CASES = [(kind, backend, False) for kind, backends in AFT_BACKENDS.items() for backend in backends]
+AFT_CASES += [(kind, name, True) for kind, name, _ in AFT_CASES if name in ("auto", "pairs", "reference")]
 
 
 def attention_case(batch, backend, layout="separate", dtype=torch.float64):
@@ -93,16 +103,14 @@ INPUTS = ["query", "key", "value", "position_query", "position_key", "attn_mask"
 TABLES = ["q.rows", "k.cols", "v.rows", "b.cols"]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("changed", [*INPUTS, *TABLES])
-def test_attention_changed_in_place_before_backward(backend, changed):
+CHANGES = [("separate", backend, changed) for backend in BACKENDS for changed in (*INPUTS, *TABLES)]
+CHANGES += [("joint", "gathered", changed) for changed in ("query", "value", "q.table", "v.table")]
+
+
+@pytest.mark.parametrize(("layout", "backend", "changed"), CHANGES)
+def test_attention_changed_in_place_before_backward(layout, backend, changed):
     for batch in (1, 2):  # products of one sample are written straight into memory
-        assert_right_or_refused(*attention_case(batch, backend), changed)
-
-
-@pytest.mark.parametrize("changed", ["query", "value", "q.table", "v.table"])
-def test_joint_tables_changed_in_place_before_backward(changed):
-    assert_right_or_refused(*attention_case(1, "gathered", layout="joint"), changed)
+        assert_right_or_refused(*attention_case(batch, backend, layout), changed)
 
 
 @pytest.mark.parametrize("backend", ["fused", "tiled", "gathered"])
@@ -116,19 +124,10 @@ def test_output_of_attention_without_a_value_term_changed_in_place(backend, whic
     assert_right_or_refused(inputs, lambda inputs: attend(**inputs), "output")
 
 
-@pytest.mark.parametrize(("kind", "backend"), AFT_CASES)
-@pytest.mark.parametrize("changed", ["query", "key", "value", "weight", "bias", "output"])
-def test_attention_free_changed_in_place_before_backward(kind, backend, changed):
-    inputs, operation = aft_case(kind, backend)
-    if changed in inputs or changed == "output":
-        assert_right_or_refused(inputs, operation, changed)
-
-
-@pytest.mark.parametrize("kind", ["full", "local", "conv"])
-@pytest.mark.parametrize("changed", ["weight", "bias", "value"])
-def test_causal_attention_free_changed_in_place_before_backward(kind, changed):
-    inputs, operation = aft_case(kind, "pairs", is_causal=True)
-    if changed in inputs:
+@pytest.mark.parametrize(("kind", "backend", "is_causal"), AFT_CASES)
+def test_attention_free_changed_in_place_before_backward(kind, backend, is_causal):
+    inputs, operation = aft_case(kind, backend, is_causal)
+    for changed in (*inputs, "output"):
         assert_right_or_refused(inputs, operation, changed)
 
 
@@ -136,9 +135,9 @@ LATER = 7  # tokens from here on are changed
 
 
 @pytest.mark.parametrize("size", [1e4, 1e8, 1e30])
-@pytest.mark.parametrize(("kind", "backend"), CAUSAL_AFT_CASES)
-def test_later_tokens_do_not_change_a_causal_attention_free_average(kind, backend, size):
-    inputs, operation = aft_case(kind, backend, is_causal=True, dtype=torch.float32)
+@pytest.mark.parametrize(("kind", "backend", "is_causal"), [case for case in AFT_CASES if case[2]])
+def test_later_tokens_do_not_change_a_causal_attention_free_average(kind, backend, is_causal, size):
+    inputs, operation = aft_case(kind, backend, is_causal, dtype=torch.float32)
     before = operation(inputs)
     changed = {name: inputs[name].detach().clone() for name in ("key", "value")}
     for tensor in changed.values():
@@ -200,11 +199,8 @@ def test_attention_does_not_depend_on_what_padding_holds(backend, option, garbag
 
 
 @pytest.mark.parametrize("garbage", [float("nan"), 1e30, float("inf")])
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(("kind", "backend"), AFT_CASES)
+@pytest.mark.parametrize(("kind", "backend", "is_causal"), AFT_CASES)
 def test_attention_free_averages_do_not_depend_on_what_padding_holds(kind, backend, is_causal, garbage):
-    if is_causal and backend not in ("auto", "pairs", "reference"):
-        return
     valid = torch.rand(2, TOKENS - PREFIX, generator=torch.Generator().manual_seed(3)) < 0.6
     real = torch.cat((valid.new_ones(2, PREFIX), valid), dim=1)[:, None, :, None]
     inputs, operation = aft_case(kind, backend, is_causal, torch.float32, valid)
@@ -239,36 +235,36 @@ def options_case(option):
 
 
 OPTIONS = ["padding", "causal, left padding", "boolean mask", "mask of -inf", "finite mask"]
-TOLERANCE = {"finite mask": 1e-5}
 
 
-def run_options(backend, option, scale, which, compiled=False):
+def case_under(option, scale=None, which="qkvb"):
+    """Queries, keys, values, terms, as leaves too, their grid, and the options of attention."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (draw(generator, 2, HEADS, TOKENS, DIM) for _ in range(3))
     terms = draw_terms(generator, which, (2, 2), DIM, HEADS)
     valid, mask, is_causal = options_case(option)
-    if compiled:
-        padding = ~torch.cat((valid[:, :1], valid), dim=1)[:, None, :, None]
-        k, v = k.masked_fill(padding, torch.nan), v.masked_fill(padding, torch.nan)
-    inputs = [tensor.requires_grad_() for tensor in (q, k, v, *tables_of(terms))]
     # No prefix token: it would always be there to attend to.
     grid = make_grid(1, TOKENS, valid=torch.cat((valid[:, :1], valid), dim=1))
-    attend = partial(relative_attention, grid=grid, attn_mask=mask, is_causal=is_causal, scale=scale, backend=backend)
-    if compiled:
-        torch._dynamo.reset()
-        attend = torch.compile(attend, backend="aot_eager", fullgraph=True)
-    out = attend(q, k, v, terms)
-    return out, *gradients(out, inputs, draw(generator, *out.shape))
+    options = {"attn_mask": mask, "is_causal": is_causal, "scale": scale}
+    return (q, k, v, terms), leaves(q, k, v, terms), grid, options
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize(("which", "scale"), [("", None), ("kv", 0.0), ("qkvb", None), ("qkvb", -0.5), ("qkvb", 1e5)])
-def test_backends_agree_under_every_option(option, which, scale):
-    expected = run_options("reference", option, scale, which)
-    largest = max(float(tensor.detach().abs().max()) for tensor in expected)
-    for backend in ("fused", "tiled", "gathered"):
-        got = run_options(backend, option, scale, which)
-        assert_all_close(got, expected, atol=TOLERANCE.get(option, 1e-10) * max(1.0, largest))
+@pytest.mark.parametrize(("which", "scale"), [("", None), ("kv", 0.0), ("qkvb", -0.5), ("qkvb", 1e5)])
+def test_every_backend_equals_brute_force_under_every_option(option, which, scale):
+    contents, inputs, grid, options = case_under(option, scale, which)
+    mask = torch.zeros(TOKENS, TOKENS, dtype=torch.float64)
+    if options["is_causal"]:
+        mask.masked_fill_(torch.ones(TOKENS, TOKENS).triu(1) > 0, -torch.inf)
+    elif options["attn_mask"] is not None and options["attn_mask"].dtype == torch.bool:
+        mask = mask.masked_fill(~options["attn_mask"], -torch.inf)
+    elif options["attn_mask"] is not None:
+        mask = options["attn_mask"]
+    expected = brute_force(*contents, grid, mask=mask.expand(2, HEADS, -1, -1).tolist(), scale=scale)
+    largest = max(float(g.abs().max()) for g in (expected.detach(), *gradients(expected, inputs, expected)))
+    for backend in BACKENDS:
+        got = relative_attention(*contents, grid, **options, backend=backend)
+        assert_same(got, expected, inputs, atol=(1e-5 if option == "finite mask" else 1e-10) * max(1.0, largest))
 
 
 @pytest.mark.parametrize(
@@ -276,35 +272,13 @@ def test_backends_agree_under_every_option(option, which, scale):
     ["causal, left padding", *(pytest.param(o, marks=pytest.mark.slow) for o in ("boolean mask", "mask of -inf"))],
 )
 def test_compiled_graphs_agree_with_eager_under_every_option(option):
-    expected = run_options("reference", option, None, "qkvb")
-    got = run_options("auto", option, None, "qkvb", compiled=True)
-    assert_all_close(got, expected, atol=TOLERANCE.get(option, 1e-10))
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-def test_the_reference_agrees_with_brute_force_under_every_option(option):
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = draw(generator, 3, 2, HEADS, TOKENS, DIM)
-    terms = draw_terms(generator, "kb", (2, 2), DIM, HEADS)
-    valid, mask, is_causal = options_case(option)
-    valid = torch.cat((valid[:, :1], valid), dim=1)
-    grid = make_grid(1, TOKENS, valid=valid)
-    got = relative_attention(q, k, v, terms, grid, attn_mask=mask, is_causal=is_causal, backend="reference")
-
-    allowed = valid[:, None, None, :].expand(2, HEADS, TOKENS, TOKENS)
-    if is_causal:
-        allowed = allowed & torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
-    added = torch.zeros(2, HEADS, TOKENS, TOKENS, dtype=torch.float64)
-    if mask is not None and mask.dtype == torch.bool:
-        allowed = allowed & mask
-    elif mask is not None:
-        allowed, added = allowed & ~mask.isneginf(), mask.expand_as(added)
-    # The brute force leaves out keys by sample alone: so one query's keys at a time, in the first head of each sample.
-    for b, i in product(range(2), range(TOKENS)):
-        one = slice(b, b + 1)
-        options = {"valid": [allowed[b, 0, i].tolist()], "mask": added[one].tolist()}
-        seen = brute_force(q[one], k[one], v[one], terms, make_grid(1, TOKENS), **options)
-        torch.testing.assert_close(got[b, 0, i], seen[0, 0, i], rtol=0, atol=1e-10)
+    (q, k, v, terms), inputs, grid, options = case_under(option)
+    attend = partial(relative_attention, q, terms=terms, grid=grid, **options)
+    padding = ~key_mask(grid)[:, None, :, None]
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    got = compiled(key=k.masked_fill(padding, torch.nan), value=v.masked_fill(padding, torch.nan))
+    assert_same(got, attend(key=k, value=v, backend="reference"), inputs, atol=1e-10)
 
 
 @pytest.mark.parametrize("queries", [3, 9])
@@ -320,15 +294,12 @@ def test_causal_attention_to_left_padding_on_another_grid(backend, queries):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("kind", AFT_BACKENDS)
+@pytest.mark.parametrize("kind", ["simple", "full", "conv"])
 def test_compiled_attention_free_averages_agree_with_eager_beside_padding_of_nan(kind, is_causal):
     valid = torch.rand(2, TOKENS - PREFIX, generator=torch.Generator().manual_seed(3)) < 0.6
     real = torch.cat((valid.new_ones(2, PREFIX), valid), dim=1)[:, None, :, None]
     inputs, operation = aft_case(kind, "auto", is_causal, valid=valid)
     inputs |= {name: torch.where(real, inputs[name], torch.nan).detach().requires_grad_() for name in ("key", "value")}
     torch._dynamo.reset()
-    runs = [torch.compile(operation, backend="aot_eager", fullgraph=True), operation]
-    got, expected = (
-        (out, *gradients(out, list(inputs.values()), torch.ones_like(out))) for out in (run(inputs) for run in runs)
-    )
-    assert_all_close(got, expected, atol=1e-10)
+    compiled = torch.compile(operation, backend="aot_eager", fullgraph=True)
+    assert_same(compiled(inputs), operation(inputs), list(inputs.values()), atol=1e-10)

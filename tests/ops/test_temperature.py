@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from draws import assert_all_close, brute_force, draw_case, gradients, leaves, tables_of, with_tables
+from draws import assert_all_close, assert_same, brute_force, draw_case, leaves, with_tables
 
 from relvit.ops import RelativeTerms, make_grid, relative_attention
 
@@ -24,25 +24,21 @@ def test_all_logits_are_multiplied(which, layout):
     q, k, v, terms, grid = draw_case(2, 4, prefix=1, which=which, layout=layout, batch=1)
     inputs = leaves(q, k, v, terms)
     expected = by_hand(q, k, v, terms, grid, math.log(9) / math.log(TRAINED), 0.4)
-    cotangent = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    wanted = torch.autograd.grad(expected, inputs, cotangent)
     for backend in ("reference", "gathered") if layout == "joint" else BACKENDS:
         got = relative_attention(q, k, v, terms, grid, scale=0.4, trained_keys=TRAINED, backend=backend)
-        assert_all_close([got], [expected], 1e-12)
-        assert_all_close(gradients(got, inputs, cotangent), wanted, 1e-12)
+        assert_same(got, expected, inputs, atol=1e-12)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_padding_counts_for_no_sample(backend):
-    q, k, v, terms, grid = draw_case(2, 3, prefix=1, which="qkv")
-    valid = torch.tensor([[True] * 5 + [False], [True] * 2 + [False] * 4])
-    grid = make_grid(2, 3, 1, valid=valid)
+    q, k, v, terms, grid = draw_case(2, 3, which="qkv", batch=3)
+    valid = torch.tensor([[True] * 5 + [False], [True] * 2 + [False] * 4, [False] * 6])
+    grid = make_grid(2, 3, valid=valid)
     got = relative_attention(q, k, v, terms, grid, scale=0.4, trained_keys=TRAINED, backend=backend)
-    for sample, keys in enumerate((6, 3)):
+    for sample, keys in enumerate((5, 2, 1)):  # without keys any number will do
         one = slice(sample, sample + 1)
-        attended = [[True, *valid[sample].tolist()]]
         factor = math.log(keys) / math.log(TRAINED)
-        expected = by_hand(q[one], k[one], v[one], terms, grid, factor, 0.4, valid=attended)
+        expected = by_hand(q[one], k[one], v[one], terms, grid._replace(valid=valid[one]), factor, 0.4)
         assert_all_close([got[one]], [expected], 1e-12)
 
 
@@ -50,20 +46,11 @@ def test_the_same_padding_in_all_samples_allows_a_bias():
     q, k, v, terms, _ = draw_case(2, 3, which="kb")
     grid = make_grid(2, 3, valid=torch.tensor([True] * 4 + [False] * 2))
     got = relative_attention(q, k, v, terms, grid, scale=0.4, trained_keys=TRAINED)
-    valid = [[True] * 4 + [False] * 2] * 2
-    expected = by_hand(q, k, v, terms, grid, math.log(4) / math.log(TRAINED), 0.4, valid=valid)
+    expected = by_hand(q, k, v, terms, grid, math.log(4) / math.log(TRAINED), 0.4)
     assert_all_close([got], [expected], 1e-12)
     mixed = make_grid(2, 3, valid=torch.tensor([[True] * 6, [True] * 4 + [False] * 2]))
     with pytest.raises(ValueError, match=r"trained_keys cannot be combined with terms.bias for a padded batch"):
         relative_attention(q, k, v, terms, mixed, trained_keys=TRAINED)
-
-
-def test_samples_without_keys_get_zeros():
-    q, k, v, terms, _ = draw_case(1, 3, which="k")
-    grid = make_grid(1, 3, valid=torch.tensor([[True] * 3, [False] * 3]))
-    got = relative_attention(q, k, v, terms, grid, trained_keys=TRAINED)
-    assert got[0].isfinite().all()
-    assert not got[1].any()
 
 
 def test_masks_are_added_afterwards_and_rotated_queries_scaled_like_others():
@@ -100,7 +87,6 @@ def test_bf16_is_near():
     exact = with_tables(terms, torch.Tensor.double)
     expected = relative_attention(*(tensor.double() for tensor in inputs), exact, grid, trained_keys=TRAINED)
     assert_all_close([got.double()], [expected], 0.05)
-    assert tables_of(terms)[0].dtype == torch.bfloat16
 
 
 def test_too_few_trained_keys():

@@ -3,7 +3,7 @@
 import torch
 from oracles import relative_attention as oracle
 
-from relvit.ops import AxisTables, JointTable, RelativeTerms, make_grid, num_tokens
+from relvit.ops import AxisTables, JointTable, RelativeTerms, key_mask, make_grid, num_tokens
 
 BACKENDS = ("reference", "fused", "tiled", "gathered")
 JOINT = (("joint", "reference"), ("joint", "gathered"))
@@ -52,6 +52,8 @@ def all_places(grid, batch):
 
 
 def brute_force(q, k, v, terms, grid, **options):
+    if grid.valid is not None:
+        options["valid"] = key_mask(grid).expand(q.shape[0], -1).tolist()
     return oracle.attention(q, k, v, terms, all_places(grid, q.shape[0]), **options)
 
 
@@ -76,7 +78,15 @@ def assert_all_close(got, expected, atol):
 
 def gradients(out, inputs, cotangent):
     """Gradients of all inputs, zeros for those that the output does not depend on."""
-    return torch.autograd.grad(out, inputs, cotangent, allow_unused=True, materialize_grads=True)
+    options = {"allow_unused": True, "materialize_grads": True, "retain_graph": True}
+    return torch.autograd.grad(out, inputs, cotangent, **options)
+
+
+def assert_same(got, expected, inputs, atol):
+    """Equal results, and equal gradients of all inputs."""
+    torch.testing.assert_close(got, expected, rtol=0, atol=atol)
+    cotangent = draw(torch.Generator().manual_seed(9), *expected.shape)
+    assert_all_close(*(gradients(out, inputs, cotangent) for out in (got, expected)), atol=atol)
 
 
 def relative_error(got, want):

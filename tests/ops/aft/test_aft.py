@@ -2,13 +2,16 @@
 
 import pytest
 import torch
+from draws import assert_same, gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import aft as oracle
 from torch.autograd import gradcheck, gradgradcheck
 
 from relvit.ops import Grid, aft_conv, aft_full, aft_local, aft_simple, make_grid, reference
-from relvit.ops.aft import api, pairs, sums
+from relvit.ops.aft import api, sums
+
+pytestmark = pytest.mark.usefixtures("several_tiles")
 
 CONV = (*api.WINDOW_FORMS, "pairs", "auto")
 # Exact however small the weights are.
@@ -33,6 +36,16 @@ def bias_of(grid, heads=None, dtype=torch.float64):
     return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(2)).requires_grad_()
 
 
+def ways(q, k, v, weight, bias, grid):
+    """The result of each operation and backend, beside that of its reference."""
+    for operation, learned, backends in (("aft_conv", weight, CONV), ("aft_full", bias, ("products", "pairs"))):
+        expected = getattr(reference, operation)(q, k, v, learned, grid)
+        for backend in backends:
+            yield getattr(api, operation)(q, k, v, learned, grid, backend=backend), expected
+    for causal in (False, True):
+        yield (module.aft_simple(q, k, v, grid, is_causal=causal) for module in (api, reference))
+
+
 COORDS = torch.tensor([[[0, 1], [2, 3], [1, 0], [2, 2]], [[1, 3], [0, 0], [2, 1], [0, 2]]])
 VALID = torch.tensor([[True, True, False, True], [False, True, True, False]])
 GRIDS = [
@@ -53,24 +66,19 @@ def test_references_and_operations_equal_the_papers_equations(grid, causal):
     weight, bias = window_of(2, 3, 5).detach(), bias_of(grid, heads=2).detach()
 
     def number(place):
-        return place[0] * grid.width + place[1] + grid.prefix
+        return 0 if place is None else place[0] * grid.width + place[1] + grid.prefix
 
+    cases = [
+        ("aft_conv", (weight,), lambda h, i, j: oracle.conv_bias(weight, h, i, j)),
+        ("aft_simple", (), lambda *pair: 0.0),
+    ]
     if grid.prefix < 2:  # Prefix tokens have numbers of their own.
-        expected = oracle.aft(
-            q, k, v, grid,
-            lambda h, i, j: float(bias[h, 0 if i is None else number(i), 0 if j is None else number(j)]), causal,
-        )  # fmt: skip
+        cases.append(("aft_full", (bias,), lambda h, i, j: float(bias[h, number(i), number(j)])))
+    for operation, learned, w in cases:
+        expected = oracle.aft(q, k, v, grid, w, causal)
         for module in (reference, api):
-            got = module.aft_full(q, k, v, bias, grid, is_causal=causal)
+            got = getattr(module, operation)(q, k, v, *learned, grid, is_causal=causal)
             torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
-    expected = oracle.aft(q, k, v, grid, lambda h, i, j: oracle.conv_bias(weight, h, i, j), causal)
-    for module in (reference, api):
-        got = module.aft_conv(q, k, v, weight, grid, is_causal=causal)
-        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
-    expected = oracle.aft(q, k, v, grid, lambda *pair: 0.0, causal)
-    for module in (reference, api):
-        got = module.aft_simple(q, k, v, grid, is_causal=causal)
-        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
 
 
 def test_local_bias_ends_at_its_window():
@@ -113,35 +121,9 @@ def test_all_ways_and_their_gradients_equal_the_reference(
         grid = grid._replace(coords=torch.stack((order // width, order % width), dim=-1))
     elif layout == "padded":
         grid = grid._replace(valid=torch.rand(batch, height * width) < 0.7)
-    inputs = [*contents(grid, batch, heads, 3, key_width), window_of(heads, rows, cols)]
-    expected = reference.aft_conv(*inputs, grid)
-    upstream = torch.randn_like(expected)
-    gradients = torch.autograd.grad(expected, inputs, upstream)
-    for backend in CONV:
-        got = aft_conv(*inputs, grid, backend=backend)
-        torch.testing.assert_close(got, expected, rtol=0, atol=1e-9)
-        for mine, theirs in zip(torch.autograd.grad(got, inputs, upstream), gradients, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-8)
-
-    inputs = [*contents(grid, batch, heads, 3, key_width), bias_of(grid)]
-    expected = reference.aft_full(*inputs, grid)
-    gradients = torch.autograd.grad(expected, inputs, upstream)
-    for backend in ("products", "pairs"):
-        got = aft_full(*inputs, grid, backend=backend)
-        torch.testing.assert_close(got, expected, rtol=0, atol=1e-9)
-        for mine, theirs in zip(torch.autograd.grad(got, inputs, upstream), gradients, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-8)
-
-
-def test_pairs_query_by_query(monkeypatch):
-    monkeypatch.setattr(pairs, "TILE_LOGITS", 1)
-    grid = Grid(3, 4, 1)
-    inputs = [*contents(grid), window_of(2, 3, 5)]
-    got, expected = aft_conv(*inputs, grid, backend="pairs"), reference.aft_conv(*inputs, grid)
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
-    gradients = (torch.autograd.grad(out.square().sum(), inputs) for out in (got, expected))
-    for mine, theirs in zip(*gradients, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-11)
+    inputs = [*contents(grid, batch, heads, 3, key_width), window_of(heads, rows, cols), bias_of(grid)]
+    for got, expected in ways(*inputs, grid):
+        assert_same(got, expected, inputs, atol=1e-8)
 
 
 @pytest.mark.parametrize("backend", CONV)
@@ -174,19 +156,7 @@ def test_keys_of_any_size_in_any_precision(dtype, spread):
     q, k, v = (part.detach() for part in contents(grid, width=4, key_width=4, dtype=dtype, spread=spread))
     k = k.clamp(-1e4, 1e4)
     weight, bias = window_of(2, 5, 3, dtype).detach(), bias_of(grid, dtype=dtype).detach()
-    pairs_of_results = [
-        (aft_conv(q, k, v, weight, grid, backend=backend), reference.aft_conv(q, k, v, weight, grid))
-        for backend in CONV
-    ]
-    for backend in ("products", "pairs"):
-        pairs_of_results.append(
-            (aft_full(q, k, v, bias, grid, backend=backend), reference.aft_full(q, k, v, bias, grid))
-        )
-    for causal in (False, True):
-        pairs_of_results.append(
-            (aft_simple(q, k, v, grid, is_causal=causal), reference.aft_simple(q, k, v, grid, is_causal=causal))
-        )
-    for got, expected in pairs_of_results:
+    for got, expected in ways(q, k, v, weight, bias, grid):
         assert got.dtype == dtype
         torch.testing.assert_close(got, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
@@ -195,21 +165,13 @@ def test_products_in_bfloat16_as_on_gpus(monkeypatch):
     monkeypatch.setattr(sums, "HALF_PRODUCTS", {"cpu"})
     grid = Grid(5, 7, 1)
     for spread in (1.0, 1e4):
-        q, k, v = contents(grid, width=4, dtype=torch.bfloat16, spread=spread)
-        for backend in api.WINDOW_FORMS:
-            inputs = [q, k, v, window_of(2, 5, 3, torch.bfloat16)]
-            got, expected = aft_conv(*inputs, grid, backend=backend), reference.aft_conv(*inputs, grid)
+        inputs = contents(grid, width=4, dtype=torch.bfloat16, spread=spread)
+        inputs += [window_of(2, 5, 3, torch.bfloat16), bias_of(grid, dtype=torch.bfloat16)]
+        for got, expected in ways(*inputs, grid):
             assert (got - expected).norm() < 9e-3 * expected.norm()
             if spread == 1.0:
-                for one, other in zip(
-                    torch.autograd.grad(got.float().square().sum(), inputs),
-                    torch.autograd.grad(expected.float().square().sum(), inputs),
-                    strict=True,
-                ):
-                    assert (one - other).norm() < 1.8e-2 * other.norm()
-        inputs = [q, k, v, bias_of(grid, dtype=torch.bfloat16)]
-        got, expected = aft_full(*inputs, grid, backend="products"), reference.aft_full(*inputs, grid)
-        assert (got - expected).norm() < 9e-3 * expected.norm()
+                for one, other in zip(*(gradients(out, inputs, expected) for out in (got, expected)), strict=True):
+                    assert (one - other).norm() <= 1.8e-2 * other.norm()
 
 
 @pytest.mark.parametrize("backend", SAFE)
@@ -261,11 +223,7 @@ def test_a_sample_without_a_valid_token_gets_zeros():
     q, k, v = contents(grid, key_width=3)
     with torch.no_grad():
         k[1], v[1] = torch.nan, torch.inf
-    weight, bias = window_of(2, 3, 3), bias_of(grid)
-    results = [aft_conv(q, k, v, weight, grid, backend=backend) for backend in CONV]
-    results += [aft_full(q, k, v, bias, grid, backend=backend) for backend in ("products", "pairs")]
-    results += [aft_simple(q, k, v, grid, is_causal=causal) for causal in (False, True)]
-    for out in results:
+    for out, _ in ways(q, k, v, window_of(2, 3, 3), bias_of(grid), grid):
         assert out[0].isfinite().all()
         assert (out[1] == 0).all()
         for gradient in torch.autograd.grad(out.sum(), (q, k, v)):
@@ -339,11 +297,10 @@ def test_one_graph_for_all_sizes():
 def test_autocast_leaves_the_precision_alone():
     grid = Grid(4, 4)
     q, k, v = (part.detach() for part in contents(grid, dtype=torch.float32))
-    weight = window_of(2, 3, 3).detach().float()
+    weight, bias = window_of(2, 3, 3).detach().float(), bias_of(grid).detach().float()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        for backend in CONV:
-            got = aft_conv(q, k, v, weight, grid, backend=backend)
-            torch.testing.assert_close(got, reference.aft_conv(q, k, v, weight, grid), rtol=1e-5, atol=1e-5)
+        for got, expected in ways(q, k, v, weight, bias, grid):
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_errors():

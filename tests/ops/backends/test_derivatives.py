@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from draws import assert_all_close, draw_case, leaves, with_tables
+from draws import assert_same, draw_case, leaves, with_tables
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from relvit.ops import make_grid, relative_attention
@@ -10,9 +10,9 @@ from relvit.ops import make_grid, relative_attention
 pytestmark = pytest.mark.usefixtures("several_tiles")
 
 
-@pytest.mark.parametrize(("which", "backend"), [("kv", "auto"), ("qkvb", "auto"), ("qkvb", "gathered")])
-def test_second_derivatives_exist_where_those_of_stock_attention_do(which, backend):
-    q, k, v, terms, grid = draw_case(1, 2, prefix=1, distance=(1, 1), which=which, dim=2, batch=1)
+@pytest.mark.parametrize("backend", ["auto", "gathered"])
+def test_second_derivatives_exist_where_those_of_stock_attention_do(backend):
+    q, k, v, terms, grid = draw_case(1, 2, prefix=1, distance=(1, 1), which="qkvb", dim=2, batch=1)
 
     def run(q, k, v, *tables):
         remaining = iter(tables)
@@ -20,7 +20,7 @@ def test_second_derivatives_exist_where_those_of_stock_attention_do(which, backe
 
     inputs = leaves(q, k, v, terms)
     with sdpa_kernel(SDPBackend.MATH):
-        assert torch.autograd.gradgradcheck(run, inputs)
+        assert torch.autograd.gradgradcheck(run, inputs, fast_mode=True)
 
 
 def test_tiles_refuse_second_derivatives_as_fused_kernels_do():
@@ -55,7 +55,7 @@ def test_dropout_drops_in_backward_what_it_dropped_in_forward():
 
     torch.manual_seed(5)
     assert not torch.equal(run(*inputs), relative_attention(*inputs[:3], terms, grid))
-    assert torch.autograd.gradcheck(run, inputs)
+    assert torch.autograd.gradcheck(run, inputs, fast_mode=True)
 
 
 def test_no_queries_give_keys_and_values_zero_gradients():
@@ -89,14 +89,10 @@ def test_every_transform_of_torch_func(name, layout):
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize(("layout", "gradient"), [("separate", False), ("joint", True)])
-def test_compiled_operation_equals_the_eager_one(layout, gradient):
-    q, k, v, terms, grid = draw_case(3, 4, prefix=1, which="qkvb", layout=layout)
-    inputs = leaves(q, k, v, terms) if gradient else []
+def test_compiled_joint_tables_equal_the_eager_ones():
+    q, k, v, terms, grid = draw_case(3, 2, prefix=1, which="qkvb", layout="joint")
+    inputs = leaves(q, k, v, terms)
     torch._dynamo.reset()
     compiled = torch.compile(relative_attention, fullgraph=True, backend="aot_eager")
     got, expected = (attend(q, k, v, terms, grid) for attend in (compiled, relative_attention))
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
-    if gradient:
-        grads = [torch.autograd.grad(out.square().sum(), inputs) for out in (got, expected)]
-        assert_all_close(*grads, atol=1e-10)
+    assert_same(got, expected, inputs, atol=1e-10)

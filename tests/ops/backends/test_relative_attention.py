@@ -9,10 +9,11 @@ from draws import (
     JOINT,
     all_places,
     assert_all_close,
+    assert_same,
     brute_force,
+    draw,
     draw_case,
     draw_tables,
-    gradients,
     leaves,
     with_tables,
 )
@@ -35,19 +36,29 @@ pytestmark = pytest.mark.usefixtures("several_tiles")
     per_head=st.sampled_from(["", "v", "b", "qkvb"]),
     bucketing=st.sampled_from(["clip", "piecewise"]),
     layout_and_backend=st.sampled_from([*(("separate", name) for name in BACKENDS), *JOINT]),
+    scattered=st.booleans(),
+    padding=st.sampled_from(["none", "some", "a sample"]),
     seed=st.integers(0, 2**16),
 )
 def test_equals_brute_force_with_gradients(
-    height, width, prefix, distance, which, per_head, bucketing, layout_and_backend, seed
+    height, width, prefix, distance, which, per_head, bucketing, layout_and_backend, scattered, padding, seed
 ):
     layout, backend = layout_and_backend
     q, k, v, terms, grid = draw_case(height, width, prefix, distance, which, per_head, bucketing, layout, seed=seed)
+    generator, patches = torch.Generator().manual_seed(seed), height * width
+    if scattered:
+        # Each sample has some patches of a larger grid, in any order.
+        rows, cols = height + 2, width + 1
+        numbers = torch.stack([torch.randperm(rows * cols, generator=generator)[:patches] for _ in range(2)])
+        grid = make_grid(rows, cols, prefix, torch.stack((numbers // cols, numbers % cols), dim=-1))
+    if padding != "none":
+        valid = torch.rand(2, patches, generator=generator) < 0.6
+        valid[0, 0] = True  # else the brute force has nothing to differentiate
+        valid[1] &= padding == "some"
+        grid = grid._replace(valid=valid)
     inputs = leaves(q, k, v, terms)
     expected = brute_force(q, k, v, terms, grid)
-    cotangent = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    out = relative_attention(q, k, v, terms, grid, backend=backend)
-    torch.testing.assert_close(out, expected, rtol=0, atol=1e-10)
-    assert_all_close(*(gradients(result, inputs, cotangent) for result in (out, expected)), atol=1e-10)
+    assert_same(relative_attention(q, k, v, terms, grid, backend=backend), expected, inputs, atol=1e-10)
 
     single = with_tables(terms, torch.Tensor.float)
     out32 = relative_attention(q.float(), k.float(), v.float(), single, grid, backend=backend)
@@ -76,28 +87,6 @@ def test_relative_logits_are_the_logits_of_each_row_and_column(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_dropped_patches_and_padding_with_coords_per_sample(backend):
-    generator = torch.Generator().manual_seed(3)
-    coords = torch.tensor([[[0, 0], [2, 3], [1, 1], [2, 0]], [[1, 3], [0, 2], [2, 2], [0, 0]]])
-    valid = torch.tensor([[True, True, False, True], [True, False, False, True]])
-    grid = make_grid(3, 4, 1, coords, valid)
-    q, k, v = torch.randn(3, 2, 2, 5, 6, generator=generator, dtype=torch.float64)
-    terms = RelativeTerms(
-        query=draw_tables(generator, (1, 1), 6, 2, False),
-        key=draw_tables(generator, (1, 2), 6, 2, False),
-        value=draw_tables(generator, (2, 1), 6, 2, True),
-        bias=draw_tables(generator, (2, 3), None, 2, True),
-    )
-    inputs = leaves(q, k, v, terms)
-    keys_valid = [[True, *sample] for sample in valid.tolist()]
-    expected = brute_force(q, k, v, terms, grid, valid=keys_valid)
-    out = relative_attention(q, k, v, terms, grid, backend=backend)
-    torch.testing.assert_close(out, expected, rtol=0, atol=1e-10)
-    cotangent = torch.randn(out.shape, generator=generator, dtype=torch.float64)
-    assert_all_close(*(gradients(result, inputs, cotangent) for result in (out, expected)), atol=1e-10)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sample_without_valid_key_gives_zeros_forward_and_backward_in_half_precision(backend, dtype):
     q, k, v, terms, grid = draw_case(2, 3)
@@ -118,12 +107,12 @@ def test_queries_and_keys_on_different_grids(backend, bucketing):
     # Query coordinates may be outside the key grid; the clip takes care of it.
     query_grid = make_grid(2, 3, 1)._replace(coords=torch.tensor([[-4, 2], [7, -1], [1, 9]]))
     key_grid = make_grid(3, 2, 2)
-    q = torch.randn(2, 2, 4, 5, generator=generator, dtype=torch.float64)
-    k, v = torch.randn(2, 2, 2, 8, 5, generator=generator, dtype=torch.float64)
+    # Values may have another width than queries and keys.
+    q, k, v = (draw(generator, 2, 2, *size) for size in ((4, 5), (8, 5), (8, 7)))
     terms = RelativeTerms(
         query=draw_tables(generator, (1, 2), 5, 2, True),
         key=draw_tables(generator, (5, 2), 5, 2, False),
-        value=draw_tables(generator, (3, 9), 5, 2, False),
+        value=draw_tables(generator, (3, 9), 7, 2, False),
         bias=draw_tables(generator, (3, 3), None, 2, False),
         bucketing=bucketing,
     )
@@ -133,7 +122,7 @@ def test_queries_and_keys_on_different_grids(backend, bucketing):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("scale", [0.0, 1e-40, 2e-3, -0.7])
+@pytest.mark.parametrize("scale", [1e-40, 2e-3])
 def test_a_bias_is_not_scaled_however_small_the_scale(backend, scale):
     q, k, v, terms, grid = draw_case(2, 3, prefix=1, which="qkvb")
     inputs = leaves(q, k, v, terms)
@@ -151,9 +140,9 @@ def test_dropout_keeps_the_expectation_and_reaches_the_value_term():
     v = torch.zeros_like(q)  # the output is the value term alone
     torch.manual_seed(0)
     plain = relative_attention(q, k, v, terms, grid)
-    draws = torch.stack([relative_attention(q, k, v, terms, grid, dropout_p=0.3) for _ in range(4000)])
+    draws = relative_attention(*(part.expand(1000, -1, -1, -1) for part in (q, k, v)), terms, grid, dropout_p=0.3)
     assert draws.std(0).min() > 0.01
-    torch.testing.assert_close(draws.mean(0), plain, rtol=0, atol=0.1)
+    torch.testing.assert_close(draws.mean(0), plain[0], rtol=0, atol=0.15)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -163,15 +152,6 @@ def test_empty_batch_and_single_token(backend):
     torch.testing.assert_close(out, v + terms.value.rows[2] + terms.value.cols[2])
     out = relative_attention(q[:0], k[:0], v[:0], terms, grid, backend=backend)
     assert out.shape == (0, 2, 1, 5)
-
-
-def test_value_width_may_differ_from_query_width():
-    q, k, _, terms, grid = draw_case(2, 3, dim=5)
-    generator = torch.Generator().manual_seed(0)
-    v = torch.randn(2, 2, 6, 11, generator=generator, dtype=torch.float64)
-    terms = terms._replace(value=draw_tables(generator, (2, 2), 11, 2, False))
-    expected = brute_force(q, k, v, terms, grid)
-    torch.testing.assert_close(relative_attention(q, k, v, terms, grid), expected, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -196,10 +176,7 @@ def test_tables_may_be_met_by_other_queries_and_keys_than_contents(backend):
     inputs += [position_query.requires_grad_(), position_key.requires_grad_()]
     options = {"position_query": position_query, "position_key": position_key}
     out = relative_attention(q, k, v, terms, grid, **options, backend=backend)
-    expected = brute_force(q, k, v, terms, grid, **options)
-    torch.testing.assert_close(out, expected, rtol=0, atol=1e-10)
-    cotangent = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    assert_all_close(*(gradients(result, inputs, cotangent) for result in (out, expected)), atol=1e-10)
+    assert_same(out, brute_force(q, k, v, terms, grid, **options), inputs, atol=1e-10)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -86,7 +86,8 @@ def attention(
     """Output for each sample, head and query; `terms` has the fields of `RelativeTerms`.
 
     `places[b][i]` is (row, column) or None; `valid[b][j]` says whether key j exists; `mask[b][h][i][j]` is added to the
-    scaled logit; vectors of the tables meet `position_query` and `position_key`, contents `query` and `key`.
+    scaled logit, -inf hides the key; vectors of the tables meet `position_query` and `position_key`, contents `query`
+    and `key`.
     """
     position_query = query if position_query is None else position_query
     position_key = key if position_key is None else position_key
@@ -101,6 +102,8 @@ def attention(
                 logits, values = [], []
                 for j in range(key.shape[2]):
                     if valid is not None and not valid[b][j]:
+                        continue
+                    if mask is not None and mask[b][h][i][j] == -math.inf:
                         continue
                     pair = (h, places[b][i], key_places[b][j], terms.bucketing)
                     a_q, a_k, a_v = (pair_entry(t, *pair) for t in (terms.query, terms.key, terms.value))
