@@ -36,8 +36,8 @@ from torch import Tensor, nn
 import relvit
 from relvit.layers import AFTConv2d, AFTFull, AFTLocal, AFTSimple, RelativeAttention, RelativePosition2d
 from relvit.ops import make_grid
-from relvit.utils.memory import allocations, peak_bytes
-from relvit.utils.messages import did_you_mean
+from relvit.utils.memory import allocations, available_memory, peak_bytes
+from relvit.utils.messages import check_choice
 
 OUTPUT = Path(__file__).parent.parent / "docs" / "benchmarks" / "results.jsonl"
 PATCH, DIM, HEADS, CLASSES = 16, 384, 6, 1000
@@ -293,8 +293,7 @@ def limit_memory() -> None:
     """Linux without GPU: let an allocation beyond what is free fail, where the kernel would kill the process."""
     if Path("/proc/meminfo").exists() and not torch.cuda.is_available():
         resource = importlib.import_module("resource")  # not on every system
-        free = int(re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())[1]) * 1024
-        resource.setrlimit(resource.RLIMIT_DATA, (free, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+        resource.setrlimit(resource.RLIMIT_DATA, (available_memory(), resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
 def keep_memory() -> bool:
@@ -337,9 +336,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # Triton's kernels need a GPU.
     every = [name for name in known if given.device == "cuda" or not name.endswith("_triton")]
     names = list(dict.fromkeys(given.names or every))
-    if unknown := [name for name in names if name not in known]:
-        hint = did_you_mean(unknown[0], known)
-        raise ValueError(f"unknown {given.level} {unknown[0]!r}{hint}, allowed: {', '.join(known)}")
+    for name in names:
+        check_choice(given.level, name, tuple(known))
     if wrong := [size for size in given.size if size < PATCH or size % PATCH]:
         raise ValueError(f"size must be a positive multiple of {PATCH}, got {wrong[0]}")
     if given.device == "cuda" and not torch.cuda.is_available():

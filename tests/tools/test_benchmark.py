@@ -164,7 +164,7 @@ def test_out_of_memory_is_recorded_and_other_failures_propagate(monkeypatch, tmp
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("--names=relvit_smal", r"unknown layer 'relvit_smal' \(did you mean 'relvit_tiled'\?\), allowed: plain, "),
+        ("--names=relvit_smal", "layer is 'relvit_smal'; allowed are 'plain', .*did you mean 'relvit_tiled'"),
         ("--size=100", "multiple of 16, got 100"),
     ],
 )

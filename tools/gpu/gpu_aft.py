@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from gpu_scenes import BATCH, HEADS, leaf
+from gpu_scenes import BATCH, HEADS, leaf, with_gradients
 from torch import Tensor, nn
 
 from relvit.layers import AFTConv2d, AFTFull
-from relvit.ops import Grid, aft_conv, aft_full, aft_simple, make_grid, reference
+from relvit.ops import Grid, aft_conv, aft_full, aft_simple, make_grid, num_tokens, reference
 from relvit.ops.aft.api import FULL_BACKENDS, WINDOW_FORMS
 
 WIDTH = 6
@@ -22,7 +22,7 @@ LIMITS = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 1e-2, torch
 def contents(grid: Grid, spread: float) -> dict[str, Tensor]:
     """Queries, keys that far apart, values, a window and a bias, drawn on the CPU in float64."""
     generator = torch.Generator().manual_seed(0)
-    tokens, places = grid.prefix + grid.height * grid.width, grid.prefix + grid.height * grid.width
+    tokens = num_tokens(grid)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -32,7 +32,7 @@ def contents(grid: Grid, spread: float) -> dict[str, Tensor]:
         "key": spread * draw(BATCH, HEADS, tokens, WIDTH),
         "value": draw(BATCH, HEADS, tokens, WIDTH),
         "window": draw(HEADS, 5, 3),
-        "bias": draw(places, places),
+        "bias": draw(tokens, tokens),
     }
 
 
@@ -42,9 +42,8 @@ def outcome(
     """The result and the gradients of all inputs."""
     inputs = {name: leaf(drawn[name], device, dtype) for name in names}
     result = operation(*inputs.values())
-    upstream = torch.linspace(-1, 1, result.numel(), dtype=torch.float64).view_as(result).to(result)
-    gradients = torch.autograd.grad(result, list(inputs.values()), upstream)
-    return {"result": result.detach(), **dict(zip(inputs, gradients, strict=True))}
+    upstream = torch.linspace(-1, 1, result.numel(), dtype=torch.float64).view_as(result)
+    return with_gradients(result, inputs, upstream)
 
 
 def operations(grid: Grid) -> Iterator[tuple[str, tuple[str, ...], Callable[..., Tensor], Callable[..., Tensor]]]:
@@ -60,19 +59,6 @@ def operations(grid: Grid) -> Iterator[tuple[str, tuple[str, ...], Callable[...,
         options = {"grid": grid, "is_causal": causal}
         name = f"aft_simple, {'causal' if causal else 'auto'}"
         yield name, first, partial(aft_simple, **options), partial(reference.aft_simple, **options)
-
-
-def compare(
-    fast: Callable[..., Tensor],
-    slow: Callable[..., Tensor],
-    drawn: dict[str, Tensor],
-    names: tuple[str, ...],
-    device: str,
-    dtype: torch.dtype,
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What a device has in a dtype, and what double precision has of the same rounded inputs."""
-    rounded = {name: tensor.to(dtype).double() for name, tensor in drawn.items()}
-    return outcome(fast, rounded, names, device, dtype), outcome(slow, rounded, names, "cpu", torch.float64)
 
 
 def layers() -> Iterator[tuple[str, nn.Module, Grid]]:
@@ -91,6 +77,4 @@ def compiled_outcome(layer: nn.Module, grid: Grid, device: str, compiled: bool) 
     run = torch.compile(layer, fullgraph=True) if compiled else layer
     x = torch.randn(BATCH, 36, 48, generator=torch.Generator().manual_seed(1)).to(device)
     out = run(x, grid)
-    inputs = dict(layer.named_parameters())
-    gradients = torch.autograd.grad(out.square().sum(), list(inputs.values()))
-    return {"result": out.detach(), **dict(zip(inputs, gradients, strict=True))}
+    return with_gradients(out, dict(layer.named_parameters()), 2 * out.detach())

@@ -139,11 +139,12 @@ def several_tiles() -> Iterator[None]:
 @contextmanager
 def spied() -> Iterator[dict[str, mock.Mock]]:
     """Record which backends run."""
-    spies = {name: mock.Mock(wraps=module.relative_attention) for name, module in MODULES.items()}
     with ExitStack() as stack:
-        for name, spy in spies.items():
-            stack.enter_context(mock.patch.object(MODULES[name], "relative_attention", spy))
-        yield spies
+        patches = {
+            name: mock.patch.object(module, "relative_attention", wraps=module.relative_attention)
+            for name, module in MODULES.items()
+        }
+        yield {name: stack.enter_context(patch) for name, patch in patches.items()}
 
 
 def check_scene(log: Log, scene: Scene, device: str) -> None:
@@ -289,11 +290,12 @@ def check_attention_free(log: Log, device: str, quick: bool, compiled: bool) -> 
     """Check operations without attention in every dtype, with keys of ordinary and of extreme size; layers compiled."""
     grid = make_grid(5, 7, prefix=1)
     for spread, dtype in product((2.0,) if quick else (2.0, 3e3), gpu_aft.LIMITS):
-        drawn = gpu_aft.contents(grid, spread)
+        drawn = {name: tensor.to(dtype).double() for name, tensor in gpu_aft.contents(grid, spread).items()}
         for name, inputs, fast, slow in gpu_aft.operations(grid):
 
             def measure(inputs=inputs, fast=fast, slow=slow, drawn=drawn, dtype=dtype, spread=spread) -> Measured:
-                got, want = gpu_aft.compare(fast, slow, drawn, inputs, device, dtype)
+                got = gpu_aft.outcome(fast, drawn, inputs, device, dtype)
+                want = gpu_aft.outcome(slow, drawn, inputs, "cpu", torch.float64)
                 if spread > 2:
                     # One key outweighs all others: gradients are nothing but rounding.
                     got = {"result": got["result"]}
