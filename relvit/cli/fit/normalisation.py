@@ -34,7 +34,10 @@ def set_normalisation(
         reason = "as given" if config.get(name) is not None else f"the default of {type(data).__name__}"
         value = getattr(known, name)
         if name in missing and value and len(value) == data.in_chans:
-            used[name], reason = tuple(value), whose
+            used[name] = tuple(value)
+        # Where a training goes on, nothing is missing: its checkpoint has it all.
+        if value and used[name] == tuple(value) and (checkpoint is not None or name in missing):
+            reason = whose
         reasons.setdefault(reason, []).append(f"{name} [{', '.join(f'{number:.4g}' for number in used[name])}]")
     # Only then: a data module of the user's may have made its own transforms.
     if used != {name: getattr(data, name) for name in used}:

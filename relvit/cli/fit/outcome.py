@@ -212,4 +212,5 @@ def _suggestions(net: nn.Module, data: LightningDataModule, best: str) -> list[s
         first, second = (str(size).replace(" ", "") for size in (trained, larger))
         lines.append(f"  relvit validate {path} --img_size '{second}'")
         lines.append(f"  relvit resolutions {path} --sizes '{first}' '{second}'")
-    return [*lines, f"  relvit predict {path} FOLDER_OF_IMAGES"]
+    lines.append(f"  relvit predict {path} FOLDER_OF_IMAGES")
+    return [*lines, "Also of a checkpoint: relvit show, calibrate, probe, embed, export, publish; each has --help"]
