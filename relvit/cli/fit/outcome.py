@@ -60,6 +60,7 @@ def report_fit(
         "warmup_steps": model.plan.warmup,
         f"val/{score}": float(checkpoints.best_model_score),
         "best_epoch": checkpoints.best_epoch,
+        **{f"{split}/images": len(data.dataset(split)) for split in ("train", "val")},
     }
     lines = [f"Trained {trained} {'epoch' if trained == 1 else 'epochs'} in {seconds / 60:.1f} min."]
     for stop in trainer.early_stopping_callbacks:
@@ -76,7 +77,7 @@ def report_fit(
     lines = []
     if data.has_test:
         results = trainer.test(model, data, ckpt_path=best, verbose=False)[0]
-        summary.update(results)
+        summary |= results | {"test/images": len(data.dataset("test"))}
         more = {"test/acc5": "top-5", "test/f1": "mean F1"}
         more = "".join(f", {text} {results[name]:.4f}" for name, text in more.items() if name in results)
         more += _baseline(_counts(data, "test"))

@@ -168,7 +168,9 @@ def _results(ckpt_path: str) -> dict[str, Any]:
     if kept is None or not summary.is_file():
         return {}
     values = json.loads(summary.read_text())
-    return {name: f"{value:.4f}" for name, value in values.items() if name.startswith(kept)}
+    counts = {name: value for name, value in values.items() if name.endswith("/images")}
+    metrics = {name: f"{value:.4f}" for name, value in values.items() if name.startswith(kept) and name not in counts}
+    return metrics | counts
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -149,6 +149,7 @@ def test_the_command_and_the_card(run, photos, tmp_path, monkeypatch, capsys, fa
     text = Path("owls/README.md").read_text()
     summary = json.loads((folder / "summary.json").read_text())
     assert f"- test/acc1: {summary['test/acc1']:.4f}" in text
+    assert f"- val/images: {len(list((photos / 'val').rglob('*.jpg')))}" in text
     header, _, first, second = text.partition("by image size\n\n")[2].splitlines()[:4]
     assert header == "| size | protocol | reach | images | accuracy | calibration error | MACs |"
     rows = json.loads((folder / "resolutions.json").read_text())
