@@ -119,7 +119,7 @@ class GridForward:
             return x if grid.valid is None else {"patches": x, "patch_valid": grid.valid}
 
     def _run_blocks(self, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
-        return self._run_steps(x, grid, attn_mask, is_causal, (), len(self.blocks) - 1)[0]
+        return self._run_steps(x, grid, attn_mask, is_causal, (), self._count_steps() - 1)[0]
 
     def forward_intermediates(
         self,

@@ -13,8 +13,7 @@ from scripts import load
 PROOF = load("resume_proof")
 # The processes find it by name.
 sys.path.append(str(ROOT / "tools"))
-EPOCHS = 2
-WHOLE = EPOCHS * PROOF.BATCHES
+WHOLE = PROOF.EPOCHS * PROOF.BATCHES
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +23,8 @@ def images(tmp_path_factory):
 
 def flags(images, folder, callback="resume_proof.Interrupt"):
     # 28 images: seven batches for each of two processes.
-    less = [f"--trainer.max_epochs={EPOCHS}", "--data.batch_size=2", "--data.num_workers=1"]
-    folders = [f"--data.root={images}", f"--runs={folder / 'runs'}"]
-    return ["fit", *PROOF.CONFIGURATION.split(), *less, *folders, f"--trainer.callbacks={callback}"]
+    data = [f"--data.root={images}", "--data.batch_size=2", "--data.num_workers=1", f"--runs={folder / 'runs'}"]
+    return ["fit", *PROOF.CONFIGURATION.split(), *data, f"--trainer.callbacks={callback}"]
 
 
 def counting(folder, name, **second):
@@ -96,7 +94,7 @@ def test_a_killed_loader_worker_ends_the_run_which_goes_on(images, tmp_path):
     assert 1 <= last["position"]["batch"] < 14
     assert Ranks(["fit", f"--resume={run_of(tmp_path)}"], tmp_path, [{}]).finish() == [0]
     last = torch.load(run_of(tmp_path) / "checkpoints" / "last.ckpt", weights_only=True)
-    assert last["position"]["epoch"] == EPOCHS
+    assert last["position"]["epoch"] == PROOF.EPOCHS
 
 
 @pytest.mark.slow

@@ -69,8 +69,8 @@ def test_ten_classes_give_five_and_grey_models_take_files(digits_run, tmp_path):
     for row in expected[::40]:
         values = [float(row[f"probability{place}"]) for place in ("", "2", "3", "4", "5")]
         assert values == sorted(values, reverse=True)
-    for number, image in enumerate(DigitsData().dataset("test").images[:5]):
-        Image.fromarray(np.stack([np.asarray(image)] * 3, -1)).save(tmp_path / f"{number}.png")
+    for number, image in enumerate(DigitsData().dataset("test").pixels[:5].numpy()):
+        Image.fromarray(np.stack([image] * 3, -1)).save(tmp_path / f"{number}.png")
     _, folder = predict(best, tmp_path / "files", str(tmp_path / "*.png"))
     for ours, theirs in zip(rows(folder / "predictions.csv"), expected[:5], strict=True):
         assert float(ours["probability"]) == pytest.approx(float(theirs["probability"]), abs=2e-6)
