@@ -288,29 +288,36 @@ class BatchTransform:
         None where there is none: for other transforms than `eval_transform`, and `train_transform` with 'none', 'shift'
         and 'crop-flip' alone, and for images longer than `ResizeToCover` takes them.
         """
+        match getattr(transform, "transforms", None):
+            case [*steps, v2.PILToTensor(), v2.ToDtype(scale=True), v2.Normalize() as normalise]:
+                pass
+            case _:
+                return None
         resized, field, size, padding, flip = stored, None, None, None, 0.0
-        *steps, normalise = transform.transforms
-        for step in steps:
-            match step:
-                case ResizeToCover():
-                    kept, resized = step.sizes(stored)
-                    if kept != stored:
-                        return None
-                case v2.Resize():
-                    resized = tuple(step.size)
-                case FieldCrop():
-                    field, size = step, step.size
-                case v2.CenterCrop():
-                    size = tuple(step.size)
-                case v2.RandomCrop(padding_mode="constant", padding=[left, _, above, _]):
-                    size, padding = tuple(step.size), (left, above)
-                case v2.RandomHorizontalFlip():
-                    flip = step.p
-                case v2.PILToTensor() | v2.ToDtype():
-                    pass
-                case _:
+        match steps:
+            case [ResizeToCover() as cover, *steps]:
+                kept, resized = cover.sizes(stored)
+                if kept != stored:
                     return None
-        if not isinstance(normalise, v2.Normalize):
+            case [v2.Resize(size=[height, width], interpolation=v2.InterpolationMode.BICUBIC, antialias=True), *steps]:
+                resized = height, width
+        match steps:
+            case [FieldCrop() as field, *steps]:
+                size = field.size
+            case [v2.CenterCrop(size=[height, width]), *steps]:
+                if height > resized[0] or width > resized[1]:
+                    return None
+                size = height, width
+            case [v2.RandomCrop(padding_mode="constant", fill=0, pad_if_needed=False) as crop, *steps]:
+                left, right, above, below = crop.padding or (0, 0, 0, 0)
+                if (left, above) != (right, below):
+                    return None
+                size, padding = tuple(crop.size), (left, above)
+        match steps:
+            case [v2.RandomHorizontalFlip(p=flip), *steps]:
+                pass
+        # What is left has no form for batches, or stands in another order.
+        if steps:
             return None
         mean, std = (255 * torch.tensor(each)[:, None, None] for each in (normalise.mean, normalise.std))
         return cls(resized, field, size or resized, padding, flip, mean, std)

@@ -191,6 +191,8 @@ class GridVisionTransformer(TablesWithoutDecay, GridForward, VisionTransformer):
 
     # Arguments that cannot be chosen in a model of this class, and why.
     fixed: ClassVar[dict[str, str]] = {}
+    # Whether each state of the tokens is what a block of its own puts out.
+    blocks_are_steps: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -92,7 +92,7 @@ def entry_point(
     def create(pretrained: bool = False, **kwargs: Any) -> GridVisionTransformer:
         kwargs = arguments(kwargs)
         way = str(kwargs.get("feature_cls", "getter"))
-        if way != "getter" and (kwargs.get("reversible") or hasattr(model_class, "set_steps")):
+        if way != "getter" and (kwargs.get("reversible") or not model_class.blocks_are_steps):
             raise ValueError(
                 f"features of {name} need feature_cls 'getter', got {way!r}: they are means of two streams or single "
                 "steps of one block, and no module of the model puts them out"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from timm.layers import DropPath
@@ -71,6 +71,8 @@ class UniversalVisionTransformer(RelVisionTransformer):
         ValueError: as `RelVisionTransformer`; an unknown `halting`, arguments of halting without it, or halting with
             fewer than two steps; a width that is no multiple of 4.
     """
+
+    blocks_are_steps: ClassVar[bool] = False
 
     def __init__(
         self,

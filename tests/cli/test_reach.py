@@ -41,7 +41,7 @@ def evaluated(best, split, img_size, reach):
         as_trained = classifier(images)
         set_reach(classifier.net, reach, (8, 8))
         logits = classifier(images)
-    assert (logits - as_trained).abs().max() > 0.05
+    assert (logits - as_trained).abs().max() > 0.1
     return logits, labels
 
 

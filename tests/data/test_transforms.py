@@ -244,3 +244,25 @@ def test_a_batch_has_what_image_by_image_can_have(augment, count):
     assert len(as_keys[0]) == count
     if augment == "none":
         torch.testing.assert_close(batch[0], possible[0])
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [v2.CenterCrop(8), v2.RandomCrop(4)],
+        [v2.CenterCrop(20)],
+        [v2.RandomHorizontalFlip(), v2.RandomCrop(8)],
+        [v2.Resize(8), v2.CenterCrop(8)],
+        [v2.Resize((8, 8))],
+        [v2.RandomCrop(8, padding=(1, 0, 2, 0))],
+        [v2.RandomCrop(8, padding=1, fill=9)],
+        [v2.RandomVerticalFlip()],
+    ],
+    ids=str,
+)
+def test_other_transforms_have_no_form_for_batches(steps):
+    channels = ((0.5,) * 3, (0.5,) * 3)
+    last = eval_transform(8, *channels).transforms[2:]
+    assert BatchTransform.like(v2.Compose([*steps, *last]), (16, 24)) is None
+    assert BatchTransform.like(v2.Compose(steps), (16, 24)) is None
+    assert BatchTransform.like(v2.Compose([v2.RandomCrop((8, 6)), *last]), (16, 24)).size == (8, 6)

@@ -68,6 +68,7 @@ def find_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
+    # Which one PyTorch raises depends on the device, and on what it was built for.
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UsageError(f"cannot compute on device {name!r}: {reason}") from error

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from relvit.data.images.folders import class_folders, has_images, images_to_predict, labelled_files, look_into
@@ -78,10 +79,10 @@ class ImageFolderData(ImageFilesData):
         return images_to_predict(self._folders.get("test") or self._folders.get("val") or self.root)
 
     def _display_name(self, path: str) -> str:
-        return os.path.relpath(path, self.root)
+        return Path(os.path.relpath(path, self.root)).as_posix()
 
     def _split_key(self, path: str) -> str:
-        return os.path.relpath(path, self._folders["train"])
+        return Path(os.path.relpath(path, self._folders["train"])).as_posix()
 
     @property
     def place(self) -> str:

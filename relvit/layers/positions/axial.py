@@ -95,6 +95,8 @@ class AxialPositionEmbedding(LearnedPosition):
 
         Coordinates outside the grid get the nearest vector.
         """
+        if not torch.jit.is_scripting() and not isinstance(grid, Grid):
+            raise TypeError(f"grid must be a Grid, got {type(grid).__name__}: make_grid(height, width) makes one")
         if torch.jit.is_scripting():
             return torch.ops.relvit.axial_embedding(
                 self.rows, self.cols, grid.height, grid.width, grid.coords, self.combine

@@ -120,7 +120,8 @@ class Tile(NamedTuple):
 
 def relative_attention(inputs: AttentionInputs) -> Tensor:
     """Compute attention with relative terms, tile by tile; see `relvit.ops.relative_attention`."""
-    query, key, value, terms, _, key_grid, mask = inputs[:7]
+    query, key, value, terms = inputs.query, inputs.key, inputs.value, inputs.terms
+    key_grid, mask = inputs.key_grid, inputs.attn_mask
     with without_autocast(query.device):
         valid, axes, axes_of_queries = key_mask(key_grid), grid_axes(key_grid), query_axes(inputs)
         if valid is not None:
