@@ -33,8 +33,20 @@ class MapRow(NamedTuple):
     signed: bool = False
 
 
+class TableImage(NamedTuple):
+    """A position table as an image: what is drawn, and what its axes say."""
+
+    pixels: np.ndarray
+    across: tuple[float, float]
+    ticks: dict[float, Any]
+    xlabel: str
+    ylabel: str
+    heads_across: int = 1
+    heads_down: int = 1
+
+
 def plot_tables(tables: Mapping[str, Mapping[str, np.ndarray]], title: str) -> Figure:
-    """Draw position tables as heat maps, a row per layer and a column per table; colours are common to a column.
+    """Draw position tables as heat maps, a column per table, its layers one below the other in common colours.
 
     Args:
         tables: layer -> name -> numbers: (heads, offsets, channels) of vectors, where heads are drawn one below the
@@ -44,63 +56,66 @@ def plot_tables(tables: Mapping[str, Mapping[str, np.ndarray]], title: str) -> F
     """
     names = list(dict.fromkeys(name for of_layer in tables.values() for name in of_layer))
     of_heads = [len(table) for of_layer in tables.values() for table in of_layer.values() if table.ndim == 3]
-    height = 1.8 if max(of_heads, default=1) == 1 else min(1.0 + 0.7 * max(of_heads), 6)
-    # Shared axes would cut longer tables to the last layer's.
-    shapes = {name: {of_layer[name].shape for of_layer in tables.values() if name in of_layer} for name in names}
-    share = "col" if all(len(of_name) == 1 for of_name in shapes.values()) else "none"
-    figure, grid = _panels(len(tables), len(names), (3.4, height), title, share)
-    for column, name in enumerate(names):
-        most = max(abs(of_layer[name]).max() for of_layer in tables.values() if name in of_layer) or 1.0
-        for axes, (layer, of_layer) in zip(grid[:, column], tables.items(), strict=True):
-            if name not in of_layer:
-                axes.set_axis_off()
-                continue
-            image = _draw_table(axes, name, of_layer[name], most)
-            axes.tick_params(labelsize=SMALL)
-            ylabel = axes.get_ylabel()
-            axes.set_ylabel(f"{layer}\n{ylabel}" if column == 0 else ylabel, fontsize=SMALL)
-        for axes in grid[:-1, column]:
-            axes.set_xlabel("")
-        grid[0, column].set_title(name, fontsize=FONT)
-        bar = {"location": "bottom", "aspect": 15, "fraction": 0.15 / len(grid), "pad": 0.05 / len(grid)}
-        _colour_bar(figure, image, list(grid[:, column]), "table entry", **bar)
+    each = 1.6 if max(of_heads, default=1) == 1 else min(0.8 + 0.7 * max(of_heads), 6)
+    width, height = max(3.6 * len(names) + 1.0, 0.115 * len(title)), each * len(tables) + 1.6
+    figure = Figure(figsize=(width, height), dpi=100)
+    FigureCanvasAgg(figure)
+    figure.suptitle(literal(title), fontsize=FONT, y=1 - 0.15 / height, va="top")
+    # Margins in inches, as the labels need them. Matplotlib's own layout draws everything twice.
+    edges = {"left": 1.2 / width, "right": 1 - 0.2 / width, "bottom": 0.6 / height, "top": 1 - 1.0 / height}
+    columns = figure.subplots(1, len(names), squeeze=False, gridspec_kw={**edges, "wspace": 0.3})[0]
+    for axes, name in zip(columns, names, strict=True):
+        found = {row: of_layer[name] for row, of_layer in enumerate(tables.values()) if name in of_layer}
+        most = max(abs(table).max() for table in found.values()) or 1.0
+        axes.set_title(f"{name}\nblue {-most:.2g} to red {most:.2g}", fontsize=FONT)
+        _draw_column(axes, {row: _table_image(name, table) for row, table in found.items()}, most)
+        axes.set_ylim(len(tables), 0)
+    for row, layer in enumerate(tables):
+        beside = {"xytext": (-60, 0), "textcoords": "offset points", "xycoords": ("axes fraction", "data")}
+        columns[0].annotate(layer, (0, row + 0.5), **beside, rotation=90, ha="center", va="center", fontsize=SMALL)
     return figure
 
 
-def _draw_table(axes: Axes, name: str, table: np.ndarray, most: float) -> AxesImage:
-    colours = {"cmap": SIGNED, "vmin": -most, "vmax": most, "aspect": "auto", "interpolation": "nearest"}
+def _draw_column(axes: Axes, images: Mapping[int, TableImage], most: float) -> None:
+    """Draw the table of each layer, by its row, from 0.04 below that number on and as far above the next."""
+    ticks, margin = {}, 0.04
+    for row, image in images.items():
+        left, right = image.across
+        top, bottom = row + margin, row + 1 - margin
+        colours = {"cmap": SIGNED, "vmin": -most, "vmax": most, "aspect": "auto", "interpolation": "nearest"}
+        axes.imshow(image.pixels, **colours, extent=(left, right, bottom, top))
+        axes.vlines(np.linspace(left, right, image.heads_across + 1), top, bottom, color="black", linewidth=0.7)
+        axes.hlines(np.linspace(top, bottom, image.heads_down + 1), left, right, color="black", linewidth=0.7)
+        step = (bottom - top) / len(image.pixels)
+        ticks |= {top + (place + 0.5) * step: label for place, label in image.ticks.items()}
+    axes.set_xlim(min(image.across[0] for image in images.values()), max(image.across[1] for image in images.values()))
+    axes.set_yticks(list(ticks), list(ticks.values()))
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.tick_params(labelsize=SMALL)
+    # Of all layers alike.
+    axes.set_xlabel(image.xlabel, fontsize=SMALL)
+    axes.set_ylabel(image.ylabel, fontsize=SMALL, labelpad=2)
+
+
+def _table_image(name: str, table: np.ndarray) -> TableImage:
     heads, offsets = table.shape[:2]
-    reach = (offsets - 1) / 2
+    reach = (offsets - 1) // 2
+    offset = "dy (patches)" if name.endswith("rows") else "dx (patches)"
+    of_offsets = {0: -reach, reach: 0, 2 * reach: reach}
     if name.endswith("joint"):
-        across = (table.shape[2] - 1) / 2
-        axes.set(xlabel="dx (patches)" if heads == 1 else "head, each by dx", ylabel="dy (patches)")
-        left, right = (-across - 0.5, across + 0.5) if heads == 1 else (-0.5, heads - 0.5)
-        side_by_side = np.concatenate(list(table), axis=1)
-        image = axes.imshow(side_by_side, **colours, extent=(left, right, reach + 0.5, -reach - 0.5))
-        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-        for head in range(1, heads):
-            axes.axvline(head - 0.5, color="black", linewidth=0.7)
-    elif table.ndim == 2:
-        axes.set(xlabel=_offset(name), ylabel="head")
-        image = axes.imshow(table, **colours, extent=(-reach - 0.5, reach + 0.5, heads - 0.5, -0.5))
-        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-        axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
-    elif heads == 1:
-        axes.set(xlabel="channel", ylabel=_offset(name))
-        image = axes.imshow(table[0], **colours, extent=(-0.5, table.shape[2] - 0.5, reach + 0.5, -reach - 0.5))
-        axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
-    else:
-        axes.set(xlabel="channel", ylabel=f"head, each by {_offset(name)[:2]}")
-        image = axes.imshow(table.reshape(heads * offsets, -1), **colours)
-        axes.set_yticks((np.arange(heads) + 0.5) * offsets - 0.5, range(heads))
-        for head in range(1, heads):
-            axes.axhline(head * offsets - 0.5, color="black", linewidth=0.7)
-    axes.xaxis.label.set_size(SMALL)
-    return image
-
-
-def _offset(name: str) -> str:
-    return "dy (patches)" if name.endswith("rows") else "dx (patches)"
+        half = table.shape[2] / 2
+        across = (-half, half) if heads == 1 else (-0.5, heads - 0.5)
+        xlabel = "dx (patches)" if heads == 1 else "head, each by dx"
+        return TableImage(np.concatenate(list(table), axis=1), across, of_offsets, xlabel, "dy (patches)", heads)
+    if table.ndim == 2:
+        shown = sorted({0, heads // 2, heads - 1})
+        return TableImage(table, (-offsets / 2, offsets / 2), dict(zip(shown, shown, strict=True)), offset, "head")
+    across = (-0.5, table.shape[2] - 0.5)
+    if heads == 1:
+        return TableImage(table[0], across, of_offsets, "channel", offset)
+    of_heads = {head * offsets + reach: head for head in range(heads)}
+    pixels, ylabel = table.reshape(heads * offsets, -1), f"head, each by {offset[:2]}"
+    return TableImage(pixels, across, of_heads, "channel", ylabel, heads_down=heads)
 
 
 def plot_kernels(kernels: Mapping[str, np.ndarray], title: str, label: str, head: int | None = None) -> Figure:
@@ -205,16 +220,14 @@ def plot_overlay(
     return figure
 
 
-def _panels(
-    rows: int, columns: int, each: tuple[float, float], title: str, share: str = "all"
-) -> tuple[Figure, np.ndarray]:
+def _panels(rows: int, columns: int, each: tuple[float, float], title: str) -> tuple[Figure, np.ndarray]:
     """Make a figure with panels of so many inches, no narrower than the title."""
     lines = title.splitlines()
     width = max(each[0] * columns + 1.6, 0.115 * max(map(len, lines)))
     figure = Figure(figsize=(width, each[1] * rows + 0.8 + 0.3 * len(lines)), layout="constrained", dpi=100)
     FigureCanvasAgg(figure)
     figure.suptitle(literal(title), fontsize=FONT)
-    return figure, figure.subplots(rows, columns, squeeze=False, sharex=share, sharey=share)
+    return figure, figure.subplots(rows, columns, squeeze=False, sharex="all", sharey="all")
 
 
 def _sides(width: float, shape: Sequence[int]) -> tuple[float, float]:

@@ -132,11 +132,38 @@ def test_curves_by_image_size(tmp_path, figures):
     assert pixels(tmp_path / "sizes.png").shape == (550, 1500, 3)
 
 
-def test_tables_of_several_lengths_are_drawn_whole():
-    lengths = (9, 5)
-    tables = {f"layer {i}": {"k rows": np.ones((1, length, 4))} for i, length in enumerate(lengths)}
-    for axes, length in zip(plot_tables(tables, "title").axes, lengths, strict=False):
-        assert sorted(axes.get_ylim()) == [-length / 2, length / 2]
+def test_tables_are_drawn_whole_layer_below_layer():
+    """Of several lengths, without one of the second layer; each number has its place and colour."""
+    generator = np.random.default_rng(0)
+    tables = {
+        "first": {"k rows": generator.normal(size=(2, 9, 4)), "b columns": generator.normal(size=(2, 9))},
+        "second": {"k rows": generator.normal(size=(2, 5, 4))},
+    }
+    figure = plot_tables(tables, "title")
+    rows, columns = figure.axes
+    first, second = rows.images
+    for image, table in zip(rows.images, (tables["first"]["k rows"], tables["second"]["k rows"]), strict=True):
+        np.testing.assert_array_equal(image.get_array(), table.reshape(-1, 4))
+        assert image.norm.vmax == -image.norm.vmin == max(abs(of["k rows"]).max() for of in tables.values())
+        # The offset zero of each head.
+        left, right, bottom, top = image.get_extent()
+        heads = [top + (bottom - top) * share for share in (0.25, 0.75)]
+        assert [tick for tick in rows.get_yticks() if top < tick < bottom] == pytest.approx(heads)
+        assert (left, right) == (-0.5, 3.5)
+    assert 0 < first.get_extent()[2] < second.get_extent()[3] < second.get_extent()[2] < rows.get_ylim()[0] == 2
+    (image,) = columns.images
+    np.testing.assert_array_equal(image.get_array(), tables["first"]["b columns"])
+    assert tuple(image.get_extent()[:2]) == columns.get_xlim() == (-4.5, 4.5)
+    assert rows.get_ylim() == columns.get_ylim()
+    assert [text.get_text() for text in rows.texts] == ["first", "second"]
+
+
+def test_joint_tables_are_drawn_head_beside_head():
+    table = np.random.default_rng(0).normal(size=(3, 5, 7))
+    (axes,) = plot_tables({"layer": {"b, joint": table}}, "title").axes
+    np.testing.assert_array_equal(axes.images[0].get_array()[:, 7:14], table[1])
+    assert axes.get_xlim() == (-0.5, 2.5)
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["-2", "0", "2"]
 
 
 def test_steps_are_drawn_over_the_shape_of_the_image(tmp_path):
