@@ -12,7 +12,6 @@ from draws import assert_all_close, draw_case, draw_tables, gradients, leaves, r
 from relvit.ops import AxisTables, Channels, RelativeTerms, make_grid, relative_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")
-slow = pytest.mark.slow
 
 
 def rounded(terms, contents, dtype=torch.float32):
@@ -41,17 +40,17 @@ def compare(contents, terms, *grids, atol=(1e-5, 5e-5), **options):
     [
         ((3, 5), 1, "kvb", 20),
         ((2, 6), 0, "v", 16),
-        pytest.param((3, 5), 2, "k", 32, marks=slow),
-        pytest.param((3, 5), 1, "b", 20, marks=slow),
-        pytest.param((2, 3), 1, "", 5, marks=slow),
-        pytest.param((1, 1), 0, "kvb", 5, marks=slow),
+        ((3, 5), 2, "k", 32),
+        ((3, 5), 1, "b", 20),
+        ((2, 3), 1, "", 5),
+        ((1, 1), 0, "kvb", 5),
         # Several strips of columns, several tiles of rows, of queries and of prefix tokens; a head of 128.
-        pytest.param((3, 34), 1, "kv", 16, marks=slow),
-        pytest.param((9, 11), 17, "kvb", 40, marks=slow),
-        pytest.param((4, 3), 1, "kv", 128, marks=slow),
+        ((3, 34), 1, "kv", 16),
+        ((9, 11), 17, "kvb", 40),
+        ((4, 3), 1, "kv", 128),
         # A strip in either direction.
-        pytest.param((1, 40), 1, "kv", 20, marks=slow),
-        pytest.param((40, 1), 1, "kv", 20, marks=slow),
+        ((1, 40), 1, "kv", 20),
+        ((40, 1), 1, "kv", 20),
     ],
 )
 def test_equals_the_reference_with_gradients(size, prefix, which, dim):
@@ -59,7 +58,6 @@ def test_equals_the_reference_with_gradients(size, prefix, which, dim):
     compare((q, k, v), terms, grid)
 
 
-@slow
 @pytest.mark.parametrize("bucketing", ["clip", "piecewise"])
 def test_tables_per_head_values_of_another_width_and_other_strides(bucketing):
     q, k, _, terms, grid = draw_case(4, 5, 1, (5, 1), "kvb", "kvb", bucketing, dim=20)
@@ -69,14 +67,12 @@ def test_tables_per_head_values_of_another_width_and_other_strides(bucketing):
     compare((q.transpose(0, 1).contiguous().transpose(0, 1), k, v), terms, grid, scale=0.3)
 
 
-@slow
 @pytest.mark.parametrize("scale", [-0.7, 0.0, 1e-40])
 def test_any_scale(scale):
     q, k, v, terms, grid = draw_case(2, 3, 1, which="kvb")
     compare((q, k, v), terms, grid, scale=scale, atol=(1e-5, 1e-4))
 
 
-@slow
 def test_queries_with_coordinates_and_a_key_grid_of_their_own():
     generator = torch.Generator().manual_seed(5)
     query_grid = make_grid(2, 3, 1)._replace(coords=torch.tensor([[-4, 2], [7, -1], [1, 9]]))
@@ -92,7 +88,7 @@ def test_queries_with_coordinates_and_a_key_grid_of_their_own():
     compare((q, k, v), terms, query_grid, key_grid)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=slow)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_padding_and_a_sample_of_padding_alone(dtype):
     q, k, v, terms, grid = draw_case(2, 3, which="kvb")
     grid = grid._replace(valid=torch.tensor([[True, False] * 3, [False] * 6]))
@@ -111,7 +107,6 @@ def test_padding_and_a_sample_of_padding_alone(dtype):
     assert all(relative_error(one, other) < limit for one, other in zip(got, exact, strict=True))
 
 
-@slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_loses_at_most_twice_what_stock_attention_loses(dtype):
     q, k, v, terms, grid = draw_case(8, 9, 1, (7, 7), "kvb", dim=64, batch=1)
@@ -136,7 +131,6 @@ def test_half_precision_loses_at_most_twice_what_stock_attention_loses(dtype):
         assert relative_error(one, want) < (2 if one.dim() == 1 else 1) * allowed_in_gradient
 
 
-@slow
 def test_autocast_empty_batches_and_second_derivatives():
     q, k, v, terms, grid = draw_case(2, 3, 1, which="kvb", dim=16)
     (inputs, singles), _ = rounded(terms, (q, k, v))
@@ -155,14 +149,12 @@ def test_autocast_empty_batches_and_second_derivatives():
         torch.autograd.grad(out.sum(), inputs[0], create_graph=True)
 
 
-@slow
 def test_large_logits():
     q, k, v, terms, grid = draw_case(3, 18, 1, which="kv", dim=16)
     tables = AxisTables(*(100 * table for table in terms.key))
     compare((q, k, v), terms._replace(key=tables), grid, atol=(1e-3, 0.1))
 
 
-@slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_free_channels(dtype):
     q, k, v, terms, grid = draw_case(2, 3, 1, which="kv")

@@ -9,7 +9,7 @@ from torch import nn
 
 from relvit.training import AtomicCheckpointIO
 from relvit.training.checkpoints.checkpoint import DescribeCheckpoint
-from relvit.training.optim.sharding import OPTIMIZERS, gather_full, is_sharded
+from relvit.training.optim.sharding import gather_full, is_sharded
 
 STEP = {"opt": "sgd", "lr": 0.1, "warmup_epochs": 0, "label_smoothing": 0.0, "lr_base_batch": 16}
 SHARDED = {"lr": 0.01, "warmup_epochs": 0, "label_smoothing": 0.0, "ema_decay": 0.9, "freeze_epochs": 1}
@@ -23,6 +23,29 @@ def fit(module, strategy="ddp", data=None, ckpt_path=None, **kwargs):
     options = {"max_epochs": 2, "devices": 2, "strategy": strategy, "use_distributed_sampler": False}
     options |= {"plugins": [AtomicCheckpointIO()], "callbacks": [DescribeCheckpoint(), *kwargs.pop("callbacks", [])]}
     return train(module, data or NoiseImages(16, in_order=True), ckpt_path, **options | kwargs)
+
+
+def content(path):
+    return torch.load(path, weights_only=True)
+
+
+def expected_metrics(classifier, data):
+    """Written out: every image counts once."""
+    logits = classifier.eval()(data.images).detach()
+    return {
+        "loss": float(nn.functional.cross_entropy(logits, data.labels)),
+        "acc1": float((logits.argmax(-1) == data.labels).float().mean()),
+        "acc5": float((logits.topk(5).indices == data.labels[:, None]).any(-1).float().mean()),
+    }
+
+
+def alone(**options):
+    """The training of `fit` in one process with the double batch."""
+    trainer_options = {name: options.pop(name) for name in ("gradient_clip_val",) if name in options}
+    module = build(**options)
+    record = Record(module)
+    data = NoiseImages(16, in_order=True, batch_size=8)
+    return record, train(module, data, max_epochs=2, callbacks=[DescribeCheckpoint()], **trainer_options)
 
 
 class Shown(Callback):
@@ -86,18 +109,15 @@ def order():
     return seen
 
 
-def sharded_steps(folder):
-    """By each optimiser: the weights after each step, the norms of gradients, and a checkpoint."""
-    found = {}
-    for opt in OPTIMIZERS:
-        module = build(opt=opt, **SHARDED)
-        record = Record(module)
-        trainer = fit(module, "fsdp2", gradient_clip_val=0.5)
-        assert is_sharded(module.net)
-        assert is_sharded(module.average.net)
-        trainer.save_checkpoint(folder / f"{opt}.ckpt")
-        found[opt] = {"steps": [gather_full(weights) for weights in record.weights], "norms": record.norms}
-    return found
+def sharded_steps(folder, opt):
+    """Weights after each step, the norms of gradients, and a checkpoint."""
+    folder, module = Path(folder), build(opt=opt, **SHARDED)
+    record = Record(module)
+    trainer = fit(module, "fsdp2", gradient_clip_val=0.5)
+    assert is_sharded(module.net)
+    assert is_sharded(module.average.net)
+    trainer.save_checkpoint(folder / f"{opt}.ckpt")
+    gather(folder, {"steps": [gather_full(weights) for weights in record.weights], "norms": record.norms})
 
 
 def sharded_resume(folder):
@@ -132,7 +152,15 @@ def sharded_evaluation(count, folder):
     return {"inside": inside, "after": after, "fresh": fresh, "predicted": sum(len(p["names"]) for p in predictions)}
 
 
-def main(folder):
+def gather(folder, results):
+    """Save what each process found, in order."""
+    gathered = [None, None]
+    torch.distributed.all_gather_object(gathered, results)
+    if torch.distributed.get_rank() == 0:
+        torch.save(gathered, folder / "results.pt")
+
+
+def trainings(folder):
     folder = Path(folder)
     results = {
         "evaluate": {count: evaluate(count) for count in (23, 1)},
@@ -145,12 +173,13 @@ def main(folder):
         "mixed": distilled(folder, "mixed", distill="soft", distill_weight=0.3, mixup=0.8),
         "batch norm": with_batch_norm(),
         "order": order(),
-        "sharded steps": sharded_steps(folder),
     }
+    gather(folder, results)
+
+
+def sharded_trainings(folder):
+    folder = Path(folder)
+    sharded_steps(folder, "adamw")
     sharded_resume(folder)
     sharded_pretrained(folder)
-    results["sharded evaluation"] = {count: sharded_evaluation(count, folder) for count in (23, 1)}
-    gathered = [None, None]
-    torch.distributed.all_gather_object(gathered, results)
-    if torch.distributed.get_rank() == 0:
-        torch.save(gathered, folder / "results.pt")
+    gather(folder, {count: sharded_evaluation(count, folder) for count in (23, 1)})

@@ -1,25 +1,18 @@
-"""Training, evaluation and sharding (fsdp2) in two processes against one process; all of it runs once."""
+"""Training and evaluation in two processes against one process; all of it runs once. Sharded: `optim/test_sharding`."""
 
 import pytest
 import timm
 import torch
-from lightning import Trainer
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
-from photos import TINY
 from processes import Ranks, as_torchrun
-from small_training import HALTING, NoiseImages, Record, SeveralLabels, assert_close, build, train
+from small_training import HALTING, NoiseImages, SeveralLabels, assert_close, build
 from timm.models import save_for_hf
 from torch import nn
-from two_processes import CHANGES, OPTIMIZERS, REVERSIBLE, SHARDED, STEP, main
+from two_processes import REVERSIBLE, STEP, alone, content, expected_metrics, trainings
 
-from relvit.cli import main as relvit
-from relvit.training import load_classifier
-from relvit.training.checkpoints.checkpoint import DescribeCheckpoint
 from relvit.training.checkpoints.file import AVERAGE_KEY
 from relvit.training.multi_label import multi_label_metrics
-from relvit.training.optim.sharding import FullySharded, check_strategy
 
-CLOSE, SHARDED_CLOSE = {"atol": 1e-6, "rtol": 1e-5}, {"atol": 1e-5, "rtol": 1e-4}
+CLOSE = {"atol": 1e-6, "rtol": 1e-5}
 
 
 @pytest.fixture(scope="module")
@@ -32,32 +25,9 @@ def found(tmp_path_factory):
     net = timm.create_model("vit_tiny_patch16_224", img_size=(8, 12), num_classes=7, **kwargs)
     nn.init.normal_(net.head.weight, std=3.0)
     save_for_hf(net, folder / "teacher", model_args=kwargs | {"img_size": [8, 12]})
-    ranks = Ranks([folder], folder, as_torchrun(), main)
+    ranks = Ranks([folder], folder, as_torchrun(), trainings)
     assert ranks.finish(240) == [0, 0], ranks.text()
     return folder, torch.load(folder / "results.pt")
-
-
-def content(path):
-    return torch.load(path, weights_only=True)
-
-
-def expected_metrics(classifier, data):
-    """Written out: every image counts once."""
-    logits = classifier.eval()(data.images).detach()
-    return {
-        "loss": float(nn.functional.cross_entropy(logits, data.labels)),
-        "acc1": float((logits.argmax(-1) == data.labels).float().mean()),
-        "acc5": float((logits.topk(5).indices == data.labels[:, None]).any(-1).float().mean()),
-    }
-
-
-def alone(**options):
-    """The same training in one process with the double batch."""
-    trainer_options = {name: options.pop(name) for name in ("gradient_clip_val",) if name in options}
-    module = build(**options)
-    record = Record(module)
-    data = NoiseImages(16, in_order=True, batch_size=8)
-    return record, train(module, data, max_epochs=2, callbacks=[DescribeCheckpoint()], **trainer_options)
 
 
 @pytest.mark.parametrize("count", [23, 1])
@@ -152,91 +122,3 @@ def test_training_divides_the_images_anew_in_each_epoch(found):
     epochs = [[index for e, indices in seen if e == epoch for index in indices] for epoch in (0, 1)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(12))
     assert epochs[0] != epochs[1]
-
-
-@pytest.mark.parametrize("opt", OPTIMIZERS)
-def test_sharded_steps_norms_averages_and_checkpoints_are_those_of_one_process(opt, found, tmp_path):
-    folder, ranks = found
-    record, trainer = alone(opt=opt, gradient_clip_val=0.5, **SHARDED)
-    trainer.save_checkpoint(tmp_path / "alone.ckpt")
-    for rank in ranks:
-        assert rank["sharded steps"][opt]["norms"] == pytest.approx(record.norms, rel=1e-5)
-        for ours, theirs in zip(rank["sharded steps"][opt]["steps"], record.weights, strict=True):
-            assert_close(ours, theirs, **SHARDED_CLOSE)
-    ours, theirs = content(folder / f"{opt}.ckpt"), content(tmp_path / "alone.ckpt")
-    assert set(ours) == set(theirs)
-    for name in ("state_dict", AVERAGE_KEY):
-        assert list(ours[name]) == list(theirs[name])
-        assert_close(ours[name], theirs[name], **SHARDED_CLOSE)
-    (ours,), (theirs,) = (side["optimizer_states"] for side in (ours, theirs))
-    assert ours["param_groups"] == theirs["param_groups"]
-    for number, state in theirs["state"].items():
-        assert_close(ours["state"][number], state, atol=1e-5, rtol=1e-3)
-
-
-@pytest.mark.parametrize(("first", "second"), CHANGES)
-def test_a_training_is_resumed_sharded_and_not(first, second, found):
-    """Bit by bit where it was sharded before and after."""
-    folder, _ = found
-    whole, resumed = content(folder / "whole.ckpt"), content(folder / f"{first}_{second}.ckpt")
-    tolerances = {} if first == second else SHARDED_CLOSE
-    for name in ("state_dict", AVERAGE_KEY):
-        assert_close(resumed[name], whole[name], **tolerances)
-    for number, state in whole["optimizer_states"][0]["state"].items():
-        assert_close(resumed["optimizer_states"][0]["state"][number], state, **tolerances)
-
-
-def test_a_sharded_training_starts_from_pretrained_weights(found):
-    folder, _ = found
-    module = build(lr=0.01, pretrained=str(folder / "adamw.ckpt"), warmup_epochs=0, label_smoothing=0.0)
-    train(module, NoiseImages(16, in_order=True, batch_size=8), max_epochs=1)
-    assert_close(content(folder / "pretrained.ckpt")["state_dict"], module.state_dict(), **SHARDED_CLOSE)
-
-
-@pytest.mark.parametrize("count", [23, 1])
-def test_sharded_evaluation_counts_every_image_once_by_the_averaged_weights(count, found):
-    folder, ranks = found
-    expected = expected_metrics(load_classifier(folder / "adamw.ckpt"), NoiseImages(count))
-    for rank in ranks:
-        results = rank["sharded evaluation"][count]
-        for split in ("val", "test"):
-            for name, value in expected.items():
-                assert results["after"][f"{split}/{name}"] == pytest.approx(value, rel=1e-5)
-        assert results["fresh"]["val/loss"] == pytest.approx(expected["loss"], rel=1e-5)
-        assert results["inside"]["val/loss"] != pytest.approx(expected["loss"], rel=1e-3)
-    assert sum(rank["sharded evaluation"][count]["predicted"] for rank in ranks) == count
-
-
-def test_other_strategies_that_shard_are_refused(photos, tmp_path, capsys):
-    arguments = ["fit", "--data=ImageFolderData", f"--data.root={photos}", f"--runs={tmp_path}", *TINY]
-    assert relvit([*arguments, "--trainer.strategy=deepspeed_stage_3"]) == 2
-    assert "strategy deepspeed_stage_3 cannot train here" in (error := capsys.readouterr().err)
-    assert "give --trainer.strategy fsdp2" in error
-    assert list(tmp_path.iterdir()) == []
-    for strategy in (FSDPStrategy(), ModelParallelStrategy(), "fsdp", "fsdp_cpu_offload"):
-        name = strategy if isinstance(strategy, str) else type(strategy).__name__
-        with pytest.raises(ValueError, match=f"{name} cannot train here"):
-            check_strategy(strategy)
-    for strategy in (FullySharded(), "fsdp2", "ddp"):
-        check_strategy(strategy)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"opt": "muon"}, "no optimiser 'muon'; allowed are 'adam', "),
-        ({"compile": "eager"}, "does not go with compile"),
-        ({"channels_last": True}, "does not go with channels_last"),
-        ({"precision": "bf16-true"}, "no precision 'bf16-true'; allowed are '32-true', 'bf16-mixed'"),
-        ({"batch_norm": True}, "does not go with batch norm"),
-        ({"model_kwargs": {"reversible": True}}, "does not go with reversible=True"),
-    ],
-)
-def test_what_is_not_tested_sharded_is_refused(options, message):
-    precision, batch_norm = options.pop("precision", "32-true"), options.pop("batch_norm", False)
-    module = build(**options)
-    if batch_norm:
-        module.net.norm = nn.BatchNorm1d(8)
-    module.trainer = Trainer(accelerator="cpu", devices=1, strategy="fsdp2", precision=precision, logger=False)
-    with pytest.raises(ValueError, match=message):
-        module.setup("fit")
