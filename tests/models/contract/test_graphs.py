@@ -48,7 +48,7 @@ UNIVERSAL = [
     {"name": "test_relvit_universal", "depth": 2, "halting": halting, "class_token": True} for halting in ("", "act")
 ]
 VARIANTS = [
-    PER_HEAD | {"reach": "stretch-logn"},
+    pytest.param(PER_HEAD | {"reach": "stretch-logn"}, marks=pytest.mark.slow),
     {"pos_embed": "axial-sum", "img_size": (32, 48), "layout": "joint"},
     pytest.param(PER_HEAD, marks=pytest.mark.slow),
     pytest.param({"position": "slopes"}, marks=pytest.mark.slow),
