@@ -1,4 +1,4 @@
-"""Draw rows of panels, one row per layer, each with a colour bar: tables, kernels and maps of a model."""
+"""Draw what positions do, layer by layer, as heat maps: tables, kernels, and maps over the patches of an image."""
 
 from __future__ import annotations
 
