@@ -21,7 +21,6 @@ COMMANDS = {
         ["18 images of test, accuracy ", "; always the commonest class: 0.3333", "mean F1", "Files: runs/"],
         ["runs/*/summary.json", "runs/*/classes.csv", "runs/*/confusion.png", "runs/*/mistakes.csv"],
     ),
-    "test best.ckpt --robustness photos/test": (["18 images of test, accuracy ", "mean F1"], ["runs/*/summary.json"]),
     "predict best.ckpt photos/test/*/*.jpg more": (
         ["19 predictions in runs/", "1 image could not be read and was left out", "1 file left out: 1 .heic"],
         ["runs/*/predictions.csv", "runs/*/unreadable.csv"],
@@ -119,18 +118,10 @@ def test_command(command, where, place):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "where", "options"),
-    [
-        ("validate", "file", []),
-        ("test", "terminal", []),
-        ("predict", "file", []),
-        ("predict", "file", ["--reach=bands"]),
-    ],
-)
-def test_two_processes(name, where, options, place):
+@pytest.mark.parametrize(("name", "where"), [("validate", "file"), ("test", "terminal"), ("predict", "file")])
+def test_two_processes(name, where, place):
     command = next(command for command in COMMANDS if command.startswith(name))
-    check(command, place, relvit_in(where, place, [*command.split(), *options, *TWO]))
+    check(command, place, relvit_in(where, place, [*command.split(), *TWO]))
     if name == "predict":
         with open(next(place.glob("runs/*/predictions.csv")), newline="") as file:
             assert len(list(csv.DictReader(file))) == 19

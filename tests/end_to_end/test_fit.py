@@ -61,7 +61,6 @@ def test_in_a_narrow_terminal_the_bar_stays_in_its_line(tmp_path):
     [
         (["--trainer.enable_progress_bar=false"], True, None),
         (["-q", "--trainer.callbacks+=TQDMProgressBar"], False, None),
-        (["--trainer.callbacks+=TQDMProgressBar"], False, "Training: "),
         (["--trainer.callbacks+=RichProgressBar"], False, "Epoch 0/0"),
     ],
 )
