@@ -32,8 +32,8 @@ RECIPES = {"one": "trained at 32 px", "several": "trained at 20 to 44 px"}
 SHOWN = {
     "learned": "learned absolute",
     "rope-mixed": "mixed RoPE",
+    "relpos": "timm's relpos bias",
     "kv-3-start-0.1": "kv, max_distance 3",
-    "kv-3": "kv, max_distance 3, start 0.02",
     "kv-7-start-0.1": "kv, max_distance 7",
     "kv-2-start-0.1": "kv, max_distance 2",
     "kv-2-learned-start-0.1": "kv, max_distance 2, and learned",
