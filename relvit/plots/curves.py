@@ -51,9 +51,7 @@ def plot_curves(metrics: str | Path, target: str | Path, train_loss: str = "trai
         "learning rate": {"lr": ("", TRAIN)},
     }
     # The figure class itself instead of pyplot: no global state, no display, no threads.
-    figure = Figure(figsize=(15, 5.5))
-    # Margins as the labels need them. Matplotlib's own layout draws everything twice.
-    edges = {"left": 0.06, "right": 0.985, "bottom": 0.12, "top": 0.8, "wspace": 0.25}
+    figure = Figure(figsize=(15, 5.5), layout="constrained")
     # The best checkpoint as `relvit.training.RunCheckpoints` chooses it.
     scores, losses = columns.get(score, []), columns.get("val/loss", [])
     if len(losses) != len(scores):
@@ -61,7 +59,7 @@ def plot_curves(metrics: str | Path, target: str | Path, train_loss: str = "trai
     # Row by row: an epoch may have several validations.
     pairs = zip(scores, losses, strict=True)
     best, _ = max(pairs, key=lambda pair: (pair[0][1], -pair[1][1]), default=(None, None))
-    for axes, (label, curves) in zip(figure.subplots(1, 3, gridspec_kw=edges), panels.items(), strict=True):
+    for axes, (label, curves) in zip(figure.subplots(1, 3), panels.items(), strict=True):
         for column, (name, colour) in curves.items():
             if column in columns:
                 epochs, values = zip(*((epoch + 1, value) for epoch, value in columns[column]), strict=True)

@@ -118,10 +118,18 @@ def test_command(command, where, place):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "where"), [("validate", "file"), ("test", "terminal"), ("predict", "file")])
-def test_two_processes(name, where, place):
+@pytest.mark.parametrize(
+    ("name", "where", "options"),
+    [
+        ("validate", "file", []),
+        ("test", "terminal", []),
+        ("predict", "file", []),
+        ("predict", "file", ["--reach=bands"]),
+    ],
+)
+def test_two_processes(name, where, options, place):
     command = next(command for command in COMMANDS if command.startswith(name))
-    check(command, place, relvit_in(where, place, [*command.split(), *TWO]))
+    check(command, place, relvit_in(where, place, [*command.split(), *options, *TWO]))
     if name == "predict":
         with open(next(place.glob("runs/*/predictions.csv")), newline="") as file:
             assert len(list(csv.DictReader(file))) == 19

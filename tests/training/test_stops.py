@@ -13,8 +13,6 @@ from scripts import load
 PROOF = load("resume_proof")
 # The processes find it by name.
 sys.path.append(str(ROOT / "tools"))
-pytestmark = pytest.mark.slow
-
 WHOLE = PROOF.EPOCHS * PROOF.BATCHES
 
 
@@ -66,7 +64,7 @@ def check_resume(uninterrupted, folder):
     assert PROOF.differences(uninterrupted, run_of(folder)) == []
 
 
-@pytest.mark.parametrize("place", ["mid-epoch", "validation"])
+@pytest.mark.parametrize("place", ["mid-epoch", pytest.param("validation", marks=pytest.mark.slow)])
 def test_all_stop_at_the_same_step_when_one_is_stopped_and_go_on_exactly(images, uninterrupted, tmp_path, place):
     struck = {PROOF.PLACE: place, PROOF.END: "SIGTERM"}
     ranks = Ranks(flags(images, tmp_path), tmp_path, counting(tmp_path, "steps", **struck))
@@ -76,6 +74,7 @@ def test_all_stop_at_the_same_step_when_one_is_stopped_and_go_on_exactly(images,
     check_resume(uninterrupted, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_ends_the_other_and_the_run_goes_on_exactly(images, uninterrupted, tmp_path):
     struck = {PROOF.PLACE: "mid-epoch", PROOF.END: "SIGKILL"}
     ranks = Ranks(flags(images, tmp_path), tmp_path, counting(tmp_path, "steps", **struck))
@@ -84,6 +83,7 @@ def test_a_process_that_is_killed_ends_the_other_and_the_run_goes_on_exactly(ima
     check_resume(uninterrupted, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_killed_loader_worker_ends_the_run_which_goes_on(images, tmp_path):
     ranks = Ranks(flags(images, tmp_path, "failures.KillWorker"), tmp_path, [{}])
     assert ranks.finish() == [1]
@@ -97,6 +97,7 @@ def test_a_killed_loader_worker_ends_the_run_which_goes_on(images, tmp_path):
     assert last["position"]["epoch"] == PROOF.EPOCHS
 
 
+@pytest.mark.slow
 def test_torchrun_and_all_its_processes_are_stopped(images, tmp_path):
     # Both count in one file.
     count = tmp_path / "steps"
