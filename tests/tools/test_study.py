@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import defaultdict
 
 import numpy as np
 import pytest
@@ -67,12 +68,23 @@ def test_page_and_figure(tmp_path):
 
 
 def test_models_have_the_same_size_and_are_named_in_the_report():
-    counts = {}
-    for name, model in STUDY.MODELS.items():
+    counts = defaultdict(list)
+    for model in STUDY.MODELS.values():
         net = timm.create_model(model.name, img_size=32, num_classes=10, **model.arguments)
-        counts[name] = sum(parameter.numel() for parameter in net.parameters())
-    assert max(counts.values()) < 1.03 * min(counts.values())
-    assert set(REPORT.SHOWN) <= set(counts)
+        counts[model.arguments["patch_size"]].append(sum(parameter.numel() for parameter in net.parameters()))
+    assert set(counts) == {2, 4}
+    for of_patch in counts.values():
+        assert max(of_patch) < 1.03 * min(of_patch)
+    assert set(REPORT.SHOWN) <= set(STUDY.MODELS)
+
+
+def test_no_image_of_a_recipe_is_in_two_splits():
+    for recipe in STUDY.RECIPES.values():
+        of_source = defaultdict(list)
+        for source, first, last in recipe.images.values():
+            of_source[source] += range(first, last)
+        assert all(len(set(numbers)) == len(numbers) for numbers in of_source.values())
+    assert STUDY.RECIPES["long"].images["train"] == ("train", 0, 5000)
 
 
 @pytest.mark.slow
@@ -85,10 +97,11 @@ def test_a_run_is_trained_evaluated_and_not_done_twice(tmp_path, monkeypatch, ca
             for number in range(count):
                 values = random.integers(0, 256, (32, 32, 3)).astype(np.uint8)
                 Image.fromarray(values).save(folder / f"{number}.png")
-    for name, value in {"TRAIN": 10, "VAL": 2, "TEST": 3, "SIZES": (16, 32), "REACH_SIZES": (16,)}.items():
+    for name, value in {"SIZES": (16, 32), "REACH_SIZES": (16,)}.items():
         monkeypatch.setattr(STUDY, name, value)
-    monkeypatch.setattr(STUDY, "OPTIONS", STUDY.OPTIONS.replace("max_epochs=8", "max_epochs=1"))
-    monkeypatch.setattr(STUDY, "EPOCHS", 1)
+    images = {"train": ("train", 0, 10), "val": ("train", 10, 12), "test": ("test", 0, 3)}
+    short = STUDY.RECIPES["several"]._replace(epochs=1, images=images)
+    monkeypatch.setitem(STUDY.RECIPES, "several", short)
     lines = tmp_path / "lines" / "results.jsonl"
     arguments = [f"--images={tmp_path / 'images'}", f"--work={tmp_path / 'work'}", f"--lines={lines}"]
     arguments += ["--models", "kv-3", "--recipes", "several", "--seeds", "4"]

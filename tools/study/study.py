@@ -39,6 +39,7 @@ SHAPE = {"patch_size": 4, "embed_dim": 128, "depth": 4, "num_heads": 4}
 TIMM = SHAPE | {"class_token": False, "global_pool": "avg"}
 VIT = TIMM | {"dynamic_img_size": True}
 ROPE = VIT | {"use_abs_pos_emb": False}
+PATCH_2 = {"patch_size": 2}
 REACH = ("stretch", "logn")
 
 
@@ -83,24 +84,44 @@ MODELS = {
     "kvb-7-start-0.1": relative(rel_terms="kvb", rel_init_std=0.1),
     "kv-2-piecewise-start-0.1": relative(max_distance=2, bucketing="piecewise", rel_init_std=0.1),
     "kv-2-learned-start-0.1": relative(max_distance=2, pos_embed="learn", rel_init_std=0.1),
+    "v-2-learned-start-0.1": relative(max_distance=2, rel_terms="v", pos_embed="learn", rel_init_std=0.1),
+    # Peers beside the same learned embedding. "ape" is timm's word for it.
+    "rope-mixed-learned": Model("vit_small_patch16_rope_mixed_ape_224", VIT),
+    "rope-axial-learned": Model("vit_small_patch16_rope_ape_224", VIT),
     # A little wider inside, since its attention has fewer parameters.
     "aft-conv": Model("relvit_aft_conv_tiny", SHAPE | {"mlp_ratio": 4.5}),
+    # Patches of 2 px: a grid of 16 x 16 instead of 8 x 8 patches.
+    "learned-patch-2": Model("vit_tiny_patch16_224", VIT | {"pos_embed": "learn"} | PATCH_2),
+    "kv-2-learned-patch-2": relative(max_distance=2, pos_embed="learn", rel_init_std=0.1, **PATCH_2),
+    "kv-4-learned-patch-2": relative(max_distance=4, pos_embed="learn", rel_init_std=0.1, **PATCH_2),
+    "kv-7-learned-patch-2": relative(max_distance=7, pos_embed="learn", rel_init_std=0.1, **PATCH_2),
 }
+
+
+class Recipe(NamedTuple):
+    """Epochs, options of `relvit fit`, and for each split the images: its source, the first and the last of a class."""
+
+    epochs: int
+    images: dict[str, tuple[str, int, int]]
+    options: tuple[str, ...] = ()
+
+
+# Of each class, in the order of the names of the files. No validation image is trained on or tested.
+PART = {"train": ("train", 0, 2000), "val": ("train", 2000, 2020), "test": ("test", 0, 400)}
+WHOLE = {"train": ("train", 0, 5000), "val": ("test", 980, 1000), "test": ("test", 0, 980)}
 RECIPES = {
-    "one": [],
-    "several": ["--data.train_sizes=[20,24,28,32,36,40,44]"],
+    "one": Recipe(8, PART),
+    "several": Recipe(8, PART, ("--data.train_sizes=[20,24,28,32,36,40,44]",)),
+    "long": Recipe(25, WHOLE),
 }
 # Models that timm builds for one size: evaluated as copies for others, not trained at several.
 ONE_SIZE = ("relpos",)
-# Of each class, in the order of the names of the files; validation images come after those of training.
-TRAIN, VAL, TEST = 2000, 20, 400
-EPOCHS = 8
 SIZE = 32
 OPTIONS = f"""
 --data=ImageFolderData --data.img_size={SIZE} --data.batch_size=128 --data.num_workers=0 --data.cache=true
 --data.augment=crop-flip --data.crop_pct=1 --data.mean=[0.4914,0.4822,0.4465] --data.std=[0.247,0.2435,0.2616]
 --model.lr=1e-3 --model.weight_decay=0.05 --model.warmup_epochs=1 --model.label_smoothing=0
---trainer.max_epochs={EPOCHS} --trainer.gradient_clip_val=1 --trainer.precision=bf16-mixed --trainer.accelerator=cpu
+--trainer.gradient_clip_val=1 --trainer.precision=bf16-mixed --trainer.accelerator=cpu
 --trainer.devices=1 --trainer.enable_progress_bar=false --trainer.callbacks=study.ProcessorTime --quiet
 """
 SIZES = (16, 24, 32, 40, 48, 64)
@@ -133,14 +154,9 @@ class ProcessorTime(Callback):
         self.start = now
 
 
-def prepare(images: Path, work: Path) -> Path:
-    """Link the images of the study: part of train, and of test, the same for all runs."""
-    root = work / "images"
-    for split, source, first, last in (
-        ("train", "train", 0, TRAIN),
-        ("val", "train", TRAIN, TRAIN + VAL),
-        ("test", "test", 0, TEST),
-    ):
+def prepare(images: Path, root: Path, splits: dict[str, tuple[str, int, int]]) -> Path:
+    """Link the images of a recipe below `root`: the same for all runs."""
+    for split, (source, first, last) in splits.items():
         for folder in sorted((images / source).iterdir()):
             target = root / split / folder.name
             target.mkdir(parents=True, exist_ok=True)
@@ -150,17 +166,22 @@ def prepare(images: Path, work: Path) -> Path:
     return root
 
 
+def options(recipe: Recipe) -> list[str]:
+    """Return the options of `relvit fit` that the models of a recipe share."""
+    return [*OPTIONS.split(), f"--trainer.max_epochs={recipe.epochs}", *recipe.options]
+
+
 def train(run: Run, images: Path, folder: Path) -> Path:
     """Train, or resume what was interrupted; return the folder of `relvit fit`."""
-    model = MODELS[run.model]
+    model, recipe = MODELS[run.model], RECIPES[run.recipe]
     begun = sorted(folder.glob("*/checkpoints/last.ckpt"))
     if begun:
         made = begun[-1].parent.parent
-        if Checkpoint.read(begun[-1]).finished_epochs() >= EPOCHS:
+        if Checkpoint.read(begun[-1]).finished_epochs() >= recipe.epochs:
             return made
         arguments = [f"--resume={made}"]
     else:
-        arguments = [*OPTIONS.split(), f"--data.root={images}", *RECIPES[run.recipe], f"--seed_everything={run.seed}"]
+        arguments = [*options(recipe), f"--data.root={images}", f"--seed_everything={run.seed}"]
         arguments += [f"--model.model={model.name}", f"--model.model_kwargs={json.dumps(model.arguments)}"]
         arguments += [f"--runs={folder}"]
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
@@ -192,7 +213,7 @@ def evaluate(run: Run, made: Path) -> list[dict[str, Any]]:
 
 def line_of(run: Run, made: Path, commit: str) -> dict[str, Any]:
     """Describe a run that is done."""
-    model = MODELS[run.model]
+    model, recipe = MODELS[run.model], RECIPES[run.recipe]
     net = timm.create_model(model.name, img_size=SIZE, num_classes=10, **model.arguments)
     seconds = float((made / "processor_seconds").read_text())
     modules = {"relvit": relvit, "torch": torch, "timm": timm, "lightning": lightning}
@@ -200,8 +221,8 @@ def line_of(run: Run, made: Path, commit: str) -> dict[str, Any]:
         **run._asdict(),
         "name": model.name,
         "arguments": model.arguments,
-        "options": [*OPTIONS.split(), *RECIPES[run.recipe]],
-        "images": {"train": 10 * TRAIN, "test": 10 * TEST},
+        "options": options(recipe),
+        "images": {split: 10 * (last - first) for split, (_, first, last) in recipe.images.items() if split != "val"},
         "parameters": sum(parameter.numel() for parameter in net.parameters()),
         "processor_minutes": round(seconds / 60, 2),
         "versions": {name: module.__version__ for name, module in modules.items()}
@@ -232,17 +253,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--commit", default="", help="what is run, where the code is a copy without git")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    images = prepare(given.images, given.work)
     for run in (Run(*key) for key in itertools.product(given.models, given.recipes, given.seeds)):
         if run in done(given.lines) or (run.model in ONE_SIZE and run.recipe == "several"):
             continue
         folder = given.work / run.folder
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         with open(folder / "lock", "w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 continue  # another process has it
+            splits = RECIPES[run.recipe].images
+            images = prepare(given.images, given.work / ("all-images" if splits is WHOLE else "images"), splits)
             line = line_of(run, train(run, images, folder), given.commit)
         given.lines.parent.mkdir(parents=True, exist_ok=True)
         with open(given.lines, "a") as file:
