@@ -33,6 +33,15 @@ def commands(page):
     return [shlex.split(line, comments=True) for line in lines if line.startswith("relvit ") and "RUN" not in line]
 
 
+@pytest.fixture
+def random_weights(monkeypatch):
+    """Weights of timm are random here instead of downloaded."""
+    monkeypatch.setattr(
+        "timm.models._builder.load_state_dict_from_hf",
+        lambda name, *args, **kwargs: timm.create_model(name.removeprefix("timm/")).state_dict(),
+    )
+
+
 @pytest.mark.parametrize(
     "page",
     [
@@ -41,7 +50,7 @@ def commands(page):
         if commands(page) and page not in ELSEWHERE
     ],
 )
-def test_commands_run(page, place, capsys):
+def test_commands_run(page, place, random_weights, capsys):
     if page == "docs/trust.md":
         # Without a mistake no temperature is best.
         Path("photos/val/cat/0.jpg").rename("photos/val/dog/cat.jpg")
@@ -49,6 +58,10 @@ def test_commands_run(page, place, capsys):
         extra = []
         if command == "fit":
             extra = [*TINY_MODEL, *ONE_STEP, "--data.patch_size=8"]
+            if "finetune" in arguments:
+                extra = [*ONE_STEP, "--trainer.precision=32-true"]
+            # The page's own value of an option counts.
+            extra = [option for option in extra if f"--{option.partition('=')[0].rpartition('.')[2]}" not in arguments]
             if "act" in arguments:  # halting needs two steps
                 extra.append("--model.model_kwargs.depth=2")
         if command in ("validate", "test", "predict"):
@@ -63,12 +76,7 @@ def test_commands_run(page, place, capsys):
 
 
 @pytest.mark.slow
-def test_fine_tuning(place, monkeypatch, capsys):
-    """Weights of timm are random here instead of downloaded."""
-    monkeypatch.setattr(
-        "timm.models._builder.load_state_dict_from_hf",
-        lambda name, *args, **kwargs: timm.create_model(name.removeprefix("timm/")).state_dict(),
-    )
+def test_fine_tuning(place, random_weights, capsys):
     sources = []
     for command in commands("docs/fine_tune.md"):
         # The checkpoint has a patch of 8, the others of 16: one patch.
