@@ -53,6 +53,7 @@ from relvit.training.lightning_internals import OpenLightningCLI
 from relvit.training.optim.ponder import halts
 from relvit.training.optim.sharding import check_strategy
 from relvit.training.run.folder import RunLock
+from relvit.utils.cores import busy_note
 from relvit.utils.progress import rank_zero_print
 from relvit.utils.remote import local_file
 
@@ -310,6 +311,8 @@ class RelvitCLI(OpenLightningCLI):
             f"batch {data.batch_size}; "
             f"files in {self.run_folder or 'no folder (fast_dev_run)'}\n{self.normalisation}"
         )
+        if note := busy_note():
+            text = f"{text}\n{note}"
         if self.checkpoint is None:
             self.trainer.callbacks.remove(self.announcement)
             rank_zero_print(text)

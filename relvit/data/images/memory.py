@@ -1,6 +1,5 @@
 """Image cache in memory: decode image files once, in parallel, and serve images or batches of them from memory."""
 
-import os
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from torchvision.transforms import v2
 from relvit.data.images.datasets import LabelledFiles
 from relvit.data.images.decode import UnreadableImageError, load_rgb, open_image
 from relvit.data.transforms import BatchTransform
+from relvit.utils.cores import cores
 from relvit.utils.memory import available_memory
 
 _MEMORY_SHARE = 0.8  # of the available memory: the model and the loaders need some, too
@@ -157,7 +157,7 @@ def decode_into_memory(
     """
     # Measured before the other processes of this machine begin to allocate.
     available = available_memory()
-    decoder = _Decoder(max(1, _cores() // copies), skip, progress or (lambda items, total, what: items))
+    decoder = _Decoder(max(1, cores() // copies), skip, progress or (lambda items, total, what: items))
     paths = {split: [path for path, _ in files.samples] for split, files in splits.items()}
     sizes = {split: decoder.header_sizes(some, f"reading sizes of {split}") for split, some in paths.items()}
     needed = sum(3 * sum(map(_area, some)) for some in sizes.values())
@@ -281,8 +281,3 @@ def _parts(paths: Sequence[str], sizes: Sequence[Size]) -> list[list[str]]:
 
 def _area(size: Size) -> int:
     return size[0] * size[1]
-
-
-def _cores() -> int:
-    """Number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

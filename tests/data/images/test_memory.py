@@ -222,7 +222,7 @@ def test_processes_and_threads_find_the_same(tmp_path, monkeypatch, small):
     spoil(tmp_path / "train" / "a" / "3.png")
     alone = pair(root, on_error="skip")[1].dataset("train")
     monkeypatch.setattr("relvit.data.images.memory._PART_FILES", 3)
-    monkeypatch.setattr("relvit.data.images.memory._cores", lambda: 2)
+    monkeypatch.setattr("relvit.data.images.memory.cores", lambda: 2)
     monkeypatch.setattr("relvit.data.images.memory._SMALL", 10**6 if small else 0)
     together = pair(root, on_error="skip")[1].dataset("train")
     assert torch.equal(together.pixels, alone.pixels)
