@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     typed = Rewritten(rest, {})
     name, (module, summary) = command, COMMANDS[command]
-    if command == "predict" and any(argument.endswith(".onnx") for argument in rest):
+    if command == "predict" and any(argument.endswith((".onnx", ".pt2")) for argument in rest):
         name, (module, summary) = "predict-onnx", EXPORTED
     try:
         typed = rewrite(name, rest)

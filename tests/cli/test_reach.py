@@ -94,9 +94,11 @@ def test_export_computes_the_same_at_all_sizes(best, reach, tmp_path):
     for ending in ("pt2", "onnx"):
         output = tmp_path / f"model.{ending}"
         assert main(["export", best, f"--output={output}", f"--reach={reach}"]) == 0
-        assert json.loads((tmp_path / "model.json").read_text())["reach"] == reach
-    program = torch.export.load(tmp_path / "model.pt2").module()
+    found = {"relvit.json": ""}
+    program = torch.export.load(tmp_path / "model.pt2", extra_files=found).module()
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    for description in (found["relvit.json"], session.get_modelmeta().custom_metadata_map["relvit"]):
+        assert json.loads(description)["reach"] == reach
     for height, width in ((8, 8), (64, 24), (16, 72)):
         images = torch.randn(2, 1, height, width, generator=torch.Generator().manual_seed(0))
         torch.testing.assert_close(program(images), model(images), rtol=0, atol=1e-4)

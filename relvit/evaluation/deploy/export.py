@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from timm.models.naflexvit import NaFlexVit
 from torch import Tensor, nn
 
+from relvit.evaluation.deploy.description import EXTRA_FILE, KEY, describe
 from relvit.evaluation.deploy.onnx_model import quantise
 from relvit.evaluation.predictor import Predictor
 from relvit.layers.patch_embed import AnySizePatchEmbed, whole_patches
-from relvit.utils.files import atomic_write, check_output
+from relvit.utils.files import check_output
 from relvit.utils.messages import MissingPackageError
 
 FORMATS = (".onnx", ".pt2")
@@ -37,9 +38,12 @@ def export_model(
 
     The file takes normalised images float32 (B, C, H, W), as `predictor.transform` makes them, and gives logits (B,
     classes), divided by the temperature of a calibrated checkpoint: any number of images, with sides of 2 to 256
-    patches if the model takes such, else those of `predictor.img_size`. With other sizes the file fails. Beside it a
-    JSON file, named alike, holds what else is needed: class names and the steps from an image to the model's input; of
-    a multi-label model, whose probabilities are the sigmoid of the logits, the thresholds of the classes.
+    patches if the model takes such, else those of `predictor.img_size`. With other sizes the file fails. In the file
+    is also, as JSON, what else is needed: class names and the steps from an image to the model's input; of a
+    multi-label model, whose probabilities are the sigmoid of the logits, the thresholds of the classes. The JSON is the
+    entry 'relvit' of an ONNX file's metadata, the extra file 'relvit.json' of a program (`torch.export.load`), and the
+    entry 'relvit' of the metadata of a compiled one (`get_metadata`). An .onnx above 2 GB has its weights beside
+    it, in a file of the same name with .data at its end.
 
     Args:
         predictor: see `relvit.load`.
@@ -72,35 +76,28 @@ def export_model(
         net = _Calibrated(net, temperature).eval()
     images = torch.randn(shapes[0], generator=torch.Generator().manual_seed(0))
     write = _onnx if output.suffix == ".onnx" else _package if aot else _program
-    run = write(net, images, dynamic, output)
-    for shape in shapes:
-        images = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-        with torch.no_grad():
-            expected, found = net(images), run(images)
-        error = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
-        if found.shape != expected.shape or not error <= TOLERANCE:
-            output.unlink()
-            raise ExportError(f"for images {shape} the exported model differs from the model by {error:.1e}: not kept")
-    if int8:
-        with atomic_write(output) as part:
-            quantise(output, part)
-    description = {
-        "class_names": predictor.class_names,
-        "input": ["batch" if i == 0 else str(dynamic[i]) if i in dynamic else size for i, size in enumerate(shapes[0])],
-        "img_size": predictor.img_size,
-        "reach": predictor.reach,
-        "crop_pct": predictor.crop_pct,
-        "interpolation": "bicubic",
-        "mean": predictor.mean,
-        "std": predictor.std,
-    }
-    if predictor.thresholds is not None:
-        description["thresholds"] = predictor.thresholds
-    if predictor.native is not None:
-        # Whole images of any shape, see `relvit.data.native.native_transform`.
-        del description["img_size"], description["crop_pct"]
-        description["patch_size"], description["max_tokens"] = predictor.native
-    output.with_suffix(".json").write_text(json.dumps(description, indent=2) + "\n")
+    sides = [str(dynamic[i]) if i in dynamic else shapes[0][i] for i in (2, 3)]
+    # An .onnx names its external data in the file, so it gets its final name at once, in a folder of its own.
+    with TemporaryDirectory(prefix=".export-", dir=output.parent) as folder:
+        part = Path(folder) / output.name
+        run = write(net, images, dynamic, part, describe(predictor, sides))
+        for shape in shapes:
+            images = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+            with torch.no_grad():
+                expected, found = net(images), run(images)
+            error = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+            if found.shape != expected.shape or not error <= TOLERANCE:
+                raise ExportError(
+                    f"for images {shape} the exported model differs from the model by {error:.1e}: not kept"
+                )
+        if int8:
+            exact, part = part, Path(folder) / "int8" / output.name
+            part.parent.mkdir()
+            quantise(exact, part)
+        # External data first, without which the .onnx is of no use.
+        for name in (f"{output.name}.data", output.name):
+            if (file := part.with_name(name)).exists():
+                os.replace(file, output.with_name(name))
     return shapes
 
 
@@ -186,25 +183,33 @@ def _with_checks(net: nn.Module) -> nn.Module:
     return _CompletePatches(net).eval() if _takes_any_size(net) and not checks else net
 
 
-def _program(net: nn.Module, images: Tensor, dynamic: dict[int, Any], output: Path) -> Callable[[Tensor], Tensor]:
+def _program(
+    net: nn.Module, images: Tensor, dynamic: dict[int, Any], output: Path, description: str
+) -> Callable[[Tensor], Tensor]:
     program = torch.export.export(net, (images,), dynamic_shapes=(dynamic,))
-    torch.export.save(program, output)
+    torch.export.save(program, output, extra_files={EXTRA_FILE: description})
     return torch.export.load(output).module()
 
 
-def _package(net: nn.Module, images: Tensor, dynamic: dict[int, Any], output: Path) -> Callable[[Tensor], Tensor]:
+def _package(
+    net: nn.Module, images: Tensor, dynamic: dict[int, Any], output: Path, description: str
+) -> Callable[[Tensor], Tensor]:
     # Not above: it loads the compiler.
     from torch._inductor import aoti_compile_and_package, aoti_load_package
 
     program = torch.export.export(net, (images,), dynamic_shapes=(dynamic,))
-    return aoti_load_package(aoti_compile_and_package(program, package_path=str(output)))
+    options = {"aot_inductor.metadata": {KEY: description}}
+    return aoti_load_package(aoti_compile_and_package(program, package_path=str(output), inductor_configs=options))
 
 
-def _onnx(net: nn.Module, images: Tensor, dynamic: dict[int, Any], output: Path) -> Callable[[Tensor], Tensor]:
+def _onnx(
+    net: nn.Module, images: Tensor, dynamic: dict[int, Any], output: Path, description: str
+) -> Callable[[Tensor], Tensor]:
     import onnxruntime
 
     names = {"input_names": ["images"], "output_names": ["logits"]}
     program = torch.onnx.export(net, (images,), dynamic_shapes=(dynamic,), dynamo=True, verbose=False, **names)
+    program.model.metadata_props[KEY] = description
     program.save(output)
     session = onnxruntime.InferenceSession(output, providers=["CPUExecutionProvider"])
     return lambda images: torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])

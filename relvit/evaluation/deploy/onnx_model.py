@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from relvit.data import ImageData
 from relvit.data.native import NativeBatch, images_of
+from relvit.evaluation.deploy.description import read_description
 from relvit.evaluation.predictor import Predictor
 from relvit.training.multi_label import classes_above, multi_label_metrics, to_probabilities
 from relvit.utils.messages import MissingPackageError, one_line
@@ -27,14 +27,15 @@ class OnnxClassifier(LightningModule):
     """A classifier that `relvit export` wrote, run by onnxruntime on the CPU; PyTorch only prepares the images.
 
     Args:
-        path: the .onnx file; the JSON file that belongs to it is beside it.
+        path: the .onnx file.
 
     Attributes:
-        description: the content of the JSON file.
+        description: class names, the steps from an image to the model's input, and the sizes that the file takes, as
+            they are in the file (one of relvit 0.2 has a JSON file beside it).
         thresholds: of the classes of a multi-label model; None of other models.
 
     Raises:
-        FileNotFoundError, ValueError: one of the two files is missing, or is none of `relvit export`.
+        FileNotFoundError, ValueError: the file is missing, or is none of `relvit export`.
         ModuleNotFoundError: onnxruntime is not installed.
     """
 
@@ -44,18 +45,25 @@ class OnnxClassifier(LightningModule):
             import onnxruntime
         except ModuleNotFoundError as error:
             raise MissingPackageError("ONNX", error.name) from error
-        about = Path(path).with_suffix(".json")
-        for file in (Path(path), about):
-            if not file.is_file():
-                raise FileNotFoundError(f"no file {file}: relvit export CKPT --output {path} writes {about.name}, too")
+        path = Path(path)
+        if path.suffix != ".onnx":
+            raise ValueError(
+                f"{path}: relvit predict runs .onnx files; a .pt2 file is for PyTorch itself (torch.export.load)"
+            )
+        if not path.is_file():
+            raise FileNotFoundError(f"no file {path}: relvit export CKPT --output {path} writes one")
         try:
-            self.description: dict[str, Any] = json.loads(about.read_text(encoding="utf-8"))
-            self.inputs: Sequence[str | int] = self.description["input"][2:]
-            self.thresholds: list[float] | None = self.description.get("thresholds")
             self.session: Any = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+            sides = {each.name: each.shape for each in (*self.session.get_inputs(), *self.session.get_outputs())}
+            if list(sides) != ["images", "logits"] or len(sides["logits"]) != 2:
+                raise ValueError(f"it computes {list(sides)}, not (B, classes) logits of images")
+            metadata = self.session.get_modelmeta().custom_metadata_map
         # onnxruntime has exceptions of its own for broken files.
         except Exception as error:
-            raise ValueError(f"{path} and {about.name} are no files of relvit export: {one_line(error)}") from error
+            raise ValueError(f"{path} is no file of relvit export: {one_line(error)}") from error
+        self.description: dict[str, Any] = read_description(path, metadata, sides["logits"][1])
+        self.inputs: Sequence[str | int] = self.description["input"][2:]
+        self.thresholds: list[float] | None = self.description.get("thresholds")
 
     def data_arguments(self, img_size: tuple[int, int] | None = None) -> dict[str, Any]:
         """Return the arguments of `ImagePathsData` by which images are prepared.

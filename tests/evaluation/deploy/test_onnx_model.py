@@ -1,5 +1,7 @@
 """int8 files against the formula of dynamic quantisation, and the comparison of a file with its model."""
 
+import json
+
 import numpy as np
 import onnx
 import onnxruntime
@@ -67,12 +69,96 @@ def test_comparison_on_val(run, best):
     assert found.same == pytest.approx(predicted.count("cat") / 18)
 
 
-def test_files_that_are_none(tmp_path):
+DESCRIPTION = {
+    "class_names": ["cat", "dog", "owl"],
+    "input": ["batch", 3, "8*height_in_patches", "8*width_in_patches"],
+    "img_size": [16, 16],
+    "crop_pct": 0.9,
+    "mean": [0.5, 0.5, 0.5],
+    "std": [0.2, 0.2, 0.2],
+}
+
+
+def classifier_of(path, description):
+    """An .onnx that averages over the pixels, with this description (JSON text, or what becomes JSON) in it."""
+    nodes = [helper.make_node("ReduceMean", ["images", "axes"], ["logits"], keepdims=0)]
+    weights = [numpy_helper.from_array(np.array([2, 3]), "axes")]
+    inputs = [helper.make_tensor_value_info("images", TensorProto.FLOAT, ["n", 3, "h", "w"])]
+    outputs = [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["n", 3])]
+    made = helper.make_graph(nodes, "graph", inputs, outputs, weights)
+    model = helper.make_model(made, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    if description is not None:
+        text = description if isinstance(description, str) else json.dumps(description)
+        helper.set_model_props(model, {"relvit": text})
+    onnx.save(model, path)
+    return path
+
+
+def test_a_description_in_the_file(tmp_path):
+    found = OnnxClassifier(classifier_of(tmp_path / "a.onnx", DESCRIPTION))
+    assert found.data_arguments((24, 32)) == {
+        "class_names": ["cat", "dog", "owl"],
+        "img_size": (24, 32),
+        "crop_pct": 0.9,
+        "mean": [0.5, 0.5, 0.5],
+        "std": [0.2, 0.2, 0.2],
+    }
+    several = DESCRIPTION | {"thresholds": [0.5, 0.0, 1.0], "input": ["batch", 3, 16, 16]}
+    assert OnnxClassifier(classifier_of(tmp_path / "b.onnx", several)).thresholds == [0.5, 0.0, 1.0]
+    native = {name: DESCRIPTION[name] for name in ("class_names", "input", "mean", "std")}
+    native |= {"patch_size": [8, 8], "max_tokens": 9}
+    assert OnnxClassifier(classifier_of(tmp_path / "c.onnx", native)).data_arguments()["max_tokens"] == 9
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong"),
+    [
+        ({"class_names": ["cat", "dog"]}, "class_names"),
+        ({"class_names": ["cat", "dog", 3]}, "class_names"),
+        ({"class_names": "owl"}, "class_names"),
+        ({"input": ["batch", 1, 16, 16]}, "mean"),
+        ({"input": ["batch", 3, "height", 16]}, "input"),
+        ({"input": ["batch", 3, 16]}, "input"),
+        ({"input": None}, "input"),
+        ({"img_size": [16, 16.5]}, "img_size"),
+        ({"img_size": [0, 16]}, "img_size"),
+        ({"crop_pct": float("nan")}, "crop_pct"),
+        ({"crop_pct": "1"}, "crop_pct"),
+        ({"mean": [0.5, 0.5, float("inf")]}, "mean"),
+        ({"std": [0.5, 0.5]}, "std"),
+        ({"std": [0.5, 0.5, 0]}, "std"),
+        ({"thresholds": [0.5, 0.5]}, "thresholds"),
+        ({"thresholds": [0.5, 0.5, 1.5]}, "thresholds"),
+        ({"max_tokens": 0, "patch_size": [8, 8]}, "max_tokens"),
+        ({"max_tokens": 9}, "patch_size"),
+    ],
+)
+def test_a_description_with_a_wrong_part_is_refused(tmp_path, change, wrong):
+    path = classifier_of(tmp_path / "a.onnx", DESCRIPTION | change)
+    with pytest.raises(ValueError, match=rf"a\.onnx is no file of relvit export: {wrong} is not what it should be"):
+        OnnxClassifier(path)
+
+
+def test_files_that_are_none(tmp_path, graph):
+    path = tmp_path / "none" / "a.onnx"
+    path.parent.mkdir()
     with pytest.raises(FileNotFoundError, match=r"no file .*a\.onnx: relvit export CKPT --output .*a\.onnx writes"):
-        OnnxClassifier(tmp_path / "a.onnx")
-    (tmp_path / "a.onnx").write_bytes(b"nothing")
-    with pytest.raises(FileNotFoundError, match=r"no file .*a\.json"):
-        OnnxClassifier(tmp_path / "a.onnx")
-    (tmp_path / "a.json").write_text('{"input": ["batch", 3, 16, 16]}')
-    with pytest.raises(ValueError, match=r"a\.onnx and a\.json are no files of relvit export"):
-        OnnxClassifier(tmp_path / "a.onnx")
+        OnnxClassifier(path)
+    path.write_bytes(b"nothing")
+    with pytest.raises(ValueError, match=r"a\.onnx is no file of relvit export: "):
+        OnnxClassifier(path)
+    for text in ("[" * 100_000, "{", "[]", "3"):
+        with pytest.raises(ValueError, match=r"a\.onnx is no file of relvit export: "):
+            OnnxClassifier(classifier_of(path, text))
+    with pytest.raises(ValueError, match=r"a\.onnx is no file of relvit export: it computes \['x', 'y'\], not"):
+        OnnxClassifier(graph[0])
+    # As relvit 0.2 wrote it, with a JSON file.
+    path = tmp_path / "old.onnx"
+    classifier_of(path, None)
+    with pytest.raises(ValueError, match=r"old\.onnx has no class names in it, and no old\.json beside it"):
+        OnnxClassifier(path)
+    path.with_suffix(".json").write_text('{"input": ["batch", 3, 16, 16]}')
+    with pytest.raises(ValueError, match=r"old\.json is no file of relvit export: class_names is not"):
+        OnnxClassifier(path)
+    path.with_suffix(".json").write_text(json.dumps(DESCRIPTION))
+    assert OnnxClassifier(path)(torch.ones(2, 3, 16, 24)).tolist() == [[1.0] * 3] * 2

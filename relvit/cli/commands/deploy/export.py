@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from relvit.evaluation import Predictor, Size, export_model
 from relvit.evaluation.deploy import OnnxClassifier, compare
 from relvit.evaluation.deploy.export import check_export
@@ -21,8 +19,8 @@ def export(
 ) -> None:
     """Write the model to a file, and compare what the file computes with the model at two sizes of images.
 
-    It takes any number of normalised images of any size that the model takes, of two patches or more on each side. A
-    JSON file beside it holds class names and transforms.
+    It takes any number of normalised images of any size that the model takes, of two patches or more on each side.
+    Class names and transforms are in the file, too.
 
     Args:
         ckpt_path: The checkpoint to use, such as runs/RUN/checkpoints/best.ckpt.
@@ -42,7 +40,7 @@ def export(
     print(f"{output} computes what the model does (checked with images {checked}{before}).", flush=True)
     if aot:
         print("It does not notice images of a wrong size, unless AOTI_RUNTIME_CHECK_INPUTS is 1.", flush=True)
-    print(f"Class names and transforms: {Path(output).with_suffix('.json')}", flush=True)
+    print("Class names and transforms are in it.", flush=True)
     if int8:
         print(_accuracy(predictor, output), flush=True)
 

@@ -27,7 +27,7 @@ def predict_onnx(
     """Write the classes of each image into predictions.csv, as `relvit predict` does by a checkpoint.
 
     Args:
-        model: The file that relvit export wrote; its JSON file is beside it.
+        model: The file that relvit export wrote.
         paths: Image files, folders (with all below them) and patterns such as 'photos/*.jpg'.
         img_size: The size of the images that the model gets, such as 288 or [256,384]; None means as in training.
         batch_size: The number of images in a batch.

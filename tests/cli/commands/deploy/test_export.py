@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import torch
@@ -76,7 +77,7 @@ def test_onnx_and_its_description_are_enough_to_predict(best, folder, session, c
     for x in images():
         (logits,) = session.run(["logits"], {"images": x.numpy()})
         torch.testing.assert_close(torch.from_numpy(logits), classifier(x), rtol=1e-4, atol=1e-5)
-    description = json.loads((folder / "model.json").read_text())
+    description = json.loads(session.get_modelmeta().custom_metadata_map["relvit"])
     assert description["input"] == ["batch", 3, "8*height_in_patches", "8*width_in_patches"]
     assert description["class_names"] == list(CLASSES)
     # by the description alone, with Pillow and NumPy; 17 x 17 covers the crop of 16 x 16 already
@@ -117,8 +118,80 @@ def test_predict_by_the_file_alone(best, folder, photos, tmp_path, size, capsys)
     assert tables[0] == tables[1]
 
 
+@pytest.fixture(scope="module")
+def other(best, tmp_path_factory):
+    """A checkpoint with classes of its own, of a model that is exported in seconds."""
+    target = tmp_path_factory.mktemp("other") / "other.ckpt"
+    kwargs = {"dynamic_img_size": False, "patch_size": 8, "embed_dim": 16, "depth": 1}
+    return write_checkpoint_like(
+        best, target, "test_vit", kwargs, img_size=[16, 16], class_names=["one", "two", "three"]
+    )
+
+
+def test_files_beside_each_other_keep_their_own_classes(folder, other, photos, tmp_path):
+    shutil.copy(folder / "model.onnx", tmp_path)
+    export_model(relvit.load(other), tmp_path / "model.pt2")
+    assert {path.name for path in tmp_path.iterdir()} == {"model.onnx", "model.pt2"}
+    found = {"relvit.json": ""}
+    torch.export.load(tmp_path / "model.pt2", extra_files=found)
+    assert json.loads(found["relvit.json"])["class_names"] == ["one", "two", "three"]
+    arguments = [str(photos / "test"), f"--runs={tmp_path / 'runs'}"]
+    assert main(["predict", "--model", str(tmp_path / "model.onnx"), *arguments]) == 0
+    assert {row["class"] for row in table(tmp_path / "runs")} <= set(CLASSES)
+
+
+def with_json_beside(path, target):
+    """An .onnx as relvit 0.2 wrote it: its description is in a JSON file of the same name."""
+    model = onnx.load(path)
+    (description,) = (entry.value for entry in model.metadata_props if entry.key == "relvit")
+    del model.metadata_props[:]
+    onnx.save(model, target)
+    target.with_suffix(".json").write_text(json.dumps(json.loads(description), indent=2) + "\n")
+    return target
+
+
+def test_a_file_of_relvit_0_2_predicts_by_the_json_beside_it(folder, photos, tmp_path, fails):
+    old = with_json_beside(folder / "model.onnx", tmp_path / "old.onnx")
+    for name, file in (("old", old), ("new", folder / "model.onnx")):
+        arguments = [str(photos / "test"), f"--runs={tmp_path / name}"]
+        assert main(["predict", "--model", str(file), *arguments]) == 0
+    assert table(tmp_path / "old") == table(tmp_path / "new")
+    # A description in the file comes first, whatever is beside the file.
+    shutil.copy(folder / "model.onnx", tmp_path / "both.onnx")
+    (tmp_path / "both.json").write_text("nothing")
+    assert OnnxClassifier(tmp_path / "both.onnx").description["class_names"] == list(CLASSES)
+    old.with_suffix(".json").unlink()
+    assert "no class names in it, and no old.json beside it: relvit export CKPT --output" in fails(
+        ["predict", "--model", old, photos]
+    )
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_weights_of_a_large_model_are_in_a_file_that_carries_its_name(other, tmp_path, monkeypatch, int8):
+    """PyTorch writes them so where an .onnx would be above 2 GB."""
+    monkeypatch.setattr("torch.onnx._internal.exporter._onnx_program._LARGE_MODEL_THRESHOLD", 0)
+    predictor = relvit.load(other)
+    export_model(predictor, tmp_path / "large.onnx", int8)
+    assert {path.name for path in tmp_path.iterdir()} == {"large.onnx"} | ({"large.onnx.data"} if not int8 else set())
+    found = OnnxClassifier(tmp_path / "large.onnx")
+    assert found.description["class_names"] == ["one", "two", "three"]
+    x = torch.randn(2, 3, 16, 16)
+    if not int8:
+        torch.testing.assert_close(found(x), predictor.model(x), rtol=1e-4, atol=1e-5)
+
+
+def copy_of(path):
+    """In the place of the exporter, for the tests of what follows it."""
+
+    def write(net, images, dynamic, output, description):
+        shutil.copy(path, output)
+        return net
+
+    return write
+
+
 def test_int8_and_what_it_costs(run, best, folder, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(module, "_onnx", lambda net, *_: shutil.copy(folder / "model.onnx", tmp_path) and net)
+    monkeypatch.setattr(module, "_onnx", copy_of(folder / "model.onnx"))
     assert main(["export", str(best), "--output", str(tmp_path / "model.onnx"), "--int8"]) == 0
     out = capsys.readouterr().out
     before, after, same = re.search(
@@ -128,8 +201,10 @@ def test_int8_and_what_it_costs(run, best, folder, tmp_path, monkeypatch, capsys
     assert float(before) == pytest.approx(summary["val/acc1"], abs=5e-5)
     assert abs(float(after) - float(before)) <= 1 - float(same) / 100 + 1e-4
     x = torch.randn(4, 3, 16, 16)
-    quantised, exact = OnnxClassifier(tmp_path / "model.onnx")(x), load_classifier(best)(x)
-    assert 0 < (quantised - exact).abs().max() < 0.1 * exact.abs().max()
+    quantised, exact = OnnxClassifier(tmp_path / "model.onnx"), load_classifier(best)(x)
+    assert 0 < (quantised(x) - exact).abs().max() < 0.1 * exact.abs().max()
+    assert quantised.description == OnnxClassifier(folder / "model.onnx").description
+    assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
 
 
 def check_refusals(net, folder, session):
@@ -166,10 +241,12 @@ def test_a_model_of_one_size(best, tmp_path):
     output = tmp_path / "model.pt2"
     shapes = export_model(relvit.load(best), output)
     assert shapes == [(2, 3, 32, 48), (3, 3, 32, 48)]
-    assert json.loads((tmp_path / "model.json").read_text())["input"] == ["batch", 3, 32, 48]
+    found = {"relvit.json": ""}
+    program = torch.export.load(output, extra_files=found).module()
+    assert json.loads(found["relvit.json"])["input"] == ["batch", 3, 32, 48]
     x = torch.randn(4, 3, 32, 48)
     expected = load_classifier(best)(x)
-    torch.testing.assert_close(torch.export.load(output).module()(x), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(program(x), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -178,7 +255,6 @@ def test_native_shapes_of_timms_model(best, photos, tmp_path):
     native = {"native": True, "patch_size": 8, "max_tokens": 9}
     best = str(write_checkpoint_like(best, tmp_path / "best.ckpt", "naflexvit_base_patch16_gap", kwargs, **native))
     assert main(["export", best, f"--output={tmp_path / 'model.onnx'}"]) == 0
-    assert json.loads((tmp_path / "model.json").read_text())["input"][0] == "batch"
     paths = [str(photos / "test"), f"--runs={tmp_path / 'ours'}"]
     assert main(["predict", "--model", str(tmp_path / "model.onnx"), *paths]) == 0
     assert main(["predict", best, paths[0], f"--runs={tmp_path / 'theirs'}", "--trainer.accelerator=cpu"]) == 0
@@ -199,6 +275,7 @@ def test_compiled_by_aotinductor(best, classifier, tmp_path, capfd):
     assert main(["export", str(best), f"--output={output}", "--aot"]) == 0
     assert "does not notice images of a wrong size" in capfd.readouterr().out
     packaged = torch._inductor.aoti_load_package(str(output))
+    assert json.loads(packaged.get_metadata()["relvit"])["class_names"] == list(CLASSES)
     for x in images():
         torch.testing.assert_close(packaged(x), classifier(x), rtol=1e-4, atol=1e-5)
     code = "import sys, torch; torch._inductor.aoti_load_package(sys.argv[1])(torch.zeros(2, 3, int(sys.argv[2]), 24))"
@@ -208,14 +285,18 @@ def test_compiled_by_aotinductor(best, classifier, tmp_path, capfd):
 
 
 def test_a_file_that_computes_something_else_is_not_kept(best, tmp_path, monkeypatch):
-    def wrong(net, images, dynamic, output):
+    """The file that was there before stays."""
+
+    def wrong(net, images, dynamic, output, description):
         output.touch()
         return lambda images: net(images) + 0.01 * (len(images) == 1)
+
+    (tmp_path / "model.pt2").write_bytes(b"before")
 
     monkeypatch.setattr(module, "_program", wrong)
     with pytest.raises(ExportError, match=r"for images \(1, 3, 16, 16\) the exported model differs from the model"):
         export_model(relvit.load(best), tmp_path / "model.pt2")
-    assert list(tmp_path.iterdir()) == []
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"before"]
 
 
 def raise_no_compiler():
@@ -230,6 +311,7 @@ def test_sizes_and_names_that_predict_refuses(folder, photos, tmp_path, capsys, 
         (file,): "missing: --paths; usage: relvit predict --model FILE.onnx PATH ...",
         (file, "nowhere.jpg"): "no file or folder 'nowhere.jpg'",
         ("none.onnx", "photo.jpg"): "no file none.onnx: relvit export CKPT --output none.onnx",
+        ("model.pt2", "photo.jpg"): "model.pt2: relvit predict runs .onnx files",
     }.items():
         assert message in fails(["predict", *arguments, f"--runs={tmp_path}"])
     assert not list(tmp_path.iterdir())
