@@ -10,16 +10,21 @@ from typing import Any, get_type_hints
 
 import timm
 import torch
+from timm.models import build_model_with_cfg
 from timm.models.naflexvit import NaFlexVit, NaFlexVitCfg
 from torch import nn
 
 from relvit.models.retrofit import retrofit as retrofit_model
 from relvit.models.retrofit import retrofit_arguments
+from relvit.models.retrofit.api import RETROFITTED_NAME
 from relvit.utils.memory import available_memory
 from relvit.utils.messages import did_you_mean, listing
 
-# What timm's own builder takes besides the arguments of the model's class.
-BUILDER_ARGUMENTS = {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_strict", "checkpoint_path"}
+# What timm's own builders take besides the arguments of the model's class: which weights are loaded, and from where.
+# A description may never hold them, whether a user, a checkpoint, a published folder or the hub gives it.
+BUILDER_ARGUMENTS = {
+    name for build in (timm.create_model, build_model_with_cfg) for name in inspect.signature(build).parameters
+} - {"kwargs"}
 # Arguments that come from the data.
 DATA_ARGUMENTS = ("num_classes", "in_chans", "img_size")
 # Beyond those of every model there is. What is within them is measured, in bytes.
@@ -55,6 +60,7 @@ def build_model(
             hint = did_you_mean(key, retrofit_arguments()) or f", allowed: {listing(retrofit_arguments())}"
             raise ValueError(f"retrofit has no argument {key!r}{hint}")
     arguments = model_arguments(name)
+    check_description(name, kwargs)
     for key in kwargs:
         if key in DATA_ARGUMENTS:
             raise ValueError(f"model_kwargs must not hold {key!r}: it comes from the data")
@@ -73,6 +79,27 @@ def build_model(
     # Names alone are of models that somebody has built.
     check_size(build if kwargs or retrofit else None, {**given, "retrofit": retrofit or {}})
     return build()
+
+
+def check_description(name: str, arguments: Mapping[str, Any], source: str = "model_kwargs") -> None:
+    """Refuse a description of a model that chooses which weights are loaded, as a file from elsewhere may.
+
+    Args:
+        name: of the model.
+        arguments: of the model. Of a model of the name `retrofitted` they hold the name of another one.
+        source: where the arguments are, for the message.
+
+    Raises:
+        ValueError: an unknown model, or an argument of timm's builder.
+    """
+    if chosen := sorted(BUILDER_ARGUMENTS & arguments.keys()):
+        raise ValueError(
+            f"{source} must not hold {chosen[0]!r}: a description does not choose which weights are loaded, "
+            "--model.pretrained does"
+        )
+    if name == RETROFITTED_NAME and "model" in arguments:
+        check_description(arguments["model"], {}, source)
+    model_arguments(name)
 
 
 def check_size(build: Callable[[], nn.Module] | None, arguments: Mapping[str, Any]) -> None:
@@ -133,14 +160,14 @@ def model_arguments(name: str) -> set[str]:
     Raises:
         ValueError: an unknown model.
     """
-    architecture = name.split(".", 1)[0]
+    architecture = str(name).split(".", 1)[0]
     if not timm.is_model(architecture):
         hint, ours = did_you_mean(architecture, timm.list_models()), sorted(timm.list_models("relvit*"), key=len)
         raise ValueError(f"unknown model {name!r}{hint}; known: {listing(ours, 4)}, and every model of timm")
     model_class = _model_class(name)
     if model_class is None:
         return set()
-    arguments: set[str] = set(BUILDER_ARGUMENTS)
+    arguments: set[str] = set()
     if issubclass(model_class, NaFlexVit):
         arguments |= {field.name for field in fields(NaFlexVitCfg)}
     for cls in model_class.__mro__:

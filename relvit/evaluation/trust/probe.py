@@ -26,6 +26,7 @@ from relvit.models.factory import model_arguments
 from relvit.models.sizes.native import pooled_features
 from relvit.training import Checkpoint
 from relvit.training.checkpoints.checkpoint import Transforms
+from relvit.training.checkpoints.pretrained import Pretrained
 from relvit.utils.remote import suffix_of
 
 # Inverse strengths of the linear probe's weight decay, and the part of the labels on which one is chosen.
@@ -186,7 +187,7 @@ def _load(model: str | os.PathLike[str], data: ImageData, pretrained: bool) -> t
         model_arguments(name)
         if pretrained and not timm.is_model_pretrained(name):
             raise ValueError(f"there are no pretrained weights of {name}: give --random for random ones")
-    net = timm.create_model(name, pretrained=pretrained, in_chans=data.in_chans).eval()
+    net = Pretrained(name).timm_model(pretrained, in_chans=data.in_chans).eval()
     config = timm.data.resolve_model_data_config(net)
     # timm describes colour images.
     known = config if len(config["mean"]) == data.in_chans else {"mean": data.mean, "std": data.std}

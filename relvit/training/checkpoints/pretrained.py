@@ -9,9 +9,10 @@ from typing import Any
 import timm
 from timm.models import load_model_config_from_hf, load_state_dict, split_model_name_tag
 from timm.models._hub import load_model_config_from_path
+from torch import nn
 
 from relvit.data import parse_size
-from relvit.models.factory import BUILDER_ARGUMENTS, DATA_ARGUMENTS, check_size
+from relvit.models.factory import DATA_ARGUMENTS, check_description, check_size
 from relvit.models.retrofit.api import RETROFITTED_NAME
 from relvit.models.weights.transfer import Weights
 from relvit.training.checkpoints.checkpoint import Architecture, Checkpoint, Normalisation
@@ -61,7 +62,7 @@ class Pretrained:
         if self._config is None:
             return Architecture(self._timm_name)
         _, architecture, given = self._config
-        kwargs = {key: value for key, value in given.items() if key not in {*DATA_ARGUMENTS, *BUILDER_ARGUMENTS}}
+        kwargs = {key: value for key, value in given.items() if key not in DATA_ARGUMENTS}
         retrofit = None
         if architecture == RETROFITTED_NAME:
             architecture, retrofit = kwargs.pop("model"), kwargs.pop("retrofit")
@@ -144,9 +145,11 @@ class Pretrained:
         read = load_model_config_from_hf if f"{source}:" == HUB else load_model_config_from_path
         try:
             cfg, architecture, arguments = read(path)
-            return dict(cfg or {}), architecture, dict(arguments or {})
+            cfg, arguments = dict(cfg or {}), dict(arguments or {})
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"the config.json of {self.name} does not say which model it is of ({error!r})") from error
+        check_description(architecture, arguments, f"the config.json of {self.name}")
+        return cfg, architecture, arguments
 
     def _weights_of_checkpoint(self, checkpoint: Checkpoint) -> Weights:
         model = checkpoint.model
@@ -159,18 +162,28 @@ class Pretrained:
             **checkpoint.normalisation()._asdict(),
         )
 
-    def _weights_of_timm(self) -> Weights:
-        """Read the weights of a model made by timm itself, which fetches and converts files model by model."""
+    def timm_model(self, pretrained: bool = True, **arguments: Any) -> nn.Module:
+        """Have timm make the model of a name or folder, which fetches and converts weights model by model.
+
+        Args:
+            pretrained: whether it has its weights; else they are random.
+            arguments: further ones of `timm.create_model`, which override those of a folder.
+        """
         name = self._timm_name
+        described = self._config[2] if self._config else {}
         try:
-            check_size(partial(timm.create_model, name), self._config[2] if self._config else {})
-            donor = timm.create_model(name, pretrained=True)
+            check_size(partial(timm.create_model, name, **arguments), described)
+            return timm.create_model(name, pretrained=pretrained, **arguments)
         # A folder's config.json may hold anything, for which timm and the models raise almost any type.
         except Exception as error:
             raise ValueError(f"the weights of {name} could not be loaded: {one_line(error)}") from error
+
+    def _weights_of_timm(self) -> Weights:
+        """Read the weights of a model made by timm itself."""
+        donor = self.timm_model()
         cfg = donor.pretrained_cfg
         return Weights(
-            source=name,
+            source=self._timm_name,
             state=donor.state_dict(),
             class_names=list(names) if (names := cfg.get("label_names")) else None,
             input_size=tuple(cfg["input_size"]),

@@ -1,0 +1,108 @@
+"""A checkpoint, a published folder or a repository of the hub from elsewhere does not choose what is loaded."""
+
+import json
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+
+import relvit
+from relvit.cli import main
+from relvit.models.factory import BUILDER_ARGUMENTS, build_model
+from relvit.training.checkpoints.pretrained import Pretrained
+
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "of_0_2"
+CHECKPOINT = FIXTURES / "tables" / "checkpoints" / "last.ckpt"
+# Arguments of timm's builders with which a description would choose where weights come from.
+CHOICES = [
+    {"pretrained": True},
+    {"checkpoint_path": "secret.pth"},
+    {"pretrained_cfg": {"url": "https://example.org/w.pth"}},
+    {"pretrained_cfg": {"file": "secret.pth"}},
+    {"pretrained_cfg_overlay": {"hf_hub_id": "someone/else"}},
+    {"cache_dir": "elsewhere"},
+]
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch, tmp_path):
+    """No connection can be made, and reading the other file of the machine fails the test."""
+    monkeypatch.chdir(tmp_path)
+    torch.save({"weight": torch.ones(1)}, "secret.pth")
+    load = torch.load
+
+    def connect(*arguments):
+        pytest.fail(f"a connection to {arguments[-1]}")
+
+    def read(file, *arguments, **options):
+        assert "secret" not in str(file)
+        return load(file, *arguments, **options)
+
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    monkeypatch.setattr(torch, "load", read)
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+def test_checkpoints_that_choose_weights_are_refused(choice, tmp_path, fails):
+    content = torch.load(CHECKPOINT, weights_only=True)
+    for model in ("test_relvit", "vit_tiny_patch16_224"):
+        description = content["relvit"]["model"]
+        description["model"], description["model_kwargs"] = model, (description["model_kwargs"] or {}) | choice
+        torch.save(content, "foreign.ckpt")
+        with pytest.raises(ValueError, match=f"must not hold {next(iter(choice))!r}"):
+            relvit.load("foreign.ckpt")
+        assert "must not hold" in fails(["predict", "foreign.ckpt", "secret.pth"])
+        run = ["fit", "--data=DigitsData", "--pretrained", "foreign.ckpt", "--trainer.fast_dev_run=true"]
+        assert "must not hold" in fails(run)
+
+
+@pytest.mark.parametrize("choice", [*CHOICES, {"model": "hf-hub:someone/else"}, {"model": "local-dir:."}], ids=str)
+def test_folders_that_choose_weights_are_refused(choice, fails):
+    shutil.copytree(FIXTURES / "published", "published")
+    config = json.loads(Path("published/config.json").read_text())
+    if "model" in choice:
+        config |= {"architecture": "retrofitted", "model_args": choice}
+    else:
+        config["model_args"] |= choice
+    Path("published/config.json").write_text(json.dumps(config))
+    message = "unknown model" if "model" in choice else "must not hold"
+    for read in (Pretrained("published").architecture, Pretrained("published").weights):
+        with pytest.raises(ValueError, match=message):
+            read()
+    assert message in fails(["probe", "local-dir:published", "--data", "DigitsData"])
+
+
+def test_the_hub_likewise(monkeypatch):
+    """What is read of a repository is its config.json, in the place of a download here."""
+    config = {"mean": (0.5,)}, "test_relvit", {"checkpoint_path": "secret.pth"}
+    monkeypatch.setattr("relvit.training.checkpoints.pretrained.load_model_config_from_hf", lambda name: config)
+    with pytest.raises(ValueError, match=r"config.json of hf-hub:someone/else must not hold 'checkpoint_path'"):
+        Pretrained("hf-hub:someone/else").weights()
+
+
+def test_honest_descriptions_load():
+    state = Pretrained(str(FIXTURES / "published")).weights().state
+    expected = timm.create_model(f"local-dir:{FIXTURES / 'published'}", pretrained=True).state_dict()
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
+    vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, drop_path_rate=0.1, pos_embed="learn")
+    relvit.retrofit(vit, rel_terms="k")
+    timm.models.save_for_hf(vit, "saved")
+    start = Pretrained("saved")
+    assert start.architecture().retrofit["rel_terms"] == "k"
+    assert torch.equal(start.weights().state["head.weight"], vit.head.weight)
+    build_model("vit_tiny_patch16_224", 3, model_kwargs={"depth": 1, "drop_path_rate": 0.1, "pos_embed": "none"})
+
+
+def test_no_argument_of_a_model_is_one_of_the_builder():
+    for name in [*timm.list_models("*relvit*"), "vit_small_patch16_224", "eva02_tiny_patch14_224", "resnet18"]:
+        parameters = timm.create_model(name, num_classes=2).__init__.__code__.co_varnames
+        assert not BUILDER_ARGUMENTS & set(parameters)
+
+
+def test_what_a_user_gives_is_said_to_be_an_option(capsys):
+    arguments = ["fit", "--data=DigitsData", "--model.model_kwargs.pretrained", "true", "--trainer.fast_dev_run=true"]
+    assert main(arguments) == 2
+    assert "--model.pretrained" in capsys.readouterr().err
