@@ -4,10 +4,13 @@ Triton's interpreter is chosen by TRITON_INTERPRET=1, which counts only before T
 their own.
 """
 
+import itertools
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
-from draws import assert_all_close, draw_case, draw_tables, gradients, leaves, relative_error, with_tables
+from draws import assert_all_close, draw_case, draw_tables, gradients, leaves, relative_error, tables_of, with_tables
 
 from relvit.ops import AxisTables, Channels, RelativeTerms, make_grid, relative_attention
 
@@ -56,6 +59,38 @@ def compare(contents, terms, *grids, atol=(1e-5, 5e-5), **options):
 def test_equals_the_reference_with_gradients(size, prefix, which, dim):
     q, k, v, terms, grid = draw_case(*size, prefix, (2, 3), which, dim=dim)
     compare((q, k, v), terms, grid)
+
+
+@pytest.mark.parametrize("which", ["", "k", "v", "b", "kv", "vb", "kvb"])
+@pytest.mark.parametrize("operands", itertools.product((False, True), repeat=3), ids=str)
+def test_random_scenes_with_and_without_each_operand(which, operands):
+    """Gradients are compared where memory was filled before: what a kernel does not write would be found."""
+    rotated, extended, padded = operands
+    generator = torch.Generator().manual_seed(len(which) + 8 * sum(operands))
+    height, width, prefix = (int(torch.randint(low, 5, (), generator=generator)) for low in (1, 1, 0))
+    q, k, v, terms, grid = draw_case(height, width, prefix, which=which, dim=16)
+    if padded:
+        valid = torch.rand(2, height * width, generator=generator) < 0.7
+        valid[:, 0] = True
+        grid = grid._replace(valid=valid)
+    tokens, draw = q.shape[2], partial(torch.randn, generator=generator, dtype=torch.float64)
+    extra = [draw(2, 2, tokens, 16)] if rotated else []
+    extra += [draw(2, 1, tokens, 3), draw(2, 1, tokens, 3)] if extended else []
+    found = []
+    for dtype, backend in ((torch.float32, "triton"), (torch.float64, "reference")):
+        tables = with_tables(terms, lambda table, to=dtype: table.detach().to(to).requires_grad_())
+        contents = [tensor.detach().to(dtype).requires_grad_() for tensor in (q, k, v, *extra)]
+        rest = contents[3:]
+        options = {"position_query": rest.pop(0)} if rotated else {}
+        given = tables._replace(channels=Channels(*rest)) if extended else tables
+        # What is allocated and never written would show the numbers of memory that was freed before.
+        torch.full((2**16,), 1e6, dtype=dtype)
+        out = relative_attention(*contents[:3], given, grid, backend=backend, **options)
+        cotangent = torch.linspace(-1, 1, out.numel(), dtype=dtype).view(out.shape)
+        found.append((out, gradients(out, [*contents, *tables_of(tables)], cotangent)))
+    (out, grads), (want, want_grads) = found
+    torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-5)
+    assert_all_close([grad.double() for grad in grads], want_grads, atol=5e-5)
 
 
 @pytest.mark.parametrize("bucketing", ["clip", "piecewise"])

@@ -42,7 +42,8 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
         if terms.key is None and terms.bias is None and terms.value is None:
             # Nothing distinguishes rows: one long column of keys.
             prefix, height, width = 0, key.shape[2], 1
-        position = None if inputs.position_query is query else inputs.position_query
+        # Without a key table nothing reads it, and no gradient of it is written.
+        position = None if terms.key is None or inputs.position_query is query else inputs.position_query
         key_table, bias, of_key = key_operands(inputs)
         value_table, of_value = value_operands(inputs)
         lookups = [part for lookup in (of_key, of_value) for part in (lookup[1:] if lookup else (None, None))]
