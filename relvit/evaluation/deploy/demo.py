@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 import gradio as gr
 import numpy as np
 from fastapi import FastAPI, Request, Response
+from gradio.utils import get_upload_folder
 from PIL import Image, ImageDraw
 
 from relvit.data import UnreadableImageError, load_rgb
 from relvit.data.native import images_of
+from relvit.evaluation.deploy.demo_requests import OwnPageOnly
 from relvit.evaluation.pictures import Kind, draw
 from relvit.evaluation.pictures.draw import OF_HEADS
 from relvit.evaluation.predictor import Predictor
@@ -182,22 +184,27 @@ def build_page(viewer: Viewer) -> gr.Blocks:
         try:
             if path is not None:
                 view = viewer.look(path, size or "", at, kinds, layer, head)
-        # The page goes on whatever fails; earlier results would be taken for those of the new choice.
-        except Exception as error:
-            if not isinstance(error, ValueError):
-                traceback.print_exc()
+        except ValueError as error:
             view = View([f"Error: {one_line(error)}"], None, None, {})
+        # The page goes on whatever fails; earlier results would be taken for those of the new choice. What other errors
+        # say, such as paths of this machine, is for the terminal alone.
+        except Exception:
+            traceback.print_exc()
+            view = View(["Error: the page failed; the terminal that it runs in says why"], None, None, {})
         drawn = [gr.Image(view.figures.get(kind), visible=kind in view.figures) for kind in LABELS]
         text, *missing = (f"<p>{html.escape(line)}</p>" for line in view.text)
-        return [text, view.picture, view.classes, "".join(missing), *drawn]
+        shape = None if view.picture is None else (view.picture.height, view.picture.width)
+        return [shape, text, view.picture, view.classes, "".join(missing), *drawn]
 
-    def click(event: gr.SelectData, picture: Image.Image, *choices: Any) -> list[Any]:
-        at = event.index[1] / picture.height, event.index[0] / picture.width
+    # The picture itself is no input: Gradio would decode whatever a request sent in its place.
+    def click(event: gr.SelectData, shape: tuple[int, int], *choices: Any) -> list[Any]:
+        x, y = event.index
+        at = min(max(y / shape[0], 0.0), 1.0), min(max(x / shape[1], 0.0), 1.0)
         return [at, *show(at, *choices)]
 
     with gr.Blocks(title=f"relvit: {name}", analytics_enabled=False, delete_cache=(300, 1800)) as page:
         gr.Markdown(f"# {name}")
-        at = gr.State((0.5, 0.5))
+        at, shape = gr.State((0.5, 0.5)), gr.State()
         image = {"interactive": False, "show_label": False, "format": "png"}
         with gr.Row():
             with gr.Column(min_width=280):
@@ -221,19 +228,22 @@ def build_page(viewer: Viewer) -> gr.Blocks:
             gr.Image(visible=False, elem_id=kind, elem_classes="figure", buttons=["fullscreen"], **image)
             for kind in LABELS
         ]
-        choices, outputs = [upload, size, kinds, layer, head], [text, seen, classes, missing, *drawn]
+        choices, outputs = [upload, size, kinds, layer, head], [shape, text, seen, classes, missing, *drawn]
         options = {"concurrency_id": "model", "trigger_mode": "always_last", "api_visibility": "private"}
         gr.on([choice.change for choice in choices], show, [at, *choices], outputs, **options)
-        seen.select(click, [seen, *choices], [at, *outputs], **options)
+        seen.select(click, [shape, *choices], [at, *outputs], **options)
+    # Gradio checks that files are uploaded ones only for pages that it has launched itself.
+    page.has_launched = page.is_running = True
     return page
 
 
-def build_app(viewer: Viewer, max_mb: float) -> FastAPI:
+def build_app(viewer: Viewer, max_mb: float, host: str = "127.0.0.1") -> FastAPI:
     """Build the application that serves the page; the browser asks no other machine for anything.
 
     Args:
         viewer: computes what the page shows.
         max_mb: size of a file, in units of 2^20 bytes, that no upload may exceed.
+        host: the address that the server listens at, see `OwnPageOnly`.
     """
     app = FastAPI(openapi_url=None)
 
@@ -250,4 +260,5 @@ def build_app(viewer: Viewer, max_mb: float) -> FastAPI:
         "ssr_mode": False,
         "footer_links": [],
     }
+    app.add_middleware(OwnPageOnly, host=host, uploads=get_upload_folder())
     return gr.mount_gradio_app(app, build_page(viewer), path="/", **options)

@@ -102,15 +102,17 @@ def test_what_a_model_does_not_have_is_said_in_words(best, photo, tmp_path):
 def test_the_page_shows_results_after_a_click_and_messages_for_errors(viewer, best, photo, tmp_path, capsys):
     call = functions(build_page(viewer))
     event = gr.SelectData(None, {"index": [470, 10], "value": None})
-    picture = viewer.look(photo, "24 x 40").picture
-    at, text, framed, classes, missing, *figures = call["click"](
-        event, picture, photo, "24 x 40", ["attention", "aft-windows"], 1, "all"
+    at, shape, text, framed, classes, missing, *figures = call["click"](
+        event, (288, 480), photo, "24 x 40", ["attention", "aft-windows"], 1, "all"
     )
     assert missing.startswith("<p>No AFT biases around the patch: RelVisionTransformer has no attention-free layers")
     assert at == (10 / 288, 470 / 480)
     assert "row 0, column 4" in text
-    assert framed is not None
+    assert shape == (framed.height, framed.width) == (288, 480)
     assert len(classes) == 3
+    # A request may say that the click was anywhere.
+    far = gr.SelectData(None, {"index": [-5, 1e9], "value": None})
+    assert call["click"](far, (288, 480), photo, "24 x 40", [], 1, "all")[0] == (1.0, 0.0)
     assert [kind for kind, figure in zip(LABELS, figures, strict=True) if figure.visible] == ["attention"]
     (tmp_path / "no.png").write_bytes(b"<b>no</b>")
     Image.new("L", (101, 100)).save(tmp_path / "large.png")
@@ -122,27 +124,27 @@ def test_the_page_shows_results_after_a_click_and_messages_for_errors(viewer, be
         (photo, "20 x 24", "20"),
         (photo, "800 x 800", "800 x 800 px are 10,000 patches, and this page takes 4,096"),
     ):
-        text, *results = call["show"]((0.5, 0.5), str(path), size, list(KINDS), 0, "all")
+        shape, text, *results = call["show"]((0.5, 0.5), str(path), size, list(KINDS), 0, "all")
         assert text.startswith("<p>Error: ")
         assert message in text
         assert "Traceback" not in text
-        assert results[:3] == [None, None, ""]
+        assert [shape, *results[:3]] == [None, None, None, ""]
         assert not any(figure.visible for figure in results[3:])
         assert str(tmp_path) not in text
     assert (
-        call["show"]((0.5, 0.5), None, "", [], 0, "all")[0] == "<p>Drop an image, then click on a patch of it here.</p>"
+        call["show"]((0.5, 0.5), None, "", [], 0, "all")[1] == "<p>Drop an image, then click on a patch of it here.</p>"
     )
     viewer.look = None
     try:
-        text, *_ = call["show"]((0.5, 0.5), photo, "", [], 0, "all")
+        _, text, *_ = call["show"]((0.5, 0.5), photo, "", [], 0, "all")
     finally:
         del viewer.look
-    assert "Error: &#x27;NoneType&#x27; object is not callable" in text
+    assert "Error: the page failed; the terminal that it runs in says why" in text
     assert "TypeError" in capsys.readouterr().err
 
 
 def test_the_server_sends_no_address_of_another_machine_and_refuses_large_files(viewer, tmp_path):
-    with TestClient(build_app(viewer, 0.01)) as client:
+    with TestClient(build_app(viewer, 0.01), base_url="http://127.0.0.1:7860") as client:
         response = client.get("/")
         assert response.status_code == 200
         assert "relvit: test_relvit" in response.text
@@ -153,3 +155,29 @@ def test_the_server_sends_no_address_of_another_machine_and_refuses_large_files(
         sent = client.post("/gradio_api/upload", files={"files": ("b.png", bytes(10_486))})
         assert sent.status_code == 413
     assert not list(tmp_path.glob("uploads/**/b.png"))
+
+
+@pytest.mark.parametrize(
+    ("host", "header", "status"),
+    [
+        ("127.0.0.1", "127.0.0.1:7860", 200),
+        ("127.0.0.1", "localhost:7860", 200),
+        ("127.0.0.1", "LOCALHOST", 200),
+        ("127.0.0.1", "[::1]:7860", 200),
+        # By a name of its own that resolves to 127.0.0.1 another site would make its requests look local.
+        ("127.0.0.1", "rebound.example.org:7860", 403),
+        ("127.0.0.1", "127.0.0.1.example.org", 403),
+        ("127.0.0.1", "192.168.1.5:7860", 403),
+        ("127.0.0.1", "[", 403),
+        ("192.168.1.5", "192.168.1.5:7860", 200),
+        ("lab.example.org", "lab.example.org", 200),
+        # Every address of the machine is the page's own, but no name of another site.
+        ("0.0.0.0", "192.168.1.5:7860", 200),
+        ("0.0.0.0", "rebound.example.org:7860", 403),
+    ],
+)
+def test_hosts(viewer, host, header, status):
+    with TestClient(build_app(viewer, 1, host), base_url="http://127.0.0.1:7860") as client:
+        assert client.get("/", headers={"Host": header}).status_code == status
+        for origin, allowed in ((f"http://{header}", status), ("http://evil.example.org", 403), ("null", 403)):
+            assert client.get("/", headers={"Host": header, "Origin": origin}).status_code == allowed
