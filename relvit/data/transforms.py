@@ -32,7 +32,7 @@ _JITTER_AND_ERASING: dict[str, tuple[float, float]] = {
 # Sides of a model's input in pixels, beyond which an image size is taken for a mistake.
 LARGEST_SIDE = 2**14
 
-# Aspect ratio, relative to the output's, beyond which the ends of an image are cut off: a line of 30,000 pixels would
+# Aspect ratio, relative to the output's, beyond which the ends of an image are left out: a line of 30,000 pixels would
 # otherwise become gigabytes.
 LONGEST = 64
 
@@ -53,10 +53,10 @@ def parse_size(img_size: int | Sequence[int], name: str = "img_size") -> tuple[i
 
 
 class ResizeToCover(v2.Transform):
-    """Resize a PIL image, keeping its aspect ratio, to the smallest size that covers (height, width).
+    """Resize a PIL image, keeping its aspect ratio, to the smallest size that covers (height, width), as timm does.
 
     Bicubic with antialiasing; smaller images are enlarged. One side of the result is exact, the other is at least
-    as long as asked, and at most 64 times as long: of longer images the middle is taken.
+    as long as asked. Where it would be more than 64 times as long, the middle of the result is all that is computed.
     """
 
     def __init__(self, size: tuple[int, int]) -> None:
@@ -64,23 +64,29 @@ class ResizeToCover(v2.Transform):
         self.size = size
 
     def transform(self, inpt: Image.Image, params: dict[str, Any]) -> Image.Image:
-        kept, covering = self.sizes((inpt.height, inpt.width))
-        if kept != (inpt.height, inpt.width):
-            inpt = v2.functional.center_crop(inpt, list(kept))
-        if covering == kept:
-            return inpt
-        return v2.functional.resize(inpt, list(covering), v2.InterpolationMode.BICUBIC, antialias=True)
+        (height, width), made = self.sizes((inpt.height, inpt.width))
+        top, left = (height - made[0]) // 2, (width - made[1]) // 2
+        # The edges of the middle in pixels of the image.
+        x0, x1 = (edge * inpt.width / width for edge in (left, left + made[1]))
+        y0, y1 = (edge * inpt.height / height for edge in (top, top + made[0]))
+        return inpt.resize(made[::-1], Image.Resampling.BICUBIC, box=(x0, y0, x1, y1))
 
     def sizes(self, stored: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return height and width of the part of an image that is kept, and of the result."""
+        """Return height and width of the whole image as it would be resized, and of the middle that is computed."""
         height, width = self.size
-        scale = max(height / stored[0], width / stored[1])
-        kept = (
-            min(stored[0], math.ceil(LONGEST * height / scale)),
-            min(stored[1], math.ceil(LONGEST * width / scale)),
+        if height == width:
+            # timm takes torchvision's Resize for squares, which drops the fraction of a pixel of the longer side,
+            whole = int(height * stored[0] / min(stored)), int(width * stored[1] / min(stored))
+        else:
+            # and its own ResizeKeepRatio for other shapes, which rounds.
+            ratio = min(stored[0] / height, stored[1] / width)
+            whole = round(stored[0] / ratio), round(stored[1] / ratio)
+        # A centre crop rounds half a pixel to an even number: it takes the same pixels where an even number is left out
+        # on either side.
+        made = tuple(
+            side - max(0, side - LONGEST * asked) // 4 * 4 for side, asked in zip(whole, self.size, strict=True)
         )
-        # Rounding may not take a pixel from the side that decides the scale.
-        return kept, (max(height, round(kept[0] * scale)), max(width, round(kept[1] * scale)))
+        return whole, made
 
     def extra_repr(self) -> str:
         return f"size={self.size}"
@@ -141,8 +147,7 @@ def eval_transform(
 
 
 def _before_crop(size: tuple[int, int], crop_pct: float) -> tuple[int, int]:
-    # 63 / 0.9 is 70 but for the rounding of floats.
-    return math.floor(size[0] / crop_pct + 1e-9), math.floor(size[1] / crop_pct + 1e-9)
+    return math.floor(size[0] / crop_pct), math.floor(size[1] / crop_pct)
 
 
 def train_transform(
@@ -296,8 +301,8 @@ class BatchTransform:
         resized, field, size, padding, flip = stored, None, None, None, 0.0
         match steps:
             case [ResizeToCover() as cover, *steps]:
-                kept, resized = cover.sizes(stored)
-                if kept != stored:
+                resized, made = cover.sizes(stored)
+                if made != resized:
                     return None
             case [v2.Resize(size=[height, width], interpolation=v2.InterpolationMode.BICUBIC, antialias=True), *steps]:
                 resized = height, width

@@ -6,10 +6,13 @@ import pytest
 import timm
 import torch
 from command_line import write_checkpoint_like
-from timm.data import resolve_model_data_config
+from PIL import Image
+from timm.data import create_transform, resolve_model_data_config
 from timm.models import save_for_hf
 
 import relvit
+from relvit.data.modules.paths import ImagePathsData
+from relvit.training import ImageClassifier
 
 CONFIG = {
     "input_size": (3, 16, 24),
@@ -45,6 +48,27 @@ def test_a_saved_folder_has_weights_classes_and_preprocessing(path, tmp_path):
     images = torch.randn(2, 3, 16, 24)
     with torch.no_grad():
         assert torch.equal(again(images), clf.model(images))
+
+
+@pytest.mark.parametrize(("size", "channels"), [([16, 24], 3), ([16, 16], 3), ([16, 16], 1)], ids=str)
+def test_timms_transform_of_the_model_is_relvits(path, tmp_path, size, channels):
+    """Also that of files, which `relvit predict` uses with a checkpoint and with an exported file."""
+    content = torch.load(path, weights_only=True)
+    content["relvit"]["model"] |= {"in_chans": channels, "img_size": size}
+    data = content["relvit"]["data"]["init_args"] | {"img_size": size}
+    data |= {name: data[name][:channels] for name in ("mean", "std")}
+    content["relvit"]["data"]["init_args"] = data
+    content["state_dict"] = ImageClassifier(**content["relvit"]["model"]).state_dict()
+    torch.save(content, tmp_path / "best.ckpt")
+    clf = relvit.load(tmp_path / "best.ckpt")
+    timms = create_transform(**resolve_model_data_config(clf.model))
+    files = ImagePathsData([], clf.class_names, clf.img_size, clf.mean, clf.std, clf.crop_pct)
+    for shape in ((30, 43), (48, 31), (21, 20), (9, 35)):
+        image = Image.effect_noise(shape, 80).convert("RGB")
+        expected = timms(image if channels == 3 else image.convert("L"))
+        torch.testing.assert_close(files.file_transform(image), expected)
+        (pixels, _) = next(clf.batches([image]))
+        torch.testing.assert_close(pixels[0], expected)
 
 
 def test_the_description_is_of_the_training(path):
