@@ -14,6 +14,7 @@ import torch
 from relvit.data.images.folders import image_files
 from relvit.data.modules.folder import find_splits
 from relvit.evaluation.predictor import Predictor
+from relvit.utils.defaults import torch_defaults
 from relvit.utils.files import check_output, write_csv
 from relvit.utils.messages import MissingPackageError, printable
 
@@ -36,6 +37,7 @@ class Embeddings(NamedTuple):
     unreadable: dict[str, str]
 
 
+@torch_defaults()
 def embed_folder(
     predictor: Predictor,
     root: str | os.PathLike[str],

@@ -29,6 +29,7 @@ from relvit.models.sizes.native import pooled_features
 from relvit.models.sizes.reach import check_native_reach
 from relvit.training import Checkpoint, ImageClassifier
 from relvit.training.multi_label import classes_above
+from relvit.utils.defaults import torch_defaults, under_torch_defaults
 from relvit.utils.messages import check_choice
 
 # Entries of timm's description that are about the weights with which it usually loads the architecture.
@@ -95,6 +96,7 @@ class Predictor:
     std: tuple[float, ...]
     crop_pct: float
 
+    @torch_defaults()
     def __init__(
         self, ckpt_path: str | os.PathLike[str], img_size: int | Sequence[int] | None = None, reach: Reach = "trained"
     ) -> None:
@@ -138,6 +140,7 @@ class Predictor:
         self.classifier.to(device)
         return self
 
+    @torch_defaults()
     def at_size(self, img_size: int | Sequence[int] | None) -> Predictor:
         """Return a predictor of the same model, which both share, for images of another size; see `Predictor`."""
         other = copy(self)
@@ -158,6 +161,7 @@ class Predictor:
             self.native = patch, budget if img_size is None else token_budget(self.img_size, patch)
             self.transform, self.collate = native_transform(self.transform, *self.native), collate_native
 
+    @torch_defaults()
     def predict(
         self,
         images: ImageInput | Sequence[ImageInput],
@@ -211,6 +215,7 @@ class Predictor:
             return [prediction for prediction in found if prediction is not None]
         return found[0] if form == "one" else found
 
+    @torch_defaults()
     def embed(
         self,
         images: ImageInput | Sequence[ImageInput],
@@ -230,6 +235,7 @@ class Predictor:
                 found[index] = row
         return found
 
+    @torch_defaults()
     def attention(self, image: ImageInput, layers: Sequence[int] | None = None) -> AttentionMaps:
         """Compute the attention weights for one image, at `img_size`.
 
@@ -252,6 +258,7 @@ class Predictor:
         maps = attention_maps(self.model, torch.stack(images_of(pixels)).to(self.device), layers)
         return maps._replace(weights=[weights[0].cpu() for weights in maps.weights])
 
+    @torch_defaults()
     @torch.no_grad()
     def probabilities(self, pixels: Tensor | NativeBatch, mirror: bool = False) -> Tensor:
         """Compute probabilities float32 (B, classes), on the CPU, of a batch of `batches`."""
@@ -261,6 +268,7 @@ class Predictor:
             logits = average_with_mirror(self.classifier, (pixels,), logits)
         return self.classifier.probabilities(logits).cpu()
 
+    @torch_defaults()
     @torch.no_grad()
     def features(self, pixels: Tensor | NativeBatch) -> Tensor:
         """Compute the pooled features before the classifier, float32 (B, num_features), of a batch of `batches`."""
@@ -289,10 +297,11 @@ class Predictor:
             raise ValueError(f"num_workers is {num_workers}; give 0 (read in this process) or more")
         dataset = InputImages(items, len(self.mean), self.transform)
         if unreadable is None:
-            return iter(DataLoader(dataset, batch_size, num_workers=num_workers, collate_fn=self.collate))
+            loader = DataLoader(dataset, batch_size, num_workers=num_workers, collate_fn=self.collate)
+            return under_torch_defaults(loader)
         collate = partial(collate_readable, collate=self.collate)
         options = {"num_workers": num_workers, "collate_fn": collate, "record": unreadable}
-        return iter(SkipUnreadableLoader(SkipUnreadable(dataset, replace=False), batch_size, **options))
+        return under_torch_defaults(SkipUnreadableLoader(SkipUnreadable(dataset, replace=False), batch_size, **options))
 
     def _map(
         self,
@@ -313,8 +322,8 @@ class Predictor:
             path, reason = next(iter(unreadable.items()))
             count = sum(row is None for row in rows)
             text = f"{count} of {len(items)} images could not be read; the first: {path}: {reason}"
-            # At the line of the user's call.
-            warnings.warn(text, stacklevel=3)
+            # At the line of the user's call, past `predict` or `embed` and its decorator.
+            warnings.warn(text, stacklevel=4)
         return rows
 
     def _timm_cfg(self, trained_size: tuple[int, int]) -> dict[str, Any]:

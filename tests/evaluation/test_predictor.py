@@ -15,6 +15,7 @@ from PIL import Image
 import relvit
 from relvit.cli import main
 from relvit.data import UnreadableImageError
+from relvit.evaluation import embed_folder
 from relvit.training import load_classifier
 
 MEAN, STD = torch.tensor((0.485, 0.456, 0.406)), torch.tensor((0.229, 0.224, 0.225))
@@ -220,6 +221,44 @@ def test_attributes(clf):
     probe = torch.nn.Linear(clf.num_features, 2)
     probe(features).sum().backward()
     torch.testing.assert_close(probe.weight.grad, features.sum(0).expand(2, -1))
+
+
+@pytest.fixture(params=[torch.bfloat16, torch.float64, torch.device("meta")], ids=str)
+def other_default(request):
+    """Another default dtype or device of PyTorch, as the rest of a user's program may want it."""
+    if isinstance(request.param, torch.dtype):
+        torch.set_default_dtype(request.param)
+    else:
+        torch.set_default_device(request.param)
+    yield request.param
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+
+
+def results(predictor, folder):
+    """What a predictor computes of an image and of a folder."""
+    (pixels, indices), *_ = predictor.batches([noise(0)])
+    arrays = pixels, indices, predictor.embed(noise(0)), embed_folder(predictor, folder).features
+    return predictor.predict(noise(0)), [np.asarray(array) for array in arrays]
+
+
+@pytest.fixture(scope="module")
+def ordinary(clf, photos):
+    return results(clf, photos / "test")
+
+
+def test_results_do_not_depend_on_pytorchs_defaults(best, clf, photos, ordinary, other_default):
+    again = relvit.load(best)
+    for predictor in (clf, again, again.at_size((24, 40)).at_size(None)):
+        tensors = [*predictor.model.parameters(), *predictor.embed(noise(0)), *predictor.attention(noise(0)).weights]
+        assert {(tensor.dtype, tensor.device.type) for tensor in tensors} == {(torch.float32, "cpu")}
+        prediction, arrays = results(predictor, photos / "test")
+        assert prediction == ordinary[0]
+        for found, expected in zip(arrays, ordinary[1], strict=True):
+            assert found.dtype == expected.dtype
+            assert np.array_equal(found, expected)
+    # The defaults are the user's again.
+    assert other_default in (torch.ones(1).dtype, torch.ones(1).device)
 
 
 def test_another_size_of_the_same_model(best):

@@ -17,6 +17,7 @@ from relvit.evaluation.deploy.description import EXTRA_FILE, KEY, describe
 from relvit.evaluation.deploy.onnx_model import quantise
 from relvit.evaluation.predictor import Predictor
 from relvit.layers.patch_embed import AnySizePatchEmbed, whole_patches
+from relvit.utils.defaults import torch_defaults
 from relvit.utils.files import check_output
 from relvit.utils.messages import MissingPackageError
 
@@ -31,6 +32,7 @@ class ExportError(RuntimeError):
     """The exported file does not compute what the model computes."""
 
 
+@torch_defaults()
 def export_model(
     predictor: Predictor, output: str | os.PathLike[str], int8: bool = False, aot: bool = False
 ) -> list[tuple[int, ...]]:

@@ -17,6 +17,7 @@ from timm.models import save_for_hf
 
 from relvit.evaluation.deploy.card import model_card, read_curve
 from relvit.evaluation.predictor import Predictor
+from relvit.utils.defaults import torch_defaults
 from relvit.utils.files import is_address
 from relvit.utils.messages import one_line
 from relvit.version import __version__
@@ -30,6 +31,7 @@ class PublishError(RuntimeError):
     """A model that timm cannot build and load from its folder, or only with other outputs."""
 
 
+@torch_defaults()
 def publish_model(
     ckpt_path: str | os.PathLike[str],
     to: str,

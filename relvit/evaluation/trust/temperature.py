@@ -15,6 +15,7 @@ from relvit.evaluation.metrics import calibration_error
 from relvit.training import Checkpoint
 from relvit.training.checkpoints.file import KEY, read_checkpoint, write_checkpoint
 from relvit.training.multi_label import multi_label_metrics, to_probabilities
+from relvit.utils.defaults import torch_defaults
 from relvit.utils.files import check_output
 from relvit.utils.remote import local_file
 
@@ -92,6 +93,7 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
     return float(scale * exponent.detach().exp())
 
 
+@torch_defaults()
 def calibrate(
     ckpt_path: str | os.PathLike[str],
     output: str | os.PathLike[str],

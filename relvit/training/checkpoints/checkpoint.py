@@ -20,6 +20,7 @@ from relvit.data.modules.registry import own_data_module, public_class_path
 from relvit.data.native import token_budget
 from relvit.training.checkpoints.file import KEY, read_checkpoint
 from relvit.training.checkpoints.resume import POINT_KEY, ResumePoint
+from relvit.utils.defaults import torch_defaults
 from relvit.utils.messages import one_line
 from relvit.version import __version__
 
@@ -113,6 +114,7 @@ class Checkpoint:
             resume_point=content.get(POINT_KEY),
         )
 
+    @torch_defaults()
     def classifier(self) -> ImageClassifier:
         """Build the trained classifier, on the CPU, in evaluation mode."""
         # A classifier itself may start from a checkpoint.

@@ -180,6 +180,24 @@ def test_weights_of_a_large_model_are_in_a_file_that_carries_its_name(other, tmp
         torch.testing.assert_close(found(x), predictor.model(x), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.device("meta")], ids=str)
+def test_files_do_not_depend_on_pytorchs_defaults(other, tmp_path, default):
+    x = torch.randn(2, 3, 16, 16)
+    expected = relvit.load(other).model(x)
+    try:
+        if isinstance(default, torch.dtype):
+            torch.set_default_dtype(default)
+        else:
+            torch.set_default_device(default)
+        for name in ("model.pt2", "model.onnx"):
+            export_model(relvit.load(other), tmp_path / name)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    for run in (torch.export.load(tmp_path / "model.pt2").module(), OnnxClassifier(tmp_path / "model.onnx")):
+        torch.testing.assert_close(run(x), expected, rtol=1e-4, atol=1e-5)
+
+
 def copy_of(path):
     """In the place of the exporter, for the tests of what follows it."""
 

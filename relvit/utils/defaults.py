@@ -1,0 +1,41 @@
+"""PyTorch's own default dtype and device, for code whose results must not depend on what the user has set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TypeVar
+
+import torch
+
+Item = TypeVar("Item")
+
+
+@contextmanager
+def torch_defaults() -> Iterator[None]:
+    """Make float32 and the CPU the defaults of PyTorch, as they are when it is imported; also for use as a decorator.
+
+    Models that are read from files, and the tensors made of their outputs, then have the same dtypes and devices
+    whatever `torch.set_default_dtype`, `torch.set_default_device` or `with torch.device(...)` say outside.
+    """
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    torch.set_default_dtype(torch.float32)
+    try:
+        # The context of a device intercepts every operation, which takes time, so it is left out where it is the CPU.
+        with nullcontext() if device.type == "cpu" else torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+
+
+def under_torch_defaults(items: Iterable[Item]) -> Iterator[Item]:
+    """Iterate under `torch_defaults`; what is done with an item is outside."""
+    with torch_defaults():
+        iterator = iter(items)
+    end = object()
+    while True:
+        with torch_defaults():
+            item = next(iterator, end)
+        if item is end:
+            return
+        yield item
