@@ -53,6 +53,19 @@ def from_here(path: str) -> str:
     return path.removeprefix(here)
 
 
+def canonical_paths(paths: Iterable[str]) -> Iterator[str]:
+    """Yield each path with its folder resolved (`..`, links), so that all spellings of a file's name become one.
+
+    A file that is itself a link stays apart from what the link leads to.
+    """
+    folders: dict[str, str] = {}
+    for path in paths:
+        folder, name = os.path.split(path)
+        if folder not in folders:
+            folders[folder] = os.path.realpath(folder)
+        yield os.path.join(folders[folder], name)
+
+
 def is_address(path: str | os.PathLike[str]) -> bool:
     """Return whether this is a remote address such as https://..., not the path of a local file."""
     return "://" in os.fspath(path)

@@ -18,7 +18,8 @@ from relvit.data.labels import Label, class_counts, counts_text, doubtful_classe
 from relvit.data.modules.base import ImageData, Split
 from relvit.data.split import check_fraction, stratified_split
 from relvit.data.transforms import Augment
-from relvit.utils.messages import check_choice
+from relvit.utils.files import canonical_paths
+from relvit.utils.messages import check_choice, listing
 from relvit.utils.progress import with_bar
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -76,6 +77,7 @@ class ImageFilesData(ImageData):
         self.split_seed = split_seed
         self.on_error: OnError = on_error
         self.cache = cache
+        self._own_samples: dict[Split, list[tuple[ImageSource, Label]]] = {}
         super().__init__(
             class_names,
             3,
@@ -114,9 +116,26 @@ class ImageFilesData(ImageData):
 
     def setup(self, stage: str | None = None) -> None:
         super().setup(stage)
-        if stage == "fit" and self._has_own("test"):
-            # What is wrong there is reported before the training, not by the test after it.
-            self._samples("test")
+        if stage != "fit":
+            return
+        for split in ("val", "test"):
+            # What is wrong with test is reported before the training, not by the test after it.
+            if self._has_own(split) and (samples := self.samples(split)) and rank_zero_only.rank == 0:
+                self._warn_of_training_images(split, samples)
+
+    def _warn_of_training_images(self, split: Split, samples: Sequence[tuple[ImageSource, Label]]) -> None:
+        """Warn of images in a split of evaluation that are images of train as well."""
+        places = set(canonical_paths(str(image) for image, _ in samples))
+        train = [image for part in self._divided for image, _ in part]
+        both = zip(train, canonical_paths(map(str, train)), strict=True)
+        if not (shared := [image for image, place in both if place in places]):
+            return
+        names = listing(sorted(map(self._display_name, shared)), 3)
+        if len(shared) == 1:
+            found, them = f"1 image of {split} is also an image of train", "it"
+        else:
+            found, them = f"{len(shared)} images of {split} are also images of train", "them"
+        warnings.warn(f"{found}: {names}; the accuracy on {them} says nothing about new images", stacklevel=2)
 
     def build(self, split: Split) -> Dataset[Any]:
         """Build the dataset of one split; looks for its files."""
@@ -129,7 +148,11 @@ class ImageFilesData(ImageData):
         """Path and label of the images of train, val or test; looks for the files and reads none."""
         if split == "train":
             return self._divided[0]
-        return self._samples(split) if self._has_own(split) else self._divided[1]
+        if not self._has_own(split):
+            return self._divided[1]
+        if split not in self._own_samples:
+            self._own_samples[split] = self._samples(split)
+        return self._own_samples[split]
 
     def dataset(self, split: Split) -> Dataset[Any]:
         """Return the dataset of one split, built at the first call; with `cache` that of train decodes all images.

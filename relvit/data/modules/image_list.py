@@ -11,6 +11,7 @@ from relvit.data.images.folders import images_to_predict
 from relvit.data.labels import Label, check_every_class, classes_in, classes_of, positions
 from relvit.data.modules.base import Split
 from relvit.data.modules.image_files import ImageFilesData
+from relvit.utils.files import canonical_paths
 from relvit.utils.messages import MissingPackageError, did_you_mean, listing
 
 _SEPARATORS = ";,|"  # what is usually between the labels of an image
@@ -122,7 +123,7 @@ class ImageListData(ImageFilesData):
         source = self.predict or self.test or self.val
         if os.path.isdir(source):
             return images_to_predict(source)
-        return self._files(source, read_list(source, labels="none"))
+        return self._files(source, read_list(source, "none", self.root))
 
     def _display_name(self, path: str) -> str:
         return self._written[path]
@@ -148,7 +149,7 @@ class ImageListData(ImageFilesData):
         return {self._absolute(self.train, row): row.path for row in self._train_rows}
 
     def _absolute(self, file: str, row: Row) -> str:
-        return os.path.join(self.root or os.path.dirname(file), row.path)
+        return _joined(file, row.path, self.root)
 
     def _files(self, file: str, rows: Sequence[Row]) -> list[str]:
         """Paths of a list's rows. A file that does not exist is a wrong row, unless unreadable files are skipped."""
@@ -159,7 +160,7 @@ class ImageListData(ImageFilesData):
         return paths
 
     def _read(self, file: str) -> list[Row]:
-        return read_list(file, "optional" if self.multi_label else "needed")
+        return read_list(file, "optional" if self.multi_label else "needed", self.root)
 
     def _names(self, row: Row) -> list[str]:
         """Names, or numbers, of the classes of a row."""
@@ -180,7 +181,9 @@ class ImageListData(ImageFilesData):
         return labels if self.multi_label else [position for (position,) in labels]
 
 
-def read_list(file: str, labels: Literal["needed", "optional", "none"] = "needed") -> list[Row]:
+def read_list(
+    file: str, labels: Literal["needed", "optional", "none"] = "needed", root: str | None = None
+) -> list[Row]:
     """Read the rows of a list with the columns `path` and `label`; ignore further columns.
 
     Lines are counted as in an editor, the header being line 1; rows of Parquet from 1.
@@ -188,11 +191,12 @@ def read_list(file: str, labels: Literal["needed", "optional", "none"] = "needed
     Args:
         file: A name in .csv (commas), .tsv (tabs) or .parquet (needs pyarrow).
         labels: Whether every row needs a label; with 'none' the column `label` is not read, and labels are ''.
+        root: The folder that relative paths start from; None: that of the list.
 
     Raises:
         FileNotFoundError: No such file.
-        ValueError: Another kind of file, broken text, a missing column, no rows, a row without path or label, or a path
-            twice.
+        ValueError: Another kind of file, broken text, a missing or repeated column, no rows, a row without path or
+            label or with more cells than columns, or one image twice, however its path is written.
         ModuleNotFoundError: A Parquet file, and pyarrow is not installed.
     """
     if not os.path.isfile(file):
@@ -207,22 +211,37 @@ def read_list(file: str, labels: Literal["needed", "optional", "none"] = "needed
             records = _from_parquet(file, wanted)
         case other:
             raise ValueError(f"{file} is a list of the kind {other!r}; allowed are '.csv', '.tsv' and '.parquet'")
-    rows, wrong, first = [], [], {}
-    for line, values in records:
+    rows, wrong = [], []
+    for line, values, fault in records:
         path, label = (*values, "") if len(values) == 1 else values
-        if not path:
+        if fault:
+            wrong.append((line, fault))
+        elif not path:
             wrong.append((line, "no path"))
         elif labels == "needed" and not label:
             wrong.append((line, f"no label for {path}"))
-        elif (file_of := os.path.normpath(path)) in first:
-            wrong.append((line, f"{path} is already in line {first[file_of]}"))
         else:
-            first[file_of] = line
             rows.append(Row(line, path, label))
+    wrong += _repeated(rows, [_joined(file, row.path, root) for row in rows])
     _refuse_rows(file, wrong)
     if not rows:
         raise ValueError(f"{file} lists no image")
     return rows
+
+
+def _joined(file: str, path: str, root: str | None) -> str:
+    """Return the path of an image in a list, which starts from root or else from the list's folder."""
+    return os.path.join(root or os.path.dirname(file), path)
+
+
+def _repeated(rows: Sequence[Row], paths: Sequence[str]) -> list[tuple[int, str]]:
+    """Find the rows whose image is in an earlier row already, under the same path or under another spelling of it."""
+    found, first = [], {}
+    for row, place in zip(rows, canonical_paths(paths), strict=True):
+        if (before := first.setdefault(place, row)) is not row:
+            spelling = "" if before.path == row.path else f", as {before.path}"
+            found.append((row.line, f"{row.path} is already in line {before.line}{spelling}"))
+    return found
 
 
 def _refuse_rows(file: str, wrong: Sequence[tuple[int, str]]) -> None:
@@ -230,7 +249,7 @@ def _refuse_rows(file: str, wrong: Sequence[tuple[int, str]]) -> None:
     if not wrong:
         return
     more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-    shown = "; ".join(f"line {line}: {text}" for line, text in wrong[:_SHOWN])
+    shown = "; ".join(f"line {line}: {text}" for line, text in sorted(wrong)[:_SHOWN])
     raise ValueError(f"{file} has {len(wrong)} wrong {'row' if len(wrong) == 1 else 'rows'}: {shown}{more}")
 
 
@@ -238,23 +257,39 @@ def _check_columns(file: str, columns: Sequence[str], wanted: Sequence[str]) -> 
     if absent := [name for name in wanted if name not in columns]:
         hint = did_you_mean(absent[0], columns).replace("did you mean", "rename")
         raise ValueError(f"{file} has no column {absent[0]!r}{hint}; its columns are {listing(columns)}")
+    if repeated := [name for name in wanted if columns.count(name) > 1]:
+        count = f"{columns.count(repeated[0])} columns {repeated[0]!r}"
+        raise ValueError(f"{file} has {count}: keep one; its columns are {listing(columns)}")
 
 
-def _from_text(file: str, wanted: list[str], delimiter: str) -> Iterator[tuple[int, list[str]]]:
+def _from_text(file: str, wanted: list[str], delimiter: str) -> Iterator[tuple[int, list[str], str]]:
     # Spreadsheets write a mark before the first column's name (-sig); file names need not be UTF-8.
     with open(file, newline="", encoding="utf-8-sig", errors="surrogateescape") as stream:
-        reader = csv.DictReader(stream, delimiter=delimiter)
+        reader = csv.DictReader(stream, delimiter=delimiter, skipinitialspace=True)
         try:
             reader.fieldnames = [name.strip() for name in reader.fieldnames or []]
             _check_columns(file, reader.fieldnames, wanted)
             for record in reader:
-                yield reader.line_num, [(record[name] or "").strip() for name in wanted]
+                fault = _surplus(reader.fieldnames, record, delimiter)
+                yield reader.line_num, [(record[name] or "").strip() for name in wanted], fault
         except csv.Error as error:
             # For a field without an end this is the line where reading gave up.
             raise ValueError(f"{file} is broken at line {reader.reader.line_num}: {error}") from error
 
 
-def _from_parquet(file: str, wanted: list[str]) -> Iterator[tuple[int, list[str]]]:
+def _surplus(columns: Sequence[str], record: Mapping[str | None, Any], delimiter: str) -> str:
+    """Describe cells of a row behind the last column, which hold a part of another cell; '' if there are none."""
+    surplus = record.get(None, [])
+    if not any(cell.strip() for cell in surplus):
+        return ""
+    cells = [*(record[name] for name in dict.fromkeys(columns)), *surplus]
+    mark = {",": "a comma", "\t": "a tab"}[delimiter]
+    counts = f"{len(columns) + len(surplus)} cells ({listing(cells, 5)}) for {len(columns)} columns"
+    advice = f'write a cell that holds {mark} in quotes, such as "one{delimiter}two"'
+    return f"{counts} ({listing(columns, 5)}): {advice}"
+
+
+def _from_parquet(file: str, wanted: list[str]) -> Iterator[tuple[int, list[str], str]]:
     try:
         import pyarrow.parquet as parquet
     except ModuleNotFoundError as error:
@@ -263,4 +298,4 @@ def _from_parquet(file: str, wanted: list[str]) -> Iterator[tuple[int, list[str]
     table = parquet.read_table(file, columns=wanted)
     columns = [table.column(name).to_pylist() for name in wanted]
     for number, values in enumerate(zip(*columns, strict=True), start=1):
-        yield number, ["" if value is None else str(value) for value in values]
+        yield number, ["" if value is None else str(value) for value in values], ""

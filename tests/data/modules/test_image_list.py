@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from grey_folders import AS_STORED, GREY, fits, make
+from grey_folders import AS_STORED, GREY, add, fits, make
 
 from relvit.data import ImageListData
 from relvit.data.inspect import check_data
@@ -152,6 +152,14 @@ WRONG_LISTS = [
     ('path,label\nx.png,a\n"y\n.png",a\nx.png,b\n', r"1 wrong row: line 5: x.png is already in line 2"),
     ("path,label\nx.png,a\n./x.png,b\n", r"1 wrong row: line 3: ./x.png is already in line 2"),
     ('path,label\na,b\n"b.png,b\n' + "c.png,c\n" * 20_000, r"broken at line \d+: field larger than field limit"),
+    (
+        "path,label\nw.png,Washington\nx.png,Washington, D.C.\n",
+        r"1 wrong row: line 3: 3 cells \('x.png', 'Washington', 'D.C.'\) for 2 columns \('path', 'label'\): write a "
+        r"cell that holds a comma in quotes, such as \"one,two\"$",
+    ),
+    ("label,path\nWashington, D.C.,x.png\n", r"line 2: 3 cells \('Washington', 'D.C.', 'x.png'\) for 2 columns"),
+    ("path,label,label\nx.png,a,b\n", r"has 2 columns 'label': keep one; its columns are 'path', 'label', 'label'$"),
+    ("path, label ,path\nx.png,a,b\n", r"has 2 columns 'path': keep one"),
 ]
 
 
@@ -160,6 +168,80 @@ def test_wrong_lists(tmp_path, text, message):
     (tmp_path / "list.csv").write_text(text)
     with pytest.raises(ValueError, match=message):
         ImageListData(str(tmp_path / "list.csv"))
+
+
+def test_a_cell_too_many_in_tsv(tmp_path):
+    (tmp_path / "list.tsv").write_text("path\tlabel\nx.png\tant\tbee\n")
+    with pytest.raises(ValueError, match=r"line 2: 3 cells .* for 2 columns .*: write a cell that holds a tab in"):
+        read_list(str(tmp_path / "list.tsv"))
+
+
+HONEST_LISTS = [
+    ('path,label\nx.png,"Washington, D.C."\n"a, b.png",cat\n', [("x.png", "Washington, D.C."), ("a, b.png", "cat")]),
+    ("label,path\ncat,x.png\n", [("x.png", "cat")]),
+    ('path, label\nx.png, "Washington, D.C."\n', [("x.png", "Washington, D.C.")]),
+    # Of columns that are ignored several may have one name, or none; so may empty cells behind them.
+    ("path,label,note,note,,\nx.png,cat,1,2,,\n", [("x.png", "cat")]),
+    ("path,label\nx.png,cat,,\n", [("x.png", "cat")]),
+    ("label,label,path\ncat,dog,x.png\n", [("x.png", "")]),
+]
+
+
+@pytest.mark.parametrize(("text", "rows"), HONEST_LISTS, ids=range(len(HONEST_LISTS)))
+def test_honest_lists(tmp_path, text, rows):
+    (tmp_path / "list.csv").write_text(text)
+    labels = "none" if rows[0][1] == "" else "needed"
+    assert [row[1:] for row in read_list(str(tmp_path / "list.csv"), labels)] == rows
+
+
+def test_repeated_columns_of_parquet(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    columns = [pa.array(["x.png"]), pa.array(["a"]), pa.array(["b"])]
+    parquet.write_table(pa.table(columns, names=["path", "label", "label"]), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="has 2 columns 'label': keep one"):
+        read_list(str(tmp_path / "a.parquet"))
+
+
+def test_one_image_under_two_spellings(root, monkeypatch):
+    (root / "link").symlink_to(root / "train" / "ant")
+    rows = rows_of("train", {"ant": 2, "bee": 2})
+    for again in (f"{root}/train/ant/000.png", "train/bee/../ant/000.png", "link/000.png", "./train//ant/000.png"):
+        with pytest.raises(ValueError, match=r"1 wrong row: line 6: .*000\.png is already in line 2, as train/ant/000"):
+            ImageListData(write(root / "train.csv", [*rows, (again, "ant")]), **AS_STORED)
+    # Elsewhere, the root of the paths decides.
+    (root / "lists").mkdir()
+    train = write(root / "lists" / "train.csv", [*rows, (f"{root}/train/ant/000.png", "ant")])
+    with pytest.raises(ValueError, match=r"line 6: .* is already in line 2"):
+        ImageListData(train, root=str(root), **AS_STORED)
+    # By a link, `..` leads elsewhere: two images.
+    rows += [("link/../cat/000.png", "cat"), ("cat/000.png", "cat")]
+    add(root / "cat")
+    data = ImageListData(write(root / "train.csv", rows), **AS_STORED)
+    assert len(data.samples("train") + data.samples("val")) == 6
+
+
+def test_images_of_train_in_val_or_test(root, recwarn):
+    rows = rows_of("train", dict.fromkeys(GREY, 4))
+    train = write(root / "train.csv", rows)
+    again = [(f"{root}/{path}", label) for path, label in rows[2:7]]
+    val = write(root / "val.csv", again + rows_of("test", {"bee": 1}))
+    test = write(root / "test.csv", rows_of("test", {"cat": 3}) + rows[:1])
+    ImageListData(train, val, test, **AS_STORED).setup("fit")
+    texts = [str(warning.message) for warning in recwarn]
+    assert texts == [
+        "5 images of val are also images of train: 'train/ant/002.png', 'train/ant/003.png', 'train/bee/000.png' and 2 "
+        "more; the accuracy on them says nothing about new images",
+        "1 image of test is also an image of train: 'train/ant/000.png'; the accuracy on it says nothing about new "
+        "images",
+    ]
+    recwarn.clear()
+    # Images of their own, and those that are put aside.
+    own = write(root / "val.csv", rows_of("test", {"bee": 2}))
+    ImageListData(train, own, own, **AS_STORED).setup("fit")
+    ImageListData(train, test=own, **AS_STORED).setup("fit")
+    assert not [str(warning.message) for warning in recwarn]
 
 
 def test_wrong_arguments(root):
