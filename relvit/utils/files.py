@@ -49,8 +49,24 @@ def write_csv(path: str | os.PathLike[str], header: Sequence[str], rows: Iterabl
 
 def from_here(path: str) -> str:
     """Return a file's path as tables name it: relative to the current folder where it is below that, else absolute."""
-    path, here = os.path.abspath(path), os.path.join(os.getcwd(), "")
-    return path.removeprefix(here)
+    return absolute(path).removeprefix(os.path.join(os.getcwd(), ""))
+
+
+def absolute(path: str) -> str:
+    """Return the absolute path of the same file.
+
+    The file system resolves what comes before `..`, as no text operation can: behind a link to a folder, `..` is the
+    parent of the folder that the link leads to. Where there is no such folder `..` stays: opening the path then fails.
+    """
+    # Without `..`, abspath changes nothing but `.` and doubled slashes.
+    if os.pardir not in path.split(os.sep):
+        return os.path.abspath(path)
+    whole = Path(path).absolute()
+    last = len(whole.parts) - whole.parts[::-1].index(os.pardir)
+    start = Path(*whole.parts[:last])
+    if not start.is_dir():
+        return str(whole)
+    return str(start.resolve().joinpath(*whole.parts[last:]))
 
 
 def canonical_paths(paths: Iterable[str]) -> Iterator[str]:

@@ -11,6 +11,7 @@ from typing import Any, BinaryIO, NamedTuple
 from relvit.data.archives.reader import Content, Reader
 from relvit.data.archives.tar import Member, members
 from relvit.data.labels import as_label
+from relvit.utils.files import canonical_paths
 from relvit.utils.messages import did_you_mean, listing
 
 IMAGE_PARTS = "jpg;jpeg;png;webp"
@@ -85,8 +86,8 @@ class Shards(Reader):
             )
         for name in found.files:
             refuse_remote(name)
-        paths = [os.path.normpath(os.path.join(self.root, name)) for name in found.files]
-        if twice := [path for path, count in Counter(paths).items() if count > 1]:
+        paths = [os.path.join(self.root, name) for name in found.files]
+        if twice := [path for path, count in Counter(canonical_paths(paths)).items() if count > 1]:
             raise ValueError(f"{split!r} names {listing(twice)} more than once; name each shard once")
         return found._replace(files=paths)
 

@@ -16,6 +16,7 @@ from relvit.data.labels import check_class_names
 from relvit.data.modules.base import ImageData, Split
 from relvit.data.split import check_fraction, stratified_split
 from relvit.data.transforms import Augment
+from relvit.utils.files import absolute
 
 CIFAR10_CLASSES = "airplane automobile bird cat deer dog frog horse ship truck".split()  # noqa: SIM905
 CIFAR100_CLASSES = """
@@ -77,7 +78,7 @@ class CIFARData(ImageData):
         self._title = self.dataset_class.__name__.replace("CIFAR", "CIFAR-")
         check_class_names(class_names, self.classes, f"{self._title} has")
         # Absolute, since a checkpoint keeps it and may be used from elsewhere.
-        self.root: str = os.path.abspath(os.path.expanduser(root))
+        self.root: str = absolute(os.path.expanduser(root))
         self.download = download
         self.val_fraction: float = check_fraction(val_fraction)
         self.split_seed = split_seed

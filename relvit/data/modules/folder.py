@@ -9,6 +9,7 @@ from relvit.data.images.folders import class_folders, has_images, images_to_pred
 from relvit.data.labels import check_every_class
 from relvit.data.modules.base import Split
 from relvit.data.modules.image_files import ImageFilesData
+from relvit.utils.files import absolute
 from relvit.utils.messages import listing
 
 _FOLDER_NAMES: dict[Split, tuple[str, ...]] = {
@@ -39,7 +40,7 @@ class ImageFolderData(ImageFilesData):
 
     def __init__(self, root: str, class_names: list[str] | None = None, **options: Any) -> None:
         # Absolute, since a checkpoint keeps it and may be used from elsewhere.
-        self.root: str = os.path.abspath(os.path.expanduser(root))
+        self.root: str = absolute(os.path.expanduser(root))
         self._folders = find_splits(self.root)
         if not self._folders and _holds_classes(self.root):
             self._folders = {"train": self.root}

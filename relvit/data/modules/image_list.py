@@ -11,7 +11,7 @@ from relvit.data.images.folders import images_to_predict
 from relvit.data.labels import Label, check_every_class, classes_in, classes_of, positions
 from relvit.data.modules.base import Split
 from relvit.data.modules.image_files import ImageFilesData
-from relvit.utils.files import canonical_paths
+from relvit.utils.files import absolute, canonical_paths
 from relvit.utils.messages import MissingPackageError, did_you_mean, listing
 
 _SEPARATORS = ";,|"  # what is usually between the labels of an image
@@ -77,8 +77,7 @@ class ImageListData(ImageFilesData):
         self.multi_label: bool | None = label_separator is not None
         # Absolute, since a checkpoint keeps them and may be used from elsewhere.
         self.train, self.val, self.test, self.predict, self.root = (
-            None if path is None else os.path.abspath(os.path.expanduser(path))
-            for path in (train, val, test, predict, root)
+            None if path is None else absolute(os.path.expanduser(path)) for path in (train, val, test, predict, root)
         )
         if self.root is not None and not os.path.isdir(self.root):
             raise FileNotFoundError(f"root {self.root} is no folder; give the one that the lists' paths start from")

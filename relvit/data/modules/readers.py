@@ -13,6 +13,7 @@ from relvit.data.images.folders import images_to_predict
 from relvit.data.labels import check_every_class, classes_of, positions
 from relvit.data.modules.base import Split
 from relvit.data.modules.image_files import ImageFilesData
+from relvit.utils.files import absolute
 from relvit.utils.messages import did_you_mean, listing
 
 _KNOWN = "a name is hfds/NAME, wds/NAME, or the path of a tar archive or of a folder with archives"
@@ -195,4 +196,4 @@ def _kind(name: str) -> tuple[str, str]:
 
 def _absolute(path: str) -> str:
     refuse_remote(path)
-    return os.path.abspath(os.path.expanduser(path))
+    return absolute(os.path.expanduser(path))

@@ -106,6 +106,21 @@ def test_it_takes_files_folders_and_patterns(best, folders, paths, expected):
     assert [row["path"] for row in rows(folder / "predictions.csv")] == expected
 
 
+def test_the_file_that_a_path_names_is_read(best, folders):
+    """Behind a link to a folder `..` is the parent of that folder, as for every other program."""
+    os.makedirs("far/inner")
+    os.symlink("far/inner", "link")
+    for name, colour in (("e.png", "red"), ("far/e.png", "blue")):
+        Image.new("RGB", (20, 20), colour).save(name)
+    given = ["link/../e.png", "e.png", "a/../far/e.png", "far/e.png"]
+    _, folder = predict(best, folders / "runs", *given)
+    found = rows(folder / "predictions.csv")
+    assert [row.pop("path") for row in found] == ["far/e.png", "e.png", "far/e.png", "far/e.png"]
+    assert found[0] == found[2] == found[3] != found[1]
+    probability = dict(zip(CLASSES, by_hand(best, "far/e.png", 16).tolist(), strict=True))[found[0]["class"]]
+    assert float(found[0]["probability"]) == pytest.approx(probability, abs=2e-6)
+
+
 def test_paths_that_lead_nowhere(best, folders, fails):
     for paths, message in {
         ("e.jpg",): "no file or folder 'e.jpg'",

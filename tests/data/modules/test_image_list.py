@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from grey_folders import AS_STORED, GREY, add, fits, make
+from grey_folders import AS_STORED, GREY, add, data_of, fits, make
 
 from relvit.data import ImageListData
 from relvit.data.inspect import check_data
@@ -220,6 +220,23 @@ def test_one_image_under_two_spellings(root, monkeypatch):
     add(root / "cat")
     data = ImageListData(write(root / "train.csv", rows), **AS_STORED)
     assert len(data.samples("train") + data.samples("val")) == 6
+
+
+def test_paths_are_opened_as_they_are_written(root, monkeypatch):
+    """Behind a link to a folder `..` is the parent of that folder."""
+    (root / "lists").mkdir()
+    (root / "near").mkdir()
+    (root / "near" / "link").symlink_to(root / "train")
+    monkeypatch.chdir(root / "near")
+    rows = rows_of("train", dict.fromkeys(GREY, 4))
+    write(root / "list.csv", rows)
+    write(root / "near" / "list.csv", rows[:1])
+    data = ImageListData("link/../list.csv", root="link/..", **AS_STORED)
+    assert (data.train, data.root) == (f"{root}/list.csv", str(root))
+    assert len(data.samples("train") + data.samples("val")) == 12
+    folder = data_of("link/..", class_names=list(GREY))
+    assert folder.root == str(root)
+    assert len(folder.samples("test")) == 9
 
 
 def test_images_of_train_in_val_or_test(root, recwarn):
