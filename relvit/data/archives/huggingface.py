@@ -3,6 +3,7 @@
 import errno
 import os
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from relvit.data.archives.reader import Content, Reader
 from relvit.data.images.decode import StoredImage
 from relvit.data.labels import as_label
+from relvit.data.manifest import file_size
 from relvit.utils.messages import MissingPackageError, did_you_mean, listing, one_line
 
 
@@ -81,6 +83,26 @@ class HuggingFace(Reader):
     def key(self, image: RowImage) -> str:
         """Name an image by its file, where the dataset has its name, or by the number of its row."""
         return image.key
+
+    def sizes(self, images: Sequence[RowImage]) -> Iterator[int | None]:
+        """Give the sizes by the offsets of the column of bytes, which is not read, or by the files that rows name."""
+        if not images:
+            return
+        lengths, paths = self._lengths(images[0].rows)
+        for image in images:
+            length, path = lengths[image.index], paths[image.index]
+            yield file_size(path) if length is None and path is not None else length
+
+    def _lengths(self, encoded: Any) -> tuple[list[int | None], list[str | None]]:
+        """Number of bytes of each row, None where a row has none, and the file that the row names."""
+        import pyarrow.compute as compute
+
+        table = encoded.flatten().with_format("arrow")[:]
+        parts = [f"{self.input_key}.{part}" for part in ("bytes", "path")]
+        content = parts[0] if parts[0] in table.column_names else self.input_key
+        lengths = compute.binary_length(table[content]).to_pylist()
+        paths = table[parts[1]].to_pylist() if parts[1] in table.column_names else [None] * len(lengths)
+        return lengths, paths
 
     def _load(self, datasets: ModuleType, split: str) -> Any:
         saved = [name for name in ("dataset_dict.json", "state.json") if os.path.isfile(os.path.join(self.path, name))]

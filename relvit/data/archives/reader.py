@@ -1,7 +1,7 @@
 """Base class of the readers of archives, and the list of images and labels that a reader returns."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from relvit.data.images.decode import StoredImage
@@ -36,3 +36,7 @@ class Reader(ABC):
     @abstractmethod
     def key(self, image: Any) -> str:
         """Name one of these images uniquely, without the location of the data."""
+
+    @abstractmethod
+    def sizes(self, images: Sequence[Any]) -> Iterable[int | None]:
+        """Give the size of each of the images of one split in bytes, None where only reading the image would tell."""

@@ -4,7 +4,7 @@ import copy
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal, get_args
 
@@ -28,6 +28,7 @@ from relvit.data.loading.eval_shards import EvalShardLoader
 from relvit.data.loading.loader import SignalSafeDataLoader, identity_collate
 from relvit.data.loading.sampler import Balance, TrainSampler, class_weights, training_position
 from relvit.data.loading.sizes import SizedBatches, SizedBatchSampler, SizePlan, SizeSchedule, check_sizes
+from relvit.data.manifest import ListedImage, images_in_memory
 from relvit.data.native import collate_native, empty_native, model_size, native_transform, token_budget
 from relvit.data.transforms import Augment, eval_transform, parse_size, train_transform
 from relvit.utils.messages import check_choice
@@ -188,6 +189,14 @@ class ImageData(LightningDataModule, ABC):
     def held_out(self) -> list[tuple[str, Label]]:
         """Names and labels of the training images that were put aside to validate; empty where there are none."""
         return []
+
+    def manifest(self, split: Split) -> Iterator[ListedImage] | None:
+        """List the images of train, val or test, by which a resumed training recognises them; None if they are unknown.
+
+        Images in memory are known here, image files in :class:`relvit.data.ImageFilesData`.
+        """
+        dataset = self.dataset(split)
+        return images_in_memory(dataset, self.class_names) if isinstance(dataset, StackedImages) else None
 
     @property
     def num_classes(self) -> int:

@@ -85,6 +85,10 @@ class ImageFolderData(ImageFilesData):
     def _split_key(self, path: str) -> str:
         return Path(os.path.relpath(path, self._folders["train"])).as_posix()
 
+    def _name_in_split(self, path: str, split: Split) -> str:
+        folder = self._folders[split if self._has_own(split) else "train"]
+        return path.removeprefix(os.path.join(folder, ""))
+
     @property
     def place(self) -> str:
         """The folder root."""

@@ -4,7 +4,7 @@ import sys
 import time
 import warnings
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, get_args
 
@@ -14,7 +14,8 @@ from torch.utils.data import Dataset
 from relvit.data.images.datasets import LabelledFiles, NamedFiles, OnError
 from relvit.data.images.decode import ImageSource
 from relvit.data.images.memory import decode_into_memory, in_units
-from relvit.data.labels import Label, class_counts, counts_text, doubtful_classes, rarest
+from relvit.data.labels import Label, class_counts, counts_text, doubtful_classes, label_text, rarest
+from relvit.data.manifest import ListedImage, file_size
 from relvit.data.modules.base import ImageData, Split
 from relvit.data.split import check_fraction, stratified_split
 from relvit.data.transforms import Augment
@@ -29,7 +30,8 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 class ImageFilesData(ImageData):
     """Images from files, or stored images, read as RGB by :func:`relvit.data.load_rgb`.
 
-    A subclass implements :meth:`missing`, `_has_own`, `_samples`, `_paths_to_predict`, `_display_name` and `place`.
+    A subclass implements :meth:`missing`, `_has_own`, `_samples`, `_paths_to_predict`, `_display_name` and `place`;
+    with `_name_in_split` a training can be resumed from another folder.
 
     Args:
         class_names: Name of each class; the position is the label.
@@ -104,6 +106,14 @@ class ImageFilesData(ImageData):
     @abstractmethod
     def _display_name(self, path: ImageSource) -> str:
         """Name of an image of train for the user, without the location of the data."""
+
+    def _name_in_split(self, path: ImageSource, split: Split) -> str:
+        """Name of an image within its split; it should stay the same where the data are moved."""
+        return str(path)
+
+    def _sizes(self, images: Sequence[ImageSource]) -> Iterable[int | None]:
+        """Size of each image in bytes, None where it is not known."""
+        return map(file_size, images)
 
     @property
     @abstractmethod
@@ -184,6 +194,14 @@ class ImageFilesData(ImageData):
         """Paths, relative to the location of the data, and labels of the training images put aside to validate."""
         put_aside = self._divided[1] if self._has_own("train") else []
         return [(self._display_name(path), label) for path, label in put_aside]
+
+    def manifest(self, split: Split) -> Iterator[ListedImage]:
+        """List the images of train, val or test with their sizes in bytes; reads no image."""
+        samples = self.samples(split)
+        sizes = self._sizes([image for image, _ in samples])
+        for (image, label), size in zip(samples, sizes, strict=True):
+            content = "" if size is None else str(size)
+            yield ListedImage(self._name_in_split(image, split), content, label_text(label, self.class_names))
 
     def training_images(self) -> str:
         """Describe the images to train on: how many, how many are held out to validate, and those of each class."""

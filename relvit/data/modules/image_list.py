@@ -127,6 +127,10 @@ class ImageListData(ImageFilesData):
     def _display_name(self, path: str) -> str:
         return self._written[path]
 
+    def _name_in_split(self, path: str, split: Split) -> str:
+        file = getattr(self, split) or self.train
+        return path.removeprefix(os.path.join(_joined(file, "", self.root), ""))
+
     def _doubts(self, counts: Mapping[str, int]) -> list[str]:
         hint = "with --data.class_names a label that is not among these is an error with its line"
         doubts = [f"{self.train}: {doubt} ({hint})" for doubt in super()._doubts(counts)]

@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from relvit.data.archives.huggingface import HuggingFace
@@ -152,6 +153,12 @@ class ReaderData(ImageFilesData):
 
     def _display_name(self, path: StoredImage) -> str:
         return self._reader.key(path)
+
+    def _name_in_split(self, path: StoredImage, split: Split) -> str:
+        return self._reader.key(path)
+
+    def _sizes(self, images: Sequence[StoredImage]) -> Iterable[int | None]:
+        return self._reader.sizes(images)
 
 
 def _located(name: str, root: str | None) -> tuple[str, str | None]:

@@ -1,14 +1,20 @@
-"""Records of a run's images: their classes, `val_split.csv` (held out to validate), `unreadable.csv` (skipped)."""
+"""Records of a run's images: `images.csv.gz` (all), `val_split.csv` (held out to validate), `unreadable.csv` (skipped).
+
+A training that is resumed compares its images with those records.
+"""
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
+from typing import Any
 
 import torch.distributed
 from lightning import Callback, LightningModule, Trainer
 
 from relvit.data import ImageData, ImageFilesData
 from relvit.data.labels import label_text
+from relvit.training.run.manifest import FILE, Digests, compute_digests, describe_difference, write_manifest
 from relvit.utils.files import write_csv
 from relvit.utils.messages import printable
 from relvit.utils.progress import rank_zero_print
@@ -18,20 +24,25 @@ SHOWN = 5
 
 
 class DataRecord(Callback):
-    """Prints the number of training images of each class; writes `val_split.csv` (path, label) where images of train
-    were held out to validate, and `unreadable.csv` (split, path, reason) where images were skipped, and prints how
-    many.
+    """Prints the number of training images of each class; writes `images.csv.gz` (split, name, content, label),
+    `val_split.csv` (path, label) where images of train were held out to validate, and `unreadable.csv` (split, path,
+    reason) where images were skipped, and prints how many.
+
+    Checkpoints hold digests of the images of train and val. A training goes on only with the same images: the same
+    names, sizes in bytes and labels, in the same order; their folder may be another one.
 
     Args:
         folder: The folder to write to; None: the first unreadable images are only printed.
 
     Attributes:
+        digests: The digests of the images of train and val, of a training on the main process.
         unreadable: The unreadable images reported so far, with the reason, by split; on the main process.
     """
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
         self.unreadable: dict[str, dict[str, str]] = {}
+        self.digests: Digests = {}
 
     @property
     def counts(self) -> dict[str, int]:
@@ -46,6 +57,50 @@ class DataRecord(Callback):
         if held_out and self.folder and trainer.is_global_zero:
             rows = [[printable(name), label_text(label, data.class_names)] for name, label in held_out]
             write_csv(self.folder / "val_split.csv", ["path", "label"], rows)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"images": self.digests} if self.digests else {}
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Refuse to resume a training with other images, in all processes; the main one compares.
+
+        Raises:
+            ValueError: The images of train or val differ.
+        """
+        # The search for a learning rate loads a checkpoint of its own, which has no path.
+        resumes = trainer.state.fn == "fit" and trainer.ckpt_path is not None
+        if not resumes or not isinstance(trainer.datamodule, ImageData):
+            return
+        difference = ""
+        if trainer.is_global_zero:
+            state = checkpoint["callbacks"].get(self.state_key)
+            difference = self._difference(trainer, state.get("images") if isinstance(state, dict) else None)
+        if difference := trainer.strategy.broadcast(difference):
+            raise ValueError(
+                f"the checkpoint is from a training on other images ({difference}): go on with the same images, in "
+                "whatever folder, or start another training from these weights with --model.pretrained"
+            )
+
+    def _difference(self, trainer: Trainer, before: Any) -> str:
+        self.digests = compute_digests(trainer.datamodule)
+        if isinstance(before, dict):
+            run = Path(trainer.ckpt_path).parent.parent
+            return describe_difference(before, self.digests, trainer.datamodule, run / FILE)
+        if self.digests:
+            warnings.warn(
+                "the checkpoint does not say which images its training had, as relvit 0.2 did not write that: whether "
+                "they are still the same is not checked",
+                stacklevel=2,
+            )
+        return ""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """List the images: only here is a checkpoint restored by every strategy, and its images compared."""
+        data = trainer.datamodule
+        if self.folder is None or not isinstance(data, ImageData) or not trainer.is_global_zero:
+            return
+        if not self.digests or not (self.folder / FILE).is_file():
+            self.digests = write_manifest(data, self.folder / FILE)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Report the unreadable images at the end of a fit, validation, test or prediction."""

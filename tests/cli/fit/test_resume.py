@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from command_line import QUIET, fit, only, summary
+from processes import Ranks, as_torchrun
 
 from relvit.cli import main
 from relvit.cli.errors import UsageError
@@ -238,6 +239,89 @@ def test_what_may_change_takes_effect_and_is_printed(stopped, photos, tmp_path, 
     content = torch.load(stopped / "checkpoints" / "last.ckpt", weights_only=True)["relvit"]
     assert content["data"]["init_args"]["root"] == str(moved)
     assert content["fit"]["trainer"]["max_epochs"] == 6
+
+
+@pytest.fixture
+def moved(stopped, photos, tmp_path):
+    """The images of the run in another folder, and the arguments of a resume there."""
+    root = shutil.copytree(photos, tmp_path / "moved")
+    return root, ["fit", f"--resume={stopped}", "--trainer.max_epochs=5", f"--data.root={root}"]
+
+
+def swap(root):
+    """Two images between two classes."""
+    one, other = root / "train" / "cat" / "1.jpg", root / "train" / "dog" / "1.jpg"
+    assert one.stat().st_size != other.stat().st_size
+    for old, new in ((one, root / "x"), (other, one), (root / "x", other)):
+        old.rename(new)
+
+
+def test_the_images_stay_the_same(stopped, moved, capsys):
+    root, arguments = moved
+    swap(root)
+    (root / "val" / "owl" / "0.jpg").unlink()
+    # Those of test may change: they take no part in the training.
+    (root / "test" / "owl" / "0.jpg").unlink()
+    before = files(stopped)
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert (
+        "the checkpoint is from a training on other images (train: 2 of another size ('cat/1.jpg', 'dog/1.jpg'); val: "
+        "1 removed ('owl/0.jpg')): go on with the same images, in whatever folder, or start another training from "
+        "these weights with --model.pretrained"
+    ) in err
+    assert "changed since" not in out
+    assert files(stopped) == before
+    # Likewise in another run's folder, which then stays away.
+    arguments[1] = f"--ckpt_path={stopped / 'checkpoints' / 'last.ckpt'}"
+    assert main([*arguments, f"--runs={root / 'runs'}", *QUIET]) == 2
+    assert "train: 2 of another size ('cat/1.jpg', 'dog/1.jpg'); val: 1 removed" in capsys.readouterr().err
+    assert not list((root / "runs").iterdir())
+    # From weights alone another training begins.
+    pretrained = f"--model.pretrained={stopped / 'checkpoints' / 'last.ckpt'}"
+    fit(root, root / "runs", pretrained)
+
+
+UNKNOWN = "the checkpoint does not say which images its training had"
+
+
+def forget_images(run, layout=None):
+    """As relvit 0.2 wrote checkpoints."""
+    last = run / "checkpoints" / "last.ckpt"
+    content = torch.load(last, weights_only=True)
+    assert content["callbacks"].pop("DataRecord")["images"]["train"]["images"] == 18
+    content["position"]["layout"] = layout or content["position"]["layout"]
+    torch.save(content, last)
+    (run / "images.csv.gz").unlink()
+
+
+def test_images_that_no_checkpoint_knows_are_warned_of_once(stopped, moved, recwarn, capsys):
+    root, arguments = moved
+    forget_images(stopped)
+    assert main(arguments) == 0
+    assert [str(warning.message)[: len(UNKNOWN)] for warning in recwarn].count(UNKNOWN) == 1
+    recwarn.clear()
+    # Now they are known.
+    arguments[2] = "--trainer.max_epochs=6"
+    assert main(arguments) == 0
+    assert not [warning for warning in recwarn if UNKNOWN in str(warning.message)]
+    swap(root)
+    assert main([*arguments, "--trainer.max_epochs=7"]) == 2
+    assert "train: 2 of another size" in capsys.readouterr().err
+
+
+def test_two_processes_compare_the_images_once(stopped, moved, tmp_path):
+    root, arguments = moved
+    forget_images(stopped, layout=[2, 4, 1, 2])
+    arguments += ["--data.batch_size=4", "--trainer.devices=auto", *QUIET]
+    ranks = Ranks(arguments, tmp_path, as_torchrun())
+    assert ranks.finish() == [0, 0], ranks.text()[-3000:]
+    assert ranks.text().count(UNKNOWN) == 1
+    swap(root)
+    arguments[2] = "--trainer.max_epochs=6"
+    ranks = Ranks(arguments, tmp_path, as_torchrun())
+    assert ranks.finish() == [2, 2], ranks.text()[-3000:]
+    assert "train: 2 of another size ('cat/1.jpg', 'dog/1.jpg')" in ranks.text()
 
 
 def test_a_limit_of_steps_may_change(stopped):

@@ -1,0 +1,104 @@
+"""`images.csv.gz` in a run's folder: the images of train and val; what differs in those that a resume finds."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import hashlib
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from relvit.data import ImageData
+from relvit.data.manifest import ListedImage
+from relvit.data.modules.base import Split
+from relvit.utils.files import atomic_write
+from relvit.utils.messages import listing
+
+FILE = "images.csv.gz"
+# The images of test take no part in the training: they may change.
+SPLITS: tuple[Split, ...] = ("train", "val")
+# Names of files need not be UTF-8.
+_TEXT = {"newline": "", "encoding": "utf-8", "errors": "surrogateescape"}
+
+# For each split the number of images, and a hash of their names, contents and labels in order.
+Digests = dict[str, dict[str, Any]]
+
+
+def compute_digests(data: ImageData) -> Digests:
+    """Compute the digest of each split whose images the data can list: for files one `stat` each, nothing is read."""
+    return {split: _digest(images) for split in SPLITS if (images := data.manifest(split)) is not None}
+
+
+def write_manifest(data: ImageData, path: Path) -> Digests:
+    """Write split, name, content and label of each image as a compressed CSV file; return the digests as well.
+
+    Nothing is written of data that cannot list their images.
+    """
+    manifests = {split: images for split in SPLITS if (images := data.manifest(split)) is not None}
+    if not manifests:
+        return {}
+    digests: Digests = {}
+    with atomic_write(path) as part, gzip.open(part, "wt", compresslevel=3, **_TEXT) as file:
+        table = csv.writer(file)
+        table.writerow(["split", *ListedImage._fields])
+        for split, images in manifests.items():
+            digests[split] = _digest(images, lambda image, split=split: table.writerow((split, *image)))
+    return digests
+
+
+def describe_difference(before: Mapping[str, Any], now: Digests, data: ImageData, path: Path) -> str:
+    """Describe in which splits, and how, images are others than those of a checkpoint; '' if all are the same.
+
+    Args:
+        before: the digests in the checkpoint.
+        now: those of the data.
+        data: the data, whose images are listed again where they differ.
+        path: the manifest of the checkpoint's run; without it no image can be named.
+    """
+    texts = []
+    for split in now:
+        if split not in before or before[split] == now[split]:
+            continue
+        trained = _read_manifest(path, split)
+        if _digest(trained) == before[split]:
+            texts.append(f"{split}: {', '.join(_differences(trained, list(data.manifest(split) or ())))}")
+        else:
+            count = f"{now[split]['images']:,} images, which are not those of before"
+            texts.append(f"{split}: {count} (there is no {path}, or not of this training, to say which)")
+    return "; ".join(texts)
+
+
+def _digest(images: Iterable[ListedImage], write: Callable[[ListedImage], Any] | None = None) -> dict[str, Any]:
+    digest, count = hashlib.blake2b(digest_size=16), 0
+    for image in images:
+        if write is not None:
+            write(image)
+        digest.update("\0".join((*image, "")).encode("utf-8", "surrogateescape"))
+        count += 1
+    return {"images": count, "digest": digest.hexdigest()}
+
+
+def _read_manifest(path: Path, split: Split) -> list[ListedImage]:
+    """Read the images of one split; none from a file that is missing or damaged."""
+    try:
+        with gzip.open(path, "rt", **_TEXT) as file:
+            return [ListedImage(*row[1:]) for row in csv.reader(file) if row[0] == split]
+    except (OSError, EOFError, zlib.error, csv.Error, TypeError, IndexError):
+        return []
+
+
+def _differences(before: Sequence[ListedImage], now: Sequence[ListedImage]) -> list[str]:
+    then, found = ({image.name: image for image in images} for images in (before, now))
+    both = [(then[name], found[name]) for name in then if name in found]
+    sizes = all(image.content.isdecimal() or not image.content for image in now)
+    kind_of_content = "of another size" if sizes else "with other pixels"
+    kinds = {
+        "added": [name for name in found if name not in then],
+        "removed": [name for name in then if name not in found],
+        "with another label": [old.name for old, new in both if old.label != new.label],
+        kind_of_content: [old.name for old, new in both if old.content != new.content],
+    }
+    texts = [f"{len(names):,} {kind} ({listing(names, 3)})" for kind, names in kinds.items() if names]
+    return texts or ["the same images in another order"]
