@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from relvit.evaluation.predictor import Predictor
+from relvit.utils.descriptions import check_bounds
 from relvit.utils.messages import one_line
 
 # The name of the description in an ONNX file's metadata, and in that of a package of AOTInductor.
@@ -69,6 +70,7 @@ def read_description(path: Path, metadata: dict[str, str], classes: int) -> dict
     # No JSON, no UTF-8, or JSON that is nested too deeply.
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{source} is no file of relvit export: {one_line(error)}") from error
+    check_bounds(found, str(source))
     if wrong := _wrong_part(found, classes):
         raise ValueError(f"{source} is no file of relvit export: {wrong} is not what it should be")
     return found

@@ -17,6 +17,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import Tensor
 
 from relvit.data.modules.registry import public_class_path
+from relvit.utils.descriptions import check_bounds
 from relvit.utils.files import atomic_write, is_address
 from relvit.utils.remote import local_file
 
@@ -54,10 +55,12 @@ def read_checkpoint(path: str | os.PathLike[str], file: Path | None = None, aver
     if not file.is_file():
         raise FileNotFoundError(f"no checkpoint at {path}; give the file, such as runs/RUN/checkpoints/best.ckpt")
     try:
-        _check_archive(file)
+        check_archive(file)
         content = torch.load(file, map_location="cpu", weights_only=True)
     except OSError:
         raise
+    except DamagedError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
     # PyTorch raises almost any type for broken files: TypeError, IndexError, AttributeError, ...
     except Exception as error:
         raise ValueError(
@@ -65,22 +68,53 @@ def read_checkpoint(path: str | os.PathLike[str], file: Path | None = None, aver
         ) from error
     if not isinstance(content, dict) or KEY not in content or "state_dict" not in content:
         raise ValueError(f"{path} is not a checkpoint of relvit fit: it does not say which model and data it is of")
+    check_bounds(content[KEY], str(path))
     if wrong := _wrong_part(content):
         raise ValueError(f"{path} is not a checkpoint of relvit fit: {wrong} is not what it should be")
+    for name in ("state_dict", AVERAGE_KEY):
+        check_finite(content.get(name, {}), str(path))
     content[KEY]["data"]["class_path"] = public_class_path(content[KEY]["data"]["class_path"])
     if averaged:
         content["state_dict"] = content["state_dict"] | content.get(AVERAGE_KEY, {})
     return content
 
 
-def _check_archive(path: Path) -> None:
-    """Refuse an archive that would take more memory than the file has bytes: PyTorch stores, and never compresses."""
+class DamagedError(ValueError):
+    """The bytes of a file are not those that were written."""
+
+
+def check_archive(path: Path) -> None:
+    """Refuse an archive of PyTorch that is damaged, or would take more memory than the file has bytes.
+
+    PyTorch stores, and never compresses. The CRC of each entry is compared; where the file was written without CRCs
+    (`torch.serialization.set_crc32_options(False)`), there is nothing to compare.
+
+    Raises:
+        DamagedError: a CRC differs.
+        ValueError: another kind of archive.
+        zipfile.BadZipFile: no archive.
+    """
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
-    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-        raise ValueError("a compressed entry")
-    if sum(entry.file_size for entry in entries) > path.stat().st_size:
-        raise ValueError("entries that are larger than the file")
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+            raise ValueError("a compressed entry")
+        if sum(entry.file_size for entry in entries) > path.stat().st_size:
+            raise ValueError("entries that are larger than the file")
+        if any(entry.CRC for entry in entries) and (damaged := archive.testzip()) is not None:
+            raise DamagedError(f"it is damaged, the checksum of {damaged} in it is wrong; take another copy")
+
+
+def check_finite(weights: Mapping[str, Tensor], path: str) -> None:
+    """Refuse weights that are infinite or not a number.
+
+    Raises:
+        ValueError: there is such a tensor; the message names the first one.
+    """
+    for name, tensor in weights.items():
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise ValueError(
+                f"{path} holds values in {name} that are infinite or not a number: take another checkpoint"
+            )
 
 
 def _wrong_part(content: dict[Any, Any]) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from relvit.models.factory import DATA_ARGUMENTS, check_description, check_size
 from relvit.models.retrofit.api import RETROFITTED_NAME
 from relvit.models.weights.transfer import Weights
 from relvit.training.checkpoints.checkpoint import Architecture, Checkpoint, Normalisation
+from relvit.training.checkpoints.file import check_archive, check_finite
+from relvit.utils.descriptions import check_bounds
 from relvit.utils.files import is_address
 from relvit.utils.messages import did_you_mean, listing, nearest, one_line
 from relvit.utils.remote import local_file, suffix_of
@@ -87,13 +90,17 @@ class Pretrained:
             raise ValueError(f"{self._file} is a JAX archive: give its name in timm, or save it as .pth in Python")
         with local_file(self._file) as path:
             try:
-                return Weights(source=self._file, state=load_state_dict(str(path)))
+                if zipfile.is_zipfile(path):
+                    check_archive(path)
+                state = load_state_dict(str(path))
             # timm and PyTorch raise almost any type for broken files: TypeError, IndexError, UnicodeDecodeError, ...
             except Exception as error:
                 raise ValueError(
                     f"{self._file} cannot be read: it is damaged, holds no weights, or more than tensors and plain "
                     "values"
                 ) from error
+        check_finite(state, self._file)
+        return Weights(source=self._file, state=state)
 
     @cached_property
     def _file(self) -> str | None:
@@ -148,6 +155,7 @@ class Pretrained:
             cfg, arguments = dict(cfg or {}), dict(arguments or {})
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"the config.json of {self.name} does not say which model it is of ({error!r})") from error
+        check_bounds([cfg, arguments], f"the config.json of {self.name}")
         check_description(architecture, arguments, f"the config.json of {self.name}")
         return cfg, architecture, arguments
 
@@ -181,6 +189,7 @@ class Pretrained:
     def _weights_of_timm(self) -> Weights:
         """Read the weights of a model made by timm itself."""
         donor = self.timm_model()
+        check_finite(donor.state_dict(), self.name)
         cfg = donor.pretrained_cfg
         return Weights(
             source=self._timm_name,

@@ -1,13 +1,20 @@
-"""Checkpoints are written atomically."""
+"""Checkpoints are written atomically; damaged files, spoilt weights and unbounded descriptions are refused."""
 
 import os
 import pickle
 import resource
+import zipfile
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from relvit.training import write_checkpoint
+import relvit
+from relvit.evaluation import calibrate
+from relvit.training import Checkpoint, average_checkpoints, load_classifier, write_checkpoint
+from relvit.training.checkpoints.pretrained import Pretrained
+from relvit.utils.descriptions import check_bounds
 
 OLD, NEW = {"weights": torch.arange(3.0)}, {"weights": torch.arange(5.0), "epoch": 2}
 
@@ -64,3 +71,94 @@ def test_a_full_disk_is_called_one(tmp_path):
 def test_no_folder(tmp_path):
     with pytest.raises(FileNotFoundError, match="none"):
         write_checkpoint(NEW, tmp_path / "none" / "x.ckpt")
+
+
+CHECKPOINT = Path(__file__).parents[2] / "fixtures" / "of_0_2" / "tables" / "checkpoints" / "last.ckpt"
+USES = (
+    relvit.load,
+    load_classifier,
+    Checkpoint.read,
+    lambda path: Pretrained(str(path)).weights(),
+    lambda path: average_checkpoints([path, CHECKPOINT], path.with_name("averaged.ckpt")),
+    lambda path: calibrate(path, path.with_name("calibrated.ckpt")),
+)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("part", ["state_dict", "ema_state_dict"])
+def test_weights_that_are_not_finite_are_refused_wherever_a_checkpoint_is_used(bad, part, tmp_path, fails):
+    content = torch.load(CHECKPOINT, weights_only=True)
+    content[part]["net.head.weight"][1, 2] = bad
+    path = tmp_path / "bad.ckpt"
+    torch.save(content, path)
+    for use in USES:
+        with pytest.raises(
+            ValueError, match=r"bad.ckpt holds values in net.head.weight that are infinite or not a num"
+        ):
+            use(path)
+    for command, *rest in (["predict", tmp_path], ["test"], ["validate"], ["probe"], ["show"]):
+        assert "holds values in net.head.weight" in fails([command, path, *rest])
+
+
+def test_plain_weights_that_are_not_finite_are_refused(tmp_path):
+    for name, save in (("w.pth", torch.save), ("w.safetensors", save_file)):
+        save({"head.weight": torch.tensor([1.0, torch.nan])}, tmp_path / name)
+        with pytest.raises(ValueError, match=r"holds values in head\.weight that are infinite or not a number"):
+            Pretrained(str(tmp_path / name)).weights()
+        save({"head.weight": torch.ones(2)}, tmp_path / name)
+        assert Pretrained(str(tmp_path / name)).weights().state["head.weight"].sum() == 2
+
+
+def test_damaged_files_are_refused(tmp_path):
+    original = CHECKPOINT.read_bytes()
+    with zipfile.ZipFile(CHECKPOINT) as archive:
+        tensors = [entry for entry in archive.infolist() if "/data/" in entry.filename]
+        largest = max(tensors, key=lambda entry: entry.file_size)
+        start = original.index(archive.read(largest))
+    damages = {
+        # What PyTorch reads without a word: the signs of all numbers of a tensor, and bytes of 0xff.
+        "signs": bytes(byte ^ 0x80 if n % 4 == 3 else byte for n, byte in enumerate(original[start : start + 64])),
+        "ones": b"\xff" * 64,
+    }
+    path = tmp_path / "damaged.ckpt"
+    for damage in damages.values():
+        path.write_bytes(original[:start] + damage + original[start + 64 :])
+        torch.load(path, weights_only=True)
+        for use in USES:
+            with pytest.raises(ValueError, match="is damaged, the checksum of"):
+                use(path)
+    # A file that was written without checksums has nothing to compare.
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(torch.load(CHECKPOINT, weights_only=True), path)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    relvit.load(path)
+
+
+@pytest.mark.parametrize("part", ["mean", "model_kwargs", "class_names"])
+def test_nested_shared_lists_are_refused_at_once(part, tmp_path, fails):
+    content = torch.load(CHECKPOINT, weights_only=True)
+    nested = [0.5]
+    for _ in range(30):
+        nested = [nested] * 10
+    description = content["relvit"]
+    if part == "model_kwargs":
+        description["model"]["model_kwargs"]["x"] = nested
+    else:
+        description["data"]["init_args"][part] = nested
+    torch.save(content, tmp_path / "nested.ckpt")
+    for command, *rest in (["predict", tmp_path], ["validate"]):
+        assert "its description has more than" in fails([command, tmp_path / "nested.ckpt", *rest])
+
+
+def test_bounds():
+    deep = value = []
+    for _ in range(40):
+        value.append([])
+        value = value[0]
+    with pytest.raises(ValueError, match="x is not of relvit: its description has more than 32 levels"):
+        check_bounds(deep, "x")
+    with pytest.raises(ValueError, match="1,000,000 values"):
+        check_bounds({"a": [0] * 10**6}, "x")
+    check_bounds({"class_names": [str(number) for number in range(30_000)], "a": {"b": [1, (2, [3])]}}, "x")

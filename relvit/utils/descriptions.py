@@ -1,0 +1,34 @@
+"""Bound the size of nested values that are read from a file, before anything walks through them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+DEEPEST, MOST_VALUES = 32, 10**6
+
+
+def check_bounds(value: Any, source: str) -> None:
+    """Refuse nested dictionaries, lists and tuples that are too deep or hold too many values in all.
+
+    A list that is stored once may be an item of another list many times. Some kilobytes of a checkpoint then stand for
+    more values than any memory holds, and whatever walks through them never ends. Each occurrence counts here.
+
+    Args:
+        value: the description of a model, its data or its training.
+        source: the file, for the message.
+
+    Raises:
+        ValueError: more than `DEEPEST` levels or `MOST_VALUES` values.
+    """
+    waiting, count = [(value, 0)], 1
+    while waiting:
+        inner, depth = waiting.pop()
+        if not isinstance(inner, Mapping | list | tuple):
+            continue
+        count += len(inner)
+        if count > MOST_VALUES or depth >= DEEPEST:
+            most = f"more than {DEEPEST} levels or {MOST_VALUES:,} values"
+            raise ValueError(f"{source} is not of relvit: its description has {most}")
+        items = inner.values() if isinstance(inner, Mapping) else inner
+        waiting += ((item, depth + 1) for item in items)
