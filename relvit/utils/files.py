@@ -5,14 +5,16 @@ from __future__ import annotations
 import csv
 import errno
 import os
+import shutil
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from relvit.utils.messages import did_you_mean
 
-# The disk or the user's quota is full, or the file system is read-only.
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+# The disk or the user's quota is full, the file system is read-only, or takes no file of this size.
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 
 @contextmanager
@@ -39,6 +41,48 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+
+
+def link_or_copy(path: Path, other: Path) -> None:
+    """Let `other` be the content that `path` has now, by a hard link; by a copy where the file system has no links.
+
+    The link keeps this content when `path` is replaced, as `atomic_write` does.
+    """
+    with atomic_write(other) as part:
+        try:
+            os.link(path, part)
+        except OSError:
+            shutil.copyfile(path, part)
+
+
+def has_links(folder: Path) -> bool:
+    """Return whether files in a folder can have a second name by a hard link."""
+    try:
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".links-") as tried:
+            (Path(tried) / "file").touch()
+            os.link(Path(tried) / "file", Path(tried) / "link")
+    except OSError:
+        return False
+    return True
+
+
+def remove_parts(folder: Path) -> None:
+    """Remove the temporary files that `atomic_write` has left in a folder where its process was killed."""
+    for part in folder.glob(".*.part"):
+        process = part.name.split(".")[-2]
+        if process.isdigit() and int(process) != os.getpid() and not _is_alive(int(process)):
+            part.unlink(missing_ok=True)
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    # A process of somebody else may not be asked, but there is one.
+    except PermissionError:
+        return True
+    return True
 
 
 def write_csv(path: str | os.PathLike[str], header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

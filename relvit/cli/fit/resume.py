@@ -13,7 +13,9 @@ from typing import Any
 
 from relvit.cli.aliases import option
 from relvit.cli.errors import UsageError
-from relvit.training.checkpoints.checkpoint import NETWORK
+from relvit.training.checkpoints.checkpoint import NETWORK, Checkpoint
+from relvit.training.checkpoints.file import EPOCH_NAME
+from relvit.training.checkpoints.resume import begins_epoch_again
 from relvit.training.optim.ponder import DEFAULTS as PONDER_DEFAULTS
 from relvit.utils.files import is_address
 
@@ -74,6 +76,42 @@ def resume_arguments(run: str, arguments: Sequence[str]) -> list[str]:
             hint = f"go on in a new folder with {start} --ckpt_path {others[0]}, or {hint}"
         raise UsageError(f"{folder} has no {last.relative_to(folder)} to go on from: {hint}")
     return [f"--config={config}", *arguments, f"--ckpt_path={last}"]
+
+
+def checkpoint_of_epoch_end(
+    checkpoint: Checkpoint, same_run: bool, batch_size: int, accumulated: int, devices: int
+) -> tuple[Path, str] | None:
+    """Return the checkpoint of the epoch before, and what to say, where other devices cannot go on within an epoch.
+
+    Args:
+        checkpoint: from which the training was to go on.
+        same_run: whether the run itself is resumed; else its checkpoint starts another run.
+        batch_size, accumulated, devices: as the training would go on, see `begins_epoch_again`.
+
+    Raises:
+        UsageError: there is no such checkpoint, or the optimiser steps would be of other images.
+    """
+    point = checkpoint.point()
+    try:
+        if point is None or not begins_epoch_again(point, batch_size, accumulated, devices):
+            return None
+    except ValueError as error:
+        raise UsageError(f"{checkpoint.path}: {error}") from error
+    _, *layout = point.layout
+    names = ("--batch_size", "--trainer.accumulate_grad_batches", "--devices")
+    as_before = " ".join(f"{name} {count}" for name, count in zip(names, layout, strict=True))
+    other = Path(checkpoint.path).with_name(EPOCH_NAME)
+    if not same_run or not other.is_file():
+        hint = f", or give --ckpt_path {other}" if other.is_file() else ""
+        raise UsageError(
+            f"{checkpoint.path} is from within epoch {point.epoch + 1}, where batch and devices stay: give "
+            f"{as_before}{hint}"
+        )
+    steps = point.batch // layout[1]
+    return other, (
+        f"Within an epoch batch and devices stay, so the training goes on from the end of epoch {point.epoch} and "
+        f"repeats {steps} steps; {as_before} would go on without repeating them."
+    )
 
 
 def fit_options(config: Mapping[str, Any]) -> dict[str, Any]:

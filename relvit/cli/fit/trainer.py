@@ -24,7 +24,7 @@ from relvit.cli.fit.normalisation import set_normalisation
 from relvit.cli.fit.options import TRAINER_DEFAULTS, add_own_options
 from relvit.cli.fit.other_images import asked_paths, data_of_paths, data_of_robustness
 from relvit.cli.fit.outcome import report_fit, report_predict, report_test
-from relvit.cli.fit.resume import changed_options, fit_options, resume_arguments
+from relvit.cli.fit.resume import changed_options, checkpoint_of_epoch_end, fit_options, resume_arguments
 from relvit.cli.fit.run_folder import check_runs, explain_full_disk, lock_run_folder, make_run_folder
 from relvit.cli.parser import Parser
 from relvit.data import ImageData
@@ -52,7 +52,7 @@ from relvit.training.checkpoints.checkpoint import Architecture, data_arguments
 from relvit.training.lightning_internals import OpenLightningCLI
 from relvit.training.optim.ponder import halts
 from relvit.training.optim.sharding import check_strategy
-from relvit.training.run.folder import RunLock
+from relvit.training.run.folder import RunLock, missing_folders
 from relvit.utils.cores import busy_note
 from relvit.utils.progress import rank_zero_print
 from relvit.utils.remote import local_file
@@ -115,7 +115,7 @@ class RelvitCLI(OpenLightningCLI):
             )
         finally:
             if self.made_folder:
-                remove_if_empty(self.made_folder)
+                remove_if_empty(self.made_folder, self.made_parents)
 
     def _read_checkpoint(self) -> Checkpoint:
         path = self.checkpoint_path
@@ -291,6 +291,7 @@ class RelvitCLI(OpenLightningCLI):
         runs = self.config_value(self.config, "runs")
         if rank_zero_only.rank != 0:
             return Path(runs)
+        self.made_parents: list[Path] = missing_folders(Path(runs))
         self.made_folder = make_run_folder(runs, name)
         return self.made_folder
 
@@ -317,8 +318,15 @@ class RelvitCLI(OpenLightningCLI):
             self.trainer.callbacks.remove(self.announcement)
             rank_zero_print(text)
             return
+        now = (data.batch_size, self.trainer.accumulate_grad_batches, self.trainer.world_size)
+        if other := checkpoint_of_epoch_end(self.checkpoint, self.resumes is not None, *now):
+            self.checkpoint_file, note = other
+            self.checkpoint = Checkpoint.read(self.checkpoint_file)
+            text = f"{note}\n{text}"
         finished = self.checkpoint.finished_epochs()
-        if epochs is not None and 0 <= epochs <= finished:
+        if self._lacks_its_end(epochs, finished):
+            text = f"The training is complete; its test, figures and summary are left.\n{text}"
+        elif epochs is not None and 0 <= epochs <= finished:
             raise UsageError(
                 f"the training of {self.checkpoint_path} has reached its {finished} epochs: to go on, give --epochs "
                 "with a larger number"
@@ -326,6 +334,10 @@ class RelvitCLI(OpenLightningCLI):
         if self.changed:
             text = f"changed since: {', '.join(self.changed)}\n{text}"
         self.announcement.text = text
+
+    def _lacks_its_end(self, epochs: int | None, finished: int) -> bool:
+        """Whether a run that is resumed was ended after its last epoch and before its summary."""
+        return self.resumes is not None and epochs == finished and not (self.resumes / "summary.json").exists()
 
     def after_fit(self) -> None:
         """Test the best checkpoint where there are test images, and print the result and the commands to go on."""

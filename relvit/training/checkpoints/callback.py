@@ -13,10 +13,11 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from relvit.training.checkpoints.file import check_disk_space
+from relvit.data.loading.sampler import training_position
+from relvit.training.checkpoints.file import EPOCH_NAME, check_disk_space
 from relvit.training.lightning_internals import stepped_within_epoch
 from relvit.training.optim.gradients import NonFiniteLossError
-from relvit.utils.files import DISK_ERRORS
+from relvit.utils.files import DISK_ERRORS, link_or_copy
 
 # Batch systems send these before a job's time ends.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -39,6 +40,9 @@ class StoppedBySignalError(SystemExit):
 
 class RunCheckpoints(Checkpoint):
     """Write `last.ckpt` at the end of each epoch and `best.ckpt` at the best validation score so far.
+
+    `epoch.ckpt` is the `last.ckpt` of the last complete epoch: the same file, by a hard link, until `last.ckpt` is
+    written within an epoch. From it a training goes on with other devices, as it cannot from within an epoch.
 
     Where scores are equal, which is frequent with few images, the lower `val/loss` is the better. `last.ckpt` is also
     written every `every_n_steps`; at the first optimiser step after SIGTERM or SIGUSR1, or within a validation, before
@@ -92,7 +96,7 @@ class RunCheckpoints(Checkpoint):
             self.best_epoch = state_dict.get("epoch")
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Raise a DiskSpaceError, rather than train, where the disk has no space for two checkpoints."""
+        """Raise a DiskSpaceError, rather than train, where the disk has no space for the checkpoints."""
         check_disk_space(self.folder, trainer)
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -136,6 +140,9 @@ class RunCheckpoints(Checkpoint):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stop_after_signal(trainer)
         trainer.save_checkpoint(self.last_path)
+        # A limit of steps ends the training within an epoch.
+        if trainer.is_global_zero and training_position(trainer)[1] == 0:
+            link_or_copy(self.last_path, self.last_path.with_name(EPOCH_NAME))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Save the training if its state is consistent, unless that has just been done."""

@@ -191,10 +191,16 @@ class Checkpoint:
         with self._reading("the names of its classes"):
             return [str(name) for name in self.data_args["class_names"]]
 
+    def point(self) -> ResumePoint | None:
+        """Return where the training was; None in checkpoints that `relvit fit` did not write."""
+        with self._reading("the progress of its training"):
+            return None if self.resume_point is None else ResumePoint(**self.resume_point)
+
     def finished_epochs(self) -> int:
         """Return the number of epochs that were complete."""
+        point = self.point()
         with self._reading("the progress of its training"):
-            return int(self.epoch + 1 if self.resume_point is None else ResumePoint(**self.resume_point).epoch)
+            return int(self.epoch + 1 if point is None else point.epoch)
 
     @contextmanager
     def _reading(self, what: str) -> Iterator[None]:

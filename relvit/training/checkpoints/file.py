@@ -18,7 +18,7 @@ from torch import Tensor
 
 from relvit.data.modules.registry import public_class_path
 from relvit.utils.descriptions import check_bounds
-from relvit.utils.files import atomic_write, is_address
+from relvit.utils.files import atomic_write, has_links, is_address, remove_parts
 from relvit.utils.remote import local_file
 
 # The key of the description: model, data module, options and versions of the training.
@@ -27,6 +27,8 @@ KEY = "relvit"
 AVERAGE_KEY = "ema_state_dict"
 # The key where timm looks before 'state_dict': the weights to use, under the model's own names.
 TIMM_KEY = "state_dict_ema"
+# Beside last.ckpt: the checkpoint of the last complete epoch.
+EPOCH_NAME = "epoch.ckpt"
 
 
 def read_checkpoint(path: str | os.PathLike[str], file: Path | None = None, averaged: bool = True) -> dict[str, Any]:
@@ -217,23 +219,28 @@ def describe_last(folder: Path) -> str:
 
 
 def check_disk_space(folder: Path, trainer: Trainer) -> None:
-    """Refuse a disk without space for two checkpoints, as one replaces another only when it is complete.
+    """Refuse a disk without space for the checkpoints of a training, and remove what a killed process left of one.
 
-    The folder need not exist yet; checkpoints that are there already count.
+    These are best.ckpt, last.ckpt and the copy that replaces one of them when it is complete; without hard links
+    epoch.ckpt is a copy, too. The folder need not exist yet; checkpoints that are there already count.
     """
     module = trainer.lightning_module
     weights = sum(tensor.nbytes for tensor in module.state_dict().values())
-    average = 0 if getattr(module, "average", None) is None else weights
+    # The average itself is made later in the same hook.
+    average = 0 if module.hparams.get("ema_decay") is None else weights
     trained = sum(p.nbytes for group in trainer.optimizers[0].param_groups for p in group["params"])
     # Adam and similar optimisers keep two numbers for each weight.
     size = weights + average + 2 * trained
     parent = next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
-    present = sum(1 for _ in folder.glob("*.ckpt")) if folder.is_dir() else 0
-    needed, free = size * max(2 - present, 1), shutil.disk_usage(parent).free
-    if free < needed:
+    if trainer.is_global_zero:
+        remove_parts(folder)
+    # Names of one file, which hard links are, take its space once.
+    present = len({file.stat().st_ino for file in folder.glob("*.ckpt")}) if folder.is_dir() else 0
+    copies = max(3 + (not has_links(parent)) - present, 1)
+    free = shutil.disk_usage(parent).free
+    if free < copies * size:
         raise DiskSpaceError(
             errno.ENOSPC,
             f"{free / 1e6:.1f} MB are free at {parent}, a checkpoint of this training takes about {size / 1e6:.1f} MB "
-            f"and {'one more has' if needed == size else 'two have'} to fit: make room, or give another folder "
-            "(--runs)",
+            f"and {copies} of them have to fit: make room, or give another folder (--runs)",
         )

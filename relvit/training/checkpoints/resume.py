@@ -53,6 +53,29 @@ class ResumePoint(NamedTuple):
         return cls(*done, _layout(trainer), done == validated_at)
 
 
+def begins_epoch_again(point: ResumePoint, batch_size: int, accumulated: int, devices: int) -> bool:
+    """Return whether a training cannot go on within the epoch of a checkpoint, because batches are divided otherwise.
+
+    Args:
+        point: of the checkpoint.
+        batch_size, accumulated, devices: images in a batch, batches in an optimiser step, and devices from now on.
+
+    Raises:
+        ValueError: the optimiser steps have another number of images, which no checkpoint goes on with.
+    """
+    _, size_then, accumulated_then, devices_then = point.layout
+    then, now = size_then * accumulated_then * devices_then, batch_size * accumulated * devices
+    if then != now:
+        share = then / (accumulated * devices)
+        hint = f": give --batch_size {share:.0f}" if share.is_integer() else ""
+        raise ValueError(
+            f"the training has optimiser steps of {then} images (batch size x accumulation x devices: {size_then} x "
+            f"{accumulated_then} x {devices_then}), and these would be {now} ({batch_size} x {accumulated} x "
+            f"{devices}){hint}"
+        )
+    return point.batch > 0 and [batch_size, accumulated, devices] != point.layout[1:]
+
+
 def set_counters(checkpoint: dict[str, Any], point: ResumePoint) -> None:
     """Set the counters of a checkpoint's training loop as if everything before the point were complete."""
     loop = checkpoint["loops"]["fit_loop"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import shutil
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -52,7 +54,17 @@ class RunLock:
         self._file.close()
 
 
-def remove_if_empty(folder: Path) -> None:
-    """Remove the folder of a run that failed before it wrote any artifact."""
-    if not any((folder / name).exists() for name in ARTIFACTS):
-        shutil.rmtree(folder)
+def missing_folders(folder: Path) -> list[Path]:
+    """Return the folders that have to be made for this one to exist, the innermost first."""
+    return [part for part in (folder, *folder.parents) if not part.exists()]
+
+
+def remove_if_empty(folder: Path, made: Sequence[Path] = ()) -> None:
+    """Remove the folder of a run that failed before it wrote any artifact, and folders made for it that are empty."""
+    if any((folder / name).exists() for name in ARTIFACTS):
+        return
+    shutil.rmtree(folder)
+    for parent in made:
+        # Another run may be there by now.
+        with contextlib.suppress(OSError):
+            parent.rmdir()

@@ -82,7 +82,7 @@ def test_before_training(photos, mount, capsys):
     err = capsys.readouterr().err
     assert re.search(r"2\.[01] MB are free at ", err)
     assert "a checkpoint of this training takes about 3." in err
-    assert "and two have to fit: make room, or give another folder (--runs)" in err
+    assert "and 3 of them have to fit: make room, or give another folder (--runs)" in err
     assert list((disk / "runs").iterdir()) == []
 
 

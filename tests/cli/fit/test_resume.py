@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from command_line import QUIET, fit, only, summary
+from photos import TINY
 from processes import Ranks, as_torchrun
 
 from relvit.cli import main
@@ -117,9 +118,10 @@ def test_optimiser_steps_stay_what_they_were(run, tmp_path, changed, capsys):
     torch.save(content, checkpoint)
     before = files(folder)
     assert main(["fit", f"--resume={folder}", changed]) == 2
-    then = "the checkpoint is from within an epoch of 3 batches, 8 images in a batch, 1 batches in an optimiser step, 1"
+    then = "the training has optimiser steps of 8 images (batch size x accumulation x devices: 8 x 1 x 1), and these wo"
     out, err = capsys.readouterr()
     assert then in err
+    assert ("give --batch_size 4" in err) == ("accumulate" in changed)
     # Nothing was announced before.
     assert "changed since" not in out
     assert "files in" not in out
@@ -127,16 +129,98 @@ def test_optimiser_steps_stay_what_they_were(run, tmp_path, changed, capsys):
     torch.save(content, checkpoint)
     before[checkpoint] = checkpoint.read_bytes()
     assert main(["fit", f"--resume={folder}", changed]) == 2
-    then = "the checkpoint is from a training of 3 optimiser steps in an epoch, of 8 images each; here there are"
     assert then in capsys.readouterr().err
     assert files(folder) == before
+
+
+HALVED = ["--data.batch_size=4", "--trainer.accumulate_grad_batches=2"]
+
+
+@pytest.fixture(scope="module")
+def interrupted(photos, tmp_path_factory):
+    """The folder of a training of three epochs that Ctrl-C stopped within the second."""
+    runs = tmp_path_factory.mktemp("interrupted")
+    arguments = ["fit", "--data=ImageFolderData", f"--data.root={photos}", f"--runs={runs}", *TINY]
+    assert main([*arguments, "--epochs=3", "--model.ema_decay=0.9", "--trainer.callbacks=failures.Stop"]) == 130
+    return only(runs)
+
+
+def weights(folder):
+    return read_checkpoint(folder / "checkpoints" / "last.ckpt")["state_dict"]
+
+
+def test_from_within_an_epoch_other_batches_go_on_at_the_end_of_the_epoch_before(interrupted, tmp_path, capsys):
+    position = read_checkpoint(interrupted / "checkpoints" / "last.ckpt")["position"]
+    assert (position["epoch"], position["batch"]) == (1, 1)
+    at_end = interrupted / "checkpoints" / "epoch.ckpt"
+    assert read_checkpoint(at_end)["position"] == {**position, "batch": 0}
+    whole, other, from_end = (shutil.copytree(interrupted, tmp_path / name) for name in ("whole", "other", "from_end"))
+    assert main(["fit", f"--resume={whole}"]) == 0
+    capsys.readouterr()
+    assert main(["fit", f"--resume={other}", *HALVED]) == 0
+    out = capsys.readouterr().out
+    assert (
+        "goes on from the end of epoch 1 and repeats 1 steps; --batch_size 8 --trainer.accumulate_grad_batches 1" in out
+    )
+    # On the same layout epoch.ckpt is as exact as last.ckpt: all three end with the weights of one training.
+    shutil.copy(at_end, from_end / "checkpoints" / "last.ckpt")
+    assert main(["fit", f"--resume={from_end}"]) == 0
+    expected = weights(whole)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(from_end).items())
+    for folder in (whole, other, from_end):
+        assert [epoch for epoch, _ in read_metrics(folder / "metrics.csv")["train/loss"]] == [0, 1, 2]
+        last, end = (folder / "checkpoints" / name for name in ("last.ckpt", "epoch.ckpt"))
+        assert last.samefile(end)
+    assert summary(other)["effective_batch"] == 8
+
+
+def test_the_end_of_the_epoch_stays_over_a_second_stop_and_without_hard_links(interrupted, tmp_path, monkeypatch):
+    folder = shutil.copytree(interrupted, tmp_path / "run")
+    at_end = folder / "checkpoints" / "epoch.ckpt"
+    before = at_end.read_bytes()
+
+    def stop(self, trainer, *arguments):
+        if trainer.global_step == 5:
+            raise KeyboardInterrupt
+
+    def unlinked(*names):
+        raise OSError("no links here")
+
+    monkeypatch.setattr("failures.Stop.on_train_batch_start", stop)
+    monkeypatch.setattr("os.link", unlinked)
+    assert main(["fit", f"--resume={folder}"]) == 130
+    assert at_end.read_bytes() == before
+    monkeypatch.setattr("failures.Stop.on_train_batch_start", lambda *arguments: None)
+    assert main(["fit", f"--resume={folder}"]) == 0
+    assert at_end.read_bytes() == (folder / "checkpoints" / "last.ckpt").read_bytes()
+    assert not at_end.samefile(folder / "checkpoints" / "last.ckpt")
+
+
+def test_without_the_end_of_an_epoch_the_layout_is_named(interrupted, tmp_path, fails):
+    folder = shutil.copytree(interrupted, tmp_path / "run")
+    (folder / "checkpoints" / "epoch.ckpt").unlink()
+    message = fails(["fit", f"--resume={folder}", *HALVED])
+    assert "is from within epoch 2, where batch and devices stay: give --batch_size 8 " in message
+
+
+def test_a_run_that_lacks_only_its_end_gets_it(stopped, capsys):
+    for name in ("summary.json", "curves.png", "positions.png"):
+        (stopped / name).unlink()
+    before = weights(stopped)
+    assert main(["fit", f"--resume={stopped}"]) == 0
+    assert "The training is complete; its test, figures and summary are left." in capsys.readouterr().out
+    assert summary(stopped)["epochs"] == 4
+    assert 0 <= summary(stopped)["test/acc1"] <= 1
+    for name in ("curves.png", "positions.png"):
+        assert (stopped / name).is_file()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(stopped).items())
+    assert [epoch for epoch, _ in read_metrics(stopped / "metrics.csv")["train/loss"]] == [0, 1, 2, 3]
 
 
 def test_smaller_batches_may_make_the_same_steps(stopped, tmp_path):
     """From an epoch's end on; the learning rates are those of a training that goes on as it was."""
     same = shutil.copytree(stopped, tmp_path / "same")
-    halved = ["--data.batch_size=4", "--trainer.accumulate_grad_batches=2"]
-    for folder, changed in ((same, []), (stopped, halved)):
+    for folder, changed in ((same, []), (stopped, HALVED)):
         assert main(["fit", f"--resume={folder}", "--trainer.max_epochs=6", *changed]) == 0
     assert read_metrics(stopped / "metrics.csv")["lr"] == read_metrics(same / "metrics.csv")["lr"]
     assert summary(stopped)["effective_batch"] == 8

@@ -121,3 +121,13 @@ def test_digits_train_without_any_file(tmp_path, monkeypatch, capsys):
     assert re.search(r"Best validation accuracy: 0\.\d{4}, epoch 1; always the commonest class: 0\.1\d{3}\n", out)
     line = r"Test accuracy of that checkpoint: 0\.\d{4}, top-5 [\d.]{6}; always the commonest class: 0\.1028\n"
     assert re.search(line, out)
+
+
+@pytest.mark.parametrize("made", [(), ("runs",), ("runs/deep", "runs")])
+def test_what_is_refused_leaves_no_folder_but_those_that_were_there(made, photos, tmp_path, fails):
+    runs = tmp_path / "runs" / "deep"
+    for folder in made[:1]:
+        (tmp_path / folder).mkdir(parents=True)
+    arguments = ["fit", "--data=ImageFolderData", f"--data.root={photos}", f"--runs={runs}", *TINY]
+    fails([*arguments, "--save_every=0"])
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")} == set(made)

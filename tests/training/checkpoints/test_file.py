@@ -1,20 +1,26 @@
 """Checkpoints are written atomically; damaged files, spoilt weights and unbounded descriptions are refused."""
 
+import errno
 import os
 import pickle
 import resource
+import subprocess
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 import relvit
+from relvit.cli.fit.run_folder import explain_full_disk
 from relvit.evaluation import calibrate
 from relvit.training import Checkpoint, average_checkpoints, load_classifier, write_checkpoint
+from relvit.training.checkpoints.file import DiskSpaceError, check_disk_space
 from relvit.training.checkpoints.pretrained import Pretrained
 from relvit.utils.descriptions import check_bounds
+from relvit.utils.files import has_links, remove_parts
 
 OLD, NEW = {"weights": torch.arange(3.0)}, {"weights": torch.arange(5.0), "epoch": 2}
 
@@ -66,6 +72,60 @@ def test_a_full_disk_is_called_one(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     same(path, OLD)
     assert os.listdir(tmp_path) == ["x.ckpt"]
+
+
+@pytest.mark.parametrize(("ema", "links", "copies"), [(None, True, 3), (0.9, True, 3), (None, False, 4)])
+def test_the_disk_takes_the_average_and_the_copy_that_replaces_another(ema, links, copies, tmp_path, monkeypatch):
+    layer = torch.nn.Linear(1000, 1000, bias=False)
+    layer.hparams = {"ema_decay": ema}
+    trainer = SimpleNamespace(
+        lightning_module=layer, optimizers=[torch.optim.AdamW(layer.parameters())], is_global_zero=True
+    )
+    monkeypatch.setattr("relvit.training.checkpoints.file.has_links", lambda folder: links)
+    # Weights and two numbers of AdamW for each, in MB; and the average.
+    size = 12 if ema is None else 16
+
+    def fits(megabytes):
+        free = SimpleNamespace(free=megabytes * 10**6)
+        monkeypatch.setattr("shutil.disk_usage", lambda folder: free)
+        try:
+            check_disk_space(tmp_path / "checkpoints", trainer)
+        except DiskSpaceError:
+            return False
+        return True
+
+    assert not fits(copies * size - 1)
+    with pytest.raises(DiskSpaceError, match=rf"takes about {size}\.0 MB and {copies} of them have to fit"):
+        check_disk_space(tmp_path / "checkpoints", trainer)
+    assert fits(copies * size)
+    # One that is there already, by two names, leaves one less to fit.
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "last.ckpt").touch()
+    os.link(tmp_path / "checkpoints" / "last.ckpt", tmp_path / "checkpoints" / "epoch.ckpt")
+    assert fits((copies - 1) * size)
+    assert not fits((copies - 1) * size - 1)
+
+
+def test_what_a_killed_process_left_is_removed_at_the_next_start(tmp_path):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    kept = [f".last.ckpt.{os.getpid()}.part", ".last.ckpt.1.part", "last.ckpt", ".a.part"]
+    for name in (f".last.ckpt.{ended.pid}.part", *kept):
+        (tmp_path / name).touch()
+    remove_parts(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == sorted(kept)
+
+
+def test_hard_links_where_there_are_some(tmp_path, monkeypatch):
+    assert has_links(tmp_path)
+    monkeypatch.setattr("os.link", lambda *names: os.stat("no such file"))
+    assert not has_links(tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_file_that_is_too_large_counts_as_a_full_disk(tmp_path):
+    error = explain_full_disk(OSError(errno.EFBIG, "File too large"), "fit", tmp_path)
+    assert "File too large; there is no earlier checkpoint" in str(error)
 
 
 def test_no_folder(tmp_path):
