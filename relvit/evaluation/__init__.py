@@ -10,7 +10,13 @@ from relvit.evaluation.report import EvaluationReport, MultiLabelReport
 from relvit.evaluation.resolutions import PROTOCOLS, Size, evaluate_size, evaluate_sizes
 from relvit.evaluation.trust.probe import probe_models
 from relvit.evaluation.trust.robustness import Corruptions, RestrictedClasses, evaluate_corruptions
-from relvit.evaluation.trust.temperature import Calibration, ChosenThresholds, calibrate, fit_temperature
+from relvit.evaluation.trust.temperature import (
+    Calibration,
+    CalibrationError,
+    ChosenThresholds,
+    calibrate,
+    fit_temperature,
+)
 
 __all__ = [
     "Predictor",
@@ -34,6 +40,7 @@ __all__ = [
     "calibration_error",
     "calibrate",
     "Calibration",
+    "CalibrationError",
     "ChosenThresholds",
     "fit_temperature",
     "probe_models",

@@ -61,4 +61,6 @@ def calibrate(
     Console().print(table)
     if found.images < FEW:
         print(f"{found.images} images say little: keep this or the one before, whichever `relvit test` finds better")
-    print(f"written: {output}. Next:\n  relvit test {shlex.quote(output)}", flush=True)
+    options = {"--split": None if found.next_split == "test" else found.next_split, "--root": root}
+    given = [part for name, value in options.items() if value is not None for part in (name, value)]
+    print(f"written: {output}. Next:\n  {shlex.join(['relvit', 'test', output, *given])}", flush=True)

@@ -11,13 +11,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from relvit.data import ImageData
+from relvit.data.modules.base import Split
 from relvit.evaluation.metrics import calibration_error
-from relvit.training import Checkpoint
+from relvit.training import Checkpoint, ImageClassifier
 from relvit.training.checkpoints.file import KEY, read_checkpoint, write_checkpoint
 from relvit.training.multi_label import multi_label_metrics, to_probabilities
 from relvit.utils.defaults import torch_defaults
 from relvit.utils.files import check_output
 from relvit.utils.remote import local_file
+
+
+class CalibrationError(RuntimeError):
+    """The temperature would make the probabilities of validation images worse."""
 
 
 class Calibration(NamedTuple):
@@ -29,6 +35,8 @@ class Calibration(NamedTuple):
         accuracy: top-1, which a temperature does not change.
         nll: mean negative log-likelihood of the classes, in nats.
         error: expected calibration error, see `relvit.evaluation.metrics.calibration_error`.
+        next_split: other images that the data have, by which `relvit test` can judge the temperature: those of test, or
+            of val; those of the fit where there are no others.
     """
 
     temperature: float
@@ -36,6 +44,7 @@ class Calibration(NamedTuple):
     accuracy: float
     nll: tuple[float, float]
     error: tuple[float, float]
+    next_split: Split
 
 
 class ChosenThresholds(NamedTuple):
@@ -45,11 +54,13 @@ class ChosenThresholds(NamedTuple):
         thresholds: of the classes, those of the best F1, see `relvit.training.multi_label.multi_label_metrics`.
         images: their number.
         f1: with the thresholds before, and with these.
+        next_split: as in `Calibration`.
     """
 
     thresholds: list[float]
     images: int
     f1: tuple[float, float]
+    next_split: Split
 
 
 def fit_temperature(logits: Tensor, labels: Tensor) -> float:
@@ -122,6 +133,8 @@ def calibrate(
     Raises:
         FileNotFoundError, ValueError: a checkpoint, folder or output that does not fit, images that cannot be read, or
             no best temperature, see `fit_temperature`.
+        CalibrationError: a temperature, fitted to other images than those of val, with which the loss (the negative
+            log-likelihood) on val would rise; nothing is written.
     """
     check_output(output, (".ckpt",))
     if Path(output).exists():
@@ -133,40 +146,65 @@ def calibrate(
         classifier = checkpoint.classifier().to(device)
         classifier.temperature = 1.0
         data.prepare_data()
-        data.evaluate_on(split)
-        logits, labels = [], []
-        loader = data.test_dataloader()
-        with torch.inference_mode():
-            for batch in loader if progress is None else progress(loader, len(loader)):
-                images, targets = classifier.transfer_batch_to_device(batch, device, 0)
-                logits.append(classifier(images).cpu().double())
-                labels.append(targets.cpu())
-        if not labels:
-            raise ValueError(f"none of the images of {split} could be read")
-        outcomes = torch.cat(logits).clone(), torch.cat(labels).clone()
+        others: list[Split] = [each for each in ("test", "val") if each != split and data.missing(each) is None]
+        next_split = [*others, split][0]
+        outcomes = _outcomes(classifier, data, split, progress)
+        if classifier.thresholds is None:
+            found = _evaluate(*outcomes, next_split)
+            if "val" in others:
+                _check_val(found, split, *_outcomes(classifier, data, "val", progress))
+            change: dict[str, Any] = {"temperature": found.temperature}
+        else:
+            found = _choose(*outcomes, classifier.thresholds, next_split)
+            change = {"thresholds": found.thresholds}
         content = read_checkpoint(ckpt_path, file, averaged=False)
-    if classifier.thresholds is None:
-        found = _evaluate(*outcomes)
-        content[KEY]["temperature"] = found.temperature
-    else:
-        found = _choose(*outcomes, classifier.thresholds)
-        content[KEY]["thresholds"] = found.thresholds
+    content[KEY] |= change
     write_checkpoint(content, output)
     return found
 
 
-def _choose(logits: Tensor, labels: Tensor, before: Sequence[float]) -> ChosenThresholds:
+def _outcomes(
+    classifier: ImageClassifier,
+    data: ImageData,
+    split: Split,
+    progress: Callable[[Iterable[Any], int], Iterable[Any]] | None,
+) -> tuple[Tensor, Tensor]:
+    """Compute the logits float64 (N, classes) of the images of a split, and return them with the labels."""
+    data.evaluate_on(split)
+    logits, labels = [], []
+    loader = data.test_dataloader()
+    with torch.inference_mode():
+        for batch in loader if progress is None else progress(loader, len(loader)):
+            images, targets = classifier.transfer_batch_to_device(batch, classifier.device, 0)
+            logits.append(classifier(images).cpu().double())
+            labels.append(targets.cpu())
+    if not labels:
+        raise ValueError(f"none of the images of {split} could be read")
+    return torch.cat(logits).clone(), torch.cat(labels).clone()
+
+
+def _check_val(found: Calibration, split: Split, logits: Tensor, labels: Tensor) -> None:
+    before, after = (float(F.cross_entropy(logits / each, labels)) for each in (1, found.temperature))
+    if not after <= before:
+        raise CalibrationError(
+            f"the temperature {found.temperature:.4f}, the best for the images of {split}, would raise the loss on the "
+            f"{len(labels)} images of val from {before:.4f} to {after:.4f}: nothing is written; fit it to val "
+            "(--split val)"
+        )
+
+
+def _choose(logits: Tensor, labels: Tensor, before: Sequence[float], next_split: Split) -> ChosenThresholds:
     # As a training chooses them, in its precision.
     probabilities = to_probabilities(logits, multi_label=True).numpy()
     old, new = (multi_label_metrics(probabilities, labels.bool().numpy(), given) for given in (before, None))
-    return ChosenThresholds(new.threshold.tolist(), len(labels), (old.means()["f1"], new.means()["f1"]))
+    return ChosenThresholds(new.threshold.tolist(), len(labels), (old.means()["f1"], new.means()["f1"]), next_split)
 
 
-def _evaluate(logits: Tensor, labels: Tensor) -> Calibration:
+def _evaluate(logits: Tensor, labels: Tensor, next_split: Split) -> Calibration:
     temperature = fit_temperature(logits, labels)
     scaled = (logits, logits / temperature)
     confidence = [each.softmax(-1).amax(-1).numpy() for each in scaled]
     right = (logits.argmax(-1) == labels).numpy()
     nll = tuple(float(F.cross_entropy(each, labels)) for each in scaled)
     error = tuple(calibration_error(each, right) for each in confidence)
-    return Calibration(temperature, len(labels), float(right.mean()), nll, error)
+    return Calibration(temperature, len(labels), float(right.mean()), nll, error, next_split)

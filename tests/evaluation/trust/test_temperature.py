@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import shutil
 
 import onnxruntime
@@ -55,9 +56,9 @@ def calibrated(digits_run, tmp_path_factory):
     return path, path.with_name("best_calibrated.ckpt")
 
 
-def logits_and_labels(path, split):
+def logits_and_labels(path, split, **changes):
     checkpoint = Checkpoint.read(path)
-    data, net = checkpoint.data_module(), checkpoint.classifier().net
+    data, net = checkpoint.data_module(**changes), checkpoint.classifier().net
     items = [data.dataset(split)[index] for index in range(len(data.dataset(split)))]
     with torch.no_grad():
         logits = net(torch.stack([image for image, _ in items])).double()
@@ -142,6 +143,67 @@ def test_a_training_goes_on_and_starts_without_it(calibrated, tmp_path):
         results = summary(folder)
         ended.append((content["state_dict"], results["val/acc1"], results["test/loss"]))
     torch.testing.assert_close(*ended, rtol=0, atol=0)
+
+
+@pytest.fixture
+def moved(best, photos, tmp_path):
+    """A checkpoint and its images elsewhere, in a folder whose name a shell would divide; one has a wrong label."""
+    shutil.copytree(photos, tmp_path / "my photos")
+    for split in ("train", "val", "test"):
+        shutil.copy(photos / split / "dog" / "1.jpg", tmp_path / "my photos" / split / "cat" / "dog.jpg")
+    shutil.copy(best, tmp_path / "best.ckpt")
+    return tmp_path
+
+
+def next_command(out):
+    """The arguments of the command that is printed last, but for the name of the program."""
+    program, *arguments = shlex.split(out.strip().splitlines()[-1])
+    assert program == "relvit"
+    return arguments
+
+
+@pytest.mark.parametrize(
+    ("split", "tested", "expected"),
+    [
+        ("val", False, ["--split", "val"]),
+        ("val", True, []),
+        ("train", True, []),
+        ("train", False, ["--split", "val"]),
+        ("test", True, ["--split", "val"]),
+    ],
+)
+def test_the_next_command_works_with_these_images(moved, capsys, monkeypatch, split, tested, expected):
+    monkeypatch.chdir(moved)
+    if not tested:
+        shutil.rmtree(moved / "my photos" / "test")
+    assert main(["calibrate", "best.ckpt", "--root", "my photos", "--split", split]) == 0
+    command = next_command(capsys.readouterr().out)
+    assert command == ["test", "best_calibrated.ckpt", *expected, "--root", "my photos"]
+    assert main([*command, *QUIET]) == 0
+
+
+def test_the_next_command_where_the_images_still_are(calibrated, tmp_path, capsys):
+    assert main(["calibrate", str(calibrated[0]), "--output", str(tmp_path / "again.ckpt")]) == 0
+    assert next_command(capsys.readouterr().out) == ["test", str(tmp_path / "again.ckpt")]
+
+
+def test_a_temperature_that_harms_val_is_not_written(moved, capsys):
+    """Where two of three classes of val have the other's name, a temperature from train makes a model too sure."""
+    checkpoint, root = moved / "best.ckpt", moved / "my photos"
+    assert main(["calibrate", str(checkpoint), f"--root={root}", "--split=train", f"--output={moved / 'a.ckpt'}"]) == 0
+    classes = sorted(path.name for path in (root / "val").iterdir())
+    for name in classes:
+        (root / "val" / name).rename(root / "val" / f"{name}_")
+    for name, other in zip(classes, [*classes[1:], classes[0]], strict=True):
+        (root / "val" / f"{name}_").rename(root / "val" / other)
+    content = {path.name for path in moved.iterdir()}
+    assert main(["calibrate", str(checkpoint), f"--root={root}", "--split=train"]) == 1
+    message = capsys.readouterr().err
+    before, after = map(float, re.search(r"the 19 images of val from ([\d.]+) to ([\d.]+): nothing", message).groups())
+    assert before < after
+    assert {path.name for path in moved.iterdir()} == content
+    nll = torch.nn.functional.cross_entropy(*logits_and_labels(checkpoint, "val", root=str(root)))
+    assert before == pytest.approx(nll.item(), abs=6e-5)
 
 
 def test_a_temperature_that_is_none(calibrated, tmp_path):
