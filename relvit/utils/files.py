@@ -131,12 +131,18 @@ def is_address(path: str | os.PathLike[str]) -> bool:
     return "://" in os.fspath(path)
 
 
-def check_output(output: str | os.PathLike[str], formats: Sequence[str]) -> str:
+def check_output(output: str | os.PathLike[str], formats: Sequence[str], makes_folder: bool = False) -> str:
     """Return the suffix of an output file, checked together with the file's folder.
+
+    Args:
+        output: the file.
+        formats: the suffixes that it may have.
+        makes_folder: the folder need not exist yet, as it will be made where it can be.
 
     Raises:
         ValueError: another suffix than one of `formats`, or a remote address.
         FileNotFoundError: the folder does not exist.
+        NotADirectoryError: with `makes_folder`, a part of the path is a file.
     """
     if is_address(output):
         raise ValueError(f"output {output} is a remote address: give a file of this machine")
@@ -144,6 +150,10 @@ def check_output(output: str | os.PathLike[str], formats: Sequence[str]) -> str:
     if path.suffix not in formats:
         hint = did_you_mean(path.suffix, formats)
         raise ValueError(f"output {output} ends in {path.suffix!r}; allowed are {', '.join(formats)}{hint}")
-    if not path.parent.is_dir():
+    if makes_folder:
+        present = next(parent for parent in path.absolute().parents if parent.exists())
+        if not present.is_dir():
+            raise NotADirectoryError(f"output {output} cannot be in {present}, which is no folder")
+    elif not path.parent.is_dir():
         raise FileNotFoundError(f"output {output} is in a folder that does not exist; make it first")
     return path.suffix

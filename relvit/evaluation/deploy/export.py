@@ -49,7 +49,8 @@ def export_model(
 
     Args:
         predictor: see `relvit.load`.
-        output: a file that ends in .onnx (needs onnx, onnxscript and onnxruntime) or .pt2 (`torch.export.load`).
+        output: a file that ends in .onnx (needs onnx, onnxscript and onnxruntime) or .pt2 (`torch.export.load`). Its
+            folder is made where there is none.
         int8: of .onnx, quantise the weights of the linear layers after the comparison, see `quantise`.
         aot: of .pt2, compile the program for this machine's kind of CPU by AOTInductor; the file is then for
             `torch._inductor.aoti_load_package`, in Python and in C++. It refuses images of wrong sizes only where the
@@ -61,7 +62,7 @@ def export_model(
     Raises:
         ValueError: another ending, `int8` or `aot` with the wrong one, no C++ compiler, the reach "windows", or an
             `img_size` of the predictor that the file would not take.
-        FileNotFoundError: the folder does not exist.
+        NotADirectoryError: a part of the path is a file.
         ModuleNotFoundError: ONNX without its packages.
         ExportError: other logits than the model's.
     """
@@ -79,6 +80,7 @@ def export_model(
     images = torch.randn(shapes[0], generator=torch.Generator().manual_seed(0))
     write = _onnx if output.suffix == ".onnx" else _package if aot else _program
     sides = [str(dynamic[i]) if i in dynamic else shapes[0][i] for i in (2, 3)]
+    output.parent.mkdir(parents=True, exist_ok=True)
     # An .onnx names its external data in the file, so it gets its final name at once, in a folder of its own.
     with TemporaryDirectory(prefix=".export-", dir=output.parent) as folder:
         part = Path(folder) / output.name
@@ -105,7 +107,7 @@ def export_model(
 
 def check_export(output: str | os.PathLike[str], int8: bool = False, aot: bool = False) -> None:
     """Check beforehand that a model can be written to a file of this name; errors as in `export_model`."""
-    suffix = check_output(output, FORMATS)
+    suffix = check_output(output, FORMATS, makes_folder=True)
     for option, given, needed in (("int8", int8, ".onnx"), ("aot", aot, ".pt2")):
         if given and suffix != needed:
             raise ValueError(f"{option} is for files that end in {needed}, got {output}")

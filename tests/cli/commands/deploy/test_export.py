@@ -140,6 +140,15 @@ def test_files_beside_each_other_keep_their_own_classes(folder, other, photos, t
     assert {row["class"] for row in table(tmp_path / "runs")} <= set(CLASSES)
 
 
+def test_the_folder_is_made(other, tmp_path, fails):
+    output = tmp_path / "new" / "folder" / "model.pt2"
+    assert "int8 is for files that end in .onnx" in fails(["export", other, f"--output={output}", "--int8"])
+    assert "cannot take images of 20 x 20 px" in fails(["export", other, f"--output={output}", "--img_size=20"])
+    assert list(tmp_path.iterdir()) == []
+    assert main(["export", str(other), f"--output={output}"]) == 0
+    assert [path.name for path in output.parent.iterdir()] == ["model.pt2"]
+
+
 def with_json_beside(path, target):
     """An .onnx as relvit 0.2 wrote it: its description is in a JSON file of the same name."""
     model = onnx.load(path)
@@ -342,7 +351,9 @@ def test_mistakes(best, tmp_path, monkeypatch, fails):
         return fails(["export", best, f"--output={tmp_path / name}", *option])
 
     assert "ends in '.onxx'; allowed are .onnx, .pt2 (did you mean '.onnx'?)" in message("model.onxx")
-    assert "is in a folder that does not exist" in message("none/model.onnx")
+    (tmp_path / "file").touch()
+    assert "file, which is no folder" in message("file/more/model.onnx")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert "int8 is for files that end in .onnx" in message("model.pt2", "--int8")
     assert "aot is for files that end in .pt2" in message("model.onnx", "--aot")
     with monkeypatch.context() as without:
