@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,19 @@ def read_curve(ckpt_path: str | os.PathLike[str], curve: str | os.PathLike[str] 
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} is no JSON file of relvit resolutions ({error!r})") from error
     raise ValueError(f"{path} has no figures of {ckpt_path}: relvit resolutions CKPT --sizes ... --output FILE.json")
+
+
+def missing_parts(ckpt_path: str, license: str | None = None, curve: Sequence[Mapping[str, Any]] = ()) -> list[str]:
+    """Name what the model card of a checkpoint does not say, each with the way to add it; arguments as there."""
+    missing = []
+    if license is None:
+        missing.append("the licence of the weights: publish with --license NAME, such as apache-2.0")
+    if not _results(ckpt_path):
+        missing.append("results: publish best.ckpt in the folder of its run, where summary.json has them")
+    if not curve:
+        command = f"relvit resolutions {shlex.quote(ckpt_path)} --sizes SIZE ... --output curve.json"
+        missing.append(f"accuracy by image size: {command}, then publish with --curve curve.json")
+    return missing
 
 
 def _results(ckpt_path: str) -> dict[str, Any]:

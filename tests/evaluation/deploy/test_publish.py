@@ -144,7 +144,11 @@ def test_the_command_and_the_card(run, photos, tmp_path, monkeypatch, capsys, fa
     monkeypatch.chdir(tmp_path)
     capsys.readouterr()
     assert main(["publish", str(best), "--to", "owls"]) == 0
-    assert "timm.create_model('local-dir:owls', pretrained=True)" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "timm.create_model('local-dir:owls', pretrained=True)" in out
+    assert out.endswith(
+        "The model card lacks:\n  the licence of the weights: publish with --license NAME, such as apache-2.0\n"
+    )
     assert len({path.stat().st_mode for path in Path("owls").iterdir()}) == 1, "whom the files are for"
     text = Path("owls/README.md").read_text()
     summary = json.loads((folder / "summary.json").read_text())
@@ -187,7 +191,15 @@ def test_the_command_and_the_card(run, photos, tmp_path, monkeypatch, capsys, fa
     assert "test/loss" not in text
     # Another one in its place; results are those of best.ckpt alone.
     torch.save(content, "other.ckpt")
+    capsys.readouterr()
     assert main(["publish", "other.ckpt", "--to=owls"]) == 0
+    licence, results, curve = capsys.readouterr().out.partition("The model card lacks:\n")[2].splitlines()
+    assert licence.startswith("  the licence of the weights: ")
+    assert results.startswith("  results: publish best.ckpt in the folder of its run, ")
+    expected = (
+        "relvit resolutions other.ckpt --sizes SIZE ... --output curve.json, then publish with --curve curve.json"
+    )
+    assert curve == f"  accuracy by image size: {expected}"
     text = Path("owls/README.md").read_text()
     assert "by image size" not in text
     assert "**Results:** not given" in text
@@ -199,6 +211,14 @@ def test_the_command_and_the_card(run, photos, tmp_path, monkeypatch, capsys, fa
     assert calibrated > found.probability + 1e-3
     message = fails(["publish", "other.ckpt", "--to=owls", "--curve=run/resolutions.json"])
     assert "run/resolutions.json has no figures of other.ckpt" in message
+    # What it says works.
+    assert main(["resolutions", "other.ckpt", "--sizes=16", f"--root={photos}", "--output=curve.json"]) == 0
+    capsys.readouterr()
+    assert main(["publish", "other.ckpt", "--to=owls", "--curve=curve.json", "--license=mit"]) == 0
+    assert capsys.readouterr().out.partition("lacks:\n")[2].splitlines() == [results]
+    # All of it.
+    assert main(["publish", str(best), "--to=owls", "--license=mit"]) == 0
+    assert "lacks" not in capsys.readouterr().out
 
 
 def test_a_retrofitted_folder_to_start_a_training_from(published):

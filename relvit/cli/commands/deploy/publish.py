@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from relvit.evaluation.deploy import publish_model
+from relvit.evaluation.deploy.card import missing_parts, read_curve
 
 
 def publish(ckpt_path: str, to: str, license: str | None = None, curve: str | None = None) -> None:
@@ -18,3 +19,5 @@ def publish(ckpt_path: str, to: str, license: str | None = None, curve: str | No
     name = publish_model(ckpt_path, to, license, curve)
     print("Published, and checked: timm computes the same logits, bit by bit. In Python, after import relvit:")
     print(f"  model = timm.create_model({name!r}, pretrained=True)", flush=True)
+    if missing := missing_parts(ckpt_path, license, read_curve(ckpt_path, curve)):
+        print("\n  ".join(["The model card lacks:", *missing]), flush=True)
