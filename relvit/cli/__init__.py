@@ -14,7 +14,7 @@ from typing import Any
 
 from relvit.cli.aliases import Rewritten, rewrite
 from relvit.cli.errors import describe, is_self_explanatory, is_users_mistake
-from relvit.utils.messages import did_you_mean, listing
+from relvit.utils.messages import did_you_mean, listing, visible_lines
 from relvit.version import __version__
 
 # Command -> (module that runs it, one line of help). But for Trainer methods its function has the command's name.
@@ -100,7 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             raise
-        print(f"relvit {command}: error: {typed.as_typed(describe(error, command))}", file=sys.stderr)
+        message = visible_lines(typed.as_typed(describe(error, command)))
+        print(f"relvit {command}: error: {message}", file=sys.stderr)
         if not is_self_explanatory(error):
             print("(with --debug it shows where this happened)", file=sys.stderr)
         return 2 if is_users_mistake(error) else 1
@@ -134,7 +135,7 @@ def quieten() -> None:
 def format_warning(other: Callable[..., str], message: Warning, category: type, filename: str, *place: Any) -> str:
     """Format a warning of relvit as a sentence, without a place in the code, and any other as `other` does."""
     if Path(filename).is_relative_to(Path(__file__).parents[1]) and category is UserWarning:
-        return f"Warning: {message}\n"
+        return f"Warning: {visible_lines(str(message))}\n"
     return other(message, category, filename, *place)
 
 

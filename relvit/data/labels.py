@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from relvit.utils.messages import listing, nearest, printable
+from relvit.utils.messages import listing, nearest, visible
 
 # Position of an image's class; positions of a multi-label image's classes, in order.
 Label = int | tuple[int, ...]
@@ -134,18 +134,32 @@ def checked_classes(class_names: Sequence[str]) -> list[str]:
     """Return the names of classes as a list.
 
     Raises:
-        ValueError: Fewer than two, a name twice, or one that is not UTF-8.
+        ValueError: Fewer than two, a name twice, or one that cannot be printed.
     """
     names = list(class_names)
-    for name in names:
-        if printable(name) != name:
-            raise ValueError(f"the class name '{printable(name)}' is not UTF-8; rename it")
+    check_printable(names, "class_names")
     if len(names) < 2:
         raise ValueError(f"classification needs two or more classes, got {names}; add images of another class")
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise ValueError(f"class_names holds {', '.join(map(repr, twice))} more than once; name each class once")
     return names
+
+
+def check_printable(class_names: Iterable[str], source: str) -> None:
+    """Refuse names of classes that are not UTF-8 or hold control characters, which a terminal would obey.
+
+    Args:
+        class_names: The names.
+        source: Where they come from, for the message.
+
+    Raises:
+        ValueError: There is such a name.
+    """
+    for name in class_names:
+        if visible(name) != name:
+            fault = "is not UTF-8" if re.search("[\ud800-\udfff]", name) else "has control characters"
+            raise ValueError(f"{visible(source)}: the class name '{visible(name)}' {fault}; rename it")
 
 
 def check_class_names(given: Sequence[str] | None, own: Sequence[str], whose: str) -> None:

@@ -30,7 +30,7 @@ from relvit.models.sizes.reach import check_native_reach
 from relvit.training import Checkpoint, ImageClassifier
 from relvit.training.multi_label import classes_above
 from relvit.utils.defaults import torch_defaults, under_torch_defaults
-from relvit.utils.messages import check_choice
+from relvit.utils.messages import check_choice, visible
 
 # Entries of timm's description that are about the weights with which it usually loads the architecture.
 FOREIGN = ("tag", "test_input_size", "test_crop_pct", "test_pool_size", "label_offset", "label_descriptions")
@@ -321,7 +321,7 @@ class Predictor:
         if unreadable:
             path, reason = next(iter(unreadable.items()))
             count = sum(row is None for row in rows)
-            text = f"{count} of {len(items)} images could not be read; the first: {path}: {reason}"
+            text = f"{count} of {len(items)} images could not be read; the first: {visible(path)}: {reason}"
             # At the line of the user's call, past `predict` or `embed` and its decorator.
             warnings.warn(text, stacklevel=4)
         return rows

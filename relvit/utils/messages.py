@@ -1,6 +1,8 @@
-"""Parts of error messages: the nearest allowed name, short lists of names, how to install a missing package."""
+"""Parts of error messages: the nearest allowed name, short lists of names, how to install a missing package; text for
+terminals."""
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 
 # Optional package -> the extra of relvit that installs the package.
@@ -34,6 +36,32 @@ def printable(name: str) -> str:
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
+# Characters that a terminal obeys instead of showing them: C0 and C1 control characters (ESC begins commands), line
+# separators, and marks by which Unicode reverses the direction of text. Surrogates stand for bytes that are not UTF-8.
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def visible(text: str, keep: str = "") -> str:
+    r"""Return a text as a terminal may show it: control characters, and bytes that are not UTF-8, become ``\x1b``.
+
+    Args:
+        text: the name of a file or a class, or a whole message, of which these may be a part.
+        keep: control characters that stay, such as the ends of a message's lines.
+    """
+
+    def escape(found: re.Match[str]) -> str:
+        if "\udc80" <= found[0] <= "\udcff":
+            return f"\\x{ord(found[0]) - 0xDC00:x}"
+        return found[0] if found[0] in keep else found[0].encode("unicode_escape").decode()
+
+    return _CONTROL.sub(escape, text)
+
+
+def visible_lines(text: str) -> str:
+    """Return a message of several lines as a terminal may show it, see `visible`."""
+    return visible(text, keep="\n\t")
+
+
 def listing(names: Sequence[str], most: int = 10) -> str:
     """Join quoted names by commas; of many names the first ``most``, and how many more there are."""
     shown = ", ".join(map(repr, names[:most]))
@@ -42,7 +70,7 @@ def listing(names: Sequence[str], most: int = 10) -> str:
 
 def one_line(error: Exception) -> str:
     """Return the message of an error on one line, or the name of the error's class where there is no message."""
-    return " ".join(str(error).split()) or type(error).__name__
+    return visible(" ".join(str(error).split())) or type(error).__name__
 
 
 class MissingPackageError(ModuleNotFoundError):

@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tqdm import tqdm
 
+from relvit.utils.messages import visible_lines
+
 
 def with_bar(items: Iterable[Any], total: int, what: str) -> Iterator[Any]:
     """Yield the items while a progress bar on standard error counts them."""
@@ -21,10 +23,10 @@ def with_bar(items: Iterable[Any], total: int, what: str) -> Iterator[Any]:
 
 @rank_zero_only
 def rank_zero_print(text: str) -> None:
-    """Print on the main process, at once, above a progress bar if there is one.
+    """Print on the main process, at once, above a progress bar if there is one, without control characters.
 
     `LightningModule.print` passes the text to the bar, and not every bar prints the text: `TQDMProgressBar` drops what
     comes before its start.
     """
-    tqdm.write(text)
+    tqdm.write(visible_lines(text))
     sys.stdout.flush()

@@ -1,10 +1,20 @@
 """Class names: counts that are printed, and names that may be one class written in two ways."""
 
 import itertools
+import re
 
 import pytest
 
-from relvit.data.labels import class_counts, classes_of, counts_text, doubtful_classes, positions
+from relvit.data.labels import (
+    check_printable,
+    checked_classes,
+    class_counts,
+    classes_of,
+    counts_text,
+    doubtful_classes,
+    positions,
+)
+from relvit.data.modules.paths import ImagePathsData
 
 
 @pytest.mark.parametrize(
@@ -21,6 +31,22 @@ from relvit.data.labels import class_counts, classes_of, counts_text, doubtful_c
 def test_classes_are_in_one_order_however_labels_come(expected):
     for labels in itertools.permutations(expected):
         assert classes_of([*labels, labels[0]]) == expected
+
+
+@pytest.mark.parametrize("name", ["a\x1b[31m", "a\nb", "a\r", "a\u202eb", "a\u2066", "\x00", "a\x9b", "a\u2028"])
+def test_names_that_a_terminal_would_obey_are_no_classes(name):
+    escaped = re.escape(name.encode("unicode_escape").decode())
+    with pytest.raises(ValueError, match=rf"^list.csv: the class name '{escaped}' has control characters; rename it$"):
+        check_printable(["cat", name], "list.csv")
+    # Every data module does so, whatever the names come from.
+    with pytest.raises(ValueError, match=rf"^class_names: the class name '{escaped}' has control characters"):
+        ImagePathsData([], ["cat", name], 8, (0.5,), (0.5,), 1.0)
+
+
+def test_names_of_all_languages_are_classes():
+    names = ["cat", "chat é", "e\u0301", "猫", "قطة", "חתול", "🐈\u200d⬛", "a b_c-d (1)", "50 %", "Washington, D.C."]
+    check_printable(names, "list.csv")
+    assert checked_classes(names) == names
 
 
 def test_labels_are_names_or_positions():

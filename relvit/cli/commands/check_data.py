@@ -12,7 +12,7 @@ from rich.table import Table
 from relvit.cli.errors import UsageError
 from relvit.data import ImageData, ImageFolderData
 from relvit.data.inspect import check_data as inspect_data
-from relvit.utils.messages import printable
+from relvit.utils.messages import visible
 from relvit.utils.progress import with_bar
 
 SHOWN = 10
@@ -59,7 +59,7 @@ def _show(report: dict[str, Any]) -> None:
     # No markup: paths may hold brackets.
     console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(table)
-    bad = [f"{file['split']}: {printable(file['path'])}: {file['reason']}" for file in report["bad"]]
+    bad = [f"{file['split']}: {visible(file['path'])}: {file['reason']}" for file in report["bad"]]
     console.print(f"files that cannot be read: {len(bad)}")
     for line in bad:
         console.print(f"  {line}")
@@ -67,7 +67,7 @@ def _show(report: dict[str, Any]) -> None:
         groups = report[f"duplicates_{name}"]
         console.print(f"the same image {where}: {len(groups)}")
         for group in groups[:SHOWN]:
-            images = (f"{printable(image['path'])} ({image['split']}, {image['class']})" for image in group)
+            images = (f"{visible(image['path'])} ({image['split']}, {image['class']})" for image in group)
             console.print("  " + ", ".join(images))
         if len(groups) > SHOWN:
             console.print(f"  and {len(groups) - SHOWN} more (--output FILE lists all)")

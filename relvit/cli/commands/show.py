@@ -16,7 +16,7 @@ from relvit.evaluation.pictures import KINDS, Kind, NotApplicableError, draw
 from relvit.evaluation.pictures.draw import OF_THE_MODEL
 from relvit.models import Reach
 from relvit.plots import picture_of
-from relvit.utils.messages import MissingPackageError
+from relvit.utils.messages import MissingPackageError, visible
 
 # Of an image in a figure, in pixels.
 SIDE = 400
@@ -78,10 +78,10 @@ def show(
             folder.mkdir(parents=True, exist_ok=True)
             target = _unused(folder / f"{start}{name}.png")
             figure.savefig(target)
-            print(target, flush=True)
+            print(visible(str(target)), flush=True)
             written += 1
     for name, reason in left_out.items():
-        print(f"left out: {name}: {reason}", flush=True)
+        print(f"left out: {name}: {visible(reason)}", flush=True)
     if not written:
         raise UsageError("there is no picture of this model" + ("" if paths else " without an image"))
 

@@ -10,7 +10,7 @@ from typing import BinaryIO
 from relvit.data.archives.reader import Content, Reader
 from relvit.data.images.decode import IMAGE_ENDINGS, StoredImage
 from relvit.data.images.folders import files_below
-from relvit.utils.messages import did_you_mean, listing
+from relvit.utils.messages import did_you_mean, listing, visible
 
 _SPLIT_NAMES = {"train", "training", "val", "valid", "validation", "eval", "test", "testing"}
 
@@ -82,7 +82,8 @@ def members(file: str, nested: bool = False) -> list[Member]:
         raise ValueError(f"{file}: {_reason(file, error)}") from error
     if left_out:
         warnings.warn(
-            f"{file} holds {len(left_out)} members that are no regular files, left out: {left_out[0]}", stacklevel=2
+            f"{file} holds {len(left_out)} members that are no regular files, left out: {visible(left_out[0])}",
+            stacklevel=2,
         )
     return found
 
@@ -113,7 +114,7 @@ class TarFolders(Reader):
             self._check_all_are(split, [folders for _, folders in found])
         found.sort(key=lambda pair: self.key(pair[0]))
         if labelled and (bare := [image for image, folders in found if not folders]):
-            raise ValueError(f"{bare[0]} is in no folder, which would be its class; put it into one")
+            raise ValueError(f"{visible(str(bare[0]))} is in no folder, which would be its class; put it into one")
         labels = [folders[-1] for _, folders in found] if labelled else ()
         return Content([image for image, _ in found], labels)
 
@@ -198,7 +199,7 @@ def _walk(stream: BinaryIO, file: str, prefix: str, start: int, nested: bool, le
                 try:
                     yield from _walk(inner, file, f"{name}/", start + info.offset_data, False, left_out)
                 except tarfile.TarError as error:
-                    raise tarfile.ReadError(f"in {name}: {error}") from error
+                    raise tarfile.ReadError(f"in {visible(name)}: {error}") from error
             else:
                 yield Member(file, name, start + info.offset_data, info.size)
         _check_end(stream, archive.offset)

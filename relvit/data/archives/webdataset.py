@@ -12,7 +12,7 @@ from relvit.data.archives.reader import Content, Reader
 from relvit.data.archives.tar import Member, members
 from relvit.data.labels import as_label
 from relvit.utils.files import canonical_paths
-from relvit.utils.messages import did_you_mean, listing
+from relvit.utils.messages import did_you_mean, listing, visible
 
 IMAGE_PARTS = "jpg;jpeg;png;webp"
 
@@ -166,10 +166,8 @@ def _samples(file: str) -> dict[str, dict[str, Member]]:
             continue
         parts = samples.setdefault(folder + slash + stem, {})
         if ending.lower() in parts:
-            raise ValueError(
-                f"{file} holds {parts[ending.lower()].name} and {member.name}, which are the same part of one sample; "
-                "write the shard anew"
-            )
+            both = " and ".join(visible(part.name) for part in (parts[ending.lower()], member))
+            raise ValueError(f"{file} holds {both}, which are the same part of one sample; write the shard anew")
         parts[ending.lower()] = member
     if not samples:
         raise ValueError(f"no samples in {file}; a sample is files such as '000.jpg' and '000.cls'")
@@ -209,4 +207,4 @@ def _label(member: Member, stream: BinaryIO, field: str | None) -> str | None:
             raise ValueError(f"no field {field!r}{did_you_mean(field, fields)}; there are {listing(sorted(fields))}")
         return as_label(fields[field])
     except (EOFError, ValueError, TypeError) as error:
-        raise ValueError(f"cannot read the label {member}: {error}") from error
+        raise ValueError(f"cannot read the label {visible(str(member))}: {error}") from error

@@ -8,7 +8,7 @@ from io import BytesIO
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from relvit.utils.messages import printable
+from relvit.utils.messages import visible
 
 # Pillow widens these PNG samples to 8 bits but leaves the transparent colour of the tRNS chunk as it was stored.
 _GREY_TRANSPARENCY_SCALE = {"L;2": 85, "L;4": 17}
@@ -95,7 +95,7 @@ def load_rgb(source: ImageSource, max_pixels: int | None = None) -> Image.Image:
     # Pillow's decoders meet broken files with almost any type: SyntaxError, struct.error, IndexError, ...
     except Exception as error:
         reason, fix = (" ".join(text.splitlines()) for text in _explain(error))
-        message = f"cannot read image {printable(name)}: {reason}; {fix}"
+        message = f"cannot read image {visible(name)}: {reason}; {fix}"
         raise UnreadableImageError(" ".join(message.splitlines()), name, reason) from error
 
 

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from relvit.data.images.decode import IMAGE_ENDINGS, OTHER_ENDINGS
-from relvit.utils.messages import did_you_mean, listing, printable
+from relvit.data.labels import check_printable
+from relvit.utils.messages import did_you_mean, listing, visible
 
 _ADD = "add images whose names end in .jpg, .png, .webp, .tif, .gif or the like"
 
@@ -117,15 +118,16 @@ def class_folders(folder: str) -> list[str]:
     Warns of images beside them.
 
     Raises:
-        ValueError: There are none.
+        ValueError: There are none, or the name of one cannot be printed.
     """
     names, images = look_into(folder)
+    check_printable(names, folder)
     if not names:
         found = f"{images} images are directly in {folder}" if images else f"{folder} is empty"
         raise ValueError(f"{found}; put the images of each class into a folder {os.path.join(folder, '<class>')}")
     if images:
         warnings.warn(
-            f"{images} {'image is' if images == 1 else 'images are'} beside the class folders of {printable(folder)} "
+            f"{images} {'image is' if images == 1 else 'images are'} beside the class folders of {visible(folder)} "
             "and will not be used as one of a class: move them into class folders, or away",
             stacklevel=2,
         )
@@ -195,7 +197,7 @@ def _matching(pattern: str) -> list[str]:
 
 def _warn_about_formats(place: str, left_out: Sequence[str]) -> None:
     if left_out:
-        text = f"{printable(place)}: {_counted(left_out)}; save them in a format that is read, such as PNG or JPEG"
+        text = f"{visible(place)}: {_counted(left_out)}; save them in a format that is read, such as PNG or JPEG"
         warnings.warn(text, stacklevel=3)
 
 

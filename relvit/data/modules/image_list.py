@@ -8,11 +8,11 @@ from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 from relvit.data.images.folders import images_to_predict
-from relvit.data.labels import Label, check_every_class, classes_in, classes_of, positions
+from relvit.data.labels import Label, check_every_class, check_printable, classes_in, classes_of, positions
 from relvit.data.modules.base import Split
 from relvit.data.modules.image_files import ImageFilesData
 from relvit.utils.files import absolute, canonical_paths
-from relvit.utils.messages import MissingPackageError, did_you_mean, listing
+from relvit.utils.messages import MissingPackageError, did_you_mean, listing, visible
 
 _SEPARATORS = ";,|"  # what is usually between the labels of an image
 _SHOWN = 5  # wrong rows that a message names
@@ -85,6 +85,7 @@ class ImageListData(ImageFilesData):
             if self.train is None:
                 raise ValueError("no train list; give one (--data.train), or class_names (a checkpoint knows them)")
             class_names = classes_of(name for row in self._train_rows for name in self._names(row))
+            check_printable(class_names, self.train)
         super().__init__(class_names, **options)
         if self.multi_label and self.balance != "none":
             raise ValueError(
@@ -252,7 +253,7 @@ def _refuse_rows(file: str, wrong: Sequence[tuple[int, str]]) -> None:
     if not wrong:
         return
     more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-    shown = "; ".join(f"line {line}: {text}" for line, text in sorted(wrong)[:_SHOWN])
+    shown = "; ".join(f"line {line}: {visible(text)}" for line, text in sorted(wrong)[:_SHOWN])
     raise ValueError(f"{file} has {len(wrong)} wrong {'row' if len(wrong) == 1 else 'rows'}: {shown}{more}")
 
 

@@ -11,11 +11,11 @@ from relvit.data.archives.tar import TarFolders, images_in
 from relvit.data.archives.webdataset import IMAGE_PARTS, Shards, refuse_remote
 from relvit.data.images.decode import ImageSource, StoredImage
 from relvit.data.images.folders import images_to_predict
-from relvit.data.labels import check_every_class, classes_of, positions
+from relvit.data.labels import check_every_class, check_printable, classes_of, positions
 from relvit.data.modules.base import Split
 from relvit.data.modules.image_files import ImageFilesData
 from relvit.utils.files import absolute
-from relvit.utils.messages import did_you_mean, listing
+from relvit.utils.messages import did_you_mean, listing, visible
 
 _KNOWN = "a name is hfds/NAME, wds/NAME, or the path of a tar archive or of a folder with archives"
 # Prefixes of timm's other readers.
@@ -87,6 +87,7 @@ class ReaderData(ImageFilesData):
             content = self._find(train_split, labelled=True)
             labels = (label for label in content.labels if label is not None)
             class_names = classes_of(labels) if content.declared is None else content.declared
+            check_printable(class_names, self.place)
         super().__init__(class_names, **options)
 
     @property
@@ -133,8 +134,8 @@ class ReaderData(ImageFilesData):
         if wrong:
             image, label = wrong[0]
             raise ValueError(
-                f"{len(wrong)} images in the split {name!r} of {self.place} have an unknown class, such as {image}: "
-                f"{label!r}{did_you_mean(label, known)}; known are {listing(self.class_names)}"
+                f"{len(wrong)} images in the split {name!r} of {self.place} have an unknown class, such as "
+                f"{visible(str(image))}: {label!r}{did_you_mean(label, known)}; known are {listing(self.class_names)}"
             )
         samples = [(image, known[label]) for image, label in labelled]
         if split == "train" and content.declared is None:

@@ -16,7 +16,7 @@ from relvit.data import ImageData, ImageFilesData
 from relvit.data.labels import label_text
 from relvit.training.run.manifest import FILE, Digests, compute_digests, describe_difference, write_manifest
 from relvit.utils.files import write_csv
-from relvit.utils.messages import printable
+from relvit.utils.messages import printable, visible, visible_lines
 from relvit.utils.progress import rank_zero_print
 
 # Unreadable images that are printed where there is no folder to write to.
@@ -127,9 +127,9 @@ class DataRecord(Callback):
             write_csv(self.folder / "unreadable.csv", ["split", "path", "reason"], rows)
             lines[-1] += f" {self.folder / 'unreadable.csv'} says why."
         else:
-            lines += [f"  {path}: {reason}" for _, path, reason in rows[:SHOWN]]
+            lines += [f"  {visible(path)}: {reason}" for _, path, reason in rows[:SHOWN]]
             lines += [f"  and {len(rows) - SHOWN} more"] if len(rows) > SHOWN else []
-        print("\n".join(lines), flush=True)
+        print(visible_lines("\n".join(lines)), flush=True)
 
 
 def _sentence(split: str, count: int, replaced: bool) -> str:
