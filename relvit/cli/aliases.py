@@ -214,6 +214,15 @@ def _as_list(values: Sequence[str]) -> str:
     return values[0] if len(values) == 1 and values[0].startswith("[") else f"[{','.join(values)}]"
 
 
+def as_yaml(values: object) -> str:
+    """Write plain values on one line, as YAML reads them.
+
+    That is JSON but for characters beyond 16 bits, such as emoji, of which JSON writes two halves that YAML refuses.
+    """
+    halves = r"\\ud[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2}"
+    return re.sub(halves, lambda found: json.loads(f'"{found[0]}"'), json.dumps(values))
+
+
 def _is_option(argument: str) -> bool:
     # A number below zero is a value.
     return re.match(r"-[^\d.\s]", argument) is not None
@@ -226,7 +235,7 @@ def _named(command: str, bare: Sequence[str], values: Mapping[str, object]) -> l
     found, rest = [], list(bare)
     for name in names:
         if rest and (name in LISTS or ((command, name) == ONE_OR_SEVERAL and len(rest) > 1)):
-            return [*found, f"{name}={json.dumps(rest)}"]
+            return [*found, f"{name}={as_yaml(rest)}"]
         if rest:
             found.append(f"{name}={rest.pop(0)}")
     if rest:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from relvit.cli.aliases import option, without
+from relvit.cli.aliases import as_yaml, option, without
 from relvit.cli.errors import UsageError
 from relvit.cli.fit.callbacks import Announcement, RunConfig, progress_callbacks
 from relvit.cli.fit.launch import Launch, check_devices, check_processes, environment_of, launched, leave_processes
@@ -162,7 +161,7 @@ class RelvitCLI(OpenLightningCLI):
             if self.knows_data:
                 known["data"] = {"class_path": self.checkpoint.data["class_path"], "init_args": data}
             try:
-                first = [f"--config={json.dumps(known)}"]
+                first = [f"--config={as_yaml(known)}"]
             except (TypeError, ValueError, RecursionError) as error:
                 raise UsageError(f"{self.checkpoint_path} is not a checkpoint of relvit fit: {error}") from error
         self.config: Namespace = parser.parse_args([self.command, *first, *self.arguments])
