@@ -180,15 +180,40 @@ def images_in(file: str) -> list[Member]:
     return list({member.name: member for member in members(file, nested=True) if _is_image(member.name)}.values())
 
 
+class _Bounded:
+    """A stream of known length, in which nothing is sought or read beyond the end.
+
+    `tarfile` reads as many bytes as a header claims, and asks for memory or a position in the file for any number.
+    """
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self.stream = stream
+        self.tell = stream.tell
+        self.length: int = stream.seek(0, os.SEEK_END)
+        stream.seek(0)
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, position: int) -> int:
+        return self.stream.seek(min(position, self.length))
+
+    def read(self, size: int) -> bytes:
+        return self.stream.read(min(size, self.length - self.tell()))
+
+
 def _walk(stream: BinaryIO, file: str, prefix: str, start: int, nested: bool, left_out: list[str]) -> Iterator[Member]:
     """Walk the members of one archive, which begins at `start` of the file and whose names get the prefix."""
+    bounded = _Bounded(stream)
     # Names that cannot be decoded stay different and printable.
-    with tarfile.open(fileobj=stream, mode="r:", encoding="utf-8", errors="backslashreplace") as archive:
+    with tarfile.open(fileobj=bounded, mode="r:", encoding="utf-8", errors="backslashreplace") as archive:
         while (info := archive.next()) is not None:
             # Keeps memory bounded: tarfile collects the headers of all members.
             archive.members.clear()
             if archive.offset <= info.offset:
                 raise tarfile.ReadError(f"a header of negative size at byte {start + info.offset}")
+            if info.isreg() and archive.offset > bounded.length:
+                raise tarfile.ReadError(f"a header that leads beyond the end, at byte {start + info.offset}")
             name = prefix + "/".join(part for part in info.name.split("/") if part not in ("", "."))
             if info.isdir():
                 continue

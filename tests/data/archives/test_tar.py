@@ -222,6 +222,41 @@ def test_bytes_changed_anywhere_never_lose_images_in_silence(tmp_path):
         members(str(file))
 
 
+def with_size(header, size, kind):
+    """A header that claims so many bytes, with a right check sum."""
+    header = bytearray(header)
+    header[124:136] = b"%011o\0" % size if size < 8**11 else b"\x80" + size.to_bytes(11, "big")
+    header[156:157] = kind
+    header[148:156] = b"        "
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(header)
+
+
+SIZES = [10**6, 8**11 - 1, 2**40, 2**62, 2**63 - 512, 2**63 - 1, 2**64, 2**87]
+
+
+@pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME])
+@pytest.mark.parametrize("nested", [False, True])
+def test_sizes_that_no_file_has(kind, nested, tmp_path, fails):
+    """Of files, and of headers for longer names, which tarfile reads whole."""
+    content = write_tar(tmp_path / "inner.tar", in_folder("x", 1), format=tarfile.USTAR_FORMAT).read_bytes()
+    file = tmp_path / "a.tar"
+    for size in SIZES:
+        spoilt = with_size(content[:512], size, kind) + content[512:]
+        if nested:
+            write_tar(file, [("inner.tar", spoilt)])
+        else:
+            file.write_bytes(spoilt)
+        with pytest.raises(ValueError, match=r"a\.tar: not a tar archive, or a truncated or broken one \(.+\); copy"):
+            members(str(file), nested=True)
+    # On the command line, one line.
+    message = fails(["fit", "--data=ReaderData", f"--data.name={file}", f"--runs={tmp_path / 'runs'}"])
+    assert "not a tar archive, or a truncated or broken one" in message
+    # What it should be.
+    file.write_bytes(content)
+    assert len(members(str(file), nested=True)) == 3
+
+
 def test_compressed(tmp_path):
     for kind in ("gz", "bz2", "xz"):
         with tarfile.open(tmp_path / "a.tar", f"w:{kind}"):
