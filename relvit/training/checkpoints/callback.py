@@ -13,7 +13,6 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from relvit.data.loading.sampler import training_position
 from relvit.training.checkpoints.file import EPOCH_NAME, check_disk_space
 from relvit.training.lightning_internals import stepped_within_epoch
 from relvit.training.optim.gradients import NonFiniteLossError
@@ -140,8 +139,9 @@ class RunCheckpoints(Checkpoint):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stop_after_signal(trainer)
         trainer.save_checkpoint(self.last_path)
-        # A limit of steps ends the training within an epoch.
-        if trainer.is_global_zero and training_position(trainer)[1] == 0:
+        # A limit of steps may have ended the training within the epoch.
+        done = trainer.fit_loop.epoch_loop.batch_progress.current.processed
+        if trainer.is_global_zero and done >= trainer.num_training_batches:
             link_or_copy(self.last_path, self.last_path.with_name(EPOCH_NAME))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
