@@ -1,4 +1,4 @@
-"""The command line `relvit COMMAND ...`: `main`, the table of commands, exit statuses and `relvit --help`."""
+"""The command line `relvit COMMAND ...`: `main`, and the exit statuses; `relvit_start` has the table of commands."""
 
 from __future__ import annotations
 
@@ -15,43 +15,16 @@ from typing import Any
 from relvit.cli.aliases import Rewritten, rewrite
 from relvit.cli.errors import describe, is_self_explanatory, is_users_mistake
 from relvit.utils.messages import did_you_mean, listing, visible_lines
-from relvit.version import __version__
+from relvit_start import COMMANDS, answer
 
-# Command -> (module that runs it, one line of help). But for Trainer methods its function has the command's name.
-_FIT, _COMMANDS = "relvit.cli.fit.trainer", "relvit.cli.commands"
-_DEPLOY = f"{_COMMANDS}.deploy"
-COMMANDS = {
-    "fit": (_FIT, "train a model on images; the run gets a folder of its own"),
-    "validate": (_FIT, "validate a checkpoint, at any image size (--img_size)"),
-    "test": (_FIT, "test a checkpoint: metrics per class, confusion matrix, worst mistakes"),
-    "predict": (_FIT, "write the classes of each image into predictions.csv"),
-    "resolutions": (
-        f"{_COMMANDS}.resolutions",
-        "evaluate checkpoints at several sizes: accuracy, speed, memory",
-    ),
-    "embed": (f"{_COMMANDS}.embed", "write the features of all images below a folder"),
-    "probe": (f"{_COMMANDS}.probe", "evaluate the features of any models by k-NN and a linear classifier"),
-    "export": (f"{_DEPLOY}.export", "write the model as ONNX or torch.export program, for any image size"),
-    "publish": (f"{_DEPLOY}.publish", "write a folder or Hugging Face repository that timm.create_model loads"),
-    "show": (f"{_COMMANDS}.show", "draw what a model has learned: position tables, attention, Grad-CAM"),
-    "demo": (f"{_DEPLOY}.demo", "open a page in the browser: drop an image, see classes, attention, positions"),
-    "explain": (f"{_COMMANDS}.explain", "print what a model's attention layers compute, which backend, and why"),
-    "average": (f"{_COMMANDS}.average", "write the mean of several checkpoints' weights as one checkpoint"),
-    "calibrate": (f"{_COMMANDS}.calibrate", "fit a temperature to val, so that probabilities mean what they say"),
-    "check-data": (f"{_COMMANDS}.check_data", "decode all images: broken files, classes, sizes, duplicates"),
-}
 # What `relvit predict` runs with an exported file in the place of a checkpoint; by the name "predict-onnx".
-EXPORTED = (f"{_DEPLOY}.predict_onnx", "write the classes of each image into predictions.csv, by an exported file")
+EXPORTED = (
+    "relvit.cli.commands.deploy.predict_onnx",
+    "write the classes of each image into predictions.csv, by an exported file",
+)
 
 # What other libraries call a command.
 ELSEWHERE = {"train": "fit", "eval": "test", "evaluate": "test", "val": "validate", "infer": "predict"}
-
-EXAMPLES = """examples:
-  relvit fit --config digits
-  relvit fit --config folder --root photos --model relvit_tiny --epochs 50
-  relvit validate runs/RUN/checkpoints/best.ckpt --img_size 288
-  relvit predict runs/RUN/checkpoints/best.ckpt photo.jpg more/photos 'others/*.png'
-"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,12 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(overview())
+    if (text := answer(arguments)) is not None:
+        print(text)
         return 0 if arguments else 2
-    if arguments[0] == "--version":
-        print(f"relvit {__version__}")
-        return 0
 
     command, *rest = arguments
     if command not in COMMANDS:
@@ -84,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser, runner = (importlib.import_module(name) for name in ("relvit.cli.parser", module))
         # After the imports, as Lightning's sets up its logging.
         quieten()
-        if module == _FIT:
+        if module == COMMANDS["fit"][0]:
             runner.main(command, given)
         else:
             parser.run_function(module, name, given)
@@ -137,12 +107,3 @@ def format_warning(other: Callable[..., str], message: Warning, category: type, 
     if Path(filename).is_relative_to(Path(__file__).parents[1]) and category is UserWarning:
         return f"Warning: {visible_lines(str(message))}\n"
     return other(message, category, filename, *place)
-
-
-def overview() -> str:
-    """Return the text of `relvit --help`."""
-    lines = ["usage: relvit COMMAND [options]", "", "commands:"]
-    lines += [f"  {command:<12} {text}" for command, (_, text) in COMMANDS.items()]
-    lines += ["", "relvit COMMAND --help lists a command's options; --debug shows the traceback of an error;"]
-    lines += ["relvit --version shows the version.", "", EXAMPLES]
-    return "\n".join(lines)

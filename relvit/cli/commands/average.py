@@ -8,7 +8,7 @@ from relvit.training import average_checkpoints
 
 
 def average(ckpt_paths: list[str], output: str) -> None:
-    """Write a checkpoint whose weights are the mean of several checkpoints' weights.
+    """Write the mean of several checkpoints' weights as one checkpoint.
 
     All must have the same model, classes and transforms: epochs of one training, or trainings from one start.
 

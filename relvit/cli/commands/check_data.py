@@ -25,7 +25,7 @@ def check_data(
     processes: int | None = None,
     output: str | None = None,
 ) -> None:
-    """Decode every image; print the files that cannot be read, classes, sizes and images that come twice.
+    """Decode all images: broken files, classes, sizes, duplicates.
 
     The exit status is 1 if a file cannot be read, otherwise 0: images that come twice do not stop a training.
 

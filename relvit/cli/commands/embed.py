@@ -26,9 +26,10 @@ def embed(
     device: str = "auto",
     reach: Reach = "trained",
 ) -> None:
-    """Write the features, from which the classifier decides, of all images below a folder.
+    """Write the features of all images below a folder.
 
-    Files that cannot be read are left out and listed in a CSV file beside the output.
+    The last layer, the classifier, decides from these features. Files that cannot be read are left
+    out and listed in a CSV file beside the output.
 
     Args:
         ckpt_path: The checkpoint to use, such as runs/RUN/checkpoints/best.ckpt.

@@ -23,8 +23,9 @@ def explain(
     model_kwargs: dict[str, Any] | None = None,
     retrofit: dict[str, Any] | None = None,
 ) -> None:
-    """Print a table of a model's attention layers: positions, backend and why, width, what training keeps.
+    """Print what a model's attention layers compute, which backend, and why.
 
+    The table has the positions, the backend, the width and what training keeps.
     A terminal shows one kind of layer below the other; a file or pipe gets a Markdown table.
 
     Args:

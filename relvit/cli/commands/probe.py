@@ -32,7 +32,7 @@ def probe(
     device: str = "auto",
     output: str | None = None,
 ) -> None:
-    """Print how well k nearest neighbours and logistic regression classify by the features of models.
+    """Evaluate the features of any models by k-NN and a linear classifier.
 
     Args:
         models: The checkpoints or names of relvit and timm models, such as runs/RUN/checkpoints/best.ckpt.

@@ -45,7 +45,9 @@ def resolutions(
     output: str | None = None,
     reach: Reach = "trained",
 ) -> None:
-    """Print figures of checkpoints at several image sizes; see `evaluate_sizes`.
+    """Evaluate checkpoints at several image sizes: accuracy, calibration, speed, memory.
+
+    The figures are those of `evaluate_sizes`.
 
     Args:
         ckpt_path: The checkpoint, or several of the same classes and images.

@@ -33,9 +33,10 @@ def show(
     output: str = "pictures",
     device: str = "auto",
 ) -> None:
-    """Write pictures of a model, a PNG of each kind, and for each image those that need one.
+    """Draw what a model has learned: position tables, attention, Grad-CAM.
 
-    No picture is overwritten: where there is a tables.png or photo-attention.png already, the new one gets a number.
+    Each kind of picture is a PNG; kinds that need an image have one for each image. No picture
+    is overwritten: where there is a tables.png or photo-attention.png already, the new one gets a number.
 
     Args:
         ckpt_path: The checkpoint to use, such as runs/RUN/checkpoints/best.ckpt.

@@ -10,7 +10,6 @@ import numpy as np
 from lightning import Trainer
 from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
 from PIL import Image
-from torch.utils.tensorboard import SummaryWriter
 
 FIGURES = ("training_images.png", "curves.png", "positions.png")
 
@@ -31,6 +30,8 @@ def send_results(trainer: Trainer, folder: Path, summary: Mapping[str, Any]) -> 
                 logger.experiment.log_artifact(logger.run_id, str(path))
         logger.finalize("success")
     if (folder / "tensorboard").is_dir():
+        from torch.utils.tensorboard import SummaryWriter
+
         with SummaryWriter(folder / "tensorboard") as writer:
             for name, number in numbers.items():
                 writer.add_scalar(name, number)

@@ -5,8 +5,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 from torch.utils.data import Dataset
 
 from relvit.data.images.memory import StackedImages
@@ -25,6 +23,10 @@ _SPLIT_SEED = 0
 @cache
 def _digits() -> tuple[np.ndarray, np.ndarray, dict[Split, np.ndarray]]:
     """Images uint8 (1797, 8, 8), labels int64 (1797,), and the indices of each split."""
+    # Imported here, since scikit-learn takes a second that other data do not need.
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
     bunch = load_digits()
     images = ((bunch.images.astype(np.int64) * 255 + 8) // 16).astype(np.uint8)
     labels = bunch.target.astype(np.int64)

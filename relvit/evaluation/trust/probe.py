@@ -12,11 +12,6 @@ from typing import Any, Literal
 import numpy as np
 import timm
 import torch
-from sklearn.exceptions import ConvergenceWarning
-from sklearn.linear_model import LogisticRegression
-from sklearn.neighbors import KNeighborsClassifier
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
 from torch import nn
 
 from relvit.data import ImageData
@@ -134,6 +129,9 @@ def knn_accuracy(
         queries: (M, D), with their classes, truth (M,).
         k: number of neighbours.
     """
+    # Imported here, since scikit-learn takes a second that other commands do not need.
+    from sklearn.neighbors import KNeighborsClassifier
+
     # The distance is 1 - s: all weights have the same factor too much.
     options = {"metric": "cosine", "algorithm": "brute", "weights": lambda distance: np.exp(-distance / TEMPERATURE)}
     neighbours = KNeighborsClassifier(min(k, len(labels)), **options)
@@ -157,6 +155,10 @@ def linear_accuracy(
     Returns:
         The accuracy on the queries, and C.
     """
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
 
     def fit(strength: float, part: Any) -> Any:
         model = make_pipeline(StandardScaler(), LogisticRegression(C=strength, max_iter=1000))

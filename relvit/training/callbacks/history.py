@@ -6,15 +6,17 @@ import csv
 import shutil
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning import Callback, LightningModule, Trainer
-from torch.utils.tensorboard import SummaryWriter
 
 from relvit.plots import plot_curves
 from relvit.training.callbacks.telemetry import Telemetry
 from relvit.training.metrics import current_lr
 from relvit.utils.files import atomic_write
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 ROW_KEYS = ("epoch", "step")
 
@@ -58,6 +60,9 @@ class History(Callback):
             log = self.folder / "tensorboard"
             if log.exists():
                 shutil.rmtree(log)
+            # Imported here, since TensorBoard takes a while that commands without a log do not need.
+            from torch.utils.tensorboard import SummaryWriter
+
             self._writer = SummaryWriter(log)
             for row in self.rows:
                 self._write_scalars(row)

@@ -92,7 +92,15 @@ def test_changed_folders(change, photos, tmp_path):
         write_manifest(now, tmp_path / "other.csv.gz")
 
 
-@pytest.mark.parametrize("content", [b"", b"x" * 99, gzip.compress(b"split\n\xff,x\n"), gzip.compress(b"x" * 999)[:40]])
+DAMAGED = (
+    b"",
+    b"x" * 99,
+    gzip.compress(b"split\n\xff,x\n", mtime=0),
+    gzip.compress(b"x" * 999, mtime=0)[:40],
+)
+
+
+@pytest.mark.parametrize("content", DAMAGED, ids=("empty", "no gzip", "no text", "cut off"))
 def test_a_damaged_manifest(content, photos, tmp_path):
     digests = write_manifest(data_of(str(photos)), tmp_path / FILE)
     (photos / "val/bee/001.png").unlink()

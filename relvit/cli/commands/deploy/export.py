@@ -17,7 +17,7 @@ def export(
     int8: bool = False,
     aot: bool = False,
 ) -> None:
-    """Write the model to a file, and compare what the file computes with the model at two sizes of images.
+    """Write an ONNX file or torch.export program, and compare its outputs at two image sizes.
 
     It takes any number of normalised images of any size that the model takes, of two patches or more on each side.
     Class names and transforms are in the file, too.

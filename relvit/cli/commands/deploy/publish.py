@@ -7,7 +7,7 @@ from relvit.evaluation.deploy.card import missing_parts, read_curve
 
 
 def publish(ckpt_path: str, to: str, license: str | None = None, curve: str | None = None) -> None:
-    """Write weights, config.json and a model card, which timm.create_model loads after `import relvit`.
+    """Write a folder or Hugging Face repository that timm.create_model loads.
 
     Args:
         ckpt_path: The checkpoint to use, such as runs/RUN/checkpoints/best.ckpt.

@@ -1,0 +1,98 @@
+"""Start of the console script `relvit`: answers `--help` and `--version` before PyTorch is loaded.
+
+The module stands beside the package and imports nothing of the package, because importing `relvit` loads PyTorch and
+timm, which takes seconds. `relvit.cli` runs all other commands, and `python -m relvit` begins there.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+_FIT, _COMMANDS = "relvit.cli.fit.trainer", "relvit.cli.commands"
+_DEPLOY = f"{_COMMANDS}.deploy"
+# Command -> (the module that runs it, one line of help, which is the first sentence of the function's docstring). The
+# commands of `_FIT` are methods of Lightning's Trainer; each other module has a function of the command's name.
+COMMANDS = {
+    "fit": (_FIT, "train a model on images; the run gets a folder of its own"),
+    "validate": (_FIT, "validate a checkpoint, at any image size (--img_size)"),
+    "test": (_FIT, "test a checkpoint: metrics per class, confusion matrix, worst mistakes"),
+    "predict": (_FIT, "write the classes of each image into predictions.csv"),
+    "resolutions": (
+        f"{_COMMANDS}.resolutions",
+        "evaluate checkpoints at several image sizes: accuracy, calibration, speed, memory",
+    ),
+    "embed": (f"{_COMMANDS}.embed", "write the features of all images below a folder"),
+    "probe": (f"{_COMMANDS}.probe", "evaluate the features of any models by k-NN and a linear classifier"),
+    "export": (
+        f"{_DEPLOY}.export",
+        "write an ONNX file or torch.export program, and compare its outputs at two image sizes",
+    ),
+    "publish": (f"{_DEPLOY}.publish", "write a folder or Hugging Face repository that timm.create_model loads"),
+    "show": (f"{_COMMANDS}.show", "draw what a model has learned: position tables, attention, Grad-CAM"),
+    "demo": (f"{_DEPLOY}.demo", "open a page: drop an image, choose its size, see classes, attention and positions"),
+    "explain": (f"{_COMMANDS}.explain", "print what a model's attention layers compute, which backend, and why"),
+    "average": (f"{_COMMANDS}.average", "write the mean of several checkpoints' weights as one checkpoint"),
+    "calibrate": (
+        f"{_COMMANDS}.calibrate",
+        "fit a temperature to validation images, and write the checkpoint with the temperature in it",
+    ),
+    "check-data": (f"{_COMMANDS}.check_data", "decode all images: broken files, classes, sizes, duplicates"),
+}
+
+# As fast as without a limit on an idle machine, and several times as fast on a busy one (tools/speed/busy.py).
+SPIN_COUNT = "20000"
+
+EXAMPLES = """examples:
+  relvit fit --config digits
+  relvit fit --config folder --root photos --model relvit_tiny --epochs 50
+  relvit validate runs/RUN --img_size 288
+  relvit predict runs/RUN photo.jpg more/photos 'others/*.png'
+"""
+
+
+def main() -> int:
+    """Run the command that the user typed, and return its exit status."""
+    arguments = sys.argv[1:]
+    if (text := answer(arguments)) is not None:
+        print(text)
+        return 0 if arguments else 2
+    prepare_environment()
+    from relvit.cli import main as run
+
+    return run(arguments)
+
+
+def prepare_environment() -> None:
+    """Let threads of PyTorch that wait sleep soon, unless the user's environment says how they wait.
+
+    OpenMP's threads wait for the next task in a loop, which on a busy machine takes the cores from those that work:
+    GNU's library, which PyTorch's wheels for Linux have, repeats it up to 300,000 times. It reads its limit once, when
+    PyTorch is loaded.
+    """
+    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
+
+
+def answer(arguments: Sequence[str]) -> str | None:
+    """Return what `relvit`, `relvit --help` or `relvit --version` prints; None: the arguments name a command."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        return overview()
+    return f"relvit {version()}" if arguments[0] == "--version" else None
+
+
+def version() -> str:
+    """Read the version from the package's file, without importing the package."""
+    return runpy.run_path(str(Path(__file__).with_name("relvit") / "version.py"))["__version__"]
+
+
+def overview() -> str:
+    """Return the text of `relvit --help`."""
+    lines = ["usage: relvit COMMAND [options]", "", "commands:"]
+    lines += [f"  {command:<12} {text}" for command, (_, text) in COMMANDS.items()]
+    lines += ["", "relvit COMMAND --help lists a command's options; --debug shows the traceback of an error;"]
+    lines += ["relvit --version shows the version.", "", EXAMPLES]
+    return "\n".join(lines)
