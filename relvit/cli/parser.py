@@ -17,6 +17,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from relvit.cli.aliases import ALIASES, CONFIGS, SYNONYMS, USAGE
 from relvit.cli.config_text import MODE, load_config
 from relvit.cli.errors import UsageError
+from relvit.cli.secrets import without_masks
 from relvit.data.modules.registry import data_modules
 from relvit.models import model_arguments
 from relvit.utils.messages import did_you_mean, listing
@@ -49,6 +50,14 @@ class Parser(LightningArgumentParser):
             return super().parse_args(args, *others, **kwargs)
         except (ArgumentError, UnicodeDecodeError, OverflowError, RecursionError) as error:
             raise UsageError(explain(self, args or (), error)) from error
+
+    def instantiate_classes(self, cfg: Namespace, **kwargs: Any) -> Namespace:
+        """Make the objects of a command's configuration, which holds `***` where its record was to keep no secret."""
+        command = cfg.get("subcommand")
+        if command is not None and "trainer" in cfg[command]:
+            cfg = cfg.clone()
+            cfg[command].trainer.logger = without_masks(cfg[command].trainer.logger)
+        return super().instantiate_classes(cfg, **kwargs)
 
 
 def function_of(module: str, command: str) -> Callable[..., Any]:

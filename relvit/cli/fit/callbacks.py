@@ -11,6 +11,7 @@ from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import SaveConfigCallback
 
+from relvit.cli.secrets import mask_command, mask_secrets
 from relvit.training import EpochLines, History, TrainingProgressBar, record_run
 from relvit.utils.files import atomic_write
 from relvit.utils.progress import rank_zero_print
@@ -36,8 +37,11 @@ class RunConfig(SaveConfigCallback):
             return
         folder = Path(trainer.default_root_dir)
         with atomic_write(folder / self.config_filename) as path:
-            self.parser.save(self.config, path, skip_none=False, multifile=self.multifile)
-        record_run(folder, sys.argv, self.config.seed_everything, trainer)
+            recorded = self.config.clone()
+            recorded.trainer.logger = mask_secrets(recorded.trainer.logger)
+            self.parser.save(recorded, path, skip_none=False, multifile=self.multifile)
+        command = mask_command(sys.argv, self.config.trainer.logger)
+        record_run(folder, command, self.config.seed_everything, trainer)
 
 
 class Announcement(Callback):

@@ -13,6 +13,7 @@ from typing import Any
 
 from relvit.cli.aliases import option
 from relvit.cli.errors import UsageError
+from relvit.cli.secrets import mask_secrets
 from relvit.training.checkpoints.checkpoint import NETWORK, Checkpoint
 from relvit.training.checkpoints.file import EPOCH_NAME
 from relvit.training.checkpoints.resume import begins_epoch_again
@@ -116,7 +117,9 @@ def checkpoint_of_epoch_end(
 
 def fit_options(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a fit beside those of model and data, in plain types, as its checkpoints hold them."""
-    return {name: _plain(config[name]) for name in ("seed_everything", "save_every", "patience", "trainer")}
+    options = {name: _plain(config[name]) for name in ("seed_everything", "save_every", "patience", "trainer")}
+    options["trainer"]["logger"] = mask_secrets(options["trainer"]["logger"])
+    return options
 
 
 def changed_options(

@@ -1,0 +1,92 @@
+"""Secrets in the arguments of loggers: recorded as `***`, and left out again where a record is read."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jsonargparse import Namespace
+
+from relvit.cli.errors import UsageError
+
+MASK = "***"
+SECRET = {"key", "token", "secret", "password"}
+
+
+def mask_secrets(logger: Any) -> Any:
+    """Return a logger's configuration, or a list of several, in which the secrets are `***`.
+
+    An argument is a secret if a whole word of its name is key, token, secret or password, such as `api_key`.
+    """
+    if isinstance(logger, Mapping | Namespace):
+        fields = _fields(logger)
+        return type(logger)(
+            {name: MASK if _is_secret(name, fields[name]) else mask_secrets(fields[name]) for name in fields}
+        )
+    return [mask_secrets(item) for item in logger] if isinstance(logger, list | tuple) else logger
+
+
+def mask_command(command: Sequence[str], logger: Any) -> list[str]:
+    """Return a command line in which the secrets of the logger's configuration are `***`, in any place of it."""
+    # JSON may write a secret in other characters. The longest is the first, as another one may be a part of it.
+    forms = {form for secret in _secrets(logger) for form in (secret, json.dumps(secret)[1:-1])}
+    pattern = re.compile("|".join(map(re.escape, sorted(forms, key=len, reverse=True))) or r"(?!)")
+    return [pattern.sub(MASK, argument) for argument in command]
+
+
+def without_masks(logger: Any) -> Any:
+    """Return a logger's configuration without the secrets that are `***`: the logger takes them from the environment.
+
+    Raises:
+        UsageError: the logger needs one of them as an argument.
+    """
+    if isinstance(logger, list | tuple):
+        return [without_masks(item) for item in logger]
+    if not isinstance(logger, Mapping | Namespace):
+        return logger
+    fields = _fields(logger)
+    if fields.get("init_args"):
+        _check_given(fields["class_path"], _fields(fields["init_args"]))
+    return type(logger)({name: without_masks(value) for name, value in fields.items() if value != MASK})
+
+
+def _check_given(path: str, arguments: Mapping[str, Any]) -> None:
+    """Refuse a logger whose arguments without a default are `***`."""
+    module, _, cls = path.rpartition(".")
+    for name, parameter in inspect.signature(getattr(importlib.import_module(module), cls)).parameters.items():
+        if arguments.get(name) == MASK and parameter.default is parameter.empty:
+            option = f"--trainer.logger.init_args.{name}"
+            raise UsageError(f"{cls} needs its {name}, which the configuration does not record: give {option}")
+
+
+def _fields(value: Mapping[str, Any] | Namespace) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else vars(value)
+
+
+def _is_secret(name: str, value: Any) -> bool:
+    words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+", str(name))
+    return value is not None and not SECRET.isdisjoint(word.lower() for word in words)
+
+
+def _secrets(logger: Any) -> Iterator[str]:
+    if isinstance(logger, Mapping | Namespace):
+        for name, value in _fields(logger).items():
+            yield from _texts(value) if _is_secret(name, value) else _secrets(value)
+    elif isinstance(logger, list | tuple):
+        for item in logger:
+            yield from _secrets(item)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the texts and numbers in a value."""
+    if isinstance(value, Mapping | Namespace):
+        value = list(_fields(value).values())
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)
+    elif not isinstance(value, bool) and value not in (None, ""):
+        yield str(value)

@@ -1,0 +1,100 @@
+"""Secrets of loggers: in no file of a run, and taken from the command line or the environment again."""
+
+import json
+
+import pytest
+import torch
+import yaml
+from command_line import fit
+from lightning.pytorch.loggers import CSVLogger
+
+from relvit.cli import main
+from relvit.cli.secrets import MASK, mask_command, mask_secrets
+
+SEEN = []
+
+
+class Service(CSVLogger):
+    """A logger that wants a key, and takes one of the environment where none is given."""
+
+    def __init__(self, save_dir: str, api_key: str | None = None, monitor_keys: str = "all", **settings: str) -> None:
+        SEEN.append((api_key, monitor_keys, settings))
+        super().__init__(save_dir)
+
+
+class StrictService(CSVLogger):
+    """A logger that takes its key as an argument alone."""
+
+    def __init__(self, save_dir: str, password: str) -> None:
+        SEEN.append(password)
+        super().__init__(save_dir)
+
+
+def logger(kind, tmp_path, **arguments):
+    """The options of a logger."""
+    given = {"save_dir": str(tmp_path / "log"), **arguments}
+    options = [f"--trainer.logger.init_args.{name}={value}" for name, value in given.items()]
+    return [f"--trainer.logger={kind.__module__}.{kind.__name__}", *options]
+
+
+def everything_written(folder):
+    """All bytes of the files in a folder; those of checkpoints as text, too."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    texts = [str(torch.load(path, weights_only=True)).encode() for path in files if path.suffix == ".ckpt"]
+    return b"".join([path.read_bytes() for path in files] + texts)
+
+
+def test_no_file_of_a_run_holds_a_key_and_a_resumed_run_takes_it_again(photos, tmp_path, monkeypatch):
+    options = logger(Service, tmp_path, api_key="s3cr3t", monitor_keys="loss")
+    options[-2:-2] = ["--trainer.logger.dict_kwargs.hf_token=t0k3n", "--trainer.logger.dict_kwargs.team=blue"]
+    monkeypatch.setattr("sys.argv", ["relvit", "fit", *options])
+    SEEN.clear()
+    run = fit(photos, tmp_path / "runs", *options)
+    assert SEEN == [("s3cr3t", "loss", {"hf_token": "t0k3n", "team": "blue"})]
+    assert b"api_key" in everything_written(run)
+    assert not [secret for secret in (b"s3cr3t", b"t0k3n") if secret in everything_written(run)]
+    config = yaml.safe_load((run / "config.yaml").read_text())["trainer"]["logger"]
+    assert config["init_args"] == {"save_dir": str(tmp_path / "log"), "api_key": MASK, "monitor_keys": "loss"}
+    assert config["dict_kwargs"] == {"hf_token": MASK, "team": "blue"}
+    (session,) = json.loads((run / "run.json").read_text())["sessions"]
+    assert f"--trainer.logger.init_args.api_key={MASK}" in session["command"]
+    # Without a key the logger looks for one itself, and a new key is not recorded either.
+    for more, key in ([], None), (["--trainer.logger.init_args.api_key=n3w"], "n3w"):
+        monkeypatch.setattr("sys.argv", ["relvit", "fit", *more])
+        epochs = f"--trainer.max_epochs={2 + len(more)}"
+        assert main(["fit", f"--resume={run}", epochs, "--trainer.accelerator=cpu", *more]) == 0
+        assert SEEN[-1] == (key, "loss", {"team": "blue"})
+    assert b"n3w" not in everything_written(run)
+    assert MASK in (run / "config.yaml").read_text()
+
+
+def test_a_key_that_only_an_argument_gives_is_asked_for(photos, tmp_path, capsys):
+    run = fit(photos, tmp_path / "runs", *logger(StrictService, tmp_path, password="s3cr3t"))
+    before = everything_written(run)
+    capsys.readouterr()
+    resumed = ["fit", f"--resume={run}", "--trainer.max_epochs=2", "--trainer.accelerator=cpu"]
+    assert main(resumed) == 2
+    assert "StrictService needs its password, which the configuration does not record: give" in capsys.readouterr().err
+    assert everything_written(run) == before
+    assert main([*resumed, "--trainer.logger.init_args.password=s3cr3t"]) == 0
+    assert SEEN[-1] == "s3cr3t"
+
+
+@pytest.mark.parametrize("name", ["api_key", "hf_token", "client-secret", "password", "apiKey", "KEY", "Token2"])
+def test_names_of_secrets(name):
+    assert mask_secrets({"init_args": {name: "x", "deep": [{name: {"a": 1}}]}}) == {
+        "init_args": {name: MASK, "deep": [{name: MASK}]}
+    }
+
+
+@pytest.mark.parametrize("name", ["monkey", "keyboard", "tokenizer", "keys", "secretary", "project"])
+def test_names_of_others(name):
+    assert mask_secrets([{"init_args": {name: "x"}}]) == [{"init_args": {name: "x"}}]
+
+
+def test_commands_hide_a_secret_wherever_it_stands():
+    config = {"init_args": {"api_key": 'a"b', "other_key": "a", "empty_token": "", "no_token": None}}
+    command = ["--trainer.logger.api_key", 'a"b', '--trainer.logger={"api_key": "a\\"b"}', "--lr=1"]
+    hidden = ["--tr***iner.logger.***pi_key", MASK, '--tr***iner.logger={"***pi_key": "***"}', "--lr=1"]
+    assert mask_command(command, config) == hidden
+    assert mask_command(command, None) == command
