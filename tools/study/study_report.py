@@ -51,7 +51,8 @@ width 128, depth 4, 4 heads, patch 4, average pooling, no class token, {least:,}
 in the same order with the same augmentations for each seed. Trained at 20 to 44 px: one of the sizes 20, 24 ... 44
 for each step, the same number of images in all, and so fewer steps. Each accuracy is the mean over seeds, ± its
 standard error where there are two seeds or more; a difference of one seed alone says little.
-[The two protocols](../sizes.md): relative offsets promise `field`, embeddings stretched over the image `resize`.
+[The two protocols](../sizes.md) are what relative offsets are made for, `field`, and stretched embeddings, `resize`;
+[what the figures say](findings.md).
 """
 
 

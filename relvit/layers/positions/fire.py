@@ -39,6 +39,9 @@ class FirePosition2d(LearnedPosition):
         ValueError: a standard deviation out of range; in `forward` a padded batch, whose images differ in size.
     """
 
+    # Offsets are divided by the size of the image.
+    needs_extent = True
+
     def __init__(
         self,
         head_dim: int,

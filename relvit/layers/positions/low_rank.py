@@ -40,6 +40,9 @@ class LowRankPosition2d(LearnedPosition):
         TypeError: a size that is not made of integers.
     """
 
+    # Factors belong to places in the image, and are stretched over larger ones.
+    needs_extent = True
+
     def __init__(
         self,
         head_dim: int,

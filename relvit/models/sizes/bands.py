@@ -58,7 +58,8 @@ def set_bands(model: nn.Module, band_rows: int | None, memory_rows: int | None =
     this mask. Nothing is kept between two calls of the model.
 
     Args:
-        model: a `relvit_*` model with attention, without class token, registers and absolute embedding.
+        model: a `relvit_*` model with attention, without class token, registers and absolute embedding, and whose
+            position sees offsets alone: `'fire'` and `'low-rank'` see the size of the image, too.
         band_rows: rows of patches in a band; the last band of an image may have fewer. None: images as a whole.
         memory_rows: rows of patches before a band that are remembered; None: all, so that memory grows with the image.
 
@@ -102,6 +103,9 @@ def check_bands(model: nn.Module) -> None:
         reason = "its class token or registers are in no band"
     elif model.pos_embed is not None or model.axial is not None:
         reason = "its absolute embedding depends on the height of the image, which a band does not know: pos_embed=''"
+    elif any(getattr(block.attn.position, "needs_extent", False) for block in blocks):
+        position = type(blocks[0].attn.position).__name__
+        reason = f"its {position} depends on the size of the image or the place in it, which a band does not know"
     elif not isinstance(model.patch_drop, nn.Identity):
         reason = "it drops patches: patch_drop_rate=0"
     elif type(model.patch_embed) is not AnySizePatchEmbed:
