@@ -9,6 +9,7 @@ from timm.layers import register_notrace_function
 from torch import Tensor, nn
 
 from relvit.layers.aft import refuse_mask
+from relvit.layers.constants import KeepConstants
 from relvit.ops import Grid, RelativeTerms, lsh_attention, lsh_rotations
 from relvit.ops.backends.scripted import register_operator, tables_of, terms_of
 
@@ -64,7 +65,7 @@ register_notrace_function(hash_attend)
 register_notrace_function(lsh_attention)
 
 
-class LSHAttention(nn.Module):
+class LSHAttention(KeepConstants):
     """Reformer's LSH attention: tokens attend to those whose hash falls into the same bucket, not to all.
 
     A drop-in for `RelativeAttention`, but that queries and keys are the same vectors, at unit length where they are
@@ -129,7 +130,8 @@ class LSHAttention(nn.Module):
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise ValueError(f"{name} must be an integer, at least 1, got {number!r}")
         self.bucket_size = bucket_size
-        rotations = torch.empty(rounds, self.head_dim, MOST_BUCKETS // 2, device=self.proj.weight.device)
+        shape, device = (rounds, self.head_dim, MOST_BUCKETS // 2), self.proj.weight.device
+        rotations = torch.empty(shape, device=device, dtype=torch.float32)
         self.register_buffer("rotations", rotations, persistent=False)
         self.init_non_persistent_buffers()
 

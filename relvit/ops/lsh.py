@@ -182,7 +182,8 @@ def lsh_rotations(
         raise ValueError(f"rounds must be at least 1, got {rounds}")
     if buckets != 1 and (buckets < 2 or buckets % 2):
         raise ValueError(f"buckets must be 1 or an even number, got {buckets}")
-    return torch.randn(rounds, head_dim, buckets // 2, generator=generator, device=device)
+    shape = (rounds, head_dim, buckets // 2)
+    return torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
 
 
 def _hash(vectors: Tensor, rotations: Tensor) -> Tensor:

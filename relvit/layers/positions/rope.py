@@ -17,6 +17,7 @@ from timm.layers import (
 from timm.layers.pos_embed_sincos import init_random_2d_freqs
 from torch import Tensor, nn
 
+from relvit.layers.constants import KeepConstants
 from relvit.ops import Grid
 from relvit.ops.grid import batched_coords
 from relvit.utils.messages import check_choice
@@ -27,7 +28,7 @@ TEMPERATURES = {"axial": 100.0, "mixed": 10.0}
 
 # Sizes of the grid have no value while a graph is traced.
 @register_notrace_module
-class RotaryEmbedding2d(nn.Module):
+class RotaryEmbedding2d(KeepConstants):
     """Rotary embedding of queries and keys by row and column (Heo et al. 2024, arXiv 2403.13298, section 3).
 
     Neighbouring channels 2t and 2t + 1 of a patch at row y and column x are rotated by the angle y f_t + x g_t, so the

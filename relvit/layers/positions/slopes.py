@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch
 from timm.layers import register_notrace_module
-from torch import nn
 
+from relvit.layers.constants import KeepConstants
 from relvit.layers.positions.stretch import axis_offsets
 from relvit.ops import AxisTables, Grid, JointTable, RelativeTerms
 from relvit.ops.checks import int_pair
@@ -16,7 +16,7 @@ DISTANCES = ("manhattan", "euclidean")
 
 # Tables are as long as the grid, whose sizes have no value while a graph is traced.
 @register_notrace_module
-class SlopePosition2d(nn.Module):
+class SlopePosition2d(KeepConstants):
     """A bias that falls with the distance of a key, by default Manhattan: -m_h (|dy| + |dx|) in head h.
 
     Slopes m_h are those of ALiBi (Press et al. 2022, arXiv 2108.12409, section 3), see `alibi_slopes`; as there, the

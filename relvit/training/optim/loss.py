@@ -9,8 +9,9 @@ from typing import Literal, get_args
 import torch
 import torch.nn.functional as F
 from timm.loss import AsymmetricLossMultiLabel
-from torch import Tensor, nn
+from torch import Tensor
 
+from relvit.layers.constants import KeepConstants
 from relvit.utils.messages import check_choice
 
 Loss = Literal["ce", "bce", "asl"]
@@ -36,7 +37,7 @@ def evaluation_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return F.binary_cross_entropy_with_logits(logits.float(), labels.float())
 
 
-class ClassificationLoss(nn.Module):
+class ClassificationLoss(KeepConstants):
     """Cross-entropy, or binary cross-entropy class by class (DeiT III, Touvron et al. 2022, arXiv 2204.07118).
 
     The mean over the images, with binary cross-entropy also over the classes. For multi-label images there is the
