@@ -7,6 +7,7 @@ import inspect
 import types
 from argparse import ArgumentError
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
@@ -21,6 +22,7 @@ from relvit.cli.secrets import without_masks
 from relvit.data.modules.registry import data_modules
 from relvit.models import model_arguments
 from relvit.utils.messages import did_you_mean, listing
+from relvit.utils.ranges import check_ranges
 
 NO_DATA = "no data given: give --root DIR, which holds train/CLASS/IMAGE, or --data NAME, or --config FILE"
 # Of whose arguments one may be written as an option: relvit's models, one of each kind.
@@ -72,7 +74,13 @@ def run_function(module: str, command: str, arguments: Sequence[str]) -> None:
     missing = [f"--{name}" for name in _required(function) if f"--{name}" not in given]
     if missing and given.isdisjoint(("--config", "--help", "--print_config")):
         raise UsageError(f"missing: {', '.join(missing)}; usage: {' or '.join(USAGE[command])}")
-    auto_cli(function, args=list(arguments), prog=f"relvit {command}", as_positional=False, parser_class=Parser)
+
+    @wraps(function)
+    def checked(**options: Any) -> None:
+        check_ranges(function, options)
+        function(**options)
+
+    auto_cli(checked, args=list(arguments), prog=f"relvit {command}", as_positional=False, parser_class=Parser)
 
 
 def _required(function: Callable[..., Any]) -> list[str]:

@@ -32,6 +32,16 @@ from relvit.training.optim.ponder import check_ponder, halts, ponder_weight
 from relvit.training.optim.schedule import Plan, describe, make_plan, update_rates
 from relvit.training.optim.sharding import FullySharded, check_sharding, full_network, gather_full, is_sharded
 from relvit.utils.progress import rank_zero_print
+from relvit.utils.ranges import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    PositiveShare,
+    Share,
+    ShareBelowOne,
+    check_ranges,
+)
 from relvit.utils.seeding import run_seed, seed_all
 
 
@@ -93,8 +103,8 @@ class ImageClassifier(EpochMetrics):
     def __init__(
         self,
         model: str | None = None,
-        num_classes: int = 1000,
-        in_chans: int = 3,
+        num_classes: PositiveInt = 1000,
+        in_chans: PositiveInt = 3,
         img_size: int | tuple[int, int] | None = None,
         class_names: list[str] | None = None,
         model_kwargs: dict[str, Any] | None = None,
@@ -102,29 +112,29 @@ class ImageClassifier(EpochMetrics):
         pretrained: str | None = None,
         opt: str = "adamw",
         opt_kwargs: dict[str, Any] | None = None,
-        lr: float = 1e-3,
-        lr_base_batch: int | None = None,
-        layer_decay: float | None = None,
-        weight_decay: float = 0.05,
-        warmup_epochs: float = 5.0,
-        min_lr: float = 1e-5,
+        lr: NonNegativeFloat = 1e-3,
+        lr_base_batch: PositiveInt | None = None,
+        layer_decay: PositiveShare | None = None,
+        weight_decay: NonNegativeFloat = 0.05,
+        warmup_epochs: NonNegativeFloat = 5.0,
+        min_lr: NonNegativeFloat = 1e-5,
         loss: Loss = "ce",
-        label_smoothing: float = 0.1,
-        bce_threshold: float | None = None,
-        class_weights: list[float] | None = None,
-        mixup: float = 0.0,
-        cutmix: float = 0.0,
-        mix_prob: float = 1.0,
-        mix_switch_prob: float = 0.5,
-        ema_decay: float | None = None,
+        label_smoothing: ShareBelowOne = 0.1,
+        bce_threshold: ShareBelowOne | None = None,
+        class_weights: list[PositiveFloat] | None = None,
+        mixup: NonNegativeFloat = 0.0,
+        cutmix: NonNegativeFloat = 0.0,
+        mix_prob: Share = 1.0,
+        mix_switch_prob: Share = 0.5,
+        ema_decay: ShareBelowOne | None = None,
         ema_warmup: bool = True,
         teacher: str | None = None,
         distill: Distill = "hard",
-        distill_weight: float = 0.5,
-        distill_temperature: float = 3.0,
-        ponder_weight: float = 0.01,
-        ponder_warmup_epochs: float = 5.0,
-        freeze_epochs: int = 0,
+        distill_weight: PositiveShare = 0.5,
+        distill_temperature: PositiveFloat = 3.0,
+        ponder_weight: NonNegativeFloat = 0.01,
+        ponder_warmup_epochs: NonNegativeFloat = 5.0,
+        freeze_epochs: NonNegativeInt = 0,
         nonfinite: NonFinite = "stop",
         compile: bool | str = False,
         channels_last: bool = False,
@@ -132,6 +142,7 @@ class ImageClassifier(EpochMetrics):
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
+        check_ranges(ImageClassifier.__init__, self.hparams)
         check_arguments(self.hparams)
         # What a new training starts from; None once the weights are loaded.
         self.pretrained = None if pretrained is None else Pretrained(pretrained)

@@ -16,6 +16,7 @@ from relvit.evaluation import ChosenThresholds
 from relvit.evaluation import calibrate as calibrate_checkpoint
 from relvit.utils.files import is_address
 from relvit.utils.progress import with_bar
+from relvit.utils.ranges import BatchSize
 
 # Images of which no more than a hint can be had: a temperature from them may be worse than none.
 FEW = 200
@@ -26,7 +27,7 @@ def calibrate(
     output: str | None = None,
     split: Literal["train", "val", "test"] = "val",
     root: str | None = None,
-    batch_size: int | None = None,
+    batch_size: BatchSize | None = None,
     device: str = "auto",
 ) -> None:
     """Fit a temperature to validation images, and write the checkpoint with the temperature in it.

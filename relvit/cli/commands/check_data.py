@@ -14,6 +14,7 @@ from relvit.data import ImageData, ImageFolderData
 from relvit.data.inspect import check_data as inspect_data
 from relvit.utils.messages import visible
 from relvit.utils.progress import with_bar
+from relvit.utils.ranges import PositiveInt
 
 SHOWN = 10
 DUPLICATES = {"classes": "under different classes", "across": "in several splits", "within": "twice in a class"}
@@ -22,7 +23,7 @@ DUPLICATES = {"classes": "under different classes", "across": "in several splits
 def check_data(
     root: str | None = None,
     data: ImageData | None = None,
-    processes: int | None = None,
+    processes: PositiveInt | None = None,
     output: str | None = None,
 ) -> None:
     """Decode all images: broken files, classes, sizes, duplicates.

@@ -14,6 +14,7 @@ from relvit.models import Reach
 from relvit.utils.files import write_csv
 from relvit.utils.messages import printable
 from relvit.utils.progress import with_bar
+from relvit.utils.ranges import BatchSize, Workers
 
 
 def embed(
@@ -21,8 +22,8 @@ def embed(
     root: str,
     output: str,
     img_size: Size | None = None,
-    batch_size: int = 64,
-    num_workers: int = 2,
+    batch_size: BatchSize = 64,
+    num_workers: Workers = 2,
     device: str = "auto",
     reach: Reach = "trained",
 ) -> None:

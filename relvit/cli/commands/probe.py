@@ -17,6 +17,7 @@ from relvit.data import ImageData, ImageFolderData
 from relvit.evaluation import probe_models
 from relvit.plots import plot_probes
 from relvit.utils.progress import with_bar
+from relvit.utils.ranges import BatchSize, NonNegativeInt, PositiveInt
 
 
 def probe(
@@ -25,10 +26,10 @@ def probe(
     data: ImageData | None = None,
     split: Literal["val", "test"] = "val",
     shares: tuple[float, ...] = (0.01, 0.1, 1.0),
-    k: int = 20,
-    seed: int = 0,
+    k: PositiveInt = 20,
+    seed: NonNegativeInt = 0,
     random: bool = False,
-    batch_size: int | None = None,
+    batch_size: BatchSize | None = None,
     device: str = "auto",
     output: str | None = None,
 ) -> None:

@@ -18,6 +18,7 @@ from relvit.evaluation import PROTOCOLS, Size, evaluate_sizes
 from relvit.models import Reach
 from relvit.plots import plot_sizes
 from relvit.utils.progress import with_bar
+from relvit.utils.ranges import BatchSize
 
 # Column of the table -> key of a row, and how its value is written.
 COLUMNS = {
@@ -40,7 +41,7 @@ def resolutions(
     fill: Fill | None = None,
     split: Literal["train", "val", "test"] = "val",
     root: str | None = None,
-    batch_size: int | None = None,
+    batch_size: BatchSize | None = None,
     accelerator: str = "auto",
     output: str | None = None,
     reach: Reach = "trained",

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import torch.distributed
 from lightning import Trainer
 from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment, SLURMEnvironment
-from lightning.pytorch.accelerators import AcceleratorRegistry
+from lightning.pytorch.accelerators import AcceleratorRegistry, CPUAccelerator
 
 from relvit.cli.errors import UsageError
 from relvit.training.lightning_internals import cluster_environment
+from relvit.utils.cores import cores
 from relvit.utils.messages import did_you_mean
 
 # What Slurm calls a job that is a shell.
@@ -111,9 +112,12 @@ def check_processes(launch: Launch | None, trainer: Trainer) -> None:
     """Refuse other numbers of processes than the trainer is to use: some would wait for others that never come.
 
     Raises:
-        UsageError: they differ, or several machines are to be used and no process runs on the others.
+        UsageError: they differ, several machines are to be used and no process runs on the others, or more processes
+            than cores would be started here.
     """
     devices, nodes = trainer.num_devices, trainer.num_nodes
+    if launch is None and isinstance(trainer.accelerator, CPUAccelerator) and devices > cores():
+        raise UsageError(f"--trainer.devices {devices}: each process on the CPU needs a core, and there are {cores()}")
     if launch is not None and (launch.per_node, launch.nodes) != (devices, nodes):
         raise UsageError(
             f"{launch.by} has started {launch.processes} processes on {_machines(launch.nodes)}, the trainer is to use "

@@ -20,7 +20,7 @@ from relvit.cli.errors import UsageError
 from relvit.cli.fit.callbacks import Announcement, RunConfig, progress_callbacks
 from relvit.cli.fit.launch import Launch, check_devices, check_processes, environment_of, launched, leave_processes
 from relvit.cli.fit.normalisation import set_normalisation
-from relvit.cli.fit.options import TRAINER_DEFAULTS, add_own_options
+from relvit.cli.fit.options import TRAINER_DEFAULTS, add_own_options, check_numbers
 from relvit.cli.fit.other_images import asked_paths, data_of_paths, data_of_robustness
 from relvit.cli.fit.outcome import report_fit, report_predict, report_test
 from relvit.cli.fit.resume import changed_options, checkpoint_of_epoch_end, fit_options, resume_arguments
@@ -168,6 +168,7 @@ class RelvitCLI(OpenLightningCLI):
         if self.paths is not None:
             # Not by the parser: names of files need not be text.
             self.config[self.command].data.init_args.paths = self.paths
+        check_numbers(self.config[self.command])
         check_runs(self.config[self.command].get("runs"), self.config[self.command].trainer.default_root_dir)
         if self.checkpoint is not None and self.command == "fit":
             # The configuration that is kept says what is trained, not from where a part of it went on.
@@ -246,8 +247,6 @@ class RelvitCLI(OpenLightningCLI):
     def _fit_callbacks(self, tensorboard: bool) -> tuple[list[Callback], History]:
         """Make or lock the run's folder; return what trains in it."""
         options = self.config.fit
-        if options.patience is not None and options.patience < 1:
-            raise UsageError(f"--patience must be 1 or more, got {options.patience}")
         self.run_folder = self.resumes or self._new_run_folder(self.model.hparams.model)
         if rank_zero_only.rank == 0:
             self.lock: RunLock = lock_run_folder(self.run_folder)

@@ -32,6 +32,7 @@ from relvit.data.manifest import ListedImage, images_in_memory
 from relvit.data.native import collate_native, empty_native, model_size, native_transform, token_budget
 from relvit.data.transforms import Augment, eval_transform, parse_size, train_transform
 from relvit.utils.messages import check_choice
+from relvit.utils.ranges import BatchSize, NonNegativeFloat, PositiveInt, PositiveShare, Share, Workers, check_ranges
 from relvit.utils.seeding import run_seed
 
 Split = Literal["train", "val", "test", "predict"]
@@ -101,15 +102,15 @@ class ImageData(LightningDataModule, ABC):
         *,
         img_size: int | tuple[int, int],
         augment: Augment,
-        crop_pct: float,
+        crop_pct: PositiveShare,
         mean: tuple[float, ...],
         std: tuple[float, ...],
-        batch_size: int = 64,
-        num_workers: int = 2,
-        color_jitter: float | None = None,
-        random_erasing: float | None = None,
+        batch_size: BatchSize = 64,
+        num_workers: Workers = 2,
+        color_jitter: NonNegativeFloat | None = None,
+        random_erasing: Share | None = None,
         balance: Balance = "none",
-        repeats: int = 1,
+        repeats: PositiveInt = 1,
         train_sizes: list[int | tuple[int, int]] | None = None,
         size_schedule: SizeSchedule = "random",
         native: bool = False,
@@ -117,12 +118,7 @@ class ImageData(LightningDataModule, ABC):
         patch_size: int | tuple[int, int] = (16, 16),
     ) -> None:
         super().__init__()
-        if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}; give 1 or more")
-        if num_workers < 0:
-            raise ValueError(f"num_workers is {num_workers}; give 0 (load in the main process) or more")
-        if repeats < 1:
-            raise ValueError(f"repeats is {repeats}; give 1 (every image once) or more, such as 3")
+        check_ranges(ImageData.__init__, locals())
         check_choice("balance", balance, get_args(Balance))
         self.class_names: list[str] = checked_classes(class_names)
         self.in_chans = in_chans

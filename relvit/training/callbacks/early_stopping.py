@@ -14,7 +14,8 @@ class Patience(EarlyStopping):
     """
 
     def __init__(self, validations: int, monitor: str = "val/acc1") -> None:
-        super().__init__(monitor, mode="max", patience=validations)
+        # After each validation: an epoch that is cut short by a number of steps has none.
+        super().__init__(monitor, mode="max", patience=validations, check_on_train_epoch_end=False)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict | {"patience": self.patience})

@@ -21,10 +21,8 @@ def halts(net: nn.Module) -> bool:
 
 
 def check_ponder(given: Mapping[str, Any], net: nn.Module) -> None:
-    """Raise a ValueError for numbers out of range, or for options without effect on this network."""
+    """Raise a ValueError for options without effect on this network."""
     for name, default in DEFAULTS.items():
-        if given[name] < 0:
-            raise ValueError(f"{name} must be 0 or more, got {given[name]}")
         if given[name] != default and not halts(net):
             raise ValueError(
                 f"{name} {given[name]} has no effect without a model that halts: relvit_universal_* with "

@@ -80,8 +80,8 @@ def test_init_args_through_json():
     ("wrong", "message"),
     [
         ({"class_names": ["cat", "dog"]}, "class_names"),
-        ({"batch_size": 0}, "batch_size is 0"),
-        ({"num_workers": -1}, "num_workers is -1"),
+        ({"batch_size": 0}, "batch_size must be"),
+        ({"num_workers": -1}, "num_workers must be"),
         ({"mean": (0.5, 0.5, 0.5)}, "give 1 numbers"),
         ({"augment": "shfit"}, "did you mean 'shift'"),
         ({"img_size": (8, 8, 1)}, "img_size"),

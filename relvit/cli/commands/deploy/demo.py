@@ -14,6 +14,7 @@ from relvit.cli.errors import UsageError
 from relvit.evaluation import Predictor
 from relvit.models import Reach
 from relvit.utils.messages import MissingPackageError
+from relvit.utils.ranges import Port, PositiveFloat, PositiveInt
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
@@ -21,9 +22,9 @@ LOCAL = ("127.0.0.1", "localhost", "::1")
 def demo(
     ckpt_path: str,
     host: str = "127.0.0.1",
-    port: int = 7860,
-    max_mb: float = 20,
-    max_pixels: int = 50_000_000,
+    port: Port = 7860,
+    max_mb: PositiveFloat = 20,
+    max_pixels: PositiveInt = 50_000_000,
     reach: Reach = "trained",
     device: str = "auto",
 ) -> None:

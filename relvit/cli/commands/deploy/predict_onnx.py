@@ -13,14 +13,15 @@ from relvit.data.modules.paths import ImagePathsData
 from relvit.evaluation import Size
 from relvit.evaluation.deploy import OnnxClassifier
 from relvit.training import DataRecord, PredictionTable, remove_if_empty
+from relvit.utils.ranges import BatchSize, Workers
 
 
 def predict_onnx(
     model: str,
     paths: list[str],
     img_size: Size | None = None,
-    batch_size: int = 64,
-    num_workers: int = 2,
+    batch_size: BatchSize = 64,
+    num_workers: Workers = 2,
     on_error: OnError = "skip",
     runs: str = "runs",
 ) -> None:

@@ -1,0 +1,75 @@
+"""Ranges of numbers as types: `Annotated[float, Range(0)]` says what an argument may be, `check_ranges` compares."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import cache
+from numbers import Real
+from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
+
+
+class Range(NamedTuple):
+    """Finite numbers from `least` to `most`; these two are allowed as well, unless `above` or `below` is set."""
+
+    least: float
+    most: float = math.inf
+    above: bool = False
+    below: bool = False
+
+    def __contains__(self, number: Any) -> bool:
+        high = number > self.least if self.above else number >= self.least
+        low = number < self.most if self.below else number <= self.most
+        return high and low and math.isfinite(number)
+
+    def __str__(self) -> str:
+        if self.most < math.inf:
+            return (
+                f"in {self.least:.12g} {'<' if self.above else '<='} x {'<' if self.below else '<='} {self.most:.12g}"
+            )
+        return "positive" if self.above else f"{self.least:.12g} or more"
+
+
+PositiveInt = Annotated[int, Range(1)]
+NonNegativeInt = Annotated[int, Range(0)]
+PositiveFloat = Annotated[float, Range(0, above=True)]
+NonNegativeFloat = Annotated[float, Range(0)]
+Share = Annotated[float, Range(0, 1)]
+ShareBelowOne = Annotated[float, Range(0, 1, below=True)]
+PositiveShare = Annotated[float, Range(0, 1, above=True)]
+# A larger one is a slip of the keyboard: no device holds as many images.
+BatchSize = Annotated[int, Range(1, 65536)]
+# Each is a process of its own.
+Workers = Annotated[int, Range(0, 1024)]
+
+Port = Annotated[int, Range(0, 65535)]
+
+
+def check_ranges(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """Compare arguments with the ranges in the types of a function's parameters, one number or a sequence of them.
+
+    Raises:
+        ValueError: A number is out of its range.
+    """
+    for name, allowed in ranges_of(function).items():
+        value = given.get(name)
+        if value is None or isinstance(value, str):
+            continue
+        numbers = value if isinstance(value, list | tuple) else [value]
+        if any(isinstance(number, Real) and number not in allowed for number in numbers):
+            raise ValueError(f"{name} must be {allowed}, got {value}")
+
+
+@cache
+def ranges_of(function: Callable[..., Any]) -> dict[str, Range]:
+    """Return the range of each parameter of a function whose type has one, also within a union or a list."""
+    hints = get_type_hints(function, include_extras=True)
+    return {name: found for name, hint in hints.items() if (found := _range_in(hint)) is not None}
+
+
+def _range_in(hint: Any) -> Range | None:
+    for part in (*getattr(hint, "__metadata__", ()), *get_args(hint)):
+        found = part if isinstance(part, Range) else _range_in(part)
+        if found is not None:
+            return found
+    return None
