@@ -95,6 +95,8 @@ def quieten() -> None:
         "isinstance.treespec, LeafSpec",
         "Be aware that when using `ckpt_path`, callbacks",
         "The dirpath has changed",
+        # Predictions are put in order by relvit's own numbers of the images.
+        "Couldn't infer the batch indices",
         # relvit's data modules can: each goes on where the checkpoint was written.
         "You're resuming from a checkpoint that ended before the epoch ended",
         "Glyph .* missing from font",

@@ -15,6 +15,10 @@ class UsageError(ValueError):
     """An option, argument or configuration that the command does not understand."""
 
 
+class LostProcessError(RuntimeError):
+    """Another process of a run has ended, without which this one cannot go on."""
+
+
 def is_users_mistake(error: Exception) -> bool:
     """Return whether the message alone is enough: bad values and missing files, unlike faults of the program."""
     mistakes = (ValueError, FileNotFoundError, NotADirectoryError, PermissionError, MissingPackageError)
@@ -25,7 +29,7 @@ def is_users_mistake(error: Exception) -> bool:
 def is_self_explanatory(error: Exception) -> bool:
     """Return whether a message needs no hint at `--debug`: the user's mistakes, the disk and the network."""
     full = isinstance(error, OSError) and error.errno in DISK_ERRORS
-    return full or isinstance(error, DownloadError) or is_users_mistake(error)
+    return full or isinstance(error, DownloadError | LostProcessError) or is_users_mistake(error)
 
 
 # Commands that have an option to go on without broken images.

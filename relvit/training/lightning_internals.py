@@ -5,14 +5,20 @@ A new minor version of Lightning may change them: `tests/training/test_lightning
 
 from __future__ import annotations
 
+import os
+import subprocess
+import time
+from collections.abc import Sequence
 from typing import Any
 
 from lightning import LightningModule, Trainer
 from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loops.evaluation_loop import RestartStage
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies.launchers import subprocess_script
 
 
 def attached_trainer(module: LightningModule) -> Trainer | None:
@@ -23,6 +29,29 @@ def attached_trainer(module: LightningModule) -> Trainer | None:
 def cluster_environment(trainer: Trainer) -> ClusterEnvironment:
     """Return the environment (torchrun, Slurm, ...) that started the trainer's processes."""
     return trainer._accelerator_connector.cluster_environment
+
+
+class PatientObserver(_ChildProcessObserver):
+    """Lightning's thread that kills all processes where one has failed, but gives the main one a minute to end first.
+
+    It then closes what it writes, draws its curves and returns the exit status of the process that failed.
+    """
+
+    SECONDS = 60
+
+    def _terminate_all(self) -> None:
+        time.sleep(self.SECONDS)
+        super()._terminate_all()
+
+
+def observe_patiently() -> None:
+    """Let trainers from now on observe the processes that they start by `PatientObserver`."""
+    subprocess_script._launch_process_observer = lambda processes: PatientObserver(os.getpid(), processes).start()
+
+
+def started_processes(trainer: Trainer) -> Sequence[subprocess.Popen[bytes]]:
+    """Return the other processes that the trainer has started; none where they were started from outside."""
+    return getattr(trainer.strategy.launcher, "procs", ())
 
 
 def training_batches_done(trainer: Trainer) -> bool:

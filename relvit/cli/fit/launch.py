@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
+import time
 from typing import Any, NamedTuple
 
 import torch.distributed
 from lightning import Trainer
 from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment, SLURMEnvironment
 from lightning.pytorch.accelerators import AcceleratorRegistry, CPUAccelerator
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from relvit.cli.errors import UsageError
-from relvit.training.lightning_internals import cluster_environment
+from relvit.cli.errors import LostProcessError, UsageError
+from relvit.training.lightning_internals import cluster_environment, started_processes
 from relvit.utils.cores import cores
 from relvit.utils.messages import did_you_mean
 
+# What gloo and NCCL say where a process is gone.
+LOST = r"(?i)connection (was )?(closed|reset|refused)|remote worker|broken pipe|remote process exited|timed out"
+OUT_OF_MEMORY = ", as the system does where memory runs out"
 # What Slurm calls a job that is a shell.
 SHELLS = ("bash", "interactive")
 
@@ -131,6 +137,28 @@ def check_processes(launch: Launch | None, trainer: Trainer) -> None:
             f"--trainer.num_nodes {nodes} needs this command on {nodes} machines: start it by torchrun or srun, see "
             "--config multi_node"
         )
+
+
+def explain_lost_process(error: RuntimeError, trainer: Trainer, hint: str) -> Exception | SystemExit:
+    """Say why another process is gone, where an error is that the connection to it broke; else return the error itself.
+
+    A process that has failed has printed its reason, so this one ends with its exit status and says no more. `hint`
+    says how to go on where one was ended from outside.
+    """
+    if not torch.distributed.is_initialized() or not re.search(LOST, str(error)):
+        return error
+    if rank_zero_only.rank != 0:
+        return SystemExit(1)
+    deadline = time.monotonic() + 10
+    others = started_processes(trainer)
+    while others and not any(each.poll() for each in others) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for rank, status in enumerate((each.poll() for each in others), 1):
+        if status and status > 0:
+            return SystemExit(status)
+        if status:
+            return LostProcessError(f"process {rank} was ended by {signal.Signals(-status).name}{OUT_OF_MEMORY}{hint}")
+    return LostProcessError(f"another process has ended; its own message says why{hint}")
 
 
 def leave_processes() -> None:

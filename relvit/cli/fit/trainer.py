@@ -18,7 +18,15 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from relvit.cli.aliases import as_yaml, option, without
 from relvit.cli.errors import UsageError
 from relvit.cli.fit.callbacks import Announcement, RunConfig, progress_callbacks
-from relvit.cli.fit.launch import Launch, check_devices, check_processes, environment_of, launched, leave_processes
+from relvit.cli.fit.launch import (
+    Launch,
+    check_devices,
+    check_processes,
+    environment_of,
+    explain_lost_process,
+    launched,
+    leave_processes,
+)
 from relvit.cli.fit.normalisation import set_normalisation
 from relvit.cli.fit.options import TRAINER_DEFAULTS, add_own_options, check_numbers
 from relvit.cli.fit.other_images import asked_paths, data_of_paths, data_of_robustness
@@ -48,7 +56,7 @@ from relvit.training import (
     remove_if_empty,
 )
 from relvit.training.checkpoints.checkpoint import Architecture, data_arguments
-from relvit.training.lightning_internals import OpenLightningCLI
+from relvit.training.lightning_internals import OpenLightningCLI, observe_patiently
 from relvit.training.optim.ponder import halts
 from relvit.training.optim.sharding import check_strategy
 from relvit.training.run.folder import RunLock, missing_folders
@@ -61,6 +69,7 @@ LINKS = ("num_classes", "in_chans", "class_names", "img_size", "multi_label")
 
 def main(command: str, arguments: Sequence[str]) -> None:
     """Run one of the Trainer's methods with command line arguments."""
+    observe_patiently()
     with ExitStack() as copies:
         RelvitCLI(command, arguments, copies)
     leave_processes()
@@ -365,17 +374,22 @@ class RelvitCLI(OpenLightningCLI):
             super().run_subcommand(subcommand)
         except SystemExit as stop:
             # A signal, or Lightning has caught Ctrl-C and is on its way out.
-            folder = self.run_folder
-            if self.trainer.interrupted and folder and (folder / "checkpoints" / "last.ckpt").is_file():
+            if self.trainer.interrupted and self._can_resume():
                 why = f"Stopped by {stop.signal.name}" if isinstance(stop, StoppedBySignalError) else "Stopped"
-                rank_zero_print(f"{why}. To go on: relvit fit --resume {folder}")
+                rank_zero_print(f"{why}. To go on: relvit fit --resume {self.run_folder}")
             if isinstance(stop, StoppedBySignalError):
                 ignore_stop_signals()
             elif self.trainer.interrupted:
                 raise SystemExit(128 + signal.SIGINT) from stop
             raise
+        except RuntimeError as error:
+            hint = f"; to go on: relvit fit --resume {self.run_folder}" if self._can_resume() else ""
+            raise explain_lost_process(error, self.trainer, hint) from error
         except OSError as error:
             raise explain_full_disk(error, self.command, self.run_folder) from error
+
+    def _can_resume(self) -> bool:
+        return self.run_folder is not None and (self.run_folder / "checkpoints" / "last.ckpt").is_file()
 
     def subcommand_arguments(self, subcommand: str) -> dict[str, Any]:
         kwargs = super().subcommand_arguments(subcommand)

@@ -1,0 +1,70 @@
+"""Trainings on two processes of which one fails or is killed: one message, its status, and files that are whole."""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from photos import TINY
+from processes import finish, start
+
+pytestmark = pytest.mark.slow
+
+
+def begin(photos, folder):
+    """A training on two processes that has finished its first epoch, and its folder."""
+    photos = shutil.copytree(photos, folder / "photos")
+    data = ["--data=ImageFolderData", f"--data.root={photos}", *TINY, "--trainer.max_epochs=500"]
+    process = start(["fit", *data, "--devices=2", "--accelerator=cpu", "--runs=runs"], folder)
+    deadline = time.monotonic() + 120
+    while not list(folder.glob("runs/*/metrics.csv")):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    (run,) = folder.glob("runs/*")
+    return process, run
+
+
+def second_process(process):
+    """The process that another one has started."""
+    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout
+    named = {int(child): Path(f"/proc/{child}/environ").read_bytes().split(b"\0") for child in children.split()}
+    (found,) = (child for child, variables in named.items() if b"LOCAL_RANK=1" in variables)
+    return found
+
+
+# Each process validates every second image.
+@pytest.mark.parametrize("name", ["cat/0.jpg", "cat/1.jpg"])
+def test_an_image_that_one_process_cannot_read(name, photos, tmp_path):
+    process, run = begin(photos, tmp_path)
+    (tmp_path / "photos" / "val" / name).write_text("no image")
+    status, _, err = finish(process)
+    assert status == 2
+    assert err.count("error:") == 1, err
+    assert f"val/{name}: it is not an image" in err
+    assert (run / "curves.png").is_file()
+    assert (run / "checkpoints" / "last.ckpt").is_file()
+
+
+def test_a_process_that_is_killed(photos, tmp_path):
+    process, run = begin(photos, tmp_path)
+    os.kill(second_process(process), signal.SIGKILL)
+    status, _, err = finish(process)
+    assert status == 1
+    assert "process 1 was ended by SIGKILL, as the system does where memory runs out; to go on: relvit fit --re" in err
+    assert err.count("error:") == 1, err
+    assert "GLHF" not in err
+    assert (run / "curves.png").is_file()
+    again = start(["fit", f"--resume={run.relative_to(tmp_path)}", "--trainer.max_time=00:00:00:01"], tmp_path)
+    assert finish(again)[0] == 0
+
+
+def test_two_processes_predict_without_notes_of_others(photos, best, tmp_path):
+    process = start(["predict", best, photos / "val", "--devices=2", "--accelerator=cpu", "--runs=runs"], tmp_path)
+    status, out, err = finish(process)
+    assert status == 0
+    assert "predictions in " in out
+    assert not err
