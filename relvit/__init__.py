@@ -44,7 +44,10 @@ def load(
 
     Raises:
         FileNotFoundError, ValueError: no checkpoint of `relvit fit`, or no such size or reach.
+        TypeError: no path.
     """
+    if not isinstance(ckpt_path, str | os.PathLike):
+        raise TypeError(f"ckpt_path must be the path of a checkpoint, got {type(ckpt_path).__name__}")
     # Imported here, since Lightning takes a second that models alone do not need.
     from relvit.evaluation import Predictor
 

@@ -15,7 +15,7 @@ from relvit.ops import Grid, aft_conv, aft_full, aft_local, aft_simple
 from relvit.ops.aft.api import CONV_BACKENDS, FULL_BACKENDS, SIMPLE_BACKENDS, local_bias
 from relvit.ops.aft.scripted import gated_mix
 from relvit.ops.backends.scripted import register_operator
-from relvit.ops.checks import check_backend, int_pair
+from relvit.ops.checks import check_backend, check_heads, int_pair
 from relvit.ops.tracing import without_autocast
 from relvit.utils.messages import did_you_mean
 
@@ -68,8 +68,7 @@ class AFTSimple(nn.Module):
             hint = did_you_mean(name, allowed - {"self", "kwargs", "unknown"})
             raise TypeError(f"{type(self).__name__} has no argument {name!r}{hint}")
         check_backend(backend, self.backends)
-        if num_heads < 1 or dim % num_heads:
-            raise ValueError(f"num_heads must divide dim {dim}, got {num_heads}")
+        check_heads(dim, num_heads)
         self.num_heads = num_heads
         self.head_dim: int = dim // num_heads
         self.keys: int = self.key_dim or self.head_dim

@@ -9,7 +9,7 @@ from relvit.layers.positions.factory import check_position
 from relvit.ops import Grid, RelativeTerms, from_windows, relative_attention, to_windows
 from relvit.ops.attention import BACKENDS
 from relvit.ops.backends.scripted import scripted_attention
-from relvit.ops.checks import check_backend
+from relvit.ops.checks import check_backend, check_heads
 from relvit.ops.terms import add_channels
 from relvit.ops.windows import exceeds_window
 
@@ -94,7 +94,7 @@ class RelativeAttention(Attention):
         window: rows and columns of patches; on larger grids tokens attend within windows of this size. None: to all.
 
     Raises:
-        ValueError: an unknown backend.
+        ValueError: an unknown backend, or a number of heads that does not divide `dim`.
         TypeError: a `position` that is no module, such as the class of one.
     """
 
@@ -107,6 +107,7 @@ class RelativeAttention(Attention):
         **kwargs: object,
     ) -> None:
         check_backend(backend, tuple(BACKENDS))
+        check_heads(dim, num_heads)
         if position is not None:
             check_position(position)
         super().__init__(dim, num_heads, **kwargs)

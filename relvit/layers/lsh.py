@@ -12,6 +12,7 @@ from relvit.layers.aft import refuse_mask
 from relvit.layers.constants import KeepConstants
 from relvit.ops import Grid, RelativeTerms, lsh_attention, lsh_rotations
 from relvit.ops.backends.scripted import register_operator, tables_of, terms_of
+from relvit.ops.checks import check_heads
 
 # Buckets for up to 32,768 tokens at 32 each; with more tokens, buckets get larger.
 MOST_BUCKETS = 1024
@@ -106,8 +107,7 @@ class LSHAttention(KeepConstants):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if num_heads < 1 or dim % num_heads:
-            raise ValueError(f"num_heads must divide dim {dim}, got {num_heads}")
+        check_heads(dim, num_heads)
         factory_kwargs = {"device": device, "dtype": dtype}
         self.num_heads = num_heads
         self.head_dim: int = dim // num_heads

@@ -23,7 +23,8 @@ class AnySizePatchEmbed(PatchEmbed):
             remains at the lower and the right edge. None: there is no such size.
 
     Raises:
-        ValueError: in `forward`, sides that are no multiples of the patch, unless `dynamic_img_pad` pads them.
+        TypeError, ValueError: in `forward`, what is no batch of images, see `check_images`, and sides that are no
+            multiples of the patch, unless `dynamic_img_pad` pads them.
     """
 
     if TYPE_CHECKING:  # at run time it would hide the annotations of timm's class from TorchScript
@@ -33,6 +34,8 @@ class AnySizePatchEmbed(PatchEmbed):
 
     def forward(self, x: Tensor) -> Tensor:
         """Embed images (B, in_chans, height, width) as (B, rows, columns, embed_dim), or in another `output_fmt`."""
+        if not torch.jit.is_scripting():
+            check_images(x, self.proj.in_channels)
         if self.dynamic_img_pad:
             height, width = x.shape[-2:]
             x = F.pad(x, (0, -width % self.patch_size[1], 0, -height % self.patch_size[0]))
@@ -73,6 +76,22 @@ def whole_patches(x: Tensor, patch_size: tuple[int, int]) -> Tensor:
     return parts.reshape(batch, channels, height, width)
 
 
+def check_images(images: Tensor, in_chans: int) -> None:
+    """Refuse what is no batch of floating images (B, in_chans, height, width).
+
+    Raises:
+        TypeError: no tensor, or one of whole numbers.
+        ValueError: other dimensions, or another number of channels.
+    """
+    if not isinstance(images, Tensor):
+        raise TypeError(f"images must be a tensor (B, {in_chans}, height, width), got {type(images).__name__}")
+    if images.dim() != 4 or images.shape[1] != in_chans:
+        hint = "; for a single image give image[None]" if images.dim() == 3 else ""
+        raise ValueError(f"images must be (B, {in_chans}, height, width), got {tuple(images.shape)}{hint}")
+    if not images.is_floating_point():
+        raise TypeError(f"images must be normalised floating numbers, got {images.dtype}")
+
+
 def check_divisible(x: Tensor, patch_size: tuple[int, int], cropped_size: tuple[int, int] | None = None) -> None:
     """Raise ValueError for images (B, C, H, W) that do not divide into patches, unless they have `cropped_size`."""
     if cropped_size is not None and x.shape[-2] == cropped_size[0] and x.shape[-1] == cropped_size[1]:
@@ -92,4 +111,5 @@ def _check_side(name: str, size: int, patch: int) -> None:
 
 
 # Sizes have no value while a graph is traced.
+register_notrace_function(check_images)
 register_notrace_function(check_divisible)

@@ -207,6 +207,8 @@ class GridVisionTransformer(TablesWithoutDecay, GridForward, VisionTransformer):
     ) -> None:
         if not isinstance(reversible, bool):
             raise ValueError(f"reversible must be True or False, got {reversible!r}")
+        if not 0 <= patch_drop_rate < 1:
+            raise ValueError(f"patch_drop_rate must be in 0 <= x < 1, got {patch_drop_rate}")
         check_choice("pos_embed", pos_embed, POS_EMBEDS)
         check_choice("global_pool", global_pool, POOLS)
         if global_pool == "token" and not class_token:

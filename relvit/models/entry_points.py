@@ -13,13 +13,20 @@ from torch import Tensor
 
 from relvit.models.base import GridVisionTransformer
 from relvit.utils.messages import did_you_mean
+from relvit.utils.ranges import Range, compare
 
 # Arguments of timm's class that are no choice here.
 FIXED = {"dynamic_img_size", "block_fn", "attn_layer"}
+# Numbers of timm's class, which does not compare them itself.
+RANGES = {name: Range(1) for name in ("in_chans", "img_size", "patch_size", "embed_dim", "depth", "num_heads")}
+RANGES |= {"num_classes": Range(0), "reg_tokens": Range(0), "mlp_ratio": Range(0, above=True)}
+RANGES |= {
+    f"{part}_rate": Range(0, 1) for part in ("drop", "pos_drop", "patch_drop", "proj_drop", "attn_drop", "drop_path")
+}
 
 
 def check_arguments(model: type[GridVisionTransformer], given: dict[str, Any]) -> None:
-    """Refuse arguments that neither a model's class nor timm's has, and those that cannot be chosen.
+    """Refuse arguments that neither a model's class nor timm's has, that cannot be chosen, or are out of range.
 
     `dynamic_img_size=True` is taken out of `given`: configurations shared with timm's models may hold it.
     """
@@ -36,6 +43,7 @@ def check_arguments(model: type[GridVisionTransformer], given: dict[str, Any]) -
             raise ValueError(f"{name} cannot be chosen: {fixed[name]}")
         if name not in allowed:
             raise TypeError(f"{model.__name__} has no argument {name!r}{did_you_mean(name, allowed)}")
+    compare(RANGES, given)
 
 
 CFG: dict[str, Any] = {

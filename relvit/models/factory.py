@@ -18,7 +18,7 @@ from relvit.models.retrofit import retrofit as retrofit_model
 from relvit.models.retrofit import retrofit_arguments
 from relvit.models.retrofit.api import RETROFITTED_NAME
 from relvit.utils.memory import available_memory
-from relvit.utils.messages import did_you_mean, listing
+from relvit.utils.messages import did_you_mean, listing, one_line
 
 # What timm's own builders take besides the arguments of the model's class: which weights are loaded, and from where.
 # A description may never hold them, whether a user, a checkpoint, a published folder or the hub gives it.
@@ -52,7 +52,7 @@ def build_model(
 
     Raises:
         ValueError: an unknown model or argument; the message holds the nearest right name. A model that cannot be
-            retrofitted, or is larger than the memory.
+            retrofitted, or is larger than the memory, or cannot be built with these arguments.
     """
     kwargs = dict(model_kwargs or {})
     for key in retrofit or {}:
@@ -76,9 +76,18 @@ def build_model(
         model = timm.create_model(name, **given)
         return model if retrofit is None else retrofit_model(model, **retrofit)
 
+    def build_or_explain() -> nn.Module:
+        try:
+            return build()
+        # timm's classes compare few of their arguments.
+        except (AssertionError, ArithmeticError, AttributeError, IndexError, RuntimeError, TypeError) as error:
+            if not kwargs:
+                raise
+            raise ValueError(f"model {name!r} cannot be built with model_kwargs {kwargs}: {one_line(error)}") from error
+
     # Names alone are of models that somebody has built.
     check_size(build if kwargs or retrofit else None, {**given, "retrofit": retrofit or {}})
-    return build()
+    return build_or_explain()
 
 
 def check_description(name: str, arguments: Mapping[str, Any], source: str = "model_kwargs") -> None:
@@ -128,7 +137,7 @@ def check_size(build: Callable[[], nn.Module] | None, arguments: Mapping[str, An
     # The fork leaves random numbers as they are. What is suppressed are operations that the meta device lacks.
     with (
         torch.random.fork_rng(devices=[]),
-        contextlib.suppress(RuntimeError, TypeError),
+        contextlib.suppress(RuntimeError, TypeError, AssertionError, ArithmeticError),
         torch.device("meta"),
     ):
         model = build()

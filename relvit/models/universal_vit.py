@@ -85,6 +85,8 @@ class UniversalVisionTransformer(RelVisionTransformer):
         **kwargs: Any,
     ) -> None:
         check_choice("halting", halting, HALTINGS)
+        if not 0 <= drop_path_rate <= 1:
+            raise ValueError(f"drop_path_rate must be in 0 <= x <= 1, got {drop_path_rate}")
         if halting and depth < 2:
             raise ValueError(f"halting={halting!r} needs a depth of 2 steps or more, got {depth}")
         if not halting and (halting_epsilon, halting_bias) != (0.01, -3.0):

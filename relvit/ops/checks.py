@@ -36,6 +36,12 @@ def check_shape(name: str, tensor: Tensor, expected: tuple[int | str, ...]) -> N
         raise TypeError(f"{name} has dtype {tensor.dtype}, expected a floating one")
 
 
+def check_heads(dim: int, num_heads: int) -> None:
+    """Raise unless the width of the tokens divides into this number of heads."""
+    if not isinstance(num_heads, int) or num_heads < 1 or dim % num_heads:
+        raise ValueError(f"num_heads must divide dim {dim}, got {num_heads}")
+
+
 def int_pair(name: str, given: int | Sequence[int], least: int | None) -> tuple[int, int]:
     """Return an integer of Python or NumPy for both axes, or one per axis, as (rows, columns).
 

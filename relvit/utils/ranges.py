@@ -51,7 +51,12 @@ def check_ranges(function: Callable[..., Any], given: Mapping[str, Any]) -> None
     Raises:
         ValueError: A number is out of its range.
     """
-    for name, allowed in ranges_of(function).items():
+    compare(ranges_of(function), given)
+
+
+def compare(ranges: Mapping[str, Range], given: Mapping[str, Any]) -> None:
+    """Compare arguments with ranges by their names, see `check_ranges`."""
+    for name, allowed in ranges.items():
         value = given.get(name)
         if value is None or isinstance(value, str):
             continue

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from relvit.layers.positions.stretch import is_stretched, stretch
 from relvit.ops import BUCKETINGS, AxisTables, Grid, JointTable, RelativeTerms
-from relvit.ops.checks import int_pair
+from relvit.ops.checks import check_kind, int_pair
 from relvit.utils.messages import check_choice
 
 TERMS = {"q": "query", "k": "key", "v": "value", "b": "bias"}
@@ -87,6 +87,7 @@ class RelativePosition2d(LearnedPosition):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(init_std)
+        check_kind("rel_terms", rel_terms, str, "a string of letters such as 'kv'")
         if any(letter not in TERMS for letter in rel_terms) or len(set(rel_terms)) != len(rel_terms):
             letters = ", ".join(f"{letter!r} ({term})" for letter, term in TERMS.items())
             raise ValueError(f"rel_terms must be made of the letters {letters}, each at most once, got {rel_terms!r}")

@@ -1,0 +1,74 @@
+"""Numbers that no model has and inputs that are no images are refused with what is allowed, in all families."""
+
+import numpy as np
+import pytest
+import timm
+import torch
+from vits import images, small
+
+import relvit
+from relvit.layers import RelativeAttention
+from relvit.models import build_model
+
+FAMILIES = ["relvit_tiny", "relvit_aft_conv_small", "relvit_lsh_small", "relvit_universal_small"]
+WRONG = {
+    "num_heads": (5, "num_heads must divide dim 12, got 5"),
+    "embed_dim": (0, "embed_dim must be 1 or more, got 0"),
+    "depth": (-1, r"depth\)? must be (an integer, )?1 or more, got -1"),
+    "patch_size": (0, "patch_size must be 1 or more, got 0"),
+    "mlp_ratio": (-1, "mlp_ratio must be positive, got -1"),
+    "drop_path_rate": (2, "drop_path_rate must be in 0 <= x <= 1, got 2"),
+    "patch_drop_rate": (1, "patch_drop_rate must be in 0 <= x < 1, got 1"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_numbers(family, name):
+    given, message = WRONG[name]
+    with pytest.raises(ValueError, match=message):
+        small(family, **{name: given})
+
+
+def test_terms_that_are_no_letters():
+    with pytest.raises(TypeError, match="rel_terms must be a string of letters such as 'kv', got int"):
+        timm.create_model("relvit_tiny", rel_terms=5)
+
+
+def test_heads_of_a_layer():
+    with pytest.raises(ValueError, match="num_heads must divide dim 64, got 5"):
+        RelativeAttention(64, num_heads=5)
+    assert RelativeAttention(60, num_heads=5).head_dim == 12
+
+
+@pytest.mark.parametrize("kwargs", [{"num_heads": 5}, {"embed_dim": 0}, {"depth": "x"}])
+def test_a_model_of_timm_that_cannot_be_built(kwargs):
+    with pytest.raises(ValueError, match=r"model 'vit_tiny_patch16_224' cannot be built with model_kwargs \{'"):
+        build_model("vit_tiny_patch16_224", 3, model_kwargs=kwargs)
+    assert build_model("vit_tiny_patch16_224", 3, model_kwargs={"depth": 1, "num_heads": 2}).num_classes == 3
+
+
+INPUTS = [
+    (np.zeros((1, 3, 24, 16), dtype=np.float32), TypeError, r"a tensor \(B, 3, height, width\), got ndarray"),
+    (None, TypeError, "got NoneType"),
+    (torch.zeros(3, 24, 16), ValueError, r"got \(3, 24, 16\); for a single image give image\[None\]"),
+    (torch.zeros(1, 1, 3, 24, 16), ValueError, r"must be \(B, 3, height, width\), got \(1, 1, 3, 24, 16\)"),
+    (torch.zeros(1, 4, 24, 16), ValueError, r"must be \(B, 3, height, width\), got \(1, 4, 24, 16\)"),
+    (torch.zeros(1, 3, 24, 16, dtype=torch.uint8), TypeError, "normalised floating numbers, got torch.uint8"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(INPUTS)))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_inputs(family, number):
+    given, kind, message = INPUTS[number]
+    model = small(family).eval()
+    with pytest.raises(kind, match=message):
+        model(given)
+    assert model(images()).shape == (2, 5)
+
+
+@pytest.mark.parametrize("path", [3, None, [1]])
+def test_what_is_no_path(path):
+    with pytest.raises(TypeError, match="ckpt_path must be the path of a checkpoint, got "):
+        relvit.load(path)
