@@ -108,7 +108,8 @@ def explain(parser: ArgumentParser, arguments: Sequence[str], error: Exception) 
         given = list(_given(arguments, known))
     except UsageError as wrong:
         return str(wrong)
-    names = {option.name for option in given}
+    # A configuration may leave a value open, as null.
+    names = {option.name for option in given if option.value is not None or option.file is None}
     missing = []
     for option in given:
         if (cls := _class_named(known.get(option.name), option.value)) is not None:
@@ -116,7 +117,7 @@ def explain(parser: ArgumentParser, arguments: Sequence[str], error: Exception) 
             probe.add_class_arguments(cls, option.name, fail_untyped=False)
             known = option_types(probe) | known
             required = [f"{option.name}.{name}" for name in _required(cls)]
-            short = {own: alias for alias, own in ALIASES["fit"].items()} if option.file is None else {}
+            short = {own: alias for alias, own in ALIASES["fit"].items()}
             missing += [short.get(f"--{name}", f"--{name}") for name in required if name not in names]
     first = next((number for number, option in enumerate(given) if option.name == "data"), None)
     for number, option in enumerate(given):

@@ -9,6 +9,7 @@ from command_line import write_checkpoint_like
 from photos import TINY
 
 from relvit.cli import COMMANDS, main
+from relvit.cli.aliases import CONFIGS
 
 FIT = ["fit", "--data=ImageFolderData", "--trainer.max_epochs=1", *TINY]
 
@@ -91,6 +92,16 @@ def test_a_config_file_that_is_missing(fit, tmp_path, fails):
     (tmp_path / "folder.yaml").touch()
     message = fails([*fit, f"--config={tmp_path / 'fodler.yaml'}"])
     assert message.endswith("fodler.yaml: No such file or directory (did you mean 'folder.yaml'?)\n")
+
+
+OPEN = [path for path in sorted(CONFIGS.rglob("*.yaml")) if re.search(r"root: (null|\?\?\?)\n", path.read_text())]
+
+
+@pytest.mark.parametrize("path", OPEN, ids=lambda path: path.stem)
+def test_a_configuration_that_leaves_open_where_the_images_are(path, fails):
+    message = fails(["fit", f"--config={path}"])
+    assert re.search(r"error: (missing: --root|no data given: give --root DIR)", message)
+    assert message.count("\n") == 1
 
 
 def test_the_name_of_a_shipped_configuration_is_found_or_hinted_at(tmp_path, monkeypatch, capsys):

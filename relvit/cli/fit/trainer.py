@@ -303,7 +303,7 @@ class RelvitCLI(OpenLightningCLI):
         return self.made_folder
 
     def before_fit(self) -> None:
-        """Announce what is trained; a training that goes on only after its checkpoint has been taken."""
+        """Choose what is announced when the training begins, after everything that may refuse it."""
         self.start: float = time.monotonic()
         model, data, epochs = self.model, self.datamodule, self.trainer.max_epochs
         size = sum(parameter.numel() for parameter in model.net.parameters()) / 1e6
@@ -321,9 +321,8 @@ class RelvitCLI(OpenLightningCLI):
         )
         if note := busy_note():
             text = f"{text}\n{note}"
+        self.announcement.text = text
         if self.checkpoint is None:
-            self.trainer.callbacks.remove(self.announcement)
-            rank_zero_print(text)
             return
         now = (data.batch_size, self.trainer.accumulate_grad_batches, self.trainer.world_size)
         if other := checkpoint_of_epoch_end(self.checkpoint, self.resumes is not None, *now):

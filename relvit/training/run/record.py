@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import subprocess
+import warnings
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -15,6 +16,7 @@ import torch
 from lightning import Trainer
 
 from relvit.utils.files import atomic_write
+from relvit.utils.messages import one_line
 from relvit.version import __version__
 
 PACKAGES = ("torchvision", "timm", "lightning", "torchmetrics", "numpy", "pillow")
@@ -28,7 +30,7 @@ def record_run(folder: Path, command: Sequence[str], seed: int | bool | None, tr
     `versions`, `devices` and `deterministic`.
     """
     path = folder / "run.json"
-    sessions: list[dict[str, Any]] = json.loads(path.read_text())["sessions"] if path.is_file() else []
+    sessions = _read_sessions(path)
     device = trainer.strategy.root_device
     sessions.append(
         {
@@ -48,6 +50,23 @@ def record_run(folder: Path, command: Sequence[str], seed: int | bool | None, tr
     )
     with atomic_write(path) as part:
         part.write_text(json.dumps({"sessions": sessions}, indent=2) + "\n")
+
+
+def _read_sessions(path: Path) -> list[dict[str, Any]]:
+    """Return the sessions of a run until now; a file that is damaged is kept under another name, and begun again."""
+    if not path.is_file():
+        return []
+    try:
+        sessions = json.loads(path.read_text())["sessions"]
+        if not isinstance(sessions, list):
+            raise TypeError(f"sessions is a {type(sessions).__name__}")
+        return sessions
+    except (ValueError, TypeError, KeyError) as error:
+        kept = path.with_suffix(".damaged.json")
+        path.replace(kept)
+        message = f"{path} is damaged ({one_line(error)}): it is now {kept.name}, and a new one begins"
+        warnings.warn(message, stacklevel=2)
+        return []
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:

@@ -4,8 +4,9 @@ import json
 import shutil
 import subprocess
 
+import pytest
 import torch
-from command_line import fit, rows
+from command_line import QUIET, fit, rows
 
 from relvit.cli import main
 from relvit.training.run.record import git_state
@@ -31,6 +32,16 @@ def test_the_record_of_a_run(run, tmp_path, monkeypatch):
     assert first["versions"]["torch"] == str(torch.__version__)
     assert first["devices"] == {"count": 1, "kind": "cpu", "precision": "32-true"}
     assert first["started"] <= second["started"]  # to the second
+
+
+@pytest.mark.parametrize("content", ["[]", "{", "{}", '{"sessions": 3}', ""])
+def test_a_damaged_record_is_kept_and_begun_again(content, run, tmp_path):
+    mine = shutil.copytree(run, tmp_path / "run")
+    (mine / "run.json").write_text(content)
+    with pytest.warns(UserWarning, match=r"run.json is damaged \(.*it is now run.damaged.json, and a new one begins"):
+        assert main(["fit", f"--resume={mine}", "--trainer.max_epochs=5", *QUIET]) == 0
+    assert (mine / "run.damaged.json").read_text() == content
+    assert len(json.loads((mine / "run.json").read_text())["sessions"]) == 1
 
 
 def test_the_state_of_the_repository(tmp_path):
