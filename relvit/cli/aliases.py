@@ -143,7 +143,7 @@ def rewrite(command: str, arguments: Sequence[str]) -> Rewritten:
     values: dict[str, dict[str, str]] = {}
     for name, value in _split(arguments):
         if name is None:
-            bare.append(value)
+            bare.append(best_of_run(value))
             continue
         if reason := ELSEWHERE.get((command, name)):
             raise UsageError(f"{name}: {reason}")
@@ -152,6 +152,8 @@ def rewrite(command: str, arguments: Sequence[str]) -> Rewritten:
             own = f"--{name.removeprefix('--data.')}"
         if name == "--model" and (value is None or value.endswith(_FILE) or value.startswith("{")):
             own = name
+        if own == "--ckpt_path" and command != "fit" and value is not None:
+            value = best_of_run(value)
         if own in ("--config", "-c") and value is not None:
             value = config_file(value)
         if own == "--trainer.logger":
@@ -177,6 +179,12 @@ def config_file(given: str) -> str:
     """Return the file of a configuration that comes with relvit, by its name; a file or JSON is returned as it is."""
     shipped = list(CONFIGS.rglob(f"{given}.yaml")) if re.fullmatch(r"\w+", given) else []
     return str(shipped[0]) if shipped and not Path(given).is_file() else given
+
+
+def best_of_run(given: str) -> str:
+    """Return the best checkpoint of a run where its folder is given; anything else is returned as it is."""
+    best = Path(given) / "checkpoints" / "best.ckpt"
+    return str(best) if best.is_file() else given
 
 
 def _split(arguments: Sequence[str]) -> Iterator[tuple[str | None, str | None]]:

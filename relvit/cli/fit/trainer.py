@@ -196,7 +196,10 @@ class RelvitCLI(OpenLightningCLI):
         if self.datamodule.max_tokens is not None and option(self.arguments, "--data.img_size") is not None:
             raise UsageError("--data.max_tokens sets the size of native images: give no --img_size beside it")
         if self.command == "test":
-            self.datamodule.evaluate_on(self.config_value(self.config, "split"))
+            split = self.config_value(self.config, "split")
+            if (reason := self.datamodule.missing(split)) and self.datamodule.missing("val") is None:
+                raise UsageError(f"{reason}; or test on the images of val, by --split val")
+            self.datamodule.evaluate_on(split)
 
     def _check_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Refuse data and options that contradict the checkpoint; before anything is written."""

@@ -35,7 +35,8 @@ def embed_native(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Grid]
     weight = _projection(model).weight
     # From (dim, C, height, width) to the order of timm's patches.
     weight = weight.permute(0, 2, 3, 1).flatten(1)
-    patches = patches.flatten(2)
+    # Zeros in the padding, whatever is there: NaN times zero would be NaN.
+    patches = patches.flatten(2).masked_fill(~valid[..., None], 0)
     if patches.shape[2] != weight.shape[1]:
         (height, width), channels = model.patch_embed.patch_size, weight.shape[1]
         raise ValueError(

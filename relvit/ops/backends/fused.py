@@ -14,6 +14,7 @@ Prior art for the parts: SAM 3's `concat_rel_pos` (key side), FlashBias (low-ran
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import NamedTuple
 
@@ -68,6 +69,15 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
         contexts = partial(create_selective_checkpoint_contexts, _keep_attention)
         return checkpoint(_attend, inputs, use_reentrant=False, context_fn=contexts)
     return _attend(inputs)
+
+
+def _is_of_others(record: logging.LogRecord) -> bool:
+    """Return whether a message is not the one that PyTorch logs wherever a compiled checkpoint chooses what to keep."""
+    return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
+
+
+# It is of no use to whoever compiles a model: `_keep_attention` is what it asks for.
+logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_of_others)
 
 
 def _keep_attention(_context: object, operator: object, *_args: object, **_options: object) -> CheckpointPolicy:

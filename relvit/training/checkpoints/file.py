@@ -27,6 +27,8 @@ KEY = "relvit"
 AVERAGE_KEY = "ema_state_dict"
 # The key where timm looks before 'state_dict': the weights to use, under the model's own names.
 TIMM_KEY = "state_dict_ema"
+# In the folder of a run, which stands for it.
+BEST = Path("checkpoints") / "best.ckpt"
 # Beside last.ckpt: the checkpoint of the last complete epoch.
 EPOCH_NAME = "epoch.ckpt"
 
@@ -38,7 +40,8 @@ def read_checkpoint(path: str | os.PathLike[str], file: Path | None = None, aver
     where the training kept an average (`ema_decay`).
 
     Args:
-        path: the file, or a remote address that fsspec knows, such as https://..., s3://... .
+        path: the file, the folder of a run, whose best checkpoint is read, or a remote address that fsspec knows, such
+            as https://..., s3://... .
         file: the local copy of the address, if there is one already.
         averaged: False leaves the raw weights in 'state_dict', as they are stored, to write the content again.
 
@@ -50,10 +53,10 @@ def read_checkpoint(path: str | os.PathLike[str], file: Path | None = None, aver
     if file is None:
         with local_file(path) as file:
             return read_checkpoint(path, file, averaged)
+    if file.is_dir() and (file / BEST).is_file():
+        return read_checkpoint(Path(path) / BEST, file / BEST, averaged)
     if file.is_dir():
-        raise FileNotFoundError(
-            f"{path} is a folder; give the checkpoint, such as {file / 'checkpoints' / 'best.ckpt'}"
-        )
+        raise FileNotFoundError(f"{path} is a folder; give the checkpoint, such as {file / BEST}")
     if not file.is_file():
         raise FileNotFoundError(f"no checkpoint at {path}; give the file, such as runs/RUN/checkpoints/best.ckpt")
     try:

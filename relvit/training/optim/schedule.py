@@ -111,9 +111,11 @@ def describe(plan: Plan, trainer: Trainer, lr: float, base_batch: int | None) ->
         f"effective batch {plan.batch} ({plan.batch // (accumulated * devices)} x {accumulated} x {devices}: batch, "
         f"accumulation, devices), learning rate {plan.lr:g}{scaled}, steps {plan.steps}, warm-up {plan.warmup}"
     )
-    if plan.warmup < plan.warmup_asked:
+    if 0 < plan.warmup < plan.warmup_asked:
         text += (
             f"\nNote: the warm-up would take {plan.warmup_asked} steps: it takes {plan.warmup}, half of the training, "
             "so that the full learning rate is reached"
         )
+    elif plan.warmup < plan.warmup_asked:
+        text += "\nNote: the training is too short for a warm-up, so there is none"
     return text

@@ -12,6 +12,7 @@ from photos import CLASSES
 from PIL import Image
 from processes import Ranks, as_torchrun
 
+import relvit
 from relvit import load
 from relvit.cli import main
 from relvit.data import DigitsData, eval_transform
@@ -38,6 +39,19 @@ def pictures(tmp_path):
     for name, colour in CLASSES.items():
         Image.new("RGB", (30, 20), colour).save(folder / f"some {name}.png")
     return folder
+
+
+def test_a_run_stands_for_its_best_checkpoint(run, pictures, tmp_path, fails):
+    best = run / "checkpoints" / "best.ckpt"
+    tables = []
+    for given in (best, run, f"{run}/"):
+        folder = tmp_path / str(len(tables))
+        assert main(["predict", str(given), str(pictures), f"--runs={folder}", *QUIET]) == 0
+        tables.append((only(folder) / "predictions.csv").read_text())
+    assert tables[0] == tables[1] == tables[2]
+    assert relvit.load(run).class_names == relvit.load(best).class_names
+    (tmp_path / "empty").mkdir()
+    assert "empty is a folder; give the checkpoint, such as" in fails(["predict", tmp_path / "empty", pictures])
 
 
 @pytest.mark.parametrize(("size", "option"), [(16, []), ((24, 40), ["--data.img_size=[24,40]"])])

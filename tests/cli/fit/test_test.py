@@ -148,6 +148,15 @@ def test_nothing_can_be_read(best, tmp_path, fails):
     assert len(rows(folder / "unreadable.csv")) == 3
 
 
+def test_without_a_test_folder_val_is_named(best, photos, tmp_path, fails):
+    root = shutil.copytree(photos, tmp_path / "photos")
+    shutil.rmtree(root / "test")
+    message = fails(["test", best, f"--root={root}", f"--runs={tmp_path / 'runs'}", *QUIET])
+    assert "no test folder in" in message
+    assert "or test on the images of val, by --split val" in message
+    assert main(["test", str(best), f"--root={root}", "--split=val", f"--runs={tmp_path / 'runs'}", *QUIET]) == 0
+
+
 def test_another_split(best, photos, tmp_path, capsys):
     """Each image once, in order and without augmentation: as if its folder were the one of test."""
     root = tmp_path / "photos"

@@ -71,6 +71,20 @@ def test_a_retrofitted_model():
     compare(lively(relvit.retrofit(timm.create_model("vit_tiny_patch16_224", num_classes=5, **size), max_distance=2)))
 
 
+@pytest.mark.parametrize("padding", [float("nan"), float("inf"), 7.0])
+def test_what_is_in_the_padding_does_not_matter(padding):
+    model = small(patch_size=PATCH, img_size=(24, 12), global_pool="avg", reg_tokens=1)
+    batch = native_batch(images(torch.float32), PATCH)
+    expected = model(batch)
+    spoilt = batch | {"patches": batch["patches"].clone()}
+    spoilt["patches"][~batch["patch_valid"]] = padding
+    spoilt["patches"].requires_grad_()
+    torch.testing.assert_close(model(spoilt), expected, rtol=0, atol=0)
+    model(spoilt).sum().backward()
+    assert spoilt["patches"].grad[~batch["patch_valid"]].eq(0).all()
+    assert all(parameter.grad is None or parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
 def test_flat_patches_and_known_bounds():
     model = small(patch_size=PATCH, depth=2, pos_embed="learn").eval()
     pictures = images(torch.float32)

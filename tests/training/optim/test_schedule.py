@@ -55,6 +55,13 @@ def test_a_warmup_takes_at_most_half_of_a_training_also_of_one_that_is_resumed_f
     assert "it takes 24, half" in capsys.readouterr().out
 
 
+def test_a_training_too_short_for_a_warmup_says_so(capsys):
+    train(build(lr=0.01, min_lr=0.001, warmup_epochs=5), max_steps=1)
+    assert (
+        "steps 1, warm-up 0\nNote: the training is too short for a warm-up, so there is none" in capsys.readouterr().out
+    )
+
+
 def test_rate_for_a_batch_grows_with_the_batch(capsys):
     module = build(lr=0.01, min_lr=0.001, lr_base_batch=16, warmup_epochs=0, layer_decay=0.5)
     record = Record(module)
