@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -183,8 +184,8 @@ def config_file(given: str) -> str:
 
 def best_of_run(given: str) -> str:
     """Return the best checkpoint of a run where its folder is given; anything else is returned as it is."""
-    best = Path(given) / "checkpoints" / "best.ckpt"
-    return str(best) if best.is_file() else given
+    best = os.path.join(given, "checkpoints", "best.ckpt")
+    return best if os.path.isfile(best) else given
 
 
 def _split(arguments: Sequence[str]) -> Iterator[tuple[str | None, str | None]]:
