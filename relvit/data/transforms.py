@@ -69,6 +69,10 @@ class ResizeToCover(v2.Transform):
         # The edges of the middle in pixels of the image.
         x0, x1 = (edge * inpt.width / width for edge in (left, left + made[1]))
         y0, y1 = (edge * inpt.height / height for edge in (top, top + made[0]))
+        if made[0] < inpt.height <= height:
+            # For the whole image, which is enlarged, Pillow begins with the rows. For the middle, which has fewer rows
+            # than the image, Pillow 13 would begin with the columns, and cut off other values beyond 0 and 255.
+            inpt, x0, x1 = inpt.resize((width, inpt.height), Image.Resampling.BICUBIC), 0, width
         return inpt.resize(made[::-1], Image.Resampling.BICUBIC, box=(x0, y0, x1, y1))
 
     def sizes(self, stored: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -62,6 +62,15 @@ def test_evaluation_is_timms_for_images_of_any_shape(size, crop_pct, mode):
     assert exact > 350
 
 
+@pytest.mark.parametrize(("stored", "size"), [((300, 4), (4, 32)), ((433, 71), (6, 202)), ((4, 300), (32, 4))])
+def test_the_middle_of_a_very_long_image_is_resized_as_the_whole_would_be(stored, size):
+    """Of black and white pixels, which bicubic filters overshoot: the order of rows and columns matters."""
+    image = Image.fromarray(np.random.default_rng(0).choice([0, 255], stored).astype(np.uint8))
+    timms = create_transform((1, *size), mean=ZERO, std=(1 / 255,), crop_pct=1.0, interpolation="bicubic")
+    found, expected = eval_transform(size, ZERO, (1 / 255,))(image), timms(image)
+    assert (found - expected).abs().max() < 1.5
+
+
 @pytest.mark.parametrize("size", [(28, 28), (20, 33)])
 @pytest.mark.parametrize("stored", [(30, 47), (47, 30), (9, 20), (29, 28)])
 def test_so_is_that_of_batches(stored, size):
