@@ -29,7 +29,9 @@ def write_rows(target: Path, rows: Sequence[dict[str, Any]], draw: Callable[[Pat
     """Write rows to a CSV or JSON file, or `draw` them into a PNG, and print the file's name."""
     match target.suffix:
         case ".csv":
-            write_csv(target, list(rows[0]), (list(row.values()) for row in rows))
+            # Some columns are of some rows alone, such as the difference to the first one.
+            columns = list(dict.fromkeys(name for row in rows for name in row))
+            write_csv(target, columns, ([row.get(name, "") for name in columns] for row in rows))
         case ".json":
             target.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
         case ".png":

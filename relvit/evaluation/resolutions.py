@@ -17,6 +17,7 @@ from relvit.data import Fill, ImageData, SizeProtocol, parse_size
 from relvit.data.at_size import at_size
 from relvit.evaluation.costs import count_macs, peak_memory
 from relvit.evaluation.metrics import calibration_error
+from relvit.evaluation.standard_error import paired_difference, with_errors
 from relvit.models import Reach, set_reach
 from relvit.models.sizes.image_size import at_image_size
 from relvit.training import Checkpoint, ImageClassifier
@@ -72,7 +73,8 @@ def evaluate_sizes(
 
     Returns:
         Per checkpoint and size 'checkpoint', 'model', 'reach', 'train_sizes' (each [height, width]; none of native
-        shapes) and what `evaluate_size` returns.
+        shapes) and what `evaluate_size` returns; of every further checkpoint also 'acc1_difference' to the first one
+        and 'acc1_difference_se', the standard error of that (see `paired_difference`).
 
     Raises:
         FileNotFoundError, ValueError: a checkpoint, folder, name or reach that does not fit, checkpoints of different
@@ -95,12 +97,21 @@ def evaluate_sizes(
     todo = _possible(checkpoints, pairs, sizes)
     device = Fabric(accelerator=accelerator, devices=1).device
     rows = []
+    # Which images the first checkpoint gets right.
+    of_first: dict[Size, np.ndarray] = {}
     for checkpoint, (classifier, data), possible in zip(checkpoints, pairs, todo, strict=True):
         classifier.to(device)
         trained = [] if data.native else [list(size) for size in data.train_sizes or [data.img_size]]
         about = {"checkpoint": checkpoint.path, "model": classifier.hparams.model, "reach": reach}
         about |= {"train_sizes": trained}
-        rows += [about | evaluate_size(classifier, data, size, split, protocol, fill, progress) for size in possible]
+        for size in possible:
+            results, right = _evaluate(classifier, data, size, split, protocol, fill, progress)
+            if checkpoint is checkpoints[0]:
+                of_first[size] = right
+            elif size in of_first and "acc1" in results and len(right) == len(of_first[size]):
+                difference, error = paired_difference(of_first[size], right)
+                results |= {"acc1_difference": difference, "acc1_difference_se": error}
+            rows.append(about | results)
         classifier.cpu()
     return rows
 
@@ -128,6 +139,7 @@ def evaluate_size(
 
     Returns:
         'height', 'width', 'protocol' (and 'fill' of 'field'), 'images', 'acc1', 'acc5' (with five classes or more),
+        'acc1_se' and 'acc5_se' (their standard errors, see `accuracy_error`),
         'loss' (mean cross-entropy), 'calibration_error' (see `calibration_error`), 'images_per_second' (of the forward
         pass alone, after a first one that does not count), 'macs' (multiply-accumulates of an image, see
         `count_macs`) and 'peak_memory' (bytes for a batch, see `peak_memory`; None where it is not known). Of a
@@ -136,6 +148,19 @@ def evaluate_size(
     Raises:
         ValueError: a size or name that does not fit, or a split without images.
     """
+    return _evaluate(classifier, data, size, split, protocol, fill, progress)[0]
+
+
+def _evaluate(
+    classifier: ImageClassifier,
+    data: ImageData,
+    size: Size,
+    split: Split,
+    protocol: SizeProtocol,
+    fill: Fill | None,
+    progress: Progress | None,
+) -> tuple[dict[str, Any], np.ndarray]:
+    """Return what `evaluate_size` does, and (n,) whether each image was right; NaN of a multi-label classifier."""
     check_choice("split", split, get_args(Split))
     own = at_size(data, size, split, protocol, fill)
     loader = own.test_dataloader()
@@ -167,18 +192,20 @@ def evaluate_size(
     confidence, right = np.concatenate(outcomes, axis=1)
     if not len(right):
         raise ValueError(f"none of the images of {split} could be read")
-    return {
+    accuracies = {name: float(value) for name, value in metrics.compute().items()}
+    results = {
         "height": height,
         "width": width,
         "protocol": protocol,
         **({"fill": fill or "reflect"} if protocol == "field" else {}),
         "images": len(right),
-        **{name: float(value) for name, value in metrics.compute().items()},
+        **with_errors(accuracies, len(right)),
         **({} if several else {"calibration_error": calibration_error(confidence, right)}),
         "images_per_second": len(right) / seconds,
         "macs": count_macs(net, own.img_size, own.in_chans),
         "peak_memory": memory,
     }
+    return results, right
 
 
 def _check_same_images(first: str, data: ImageData, other: str, other_data: ImageData) -> None:

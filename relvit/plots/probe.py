@@ -16,6 +16,8 @@ PROBES = {"linear": ("linear", "-"), "knn": ("k-NN", "--")}
 def plot_probes(rows: Sequence[Mapping[str, Any]], labels: Sequence[str], target: str | Path, title: str = "") -> None:
     """Draw two curves per model into a PNG: top-1 accuracy of the linear probe and of k-NN by the share of labels.
 
+    Bars are standard errors.
+
     Args:
         rows: what `relvit.evaluation.probe_models` returns.
         labels: the name of the model of each row.
@@ -27,8 +29,8 @@ def plot_probes(rows: Sequence[Mapping[str, Any]], labels: Sequence[str], target
     for number, label in enumerate(dict.fromkeys(labels)):
         own = [row for row, of in zip(rows, labels, strict=True) if of == label]
         for key, (name, style) in PROBES.items():
-            points = [row["share"] for row in own], [row[key] for row in own]
-            axes.plot(*points, style, color=f"C{number % 10}", marker="o", label=literal(f"{label}, {name}"))
+            points = [row["share"] for row in own], [row[key] for row in own], [row[f"{key}_se"] for row in own]
+            axes.errorbar(*points, fmt=f"o{style}", color=f"C{number % 10}", label=literal(f"{label}, {name}"))
     shares = sorted({row["share"] for row in rows})
     axes.set_xscale("log")
     axes.set_xticks(shares, [f"{share:.3g}" for share in shares])

@@ -18,7 +18,7 @@ PANELS["calibration_error"] = "calibration error"
 def plot_sizes(rows: Sequence[Mapping[str, Any]], labels: Sequence[str], target: str | Path, title: str = "") -> None:
     """Draw a curve per model into a PNG: accuracy, loss and calibration error by the logarithm of the image size.
 
-    Of multi-label models mean average precision, mean F1 and loss.
+    Bars are standard errors of accuracies. Of multi-label models mean average precision, mean F1 and loss.
 
     The size of an image that is not square is the side of the square of as many pixels. A dotted line marks each size
     at which a model was trained, a ring the model's points there.
@@ -40,6 +40,9 @@ def plot_sizes(rows: Sequence[Mapping[str, Any]], labels: Sequence[str], target:
             own = sorted((row for row, of in zip(rows, labels, strict=True) if of == label), key=_side)
             sides, values = [_side(row) for row in own], [row[key] for row in own]
             (line,) = axes.plot(sides, values, marker="o", label=literal(label))
+            if f"{key}_se" in own[0]:
+                errors = [row[f"{key}_se"] for row in own]
+                axes.errorbar(sides, values, errors, fmt="none", ecolor=line.get_color())
             rings = [170 if [row["height"], row["width"]] in row["train_sizes"] else 0 for row in own]
             axes.scatter(sides, values, rings, facecolors="none", edgecolors=line.get_color())
             for height, width in own[0]["train_sizes"]:

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from matplotlib.collections import LineCollection, PathCollection
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -113,7 +114,7 @@ def test_curves_by_image_size(tmp_path, figures):
         for height, width in sizes:
             row = {"train_sizes": [[trained, trained]], "height": height, "width": width}
             score = height * width / 2048 + trained / 64
-            rows.append(row | {"acc1": score, "loss": 1 - score, "calibration_error": score / 2})
+            rows.append(row | {"acc1": score, "acc1_se": score / 50, "loss": 1 - score, "calibration_error": score / 2})
     plot_sizes(rows, ["a", "a", "a", "$b$", "$b$"], tmp_path / "sizes.png", "field")
     accuracy, loss, calibration = figures[0].axes
     for axes, value in ((accuracy, lambda x: x), (loss, lambda x: 1 - x), (calibration, lambda x: x / 2)):
@@ -125,8 +126,13 @@ def test_curves_by_image_size(tmp_path, figures):
         of_a, trained_a, of_b, trained_b = (line.get_color() for line in axes.lines[:4])
         assert trained_a == of_a != of_b == trained_b
         # The image of 8 x 32 pixels has as many as the one of the trained size.
-        rings = [[bool(size) for size in part.get_sizes()] for part in axes.collections]
-        assert rings == [[True, False, False], [False, True]]
+        rings = [part for part in axes.collections if isinstance(part, PathCollection)]
+        assert [[bool(size) for size in part.get_sizes()] for part in rings] == [[True, False, False], [False, True]]
+        bars = [part.get_segments() for part in axes.collections if isinstance(part, LineCollection)]
+        lengths = [[np.ptp(segment[:, 1]) for segment in segments] for segments in bars]
+        assert lengths == (
+            [pytest.approx([0.015, 0.015, 0.03]), pytest.approx([0.02125, 0.04])] if axes is accuracy else []
+        )
     assert [text.get_text() for text in accuracy.get_xticklabels()] == ["8", "8 x 32, 16", "32"]
     assert [axes.get_ylabel() for axes in figures[0].axes] == ["top-1 accuracy", "loss", "calibration error"]
     assert pixels(tmp_path / "sizes.png").shape == (550, 1500, 3)

@@ -15,6 +15,7 @@ from relvit.cli.errors import UsageError
 from relvit.cli.outputs import output_files, write_rows
 from relvit.data import ImageData, ImageFolderData
 from relvit.evaluation import probe_models
+from relvit.evaluation.standard_error import plus_minus
 from relvit.plots import plot_probes
 from relvit.utils.progress import with_bar
 from relvit.utils.ranges import BatchSize, NonNegativeInt, PositiveInt
@@ -54,16 +55,21 @@ def probe(
     images = ImageFolderData(root) if root is not None else data
     options = shares, k, seed, not random, batch_size, find_device(device), with_bar
     rows = probe_models(models, images, split, *options)
-    table = Table(box=SIMPLE_HEAD)
+    table = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False)
     for title in ("model", "features", "share", "labels", f"{k}-NN", "linear", "C"):
-        table.add_column(title, justify="right")
+        table.add_column(title, justify="right", no_wrap=True)
     for row in rows:
-        accuracies = (f"{row[key]:.4f}" for key in ("knn", "linear"))
+        accuracies = (plus_minus(row, key) for key in ("knn", "linear"))
         numbers = str(row["features"]), f"{row['share']:g}", str(row["labels"])
         table.add_row(str(models.index(row["model"]) + 1), *numbers, *accuracies, f"{row['C']:g}")
     title = f"accuracy on {rows[0]['images']} images of {split}"
     print(*(f"{number}  {model}" for number, model in enumerate(models, 1)), title, sep="\n", flush=True)
     Console().print(table)
+    for row in rows:
+        if "linear_difference" in row:
+            knn, linear = (plus_minus(row, f"{key}_difference", "{:+.4f}") for key in ("knn", "linear"))
+            number = models.index(row["model"]) + 1
+            print(f"{number} minus 1, on the same images, share {row['share']:g}: {k}-NN {knn}, linear {linear}")
     labels = short_labels([row["model"] for row in rows])
     for target in targets:
         write_rows(target, rows, partial(plot_probes, rows, labels, title=title))

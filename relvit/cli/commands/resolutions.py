@@ -15,6 +15,7 @@ from rich.table import Table
 from relvit.cli.outputs import output_files, write_rows
 from relvit.data import Fill, SizeProtocol
 from relvit.evaluation import PROTOCOLS, Size, evaluate_sizes
+from relvit.evaluation.standard_error import plus_minus
 from relvit.models import Reach
 from relvit.plots import plot_sizes
 from relvit.utils.progress import with_bar
@@ -23,6 +24,7 @@ from relvit.utils.ranges import BatchSize
 # Column of the table -> key of a row, and how its value is written.
 COLUMNS = {
     "acc1": ("acc1", "{:.4f}"),
+    "±": ("acc1_se", "{:.4f}"),
     "acc5": ("acc5", "{:.4f}"),
     "mAP": ("map", "{:.4f}"),
     "F1": ("f1", "{:.4f}"),
@@ -73,6 +75,11 @@ def resolutions(
         checkpoints = [f"{number}  {text}" for number, text in enumerate(checkpoints, 1)]
     print(*checkpoints, f"{rows[0]['images']} images of {split}; {meaning}", sep="\n", flush=True)
     Console().print(_table(rows))
+    numbers = list(dict.fromkeys(row["checkpoint"] for row in rows))
+    for row in rows:
+        if "acc1_difference" in row:
+            number, text = numbers.index(row["checkpoint"]) + 1, plus_minus(row, "acc1_difference", "{:+.4f}")
+            print(f"{number} minus 1, on the same images at {row['height']} x {row['width']}: {text}", flush=True)
     for target in targets:
         labels = short_labels([row["checkpoint"] for row in rows])
         write_rows(target, rows, partial(plot_sizes, rows, labels, title=meaning))

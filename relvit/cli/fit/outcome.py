@@ -23,6 +23,7 @@ from relvit.data.labels import counts_text
 from relvit.data.modules.base import Split
 from relvit.evaluation import ClassMetrics, Corruptions, EvaluationReport
 from relvit.evaluation.pictures import NotApplicableError, draw
+from relvit.evaluation.standard_error import plus_minus, with_errors
 from relvit.training import DataRecord, PredictionTable, RunCheckpoints, load_classifier
 from relvit.training.multi_label import MultiLabelMetrics
 from relvit.utils.messages import one_line
@@ -62,6 +63,7 @@ def report_fit(
         "best_epoch": checkpoints.best_epoch,
         **{f"{split}/images": len(data.dataset(split)) for split in ("train", "val")},
     }
+    summary = with_errors(summary, summary["val/images"])
     lines = [f"Trained {trained} {'epoch' if trained == 1 else 'epochs'} in {seconds / 60:.1f} min."]
     for stop in trainer.early_stopping_callbacks:
         if stop.stopped_epoch and stop.stopped_epoch + 1 == trainer.current_epoch:
@@ -69,7 +71,7 @@ def report_fit(
             summary["stopped_early"] = True
     resumed = f" since resuming after epoch {since}" if since and not same_run else ""
     lines.append(
-        f"Best validation {what}{resumed}: {summary[f'val/{score}']:.4f}, epoch {checkpoints.best_epoch}"
+        f"Best validation {what}{resumed}: {plus_minus(summary, f'val/{score}')}, epoch {checkpoints.best_epoch}"
         f"{_baseline(_counts(data, 'val'))}"
     )
     # A test image that cannot be read stops the test, not this.
@@ -77,11 +79,12 @@ def report_fit(
     lines = []
     if data.has_test:
         results = trainer.test(model, data, ckpt_path=best, verbose=False)[0]
+        results = with_errors(results, len(data.dataset("test")))
         summary |= results | {"test/images": len(data.dataset("test"))}
         more = {"test/acc5": "top-5", "test/f1": "mean F1"}
-        more = "".join(f", {text} {results[name]:.4f}" for name, text in more.items() if name in results)
+        more = "".join(f", {text} {plus_minus(results, name)}" for name, text in more.items() if name in results)
         more += _baseline(_counts(data, "test"))
-        lines.append(f"Test {what} of that checkpoint: {results[f'test/{score}']:.4f}{more}")
+        lines.append(f"Test {what} of that checkpoint: {plus_minus(results, f'test/{score}')}{more}")
     if model.transfer is not None:
         summary["pretrained"] = model.transfer.plain()
     if rank_zero_only.rank == 0:
@@ -105,14 +108,15 @@ def report_test(trainer: Trainer, folder: Path, checkpoint: str, reach: str) -> 
         summary["robustness"] = data.root
     if data.native:
         summary["max_tokens"] = data.token_budget
-    summary |= report.results
+    # Corruptions show the same images again and again: such results are no independent draws.
+    summary |= report.results if report.corruptions else with_errors(report.results, report.results["images"])
     _write_summary(folder, summary, trainer)
     print_classes(report.classes, data.class_names)
     if report.corruptions is not None:
         print_corruptions(report.corruptions)
     shown = {"test/acc1": SCORES["acc1"], "test/f1": "mean F1 of the classes", "test/map": SCORES["map"]}
     shown |= {"test/calibration_error": "calibration error"}
-    shown = ", ".join(f"{text} {summary[name]:.4f}" for name, text in shown.items() if name in summary)
+    shown = ", ".join(f"{text} {plus_minus(summary, name)}" for name, text in shown.items() if name in summary)
     shown += _baseline(None if data.multi_label else report.classes.count)
     rank_zero_print(f"{summary['images']} images of {data.evaluated_split}, {shown}\n{_files(folder)}")
 

@@ -17,6 +17,7 @@ from timm.models._hub import generate_readme
 from relvit.data.modules.image_files import ImageFilesData
 from relvit.data.modules.registry import own_data_module
 from relvit.evaluation.predictor import Predictor
+from relvit.evaluation.standard_error import plus_minus
 from relvit.training import ImageClassifier
 from relvit.version import __version__
 
@@ -183,15 +184,15 @@ def _results(ckpt_path: str) -> dict[str, Any]:
         return {}
     values = json.loads(summary.read_text())
     counts = {name: value for name, value in values.items() if name.endswith("/images")}
-    metrics = {name: f"{value:.4f}" for name, value in values.items() if name.startswith(kept) and name not in counts}
-    return metrics | counts
+    metrics = [name for name in values if name.startswith(kept) and name not in counts and not name.endswith("_se")]
+    return {name: plus_minus(values, name) for name in metrics} | counts
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     columns = {key: column for key, column in COLUMNS.items() if key in rows[0]}
     lines = ["| size | " + " | ".join(title for title, _ in columns.values()) + " |", "|---" * (len(columns) + 1) + "|"]
     for row in rows:
-        values = [text.format(row[key]) for key, (_, text) in columns.items()]
+        values = [plus_minus(row, key, text) for key, (_, text) in columns.items()]
         lines.append(f"| {row['height']} x {row['width']} | " + " | ".join(values) + " |")
     return "\n".join(lines)
 

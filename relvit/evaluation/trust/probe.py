@@ -17,6 +17,7 @@ from torch import nn
 from relvit.data import ImageData
 from relvit.data.at_size import at_size
 from relvit.data.split import stratified_split
+from relvit.evaluation.standard_error import paired_difference, with_errors
 from relvit.models.factory import model_arguments
 from relvit.models.sizes.native import pooled_features
 from relvit.training import Checkpoint
@@ -62,7 +63,9 @@ def probe_models(
 
     Returns:
         Per model and share 'model', 'features' (their length), 'share', 'labels' (of train), 'images' (of the split),
-        'knn' and 'linear' (top-1 accuracies), 'C' (of the linear probe).
+        'knn' and 'linear' (top-1 accuracies), 'knn_se' and 'linear_se' (their standard errors, see `accuracy_error`),
+        'C' (of the linear probe); of every further model also 'knn_difference' and 'linear_difference' to the first
+        one, with their standard errors ('..._se', see `paired_difference`).
 
     Raises:
         FileNotFoundError, ValueError: a model, share, size or data that do not fit; no pretrained weights.
@@ -77,7 +80,9 @@ def probe_models(
         data = Checkpoint.read(models[0]).data_module()
     if data.multi_label:
         raise ValueError("the images have several labels (label_separator); probes are for images of one label each")
-    rows = []
+    rows: list[dict[str, Any]] = []
+    # Which queries the first model gets right.
+    of_first: dict[tuple[float, str], np.ndarray] = {}
     for model in models:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -102,10 +107,16 @@ def probe_models(
         for share in sorted(shares):
             chosen = np.isin(indices, choose_labels(targets, share, seed))
             known = features[chosen], labels[chosen]
-            linear, strength = linear_accuracy(*known, queries, truth, seed)
+            linear, strength = _linear_right(*known, queries, truth, seed)
+            right = {"knn": _knn_right(*known, queries, truth, k), "linear": linear}
             row = {"model": os.fspath(model), "features": features.shape[1], "share": share, "labels": len(known[1])}
-            row |= {"images": len(truth), "knn": knn_accuracy(*known, queries, truth, k)}
-            rows.append(row | {"linear": linear, "C": strength})
+            row |= {"images": len(truth)}
+            row |= with_errors({name: float(each.mean()) for name, each in right.items()}, len(truth))
+            for name, each in right.items():
+                first = of_first.setdefault((share, name), each)
+                if first is not each and len(first) == len(each):
+                    row[f"{name}_difference"], row[f"{name}_difference_se"] = paired_difference(first, each)
+            rows.append(row | {"C": strength})
     return rows
 
 
@@ -129,13 +140,17 @@ def knn_accuracy(
         queries: (M, D), with their classes, truth (M,).
         k: number of neighbours.
     """
+    return float(_knn_right(features, labels, queries, truth, k).mean())
+
+
+def _knn_right(features: np.ndarray, labels: np.ndarray, queries: np.ndarray, truth: np.ndarray, k: int) -> np.ndarray:
     # Imported here, since scikit-learn takes a second that other commands do not need.
     from sklearn.neighbors import KNeighborsClassifier
 
     # The distance is 1 - s: all weights have the same factor too much.
     options = {"metric": "cosine", "algorithm": "brute", "weights": lambda distance: np.exp(-distance / TEMPERATURE)}
     neighbours = KNeighborsClassifier(min(k, len(labels)), **options)
-    return float(neighbours.fit(features, labels).score(queries, truth))
+    return neighbours.fit(features, labels).predict(queries) == truth
 
 
 def linear_accuracy(
@@ -155,6 +170,13 @@ def linear_accuracy(
     Returns:
         The accuracy on the queries, and C.
     """
+    right, strength = _linear_right(features, labels, queries, truth, seed)
+    return float(right.mean()), strength
+
+
+def _linear_right(
+    features: np.ndarray, labels: np.ndarray, queries: np.ndarray, truth: np.ndarray, seed: int
+) -> tuple[np.ndarray, float]:
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
@@ -173,7 +195,7 @@ def linear_accuracy(
         larger, smaller = stratified_split(names, labels.tolist(), HELD_OUT, seed, "the labels")
         scores = [fit(strength, larger).score(features[smaller], labels[smaller]) for strength in STRENGTHS]
         best = STRENGTHS[int(np.argmax(scores))]
-    return float(fit(best, slice(None)).score(queries, truth)), best
+    return fit(best, slice(None)).predict(queries) == truth, best
 
 
 def _load(model: str | os.PathLike[str], data: ImageData, pretrained: bool) -> tuple[nn.Module, Transforms]:

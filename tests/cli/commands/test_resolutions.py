@@ -34,13 +34,16 @@ def test_two_checkpoints_and_all_files(best, tmp_path, capsys):
         measured = dict.fromkeys(("images_per_second", "peak_memory"))
         assert row | measured == of_python | measured
     of_csv = rows(tmp_path / "new" / "folder" / "resolutions.csv")
-    assert of_csv == [{name: str(value) for name, value in row.items()} for row in found]
+    columns = list(found[1] | found[2])
+    assert of_csv == [{name: str(row.get(name, "")) for name in columns} for row in found]
     with Image.open(tmp_path / "new" / "folder" / "resolutions.png") as figure:
         assert figure.size == (1500, 550)
     # By size and number of the checkpoint, though rows are by checkpoint.
-    table = [numbers for line in lines if (numbers := re.findall(r"\d\.\d{4}(?= )", line))]
-    names = ("acc1", "loss", "calibration_error")
+    table = [numbers for line in lines if len(numbers := re.findall(r"\d\.\d{4}(?= )", line)) > 1]
+    names = ("acc1", "acc1_se", "loss", "calibration_error")
     assert table == [[f"{found[index][name]:.4f}" for name in names] for index in (0, 2, 1, 3)]
+    difference = f"{found[2]['acc1_difference']:+.4f} ± {found[2]['acc1_difference_se']:.4f}"
+    assert f"2 minus 1, on the same images at 16 x 16: {difference}" in lines
 
 
 def test_paths_are_shortened_to_what_differs():

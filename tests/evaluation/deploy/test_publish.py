@@ -152,13 +152,14 @@ def test_the_command_and_the_card(run, photos, tmp_path, monkeypatch, capsys, fa
     assert len({path.stat().st_mode for path in Path("owls").iterdir()}) == 1, "whom the files are for"
     text = Path("owls/README.md").read_text()
     summary = json.loads((folder / "summary.json").read_text())
-    assert f"- test/acc1: {summary['test/acc1']:.4f}" in text
+    assert f"- test/acc1: {summary['test/acc1']:.4f} ± {summary['test/acc1_se']:.4f}\n" in text
+    assert "_se" not in text
     assert f"- val/images: {len(list((photos / 'val').rglob('*.jpg')))}" in text
     header, _, first, second = text.partition("by image size\n\n")[2].splitlines()[:4]
     assert header == "| size | protocol | reach | images | accuracy | calibration error | MACs |"
     rows = json.loads((folder / "resolutions.json").read_text())
     for line, size, row in zip((first, second), (16, 24), rows, strict=True):
-        figures = f"{row['acc1']:.4f} | {row['calibration_error']:.4f}"
+        figures = f"{row['acc1']:.4f} ± {row['acc1_se']:.4f} | {row['calibration_error']:.4f}"
         assert line.startswith(f"| {size} x {size} | crop | trained | 18 | {figures} |")
     assert "license: unknown" in text
     assert "**Licence:** not given" in text
