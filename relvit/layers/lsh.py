@@ -9,10 +9,10 @@ from timm.layers import register_notrace_function
 from torch import Tensor, nn
 
 from relvit.layers.aft import refuse_mask
-from relvit.layers.constants import KeepConstants
 from relvit.ops import Grid, RelativeTerms, lsh_attention, lsh_rotations
 from relvit.ops.backends.scripted import register_operator, tables_of, terms_of
 from relvit.ops.checks import check_heads
+from relvit.utils.constants import KeepConstants
 
 # Buckets for up to 32,768 tokens at 32 each; with more tokens, buckets get larger.
 MOST_BUCKETS = 1024

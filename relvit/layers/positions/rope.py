@@ -17,9 +17,9 @@ from timm.layers import (
 from timm.layers.pos_embed_sincos import init_random_2d_freqs
 from torch import Tensor, nn
 
-from relvit.layers.constants import KeepConstants
 from relvit.ops import Grid
 from relvit.ops.grid import batched_coords
+from relvit.utils.constants import KeepConstants
 from relvit.utils.messages import check_choice
 
 # Temperatures of Heo et al. by kind.

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import torch
 from timm.layers import register_notrace_module
 
-from relvit.layers.constants import KeepConstants
 from relvit.layers.positions.stretch import axis_offsets
 from relvit.ops import AxisTables, Grid, JointTable, RelativeTerms
 from relvit.ops.checks import int_pair
+from relvit.utils.constants import KeepConstants
 from relvit.utils.messages import check_choice
 
 DISTANCES = ("manhattan", "euclidean")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from timm.loss import AsymmetricLossMultiLabel
 from torch import Tensor
 
-from relvit.layers.constants import KeepConstants
+from relvit.utils.constants import KeepConstants
 from relvit.utils.messages import check_choice
 
 Loss = Literal["ce", "bce", "asl"]
