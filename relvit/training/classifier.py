@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from relvit.training.optim.optimizer import make_optimizer
 from relvit.training.optim.ponder import check_ponder, halts, ponder_weight
 from relvit.training.optim.schedule import Plan, describe, make_plan, update_rates
 from relvit.training.optim.sharding import FullySharded, check_sharding, full_network, gather_full, is_sharded
+from relvit.utils.messages import one_line
 from relvit.utils.progress import rank_zero_print
 from relvit.utils.ranges import (
     NonNegativeFloat,
@@ -410,6 +411,13 @@ class ImageClassifier(EpochMetrics):
         self._validated_at = (point.epoch, point.batch) if point.validated else None
         self._ended_epoch = point.epoch - 1
         self.restore_metrics(checkpoint[METRICS_KEY])
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load weights; those of another model raise a ValueError, as other checkpoints that do not fit."""
+        try:
+            return super().load_state_dict(state_dict, strict, assign)
+        except RuntimeError as error:
+            raise ValueError(f"the weights are not those of this model: {one_line(error)[:300]}") from error
 
     @property
     def _is_fitting(self) -> bool:

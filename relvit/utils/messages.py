@@ -70,7 +70,8 @@ def listing(names: Sequence[str], most: int = 10) -> str:
 
 def one_line(error: Exception) -> str:
     """Return the message of an error on one line, or the name of the error's class where there is no message."""
-    return visible(" ".join(str(error).split())) or type(error).__name__
+    text = f"there is no {error}" if isinstance(error, KeyError) else str(error)
+    return visible(" ".join(text.split())) or type(error).__name__
 
 
 class MissingPackageError(ModuleNotFoundError):

@@ -12,7 +12,7 @@ from relvit.data.archives.reader import Content, Reader
 from relvit.data.archives.tar import Member, members
 from relvit.data.labels import as_label
 from relvit.utils.files import canonical_paths
-from relvit.utils.messages import did_you_mean, listing, visible
+from relvit.utils.messages import did_you_mean, listing, one_line, visible
 
 IMAGE_PARTS = "jpg;jpeg;png;webp"
 
@@ -183,7 +183,9 @@ def _described(split: str, info: Any) -> _Split:
         least = max(int(info.get("num_samples") or 0), sum(lengths))
         return _Split(names, least, info.get("alt_label") or None)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"_info.json should describe {split} by 'filenames' and 'num_samples': {error!r}") from error
+        raise ValueError(
+            f"_info.json should describe {split} by 'filenames' and 'num_samples': {one_line(error)}"
+        ) from error
 
 
 def _labels(file: str, samples: Sequence[dict[str, Member]], field: str | None) -> list[str | None]:

@@ -19,6 +19,7 @@ from relvit.data.modules.registry import own_data_module
 from relvit.evaluation.predictor import Predictor
 from relvit.evaluation.standard_error import plus_minus
 from relvit.training import ImageClassifier
+from relvit.utils.messages import one_line
 from relvit.version import __version__
 
 # Names of classes that a card lists; config.json holds all.
@@ -157,7 +158,7 @@ def read_curve(ckpt_path: str | os.PathLike[str], curve: str | os.PathLike[str] 
         if found or curve is None:
             return found
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path} is no JSON file of relvit resolutions ({error!r})") from error
+        raise ValueError(f"{path} is no JSON file of relvit resolutions ({one_line(error)})") from error
     raise ValueError(f"{path} has no figures of {ckpt_path}: relvit resolutions CKPT --sizes ... --output FILE.json")
 
 

@@ -191,6 +191,10 @@ def _program(
     net: nn.Module, images: Tensor, dynamic: dict[int, Any], output: Path, description: str
 ) -> Callable[[Tensor], Tensor]:
     program = torch.export.export(net, (images,), dynamic_shapes=(dynamic,))
+    # PyTorch notes which lines of which files computed each value; folders of this machine are no part of the model.
+    for module in program.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            node.meta.pop("stack_trace", None)
     torch.export.save(program, output, extra_files={EXTRA_FILE: description})
     return torch.export.load(output).module()
 
@@ -214,6 +218,8 @@ def _onnx(
     names = {"input_names": ["images"], "output_names": ["logits"]}
     program = torch.onnx.export(net, (images,), dynamic_shapes=(dynamic,), dynamo=True, verbose=False, **names)
     program.model.metadata_props[KEY] = description
+    for node in program.model.graph.all_nodes():
+        node.metadata_props.pop("pkg.torch.onnx.stack_trace", None)
     program.save(output)
     session = onnxruntime.InferenceSession(output, providers=["CPUExecutionProvider"])
     return lambda images: torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])

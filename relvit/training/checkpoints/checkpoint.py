@@ -208,7 +208,7 @@ class Checkpoint:
         try:
             yield
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{self.path} does not hold {what}, as relvit fit writes it: {error!r}") from error
+            raise ValueError(f"{self.path} does not hold {what}, as relvit fit writes it: {one_line(error)}") from error
 
     def check_network(self, asked: Mapping[str, Any]) -> None:
         """Refuse arguments of an `ImageClassifier` for which the weights were not trained."""

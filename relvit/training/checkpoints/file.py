@@ -62,12 +62,13 @@ def read_checkpoint(path: str | os.PathLike[str], file: Path | None = None, aver
     try:
         check_archive(file)
         content = torch.load(file, map_location="cpu", weights_only=True)
-    except OSError:
-        raise
     except DamagedError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     # PyTorch raises almost any type for broken files: TypeError, IndexError, AttributeError, ...
     except Exception as error:
+        # A damaged position in the file may be one that no file has; other errors of the system are its own.
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:
+            raise
         raise ValueError(
             f"{path} cannot be read: it is damaged, no checkpoint, or holds more than tensors and plain values"
         ) from error

@@ -154,7 +154,9 @@ class Pretrained:
             cfg, architecture, arguments = read(path)
             cfg, arguments = dict(cfg or {}), dict(arguments or {})
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(f"the config.json of {self.name} does not say which model it is of ({error!r})") from error
+            raise ValueError(
+                f"the config.json of {self.name} does not say which model it is of ({one_line(error)})"
+            ) from error
         check_bounds([cfg, arguments], f"the config.json of {self.name}")
         check_description(architecture, arguments, f"the config.json of {self.name}")
         return cfg, architecture, arguments
@@ -191,13 +193,18 @@ class Pretrained:
         donor = self.timm_model()
         check_finite(donor.state_dict(), self.name)
         cfg = donor.pretrained_cfg
+        try:
+            names, size = (tuple(cfg.get(name) or ()) for name in ("label_names", "input_size"))
+        except TypeError as error:
+            raise ValueError(f"{self.name} has no label_names and input_size that are lists ({error})") from error
+        if size and not (len(size) == 3 and all(isinstance(number, int) and number > 0 for number in size)):
+            raise ValueError(f"{self.name} has input_size {list(size)}; allowed are channels, height and width")
         return Weights(
             source=self._timm_name,
             state=donor.state_dict(),
-            class_names=list(names) if (names := cfg.get("label_names")) else None,
-            input_size=tuple(cfg["input_size"]),
-            mean=tuple(cfg["mean"]),
-            std=tuple(cfg["std"]),
+            class_names=list(names) or None,
+            input_size=size or None,
+            **Normalisation.read(self.name, cfg)._asdict(),
         )
 
 

@@ -64,6 +64,13 @@ def session(folder):
     return onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
 
 
+def test_files_name_no_folder_of_this_machine(program, folder):
+    for file in (program, folder / "model.onnx"):
+        content = file.read_bytes()
+        assert b"class_names" in content
+        assert not re.findall(rb"[\w/.-]*\.py\b", content), file
+
+
 @pytest.mark.slow
 def test_program(program, classifier, tmp_path):
     torch.save(images(), tmp_path / "images.pt")

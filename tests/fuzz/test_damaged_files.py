@@ -1,0 +1,350 @@
+"""Damaged and foreign files of every kind that is read: the numbers of the honest file, or refused in a line or two.
+
+FUZZ_EXAMPLES=400 FUZZ_SEED=31 pytest -m fuzz tests/fuzz/test_damaged_files.py -s
+
+A damaged file has bytes that were not written; a foreign one has descriptions that someone else chose. Neither opens
+another file of the machine nor a connection. Beside each example the honest file is read in the same way.
+"""
+
+import copy
+import faulthandler
+import gzip
+import io
+import json
+import random
+import runpy
+import shutil
+import socket
+import sys
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from seeded import Tally, examples
+
+import relvit
+from relvit.cli import main
+from relvit.data import ImageListData, ReaderData
+from relvit.training.checkpoints.pretrained import Pretrained
+
+pytestmark = pytest.mark.fuzz
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "of_0_2"
+MAKE = runpy.run_path(str(FIXTURES / "make.py"))
+FAMILIES = list(MAKE["RUNS"])
+ODD = [None, True, -1, 0, 2**40, 0.5, 1e308, float("nan"), "", "x", "../secret", "\x1b[31m", [], [[]], {}, [None] * 50]
+ODD += [{"class_path": "os.system", "init_args": {"command": "touch secret"}}, "http://127.0.0.1:9/secret", "9" * 400]
+# What timm's builders would load weights from.
+CHOICES = {"pretrained": True, "checkpoint_path": "secret.pth", "url": "http://127.0.0.1:9/secret", "file": "secret"}
+CHOICES |= {"pretrained_cfg": {"file": "secret.pth"}, "hf_hub_id": "someone/else", "cache_dir": "secret"}
+
+
+class Watch:
+    """Collects the openings of files named secret and the connections, while it is on; hooks stay for ever."""
+
+    on, seen = False, ()
+
+    def __call__(self, event, arguments):
+        # Worker processes answer over sockets of the machine's own.
+        if event == "socket.connect" and arguments[0].family == socket.AF_UNIX:
+            return
+        if self.on and (event == "socket.connect" or (event == "open" and "secret.pth" in str(arguments[0]))):
+            self.seen += ((event, str(arguments)),)
+
+    def __enter__(self):
+        self.on, self.seen = True, ()
+        return self
+
+    def __exit__(self, *_):
+        self.on = False
+
+
+WATCH = Watch()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def watched():
+    sys.addaudithook(WATCH)
+
+
+def damaged(content, chance, near_start=False):
+    """The bytes with one to three changes: signs, bits, runs of 0xff or zeros, parts cut, repeated or exchanged."""
+    content = bytearray(content)
+    for _ in range(chance.randint(1, 3)):
+        if not content:
+            break
+        start = chance.randrange(min(len(content), 200 if near_start or chance.random() < 0.2 else len(content)))
+        length = chance.choice([1, 4, 16, 64])
+        match chance.randrange(7):
+            case 0:
+                content[start] ^= 1 << chance.randrange(8)
+            case 1:
+                content[start : start + length] = b"\xff" * length
+            case 2:
+                content[start : start + length] = bytes(length)
+            case 3:
+                del content[start:]
+            case 4:
+                del content[start : start + length]
+            case 5:
+                content[start:start] = content[start : start + length]
+            case _:
+                content[start : start + length] = chance.randbytes(length)
+    return bytes(content)
+
+
+def places(value):
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in list(pairs):
+        yield value, key
+        yield from places(inner)
+
+
+def foreign(value, chance):
+    """A nested description of which entries are removed, replaced by odd ones, or given timm's builder arguments."""
+    value = copy.deepcopy(value)
+    for _ in range(chance.randint(1, 3)):
+        if not (found := list(places(value))):
+            break
+        holder, key = chance.choice(found)
+        match chance.randrange(4):
+            case 0:
+                del holder[key]
+            case 1 if isinstance(holder[key], dict):
+                name = chance.choice(list(CHOICES))
+                holder[key][name] = copy.deepcopy(CHOICES[name])
+            case _:
+                holder[key] = copy.deepcopy(chance.choice(ODD))
+    return value
+
+
+def nested(chance):
+    """Lists that hold one another twice: few bytes, and no end of leaves."""
+    value = ["x"]
+    for _ in range(chance.randint(20, 60)):
+        value = [value, value]
+    return value
+
+
+class RefusedError(Exception):
+    """What was read is refused."""
+
+
+def command(*line):
+    """Run a command in this process; refusals are raised."""
+    kept = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = io.StringIO(), io.StringIO()
+    try:
+        status = main(list(map(str, line)))
+        out, err = sys.stdout.getvalue(), sys.stderr.getvalue()
+    finally:
+        sys.stdout, sys.stderr = kept
+    assert "Traceback" not in out + err, err
+    assert "\x1b[31m" not in err, err
+    if status == 2:
+        message = err[err.index("error:") :].strip()
+        assert len(message.splitlines()) <= 2, err
+        raise RefusedError(message)
+    assert status == 0, (status, err)
+
+
+def predictions(model):
+    """Predict two pictures, one of which is no image; rows of the table."""
+    Path("pictures").mkdir(exist_ok=True)
+    Image.fromarray(MAKE["picture"]()[:20]).save("pictures/a.png")
+    Path("pictures/b.png").write_bytes(b"no image")
+    shutil.rmtree("runs", ignore_errors=True)
+    command("predict", model, "pictures", "--runs", "runs")
+    rows = next(Path("runs").rglob("predictions.csv")).read_text().splitlines()
+    assert "nan" not in rows[1]
+    assert "inf" not in rows[1]
+    return rows[1:]
+
+
+# Each kind writes an honest file, or one changed by `chance`, and reads it as its user would.
+
+
+def checkpoint(chance, changed):
+    """Bytes of a checkpoint."""
+    name, by_command = chance.choice(FAMILIES), chance.random() < 0.3
+    content = (FIXTURES / name / "checkpoints" / "last.ckpt").read_bytes()
+    Path("a.ckpt").write_bytes(damaged(content, chance) if changed else content)
+    if by_command:
+        return predictions("a.ckpt")
+    predictor = relvit.load("a.ckpt")
+    with torch.inference_mode():
+        return predictor.model(MAKE["images"]()[..., :16]).tolist()
+
+
+def description(chance, changed):
+    """What a checkpoint says of model and data."""
+    content = torch.load(FIXTURES / chance.choice(FAMILIES) / "checkpoints" / "last.ckpt", weights_only=True)
+    if changed and chance.random() < 0.15:
+        part = chance.choice(["model", "data"])
+        content["relvit"][part][chance.choice(list(content["relvit"][part]))] = nested(chance)
+    elif changed:
+        content["relvit"] = foreign(content["relvit"], chance)
+    torch.save(content, "a.ckpt")
+    predictions("a.ckpt")
+
+
+def weights(chance, changed):
+    """Weights that are not finite, or of other shapes, types and names."""
+    content = torch.load(FIXTURES / chance.choice(FAMILIES) / "checkpoints" / "last.ckpt", weights_only=True)
+    state = content["state_dict"]
+    content.pop("ema_state_dict", None)
+    if changed:
+        name = chance.choice([name for name, tensor in state.items() if tensor.is_floating_point()])
+        tensor = state.pop(name)
+        match chance.randrange(5):
+            case 0:
+                state[name] = tensor.clone()
+                state[name].view(-1)[chance.randrange(tensor.numel())] = chance.choice([float("nan"), float("inf")])
+            case 1:
+                state[name] = tensor[None, ..., None]
+            case 2:
+                state[f"{name}x"] = tensor
+            case 3:
+                state[name] = chance.choice(ODD)
+    torch.save(content, "a.ckpt")
+    found = predictions("a.ckpt")
+    # Whatever had been changed was not noticed.
+    assert not changed
+    return found
+
+
+def onnx_file(chance, changed):
+    """An ONNX file that was cut, or says other things of itself: inside, or, as files of 0.2, beside."""
+    import onnx
+
+    model = onnx.load_from_string(gzip.decompress((FIXTURES / "onnx" / "model.onnx.gz").read_bytes()))
+    about = json.loads((FIXTURES / "onnx" / "model.json").read_text())
+    inside, cut = chance.random() < 0.5, chance.random() < 0.5
+    if changed and not cut:
+        about = foreign(about, chance)
+    Path("model.json").unlink(missing_ok=True)
+    if inside:
+        model.metadata_props.add(key="relvit", value=json.dumps(about))
+    else:
+        Path("model.json").write_text(json.dumps(about))
+    content = model.SerializeToString()
+    Path("model.onnx").write_bytes(content[: chance.randrange(len(content))] if changed and cut else content)
+    predictions("model.onnx")
+
+
+def folder(chance, changed):
+    """A published folder."""
+    shutil.rmtree("published", ignore_errors=True)
+    shutil.copytree(FIXTURES / "published", "published")
+    config, tensors = Path("published/config.json"), Path("published/model.safetensors")
+    if changed and chance.random() < 0.3:
+        tensors.write_bytes(tensors.read_bytes()[: chance.randrange(tensors.stat().st_size)])
+    elif changed and chance.random() < 0.3:
+        config.write_bytes(damaged(config.read_bytes(), chance))
+    elif changed:
+        config.write_text(json.dumps(foreign(json.loads(config.read_text()), chance)))
+    architecture, found = Pretrained("published").architecture(), Pretrained("published").weights()
+    assert all(torch.isfinite(tensor).all() for tensor in found.state.values())
+    return architecture.model if not changed else None
+
+
+def image_list(chance, changed):
+    """Lists of images in a CSV file, in an odd encoding or with odd cells."""
+    rows = [f"{label}/{number}.png,{label}" for label in ("cat", "dog", "owl") for number in range(4)]
+    content = "\n".join(["path,label", *rows]).encode() + b"\n"
+    for name in rows:
+        path = Path("listed", name.partition(",")[0])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (8, 8)).save(path)
+    Path("listed/train.csv").write_bytes(damaged(content, chance) if changed else content)
+    data = ImageListData("listed/train.csv", img_size=8, num_workers=0)
+    data.setup("fit")
+    return [len(data.dataset(split)) for split in ("train", "val")] if not changed else None
+
+
+def archive(chance, changed):
+    """Bytes of a tar archive: the images that are read are those that were stored, or some are left out with a word."""
+    pixels = {}
+    stored = io.BytesIO()
+    with tarfile.open(fileobj=stored, mode="w") as tar:
+        for split, label, number in ((s, c, n) for s in ("train", "val") for c in ("cat", "dog") for n in range(3)):
+            image = Image.fromarray(np.random.default_rng(number).integers(0, 256, (8, 8), dtype=np.uint8))
+            file = io.BytesIO()
+            image.save(file, "PNG")
+            about = tarfile.TarInfo(f"{split}/{label}/{number}.png")
+            about.size = len(file.getvalue())
+            tar.addfile(about, io.BytesIO(file.getvalue()))
+            pixels[about.name] = np.asarray(image)
+    content = stored.getvalue()
+    Path("archives").mkdir(exist_ok=True)
+    Path("archives/images.tar").write_bytes(damaged(content, chance) if changed else content)
+    data = ReaderData("archives/images.tar", val_split="val", img_size=8, num_workers=0)
+    data.setup("fit")
+    for split in ("train", "val"):
+        for member, _ in data.dataset(split).samples:
+            assert not changed or 0 <= member.size <= len(content)
+    return len(data.dataset("train")) if not changed else None
+
+
+def run(chance, changed):
+    """Records of a run that is resumed."""
+    shutil.rmtree("run", ignore_errors=True)
+    shutil.copytree(FIXTURES / "tables", "run")
+    name = chance.choice(["run.json", "metrics.csv", "summary.json", "config.yaml"])
+    file = Path("run", name)
+    if changed:
+        content = file.read_bytes()
+        if name.endswith("json") and chance.random() < 0.5:
+            file.write_text(json.dumps(foreign(json.loads(content), chance)))
+        else:
+            file.write_bytes(damaged(content, chance, near_start=True))
+    command("fit", "--resume", "run", "--epochs", "3", "--accelerator", "cpu")
+    if name not in ("run.json", "config.yaml"):
+        return json.loads(Path("run/summary.json").read_text())["test/loss"]
+    return None
+
+
+KINDS = [checkpoint] * 6 + [description] * 4 + [weights] * 2 + [onnx_file, folder, folder, image_list, archive, archive]
+# Each takes seconds.
+KINDS += [run]
+
+
+def read(kind, chance, changed):
+    """What is computed of the file and None, or None and why it is refused; a hang ends the process, wherever it is."""
+    found = refusal = None
+    faulthandler.dump_traceback_later(120, exit=True)
+    try:
+        with WATCH:
+            found = kind(chance, changed)
+    except (RefusedError, ValueError, FileNotFoundError) as error:
+        refusal = str(error)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    assert not WATCH.seen, WATCH.seen
+    assert refusal is None or len(refusal.strip().splitlines()) <= 2, refusal
+    assert refusal is None or "\x1b[31m" not in refusal
+    return found, refusal
+
+
+def test_damaged_and_foreign_files_compute_the_same_or_are_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("secret.pth").write_bytes(b"of the machine")
+    tally = Tally("damaged and foreign files")
+    for number, chance in examples(20):
+        kind = chance.choice(KINDS)
+        # The same draws choose the honest file; only the changes differ.
+        twin = random.Random()
+        twin.setstate(chance.getstate())
+        try:
+            honest, refusal = read(kind, twin, False)
+            assert refusal is None, f"the honest file is refused: {refusal}"
+            found, refusal = read(kind, chance, True)
+            assert found is None or found == honest, "the numbers differ"
+        except Exception as wrong:
+            tally.fail(number, kind.__name__, repr(wrong)[:1500])
+            continue
+        tally.count(f"{kind.__name__} {'refused' if refusal else 'read' if found is None else 'equal'}")
+    tally.finish()
