@@ -1,4 +1,4 @@
-"""The result of `relvit fit`, `test` and `predict`: summary.json, the lines that are printed, the commands to go on."""
+"""What `relvit fit`, `test` and `predict` say: the line at the start, results, summary.json, commands to go on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from relvit.data.modules.base import Split
 from relvit.evaluation import ClassMetrics, Corruptions, EvaluationReport
 from relvit.evaluation.pictures import NotApplicableError, draw
 from relvit.evaluation.standard_error import plus_minus, with_errors
-from relvit.training import DataRecord, PredictionTable, RunCheckpoints, load_classifier
+from relvit.training import DataRecord, ImageClassifier, PredictionTable, RunCheckpoints, load_classifier
 from relvit.training.multi_label import MultiLabelMetrics
 from relvit.utils.messages import one_line
 from relvit.utils.progress import rank_zero_print
@@ -35,6 +35,20 @@ ALL, WORST = 20, 10
 SCORES = {"acc1": "accuracy", "map": "mean average precision"}
 
 Kind = TypeVar("Kind", bound=Callback)
+
+
+def describe_training(model: ImageClassifier, data: ImageData) -> str:
+    """Describe in a line what is trained on what: the model, its size, the classes and the images."""
+    size = sum(parameter.numel() for parameter in model.net.parameters()) / 1e6
+    sizes = [" x ".join(map(str, given)) for given in (data.img_size, *(data.train_sizes or ()))]
+    trained = f" (trained at {', '.join(sizes[1:])})" if data.train_sizes else ""
+    images = f"{sizes[0]} px x {data.in_chans}{trained}"
+    if data.native:
+        patch = " x ".join(map(str, data.patch_size))
+        images = f"native shapes of up to {data.token_budget} patches of {patch} px x {data.in_chans}"
+    positions = "" if model.hparams.retrofit is None else ", retrofitted"
+    about = f"{model.hparams.model}{positions} ({size:.2f} M parameters), {data.num_classes} classes, {images}"
+    return f"{about}, batch {data.batch_size}"
 
 
 def report_fit(

@@ -30,7 +30,7 @@ from relvit.cli.fit.launch import (
 from relvit.cli.fit.normalisation import set_normalisation
 from relvit.cli.fit.options import TRAINER_DEFAULTS, add_own_options, check_numbers
 from relvit.cli.fit.other_images import asked_paths, data_of_paths, data_of_robustness
-from relvit.cli.fit.outcome import report_fit, report_predict, report_test
+from relvit.cli.fit.outcome import describe_training, report_fit, report_predict, report_test
 from relvit.cli.fit.resume import changed_options, checkpoint_of_epoch_end, fit_options, resume_arguments
 from relvit.cli.fit.run_folder import check_runs, explain_full_disk, lock_run_folder, make_run_folder
 from relvit.cli.parser import Parser
@@ -308,20 +308,9 @@ class RelvitCLI(OpenLightningCLI):
     def before_fit(self) -> None:
         """Choose what is announced when the training begins, after everything that may refuse it."""
         self.start: float = time.monotonic()
-        model, data, epochs = self.model, self.datamodule, self.trainer.max_epochs
-        size = sum(parameter.numel() for parameter in model.net.parameters()) / 1e6
-        sizes = [" x ".join(map(str, given)) for given in (data.img_size, *(data.train_sizes or ()))]
-        trained = f" (trained at {', '.join(sizes[1:])})" if data.train_sizes else ""
-        images = f"{sizes[0]} px x {data.in_chans}{trained}"
-        if data.native:
-            patch = " x ".join(map(str, data.patch_size))
-            images = f"native shapes of up to {data.token_budget} patches of {patch} px x {data.in_chans}"
-        positions = "" if model.hparams.retrofit is None else ", retrofitted"
-        text = (
-            f"{model.hparams.model}{positions} ({size:.2f} M parameters), {data.num_classes} classes, {images}, "
-            f"batch {data.batch_size}; "
-            f"files in {self.run_folder or 'no folder (fast_dev_run)'}\n{self.normalisation}"
-        )
+        data, epochs = self.datamodule, self.trainer.max_epochs
+        folder = self.run_folder or "no folder (fast_dev_run)"
+        text = f"{describe_training(self.model, data)}; files in {folder}\n{self.normalisation}"
         if note := busy_note():
             text = f"{text}\n{note}"
         self.announcement.text = text
