@@ -1,4 +1,4 @@
-"""What `relvit fit`, `test` and `predict` say: the line at the start, results, summary.json, commands to go on."""
+"""Lines that `relvit fit`, `test` and `predict` print at start and end: model, results, summary.json, commands to go on."""
 
 from __future__ import annotations
 
