@@ -1,4 +1,4 @@
-"""Lines that `relvit fit`, `test` and `predict` print at start and end: model, results, summary.json, commands to go on."""
+"""Lines that `relvit fit`, `test` and `predict` print at start and end, summary.json, and the commands to go on."""
 
 from __future__ import annotations
 
