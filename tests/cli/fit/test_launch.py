@@ -124,7 +124,7 @@ def test_the_signal_before_the_end_saves_once_and_ends_with_138(tmp_path):
     ranks = Ranks(flags, tmp_path, environments("before", "SIGUSR1"))
     assert ranks.finish() == [128 + signal.SIGUSR1] * 2, ranks.text()
     (made,) = (tmp_path / "runs").iterdir()
-    assert sorted(path.name for path in made.rglob("*.ckpt")) == ["best.ckpt", "last.ckpt"]
+    assert sorted(path.name for path in made.rglob("*.ckpt")) == ["best.ckpt", "epoch.ckpt", "last.ckpt"]
     assert "effective batch 4 (2 x 1 x 2: batch, accumulation, devices)" in ranks.text()
     ranks = Ranks(["fit", f"--resume={made}"], tmp_path, environments("after", ""))
     assert ranks.finish() == [0, 0], ranks.text()
