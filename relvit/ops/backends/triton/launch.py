@@ -37,7 +37,7 @@ BLOCKS = {
     ("backward_queries", False, False): Blocks(64, 16, 4, 2),
     ("backward_queries", True, False): Blocks(32, 32, 4, 2),
     ("backward_queries", False, True): Blocks(128, 64, 8, 2),
-    ("backward_queries", True, True): Blocks(128, 32, 8, 2),
+    ("backward_queries", True, True): Blocks(64, 32, 8, 2),
     ("backward_keys", False, False): Blocks(16, 64, 4, 2),
     ("backward_keys", True, False): Blocks(32, 32, 4, 2),
     ("backward_keys", False, True): Blocks(64, 64, 4, 2),
