@@ -5,7 +5,7 @@ import re
 
 import pytest
 import yaml
-from processes import BY_ITSELF, finish, in_terminal, start
+from processes import BY_ITSELF, ROOT, finish, in_terminal, start
 
 # Two epochs of a small model: the digits are 1,437 images to train on and validate.
 SMALL = ["--config", "digits", "--trainer.accelerator=cpu", "--model.model_kwargs.depth=1"]
@@ -115,3 +115,17 @@ def test_two_processes_into_a_file_and_on(tmp_path):
     status, out, err = finish(start(arguments, tmp_path))
     assert status == 0, err
     check_lines(out, tmp_path, [2], 2)
+
+
+@pytest.mark.slow
+def test_after_ctrl_c_within_an_epoch_two_processes_go_on_from_the_end_of_the_epoch_before(tmp_path):
+    stop = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'support'}"}
+    options = ["--trainer.max_epochs=3", "--trainer.callbacks=failures.Stop"]
+    status, out, err = finish(start(["fit", *SMALL, *options, "-q"], tmp_path, env=stop))
+    assert status == 130, out + err
+    # Half the batch on each of two processes: the optimiser's steps stay.
+    resume = ["fit", f"--resume={run_of(tmp_path)}", "--devices=2", "--batch_size=64"]
+    status, out, err = finish(start(resume, tmp_path, env=stop))
+    assert status == 0, out + err
+    assert re.search(r"goes on from the end of epoch \d and repeats \d+ steps", out), out
+    assert [row["epoch"] for row in rows(tmp_path)] == ["0", "1", "2"]
