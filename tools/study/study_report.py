@@ -212,7 +212,8 @@ def draw(lines: Sequence[Line], target: Path) -> None:
 
 
 def report(lines: Sequence[Line]) -> str:
-    """Write the page."""
+    """Write the page of the runs whose recipe it describes."""
+    lines = [line for line in lines if line["recipe"] in RECIPES]
     counts = [line["parameters"] for line in lines]
     epochs = next(option.partition("=")[2] for option in lines[0]["options"] if "max_epochs" in option)
     introduction = INTRODUCTION.format(images=lines[0]["images"], epochs=epochs, least=min(counts), most=max(counts))
