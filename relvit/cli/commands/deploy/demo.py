@@ -42,8 +42,6 @@ def demo(
             bands.
         device: The device that computes, such as cpu or cuda:1; auto takes an accelerator if there is one.
     """
-    if max_mb <= 0 or max_pixels <= 0:
-        raise UsageError(f"max_mb is {max_mb} and max_pixels {max_pixels}: give numbers above 0")
     with tempfile.TemporaryDirectory(prefix="relvit-demo-") as folder, contextlib.ExitStack() as stack:
         # Gradio reads them when it is imported.
         os.environ |= {"GRADIO_TEMP_DIR": folder, "GRADIO_ANALYTICS_ENABLED": "False"}
@@ -54,8 +52,8 @@ def demo(
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             listener = stack.enter_context(socket.create_server((host, port), family=family))
-        except (OSError, OverflowError) as error:
-            of_port = isinstance(error, OverflowError) or error.errno in (errno.EADDRINUSE, errno.EACCES)
+        except OSError as error:
+            of_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
             hint = "--port 0 takes a free one" if of_port else "give an address of this machine, or 0.0.0.0 for all"
             raise UsageError(f"cannot listen at host {host}, port {port}: {error}; {hint}") from error
         predictor = Predictor(ckpt_path, reach=reach).to(find_device(device))
