@@ -40,7 +40,7 @@ class OwnPageOnly:
     def __init__(self, app: ASGIApp, host: str, uploads: str | os.PathLike[str]) -> None:
         self.app = app
         self.host = host
-        self.uploads = Path(uploads)
+        self.uploads: Path = Path(uploads)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
