@@ -20,7 +20,7 @@ def begin(photos, folder):
     data = ["--data=ImageFolderData", f"--data.root={photos}", *TINY, "--trainer.max_epochs=500"]
     process = start(["fit", *data, "--devices=2", "--accelerator=cpu", "--runs=runs"], folder)
     deadline = time.monotonic() + 120
-    while not list(folder.glob("runs/*/metrics.csv")):
+    while not list(folder.glob("runs/*/checkpoints/last.ckpt")):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.1)
