@@ -7,21 +7,15 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from timm.layers import register_notrace_function, trunc_normal_
+from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
 from relvit.layers.interpolate import resample_embedding
-from relvit.ops import Grid, aft_conv, aft_full, aft_local, aft_simple
+from relvit.ops import Grid, aft_conv, aft_full, aft_simple
 from relvit.ops.aft.api import CONV_BACKENDS, FULL_BACKENDS, SIMPLE_BACKENDS, local_bias
-from relvit.ops.aft.scripted import gated_mix
-from relvit.ops.backends.scripted import register_operator
 from relvit.ops.checks import check_backend, check_heads, int_pair
 from relvit.ops.tracing import without_autocast
 from relvit.utils.messages import did_you_mean
-
-# They look at sizes and values, which symbolic tracing has none of.
-for _operation in (gated_mix, aft_conv, aft_full, aft_local, aft_simple):
-    register_notrace_function(_operation)
 
 
 class AFTSimple(nn.Module):
@@ -102,7 +96,7 @@ class AFTSimple(nn.Module):
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, grid: Grid, is_causal: bool) -> Tensor:
         """Compute gated averages (B, heads, N, head_dim)."""
-        return gated_mix("simple", query, key, value, None, grid, is_causal, self.backend)
+        return aft_simple(query, key, value, grid, is_causal=is_causal, backend=self.backend)
 
 
 class AFTFull(AFTSimple):
@@ -176,7 +170,7 @@ class AFTFull(AFTSimple):
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, grid: Grid, is_causal: bool) -> Tensor:
         """Compute gated averages (B, heads, N, head_dim)."""
-        return gated_mix("full", query, key, value, self.bias(grid), grid, is_causal, self.backend)
+        return aft_full(query, key, value, self.bias(grid), grid, is_causal=is_causal, backend=self.backend)
 
     def extra_repr(self) -> str:
         return f"grid_size={self.grid_size}, prefix={self.prefix}, bias_dim={self.u.shape[1]}"
@@ -254,7 +248,7 @@ class AFTConv2d(AFTSimple):
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, grid: Grid, is_causal: bool) -> Tensor:
         """Compute gated averages (B, heads, N, head_dim)."""
-        return gated_mix("conv", query, key, value, self.weight(), grid, is_causal, self.backend)
+        return aft_conv(query, key, value, self.weight(), grid, is_causal=is_causal, backend=self.backend)
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, kernel_size={self.kernel_size}"
@@ -273,31 +267,14 @@ def factored_bias(
     In float32 at least, autocast or not: an error of a bias is one of the factor exp(bias). With a window, w is zero
     between places that are that far apart.
     """
-    if torch.jit.is_scripting():
-        if window is None:
-            return torch.ops.relvit.factored_bias(u, v, old_size, new_size, prefix)
-        return torch.ops.relvit.factored_bias(u, v, old_size, new_size, prefix, window)
     precision = torch.promote_types(u.dtype, torch.float32)
-    queries, keys = (
-        resample_embedding(factor.to(precision)[None], tuple(old_size), tuple(new_size), prefix)[0] for factor in (u, v)
-    )
+    queries, keys = (resample_embedding(factor.to(precision)[None], old_size, new_size, prefix)[0] for factor in (u, v))
     with without_autocast(u.device):
         bias = queries @ keys.t()
     return local_bias(bias, window, new_size, prefix) if window else bias
-
-
-register_notrace_function(factored_bias)
-register_operator(
-    "factored_bias(Tensor u, Tensor v, int[2] old_size, int[2] new_size, int prefix, int[] window=[]) -> Tensor",
-    factored_bias,
-)
 
 
 def refuse_mask(attn_mask: Tensor | None, mixer_has: str) -> None:
     """Raise ValueError unless there is none."""
     if attn_mask is not None:
         raise ValueError(f"{mixer_has} no attn_mask: padding goes into the grid's `valid`")
-
-
-# Whether there is one is not known while a graph is traced.
-register_notrace_function(refuse_mask)

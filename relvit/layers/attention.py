@@ -1,75 +1,16 @@
 """Multi-head self-attention with relative positions, the attention of relvit's own models."""
 
 import torch
-from timm.layers import Attention, register_notrace_function
+from timm.layers import Attention
 from torch import Tensor, nn
 
 from relvit.layers.attention_weights import show_weights
 from relvit.layers.positions.factory import check_position
 from relvit.ops import Grid, RelativeTerms, from_windows, relative_attention, to_windows
 from relvit.ops.attention import BACKENDS
-from relvit.ops.backends.scripted import scripted_attention
 from relvit.ops.checks import check_backend, check_heads
 from relvit.ops.terms import add_channels
 from relvit.ops.windows import exceeds_window
-
-
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    terms: RelativeTerms | None,
-    grid: Grid,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    dropout_p: float,
-    scale: float,
-    backend: str,
-    trained_keys: int | None,
-    key_grid: Grid | None = None,
-    position_query: Tensor | None = None,
-    position_key: Tensor | None = None,
-) -> Tensor:
-    """Compute `relvit.ops.relative_attention`, in TorchScript as one operator, which has no `key_grid`."""
-    if torch.jit.is_scripting():
-        assert key_grid is None
-        return scripted_attention(
-            query,
-            key,
-            value,
-            terms,
-            grid,
-            attn_mask,
-            is_causal,
-            dropout_p,
-            scale,
-            backend,
-            trained_keys,
-            position_query,
-            position_key,
-        )
-    return relative_attention(
-        query,
-        key,
-        value,
-        RelativeTerms() if terms is None else terms,
-        grid,
-        key_grid,
-        position_query=position_query,
-        position_key=position_key,
-        attn_mask=attn_mask,
-        is_causal=is_causal,
-        dropout_p=dropout_p,
-        scale=scale,
-        trained_keys=trained_keys,
-        backend=backend,
-    )
-
-
-# Sizes and tables are Python values to the operation: symbolic tracing must not look inside.
-register_notrace_function(attend)
-register_notrace_function(add_channels)
-register_notrace_function(relative_attention)
 
 
 class RelativeAttention(Attention):
@@ -134,65 +75,42 @@ class RelativeAttention(Attention):
             grid: where they are.
             attn_mask: see `relvit.ops.relative_attention`.
             is_causal: see `relvit.ops.relative_attention`.
-            memory: (B, M, dim), further tokens to attend to, in front of those of `x`; not in windows or TorchScript.
+            memory: (B, M, dim), further tokens to attend to, in front of those of `x`; not in windows.
             key_grid: where the tokens of `memory` and `x` are; offsets go from those of `grid` to these.
         """
-        if not torch.jit.is_scripting():  # noqa: SIM102 (TorchScript would compile the second condition)
-            if exceeds_window(grid, self.window, attn_mask, is_causal):
-                windows, inner = to_windows(x, grid, self.window)
-                return from_windows(self.forward(windows, inner), grid, self.window)
+        if exceeds_window(grid, self.window, attn_mask, is_causal):
+            windows, inner = to_windows(x, grid, self.window)
+            return from_windows(self.forward(windows, inner), grid, self.window)
         keys = x if memory is None else torch.cat((memory, x), dim=1)
         q, k, v = self.project(keys)
         if memory is not None:
             q = q[:, :, -x.shape[1] :]
         terms = self.relative_terms(x, grid, key_grid)
         q, k, position_query, position_key = self.rotate(q, k, grid, grid if key_grid is None else key_grid)
-        if not torch.jit.is_scripting():
-            show_weights(
-                self.attn_drop,
-                q,
-                k,
-                terms,
-                grid,
-                key_grid=key_grid,
-                attn_mask=attn_mask,
-                is_causal=is_causal,
-                scale=self.scale,
-                trained_keys=self.trained_keys,
-                position_query=position_query,
-                position_key=position_key,
-            )
+        options = {
+            "key_grid": key_grid,
+            "attn_mask": attn_mask,
+            "is_causal": is_causal,
+            "scale": self.scale,
+            "trained_keys": self.trained_keys,
+            "position_query": position_query,
+            "position_key": position_key,
+        }
+        show_weights(self.attn_drop, q, k, terms, grid, **options)
         dropout_p = self.attn_drop.p if self.training else 0.0
-        mixed = attend(
-            q,
-            k,
-            v,
-            terms,
-            grid,
-            attn_mask,
-            is_causal,
-            dropout_p,
-            self.scale,
-            self.backend,
-            self.trained_keys,
-            key_grid,
-            position_query,
-            position_key,
-        )
+        mixed = relative_attention(q, k, v, terms, grid, dropout_p=dropout_p, backend=self.backend, **options)
         return self.output(x, mixed)
 
-    def relative_terms(self, x: Tensor, grid: Grid, key_grid: Grid | None = None) -> RelativeTerms | None:
+    def relative_terms(self, x: Tensor, grid: Grid, key_grid: Grid | None = None) -> RelativeTerms:
         """Compute the terms for tokens `x`, (B, N, dim) on `grid`, that attend to those of `key_grid`."""
         keys = grid if key_grid is None else key_grid
-        terms: RelativeTerms | None = None
-        if self.position is not None:
-            if hasattr(self.position, "terms"):  # noqa: SIM108 (TorchScript compiles this form of it alone)
-                terms = self.position.terms(x, grid, keys)
-            else:
-                terms = self.position(keys)
-        if self.prefix_bias is not None:
-            terms = add_channels(terms, self.prefix_bias(grid, keys))
-        return terms
+        if self.position is None:
+            terms = RelativeTerms()
+        elif hasattr(self.position, "terms"):
+            terms = self.position.terms(x, grid, keys)
+        else:
+            terms = self.position(keys)
+        return terms if self.prefix_bias is None else add_channels(terms, self.prefix_bias(grid, keys))
 
     def rotate(
         self, query: Tensor, key: Tensor, grid: Grid, key_grid: Grid
@@ -210,10 +128,9 @@ class RelativeAttention(Attention):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         # Under autocast a norm may return float32 where the value is in half precision.
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
-        if self.position is not None:  # noqa: SIM102 (TorchScript would compile the second condition)
-            if hasattr(self.position, "content_bias"):
-                # Transformer-XL's u.
-                q = q + self.position.content_bias[:, None].to(q.dtype)
+        if hasattr(self.position, "content_bias"):
+            # Transformer-XL's u.
+            q = q + self.position.content_bias[:, None].to(q.dtype)
         return q, k, v
 
     def output(self, x: Tensor, mixed: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
@@ -20,12 +19,10 @@ class GridBlock(Block):
     """timm's pre-norm `Block` that hands the `Grid` of the tokens to its mixer.
 
     Attributes:
-        mlp_chunk: tokens for which the MLP is computed at a time, see `relvit.layers.feed_forward`; None: all. Not in
-            TorchScript.
+        mlp_chunk: tokens for which the MLP is computed at a time, see `relvit.layers.feed_forward`; None: all.
     """
 
-    # Without an annotation, which TorchScript would read.
-    mlp_chunk = None
+    mlp_chunk: int | None = None
 
     def forward(
         self,
@@ -45,17 +42,13 @@ class GridBlock(Block):
             attn_mask: of the mixer.
             is_causal: of the mixer.
             branch: 'mixer' or 'mlp': return that branch alone, not added to `x`, as `reversible_blocks` wants it.
-            memory: (B, M, dim), further inputs of this block to which the tokens attend too; of `RelativeAttention`,
-                not in TorchScript.
+            memory: (B, M, dim), further inputs of this block to which the tokens attend too; of `RelativeAttention`.
             key_grid: where the tokens of `memory` and then those of `x` are.
         """
         if branch == "mlp":
             return self.mlp_branch(x)
-        if torch.jit.is_scripting():
-            mixed = self.attn(self.norm1(x), grid, attn_mask, is_causal)
-        else:
-            context = () if memory is None else (self.norm1(memory), key_grid)
-            mixed = self.attn(self.norm1(x), grid, attn_mask, is_causal, *context)
+        context = () if memory is None else (self.norm1(memory), key_grid)
+        mixed = self.attn(self.norm1(x), grid, attn_mask, is_causal, *context)
         mixed = self.drop_path1(self.ls1(mixed))
         if branch == "mixer":
             return mixed
@@ -64,11 +57,8 @@ class GridBlock(Block):
 
     def mlp_branch(self, x: Tensor) -> Tensor:
         """Compute what the MLP adds to (B, N, dim) tokens."""
-        if torch.jit.is_scripting():
-            x = self.mlp(self.norm2(x))
-        else:
-            chunk = self.mlp_chunk
-            x = self.mlp(self.norm2(x)) if chunk is None else chunked_mlp(self.norm2, self.mlp, x, chunk)
+        chunk = self.mlp_chunk
+        x = self.mlp(self.norm2(x)) if chunk is None else chunked_mlp(self.norm2, self.mlp, x, chunk)
         return self.drop_path2(self.ls2(x))
 
 

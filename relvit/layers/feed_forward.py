@@ -50,7 +50,7 @@ def chunked_mlp(norm: nn.Module, mlp: nn.Module, x: Tensor, mlp_chunk: int) -> T
         (B, N, dim); equal to `mlp(norm(x))` but for rounding in the matrix products, and but for which random numbers
         dropout takes.
     """
-    if is_exporting() or torch.jit.is_tracing() or isinstance(x, torch.fx.Proxy):
+    if is_exporting() or isinstance(x, torch.fx.Proxy):
         # One graph serves all numbers of tokens.
         return mlp(norm(x))
     chunk = partial(_mlp_of, norm, mlp)

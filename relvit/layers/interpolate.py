@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor
 
-from relvit.ops.backends.scripted import register_operator
 from relvit.ops.tracing import without_autocast
 
 
+# Symbolic tracing keeps a call of it as one node, wherever it is called as an attribute of this module.
+@torch.fx.wrap
 def resample_embedding(
     embedding: Tensor, old_size: tuple[int, int], new_size: tuple[int, int], prefix: int = 0
 ) -> Tensor:
@@ -24,8 +25,6 @@ def resample_embedding(
     Returns:
         (1, prefix + H W, dim), dtype of the embedding; computed in float32 at least, autocast or not.
     """
-    if torch.jit.is_scripting():
-        return torch.ops.relvit.resample_embedding(embedding, old_size, new_size, prefix)
     first, patches = embedding[:, :prefix], embedding[:, prefix:]
     precision = torch.promote_types(embedding.dtype, torch.float32)
     rows, cols = (
@@ -46,20 +45,8 @@ def bicubic_weights(old: int, new: int, device: torch.device, dtype: torch.dtype
     """
     ours, theirs = torch.arange(new, device=device)[:, None], torch.arange(old, device=device)
     # Integers up to here: at the old size the weights are exactly those of the identity.
-    distance = ((2 * theirs + 1) * new - (2 * ours + 1) * old).abs().to(dtype) / (2 * larger(new, old))
+    distance = ((2 * theirs + 1) * new - (2 * ours + 1) * old).abs().to(dtype) / (2 * torch.sym_max(new, old))
     near = (1.5 * distance - 2.5) * distance**2 + 1
     far = ((2.5 - 0.5 * distance) * distance - 4) * distance + 2
     weights = torch.where(distance < 1, near, torch.where(distance < 2, far, 0.0))
     return weights / weights.sum(dim=1, keepdim=True)
-
-
-def larger(one: int, other: int) -> int:
-    """Return the larger of two sizes, which may be symbols, or to `torch.jit.trace` tensors."""
-    if torch.jit.is_tracing():
-        return torch.maximum(torch.as_tensor(one), torch.as_tensor(other))
-    return torch.sym_max(one, other)
-
-
-register_operator(
-    "resample_embedding(Tensor embedding, int[2] old_size, int[2] new_size, int prefix) -> Tensor", resample_embedding
-)

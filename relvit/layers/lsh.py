@@ -5,65 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from timm.layers import register_notrace_function
 from torch import Tensor, nn
 
 from relvit.layers.aft import refuse_mask
 from relvit.ops import Grid, RelativeTerms, lsh_attention, lsh_rotations
-from relvit.ops.backends.scripted import register_operator, tables_of, terms_of
 from relvit.ops.checks import check_heads
 from relvit.utils.constants import KeepConstants
 
 # Buckets for up to 32,768 tokens at 32 each; with more tokens, buckets get larger.
 MOST_BUCKETS = 1024
 NO_TERMS = "LSH attention takes a bias by offset, and no position that depends on tokens or has free channels"
-
-
-def hash_attend(
-    query_key: Tensor,
-    value: Tensor,
-    terms: RelativeTerms | None,
-    grid: Grid,
-    rotations: Tensor,
-    bucket_size: int,
-    is_causal: bool,
-    dropout_p: float,
-    training: bool,
-) -> Tensor:
-    """Compute `relvit.ops.lsh_attention`, in TorchScript as one operator; the number of buckets follows the tokens.
-
-    Args:
-        rotations: as many as any number of tokens needs; in training, new ones are drawn instead.
-        bucket_size: tokens per bucket, on average.
-        training: draw new rotations.
-    """
-    if torch.jit.is_scripting():
-        return torch.ops.relvit.hash_attention(
-            query_key, value, tables_of(None if terms is None else terms.bias),
-            "clip" if terms is None else terms.bucketing, [grid.height, grid.width, grid.prefix], grid.coords,
-            grid.valid, rotations, bucket_size, is_causal, dropout_p, training,
-        )  # fmt: skip
-    pairs = min(query_key.shape[2] // (2 * bucket_size), rotations.shape[2])
-    rotations = rotations[:, :, :pairs]
-    if training:
-        rotations = torch.randn_like(rotations)
-    return lsh_attention(query_key, value, grid, rotations, terms=terms, is_causal=is_causal, dropout_p=dropout_p)
-
-
-def _run(query_key: Tensor, value: Tensor, bias: list[Tensor | None], bucketing: str, *rest: object) -> Tensor:
-    sizes, coords, valid, *options = rest
-    terms = terms_of([None] * 6 + bias, bucketing)
-    return hash_attend(query_key, value, terms, Grid(*sizes, coords, valid), *options)
-
-
-register_operator(
-    "hash_attention(Tensor query_key, Tensor value, Tensor?[] bias, str bucketing, int[] sizes, Tensor? coords, "
-    "Tensor? valid, Tensor rotations, int bucket_size, bool is_causal, float dropout_p, bool training) -> Tensor",
-    _run,
-)
-# Sizes are Python values to it, and tensors of indices follow from values.
-register_notrace_function(hash_attend)
-register_notrace_function(lsh_attention)
 
 
 class LSHAttention(KeepConstants):
@@ -163,9 +114,12 @@ class LSHAttention(KeepConstants):
                 raise ValueError(NO_TERMS)
             terms = self.position(grid)
         dropout_p = self.attn_drop.p if self.training else 0.0
-        x = hash_attend(
-            query_key, value, terms, grid, self.rotations, self.bucket_size, is_causal, dropout_p, self.training
-        )
+        # The number of buckets follows the tokens.
+        pairs = min(N // (2 * self.bucket_size), self.rotations.shape[2])
+        rotations = self.rotations[:, :, :pairs]
+        if self.training:
+            rotations = torch.randn_like(rotations)
+        x = lsh_attention(query_key, value, grid, rotations, terms=terms, is_causal=is_causal, dropout_p=dropout_p)
         x = self.norm(x.transpose(1, 2).reshape(B, N, self.num_heads * self.head_dim))
         return self.proj_drop(self.proj(x))
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import torch
 import torch.nn.functional as F
-from timm.layers import Format, PatchEmbed, nchw_to, register_notrace_function
+from timm.layers import Format, PatchEmbed, nchw_to
 from torch import Tensor
 
 from relvit.ops.tracing import is_compiling, is_exporting
@@ -27,24 +24,18 @@ class AnySizePatchEmbed(PatchEmbed):
             multiples of the patch, unless `dynamic_img_pad` pads them.
     """
 
-    if TYPE_CHECKING:  # at run time it would hide the annotations of timm's class from TorchScript
-        __constants__: tuple[str, ...]
-    __constants__ = ("cropped_size",)
-    cropped_size = None
+    cropped_size: tuple[int, int] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Embed images (B, in_chans, height, width) as (B, rows, columns, embed_dim), or in another `output_fmt`."""
-        if not torch.jit.is_scripting():
-            check_images(x, self.proj.in_channels)
+        check_images(x, self.proj.in_channels)
         if self.dynamic_img_pad:
             height, width = x.shape[-2:]
             x = F.pad(x, (0, -width % self.patch_size[1], 0, -height % self.patch_size[0]))
         else:
             check_divisible(x, self.patch_size, self.cropped_size)
-            # TorchScript would compile the second condition if it stood behind the first.
-            if not torch.jit.is_scripting():  # noqa: SIM102
-                if is_exporting() and self.cropped_size is None:
-                    x = whole_patches(x, self.patch_size)
+            if is_exporting() and self.cropped_size is None:
+                x = whole_patches(x, self.patch_size)
         x = self.proj(x)
         if self.flatten:
             x = x.flatten(2).transpose(1, 2)
@@ -108,8 +99,3 @@ def _check_side(name: str, size: int, patch: int) -> None:
             f"image {name} {size} is not a multiple of the patch size {patch}: use {near} "
             "(a model made with dynamic_img_pad=True pads with zeros)"
         )
-
-
-# Sizes have no value while a graph is traced.
-register_notrace_function(check_images)
-register_notrace_function(check_divisible)

@@ -1,14 +1,12 @@
 """Learned bias between prefix tokens and patches, which have no offset."""
 
 import torch
-from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from relvit.ops import Channels, Grid, num_tokens
 
 
 # Sizes of the grid have no value while a graph is traced.
-@register_notrace_module
 class PrefixBias(nn.Module):
     """Three numbers per head, added to the logits of prefix tokens (class token, registers), as in BEiT.
 

@@ -15,11 +15,6 @@ from relvit.ops import Grid, RelativeTerms, from_windows, relative_attention, to
 from relvit.ops.terms import add_channels
 from relvit.ops.windows import exceeds_window
 
-# Symbolic tracing must not look inside; timm's register serves the module in which a `forward` is, subclasses are in
-# others.
-torch.fx.wrap("add_channels")
-torch.fx.wrap("relative_attention")
-
 
 class GridArgument(NamedTuple):
     """A grid together with the argument of a timm block, `attn_mask` or `rope`, for which it is passed.

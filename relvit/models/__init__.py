@@ -1,5 +1,6 @@
 """Models, one file per family, registered with timm by the import; how to build, retrofit and load them."""
 
+from relvit.models import fx_leaves as fx_leaves
 from relvit.models.aft_vit import AFTVisionTransformer
 from relvit.models.attention_maps import AttentionMaps, attention_maps, attention_rollout
 from relvit.models.factory import build_model, model_arguments

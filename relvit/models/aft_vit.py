@@ -123,7 +123,6 @@ class AFTVisionTransformer(GridVisionTransformer):
             if isinstance(block.attn, AFTFull):
                 block.attn.set_grid_size(self.patch_embed.grid_size)
 
-    @torch.jit.ignore
     def load_pretrained(self, checkpoint_path: str, prefix: str = "") -> None:
         """Load an original JAX archive as `checkpoint_filter_fn` converts it, see `convert.load_jax_archive`."""
         convert.load_jax_archive(self, checkpoint_path, prefix, checkpoint_filter_fn)

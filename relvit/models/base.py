@@ -12,7 +12,7 @@ from timm.models._features import feature_take_indices
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from relvit.layers import AnySizePatchEmbed, AxialPositionEmbedding, resample_embedding
+from relvit.layers import AnySizePatchEmbed, AxialPositionEmbedding, interpolate
 from relvit.layers.depth import reversible_blocks
 from relvit.layers.feed_forward import check_chunk
 from relvit.models.sizes.bands import Bands, band_features, band_mask, split_bands
@@ -28,14 +28,20 @@ AXIAL = {"axial": "concat", "axial-sum": "sum"}
 POS_EMBEDS = ("", "learn", *AXIAL)
 POOLS = ("", "avg", "avgmax", "max", "token", "map", "prr")
 
-# Sizes have no value while a graph is traced, and a method of the model is no leaf.
-torch.fx.wrap("resample_embedding")
+
+class NoTorchScript:
+    """Mixin before one of timm's models: `torch.jit.script` is refused."""
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        # PyTorch calls it before it compiles a module.
+        raise TypeError(
+            f"{type(self).__name__} has no TorchScript, which PyTorch has deprecated: use torch.export or torch.compile"
+        )
 
 
 class TablesWithoutDecay:
     """Mixin before one of timm's models: position modules and mixers name the parameters that take no weight decay."""
 
-    @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
         """Return the names of parameters without weight decay: timm's, and all tables of positions."""
         tables = {
@@ -64,12 +70,9 @@ class GridForward:
     def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
         """Embed images (B, in_chans, height, width) as tokens (B, N, embed_dim), and return the grid of the tokens.
 
-        Outside of TorchScript also a native batch, see `relvit.models.sizes.native.embed_native`.
+        Also a native batch, see `relvit.models.sizes.native.embed_native`.
         """
-        if torch.jit.is_scripting():
-            x, grid = self._embed_images(x)
-        else:
-            x, grid = embed_native(self, x) if isinstance(x, dict) else self._embed_images(x)
+        x, grid = embed_native(self, x) if isinstance(x, dict) else self._embed_images(x)
         if self.pos_embed is None:
             x = self.pos_drop(x)  # timm applies it to absolute embeddings only
         dropped = self.patch_drop(x)
@@ -90,12 +93,9 @@ class GridForward:
         Those of a native batch without padding: with its `patch_valid` (B, patches), or as the dictionary that
         `forward_features` returns.
         """
-        if torch.jit.is_scripting():
-            x = self.pool(x)
-        else:
-            if isinstance(x, dict):
-                x, patch_valid = x["patches"], x["patch_valid"]
-            x = self.pool(x) if patch_valid is None else pool_native(self, x, patch_valid)
+        if isinstance(x, dict):
+            x, patch_valid = x["patches"], x["patch_valid"]
+        x = self.pool(x) if patch_valid is None else pool_native(self, x, patch_valid)
         x = self.head_drop(self.fc_norm(x))
         return x if pre_logits else self.head(x)
 
@@ -104,19 +104,15 @@ class GridForward:
 
         Of a native batch, as timm's `NaFlexVit`, a dictionary: these tokens as 'patches', and 'patch_valid'.
         """
-        if not torch.jit.is_scripting():  # noqa: SIM102 (TorchScript would compile the second condition)
-            if self.bands is not None:
-                # A graph for all sizes cannot have a part for each band.
-                if not is_exporting():
-                    parts = split_bands(self, x, attn_mask, is_causal)
-                    return torch.cat(list(band_features(self, parts, self.bands.memory_rows)), dim=1)
-                attn_mask = band_mask(self, x, attn_mask, is_causal)
+        if self.bands is not None:
+            # A graph for all sizes cannot have a part for each band.
+            if not is_exporting():
+                parts = split_bands(self, x, attn_mask, is_causal)
+                return torch.cat(list(band_features(self, parts, self.bands.memory_rows)), dim=1)
+            attn_mask = band_mask(self, x, attn_mask, is_causal)
         x, grid = self.embed(x)
         x = self.norm(self._run_blocks(x, grid, attn_mask, is_causal))
-        if torch.jit.is_scripting():
-            return x
-        else:
-            return x if grid.valid is None else {"patches": x, "patch_valid": grid.valid}
+        return x if grid.valid is None else {"patches": x, "patch_valid": grid.valid}
 
     def _run_blocks(self, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
         return self._run_steps(x, grid, attn_mask, is_causal, (), self._count_steps() - 1)[0]
@@ -178,7 +174,7 @@ class GridForward:
         return x, taken
 
 
-class GridVisionTransformer(TablesWithoutDecay, GridForward, VisionTransformer):
+class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, GridForward, VisionTransformer):
     """timm's `VisionTransformer` for images of every size, whose blocks are `GridBlock`s.
 
     Args: see `RelVisionTransformer`; `block_fn` as in timm's class.
@@ -221,7 +217,6 @@ class GridVisionTransformer(TablesWithoutDecay, GridForward, VisionTransformer):
             dynamic_img_size=True,
             **kwargs,
         )
-        # Blocks take more than one argument, which no scripted Sequential hands on.
         self.blocks: nn.ModuleList = nn.ModuleList(self.blocks)
         self.reversible = reversible
         for block in self.blocks:
@@ -247,7 +242,6 @@ class GridVisionTransformer(TablesWithoutDecay, GridForward, VisionTransformer):
         if self.axial is not None:
             self.axial.set_grid_size(self.patch_embed.grid_size)
 
-    @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute each block in backward from its input, which is kept.
 
@@ -261,7 +255,6 @@ class GridVisionTransformer(TablesWithoutDecay, GridForward, VisionTransformer):
             )
         super().set_grad_checkpointing(enable)
 
-    @torch.jit.ignore
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile as `nn.Module.compile`; of a reversible model each block too, since recomputation is in no graph."""
         super().compile(*args, **kwargs)
@@ -275,12 +268,10 @@ class GridVisionTransformer(TablesWithoutDecay, GridForward, VisionTransformer):
             for block in self.blocks:
                 block.compile(*args, **kwargs)
 
-    @torch.jit.ignore
     def load_pretrained(self, checkpoint_path: str, prefix: str = "") -> None:
         """Load an original JAX archive, see `relvit.models.weights.load_jax_archive`."""
         load_jax_archive(self, checkpoint_path, prefix)
 
-    @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Return timm's patterns of parameter names by depth, with axial tables in the stem."""
         groups = super().group_matcher(coarse)
@@ -301,7 +292,9 @@ class GridVisionTransformer(TablesWithoutDecay, GridForward, VisionTransformer):
             return torch.cat(tokens, dim=1)
         # As in timm but for the interpolation.
         embedded = 0 if self.no_embed_class else self.num_prefix_tokens
-        embedding = resample_embedding(self.pos_embed, self.patch_embed.grid_size, (height, width), embedded)
+        embedding = interpolate.resample_embedding(
+            self.pos_embed, self.patch_embed.grid_size, (height, width), embedded
+        )
         if self.no_embed_class:
             tokens.append(x + embedding)
             x = torch.cat(tokens, dim=1)
@@ -309,20 +302,6 @@ class GridVisionTransformer(TablesWithoutDecay, GridForward, VisionTransformer):
             tokens.append(x)
             x = torch.cat(tokens, dim=1) + embedding
         return self.pos_drop(x)
-
-    def _run_blocks(self, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
-        if torch.jit.is_scripting():
-            if self.reversible:
-                first, second = x, x
-                for block in self.blocks:
-                    first = first + block(second, grid, attn_mask, is_causal, "mixer")
-                    second = second + block(first, grid, attn_mask, is_causal, "mlp")
-                return (first + second) / 2
-            for block in self.blocks:
-                x = block(x, grid, attn_mask, is_causal)
-            return x
-        else:
-            return super()._run_blocks(x, grid, attn_mask, is_causal)
 
     def _run_steps(
         self, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool, take: Collection[int], last: int

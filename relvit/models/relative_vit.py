@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-import torch
 from timm.models import DefaultCfg
 from torch import Tensor, nn
 
@@ -140,11 +139,8 @@ class RelVisionTransformer(GridVisionTransformer):
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """Classify images (B, in_chans, height, width), or a native batch; in bands their average is a running sum."""
-        if self.bands is not None:
-            if torch.jit.is_scripting():
-                raise ValueError("a model that computes in bands has no TorchScript: use torch.export")
-            elif self.global_pool == "avg" and not is_exporting():
-                return classify_bands(self, split_bands(self, x, attn_mask, is_causal), self.bands.memory_rows)
+        if self.bands is not None and self.global_pool == "avg" and not is_exporting():
+            return classify_bands(self, split_bands(self, x, attn_mask, is_causal), self.bands.memory_rows)
         return self.forward_head(self.forward_features(x, attn_mask, is_causal))
 
 

@@ -20,7 +20,7 @@ from relvit.models.relative_vit import BASE, SMALL, TINY, RelVisionTransformer
 from relvit.models.weights.convert import checkpoint_filter_fn
 from relvit.ops import Grid
 from relvit.ops.grid import keep_patches
-from relvit.ops.tracing import is_compiling, is_functorch
+from relvit.ops.tracing import is_eager
 from relvit.utils.messages import check_choice
 
 HALTINGS = ("", "act")
@@ -50,7 +50,7 @@ class UniversalVisionTransformer(RelVisionTransformer):
     `AdaptiveHalting`; class and register tokens compute all. A token that has halted keeps its last state, to which
     others attend; its signals stand still with it. The output is the sum of its states, weighted by the halting
     probabilities. Tokens that have halted leave the batch, so that time falls with them; compiled, exported and traced
-    graphs, TorchScript, masks, windows and hooks on the block compute all tokens at all steps, with the same numbers.
+    graphs, masks, windows and hooks on the block compute all tokens at all steps, with the same numbers.
 
     timm's `depth`, features and intermediate layers count steps: those of step t are the states after it, the final
     ones the weighted sum, and `stop_early` or pruning to t makes t the last step. There is one block in `blocks`, so
@@ -106,7 +106,6 @@ class UniversalVisionTransformer(RelVisionTransformer):
         self.returns_cost: bool = False
         self.set_steps(depth)
 
-    @torch.jit.ignore
     def set_steps(self, steps: int) -> None:
         """Choose the number of steps, also another one than in training; with halting the most there can be."""
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
@@ -114,7 +113,6 @@ class UniversalVisionTransformer(RelVisionTransformer):
         self.steps = steps
         self.feature_info: list[dict[str, Any]] = [self.feature_info[0]] * steps
 
-    @torch.jit.ignore
     def set_ponder_training(self, enable: bool = True) -> None:
         """In training mode, let `forward` return `Pondered` instead of the logits alone; with halting only."""
         if enable and self.halting is None:
@@ -123,12 +121,10 @@ class UniversalVisionTransformer(RelVisionTransformer):
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """Compute the logits (B, num_classes), or `Pondered` in training after `set_ponder_training`."""
-        if not torch.jit.is_scripting():  # noqa: SIM102 (TorchScript would compile the second condition)
-            if self.training and self.returns_cost:
-                return self.ponder(x, attn_mask, is_causal)
+        if self.training and self.returns_cost:
+            return self.ponder(x, attn_mask, is_causal)
         return self.forward_head(self.forward_features(x, attn_mask, is_causal))
 
-    @torch.jit.ignore
     def ponder(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Pondered:
         """Compute the logits, and how many steps each patch took; with halting only.
 
@@ -144,7 +140,6 @@ class UniversalVisionTransformer(RelVisionTransformer):
         logits = self.forward_head(self.norm(x), patch_valid=grid.valid)
         return Pondered(logits, state.steps, ponder_cost(state, grid))
 
-    @torch.jit.ignore
     @torch.no_grad()
     def step_maps(self, x: Tensor) -> list[Tensor]:
         """Count the steps of each patch: a map (rows, columns) int64 for each image; with halting only.
@@ -167,17 +162,10 @@ class UniversalVisionTransformer(RelVisionTransformer):
             return self._halt(x, grid, attn_mask, is_causal)[0]
         return self._run_steps(x, grid, attn_mask, is_causal, [], self.steps - 1)[0]
 
-    def _step(self, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
-        if torch.jit.is_scripting():
-            return self.blocks[0](x, grid, attn_mask, is_causal)
-        else:
-            return self._run_block(self.blocks[0], x, grid, attn_mask, is_causal)
-
     def _halt(self, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool) -> tuple[Tensor, HaltingState]:
         """Compute the weighted sum of the states of each token, (B, N, dim), and where its halting ended."""
-        if not torch.jit.is_scripting():  # noqa: SIM102 (TorchScript would compile the second condition)
-            if self._may_gather(x) and attn_mask is None and not is_causal:
-                return self._halt_gathered(x, grid)
+        if self._may_gather(x) and attn_mask is None and not is_causal:
+            return self._halt_gathered(x, grid)
         output, state, _ = self._halt_masked(x, grid, attn_mask, is_causal, self.steps, [])
         return output, state
 
@@ -197,7 +185,7 @@ class UniversalVisionTransformer(RelVisionTransformer):
             probability = self.halting(inputs[:, grid.prefix :])
             weights, state = self.halting.advance(state, probability, number == steps)
             weights = torch.cat((first * float(number == steps), weights), dim=1)[..., None]
-            new = self._step(inputs, grid, attn_mask, is_causal)
+            new = self._run_block(self.blocks[0], inputs, grid, attn_mask, is_causal)
             output = output + weights.to(new.dtype) * new
             x = torch.where(ran, new, x)
             if number - 1 in take:
@@ -251,7 +239,7 @@ class UniversalVisionTransformer(RelVisionTransformer):
 
     def _may_gather(self, x: Tensor) -> bool:
         attn = self.blocks[0].attn
-        if not self.gather or isinstance(x, torch.fx.Proxy) or is_compiling() or is_functorch():
+        if not self.gather or isinstance(x, torch.fx.Proxy) or not is_eager():
             return False
         # What shards or observes the block has hooks, which a part of it would not call.
         observed = any(
@@ -271,7 +259,8 @@ class UniversalVisionTransformer(RelVisionTransformer):
         position = self.signals(grid)
         taken: list[Tensor] = []
         for number in range(last + 1):
-            x = self._step(x + position + self.signals.step(number + 1), grid, attn_mask, is_causal)
+            x = x + position + self.signals.step(number + 1)
+            x = self._run_block(self.blocks[0], x, grid, attn_mask, is_causal)
             if number in take:
                 taken.append(x)
         return x, taken
@@ -285,7 +274,6 @@ class UniversalVisionTransformer(RelVisionTransformer):
         self.set_steps(last + 1)
         return kept
 
-    @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Return timm's patterns of parameter names by depth; signals and halting go with the block."""
         groups = super().group_matcher(coarse)

@@ -16,7 +16,7 @@ from relvit.ops.grid import Grid, check_tokens
 from relvit.ops.inputs import AttentionInputs, check_terms, checked, with_channels, with_equal_heads
 from relvit.ops.temperature import with_temperature
 from relvit.ops.terms import JointTable, RelativeTerms
-from relvit.ops.tracing import is_compiling, is_functorch
+from relvit.ops.tracing import is_compiling, is_eager, is_functorch
 
 BACKENDS: dict[str, ModuleType] = {
     "reference": reference,
@@ -108,7 +108,7 @@ def relative_attention(
         for name, tables in zip(RelativeTerms._fields, terms, strict=True):
             if isinstance(tables, JointTable):
                 raise ValueError(f"terms.{name} is a joint table: backend 'gathered' or 'reference', not {backend!r}")
-    if backend in ("tiled", "triton") and (is_compiling() or is_functorch()):
+    if backend in ("tiled", "triton") and not is_eager():
         raise ValueError(f"backend {backend!r} can be no part of graphs or of torch.func's transforms: use 'auto'")
     if backend == "reference":
         return reference.relative_attention(*inputs, trained_keys=trained_keys)
@@ -138,7 +138,7 @@ def choose(
     inputs = checked(AttentionInputs(query, key, value, terms, grid, key_grid))
     tables = [table for term in (*terms[:4], terms.channels) if term is not None for table in term]
     choice = _choose(inputs)
-    if is_compiling() or is_functorch():
+    if not is_eager():
         return choice
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value, *tables)):
         return choice

@@ -98,16 +98,14 @@ def grid_from_naflex(patch_coord: Tensor, patch_valid: Tensor | None, height: in
 
 def num_tokens(grid: Grid) -> int:
     """Return the length N of the sequence that `grid` lays out, prefix tokens included."""
-    coords = grid.coords  # a name of its own, so that TorchScript knows that it is not None
-    patches = grid.height * grid.width if coords is None else coords.shape[-2]
+    patches = grid.height * grid.width if grid.coords is None else grid.coords.shape[-2]
     return grid.prefix + patches
 
 
 def patch_coords(grid: Grid, device: torch.device | None = None) -> Tensor:
     """Return row and column of each patch token, (P, 2) or (B, P, 2) int64, of a raster too."""
-    coords = grid.coords  # as above
-    if coords is not None:
-        return coords.to(torch.int64)
+    if grid.coords is not None:
+        return grid.coords.to(torch.int64)
     rows = torch.arange(grid.height, device=device)[:, None].expand(grid.height, grid.width)
     cols = torch.arange(grid.width, device=device)[None, :].expand(grid.height, grid.width)
     return torch.stack((rows, cols), dim=-1).reshape(-1, 2)

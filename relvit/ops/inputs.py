@@ -57,8 +57,7 @@ def checked(inputs: AttentionInputs) -> AttentionInputs:
     key_grid = grid if inputs.key_grid is None else inputs.key_grid
     _check_contents(inputs, key_grid)
     _check_options(inputs)
-    # int: to `torch.jit.trace` sizes are tensors, and their powers single precision.
-    scale = int(query.shape[3]) ** -0.5 if inputs.scale is None else inputs.scale
+    scale = query.shape[3] ** -0.5 if inputs.scale is None else inputs.scale
     mask = inputs.attn_mask
     if mask is not None:
         mask = mask if mask.dtype == torch.bool else mask.to(query.dtype)

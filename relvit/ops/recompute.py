@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from relvit.ops.tracing import is_compiling, is_exporting, is_functorch
+from relvit.ops.tracing import is_compiling, is_eager, may_recompute
 
 
 class Versions:
@@ -44,7 +44,7 @@ class Versions:
 def recomputed(function: Callable[..., Tensor], *args: object, preserve_rng_state: bool = False) -> Tensor:
     """Compute `function(*args)`; backward computes it once more instead of keeping its intermediate tensors.
 
-    Recomputation as in Chen et al. 2016 (arXiv 1604.06174). Without gradients, in exported and traced graphs and inside
+    Recomputation as in Chen et al. 2016 (arXiv 1604.06174). Without gradients, in exported graphs and inside
     `torch.func`, which cannot recompute, it is a plain call.
 
     Args:
@@ -55,10 +55,10 @@ def recomputed(function: Callable[..., Tensor], *args: object, preserve_rng_stat
     Raises:
         RuntimeError: in backward, if one of the tensors was modified in place.
     """
-    if not torch.is_grad_enabled() or is_exporting() or torch.jit.is_tracing() or is_functorch():
+    if not torch.is_grad_enabled() or not may_recompute():
         return function(*args)
     options = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return checkpoint(function, *args, **options)
     versions = Versions(leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
     return checkpoint(function, *args, context_fn=lambda: (nullcontext(), versions), **options)
@@ -81,7 +81,7 @@ def recompute_saved(
     Raises:
         RuntimeError: in backward, if one of `inputs`, or what the operations save besides, was modified in place.
     """
-    if not torch.is_grad_enabled() or is_compiling() or is_functorch():
+    if not torch.is_grad_enabled() or not is_eager():
         yield
         return
     recomputation = _Recomputation(function, inputs)
@@ -98,7 +98,7 @@ def recompute_saved(
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda unpack: unpack()):
             yield
     finally:
-        # What is saved keeps its hooks, and these would keep the tensors.
+        # Saved tensors keep their hooks alive, and the hooks would keep these tensors alive.
         by_address.clear()
 
 

@@ -88,16 +88,11 @@ def with_width(tables: AxisTables | JointTable) -> AxisTables | JointTable:
     return type(tables)(*(table[..., None] for table in tables))
 
 
-def add_channels(terms: RelativeTerms | None, channels: Channels | None) -> RelativeTerms | None:
+def add_channels(terms: RelativeTerms, channels: Channels) -> RelativeTerms:
     """Return terms with further free channels, beside those that they have."""
-    if channels is None:
-        return terms
-    if terms is None:
-        return RelativeTerms(channels=channels)
-    given = terms.channels
-    if given is not None:
+    if (given := terms.channels) is not None:
         channels = Channels(_join(given.query, channels.query), _join(given.key, channels.key))
-    return RelativeTerms(terms.query, terms.key, terms.value, terms.bias, terms.bucketing, channels)
+    return terms._replace(channels=channels)
 
 
 def _join(one: Tensor, other: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Queries about what PyTorch does around a call: compiling or tracing, torch.func, autocast."""
+"""Queries about what PyTorch does around a call: compiling, exporting, torch.func, autocast."""
 
 from __future__ import annotations
 
@@ -8,9 +8,22 @@ import torch
 from torch.autograd import forward_ad
 
 
+def is_eager() -> bool:
+    """Return True where operations run as they are called: in no graph, and in no transform of `torch.func`.
+
+    Only there tensors have values that Python can read, and may an operation bring a backward of its own.
+    """
+    return not is_compiling() and not is_functorch()
+
+
+def may_recompute() -> bool:
+    """Return True where a backward may compute something once more: neither `torch.export` nor `torch.func` can."""
+    return not is_exporting() and not is_functorch()
+
+
 def is_compiling() -> bool:
-    """Return True while PyTorch compiles or exports a graph, or `torch.jit.trace` records one."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+    """Return True while PyTorch compiles or exports a graph."""
+    return torch.compiler.is_compiling()
 
 
 def is_exporting() -> bool:

@@ -1,4 +1,4 @@
-"""The position of docs/own_position.md: plain attention with the paper's formula as a mask, in graphs and scripts."""
+"""The position of docs/own_position.md: plain attention with the paper's formula as a mask, and in graphs."""
 
 import copy
 import functools
@@ -7,7 +7,6 @@ import sys
 import pytest
 import torch
 from documents import blocks
-from timm.layers import set_scriptable
 from timm.models import create_feature_extractor
 from timm.models.vision_transformer import VisionTransformer
 from vits import DEFAULTS, SMALL, assert_same, images, small
@@ -65,8 +64,3 @@ def test_it_is_a_position_like_any_other(quadratic):
     assert_same(other.eval()(images(16, 40)), model(images(16, 40)), atol=0)
     exported = torch.export.export(model, (images(16, 40),)).module()
     assert_same(exported(images(16, 40)), model(images(16, 40)), atol=1e-5)
-    with set_scriptable(True):
-        model = small(position=quadratic, class_token=True).eval()
-        scripted = torch.jit.script(model)
-    for size in ((24, 16), (16, 40)):
-        assert_same(scripted(images(*size)), model(images(*size)), atol=0)

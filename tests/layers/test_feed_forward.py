@@ -74,7 +74,6 @@ def test_models_have_it(name):
     assert_same(*results, atol=1e-10)
     exported = torch.export.export(model.eval(), (x,)).module()
     assert_same(exported(x), model(x), atol=1e-10)
-    assert_same(torch.jit.script(model)(x), model(x), atol=1e-10)
 
 
 @pytest.mark.parametrize(

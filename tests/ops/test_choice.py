@@ -54,22 +54,14 @@ def test_auto_takes_what_has_all_derivatives_where_they_are_asked_for(monkeypatc
     assert ran == ["fused", "gathered"]
 
 
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-def test_traced_graphs_take_the_stock_attention():
-    q, k, v, terms, grid = draw_case(3, 4)
-    traced = torch.jit.trace(lambda q, k, v: relative_attention(q, k, v, terms, grid), (q, k, v), check_trace=False)
-    torch.testing.assert_close(traced(k, v, q), relative_attention(k, v, q, terms, grid), rtol=0, atol=1e-12)
-
-
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_tiles_refuse_to_be_part_of_graphs_and_transforms():
     q, k, v, terms, grid = draw_case(3, 4)
 
     def attend(q, k, v):
         return relative_attention(q, k, v, terms, grid, backend="tiled")
 
-    with pytest.raises(ValueError, match="backend 'tiled' can be no part of graphs"):
-        torch.jit.trace(attend, (q, k, v))
+    with pytest.raises(Exception, match="backend 'tiled' can be no part of graphs"):
+        torch.compile(attend, backend="eager", fullgraph=True)(q, k, v)
     with pytest.raises(ValueError, match="backend 'tiled' can be no part of graphs"):
         torch.func.grad(lambda q: attend(q, k, v).sum())(q)
 

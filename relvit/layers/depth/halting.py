@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 import torch
-from timm.layers import register_notrace_function, register_notrace_module
 from torch import Tensor, nn
 
 from relvit.ops import Grid
@@ -36,11 +35,6 @@ def start_halting(patches: Tensor, grid: Grid) -> HaltingState:
     return HaltingState(running, total, torch.zeros(shape, dtype=torch.int64, device=patches.device), total)
 
 
-# Dtypes have no value while a graph is traced.
-register_notrace_function(start_halting)
-
-
-@register_notrace_module
 class AdaptiveHalting(nn.Module):
     """Graves' adaptive computation time (2016, arXiv 1603.08983, section 2) for every patch of an image.
 

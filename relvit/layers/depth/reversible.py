@@ -22,7 +22,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from relvit.ops import Grid
 from relvit.ops.recompute import Versions
-from relvit.ops.tracing import is_exporting, is_functorch
+from relvit.ops.tracing import may_recompute
 
 
 def reversible_blocks(
@@ -60,9 +60,8 @@ def reversible_blocks(
     if isinstance(x, torch.fx.Proxy):
         run = _run
     else:
-        graph = is_exporting() or torch.jit.is_tracing()
         # Without gradients nothing is kept anyway; transforms of torch.func have rules for plain operations alone.
-        run = _run if graph or not torch.is_grad_enabled() or is_functorch() else _run_recomputed
+        run = _run_recomputed if torch.is_grad_enabled() and may_recompute() else _run
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         autocast = torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)
         inner = None if autocast or wide is x else x.dtype

@@ -6,7 +6,6 @@ import math
 
 import torch
 import torch.nn.functional as F
-from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from relvit.ops import Grid
@@ -25,7 +24,6 @@ def sinusoids(position: Tensor, width: int, gain: Tensor) -> Tensor:
 
 
 # Sizes of the grid have no value while a graph is traced.
-@register_notrace_module
 class PositionStepSignals(nn.Module):
     """Sinusoids that are added to every token at every step: of row and column, and of the number of the step.
 

@@ -3,13 +3,10 @@
 from collections.abc import Sequence
 
 import torch
-from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-from relvit.layers.interpolate import larger
 from relvit.layers.positions.tables import LearnedPosition
 from relvit.ops import Grid
-from relvit.ops.backends.scripted import register_operator
 from relvit.ops.checks import int_pair
 from relvit.utils.messages import check_choice
 
@@ -17,7 +14,6 @@ COMBINES = ("concat", "sum")
 
 
 # Sizes of the grid have no value while a graph is traced.
-@register_notrace_module
 class AxialPositionEmbedding(LearnedPosition):
     """One vector per row and one per column of the grid, put together for each patch.
 
@@ -95,13 +91,20 @@ class AxialPositionEmbedding(LearnedPosition):
 
         Coordinates outside the grid get the nearest vector.
         """
-        if not torch.jit.is_scripting() and not isinstance(grid, Grid):
+        if not isinstance(grid, Grid):
             raise TypeError(f"grid must be a Grid, got {type(grid).__name__}: make_grid(height, width) makes one")
-        if torch.jit.is_scripting():
-            return torch.ops.relvit.axial_embedding(
-                self.rows, self.cols, grid.height, grid.width, grid.coords, self.combine
-            )
-        return axial_embedding(self.rows, self.cols, grid.height, grid.width, grid.coords, self.combine)
+        device = self.rows.device
+        if grid.coords is None:
+            y, x = torch.arange(grid.height, device=device)[:, None], torch.arange(grid.width, device=device)[None, :]
+        else:
+            y, x = grid.coords.to(torch.int64).unbind(-1)
+        rows, cols = look_up(self.rows, y, grid.height), look_up(self.cols, x, grid.width)
+        if self.combine == "sum":
+            embedding = rows + cols
+        else:
+            shape = torch.broadcast_shapes(y.shape, x.shape)
+            embedding = torch.cat((rows.expand(*shape, -1), cols.expand(*shape, -1)), dim=-1)
+        return embedding.flatten(0, 1) if grid.coords is None else embedding
 
     def extra_repr(self) -> str:
         widths = f"({self.rows.shape[1]}, {self.cols.shape[1]})"
@@ -117,7 +120,7 @@ def look_up(table: Tensor, index: Tensor, size: int) -> Tensor:
     # One expression for slices and stretches, without a condition on sizes, so that one graph serves all of them.
     # Positions are integers, in units of 1 / step, so that slices are exact.
     number = table.shape[0]
-    length = larger(size, number)
+    length = torch.sym_max(size, number)
     step = 2 * length
     position = ((2 * index + 1) * number - length).clamp(min=0)
     before = position // step
@@ -125,25 +128,3 @@ def look_up(table: Tensor, index: Tensor, size: int) -> Tensor:
     weight = (position - before * step).to(precision) / step
     low, high = (table[(before + further).clamp(max=number - 1)].to(precision) for further in (0, 1))
     return torch.lerp(low, high, weight[..., None]).to(table.dtype)
-
-
-def axial_embedding(rows: Tensor, cols: Tensor, height: int, width: int, coords: Tensor | None, combine: str) -> Tensor:
-    """Compute `AxialPositionEmbedding` with tables `rows` and `cols`."""
-    if coords is None:
-        y = torch.arange(height, device=rows.device)[:, None]
-        x = torch.arange(width, device=rows.device)[None, :]
-    else:
-        y, x = coords.to(torch.int64).unbind(-1)
-    rows, cols = look_up(rows, y, height), look_up(cols, x, width)
-    if combine == "sum":
-        embedding = rows + cols
-    else:
-        shape = torch.broadcast_shapes(y.shape, x.shape)
-        embedding = torch.cat((rows.expand(*shape, -1), cols.expand(*shape, -1)), dim=-1)
-    return embedding.flatten(0, 1) if coords is None else embedding
-
-
-register_operator(
-    "axial_embedding(Tensor rows, Tensor cols, int height, int width, Tensor? coords, str combine) -> Tensor",
-    axial_embedding,
-)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 import torch
-from timm.layers import Mlp, register_notrace_module
+from timm.layers import Mlp
 from torch import nn
 
 from relvit.layers.positions.stretch import axis_offsets
@@ -17,7 +17,6 @@ MODES = ("cr", "swin")
 
 
 # Tables are as long as the grid, whose sizes have no value while a graph is traced.
-@register_notrace_module
 class ContinuousPosition2d(LearnedPosition):
     """A bias that a network computes from both offsets: Swin V2 (Liu et al. 2021, arXiv 2111.09883, section 3.3).
 

@@ -1,7 +1,6 @@
 """FIRE's relative positions: a small network of the logarithm of the offset, divided by that of the image's size."""
 
 import torch
-from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from relvit.layers.positions.stretch import axis_offsets
@@ -10,7 +9,6 @@ from relvit.ops import AxisTables, Grid, RelativeTerms
 
 
 # Tables are as long as the grid, whose sizes have no value while a graph is traced.
-@register_notrace_module
 class FirePosition2d(LearnedPosition):
     """A bias that a network computes per axis: FIRE (Li et al. 2023, arXiv 2310.04418, eq. 7 to 9, appendix).
 

@@ -4,13 +4,11 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from timm.layers import register_notrace_function
 from torch import Tensor, nn
 
 from relvit.layers.positions.axial import look_up
 from relvit.layers.positions.tables import LearnedPosition
 from relvit.ops import Channels, Grid, RelativeTerms
-from relvit.ops.backends.scripted import register_operator
 from relvit.ops.checks import check_shape, int_pair
 from relvit.ops.grid import batched_coords
 
@@ -127,18 +125,11 @@ def factors_at(factors: Tensor, grid: Grid, key_grid: Grid) -> Tensor:
                 "factors cannot be stretched for a padded batch, whose images differ in size: give a larger grid_size, "
                 "or images of one size"
             )
-    if torch.jit.is_scripting():
-        of_places = torch.ops.relvit.factors_of_grid(factors, key_grid.height, key_grid.width)
-    else:
-        of_places = factors_of_grid(factors, key_grid.height, key_grid.width)
+    of_places = factors_of_grid(factors, key_grid.height, key_grid.width)
     y, x = batched_coords(grid, factors.device).unbind(-1)
     # Queries may be outside the grid of the keys.
     index = y.clamp(0, key_grid.height - 1) * key_grid.width + x.clamp(0, key_grid.width - 1)
     return F.pad(of_places[index], (0, 0, 0, 0, grid.prefix, 0)).transpose(1, 2)
-
-
-# Sizes of the grid have no value while a graph is traced.
-register_notrace_function(factors_at)
 
 
 def factors_of_grid(factors: Tensor, height: int, width: int) -> Tensor:
@@ -149,6 +140,3 @@ def factors_of_grid(factors: Tensor, height: int, width: int) -> Tensor:
     index = torch.arange(width, device=factors.device)
     both = look_up(rows.transpose(0, 1).flatten(1), index, width).view(width, height, heads, rank)
     return both.transpose(0, 1).flatten(0, 1)
-
-
-register_operator("factors_of_grid(Tensor factors, int height, int width) -> Tensor", factors_of_grid)

@@ -2,7 +2,6 @@
 
 import torch
 import torch.nn.functional as F
-from timm.layers import register_notrace_function
 from torch import Tensor, nn
 
 from relvit.layers.positions.stretch import is_stretched
@@ -110,7 +109,6 @@ def parabolas(
 
 
 # Sizes of the grid have no value while a graph is traced.
-register_notrace_function(parabolas)
 
 
 def _coordinates(

@@ -12,7 +12,6 @@ from timm.layers import (
     apply_rot_embed_cat,
     freq_bands,
     is_exporting,
-    register_notrace_module,
 )
 from timm.layers.pos_embed_sincos import init_random_2d_freqs
 from torch import Tensor, nn
@@ -27,7 +26,6 @@ TEMPERATURES = {"axial": 100.0, "mixed": 10.0}
 
 
 # Sizes of the grid have no value while a graph is traced.
-@register_notrace_module
 class RotaryEmbedding2d(KeepConstants):
     """Rotary embedding of queries and keys by row and column (Heo et al. 2024, arXiv 2403.13298, section 3).
 

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import torch
-from timm.layers import register_notrace_module
 
 from relvit.layers.positions.stretch import axis_offsets
 from relvit.ops import AxisTables, Grid, JointTable, RelativeTerms
@@ -15,7 +14,6 @@ DISTANCES = ("manhattan", "euclidean")
 
 
 # Tables are as long as the grid, whose sizes have no value while a graph is traced.
-@register_notrace_module
 class SlopePosition2d(KeepConstants):
     """A bias that falls with the distance of a key, by default Manhattan: -m_h (|dy| + |dx|) in head h.
 

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from relvit.ops import Grid
-from relvit.ops.backends.scripted import register_operator
 from relvit.ops.buckets import bucket, saturation
 from relvit.ops.tracing import is_compiling
 
@@ -26,11 +25,8 @@ def is_stretched(grid: Grid, trained_grid: tuple[int, int] | None) -> bool:
             "tables cannot be stretched for a padded batch, whose images differ in size: give images of one size, or "
             "use reach 'trained' or 'logn'"
         )
-    if not torch.jit.is_scripting():  # noqa: SIM102 (TorchScript would compile the second condition)
-        # One graph serves all sizes.
-        if is_compiling():
-            return True
-    return grid.height != trained_grid[0] or grid.width != trained_grid[1]
+    # One graph serves all sizes.
+    return is_compiling() or grid.height != trained_grid[0] or grid.width != trained_grid[1]
 
 
 def axis_offsets(
@@ -76,8 +72,6 @@ def stretch(table: Tensor, axis: int, size: int, trained: int, bucketing: str) -
     Returns:
         The table with 2 ceil(k * size / trained) + 1 rows, dtype of `table`; computed in float32 at least.
     """
-    if torch.jit.is_scripting():
-        return torch.ops.relvit.stretch(table, axis, size, trained, bucketing)
     distance = (table.shape[axis] - 1) // 2
     if bucketing != "clip":
         far = saturation(distance, bucketing)
@@ -94,6 +88,3 @@ def stretch(table: Tensor, axis: int, size: int, trained: int, bucketing: str) -
         table.index_select(axis, (before + further).clamp(max=2 * distance)).to(precision) for further in (0, 1)
     )
     return torch.lerp(low, high, weight).to(table.dtype)
-
-
-register_operator("stretch(Tensor table, int axis, int size, int trained, str bucketing) -> Tensor", stretch)

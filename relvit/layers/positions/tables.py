@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 import torch
-from timm.layers import register_notrace_module, trunc_normal_
+from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
 from relvit.layers.positions.stretch import is_stretched, stretch
@@ -41,7 +41,6 @@ class LearnedPosition(nn.Module):
 
 
 # Sizes of the grid have no value while a graph is traced.
-@register_notrace_module
 class RelativePosition2d(LearnedPosition):
     """Tables of Shaw et al. 2018 (arXiv 1803.02155, section 3.2) for the vertical and the horizontal offset.
 

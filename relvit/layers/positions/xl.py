@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from relvit.layers.positions.stretch import axis_offsets
@@ -14,7 +13,6 @@ from relvit.ops.checks import int_pair
 
 
 # Tables are as long as the grid, whose sizes have no value while a graph is traced.
-@register_notrace_module
 class TransformerXLPosition2d(LearnedPosition):
     """Positions of Transformer-XL (Dai et al. 2019, arXiv 1901.02860, section 3.3) for rows and columns of an image.
 

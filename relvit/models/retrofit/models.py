@@ -19,16 +19,16 @@ from timm.models.vision_transformer_relpos import VisionTransformerRelPos
 from timm.models.vision_transformer_sam import VisionTransformerSAM
 from torch import Tensor, nn
 
-from relvit.layers.interpolate import resample_embedding
+from relvit.layers import interpolate
 from relvit.layers.patch_embed import AnySizePatchEmbed, GridPatchEmbed, check_divisible
 from relvit.layers.positions.rope import ANY_SIZE_ROPES
 from relvit.layers.timm_attention import GridArgument
-from relvit.models.base import GridForward, TablesWithoutDecay
+from relvit.models.base import GridForward, NoTorchScript, TablesWithoutDecay
 from relvit.models.retrofit.imports import SHARED
 from relvit.ops import Grid, grid_from_naflex, patch_coords
 
 
-class Retrofitted(TablesWithoutDecay):
+class Retrofitted(NoTorchScript, TablesWithoutDecay):
     """Mixin before one of timm's models: its attention modules are `TimmRelativeAttention`, which it hands the grid.
 
     Every class has a method `open_to_all_sizes`, which lets images of every size in; `relvit.retrofit` calls it once.
@@ -149,7 +149,6 @@ class RetrofittedNaFlexVit(Retrofitted, NaFlexVit):
 
 
 # Sizes have no value while a graph is traced.
-torch.fx.wrap("resample_embedding")
 
 
 class GridInBias(Retrofitted, GridForward):
@@ -176,7 +175,9 @@ class GridInBias(Retrofitted, GridForward):
         if self.pos_embed is None:
             return x
         prefix = self.num_prefix_tokens
-        return self.pos_drop(x + resample_embedding(self.pos_embed, self.patch_embed.grid_size, size, prefix))
+        return self.pos_drop(
+            x + interpolate.resample_embedding(self.pos_embed, self.patch_embed.grid_size, size, prefix)
+        )
 
     def _run_block(self, block: nn.Module, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
         if is_causal:
@@ -224,7 +225,6 @@ class RetrofittedSwin(SwinWindows, SwinTransformer):
 class RetrofittedSwinV2(SwinWindows, SwinTransformerV2):
     """timm's `SwinTransformerV2` after `relvit.retrofit`."""
 
-    @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
         """Return timm's names, among them the networks of positions."""
         return super().no_weight_decay() | {name for name, _ in self.named_parameters() if ".position." in name}

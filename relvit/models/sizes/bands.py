@@ -250,8 +250,6 @@ def classify_bands(model: nn.Module, bands: Iterable[Tensor], memory_rows: int |
 def split_bands(model: nn.Module, images: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Sequence[Tensor]:
     """Divide images (B, in_chans, height, width) by the model's own bands; refuse what bands do not have."""
     _check_images(images, attn_mask, is_causal)
-    if torch.jit.is_tracing():
-        raise ValueError("a model that computes in bands cannot be traced: use torch.export")
     embed = model.patch_embed
     if not embed.dynamic_img_pad:
         check_divisible(images, embed.patch_size)

@@ -15,7 +15,7 @@ from relvit.ops.aft.pairs import average_of_pairs, place_bias, window_bias
 from relvit.ops.aft.sums import SPREAD, bounded_exp, exponentials, gated_average, products, running_average
 from relvit.ops.checks import check_backend, check_shape, int_pair
 from relvit.ops.grid import Grid, check_tokens, key_mask, token_places
-from relvit.ops.tracing import is_compiling, is_functorch, without_autocast
+from relvit.ops.tracing import is_compiling, is_eager, without_autocast
 
 SIMPLE_BACKENDS = ("reference",)
 FULL_BACKENDS = ("products", "pairs", "reference")
@@ -223,7 +223,7 @@ def _gate(query: Tensor, mixed: Tensor) -> Tensor:
 
 def _values_known(tensor: Tensor) -> bool:
     """Whether values can be read without waiting for a device, and do not become part of a graph."""
-    return tensor.device.type == "cpu" and not is_compiling() and not is_functorch()
+    return tensor.device.type == "cpu" and is_eager()
 
 
 def _far_apart(bottom: Tensor, top: Tensor) -> bool:

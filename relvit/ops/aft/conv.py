@@ -12,7 +12,7 @@ from torch.autograd.function import FunctionCtx
 
 from relvit.ops.aft.sums import bounded_exp, per_channel
 from relvit.ops.grid import Grid
-from relvit.ops.tracing import is_compiling, is_functorch
+from relvit.ops.tracing import is_eager
 
 # The difference cancels too much below. Down to it an average is at most 2 exp(5) = 300 times further off than by
 # rounding, and that only where a key of this weight outweighs all others together by as much.
@@ -85,9 +85,9 @@ def depthwise(kernel: Tensor, x: Tensor) -> Tensor:
         kernel: (channels, r, c), by offset, odd sizes.
         x: (B, H, W, channels).
     """
-    if x.device.type != "cpu" or is_compiling() or is_functorch() or not torch.is_grad_enabled():
-        return _convolve(kernel, x)
-    return _Depthwise.apply(kernel, x)
+    if x.device.type == "cpu" and torch.is_grad_enabled() and is_eager():
+        return _Depthwise.apply(kernel, x)
+    return _convolve(kernel, x)
 
 
 class _Depthwise(torch.autograd.Function):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from relvit.ops.tracing import is_compiling, is_functorch
+from relvit.ops.tracing import is_eager
 
 # How far weights may be apart, in powers of e. The largest exp(key - m) of a channel is 1, what is below exp(-87) is
 # lost in single precision: with a weight of exp(-70) for the one and of 1 for the other, that is less than rounding.
@@ -43,11 +43,11 @@ def exponentials(key: Tensor, value: Tensor, valid: Tensor | None) -> Tensor:
     top = key.detach().amax(dim=1, keepdim=True)
     if valid is not None:
         top = top.masked_fill(torch.isneginf(top), 0.0)
-    if is_compiling() or is_functorch():
+    if is_eager():
+        parts = _Exponentials.apply(key, value, top)
+    else:
         weights = (key - top).exp()
         parts = torch.cat(((weights * value).flatten(2), weights.flatten(2)), dim=2)
-    else:
-        parts = _Exponentials.apply(key, value, top)
     half = dtype == torch.bfloat16 and parts.device.type in HALF_PRODUCTS
     return parts.to(dtype) if half else parts
 
@@ -117,9 +117,9 @@ def gated_average(query: Tensor, sums: Tensor, valid: Tensor | None) -> Tensor:
         (B, heads, N, head_dim), dtype of the query.
     """
     query, padded = query.transpose(1, 2), valid is not None
-    if is_compiling() or is_functorch() or sums.shape[1] != query.shape[1]:
-        return _gated_average(query, sums, padded).transpose(1, 2)
-    return _GatedAverage.apply(query, sums, padded).transpose(1, 2)
+    if is_eager() and sums.shape[1] == query.shape[1]:
+        return _GatedAverage.apply(query, sums, padded).transpose(1, 2)
+    return _gated_average(query, sums, padded).transpose(1, 2)
 
 
 def _gated_average(query: Tensor, sums: Tensor, padded: bool) -> Tensor:

@@ -19,7 +19,7 @@ from relvit.ops.buckets import bucket, saturation
 from relvit.ops.grid import Grid, batched_coords
 from relvit.ops.inputs import AttentionInputs
 from relvit.ops.terms import AxisTables, with_width
-from relvit.ops.tracing import is_compiling, is_functorch
+from relvit.ops.tracing import is_compiling, is_eager
 
 # Stock kernels want head widths that are multiples of 8, and products are faster for it on the CPU as well.
 WIDTH_MULTIPLE = 8
@@ -162,9 +162,9 @@ def axis_logits(query: Tensor, tables: AxisTables, entries: TableIndex) -> Tenso
     """
     per_entry = entry_logits(query, tables, entries.reach)
     index = entries.index.expand(*per_entry.shape[:-1], -1)
-    if is_compiling() or is_functorch() or not torch.is_grad_enabled():
-        return per_entry.gather(-1, index)
-    return _Gather.apply(per_entry, index)
+    if torch.is_grad_enabled() and is_eager():
+        return _Gather.apply(per_entry, index)
+    return per_entry.gather(-1, index)
 
 
 def entry_logits(query: Tensor, tables: AxisTables, reach: Distances) -> Tensor:

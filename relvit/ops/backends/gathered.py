@@ -20,7 +20,7 @@ from relvit.ops.grid import Grid, batched_coords, key_mask, without_padding
 from relvit.ops.inputs import AttentionInputs
 from relvit.ops.recompute import recomputed
 from relvit.ops.terms import AxisTables, JointTable, with_width
-from relvit.ops.tracing import is_exporting, is_functorch, without_autocast
+from relvit.ops.tracing import may_recompute, without_autocast
 
 # Logits of one tile, over all samples and heads: 4 M numbers, 16 MB in float32.
 TILE_LOGITS = 1 << 22
@@ -41,7 +41,7 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
     # Backward recomputes tiles under the autocast state of here.
     with without_autocast(query.device):
         queries, keys = _tokens(inputs.grid, query.device), _tokens(inputs.key_grid, key.device)
-        if is_exporting() or torch.jit.is_tracing() or is_functorch():
+        if not may_recompute():
             # The number of tiles is not known in a graph for all sizes, and transforms cannot recompute tiles.
             return _attend(inputs, queries, keys, 0)
         batch, heads, length, _ = query.shape

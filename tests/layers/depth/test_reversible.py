@@ -204,11 +204,7 @@ def test_without_gradients_there_is_no_recomputation(monkeypatch):
     grad = torch.func.grad(lambda given: torch.func.functional_call(model, given, X).square().sum())
     first = grad(params)
     assert first["blocks.0.mlp.fc1.weight"].abs().max() > 0
-    traced = torch.jit.trace(model.eval(), X, check_trace=False)
-    assert_same(traced(X), expected, atol=1e-9)
-    assert_same(torch.export.export(model, (X,)).module()(X), expected, atol=1e-9)
-    scripted = torch.jit.script(small(reversible=True, proj_drop_rate=0.0).double().eval())
-    assert_same(scripted(X), expected, atol=1e-12)
+    assert_same(torch.export.export(model.eval(), (X,)).module()(X), expected, atol=1e-9)
     nodes = create_feature_extractor(model, ["blocks.0.attn", "head"])
     assert_same(nodes(X)["head"], expected, atol=1e-9)
 

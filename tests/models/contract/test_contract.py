@@ -1,7 +1,7 @@
 """The contract with timm: `COVERED` and `ARGUMENTS` name a test for all that its `VisionTransformer` offers.
 
 A version of timm with another public name or argument makes `test_all_of_timms_vision_transformer_is_covered` fail.
-Compiled and exported graphs are in `test_graphs.py`, TorchScript and symbolic tracing in `test_scripted.py`.
+Compiled and exported graphs are in `test_graphs.py`, symbolic tracing in `test_symbolic.py`.
 """
 
 import ast

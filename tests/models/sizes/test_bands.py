@@ -3,7 +3,6 @@
 import copy
 
 import pytest
-import timm
 import torch
 from retrofit_cases import build as build_timm
 from retrofit_cases import retrofitted
@@ -209,7 +208,6 @@ REFUSED = [
     (lambda: set_bands(retrofitted(build_timm("siglip")), 2), "cannot compute in bands: its blocks are not those of"),
     (lambda: set_reach(retrofitted(build_timm("siglip")), "bands"), "cannot compute in bands: its blocks are not"),
     (lambda: set_reach(build(band_rows=2), "stretch"), r"which computes in bands already: leave it out"),
-    (lambda: torch.jit.trace(build(band_rows=2), photos()), "cannot be traced: use torch.export"),
     (lambda: forward_segment(build(), photos(), memory_rows=-1), "memory_rows must be an integer, 0 or more, or None"),
     (
         lambda: forward_segment(build(), photos(), forward_segment(build(), photos())),
@@ -233,10 +231,3 @@ REFUSED = [
 def test_refusals(call, message):
     with pytest.raises(ValueError, match=message):
         call()
-
-
-def test_scripts_refuse():
-    with timm.layers.set_scriptable(True):
-        scripted = torch.jit.script(small(band_rows=2))
-    with pytest.raises(torch.jit.Error, match="a model that computes in bands has no TorchScript"):
-        scripted(images())

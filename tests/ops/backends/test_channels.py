@@ -107,8 +107,6 @@ def test_several_channels_and_their_width():
     assert both.channels.query.shape[-1] == 5
     expected = brute_force(q, k, v, both, grid)
     torch.testing.assert_close(relative_attention(q, k, v, both, grid), expected, rtol=0, atol=1e-11)
-    assert add_channels(None, None) is None
-    assert add_channels(terms, None) is terms
     assert choose(q, k, v, terms, grid).backend == "fused"
     wide = Channels(*(part.expand(-1, -1, -1, 1).expand(-1, -1, -1, 300) for part in case(grid, rank=1)[3].channels))
     q, k, v = (part.to("meta", torch.float32) for part in (q, k, v))
