@@ -4,7 +4,9 @@ import pytest
 import timm
 import torch
 from timm.models import create_feature_extractor
-from vits import assert_same, build_timm, images, retrofitted, small
+from vits import assert_same, images, small
+
+import relvit
 
 VARIANTS = [
     {"rel_terms": "qkvb", "class_token": True, "reg_tokens": 2, "bucketing": "piecewise", "shared_heads": False},
@@ -30,14 +32,16 @@ VARIANTS = [
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_symbolic_tracing_has_the_same_outputs_and_gradients(variant):
     model = small(**{"depth": 2, **variant}).eval()
+    # Graphs compute all tokens at all steps, the model those alone that have not halted.
+    atol = 1e-5 if variant.get("halting") else 0
     traced = create_feature_extractor(model, ["head"])
-    assert_same(traced(images(16, 40))["head"], model(images(16, 40)), atol=0)
+    assert_same(traced(images(16, 40))["head"], model(images(16, 40)), atol)
     expected, got = model(images()), traced(images())["head"]
-    assert_same(got, expected, atol=0)
+    assert_same(got, expected, atol)
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     grads = torch.autograd.grad(expected.square().sum(), [model.get_parameter(name) for name in names])
     of_traced = torch.autograd.grad(got.square().sum(), [traced.get_parameter(name) for name in names])
-    assert_same(of_traced, grads, atol=0)
+    assert_same(of_traced, grads, atol)
 
 
 @pytest.mark.parametrize("variant", VARIANTS[:2], ids=str)
@@ -52,7 +56,10 @@ def test_nodes_have_the_names_of_modules(variant):
     assert_same(nodes["blocks.0"], first, atol=0)
 
 
-@pytest.mark.parametrize("make", [lambda: timm.create_model("test_relvit"), lambda: retrofitted(build_timm("siglip"))])
-def test_scripting_is_refused_in_one_sentence(make):
-    with pytest.raises(TypeError, match="no TorchScript, which PyTorch has deprecated: use torch.export or torch.comp"):
-        torch.jit.script(make())
+@pytest.mark.parametrize("model", ["test_relvit", "test_vit"])
+def test_scripting_is_refused_in_one_sentence(model):
+    model = timm.create_model(model)
+    if not isinstance(model, relvit.RelVisionTransformer):
+        relvit.retrofit(model)
+    with pytest.raises(TypeError, match="has no TorchScript, which PyTorch has deprecated"):
+        torch.jit.script(model)
