@@ -14,7 +14,7 @@ from vits import DEFAULTS, SMALL, assert_same, images, small
 
 @pytest.fixture(scope="module")
 def quadratic(tmp_path_factory):
-    """The class, from a module of its own: TorchScript wants to read the source."""
+    """The class, from a module of its own, as users have it."""
     (block,) = blocks("docs/own_position.md", "python")
     assert len(block.splitlines()) <= 40
     folder = tmp_path_factory.mktemp("docs")
