@@ -6,7 +6,6 @@ from torch import Tensor, nn
 from relvit.ops import Channels, Grid, num_tokens
 
 
-# Sizes of the grid have no value while a graph is traced.
 class PrefixBias(nn.Module):
     """Three numbers per head, added to the logits of prefix tokens (class token, registers), as in BEiT.
 

@@ -23,7 +23,6 @@ def sinusoids(position: Tensor, width: int, gain: Tensor) -> Tensor:
     return torch.cat((angle.sin(), angle.cos()), dim=-1).to(gain.dtype)
 
 
-# Sizes of the grid have no value while a graph is traced.
 class PositionStepSignals(nn.Module):
     """Sinusoids that are added to every token at every step: of row and column, and of the number of the step.
 

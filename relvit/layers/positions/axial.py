@@ -13,7 +13,6 @@ from relvit.utils.messages import check_choice
 COMBINES = ("concat", "sum")
 
 
-# Sizes of the grid have no value while a graph is traced.
 class AxialPositionEmbedding(LearnedPosition):
     """One vector per row and one per column of the grid, put together for each patch.
 

@@ -16,7 +16,6 @@ from relvit.utils.messages import check_choice
 MODES = ("cr", "swin")
 
 
-# Tables are as long as the grid, whose sizes have no value while a graph is traced.
 class ContinuousPosition2d(LearnedPosition):
     """A bias that a network computes from both offsets: Swin V2 (Liu et al. 2021, arXiv 2111.09883, section 3.3).
 

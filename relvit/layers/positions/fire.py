@@ -8,7 +8,6 @@ from relvit.layers.positions.tables import LearnedPosition, initialise
 from relvit.ops import AxisTables, Grid, RelativeTerms
 
 
-# Tables are as long as the grid, whose sizes have no value while a graph is traced.
 class FirePosition2d(LearnedPosition):
     """A bias that a network computes per axis: FIRE (Li et al. 2023, arXiv 2310.04418, eq. 7 to 9, appendix).
 

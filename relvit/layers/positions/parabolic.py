@@ -108,9 +108,6 @@ def parabolas(
     return Channels(_without_prefix(query, grid.prefix), _without_prefix(key, key_grid.prefix))
 
 
-# Sizes of the grid have no value while a graph is traced.
-
-
 def _coordinates(
     grid: Grid, key_grid: Grid, trained: tuple[int, int] | None, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,6 @@ from relvit.utils.messages import check_choice
 TEMPERATURES = {"axial": 100.0, "mixed": 10.0}
 
 
-# Sizes of the grid have no value while a graph is traced.
 class RotaryEmbedding2d(KeepConstants):
     """Rotary embedding of queries and keys by row and column (Heo et al. 2024, arXiv 2403.13298, section 3).
 

@@ -13,7 +13,6 @@ from relvit.utils.messages import check_choice
 DISTANCES = ("manhattan", "euclidean")
 
 
-# Tables are as long as the grid, whose sizes have no value while a graph is traced.
 class SlopePosition2d(KeepConstants):
     """A bias that falls with the distance of a key, by default Manhattan: -m_h (|dy| + |dx|) in head h.
 

@@ -40,7 +40,6 @@ class LearnedPosition(nn.Module):
         self.init_weights()
 
 
-# Sizes of the grid have no value while a graph is traced.
 class RelativePosition2d(LearnedPosition):
     """Tables of Shaw et al. 2018 (arXiv 1803.02155, section 3.2) for the vertical and the horizontal offset.
 

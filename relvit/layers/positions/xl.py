@@ -12,7 +12,6 @@ from relvit.ops import AxisTables, Grid, RelativeTerms
 from relvit.ops.checks import int_pair
 
 
-# Tables are as long as the grid, whose sizes have no value while a graph is traced.
 class TransformerXLPosition2d(LearnedPosition):
     """Positions of Transformer-XL (Dai et al. 2019, arXiv 1901.02860, section 3.3) for rows and columns of an image.
 

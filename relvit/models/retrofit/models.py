@@ -148,9 +148,6 @@ class RetrofittedNaFlexVit(Retrofitted, NaFlexVit):
         return grid._replace(valid=None)
 
 
-# Sizes have no value while a graph is traced.
-
-
 class GridInBias(Retrofitted, GridForward):
     """Mixin before timm's models whose blocks hand on a shared bias, in place of which they are handed the grid."""
 
