@@ -1,6 +1,6 @@
 """Leaves of symbolic tracing (torch.fx): modules that timm's `create_feature_extractor` keeps whole.
 
-They look at sizes, which have no value while a model is traced; a user's position module lies within one of them. The
+They look at sizes, which have no value while a model is traced; a user's position module is in one of them. The
 interpolation of embeddings, a function, is a leaf too, see `relvit.layers.interpolate`.
 """
 
