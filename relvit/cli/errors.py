@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from traceback import walk_tb
 from types import FrameType
@@ -22,8 +23,9 @@ class LostProcessError(RuntimeError):
 def is_users_mistake(error: Exception) -> bool:
     """Return whether the message alone is enough: bad values and missing files, unlike faults of the program."""
     mistakes = (ValueError, FileNotFoundError, NotADirectoryError, PermissionError, MissingPackageError)
+    too_long = isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
     # Lightning's; its class takes seconds to import.
-    return isinstance(error, mistakes) or type(error).__name__ == "MisconfigurationException"
+    return too_long or isinstance(error, mistakes) or type(error).__name__ == "MisconfigurationException"
 
 
 def is_self_explanatory(error: Exception) -> bool:

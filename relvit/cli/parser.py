@@ -127,7 +127,7 @@ def explain(parser: ArgumentParser, arguments: Sequence[str], error: Exception) 
                     f"--{option.name} is for --data NAME: --data ImageFolderData --data.root DIR in the place of --root"
                 )
             return NO_DATA if first is None else f"--{option.name}: name the data (--data NAME) before its options"
-        if complaint := _wrong_name(option, known) or _wrong_value(option, known):
+        if complaint := _no_mapping(option, known) or _wrong_name(option, known) or _wrong_value(option, known):
             return complaint
     if needs_data and "data" not in names:
         return NO_DATA
@@ -258,6 +258,14 @@ def _wrong_name(option: Given, known: Mapping[str, Any]) -> str | None:
     if same := [name for name, own in names.items() if own.rpartition(".")[2] == last]:
         return f"{shown}{place} (did you mean {min(same, key=len)!r}?)"
     return f"{shown}{place}{did_you_mean(shown.split()[-1], names)}"
+
+
+def _no_mapping(option: Given, known: Mapping[str, Any]) -> str | None:
+    parent, place = option.name.rpartition(".")[0], "" if option.file is None else f" in {option.file}"
+    hint = known.get(parent)
+    if hint is None or _families(hint) or _accepts(hint, {}):
+        return None
+    return f"--{parent}{place} must be {_in_words(hint)}, got a mapping"
 
 
 def _wrong_value(option: Given, known: Mapping[str, Any]) -> str | None:

@@ -6,10 +6,12 @@ Every example runs an honest line, too. Without the variable the examples are fe
 """
 
 import faulthandler
+import io
 import os
 import random
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -114,9 +116,11 @@ def changed(line, chance):
     return [*line, "--trainer.fast_dev_run=true"] if line[0] == "fit" else line
 
 
-def run(line, capfd):
+def run(line, capfd, monkeypatch):
     """The exit status; a hang ends the process, wherever it is."""
     capfd.readouterr()
+    # `--config -` reads it.
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
     faulthandler.dump_traceback_later(120, exit=True)
     try:
         status = main(line)
@@ -127,12 +131,12 @@ def run(line, capfd):
 
 
 @pytest.mark.parametrize("number", range(EXAMPLES))
-def test_a_changed_line_works_or_is_refused(number, place, capfd):
+def test_a_changed_line_works_or_is_refused(number, place, capfd, monkeypatch):
     chance = random.Random(SEED + number)
     line = changed(HONEST[number % len(HONEST)], chance)
     about = f"FUZZ_SEED={SEED}, example {number}: relvit {line}"
     before = sorted(place.rglob("*"))
-    status, out, err = run(line, capfd)
+    status, out, err = run(line, capfd, monkeypatch)
     # With 1 `check-data` reports broken files, and `calibrate` that no temperature helps.
     assert status in ((0, 1, 2) if line[0] in ("check-data", "calibrate") else (0, 2)), about
     assert "Traceback" not in out + err, f"{about}\n{err}"
@@ -149,7 +153,7 @@ def test_a_changed_line_works_or_is_refused(number, place, capfd):
 
 
 @pytest.mark.parametrize("number", range(EXAMPLES))
-def test_an_honest_line_works(number, place, capfd):
+def test_an_honest_line_works(number, place, capfd, monkeypatch):
     line = HONEST[number % len(HONEST)]
-    status, _, err = run(line, capfd)
+    status, _, err = run(line, capfd, monkeypatch)
     assert status == 0, f"relvit {line}\n{err}"
