@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from relvit.layers import AFTSimple, LSHAttention, RelativeAttention
+from relvit.layers.attention import relative_terms
 from relvit.layers.patch_embed import check_divisible
 from relvit.layers.timm_attention import TimmRelativeAttention
-from relvit.ops import Grid, RelativeTerms, choose, num_tokens
+from relvit.ops import Grid, choose, num_tokens
 from relvit.ops.backends.fused import augmented_width
 from relvit.ops.checks import int_pair
 from relvit.ops.inputs import AttentionInputs, checked
@@ -95,7 +96,7 @@ def _plan(name: str, layer: nn.Module, grid: Grid, training: bool) -> LayerPlan:
     like = {"device": weight.device, "dtype": weight.dtype}
     vectors = torch.empty(1, layer.num_heads, num_tokens(grid), layer.head_dim, **like)
     # Positions may depend on tokens, of which the width counts alone.
-    terms = layer.relative_terms(torch.empty(1, num_tokens(grid), weight.shape[0], **like), grid) or RelativeTerms()
+    terms = relative_terms(layer, torch.empty(1, num_tokens(grid), weight.shape[0], **like), grid, grid)
     given = (vectors, vectors, vectors, terms, grid)
     choice = choose(*given)
     if training:

@@ -1,16 +1,81 @@
 """Multi-head self-attention with relative positions, the attention of relvit's own models."""
 
+from collections.abc import Callable
+
 import torch
 from timm.layers import Attention
 from torch import Tensor, nn
 
 from relvit.layers.attention_weights import show_weights
+from relvit.layers.positions.base import terms_of
 from relvit.layers.positions.factory import check_position
 from relvit.ops import Grid, RelativeTerms, from_windows, relative_attention, to_windows
 from relvit.ops.attention import BACKENDS
 from relvit.ops.checks import check_backend, check_heads
-from relvit.ops.terms import add_channels
+from relvit.ops.terms import add_channels, with_query_bias
 from relvit.ops.windows import exceeds_window
+
+
+def relative_terms(layer: nn.Module, x: Tensor, grid: Grid, key_grid: Grid) -> RelativeTerms:
+    """Compute the terms of a layer's `position` and `prefix_bias` for tokens `x`, (B, N, dim) of `grid`."""
+    terms = RelativeTerms() if layer.position is None else terms_of(layer.position, x, grid, key_grid)
+    prefix_bias = getattr(layer, "prefix_bias", None)
+    return terms if prefix_bias is None else add_channels(terms, prefix_bias(grid, key_grid))
+
+
+def attend_with(
+    layer: nn.Module,
+    x: Tensor,
+    projected: tuple[Tensor, Tensor, Tensor],
+    grid: Grid,
+    key_grid: Grid | None = None,
+    *,
+    rotate: Callable[[Tensor, Grid], Tensor] | None = None,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> Tensor:
+    """Attend with a layer's relative terms between its projections: relvit's own layer and those of timm.
+
+    With q and k as they are projected and R the rotation, where there is one,
+
+        logit_ij = scale * (R q_i . R k_j + q_i . a^K_ij + k_j . a^Q_ij) + b_ij
+
+    so tables act on vectors that are not rotated, which do not depend on a token's own coordinates.
+
+    Args:
+        layer: has `position`, `backend`, `scale`, `trained_keys`, `attn_drop`, and perhaps `prefix_bias`.
+        x: (B, Nq, dim), the tokens that attend.
+        projected: queries (B, heads, Nq, head_dim), and keys and values of all tokens that they attend to. Norms that
+            return float32 under autocast are rotated in float32, as in timm.
+        grid: where the tokens that attend are.
+        key_grid: where the others are; None: they are the same.
+        rotate: maps queries or keys and their grid to rotated ones.
+        attn_mask: see `relvit.ops.relative_attention`.
+        is_causal: see `relvit.ops.relative_attention`.
+
+    Returns:
+        (B, heads, Nq, head_dim).
+    """
+    query, key, value = projected
+    terms = relative_terms(layer, x, grid, grid if key_grid is None else key_grid)
+    query, terms = with_query_bias(query, terms)
+    position_query = position_key = None
+    if rotate is not None:
+        position_query, position_key = query.to(value.dtype), key.to(value.dtype)
+        query, key = rotate(query, grid), rotate(key, grid if key_grid is None else key_grid)
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    options = {
+        "key_grid": key_grid,
+        "attn_mask": attn_mask,
+        "is_causal": is_causal,
+        "scale": layer.scale,
+        "trained_keys": layer.trained_keys,
+        "position_query": position_query,
+        "position_key": position_key,
+    }
+    show_weights(layer.attn_drop, query, key, terms, grid, **options)
+    dropout_p = layer.attn_drop.p if layer.training else 0.0
+    return relative_attention(query, key, value, terms, grid, dropout_p=dropout_p, backend=layer.backend, **options)
 
 
 class RelativeAttention(Attention):
@@ -82,43 +147,11 @@ class RelativeAttention(Attention):
             windows, inner = to_windows(x, grid, self.window)
             return from_windows(self.forward(windows, inner), grid, self.window)
         keys = x if memory is None else torch.cat((memory, x), dim=1)
-        q, k, v = self.project(keys)
+        query, key, value = self.project(keys)
         if memory is not None:
-            q = q[:, :, -x.shape[1] :]
-        terms = self.relative_terms(x, grid, key_grid)
-        q, k, position_query, position_key = self.rotate(q, k, grid, grid if key_grid is None else key_grid)
-        options = {
-            "key_grid": key_grid,
-            "attn_mask": attn_mask,
-            "is_causal": is_causal,
-            "scale": self.scale,
-            "trained_keys": self.trained_keys,
-            "position_query": position_query,
-            "position_key": position_key,
-        }
-        show_weights(self.attn_drop, q, k, terms, grid, **options)
-        dropout_p = self.attn_drop.p if self.training else 0.0
-        mixed = relative_attention(q, k, v, terms, grid, dropout_p=dropout_p, backend=self.backend, **options)
-        return self.output(x, mixed)
-
-    def relative_terms(self, x: Tensor, grid: Grid, key_grid: Grid | None = None) -> RelativeTerms:
-        """Compute the terms for tokens `x`, (B, N, dim) on `grid`, that attend to those of `key_grid`."""
-        keys = grid if key_grid is None else key_grid
-        if self.position is None:
-            terms = RelativeTerms()
-        elif hasattr(self.position, "terms"):
-            terms = self.position.terms(x, grid, keys)
-        else:
-            terms = self.position(keys)
-        return terms if self.prefix_bias is None else add_channels(terms, self.prefix_bias(grid, keys))
-
-    def rotate(
-        self, query: Tensor, key: Tensor, grid: Grid, key_grid: Grid
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Rotate queries and keys; return them, and as they were, which is what tables meet (None: the same)."""
-        if self.rope is None:
-            return query, key, None, None
-        return self.rope(query, grid), self.rope(key, key_grid), query, key
+            query = query[:, :, -x.shape[1] :]
+        options = {"rotate": self.rope, "attn_mask": attn_mask, "is_causal": is_causal}
+        return self.output(x, attend_with(self, x, (query, key, value), grid, key_grid, **options))
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Compute queries, keys and values (B, heads, N, head_dim) of (B, N, dim) tokens."""
@@ -126,12 +159,7 @@ class RelativeAttention(Attention):
         # Unbound before they are transposed, so that backward stacks the gradients as the projection wants them.
         q, k, v = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim).unbind(2)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        # Under autocast a norm may return float32 where the value is in half precision.
-        q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
-        if hasattr(self.position, "content_bias"):
-            # Transformer-XL's u.
-            q = q + self.position.content_bias[:, None].to(q.dtype)
-        return q, k, v
+        return self.q_norm(q), self.k_norm(k), v
 
     def output(self, x: Tensor, mixed: Tensor) -> Tensor:
         """Compute the result (B, N, dim) of tokens (B, N, dim) from their mixed values (B, heads, N, head_dim)."""

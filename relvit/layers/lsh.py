@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from relvit.layers.aft import refuse_mask
+from relvit.layers.positions.base import needs_tokens
 from relvit.ops import Grid, RelativeTerms, lsh_attention, lsh_rotations
 from relvit.ops.checks import check_heads
 from relvit.utils.constants import KeepConstants
@@ -110,7 +111,7 @@ class LSHAttention(KeepConstants):
         query_key, value = self.qk_norm(query_key.transpose(1, 2)).to(value.dtype), value.transpose(1, 2)
         terms: RelativeTerms | None = None
         if self.position is not None:
-            if hasattr(self.position, "terms"):
+            if needs_tokens(self.position):
                 raise ValueError(NO_TERMS)
             terms = self.position(grid)
         dropout_p = self.attn_drop.p if self.training else 0.0

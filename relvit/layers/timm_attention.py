@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -10,9 +11,8 @@ from timm.layers import Attention, AttentionRope, apply_rot_embed_cat
 from timm.models.eva import EvaAttention
 from torch import Tensor, nn
 
-from relvit.layers.attention_weights import show_weights
-from relvit.ops import Grid, RelativeTerms, from_windows, relative_attention, to_windows
-from relvit.ops.terms import add_channels
+from relvit.layers.attention import attend_with
+from relvit.ops import Grid, from_windows, to_windows
 from relvit.ops.windows import exceeds_window
 
 
@@ -30,10 +30,8 @@ class GridArgument(NamedTuple):
 class TimmRelativeAttention:
     """Mixin before one of timm's attention modules: relative terms between its projections.
 
-    All parameters and options are timm's, plus a position module. With q and k as they come out of `q_norm` and
-    `k_norm`, and R the rotary embedding, where there is one,
-
-        logit_ij = scale * (R q_i . R k_j + q_i . a^K_ij + k_j . a^Q_ij) + b_ij
+    All parameters and options are timm's, plus a position module; queries and keys are those that come out of `q_norm`
+    and `k_norm`, see `relvit.layers.attention.attend_with`.
 
     Attributes:
         position: module that maps a `Grid` to `RelativeTerms`, such as `RelativePosition2d`.
@@ -78,59 +76,31 @@ class TimmRelativeAttention:
             windows, inner = to_windows(x, grid, self.window)
             found = TimmRelativeAttention.forward(self, windows, attn_mask=GridArgument(inner, None))
             return from_windows(found, grid, self.window)
-        tokens = x
-        gate = self.gate(x).sigmoid() if self.gate is not None else None
-        query, key, value = self._project(x)
-        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        query, key = self.q_norm(query), self.k_norm(key)
-        if hasattr(self.position, "content_bias"):
-            # Transformer-XL's u.
-            query = query + self.position.content_bias[:, None].to(query.dtype)
-        position_query = position_key = None
-        if rope is not None:
-            # Tables act on vectors that are not rotated: those do not depend on a token's own coordinates. As in timm,
-            # norms that return float32 under autocast are rotated in float32.
-            position_query, position_key = query.to(value.dtype), key.to(value.dtype)
-            query, key = (_rotate(part, rope, grid.prefix, self.rotate_half) for part in (query, key))
-        query, key = query.to(value.dtype), key.to(value.dtype)
-        if (group := self.num_kv_groups) > 1:
-            key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
-            position_key = None if position_key is None else position_key.repeat_interleave(group, dim=1)
-        terms = self.relative_terms(tokens, grid)
-        options = {
-            "attn_mask": attn_mask,
-            "is_causal": is_causal,
-            "scale": self.scale,
-            "trained_keys": self.trained_keys,
-            "position_query": position_query,
-            "position_key": position_key,
-        }
-        show_weights(self.attn_drop, query, key, terms, grid, **options)
-        dropout_p = self.attn_drop.p if self.training else 0.0
-        x = relative_attention(query, key, value, terms, grid, dropout_p=dropout_p, backend=self.backend, **options)
-        x = self.norm(x.transpose(1, 2).flatten(2))
-        if gate is not None:
-            x = x * gate
-        return self.proj_drop(self.proj(x))
+        rotate = None if rope is None else partial(_rotate, rope=rope, half=self.rotate_half)
+        options = {"rotate": rotate, "attn_mask": attn_mask, "is_causal": is_causal}
+        mixed = attend_with(self, x, self._project(x), grid, **options)
+        out = self.norm(mixed.transpose(1, 2).flatten(2))
+        if self.gate is not None:
+            out = out * self.gate(x).sigmoid()
+        return self.proj_drop(self.proj(out))
 
-    def relative_terms(self, x: Tensor, grid: Grid) -> RelativeTerms:
-        """Compute the terms for tokens `x`, (B, N, dim) of `grid`."""
-        terms = self.position.terms(x, grid, grid) if hasattr(self.position, "terms") else self.position(grid)
-        # No attribute of the class, which would hide the module.
-        return add_channels(terms, self.prefix_bias(grid, grid)) if hasattr(self, "prefix_bias") else terms
-
-    def _project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Queries (B, N, heads, head_dim), keys and values, which may have fewer heads."""
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute queries, keys and values (B, heads, N, head_dim) of (B, N, dim) tokens."""
         if self.qkv is None:
-            parts = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
-            return tuple(part.unflatten(-1, (-1, self.head_dim)) for part in parts)
-        if getattr(self, "q_bias", None) is None:
-            qkv = self.qkv(x)
+            projected = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+            parts = [part.unflatten(-1, (-1, self.head_dim)) for part in projected]
+        elif getattr(self, "q_bias", None) is None:
+            parts = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim)).unbind(2)
         else:
             # timm's `EvaAttention`, whose keys have no trained bias.
             bias = torch.cat((self.q_bias, self.k_bias, self.v_bias))
             qkv = self.qkv(x) + bias if self.qkv_bias_separate else F.linear(x, self.qkv.weight, bias)
-        return qkv.unflatten(-1, (3, self.num_heads, self.head_dim)).unbind(2)
+            parts = qkv.unflatten(-1, (3, self.num_heads, self.head_dim)).unbind(2)
+        query, key, value = (part.transpose(1, 2) for part in parts)
+        query, key = self.q_norm(query), self.k_norm(key)
+        if (group := self.num_kv_groups) > 1:
+            key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+        return query, key, value
 
 
 class TimmRelativePlain(TimmRelativeAttention, Attention):
@@ -167,6 +137,7 @@ def _split_arguments(
     )
 
 
-def _rotate(x: Tensor, rope: Tensor, prefix: int, half: bool) -> Tensor:
+def _rotate(x: Tensor, grid: Grid, rope: Tensor, half: bool) -> Tensor:
     """Rotate the patches of (B, heads, N, head_dim); prefix tokens stay as they are."""
+    prefix = grid.prefix
     return torch.cat((x[:, :, :prefix], apply_rot_embed_cat(x[:, :, prefix:], rope, half=half)), dim=2)

@@ -10,6 +10,7 @@ from timm.models import DefaultCfg
 from torch import nn
 
 from relvit.layers.lsh import NO_TERMS, LSHAttention
+from relvit.layers.positions.base import needs_tokens
 from relvit.models.entry_points import default_cfgs_of, entry_point
 from relvit.models.relative_vit import SMALL, RelVisionTransformer
 from relvit.models.weights.convert import checkpoint_filter_fn
@@ -46,7 +47,7 @@ class LSHVisionTransformer(RelVisionTransformer):
             kwargs["rel_terms"] = rel_terms
         super().__init__(**kwargs)
         for block in self.blocks:
-            if hasattr(block.attn.position, "terms"):
+            if needs_tokens(block.attn.position):
                 raise ValueError(f"{NO_TERMS}, got {type(block.attn.position).__name__}")
             check_bias_alone(block.attn.position(Grid(1, 1)))
             block.attn.set_hashing(bucket_size, rounds)

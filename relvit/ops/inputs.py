@@ -11,7 +11,7 @@ from torch import Tensor
 from relvit.ops.buckets import BUCKETINGS
 from relvit.ops.checks import check_kind, check_shape
 from relvit.ops.grid import Grid, check_tokens
-from relvit.ops.terms import AxisTables, Channels, JointTable, RelativeTerms
+from relvit.ops.terms import AxisTables, Channels, JointTable, RelativeTerms, with_query_bias
 from relvit.ops.tracing import is_compiling
 from relvit.utils.messages import did_you_mean, listing
 
@@ -62,7 +62,9 @@ def checked(inputs: AttentionInputs) -> AttentionInputs:
     if mask is not None:
         mask = mask if mask.dtype == torch.bool else mask.to(query.dtype)
         mask = mask[(None,) * max(0, 2 - mask.dim())]
-    position_query = query if inputs.position_query is None else inputs.position_query
+    terms, biased = inputs.terms, (query, inputs.position_query)
+    query, position_query = (part if part is None else with_query_bias(part, terms)[0] for part in biased)
+    position_query = query if position_query is None else position_query
     position_key = key if inputs.position_key is None else inputs.position_key
     if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
         # Backends divide the bias, and a mask's gradient, by the scale, and multiply what hides padding by it: here the
@@ -71,7 +73,7 @@ def checked(inputs: AttentionInputs) -> AttentionInputs:
         query, scale = scale * query, 1.0
     return inputs._replace(
         query=query,
-        terms=with_equal_heads(inputs.terms),
+        terms=with_equal_heads(terms)._replace(query_bias=None),
         key_grid=key_grid,
         attn_mask=mask,
         scale=scale,
@@ -147,6 +149,9 @@ def _check_contents(inputs: AttentionInputs, key_grid: Grid) -> None:
             lead = [size if size == 1 else most for size, most in zip(channels.shape, (batch, heads), strict=False)]
             check_shape(name, channels, (*lead, like.shape[2], rank))
             named[name] = channels
+    if terms.query_bias is not None:
+        check_shape("terms.query_bias", terms.query_bias, (heads, head_dim))
+        named["terms.query_bias"] = terms.query_bias
     if isinstance(inputs.attn_mask, Tensor):
         named["attn_mask"] = inputs.attn_mask
     for name, tensor in named.items():

@@ -216,7 +216,7 @@ def _bias(terms: RelativeTerms, grid: Grid, index: Tensor, other: Tensor, like: 
 
 def check_bias_alone(terms: RelativeTerms) -> None:
     """Raise ValueError for terms that LSH attention has no use for."""
-    others = [name for name in ("query", "key", "value", "channels") if getattr(terms, name) is not None]
+    others = [name for name in ("query", "key", "value", "channels", "query_bias") if getattr(terms, name) is not None]
     if others:
         raise ValueError(
             f"LSH attention takes a bias alone, got relative terms on {' and '.join(others)}: tokens of one bucket are "

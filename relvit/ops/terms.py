@@ -73,6 +73,8 @@ class RelativeTerms(NamedTuple):
         bias: b, one number per head: tables of shape (2k + 1,), shared by all heads, or (heads, 2k + 1). Not scaled.
         bucketing: 'clip' or 'piecewise', which row of a table an offset uses; see `relvit.ops.buckets.bucket`.
         channels: c, see `Channels`. Not scaled.
+        query_bias: (heads, head_dim), added to all queries before a rotary embedding: Transformer-XL's u (Dai et al.
+            2019, arXiv 1901.02860, section 3.3).
     """
 
     query: AxisTables | JointTable | None = None
@@ -81,6 +83,14 @@ class RelativeTerms(NamedTuple):
     bias: AxisTables | JointTable | None = None
     bucketing: str = "clip"
     channels: Channels | None = None
+    query_bias: Tensor | None = None
+
+
+def with_query_bias(query: Tensor, terms: RelativeTerms) -> tuple[Tensor, RelativeTerms]:
+    """Add the terms' `query_bias` to queries (B, heads, N, head_dim); return them, and the other terms."""
+    if terms.query_bias is None:
+        return query, terms
+    return query + terms.query_bias[:, None].to(query.dtype), terms._replace(query_bias=None)
 
 
 def with_width(tables: AxisTables | JointTable) -> AxisTables | JointTable:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from relvit.layers import AFTConv2d, AFTFull, LSHAttention, RelativeAttention
 from relvit.layers.attention_weights import LogitInputs, record_logit_inputs
+from relvit.layers.positions.base import needs_tokens
 from relvit.layers.timm_attention import TimmRelativeAttention
 from relvit.models.attention_maps import patch_grid
 from relvit.ops import AxisTables, Channels, Grid, JointTable, RelativeTerms
@@ -43,7 +44,7 @@ def position_tables(model: nn.Module, img_size: Sequence[int]) -> dict[str, dict
     for name, layer in _layers(model, ATTENTION | LSHAttention).items():
         position = layer.position
         kinds.add("no position" if position is None else type(position).__name__)
-        if position is None or hasattr(position, "terms"):
+        if position is None or needs_tokens(position):
             continue
         window = getattr(layer, "block_window", None)
         terms = position(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from relvit.layers.attention import attend_with
 from relvit.layers.block import RelativeBlock
-from relvit.ops import Grid, RelativeTerms, relative_attention
+from relvit.ops import Grid
 
 
 def take_tokens(x: Tensor, index: Tensor) -> Tensor:
@@ -60,22 +61,7 @@ def run_gathered(
         own = [put_tokens(old, index, new) for old, new in zip(memory, own, strict=True)]
     if chosen is not None:
         inputs, normed, query = (take_tokens(part, chosen) for part in (inputs, normed, query))
-    query, key, value = (part.transpose(1, 2) for part in (query, *own))
-    terms = attn.relative_terms(normed, query_grid, key_grid)
-    query, key, position_query, position_key = attn.rotate(query, key, query_grid, key_grid)
-    mixed = relative_attention(
-        query,
-        key,
-        value,
-        RelativeTerms() if terms is None else terms,
-        query_grid,
-        key_grid,
-        position_query=position_query,
-        position_key=position_key,
-        dropout_p=attn.attn_drop.p if attn.training else 0.0,
-        scale=attn.scale,
-        trained_keys=attn.trained_keys,
-        backend=attn.backend,
-    )
+    projected = tuple(part.transpose(1, 2) for part in (query, *own))
+    mixed = attend_with(attn, normed, projected, query_grid, key_grid, rotate=attn.rope)
     x = inputs + block.drop_path1(block.ls1(attn.output(normed, mixed)))
     return x + block.mlp_branch(x), tuple(own)

@@ -7,6 +7,7 @@ import torch
 from timm.layers import Mlp
 from torch import nn
 
+from relvit.layers.positions.base import Position
 from relvit.layers.positions.stretch import axis_offsets
 from relvit.layers.positions.tables import LearnedPosition, initialise
 from relvit.ops import Grid, JointTable, RelativeTerms
@@ -16,7 +17,7 @@ from relvit.utils.messages import check_choice
 MODES = ("cr", "swin")
 
 
-class ContinuousPosition2d(LearnedPosition):
+class ContinuousPosition2d(LearnedPosition, Position):
     """A bias that a network computes from both offsets: Swin V2 (Liu et al. 2021, arXiv 2111.09883, section 3.3).
 
     b_ij = G(s(y_i - y_j), s(x_i - x_j)), with a network G of one hidden layer and ReLU, and a logarithmic scale s:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from relvit.layers.positions.base import needs_tokens
 from relvit.layers.positions.continuous import ContinuousPosition2d
 from relvit.layers.positions.fire import FirePosition2d
 from relvit.layers.positions.low_rank import LowRankPosition2d
@@ -98,8 +99,8 @@ def check_position(position: object) -> None:
             "a position must be a module from Grid to RelativeTerms, such as RelativePosition2d(head_dim, num_heads), "
             f"got {kind}"
         )
-    # It wants tokens too, of which there are none here.
-    if hasattr(position, "terms"):
+    # Its terms may depend on tokens, of which there are none here.
+    if needs_tokens(position):
         return
     try:
         terms = position(Grid(1, 1))

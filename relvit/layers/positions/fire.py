@@ -3,12 +3,13 @@
 import torch
 from torch import Tensor, nn
 
+from relvit.layers.positions.base import Position
 from relvit.layers.positions.stretch import axis_offsets
 from relvit.layers.positions.tables import LearnedPosition, initialise
 from relvit.ops import AxisTables, Grid, RelativeTerms
 
 
-class FirePosition2d(LearnedPosition):
+class FirePosition2d(LearnedPosition, Position):
     """A bias that a network computes per axis: FIRE (Li et al. 2023, arXiv 2310.04418, eq. 7 to 9, appendix).
 
         b_ij = f_row(u(y_i - y_j, H)) + f_col(u(x_i - x_j, W))

@@ -7,13 +7,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from relvit.layers.positions.axial import look_up
+from relvit.layers.positions.base import Position
 from relvit.layers.positions.tables import LearnedPosition
 from relvit.ops import Channels, Grid, RelativeTerms
 from relvit.ops.checks import check_shape, int_pair
 from relvit.ops.grid import batched_coords
 
 
-class LowRankPosition2d(LearnedPosition):
+class LowRankPosition2d(LearnedPosition, Position):
     """A bias b_ij = f_i . g_j with two learned vectors of width r for each place of a grid, per head.
 
     Source: FlashBias (Wu et al. 2025, arXiv 2505.12044, section 3): every bias of rank r is r more channels of queries
@@ -40,6 +41,7 @@ class LowRankPosition2d(LearnedPosition):
 
     # Factors belong to places in the image, and are stretched over larger ones.
     needs_extent = True
+    needs_tokens = True
 
     def __init__(
         self,

@@ -4,13 +4,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from relvit.layers.positions.base import Position
 from relvit.layers.positions.stretch import is_stretched
 from relvit.layers.positions.tables import LearnedPosition, initialise
 from relvit.ops import Channels, Grid, RelativeTerms
 from relvit.ops.grid import batched_coords
 
 
-class ParabolicPosition2d(LearnedPosition):
+class ParabolicPosition2d(LearnedPosition, Position):
     """Parabolic position encoding, PaPE (Ohrstrom et al. 2026, arXiv 2602.01418), as in the authors' code.
 
         logit_ij = scale * (q_i . k_j + sum_m (-a_im s_ijm^2 + b_im s_ijm)),   s_ijm = w_m . (p_i - p_j)
@@ -40,6 +41,8 @@ class ParabolicPosition2d(LearnedPosition):
     Raises:
         ValueError: no parabola, a negative standard deviation.
     """
+
+    needs_tokens = True
 
     def __init__(
         self,

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from relvit.layers.positions.base import Position
 from relvit.layers.positions.stretch import axis_offsets
 from relvit.ops import AxisTables, Grid, JointTable, RelativeTerms
 from relvit.ops.checks import int_pair
@@ -13,7 +14,7 @@ from relvit.utils.messages import check_choice
 DISTANCES = ("manhattan", "euclidean")
 
 
-class SlopePosition2d(KeepConstants):
+class SlopePosition2d(KeepConstants, Position):
     """A bias that falls with the distance of a key, by default Manhattan: -m_h (|dy| + |dx|) in head h.
 
     Slopes m_h are those of ALiBi (Press et al. 2022, arXiv 2108.12409, section 3), see `alibi_slopes`; as there, the

@@ -6,6 +6,7 @@ import torch
 from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
+from relvit.layers.positions.base import Position
 from relvit.layers.positions.stretch import is_stretched, stretch
 from relvit.ops import BUCKETINGS, AxisTables, Grid, JointTable, RelativeTerms
 from relvit.ops.checks import check_kind, int_pair
@@ -40,7 +41,7 @@ class LearnedPosition(nn.Module):
         self.init_weights()
 
 
-class RelativePosition2d(LearnedPosition):
+class RelativePosition2d(LearnedPosition, Position):
     """Tables of Shaw et al. 2018 (arXiv 1803.02155, section 3.2) for the vertical and the horizontal offset.
 
     For every term in `rel_terms` it holds one table per axis, (2k + 1, head_dim), or (num_heads, 2k + 1, head_dim) with

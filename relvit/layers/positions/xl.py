@@ -6,13 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from relvit.layers.positions.base import Position
 from relvit.layers.positions.stretch import axis_offsets
 from relvit.layers.positions.tables import LearnedPosition
 from relvit.ops import AxisTables, Grid, RelativeTerms
 from relvit.ops.checks import int_pair
 
 
-class TransformerXLPosition2d(LearnedPosition):
+class TransformerXLPosition2d(LearnedPosition, Position):
     """Positions of Transformer-XL (Dai et al. 2019, arXiv 1901.02860, section 3.3) for rows and columns of an image.
 
         logit_ij = scale * ((q_i + u) . k_j + (q_i + v) . W_R R_ij)
@@ -22,9 +23,8 @@ class TransformerXLPosition2d(LearnedPosition):
     W_R R_ij = a(y_i - y_j) + b(x_i - x_j) without a remainder: a table per axis and head, computed for the grid and
     never clipped, in both directions. Where i or j is a prefix token, the part of W_R is zero.
 
-    Called with a `Grid` it returns the `RelativeTerms` for queries to which `content_bias` has been added, as relvit's
-    attention layers do (before a rotary embedding, where there is one): a and b as key tables, scale (v - u) . a and
-    scale (v - u) . b as a bias, so that these queries meet W_R as q + v.
+    Called with a `Grid` it returns the `RelativeTerms`: u as `query_bias`, a and b as key tables, and scale (v - u) . a
+    and scale (v - u) . b as a bias, so that queries to which u has been added meet W_R as q + v.
 
     Args:
         head_dim: width of one attention head; the scale is head_dim ** -0.5.
@@ -77,7 +77,7 @@ class TransformerXLPosition2d(LearnedPosition):
         # No matrix product, which under autocast would be one in half precision.
         turned = self.content_bias.shape[1] ** -0.5 * (self.position_bias - self.content_bias)[:, None]
         bias = AxisTables((rows * turned).sum(dim=-1), (cols * turned).sum(dim=-1))
-        return RelativeTerms(key=AxisTables(rows, cols), bias=bias)
+        return RelativeTerms(key=AxisTables(rows, cols), bias=bias, query_bias=self.content_bias)
 
     def _table(self, weight: Tensor, offsets: Tensor) -> Tensor:
         """W_R R of all offsets on an axis, (num_heads, 2 size - 1, head_dim)."""

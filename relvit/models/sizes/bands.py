@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from relvit.layers import AnySizePatchEmbed, RelativeAttention, RelativeBlock
 from relvit.layers.patch_embed import check_divisible
+from relvit.layers.positions.base import needs_extent
 from relvit.ops import Grid, num_tokens, patch_coords
 from relvit.ops.checks import int_pair
 
@@ -103,7 +104,7 @@ def check_bands(model: nn.Module) -> None:
         reason = "its class token or registers are in no band"
     elif model.pos_embed is not None or model.axial is not None:
         reason = "its absolute embedding depends on the height of the image, which a band does not know: pos_embed=''"
-    elif any(getattr(block.attn.position, "needs_extent", False) for block in blocks):
+    elif any(needs_extent(block.attn.position) for block in blocks):
         position = type(blocks[0].attn.position).__name__
         reason = f"its {position} depends on the size of the image or the place in it, which a band does not know"
     elif not isinstance(model.patch_drop, nn.Identity):

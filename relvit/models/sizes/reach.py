@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from torch import nn
 
 from relvit.layers import RelativeAttention
+from relvit.layers.positions.base import is_stretchable, needs_tokens
 from relvit.layers.timm_attention import TimmRelativeAttention
 from relvit.models.sizes.bands import Bands, check_bands
 from relvit.ops import Grid
@@ -98,17 +99,17 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
     for layer in layers:
         layer.trained_keys = trained_keys
         layer.window = window
-        if hasattr(layer.position, "trained_grid"):
+        if is_stretchable(layer.position):
             layer.position.trained_grid = trained_grid
     return model
 
 
 def _check_position(position: nn.Module | None, refused: str) -> None:
     """Raise unless there are tables to stretch."""
-    tables = position is not None and not hasattr(position, "terms")
+    tables = position is not None and not needs_tokens(position)
     if position is None or (tables and all(term is None for term in position(Grid(1, 1))[:4])):
         raise ValueError(f"{refused} without relative terms: there are no tables to stretch")
-    if not hasattr(position, "trained_grid"):
+    if not is_stretchable(position):
         raise ValueError(
             f"{refused} with position {type(position).__name__}, which cannot be stretched: it has no attribute "
             "trained_grid, (rows, columns), for its forward to follow"

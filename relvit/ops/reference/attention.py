@@ -110,6 +110,9 @@ def attention_logits(
     """Compute logit_ij, (B, heads, Nq, Nk), of `relvit.ops.relative_attention`, before any mask."""
     key_grid = grid if key_grid is None else key_grid
     scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if terms.query_bias is not None:
+        added = rearrange(terms.query_bias, "h d -> h 1 d")
+        query, position_query = query + added, None if position_query is None else position_query + added
     position_query = query if position_query is None else position_query
     position_key = key if position_key is None else position_key
     valid = key_mask(key_grid)

@@ -1,0 +1,61 @@
+"""`Position`: the base of relative position modules, and what attention asks of any module that is used as one."""
+
+from __future__ import annotations
+
+import warnings
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from relvit.ops import Grid, RelativeTerms
+from relvit.ops.tracing import is_compiling
+
+
+class Position(nn.Module):
+    """Base of relative position modules: a module from where tokens are to `RelativeTerms`.
+
+    A position implements `forward(grid)`, or `terms` where it depends on the tokens. A module without this base needs
+    no more than `forward(grid)`.
+
+    Attributes:
+        needs_tokens: the terms depend on tokens or are free channels, so that there are no tables to look at.
+        needs_extent: the terms depend on the size of the image or on places in it, and not on offsets alone:
+            `relvit.models.set_bands` refuses them.
+        trained_grid: rows and columns of patches in training, by which a position whose `forward` follows it stretches
+            offsets in images of another size, see `relvit.models.set_reach`; None: it does not. A position that cannot
+            be stretched has no such attribute.
+    """
+
+    needs_tokens: ClassVar[bool] = False
+    needs_extent: ClassVar[bool] = False
+
+    def terms(self, x: Tensor, grid: Grid, key_grid: Grid) -> RelativeTerms:
+        """Compute the terms for tokens `x`, (B, N, dim) on `grid`, that attend to those of `key_grid`."""
+        return self(key_grid)
+
+
+def terms_of(position: nn.Module, x: Tensor, grid: Grid, key_grid: Grid) -> RelativeTerms:
+    """Compute the terms of a position, with this base or without: see `Position.terms`."""
+    terms = position.terms(x, grid, key_grid) if hasattr(position, "terms") else position(key_grid)
+    if terms.query_bias is None and hasattr(position, "content_bias"):
+        # Compilers do not know how to warn.
+        if not is_compiling():
+            text = f"{type(position).__name__}: return content_bias as RelativeTerms(query_bias=...), which replaces it"
+            warnings.warn(text, FutureWarning, stacklevel=2)
+        terms = terms._replace(query_bias=position.content_bias)
+    return terms
+
+
+def needs_tokens(position: nn.Module) -> bool:
+    """Return whether a position depends on tokens or has free channels."""
+    return getattr(position, "needs_tokens", hasattr(position, "terms"))
+
+
+def needs_extent(position: nn.Module) -> bool:
+    """Return whether a position depends on the size of the image or on places in it."""
+    return getattr(position, "needs_extent", False)
+
+
+def is_stretchable(position: nn.Module) -> bool:
+    """Return whether a position can count offsets in trained patches, by its attribute `trained_grid`."""
+    return hasattr(position, "trained_grid")
