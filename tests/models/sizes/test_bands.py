@@ -89,7 +89,7 @@ def loop_by_hand(model, x, band, memory):
                 for part in attn.qkv(block.norm1(both)).chunk(3, dim=-1)
             )
             coords = torch.cartesian_prod(torch.arange(before, height), torch.arange(3))
-            q = (q + attn.position.content_bias[:, None])[:, :, 3 * before :]
+            q = q[:, :, 3 * before :]
             grid, key_grid = make_grid(height, 3, coords=coords), make_grid(height, 3)
             mixed = relative_attention(q, k, v, attn.position(key_grid), grid, key_grid, backend="reference")
             y = y + attn.proj(mixed.transpose(1, 2).flatten(2)).unflatten(1, (-1, 3))
