@@ -44,6 +44,8 @@ def vectors(model, layer):
         qkv = attn.qkv(tokens[0])[0].unflatten(-1, (3, attn.num_heads, -1))
         handle.remove()
         query, key = (qkv[:, part].transpose(0, 1) for part in (0, 1))
+        if hasattr(attn.position, "content_bias"):
+            query = query + attn.position.content_bias[:, None]
     return query, key
 
 
