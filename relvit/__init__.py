@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from relvit import layers, models, ops
+from relvit import families, layers, models, ops
 from relvit.models import Reach, RelVisionTransformer, attention_maps, retrofit
 from relvit.version import __version__
 
@@ -26,6 +26,7 @@ __all__ = [
     "attention_maps",
     "explain",
     "load",
+    "families",
     "layers",
     "models",
     "ops",

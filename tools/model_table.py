@@ -16,7 +16,8 @@ import timm
 import torch
 from torch import nn
 
-from relvit.layers import AFTConv2d, AFTFull, AFTSimple, LSHAttention, RelativeAttention, TransformerXLPosition2d
+from relvit.families.transformer_xl import TransformerXLPosition2d
+from relvit.layers import AFTConv2d, AFTFull, AFTSimple, LSHAttention, RelativeAttention
 from relvit.models import AFTVisionTransformer, UniversalVisionTransformer
 
 ROOT = Path(__file__).parent.parent

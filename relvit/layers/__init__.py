@@ -1,5 +1,6 @@
 """Modules with parameters, built on `relvit.ops`: positions, attention, attention-free mixers, blocks, patches."""
 
+from relvit._moved import moved
 from relvit.layers.aft import AFTConv2d, AFTFull, AFTLocal, AFTSimple
 from relvit.layers.attention import RelativeAttention
 from relvit.layers.block import GridBlock, MixerBlock, RelativeBlock
@@ -15,7 +16,6 @@ from relvit.layers.positions import (
     RelativePosition2d,
     RotaryEmbedding2d,
     SlopePosition2d,
-    TransformerXLPosition2d,
     factorise_bias,
 )
 from relvit.layers.prefix_bias import PrefixBias
@@ -23,7 +23,6 @@ from relvit.layers.prefix_bias import PrefixBias
 __all__ = [
     "RelativePosition2d",
     "SlopePosition2d",
-    "TransformerXLPosition2d",
     "FirePosition2d",
     "ContinuousPosition2d",
     "ParabolicPosition2d",
@@ -44,3 +43,5 @@ __all__ = [
     "AnySizePatchEmbed",
     "resample_embedding",
 ]
+
+__getattr__ = moved("relvit.layers")

@@ -7,7 +7,8 @@ from draws import brute_force
 from timm.models.vision_transformer import VisionTransformer
 from vits import NAMES, groups_of, images, small
 
-from relvit.layers import RelativePosition2d, SlopePosition2d, TransformerXLPosition2d
+from relvit.families.transformer_xl import TransformerXLPosition2d
+from relvit.layers import RelativePosition2d, SlopePosition2d
 from relvit.ops import Grid
 
 AXIAL = ["axial", "axial-sum"]
@@ -113,7 +114,7 @@ def test_each_position_has_its_own_default_distance(kwargs, kind, distance):
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"position": "slope"}, r"is 'slope'; allowed are 'tables', .*'low-rank' \(did you mean 'slopes'\?\)"),
+        ({"position": "slope"}, r"is 'slope'; allowed are 'tables', .* \(did you mean 'slopes'\?\)"),
         ({"position": "slopes", "rel_terms": "k"}, "rel_terms is for position 'tables', got rel_terms='k' with"),
         ({"position": "slopes", "rel_init_std": 0.5}, "rel_init_std is for position 'tables', got rel_init_std=0.5"),
         ({"position": "xl", "layout": "joint"}, "layout is for position 'tables', got .* with position 'xl'"),

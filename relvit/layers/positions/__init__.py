@@ -8,7 +8,6 @@ from relvit.layers.positions.parabolic import ParabolicPosition2d
 from relvit.layers.positions.rope import RotaryEmbedding2d
 from relvit.layers.positions.slopes import SlopePosition2d
 from relvit.layers.positions.tables import RelativePosition2d
-from relvit.layers.positions.xl import TransformerXLPosition2d
 
 __all__ = [
     "AxialPositionEmbedding",
@@ -19,6 +18,5 @@ __all__ = [
     "RelativePosition2d",
     "RotaryEmbedding2d",
     "SlopePosition2d",
-    "TransformerXLPosition2d",
     "factorise_bias",
 ]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from relvit.layers.positions.tables import LearnedPosition
+from relvit.layers.positions.base import LearnedPosition
 from relvit.ops import Grid
 from relvit.ops.checks import int_pair
 from relvit.utils.messages import check_choice

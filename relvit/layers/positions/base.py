@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from typing import ClassVar
 
+from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
 from relvit.ops import Grid, RelativeTerms
@@ -32,6 +34,40 @@ class Position(nn.Module):
     def terms(self, x: Tensor, grid: Grid, key_grid: Grid) -> RelativeTerms:
         """Compute the terms for tokens `x`, (B, N, dim) on `grid`, that attend to those of `key_grid`."""
         return self(key_grid)
+
+
+class LearnedPosition(nn.Module):
+    """Base of positions with parameters: relative positions and absolute embeddings.
+
+    Args:
+        init_std: standard deviation of the truncated normal that initialises them; 0: zeros.
+
+    Raises:
+        ValueError: a negative standard deviation.
+    """
+
+    def __init__(self, init_std: float) -> None:
+        super().__init__()
+        if init_std < 0:
+            raise ValueError(f"init_std must not be negative, got {init_std}")
+        self.init_std = init_std
+
+    def init_weights(self) -> None:
+        """Initialise all parameters."""
+        initialise(self.parameters(), self.init_std)
+
+    def reset_parameters(self) -> None:
+        """Initialise all parameters, for PyTorch and timm: they call it for modules made on the meta device."""
+        self.init_weights()
+
+
+def initialise(tables: Iterable[Tensor], std: float) -> None:
+    """Draw tables from a normal of standard deviation `std`, truncated at ±2; zeros for 0."""
+    for table in tables:
+        if std:
+            trunc_normal_(table, std=std)
+        else:
+            nn.init.zeros_(table)
 
 
 def terms_of(position: nn.Module, x: Tensor, grid: Grid, key_grid: Grid) -> RelativeTerms:

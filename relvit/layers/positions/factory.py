@@ -16,15 +16,14 @@ from relvit.layers.positions.low_rank import LowRankPosition2d
 from relvit.layers.positions.parabolic import ParabolicPosition2d
 from relvit.layers.positions.slopes import SlopePosition2d
 from relvit.layers.positions.tables import RelativePosition2d
-from relvit.layers.positions.xl import TransformerXLPosition2d
 from relvit.ops import Grid, RelativeTerms
 from relvit.utils.messages import check_choice
 
+# Rooms of `relvit.families` add theirs.
 POSITIONS: dict[str, Callable[..., nn.Module]] = {
     "tables": RelativePosition2d,
     "slopes": SlopePosition2d,
     "slopes-euclidean": partial(SlopePosition2d, distance="euclidean"),
-    "xl": TransformerXLPosition2d,
     "fire": FirePosition2d,
     "cpb": ContinuousPosition2d,
     "pape": ParabolicPosition2d,

@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from relvit.layers.positions.base import Position
+from relvit.layers.positions.base import LearnedPosition, Position, initialise
 from relvit.layers.positions.stretch import axis_offsets
-from relvit.layers.positions.tables import LearnedPosition, initialise
 from relvit.ops import AxisTables, Grid, RelativeTerms
 
 

@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from relvit.layers.positions.axial import look_up
-from relvit.layers.positions.base import Position
-from relvit.layers.positions.tables import LearnedPosition
+from relvit.layers.positions.base import LearnedPosition, Position
 from relvit.ops import Channels, Grid, RelativeTerms
 from relvit.ops.checks import check_shape, int_pair
 from relvit.ops.grid import batched_coords

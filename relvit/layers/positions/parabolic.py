@@ -4,9 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from relvit.layers.positions.base import Position
+from relvit.layers.positions.base import LearnedPosition, Position, initialise
 from relvit.layers.positions.stretch import is_stretched
-from relvit.layers.positions.tables import LearnedPosition, initialise
 from relvit.ops import Channels, Grid, RelativeTerms
 from relvit.ops.grid import batched_coords
 

@@ -1,12 +1,11 @@
 """Learned relative positions: Shaw's tables of clipped offsets, one for rows and one for columns."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
-from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
-from relvit.layers.positions.base import Position
+from relvit.layers.positions.base import LearnedPosition, Position
 from relvit.layers.positions.stretch import is_stretched, stretch
 from relvit.ops import BUCKETINGS, AxisTables, Grid, JointTable, RelativeTerms
 from relvit.ops.checks import check_kind, int_pair
@@ -14,31 +13,6 @@ from relvit.utils.messages import check_choice
 
 TERMS = {"q": "query", "k": "key", "v": "value", "b": "bias"}
 LAYOUTS: dict[str, type[AxisTables] | type[JointTable]] = {"separate": AxisTables, "joint": JointTable}
-
-
-class LearnedPosition(nn.Module):
-    """Base of positions with parameters.
-
-    Args:
-        init_std: standard deviation of the truncated normal that initialises them; 0: zeros.
-
-    Raises:
-        ValueError: a negative standard deviation.
-    """
-
-    def __init__(self, init_std: float) -> None:
-        super().__init__()
-        if init_std < 0:
-            raise ValueError(f"init_std must not be negative, got {init_std}")
-        self.init_std = init_std
-
-    def init_weights(self) -> None:
-        """Initialise all parameters."""
-        initialise(self.parameters(), self.init_std)
-
-    def reset_parameters(self) -> None:
-        """Initialise all parameters, for PyTorch and timm: they call it for modules made on the meta device."""
-        self.init_weights()
 
 
 class RelativePosition2d(LearnedPosition, Position):
@@ -154,12 +128,3 @@ class RelativePosition2d(LearnedPosition, Position):
             f"rel_terms={self.rel_terms!r}, max_distance={self.max_distance}, shared_heads={self.shared_heads}, "
             f"layout={self.layout!r}, bucketing={self.bucketing!r}, init_std={self.init_std}"
         )
-
-
-def initialise(tables: Iterable[Tensor], std: float) -> None:
-    """Draw tables from a normal of standard deviation `std`, truncated at ±2; zeros for 0."""
-    for table in tables:
-        if std:
-            trunc_normal_(table, std=std)
-        else:
-            nn.init.zeros_(table)

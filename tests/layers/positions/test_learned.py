@@ -6,6 +6,7 @@ import pytest
 import torch
 from position_cases import DIM, HEADS, draw, layer, plain
 
+from relvit.families.transformer_xl import TransformerXLPosition2d
 from relvit.layers import (
     AxialPositionEmbedding,
     ContinuousPosition2d,
@@ -14,7 +15,6 @@ from relvit.layers import (
     ParabolicPosition2d,
     RelativePosition2d,
     RotaryEmbedding2d,
-    TransformerXLPosition2d,
 )
 from relvit.ops import make_grid, num_tokens
 

@@ -9,9 +9,10 @@ from oracles import transformer_xl as oracle
 from position_cases import DIM, HEADS, LAYOUTS, draw, layer, run
 from torch import nn
 
-from relvit.layers import RelativeAttention, TransformerXLPosition2d
+from relvit.families.transformer_xl import TransformerXLPosition2d
+from relvit.layers import RelativeAttention, RelativePosition2d
 from relvit.layers.timm_attention import TimmRelativePlain
-from relvit.ops import make_grid, num_tokens
+from relvit.ops import AxisTables, RelativeTerms, make_grid, num_tokens, relative_attention
 
 
 def build(cls=RelativeAttention, position=None, **options):
@@ -82,3 +83,32 @@ def test_biases_are_in_single_precision_under_autocast():
 def test_errors(arguments, error, message):
     with pytest.raises(error, match=message):
         TransformerXLPosition2d(4, 2, **arguments)
+
+
+@pytest.mark.parametrize("backend", ["reference", "fused", "tiled", "gathered"])
+def test_the_bias_of_queries_is_added_to_them(backend):
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 2, 2, 13, 4, dtype=torch.float64)
+    table, u, v = torch.randn(2, 5, 4).double(), torch.randn(2, 4).double(), torch.randn(2, 1, 13, 4).double()
+    grid, terms = make_grid(3, 4, prefix=1), RelativeTerms(AxisTables(table, table), AxisTables(-table, table))
+    for rotated in ({}, {"position_query": query + v[:, 0], "position_key": key - 1}):
+        biased = {name: t + u[:, None] if "query" in name else t for name, t in rotated.items()}
+        expected = relative_attention(query + u[:, None], key, value, terms, grid, **biased, backend="gathered")
+        got = relative_attention(query, key, value, terms._replace(query_bias=u), grid, **rotated, backend=backend)
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+
+
+def test_a_position_with_a_content_bias_works_with_a_warning():
+    class Old(RelativePosition2d):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.content_bias = torch.nn.Parameter(torch.randn(HEADS, DIM // HEADS))
+
+    old = layer(Old(DIM // HEADS, HEADS))
+    x, grid = draw(2, 6, DIM), make_grid(2, 3)
+    with pytest.warns(FutureWarning, match="Old: return content_bias as RelativeTerms"):
+        got = old(x, grid)
+    query, key, value = old.project(x)[:3]
+    terms = old.position(grid)
+    mixed = relative_attention(query + old.position.content_bias[:, None], key, value, terms, grid)
+    torch.testing.assert_close(got, old.output(x, mixed), rtol=0, atol=1e-12)
