@@ -34,7 +34,8 @@ from timm.models.vision_transformer_sam import Attention as SamAttention
 from torch import Tensor, nn
 
 import relvit
-from relvit.layers import AFTConv2d, AFTFull, AFTLocal, AFTSimple, RelativeAttention, RelativePosition2d
+from relvit.families.aft import AFTConv2d, AFTFull, AFTLocal, AFTSimple
+from relvit.layers import RelativeAttention, RelativePosition2d
 from relvit.ops import make_grid
 from relvit.utils.memory import allocations, available_memory, peak_bytes
 from relvit.utils.messages import check_choice

@@ -16,9 +16,11 @@ import timm
 import torch
 from torch import nn
 
+from relvit.families.aft import AFTConv2d, AFTFull, AFTSimple, AFTVisionTransformer
+from relvit.families.reformer import LSHAttention
 from relvit.families.transformer_xl import TransformerXLPosition2d
-from relvit.layers import AFTConv2d, AFTFull, AFTSimple, LSHAttention, RelativeAttention
-from relvit.models import AFTVisionTransformer, UniversalVisionTransformer
+from relvit.families.universal import UniversalVisionTransformer
+from relvit.layers import RelativeAttention
 
 ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- written by tools/model_table.py -->", "<!-- end -->"

@@ -3,6 +3,6 @@
 A room announces itself where it is imported: its positions, ways through the blocks and models are then known by name.
 """
 
-from relvit.families import transformer_xl
+from relvit.families import aft, reformer, reversible, transformer_xl, universal
 
-__all__ = ["transformer_xl"]
+__all__ = ["aft", "reformer", "reversible", "transformer_xl", "universal"]

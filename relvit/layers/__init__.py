@@ -1,11 +1,9 @@
-"""Modules with parameters, built on `relvit.ops`: positions, attention, attention-free mixers, blocks, patches."""
+"""Modules with parameters, built on `relvit.ops`: positions, attention, blocks, patches."""
 
 from relvit._moved import moved
-from relvit.layers.aft import AFTConv2d, AFTFull, AFTLocal, AFTSimple
 from relvit.layers.attention import RelativeAttention
 from relvit.layers.block import GridBlock, MixerBlock, RelativeBlock
 from relvit.layers.interpolate import resample_embedding
-from relvit.layers.lsh import LSHAttention
 from relvit.layers.patch_embed import AnySizePatchEmbed
 from relvit.layers.positions import (
     AxialPositionEmbedding,
@@ -32,11 +30,6 @@ __all__ = [
     "PrefixBias",
     "AxialPositionEmbedding",
     "RelativeAttention",
-    "AFTFull",
-    "AFTLocal",
-    "AFTSimple",
-    "AFTConv2d",
-    "LSHAttention",
     "GridBlock",
     "RelativeBlock",
     "MixerBlock",

@@ -7,16 +7,22 @@ from timm.layers import Attention
 from torch import Tensor, nn
 
 from relvit.layers.attention_weights import show_weights
+from relvit.layers.mixer import LayerPlan, Mixer, count_parameters
 from relvit.layers.positions.base import terms_of
 from relvit.layers.positions.factory import check_position
-from relvit.ops import Grid, RelativeTerms, from_windows, relative_attention, to_windows
+from relvit.ops import Grid, RelativeTerms, choose, from_windows, num_tokens, relative_attention, to_windows
 from relvit.ops.attention import BACKENDS
+from relvit.ops.backends.fused import augmented_width
 from relvit.ops.checks import check_backend, check_heads
+from relvit.ops.inputs import AttentionInputs, checked
 from relvit.ops.terms import add_channels, with_query_bias
 from relvit.ops.windows import exceeds_window
 
+# Letters as in `rel_terms`, and one for free channels.
+LETTERS = {"query": "q", "key": "k", "value": "v", "bias": "b", "channels": "c"}
 
-def relative_terms(layer: nn.Module, x: Tensor, grid: Grid, key_grid: Grid) -> RelativeTerms:
+
+def relative_terms(layer: "GridAttention", x: Tensor, grid: Grid, key_grid: Grid) -> RelativeTerms:
     """Compute the terms of a layer's `position` and `prefix_bias` for tokens `x`, (B, N, dim) of `grid`."""
     terms = RelativeTerms() if layer.position is None else terms_of(layer.position, x, grid, key_grid)
     prefix_bias = getattr(layer, "prefix_bias", None)
@@ -24,7 +30,7 @@ def relative_terms(layer: nn.Module, x: Tensor, grid: Grid, key_grid: Grid) -> R
 
 
 def attend_with(
-    layer: nn.Module,
+    layer: "GridAttention",
     x: Tensor,
     projected: tuple[Tensor, Tensor, Tensor],
     grid: Grid,
@@ -43,7 +49,7 @@ def attend_with(
     so tables act on vectors that are not rotated, which do not depend on a token's own coordinates.
 
     Args:
-        layer: has `position`, `backend`, `scale`, `trained_keys`, `attn_drop`, and perhaps `prefix_bias`.
+        layer: a `GridAttention`.
         x: (B, Nq, dim), the tokens that attend.
         projected: queries (B, heads, Nq, head_dim), and keys and values of all tokens that they attend to. Norms that
             return float32 under autocast are rotated in float32, as in timm.
@@ -78,7 +84,55 @@ def attend_with(
     return relative_attention(query, key, value, terms, grid, dropout_p=dropout_p, backend=layer.backend, **options)
 
 
-class RelativeAttention(Attention):
+class GridAttention(Mixer):
+    """Base of attention with relative terms between its projections: relvit's own, and timm's after a retrofit.
+
+    Attributes:
+        position: module that maps a `Grid` to `RelativeTerms`, such as `RelativePosition2d`; None: plain attention.
+        backend: see `relvit.ops.relative_attention`; may be set at any time.
+        prefix_bias: `PrefixBias`; timm's layers have the attribute only where they have one.
+        trained_keys: see `relvit.ops.relative_attention`; `relvit.models.set_reach` sets it.
+        window: rows and columns of patches; on larger grids tokens attend within windows of this size. None: to all.
+        block_window: rows and columns of the windows that the block around it cuts, whatever the image. None: it cuts
+            none.
+    """
+
+    # Without values: PyTorch would find these before the modules of the same names.
+    position: nn.Module | None
+    prefix_bias: nn.Module | None
+    backend: str
+    trained_keys: int | None = None
+    window: tuple[int, int] | None = None
+    block_window: tuple[int, int] | None = None
+
+    def plan(self, name: str, grid: Grid, training: bool) -> LayerPlan:
+        """Return which backend attends to the tokens of a grid, and why; only tables are computed."""
+        if self.block_window is not None:
+            grid = Grid(*self.block_window)
+        elif self.window is not None:
+            grid = grid._replace(height=min(grid.height, self.window[0]), width=min(grid.width, self.window[1]))
+        weight, position = self.proj.weight, self.position
+        like = {"device": weight.device, "dtype": weight.dtype}
+        vectors = torch.empty(1, self.num_heads, num_tokens(grid), self.head_dim, **like)
+        # Positions may depend on tokens, of which the width counts alone.
+        terms = relative_terms(self, torch.empty(1, num_tokens(grid), weight.shape[0], **like), grid, grid)
+        given = (vectors, vectors, vectors, terms, grid)
+        choice = choose(*given)
+        if training:
+            with torch.enable_grad():
+                choice = choose(vectors.requires_grad_(), *given[1:])
+        backend, reason = choice.backend, choice.reason
+        if self.backend != "auto":
+            backend, reason = self.backend, "chosen by name"
+        letters = "".join(letter for field, letter in LETTERS.items() if getattr(terms, field) is not None)
+        width = augmented_width(checked(AttentionInputs(*given)), padded=False) if letters else self.head_dim
+        keeps = choice.keeps if backend == choice.backend else ""
+        kind = "" if position is None else type(position).__name__
+        parameters = count_parameters(position)
+        return LayerPlan(name, kind, letters, backend, reason, (self.head_dim, width), keeps, parameters)
+
+
+class RelativeAttention(GridAttention, Attention):
     """timm's `Attention` with `relvit.ops.relative_attention` between its projections.
 
     All parameters and options are those of `timm.layers.Attention` (so its weights load), plus a position module. The
@@ -94,10 +148,7 @@ class RelativeAttention(Attention):
 
     Attributes:
         rope: module that rotates queries and keys, `RotaryEmbedding2d`; position tables meet those that are not
-            rotated. None: they are not.
-        prefix_bias: `PrefixBias`, or None.
-        trained_keys: see `relvit.ops.relative_attention`; `relvit.models.set_reach` sets it.
-        window: rows and columns of patches; on larger grids tokens attend within windows of this size. None: to all.
+            rotated. None: they are not. For the others see `GridAttention`.
 
     Raises:
         ValueError: an unknown backend, or a number of heads that does not divide `dim`.
@@ -121,8 +172,6 @@ class RelativeAttention(Attention):
         self.rope: nn.Module | None = None
         self.prefix_bias: nn.Module | None = None
         self.backend = backend
-        self.trained_keys: int | None = None
-        self.window: tuple[int, int] | None = None
 
     def forward(
         self,

@@ -88,7 +88,7 @@ class MixerBlock(GridBlock):
         attn_layer: type[nn.Module] = nn.Identity,
         **kwargs: Any,
     ) -> None:
-        check_maker("mixer", mixer, "dim, num_heads, qkv_bias=, proj_bias=, proj_drop=", "AFTConv2d")
+        check_maker("mixer", mixer, "dim, num_heads, qkv_bias=, proj_bias=, proj_drop=", "RelativeAttention")
         super().__init__(dim, num_heads, proj_bias=proj_bias, proj_drop=proj_drop, attn_layer=attn_layer, **kwargs)
         factory_kwargs = {name: kwargs.get(name) for name in ("device", "dtype")}
         self.attn: nn.Module = mixer(

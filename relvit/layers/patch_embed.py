@@ -6,10 +6,11 @@ import torch.nn.functional as F
 from timm.layers import Format, PatchEmbed, nchw_to
 from torch import Tensor
 
+from relvit.layers.mixer import Leaf
 from relvit.ops.tracing import is_compiling, is_exporting
 
 
-class AnySizePatchEmbed(PatchEmbed):
+class AnySizePatchEmbed(Leaf, PatchEmbed):
     """timm's `PatchEmbed` for images of every size whose sides are multiples of the patch.
 
     timm's own formats error messages before it needs them, which makes sizes constants of a compiled graph. Arguments:

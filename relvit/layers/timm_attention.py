@@ -11,7 +11,7 @@ from timm.layers import Attention, AttentionRope, apply_rot_embed_cat
 from timm.models.eva import EvaAttention
 from torch import Tensor, nn
 
-from relvit.layers.attention import attend_with
+from relvit.layers.attention import GridAttention, attend_with
 from relvit.ops import Grid, from_windows, to_windows
 from relvit.ops.windows import exceeds_window
 
@@ -27,29 +27,17 @@ class GridArgument(NamedTuple):
     argument: Tensor | None
 
 
-class TimmRelativeAttention:
+class TimmRelativeAttention(GridAttention):
     """Mixin before one of timm's attention modules: relative terms between its projections.
 
     All parameters and options are timm's, plus a position module; queries and keys are those that come out of `q_norm`
     and `k_norm`, see `relvit.layers.attention.attend_with`.
 
     Attributes:
-        position: module that maps a `Grid` to `RelativeTerms`, such as `RelativePosition2d`.
-        backend: see `relvit.ops.relative_attention`.
-        prefix_bias: `PrefixBias`, where there is one.
         num_kv_groups: query heads that share a head of keys and values.
-        trained_keys: see `relvit.ops.relative_attention`; `relvit.models.set_reach` sets it.
-        window: rows and columns of patches; on larger grids tokens attend within windows of this size. None: to all.
-        block_window: rows and columns of the windows that the block around it cuts, whatever the image. None: it cuts
-            none.
     """
 
-    position: nn.Module
-    backend: str
-    block_window: tuple[int, int] | None = None
     num_kv_groups: int = 1
-    trained_keys: int | None = None
-    window: tuple[int, int] | None = None
 
     def forward(
         self,

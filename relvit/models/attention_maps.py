@@ -9,12 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from relvit.layers import AFTSimple, RelativeAttention
-from relvit.layers.timm_attention import TIMM_ATTENTIONS, TimmRelativeAttention
+from relvit.layers.attention import GridAttention
+from relvit.layers.timm_attention import TIMM_ATTENTIONS
+from relvit.models.depth import lack
 from relvit.utils.messages import listing
-
-# They call `attn_drop` with their weights where it has hooks; timm's do where they are not fused.
-OURS = (RelativeAttention, TimmRelativeAttention)
 
 
 class AttentionMaps(NamedTuple):
@@ -65,15 +63,13 @@ def _record_weights(
     chosen = list(range(depth)) if layers is None else list(layers)
     if wrong := [index for index in chosen if not -depth <= index < depth]:
         raise ValueError(f"layers holds {wrong[0]}, the model has {depth} blocks: give numbers from 0 to {depth - 1}")
+    if (segmenter := getattr(model, "segmenter", None)) is not None and (why := segmenter.lacks.get("weights")):
+        raise ValueError(why)
     if any(getattr(attention, "window", None) for attention in attentions):
         raise ValueError("there are no N x N weights in windows: set_reach(model, 'trained') first")
     if any(getattr(attentions[index], "block_window", None) for index in chosen):
         raise ValueError(
             f"there are no N x N weights where blocks of {type(model).__name__} cut windows: give layers without"
-        )
-    if getattr(model, "bands", None):
-        raise ValueError(
-            "there are no N x N weights in bands: set_bands(model, None), set_reach(model, 'trained') first"
         )
     if images.dim() != 4:
         raise ValueError(f"images must be (B, in_chans, height, width), got shape {tuple(images.shape)}")
@@ -103,10 +99,9 @@ def attention_rollout(model: nn.Module, images: Tensor) -> Tensor:
 
     Raises:
         TypeError, ValueError: as `attention_maps`.
-        ValueError: reversible or repeated blocks: the product would be that of another model.
+        ValueError: blocks that do not run one after the other: the product would be that of another model.
     """
-    if getattr(model, "reversible", False) or hasattr(model, "steps"):
-        why = "its block is repeated" if hasattr(model, "steps") else "its reversible blocks have two streams"
+    if why := lack(model, "rollout"):
         raise ValueError(f"there is no attention rollout of {type(model).__name__}: {why}")
     rollout: Tensor | None = None
     for mean in _record_weights(model, images, None, lambda weights: weights.float().mean(dim=1)):
@@ -125,13 +120,12 @@ def _attentions(model: nn.Module) -> list[nn.Module]:
         raise _unknown(model, "it has no blocks")
     for index, block in enumerate(blocks):
         attention = getattr(block, "attn", None)
-        if isinstance(attention, AFTSimple):
-            raise TypeError(
-                f"{type(model).__name__} has no attention weights: it is attention-free, {type(attention).__name__}"
-            )
+        if why := getattr(attention, "lacks", {}).get("weights"):
+            why = why.format(name=type(attention).__name__)
+            raise TypeError(f"{type(model).__name__} has no attention weights: {why}")
         if attention is None:
             raise _unknown(model, f"blocks.{index} is a {_name(type(block))}, without attention of the name attn")
-        if not isinstance(attention, OURS) and type(attention) not in TIMM_ATTENTIONS:
+        if not isinstance(attention, GridAttention) and type(attention) not in TIMM_ATTENTIONS:
             raise _unknown(model, f"blocks.{index}.attn is a {_name(type(attention))}")
     return [block.attn for block in blocks]
 
@@ -160,7 +154,8 @@ def _recording(attentions: Sequence[nn.Module], keep: Callable[[Tensor], Tensor]
             recorded[attention] = keep(given[0])
 
         handles.append(attention.attn_drop.register_forward_pre_hook(record))
-        if not isinstance(attention, OURS) and attention.fused_attn:
+        # timm's layers call `attn_drop` with their weights where they are not fused, relvit's where it has hooks.
+        if not isinstance(attention, GridAttention) and attention.fused_attn:
             unfused.append(attention)
             attention.fused_attn = False
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -13,9 +13,9 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from relvit.layers import AnySizePatchEmbed, AxialPositionEmbedding, interpolate
-from relvit.layers.depth import reversible_blocks
 from relvit.layers.feed_forward import check_chunk
-from relvit.models.sizes.bands import Bands, band_features, band_mask, split_bands
+from relvit.models.depth import DEPTHS, Depth
+from relvit.models.segments import Segmenter
 from relvit.models.sizes.native import embed_native, pool_native
 from relvit.models.weights.convert import load_jax_archive
 from relvit.ops import Grid
@@ -60,12 +60,14 @@ class GridForward:
     block.
 
     Attributes:
-        bands: in which bands of rows images are computed, see `relvit.models.set_bands`; None: as a whole.
+        depth_plan: how blocks are applied.
+        segmenter: computes images part by part; None: they are computed as a whole.
+        own_segmenter: the same, whatever `relvit.models.set_reach` sets.
     """
 
-    bands: Bands | None = None
-    # Without those of a reach, see `relvit.models.set_reach`.
-    own_bands: Bands | None = None
+    depth_plan: Depth = Depth()
+    segmenter: Segmenter | None = None
+    own_segmenter: Segmenter | None = None
 
     def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
         """Embed images (B, in_chans, height, width) as tokens (B, N, embed_dim), and return the grid of the tokens.
@@ -104,12 +106,11 @@ class GridForward:
 
         Of a native batch, as timm's `NaFlexVit`, a dictionary: these tokens as 'patches', and 'patch_valid'.
         """
-        if self.bands is not None:
-            # A graph for all sizes cannot have a part for each band.
+        if self.segmenter is not None:
+            # A graph for all sizes cannot have a piece for each part of the image.
             if not is_exporting():
-                parts = split_bands(self, x, attn_mask, is_causal)
-                return torch.cat(list(band_features(self, parts, self.bands.memory_rows)), dim=1)
-            attn_mask = band_mask(self, x, attn_mask, is_causal)
+                return self.segmenter.features(self, x, attn_mask, is_causal)
+            attn_mask = self.segmenter.mask(self, x, attn_mask, is_causal)
         x, grid = self.embed(x)
         x = self.norm(self._run_blocks(x, grid, attn_mask, is_causal))
         return x if grid.valid is None else {"patches": x, "patch_valid": grid.valid}
@@ -133,8 +134,8 @@ class GridForward:
         """Compute features after chosen blocks, as timm's `VisionTransformer.forward_intermediates`."""
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}")
-        if self.bands is not None:
-            raise ValueError("features of single blocks are not computed in bands: set_bands(model, None) first")
+        if self.segmenter is not None and (why := self.segmenter.lacks.get("hooks")):
+            raise ValueError(f"there are no features of single blocks: {why}")
         take_indices, max_index = feature_take_indices(self._count_steps(), indices)
         x, grid = self.embed(x)
         if grid.coords is not None and output_fmt == "NCHW":
@@ -160,18 +161,12 @@ class GridForward:
         return patches if intermediates_only else (self.norm(x), patches)
 
     def _count_steps(self) -> int:
-        return len(self.blocks)
+        return self.depth_plan.count(self)
 
     def _run_steps(
         self, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool, take: Collection[int], last: int
     ) -> tuple[Tensor, list[Tensor]]:
-        """Compute the tokens after block `last`, and after the blocks of these numbers."""
-        taken = []
-        for index, block in enumerate(self.blocks[: last + 1]):
-            x = self._run_block(block, x, grid, attn_mask, is_causal)
-            if index in take:
-                taken.append(x)
-        return x, taken
+        return self.depth_plan.run(self, x, grid, attn_mask, is_causal, take, last)
 
 
 class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, GridForward, VisionTransformer):
@@ -181,14 +176,12 @@ class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, GridForward, Visi
 
     Raises:
         ValueError: an unknown `pos_embed` or `global_pool`, an `mlp_chunk` below 1 or for an MLP that mixes tokens, a
-            `reversible` that is not boolean.
+            `reversible` that is not boolean, or for a class with a depth of its own.
         TypeError: an `mlp_chunk` that is no integer.
     """
 
     # Arguments that cannot be chosen in a model of this class, and why.
     fixed: ClassVar[dict[str, str]] = {}
-    # Whether each state of the tokens is what a block of its own puts out.
-    blocks_are_steps: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -218,7 +211,7 @@ class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, GridForward, Visi
             **kwargs,
         )
         self.blocks: nn.ModuleList = nn.ModuleList(self.blocks)
-        self.reversible = reversible
+        self.depth_plan = self.depth_for({"reversible": reversible})
         for block in self.blocks:
             check_chunk(mlp_chunk, block.mlp)
             block.mlp_chunk = mlp_chunk
@@ -234,6 +227,22 @@ class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, GridForward, Visi
                 self.embed_dim, self.patch_embed.grid_size, AXIAL[pos_embed], **factory_kwargs
             )
 
+    @classmethod
+    def depth_for(cls, arguments: Mapping[str, Any]) -> Depth:
+        """Return how a model with these arguments applies its blocks.
+
+        Raises:
+            ValueError: an argument chooses another depth than that of a class with one of its own.
+        """
+        chosen = next((name for name in DEPTHS if arguments.get(name)), None)
+        if chosen is None:
+            return cls.depth_plan
+        if type(cls.depth_plan) is not Depth:
+            raise ValueError(
+                f"{chosen}=True is for blocks that run one after the other, and {cls.__name__} has a depth of its own"
+            )
+        return DEPTHS[chosen]
+
     def set_input_size(
         self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
     ) -> None:
@@ -246,27 +255,16 @@ class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, GridForward, Visi
         """Recompute each block in backward from its input, which is kept.
 
         Raises:
-            ValueError: the model is reversible.
+            ValueError: the model recomputes them already.
         """
-        if enable and self.reversible:
-            raise ValueError(
-                "a reversible model recomputes its blocks in backward already, and keeps less than gradient "
-                "checkpointing: leave it out, or build the model with reversible=False"
-            )
+        if enable and (why := self.depth_plan.lacks.get("checkpointing")):
+            raise ValueError(why)
         super().set_grad_checkpointing(enable)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile as `nn.Module.compile`; of a reversible model each block too, since recomputation is in no graph."""
+        """Compile as `nn.Module.compile`, and what no graph of the whole model holds."""
         super().compile(*args, **kwargs)
-        if self.reversible:
-            # Blocks share their code, and each has graphs of its own: of two branches, with and without gradients, at
-            # several sizes. Beyond its limits PyTorch would stop compiling, perhaps between forward and recomputation,
-            # which then would not take the same random numbers.
-            config, most = torch._dynamo.config, 64 * len(self.blocks)
-            config.recompile_limit = max(config.recompile_limit, most)
-            config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, most)
-            for block in self.blocks:
-                block.compile(*args, **kwargs)
+        self.depth_plan.compile(self, *args, **kwargs)
 
     def load_pretrained(self, checkpoint_path: str, prefix: str = "") -> None:
         """Load an original JAX archive, see `relvit.models.weights.load_jax_archive`."""
@@ -302,13 +300,6 @@ class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, GridForward, Visi
             tokens.append(x)
             x = torch.cat(tokens, dim=1) + embedding
         return self.pos_drop(x)
-
-    def _run_steps(
-        self, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool, take: Collection[int], last: int
-    ) -> tuple[Tensor, list[Tensor]]:
-        if self.reversible:
-            return reversible_blocks(self.blocks[: last + 1], x, grid, attn_mask, is_causal, take)
-        return super()._run_steps(x, grid, attn_mask, is_causal, take, last)
 
     def _run_block(self, block: nn.Module, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
         if self.grad_checkpointing:

@@ -87,24 +87,23 @@ def entry_point(
     model_class: type[GridVisionTransformer],
     filter_fn: Callable[..., dict[str, Tensor]],
     arguments: Callable[[dict[str, Any]], dict[str, Any]],
+    module: str | None = None,
 ) -> Callable[..., GridVisionTransformer]:
     """Make the function that timm calls to create a model, and register it with timm.
 
     Args:
         name: of the model.
-        model_class: its class, in the module of its `default_cfgs`.
+        model_class: its class.
         filter_fn: converts checkpoints, see `checkpoint_filter_fn`.
         arguments: completes the arguments of a call by those of the model.
+        module: where timm finds the `default_cfgs`; None: in the module of the class.
     """
 
     def create(pretrained: bool = False, **kwargs: Any) -> GridVisionTransformer:
         kwargs = arguments(kwargs)
         way = str(kwargs.get("feature_cls", "getter"))
-        if way != "getter" and (kwargs.get("reversible") or not model_class.blocks_are_steps):
-            raise ValueError(
-                f"features of {name} need feature_cls 'getter', got {way!r}: they are means of two streams or single "
-                "steps of one block, and no module of the model puts them out"
-            )
+        if way != "getter" and (why := model_class.depth_for(kwargs).lacks.get("hooks")):
+            raise ValueError(f"features of {name} need feature_cls 'getter', got {way!r}: {why}")
         return build_model_with_cfg(
             model_class,
             name,
@@ -115,7 +114,7 @@ def entry_point(
         )
 
     create.__name__ = create.__qualname__ = name
-    create.__module__ = model_class.__module__
+    create.__module__ = module or model_class.__module__
     create.__doc__ = f"Create the `{model_class.__name__}` of this name; arguments: those of the class."
     # `relvit.models.model_arguments` reads the class here.
     create.__annotations__["return"] = model_class

@@ -14,7 +14,7 @@ from relvit.layers.positions.factory import accepts, position_factory
 from relvit.layers.positions.rope import TEMPERATURES, RotaryEmbedding2d
 from relvit.models.base import GridVisionTransformer
 from relvit.models.entry_points import check_arguments, default_cfgs_of, entry_point
-from relvit.models.sizes.bands import classify_bands, set_bands, split_bands
+from relvit.models.segments import SEGMENTERS
 from relvit.models.weights.convert import checkpoint_filter_fn
 from relvit.ops.attention import BACKENDS
 from relvit.ops.checks import check_backend
@@ -58,13 +58,12 @@ class RelVisionTransformer(GridVisionTransformer):
         patch_drop_rate: share of patches dropped in training; those that stay keep their coordinates.
         backend: see `relvit.ops.relative_attention`; 'gathered' for second derivatives.
         band_rows: rows of patches in a band, for images that are computed band by band, each with a memory of earlier
-            ones; see `relvit.models.set_bands`. None: images as a whole.
+            ones; see `relvit.families.transformer_xl.set_bands`. None: images as a whole.
         memory_rows: rows of patches before a band that are remembered; None: all.
         **kwargs: see `timm.models.vision_transformer.VisionTransformer` (img_size, patch_size, embed_dim, depth ...);
             `reversible`: two streams of tokens instead of one, with the same parameters: training keeps the last two
-            alone, at any depth, and recomputes the others, see `relvit.layers.depth.reversible_blocks`; `mlp_chunk`:
-            tokens for which a block's MLP is computed at a time, in bounded memory, None: all, see
-            `relvit.layers.feed_forward`.
+            alone, at any depth, and recomputes the others, see `relvit.families.reversible`; `mlp_chunk`: tokens for
+            which a block's MLP is computed at a time, in bounded memory, None: all, see `relvit.layers.feed_forward`.
 
     Raises:
         ValueError: an unknown `position`, `pos_embed` or `global_pool`, an argument that cannot be chosen here or not
@@ -135,12 +134,13 @@ class RelVisionTransformer(GridVisionTransformer):
         )
         for block in self.blocks:
             block.attn.backend = backend
-        set_bands(self, band_rows, memory_rows)
+        if band_rows is not None or memory_rows is not None:
+            self.segmenter = self.own_segmenter = SEGMENTERS["bands"].of(self, band_rows, memory_rows)
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """Classify images (B, in_chans, height, width), or a native batch; in bands their average is a running sum."""
-        if self.bands is not None and self.global_pool == "avg" and not is_exporting():
-            return classify_bands(self, split_bands(self, x, attn_mask, is_causal), self.bands.memory_rows)
+        """Classify images (B, in_chans, height, width), or a native batch."""
+        if self.segmenter is not None and not is_exporting():
+            return self.segmenter.classify(self, x, attn_mask, is_causal)
         return self.forward_head(self.forward_features(x, attn_mask, is_causal))
 
 
@@ -159,9 +159,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "relvit_small": SMALL,
     "relvit_base": BASE,
     "relvit_large": LARGE,
-    "relvit_rev_small": SMALL | {"reversible": True},
-    "relvit_rev_base": BASE | {"reversible": True},
-    "relvit_rev_large": LARGE | {"reversible": True},
     "relvit_xl_small": SMALL | {"position": "xl"},
     "relvit_small_reg4_gap": SMALL | REG4_GAP,
     "relvit_base_reg4_gap": BASE | REG4_GAP,
@@ -170,7 +167,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "relvit_small_patch4_32": SMALL | PATCH4_32,
     # For tests.
     "test_relvit": TEST,
-    "test_relvit_rev": TEST | {"reversible": True},
 }
 default_cfgs: dict[str, DefaultCfg] = default_cfgs_of(VARIANTS)
 for _name, _own in VARIANTS.items():

@@ -1,10 +1,9 @@
-"""Pure functions on tensors: exact relative attention and attention-free averages, their inputs, slow references."""
+"""Pure functions on tensors: exact relative attention, its inputs, and slow references."""
 
-from relvit.ops.aft import aft_conv, aft_full, aft_local, aft_simple
+from relvit._moved import moved
 from relvit.ops.attention import Choice, choose, relative_attention, relative_logits
 from relvit.ops.buckets import BUCKETINGS
 from relvit.ops.grid import Grid, grid_from_naflex, key_mask, make_grid, num_tokens, patch_coords
-from relvit.ops.lsh import lsh_attention, lsh_rotations
 from relvit.ops.terms import AxisTables, Channels, JointTable, RelativeTerms
 from relvit.ops.windows import from_windows, to_windows
 
@@ -24,12 +23,8 @@ __all__ = [
     "RelativeTerms",
     "relative_attention",
     "relative_logits",
-    "aft_full",
-    "aft_local",
-    "aft_simple",
-    "aft_conv",
-    "lsh_attention",
-    "lsh_rotations",
     "Choice",
     "choose",
 ]
+
+__getattr__ = moved("relvit.ops")

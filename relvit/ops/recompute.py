@@ -34,7 +34,7 @@ class Versions:
             if tensor._version != version:
                 raise RuntimeError(
                     f"a tensor of shape {tuple(tensor.shape)} that is needed for gradients was modified in place "
-                    "after an operation of relvit had read it: clone it before, or compute the gradients first"
+                    "since an operation of relvit had read it: clone it before, or compute the gradients first"
                 )
 
     def __exit__(self, *exception: object) -> None:

@@ -13,7 +13,8 @@ from torchmetrics import MeanMetric, MetricCollection, SumMetric
 from relvit.data.loading.sampler import training_position
 from relvit.data.mixup import BatchMix
 from relvit.data.native import NativeBatch, image_count, one_blank
-from relvit.models import Pondered, build_model
+from relvit.families.universal import Pondered
+from relvit.models import build_model
 from relvit.models.weights.transfer import TransferReport, transfer_weights
 from relvit.training.arguments import check_arguments, check_images
 from relvit.training.checkpoints.file import AVERAGE_KEY, KEY, TIMM_KEY, timm_weights

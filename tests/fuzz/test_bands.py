@@ -7,8 +7,8 @@ import pytest
 import torch
 from seeded import Tally, examples
 
+from relvit.families.transformer_xl import set_bands
 from relvit.layers.positions.factory import POSITIONS, accepts
-from relvit.models import set_bands
 from relvit.models.relative_vit import RelVisionTransformer
 
 pytestmark = pytest.mark.fuzz

@@ -5,7 +5,8 @@ import torch
 from oracles import aft as oracle
 from timm.layers import resample_abs_pos_embed
 
-from relvit.layers import AFTConv2d, AFTFull, AFTLocal, AFTSimple, MixerBlock
+from relvit.families.aft import AFTConv2d, AFTFull, AFTLocal, AFTSimple
+from relvit.layers import MixerBlock
 from relvit.ops import make_grid
 
 GRID = make_grid(2, 3, prefix=1)
@@ -165,7 +166,7 @@ def test_errors():
         (ValueError, "window must be at least 0", lambda: AFTLocal(8, grid_size=2, window=-1)),
         (ValueError, "the grid has 0 prefix tokens, the factors are for 1", lambda: make(AFTFull)(x, make_grid(1, 7))),
         (TypeError, "such as AFTConv2d .* got a module AFTConv2d", lambda: MixerBlock(8, 2, mixer=make(AFTConv2d))),
-        (ValueError, "attention-free mixers have no attn_mask", lambda: make(AFTConv2d)(x, GRID, torch.ones(7, 7))),
+        (ValueError, "AFTConv2d has no attn_mask", lambda: make(AFTConv2d)(x, GRID, torch.ones(7, 7))),
     ]  # fmt: skip
     for kind, message, call in cases:
         with pytest.raises(kind, match=message):

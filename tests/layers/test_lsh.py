@@ -5,7 +5,8 @@ import copy
 import pytest
 import torch
 
-from relvit.layers import LSHAttention, RelativePosition2d, SlopePosition2d
+from relvit.families.reformer import LSHAttention
+from relvit.layers import RelativePosition2d, SlopePosition2d
 from relvit.ops import Grid, make_grid, reference
 
 
@@ -91,5 +92,5 @@ def test_refused(arguments, message):
 
 def test_masks_are_refused():
     grid = make_grid(5, 4)
-    with pytest.raises(ValueError, match="LSH attention has no attn_mask"):
+    with pytest.raises(ValueError, match="LSHAttention has no attn_mask"):
         layer()(tokens(grid), grid, torch.ones(20, 20, dtype=torch.bool))

@@ -5,7 +5,7 @@ import timm
 import torch
 from vits import SMALL, groups_of, images
 
-from relvit.models import AFTVisionTransformer
+from relvit.families.aft import AFTVisionTransformer
 from relvit.ops import Grid
 
 # Width, mixer, kernel and heads of 'conv', patch, and millions of parameters in table 4 of the paper.
@@ -128,6 +128,6 @@ def test_errors():
     for kind, message, options in cases:
         with pytest.raises(kind, match=message):
             timm.create_model("test_relvit_aft", **{**SMALL, **options})
-    with pytest.raises(ValueError, match="attention-free mixers have no attn_mask"):
+    with pytest.raises(ValueError, match=r"AFT\w+ has no attn_mask"):
         build()(images(), attn_mask=torch.ones(6, 6))
     assert isinstance(build(), AFTVisionTransformer)

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from vits import SMALL, assert_same, images
 
-from relvit.models import LSHVisionTransformer, set_reach
+from relvit.families.reformer import LSHVisionTransformer
+from relvit.models import set_reach
 from relvit.ops import Grid
 from relvit.ops.reference.attention import pair_bias
 

@@ -7,6 +7,7 @@ from draws import brute_force
 from timm.models.vision_transformer import VisionTransformer
 from vits import NAMES, groups_of, images, small
 
+from relvit.families.reversible import ReversibleDepth
 from relvit.families.transformer_xl import TransformerXLPosition2d
 from relvit.layers import RelativePosition2d, SlopePosition2d
 from relvit.ops import Grid
@@ -224,4 +225,4 @@ def test_registered_models_have_the_parameters_counted_by_hand(name, pos_embed):
     assert sum(p.numel() for p in model.parameters()) == expected
     assert model.patch_embed.grid_size == (image // patch,) * 2
     assert (model.num_prefix_tokens, model.global_pool) == (registers, "avg")
-    assert model.reversible == ("_rev" in name)
+    assert isinstance(model.depth_plan, ReversibleDepth) == ("_rev" in name)

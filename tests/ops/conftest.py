@@ -2,7 +2,7 @@
 
 import pytest
 
-from relvit.ops.aft import pairs
+from relvit.families.aft import pairs
 from relvit.ops.backends import gathered, tiled
 
 

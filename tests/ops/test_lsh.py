@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from draws import assert_same
 
-from relvit.ops import AxisTables, JointTable, RelativeTerms, lsh_attention, lsh_rotations, make_grid, reference
+from relvit.families.reformer import lsh_attention, lsh_rotations
+from relvit.ops import AxisTables, JointTable, RelativeTerms, make_grid, reference
 
 
 def inputs(grid, batch=2, heads=3, head_dim=8, value_dim=5, dtype=torch.float64):

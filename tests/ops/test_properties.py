@@ -16,7 +16,8 @@ from draws import (
     with_tables,
 )
 
-from relvit.ops import aft_conv, aft_full, aft_local, aft_simple, key_mask, make_grid, relative_attention
+from relvit.families.aft import aft_conv, aft_full, aft_local, aft_simple
+from relvit.ops import key_mask, make_grid, relative_attention
 
 pytestmark = pytest.mark.usefixtures("several_tiles")
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from vits import images, small
 
-from relvit.layers import LSHAttention, RotaryEmbedding2d, SlopePosition2d
+from relvit.families.reformer import LSHAttention
+from relvit.layers import RotaryEmbedding2d, SlopePosition2d
 from relvit.training.optim.loss import ClassificationLoss
 
 MODULES = {

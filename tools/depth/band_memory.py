@@ -30,7 +30,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import relvit  # noqa: F401  registers the models
-from relvit.models import classify_bands, set_bands
+from relvit.families.transformer_xl import classify_bands, set_bands
 
 sys.path.append(str(Path(__file__).parents[1]))
 

@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from relvit.ops import AxisTables, RelativeTerms, lsh_attention, lsh_rotations, make_grid, relative_attention
+from relvit.families.reformer import lsh_attention, lsh_rotations
+from relvit.ops import AxisTables, RelativeTerms, make_grid, relative_attention
 
 HEADS, HEAD_DIM, BUCKET = 6, 64, 32
 ROUNDS = (1, 2, 4)

@@ -49,7 +49,7 @@ def calibrate(
         output = output if is_address(ckpt_path) else str(place.with_name(output))
     bar = partial(with_bar, what="calibrating")
     found = calibrate_checkpoint(ckpt_path, output, split, root, batch_size, find_device(device), bar)
-    table = Table("", "before", "after", box=SIMPLE_HEAD)
+    table = Table("", "Before", "After", box=SIMPLE_HEAD)
     if isinstance(found, ChosenThresholds):
         print(f"{found.images} images of {split}: {len(found.thresholds)} thresholds of the best F1 of each class")
         rows = [("mean F1", found.f1)]

@@ -20,9 +20,8 @@ from relvit.data import UnreadableImageError, load_rgb
 from relvit.data.native import images_of
 from relvit.evaluation.deploy.demo_requests import OwnPageOnly
 from relvit.evaluation.pictures import Kind, draw
-from relvit.evaluation.pictures.draw import OF_HEADS
+from relvit.evaluation.pictures.draw import LABELS, OF_HEADS, first_kinds
 from relvit.evaluation.predictor import Predictor
-from relvit.layers import AFTConv2d, AFTFull
 from relvit.models.attention_maps import patch_grid
 from relvit.plots import picture_of
 from relvit.utils.messages import MissingPackageError, one_line
@@ -32,15 +31,6 @@ MOST_PATCHES = 4096
 # Of the longer side of the picture that is clicked on, in pixels.
 SIDE = 480
 HINT = "Drop an image, then click on a patch of it here."
-LABELS: dict[Kind, str] = {
-    "attention": "attention weights of the patch",
-    "logits": "its logits: content and positions",
-    "kernels": "positions around the patch",
-    "tables": "position tables",
-    "rollout": "attention rollout",
-    "cam": "Grad-CAM",
-    "aft-windows": "AFT biases around the patch",
-}
 # The browser itself refuses what another machine would have to send.
 POLICY = (
     "default-src 'self' data: blob:; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; "
@@ -75,10 +65,7 @@ class Viewer:
         self.has_patches: bool = hasattr(embed, "dynamic_feat_size")
         self.patch_size: tuple[int, int] = embed.patch_size if self.has_patches else (16, 16)
         self.layers: int = len(getattr(model, "blocks", ())) or 1
-        # The heads of AFT-full and AFT-local share their biases.
-        layers = [layer for layer in model.modules() if not isinstance(layer, AFTFull)]
-        self.heads: int = max(getattr(layer, "num_heads", 0) for layer in layers)
-        self.attention_free: bool = any(isinstance(layer, AFTConv2d | AFTFull) for layer in model.modules())
+        self.heads: int = max(getattr(layer, "num_heads", 0) for layer in model.modules())
         self.at_size: Callable[..., Predictor] = lru_cache(32)(predictor.at_size)
 
     def look(
@@ -218,9 +205,10 @@ def build_page(viewer: Viewer) -> gr.Blocks:
                 seen = gr.Image(type="pil", elem_id="seen", buttons=[], **image)
             classes = gr.Label(label="Classes", elem_id="classes", show_heading=False, min_width=280)
         with gr.Row():
-            start = ["attention", "kernels"] + ["aft-windows"] * viewer.attention_free
             names = [(label, kind) for kind, label in LABELS.items()]
-            kinds = gr.CheckboxGroup(names, value=start, label="Show", scale=4, min_width=280)
+            kinds = gr.CheckboxGroup(
+                names, value=first_kinds(viewer.predictor.model), label="Show", scale=4, min_width=280
+            )
             layer = gr.Dropdown(["all", *range(viewer.layers)], value=viewer.layers - 1, label="Layer", min_width=120)
             head = gr.Dropdown(["all", *range(viewer.heads)], value="all", label="Head", min_width=120)
         missing = gr.HTML(elem_id="missing")

@@ -20,6 +20,7 @@ from relvit.evaluation.pictures.positions import (
     patch_index,
     position_tables,
 )
+from relvit.layers.mixer import Mixer
 from relvit.models.attention_maps import attention_maps, attention_rollout, patch_grid
 from relvit.ops import Grid
 from relvit.plots import MapRow, plot_kernels, plot_maps, plot_overlay, plot_tables
@@ -28,6 +29,16 @@ from relvit.utils.messages import check_choice
 
 Kind = Literal["tables", "kernels", "logits", "attention", "rollout", "cam", "aft-windows"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+# What they show of a patch, in the order of a page.
+LABELS: dict[Kind, str] = {
+    "attention": "attention weights of the patch",
+    "logits": "its logits: content and positions",
+    "kernels": "positions around the patch",
+    "tables": "position tables",
+    "rollout": "attention rollout",
+    "cam": "Grad-CAM",
+    "aft-windows": "AFT biases around the patch",
+}
 # These need no image, but its size.
 OF_THE_MODEL: tuple[Kind, ...] = ("tables", "aft-windows")
 # These have a panel per head.
@@ -213,6 +224,12 @@ DRAW: dict[Kind, Callable[[Subject], Figure]] = {
     "cam": _cam,
     "aft-windows": _aft_windows,
 }
+
+
+def first_kinds(model: nn.Module) -> list[Kind]:
+    """Return what to show of a model first."""
+    free = any(isinstance(layer, Mixer) and layer.lacks.get("weights") for layer in model.modules())
+    return ["attention", "kernels", *(["aft-windows"] if free else [])]
 
 
 def _of_layer(found: dict[str, Value], layer: int | None) -> dict[str, Value]:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from relvit.evaluation.pictures.positions import NotApplicableError, chosen_layer
 from relvit.models.attention_maps import patch_grid
+from relvit.models.depth import lack
 from relvit.utils.messages import MissingPackageError
 
 
@@ -28,7 +29,7 @@ def grad_cam(model: nn.Module, image: Tensor, label: int | None = None, layer: i
 
     Raises:
         MissingPackageError: without the package `grad-cam`.
-        NotApplicableError: reversible or repeated blocks, bands, or patches that have no gradient there.
+        NotApplicableError: blocks that do not run once each for the whole image, or patches without a gradient there.
         ValueError: a model in training mode, a layer that the model does not have.
     """
     try:
@@ -38,8 +39,7 @@ def grad_cam(model: nn.Module, image: Tensor, label: int | None = None, layer: i
         raise MissingPackageError("Grad-CAM", "pytorch_grad_cam") from error
     name = type(model).__name__
     norms = {f"blocks.{i}": getattr(block, "norm1", None) for i, block in enumerate(getattr(model, "blocks", ()))}
-    in_parts = getattr(model, "bands", None) or getattr(model, "reversible", False) or hasattr(model, "steps")
-    if in_parts or not norms or None in norms.values():
+    if lack(model, "hooks") or not norms or None in norms.values():
         raise NotApplicableError(f"Grad-CAM needs blocks with norm1, each called once for the image; {name} differs")
     where = chosen_layer(list(norms), layer)
     if model.training:

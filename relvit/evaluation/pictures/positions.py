@@ -8,15 +8,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from relvit.layers import AFTConv2d, AFTFull, LSHAttention, RelativeAttention
+from relvit.layers.attention import GridAttention
 from relvit.layers.attention_weights import LogitInputs, record_logit_inputs
+from relvit.layers.mixer import Mixer
 from relvit.layers.positions.base import needs_tokens
-from relvit.layers.timm_attention import TimmRelativeAttention
 from relvit.models.attention_maps import patch_grid
 from relvit.ops import AxisTables, Channels, Grid, JointTable, RelativeTerms
 from relvit.ops.reference import attention_logits
 
-ATTENTION = RelativeAttention | TimmRelativeAttention
 LETTERS = {"query": "q", "key": "k", "value": "v", "bias": "b"}
 
 
@@ -41,8 +40,8 @@ def position_tables(model: nn.Module, img_size: Sequence[int]) -> dict[str, dict
         NotApplicableError: a model without such tables.
     """
     found, kinds = {}, set()
-    for name, layer in _layers(model, ATTENTION | LSHAttention).items():
-        position = layer.position
+    for name, layer in _layers(model, Mixer).items():
+        position = getattr(layer, "position", None)
         kinds.add("no position" if position is None else type(position).__name__)
         if position is None or needs_tokens(position):
             continue
@@ -98,7 +97,7 @@ def effective_kernels(model: nn.Module, image: Tensor, patch: Sequence[int] | No
         NotApplicableError: a model without relative positions, or one in windows or bands.
         ValueError: a model in training mode, a patch outside the grid.
     """
-    if all(layer.position is None for layer in _layers(model, ATTENTION).values()):
+    if all(layer.position is None for layer in _layers(model, GridAttention).values()):
         raise NotApplicableError(f"{type(model).__name__} has no attention with relative terms")
     return {name: _kernel(given, patch) for name, given in _logit_inputs(model, image).items()}
 
@@ -207,17 +206,17 @@ def aft_windows(model: nn.Module, img_size: Sequence[int], patch: Sequence[int] 
         NotApplicableError: a model without such biases.
         ValueError: a patch outside the grid.
     """
-    layers = _layers(model, AFTConv2d | AFTFull)
-    if not layers:
-        raise NotApplicableError(f"{type(model).__name__} has no attention-free layers with biases (AFT-conv, -full)")
     grid = Grid(*patch_grid(model, img_size), model.num_prefix_tokens)
     index = None if patch is None else patch_index(patch, grid)
     found = {}
-    for name, layer in layers.items():
-        if isinstance(layer, AFTConv2d):
-            found[name] = layer.weight().float().cpu()
-        else:
-            found[name] = _by_offset(layer.bias(grid)[None, grid.prefix :, grid.prefix :], grid, index).cpu()
+    for name, layer in _layers(model, Mixer).items():
+        bias = layer.learned_bias(grid)
+        if bias is not None:
+            by_pair = bias.dim() == 2
+            bias = _by_offset(bias[None, grid.prefix :, grid.prefix :], grid, index) if by_pair else bias.float()
+            found[name] = bias.cpu()
+    if not found:
+        raise NotApplicableError(f"{type(model).__name__} has no attention-free layers with biases (AFT-conv, -full)")
     return found
 
 
@@ -259,13 +258,13 @@ def _position_vectors(given: LogitInputs) -> tuple[Tensor, Tensor]:
 
 def _logit_inputs(model: nn.Module, image: Tensor) -> dict[str, LogitInputs]:
     """Run the model once: what the logits of each layer are computed from."""
-    layers, name = _layers(model, ATTENTION), type(model).__name__
+    layers, name = _layers(model, GridAttention), type(model).__name__
     if not layers:
         raise NotApplicableError(f"{name} has no attention with relative positions")
     if model.training:
         raise ValueError("pictures need a model in evaluation mode: call model.eval()")
-    if getattr(model, "bands", None) or any(layer.window for layer in layers.values()):
-        raise NotApplicableError("there are no logits of all pairs in windows or bands: set_reach(model, 'trained')")
+    if getattr(model, "segmenter", None) or any(layer.window for layer in layers.values()):
+        raise NotApplicableError("there are no logits of all pairs in windows or parts: set_reach(model, 'trained')")
     with record_logit_inputs() as record, torch.compiler.set_stance("force_eager"):
         model.forward_features(image[None])
     found = {name: record.get(layer.attn_drop) for name, layer in layers.items()}

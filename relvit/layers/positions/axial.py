@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from relvit.layers.mixer import Leaf
 from relvit.layers.positions.base import LearnedPosition
 from relvit.ops import Grid
 from relvit.ops.checks import int_pair
@@ -13,7 +14,7 @@ from relvit.utils.messages import check_choice
 COMBINES = ("concat", "sum")
 
 
-class AxialPositionEmbedding(LearnedPosition):
+class AxialPositionEmbedding(Leaf, LearnedPosition):
     """One vector per row and one per column of the grid, put together for each patch.
 
     A patch at row r and column c gets concat(rows[r], cols[c]), d1 + d2 = dim wide, or rows[r] + cols[c].

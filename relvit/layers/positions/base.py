@@ -22,7 +22,7 @@ class Position(nn.Module):
     Attributes:
         needs_tokens: the terms depend on tokens or are free channels, so that there are no tables to look at.
         needs_extent: the terms depend on the size of the image or on places in it, and not on offsets alone:
-            `relvit.models.set_bands` refuses them.
+            `relvit.families.transformer_xl.set_bands` refuses them.
         trained_grid: rows and columns of patches in training, by which a position whose `forward` follows it stretches
             offsets in images of another size, see `relvit.models.set_reach`; None: it does not. A position that cannot
             be stretched has no such attribute.

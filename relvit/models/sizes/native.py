@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from timm.models.naflexvit import NaFlexVit, create_attention_mask, global_pool_naflex
 from torch import Tensor, nn
 
-from relvit.layers import AFTFull
+from relvit.models.depth import lack
 from relvit.ops import Grid, grid_from_naflex
 
 
@@ -66,8 +66,8 @@ def _projection(model: nn.Module) -> nn.Conv2d:
     embed, name = model.patch_embed, type(model).__name__
     if not isinstance(getattr(embed, "proj", None), nn.Conv2d):
         raise ValueError(f"{name} takes no native images: its patch embedding {type(embed).__name__} is no projection")
-    if any(isinstance(getattr(block, "attn", None), AFTFull) for block in model.blocks):
-        raise ValueError(f"{name} takes no native images: the bias of mixers 'full' and 'local' is that of one grid")
+    if why := lack(model, "native"):
+        raise ValueError(f"{name} takes no native images: {why}")
     if hasattr(model, "dist_token"):
         raise ValueError(f"{name} takes no native images: it has a distillation token")
     if model.pos_embed is not None and model.training and model.pos_drop.p > 0:

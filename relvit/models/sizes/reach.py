@@ -7,10 +7,9 @@ from typing import Literal, get_args
 
 from torch import nn
 
-from relvit.layers import RelativeAttention
+from relvit.layers.attention import GridAttention
 from relvit.layers.positions.base import is_stretchable, needs_tokens
-from relvit.layers.timm_attention import TimmRelativeAttention
-from relvit.models.sizes.bands import Bands, check_bands
+from relvit.models.segments import SEGMENTERS
 from relvit.ops import Grid
 from relvit.ops.checks import int_pair
 from relvit.utils.messages import check_choice
@@ -38,7 +37,8 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
     - 'windows': tokens attend to those of their own window of H0 x W0 patches, so time and memory grow in proportion to
       the image; without prefix tokens and rotary embeddings only.
     - 'bands': the image is computed in bands of H0 rows of patches, from the top; tokens attend to those of their own
-      band and of the H0 rows above it, so that memory does not grow with the height; see `relvit.models.set_bands`.
+      band and of the H0 rows above it, so that memory does not grow with the height; see
+      `relvit.families.transformer_xl.set_bands`.
 
     At the trained size all of them compute the same. Absolute and rotary embeddings are not changed: they have rules of
     their own for other sizes. Names in the state dict stay, and so do gradients, graphs and exports. A position of your
@@ -57,10 +57,10 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
         ValueError: an unknown `reach`, or one that the model has nothing for; the model is not changed then.
     """
     check_choice("reach", reach, get_args(Reach))
-    layers = [part for part in model.modules() if isinstance(part, RelativeAttention | TimmRelativeAttention)]
+    layers = [part for part in model.modules() if isinstance(part, GridAttention)]
     # Windows that blocks cut are of one size in all images.
-    layers = [layer for layer in layers if getattr(layer, "block_window", None) is None]
-    trained_grid = trained_keys = window = None
+    layers = [layer for layer in layers if layer.block_window is None]
+    trained_grid = trained_keys = window = segmenter = None
     if reach != "trained":
         refused = f"reach {reach!r} is not for {type(model).__name__}"
         if not layers:
@@ -71,9 +71,9 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
         embed = getattr(model, "patch_embed", None)
         if embed is None:
             raise ValueError(f"{refused}, which has no patch_embed, whose size would be that of the training")
-        if getattr(model, "own_bands", None):
+        if getattr(model, "own_segmenter", None):
             raise ValueError(
-                f"{refused}, which computes in bands already: leave it out (set_bands(model, None) ends the bands)"
+                f"{refused}, which computes in parts already: leave it out (set_bands(model, None) ends that)"
             )
         grid = embed.grid_size
         if trained_size is not None:
@@ -88,14 +88,14 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
             if getattr(model, "rope", None) is not None:
                 raise ValueError(f"{refused} with a rotary embedding")
             window = tuple(grid)
-        if reach == "bands":
-            check_bands(model)
+        if reach in SEGMENTERS:
+            segmenter = SEGMENTERS[reach].of(model, grid[0], grid[0])
         if "stretch" in reach:
             trained_grid = tuple(grid)
             for layer in layers:
                 _check_position(layer.position, refused)
-    if hasattr(model, "bands"):
-        model.bands = Bands(grid[0], grid[0]) if reach == "bands" else model.own_bands
+    if hasattr(model, "segmenter"):
+        model.segmenter = segmenter or model.own_segmenter
     for layer in layers:
         layer.trained_keys = trained_keys
         layer.window = window

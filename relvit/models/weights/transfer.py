@@ -14,12 +14,14 @@ from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
 from relvit.layers.timm_relpos import TimmOwnRelative
-from relvit.models.aft_vit import MIXER
 from relvit.models.retrofit.imports import convert_tables
 from relvit.models.retrofit.models import Retrofitted
 from relvit.models.weights.convert import convert_positions
 from relvit.models.weights.irpe import convert_irpe
 from relvit.utils.messages import listing
+
+# Names of tensors that mean nothing to models without such ones -> the reason; rooms of `relvit.families` add theirs.
+UNFIT: dict[re.Pattern[str], str] = {}
 
 POSITION = ".position."
 ABSOLUTE = "pos_embed"
@@ -110,11 +112,11 @@ def transfer_weights(net: nn.Module, weights: Weights, class_names: Sequence[str
     own = net.state_dict()
     given = {name: tensor for name, tensor in weights.state.items() if isinstance(tensor, Tensor)}
     given = _convert_foreign_tables(given, net)
-    if any(map(MIXER.search, given)) and not any(map(MIXER.search, own)):
-        raise ValueError(
-            f"{weights.source} is of an attention-free model, whose queries and keys mean nothing to the attention of "
-            f"this {type(net).__name__}: give an architecture without attention, such as 'relvit_aft_conv_small'"
-        )
+    for tensors, reason in UNFIT.items():
+        if any(map(tensors.search, given)) and not any(map(tensors.search, own)):
+            raise ValueError(
+                f"{weights.source} {reason} this {type(net).__name__}: give the architecture of the weights"
+            )
     in_part: dict[str, str] = {}
     state = _convert(dict(given), net, own, weights.input_size, in_part)
     _adapt_channels(state, net, own)

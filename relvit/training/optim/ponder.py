@@ -8,7 +8,7 @@ from typing import Any
 from lightning import Trainer
 from torch import nn
 
-from relvit.models import UniversalVisionTransformer
+from relvit.families.universal import UniversalVisionTransformer
 from relvit.training.optim.schedule import steps_of
 
 # Of the arguments of `ImageClassifier`.

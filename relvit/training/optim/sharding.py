@@ -21,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from relvit.models.depth import lack
 from relvit.training.lightning_internals import shard_over_all_devices
 from relvit.utils.messages import listing
 
@@ -138,11 +139,8 @@ def check_sharding(trainer: Trainer, hparams: Mapping[str, Any], net: nn.Module)
         return
     if any(isinstance(module, _BatchNorm) for module in net.modules()):
         raise ValueError(f"strategy {NAME} does not go with batch norm, whose statistics each device would have alone")
-    if getattr(net, "reversible", False):
-        raise ValueError(
-            f"strategy {NAME} does not go with reversible=True, which recomputes a block in backward, where its "
-            "parameters are shards: train with ddp"
-        )
+    if why := lack(net, "sharding"):
+        raise ValueError(f"strategy {NAME} cannot train this model: {why}; train with ddp")
     for what, given, allowed in (
         ("optimiser", hparams["opt"], OPTIMIZERS),
         ("precision", trainer.precision, PRECISIONS),

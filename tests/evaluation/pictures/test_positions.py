@@ -14,7 +14,8 @@ from relvit.evaluation.pictures import (
     logit_parts,
     position_tables,
 )
-from relvit.models import set_bands, set_reach
+from relvit.families.transformer_xl import set_bands
+from relvit.models import set_reach
 from relvit.ops import Grid
 
 PREFIX = {"class_token": True, "global_pool": "token", "reg_tokens": 2}

@@ -8,7 +8,7 @@ import torch
 from timm.models import create_feature_extractor
 from vits import assert_same, images, small
 
-from relvit.layers.depth import reversible_blocks
+from relvit.families.reversible import reversible_blocks
 from relvit.ops import Grid
 from relvit.utils.memory import allocations
 
@@ -193,7 +193,7 @@ def test_training_keeps_two_streams_at_any_depth():
 
 
 def test_without_gradients_there_is_no_recomputation(monkeypatch):
-    monkeypatch.setattr("relvit.layers.depth.reversible.ReversibleBlock", None)
+    monkeypatch.setattr("relvit.families.reversible.blocks.ReversibleBlock", None)
     model = build()
     with torch.no_grad():
         expected = model(X)

@@ -8,8 +8,9 @@ from retrofit_cases import build as build_timm
 from retrofit_cases import retrofitted
 from vits import images, small
 
+from relvit.families.transformer_xl import classify_bands, forward_segment, set_bands
 from relvit.layers import AnySizePatchEmbed
-from relvit.models import attention_maps, classify_bands, forward_segment, set_bands, set_reach
+from relvit.models import attention_maps, set_reach
 from relvit.ops import Grid, make_grid, relative_attention
 
 # 7 x 3 patches: no multiple of the bands.
@@ -160,9 +161,9 @@ def test_reach_in_bands_of_the_trained_height():
     torch.testing.assert_close(set_reach(model, "bands")(x), expected, rtol=0, atol=1e-10)
     torch.testing.assert_close(set_reach(model, "trained")(x), plain, rtol=0, atol=1e-12)
     set_reach(model, "bands", trained_size=(40, 16))
-    assert tuple(model.bands) == (5, 5)
+    assert tuple(model.segmenter) == (5, 5)
     # The bands that a model was made with stay.
-    assert tuple(set_reach(build(band_rows=2), "trained").bands) == (2, None)
+    assert tuple(set_reach(build(band_rows=2), "trained").segmenter) == (2, None)
 
 
 @pytest.mark.slow
@@ -207,7 +208,7 @@ REFUSED = [
     (lambda: set_bands(small("relvit_aft_conv_tiny"), 2), "AFTVisionTransformer cannot compute in bands: its blocks"),
     (lambda: set_bands(retrofitted(build_timm("siglip")), 2), "cannot compute in bands: its blocks are not those of"),
     (lambda: set_reach(retrofitted(build_timm("siglip")), "bands"), "cannot compute in bands: its blocks are not"),
-    (lambda: set_reach(build(band_rows=2), "stretch"), r"which computes in bands already: leave it out"),
+    (lambda: set_reach(build(band_rows=2), "stretch"), r"which computes in parts already: leave it out"),
     (lambda: forward_segment(build(), photos(), memory_rows=-1), "memory_rows must be an integer, 0 or more, or None"),
     (
         lambda: forward_segment(build(), photos(), forward_segment(build(), photos())),
@@ -219,7 +220,7 @@ REFUSED = [
     (lambda: build(band_rows=2)(native()), "not for native shapes, got dict"),
     (lambda: build(band_rows=2)(photos(HEIGHT - 1)), "image height 55 is not a multiple of the patch size 8"),
     (lambda: build(band_rows=2)(photos(), is_causal=True), "takes no attn_mask and is not causal"),
-    (lambda: build(band_rows=2).forward_intermediates(photos()), "features of single blocks are not computed in bands"),
+    (lambda: build(band_rows=2).forward_intermediates(photos()), "no features of single blocks: they are computed in bands"),
     (lambda: attention_maps(build(band_rows=2), photos()), "there are no N x N weights in bands"),
     (lambda: classify_bands(build(global_pool="max"), [photos()]), "is for global_pool 'avg', got 'max'"),
     (lambda: classify_bands(build(), []), "there is no band to classify"),

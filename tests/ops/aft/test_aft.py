@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from oracles import aft as oracle
 from torch.autograd import gradcheck, gradgradcheck
 
-from relvit.ops import Grid, aft_conv, aft_full, aft_local, aft_simple, make_grid, reference
-from relvit.ops.aft import api, sums
+from relvit.families.aft import aft_conv, aft_full, aft_local, aft_simple, api, sums
+from relvit.ops import Grid, make_grid, reference
 
 pytestmark = pytest.mark.usefixtures("several_tiles")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -12,9 +13,10 @@ from timm.models import DefaultCfg, checkpoint
 from timm.models._features import feature_take_indices
 from torch import Tensor
 
-from relvit.layers.depth.halting import AdaptiveHalting, HaltingState, ponder_cost, start_halting
-from relvit.layers.depth.signals import PositionStepSignals
-from relvit.layers.depth.universal import put_tokens, run_gathered, take_tokens
+from relvit.families.universal.gathered import put_tokens, run_gathered, take_tokens
+from relvit.families.universal.halting import AdaptiveHalting, HaltingState, ponder_cost, start_halting
+from relvit.families.universal.signals import PositionStepSignals
+from relvit.models.depth import Depth
 from relvit.models.entry_points import default_cfgs_of, entry_point
 from relvit.models.relative_vit import BASE, SMALL, TINY, RelVisionTransformer
 from relvit.models.weights.convert import checkpoint_filter_fn
@@ -38,6 +40,43 @@ class Pondered(NamedTuple):
     logits: Tensor
     steps: Tensor
     cost: Tensor
+
+
+class RepeatedDepth(Depth):
+    """Apply the one block of a `UniversalVisionTransformer` at every step, with the signals of the step."""
+
+    lacks: ClassVar[Mapping[str, str]] = {
+        "memory": "its block runs several times, each time with other inputs",
+        "rollout": "its block is repeated",
+        "hooks": "they are single steps of one block, which no module of the model puts out",
+    }
+
+    def count(self, model: UniversalVisionTransformer) -> int:
+        """Return the number of steps."""
+        return model.steps
+
+    def run(
+        self,
+        model: UniversalVisionTransformer,
+        x: Tensor,
+        grid: Grid,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        take: Collection[int],
+        last: int,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Compute the tokens after step `last`, with halting their weighted sum, and after the steps `take`."""
+        if model.halting is not None:
+            x, _, states = model._halt_masked(x, grid, attn_mask, is_causal, last + 1, take)
+            return x, states
+        position = model.signals(grid)
+        taken: list[Tensor] = []
+        for number in range(last + 1):
+            x = x + position + model.signals.step(number + 1)
+            x = model._run_block(model.blocks[0], x, grid, attn_mask, is_causal)
+            if number in take:
+                taken.append(x)
+        return x, taken
 
 
 class UniversalVisionTransformer(RelVisionTransformer):
@@ -72,7 +111,7 @@ class UniversalVisionTransformer(RelVisionTransformer):
             fewer than two steps; a width that is no multiple of 4.
     """
 
-    blocks_are_steps: ClassVar[bool] = False
+    depth_plan = RepeatedDepth()
 
     def __init__(
         self,
@@ -91,8 +130,6 @@ class UniversalVisionTransformer(RelVisionTransformer):
             raise ValueError(f"halting={halting!r} needs a depth of 2 steps or more, got {depth}")
         if not halting and (halting_epsilon, halting_bias) != (0.01, -3.0):
             raise ValueError("halting_epsilon and halting_bias have no effect without halting='act'")
-        if kwargs.get("reversible"):
-            raise ValueError("reversible=True is for blocks with parameters of their own, and here there is one block")
         super().__init__(depth=1, **kwargs)
         factory_kwargs = {name: kwargs.get(name) for name in ("device", "dtype")}
         self.signals: PositionStepSignals = PositionStepSignals(self.embed_dim, **factory_kwargs)
@@ -170,7 +207,7 @@ class UniversalVisionTransformer(RelVisionTransformer):
         return output, state
 
     def _halt_masked(
-        self, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool, steps: int, take: list[int]
+        self, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool, steps: int, take: Collection[int]
     ) -> tuple[Tensor, HaltingState, list[Tensor]]:
         """Compute all tokens at all steps; also the states after the steps of these numbers, from 0."""
         position = self.signals(grid)
@@ -246,24 +283,6 @@ class UniversalVisionTransformer(RelVisionTransformer):
             module._forward_hooks or module._forward_pre_hooks for module in (self.blocks[0], attn, attn.attn_drop)
         )
         return attn.window is None and not observed
-
-    def _count_steps(self) -> int:
-        return self.steps
-
-    def _run_steps(
-        self, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool, take: list[int], last: int
-    ) -> tuple[Tensor, list[Tensor]]:
-        if self.halting is not None:
-            x, _, states = self._halt_masked(x, grid, attn_mask, is_causal, last + 1, take)
-            return x, states
-        position = self.signals(grid)
-        taken: list[Tensor] = []
-        for number in range(last + 1):
-            x = x + position + self.signals.step(number + 1)
-            x = self._run_block(self.blocks[0], x, grid, attn_mask, is_causal)
-            if number in take:
-                taken.append(x)
-        return x, taken
 
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True

@@ -15,7 +15,8 @@ from timm.models import DefaultCfg
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from relvit.layers import AFTConv2d, AFTFull, AFTLocal, AFTSimple, MixerBlock, resample_embedding
+from relvit.families.aft.mixers import AFTConv2d, AFTFull, AFTLocal, AFTSimple
+from relvit.layers import MixerBlock, resample_embedding
 from relvit.models.base import GridVisionTransformer
 from relvit.models.entry_points import check_arguments, default_cfgs_of, entry_point
 from relvit.models.weights import convert
@@ -55,7 +56,7 @@ class AFTVisionTransformer(GridVisionTransformer):
         global_pool: 'avg', 'token' (needs a class token), 'max', 'avgmax', 'map', 'prr' or '' (none); None: 'token'
             with a class token, else 'avg'.
         patch_drop_rate: share of patches dropped in training; those that stay keep their places.
-        backend: see `relvit.ops.aft_full` and `relvit.ops.aft_conv`.
+        backend: see `aft_full` and `aft_conv`.
         **kwargs: see `timm.models.vision_transformer.VisionTransformer` (img_size, patch_size, embed_dim, depth ...),
             but for what is about attention: `qk_norm`, `attn_drop_rate`, `scale_attn_norm`; `reversible` and
             `mlp_chunk` as in `RelVisionTransformer`.

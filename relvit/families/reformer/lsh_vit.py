@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 from timm.models import DefaultCfg
 from torch import nn
 
-from relvit.layers.lsh import NO_TERMS, LSHAttention
+from relvit.families.reformer.attention import NO_TERMS, LSHAttention
+from relvit.families.reformer.operation import check_bias_alone
 from relvit.layers.positions.base import needs_tokens
 from relvit.models.entry_points import default_cfgs_of, entry_point
 from relvit.models.relative_vit import SMALL, RelVisionTransformer
 from relvit.models.weights.convert import checkpoint_filter_fn
 from relvit.ops import Grid
-from relvit.ops.lsh import check_bias_alone
 
 
 class LSHVisionTransformer(RelVisionTransformer):

@@ -15,18 +15,68 @@ import torch
 from timm.models import checkpoint
 from torch import Tensor, nn
 
-from relvit.layers import AnySizePatchEmbed, RelativeAttention, RelativeBlock
+from relvit.layers import AnySizePatchEmbed, RelativeBlock
 from relvit.layers.patch_embed import check_divisible
 from relvit.layers.positions.base import needs_extent
+from relvit.models.depth import lack
 from relvit.ops import Grid, num_tokens, patch_coords
 from relvit.ops.checks import int_pair
 
+# What a model in bands cannot do, see `relvit.models.depth.lack`.
+LACKS = {
+    "weights": "there are no N x N weights in bands: set_bands(model, None), set_reach(model, 'trained') first",
+    "hooks": "they are computed in bands: set_bands(model, None) first",
+}
+
 
 class Bands(NamedTuple):
-    """Division of images: rows of patches in a band, and how many rows before it are remembered; None: all of them."""
+    """Division of images, a model's `segmenter`: rows of patches in a band, and how many rows before it are remembered.
+
+    With None all rows are remembered.
+    """
 
     rows: int
     memory_rows: int | None = None
+
+    lacks = LACKS
+
+    @classmethod
+    def of(cls, model: nn.Module, rows: int | None, memory_rows: int | None = None) -> Bands:
+        """Return the bands of a model; raises as `set_bands`."""
+        _check_rows("band_rows", rows, 1)
+        _check_rows("memory_rows", memory_rows)
+        if rows is None:
+            raise ValueError(f"memory_rows={memory_rows!r} is for images in bands: give band_rows too")
+        check_bands(model)
+        return cls(rows, memory_rows)
+
+    def features(self, model: nn.Module, images: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+        """Compute the normalised tokens (B, N, embed_dim) of images (B, in_chans, height, width)."""
+        parts = self._split(model, images, attn_mask, is_causal)
+        return torch.cat(list(band_features(model, parts, self.memory_rows)), dim=1)
+
+    def classify(self, model: nn.Module, images: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+        """Compute the logits (B, num_classes) of images; their average is a running sum."""
+        if model.global_pool != "avg":
+            return model.forward_head(self.features(model, images, attn_mask, is_causal))
+        return classify_bands(model, self._split(model, images, attn_mask, is_causal), self.memory_rows)
+
+    def mask(self, model: nn.Module, images: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+        """Make the mask (N, N) under which one pass equals that in bands, True where a token may attend to another."""
+        _check_images(images, attn_mask, is_causal)
+        grid = Grid(*model.patch_embed.dynamic_feat_size(images.shape[-2:]))
+        row = patch_coords(grid, images.device)[:, 0]
+        first = row // self.rows * self.rows
+        allowed = row < (first + self.rows)[:, None]
+        return allowed if self.memory_rows is None else allowed & (row >= (first - self.memory_rows)[:, None])
+
+    def _split(self, model: nn.Module, images: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Sequence[Tensor]:
+        """Divide images into bands; refuse what bands do not have."""
+        _check_images(images, attn_mask, is_causal)
+        embed = model.patch_embed
+        if not embed.dynamic_img_pad:
+            check_divisible(images, embed.patch_size)
+        return images.split(self.rows * embed.patch_size[0], dim=2)
 
 
 class Region(NamedTuple):
@@ -70,16 +120,11 @@ def set_bands(model: nn.Module, band_rows: int | None, memory_rows: int | None =
     Raises:
         ValueError: no such numbers, or a model that cannot compute in bands, with the reason; nothing is changed then.
     """
-    _check_rows("band_rows", band_rows, 1)
-    _check_rows("memory_rows", memory_rows)
     bands = None
-    if band_rows is not None:
-        check_bands(model)
+    if (band_rows, memory_rows) != (None, None):
+        bands = Bands.of(model, band_rows, memory_rows)
         _check_reach(model)
-        bands = Bands(band_rows, memory_rows)
-    elif memory_rows is not None:
-        raise ValueError(f"memory_rows={memory_rows!r} is for images in bands: give band_rows too")
-    model.bands = model.own_bands = bands
+    model.segmenter = model.own_segmenter = bands
     return model
 
 
@@ -94,12 +139,8 @@ def check_bands(model: nn.Module) -> None:
     reason = None
     if not blocks or any(type(block) is not RelativeBlock for block in blocks):
         reason = "its blocks are not those of relvit_* models with attention, which take a memory"
-    elif any(not isinstance(block.attn, RelativeAttention) for block in blocks):
-        reason = f"its {type(blocks[0].attn).__name__} takes no memory"
-    elif hasattr(model, "set_steps"):
-        reason = "its block runs several times, each time with other inputs"
-    elif model.reversible:
-        reason = "it is reversible, and a memory would be kept for backward"
+    elif why := lack(model, "memory"):
+        reason = why
     elif model.num_prefix_tokens:
         reason = "its class token or registers are in no band"
     elif model.pos_embed is not None or model.axial is not None:
@@ -248,31 +289,9 @@ def classify_bands(model: nn.Module, bands: Iterable[Tensor], memory_rows: int |
     return model.forward_head((total / count).to(tokens.dtype))
 
 
-def split_bands(model: nn.Module, images: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Sequence[Tensor]:
-    """Divide images (B, in_chans, height, width) by the model's own bands; refuse what bands do not have."""
-    _check_images(images, attn_mask, is_causal)
-    embed = model.patch_embed
-    if not embed.dynamic_img_pad:
-        check_divisible(images, embed.patch_size)
-    return images.split(model.bands.rows * embed.patch_size[0], dim=2)
-
-
 def band_features(model: nn.Module, bands: Iterable[Tensor], memory_rows: int | None) -> Iterator[Tensor]:
     """Yield the normalised tokens (B, N, embed_dim) of each band, from the top on; arguments: see `classify_bands`."""
     memory = None
     for band in bands:
         tokens, memory = forward_segment(model, band, memory, memory_rows=memory_rows)
         yield tokens
-
-
-def band_mask(model: nn.Module, images: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
-    """Make the mask (N, N) under which one pass equals that in bands, True where a token may attend to another.
-
-    Arguments: those of `split_bands`.
-    """
-    _check_images(images, attn_mask, is_causal)
-    grid = Grid(*model.patch_embed.dynamic_feat_size(images.shape[-2:]))
-    row = patch_coords(grid, images.device)[:, 0]
-    first, (rows, memory_rows) = row // model.bands.rows * model.bands.rows, model.bands
-    allowed = row < (first + rows)[:, None]
-    return allowed if memory_rows is None else allowed & (row >= (first - memory_rows)[:, None])

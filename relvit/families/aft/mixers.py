@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
+from relvit.families.aft.operations import (
+    CONV_BACKENDS,
+    FULL_BACKENDS,
+    SIMPLE_BACKENDS,
+    aft_conv,
+    aft_full,
+    aft_simple,
+    local_bias,
+)
 from relvit.layers.interpolate import resample_embedding
-from relvit.ops import Grid, aft_conv, aft_full, aft_simple
-from relvit.ops.aft.api import CONV_BACKENDS, FULL_BACKENDS, SIMPLE_BACKENDS, local_bias
+from relvit.layers.mixer import Mixer
+from relvit.ops import Grid
 from relvit.ops.checks import check_backend, check_heads, int_pair
 from relvit.ops.tracing import without_autocast
 from relvit.utils.messages import did_you_mean
 
 
-class AFTSimple(nn.Module):
+class AFTSimple(Mixer):
     """AFT-simple: one average of all values, weighted by keys alone. The base of the other mixers.
 
     A drop-in for attention: `forward` has the arguments of `RelativeAttention`'s. Source: Zhai et al. 2021 (arXiv
-    2105.14103), section 3.2; see `relvit.ops.aft_simple`.
+    2105.14103), section 3.2; see `aft_simple`.
 
     Args:
         dim: width of the tokens.
@@ -30,7 +40,7 @@ class AFTSimple(nn.Module):
         qkv_bias: biases of the projections to query, key and value; the paper has them.
         proj_bias: bias of the output's projection.
         proj_drop: dropout after it.
-        backend: see `relvit.ops.aft_conv` and `relvit.ops.aft_full`; an attribute that may be set at any time.
+        backend: see `aft_conv` and `aft_full`; an attribute that may be set at any time.
         device: of the parameters.
         dtype: of the parameters.
 
@@ -39,6 +49,10 @@ class AFTSimple(nn.Module):
         TypeError: an argument that the class does not have.
     """
 
+    lacks: ClassVar[Mapping[str, str]] = {
+        "memory": "its {name} takes no memory",
+        "weights": "it is attention-free, {name}",
+    }
     # How many channels of keys each head has, None: as many as values.
     key_dim: int | None = None
     backends: Sequence[str] = SIMPLE_BACKENDS
@@ -85,7 +99,7 @@ class AFTSimple(nn.Module):
         Raises:
             ValueError: an `attn_mask`.
         """
-        refuse_mask(attn_mask, "attention-free mixers have")
+        self.refuse_mask(attn_mask)
         wide, narrow = self.num_heads * self.head_dim, self.num_heads * self.keys
         query, key, value = self.qkv(x).split((wide, narrow, wide), dim=-1)
         query = query.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
@@ -102,7 +116,7 @@ class AFTSimple(nn.Module):
 class AFTFull(AFTSimple):
     """AFT-full: a learned bias for every pair of places, w = u v^T.
 
-    Source: Zhai et al. 2021 (arXiv 2105.14103), eq. 2 and section 3.2; see `relvit.ops.aft_full`.
+    Source: Zhai et al. 2021 (arXiv 2105.14103), eq. 2 and section 3.2; see `aft_full`.
 
     Args:
         dim: width of the tokens.
@@ -118,6 +132,7 @@ class AFTFull(AFTSimple):
         TypeError: sizes that are not integers.
     """
 
+    lacks: ClassVar[Mapping[str, str]] = AFTSimple.lacks | {"native": "the bias of its {name} is that of one grid"}
     backends: Sequence[str] = FULL_BACKENDS
 
     def __init__(
@@ -162,6 +177,10 @@ class AFTFull(AFTSimple):
             setattr(self, name, nn.Parameter(resized, factor.requires_grad))
         self.grid_size = new
 
+    def learned_bias(self, grid: Grid) -> Tensor:
+        """Compute w for all pairs of tokens, see `bias`."""
+        return self.bias(grid)
+
     def bias(self, grid: Grid) -> Tensor:
         """Compute w for all places of a grid, (T, T), queries first; in float32 at least."""
         if grid.prefix != self.prefix:
@@ -179,7 +198,7 @@ class AFTFull(AFTSimple):
 class AFTLocal(AFTFull):
     """AFT-local: `AFTFull` whose bias is zero between places that are far apart; they still see each other.
 
-    Source: Zhai et al. 2021 (arXiv 2105.14103), eq. 3; see `relvit.ops.aft_local`.
+    Source: Zhai et al. 2021 (arXiv 2105.14103), eq. 3; see `aft_local`.
 
     Args:
         dim: width of the tokens.
@@ -201,7 +220,7 @@ class AFTConv2d(AFTSimple):
 
     The window is a normalised filter, w = gamma (f - mean(f)) / std(f) + beta for each head, gamma and beta zero at the
     start: it starts as AFT-simple. Keys are one number per head. Any grid is served; on one row it is the paper's form
-    for sequences. Source: Zhai et al. 2021 (arXiv 2105.14103), eq. 4 and section 3.2; see `relvit.ops.aft_conv`.
+    for sequences. Source: Zhai et al. 2021 (arXiv 2105.14103), eq. 4 and section 3.2; see `aft_conv`.
 
     Args:
         dim: width of the tokens.
@@ -241,6 +260,10 @@ class AFTConv2d(AFTSimple):
         """Names of the filters, their gains and offsets."""
         return {"kernel", "gamma", "beta"}
 
+    def learned_bias(self, grid: Grid) -> Tensor:
+        """Compute w by offset, see `weight`."""
+        return self.weight()
+
     def weight(self) -> Tensor:
         """Compute w by offset, (heads, *kernel_size)."""
         filters = F.layer_norm(self.kernel.flatten(1), (self.kernel.shape[1] * self.kernel.shape[2],), eps=1e-8)
@@ -272,9 +295,3 @@ def factored_bias(
     with without_autocast(u.device):
         bias = queries @ keys.t()
     return local_bias(bias, window, new_size, prefix) if window else bias
-
-
-def refuse_mask(attn_mask: Tensor | None, mixer_has: str) -> None:
-    """Raise ValueError unless there is none."""
-    if attn_mask is not None:
-        raise ValueError(f"{mixer_has} no attn_mask: padding goes into the grid's `valid`")

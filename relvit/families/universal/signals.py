@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from relvit.layers.mixer import Leaf
 from relvit.ops import Grid
 from relvit.ops.grid import patch_coords
 
@@ -23,7 +24,7 @@ def sinusoids(position: Tensor, width: int, gain: Tensor) -> Tensor:
     return torch.cat((angle.sin(), angle.cos()), dim=-1).to(gain.dtype)
 
 
-class PositionStepSignals(nn.Module):
+class PositionStepSignals(Leaf):
     """Sinusoids that are added to every token at every step: of row and column, and of the number of the step.
 
     Source: equations 4 and 5 of the Universal Transformer (Dehghani et al. 2018, arXiv 1807.03819), where each channel

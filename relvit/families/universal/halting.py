@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from relvit.layers.mixer import Leaf
 from relvit.ops import Grid
 
 
@@ -35,7 +36,7 @@ def start_halting(patches: Tensor, grid: Grid) -> HaltingState:
     return HaltingState(running, total, torch.zeros(shape, dtype=torch.int64, device=patches.device), total)
 
 
-class AdaptiveHalting(nn.Module):
+class AdaptiveHalting(Leaf):
     """Graves' adaptive computation time (2016, arXiv 1603.08983, section 2) for every patch of an image.
 
     At step n a patch halts with the probability h_n = sigmoid(w . x_n + b), where x_n is the input of the step, as in

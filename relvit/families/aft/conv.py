@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from relvit.ops.aft.sums import bounded_exp, per_channel
+from relvit.families.aft.sums import bounded_exp, per_channel
 from relvit.ops.grid import Grid
 from relvit.ops.tracing import is_eager
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from relvit.layers.aft import refuse_mask
+from relvit.families.reformer.operation import lsh_attention, lsh_rotations
+from relvit.layers.mixer import LayerPlan, Mixer, count_parameters
 from relvit.layers.positions.base import needs_tokens
-from relvit.ops import Grid, RelativeTerms, lsh_attention, lsh_rotations
+from relvit.ops import Grid, RelativeTerms
 from relvit.ops.checks import check_heads
 from relvit.utils.constants import KeepConstants
 
@@ -18,13 +20,13 @@ MOST_BUCKETS = 1024
 NO_TERMS = "LSH attention takes a bias by offset, and no position that depends on tokens or has free channels"
 
 
-class LSHAttention(KeepConstants):
+class LSHAttention(Mixer, KeepConstants):
     """Reformer's LSH attention: tokens attend to those whose hash falls into the same bucket, not to all.
 
     A drop-in for `RelativeAttention`, but that queries and keys are the same vectors, at unit length where they are
     keys. In training every call draws new random rotations, from PyTorch's generator; in evaluation they are always the
     same, also in other processes. Source: Kitaev et al. 2020, Reformer (arXiv 2001.04451), section 2; see
-    `relvit.ops.lsh_attention`. Arguments that are not listed here are those of `timm.layers.Attention`.
+    `lsh_attention`. Arguments that are not listed here are those of `timm.layers.Attention`.
 
     Args:
         dim: width of the tokens.
@@ -40,6 +42,11 @@ class LSHAttention(KeepConstants):
     Raises:
         ValueError: heads that do not divide the width; a bucket size or rounds below 1.
     """
+
+    lacks: ClassVar[Mapping[str, str]] = {
+        "memory": "its {name} takes no memory",
+        "weights": "its {name} forms none between all tokens",
+    }
 
     def __init__(
         self,
@@ -105,7 +112,7 @@ class LSHAttention(KeepConstants):
         Raises:
             ValueError: an `attn_mask`; padding belongs into the grid's `valid`.
         """
-        refuse_mask(attn_mask, "LSH attention has")
+        self.refuse_mask(attn_mask)
         B, N, _ = x.shape
         query_key, value = self.qk_v(x).reshape(B, N, 2, self.num_heads, self.head_dim).unbind(2)
         query_key, value = self.qk_norm(query_key.transpose(1, 2)).to(value.dtype), value.transpose(1, 2)
@@ -123,6 +130,11 @@ class LSHAttention(KeepConstants):
         x = lsh_attention(query_key, value, grid, rotations, terms=terms, is_causal=is_causal, dropout_p=dropout_p)
         x = self.norm(x.transpose(1, 2).reshape(B, N, self.num_heads * self.head_dim))
         return self.proj_drop(self.proj(x))
+
+    def plan(self, name: str, grid: Grid, training: bool) -> LayerPlan:
+        """Return what the mixer of this name computes: its bias, and no choice of backends."""
+        terms = "" if self.position is None or self.position(Grid(1, 1)).bias is None else "b"
+        return super().plan(name, grid, training)._replace(terms=terms, parameters=count_parameters(self.position))
 
     def extra_repr(self) -> str:
         return f"bucket_size={self.bucket_size}, rounds={self.rotations.shape[0]}"

@@ -1,0 +1,50 @@
+"""The depth of models with `reversible=True`: two streams of tokens, with the same parameters as one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from relvit.families.reversible.blocks import reversible_blocks
+from relvit.models.depth import Depth
+from relvit.ops import Grid
+
+
+class ReversibleDepth(Depth):
+    """Run tokens through reversible blocks, see `reversible_blocks`: training keeps the last two streams alone."""
+
+    lacks: ClassVar[Mapping[str, str]] = {
+        "memory": "it is reversible, and a memory would be kept for backward",
+        "rollout": "its reversible blocks have two streams",
+        "hooks": "they are means of two streams, which no module of the model puts out",
+        "checkpointing": "a reversible model recomputes its blocks in backward already, and keeps less than gradient "
+        "checkpointing: leave it out, or build the model with reversible=False",
+        "sharding": "reversible=True recomputes a block in backward, where its parameters are shards",
+    }
+
+    def run(
+        self,
+        model: nn.Module,
+        x: Tensor,
+        grid: Grid,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        take: Collection[int],
+        last: int,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Compute the mean of the streams behind block `last`, and behind the blocks of the numbers `take`."""
+        return reversible_blocks(model.blocks[: last + 1], x, grid, attn_mask, is_causal, take)
+
+    def compile(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        """Compile each block, since recomputation is in no graph of the whole model."""
+        # Blocks share their code, and each has graphs of its own: of two branches, with and without gradients, at
+        # several sizes. Beyond its limits PyTorch would stop compiling, perhaps between forward and recomputation,
+        # which then would not take the same random numbers.
+        config, most = torch._dynamo.config, 64 * len(model.blocks)
+        config.recompile_limit = max(config.recompile_limit, most)
+        config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, most)
+        for block in model.blocks:
+            block.compile(*args, **kwargs)

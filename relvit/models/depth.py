@@ -1,0 +1,77 @@
+"""`Depth`: how a model applies its blocks, one after the other or in another way; `lack`: what a model cannot do."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from relvit.ops import Grid
+
+# What the mixer of a user, who declares nothing, cannot do.
+UNDECLARED = {"memory": "its {name} takes no memory", "weights": "its {name} shows no weights"}
+
+
+class Depth:
+    """How a model applies its blocks: one after the other. Other ways are subclasses, without parameters.
+
+    Attributes:
+        lacks: what a model cannot do with it, with the reason; see `lack`.
+    """
+
+    lacks: ClassVar[Mapping[str, str]] = {}
+
+    def count(self, model: nn.Module) -> int:
+        """Return the number of states of the tokens, which timm's features and intermediate layers count."""
+        return len(model.blocks)
+
+    def run(
+        self,
+        model: nn.Module,
+        x: Tensor,
+        grid: Grid,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        take: Collection[int],
+        last: int,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Compute the tokens (B, N, dim) of state `last`, and those of the states of the numbers `take`, from 0.
+
+        Blocks are called as `model._run_block(block, x, grid, attn_mask, is_causal)`, which applies gradient
+        checkpointing.
+        """
+        taken = []
+        for index, block in enumerate(model.blocks[: last + 1]):
+            x = model._run_block(block, x, grid, attn_mask, is_causal)
+            if index in take:
+                taken.append(x)
+        return x, taken
+
+    def compile(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        """Compile what no graph of the whole model holds, with the arguments of `nn.Module.compile`: here nothing."""
+
+
+# Ways besides the plain one, by the boolean argument of a model that chooses them; rooms of `relvit.families` add
+# theirs.
+DEPTHS: dict[str, Depth] = {}
+
+
+def lack(model: nn.Module, need: str) -> str | None:
+    """Return why a model cannot do something, as its first part that cannot says, or None: it can.
+
+    Parts are its depth, its segmenter and the mixers of its blocks, each with a mapping `lacks`.
+
+    Args:
+        model: any model.
+        need: 'memory' (further tokens to attend to), 'weights' (of attention, N x N), 'rollout' (a product of these),
+            'hooks' (each block is called once, for the whole image), 'checkpointing', 'sharding', 'native' (batches of
+            images of any shapes).
+    """
+    mixers = [getattr(block, "attn", None) for block in getattr(model, "blocks", None) or ()]
+    for part in (getattr(model, "depth_plan", None), getattr(model, "segmenter", None), *mixers):
+        name = type(part).__name__
+        reasons = getattr(part, "lacks", UNDECLARED if isinstance(part, nn.Module) else {})
+        if need in reasons:
+            return reasons[need].format(name=name)
+    return None

@@ -1,0 +1,39 @@
+"""`Segmenter`: how a model computes an image part by part instead of as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Protocol
+
+from torch import Tensor, nn
+
+
+class Segmenter(Protocol):
+    """What a model asks of its `segmenter`, an object without parameters.
+
+    Attributes:
+        lacks: what a model cannot do with it, with the reason; see `relvit.models.depth.lack`.
+    """
+
+    lacks: ClassVar[Mapping[str, str]]
+
+    @classmethod
+    def of(cls, model: nn.Module, *options: Any) -> Segmenter:
+        """Return the segmenter of a model with these options, or raise ValueError where the model cannot have it."""
+        ...
+
+    def features(self, model: nn.Module, images: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+        """Compute the normalised tokens (B, N, dim) of images (B, in_chans, height, width)."""
+        ...
+
+    def classify(self, model: nn.Module, images: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+        """Compute the logits (B, num_classes) of images."""
+        ...
+
+    def mask(self, model: nn.Module, images: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+        """Return the mask (N, N) under which one pass over the whole image computes the same, for exported graphs."""
+        ...
+
+
+# Segmenters by name; rooms of `relvit.families` add theirs.
+SEGMENTERS: dict[str, type[Segmenter]] = {}
