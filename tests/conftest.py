@@ -9,6 +9,8 @@ from command_line import fit, only
 from photos import TINY, write_photos
 
 from relvit.cli import main
+from relvit.families.aft import pairs
+from relvit.ops.backends import gathered, tiled
 
 # Side by side (pytest -n), each process has a core for itself.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -43,6 +45,17 @@ def digits_run(tmp_path_factory) -> Path:
     arguments = ["fit", "--data=DigitsData", f"--runs={runs}", *tiny, "--model.model_kwargs.patch_size=4"]
     assert main([*arguments, "--trainer.max_epochs=1", "--data.batch_size=256"]) == 0
     return only(runs)
+
+
+@pytest.fixture(scope="module")
+def several_tiles():
+    """Small cases must still be made of several tiles, the last one smaller."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (tiled, gathered):
+            patch.setattr(module, "TILE_LOGITS", 1)
+            patch.setattr(module, "LEAST_QUERIES", 4)
+        patch.setattr(pairs, "TILE_LOGITS", 1500)
+        yield
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ class LayerPlan(NamedTuple):
 
 @register_notrace_module
 class Leaf(nn.Module):
-    """Base of modules that symbolic tracing (torch.fx) keeps whole, since they look at sizes, which have no value then."""
+    """Base of modules that symbolic tracing (torch.fx) keeps whole, since they look at sizes."""
 
 
 class Mixer(Leaf):

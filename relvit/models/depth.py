@@ -14,7 +14,7 @@ UNDECLARED = {"memory": "its {name} takes no memory", "weights": "its {name} sho
 
 
 class Depth:
-    """How a model applies its blocks: one after the other. Other ways are subclasses, without parameters.
+    """Way through the blocks of a model: one after the other. Other ways are subclasses, without parameters.
 
     Attributes:
         lacks: what a model cannot do with it, with the reason; see `lack`.

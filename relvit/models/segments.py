@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class Segmenter(Protocol):
-    """What a model asks of its `segmenter`, an object without parameters.
+    """Protocol of a model's `segmenter`, an object without parameters.
 
     Attributes:
         lacks: what a model cannot do with it, with the reason; see `relvit.models.depth.lack`.

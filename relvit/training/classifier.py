@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,8 +14,8 @@ from torchmetrics import MeanMetric, MetricCollection, SumMetric
 from relvit.data.loading.sampler import training_position
 from relvit.data.mixup import BatchMix
 from relvit.data.native import NativeBatch, image_count, one_blank
-from relvit.families.universal import Pondered
 from relvit.models import build_model
+from relvit.models.output import training_output
 from relvit.models.weights.transfer import TransferReport, transfer_weights
 from relvit.training.arguments import check_arguments, check_images
 from relvit.training.checkpoints.file import AVERAGE_KEY, KEY, TIMM_KEY, timm_weights
@@ -28,8 +29,8 @@ from relvit.training.optim.ema import WeightAverage
 from relvit.training.optim.freeze import Backbone
 from relvit.training.optim.gradients import FiniteCheck, NonFinite, average_accumulated
 from relvit.training.optim.loss import ClassificationLoss, Loss, evaluation_loss
+from relvit.training.optim.losses import check_losses, loss_options, loss_weight, training_losses
 from relvit.training.optim.optimizer import make_optimizer
-from relvit.training.optim.ponder import check_ponder, halts, ponder_weight
 from relvit.training.optim.schedule import Plan, describe, make_plan, update_rates
 from relvit.training.optim.sharding import FullySharded, check_sharding, full_network, gather_full, is_sharded
 from relvit.utils.messages import one_line
@@ -45,6 +46,9 @@ from relvit.utils.ranges import (
     check_ranges,
 )
 from relvit.utils.seeding import run_seed, seed_all
+
+# The further losses that some models return in training, by name, and which models do.
+MODEL_LOSSES = {"ponder": "a model that halts: relvit_universal_* with model_kwargs.halting act"}
 
 
 class ImageClassifier(EpochMetrics):
@@ -154,7 +158,7 @@ class ImageClassifier(EpochMetrics):
         self.net: nn.Module = self._build_net()
         # Of a calibrated checkpoint, for its weights: a training that goes on starts without.
         self.temperature: float = 1.0
-        check_ponder(self.hparams, self.net)
+        check_losses(self.hparams, LOSS_DEFAULTS, self.net, MODEL_LOSSES)
         if channels_last:
             self.net.to(memory_format=torch.channels_last)
         self.loss: ClassificationLoss = ClassificationLoss(
@@ -176,8 +180,8 @@ class ImageClassifier(EpochMetrics):
         self._validated_at: tuple[int, int] | None = None
         self._ended_epoch: int | None = None
         skipped = {"skipped_steps": SumMetric()} if nonfinite == "skip" else {}
-        ponder = {"ponder_cost": MeanMetric()} if halts(self.net) else {}
-        self.create_metrics(num_classes, self.mixing is not None, multi_label, skipped | ponder)
+        costs = {f"{name}_cost": MeanMetric() for name in training_losses(self.net)}
+        self.create_metrics(num_classes, self.mixing is not None, multi_label, skipped | costs)
 
     @property
     def score(self) -> str:
@@ -205,18 +209,14 @@ class ImageClassifier(EpochMetrics):
         seed_all(run_seed(), self.current_epoch, batch_idx, self.global_rank)
         if self.mixing is not None:
             images, targets = self.mixing(images, targets)
-        outputs, ponder = self(images), None
-        if isinstance(outputs, Pondered):
-            outputs, ponder = outputs.logits, outputs.cost.mean()
-        # A model with a distillation token returns two outputs, of the class token and of that one.
-        logits, distilled = outputs if isinstance(outputs, tuple) else (outputs, outputs)
+        logits, distilled, further = training_output(self(images))
         loss = self.loss(logits, targets)
         if self.teacher is not None:
             options = (self.hparams.distill, self.hparams.distill_weight, self.hparams.distill_temperature)
             loss = distillation_loss(loss, distilled, self.teacher(images), *options)
-        if ponder is not None:
-            loss = loss + ponder_weight(self.hparams, self.trainer) * ponder
-            self.step_metrics["ponder_cost"].update(ponder.detach(), weight=len(logits))
+        for name, added in further.items():
+            loss = loss + loss_weight(self.hparams, self.trainer, name) * added
+            self.step_metrics[f"{name}_cost"].update(added.detach(), weight=len(logits))
         self.finite.note(loss)
         if self.range_test is not None:
             self.range_test.append((current_lr(self.trainer), float(loss.detach())))
@@ -273,8 +273,8 @@ class ImageClassifier(EpochMetrics):
             self.teacher = build_teacher(self.hparams, data)
             if hasattr(self.net, "set_distilled_training"):
                 self.net.set_distilled_training(True)
-        if halts(self.net):
-            self.net.set_ponder_training(True)
+        if training_losses(self.net):
+            self.net.set_training_losses(True)
         weights = getattr(data, "class_weights", None)
         if weights is not None:
             if self.hparams.class_weights is not None:
@@ -459,3 +459,10 @@ class ImageClassifier(EpochMetrics):
         rank_zero_print(f"pretrained: {self.transfer}")
         if note := normalisation_note(weights, self.trainer.datamodule):
             rank_zero_print(note)
+
+
+LOSS_DEFAULTS: dict[str, Any] = {
+    option: inspect.signature(ImageClassifier).parameters[option].default
+    for name in MODEL_LOSSES
+    for option in loss_options(name)
+}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from jsonargparse import ArgumentParser
 
@@ -13,6 +13,9 @@ from relvit.utils.ranges import Range
 
 # Where they differ from Lightning's.
 TRAINER_DEFAULTS: dict[str, Any] = {"max_epochs": 100, "enable_model_summary": False}
+
+# The models with `--step_maps`.
+STEP_MAPS = "for models that halt: relvit_universal_* trained with --model.model_kwargs.halting act"
 
 # Options that Lightning takes any number for, or refuses in other words: what they may be.
 _POSITIVE, _COUNT = Range(1), Range(0)
@@ -59,14 +62,13 @@ def add_own_options(parser: ArgumentParser, command: str) -> None:
         text += "classes alone."
         add("--robustness", type=str | None, default=None, help=text)
     if command != "fit":
-        text = "How attention works at other sizes than in training: trained, stretch, logn, stretch-logn, windows or "
-        text += "bands (large images in flat memory)."
+        text = f"How attention works at other sizes than in training: {', '.join(get_args(Reach))}; see docs/sizes.md."
         add("--reach", type=Reach, default="trained", help=text)
     if command in ("test", "predict"):
         text = "Average the probabilities of each image and its mirror image."
         add("--mirror", type=bool, default=False, help=text)
     if command == "predict":
-        text = "Draw how many steps each patch took, for models with halting; the table gets the mean of each image."
+        text = f"Draw how many steps each patch took ({STEP_MAPS}); the table gets the mean of each image."
         add("--step_maps", type=bool, default=False, help=text)
     if command == "fit":
         text = "Continue the training in the folder of that run, with its configuration and from its last checkpoint."

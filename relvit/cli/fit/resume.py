@@ -17,7 +17,7 @@ from relvit.cli.secrets import mask_secrets
 from relvit.training.checkpoints.checkpoint import NETWORK, Checkpoint
 from relvit.training.checkpoints.file import EPOCH_NAME
 from relvit.training.checkpoints.resume import begins_epoch_again
-from relvit.training.optim.ponder import DEFAULTS as PONDER_DEFAULTS
+from relvit.training.classifier import LOSS_DEFAULTS
 from relvit.utils.files import is_address
 
 # Options that take effect from the checkpoint on. Batch size, accumulation and devices may change as far as
@@ -33,7 +33,7 @@ FREE = {
     "trainer.detect_anomaly",
 }
 # Options that older runs lack, which went by what are now the defaults.
-ADDED = {f"model.{name}": value for name, value in PONDER_DEFAULTS.items()}
+ADDED = {f"model.{name}": value for name, value in LOSS_DEFAULTS.items()}
 # Files that may have moved, but neither appear nor disappear.
 PLACES = {"data.root", "data.name", "data.train", "data.val", "model.teacher"}
 # Whatever is in neither is refused. Why: the reason of the longest name that an option begins with.

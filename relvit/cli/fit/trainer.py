@@ -28,7 +28,7 @@ from relvit.cli.fit.launch import (
     leave_processes,
 )
 from relvit.cli.fit.normalisation import set_normalisation
-from relvit.cli.fit.options import TRAINER_DEFAULTS, add_own_options, check_numbers
+from relvit.cli.fit.options import STEP_MAPS, TRAINER_DEFAULTS, add_own_options, check_numbers
 from relvit.cli.fit.other_images import asked_paths, data_of_paths, data_of_robustness
 from relvit.cli.fit.outcome import describe_training, report_fit, report_predict, report_test
 from relvit.cli.fit.resume import changed_options, checkpoint_of_epoch_end, fit_options, resume_arguments
@@ -57,7 +57,6 @@ from relvit.training import (
 )
 from relvit.training.checkpoints.checkpoint import Architecture, data_arguments
 from relvit.training.lightning_internals import OpenLightningCLI, observe_patiently
-from relvit.training.optim.ponder import halts
 from relvit.training.optim.sharding import check_strategy
 from relvit.training.run.folder import RunLock, missing_folders
 from relvit.utils.cores import busy_note
@@ -278,11 +277,8 @@ class RelvitCLI(OpenLightningCLI):
         callbacks: list[Callback] = []
         if self.command in ("test", "predict"):
             step_maps = self.command == "predict" and self.config_value(self.config, "step_maps")
-            if step_maps and not halts(self.model.net):
-                raise UsageError(
-                    f"--step_maps: the patches of {self.model.hparams.model} do not halt; those of relvit_universal_* "
-                    "do, trained with --model.model_kwargs.halting act"
-                )
+            if step_maps and not getattr(self.model.net, "counts_steps", False):
+                raise UsageError(f"--step_maps is not for {self.model.hparams.model}: it is {STEP_MAPS}")
             self.run_folder = self._new_run_folder(self.command)
             if self.command == "test":
                 report = EvaluationReport if self.model.thresholds is None else MultiLabelReport

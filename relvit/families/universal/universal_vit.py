@@ -41,6 +41,11 @@ class Pondered(NamedTuple):
     steps: Tensor
     cost: Tensor
 
+    @property
+    def losses(self) -> dict[str, Tensor]:
+        """Losses that a training adds to its own, see `relvit.models.output.TrainingOutput`."""
+        return {"ponder": self.cost.mean()}
+
 
 class RepeatedDepth(Depth):
     """Apply the one block of a `UniversalVisionTransformer` at every step, with the signals of the step."""
@@ -155,6 +160,19 @@ class UniversalVisionTransformer(RelVisionTransformer):
         if enable and self.halting is None:
             raise ValueError("there is no ponder cost without halting='act'")
         self.returns_cost = enable
+
+    @property
+    def training_losses(self) -> tuple[str, ...]:
+        """Names of the losses that `forward` returns in training after `set_training_losses`."""
+        return () if self.halting is None else ("ponder",)
+
+    @property
+    def counts_steps(self) -> bool:
+        """Return whether `step_maps` counts steps."""
+        return self.halting is not None
+
+    # What a training of any model calls.
+    set_training_losses = set_ponder_training
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """Compute the logits (B, num_classes), or `Pondered` in training after `set_ponder_training`."""

@@ -285,5 +285,5 @@ def test_maps_of_steps_and_their_means(best, pictures, tmp_path, native):
 def test_maps_of_steps_need_a_model_that_halts(best, pictures, tmp_path, fails):
     runs = tmp_path / "runs"
     message = fails(["predict", best, pictures, "--step_maps", f"--runs={runs}", *QUIET])
-    assert "--step_maps: the patches of test_relvit do not halt" in message
+    assert "--step_maps is not for test_relvit: it is for models that halt" in message
     assert not list(runs.glob("*"))

@@ -206,7 +206,7 @@ def test_what_is_refused():
         "no logits of all pairs in windows": lambda: effective_kernels(
             set_reach(model_of({}), "windows", (24, 16)), IMAGE
         ),
-        "windows or bands": lambda: logit_parts(set_bands(model_of({}), 1), IMAGE, (0, 0)),
+        "windows or parts": lambda: logit_parts(set_bands(model_of({}), 1), IMAGE, (0, 0)),
         "does not compute all patches in each layer": lambda: effective_kernels(
             small("relvit_universal_small", halting="act").double().eval(), IMAGE
         ),

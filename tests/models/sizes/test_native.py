@@ -161,7 +161,7 @@ REFUSED = {
     ),
     "AFT-full": (
         lambda: timm.create_model("test_relvit_aft", mixer="full", patch_size=8),
-        "AFTVisionTransformer takes no native images: the bias of mixers 'full' and 'local' is that of one grid",
+        "AFTVisionTransformer takes no native images: the bias of its AFTFull is that of one grid",
     ),
     "distillation token": (
         lambda: relvit.retrofit(timm.create_model("deit_tiny_distilled_patch16_224", patch_size=8)),

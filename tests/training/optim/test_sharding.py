@@ -111,7 +111,7 @@ def test_other_strategies_that_shard_are_refused(photos, tmp_path, capsys):
         ({"channels_last": True}, "does not go with channels_last"),
         ({"precision": "bf16-true"}, "no precision 'bf16-true'; allowed are '32-true', 'bf16-mixed'"),
         ({"batch_norm": True}, "does not go with batch norm"),
-        ({"model_kwargs": {"reversible": True}}, "does not go with reversible=True"),
+        ({"model_kwargs": {"reversible": True}}, "reversible=True recomputes a block"),
     ],
 )
 def test_what_is_not_tested_sharded_is_refused(options, message):

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from oracles import aft as oracle
 from torch.autograd import gradcheck, gradgradcheck
 
-from relvit.families.aft import aft_conv, aft_full, aft_local, aft_simple, api, sums
-from relvit.ops import Grid, make_grid, reference
+from relvit.families.aft import aft_conv, aft_full, aft_local, aft_simple, reference, sums
+from relvit.families.aft import operations as api
+from relvit.ops import Grid, make_grid
 
 pytestmark = pytest.mark.usefixtures("several_tiles")
 

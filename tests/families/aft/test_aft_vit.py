@@ -67,7 +67,7 @@ def test_all_registered_models_are_in_the_list():
 
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_features_are_the_papers_blocks(mixer):
-    """The mixers themselves are compared with the paper's equations in `tests/layers/test_aft.py`."""
+    """The mixers themselves are compared with the paper's equations in `tests/families/aft/test_mixers.py`."""
     model = build(mixer, depth=2, reg_tokens=1).double().eval()
     x = images(batch=1, dtype=torch.float64)
     tokens = model.patch_embed.proj(x).flatten(2).transpose(1, 2)

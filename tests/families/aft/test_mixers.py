@@ -165,7 +165,7 @@ def test_errors():
         (ValueError, "bias_dim must be at least 1", lambda: AFTFull(8, grid_size=2, bias_dim=0)),
         (ValueError, "window must be at least 0", lambda: AFTLocal(8, grid_size=2, window=-1)),
         (ValueError, "the grid has 0 prefix tokens, the factors are for 1", lambda: make(AFTFull)(x, make_grid(1, 7))),
-        (TypeError, "such as AFTConv2d .* got a module AFTConv2d", lambda: MixerBlock(8, 2, mixer=make(AFTConv2d))),
+        (TypeError, "such as RelativeAttention .* got a module", lambda: MixerBlock(8, 2, mixer=make(AFTConv2d))),
         (ValueError, "AFTConv2d has no attn_mask", lambda: make(AFTConv2d)(x, GRID, torch.ones(7, 7))),
     ]  # fmt: skip
     for kind, message, call in cases:

@@ -1,0 +1,37 @@
+"""`TrainingOutput`: what a model may return in training besides the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class TrainingOutput(NamedTuple):
+    """The output of a model in training mode.
+
+    A model with further losses names them in its attribute `training_losses` and returns them after
+    `set_training_losses(True)`, as any object with the attributes `logits` and `losses`.
+
+    Attributes:
+        logits: (B, num_classes).
+        distilled: (B, num_classes), the logits that follow a teacher.
+        losses: further losses by name, scalars.
+    """
+
+    logits: Tensor
+    distilled: Tensor
+    losses: Mapping[str, Tensor]
+
+
+def training_output(output: Any) -> TrainingOutput:
+    """Return what a model has returned in training as a `TrainingOutput`.
+
+    Args:
+        output: logits, timm's pair of logits from a class token and a distillation token, or what has `losses`.
+    """
+    if hasattr(output, "losses"):
+        return TrainingOutput(output.logits, output.logits, output.losses)
+    logits, distilled = output if isinstance(output, tuple) else (output, output)
+    return TrainingOutput(logits, distilled, {})

@@ -1,0 +1,45 @@
+"""Further losses that a model returns in training, see `TrainingOutput`: their weights, with a warm-up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning import Trainer
+from torch import nn
+
+from relvit.training.optim.schedule import steps_of
+
+
+def check_losses(
+    given: Mapping[str, Any], defaults: Mapping[str, Any], net: nn.Module, models: Mapping[str, str]
+) -> None:
+    """Refuse options of losses that a network does not return.
+
+    Args:
+        given: the arguments of `ImageClassifier`.
+        defaults: their defaults.
+        net: the network.
+        models: which models have a loss, by its name.
+    """
+    for name in models.keys() - set(training_losses(net)):
+        for option in loss_options(name):
+            if given[option] != defaults[option]:
+                raise ValueError(f"{option} {given[option]} has no effect without {models[name]}")
+
+
+def loss_options(name: str) -> tuple[str, str]:
+    """Return the options of a loss: its weight, and the epochs in which the weight rises."""
+    return f"{name}_weight", f"{name}_warmup_epochs"
+
+
+def training_losses(net: nn.Module) -> tuple[str, ...]:
+    """Return the names of the further losses of a network."""
+    return getattr(net, "training_losses", ())
+
+
+def loss_weight(given: Mapping[str, Any], trainer: Trainer, name: str) -> float:
+    """Compute the weight of a loss at a trainer's optimiser step: a linear rise, as of the learning rate."""
+    weight, option = loss_options(name)
+    warmup = steps_of(trainer, option, given[option])
+    return given[weight] * min(1.0, (trainer.global_step + 1) / (warmup + 1))
