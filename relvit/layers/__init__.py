@@ -1,5 +1,7 @@
 """Modules with parameters, built on `relvit.ops`: positions, attention, blocks, patches."""
 
+from typing import TYPE_CHECKING
+
 from relvit._moved import moved
 from relvit.layers.attention import RelativeAttention
 from relvit.layers.block import GridBlock, MixerBlock, RelativeBlock
@@ -37,4 +39,5 @@ __all__ = [
     "resample_embedding",
 ]
 
-__getattr__ = moved("relvit.layers")
+if not TYPE_CHECKING:
+    __getattr__ = moved("relvit.layers")

@@ -1,5 +1,8 @@
 """The former place of `reversible_blocks`, which is in `relvit.families.reversible`."""
 
+from typing import TYPE_CHECKING
+
 from relvit._moved import moved
 
-__getattr__ = moved("relvit.layers.depth")
+if not TYPE_CHECKING:
+    __getattr__ = moved("relvit.layers.depth")

@@ -24,7 +24,7 @@ class PrefixBias(nn.Module):
         self, num_heads: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(3, num_heads, device=device, dtype=dtype))
+        self.weight: nn.Parameter = nn.Parameter(torch.empty(3, num_heads, device=device, dtype=dtype))
         self.init_weights()
 
     def init_weights(self) -> None:

@@ -1,5 +1,7 @@
 """The core's models, registered with timm by the import; how to build, retrofit and load any of them."""
 
+from typing import TYPE_CHECKING
+
 from relvit._moved import moved
 from relvit.models.attention_maps import AttentionMaps, attention_maps, attention_rollout
 from relvit.models.factory import build_model, model_arguments
@@ -26,4 +28,5 @@ __all__ = [
     "set_reach",
 ]
 
-__getattr__ = moved("relvit.models")
+if not TYPE_CHECKING:
+    __getattr__ = moved("relvit.models")

@@ -211,7 +211,7 @@ class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, GridForward, Visi
             **kwargs,
         )
         self.blocks: nn.ModuleList = nn.ModuleList(self.blocks)
-        self.depth_plan = self.depth_for({"reversible": reversible})
+        self.depth_plan: Depth = self.depth_for({"reversible": reversible})
         for block in self.blocks:
             check_chunk(mlp_chunk, block.mlp)
             block.mlp_chunk = mlp_chunk

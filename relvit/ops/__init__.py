@@ -1,5 +1,7 @@
 """Pure functions on tensors: exact relative attention, its inputs, and slow references."""
 
+from typing import TYPE_CHECKING
+
 from relvit._moved import moved
 from relvit.ops.attention import Choice, choose, relative_attention, relative_logits
 from relvit.ops.buckets import BUCKETINGS
@@ -27,4 +29,5 @@ __all__ = [
     "choose",
 ]
 
-__getattr__ = moved("relvit.ops")
+if not TYPE_CHECKING:
+    __getattr__ = moved("relvit.ops")

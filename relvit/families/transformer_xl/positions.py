@@ -44,6 +44,11 @@ class TransformerXLPosition2d(LearnedPosition, Position):
         TypeError: a clip distance that is not an integer.
     """
 
+    row_weight: nn.Parameter
+    col_weight: nn.Parameter
+    content_bias: nn.Parameter
+    position_bias: nn.Parameter
+
     def __init__(
         self,
         head_dim: int,
@@ -54,7 +59,9 @@ class TransformerXLPosition2d(LearnedPosition, Position):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(init_std)
-        self.max_distance = None if max_distance is None else int_pair("max_distance", max_distance, 0)
+        self.max_distance: tuple[int, int] | None = (
+            None if max_distance is None else int_pair("max_distance", max_distance, 0)
+        )
         self.trained_grid: tuple[int, int] | None = None
         dim = num_heads * head_dim
 

@@ -66,10 +66,10 @@ class AdaptiveHalting(Leaf):
         super().__init__()
         if not 0 < epsilon < 1:
             raise ValueError(f"the epsilon of halting must be above 0 and below 1, got {epsilon}")
-        self.threshold = 1 - epsilon
+        self.threshold: float = 1 - epsilon
         self.bias_init = bias_init
-        self.weight = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty((), device=device, dtype=dtype))
+        self.weight: nn.Parameter = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
+        self.bias: nn.Parameter = nn.Parameter(torch.empty((), device=device, dtype=dtype))
         self.init_weights()
 
     def init_weights(self) -> None:

@@ -55,7 +55,7 @@ class PositionStepSignals(Leaf):
             raise ValueError(f"sinusoids of rows and columns need a width that is a multiple of 4, got {dim}")
         self.dim = dim
         self.gain_init = gain_init
-        self.gain = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
+        self.gain: nn.Parameter = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
         self.init_weights()
 
     def init_weights(self) -> None:

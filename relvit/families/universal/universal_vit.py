@@ -116,7 +116,7 @@ class UniversalVisionTransformer(RelVisionTransformer):
             fewer than two steps; a width that is no multiple of 4.
     """
 
-    depth_plan = RepeatedDepth()
+    depth_plan: Depth = RepeatedDepth()
 
     def __init__(
         self,

@@ -44,6 +44,9 @@ class AxialPositionEmbedding(Leaf, LearnedPosition):
         TypeError: sizes that are not integers.
     """
 
+    rows: nn.Parameter
+    cols: nn.Parameter
+
     def __init__(
         self,
         dim: int,

@@ -62,10 +62,10 @@ class ContinuousPosition2d(LearnedPosition, Position):
         super().__init__(init_std)
         check_choice("mode", mode, MODES)
         self.mode = mode
-        self.window = int_pair("window", window, 2)
+        self.window: tuple[int, int] = int_pair("window", window, 2)
         self.trained_grid: tuple[int, int] | None = None
         bias = (True, mode == "cr")
-        self.mlp = Mlp(2, hidden_dim, num_heads, act_layer=nn.ReLU, bias=bias, device=device, dtype=dtype)
+        self.mlp: Mlp = Mlp(2, hidden_dim, num_heads, act_layer=nn.ReLU, bias=bias, device=device, dtype=dtype)
         self.init_weights()
 
     def init_weights(self) -> None:

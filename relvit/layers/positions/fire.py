@@ -39,6 +39,13 @@ class FirePosition2d(LearnedPosition, Position):
     # Offsets are divided by the size of the image.
     needs_extent = True
 
+    init_c: float
+    init_threshold: float
+    rows: nn.Sequential
+    cols: nn.Sequential
+    c: nn.Parameter
+    threshold: nn.Parameter
+
     def __init__(
         self,
         head_dim: int,

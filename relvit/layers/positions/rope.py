@@ -51,6 +51,10 @@ class RotaryEmbedding2d(KeepConstants):
         ValueError: an unknown kind, a head width that is no multiple of 4, a temperature that is not positive.
     """
 
+    kind: str
+    temperature: float
+    frequencies: nn.Parameter
+
     def __init__(
         self,
         head_dim: int,

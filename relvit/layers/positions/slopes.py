@@ -53,7 +53,9 @@ class SlopePosition2d(KeepConstants, Position):
             raise ValueError(f"num_heads must be at least 1, got {num_heads}")
         check_choice("distance", distance, DISTANCES)
         self.distance = distance
-        self.max_distance = None if max_distance is None else int_pair("max_distance", max_distance, 0)
+        self.max_distance: tuple[int, int] | None = (
+            None if max_distance is None else int_pair("max_distance", max_distance, 0)
+        )
         self.trained_grid: tuple[int, int] | None = None
         self.register_buffer("slopes", torch.empty(num_heads, device=device, dtype=torch.float32), persistent=False)
         self.init_non_persistent_buffers()

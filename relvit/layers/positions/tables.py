@@ -69,7 +69,7 @@ class RelativePosition2d(LearnedPosition, Position):
         if not isinstance(shared_heads, bool):
             raise TypeError(f"shared_heads must be True or False, got {shared_heads!r}")
         self.rel_terms = rel_terms
-        self.max_distance = int_pair("max_distance", max_distance, 0)
+        self.max_distance: tuple[int, int] = int_pair("max_distance", max_distance, 0)
         self.shared_heads = shared_heads
         self.layout = layout
         self.bucketing = bucketing
