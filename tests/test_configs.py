@@ -13,12 +13,13 @@ from PIL import Image
 from torchvision.datasets import CIFAR10, CIFAR100
 
 from relvit.cli import main
+from relvit.cli.shipped_configs import shipped_configs
 from relvit.data import CIFAR10Data, CIFAR100Data, ImageFolderData
 from relvit.data.images.memory import InMemoryBatches
 
 ROOT = Path(__file__).parent.parent
-CONFIGS = sorted((ROOT / "relvit" / "configs").rglob("*.yaml"), key=lambda path: path.stem)
-BY_NAME = {path.stem: path for path in CONFIGS}
+BY_NAME = shipped_configs()
+CONFIGS = [BY_NAME[name] for name in sorted(BY_NAME)]
 # What stands behind another configuration.
 DEVICES = {"multi_gpu": (8, 1), "multi_node": (8, 2)}
 ADDITIONS = {*DEVICES, "bands", "lsh", "reversible", "universal"}
@@ -195,7 +196,7 @@ def test_headers_say_command_hardware_time_and_where_a_score_comes_from(path):
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_files_that_headers_name_exist(path):
-    for name in re.findall(r"\b(?:relvit|tools|tests)/[\w/]+\.\w+", header(path)):
+    for name in re.findall(r"\b(?:relvit|configs|tools|tests)/[\w/]+\.\w+", header(path)):
         assert (ROOT / name).is_file(), f"{path.name} names {name}"
 
 

@@ -65,9 +65,10 @@ def test_a_command_loads_no_library_that_it_does_not_use(arguments):
     assert "--lr" in done.stdout + done.stderr or "CKPT" in done.stdout
 
 
-def test_a_release_has_the_start_beside_the_package():
+def test_a_release_has_the_start_beside_the_package_and_the_configurations_inside():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["project"]["scripts"] == {"relvit": "relvit_start:main"}
     targets = project["tool"]["hatch"]["build"]["targets"]
-    assert {"relvit", "relvit_start.py"} <= set(targets["wheel"]["only-include"])
-    assert {"/relvit", "/relvit_start.py"} <= set(targets["sdist"]["include"])
+    assert {"relvit", "relvit_start.py", "configs"} <= set(targets["wheel"]["only-include"])
+    assert {"/relvit", "/relvit_start.py", "/configs"} <= set(targets["sdist"]["include"])
+    assert targets["wheel"]["sources"] == {"configs": "relvit/configs"}

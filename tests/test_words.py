@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 ROOMS = sorted(
     f"relvit/{path.name}"
     for path in (ROOT / "relvit").glob("[a-z_]*")
-    if path.suffix != ".typed" and path.name not in ("__pycache__", "configs")
+    if path.suffix != ".typed" and path.name != "__pycache__"
 )
 FOLDERS = (*ROOMS, "tests", "tools", "docs", "README.md", "CONTRIBUTING.md")
 

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 
 from relvit.cli import main
+from relvit.cli.shipped_configs import shipped_configs
 
-CONFIG = Path(__file__).parent.parent / "relvit" / "configs" / "digits.yaml"
+CONFIG = shipped_configs()["digits"]
 
 
 def train(seed: int, threads: int, further: Sequence[str] = ()) -> dict[str, Any]:

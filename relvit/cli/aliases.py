@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from relvit.cli.errors import UsageError
+from relvit.cli.shipped_configs import shipped_configs
 
 _DATA = {f"--{name}": f"--data.{name}" for name in ("root", "img_size", "batch_size", "num_workers")}
 _TRAINER = {f"--{name}": f"--trainer.{name}" for name in ("devices", "accelerator", "precision")}
@@ -99,9 +100,6 @@ ELSEWHERE = {
 }
 
 
-CONFIGS = Path(__file__).parent.parent / "configs"
-
-
 class Rewritten(NamedTuple):
     """A command's arguments by the names that its parser knows.
 
@@ -178,8 +176,8 @@ def rewrite(command: str, arguments: Sequence[str]) -> Rewritten:
 
 def config_file(given: str) -> str:
     """Return the file of a configuration that comes with relvit, by its name; a file or JSON is returned as it is."""
-    shipped = list(CONFIGS.rglob(f"{given}.yaml")) if re.fullmatch(r"\w+", given) else []
-    return str(shipped[0]) if shipped and not Path(given).is_file() else given
+    shipped = shipped_configs().get(given)
+    return str(shipped) if shipped and not Path(given).is_file() else given
 
 
 def best_of_run(given: str) -> str:

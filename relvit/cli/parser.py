@@ -15,10 +15,11 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace, auto_cli
 from lightning.pytorch.cli import LightningArgumentParser
 
-from relvit.cli.aliases import ALIASES, CONFIGS, SYNONYMS, USAGE
+from relvit.cli.aliases import ALIASES, SYNONYMS, USAGE
 from relvit.cli.config_text import MODE, load_config
 from relvit.cli.errors import UsageError
 from relvit.cli.secrets import without_masks
+from relvit.cli.shipped_configs import shipped_configs
 from relvit.data.modules.registry import data_modules
 from relvit.models import model_arguments
 from relvit.utils.messages import did_you_mean, listing
@@ -172,10 +173,9 @@ def _options_of(config: str) -> dict[str, Any]:
         options = load_config(config if config.startswith("{") else Path(config).read_text(encoding="utf-8"))
     except OSError as error:
         near = {file.name: str(file) for file in Path(config).parent.glob("*.y*ml")}
-        shipped = sorted(file.stem for file in CONFIGS.rglob("*.yaml"))
         hint = ""
         if isinstance(error, FileNotFoundError):
-            hint = did_you_mean(Path(config).name, near) or did_you_mean(Path(config).stem, shipped)
+            hint = did_you_mean(Path(config).name, near) or did_you_mean(Path(config).stem, shipped_configs())
         raise UsageError(f"--config {config}: {error.strerror}{hint}") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"--config {config}: not UTF-8 text ({error.reason} at byte {error.start})") from error

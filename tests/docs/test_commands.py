@@ -126,7 +126,7 @@ def test_options_of_fit(place, capsys):
 
 def test_the_configuration_that_is_shown_is_the_one_that_comes_with_relvit():
     (shown,) = blocks("docs/options.md", "yaml")
-    assert yaml.safe_load(shown) == yaml.safe_load((ROOT / "relvit" / "configs" / "folder.yaml").read_text())
+    assert yaml.safe_load(shown) == yaml.safe_load((ROOT / "configs" / "folder.yaml").read_text())
 
 
 def test_links_lead_to_files_and_headings():

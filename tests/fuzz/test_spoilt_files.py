@@ -12,7 +12,6 @@ import io
 import os
 import random
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,11 +22,11 @@ from PIL import Image, ImageFilter
 
 import relvit
 from relvit.cli.fit.trainer import RelvitCLI
+from relvit.cli.shipped_configs import shipped_configs
 from relvit.data import eval_transform, load_rgb
 
 pytestmark = pytest.mark.fuzz
 
-CONFIGS = Path(__file__).parents[2] / "relvit" / "configs"
 MORE = "FUZZ_EXAMPLES" in os.environ
 # Numbers at which sizes and counts overflow, turn negative or ask for too much.
 EDGES = (0, 1, 7, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF)
@@ -168,7 +167,7 @@ def images():
 
 def configs():
     """The configurations that come with relvit, with what their headers ask for on the command line."""
-    for path in sorted(CONFIGS.glob("*.yaml")):
+    for path in shipped_configs().values():
         content = path.read_bytes().replace(b"root: null", b"root: photos")
         yield content if "data" in yaml.safe_load(content) else content + b"data: DigitsData\n"
 

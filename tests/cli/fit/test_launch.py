@@ -141,7 +141,7 @@ def program(path, text):
 
 
 def test_the_jobs_script_begins_goes_on_and_queues_again(tmp_path):
-    script = ROOT / "relvit" / "configs" / "cluster" / "train.sbatch"
+    script = ROOT / "configs" / "cluster" / "train.sbatch"
     options = [line.removeprefix("#SBATCH ") for line in script.read_text().splitlines() if line.startswith("#SBATCH")]
     assert {"--signal=SIGUSR1@120", "--requeue", "--ntasks-per-node=8", "--gpus-per-node=8"} <= set(options)
     # Stand-ins that write down how they were called; the training leaves a checkpoint and ends as asked.
