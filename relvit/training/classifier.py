@@ -21,7 +21,6 @@ from relvit.training.arguments import check_arguments, check_images
 from relvit.training.checkpoints.file import AVERAGE_KEY, KEY, TIMM_KEY, timm_weights
 from relvit.training.checkpoints.pretrained import Pretrained, architecture_to_build, normalisation_note
 from relvit.training.checkpoints.resume import POINT_KEY, ResumePoint, check_layout, go_on, set_counters
-from relvit.training.lightning_internals import attached_trainer
 from relvit.training.metrics import METRICS_KEY, EpochMetrics, count_batch, current_lr
 from relvit.training.multi_label import to_probabilities
 from relvit.training.optim.distillation import Distill, Teacher, build_teacher, distillation_loss
@@ -283,10 +282,7 @@ class ImageClassifier(EpochMetrics):
 
     def configure_model(self) -> None:
         """Shard the network, and its average, under `FullySharded`."""
-        trainer = attached_trainer(self)
-        if trainer is None:
-            return
-        strategy, shards = trainer.strategy, isinstance(trainer.strategy, FullySharded)
+        strategy, shards = self.trainer.strategy, isinstance(self.trainer.strategy, FullySharded)
         if is_sharded(self.net) and (self._is_fitting or not shards):
             raise ValueError("this classifier was divided among processes by an earlier training: load its checkpoint")
         if is_sharded(self.net) or not shards:
@@ -422,8 +418,11 @@ class ImageClassifier(EpochMetrics):
 
     @property
     def _is_fitting(self) -> bool:
-        trainer = attached_trainer(self)
-        return trainer is not None and trainer.state.fn == "fit"
+        try:
+            return self.trainer.state.fn == "fit"
+        except RuntimeError:
+            # A classifier that was loaded to predict has no trainer.
+            return False
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ImageClassifier:
         """Move the average and the teacher, which are no submodules, to another device or dtype as well."""

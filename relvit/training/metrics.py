@@ -9,8 +9,14 @@ from torch import Tensor
 from torchmetrics import MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
-from relvit.training.checkpoints.resume import States, copy_states, gather_states, restore_states, states_of_process
-from relvit.training.lightning_internals import training_batches_done
+from relvit.training.checkpoints.resume import (
+    States,
+    copy_states,
+    gather_states,
+    is_last_of_epoch,
+    restore_states,
+    states_of_process,
+)
 from relvit.training.multi_label import MultiLabelScores
 
 # Key of the metrics of an unfinished epoch in a checkpoint.
@@ -121,7 +127,9 @@ class EpochMetrics(LightningModule):
     # And once more at the end: early stopping, and data without a length, do not announce the last batch.
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if training_batches_done(self.trainer):
+        trainer = self.trainer
+        steps_done = trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps
+        if steps_done or is_last_of_epoch(trainer, batch_idx):
             self._log_train()
 
     def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:

@@ -176,7 +176,7 @@ class ParserAlone(RelvitCLI):
     def instantiate_classes(self):
         """Build nothing."""
 
-    def _run_subcommand(self, subcommand):
+    def run_subcommand(self, subcommand):
         """Do nothing."""
 
 

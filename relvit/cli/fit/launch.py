@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from typing import Any, NamedTuple
 
 import torch.distributed
-from lightning import Trainer
+from lightning import Callback, LightningModule, Trainer
 from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment, SLURMEnvironment
 from lightning.pytorch.accelerators import AcceleratorRegistry, CPUAccelerator
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from relvit.cli.errors import LostProcessError, UsageError
-from relvit.training.lightning_internals import cluster_environment, started_processes
 from relvit.utils.cores import cores
 from relvit.utils.messages import did_you_mean
 
@@ -25,6 +25,8 @@ LOST = r"(?i)connection (was )?(closed|reset|refused)|remote worker|broken pipe|
 OUT_OF_MEMORY = ", as the system does where memory runs out"
 # What Slurm calls a job that is a shell.
 SHELLS = ("bash", "interactive")
+# The main process has so many seconds to end by itself where a process that it started fails.
+PATIENCE = 60
 
 
 class Launch(NamedTuple):
@@ -130,13 +132,50 @@ def check_processes(launch: Launch | None, trainer: Trainer) -> None:
             f"{devices * nodes} on {_machines(nodes)}: leave out --trainer.devices and --trainer.num_nodes, or give "
             f"{launch.per_node} and {launch.nodes}"
         )
-    environment = cluster_environment(trainer)
+    environment = getattr(trainer.strategy, "cluster_environment", None)
     alone = isinstance(environment, LightningEnvironment) and "MASTER_ADDR" not in os.environ
     if launch is None and nodes > 1 and alone:
         raise UsageError(
             f"--trainer.num_nodes {nodes} needs this command on {nodes} machines: start it by torchrun or srun, see "
             "--config multi_node"
         )
+
+
+class PatientLauncher(Callback):
+    """Give the main process a minute to end by itself where one that it has started fails.
+
+    It then closes what it writes, draws its curves and returns the exit status of the process that failed. Lightning
+    watches the started processes and kills all of them, the main one too, within seconds.
+    """
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        processes = _started(trainer)
+        processes[:] = [PatientProcess(each) if isinstance(each, subprocess.Popen) else each for each in processes]
+
+
+class PatientProcess:
+    """Started process whose failure `poll` reports at once, and `returncode`, which Lightning reads, a minute later."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self._failed_at: float | None = None
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit status; None as long as the process runs, and for a while after it has failed."""
+        status = self._process.returncode
+        if not status:
+            return status
+        self._failed_at = self._failed_at or time.monotonic()
+        return status if time.monotonic() - self._failed_at > PATIENCE else None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._process, name)
+
+
+def _started(trainer: Trainer) -> list[Any]:
+    """Return the list of the other processes that the trainer has started; an empty one where none was started here."""
+    return getattr(trainer.strategy.launcher, "procs", [])
 
 
 def explain_lost_process(error: RuntimeError, trainer: Trainer, hint: str) -> Exception | SystemExit:
@@ -150,7 +189,7 @@ def explain_lost_process(error: RuntimeError, trainer: Trainer, hint: str) -> Ex
     if rank_zero_only.rank != 0:
         return SystemExit(1)
     deadline = time.monotonic() + 10
-    others = started_processes(trainer)
+    others = _started(trainer)
     while others and not any(each.poll() for each in others) and time.monotonic() < deadline:
         time.sleep(0.1)
     for rank, status in enumerate((each.poll() for each in others), 1):

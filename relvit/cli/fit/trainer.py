@@ -20,6 +20,7 @@ from relvit.cli.errors import UsageError
 from relvit.cli.fit.callbacks import Announcement, RunConfig, progress_callbacks
 from relvit.cli.fit.launch import (
     Launch,
+    PatientLauncher,
     check_devices,
     check_processes,
     environment_of,
@@ -27,6 +28,7 @@ from relvit.cli.fit.launch import (
     launched,
     leave_processes,
 )
+from relvit.cli.fit.lightning_cli import OpenLightningCLI
 from relvit.cli.fit.normalisation import set_normalisation
 from relvit.cli.fit.options import STEP_MAPS, TRAINER_DEFAULTS, add_own_options, check_numbers
 from relvit.cli.fit.other_images import asked_paths, data_of_paths, data_of_robustness
@@ -56,7 +58,6 @@ from relvit.training import (
     remove_if_empty,
 )
 from relvit.training.checkpoints.checkpoint import Architecture, data_arguments
-from relvit.training.lightning_internals import OpenLightningCLI, observe_patiently
 from relvit.training.optim.sharding import check_strategy
 from relvit.training.run.folder import RunLock, missing_folders
 from relvit.utils.cores import busy_note
@@ -68,7 +69,6 @@ LINKS = ("num_classes", "in_chans", "class_names", "img_size", "multi_label")
 
 def main(command: str, arguments: Sequence[str]) -> None:
     """Run one of the Trainer's methods with command line arguments."""
-    observe_patiently()
     with ExitStack() as copies:
         RelvitCLI(command, arguments, copies)
     leave_processes()
@@ -178,9 +178,10 @@ class RelvitCLI(OpenLightningCLI):
             self.config[self.command].data.init_args.paths = self.paths
         check_numbers(self.config[self.command])
         check_runs(self.config[self.command].get("runs"), self.config[self.command].trainer.default_root_dir)
-        if self.checkpoint is not None and self.command == "fit":
-            # The configuration that is kept says what is trained, not from where a part of it went on.
-            self.config[self.command]["ckpt_path"] = None
+        # The configuration that is kept says what is trained, not from where a part of it went on; and Lightning would
+        # let the hyper-parameters of a checkpoint that it finds here silently win over the command line.
+        self.resumed_file: str | None = self.config[self.command].ckpt_path
+        self.config[self.command].ckpt_path = None
 
     def instantiate_classes(self) -> None:
         """Build data, model and trainer; refuse flags that contradict the checkpoint."""
@@ -253,7 +254,8 @@ class RelvitCLI(OpenLightningCLI):
             config, history, self.command == "fit" and self.config_value(self.config, "quiet")
         )
         self.announcement: Announcement = Announcement()
-        return self.make_trainer(config, [self.announcement, *callbacks, DataRecord(self.run_folder)])
+        own = [PatientLauncher(), self.announcement, *callbacks, DataRecord(self.run_folder)]
+        return self.make_trainer(config, own)
 
     def _fit_callbacks(self, tensorboard: bool) -> tuple[list[Callback], History]:
         """Make or lock the run's folder; return what trains in it."""
@@ -382,8 +384,8 @@ class RelvitCLI(OpenLightningCLI):
         kwargs = super().subcommand_arguments(subcommand)
         # Nothing but tensors and plain types is ever read from a checkpoint.
         kwargs["weights_only"] = True
-        if self.checkpoint_path:
-            kwargs["ckpt_path"] = str(self.checkpoint_file)
+        # Only a configuration names a checkpoint that was not read here.
+        kwargs["ckpt_path"] = str(self.checkpoint_file) if self.checkpoint_path else self.resumed_file
         if subcommand == "predict":
             kwargs["return_predictions"] = False
         return kwargs

@@ -9,9 +9,9 @@ from datetime import timedelta
 from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import RichProgressBar
 
 from relvit.training.callbacks.history import History
-from relvit.training.lightning_internals import EpochTitleProgressBar
 from relvit.utils.progress import rank_zero_print
 
 # A terminal of this many columns has room for all of `SHOWN` in one line.
@@ -19,7 +19,7 @@ WIDE = 140
 SHOWN, SHOWN_IF_NARROW = ("loss", "acc", "val/loss", "val/acc1", "val/map"), ("loss", "acc")
 
 
-class TrainingProgressBar(EpochTitleProgressBar):
+class TrainingProgressBar(RichProgressBar):
     """Lightning's bar with epochs counted from 1 and with the time that remains of the whole training.
 
     `loss` and `acc` are means of the epoch so far, over the images of the main process; `val/...` are the last
@@ -51,9 +51,13 @@ class TrainingProgressBar(EpochTitleProgressBar):
         # Description, bar and count, without the time of the epoch and the speed.
         return columns[:3]
 
-    def epoch_title(self, epoch: int) -> str:
-        # Padded to the validation's title, so that the bar does not jump.
-        return f"Epoch {numbered_epoch(self.trainer, epoch)}".ljust(len(self.validation_description))
+    def refresh(self, hard: bool = False) -> None:
+        """Draw the bars, with a title of our own in front of the training's."""
+        if self.progress is not None and self.train_progress_bar_id is not None:
+            # The title is as wide as the validation's, so that the bar does not jump.
+            title = f"Epoch {numbered_epoch(self.trainer)}".ljust(len(self.validation_description))
+            self.progress.update(self.train_progress_bar_id, description=title)
+        super().refresh(hard)
 
 
 class EpochLines(Callback):
@@ -86,7 +90,7 @@ class EpochLines(Callback):
         parts.append(f"elapsed {self._clock.elapsed}")
         if (remaining := self._clock.remaining(trainer)) is not None:
             parts.append(f"remaining {remaining}")
-        rank_zero_print(f"epoch {numbered_epoch(trainer, trainer.current_epoch)}: {', '.join(parts)}")
+        rank_zero_print(f"epoch {numbered_epoch(trainer)}: {', '.join(parts)}")
 
 
 class TrainingClock:
@@ -109,9 +113,9 @@ class TrainingClock:
         return _duration((time.monotonic() - self._start) / done * max(0, steps - trainer.global_step))
 
 
-def numbered_epoch(trainer: Trainer, epoch: int) -> str:
-    """Format an epoch, which counts from 0, as '1/10': counted from 1, of how many, also with --trainer.max_steps."""
-    steps, batches = trainer.estimated_stepping_batches, trainer.num_training_batches
+def numbered_epoch(trainer: Trainer) -> str:
+    """Format the epoch that is under way as '1/10': counted from 1, of how many, also with --trainer.max_steps."""
+    epoch, steps, batches = trainer.current_epoch, trainer.estimated_stepping_batches, trainer.num_training_batches
     if math.isfinite(steps) and math.isfinite(batches):
         return f"{epoch + 1}/{math.ceil(steps / math.ceil(batches / trainer.accumulate_grad_batches))}"
     return f"{epoch + 1}/{trainer.max_epochs}" if trainer.max_epochs and trainer.max_epochs > 0 else f"{epoch + 1}"

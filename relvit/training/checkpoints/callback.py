@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from relvit.training.checkpoints.file import EPOCH_NAME, check_disk_space
-from relvit.training.lightning_internals import stepped_within_epoch
+from relvit.training.checkpoints.resume import is_last_of_epoch
 from relvit.training.optim.gradients import NonFiniteLossError
 from relvit.utils.files import DISK_ERRORS, link_or_copy
 
@@ -115,7 +115,7 @@ class RunCheckpoints(Checkpoint):
     ) -> None:
         self._between_steps = True
         # The end of an epoch has a checkpoint of its own.
-        if not stepped_within_epoch(trainer):
+        if (batch_idx + 1) % trainer.accumulate_grad_batches or is_last_of_epoch(trainer, batch_idx):
             return
         self._stop_after_signal(trainer)
         if self.every_n_steps and trainer.global_step % self.every_n_steps == 0:

@@ -18,11 +18,13 @@ from torch import Tensor
 from torchmetrics import MetricCollection
 
 from relvit.data.loading.sampler import training_position
-from relvit.training.lightning_internals import resume_before_validation, validation_due
+from relvit.training.lightning_internals import validation_due
 from relvit.training.optim.schedule import batch_size_of
 
 # The key of the `ResumePoint` in a checkpoint.
 POINT_KEY = "position"
+# Lightning's key of the steps that loggers count, in the state of the training epoch's loop.
+STEPS_KEY = "_batches_that_stepped"
 
 States = dict[str, dict[str, Any]]
 
@@ -97,8 +99,15 @@ def set_counters(checkpoint: dict[str, Any], point: ResumePoint) -> None:
     validation = loop["epoch_loop.val_loop.batch_progress"]
     for counter in (validation["total"], validation["current"]):
         _complete(counter, 0)
+    # Lightning validates first, where a validation is due, if the last one seems to have stopped at its first batch.
+    validation["total"]["ready"] = validation["total"]["started"] = 0 if point.validated else 1
     validation["is_last_batch"] = False
-    loop["epoch_loop.state_dict"]["_batches_that_stepped"] = steps["step"]["total"]["completed"]
+    loop["epoch_loop.state_dict"][STEPS_KEY] = steps["step"]["total"]["completed"]
+
+
+def is_last_of_epoch(trainer: Trainer, batch_idx: int) -> bool:
+    """Return whether this training batch ends its epoch; data without a length announce their last batch."""
+    return trainer.is_last_batch or batch_idx + 1 == trainer.num_training_batches
 
 
 def go_on(trainer: Trainer, point: ResumePoint) -> None:
@@ -113,7 +122,9 @@ def go_on(trainer: Trainer, point: ResumePoint) -> None:
         return
     loop.batch_progress.is_last_batch = point.batch >= trainer.num_training_batches
     if validation_due(trainer):
-        resume_before_validation(trainer, skip=point.validated)
+        # The loop counts the step that led to this validation a second time when it passes the validation.
+        state = loop.on_save_checkpoint()
+        loop.on_load_checkpoint(state | {STEPS_KEY: state[STEPS_KEY] - 1})
 
 
 def check_layout(trainer: Trainer, point: ResumePoint) -> None:

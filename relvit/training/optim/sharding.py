@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import (
     StrategyRegistry,
 )
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -22,7 +23,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from relvit.models.depth import lack
-from relvit.training.lightning_internals import shard_over_all_devices
 from relvit.utils.messages import listing
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class FullySharded(ModelParallelStrategy):
     """
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=False, **kwargs)
+        super().__init__(save_distributed_checkpoint=False, **kwargs)
 
     def shard(self, net: nn.Module) -> None:
         """Divide a network's parameters, in place; those of the first process count."""
@@ -51,17 +51,18 @@ class FullySharded(ModelParallelStrategy):
             value = tensor.detach().to(self.root_device)
             torch.distributed.broadcast(value, 0)
             tensor.detach().copy_(value)
-        mesh = self.device_mesh["data_parallel"]
+        # Lightning's own mesh keeps a copy of the parameters on each machine.
+        mesh = init_device_mesh(self.root_device.type, (self.world_size,))
         for block in getattr(net, "blocks", ()):
             fully_shard(block, mesh=mesh)
         # Otherwise the parameters outside the blocks would stay gathered behind an evaluation, and would not be shards
         # for the optimiser and the average.
         fully_shard(net, mesh=mesh, reshard_after_forward=True)
 
+    @property
     @override
-    def setup_environment(self) -> None:
-        shard_over_all_devices(self)
-        super().setup_environment()
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     @override
     def setup(self, trainer: Trainer) -> None:
