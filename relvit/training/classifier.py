@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from lightning import Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
@@ -282,7 +283,10 @@ class ImageClassifier(EpochMetrics):
 
     def configure_model(self) -> None:
         """Shard the network, and its average, under `FullySharded`."""
-        strategy, shards = self.trainer.strategy, isinstance(self.trainer.strategy, FullySharded)
+        trainer = self._attached
+        if trainer is None:
+            return
+        strategy, shards = trainer.strategy, isinstance(trainer.strategy, FullySharded)
         if is_sharded(self.net) and (self._is_fitting or not shards):
             raise ValueError("this classifier was divided among processes by an earlier training: load its checkpoint")
         if is_sharded(self.net) or not shards:
@@ -417,12 +421,17 @@ class ImageClassifier(EpochMetrics):
             raise ValueError(f"the weights are not those of this model: {one_line(error)[:300]}") from error
 
     @property
-    def _is_fitting(self) -> bool:
+    def _attached(self) -> Trainer | None:
+        """The trainer; None for a classifier that was only loaded, where `trainer` raises an error."""
         try:
-            return self.trainer.state.fn == "fit"
+            return self.trainer
         except RuntimeError:
-            # A classifier that was loaded to predict has no trainer.
-            return False
+            return None
+
+    @property
+    def _is_fitting(self) -> bool:
+        trainer = self._attached
+        return trainer is not None and trainer.state.fn == "fit"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ImageClassifier:
         """Move the average and the teacher, which are no submodules, to another device or dtype as well."""
