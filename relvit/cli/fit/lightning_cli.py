@@ -26,8 +26,10 @@ class OpenLightningCLI(LightningCLI):
         self.subcommand = None
 
     def run_subcommand(self, subcommand: str) -> None:
-        """Call the Trainer's method of that name."""
+        """Call `before_...`, the Trainer's method of that name, and `after_...`, where there are such methods."""
+        getattr(self, f"before_{subcommand}", lambda: None)()
         getattr(self.trainer, subcommand)(**self.subcommand_arguments(subcommand))
+        getattr(self, f"after_{subcommand}", lambda: None)()
 
     def subcommand_arguments(self, subcommand: str) -> dict[str, Any]:
         """Return the keyword arguments of the Trainer's method."""

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from relvit.evaluation.pictures.grad_cam import grad_cam
 from relvit.evaluation.pictures.positions import (
     NotApplicableError,
-    aft_windows,
     chosen_layer,
     effective_kernels,
+    learned_biases,
     logit_parts,
     patch_index,
     position_tables,
@@ -91,7 +91,7 @@ def draw(
     ``attention``    attention weights per head, see `relvit.models.attention_maps`
     ``rollout``      attention rollout, see `relvit.models.attention_maps.attention_rollout`
     ``cam``          Grad-CAM of the most probable class, see `grad_cam`
-    ``aft-windows``  biases of attention-free layers by offset, see `aft_windows`
+    ``aft-windows``  biases of attention-free layers by offset, see `learned_biases`
     ===============  =================================================================================================
 
     Args:
@@ -207,7 +207,7 @@ def _cam(subject: Subject) -> Figure:
 
 
 def _aft_windows(subject: Subject) -> Figure:
-    found = _of_layer(aft_windows(subject.model, subject.image.shape[-2:], subject.patch), subject.layer)
+    found = _of_layer(learned_biases(subject.model, subject.image.shape[-2:], subject.patch), subject.layer)
     windows = {name: window.numpy() for name, window in found.items()}
     _heads(subject, min(map(len, windows.values())))
     query = "" if subject.patch is None else f"\nquery of patch {subject.patch}"

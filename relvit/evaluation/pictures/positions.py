@@ -190,7 +190,7 @@ def logit_parts(model: nn.Module, image: Tensor, patch: Sequence[int], layer: in
 
 
 @torch.no_grad()
-def aft_windows(model: nn.Module, img_size: Sequence[int], patch: Sequence[int] | None = None) -> dict[str, Tensor]:
+def learned_biases(model: nn.Module, img_size: Sequence[int], patch: Sequence[int] | None = None) -> dict[str, Tensor]:
     """Compute the biases w of attention-free layers by offset, key minus query.
 
     Args:
@@ -216,7 +216,7 @@ def aft_windows(model: nn.Module, img_size: Sequence[int], patch: Sequence[int] 
             bias = _by_offset(bias[None, grid.prefix :, grid.prefix :], grid, index) if by_pair else bias.float()
             found[name] = bias.cpu()
     if not found:
-        raise NotApplicableError(f"{type(model).__name__} has no attention-free layers with biases (AFT-conv, -full)")
+        raise NotApplicableError(f"{type(model).__name__} has no attention-free layers with biases")
     return found
 
 
