@@ -27,7 +27,7 @@ from relvit.evaluation.mirror import average_with_mirror
 from relvit.models import AttentionMaps, Reach, attention_maps, check_image_size, set_reach
 from relvit.models.sizes.native import pooled_features
 from relvit.models.sizes.reach import check_native_reach
-from relvit.training import Checkpoint, ImageClassifier
+from relvit.training import Checkpoint, ImageClassifier, classifier_of
 from relvit.training.multi_label import classes_above
 from relvit.utils.defaults import torch_defaults, under_torch_defaults
 from relvit.utils.messages import check_choice, visible
@@ -101,7 +101,7 @@ class Predictor:
         self, ckpt_path: str | os.PathLike[str], img_size: int | Sequence[int] | None = None, reach: Reach = "trained"
     ) -> None:
         checkpoint = Checkpoint.read(ckpt_path)
-        self.classifier: ImageClassifier = checkpoint.classifier().requires_grad_(False)
+        self.classifier: ImageClassifier = classifier_of(checkpoint).requires_grad_(False)
         self.checkpoint: Checkpoint = replace(checkpoint, weights={})
         trained_size, self.mean, self.std, self.crop_pct = checkpoint.transforms()
         self.class_names: list[str] = checkpoint.class_names()

@@ -20,7 +20,7 @@ from relvit.evaluation.metrics import calibration_error
 from relvit.evaluation.standard_error import paired_difference, with_errors
 from relvit.models import Reach, set_reach
 from relvit.models.sizes.image_size import at_image_size
-from relvit.training import Checkpoint, ImageClassifier
+from relvit.training import Checkpoint, ImageClassifier, classifier_of
 from relvit.training.checkpoints.checkpoint import first_difference
 from relvit.training.metrics import class_metrics, count_batch
 from relvit.training.optim.loss import evaluation_loss
@@ -89,7 +89,7 @@ def evaluate_sizes(
     checkpoints = [Checkpoint.read(path) for path in paths]
     pairs = []
     for checkpoint in checkpoints:
-        pairs.append((checkpoint.classifier(), checkpoint.data_module(root=root, batch_size=batch_size)))
+        pairs.append((classifier_of(checkpoint), checkpoint.data_module(root=root, batch_size=batch_size)))
     for checkpoint, (_, data) in zip(checkpoints, pairs, strict=True):
         _check_same_images(checkpoints[0].path, pairs[0][1], checkpoint.path, data)
     for classifier, data in pairs:

@@ -11,8 +11,9 @@ from relvit.training.callbacks.telemetry import Telemetry
 from relvit.training.callbacks.training_images import TrainingImages
 from relvit.training.checkpoints.average import average_checkpoints
 from relvit.training.checkpoints.callback import RunCheckpoints, StoppedBySignalError, ignore_stop_signals
-from relvit.training.checkpoints.checkpoint import Checkpoint, DescribeCheckpoint, load_classifier
+from relvit.training.checkpoints.checkpoint import Checkpoint, DescribeCheckpoint
 from relvit.training.checkpoints.file import AtomicCheckpointIO, read_checkpoint, write_checkpoint
+from relvit.training.checkpoints.load import classifier_of, load_classifier
 from relvit.training.classifier import ImageClassifier
 from relvit.training.optim.distillation import Teacher, distillation_loss
 from relvit.training.optim.ema import WeightAverage
@@ -41,6 +42,7 @@ __all__ = [
     "read_checkpoint",
     "write_checkpoint",
     "average_checkpoints",
+    "classifier_of",
     "load_classifier",
     "History",
     "EpochLines",

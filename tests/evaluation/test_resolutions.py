@@ -12,7 +12,7 @@ from torchmetrics.functional.classification import multiclass_calibration_error
 from relvit.data import DigitsData, eval_transform
 from relvit.data.images.decode import load_rgb
 from relvit.evaluation import count_macs, evaluate_size, evaluate_sizes, peak_memory
-from relvit.training.checkpoints.checkpoint import load_classifier
+from relvit.training.checkpoints.load import load_classifier
 from relvit.training.optim.ema import WeightAverage
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

@@ -26,7 +26,7 @@ sys.path.append(str(STUDY))
 
 from study import OPTIONS, SHAPE, prepare  # noqa: E402
 
-from relvit.training import Checkpoint  # noqa: E402
+from relvit.training import Checkpoint, classifier_of  # noqa: E402
 
 MODELS: dict[str, dict[str, Any]] = {"all steps": {}, "halting": {"halting": "act"}}
 
@@ -47,7 +47,7 @@ def train(images: Path, runs: Path, arguments: dict[str, Any], options: Sequence
 def evaluate(made: Path) -> tuple[float, float]:
     """Compute accuracy and mean steps of the patches over the test images, by the last checkpoint."""
     checkpoint = Checkpoint.read(made / "checkpoints" / "last.ckpt")
-    net, data = checkpoint.classifier().net.eval(), checkpoint.data_module()
+    net, data = classifier_of(checkpoint).net.eval(), checkpoint.data_module()
     data.setup("test")
     right = count = steps = 0.0
     for images, labels in data.test_dataloader():

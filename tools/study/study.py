@@ -31,7 +31,7 @@ from lightning import Callback
 import relvit
 from relvit.evaluation.resolutions import evaluate_size
 from relvit.models import set_reach
-from relvit.training import Checkpoint
+from relvit.training import Checkpoint, classifier_of
 
 LINES = Path(__file__).parents[2] / "docs" / "study" / "results.jsonl"
 
@@ -195,7 +195,7 @@ def train(run: Run, images: Path, folder: Path) -> Path:
 def evaluate(run: Run, made: Path) -> list[dict[str, Any]]:
     """Evaluate the last checkpoint at all sizes; in the precision of the training, which is quicker."""
     checkpoint = Checkpoint.read(made / "checkpoints" / "last.ckpt")
-    classifier, data = checkpoint.classifier(), checkpoint.data_module()
+    classifier, data = classifier_of(checkpoint), checkpoint.data_module()
     rows = []
     for reach in ("trained", *MODELS[run.model].reach):
         if reach != "trained":

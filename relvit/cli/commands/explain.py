@@ -14,7 +14,7 @@ from relvit.evaluation.explain import HEADER, as_rows, as_table
 from relvit.evaluation.explain import explain as explain_model
 from relvit.models import build_model
 from relvit.ops.checks import int_pair
-from relvit.training import Checkpoint
+from relvit.training import Checkpoint, classifier_of
 
 
 def explain(
@@ -37,7 +37,7 @@ def explain(
     if Path(model).suffix == ".ckpt":
         if model_kwargs is not None or retrofit is not None:
             raise UsageError("--model_kwargs and --retrofit are for the name of a model: a checkpoint has its own")
-        net = Checkpoint.read(model).classifier().net
+        net = classifier_of(Checkpoint.read(model)).net
     else:
         # Weights are of no interest, and the number of classes changes nothing here.
         net = build_model(model, 10, model_kwargs=model_kwargs, retrofit=retrofit)

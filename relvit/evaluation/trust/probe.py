@@ -20,7 +20,7 @@ from relvit.data.split import stratified_split
 from relvit.evaluation.standard_error import paired_difference, with_errors
 from relvit.models.factory import model_arguments
 from relvit.models.sizes.native import pooled_features
-from relvit.training import Checkpoint
+from relvit.training import Checkpoint, classifier_of
 from relvit.training.checkpoints.checkpoint import Transforms
 from relvit.training.checkpoints.pretrained import Pretrained
 from relvit.utils.remote import suffix_of
@@ -205,7 +205,7 @@ def _load(model: str | os.PathLike[str], data: ImageData, pretrained: bool) -> t
         checkpoint = Checkpoint.read(name)
         if (channels := checkpoint.argument("in_chans")) != data.in_chans:
             raise ValueError(f"{name} takes images of {channels} channels, the data have {data.in_chans}")
-        return checkpoint.classifier().net, checkpoint.transforms()
+        return classifier_of(checkpoint).net, checkpoint.transforms()
     if ":" not in name:
         # Names what is like an unknown name.
         model_arguments(name)

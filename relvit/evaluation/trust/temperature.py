@@ -14,7 +14,7 @@ from torch import Tensor
 from relvit.data import ImageData
 from relvit.data.modules.base import Split
 from relvit.evaluation.metrics import calibration_error
-from relvit.training import Checkpoint, ImageClassifier
+from relvit.training import Checkpoint, ImageClassifier, classifier_of
 from relvit.training.checkpoints.file import KEY, read_checkpoint, write_checkpoint
 from relvit.training.multi_label import multi_label_metrics, to_probabilities
 from relvit.utils.defaults import torch_defaults
@@ -143,7 +143,7 @@ def calibrate(
         checkpoint = Checkpoint.read(ckpt_path, file)
         data = checkpoint.data_module(root=root, batch_size=batch_size)
         checkpoint.check_data(data)
-        classifier = checkpoint.classifier().to(device)
+        classifier = classifier_of(checkpoint).to(device)
         classifier.temperature = 1.0
         data.prepare_data()
         others: list[Split] = [each for each in ("test", "val") if each != split and data.missing(each) is None]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from relvit.training.checkpoints.checkpoint import NETWORK, Checkpoint, Transforms, first_difference, versions
 from relvit.training.checkpoints.file import KEY, TIMM_KEY, timm_weights, write_checkpoint
+from relvit.training.checkpoints.load import classifier_of
 from relvit.utils.files import check_output, is_address
 from relvit.utils.messages import listing
 
@@ -43,7 +44,7 @@ def average_checkpoints(ckpt_paths: Sequence[str | os.PathLike[str]], output: st
     """
     _check_paths(ckpt_paths, output)
     first = Checkpoint.read(ckpt_paths[0])
-    parameters = {name for name, _ in first.classifier().named_parameters(remove_duplicate=False)}
+    parameters = {name for name, _ in classifier_of(first).named_parameters(remove_duplicate=False)}
     total = {name: _in_double(first, name) for name in parameters}
     thresholds = [first.thresholds]
     for path in ckpt_paths[1:]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import lightning
 import timm
@@ -20,12 +20,8 @@ from relvit.data.modules.registry import own_data_module, public_class_path
 from relvit.data.native import token_budget
 from relvit.training.checkpoints.file import KEY, read_checkpoint
 from relvit.training.checkpoints.resume import POINT_KEY, ResumePoint
-from relvit.utils.defaults import torch_defaults
 from relvit.utils.messages import one_line
 from relvit.version import __version__
-
-if TYPE_CHECKING:
-    from relvit.training.classifier import ImageClassifier
 
 # The arguments of `ImageClassifier` that choose the network, and its images and classes.
 NETWORK = ("model", "model_kwargs", "retrofit", "num_classes", "in_chans", "img_size", "class_names", "multi_label")
@@ -113,23 +109,6 @@ class Checkpoint:
             epoch=content.get("epoch"),
             resume_point=content.get(POINT_KEY),
         )
-
-    @torch_defaults()
-    def classifier(self) -> ImageClassifier:
-        """Build the trained classifier, on the CPU, in evaluation mode."""
-        # A classifier itself may start from a checkpoint.
-        from relvit.training.classifier import ImageClassifier
-
-        try:
-            # The weights that the training started from have been trained since.
-            classifier = ImageClassifier(**self.model | {"pretrained": None})
-            classifier.load_state_dict(self.weights)
-        # The arguments are whatever the file holds, and models raise almost any type for wrong ones.
-        except Exception as error:
-            raise ValueError(f"the checkpoint does not make a model: {_short(one_line(error), 300)}") from error
-        classifier.temperature = self.temperature
-        classifier.thresholds = self.thresholds or classifier.thresholds
-        return classifier.eval()
 
     def argument(self, name: str) -> Any:
         """Return an argument of the `ImageClassifier`."""
@@ -223,11 +202,6 @@ class Checkpoint:
         if difference := first_difference(self.model, given, names):
             name, trained, found = difference
             raise ValueError(f"{self.path} was trained with {name} {trained}, the data has {found}")
-
-
-def load_classifier(path: str | os.PathLike[str]) -> ImageClassifier:
-    """Load the trained classifier of a checkpoint, on the CPU, in evaluation mode; errors as in `read_checkpoint`."""
-    return Checkpoint.read(path).classifier()
 
 
 class DescribeCheckpoint(Callback):

@@ -16,7 +16,7 @@ from scipy.special import log_softmax
 import relvit
 from relvit.cli import main
 from relvit.evaluation import fit_temperature
-from relvit.training import Checkpoint
+from relvit.training import Checkpoint, classifier_of
 from relvit.training.checkpoints.file import AVERAGE_KEY
 
 
@@ -58,7 +58,7 @@ def calibrated(digits_run, tmp_path_factory):
 
 def logits_and_labels(path, split, **changes):
     checkpoint = Checkpoint.read(path)
-    data, net = checkpoint.data_module(**changes), checkpoint.classifier().net
+    data, net = checkpoint.data_module(**changes), classifier_of(checkpoint).net
     items = [data.dataset(split)[index] for index in range(len(data.dataset(split)))]
     with torch.no_grad():
         logits = net(torch.stack([image for image, _ in items])).double()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from relvit.data import DigitsData, ImageData
-from relvit.training import Checkpoint, read_checkpoint
+from relvit.training import Checkpoint, classifier_of, read_checkpoint
 
 PATH = Path(__file__).parents[2] / "fixtures" / "run_of_0_1" / "checkpoints" / "last.ckpt"
 
@@ -21,7 +21,7 @@ def checkpoint():
 def test_what_a_checkpoint_holds(checkpoint):
     content = read_checkpoint(PATH)
     assert checkpoint.weights.keys() == content["state_dict"].keys()
-    classifier = checkpoint.classifier()
+    classifier = classifier_of(checkpoint)
     assert not classifier.training
     assert all(torch.equal(tensor, checkpoint.weights[name]) for name, tensor in classifier.state_dict().items())
     assert checkpoint.architecture().model == content["relvit"]["model"]["model"] == classifier.hparams.model
