@@ -19,7 +19,7 @@ from relvit_start import COMMANDS, answer
 
 # What `relvit predict` runs with an exported file in the place of a checkpoint; by the name "predict-onnx".
 EXPORTED = (
-    "relvit.cli.commands.deploy.predict_onnx",
+    "relvit.cli.commands.deploy.predict_exported",
     "write the classes of each image into predictions.csv, by an exported file",
 )
 

@@ -8,15 +8,15 @@ from relvit.evaluation.mirror import MirrorAverage
 from relvit.evaluation.predictor import Prediction, Predictor
 from relvit.evaluation.report import EvaluationReport, MultiLabelReport
 from relvit.evaluation.resolutions import PROTOCOLS, Size, evaluate_size, evaluate_sizes
-from relvit.evaluation.trust.probe import probe_models
-from relvit.evaluation.trust.robustness import Corruptions, RestrictedClasses, evaluate_corruptions
-from relvit.evaluation.trust.temperature import (
+from relvit.evaluation.trust.calibration import (
     Calibration,
     CalibrationError,
     ChosenThresholds,
     calibrate,
     fit_temperature,
 )
+from relvit.evaluation.trust.probe import probe_models
+from relvit.evaluation.trust.robustness import Corruptions, RestrictedClasses, evaluate_corruptions
 
 __all__ = [
     "Predictor",

@@ -2,7 +2,7 @@
 
 from relvit.plots.confusion import plot_confusion
 from relvit.plots.curves import plot_curves, read_metrics
-from relvit.plots.panels import MapRow, plot_kernels, plot_maps, plot_overlay, plot_tables
+from relvit.plots.heat_maps import MapRow, plot_kernels, plot_maps, plot_overlay, plot_tables
 from relvit.plots.probe import plot_probes
 from relvit.plots.sheet import picture_of, plot_sheet
 from relvit.plots.sizes import plot_sizes

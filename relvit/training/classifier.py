@@ -19,17 +19,17 @@ from relvit.models import build_model
 from relvit.models.output import training_output
 from relvit.models.weights.transfer import TransferReport, transfer_weights
 from relvit.training.arguments import check_arguments, check_images
+from relvit.training.checkpoints.exact_resume import POINT_KEY, ResumePoint, check_layout, go_on, set_counters
 from relvit.training.checkpoints.file import AVERAGE_KEY, KEY, TIMM_KEY, timm_weights
 from relvit.training.checkpoints.pretrained import Pretrained, architecture_to_build, normalisation_note
-from relvit.training.checkpoints.resume import POINT_KEY, ResumePoint, check_layout, go_on, set_counters
 from relvit.training.metrics import METRICS_KEY, EpochMetrics, count_batch, current_lr
 from relvit.training.multi_label import to_probabilities
 from relvit.training.optim.distillation import Distill, Teacher, build_teacher, distillation_loss
 from relvit.training.optim.ema import WeightAverage
 from relvit.training.optim.freeze import Backbone
-from relvit.training.optim.gradients import FiniteCheck, NonFinite, average_accumulated
 from relvit.training.optim.loss import ClassificationLoss, Loss, evaluation_loss
 from relvit.training.optim.losses import check_losses, loss_options, loss_weight, training_losses
+from relvit.training.optim.nonfinite import FiniteCheck, NonFinite, average_accumulated
 from relvit.training.optim.optimizer import make_optimizer
 from relvit.training.optim.schedule import Plan, describe, make_plan, update_rates
 from relvit.training.optim.sharding import FullySharded, check_sharding, full_network, gather_full, is_sharded

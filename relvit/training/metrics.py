@@ -9,7 +9,7 @@ from torch import Tensor
 from torchmetrics import MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
-from relvit.training.checkpoints.resume import (
+from relvit.training.checkpoints.exact_resume import (
     States,
     copy_states,
     gather_states,

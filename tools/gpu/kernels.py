@@ -26,9 +26,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from relvit.ops.backends.triton.backward import backward_keys, backward_queries
-from relvit.ops.backends.triton.entries import SPAN
 from relvit.ops.backends.triton.forward import forward
 from relvit.ops.backends.triton.launch import Variant, constants
+from relvit.ops.backends.triton.table_products import SPAN
 
 KERNELS = (forward, backward_queries, backward_keys)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

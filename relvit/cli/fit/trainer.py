@@ -33,8 +33,8 @@ from relvit.cli.fit.normalisation import set_normalisation
 from relvit.cli.fit.options import STEP_MAPS, TRAINER_DEFAULTS, add_own_options, check_numbers
 from relvit.cli.fit.other_images import asked_paths, data_of_paths, data_of_robustness
 from relvit.cli.fit.outcome import describe_training, report_fit, report_predict, report_test
-from relvit.cli.fit.resume import changed_options, checkpoint_of_epoch_end, fit_options, resume_arguments
-from relvit.cli.fit.run_folder import check_runs, explain_full_disk, lock_run_folder, make_run_folder
+from relvit.cli.fit.resumed_options import changed_options, checkpoint_of_epoch_end, fit_options, resume_arguments
+from relvit.cli.fit.start_run import check_runs, explain_full_disk, lock_run_folder, make_run_folder
 from relvit.cli.parser import Parser
 from relvit.data import ImageData
 from relvit.evaluation import EvaluationReport, MirrorAverage, MultiLabelReport, RestrictedClasses

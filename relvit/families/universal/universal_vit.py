@@ -13,8 +13,8 @@ from timm.models import DefaultCfg, checkpoint
 from timm.models._features import feature_take_indices
 from torch import Tensor
 
-from relvit.families.universal.gathered import put_tokens, run_gathered, take_tokens
 from relvit.families.universal.halting import AdaptiveHalting, HaltingState, ponder_cost, start_halting
+from relvit.families.universal.running_tokens import put_tokens, run_gathered, take_tokens
 from relvit.families.universal.signals import PositionStepSignals
 from relvit.models.depth import Depth
 from relvit.models.entry_points import default_cfgs_of, entry_point

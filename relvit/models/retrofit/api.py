@@ -27,7 +27,7 @@ from relvit.layers.positions.factory import make_position, position_factory
 from relvit.layers.timm_attention import TIMM_ATTENTIONS
 from relvit.layers.timm_relpos import OWN_ATTENTIONS
 from relvit.models.relative_vit import RelVisionTransformer
-from relvit.models.retrofit.imports import forget_own_positions, import_positions
+from relvit.models.retrofit.beit_sam_swin import forget_own_positions, import_positions
 from relvit.models.retrofit.models import IMPORTED, RETROFITTED, Retrofitted, RetrofittedNaFlexVit
 from relvit.ops.attention import BACKENDS
 from relvit.ops.checks import check_backend, int_pair

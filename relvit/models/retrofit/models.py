@@ -24,7 +24,7 @@ from relvit.layers.patch_embed import AnySizePatchEmbed, GridPatchEmbed, check_d
 from relvit.layers.positions.rope import ANY_SIZE_ROPES
 from relvit.layers.timm_attention import GridArgument
 from relvit.models.base import GridForward, NoTorchScript, TablesWithoutDecay
-from relvit.models.retrofit.imports import SHARED
+from relvit.models.retrofit.beit_sam_swin import SHARED
 from relvit.ops import Grid, grid_from_naflex, patch_coords
 
 

@@ -14,7 +14,7 @@ from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
 from relvit.layers.timm_relpos import TimmOwnRelative
-from relvit.models.retrofit.imports import convert_tables
+from relvit.models.retrofit.beit_sam_swin import convert_tables
 from relvit.models.retrofit.models import Retrofitted
 from relvit.models.weights.convert import convert_positions
 from relvit.models.weights.irpe import convert_irpe

@@ -13,9 +13,9 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from relvit.training.checkpoints.exact_resume import is_last_of_epoch
 from relvit.training.checkpoints.file import EPOCH_NAME, check_disk_space
-from relvit.training.checkpoints.resume import is_last_of_epoch
-from relvit.training.optim.gradients import NonFiniteLossError
+from relvit.training.optim.nonfinite import NonFiniteLossError
 from relvit.utils.files import DISK_ERRORS, link_or_copy
 
 # Batch systems send these before a job's time ends.

@@ -18,8 +18,8 @@ from torch import Tensor
 from relvit.data import ImageData, parse_size
 from relvit.data.modules.registry import own_data_module, public_class_path
 from relvit.data.native import token_budget
+from relvit.training.checkpoints.exact_resume import POINT_KEY, ResumePoint
 from relvit.training.checkpoints.file import KEY, read_checkpoint
-from relvit.training.checkpoints.resume import POINT_KEY, ResumePoint
 from relvit.utils.messages import one_line
 from relvit.version import __version__
 

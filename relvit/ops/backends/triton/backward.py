@@ -10,7 +10,8 @@ key table, for the gradient of queries, and, in PyTorch, the queries, for that o
 import triton
 import triton.language as tl
 
-from relvit.ops.backends.triton.entries import (
+from relvit.ops.backends.triton.forward import place_of, store_entries, store_tokens, sum_of_axes, tile_keys
+from relvit.ops.backends.triton.table_products import (
     SPAN,
     add_product,
     load_axis,
@@ -19,7 +20,6 @@ from relvit.ops.backends.triton.entries import (
     store_products,
     sums_of_entries,
 )
-from relvit.ops.backends.triton.forward import place_of, store_entries, store_tokens, sum_of_axes, tile_keys
 
 LN_2 = tl.constexpr(0.6931471805599453)
 

@@ -11,7 +11,7 @@ Prefix keys come first, in tiles without terms.
 import triton
 import triton.language as tl
 
-from relvit.ops.backends.triton.entries import (
+from relvit.ops.backends.triton.table_products import (
     CHUNK,
     add_product,
     load_axis,

@@ -16,7 +16,7 @@ from processes import Ranks, as_torchrun
 
 from relvit.cli import main
 from relvit.cli.errors import UsageError
-from relvit.cli.fit.resume import changed_options
+from relvit.cli.fit.resumed_options import changed_options
 from relvit.plots import read_metrics
 from relvit.training import RunLock, read_checkpoint
 

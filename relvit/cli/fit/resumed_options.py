@@ -15,13 +15,13 @@ from relvit.cli.aliases import option
 from relvit.cli.errors import UsageError
 from relvit.cli.secrets import mask_secrets
 from relvit.training.checkpoints.checkpoint import NETWORK, Checkpoint
+from relvit.training.checkpoints.exact_resume import begins_epoch_again
 from relvit.training.checkpoints.file import EPOCH_NAME
-from relvit.training.checkpoints.resume import begins_epoch_again
 from relvit.training.classifier import LOSS_DEFAULTS
 from relvit.utils.files import is_address
 
 # Options that take effect from the checkpoint on. Batch size, accumulation and devices may change as far as
-# `relvit.training.checkpoints.resume.check_layout` allows.
+# `relvit.training.checkpoints.exact_resume.check_layout` allows.
 FREE = {
     *("save_every", "patience", "model.compile", "model.channels_last", "model.nonfinite"),
     *(f"data.{name}" for name in ("batch_size", "num_workers", "cache", "on_error", "download", "test", "predict")),

@@ -1,4 +1,4 @@
-"""Import timm's own relative positions into relvit's modules, which belong to no image size, and convert their tables.
+"""Import the relative positions of BEiT, SAM, Swin and timm's relpos models into relvit's modules; convert their tables.
 
 timm's offsets are query minus key, relvit's key minus query: tables are reversed along each axis.
 """

@@ -6,7 +6,7 @@ from lightning import Trainer
 
 from relvit.cli.fit.callbacks import progress_callbacks
 from relvit.cli.fit.outcome import report_predict
-from relvit.cli.fit.run_folder import make_run_folder
+from relvit.cli.fit.start_run import make_run_folder
 from relvit.data import parse_size
 from relvit.data.images.datasets import OnError
 from relvit.data.modules.paths import ImagePathsData

@@ -1,4 +1,4 @@
-"""Apply a block to some tokens of a sequence, which attend to all of them."""
+"""Apply a universal block to the tokens that still run, which attend to all tokens of the sequence."""
 
 from __future__ import annotations
 
