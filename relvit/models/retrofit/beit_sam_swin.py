@@ -1,4 +1,4 @@
-"""Import the relative positions of BEiT, SAM, Swin and timm's relpos models into relvit's modules; convert their tables.
+"""Import the relative positions of BEiT, SAM, Swin and timm's relpos models as relvit's modules; convert their tables.
 
 timm's offsets are query minus key, relvit's key minus query: tables are reversed along each axis.
 """
