@@ -228,8 +228,9 @@ DRAW: dict[Kind, Callable[[Subject], Figure]] = {
 
 def first_kinds(model: nn.Module) -> list[Kind]:
     """Return what to show of a model first."""
-    free = any(isinstance(layer, Mixer) and layer.lacks.get("weights") for layer in model.modules())
-    return ["attention", "kernels", *(["aft-windows"] if free else [])]
+    mixers = [type(layer) for layer in model.modules() if isinstance(layer, Mixer)]
+    biased = any(mixer.learned_bias is not Mixer.learned_bias for mixer in mixers)
+    return ["attention", "kernels", *(["aft-windows"] if biased else [])]
 
 
 def _of_layer(found: dict[str, Value], layer: int | None) -> dict[str, Value]:

@@ -9,6 +9,7 @@ from PIL import Image
 
 import relvit
 from relvit.evaluation.pictures import KINDS, draw
+from relvit.evaluation.pictures.draw import first_kinds
 from relvit.plots import picture_of
 
 gr = pytest.importorskip("gradio")
@@ -84,7 +85,7 @@ def test_what_a_model_does_not_have_is_said_in_words(best, photo, tmp_path):
     options = {"patch_size": 8, "embed_dim": 16, "depth": 1}
     ckpt = write_checkpoint_like(best, tmp_path / "aft.ckpt", "test_relvit_aft", options)
     viewer = Viewer(relvit.load(ckpt), 10_000)
-    assert viewer.attention_free
+    assert first_kinds(viewer.predictor.model) == ["attention", "kernels", "aft-windows"]
     view = viewer.look(photo, "", kinds=("attention", "kernels", "aft-windows"), layer=0)
     assert list(view.figures) == ["aft-windows"]
     assert "No attention weights of the patch: " in view.text[1]
