@@ -10,8 +10,8 @@ from relvit.layers.attention_weights import show_weights
 from relvit.layers.mixer import LayerPlan, Mixer, count_parameters
 from relvit.layers.positions.base import terms_of
 from relvit.layers.positions.factory import check_position
-from relvit.ops import Grid, RelativeTerms, choose, from_windows, num_tokens, relative_attention, to_windows
-from relvit.ops.attention import BACKENDS
+from relvit.ops import Grid, RelativeTerms, choose, from_windows, num_tokens, to_windows
+from relvit.ops.attention import BACKENDS, attend
 from relvit.ops.backends.fused import augmented_width
 from relvit.ops.checks import check_backend, check_heads
 from relvit.ops.inputs import AttentionInputs, checked
@@ -70,18 +70,12 @@ def attend_with(
         position_query, position_key = query.to(value.dtype), key.to(value.dtype)
         query, key = rotate(query, grid), rotate(key, grid if key_grid is None else key_grid)
     query, key = query.to(value.dtype), key.to(value.dtype)
-    options = {
-        "key_grid": key_grid,
-        "attn_mask": attn_mask,
-        "is_causal": is_causal,
-        "scale": layer.scale,
-        "trained_keys": layer.trained_keys,
-        "position_query": position_query,
-        "position_key": position_key,
-    }
-    show_weights(layer.attn_drop, query, key, terms, grid, **options)
-    dropout_p = layer.attn_drop.p if layer.training else 0.0
-    return relative_attention(query, key, value, terms, grid, dropout_p=dropout_p, backend=layer.backend, **options)
+    inputs = AttentionInputs(
+        query, key, value, terms, grid, key_grid, attn_mask, is_causal,
+        layer.attn_drop.p if layer.training else 0.0, layer.scale, position_query, position_key, layer.trained_keys,
+    )  # fmt: skip
+    show_weights(layer.attn_drop, inputs)
+    return attend(inputs, layer.backend)
 
 
 class GridAttention(Mixer):

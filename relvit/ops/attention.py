@@ -95,30 +95,28 @@ def relative_attention(
             expected.
         TypeError: arguments that are not of the kind asked for, such as integer contents or masks.
     """
+    options = (attn_mask, is_causal, dropout_p, scale, position_query, position_key, trained_keys)
+    return attend(AttentionInputs(query, key, value, terms, grid, key_grid, *options), backend)
+
+
+def attend(inputs: AttentionInputs, backend: str = "auto") -> Tensor:
+    """Compute `relative_attention` of arguments that are one value, as layers have them."""
     check_backend(backend, tuple(BACKENDS))
-    inputs = AttentionInputs(
-        query, key, value, terms, grid, key_grid, attn_mask, is_causal, dropout_p, scale, position_query, position_key
-    )
-    inputs = checked(inputs)
-    if trained_keys is not None and trained_keys < 2:
-        raise ValueError(f"trained_keys must be 2 or more, got {trained_keys}: one key always has the weight 1")
+    dtype, inputs = inputs.query.dtype, checked(inputs)
     if backend == "auto":
         backend = _choose(inputs).backend
     if backend in ("fused", "tiled", "triton"):
-        for name, tables in zip(RelativeTerms._fields, terms, strict=True):
+        for name, tables in zip(RelativeTerms._fields, inputs.terms, strict=True):
             if isinstance(tables, JointTable):
                 raise ValueError(f"terms.{name} is a joint table: backend 'gathered' or 'reference', not {backend!r}")
     if backend in ("tiled", "triton") and not is_eager():
         raise ValueError(f"backend {backend!r} can be no part of graphs or of torch.func's transforms: use 'auto'")
     if backend == "reference":
-        return reference.relative_attention(*inputs, trained_keys=trained_keys)
+        return reference.relative_attention(*inputs)
     if backend in ("tiled", "gathered"):
         # As inside fused kernels: logits, softmax, sums over tiles would lose too much in half precision.
-        inputs = inputs.to(torch.promote_types(query.dtype, torch.float32))
-    inputs = with_channels(inputs)
-    if trained_keys is not None:
-        inputs = with_temperature(inputs, trained_keys)
-    return BACKENDS[backend].relative_attention(inputs).to(query.dtype)
+        inputs = inputs.to(torch.promote_types(dtype, torch.float32))
+    return BACKENDS[backend].relative_attention(with_temperature(with_channels(inputs))).to(dtype)
 
 
 def choose(

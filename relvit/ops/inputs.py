@@ -22,8 +22,8 @@ SMALLEST_SCALE, LARGEST_SCALE = 1e-3, 1e3
 class AttentionInputs(NamedTuple):
     """The arguments of `relvit.ops.relative_attention`, in the order of the reference's parameters.
 
-    After `checked` no attribute but `attn_mask` is None, a mask has at least two axes and booleans or the query's
-    dtype, and the two tables of a term are both shared by the heads or both per head.
+    After `checked` no attribute but `attn_mask` and `trained_keys` is None, a mask has at least two axes and booleans
+    or the query's dtype, and the two tables of a term are both shared by the heads or both per head.
     """
 
     query: Tensor
@@ -38,16 +38,22 @@ class AttentionInputs(NamedTuple):
     scale: float | None = None
     position_query: Tensor | None = None
     position_key: Tensor | None = None
+    trained_keys: int | None = None
 
     def to(self, dtype: torch.dtype) -> AttentionInputs:
         """Convert queries, keys and values; what was one tensor stays one."""
         query, key = self.query.to(dtype), self.key.to(dtype)
+        position_query, position_key = self.position_query, self.position_key
+        if position_query is not None:
+            position_query = query if position_query is self.query else position_query.to(dtype)
+        if position_key is not None:
+            position_key = key if position_key is self.key else position_key.to(dtype)
         return self._replace(
             query=query,
             key=key,
             value=self.value.to(dtype),
-            position_query=query if self.position_query is self.query else self.position_query.to(dtype),
-            position_key=key if self.position_key is self.key else self.position_key.to(dtype),
+            position_query=position_query,
+            position_key=position_key,
         )
 
 
@@ -183,6 +189,8 @@ def _check_options(inputs: AttentionInputs) -> None:
     # A graph may have a symbol for the scale.
     if scale is not None and not is_compiling() and not math.isfinite(scale):
         raise ValueError(f"scale must be finite, got {scale}")
+    if inputs.trained_keys is not None and inputs.trained_keys < 2:
+        raise ValueError(f"trained_keys must be 2 or more, got {inputs.trained_keys}: one key always has the weight 1")
     if not 0 <= dropout_p <= 1:
         raise ValueError(f"dropout_p must be between 0 and 1, got {dropout_p}")
 

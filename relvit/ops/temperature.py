@@ -7,7 +7,7 @@ from relvit.ops.grid import key_mask
 from relvit.ops.inputs import AttentionInputs
 
 
-def with_temperature(inputs: AttentionInputs, trained_keys: int) -> AttentionInputs:
+def with_temperature(inputs: AttentionInputs) -> AttentionInputs:
     """Multiply all logits, the bias included, by log(n) / log(trained_keys), with n the number of keys of a sample.
 
     Prefix tokens count as keys, padding does not; what a mask or causality hides counts. Numbers in `attn_mask` are
@@ -15,8 +15,8 @@ def with_temperature(inputs: AttentionInputs, trained_keys: int) -> AttentionInp
     the trained number as Qwen's LogN-scaling (Bai et al. 2023, arXiv 2309.16609), but for fewer keys too.
 
     Args:
-        inputs: as `relvit.ops.inputs.checked` returns them.
-        trained_keys: number of keys in training, 2 or more.
+        inputs: as `relvit.ops.inputs.checked` returns them; `trained_keys` is the number of keys in training. None: the
+            logits stay as they are.
 
     Returns:
         The inputs with other queries, position keys and bias tables, each in its own dtype; the same numbers where n is
@@ -25,6 +25,8 @@ def with_temperature(inputs: AttentionInputs, trained_keys: int) -> AttentionInp
     Raises:
         ValueError: a bias where samples have different numbers of keys.
     """
+    if inputs.trained_keys is None:
+        return inputs
     query, key, terms = inputs.query, inputs.position_key, inputs.terms
     valid = key_mask(inputs.key_grid)
     precision = torch.promote_types(query.dtype, torch.float32)
@@ -34,7 +36,7 @@ def with_temperature(inputs: AttentionInputs, trained_keys: int) -> AttentionInp
         # Samples without keys have no logits.
         count = valid.sum(dim=1).clamp(min=1).to(precision)[:, None, None, None]
     # Of two tensors: so equal numbers have exactly the ratio 1.
-    factor = count.log() / torch.full_like(count, trained_keys).log()
+    factor = count.log() / torch.full_like(count, inputs.trained_keys).log()
 
     def times(tensor: Tensor, factor: Tensor) -> Tensor:
         return (tensor * factor).to(tensor.dtype)

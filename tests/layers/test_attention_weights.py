@@ -6,8 +6,12 @@ from draws import brute_force, draw, draw_case
 
 from relvit.layers import RelativeAttention, RelativePosition2d
 from relvit.layers import attention_weights as module
-from relvit.layers.attention_weights import attention_weights
 from relvit.ops import key_mask, make_grid, num_tokens
+from relvit.ops.inputs import AttentionInputs
+
+
+def attention_weights(q, k, terms, grid, **options):
+    return module.attention_weights(AttentionInputs(q, k, k, terms, grid, **options))
 
 
 def by_hand(q, k, terms, grid, **options):
@@ -81,7 +85,7 @@ def test_hooks_on_attn_drop_get_the_weights_with_padding():
 
 def test_without_hooks_and_in_compiled_layers_no_weights_are_computed(monkeypatch):
     computed = []
-    monkeypatch.setattr(module, "attention_weights", lambda *given, **options: computed.append(given) or given[0])
+    monkeypatch.setattr(module, "attention_weights", lambda inputs: computed.append(inputs) or inputs.query)
     layer = RelativeAttention(12, 2, position=RelativePosition2d(6, 2)).eval()
     x, grid = torch.randn(1, 6, 12), make_grid(2, 3)
     layer.attn_drop.register_forward_hook(lambda *_: None)

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from relvit.layers.attention import GridAttention
-from relvit.layers.attention_weights import LogitInputs, record_logit_inputs
+from relvit.layers.attention_weights import record_logit_inputs
 from relvit.layers.mixer import Mixer
 from relvit.layers.positions.base import needs_tokens
 from relvit.models.attention_maps import patch_grid
 from relvit.ops import AxisTables, Channels, Grid, JointTable, RelativeTerms
+from relvit.ops.inputs import AttentionInputs
 from relvit.ops.reference import attention_logits
 
 LETTERS = {"query": "q", "key": "k", "value": "v", "bias": "b"}
@@ -102,8 +103,8 @@ def effective_kernels(model: nn.Module, image: Tensor, patch: Sequence[int] | No
     return {name: _kernel(given, patch) for name, given in _logit_inputs(model, image).items()}
 
 
-def _kernel(given: LogitInputs, patch: Sequence[int] | None) -> Tensor:
-    grid, terms, options = given.grid, given.terms, given.options
+def _kernel(given: AttentionInputs, patch: Sequence[int] | None) -> Tensor:
+    grid, terms = given.grid, given.terms
     position_query, position_key = _position_vectors(given)
     query, key = (part[:, :, grid.prefix :] for part in (position_query, position_key))
     heads, count, _ = query.shape[1:]
@@ -115,7 +116,7 @@ def _kernel(given: LogitInputs, patch: Sequence[int] | None) -> Tensor:
     key = key.mean(dim=2, keepdim=True).expand(-1, -1, around.height * around.width, -1)
     kernel = attention_logits(
         torch.zeros_like(query), torch.zeros_like(key), terms._replace(channels=None),
-        around._replace(coords=middle), around, options["scale"], query, key,
+        around._replace(coords=middle), around, given.scale, query, key,
     )[0, :, 0].view(heads, around.height, around.width)  # fmt: skip
     if terms.channels is not None:
         of_query, of_key = (
@@ -125,7 +126,7 @@ def _kernel(given: LogitInputs, patch: Sequence[int] | None) -> Tensor:
         # Those of prefix tokens are zero between patches.
         if products.any():
             kernel = kernel + _by_offset(products, grid, index)
-    if (trained := options["trained_keys"]) is not None:
+    if (trained := given.trained_keys) is not None:
         kernel = kernel * (math.log(given.key.shape[2]) / math.log(trained))
     return kernel.float().cpu()
 
@@ -164,7 +165,7 @@ def logit_parts(model: nn.Module, image: Tensor, patch: Sequence[int], layer: in
     """
     inputs = _logit_inputs(model, image)
     given = inputs[chosen_layer(list(inputs), layer)]
-    grid, options = given.grid, given.options
+    grid = given.grid
     index = grid.prefix + patch_index(patch, grid)
     position_query, position_key = _position_vectors(given)
     query, key = (part.to(position_query.dtype) for part in (given.query, given.key))
@@ -172,7 +173,7 @@ def logit_parts(model: nn.Module, image: Tensor, patch: Sequence[int], layer: in
     place = torch.tensor([list(patch)], device=query.device)
     # The query alone: pairs of all tokens would take N x N vectors.
     alone = Grid(grid.height, grid.width, coords=place)
-    options = {"scale": options["scale"], "trained_keys": options["trained_keys"]}
+    options = {"scale": given.scale, "trained_keys": given.trained_keys}
     parts = {"content": attention_logits(query, key, RelativeTerms(), alone, grid, **options)}
     terms = given.terms
     if terms.channels is not None:
@@ -248,15 +249,15 @@ def _layers(model: nn.Module, kinds: object) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
 
 
-def _position_vectors(given: LogitInputs) -> tuple[Tensor, Tensor]:
+def _position_vectors(given: AttentionInputs) -> tuple[Tensor, Tensor]:
     """What tables meet, queries and keys before a rotary embedding, in float32 at least."""
-    query, key = given.options["position_query"], given.options["position_key"]
+    query, key = given.position_query, given.position_key
     query, key = given.query if query is None else query, given.key if key is None else key
     dtype = torch.promote_types(query.dtype, torch.float32)
     return query.to(dtype), key.to(dtype)
 
 
-def _logit_inputs(model: nn.Module, image: Tensor) -> dict[str, LogitInputs]:
+def _logit_inputs(model: nn.Module, image: Tensor) -> dict[str, AttentionInputs]:
     """Run the model once: what the logits of each layer are computed from."""
     layers, name = _layers(model, GridAttention), type(model).__name__
     if not layers:
