@@ -12,15 +12,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-_FIT, _COMMANDS = "relvit.cli.fit.trainer", "relvit.cli.commands"
+_COMMANDS = "relvit.cli.commands"
 _DEPLOY = f"{_COMMANDS}.deploy"
-# Command -> (the module that runs it, one line of help, which is the first sentence of the function's docstring). The
-# commands of `_FIT` are methods of Lightning's Trainer; each other module has a function of the command's name.
+# Command -> (the module that runs it, one line of help). A module has a function of the command's name, whose arguments
+# are the options and whose docstring begins with that line; `fit` is Lightning's command line.
 COMMANDS = {
-    "fit": (_FIT, "train a model on images; the run gets a folder of its own"),
-    "validate": (_FIT, "validate a checkpoint, at any image size (--img_size)"),
-    "test": (_FIT, "test a checkpoint: metrics per class, confusion matrix, worst mistakes"),
-    "predict": (_FIT, "write the classes of each image into predictions.csv"),
+    "fit": ("relvit.cli.fit.fit", "train a model on images; the run gets a folder of its own"),
+    "validate": (f"{_COMMANDS}.validate", "validate a checkpoint, at any image size (--img_size)"),
+    "test": (f"{_COMMANDS}.test", "test a checkpoint: metrics per class, confusion matrix, worst mistakes"),
+    "predict": (f"{_COMMANDS}.predict", "write the classes of each image into predictions.csv"),
     "resolutions": (
         f"{_COMMANDS}.resolutions",
         "evaluate checkpoints at several image sizes: accuracy, calibration, speed, memory",

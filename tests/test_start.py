@@ -7,7 +7,6 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from lightning.pytorch.cli import LightningCLI
 
 import relvit
 import relvit_start
@@ -46,8 +45,7 @@ def test_other_commands_go_to_the_package(capsys, monkeypatch):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_table_says_what_the_functions_say(command):
     module, summary = COMMANDS[command]
-    if module == COMMANDS["fit"][0]:
-        assert command in LightningCLI.subcommands()
+    if command == "fit":
         return
     first = function_of(module, command).__doc__.splitlines()[0].split(". ")[0].removesuffix(".")
     assert first == f"{summary[0].upper()}{summary[1:]}"

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = did_you_mean(ELSEWHERE.get(command, command), COMMANDS)
         print(f"relvit: error: unknown command {command!r}{hint}; commands: {listing(list(COMMANDS))}", file=sys.stderr)
         return 2
-    typed = Rewritten(rest, {})
+    typed = Rewritten(rest, {}, {})
     name, (module, summary) = command, COMMANDS[command]
     if command == "predict" and any(argument.endswith((".onnx", ".pt2")) for argument in rest):
         name, (module, summary) = "predict-onnx", EXPORTED
@@ -54,10 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser, runner = (importlib.import_module(name) for name in ("relvit.cli.parser", module))
         # After the imports, as Lightning's sets up its logging.
         quieten()
-        if module == COMMANDS["fit"][0]:
-            runner.main(command, given)
+        if hasattr(runner, "main"):
+            runner.main(given, typed.lists)
         else:
-            parser.run_function(module, name, given)
+            parser.run_function(module, name, given, typed.lists)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -105,10 +104,12 @@ class Rewritten(NamedTuple):
 
     Attributes:
         arguments: each as '--name=value', or '--name' where an option has no value.
+        lists: options that take several values, by their names, with the arguments that had no name.
         typed: the name that the user gave, of each option that has another one.
     """
 
     arguments: list[str]
+    lists: dict[str, list[str]]
     typed: Mapping[str, str]
 
     def as_typed(self, message: str) -> str:
@@ -167,11 +168,12 @@ def rewrite(command: str, arguments: Sequence[str]) -> Rewritten:
         if len(set(given.values())) > 1:
             both = " and ".join(f"{name} {value}" for name, value in given.items())
             raise UsageError(f"{both} are two values for one option: give one of them")
-    kept += _named(command, bare, values)
+    found, lists = _named(command, bare, values)
+    kept += found
     chosen = {"--data", "--data.class_path", "--config", "-c", "--resume", "--ckpt_path"} & values.keys()
     if command == "fit" and "--data.root" in values and not chosen:
         kept.insert(0, "--data=ImageFolderData")
-    return Rewritten([*kept, *last], typed)
+    return Rewritten([*kept, *last], lists, typed)
 
 
 def config_file(given: str) -> str:
@@ -221,32 +223,23 @@ def _as_list(values: Sequence[str]) -> str:
     return values[0] if len(values) == 1 and values[0].startswith("[") else f"[{','.join(values)}]"
 
 
-def as_yaml(values: object) -> str:
-    """Write plain values on one line, as YAML reads them.
-
-    That is JSON but for characters beyond 16 bits, such as emoji, of which JSON writes two halves that YAML refuses.
-    """
-    halves = r"\\ud[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2}"
-    return re.sub(halves, lambda found: json.loads(f'"{found[0]}"'), json.dumps(values))
-
-
 def _is_option(argument: str) -> bool:
     # A number below zero is a value.
     return re.match(r"-[^\d.\s]", argument) is not None
 
 
-def _named(command: str, bare: Sequence[str], values: Mapping[str, object]) -> list[str]:
-    """Turn the arguments that have no name into options."""
+def _named(command: str, bare: Sequence[str], values: Mapping[str, object]) -> tuple[list[str], dict[str, list[str]]]:
+    """Turn the arguments that have no name into options, and into lists of those that take several."""
     # A checkpoint that was given by its name leaves the rest to what comes after it.
     names = [name for name in POSITIONALS.get(command, ()) if name not in values]
     found, rest = [], list(bare)
     for name in names:
         if rest and (name in LISTS or ((command, name) == ONE_OR_SEVERAL and len(rest) > 1)):
-            return [*found, f"{name}={as_yaml(rest)}"]
+            return found, {name.removeprefix("--"): rest}
         if rest:
             found.append(f"{name}={rest.pop(0)}")
     if rest:
         given = [name for name in POSITIONALS.get(command, ()) if name in values]
         hint = f"{' and '.join(given)} given already" if given else "each value follows the name of its option"
         raise UsageError(f"unexpected argument {rest[0]!r}: {hint}; relvit {command} --help lists the options")
-    return found
+    return found, {}

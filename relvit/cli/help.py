@@ -11,8 +11,9 @@ from typing import get_args
 from lightning import Trainer
 
 from relvit.cli.aliases import ALIASES, USAGE
-from relvit.cli.fit.options import TRAINER_DEFAULTS, add_own_options
+from relvit.cli.fit.fit import add_fit_options
 from relvit.cli.parser import Parser, function_of
+from relvit.cli.trainer.options import TRAINER_DEFAULTS
 from relvit.data import ImageFolderData
 from relvit.data.modules.registry import data_modules
 from relvit.data.transforms import Augment
@@ -108,7 +109,10 @@ def short_help(command: str, module: str, summary: str) -> str:
         parser.add_function_arguments(function)
         groups = {"options": tuple(inspect.signature(function).parameters)}
     else:
-        add_own_options(parser, command)
+        if command == "fit":
+            add_fit_options(parser)
+        else:
+            parser.add_function_arguments(function_of(module, command), as_group=False, skip={"evaluation"})
         for cls, name in ((ImageFolderData, "data"), (ImageClassifier, "model"), (Trainer, "trainer")):
             parser.add_class_arguments(cls, name, fail_untyped=False)
         parser.set_defaults({f"trainer.{name}": value for name, value in TRAINER_DEFAULTS.items()})

@@ -7,12 +7,11 @@ import inspect
 import types
 from argparse import ArgumentError
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import wraps
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 import yaml
-from jsonargparse import ArgumentParser, Namespace, auto_cli
+from jsonargparse import ArgumentParser, Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
 from relvit.cli.aliases import ALIASES, SYNONYMS, USAGE
@@ -48,18 +47,20 @@ class Parser(LightningArgumentParser):
         defaults = {"allow_abbrev": False, "description": "", "parser_mode": MODE}
         super().__init__(*args, **{**defaults, **kwargs, "exit_on_error": False})
 
-    def parse_args(self, args: Sequence[str] | None = None, *others: Any, **kwargs: Any) -> Namespace:
+    def parse_args(
+        self, args: Sequence[str] | None = None, namespace: Namespace | None = None, **kwargs: Any
+    ) -> Namespace:
+        """Parse arguments; the options begin with the values of a namespace, such as those of a checkpoint."""
         try:
-            return super().parse_args(args, *others, **kwargs)
+            return super().parse_args(args, namespace, **kwargs)
         except (ArgumentError, UnicodeDecodeError, OverflowError, RecursionError) as error:
-            raise UsageError(explain(self, args or (), error)) from error
+            raise UsageError(explain(self, args or (), namespace, error)) from error
 
     def instantiate_classes(self, cfg: Namespace, **kwargs: Any) -> Namespace:
         """Make the objects of a command's configuration, which holds `***` where its record was to keep no secret."""
-        command = cfg.get("subcommand")
-        if command is not None and "trainer" in cfg[command]:
+        if "trainer" in cfg:
             cfg = cfg.clone()
-            cfg[command].trainer.logger = without_masks(cfg[command].trainer.logger)
+            cfg.trainer.logger = without_masks(cfg.trainer.logger)
         return super().instantiate_classes(cfg, **kwargs)
 
 
@@ -68,20 +69,27 @@ def function_of(module: str, command: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(module), command.replace("-", "_"))
 
 
-def run_function(module: str, command: str, arguments: Sequence[str]) -> None:
-    """Run a command that is no Trainer method."""
+def run_function(module: str, command: str, arguments: Sequence[str], lists: Mapping[str, list[str]]) -> None:
+    """Run a command whose options are the arguments of its function.
+
+    Args:
+        module: holds the function.
+        command: its name.
+        arguments: the command line, in the form '--name=value'.
+        lists: values of options that take several.
+    """
     function = function_of(module, command)
-    given = {argument.partition("=")[0] for argument in arguments}
+    given = {argument.partition("=")[0] for argument in arguments} | {f"--{name}" for name in lists}
     missing = [f"--{name}" for name in _required(function) if f"--{name}" not in given]
     if missing and given.isdisjoint(("--config", "--help", "--print_config")):
         raise UsageError(f"missing: {', '.join(missing)}; usage: {' or '.join(USAGE[command])}")
-
-    @wraps(function)
-    def checked(**options: Any) -> None:
-        check_ranges(function, options)
-        function(**options)
-
-    auto_cli(checked, args=list(arguments), prog=f"relvit {command}", as_positional=False, parser_class=Parser)
+    parser = Parser(prog=f"relvit {command}")
+    parser.add_argument("--config", action="config", help="A file of options in YAML.")
+    parser.add_function_arguments(function, as_group=False)
+    options = parser.instantiate_classes(parser.parse_args(arguments, Namespace(lists))).as_dict()
+    del options["config"]
+    check_ranges(function, options)
+    function(**options)
 
 
 def _required(function: Callable[..., Any]) -> list[str]:
@@ -98,15 +106,22 @@ class Given(NamedTuple):
     file: str | None = None
 
 
-def explain(parser: ArgumentParser, arguments: Sequence[str], error: Exception) -> str:
+def explain(parser: ArgumentParser, arguments: Sequence[str], namespace: Namespace | None, error: Exception) -> str:
     """Find the first option that a parser does not have, or whose value is of another type than the option.
 
     The parser's own message, which reports all types that it has tried, is the last resort.
+
+    Args:
+        parser: which refused.
+        arguments: the command line.
+        namespace: the values of a checkpoint, with which the options began; None without a checkpoint.
+        error: of the parser.
     """
     known = option_types(parser)
     needs_data = "model.lr" in known
     try:
-        given = list(_given(arguments, known))
+        of_checkpoint = {} if namespace is None else namespace.as_dict()
+        given = [*_in_file(of_checkpoint, "the checkpoint", known), *_given(arguments, known)]
     except UsageError as wrong:
         return str(wrong)
     # A configuration may leave a value open, as null.
@@ -153,7 +168,7 @@ def _given(arguments: Sequence[str], known: Mapping[str, Any]) -> Iterator[Given
         if argument.startswith("-") and name in ("config", "c"):
             if not value:
                 raise UsageError("--config needs a value")
-            yield from _in_file(_options_of(value), value if not value.startswith("{") else "the checkpoint", known)
+            yield from _in_file(_options_of(value), value, known)
         elif value.startswith("{") and isinstance(options := _json(value), dict):
             yield from _in_file({name.removesuffix("+"): options}, None, known)
         elif argument.startswith("-"):
@@ -168,7 +183,7 @@ def _json(value: str) -> Any:
 
 
 def _options_of(config: str) -> dict[str, Any]:
-    """Load a configuration: the path of a file, or JSON."""
+    """Load a configuration: the path of a file, or YAML in one line."""
     try:
         options = load_config(config if config.startswith("{") else Path(config).read_text(encoding="utf-8"))
     except OSError as error:

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from PIL import Image, ImageFilter
 
 import relvit
-from relvit.cli.fit.trainer import RelvitCLI
 from relvit.cli.shipped_configs import shipped_configs
+from relvit.cli.trainer.lightning_cli import RelvitCLI
 from relvit.data import eval_transform, load_rgb
 
 pytestmark = pytest.mark.fuzz
@@ -176,14 +176,11 @@ class ParserAlone(RelvitCLI):
     def instantiate_classes(self):
         """Build nothing."""
 
-    def run_subcommand(self, subcommand):
-        """Do nothing."""
-
 
 @pytest.fixture(scope="module")
 def parse():
-    cli = ParserAlone("fit", ["--data=DigitsData"], contextlib.ExitStack())
-    return lambda path: cli.parser.parse_args(["fit", f"--config={path}"])
+    cli = ParserAlone(["--data=DigitsData"])
+    return lambda path: cli.parser.parse_args([f"--config={path}"])
 
 
 def use(path):

@@ -93,7 +93,7 @@ class Ranks:
 
     def __init__(self, arguments, folder, environments, function=None):
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["relvit.cli.fit.trainer", "torch.utils.tensorboard", "tensorboard.backend"])
+        context.set_forkserver_preload(["relvit.cli.fit.fit", "torch.utils.tensorboard", "tensorboard.backend"])
         self.logs = [Path(folder) / f"rank{i}.log" for i in range(len(environments))]
         given = [str(argument) for argument in arguments]
         self.processes = [
@@ -123,7 +123,7 @@ def _run(function, arguments, folder, environment, log):
     from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
     from relvit.cli import main
-    from relvit.cli.fit.launch import leave_processes
+    from relvit.cli.trainer.launch import leave_processes
 
     os.environ.update(environment)
     os.chdir(folder)

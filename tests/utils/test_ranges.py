@@ -7,8 +7,8 @@ import pytest
 from photos import TINY
 
 from relvit.cli import COMMANDS, main
-from relvit.cli.fit.options import RANGES
 from relvit.cli.parser import function_of
+from relvit.cli.trainer.options import RANGES
 from relvit.data import DigitsData
 from relvit.training import ImageClassifier
 from relvit.utils.ranges import Range, Share, ShareBelowOne, check_ranges, ranges_of

@@ -1,1 +1,1 @@
-"""`relvit fit`, `validate`, `test` and `predict`: the Lightning CLI with run folders."""
+"""`relvit fit`: the Lightning CLI with run folders that a stopped training goes on in."""

@@ -1,18 +1,15 @@
-"""Callbacks of a run: the record of its configuration, what is announced at the start, and the progress display."""
+"""Callbacks of a training: the record of its configuration, and what is announced at its start."""
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
-from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import SaveConfigCallback
 
 from relvit.cli.secrets import mask_command, mask_secrets
-from relvit.training import EpochLines, History, TrainingProgressBar, record_run
+from relvit.training import record_run
 from relvit.utils.files import atomic_write
 from relvit.utils.progress import rank_zero_print
 
@@ -55,30 +52,3 @@ class Announcement(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         rank_zero_print(self.text)
-
-
-def progress_callbacks(config: dict[str, Any], history: History | None, quiet: bool) -> list[Callback]:
-    """Return the callbacks that show the progress: a bar on terminals, a line for each epoch elsewhere, or nothing.
-
-    Args:
-        config: of the trainer; its `enable_progress_bar` and its progress bars are set as is necessary.
-        history: that of a training; none: this is no training.
-        quiet: show nothing.
-    """
-    if quiet:
-        config["enable_progress_bar"] = False
-        config["callbacks"] = [callback for callback in config["callbacks"] if not isinstance(callback, ProgressBar)]
-        return []
-    # A bar in a file is a heap of control characters, which users may ask for.
-    terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-    own_bar = any(isinstance(callback, ProgressBar) for callback in config["callbacks"])
-    if config["enable_progress_bar"] is None:
-        config["enable_progress_bar"] = own_bar or terminal
-    if history is None:
-        return []
-    shown: list[Callback] = []
-    if config["enable_progress_bar"] and not own_bar:
-        shown.append(TrainingProgressBar())
-    if not (config["enable_progress_bar"] and terminal):
-        shown.append(EpochLines(history))
-    return shown

@@ -37,7 +37,7 @@ def test_workers_of_a_fork_server_give_the_same_batches(folder, cifar):
     # Starting the tracker lets stop signals through, often before the server starts.
     resource_tracker.ensure_running()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["relvit.cli.fit.trainer", "torch.utils.tensorboard", "tensorboard.backend"])
+    context.set_forkserver_preload(["relvit.cli.fit.fit", "torch.utils.tensorboard", "tensorboard.backend"])
     files = folder(augment="deit", repeats=2, on_error="skip", color_jitter=0.3, random_erasing=0.5)
     for data in (files, folder(augment="three-augment", balance="sampler"), cifar):
         expected = list(data.train_dataloader())

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 import relvit
-from relvit.cli.fit.start_run import explain_full_disk
+from relvit.cli.trainer.folder import explain_full_disk
 from relvit.evaluation import calibrate
 from relvit.training import Checkpoint, average_checkpoints, load_classifier, write_checkpoint
 from relvit.training.checkpoints.file import DiskSpaceError, check_disk_space

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from lightning import Trainer
 
-from relvit.cli.fit.callbacks import progress_callbacks
-from relvit.cli.fit.outcome import report_predict
-from relvit.cli.fit.start_run import make_run_folder
+from relvit.cli.commands.predict import report
+from relvit.cli.trainer.folder import new_folder
+from relvit.cli.trainer.progress import progress_callbacks
 from relvit.data import parse_size
 from relvit.data.images.datasets import OnError
 from relvit.data.modules.paths import ImagePathsData
 from relvit.evaluation import Size
 from relvit.evaluation.deploy import OnnxClassifier
-from relvit.training import DataRecord, PredictionTable, remove_if_empty
+from relvit.training import DataRecord, PredictionTable
 from relvit.utils.ranges import BatchSize, Workers
 
 
@@ -40,14 +40,11 @@ def predict_onnx(
     arguments = classifier.data_arguments(None if img_size is None else parse_size(img_size))
     loading = {"batch_size": batch_size, "num_workers": num_workers, "on_error": on_error}
     data = ImagePathsData(paths, **arguments, **loading)
-    folder = make_run_folder(runs, "predict")
-    try:
+    with new_folder(runs, "predict") as folder:
         table = PredictionTable(folder / "predictions.csv", data.class_names)
         off = ("logger", "enable_checkpointing", "enable_model_summary")
         config = {"enable_progress_bar": None, "callbacks": [], **dict.fromkeys(off, False)}
         config["callbacks"] = [table, DataRecord(folder), *progress_callbacks(config, None, quiet=False)]
         trainer = Trainer(accelerator="cpu", devices=1, **config)
         trainer.predict(classifier, data, return_predictions=False)
-        report_predict(trainer, folder)
-    finally:
-        remove_if_empty(folder)
+        report(table, folder)

@@ -14,7 +14,7 @@ from scripts import load
 
 from relvit.cli import main
 from relvit.cli.errors import UsageError
-from relvit.cli.fit.launch import Launch, environment_of, launched
+from relvit.cli.trainer.launch import Launch, environment_of, launched
 
 PROOF = load("resume_proof")
 # The processes find it by name.

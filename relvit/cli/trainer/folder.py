@@ -1,26 +1,42 @@
-"""Create the run's folder at the start of `relvit fit`; describe disk errors by what is left and what to do."""
+"""Create, lock and clean up the folder of a run; describe a full disk by what is left and what to do."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
 from relvit.cli.errors import UsageError
-from relvit.training import RunLock, new_run_folder
+from relvit.training import RunLock, new_run_folder, remove_if_empty
 from relvit.training.checkpoints.file import DiskSpaceError, describe_last
+from relvit.training.run.folder import missing_folders
 from relvit.utils.files import DISK_ERRORS, is_address
 
 
-def make_run_folder(runs: str, name: str) -> Path:
-    """Make a new folder for a run.
+@contextmanager
+def new_folder(runs: str, name: str) -> Iterator[Path]:
+    """Make a new folder for a run in the main process, and remove it at the end where nothing was written into it.
+
+    The main process sends the paths of checkpoints to the others, which are given `runs` itself.
 
     Raises:
-        UsageError: it cannot be made.
+        UsageError: the folder cannot be made.
     """
+    if rank_zero_only.rank != 0:
+        yield Path(runs)
+        return
+    parents = missing_folders(Path(runs))
     try:
-        return new_run_folder(runs, name)
+        folder = new_run_folder(runs, name)
     except OSError as error:
         reason = f"cannot make a run's folder in {runs}: {error.strerror}"
         raise UsageError(f"{reason}; give another with --runs") from error
+    try:
+        yield folder
+    finally:
+        remove_if_empty(folder, parents)
 
 
 def check_runs(runs: str | None, root: str | None) -> None:

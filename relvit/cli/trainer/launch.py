@@ -17,6 +17,7 @@ from lightning.pytorch.accelerators import AcceleratorRegistry, CPUAccelerator
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from relvit.cli.errors import LostProcessError, UsageError
+from relvit.training.optim.sharding import check_strategy
 from relvit.utils.cores import cores
 from relvit.utils.messages import did_you_mean
 
@@ -61,6 +62,29 @@ class SrunTasks(SLURMEnvironment):
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         """Do nothing: `check_processes` compares the tasks of srun, Lightning those of the job."""
+
+
+def set_devices(options: dict[str, Any]) -> Launch | None:
+    """Check a trainer's options of devices, and set those of processes that were started from outside.
+
+    Returns:
+        How this process was started from outside; None if it is the only one so far.
+
+    Raises:
+        UsageError: this machine does not have the devices.
+        ValueError: a strategy that relvit cannot save and resume.
+    """
+    check_devices(options["accelerator"], options["devices"])
+    check_strategy(options["strategy"])
+    launch = launched()
+    if options["devices"] == "auto" and launch is not None:
+        options["devices"], options["num_nodes"] = launch.per_node, launch.nodes
+    environment = environment_of(launch)
+    plugins = as_list(options["plugins"])
+    if environment is not None and not any(isinstance(plugin, ClusterEnvironment) for plugin in plugins):
+        plugins.append(environment)
+    options["plugins"] = plugins or None
+    return launch
 
 
 def launched() -> Launch | None:
@@ -208,6 +232,11 @@ def leave_processes() -> None:
     """
     if torch.distributed.is_initialized() and torch.distributed.get_backend() == "gloo":
         torch.distributed.destroy_process_group()
+
+
+def as_list(value: Any) -> list[Any]:
+    """Return an option of one value or several as a list; None is none."""
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
 
 
 def _tasks() -> int:

@@ -1,0 +1,141 @@
+"""`relvit test`: a report on a checkpoint: metrics per class, confusion matrix, worst mistakes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from lightning import Callback, Trainer
+from rich.console import Console
+from rich.table import Table
+
+from relvit.cli.aliases import option
+from relvit.cli.errors import UsageError
+from relvit.cli.trainer.evaluation import Evaluation, NamedImages, evaluate, refuse_other_images
+from relvit.cli.trainer.folder import new_folder
+from relvit.cli.trainer.summary import SCORES, baseline, files_line, write_summary
+from relvit.evaluation import (
+    ClassMetrics,
+    Corruptions,
+    EvaluationReport,
+    MirrorAverage,
+    MultiLabelReport,
+    RestrictedClasses,
+)
+from relvit.evaluation.standard_error import plus_minus, with_errors
+from relvit.models import Reach
+from relvit.training.multi_label import MultiLabelMetrics
+from relvit.utils.progress import rank_zero_print
+
+# All classes up to so many are shown, else the worst few.
+ALL, WORST = 20, 10
+
+
+def test(
+    evaluation: Evaluation,
+    runs: str = "runs",
+    split: Literal["train", "val", "test"] = "test",
+    robustness: str | None = None,
+    reach: Reach = "trained",
+    mirror: bool = False,
+    verbose: bool = True,
+) -> None:
+    """Test a checkpoint: metrics per class, confusion matrix, worst mistakes.
+
+    Args:
+        evaluation: The checkpoint's classifier and data.
+        runs: The folder in which the results get a folder of their own.
+        split: The images to use: those of train (without augmentation), val or test.
+        robustness: Test on the folder of a robustness set (CLASS/IMAGE, or CORRUPTION/SEVERITY/CLASS/IMAGE), among its
+            classes alone.
+        reach: How attention works at other sizes than in training: trained, stretch, logn, stretch-logn, windows or
+            bands; see docs/sizes.md.
+        mirror: Average the probabilities of each image and its mirror image.
+        verbose: Whether the results of the whole are printed as a table.
+    """
+    data = evaluation.datamodule
+    if (reason := data.missing(split)) and data.missing("val") is None:
+        raise UsageError(f"{reason}; or test on the images of val, by --split val")
+    data.evaluate_on(split)
+    evaluation.set_reach(reach)
+    with new_folder(runs, "test") as folder:
+        found = (EvaluationReport if evaluation.model.thresholds is None else MultiLabelReport)(folder)
+        callbacks: list[Callback] = [found]
+        if mirror:
+            callbacks.append(MirrorAverage())
+        if robustness is not None:
+            callbacks.append(RestrictedClasses())
+        path = evaluation.checkpoint.path
+        evaluation.run(callbacks, folder, lambda trainer: report(trainer, found, folder, path, reach), verbose=verbose)
+
+
+def report(trainer: Trainer, found: EvaluationReport, folder: Path, checkpoint: str, reach: str) -> None:
+    """Write `summary.json` and print metrics of the classes, in the main process; options are as the user gave them.
+
+    Raises:
+        UsageError: no image could be read.
+    """
+    data = trainer.datamodule
+    if not found.results:
+        raise UsageError(f"none of the images could be read; {folder / 'unreadable.csv'} says why")
+    summary = {"checkpoint": checkpoint, "split": data.evaluated_split, "img_size": list(data.img_size), "reach": reach}
+    if hasattr(data, "conditions"):
+        summary["robustness"] = data.root
+    if data.native:
+        summary["max_tokens"] = data.token_budget
+    # Corruptions show the same images again and again: such results are no independent draws.
+    summary |= found.results if found.corruptions else with_errors(found.results, found.results["images"])
+    write_summary(folder, summary, trainer)
+    print_classes(found.classes, data.class_names)
+    if found.corruptions is not None:
+        print_corruptions(found.corruptions)
+    shown = {"test/acc1": SCORES["acc1"], "test/f1": "mean F1 of the classes", "test/map": SCORES["map"]}
+    shown |= {"test/calibration_error": "calibration error"}
+    shown = ", ".join(f"{text} {plus_minus(summary, name)}" for name, text in shown.items() if name in summary)
+    shown += baseline(None if data.multi_label else found.classes.count)
+    rank_zero_print(f"{summary['images']} images of {data.evaluated_split}, {shown}\n{files_line(folder)}")
+
+
+def print_classes(metrics: ClassMetrics | MultiLabelMetrics, class_names: Sequence[str]) -> None:
+    """Print a row for each class; of more than 20 the ten with the lowest F1 among those that have images."""
+    rows, title = np.arange(len(class_names)), None
+    if len(rows) > ALL:
+        known = rows[metrics.count > 0]
+        rows = known[np.argsort(metrics.f1[known], kind="stable")][:WORST]
+        title = f"the {len(rows)} classes with the lowest F1 of {len(class_names)}"
+    table = Table(title=title, title_justify="left")
+    for name in ("class", *metrics._fields):
+        table.add_column(name, justify="left" if name == "class" else "right")
+    for row in rows:
+        values = ("-" if np.isnan(column[row]) else f"{column[row]:.4f}" for column in metrics[1:])
+        table.add_row(class_names[row], str(metrics.count[row]), *values)
+    # No markup: names may hold brackets.
+    Console(highlight=False, markup=False).print(table)
+
+
+def print_corruptions(corruptions: Corruptions) -> None:
+    """Print the accuracy of each corruption by severity, and what is the mean of all."""
+    header, rows = corruptions.table()
+    table = Table(title="accuracy by corruption and severity", title_justify="left")
+    for name in header:
+        table.add_column(name, justify="left" if name == "corruption" else "right")
+    for row in rows:
+        table.add_row(*row)
+    Console(highlight=False, markup=False).print(table)
+    results = corruptions.results
+    line = f"mean corruption error {results['test/mean_corruption_error']:.4f} (not normalised)"
+    rank_zero_print(line + (f", mCE {100 * results['test/mce']:.1f} (AlexNet 100)" if "test/mce" in results else ""))
+
+
+def main(arguments: Sequence[str], lists: Mapping[str, list[str]]) -> None:
+    """Run the command line."""
+    images = None
+    if (root := option(arguments, "--robustness")) is not None:
+        refuse_other_images(arguments, ("--data", "--data.root", "--split"), f"--robustness {root}")
+        # Not above: the parser's help would list it among the kinds of data.
+        from relvit.data.modules.robustness import RobustnessData
+
+        images = NamedImages(RobustnessData, {"root": root}, without="paths")
+    evaluate(test, arguments, images)

@@ -1,0 +1,26 @@
+"""`relvit validate`: the loss and accuracy of a checkpoint on the images of val."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from relvit.cli.trainer.evaluation import Evaluation, evaluate
+from relvit.models import Reach
+
+
+def validate(evaluation: Evaluation, reach: Reach = "trained", verbose: bool = True) -> None:
+    """Validate a checkpoint, at any image size (--img_size).
+
+    Args:
+        evaluation: The checkpoint's classifier and data.
+        reach: How attention works at other sizes than in training: trained, stretch, logn, stretch-logn, windows or
+            bands; see docs/sizes.md.
+        verbose: Whether the results are printed.
+    """
+    evaluation.set_reach(reach)
+    evaluation.run(verbose=verbose)
+
+
+def main(arguments: Sequence[str], lists: Mapping[str, list[str]]) -> None:
+    """Run the command line."""
+    evaluate(validate, arguments)

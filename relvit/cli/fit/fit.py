@@ -1,0 +1,230 @@
+"""`FitCLI`: `relvit fit`, from options and perhaps a checkpoint to a training in the folder of its run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import Namespace
+from lightning import Callback
+from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from relvit.cli.aliases import option, without
+from relvit.cli.errors import UsageError
+from relvit.cli.fit.callbacks import Announcement, RunConfig
+from relvit.cli.fit.outcome import describe_training, report_fit
+from relvit.cli.fit.resumed_options import changed_options, checkpoint_of_epoch_end, fit_options, resume_arguments
+from relvit.cli.trainer.failures import explained_failures
+from relvit.cli.trainer.folder import lock_run_folder, new_folder
+from relvit.cli.trainer.launch import PatientLauncher, as_list, check_processes, leave_processes, set_devices
+from relvit.cli.trainer.lightning_cli import RelvitCLI, values_of
+from relvit.cli.trainer.progress import progress_callbacks
+from relvit.training import (
+    AtomicCheckpointIO,
+    Checkpoint,
+    DataRecord,
+    DescribeCheckpoint,
+    FindLearningRate,
+    History,
+    Patience,
+    RunCheckpoints,
+    Telemetry,
+    TrainingImages,
+)
+from relvit.training.checkpoints.checkpoint import Architecture, data_arguments
+from relvit.training.run.folder import RunLock
+from relvit.utils.cores import busy_note
+from relvit.utils.progress import rank_zero_print
+from relvit.utils.remote import local_file
+
+# What flows from the data to the model.
+LINKS = ("num_classes", "in_chans", "class_names", "img_size", "multi_label")
+
+
+def main(arguments: Sequence[str], lists: Mapping[str, list[str]]) -> None:
+    """Train as the command line says."""
+    with ExitStack() as stack:
+        FitCLI(arguments, stack).run()
+    leave_processes()
+
+
+def add_fit_options(parser: LightningArgumentParser) -> None:
+    """Add the options beside those of the Trainer, the model and the data."""
+    add = parser.add_argument
+    add("--runs", type=str, default="runs", help="The folder in which the results get a folder of their own.")
+    text = "Continue the training in the folder of that run, with its configuration and from its last checkpoint."
+    add("--resume", type=str | None, default=None, help=text)
+    text = "Continue the training of a checkpoint in a new folder."
+    add("--ckpt_path", type=str | None, default=None, help=text)
+    text = "Save a checkpoint after every N optimiser steps, besides each epoch."
+    add("--save_every", type=int | None, default=None, help=text)
+    text = "Stop after N validations in a row without a better accuracy, or mean average precision of several labels."
+    add("--patience", type=int | None, default=None, help=text)
+    text = "Find the learning rate by a range test of 100 steps first."
+    add("--lr_find", type=bool, default=False, help=text)
+    text = "Show no progress, neither a bar nor a line for each epoch: only start, result and errors."
+    add("-q", "--quiet", action="store_true", help=text)
+
+
+class FitCLI(RelvitCLI):
+    """`relvit fit`: classes, channels and image size flow from the data to the model.
+
+    Args:
+        arguments: the command line, in the form '--name=value'.
+        stack: keeps the local copy of a checkpoint at a remote address, and the folder, until it is closed.
+    """
+
+    def __init__(self, arguments: Sequence[str], stack: ExitStack) -> None:
+        self.stack = stack
+        self.resumes: Path | None = None
+        if (run := option(arguments, "--resume")) is not None:
+            arguments = resume_arguments(run, without(arguments, "--resume"))
+            self.resumes = Path(run)
+        self.arguments = list(arguments)
+        self.checkpoint: Checkpoint | None = None
+        # Options in which a training that goes on differs from before.
+        self.changed: list[str] = []
+        known = None
+        if path := option(arguments, "--ckpt_path"):
+            # Lightning reads it again, and would take an older file of the same name for one at an address of http.
+            self.checkpoint_file: Path = stack.enter_context(local_file(path))
+            self.checkpoint = Checkpoint.read(path, self.checkpoint_file)
+            known = self._values_of(self.checkpoint)
+        super().__init__(arguments, known, RunConfig)
+
+    def _values_of(self, checkpoint: Checkpoint) -> Namespace:
+        """Return the values of a checkpoint with which a training can go on."""
+        if not checkpoint.resumable:
+            raise UsageError(
+                f"{checkpoint.path} holds weights alone (an average does), with which no training can go on: start "
+                f"one from them with --model.pretrained {checkpoint.path}"
+            )
+        # The classes are found in the images, and compared.
+        found = ("data.class_names", *(f"model.{name}" for name in LINKS))
+        return values_of(checkpoint, option(self.arguments, "--data"), found)
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the options of `fit`, and link what flows from the data to the model."""
+        add_fit_options(parser)
+        for name in LINKS:
+            parser.link_arguments(f"data.{name}", f"model.{name}", apply_on="instantiate")
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Sequence[str]) -> None:
+        """Parse the command line, and take the checkpoint that a configuration names from the configuration.
+
+        The configuration that is kept says what is trained, not from where a part of it went on.
+        """
+        super().parse_arguments(parser, args)
+        self.resumed_file: str | None = self.config.ckpt_path
+        self.config.ckpt_path = None
+
+    def run(self) -> None:
+        """Train, then test the best checkpoint; before anything is written, refuse what contradicts the checkpoint."""
+        self.normalisation: str = self.normalise(self.checkpoint)
+        if self.checkpoint is not None:
+            self._check_checkpoint(self.checkpoint)
+        # So that config.yaml names the model, also where it came from the pretrained weights.
+        for name in Architecture._fields:
+            self.config.model[name] = self.model.hparams[name]
+        options = {**self.config_init.trainer}
+        launch = set_devices(options)
+        options["callbacks"] = as_list(options["callbacks"])
+        callbacks, history = self._callbacks(options)
+        callbacks += progress_callbacks(options, history, self.config.quiet)
+        announcement = Announcement()
+        self.build_trainer(options, [PatientLauncher(), announcement, *callbacks, DataRecord(self.run_folder)])
+        with explained_failures("fit", self.trainer, self.run_folder):
+            check_processes(launch, self.trainer)
+            start = time.monotonic()
+            announcement.text = self._announced()
+            # Only a configuration names a checkpoint that was not read here. Nothing but tensors and plain types is
+            # ever read from a checkpoint.
+            path = str(self.checkpoint_file) if self.checkpoint else self.resumed_file
+            self.trainer.fit(self.model, datamodule=self.datamodule, ckpt_path=path, weights_only=True)
+            self._report(start)
+
+    def _check_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Refuse data and options that contradict the checkpoint from which the training goes on."""
+        checkpoint.check_network(self.model.hparams)
+        checkpoint.check_data(self.datamodule)
+        if self.config.lr_find:
+            raise UsageError("--lr_find starts a training; one that goes on keeps its learning rate: drop that option")
+        data = checkpoint.data
+        # Options that are newer than the checkpoint had what is their default now.
+        known = {**self.datamodule.argument_defaults(), **data["init_args"]}
+        trained = {"model": checkpoint.model, "data": {**data, "init_args": known}} | checkpoint.fit
+        now = {"model": self.model.hparams, "data": data_arguments(self.datamodule)} | fit_options(self.config)
+        self.changed = changed_options(checkpoint.path, trained, now, self.arguments)
+
+    def _callbacks(self, options: dict[str, Any]) -> tuple[list[Callback], History | None]:
+        """Make or lock the run's folder, set the options that say where, and return what trains in it.
+
+        A trial by `fast_dev_run` has neither a folder nor a history.
+        """
+        self.run_folder: Path | None = None
+        if options["fast_dev_run"]:
+            options["enable_checkpointing"] = False
+            return [], None
+        config = self.config
+        self.run_folder = self.resumes or self.stack.enter_context(new_folder(config.runs, self.model.hparams.model))
+        if rank_zero_only.rank == 0:
+            self.lock: RunLock = lock_run_folder(self.run_folder)
+        options["default_root_dir"] = self.run_folder
+        options["plugins"] = [*(options["plugins"] or ()), AtomicCheckpointIO()]
+        telemetry = Telemetry()
+        monitor = f"val/{self.model.score}"
+        self.best: RunCheckpoints = RunCheckpoints(self.run_folder / "checkpoints", config.save_every, monitor)
+        history = History(self.run_folder, telemetry, tensorboard=options["logger"] is None)
+        sheet = TrainingImages(self.run_folder / "training_images.png")
+        callbacks = [self.best, DescribeCheckpoint(fit_options(config)), history, telemetry, sheet]
+        if config.patience is not None:
+            callbacks.append(Patience(config.patience, monitor))
+        if config.lr_find:
+            callbacks.append(FindLearningRate())
+        return callbacks, history
+
+    def _announced(self) -> str:
+        """Return what is announced when the training begins, after everything that may refuse it."""
+        data, epochs = self.datamodule, self.trainer.max_epochs
+        folder = self.run_folder or "no folder (fast_dev_run)"
+        text = f"{describe_training(self.model, data)}; files in {folder}\n{self.normalisation}"
+        if note := busy_note():
+            text = f"{text}\n{note}"
+        if self.checkpoint is None:
+            return text
+        now = (data.batch_size, self.trainer.accumulate_grad_batches, self.trainer.world_size)
+        if other := checkpoint_of_epoch_end(self.checkpoint, self.resumes is not None, *now):
+            self.checkpoint_file, note = other
+            self.checkpoint = Checkpoint.read(self.checkpoint_file)
+            text = f"{note}\n{text}"
+        finished = self.checkpoint.finished_epochs()
+        if self._lacks_its_end(epochs, finished):
+            text = f"The training is complete; its test, figures and summary are left.\n{text}"
+        elif epochs is not None and 0 <= epochs <= finished:
+            raise UsageError(
+                f"the training of {self.checkpoint.path} has reached its {finished} epochs: to go on, give --epochs "
+                "with a larger number"
+            )
+        return f"changed since: {', '.join(self.changed)}\n{text}" if self.changed else text
+
+    def _lacks_its_end(self, epochs: int | None, finished: int) -> bool:
+        """Whether a run that is resumed was ended after its last epoch and before its summary."""
+        return self.resumes is not None and epochs == finished and not (self.resumes / "summary.json").exists()
+
+    def _report(self, start: float) -> None:
+        """Test the best checkpoint where there are test images, and print the result and the commands to go on."""
+        if self.run_folder is None:
+            return
+        # Not the trainer's, which may be one of the user's own.
+        if self.best.best_model_score is None:
+            last = self.best.last_path
+            kept = f"; its last one is {last}" if last.exists() else ""
+            rank_zero_print(f"The training ended before its first validation: no best checkpoint{kept}.")
+            return
+        since = self.checkpoint.finished_epochs() if self.checkpoint else 0
+        seconds, seed = time.monotonic() - start, self.config.seed_everything
+        report_fit(self.trainer, self.best, self.run_folder, seed, seconds, since, same_run=self.resumes is not None)

@@ -1,0 +1,1 @@
+"""What `relvit fit`, `validate`, `test` and `predict` share: options, devices, processes and folders of a Trainer."""
