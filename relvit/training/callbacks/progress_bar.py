@@ -10,6 +10,8 @@ from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
+from rich.progress import Task, TextColumn
+from rich.text import Text
 
 from relvit.training.callbacks.history import History
 from relvit.utils.progress import rank_zero_print
@@ -29,10 +31,16 @@ class TrainingProgressBar(RichProgressBar):
     def __init__(self) -> None:
         super().__init__()
         self._clock: TrainingClock | None = None
+        self._title = EpochTitle()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._clock = TrainingClock(trainer)
         super().on_train_start(trainer, pl_module)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # The title is as wide as the validation's, so that the bar does not jump.
+        self._title.text = f"Epoch {numbered_epoch(trainer)}".ljust(len(self.validation_description))
+        super().on_train_epoch_start(trainer, pl_module)
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, int | str | float]:
         if trainer.sanity_checking:
@@ -45,19 +53,30 @@ class TrainingProgressBar(RichProgressBar):
 
     def configure_columns(self, trainer: Trainer) -> list[Any]:
         columns = super().configure_columns(trainer)
+        columns[0] = self._title
         if _is_wide():
             return columns
         columns[1].bar_width = 10
         # Description, bar and count, without the time of the epoch and the speed.
         return columns[:3]
 
-    def refresh(self, hard: bool = False) -> None:
-        """Draw the bars, with a title of our own in front of the training's."""
-        if self.progress is not None and self.train_progress_bar_id is not None:
-            # The title is as wide as the validation's, so that the bar does not jump.
-            title = f"Epoch {numbered_epoch(self.trainer)}".ljust(len(self.validation_description))
-            self.progress.update(self.train_progress_bar_id, description=title)
-        super().refresh(hard)
+
+
+class EpochTitle(TextColumn):
+    """Column of descriptions that shows a title of our own in the place of Lightning's "Epoch 0/9".
+
+    A column, because Rich draws from a thread of its own: it may draw a description as soon as Lightning has set it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("[progress.description]{task.description}")
+        self.text = ""
+
+    def render(self, task: Task) -> Text:
+        shown = super().render(task)
+        if shown.plain.startswith("Epoch"):
+            shown.plain = self.text
+        return shown
 
 
 class EpochLines(Callback):

@@ -58,19 +58,19 @@ def test_options_that_contradict_the_weights_are_refused(checkpoint):
 
 
 @pytest.mark.parametrize(
-    ("method", "changes"),
+    ("read", "changes"),
     [
-        ("classifier", {"weights": {}}),
-        ("classifier", {"model": {"model": "none"}}),
-        ("architecture", {"model": {}}),
-        ("class_names", {"data": {"class_path": "", "init_args": {}}}),
-        ("class_names", {"data": {"class_path": "", "init_args": {"class_names": None}}}),
-        ("transforms", {"data": {"class_path": "", "init_args": {"mean": [0.5]}}}),
-        ("normalisation", {"data": {"class_path": "", "init_args": {"mean": ["red"]}}}),
-        ("finished_epochs", {"resume_point": {"epoch": 1}}),
-        ("finished_epochs", {"resume_point": None, "epoch": None}),
+        (classifier_of, {"weights": {}}),
+        (classifier_of, {"model": {"model": "none"}}),
+        (Checkpoint.architecture, {"model": {}}),
+        (Checkpoint.class_names, {"data": {"class_path": "", "init_args": {}}}),
+        (Checkpoint.class_names, {"data": {"class_path": "", "init_args": {"class_names": None}}}),
+        (Checkpoint.transforms, {"data": {"class_path": "", "init_args": {"mean": [0.5]}}}),
+        (Checkpoint.normalisation, {"data": {"class_path": "", "init_args": {"mean": ["red"]}}}),
+        (Checkpoint.finished_epochs, {"resume_point": {"epoch": 1}}),
+        (Checkpoint.finished_epochs, {"resume_point": None, "epoch": None}),
     ],
 )
-def test_content_that_is_missing_is_a_value_error(method, changes, checkpoint):
+def test_content_that_is_missing_is_a_value_error(read, changes, checkpoint):
     with pytest.raises(ValueError, match=r"checkpoint|ckpt"):
-        getattr(replace(checkpoint, **changes), method)()
+        read(replace(checkpoint, **changes))
