@@ -61,7 +61,6 @@ class TrainingProgressBar(RichProgressBar):
         return columns[:3]
 
 
-
 class EpochTitle(TextColumn):
     """Column of descriptions that shows a title of our own in the place of Lightning's "Epoch 0/9".
 
