@@ -1,5 +1,7 @@
 """Short names of options and arguments without a name: what the parser gets, and what a user gets."""
 
+import json
+
 import pytest
 from photos import TINY
 
@@ -53,7 +55,9 @@ from relvit.cli.errors import UsageError
     ],
 )
 def test_rewrite(command, given, expected):
-    assert " ".join(rewrite(command, given.split()).arguments) == expected
+    found = rewrite(command, given.split())
+    lists = [f"--{name}={json.dumps(values)}" for name, values in found.lists.items()]
+    assert " ".join([*found.arguments, *lists]) == expected
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def evaluate(
             if images is not None:
                 checkpoint, asked = images.instead_of(checkpoint), images.data.__name__
             known = values_of(checkpoint, asked)
-        elif "--help" not in arguments:
+        elif not any(argument.partition("=")[0].endswith("help") for argument in arguments):
             raise UsageError(f"no checkpoint given: relvit {function.__name__} runs/RUN/checkpoints/best.ckpt")
         evaluation = Evaluation(function, checkpoint, file, without(arguments, "--ckpt_path"), known, data_defaults)
         names = (name for name in function.__annotations__ if name in evaluation.config_init)
