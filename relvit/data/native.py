@@ -86,14 +86,6 @@ def image_count(images: Tensor | NativeBatch) -> int:
     return len(images["patches"] if isinstance(images, dict) else images)
 
 
-def one_blank(images: Tensor | NativeBatch) -> Tensor | NativeBatch:
-    """Return a batch of one image that is zero, like an empty batch."""
-    if isinstance(images, Tensor):
-        return images.new_zeros(1, *images.shape[1:])
-    blank = {name: one_blank(value) for name, value in images.items() if isinstance(value, Tensor)}
-    return images | blank | {"patch_valid": torch.ones_like(blank["patch_valid"])}
-
-
 def images_of(images: Tensor | NativeBatch) -> list[Tensor]:
     """Return the single images (C, H, W) of a batch, each of its own size where the batch is native."""
     if not isinstance(images, dict):

@@ -65,7 +65,7 @@ def lack(model: nn.Module, need: str) -> str | None:
     Args:
         model: any model.
         need: 'memory' (further tokens to attend to), 'weights' (of attention, N x N), 'rollout' (a product of these),
-            'hooks' (each block is called once, for the whole image), 'checkpointing', 'sharding', 'native' (batches of
+            'hooks' (each block is called once, for the whole image), 'checkpointing', 'native' (batches of
             images of any shapes).
     """
     mixers = [getattr(block, "attn", None) for block in getattr(model, "blocks", None) or ()]

@@ -7,14 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from lightning import Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
 from relvit.data.loading.sampler import training_position
 from relvit.data.mixup import BatchMix
-from relvit.data.native import NativeBatch, image_count, one_blank
+from relvit.data.native import NativeBatch, image_count
 from relvit.models import build_model
 from relvit.models.output import training_output
 from relvit.models.weights.transfer import TransferReport, transfer_weights
@@ -32,7 +31,7 @@ from relvit.training.optim.losses import check_losses, loss_options, loss_weight
 from relvit.training.optim.nonfinite import FiniteCheck, NonFinite, average_accumulated
 from relvit.training.optim.optimizer import make_optimizer
 from relvit.training.optim.schedule import Plan, describe, make_plan, update_rates
-from relvit.training.optim.sharding import FullySharded, check_sharding, full_network, gather_full, is_sharded
+from relvit.training.optim.strategy import check_strategy
 from relvit.utils.messages import one_line
 from relvit.utils.progress import rank_zero_print
 from relvit.utils.ranges import (
@@ -155,7 +154,8 @@ class ImageClassifier(EpochMetrics):
         # A checkpoint has to name its model without the file that this training starts from.
         built = architecture_to_build(model, model_kwargs, retrofit, self.pretrained)
         self.save_hyperparameters(built._asdict())
-        self.net: nn.Module = self._build_net()
+        sizes = num_classes, in_chans, img_size
+        self.net: nn.Module = build_model(built.model, *sizes, built.model_kwargs, built.retrofit)
         # Of a calibrated checkpoint, for its weights: a training that goes on starts without.
         self.temperature: float = 1.0
         check_losses(self.hparams, LOSS_DEFAULTS, self.net, MODEL_LOSSES)
@@ -250,9 +250,6 @@ class ImageClassifier(EpochMetrics):
         """Compute the logits; also of an empty batch, which a process with fewer batches than others gets."""
         if image_count(images):
             return self(images)
-        if is_sharded(self.net):
-            # Other processes wait for this one's shards.
-            self(one_blank(images))
         return torch.empty(0, self.hparams.num_classes, device=self.device)
 
     # Start of a run
@@ -260,10 +257,8 @@ class ImageClassifier(EpochMetrics):
     def setup(self, stage: str) -> None:
         """Check the data's images and the strategy, compile, load the teacher, and take class weights from the data."""
         trainer, data = self.trainer, self.trainer.datamodule
-        check_sharding(trainer, self.hparams, self.net)
-        # A network that is sharded already was checked before.
-        if not is_sharded(self.net):
-            check_images(self.net, data, self.hparams, stage)
+        check_strategy(trainer.strategy)
+        check_images(self.net, data, self.hparams, stage)
         if self.net._compiled_call_impl is None:
             self._compile(self.net)
         if stage != "fit":
@@ -281,23 +276,6 @@ class ImageClassifier(EpochMetrics):
                 raise ValueError("the data balances the loss (balance='loss'): leave out class_weights")
             self.loss.weights = weights.to(self.device)
 
-    def configure_model(self) -> None:
-        """Shard the network, and its average, under `FullySharded`."""
-        trainer = self._attached
-        if trainer is None:
-            return
-        strategy, shards = trainer.strategy, isinstance(trainer.strategy, FullySharded)
-        if is_sharded(self.net) and (self._is_fitting or not shards):
-            raise ValueError("this classifier was divided among processes by an earlier training: load its checkpoint")
-        if is_sharded(self.net) or not shards:
-            return
-        if self._is_fitting and self.hparams.ema_decay is not None:
-            self.average = WeightAverage(self.net, self.hparams.ema_decay, self.hparams.ema_warmup)
-            strategy.shard(self.average.net)
-        strategy.shard(self.net)
-        if self.backbone is not None:
-            self.backbone = Backbone(self.net)
-
     def configure_optimizers(self) -> dict[str, Any]:
         # The first hook of a fit behind the loading of a checkpoint, if there is one.
         if self.pretrained is not None:
@@ -314,13 +292,8 @@ class ImageClassifier(EpochMetrics):
 
     def on_fit_start(self) -> None:
         """Start the average with the weights on their device, or restore it from a checkpoint."""
-        if is_sharded(self.net):
-            # Shards cannot be copied: the average was made before, from the weights without those of a checkpoint.
-            if self.average is not None:
-                self.average.net.load_state_dict(self.net.state_dict())
-        else:
-            decay, warmup = self.hparams.ema_decay, self.hparams.ema_warmup
-            self.average = None if decay is None else WeightAverage(self.net, decay, warmup)
+        decay, warmup = self.hparams.ema_decay, self.hparams.ema_warmup
+        self.average = None if decay is None else WeightAverage(self.net, decay, warmup)
         if self.average is not None:
             if self._restored_average is not None:
                 self.average.load(self._restored_average)
@@ -388,7 +361,7 @@ class ImageClassifier(EpochMetrics):
             checkpoint[POINT_KEY] = point._asdict()
             checkpoint[METRICS_KEY] = self.metrics_to_save(within_epoch=point.batch > 0)
         if self.average is not None:
-            weights = gather_full(self.average.net.state_dict(), keep=self.global_rank == 0)
+            weights = self.average.net.state_dict()
             checkpoint[AVERAGE_KEY] = {f"net.{name}": value for name, value in weights.items()}
         checkpoint[TIMM_KEY] = timm_weights(checkpoint)
 
@@ -421,17 +394,12 @@ class ImageClassifier(EpochMetrics):
             raise ValueError(f"the weights are not those of this model: {one_line(error)[:300]}") from error
 
     @property
-    def _attached(self) -> Trainer | None:
-        """The trainer; None for a classifier that was only loaded, where `trainer` raises an error."""
-        try:
-            return self.trainer
-        except RuntimeError:
-            return None
-
-    @property
     def _is_fitting(self) -> bool:
-        trainer = self._attached
-        return trainer is not None and trainer.state.fn == "fit"
+        try:
+            return self.trainer.state.fn == "fit"
+        # A classifier that was only loaded has no trainer.
+        except RuntimeError:
+            return False
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ImageClassifier:
         """Move the average and the teacher, which are no submodules, to another device or dtype as well."""
@@ -440,11 +408,6 @@ class ImageClassifier(EpochMetrics):
             if companion is not None:
                 companion.net._apply(fn)
         return self
-
-    def _build_net(self) -> nn.Module:
-        hparams = self.hparams
-        sizes = hparams.num_classes, hparams.in_chans, hparams.img_size
-        return build_model(hparams.model, *sizes, hparams.model_kwargs, hparams.retrofit)
 
     def _compile(self, net: nn.Module) -> None:
         # In place, which leaves the names in the state dict unchanged.
@@ -461,8 +424,7 @@ class ImageClassifier(EpochMetrics):
 
     def _load_pretrained(self) -> None:
         weights = self.pretrained.weights()
-        with full_network(self.net, self._build_net) as net:
-            self.transfer = transfer_weights(net, weights, self.hparams.class_names)
+        self.transfer = transfer_weights(self.net, weights, self.hparams.class_names)
         self.pretrained = None
         rank_zero_print(f"pretrained: {self.transfer}")
         if note := normalisation_note(weights, self.trainer.datamodule):

@@ -20,7 +20,6 @@ from relvit.data.native import (
     mirrored,
     model_size,
     native_transform,
-    one_blank,
     token_budget,
 )
 from relvit.utils.seeding import seeded
@@ -101,9 +100,6 @@ def test_batches_are_timms():
     }
     empty = empty_native(PATCH, 3)
     assert empty.keys() == batch.keys()
-    blank = one_blank(empty)
-    assert blank["patches"].shape == (1, 1, *PATCH, 3)
-    assert blank["patch_valid"].all()
 
 
 def test_images_and_mirror_images_come_back():

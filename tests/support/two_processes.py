@@ -9,20 +9,16 @@ from torch import nn
 
 from relvit.training import AtomicCheckpointIO
 from relvit.training.checkpoints.checkpoint import DescribeCheckpoint
-from relvit.training.optim.sharding import gather_full, is_sharded
 
 STEP = {"opt": "sgd", "lr": 0.1, "warmup_epochs": 0, "label_smoothing": 0.0, "lr_base_batch": 16}
-SHARDED = {"lr": 0.01, "warmup_epochs": 0, "label_smoothing": 0.0, "ema_decay": 0.9, "freeze_epochs": 1}
-RESUMED = SHARDED | {"min_lr": 0.01}
 REVERSIBLE = {"reversible": True, "depth": 3}
-CHANGES = [("fsdp2", "fsdp2"), ("fsdp2", "ddp"), ("ddp", "fsdp2")]
 
 
-def fit(module, strategy="ddp", data=None, ckpt_path=None, **kwargs):
+def fit(module, data=None, **kwargs):
     """Two epochs of 16 images in order, four in each process and step."""
-    options = {"max_epochs": 2, "devices": 2, "strategy": strategy, "use_distributed_sampler": False}
+    options = {"max_epochs": 2, "devices": 2, "strategy": "ddp", "use_distributed_sampler": False}
     options |= {"plugins": [AtomicCheckpointIO()], "callbacks": [DescribeCheckpoint(), *kwargs.pop("callbacks", [])]}
-    return train(module, data or NoiseImages(16, in_order=True), ckpt_path, **options | kwargs)
+    return train(module, data or NoiseImages(16, in_order=True), **options | kwargs)
 
 
 def content(path):
@@ -41,11 +37,10 @@ def expected_metrics(classifier, data):
 
 def alone(**options):
     """The training of `fit` in one process with the double batch."""
-    trainer_options = {name: options.pop(name) for name in ("gradient_clip_val",) if name in options}
     module = build(**options)
     record = Record(module)
     data = NoiseImages(16, in_order=True, batch_size=8)
-    return record, train(module, data, max_epochs=2, callbacks=[DescribeCheckpoint()], **trainer_options)
+    return record, train(module, data, max_epochs=2, callbacks=[DescribeCheckpoint()])
 
 
 class Shown(Callback):
@@ -109,49 +104,6 @@ def order():
     return seen
 
 
-def sharded_steps(folder, opt):
-    """Weights after each step, the norms of gradients, and a checkpoint."""
-    folder, module = Path(folder), build(opt=opt, **SHARDED)
-    record = Record(module)
-    trainer = fit(module, "fsdp2", gradient_clip_val=0.5)
-    assert is_sharded(module.net)
-    assert is_sharded(module.average.net)
-    trainer.save_checkpoint(folder / f"{opt}.ckpt")
-    gather(folder, {"steps": [gather_full(weights) for weights in record.weights], "norms": record.norms})
-
-
-def sharded_resume(folder):
-    """Three epochs in one go, and from checkpoints of two by either strategy: sharded, and not."""
-    fit(build(**RESUMED), "fsdp2", max_epochs=3).save_checkpoint(folder / "whole.ckpt")
-    for strategy in ("fsdp2", "ddp"):
-        fit(build(**RESUMED), strategy).save_checkpoint(folder / f"{strategy}.ckpt")
-    for first, second in CHANGES:
-        trainer = fit(build(**RESUMED), second, ckpt_path=folder / f"{first}.ckpt", max_epochs=3)
-        trainer.save_checkpoint(folder / f"{first}_{second}.ckpt")
-
-
-def sharded_pretrained(folder):
-    """From the weights of a file, which does not exist any more when the training is resumed."""
-    options = {"lr": 0.01, "warmup_epochs": 0, "label_smoothing": 0.0}
-    module = build(pretrained=str(folder / "adamw.ckpt"), **options)
-    fit(module, "fsdp2", max_epochs=1).save_checkpoint(folder / "pretrained.ckpt")
-    torch.distributed.barrier()
-    fit(build(pretrained=str(folder / "gone.ckpt"), **options), "fsdp2", ckpt_path=folder / "pretrained.ckpt")
-
-
-def sharded_evaluation(count, folder):
-    """Validation and test, on so many images, of the weights of a checkpoint: the averaged ones."""
-    module, data = build(ema_decay=0.9), NoiseImages(count)
-    trainer = fit(module, "fsdp2", data, max_epochs=1, limit_train_batches=1, num_sanity_val_steps=1)
-    inside = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    stored = {"ckpt_path": folder / "adamw.ckpt", "weights_only": True}
-    after = trainer.validate(module, data, verbose=False, **stored)[0]
-    after |= trainer.test(module, data, verbose=False, **stored)[0]
-    fresh = trainer.validate(build(), data, verbose=False, **stored)[0]
-    predictions = trainer.predict(module, data.test_dataloader(), **stored)
-    return {"inside": inside, "after": after, "fresh": fresh, "predicted": sum(len(p["names"]) for p in predictions)}
-
-
 def gather(folder, results):
     """Save what each process found, in order."""
     gathered = [None, None]
@@ -175,11 +127,3 @@ def trainings(folder):
         "order": order(),
     }
     gather(folder, results)
-
-
-def sharded_trainings(folder):
-    folder = Path(folder)
-    sharded_steps(folder, "adamw")
-    sharded_resume(folder)
-    sharded_pretrained(folder)
-    gather(folder, {count: sharded_evaluation(count, folder) for count in (23, 1)})

@@ -1,4 +1,4 @@
-"""Training and evaluation in two processes against one process; all of it runs once. Sharded: `optim/test_sharding`."""
+"""Training and evaluation in two processes against one process; all of it runs once."""
 
 import pytest
 import timm

@@ -17,7 +17,7 @@ from lightning.pytorch.accelerators import AcceleratorRegistry, CPUAccelerator
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from relvit.cli.errors import LostProcessError, UsageError
-from relvit.training.optim.sharding import check_strategy
+from relvit.training.optim.strategy import check_strategy
 from relvit.utils.cores import cores
 from relvit.utils.messages import did_you_mean
 
@@ -72,7 +72,7 @@ def set_devices(options: dict[str, Any]) -> Launch | None:
 
     Raises:
         UsageError: this machine does not have the devices.
-        ValueError: a strategy that relvit cannot save and resume.
+        ValueError: the strategy divides the weights among devices.
     """
     check_devices(options["accelerator"], options["devices"])
     check_strategy(options["strategy"])

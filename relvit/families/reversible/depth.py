@@ -22,7 +22,6 @@ class ReversibleDepth(Depth):
         "hooks": "they are means of two streams, which no module of the model puts out",
         "checkpointing": "a reversible model recomputes its blocks in backward already, and keeps less than gradient "
         "checkpointing: leave it out, or build the model with reversible=False",
-        "sharding": "reversible=True recomputes a block in backward, where its parameters are shards",
     }
 
     def run(

@@ -296,7 +296,7 @@ class UniversalVisionTransformer(RelVisionTransformer):
         attn = self.blocks[0].attn
         if not self.gather or isinstance(x, torch.fx.Proxy) or not is_eager():
             return False
-        # What shards or observes the block has hooks, which a part of it would not call.
+        # A part of the block would not call the hooks by which the block is observed.
         observed = any(
             module._forward_hooks or module._forward_pre_hooks for module in (self.blocks[0], attn, attn.attn_drop)
         )

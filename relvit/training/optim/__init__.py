@@ -1,1 +1,1 @@
-"""Optimiser, learning rate schedule, losses, weight averages, distillation, sharding."""
+"""Optimiser, learning rate schedule, losses, weight averages, distillation, strategies that are refused."""

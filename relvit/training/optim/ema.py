@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
-from relvit.training.optim.sharding import load_full
-
 
 class WeightAverage:
     """A copy of a network whose weights are the moving average of the network's.
@@ -40,5 +38,5 @@ class WeightAverage:
         self._ema.update(net, step)
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Load the state dict of an averaged network, of full tensors also where the network is sharded."""
-        load_full(self.net, weights)
+        """Load the state dict of an averaged network."""
+        self.net.load_state_dict(weights)

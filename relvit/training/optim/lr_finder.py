@@ -12,7 +12,6 @@ from lightning.pytorch.tuner import lr_finder as lightning_lr_finder
 from scipy.ndimage import gaussian_filter1d
 from tqdm import tqdm
 
-from relvit.training.optim.sharding import NAME, FullySharded
 from relvit.utils.progress import rank_zero_print
 
 LOWEST, HIGHEST, STEPS = 1e-7, 1.0, 100
@@ -34,9 +33,6 @@ class FindLearningRate(LearningRateFinder):
     Attributes:
         rates: The learning rate of each batch of the test.
         losses: The loss of each batch of the test.
-
-    Raises:
-        ValueError: The training is sharded.
     """
 
     def __init__(self) -> None:
@@ -47,8 +43,6 @@ class FindLearningRate(LearningRateFinder):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.fast_dev_run:
             return
-        if isinstance(trainer.strategy, FullySharded):
-            raise ValueError(f"strategy {NAME} does not go with --lr_find: leave out one of them")
         epochs, trainer.fit_loop.max_epochs = trainer.fit_loop.max_epochs, -1
         # Lightning's range test has a progress bar that no option hides.
         lightning_lr_finder.tqdm = partial(tqdm, disable=trainer.progress_bar_callback is None)

@@ -9,8 +9,6 @@ import torch
 from lightning import Trainer
 from torch import Tensor, nn
 
-from relvit.training.optim.sharding import gather_full
-
 NonFinite = Literal["stop", "skip"]
 
 
@@ -41,7 +39,7 @@ class FiniteCheck:
             NonFiniteLossError: The optimiser may not, with 'stop'.
         """
         parameters = [parameter for parameter in parameters if parameter.grad is not None]
-        norm = gather_full(torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters]))
+        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
         loss, self._loss = self._loss, None
         finite = loss.isfinite()
         # With float16, infinite gradients are how the scaler finds its scale; it skips those steps itself.
