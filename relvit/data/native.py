@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from timm.data.naflex_dataset import NaFlexCollator
 from timm.data.naflex_transforms import Patchify, RandomResizedCropToSequence, ResizeToSequence
-from torch import Tensor
 from torch.utils.data import default_collate
 from torchvision.transforms import v2
 
@@ -79,40 +78,6 @@ def empty_native(patch_size: tuple[int, int], channels: int) -> NativeBatch:
         "seq_len": 1,
         "grid_size": (1, 1),
     }
-
-
-def image_count(images: Tensor | NativeBatch) -> int:
-    """Return the number of images in a batch, native or not."""
-    return len(images["patches"] if isinstance(images, dict) else images)
-
-
-def images_of(images: Tensor | NativeBatch) -> list[Tensor]:
-    """Return the single images (C, H, W) of a batch, each of its own size where the batch is native."""
-    if not isinstance(images, dict):
-        return list(images)
-    parts = zip(images["patches"], images["patch_coord"], images["patch_valid"], strict=True)
-    return [image_of({"patches": patches[valid], "patch_coord": coord[valid]}) for patches, coord, valid in parts]
-
-
-def image_of(image: Tensor | NativeBatch) -> Tensor:
-    """Return an image (C, H, W), put together from its patches if `native_transform` has divided it."""
-    if not isinstance(image, dict):
-        return image
-    rows, columns = (image["patch_coord"].amax(0) + 1).tolist()
-    _, height, width, channels = image["patches"].shape
-    patches = image["patches"].new_zeros(rows, columns, height, width, channels)
-    patches[image["patch_coord"].unbind(1)] = image["patches"]
-    return patches.permute(4, 0, 2, 1, 3).reshape(channels, rows * height, columns * width)
-
-
-def mirrored(images: Tensor | NativeBatch) -> Tensor | NativeBatch:
-    """Mirror each image of a batch from left to right, in patches as well as in the order of the patches."""
-    if not isinstance(images, dict):
-        return images.flip(-1)
-    coord, valid = images["patch_coord"], images["patch_valid"]
-    last = coord[..., 1].amax(1, keepdim=True)
-    columns = (last - coord[..., 1]).masked_fill(~valid, 0)
-    return images | {"patches": images["patches"].flip(3), "patch_coord": torch.stack((coord[..., 0], columns), -1)}
 
 
 def token_budget(img_size: tuple[int, int], patch_size: tuple[int, int]) -> int:

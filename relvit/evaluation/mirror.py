@@ -11,11 +11,11 @@ from lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from relvit.data.native import NativeBatch, mirrored
+from relvit.data.batches import ImageBatch, mirrored
 from relvit.training import ImageClassifier
 
 
-def average_with_mirror(module: ImageClassifier, args: tuple[Tensor | NativeBatch], logits: Tensor) -> Tensor:
+def average_with_mirror(module: ImageClassifier, args: tuple[ImageBatch], logits: Tensor) -> Tensor:
     """A forward hook: logits (B, classes) of images (B, C, H, W) -> logits of the mean of their probabilities and those
     of the images mirrored left to right, float32 (B, classes)."""
     both = torch.stack((logits, module.forward(mirrored(args[0])))).float()

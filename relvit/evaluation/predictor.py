@@ -19,9 +19,10 @@ from torch.utils.data import DataLoader, default_collate
 from torchvision.transforms import v2
 
 from relvit.data import eval_transform, parse_size
+from relvit.data.batches import ImageBatch, images_of
 from relvit.data.images.datasets import OnError, SkipUnreadable, SkipUnreadableLoader, collate_readable
 from relvit.data.images.folders import image_files
-from relvit.data.native import NativeBatch, collate_native, images_of, native_transform, token_budget
+from relvit.data.native import collate_native, native_transform, token_budget
 from relvit.evaluation.inputs import ImageInput, InputImages
 from relvit.evaluation.mirror import average_with_mirror
 from relvit.models import AttentionMaps, Reach, attention_maps, check_image_size, set_reach
@@ -199,7 +200,7 @@ class Predictor:
             raise ValueError(f"top is {top}; give the number of classes, 1 or more")
         items, form = _several(images)
 
-        def best(pixels: Tensor | NativeBatch) -> list[tuple[list[float], list[int]]]:
+        def best(pixels: ImageBatch) -> list[tuple[list[float], list[int]]]:
             found = self.probabilities(pixels, mirror)
             if top is None and self.thresholds is not None:
                 labels = classes_above(found, self.thresholds)
@@ -260,7 +261,7 @@ class Predictor:
 
     @torch_defaults()
     @torch.no_grad()
-    def probabilities(self, pixels: Tensor | NativeBatch, mirror: bool = False) -> Tensor:
+    def probabilities(self, pixels: ImageBatch, mirror: bool = False) -> Tensor:
         """Compute probabilities float32 (B, classes), on the CPU, of a batch of `batches`."""
         pixels = self.classifier.transfer_batch_to_device(pixels, self.device, 0)
         logits = self.classifier(pixels)
@@ -270,7 +271,7 @@ class Predictor:
 
     @torch_defaults()
     @torch.no_grad()
-    def features(self, pixels: Tensor | NativeBatch) -> Tensor:
+    def features(self, pixels: ImageBatch) -> Tensor:
         """Compute the pooled features before the classifier, float32 (B, num_features), of a batch of `batches`."""
         pixels = self.classifier.transfer_batch_to_device(pixels, self.device, 0)
         return pooled_features(self.model, pixels).float().cpu()
@@ -281,7 +282,7 @@ class Predictor:
         batch_size: int = 32,
         num_workers: int = 0,
         unreadable: dict[str, str] | None = None,
-    ) -> Iterator[tuple[Tensor | NativeBatch, Tensor]]:
+    ) -> Iterator[tuple[ImageBatch, Tensor]]:
         """Yield transformed images float32 (B, C, H, W), or a native batch, and int64 (B,) their indices in `items`.
 
         Args:
@@ -305,7 +306,7 @@ class Predictor:
 
     def _map(
         self,
-        compute: Callable[[Tensor | NativeBatch], Sequence[Any]],
+        compute: Callable[[ImageBatch], Sequence[Any]],
         items: Sequence[ImageInput],
         batch_size: int,
         num_workers: int,

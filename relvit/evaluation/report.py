@@ -15,8 +15,8 @@ from lightning import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from relvit.data import ImageData, UnreadableImageError
+from relvit.data.batches import image_of
 from relvit.data.images.datasets import LabelledFiles
-from relvit.data.native import image_of
 from relvit.evaluation.metrics import ClassMetrics, calibration_error, class_metrics, confusion_matrix
 from relvit.evaluation.trust.robustness import Corruptions, evaluate_corruptions
 from relvit.plots import picture_of, plot_confusion, plot_sheet

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
+from relvit.data.batches import ImageBatch, image_count
 from relvit.data.loading.sampler import training_position
 from relvit.data.mixup import BatchMix
-from relvit.data.native import NativeBatch, image_count
 from relvit.models import build_model
 from relvit.models.output import training_output
 from relvit.models.weights.transfer import TransferReport, transfer_weights
@@ -188,7 +188,7 @@ class ImageClassifier(EpochMetrics):
         """The metric by which the best checkpoint is chosen: 'acc1', of a multi-label classifier 'map'."""
         return "acc1" if self.thresholds is None else "map"
 
-    def forward(self, images: Tensor | NativeBatch) -> Tensor:
+    def forward(self, images: ImageBatch) -> Tensor:
         """Compute the logits (B, num_classes) of images (B, in_chans, height, width), or of a native batch.
 
         In evaluation mode by the averaged weights where a training keeps an average, else by those of `net`, and
@@ -246,7 +246,7 @@ class ImageClassifier(EpochMetrics):
         logits = self._logits(images)
         count_batch(metrics, evaluation_loss(logits, labels), logits, labels)
 
-    def _logits(self, images: Tensor | NativeBatch) -> Tensor:
+    def _logits(self, images: ImageBatch) -> Tensor:
         """Compute the logits; also of an empty batch, which a process with fewer batches than others gets."""
         if image_count(images):
             return self(images)

@@ -11,17 +11,9 @@ from timm.data.transforms_factory import transforms_imagenet_eval
 from torchvision.transforms import v2
 
 from relvit.data import CIFAR10Data, ImageFolderData, eval_transform, train_transform
+from relvit.data.batches import image_of, images_of, mirrored
 from relvit.data.images.memory import StackedImages
-from relvit.data.native import (
-    collate_native,
-    empty_native,
-    image_of,
-    images_of,
-    mirrored,
-    model_size,
-    native_transform,
-    token_budget,
-)
+from relvit.data.native import collate_native, empty_native, model_size, native_transform, token_budget
 from relvit.utils.seeding import seeded
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.25)

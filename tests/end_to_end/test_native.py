@@ -13,7 +13,7 @@ from processes import Ranks, as_torchrun
 
 import relvit
 from relvit.cli import main
-from relvit.data.native import images_of
+from relvit.data.batches import images_of
 
 FIT = ["fit", "--data=ImageFolderData", "--data.native=true", "--model.model=test_relvit", "--trainer.max_epochs=1"]
 CPU = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]

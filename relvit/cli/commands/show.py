@@ -9,8 +9,8 @@ import torch
 
 from relvit.cli.commands.embed import find_device
 from relvit.cli.errors import UsageError
+from relvit.data.batches import images_of
 from relvit.data.images.folders import find_images
-from relvit.data.native import images_of
 from relvit.evaluation import Predictor, Size
 from relvit.evaluation.pictures import KINDS, Kind, NotApplicableError, draw
 from relvit.evaluation.pictures.draw import OF_THE_MODEL

@@ -17,7 +17,7 @@ from gradio.utils import get_upload_folder
 from PIL import Image, ImageDraw
 
 from relvit.data import UnreadableImageError, load_rgb
-from relvit.data.native import images_of
+from relvit.data.batches import images_of
 from relvit.evaluation.deploy.demo_requests import OwnPageOnly
 from relvit.evaluation.pictures import Kind, draw
 from relvit.evaluation.pictures.draw import LABELS, OF_HEADS, first_kinds

@@ -13,7 +13,7 @@ from lightning import LightningModule
 from torch import Tensor
 
 from relvit.data import ImageData
-from relvit.data.native import NativeBatch, images_of
+from relvit.data.batches import ImageBatch, images_of
 from relvit.evaluation.deploy.description import read_description
 from relvit.evaluation.predictor import Predictor
 from relvit.training.multi_label import classes_above, multi_label_metrics, to_probabilities
@@ -90,13 +90,13 @@ class OnnxClassifier(LightningModule):
                 raise ValueError(f"img_size {list(size)}: the file takes sides of {takes}")
         return found | {"img_size": size, "crop_pct": about["crop_pct"]}
 
-    def forward(self, images: Tensor | NativeBatch) -> Tensor:
+    def forward(self, images: ImageBatch) -> Tensor:
         """Compute logits (B, classes) of images (B, C, H, W), or of a native batch, one image after the other."""
         if isinstance(images, dict):
             return torch.cat([self(image[None]) for image in images_of(images)])
         return torch.from_numpy(self.session.run(["logits"], {"images": images.numpy()})[0])
 
-    def predict_step(self, batch: tuple[Tensor | NativeBatch, list[str]], batch_idx: int) -> dict[str, Any]:
+    def predict_step(self, batch: tuple[ImageBatch, list[str]], batch_idx: int) -> dict[str, Any]:
         """Return the names of the images and (B, classes) probabilities; none for an empty batch."""
         images, names = batch
         return {"names": list(names), "probabilities": to_probabilities(self(images), self.thresholds is not None)}

@@ -13,10 +13,9 @@ from typing import Any, TextIO
 
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
-from torch import Tensor
 
+from relvit.data.batches import ImageBatch, images_of
 from relvit.data.images.datasets import NamedFiles
-from relvit.data.native import NativeBatch, images_of
 from relvit.plots import picture_of, plot_steps
 from relvit.training.multi_label import classes_above
 from relvit.utils.files import atomic_write
@@ -77,7 +76,7 @@ class PredictionTable(BasePredictionWriter):
         pl_module: LightningModule,
         prediction: dict[str, Any],
         batch_indices: Any,
-        batch: tuple[Tensor | NativeBatch, list[str]],
+        batch: tuple[ImageBatch, list[str]],
         *_: Any,
     ) -> None:
         probabilities, names, writer = prediction["probabilities"], prediction["names"], csv.writer(self._part)
@@ -93,7 +92,7 @@ class PredictionTable(BasePredictionWriter):
             writer.writerow([printable(name), *chain.from_iterable(cells), *extra])
 
     def _draw_steps(
-        self, trainer: Trainer, pl_module: LightningModule, batch: tuple[Tensor | NativeBatch, list[str]]
+        self, trainer: Trainer, pl_module: LightningModule, batch: tuple[ImageBatch, list[str]]
     ) -> list[list[str]]:
         """Draw the figures of a batch; the further columns of its rows."""
         images, names = batch

@@ -10,8 +10,8 @@ import numpy as np
 from lightning import Callback, LightningModule, Trainer
 
 from relvit.data import ImageData
+from relvit.data.batches import images_of
 from relvit.data.labels import label_text
-from relvit.data.native import images_of
 from relvit.plots import picture_of, plot_sheet
 from relvit.utils.messages import one_line
 from relvit.utils.progress import rank_zero_print
