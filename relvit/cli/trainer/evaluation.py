@@ -105,8 +105,7 @@ class Evaluation(RelvitCLI):
         known: Namespace | None,
         data_defaults: Mapping[str, Any],
     ) -> None:
-        self.function, self.checkpoint, self.file, self.arguments = function, checkpoint, file, arguments
-        self.data_defaults = data_defaults
+        self.function, self.checkpoint, self.file, self.data_defaults = function, checkpoint, file, data_defaults
         super().__init__(arguments, known)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -125,8 +124,6 @@ class Evaluation(RelvitCLI):
     def instantiate_classes(self) -> None:
         """Build the data and the model, and refuse options that contradict the checkpoint or this machine."""
         super().instantiate_classes()
-        if self.datamodule.max_tokens is not None and option(self.arguments, "--data.img_size") is not None:
-            raise UsageError("--data.max_tokens sets the size of native images: give no --img_size beside it")
         self.normalise(self.checkpoint)
         self.checkpoint.check_network(self.model.hparams)
         self.checkpoint.check_data(self.datamodule)

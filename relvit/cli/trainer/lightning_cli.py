@@ -9,6 +9,7 @@ from jsonargparse import Namespace
 from lightning import Callback, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
+from relvit.cli.aliases import option
 from relvit.cli.errors import UsageError
 from relvit.cli.parser import Parser
 from relvit.cli.trainer.folder import check_runs
@@ -35,7 +36,7 @@ class RelvitCLI(LightningCLI):
         known: Namespace | None = None,
         save_config_callback: type[SaveConfigCallback] | None = None,
     ) -> None:
-        self.known = known
+        self.arguments, self.known = list(arguments), known
         super().__init__(
             ImageClassifier,
             ImageData,
@@ -46,7 +47,7 @@ class RelvitCLI(LightningCLI):
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
             save_config_callback=save_config_callback,
-            args=list(arguments),
+            args=self.arguments,
             run=False,
         )
 
@@ -57,10 +58,12 @@ class RelvitCLI(LightningCLI):
         check_runs(self.config.get("runs"), self.config.trainer.default_root_dir)
 
     def instantiate_classes(self) -> None:
-        """Build the data and the model."""
+        """Build the data and the model; refuse two options for one size."""
         self.config_init: Namespace = self.parser.instantiate_classes(self.config)
         self.datamodule: ImageData = self.config_init.data
         self.model: ImageClassifier = self.config_init.model
+        if self.datamodule.max_tokens is not None and option(self.arguments, "--data.img_size") is not None:
+            raise UsageError("--data.max_tokens sets the size of native images: give no --img_size beside it")
 
     def normalise(self, checkpoint: Checkpoint | None) -> str:
         """Normalise the images as given, or else as the weights were trained, and describe it."""
