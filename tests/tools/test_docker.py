@@ -28,4 +28,5 @@ def test_files_and_commands_exist():
     assert (ROOT / build[build.index("-f") + 1]).is_file()
     name = build[build.index("-t") + 1]
     given = run[run.index(name) + 1 :]
-    assert rewrite("predict-onnx", given).arguments == ["--model=model.onnx", '--paths=["photos"]']
+    found = rewrite("predict-onnx", given)
+    assert (found.arguments, found.lists) == (["--model=model.onnx"], {"paths": ["photos"]})

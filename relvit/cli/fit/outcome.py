@@ -1,4 +1,4 @@
-"""What `relvit fit` prints at its start and end: the model, the results, the files and the commands to go on."""
+"""Print a training of `relvit fit` at its start and end: the model, the results, the files, the commands to go on."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What `relvit fit`, `validate`, `test` and `predict` share: options, devices, processes and folders of a Trainer."""
+"""Lightning's Trainer on the command line, for `relvit fit`, `validate`, `test` and `predict`: options and processes."""

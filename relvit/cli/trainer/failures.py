@@ -1,4 +1,4 @@
-"""How a run ends that was stopped, lost another process, or found the disk full: what is said, and the exit status."""
+"""Explain why a run ended early: a signal, a lost process, a full disk; with how to go on, and the exit status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a run shows its progress: a bar on terminals, a line for each epoch elsewhere, or nothing."""
+"""Choose the progress display of a run: a bar on terminals, a line for each epoch elsewhere, or nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What reports of `relvit fit` and `test` share: `summary.json`, the names of scores, the line that lists the files."""
+"""Write `summary.json` of `relvit fit` and `test`; describe the files of a run, and the commonest class."""
 
 from __future__ import annotations
 
