@@ -1,1 +1,1 @@
-"""Lightning's Trainer on the command line, for `relvit fit`, `validate`, `test` and `predict`: options and processes."""
+"""Lightning's Trainer on the command line, of `relvit fit`, `validate`, `test` and `predict`: options, processes."""
