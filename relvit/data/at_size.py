@@ -6,6 +6,7 @@ import copy
 
 from relvit.data.field import Fill
 from relvit.data.modules.base import ImageData, Split
+from relvit.data.shape import OneSize
 from relvit.data.transforms import SizeProtocol, eval_transform, parse_size
 
 
@@ -32,7 +33,8 @@ def at_size(
     """
     own = copy.copy(data)
     own.trainer, own.unreadable, own.evaluated_split = None, {}, split
-    own.img_size, own.native = parse_size(img_size), False
+    own.shape = OneSize(parse_size(img_size))
+    own.img_size = own.shape.img_size
     images = own.img_size, own.mean, own.std, own.crop_pct
     own.eval_transform = eval_transform(*images, protocol, data.img_size, fill)
     if split not in data._datasets:

@@ -15,19 +15,19 @@ import numpy as np
 import torch
 from timm.models import filter_pretrained_cfg
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 
 from relvit.data import eval_transform, parse_size
 from relvit.data.batches import ImageBatch, images_of
 from relvit.data.images.datasets import OnError, SkipUnreadable, SkipUnreadableLoader, collate_readable
 from relvit.data.images.folders import image_files
-from relvit.data.native import collate_native, native_transform, token_budget
+from relvit.data.shape import ImageShape
 from relvit.evaluation.inputs import ImageInput, InputImages
 from relvit.evaluation.mirror import average_with_mirror
 from relvit.models import AttentionMaps, Reach, attention_maps, check_image_size, set_reach
-from relvit.models.sizes.native import pooled_features
-from relvit.models.sizes.reach import check_native_reach
+from relvit.models.sizes.reach import check_reach
+from relvit.models.sizes.run import pooled_features
 from relvit.training import Checkpoint, ImageClassifier, classifier_of
 from relvit.training.multi_label import classes_above
 from relvit.utils.defaults import torch_defaults, under_torch_defaults
@@ -84,8 +84,7 @@ class Predictor:
         reach: as given.
         mean, std: of each channel, in units of the range 0..1.
         crop_pct: proportion of the side that the centre crop keeps.
-        native: patch size and number of patches that no image exceeds, where the model gets native shapes, see
-            `relvit.data.native.native_transform`; None: all images have the size `img_size`.
+        shape: of the images, the size of all or a budget of patches, see `relvit.data.shape.ImageShape`.
         num_features: length of the feature vectors.
         transform: from a PIL image to what the model takes.
 
@@ -112,8 +111,7 @@ class Predictor:
             )
         if len(self.mean) not in (1, 3):
             raise ValueError(f"{ckpt_path} was trained on images of {len(self.mean)} channels; 1 or 3 can be read")
-        if checkpoint.native() is not None:
-            check_native_reach(reach, str(ckpt_path))
+        check_reach(reach, checkpoint.shape().fixed, str(ckpt_path))
         self.reach = reach
         set_reach(self.model, reach, trained_size)
         self._set_size(img_size)
@@ -149,18 +147,15 @@ class Predictor:
         return other
 
     def _set_size(self, img_size: int | Sequence[int] | None) -> None:
-        self.img_size: tuple[int, int] = (
-            self.checkpoint.transforms().img_size if img_size is None else parse_size(img_size)
-        )
-        self.native = self.checkpoint.native()
-        if img_size is not None and self.native is None:
-            check_image_size(self.model, self.img_size, len(self.mean), self.classifier.hparams.img_size)
-        self.transform: v2.Compose = eval_transform(self.img_size, self.mean, self.std, self.crop_pct)
-        self.collate: Callable[[list[Any]], Any] = default_collate
-        if self.native is not None:
-            patch, budget = self.native
-            self.native = patch, budget if img_size is None else token_budget(self.img_size, patch)
-            self.transform, self.collate = native_transform(self.transform, *self.native), collate_native
+        self.shape: ImageShape = self.checkpoint.shape()
+        if img_size is not None:
+            self.shape = self.shape.at_size(parse_size(img_size))
+            if self.shape.fixed:
+                trained = self.classifier.hparams.img_size
+                check_image_size(self.model, self.shape.img_size, len(self.mean), trained)
+        self.img_size: tuple[int, int] = self.shape.img_size
+        transform = eval_transform(self.img_size, self.mean, self.std, self.crop_pct)
+        self.transform: v2.Compose = self.shape.adapt(transform)
 
     @torch_defaults()
     def predict(
@@ -298,9 +293,9 @@ class Predictor:
             raise ValueError(f"num_workers is {num_workers}; give 0 (read in this process) or more")
         dataset = InputImages(items, len(self.mean), self.transform)
         if unreadable is None:
-            loader = DataLoader(dataset, batch_size, num_workers=num_workers, collate_fn=self.collate)
+            loader = DataLoader(dataset, batch_size, num_workers=num_workers, collate_fn=self.shape.collate)
             return under_torch_defaults(loader)
-        collate = partial(collate_readable, collate=self.collate)
+        collate = partial(collate_readable, collate=self.shape.collate)
         options = {"num_workers": num_workers, "collate_fn": collate, "record": unreadable}
         return under_torch_defaults(SkipUnreadableLoader(SkipUnreadable(dataset, replace=False), batch_size, **options))
 
@@ -345,12 +340,8 @@ class Predictor:
         }
 
     def __repr__(self) -> str:
-        images = f"{self.img_size[0]} x {self.img_size[1]} px"
-        if self.native is not None:
-            images = f"native shapes of up to {self.native[1]} patches"
-        return (
-            f"Predictor({self.classifier.hparams.model}, {len(self.class_names)} classes, {images}, on {self.device})"
-        )
+        about = self.classifier.hparams.model, f"{len(self.class_names)} classes", self.shape.words()
+        return f"Predictor({', '.join(about)}, on {self.device})"
 
 
 def _several(

@@ -101,7 +101,7 @@ def evaluate_sizes(
     of_first: dict[Size, np.ndarray] = {}
     for checkpoint, (classifier, data), possible in zip(checkpoints, pairs, todo, strict=True):
         classifier.to(device)
-        trained = [] if data.native else [list(size) for size in data.train_sizes or [data.img_size]]
+        trained = [list(size) for size in data.train_sizes or [data.img_size]] if data.shape.fixed else []
         about = {"checkpoint": checkpoint.path, "model": classifier.hparams.model, "reach": reach}
         about |= {"train_sizes": trained}
         for size in possible:

@@ -57,11 +57,12 @@ def check_images(net: nn.Module, data: Any, hparams: Mapping[str, Any], stage: s
             f"{hparams['multi_label']}), the data have {'several' if several else 'one'}: give the data that the model "
             "was trained on, or multi_label as label_separator of the data has it"
         )
-    if getattr(data, "native", False):
+    shape = getattr(data, "shape", None)
+    if shape is not None and not shape.fixed:
         parts = [name for name in ("mixup", "cutmix", "teacher") if stage == "fit" and hparams[name]]
         if parts:
             raise ValueError(f"native images do not go with {parts[0]}, which needs images of one size: leave one out")
-        check_native(net, data.patch_size, hparams["in_chans"])
+        check_native(net, shape.patch_size, hparams["in_chans"])
         return
     for size in (getattr(data, "img_size", None), *((stage == "fit" and getattr(data, "train_sizes", None)) or ())):
         if size is not None:

@@ -184,11 +184,11 @@ def test_images_in_memory(monkeypatch):
 def test_budget_and_size_of_the_model(shapes):
     assert data_of(shapes, max_tokens=30).img_size == (40, 40)
     data = data_of(shapes, img_size=(50, 26))
-    assert (data.token_budget, data.img_size, data.max_tokens) == (18, (50, 26), None)
+    assert (data.shape.max_tokens, data.img_size, data.max_tokens) == (18, (50, 26), None)
     assert token_budget((5, 5), (8, 8)) == 1
     kept = data_of(shapes, max_tokens=30, patch_size=(8, 4))
     again = type(kept)(**kept.init_args())
-    assert (again.token_budget, again.patch_size, again.img_size) == (30, (8, 4), (40, 20))
+    assert (again.shape.max_tokens, again.patch_size, again.img_size) == (30, (8, 4), (40, 20))
 
 
 @pytest.mark.parametrize(

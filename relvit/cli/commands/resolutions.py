@@ -87,7 +87,7 @@ def resolutions(
 
 def _title(row: dict[str, Any]) -> str:
     sizes = ", ".join(f"{height} x {width}" for height, width in row["train_sizes"])
-    trained = f"trained at {sizes} px" if sizes else "trained on native shapes"
+    trained = f"trained at {sizes} px" if sizes else "trained on images of their own shapes"
     return f"{row['checkpoint']}: {row['model']}, {trained}"
 
 

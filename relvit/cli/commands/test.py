@@ -83,8 +83,7 @@ def report(trainer: Trainer, found: EvaluationReport, folder: Path, checkpoint: 
     summary = {"checkpoint": checkpoint, "split": data.evaluated_split, "img_size": list(data.img_size), "reach": reach}
     if hasattr(data, "conditions"):
         summary["robustness"] = data.root
-    if data.native:
-        summary["max_tokens"] = data.token_budget
+    summary |= data.shape.record()
     # Corruptions show the same images again and again: such results are no independent draws.
     summary |= found.results if found.corruptions else with_errors(found.results, found.results["images"])
     write_summary(folder, summary, trainer)

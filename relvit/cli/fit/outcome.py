@@ -24,12 +24,8 @@ from relvit.utils.progress import rank_zero_print
 def describe_training(model: ImageClassifier, data: ImageData) -> str:
     """Describe in a line what is trained on what: the model, its size, the classes and the images."""
     size = sum(parameter.numel() for parameter in model.net.parameters()) / 1e6
-    sizes = [" x ".join(map(str, given)) for given in (data.img_size, *(data.train_sizes or ()))]
-    trained = f" (trained at {', '.join(sizes[1:])})" if data.train_sizes else ""
-    images = f"{sizes[0]} px x {data.in_chans}{trained}"
-    if data.native:
-        patch = " x ".join(map(str, data.patch_size))
-        images = f"native shapes of up to {data.token_budget} patches of {patch} px x {data.in_chans}"
+    sizes = ", ".join(" x ".join(map(str, given)) for given in data.train_sizes or ())
+    images = f"{data.shape.words()} x {data.in_chans}" + (f" (trained at {sizes})" if sizes else "")
     positions = "" if model.hparams.retrofit is None else ", retrofitted"
     about = f"{model.hparams.model}{positions} ({size:.2f} M parameters), {data.num_classes} classes, {images}"
     return f"{about}, batch {data.batch_size}"
@@ -108,9 +104,9 @@ def _suggestions(net: nn.Module, data: LightningDataModule, best: str) -> list[s
     path = Path(best).relative_to(Path.cwd()) if Path(best).is_relative_to(Path.cwd()) else best
     path = shlex.quote(str(path))
     lines = []
-    if data.native:
+    if not data.shape.fixed:
         # Half as many tokens more, in images of the same shapes.
-        lines.append(f"  relvit validate {path} --data.max_tokens {round(1.5 * data.token_budget)}")
+        lines.append(f"  relvit validate {path} --data.max_tokens {round(1.5 * data.shape.max_tokens)}")
     elif getattr(net, "dynamic_img_size", False):
         # A quarter larger, in whole patches: objects grow in patches, too, and accuracy falls with a large factor.
         patch = net.patch_embed.patch_size

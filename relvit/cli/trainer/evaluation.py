@@ -22,7 +22,7 @@ from relvit.cli.trainer.lightning_cli import RelvitCLI, values_of
 from relvit.cli.trainer.progress import progress_callbacks
 from relvit.data import ImageData
 from relvit.models import Reach, set_reach
-from relvit.models.sizes.reach import check_native_reach
+from relvit.models.sizes.reach import check_reach
 from relvit.training import Checkpoint, DataRecord
 from relvit.utils.remote import local_file
 
@@ -132,9 +132,8 @@ class Evaluation(RelvitCLI):
 
     def set_reach(self, reach: Reach) -> None:
         """Choose how attention works at other sizes than in training."""
+        check_reach(reach, self.datamodule.shape.fixed, self.checkpoint.path)
         if reach != "trained":
-            if self.datamodule.native:
-                check_native_reach(reach, self.checkpoint.path)
             set_reach(self.model.net, reach, self.checkpoint.transforms().img_size)
 
     def run(

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from lightning import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+from torch.utils.data import DataLoader, Dataset, Sampler
 from torchvision.transforms import v2
 
 from relvit.data.images.datasets import (
@@ -29,7 +29,7 @@ from relvit.data.loading.loader import SignalSafeDataLoader, identity_collate
 from relvit.data.loading.sampler import Balance, TrainSampler, class_weights, training_position
 from relvit.data.loading.sizes import SizedBatches, SizedBatchSampler, SizePlan, SizeSchedule, check_sizes
 from relvit.data.manifest import ListedImage, images_in_memory
-from relvit.data.native import collate_native, empty_native, model_size, native_transform, token_budget
+from relvit.data.shape import ImageShape, image_shape
 from relvit.data.transforms import Augment, eval_transform, parse_size, train_transform
 from relvit.utils.messages import check_choice
 from relvit.utils.ranges import BatchSize, NonNegativeFloat, PositiveInt, PositiveShare, Share, Workers, check_ranges
@@ -122,7 +122,6 @@ class ImageData(LightningDataModule, ABC):
         check_choice("balance", balance, get_args(Balance))
         self.class_names: list[str] = checked_classes(class_names)
         self.in_chans = in_chans
-        self.img_size: tuple[int, int] = parse_size(img_size)
         self.augment: Augment = augment
         self.crop_pct = crop_pct
         self.batch_size = batch_size
@@ -138,7 +137,8 @@ class ImageData(LightningDataModule, ABC):
         self.native = native
         self.max_tokens = max_tokens
         self.patch_size: tuple[int, int] = parse_size(patch_size, "patch_size")
-        self.img_size = model_size(self.img_size, native, max_tokens, self.patch_size)
+        self.shape: ImageShape = image_shape(img_size, native, max_tokens, self.patch_size)
+        self.img_size: tuple[int, int] = self.shape.img_size
         self.normalise_by(mean, std)
         self._datasets: dict[Split, Dataset[Any]] = {}
         self._begin = (0, 0)
@@ -159,16 +159,10 @@ class ImageData(LightningDataModule, ABC):
             )
         self.mean: tuple[float, ...] = tuple(mean)
         self.std: tuple[float, ...] = tuple(std)
-        self.train_transform: v2.Compose = train_transform(*self._augmentation(self.img_size))
-        self.eval_transform: v2.Compose = eval_transform(self.img_size, self.mean, self.std, self.crop_pct)
-        if self.native:
-            both, budget = (self.train_transform, self.eval_transform), (self.patch_size, self.token_budget)
-            self.train_transform, self.eval_transform = (native_transform(each, *budget) for each in both)
-
-    @property
-    def token_budget(self) -> int:
-        """With `native`: the number of patches that no image exceeds."""
-        return token_budget(self.img_size, self.patch_size) if self.max_tokens is None else self.max_tokens
+        training = train_transform(*self._augmentation(self.img_size))
+        evaluation = eval_transform(self.img_size, self.mean, self.std, self.crop_pct)
+        self.train_transform: v2.Compose = self.shape.adapt(training)
+        self.eval_transform: v2.Compose = self.shape.adapt(evaluation)
 
     def _augmentation(self, size: tuple[int, int]) -> tuple[Any, ...]:
         """Arguments of `train_transform`."""
@@ -345,8 +339,7 @@ class ImageData(LightningDataModule, ABC):
         count = len(self.dataset(split))
         loader = self._loader(split, sampler=range(self.trainer.global_rank, count, world))
         no_targets = [] if split == "predict" else torch.empty(0, dtype=torch.long)
-        size = self.in_chans, *self.img_size
-        images = empty_native(self.patch_size, self.in_chans) if self.native else torch.empty(0, *size)
+        images = self.shape.empty(self.in_chans)
         largest_shard = math.ceil(count / world)
         return EvalShardLoader(loader, math.ceil(largest_shard / self.batch_size), (images, no_targets))
 
@@ -372,7 +365,7 @@ class ImageData(LightningDataModule, ABC):
 
     def _items(self, split: Split, size: tuple[int, int]) -> tuple[Dataset[Any], Callable[[Any], Any]]:
         """Return a dataset of images of one size, as a loader needs it, and the collate function of its items."""
-        dataset, collate = self.dataset(split), collate_native if self.native else default_collate
+        dataset, collate = self.dataset(split), self.shape.collate
         if size != self.img_size:
             dataset = copy.copy(dataset)
             dataset.transform = train_transform(*self._augmentation(size))

@@ -66,9 +66,9 @@ thresholds = {thresholds}
 for label, probability, threshold in zip(model.pretrained_cfg["label_names"], probabilities.tolist(), thresholds):
     if probability >= threshold:
         print(label, probability)"""
-NATIVE = """
-The model was trained on images of their own shapes, of up to {tokens} patches of {patch} pixels
-(`relvit.data.native.native_transform`). timm's transform, above, makes all images {size} instead.
+ANY_SHAPE = """
+The model was trained on images of their own shapes: {words}.
+timm's transform, above, makes all images {size} instead.
 """
 
 
@@ -126,10 +126,10 @@ def model_card(
             prediction=ONE_LABEL if thresholds is None else SEVERAL_LABELS.format(thresholds=thresholds),
         ),
     }
-    if predictor.native is not None:
-        patch, tokens = predictor.native
-        details["Images"] = f"native shapes, of up to {tokens} patches, {details['Images'].partition(', ')[2]}"
-        card["usage"] += NATIVE.format(tokens=tokens, patch=" x ".join(map(str, patch)), size=size)
+    if not predictor.shape.fixed:
+        words = predictor.shape.words()
+        details["Images"] = f"{words}, {details['Images'].partition(', ')[2]}"
+        card["usage"] += ANY_SHAPE.format(words=words, size=size)
     text = generate_readme(card, name.rpartition(":")[2].rpartition("/")[2])
     if curve:
         text += f"\n## Accuracy by image size\n\n{_table(curve)}\n"

@@ -30,19 +30,16 @@ def describe(predictor: Predictor, sides: Sequence[str | int]) -> str:
     found: dict[str, Any] = {
         "class_names": predictor.class_names,
         "input": ["batch", len(predictor.mean), *sides],
-        "img_size": predictor.img_size,
+        **predictor.shape.record(),
         "reach": predictor.reach,
-        "crop_pct": predictor.crop_pct,
         "interpolation": "bicubic",
         "mean": predictor.mean,
         "std": predictor.std,
     }
     if predictor.thresholds is not None:
         found["thresholds"] = predictor.thresholds
-    if predictor.native is not None:
-        # Whole images of any shape, see `relvit.data.native.native_transform`.
-        del found["img_size"], found["crop_pct"]
-        found["patch_size"], found["max_tokens"] = predictor.native
+    if predictor.shape.fixed:
+        found["crop_pct"] = predictor.crop_pct
     return json.dumps(found)
 
 

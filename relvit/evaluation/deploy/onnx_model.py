@@ -14,6 +14,7 @@ from torch import Tensor
 
 from relvit.data import ImageData
 from relvit.data.batches import ImageBatch, images_of
+from relvit.data.shape import shape_of
 from relvit.evaluation.deploy.description import read_description
 from relvit.evaluation.predictor import Predictor
 from relvit.training.multi_label import classes_above, multi_label_metrics, to_probabilities
@@ -76,12 +77,12 @@ class OnnxClassifier(LightningModule):
         """
         about = self.description
         found = {name: about[name] for name in ("class_names", "mean", "std")}
-        if "max_tokens" in about:
+        shape = shape_of(about)
+        if not shape.fixed:
             if img_size is not None:
                 raise ValueError("the model takes images of their own shapes: leave out img_size")
-            budget = {name: about[name] for name in ("patch_size", "max_tokens")}
-            return found | budget | {"native": True, "img_size": 224, "crop_pct": 1.0}
-        size = img_size or tuple(about["img_size"])
+            return found | shape.arguments() | {"crop_pct": 1.0}
+        size = img_size or shape.img_size
         for side, allowed in zip(size, self.inputs, strict=True):
             # As in '16*height_in_patches'.
             patch = int(allowed.partition("*")[0]) if isinstance(allowed, str) else 0
@@ -91,7 +92,7 @@ class OnnxClassifier(LightningModule):
         return found | {"img_size": size, "crop_pct": about["crop_pct"]}
 
     def forward(self, images: ImageBatch) -> Tensor:
-        """Compute logits (B, classes) of images (B, C, H, W), or of a native batch, one image after the other."""
+        """Compute logits (B, classes) of images (B, C, H, W), or of images of any shapes, one after the other."""
         if isinstance(images, dict):
             return torch.cat([self(image[None]) for image in images_of(images)])
         return torch.from_numpy(self.session.run(["logits"], {"images": images.numpy()})[0])

@@ -111,8 +111,8 @@ def save_folder(predictor: Predictor, folder: str, license: str | None = None) -
         about["temperature"] = temperature
     if predictor.thresholds is not None:
         about["thresholds"] = predictor.thresholds
-    if predictor.native is not None:
-        about["patch_size"], about["max_tokens"] = predictor.native
+    if not predictor.shape.fixed:
+        about |= predictor.shape.record()
     config = {
         "label_names": predictor.class_names,
         "pretrained_cfg": {"license": license or "unknown"},

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from relvit.models.factory import model_arguments
-from relvit.models.sizes.native import run_once
+from relvit.models.sizes.run import run_once
 
 
 def check_image_size(

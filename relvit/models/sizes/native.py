@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.models.naflexvit import NaFlexVit, create_attention_mask, global_pool_naflex
+from timm.models.naflexvit import create_attention_mask, global_pool_naflex
 from torch import Tensor, nn
 
 from relvit.models.depth import lack
+from relvit.models.sizes.run import run_once
 from relvit.ops import Grid, grid_from_naflex
 
 
@@ -89,27 +90,6 @@ def pool_native(model: nn.Module, x: Tensor, valid: Tensor) -> Tensor:
     prefix = model.num_prefix_tokens if model.pool_include_prefix else 0
     mask = create_attention_mask(valid, prefix, symmetric=False, q_len=1, dtype=x.dtype)
     return model.attn_pool(x[:, model.num_prefix_tokens - prefix :], attn_mask=mask)
-
-
-def pooled_features(net: nn.Module, images: Tensor | dict[str, Any]) -> Tensor:
-    """Compute the pooled features before the classifier, (B, num_features), of images or of a native batch."""
-    if isinstance(net, NaFlexVit) and isinstance(images, dict):
-        features = net.forward_features(*(images[name] for name in ("patches", "patch_coord", "patch_valid")))
-        return net.forward_head(**features, pre_logits=True)
-    return net.forward_head(net.forward_features(images), pre_logits=True)
-
-
-@torch.no_grad()
-def run_once(net: nn.Module, images: Tensor | dict[str, Any]) -> None:
-    """Run a model in evaluation mode; each of its modules keeps its own mode."""
-    modes = [(module, module.training) for module in net.modules()]
-    net.eval()
-    try:
-        # `net(...)` would compile a model on which `compile` was called.
-        net.forward(images)
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def check_native(net: nn.Module, patch_size: tuple[int, int], in_chans: int) -> None:

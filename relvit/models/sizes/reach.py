@@ -18,9 +18,13 @@ Reach = Literal["trained", "stretch", "logn", "stretch-logn", "windows", "bands"
 """Rule for images of another size than in training, see `set_reach`."""
 
 
-def check_native_reach(reach: Reach, path: str) -> None:
-    """Raise ValueError for a reach that is not for native shapes, on which the checkpoint at `path` was trained."""
-    if reach not in ("trained", "logn"):
+def check_reach(reach: Reach, fixed: bool, path: str) -> None:
+    """Refuse a reach that needs images of one size, where those of the training had not (`fixed` is false).
+
+    Raises:
+        ValueError: the reach does not go with the training of the checkpoint at `path`.
+    """
+    if not fixed and reach not in ("trained", "logn"):
         raise ValueError(f"reach {reach!r} is for images of one size, and {path} was trained on native shapes")
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from relvit.data import ImageData, parse_size
 from relvit.data.modules.registry import own_data_module, public_class_path
-from relvit.data.native import token_budget
+from relvit.data.shape import ImageShape, shape_of
 from relvit.training.checkpoints.exact_resume import POINT_KEY, ResumePoint
 from relvit.training.checkpoints.file import KEY, read_checkpoint
 from relvit.utils.messages import one_line
@@ -157,13 +157,10 @@ class Checkpoint:
             mean, std = (tuple(map(float, self.data_args[name])) for name in Normalisation._fields)
             return Transforms(parse_size(self.data_args["img_size"]), mean, std, float(self.data_args["crop_pct"]))
 
-    def native(self) -> tuple[tuple[int, int], int] | None:
-        """Return patch size and budget of tokens of native images; None where all images have one size."""
-        if not self.data_args.get("native"):
-            return None
-        with self._reading("the shapes of its images"):
-            patch = parse_size(self.data_args["patch_size"], "patch_size")
-            return patch, int(self.data_args["max_tokens"] or token_budget(self.transforms().img_size, patch))
+    def shape(self) -> ImageShape:
+        """Return the shape of the training's images: one size, or patches within a budget."""
+        with self._reading("the shape of its images"):
+            return shape_of(self.data_args)
 
     def class_names(self) -> list[str]:
         """Return the names of the classes in order."""

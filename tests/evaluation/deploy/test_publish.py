@@ -108,8 +108,8 @@ def test_images_and_classes(published, name):
         assert f"`{each}`" in text
     if name == "native":
         assert config["relvit"] == {"version": relvit.__version__, "patch_size": [8, 8], "max_tokens": 12}
-        assert "of up to 12 patches of 8 x 8 pixels" in text
-        assert "**Images:** native shapes, of up to 12 patches, 3 channels" in text
+        assert text.count("native shapes of up to 12 patches of 8 x 8 px") == 2
+        assert "**Images:** native shapes of up to 12 patches of 8 x 8 px, 3 channels" in text
         return
     transform = create_transform(**resolve_model_data_config(model))
     for size in ((40, 60), (33, 91), (17, 16), (16, 24), (200, 31)):

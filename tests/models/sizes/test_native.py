@@ -9,7 +9,8 @@ from vits import native_batch, small
 
 import relvit
 from relvit.layers import LowRankPosition2d
-from relvit.models.sizes.native import check_native, pooled_features
+from relvit.models.sizes.native import check_native
+from relvit.models.sizes.run import pooled_features
 
 PATCH = (8, 4)
 # Rows and columns of patches: longer and shorter than the grid of the model, one row, one patch.
