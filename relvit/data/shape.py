@@ -1,4 +1,4 @@
-"""The shape of a model's images: all of one size, or each of its own as a sequence of patches within a budget."""
+"""Shape of the images that a model gets: all of one size, or each of its own as patches within a budget."""
 
 from __future__ import annotations
 
