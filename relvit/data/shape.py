@@ -17,7 +17,7 @@ from relvit.data.transforms import parse_size
 
 
 class ImageShape(ABC):
-    """What all images of a data module or a model have in common.
+    """Shape that all images of a data module or a model have in common.
 
     Attributes:
         img_size: (height, width) of the images that models are built for.
