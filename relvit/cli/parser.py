@@ -8,7 +8,7 @@ import types
 from argparse import ArgumentError
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 import yaml
 from jsonargparse import ArgumentParser, Namespace
@@ -332,6 +332,8 @@ def _choices(hint: Any) -> list[str]:
 def _in_words(hint: Any) -> str:
     """Name a type as users know it."""
     kind, parts = get_origin(hint) or hint, get_args(hint)
+    if kind is Annotated:
+        return _in_words(parts[0])
     if kind in (Union, types.UnionType):
         return " or ".join(dict.fromkeys(_in_words(part) for part in parts if part is not type(None)))
     if kind is Literal:
