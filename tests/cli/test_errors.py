@@ -32,7 +32,7 @@ def fit(copy, tmp_path):
         (["--model.model_kwargs.rel_terms=kx"], r"rel_terms must be .* got 'kx'"),
         (["--trainer.max_epoch=3"], r"unknown option --trainer.max_epoch \(did you mean '--trainer.max_epochs'\?\)"),
         (["--data.img_size=64,96"], r"--data.img_size must be a whole number or a pair such as '\[64,96\]', got 64,96"),
-        (["--batch_size=many"], "--batch_size must be a whole number, got many"),
+        (["--data.batch_size=many"], "--data.batch_size must be a whole number, got many"),
         (["--data=FolderData"], r"unknown data 'FolderData' \(did you mean 'ImageFolderData'\?\)"),
         (["--lr"], "--lr needs a value"),
         (["--trainer.default_root_dir=x"], "--trainer.default_root_dir x: runs are written into the folder of --runs"),
