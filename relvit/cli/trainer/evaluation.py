@@ -26,6 +26,9 @@ from relvit.models.sizes.reach import check_reach
 from relvit.training import Checkpoint, DataRecord
 from relvit.utils.remote import local_file
 
+# Options of the model that change how it is evaluated, and not what it is.
+OF_EVALUATION = ("compile", "channels_last")
+
 
 class NamedImages(NamedTuple):
     """Images that the command line names in the place of those that a checkpoint was trained with.
@@ -114,8 +117,9 @@ class Evaluation(RelvitCLI):
         parser.add_function_arguments(self.function, as_group=False, skip={"evaluation"})
 
     def before_instantiate_classes(self) -> None:
-        """Refuse options of another network than the checkpoint's, and set what the command has of its own."""
-        self.checkpoint.check_network(self.config.model.as_dict())
+        """Refuse other options of the model than the training's, and set what the command has of its own."""
+        names = (name for name in self.checkpoint.model if name not in OF_EVALUATION)
+        self.checkpoint.check_network(self.config.model.as_dict(), names)
         arguments = self.config.data.init_args
         for name, value in self.data_defaults.items():
             if name in arguments and option(self.arguments, f"--data.{name}") is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -186,9 +186,9 @@ class Checkpoint:
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{self.path} does not hold {what}, as relvit fit writes it: {one_line(error)}") from error
 
-    def check_network(self, asked: Mapping[str, Any]) -> None:
-        """Refuse arguments of an `ImageClassifier` for which the weights were not trained."""
-        if difference := first_difference(self.model, asked, (*NETWORK, "pretrained")):
+    def check_network(self, asked: Mapping[str, Any], names: Iterable[str] = (*NETWORK, "pretrained")) -> None:
+        """Refuse arguments of an `ImageClassifier`, those of these names, with which the weights were not trained."""
+        if difference := first_difference(self.model, asked, names):
             name, trained, wanted = difference
             raise ValueError(f"{self.path} was trained with {name} {trained}, not {wanted}: drop that option")
 
@@ -239,7 +239,7 @@ def versions() -> dict[str, str]:
 
 
 def first_difference(
-    one: Mapping[str, Any], other: Mapping[str, Any], names: Sequence[str]
+    one: Mapping[str, Any], other: Mapping[str, Any], names: Iterable[str]
 ) -> tuple[str, str, str] | None:
     """Find the first of these arguments that differs: its name and both values in short; None where none differs."""
     for name in names:

@@ -75,6 +75,8 @@ def test_mistakes_are_named(checkpoint, photos, tmp_path, fails):
     for option, message in {
         "--model.retrofit.rel_terms=k": f"{had}}}, not {{'rel_terms': 'k'}}",
         "--model.retrofit=null": f"{had}, 'max_distance': [1, 2]}}, not None",
+        # An option of the recipe would have no effect.
+        "--model.weight_decay=0.5": "was trained with weight_decay 0.05, not 0.5: drop that option",
     }.items():
         assert message in fails(["validate", f"--ckpt_path={checkpoint}", option, *QUIET])
     common = ["fit", "--model.model=test_vit", "--data=ImageFolderData", f"--data.root={photos}", f"--runs={tmp_path}"]
