@@ -167,7 +167,7 @@ class ImageClassifier(EpochMetrics):
         self.mixing: BatchMix | None = None
         if mixup or cutmix:
             self.mixing = BatchMix(num_classes, mixup, cutmix, mix_prob, mix_switch_prob, label_smoothing)
-        self.backbone = Backbone(self.net) if freeze_epochs else None
+        self.backbone: Backbone | None = Backbone(self.net) if freeze_epochs else None
         self.average: WeightAverage | None = None
         self.teacher: Teacher | None = None
         self.finite: FiniteCheck = FiniteCheck(nonfinite)

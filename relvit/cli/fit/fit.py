@@ -79,12 +79,12 @@ class FitCLI(RelvitCLI):
     """
 
     def __init__(self, arguments: Sequence[str], stack: ExitStack) -> None:
-        self.stack = stack
+        self.stack: ExitStack = stack
         self.resumes: Path | None = None
         if (run := option(arguments, "--resume")) is not None:
             arguments = resume_arguments(run, without(arguments, "--resume"))
             self.resumes = Path(run)
-        self.arguments = list(arguments)
+        self.arguments: list[str] = list(arguments)
         self.checkpoint: Checkpoint | None = None
         # Options in which a training that goes on differs from before.
         self.changed: list[str] = []

@@ -108,7 +108,10 @@ class Evaluation(RelvitCLI):
         known: Namespace | None,
         data_defaults: Mapping[str, Any],
     ) -> None:
-        self.function, self.checkpoint, self.file, self.data_defaults = function, checkpoint, file, data_defaults
+        self.function: Callable[..., None] = function
+        self.checkpoint: Checkpoint | None = checkpoint
+        self.file: Path | None = file
+        self.data_defaults: Mapping[str, Any] = data_defaults
         super().__init__(arguments, known)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:

@@ -36,7 +36,8 @@ class RelvitCLI(LightningCLI):
         known: Namespace | None = None,
         save_config_callback: type[SaveConfigCallback] | None = None,
     ) -> None:
-        self.arguments, self.known = list(arguments), known
+        self.arguments: list[str] = list(arguments)
+        self.known: Namespace | None = known
         super().__init__(
             ImageClassifier,
             ImageData,
