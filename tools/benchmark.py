@@ -35,6 +35,7 @@ from torch import Tensor, nn
 
 import relvit
 from relvit.families.aft import AFTConv2d, AFTFull, AFTLocal, AFTSimple
+from relvit.families.reformer import LSHAttention
 from relvit.layers import RelativeAttention, RelativePosition2d
 from relvit.ops import make_grid
 from relvit.utils.memory import allocations, available_memory, peak_bytes
@@ -88,7 +89,14 @@ AFTS = PLAIN | {
     "aft_local": lambda side: AFTLocal(DIM, grid_size=side, window=4),
     "aft_simple": lambda side: AFTSimple(DIM),
 }
-COMPETITORS: dict[str, dict[str, Any]] = {"model": MODELS, "layer": LAYERS, "aft": AFTS}
+# LSH attention by its rounds of hashing, beside attention to all tokens with the same terms, a bias per offset.
+LSH = PLAIN | {
+    "relvit_bias": lambda side: relative_attention("auto", "b"),
+    "lsh_1": lambda side: LSHAttention(DIM, HEADS, RelativePosition2d(DIM // HEADS, HEADS, "b"), rounds=1),
+    "lsh_2": lambda side: LSHAttention(DIM, HEADS, RelativePosition2d(DIM // HEADS, HEADS, "b"), rounds=2),
+    "lsh_4": lambda side: LSHAttention(DIM, HEADS, RelativePosition2d(DIM // HEADS, HEADS, "b"), rounds=4),
+}
+COMPETITORS: dict[str, dict[str, Any]] = {"model": MODELS, "layer": LAYERS, "aft": AFTS, "lsh": LSH}
 
 
 class DepthwiseAFT(AFTConv2d):
@@ -114,9 +122,9 @@ def aft_conv(kind: type[AFTConv2d], heads: int = DIM, kernel_size: int = 15, **o
     return layer
 
 
-def relative_attention(backend: str) -> RelativeAttention:
+def relative_attention(backend: str, rel_terms: str = "kv") -> RelativeAttention:
     """Build relvit's layer with one backend."""
-    layer = RelativeAttention(DIM, HEADS, position=RelativePosition2d(DIM // HEADS, HEADS), qkv_bias=True)
+    layer = RelativeAttention(DIM, HEADS, position=RelativePosition2d(DIM // HEADS, HEADS, rel_terms), qkv_bias=True)
     layer.backend = backend
     return layer
 
@@ -176,7 +184,7 @@ class Cell:
             self.module = torch.compile(self.module, dynamic=False)
         x = torch.randn(setting.batch, *shape, device=setting.device)
         # Inside a network the gradient goes on to the layer below; images need none.
-        x.requires_grad_(setting.level == "layer" and setting.mode == "train")
+        x.requires_grad_(setting.level in ("layer", "lsh") and setting.mode == "train")
         self.inputs = (x, *others)
 
     def forward(self) -> Tensor:

@@ -1,10 +1,10 @@
-"""Measure time and memory of one large image, with attention in windows and to all tokens: a table in Markdown.
+"""Measure time and memory of one large image by `--reach` (all tokens, windows, bands): a table in Markdown.
 
     python tools/large_images.py                                   # relvit_tiny up to 4,096 x 4,096 pixels
-    python tools/large_images.py --model relvit_small --sizes 2048
+    python tools/large_images.py --reach bands trained --sizes 4096x512 16384x512
 
-Each cell runs in a process of its own: the quickest of three forward passes, or of fewer where time is up. Memory is
-what they add at their peak to that process.
+Each cell is measured in a process of its own: the fastest of three forward passes, or of fewer where time is up. Memory
+is what the passes add at their peak to that process. In the column 'bands' the bands come one by one from a generator.
 """
 
 from __future__ import annotations
@@ -13,51 +13,68 @@ import argparse
 import multiprocessing
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
-from typing import Any
 
 import timm
 import torch
+from torch import Tensor
 
 import relvit  # noqa: F401  registers the models
+from relvit.families.transformer_xl import classify_bands
 from relvit.models import set_reach
 
+ROWS, PATCH = 14, 16  # of a band, which has as many rows of patches as images in training
 
-def measure(model: str, size: int, reach: str, cap: float, results: Connection) -> None:
-    """Send seconds and bytes of the forward pass of one image."""
-    net = set_reach(timm.create_model(model, num_classes=10).eval(), reach)
-    image = torch.randn(1, 3, size, size)
+
+def read_bands(height: int, width: int) -> Iterator[Tensor]:
+    """Yield bands as they may come from a file: bytes that are converted one band after the other."""
+    for top in range(0, height, ROWS * PATCH):
+        rows = min(ROWS * PATCH, height - top)
+        yield torch.randint(0, 256, (1, 3, rows, width), dtype=torch.uint8).float().div_(127.5).sub_(1)
+
+
+def measure(model: str, reach: str, height: int, width: int, cap: float, results: Connection) -> None:
+    """Send the seconds and the bytes of a forward pass."""
+    net = timm.create_model(model, num_classes=10).eval()
+    if reach == "bands":
+
+        def classify() -> None:
+            classify_bands(net, read_bands(height, width), ROWS)
+    else:
+        set_reach(net, reach)
+        image = torch.randn(1, 3, height, width)
+
+        def classify() -> None:
+            net(image)
+
     with torch.inference_mode():
         net(torch.randn(1, 3, 224, 224))
-        before, seconds = _peak(), []
+        before, seconds = peak(), []
         while len(seconds) < 3 and sum(seconds) + min(seconds, default=0) < cap:
             begin = time.perf_counter()
-            net(image)
+            classify()
             seconds.append(time.perf_counter() - begin)
-        results.send((min(seconds), _peak() - before))
+        results.send((min(seconds), peak() - before))
 
 
-def _peak() -> int:
+def peak() -> int:
+    """Return the highest memory of this process so far, in bytes."""
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def in_process(function: Callable[..., None], arguments: tuple[Any, ...], cap: float, show: Callable[..., str]) -> str:
-    """Run a function in a process of its own and show the results that it sends; name what takes over `cap` seconds.
-
-    Args:
-        function: called with `arguments` and the connection to which it sends its results.
-        arguments: values that can be pickled.
-        cap: seconds.
-        show: makes the text of the results.
-    """
+def cell(model: str, reach: str, height: int, width: int, cap: float) -> str:
+    """Measure in a process of its own, which ends after `cap` seconds."""
     context = multiprocessing.get_context("spawn")
     receive, send = context.Pipe(duplex=False)
-    process = context.Process(target=function, args=(*arguments, send))
+    process = context.Process(target=measure, args=(model, reach, height, width, cap / 2, send))
     process.start()
     send.close()
     try:
-        return show(*receive.recv()) if receive.poll(cap) else f"over {cap:.0f} s"
+        if not receive.poll(cap):
+            return f"over {cap:.0f} s"
+        seconds, memory = receive.recv()
+        return f"{seconds:.2f} s, {memory / 2**30:.2f} GiB"
     except EOFError:
         return "out of memory"
     finally:
@@ -65,12 +82,10 @@ def in_process(function: Callable[..., None], arguments: tuple[Any, ...], cap: f
         process.join()
 
 
-def cell(model: str, size: int, reach: str, cap: float) -> str:
-    """Measure one cell of the table."""
-    text = "{:.2f} s, {:.2f} GiB".format
-    return in_process(
-        measure, (model, size, reach, cap / 2), cap, lambda seconds, memory: text(seconds, memory / 2**30)
-    )
+def size_of(text: str) -> tuple[int, int]:
+    """Read a size: '224' is a square, '4096x512' is height and width."""
+    height, _, width = text.partition("x")
+    return int(height), int(width or height)
 
 
 def main() -> None:
@@ -78,14 +93,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", default="relvit_tiny")
-    add("--sizes", type=int, nargs="+", default=[224, 512, 1024, 2048, 4096])
+    add("--reach", nargs="+", choices=("windows", "bands", "trained"), default=["windows", "trained"])
+    add("--sizes", type=size_of, nargs="+", default=[(side, side) for side in (224, 512, 1024, 2048, 4096)])
     add("--cap", type=float, default=300.0, help="seconds that a cell may take")
     given = parser.parse_args()
     print(f"{given.model}, {torch.get_num_threads()} threads, torch {torch.__version__}\n")
-    print("| pixels | patches | in windows | to all tokens |\n|---|---|---|---|")
-    for size in given.sizes:
-        cells = [cell(given.model, size, reach, given.cap) for reach in ("windows", "trained")]
-        print(f"| {size} x {size} | {(size // 16) ** 2:,} | {' | '.join(cells)} |", flush=True)
+    print(f"| pixels | patches | {' | '.join(given.reach)} |\n|---|---|{'---|' * len(given.reach)}")
+    for height, width in given.sizes:
+        cells = [cell(given.model, reach, height, width, given.cap) for reach in given.reach]
+        patches = (height // PATCH) * (width // PATCH)
+        print(f"| {height} x {width} | {patches:,} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

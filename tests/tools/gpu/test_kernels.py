@@ -43,9 +43,7 @@ def test_terms_take_no_tensor_core_instructions(arch):
 
 
 @pytest.mark.slow
-def test_the_tables(capsys):
+def test_the_table(capsys):
     kernels.main(["--size", "224"])
     printed = capsys.readouterr().out
     assert printed.count("| 14x14 |") == 9
-    assert "ESTIMATE, not measured" in printed
-    assert printed.count("| forward | ") == 2 + 3
