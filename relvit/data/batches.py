@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Images (B, C, H, W) of one size, or the patches of images of any shapes, see `relvit.data.native.collate_native`.
+# Images (B, C, H, W) of one size, or the patches of images of any shapes, see `relvit.data.shape.NativeShapes.collate`.
 ImageBatch = Tensor | dict[str, Any]
 
 

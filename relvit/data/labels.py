@@ -67,11 +67,18 @@ def label_text(label: Label, class_names: Sequence[str]) -> str:
     return ";".join(class_names[position] for position in classes_in(label))
 
 
-def multi_hot(label: tuple[int, ...], num_classes: int) -> np.ndarray:
-    """Convert positions of classes to bool (num_classes,)."""
+def target_of(label: Label, num_classes: int) -> int | np.ndarray:
+    """Convert a label to the target of a loss: the position, or bool (num_classes,) of a multi-label image."""
+    if isinstance(label, int):
+        return label
     target = np.zeros(num_classes, bool)
     target[list(label)] = True
     return target
+
+
+def label_of(target: int | np.ndarray) -> Label:
+    """Convert a target back to a label, see `target_of`."""
+    return tuple(np.flatnonzero(target)) if isinstance(target, np.ndarray) else target
 
 
 def rarest(labels: Sequence[Label]) -> list[int]:

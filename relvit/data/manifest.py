@@ -5,10 +5,8 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from relvit.data.images.memory import StackedImages
-from relvit.data.labels import label_text
+from relvit.data.labels import label_of, label_text
 
 
 class ListedImage(NamedTuple):
@@ -36,6 +34,5 @@ def file_size(path: str) -> int | None:
 def images_in_memory(dataset: StackedImages, class_names: Sequence[str]) -> Iterator[ListedImage]:
     """Yield the images of a dataset with a hash of their pixels."""
     for index, target in enumerate(dataset.targets):
-        label = tuple(np.flatnonzero(target)) if isinstance(target, np.ndarray) else target
         pixels = hashlib.blake2b(dataset.values(index).tobytes(), digest_size=16)
-        yield ListedImage(f"{index:05d}", pixels.hexdigest(), label_text(label, class_names))
+        yield ListedImage(f"{index:05d}", pixels.hexdigest(), label_text(label_of(target), class_names))

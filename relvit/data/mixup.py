@@ -68,8 +68,8 @@ class BatchMix(nn.Module):
 
     def forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Float (B, C, H, W), int64 (B,) or bool (B, num_classes) -> float (B, C, H, W), float32 (B, num_classes)."""
-        multi_label = labels.dtype == torch.bool
-        if images.ndim != 4 or labels.shape != (len(images), *[self.num_classes] * multi_label):
+        several = labels.dtype == torch.bool
+        if images.ndim != 4 or labels.shape != (len(images), *[self.num_classes] * several):
             raise ValueError(
                 f"images have the shape {tuple(images.shape)} and labels {tuple(labels.shape)}; "
                 "give (B, C, H, W) and one class number each, (B,), or bool (B, num_classes)"
@@ -83,7 +83,7 @@ class BatchMix(nn.Module):
             mix = self.cutmix if which < self.cutmix_share else self.mixup
             images, targets = (tensor[back] for tensor in mix(images[order], labels[order]))
         else:
-            targets = labels.float() if multi_label else one_hot(labels, self.num_classes).float()
+            targets = labels.float() if several else one_hot(labels, self.num_classes).float()
         return images, targets * (1 - self.label_smoothing) + self.label_smoothing / self.num_classes
 
     def extra_repr(self) -> str:

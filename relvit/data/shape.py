@@ -1,19 +1,21 @@
-"""Shape of the images that a model gets: all of one size, or each of its own as patches within a budget."""
+"""Image shapes: all images of one size, or native shapes, each image its own as patches within a budget (NaFlex)."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from timm.data.naflex_dataset import NaFlexCollator
+from timm.data.naflex_transforms import Patchify, RandomResizedCropToSequence, ResizeToSequence
 from torch.utils.data import default_collate
 from torchvision.transforms import v2
 
 from relvit.data.batches import ImageBatch
-from relvit.data.native import collate_native, empty_native, model_size, native_transform, token_budget
-from relvit.data.transforms import parse_size
+from relvit.data.transforms import ResizeToCover, parse_size
 
 
 class ImageShape(ABC):
@@ -21,7 +23,7 @@ class ImageShape(ABC):
 
     Attributes:
         img_size: (height, width) of the images that models are built for.
-        fixed: whether all images have this size.
+        fixed: Whether all images have this size.
     """
 
     img_size: tuple[int, int]
@@ -41,14 +43,14 @@ class ImageShape(ABC):
 
     @abstractmethod
     def at_size(self, img_size: tuple[int, int]) -> ImageShape:
-        """Return the shape for images of another size."""
+        """Return the shape for images of another size; images as patches have as many as this size at most."""
 
     @abstractmethod
     def adapt(self, transform: v2.Compose) -> v2.Compose:
         """Turn a transform to images of `img_size` into one to images of this shape."""
 
     @abstractmethod
-    def collate(self, items: Sequence[Any]) -> Any:
+    def collate(self, items: Sequence[tuple[Any, Any]]) -> tuple[ImageBatch, Any]:
         """Make a batch of pairs of an image and its label or name."""
 
     @abstractmethod
@@ -75,7 +77,7 @@ class OneSize(ImageShape):
     def adapt(self, transform: v2.Compose) -> v2.Compose:
         return transform
 
-    def collate(self, items: Sequence[Any]) -> Any:
+    def collate(self, items: Sequence[tuple[Any, Any]]) -> tuple[ImageBatch, Any]:
         return default_collate(items)
 
     def empty(self, channels: int) -> ImageBatch:
@@ -84,12 +86,12 @@ class OneSize(ImageShape):
 
 @dataclass(frozen=True)
 class NativeShapes(ImageShape):
-    """Each image keeps its shape, as a sequence of patches; see `relvit.data.native`.
+    """Each image keeps its shape, as a sequence of patches in timm's format for its NaFlex models.
 
     Attributes:
         img_size: (height, width) of the largest square within the budget, or the size that gave the budget.
         patch_size: (height, width) of a patch.
-        max_tokens: the number of patches that no image exceeds.
+        max_tokens: Number of patches that no image exceeds.
     """
 
     img_size: tuple[int, int]
@@ -105,24 +107,74 @@ class NativeShapes(ImageShape):
         return {"patch_size": list(self.patch_size), "max_tokens": self.max_tokens}
 
     def at_size(self, img_size: tuple[int, int]) -> NativeShapes:
-        """Return the shape whose images have as many patches as this size at most."""
-        return NativeShapes(img_size, self.patch_size, token_budget(img_size, self.patch_size))
+        return NativeShapes(img_size, self.patch_size, _whole_patches(img_size, self.patch_size))
 
     def adapt(self, transform: v2.Compose) -> v2.Compose:
-        return native_transform(transform, self.patch_size, self.max_tokens)
+        """Replace the resizing by timm's `ResizeToSequence` and divide the image into patches.
 
-    def collate(self, items: Sequence[Any]) -> Any:
-        return collate_native(items)
+        Each image gets the largest size, in whole patches, that has its own aspect ratio (but for the rounding to
+        patches) and `max_tokens` patches or fewer. Small images are enlarged, so all sequences are nearly as long as
+        the budget and batches have little padding. Of random resized crops the area and the aspect ratio, relative to
+        that of the image, stay random; shifts by up to an eighth stay shifts; centre crops are left out: evaluation
+        sees the whole image.
+
+        Args:
+            transform: Of :func:`relvit.data.train_transform` or :func:`relvit.data.eval_transform`.
+
+        Returns:
+            A transform from a PIL image to timm's dictionary of one image: 'patches' float32 (N, height, width, C),
+            'patch_coord' int64 (N, 2), row and column of each, and 'patch_valid' bool (N,), all True.
+
+        Raises:
+            ValueError: A crop that has no such form, that of 'three-augment-crop'.
+        """
+        sizes = self.patch_size, self.max_tokens
+        steps: list[Any] = []
+        for step in transform.transforms:
+            match step:
+                case ResizeToCover():
+                    steps.append(ResizeToSequence(*sizes))
+                case v2.CenterCrop():
+                    pass
+                case v2.RandomCrop(padding_mode="constant"):
+                    steps.append(v2.RandomAffine(0, translate=(1 / 8, 1 / 8)))
+                case v2.RandomCrop():
+                    raise ValueError("augment 'three-augment-crop' crops to one size: with native use 'three-augment'")
+                case v2.RandomResizedCrop():
+                    steps.append(RandomResizedCropToSequence(*sizes, step.scale, ratio=(3 / 4, 4 / 3)))
+                case _:
+                    steps.append(step)
+        return v2.Compose([*steps, Patchify(self.patch_size, flatten_patches=False)])
+
+    def collate(self, items: Sequence[tuple[Any, Any]]) -> tuple[ImageBatch, Any]:
+        """Make a batch by timm's `NaFlexCollator`, padded to its longest sequence.
+
+        Returns:
+            A dictionary as timm's loader makes it: 'patches' float32 (B, N, height, width, C), 'patch_coord' int64
+            (B, N, 2), 'patch_valid' bool (B, N), False for padding, 'seq_len' N; and 'grid_size', rows and columns that
+            no image of the batch exceeds. Then the labels or names.
+        """
+        images, targets = zip(*items, strict=True)
+        longest = max(len(image["patches"]) for image in images)
+        batch, _ = NaFlexCollator(longest)([(image, 0) for image in images])
+        grid_size = tuple((batch["patch_coord"].amax((0, 1)) + 1).tolist())
+        return batch | {"grid_size": grid_size}, default_collate(targets)
 
     def empty(self, channels: int) -> ImageBatch:
-        return empty_native(self.patch_size, channels)
+        return {
+            "patches": torch.empty(0, 1, *self.patch_size, channels),
+            "patch_coord": torch.empty(0, 1, 2, dtype=torch.int64),
+            "patch_valid": torch.empty(0, 1, dtype=torch.bool),
+            "seq_len": 1,
+            "grid_size": (1, 1),
+        }
 
 
 def shape_of(values: Mapping[str, Any]) -> ImageShape:
     """Return the shape that the arguments of a data module give, or what `ImageShape.record` returned.
 
     Raises:
-        KeyError, TypeError, ValueError: the values give none.
+        KeyError, TypeError, ValueError: The values give none.
     """
     known = {name: values[name] for name in ("max_tokens", "patch_size") if name in values}
     if values.get("native", "max_tokens" in values):
@@ -139,10 +191,20 @@ def image_shape(
     """Return the shape that the arguments of `relvit.data.ImageData` describe.
 
     Raises:
-        ValueError: a size that is none, or a budget below 1 or without native images.
+        ValueError: A size that is none, or a budget below 1 or without native images.
     """
-    patch = parse_size(patch_size, "patch_size")
-    size = model_size(parse_size(img_size), native, max_tokens, patch)
+    size, patch = parse_size(img_size), parse_size(patch_size, "patch_size")
     if not native:
+        if max_tokens is not None:
+            raise ValueError(f"max_tokens {max_tokens} is for native images: set native, or leave it out (null)")
         return OneSize(size)
-    return NativeShapes(size, patch, token_budget(size, patch) if max_tokens is None else max_tokens)
+    if max_tokens is None:
+        return NativeShapes(size, patch, _whole_patches(size, patch))
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens is {max_tokens}; give the number of patches of an image, such as 196")
+    side = math.isqrt(max_tokens)
+    return NativeShapes((side * patch[0], side * patch[1]), patch, max_tokens)
+
+
+def _whole_patches(img_size: tuple[int, int], patch_size: tuple[int, int]) -> int:
+    return max(1, img_size[0] // patch_size[0]) * max(1, img_size[1] // patch_size[1])

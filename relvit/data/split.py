@@ -33,7 +33,7 @@ def stratified_split(
         where: Name of the data, for the message.
 
     Raises:
-        ValueError: The smaller part is empty since every class has one image.
+        ValueError: The smaller part is empty, since every image is the only one of its class.
     """
 
     def rank(index: int) -> str:
@@ -48,5 +48,8 @@ def stratified_split(
         else:
             larger.append(index)
     if not smaller:
-        raise ValueError(f"every class of {where} has one image, so none can be put aside; add a val folder or list")
+        raise ValueError(
+            f"no image of {where} can be put aside to validate: each is the only one of its class (or of the rarest of "
+            "its classes); add a val folder or list"
+        )
     return sorted(larger), sorted(smaller)

@@ -50,7 +50,7 @@ def check_images(net: nn.Module, data: Any, hparams: Mapping[str, Any], stage: s
 
     Any other data module than relvit's is accepted.
     """
-    several = getattr(data, "multi_label", None)
+    several = None if stage == "predict" else getattr(data, "multi_label", None)
     if several is not None and several != hparams["multi_label"]:
         raise ValueError(
             f"the model is for {'several labels' if hparams['multi_label'] else 'one label'} per image (multi_label "

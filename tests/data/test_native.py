@@ -13,11 +13,12 @@ from torchvision.transforms import v2
 from relvit.data import CIFAR10Data, ImageFolderData, eval_transform, train_transform
 from relvit.data.batches import image_of, images_of, mirrored
 from relvit.data.images.memory import StackedImages
-from relvit.data.native import collate_native, empty_native, model_size, native_transform, token_budget
+from relvit.data.shape import NativeShapes
 from relvit.utils.seeding import seeded
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.25)
 PATCH = (8, 4)
+SHAPES = NativeShapes((40, 20), PATCH, 30)
 # Of photographs: landscape, portrait, square, panoramas.
 ASPECTS = [4 / 3] * 7 + [3 / 2] * 5 + [16 / 9] * 2 + [1] * 2 + [3 / 4] * 2 + [9 / 16, 2 / 3, 2.5, 4]
 
@@ -28,7 +29,7 @@ def picture(height, width):
 
 @pytest.mark.parametrize("size", [(50, 90), (90, 31), (6, 200), (1, 1), (3000, 5)])
 def test_evaluation_is_timms(size):
-    ours = native_transform(eval_transform(64, MEAN, STD, 0.9), PATCH, 30)(picture(*size))
+    ours = SHAPES.adapt(eval_transform(64, MEAN, STD, 0.9))(picture(*size))
     options = {"naflex": True, "patch_size": PATCH, "max_seq_len": 30, "patchify": True, "interpolation": "bicubic"}
     theirs = transforms_imagenet_eval(mean=MEAN, std=STD, **options)(picture(*size))
     assert len(ours["patches"]) <= 30
@@ -42,7 +43,7 @@ def test_evaluation_is_timms(size):
     [("none", 5), ("shift", 6), ("crop-flip", 7), ("resized-crop", 6), ("deit", 8), ("three-augment", 8)],
 )
 def test_training_keeps_the_shape_and_the_augmentation(augment, count):
-    transform = native_transform(train_transform(64, MEAN, STD, augment), PATCH, 30)
+    transform = SHAPES.adapt(train_transform(64, MEAN, STD, augment))
     assert len(transform.transforms) == count
     grids = []
     for seed in range(5):
@@ -56,7 +57,7 @@ def test_training_keeps_the_shape_and_the_augmentation(augment, count):
 
 
 def test_a_shift_moves_the_image_by_an_eighth_at_most():
-    transform = native_transform(train_transform(32, (0.0,), (1.0,), "shift"), (4, 4), 64)
+    transform = NativeShapes((32, 32), (4, 4), 64).adapt(train_transform(32, (0.0,), (1.0,), "shift"))
     dot = Image.new("L", (32, 32))
     dot.putpixel((16, 20), 255)
     places = set()
@@ -69,9 +70,9 @@ def test_a_shift_moves_the_image_by_an_eighth_at_most():
 
 
 def batch_of(*sizes, targets=None):
-    transform = native_transform(eval_transform(64, MEAN, STD), PATCH, 30)
+    transform = SHAPES.adapt(eval_transform(64, MEAN, STD))
     items = [(transform(picture(*size)), target) for size, target in zip(sizes, targets or range(9), strict=False)]
-    return items, collate_native(items)
+    return items, SHAPES.collate(items)
 
 
 def test_batches_are_timms():
@@ -90,7 +91,7 @@ def test_batches_are_timms():
         "patch_coord": (longest, 2),
         "patch_valid": (longest,),
     }
-    empty = empty_native(PATCH, 3)
+    empty = SHAPES.empty(3)
     assert empty.keys() == batch.keys()
 
 
@@ -185,7 +186,7 @@ def test_budget_and_size_of_the_model(shapes):
     assert data_of(shapes, max_tokens=30).img_size == (40, 40)
     data = data_of(shapes, img_size=(50, 26))
     assert (data.shape.max_tokens, data.img_size, data.max_tokens) == (18, (50, 26), None)
-    assert token_budget((5, 5), (8, 8)) == 1
+    assert data_of(shapes, img_size=5).shape.max_tokens == 1
     kept = data_of(shapes, max_tokens=30, patch_size=(8, 4))
     again = type(kept)(**kept.init_args())
     assert (again.shape.max_tokens, again.patch_size, again.img_size) == (30, (8, 4), (40, 20))
@@ -194,7 +195,7 @@ def test_budget_and_size_of_the_model(shapes):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"native": False, "max_tokens": 9}, "max_tokens 9 is for native images: set native, or leave max_tokens out"),
+        ({"native": False, "max_tokens": 9}, "max_tokens 9 is for native images: set native, or leave it out"),
         ({"max_tokens": 0}, "max_tokens is 0; give the number of patches of an image, such as 196"),
         ({"patch_size": 0}, "patch_size is 0; give a positive integer"),
         ({"train_sizes": [32, 48]}, "train_sizes are sizes of images of one shape: leave them out, or native"),
@@ -205,4 +206,3 @@ def test_budget_and_size_of_the_model(shapes):
 def test_errors(shapes, options, message):
     with pytest.raises(ValueError, match=message):
         data_of(shapes, **options)
-    assert model_size((8, 8), False, None, (4, 4)) == (8, 8)

@@ -9,7 +9,7 @@ from torch.utils.data import Dataset, default_collate
 from torchvision.transforms import v2
 
 from relvit.data.images.decode import ImageSource, UnreadableImageError, load_rgb
-from relvit.data.labels import Label, multi_hot
+from relvit.data.labels import Label, target_of
 from relvit.data.loading.loader import SignalSafeDataLoader
 from relvit.utils.files import from_here
 
@@ -20,18 +20,17 @@ class LabelledFiles(Dataset[Any]):
     """Image files, or stored images, with labels. Items are ``(image, label)``, transformed from RGB.
 
     Args:
-        samples: Path, or stored image, and label of each image; of multi-label images the positions of their classes.
+        samples: Path, or stored image, and label of each image.
         transform: From a PIL image to a tensor.
-        num_classes: Of multi-label images, whose labels in items are then bool (num_classes,); None: one label each.
+        num_classes: Number of classes.
+
+    Attributes:
+        targets: Label of each item: int, or bool (num_classes,) of a multi-label image.
     """
 
-    def __init__(
-        self, samples: Sequence[tuple[ImageSource, Label]], transform: v2.Compose, num_classes: int | None = None
-    ) -> None:
+    def __init__(self, samples: Sequence[tuple[ImageSource, Label]], transform: v2.Compose, num_classes: int) -> None:
         self.samples: list[tuple[ImageSource, Label]] = list(samples)
-        self.targets: list[Label | np.ndarray] = [
-            label if num_classes is None else multi_hot(label, num_classes) for _, label in self.samples
-        ]
+        self.targets: list[int | np.ndarray] = [target_of(label, num_classes) for _, label in self.samples]
         self.transform = transform
 
     def __len__(self) -> int:

@@ -77,8 +77,8 @@ class ImageData(LightningDataModule, ABC):
             epoch shows about every image once. None: `img_size` alone. Evaluation is at `img_size`.
         size_schedule: 'random': every size equally often, in random order; 'progressive': small sizes first, each for
             an equal part of the training (see :class:`relvit.data.SizePlan`).
-        native: Whether each image keeps its shape, as a sequence of patches, see
-            :func:`relvit.data.native.native_transform`; `crop_pct` has no part in it.
+        native: Whether each image keeps its shape, as a sequence of patches, see :mod:`relvit.data.shape`; `crop_pct`
+            has no part in it.
         max_tokens: With `native`, the number of patches that no image exceeds; it takes the place of `img_size`, which
             becomes the square within it. None: as many as `img_size` has.
         patch_size: With `native`, the size of the model's patches, one number or (height, width).
@@ -91,8 +91,8 @@ class ImageData(LightningDataModule, ABC):
     chosen_by_name: ClassVar[bool] = True
     # What to do about unreadable images; modules that read files have an argument for it.
     on_error: OnError = "error"
-    # Whether an image has any number of labels, none included; None of data without labels.
-    multi_label: bool | None = False
+    # Whether an image has any number of labels, none included.
+    multi_label: bool = False
 
     def __init__(
         self,

@@ -151,8 +151,7 @@ class ImageFilesData(ImageData):
         """Build the dataset of one split; looks for its files."""
         if split == "predict":
             return NamedFiles(self._paths_to_predict(), self.eval_transform)
-        several = self.num_classes if self.multi_label else None
-        return LabelledFiles(self.samples(split), self.transform_of(split), several)
+        return LabelledFiles(self.samples(split), self.transform_of(split), self.num_classes)
 
     def samples(self, split: Split) -> list[tuple[ImageSource, Label]]:
         """Path and label of the images of train, val or test; looks for the files and reads none."""
@@ -228,8 +227,6 @@ class ImageFilesData(ImageData):
         if self._has_own("val"):
             return samples, []
         names = [self._split_key(path) for path, _ in samples]
-        classes = rarest(labels)
-        where = f"{self.place} (of an image's labels the rarest counts)" if self.multi_label else self.place
-        parts = stratified_split(names, classes, self.val_fraction, self.split_seed, where)
+        parts = stratified_split(names, rarest(labels), self.val_fraction, self.split_seed, self.place)
         larger, smaller = ([samples[i] for i in part] for part in parts)
         return larger, smaller

@@ -74,7 +74,7 @@ class ImageListData(ImageFilesData):
         if label_separator == "":
             raise ValueError("label_separator is empty; give what is between the labels, such as ';'")
         self.label_separator = label_separator
-        self.multi_label: bool | None = label_separator is not None
+        self.multi_label: bool = label_separator is not None
         # Absolute, since a checkpoint keeps them and may be used from elsewhere.
         self.train, self.val, self.test, self.predict, self.root = (
             None if path is None else absolute(os.path.expanduser(path)) for path in (train, val, test, predict, root)
@@ -87,7 +87,7 @@ class ImageListData(ImageFilesData):
             class_names = classes_of(name for row in self._train_rows for name in self._names(row))
             check_printable(class_names, self.train)
         super().__init__(class_names, **options)
-        if self.multi_label and self.balance != "none":
+        if label_separator is not None and self.balance != "none":
             raise ValueError(
                 f"balance {self.balance!r} is for images of one label each: leave it out, or label_separator (the loss "
                 "has class_weights)"
@@ -135,7 +135,7 @@ class ImageListData(ImageFilesData):
     def _doubts(self, counts: Mapping[str, int]) -> list[str]:
         hint = "with --data.class_names a label that is not among these is an error with its line"
         doubts = [f"{self.train}: {doubt} ({hint})" for doubt in super()._doubts(counts)]
-        for separator in () if self.multi_label else _SEPARATORS:
+        for separator in _SEPARATORS if self.label_separator is None else ():
             if names := [name for name in counts if separator in name]:
                 doubts.append(
                     f"{listing(names, 3)} {'is one class each' if len(names) > 1 else 'is one class'}: for several "
@@ -164,7 +164,7 @@ class ImageListData(ImageFilesData):
         return paths
 
     def _read(self, file: str) -> list[Row]:
-        return read_list(file, "optional" if self.multi_label else "needed", self.root)
+        return read_list(file, "needed" if self.label_separator is None else "optional", self.root)
 
     def _names(self, row: Row) -> list[str]:
         """Names, or numbers, of the classes of a row."""
@@ -181,8 +181,9 @@ class ImageListData(ImageFilesData):
             if unknown := [f"{name!r}{did_you_mean(name, known)}" for name in of_row if name not in known]:
                 wrong.append((row.line, f"unknown {'class' if len(unknown) == 1 else 'classes'} {', '.join(unknown)}"))
         _refuse_rows(file, wrong)
-        labels = [tuple(sorted({known[name] for name in of_row})) for of_row in names]
-        return labels if self.multi_label else [position for (position,) in labels]
+        if self.label_separator is None:
+            return [known[name] for (name,) in names]
+        return [tuple(sorted({known[name] for name in of_row})) for of_row in names]
 
 
 def read_list(

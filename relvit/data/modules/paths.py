@@ -27,7 +27,6 @@ class ImagePathsData(ImageData):
 
     # `relvit predict` builds it from the paths; it has nothing to train on.
     chosen_by_name = False
-    multi_label: bool | None = None
 
     def __init__(
         self,

@@ -40,8 +40,6 @@ class RobustnessData(ImagePathsData):
         ValueError: An argument out of its range; later, a folder that is no class of the model, or without images.
     """
 
-    multi_label: bool | None = False
-
     def __init__(
         self,
         root: str,
@@ -78,7 +76,7 @@ class RobustnessData(ImagePathsData):
         if conditions and len(conditions) < len(samples):
             raise ValueError(f"{self.root} holds corruptions with and without folders of severities: test them apart")
         self.conditions = conditions
-        return LabelledFiles(samples, self.file_transform)
+        return LabelledFiles(samples, self.file_transform, self.num_classes)
 
     def _labels(self, folders: Iterable[str]) -> dict[str, int]:
         """Label of each class by the name of its folder."""
