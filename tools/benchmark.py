@@ -105,7 +105,7 @@ class DepthwiseAFT(AFTConv2d):
     def mix(self, query: Tensor, key: Tensor, value: Tensor, grid: relvit.ops.Grid, is_causal: bool) -> Tensor:
         """Average values and gate them, (B, heads, N, head_dim)."""
         weights = (key - key.amax(dim=2, keepdim=True)).exp()
-        kernel = self.weight().exp() - 1
+        kernel = self.learned_bias(grid).exp() - 1
         sums = []
         for part in (weights * value, weights):
             image = part.transpose(2, 3).flatten(1, 2).unflatten(2, (grid.height, grid.width))

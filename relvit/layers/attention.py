@@ -18,7 +18,7 @@ from relvit.ops.inputs import AttentionInputs, checked
 from relvit.ops.terms import add_channels, with_query_bias
 from relvit.ops.windows import exceeds_window
 
-# Letters as in `rel_terms`, and one for free channels.
+# A plan shows each term by its letter in `rel_terms`; free channels, which have none there, are 'c'.
 LETTERS = {"query": "q", "key": "k", "value": "v", "bias": "b", "channels": "c"}
 
 
@@ -56,19 +56,18 @@ def attend_with(
         grid: where the tokens that attend are.
         key_grid: where the others are; None: they are the same.
         rotate: maps queries or keys and their grid to rotated ones.
-        attn_mask: see `relvit.ops.relative_attention`.
-        is_causal: see `relvit.ops.relative_attention`.
+        attn_mask, is_causal: see `relvit.ops.relative_attention`.
 
     Returns:
         (B, heads, Nq, head_dim).
     """
     query, key, value = projected
-    terms = relative_terms(layer, x, grid, grid if key_grid is None else key_grid)
-    query, terms = with_query_bias(query, terms)
+    keys = grid if key_grid is None else key_grid
+    query, terms = with_query_bias(query, relative_terms(layer, x, grid, keys))
     position_query = position_key = None
     if rotate is not None:
         position_query, position_key = query.to(value.dtype), key.to(value.dtype)
-        query, key = rotate(query, grid), rotate(key, grid if key_grid is None else key_grid)
+        query, key = rotate(query, grid), rotate(key, keys)
     query, key = query.to(value.dtype), key.to(value.dtype)
     inputs = AttentionInputs(
         query, key, value, terms, grid, key_grid, attn_mask, is_causal,
@@ -91,13 +90,53 @@ class GridAttention(Mixer):
             none.
     """
 
-    # Without values: PyTorch would find these before the modules of the same names.
+    # These have no values, which PyTorch would find before the modules of the same names.
     position: nn.Module | None
     prefix_bias: nn.Module | None
     backend: str
     trained_keys: int | None = None
     window: tuple[int, int] | None = None
     block_window: tuple[int, int] | None = None
+
+    def attend(
+        self,
+        x: Tensor,
+        grid: Grid,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        rotate: Callable[[Tensor, Grid], Tensor] | None,
+        memory: Tensor | None = None,
+        key_grid: Grid | None = None,
+    ) -> Tensor:
+        """Map (B, N, dim) tokens to (B, N, dim), within windows on grids that are larger than `window`.
+
+        Args: see `RelativeAttention.forward` and, for `rotate`, `attend_with`.
+        """
+        if exceeds_window(grid, self.window, attn_mask, is_causal):
+            windows, inner = to_windows(x, grid, self.window)
+            return from_windows(self.attend(windows, inner, None, False, rotate), grid, self.window)
+        query, key, value = self.project(x if memory is None else torch.cat((memory, x), dim=1))
+        if memory is not None:
+            query = query[:, :, -x.shape[1] :]
+        options = {"rotate": rotate, "attn_mask": attn_mask, "is_causal": is_causal}
+        return self.output(x, attend_with(self, x, (query, key, value), grid, key_grid, **options))
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute queries, keys and values (B, heads, N, head_dim) of (B, N, dim) tokens."""
+        return self.heads(*self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim)).unbind(2))
+
+    def heads(self, *projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Put heads before tokens in projections (B, N, heads, head_dim), and normalise queries and keys."""
+        # The fused projection is unbound before it is transposed: backward then stacks gradients in its own order.
+        query, key, value = (part.transpose(1, 2) for part in projected)
+        return self.q_norm(query), self.k_norm(key), value
+
+    def output(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """Compute the result (B, N, dim) of tokens (B, N, dim) from their mixed values (B, heads, N, head_dim)."""
+        out = self.norm(mixed.transpose(1, 2).flatten(2))
+        if self.gate is not None:
+            out = out * self.gate(x).sigmoid()
+        return self.proj_drop(self.proj(out))
 
     def plan(self, name: str, grid: Grid, training: bool) -> LayerPlan:
         """Return which backend attends to the tokens of a grid, and why; only tables are computed."""
@@ -108,22 +147,20 @@ class GridAttention(Mixer):
         weight, position = self.proj.weight, self.position
         like = {"device": weight.device, "dtype": weight.dtype}
         vectors = torch.empty(1, self.num_heads, num_tokens(grid), self.head_dim, **like)
-        # Positions may depend on tokens, of which the width counts alone.
+        # Positions that depend on tokens need no more of them than their width.
         terms = relative_terms(self, torch.empty(1, num_tokens(grid), weight.shape[0], **like), grid, grid)
         given = (vectors, vectors, vectors, terms, grid)
-        choice = choose(*given)
-        if training:
-            with torch.enable_grad():
-                choice = choose(vectors.requires_grad_(), *given[1:])
-        backend, reason = choice.backend, choice.reason
+        with torch.set_grad_enabled(training):
+            backend, reason, keeps = choose(vectors.requires_grad_(training), *given[1:])
         if self.backend != "auto":
+            keeps = keeps if backend == self.backend else ""
             backend, reason = self.backend, "chosen by name"
         letters = "".join(letter for field, letter in LETTERS.items() if getattr(terms, field) is not None)
         width = augmented_width(checked(AttentionInputs(*given)), padded=False) if letters else self.head_dim
-        keeps = choice.keeps if backend == choice.backend else ""
         kind = "" if position is None else type(position).__name__
-        parameters = count_parameters(position)
-        return LayerPlan(name, kind, letters, backend, reason, (self.head_dim, width), keeps, parameters)
+        return LayerPlan(
+            name, kind, letters, backend, reason, (self.head_dim, width), keeps, count_parameters(position)
+        )
 
 
 class RelativeAttention(GridAttention, Attention):
@@ -135,9 +172,7 @@ class RelativeAttention(GridAttention, Attention):
     Args:
         dim: width of the tokens.
         num_heads: number of heads.
-        position: module that maps a `Grid` to `RelativeTerms`, such as `RelativePosition2d`; it may also be set later
-            as the attribute `position`. None: plain attention.
-        backend: see `relvit.ops.relative_attention`; an attribute that may be set at any time.
+        position, backend: see `GridAttention`; both may also be set later, as attributes.
         **kwargs: see `timm.layers.Attention`.
 
     Attributes:
@@ -181,32 +216,8 @@ class RelativeAttention(GridAttention, Attention):
         Args:
             x: tokens of `grid`.
             grid: where they are.
-            attn_mask: see `relvit.ops.relative_attention`.
-            is_causal: see `relvit.ops.relative_attention`.
+            attn_mask, is_causal: see `relvit.ops.relative_attention`.
             memory: (B, M, dim), further tokens to attend to, in front of those of `x`; not in windows.
             key_grid: where the tokens of `memory` and `x` are; offsets go from those of `grid` to these.
         """
-        if exceeds_window(grid, self.window, attn_mask, is_causal):
-            windows, inner = to_windows(x, grid, self.window)
-            return from_windows(self.forward(windows, inner), grid, self.window)
-        keys = x if memory is None else torch.cat((memory, x), dim=1)
-        query, key, value = self.project(keys)
-        if memory is not None:
-            query = query[:, :, -x.shape[1] :]
-        options = {"rotate": self.rope, "attn_mask": attn_mask, "is_causal": is_causal}
-        return self.output(x, attend_with(self, x, (query, key, value), grid, key_grid, **options))
-
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute queries, keys and values (B, heads, N, head_dim) of (B, N, dim) tokens."""
-        B, N, _ = x.shape
-        # Unbound before they are transposed, so that backward stacks the gradients as the projection wants them.
-        q, k, v = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim).unbind(2)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        return self.q_norm(q), self.k_norm(k), v
-
-    def output(self, x: Tensor, mixed: Tensor) -> Tensor:
-        """Compute the result (B, N, dim) of tokens (B, N, dim) from their mixed values (B, heads, N, head_dim)."""
-        out = self.norm(mixed.transpose(1, 2).flatten(2))
-        if self.gate is not None:
-            out = out * self.gate(x).sigmoid()
-        return self.proj_drop(self.proj(out))
+        return self.attend(x, grid, attn_mask, is_causal, self.rope, memory, key_grid)

@@ -37,13 +37,9 @@ class GridBlock(Block):
         """Map (B, N, dim) tokens of `grid` to (B, N, dim).
 
         Args:
-            x: the tokens.
-            grid: where they are.
-            attn_mask: of the mixer.
-            is_causal: of the mixer.
+            x, grid, attn_mask, is_causal, key_grid: see `RelativeAttention.forward`.
             branch: 'mixer' or 'mlp': return that branch alone, not added to `x`, as `reversible_blocks` wants it.
-            memory: (B, M, dim), further inputs of this block to which the tokens attend too; of `RelativeAttention`.
-            key_grid: where the tokens of `memory` and then those of `x` are.
+            memory: (B, M, dim), further inputs of this block to which the tokens of `RelativeAttention` attend too.
         """
         if branch == "mlp":
             return self.mlp_branch(x)

@@ -11,17 +11,12 @@ from torch import Tensor, nn
 from relvit.ops.recompute import recomputed
 from relvit.ops.tracing import is_exporting
 
-# What these compute of a token depends on no other token; GatedMlp as long as it has no gate.
+# These classes of timm compute each token alone; `GatedMlp` does so as long as it has no gate.
 PER_TOKEN = (Mlp, GluMlp, SwiGLU, GatedMlp)
 
 
 def check_chunk(mlp_chunk: int | None, mlp: nn.Module) -> None:
-    """Refuse a number of tokens, or an MLP that mixes tokens.
-
-    Raises:
-        ValueError: an `mlp_chunk` below 1, or an MLP that is not known to work on each token alone.
-        TypeError: an `mlp_chunk` that is no integer.
-    """
+    """Raise unless `mlp_chunk` is None or a number of tokens, and the MLP is known to work on each token alone."""
     if mlp_chunk is None:
         return
     if isinstance(mlp_chunk, bool) or not isinstance(mlp_chunk, int):
@@ -47,19 +42,18 @@ def chunked_mlp(norm: nn.Module, mlp: nn.Module, x: Tensor, mlp_chunk: int) -> T
         mlp_chunk: tokens of one chunk, the last one may have fewer.
 
     Returns:
-        (B, N, dim); equal to `mlp(norm(x))` but for rounding in the matrix products, and but for which random numbers
-        dropout takes.
+        (B, N, dim), equal to `mlp(norm(x))` up to rounding in the matrix products and the random numbers of dropout.
     """
+
+    def compute(tokens: Tensor) -> Tensor:
+        return mlp(norm(tokens))
+
     if is_exporting() or isinstance(x, torch.fx.Proxy):
-        # One graph serves all numbers of tokens.
-        return mlp(norm(x))
-    chunk = partial(_mlp_of, norm, mlp)
+        # A graph must serve all numbers of tokens.
+        return compute(x)
+    chunk = compute
     if torch.is_grad_enabled():
-        # The state of the generator is larger than a small chunk.
+        # Random states are kept only where dropout needs them: the state of a generator is larger than a small chunk.
         random = mlp.training and any(isinstance(part, nn.Dropout) and part.p > 0 for part in mlp.modules())
-        chunk = partial(recomputed, chunk, preserve_rng_state=random)
+        chunk = partial(recomputed, compute, preserve_rng_state=random)
     return torch.cat([chunk(tokens) for tokens in x.flatten(0, 1).split(mlp_chunk)]).unflatten(0, x.shape[:2])
-
-
-def _mlp_of(norm: nn.Module, mlp: nn.Module, x: Tensor) -> Tensor:
-    return mlp(norm(x))

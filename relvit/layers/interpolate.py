@@ -6,7 +6,7 @@ from torch import Tensor
 from relvit.ops.tracing import without_autocast
 
 
-# Symbolic tracing keeps a call of it as one node, wherever it is called as an attribute of this module.
+# Symbolic tracing (torch.fx) keeps a call as one node where the function is called as an attribute of this module.
 @torch.fx.wrap
 def resample_embedding(
     embedding: Tensor, old_size: tuple[int, int], new_size: tuple[int, int], prefix: int = 0
@@ -44,7 +44,7 @@ def bicubic_weights(old: int, new: int, device: torch.device, dtype: torch.dtype
     `antialias=True`.
     """
     ours, theirs = torch.arange(new, device=device)[:, None], torch.arange(old, device=device)
-    # Integers up to here: at the old size the weights are exactly those of the identity.
+    # The numerator is an integer, so that at the old size the weights are exactly those of the identity.
     distance = ((2 * theirs + 1) * new - (2 * ours + 1) * old).abs().to(dtype) / (2 * torch.sym_max(new, old))
     near = (1.5 * distance - 2.5) * distance**2 + 1
     far = ((2.5 - 0.5 * distance) * distance - 4) * distance + 2

@@ -16,10 +16,10 @@ class LayerPlan(NamedTuple):
 
     Attributes:
         layer: name of the module.
-        position: class of the position module, '' for none; of other mixers than attention to all, their class.
-        terms: 'q', 'k', 'v' (vectors met by queries, keys, in values), 'b' (bias), 'c' (free channels).
-        backend: which one computes it, '' for mixers without a choice.
-        reason: why this one.
+        position: class of the position module, '' for none; of attention-free mixers, the class of the mixer.
+        terms: letters as in `rel_terms`, and 'c' for free channels.
+        backend: which backend computes the layer, '' for mixers without a choice.
+        reason: why this backend.
         width: of the vectors of a head, and as augmented by 'fused'.
         keeps: what is kept for backward, besides inputs and output.
         parameters: of the position module, or of an attention-free mixer.

@@ -31,7 +31,7 @@ class PrefixBias(nn.Module):
         """Set all to zero."""
         nn.init.zeros_(self.weight)
 
-    # PyTorch and timm call it for modules made on the meta device.
+    # PyTorch and timm call this name for modules made on the meta device.
     reset_parameters = init_weights
 
     def no_weight_decay(self) -> set[str]:
@@ -42,7 +42,7 @@ class PrefixBias(nn.Module):
         """Compute the channels of queries on `grid`, (1, 1, Nq, 2), and of keys on `key_grid`, (1, heads, Nk, 2)."""
         query, key = (self._is_prefix(of_tokens) for of_tokens in (grid, key_grid))
         to_patch, to_prefix, between = self.weight[:, :, None].unbind(0)
-        # A query is a prefix token or a patch: (1, 0) or (0, 1).
+        # The channels of a query say what it is: (1, 0) for a prefix token, (0, 1) for a patch.
         met_by_prefix, met_by_patch = between * key + to_patch * (1 - key), to_prefix * key
         return Channels(
             torch.stack((query, 1 - query), dim=-1)[None, None],
@@ -50,5 +50,5 @@ class PrefixBias(nn.Module):
         )
 
     def _is_prefix(self, grid: Grid) -> Tensor:
-        """1 for prefix tokens and 0 for patches: (N,)."""
+        """Return 1 for prefix tokens and 0 for patches: (N,)."""
         return (torch.arange(num_tokens(grid), device=self.weight.device) < grid.prefix).to(self.weight.dtype)

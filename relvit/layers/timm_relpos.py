@@ -25,7 +25,7 @@ class TimmOwnRelative(TimmRelativeAttention):
     gate = None
 
     def norm(self, x: Tensor) -> Tensor:
-        """Return what it gets: there is no such norm."""
+        """Return the tokens as they are: there is no such norm."""
         return x
 
     @property
@@ -78,7 +78,7 @@ class TimmRelativeWindows(TimmOwnRelative):
         self.block_window: tuple[int, int] | None = self.window_size
 
     def _init_buffers(self) -> None:
-        """Set the bias of keys, which timm does not train; indices of tables there are none."""
+        """Set the bias of keys, which timm does not train; timm's other buffer belongs to its own tables."""
         if getattr(self, "k_bias", None) is not None:
             self.k_bias.zero_()
 
@@ -90,7 +90,7 @@ class TimmRelativeSwin(TimmRelativeWindows, WindowAttention):
     k_norm: ClassVar[Callable[..., Tensor]] = TimmOwnRelative.norm
 
     def reset_parameters(self) -> None:
-        """Do nothing: what timm's method initialises is in the position module, which has a method of its own."""
+        """Do nothing: timm's method initialises the table, which the position module has taken over."""
 
 
 class TimmRelativeSwinV2(TimmRelativeWindows, WindowAttentionV2):
@@ -107,7 +107,7 @@ class TimmRelativeSwinV2(TimmRelativeWindows, WindowAttentionV2):
         return F.normalize(key, dim=-1)
 
 
-# timm's class -> the one that a module of it becomes.
+# The class of timm's attention -> the class that `relvit.retrofit` gives to its modules.
 OWN_ATTENTIONS: dict[type[nn.Module], type[nn.Module]] = {
     RelPosAttention: TimmRelativeRelPos,
     BeitAttention: TimmRelativeBeit,

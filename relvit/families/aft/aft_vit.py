@@ -25,7 +25,7 @@ from relvit.utils.messages import check_choice, listing
 _logger = logging.getLogger(__name__)
 
 MIXERS: dict[str, type[AFTSimple]] = {"full": AFTFull, "local": AFTLocal, "simple": AFTSimple, "conv": AFTConv2d}
-# Arguments of the model that belong to some mixers, and what stands for None.
+# The arguments of the model that each mixer has of its own, with the values that None stands for.
 OWN: dict[str, dict[str, Any]] = {
     "full": {"bias_dim": 128},
     "local": {"bias_dim": 128, "window": 4},
@@ -33,7 +33,7 @@ OWN: dict[str, dict[str, Any]] = {
     "conv": {"kernel_size": 11},
 }
 
-# What only attention-free mixers have.
+# Names of the tensors that only attention-free mixers have.
 MIXER = re.compile(r"\.attn\.(u|v|kernel|gamma|beta)$")
 
 
@@ -47,19 +47,15 @@ class AFTVisionTransformer(GridVisionTransformer):
     Args:
         mixer: 'full' (`AFTFull`), 'local' (`AFTLocal`), 'simple' (`AFTSimple`) or 'conv' (`AFTConv2d`).
         num_heads: heads of 'conv', each with a window and keys of its own; the other mixers of the paper have one.
-        kernel_size: of 'conv', rows and columns of its window, odd, one number for both or a pair; None: 11.
-        window: of 'local', how far the bias reaches, in rows and columns, one number for both or a pair; None: 4.
-        bias_dim: of 'full' and 'local', width of the factors of their bias; None: 128.
-        pos_embed: absolute embedding: '', 'learn', 'axial' or 'axial-sum', as in `RelVisionTransformer`; None: as in
-            the paper.
-        class_token: whether there is a class token; None: as in the paper.
-        global_pool: 'avg', 'token' (needs a class token), 'max', 'avgmax', 'map', 'prr' or '' (none); None: 'token'
-            with a class token, else 'avg'.
-        patch_drop_rate: share of patches dropped in training; those that stay keep their places.
+        kernel_size: of 'conv', see `AFTConv2d`; None: 11.
+        window: of 'local', see `AFTLocal`; None: 4.
+        bias_dim: of 'full' and 'local', see `AFTFull`; None: 128.
+        pos_embed, class_token: as in `RelVisionTransformer`; None: as in the paper.
+        global_pool: as in `RelVisionTransformer`; None: 'token' with a class token, else 'avg'.
+        patch_drop_rate: as in `RelVisionTransformer`.
         backend: see `aft_full` and `aft_conv`.
         **kwargs: see `timm.models.vision_transformer.VisionTransformer` (img_size, patch_size, embed_dim, depth ...),
-            but for what is about attention: `qk_norm`, `attn_drop_rate`, `scale_attn_norm`; `reversible` and
-            `mlp_chunk` as in `RelVisionTransformer`.
+            without the arguments of attention in `fixed`; `reversible` and `mlp_chunk` as in `RelVisionTransformer`.
 
     Raises:
         ValueError: an unknown name, an argument that is no choice here or not for this mixer, or in `forward` an image
@@ -189,9 +185,9 @@ def checkpoint_filter_fn(
 
 
 def _keep_values(state: dict[str, Tensor], own: dict[str, Tensor]) -> list[str]:
-    """Put the model's own queries and keys before the values of attention; the names of these projections."""
+    """Put the model's own queries and keys before the values of attention; return the names of these projections."""
     names = [name for name in state if ".attn.qkv." in name and name in own]
-    # Of another width: left as they are, for whoever loads them to refuse.
+    # Projections of another width stay as they are, and loading refuses them.
     names = [name for name in names if state[name].shape[0] == 3 * own[name.replace("qkv", "proj")].shape[0]]
     for name in names:
         values = state[name].shape[0] // 3

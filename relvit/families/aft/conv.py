@@ -14,8 +14,8 @@ from relvit.families.aft.sums import bounded_exp, per_channel
 from relvit.ops.grid import Grid
 from relvit.ops.tracing import is_eager
 
-# The difference cancels too much below. Down to it an average is at most 2 exp(5) = 300 times further off than by
-# rounding, and that only where a key of this weight outweighs all others together by as much.
+# Below this weight the difference cancels too much. Down to it, the error of an average is at most 2 exp(5) = 300 times
+# that of rounding, and only where a key of this weight outweighs all others together by as much.
 LEAST_DIFFERENCE = -5.0
 
 
@@ -34,7 +34,7 @@ def window_sums(parts: Tensor, weight: Tensor, top: Tensor, width: int, grid: Gr
         (B, N, channels), up to a factor for each token.
     """
     height, columns, coords = grid.height, grid.width, grid.coords
-    # Where nothing is outside, the largest weight may be below 0: what nothing is multiplied with must be finite.
+    # Where nothing is outside the window, its largest weight may be below 0, and exp(-top) would overflow.
     window, outside = bounded_exp(weight - top), bounded_exp((-top).clamp_max(0))
     window, outside = (per_channel(part.to(parts.dtype), parts.shape[2], width) for part in (window, outside))
     outside = outside.flatten()
@@ -60,7 +60,7 @@ def window_sums(parts: Tensor, weight: Tensor, top: Tensor, width: int, grid: Gr
 
 
 def _outside_sums(image: Tensor, rows: int, cols: int) -> Tensor:
-    """Sum (B, H, W, channels) over all that is outside of a window of this size, by two small products."""
+    """Sum (B, H, W, channels) over all patches outside of a window of this size, by two small products."""
     above_or_below, beside = _apart(image.shape[1], rows // 2, image), _apart(image.shape[2], cols // 2, image)
     far = _along_first(above_or_below, image.sum(dim=2))[:, :, None]
     near = _along_first(1 - above_or_below, image.flatten(2)).view_as(image)
@@ -68,12 +68,12 @@ def _outside_sums(image: Tensor, rows: int, cols: int) -> Tensor:
 
 
 def _along_first(matrix: Tensor, x: Tensor) -> Tensor:
-    """Multiply matrix (n, n) by x (B, n, m) for each of B. Other ways to write it ask a graph whether B is 1."""
+    """Multiply matrix (n, n) by x (B, n, m) for each of B; `matrix @ x` would ask a graph whether B is 1."""
     return torch.bmm(matrix.expand(x.shape[0], -1, -1), x)
 
 
 def _apart(size: int, reach: int, like: Tensor) -> Tensor:
-    """1 where two rows are further apart than `reach`, else 0: (size, size)."""
+    """Return 1 where two rows are further apart than `reach`, else 0: (size, size)."""
     index = torch.arange(size, device=like.device)
     return ((index[:, None] - index).abs() > reach).to(like.dtype)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -25,14 +24,12 @@ from relvit.layers.mixer import Mixer
 from relvit.ops import Grid
 from relvit.ops.checks import check_backend, check_heads, int_pair
 from relvit.ops.tracing import without_autocast
-from relvit.utils.messages import did_you_mean
 
 
 class AFTSimple(Mixer):
-    """AFT-simple: one average of all values, weighted by keys alone. The base of the other mixers.
+    """AFT-simple (Zhai et al. 2021, arXiv 2105.14103, section 3.2), the base of the other mixers; see `aft_simple`.
 
-    A drop-in for attention: `forward` has the arguments of `RelativeAttention`'s. Source: Zhai et al. 2021 (arXiv
-    2105.14103), section 3.2; see `aft_simple`.
+    A drop-in for attention: `forward` has the arguments of `RelativeAttention`'s.
 
     Args:
         dim: width of the tokens.
@@ -41,19 +38,16 @@ class AFTSimple(Mixer):
         proj_bias: bias of the output's projection.
         proj_drop: dropout after it.
         backend: see `aft_conv` and `aft_full`; an attribute that may be set at any time.
-        device: of the parameters.
-        dtype: of the parameters.
 
     Raises:
         ValueError: heads that do not divide the width, an unknown backend.
-        TypeError: an argument that the class does not have.
     """
 
     lacks: ClassVar[Mapping[str, str]] = {
         "memory": "its {name} takes no memory",
         "weights": "it is attention-free, {name}",
     }
-    # How many channels of keys each head has, None: as many as values.
+    # None gives the keys of a head as many channels as its values.
     key_dim: int | None = None
     backends: Sequence[str] = SIMPLE_BACKENDS
 
@@ -68,36 +62,25 @@ class AFTSimple(Mixer):
         backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **unknown: object,
     ) -> None:
         super().__init__()
-        for name in unknown:
-            allowed = {name for cls in type(self).__mro__[:-2] for name in inspect.signature(cls).parameters}
-            hint = did_you_mean(name, allowed - {"self", "kwargs", "unknown"})
-            raise TypeError(f"{type(self).__name__} has no argument {name!r}{hint}")
         check_backend(backend, self.backends)
         check_heads(dim, num_heads)
         self.num_heads = num_heads
         self.head_dim: int = dim // num_heads
         self.keys: int = self.key_dim or self.head_dim
         self.backend = backend
-        # One projection for all three: queries of all heads, then keys, then values.
+        # One projection yields the queries of all heads, then the keys, then the values.
         outputs = num_heads * (self.head_dim + self.keys + self.head_dim)
         self.qkv: nn.Linear = nn.Linear(dim, outputs, bias=qkv_bias, device=device, dtype=dtype)
         self.proj: nn.Linear = nn.Linear(dim, dim, bias=proj_bias, device=device, dtype=dtype)
         self.proj_drop: nn.Dropout = nn.Dropout(proj_drop)
 
     def forward(self, x: Tensor, grid: Grid, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """Mix (B, N, dim) tokens laid out by `grid` into (B, N, dim).
-
-        Args:
-            x: tokens, N = number of tokens of `grid`.
-            grid: where tokens are; its `valid` leaves padding out.
-            attn_mask: None; there is nothing that it could mask.
-            is_causal: leave out tokens that come later in the sequence.
+        """Mix (B, N, dim) tokens of `grid` into (B, N, dim); `is_causal` leaves out tokens that come later.
 
         Raises:
-            ValueError: an `attn_mask`.
+            ValueError: an `attn_mask`; padding goes into the grid's `valid`.
         """
         self.refuse_mask(attn_mask)
         wide, narrow = self.num_heads * self.head_dim, self.num_heads * self.keys
@@ -114,9 +97,7 @@ class AFTSimple(Mixer):
 
 
 class AFTFull(AFTSimple):
-    """AFT-full: a learned bias for every pair of places, w = u v^T.
-
-    Source: Zhai et al. 2021 (arXiv 2105.14103), eq. 2 and section 3.2; see `aft_full`.
+    """AFT-full (arXiv 2105.14103, eq. 2): a learned bias for every pair of places, w = u v^T; see `aft_full`.
 
     Args:
         dim: width of the tokens.
@@ -134,6 +115,7 @@ class AFTFull(AFTSimple):
 
     lacks: ClassVar[Mapping[str, str]] = AFTSimple.lacks | {"native": "the bias of its {name} is that of one grid"}
     backends: Sequence[str] = FULL_BACKENDS
+    window: tuple[int, int] | None = None
 
     def __init__(
         self,
@@ -151,8 +133,6 @@ class AFTFull(AFTSimple):
         rows, cols = int_pair("grid_size", grid_size, 1)
         self.grid_size: tuple[int, int] = (rows, cols)
         self.prefix = prefix
-        # Of `AFTLocal`.
-        self.window: tuple[int, int] | None = None
         self.u: nn.Parameter = nn.Parameter(self.proj.weight.new_empty(prefix + rows * cols, bias_dim))
         self.v: nn.Parameter = nn.Parameter(torch.empty_like(self.u))
         self.init_weights()
@@ -165,7 +145,7 @@ class AFTFull(AFTSimple):
     reset_parameters = init_weights
 
     def no_weight_decay(self) -> set[str]:
-        """Names of the factors."""
+        """Return the names of the factors."""
         return {"u", "v"}
 
     def set_grid_size(self, grid_size: int | Sequence[int]) -> None:
@@ -178,49 +158,49 @@ class AFTFull(AFTSimple):
         self.grid_size = new
 
     def learned_bias(self, grid: Grid) -> Tensor:
-        """Compute w for all pairs of tokens, see `bias`."""
-        return self.bias(grid)
-
-    def bias(self, grid: Grid) -> Tensor:
-        """Compute w for all places of a grid, (T, T), queries first; in float32 at least."""
+        """Compute w for all places of a grid, (T, T), T = prefix + H W, queries first, in float32 at least."""
         if grid.prefix != self.prefix:
             raise ValueError(f"the grid has {grid.prefix} prefix tokens, the factors are for {self.prefix}")
-        return factored_bias(self.u, self.v, self.grid_size, (grid.height, grid.width), self.prefix, self.window)
+        size, precision = (grid.height, grid.width), torch.promote_types(self.u.dtype, torch.float32)
+        u, v = (
+            resample_embedding(factor.to(precision)[None], self.grid_size, size, self.prefix)[0]
+            for factor in (self.u, self.v)
+        )
+        # An error of the bias multiplies weights by exp(error), so autocast must not round the product.
+        with without_autocast(u.device):
+            bias = u @ v.t()
+        return local_bias(bias, self.window, size, self.prefix) if self.window else bias
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, grid: Grid, is_causal: bool) -> Tensor:
         """Compute gated averages (B, heads, N, head_dim)."""
-        return aft_full(query, key, value, self.bias(grid), grid, is_causal=is_causal, backend=self.backend)
+        return aft_full(query, key, value, self.learned_bias(grid), grid, is_causal=is_causal, backend=self.backend)
 
     def extra_repr(self) -> str:
         return f"grid_size={self.grid_size}, prefix={self.prefix}, bias_dim={self.u.shape[1]}"
 
 
 class AFTLocal(AFTFull):
-    """AFT-local: `AFTFull` whose bias is zero between places that are far apart; they still see each other.
-
-    Source: Zhai et al. 2021 (arXiv 2105.14103), eq. 3; see `aft_local`.
+    """AFT-local (arXiv 2105.14103, eq. 3): `AFTFull` whose bias is zero between places that are far apart.
 
     Args:
-        dim: width of the tokens.
-        num_heads: number of heads, which share the bias.
-        window: the bias is kept where rows and columns are both less than this apart, one number or a pair.
-        **kwargs: see `AFTFull`.
+        window: see `aft_local`.
+        **kwargs: see `AFTFull`, also for the other arguments.
     """
 
     def __init__(self, dim: int, num_heads: int = 1, *, window: int | Sequence[int], **kwargs: object) -> None:
         super().__init__(dim, num_heads, **kwargs)
-        self.window: tuple[int, int] | None = int_pair("window", window, 0)
+        self.window = int_pair("window", window, 0)
 
     def extra_repr(self) -> str:
         return f"window={self.window}, {super().extra_repr()}"
 
 
 class AFTConv2d(AFTSimple):
-    """AFT-conv: a learned bias per head that depends on the offset alone, in a window around each place.
+    """AFT-conv (arXiv 2105.14103, eq. 4): a learned bias per head by offset, zero outside a window; see `aft_conv`.
 
     The window is a normalised filter, w = gamma (f - mean(f)) / std(f) + beta for each head, gamma and beta zero at the
     start: it starts as AFT-simple. Keys are one number per head. Any grid is served; on one row it is the paper's form
-    for sequences. Source: Zhai et al. 2021 (arXiv 2105.14103), eq. 4 and section 3.2; see `aft_conv`.
+    for sequences.
 
     Args:
         dim: width of the tokens.
@@ -234,8 +214,7 @@ class AFTConv2d(AFTSimple):
     """
 
     key_dim: int | None = 1
-    # 'toeplitz' is accepted for one release, see `aft_conv`.
-    backends: Sequence[str] = (*CONV_BACKENDS, "toeplitz")
+    backends: Sequence[str] = CONV_BACKENDS
 
     def __init__(self, dim: int, num_heads: int, *, kernel_size: int | Sequence[int] = 11, **kwargs: object) -> None:
         super().__init__(dim, num_heads, **kwargs)
@@ -249,7 +228,7 @@ class AFTConv2d(AFTSimple):
 
     def init_weights(self) -> None:
         """Initialise the filters at random; gain and offset are zero."""
-        # With a gain of zero filters have no gradient in the first step: they must not all be the same.
+        # A gain of zero leaves filters without gradients in the first step, so they must differ from the beginning.
         trunc_normal_(self.kernel, std=0.02)
         nn.init.zeros_(self.gamma)
         nn.init.zeros_(self.beta)
@@ -257,41 +236,17 @@ class AFTConv2d(AFTSimple):
     reset_parameters = init_weights
 
     def no_weight_decay(self) -> set[str]:
-        """Names of the filters, their gains and offsets."""
+        """Return the names of the filters, their gains and offsets."""
         return {"kernel", "gamma", "beta"}
 
     def learned_bias(self, grid: Grid) -> Tensor:
-        """Compute w by offset, see `weight`."""
-        return self.weight()
-
-    def weight(self) -> Tensor:
-        """Compute w by offset, (heads, *kernel_size)."""
+        """Compute w by offset, (heads, *kernel_size), the same for all grids."""
         filters = F.layer_norm(self.kernel.flatten(1), (self.kernel.shape[1] * self.kernel.shape[2],), eps=1e-8)
         return (self.gamma[:, None] * filters + self.beta[:, None]).view_as(self.kernel)
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, grid: Grid, is_causal: bool) -> Tensor:
         """Compute gated averages (B, heads, N, head_dim)."""
-        return aft_conv(query, key, value, self.weight(), grid, is_causal=is_causal, backend=self.backend)
+        return aft_conv(query, key, value, self.learned_bias(grid), grid, is_causal=is_causal, backend=self.backend)
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, kernel_size={self.kernel_size}"
-
-
-def factored_bias(
-    u: Tensor,
-    v: Tensor,
-    old_size: tuple[int, int],
-    new_size: tuple[int, int],
-    prefix: int,
-    window: tuple[int, int] | None = None,
-) -> Tensor:
-    """Compute u v^T of factors (prefix + h w, d') that are interpolated to another grid: (T, T), T = prefix + H W.
-
-    In float32 at least, autocast or not: an error of a bias is one of the factor exp(bias). With a window, w is zero
-    between places that are that far apart.
-    """
-    precision = torch.promote_types(u.dtype, torch.float32)
-    queries, keys = (resample_embedding(factor.to(precision)[None], old_size, new_size, prefix)[0] for factor in (u, v))
-    with without_autocast(u.device):
-        bias = queries @ keys.t()
-    return local_bias(bias, window, new_size, prefix) if window else bias

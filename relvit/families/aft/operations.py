@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
 import torch
@@ -41,8 +40,7 @@ def aft_full(
 
     Args:
         query: (B, heads, N, head_dim), any floating dtype; the paper has one head.
-        key: (B, heads, N, head_dim), or (B, heads, N, 1) where a head's channels share it; same dtype, any size of
-            numbers.
+        key: (B, heads, N, head_dim), or (B, heads, N, 1) where a head's channels share it; same dtype, of any size.
         value: (B, heads, N, head_dim), same dtype.
         bias: w, (T, T) or (heads, T, T), any floating dtype, for the T = prefix + H W places of the grid, queries
             first, prefix tokens before the raster. Tokens with coordinates look up the entries of their places.
@@ -63,7 +61,7 @@ def aft_full(
         TypeError: arguments that are not of the kind asked for.
     """
     check_backend(backend, FULL_BACKENDS)
-    _check_contents(query, key, value, grid, bias=bias)
+    _check_contents(query, key, value, grid)
     _check_bias(bias, query, grid)
     if backend == "reference":
         return reference.aft_full(query, key, value, bias, grid, is_causal=is_causal)
@@ -179,14 +177,8 @@ def aft_conv(
 
     Returns, raises: as `aft_full`.
     """
-    if backend == "toeplitz":
-        # Compilers do not know how to warn.
-        if not is_compiling():
-            text = "aft_conv has no backend 'toeplitz' any more, 'convolution' is taken"
-            warnings.warn(text, FutureWarning, stacklevel=2)
-        backend = "convolution"
     check_backend(backend, CONV_BACKENDS)
-    _check_contents(query, key, value, grid, weight=weight)
+    _check_contents(query, key, value, grid)
     check_shape("weight", weight, (query.shape[1], "rows", "columns"))
     rows, cols = weight.shape[1:]
     if rows % 2 == 0 or cols % 2 == 0:
@@ -197,7 +189,7 @@ def aft_conv(
         raise ValueError(f"backend {backend!r} has no causal form: use 'auto' or 'pairs'")
     weight, outside = weight.to(torch.promote_types(weight.dtype, torch.float32)), True
     if not is_compiling():
-        # Two patches are not further apart than this; where the window covers all, its weights alone bound the sums.
+        # The window ends at the farthest patch of the grid; where it covers all patches, it alone bounds the sums.
         down, right = min(rows // 2, grid.height - 1), min(cols // 2, grid.width - 1)
         weight = weight[:, rows // 2 - down : rows // 2 + down + 1, cols // 2 - right : cols // 2 + right + 1]
         outside = grid.prefix > 0 or (down, right) != (grid.height - 1, grid.width - 1)
@@ -222,17 +214,17 @@ def _gate(query: Tensor, mixed: Tensor) -> Tensor:
 
 
 def _values_known(tensor: Tensor) -> bool:
-    """Whether values can be read without waiting for a device, and do not become part of a graph."""
+    """Return whether values can be read without waiting for a device, and do not become part of a graph."""
     return tensor.device.type == "cpu" and is_eager()
 
 
 def _far_apart(bottom: Tensor, top: Tensor) -> bool:
-    """Whether biases are known to be too far apart for products."""
+    """Return whether biases are known to be too far apart for products."""
     return _values_known(top) and bool((top - bottom).max() > SPREAD)
 
 
-def _check_contents(query: Tensor, key: Tensor, value: Tensor, grid: Grid, **learned: Tensor) -> None:
-    """Raise unless grid, keys and values fit the queries, and they and what is learned are on the query's device."""
+def _check_contents(query: Tensor, key: Tensor, value: Tensor, grid: Grid) -> None:
+    """Raise unless grid, keys and values fit the queries."""
     check_tokens("query", query, "grid", grid)
     batch, heads, count, width = query.shape
     shared = isinstance(key, Tensor) and key.dim() == 4 and key.shape[3] == 1
@@ -241,10 +233,6 @@ def _check_contents(query: Tensor, key: Tensor, value: Tensor, grid: Grid, **lea
     for name, tensor in (("key", key), ("value", value)):
         if tensor.dtype != query.dtype:
             raise ValueError(f"{name} has dtype {tensor.dtype}, expected the query's {query.dtype}")
-    named = {"key": key, "value": value, "grid.coords": grid.coords, "grid.valid": grid.valid} | learned
-    for name, tensor in named.items():
-        if isinstance(tensor, Tensor) and tensor.device != query.device:
-            raise ValueError(f"{name} is on {tensor.device}, expected the query's device, {query.device}")
 
 
 def _check_bias(bias: Tensor, query: Tensor, grid: Grid) -> None:

@@ -1,4 +1,4 @@
-"""Slow and readable: attention-free transformers as one softmax per query and channel, in double precision.
+"""Slow, readable reference of attention-free transformers: one softmax per query and channel, in double precision.
 
 Zhai et al. 2021 (arXiv 2105.14103), eq. 2: Y_i = sigmoid(Q_i) * sum_j exp(K_j + w_ij) V_j / sum_j exp(K_j + w_ij), all
 products by element. The sum over j is that of a softmax over K_j + w_ij, which is how it is computed here: logits for
@@ -16,7 +16,7 @@ from relvit.ops.grid import Grid, key_mask, patch_coords, token_places, without_
 
 
 def aft_full(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, grid: Grid, *, is_causal: bool = False) -> Tensor:
-    """The paper's eq. 2; see `aft_full`."""
+    """Compute the paper's eq. 2; see `aft_full`."""
     place = token_places(grid, query.device)
     # (heads, 1 or B, i, j) -> (1 or B, heads, i, j)
     pairs = rearrange(bias, "... i j -> (...) i j")[:, place[:, :, None], place[:, None, :]].transpose(0, 1)
@@ -33,24 +33,24 @@ def aft_local(
     *,
     is_causal: bool = False,
 ) -> Tensor:
-    """The paper's eq. 3: w_ij = 0 at a distance of `window` or more; see `aft_local`."""
+    """Compute the paper's eq. 3: w_ij = 0 at a distance of `window` or more; see `aft_local`."""
     rows, cols = (window, window) if isinstance(window, int) else window
     dy, dx = _offsets(Grid(grid.height, grid.width, grid.prefix), query.device)
     near = (dy.abs() < rows) & (dx.abs() < cols)
-    # A prefix token has no place: it is near to all others, but for a window of nothing.
+    # A prefix token has no place: it counts as near to all others, unless the window is empty.
     near = F.pad(near, (grid.prefix, 0, grid.prefix, 0), value=min(rows, cols) > 0)
     return aft_full(query, key, value, torch.where(near, bias, 0.0), grid, is_causal=is_causal)
 
 
 def aft_simple(query: Tensor, key: Tensor, value: Tensor, grid: Grid, *, is_causal: bool = False) -> Tensor:
-    """The paper's section 3.2, w = 0; see `aft_simple`."""
+    """Compute the paper's section 3.2, w = 0; see `aft_simple`."""
     return _average(query, key, value, query.new_zeros(1, 1, 1, 1), grid, is_causal)
 
 
 def aft_conv(
     query: Tensor, key: Tensor, value: Tensor, weight: Tensor, grid: Grid, *, is_causal: bool = False
 ) -> Tensor:
-    """The paper's eq. 4: w depends on the offset alone, and is 0 outside of a window; see `aft_conv`."""
+    """Compute the paper's eq. 4: w depends on the offset alone, and is 0 outside of a window; see `aft_conv`."""
     reach = [size // 2 for size in weight.shape[1:]]
     dy, dx = _offsets(grid, query.device)
     inside = (dy.abs() <= reach[0]) & (dx.abs() <= reach[1])
@@ -61,7 +61,7 @@ def aft_conv(
 
 
 def _average(query: Tensor, key: Tensor, value: Tensor, pairs: Tensor, grid: Grid, is_causal: bool) -> Tensor:
-    """The gated average of the values, `pairs` (1 or B, 1 or heads, N or 1, N or 1) being w."""
+    """Compute gated averages of the values; `pairs`, (1 or B, 1 or heads, N or 1, N or 1), is w."""
     valid = key_mask(grid)
     if valid is not None:
         key, value = without_padding(key, valid), without_padding(value, valid)
@@ -80,7 +80,7 @@ def _average(query: Tensor, key: Tensor, value: Tensor, pairs: Tensor, grid: Gri
 
 
 def _offsets(grid: Grid, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Rows and columns from patch i to patch j, key minus query, ([B,] P, P) each."""
+    """Return rows and columns from patch i to patch j, key minus query, ([B,] P, P) each."""
     coords = patch_coords(grid, device)
     offset = coords[..., None, :, :] - coords[..., :, None, :]
     return offset[..., 0], offset[..., 1]

@@ -12,15 +12,15 @@ from torch.autograd.function import FunctionCtx
 
 from relvit.ops.tracing import is_eager
 
-# How far weights may be apart, in powers of e. The largest exp(key - m) of a channel is 1, what is below exp(-87) is
-# lost in single precision: with a weight of exp(-70) for the one and of 1 for the other, that is less than rounding.
+# Weights may be so far apart, in powers of e. The largest exp(key - m) of a channel is 1, and single precision loses
+# values below exp(-87): even with a weight of exp(-70) for the former and 1 for the latter, that is less than rounding.
 SPREAD = 70.0
-# Devices that multiply matrices much faster in half precision.
+# These devices multiply matrices much faster in half precision.
 HALF_PRODUCTS = {"cuda"}
 
 
 def bounded_exp(exponent: Tensor) -> Tensor:
-    """Compute exp of what is 0 at most; less than -SPREAD counts as -SPREAD."""
+    """Compute exp of an exponent of at most 0; exponents below -SPREAD count as -SPREAD."""
     return exponent.clamp_min(-SPREAD).exp()
 
 
@@ -53,7 +53,7 @@ def exponentials(key: Tensor, value: Tensor, valid: Tensor | None) -> Tensor:
 
 
 class _Exponentials(torch.autograd.Function):
-    """Gradients in fewer passes over memory than autograd's own."""
+    """Exponentials whose gradients take fewer passes over memory than autograd's own."""
 
     @staticmethod
     def forward(key: Tensor, value: Tensor, top: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ def split_heads(parts: Tensor, heads: int, width: int) -> tuple[Tensor, Tensor]:
 
 
 def per_channel(per_head: Tensor, channels: int, width: int) -> Tensor:
-    """Repeat what is per head, (heads, ...), for all channels of numerators of this width and of denominators."""
+    """Repeat numbers of each head, (heads, ...), for all channels of numerators of this width and of denominators."""
     heads = per_head.shape[0]
     shared = channels // heads - width
     return torch.cat((per_head.repeat_interleave(width, 0), per_head.repeat_interleave(shared, 0)))
@@ -130,7 +130,7 @@ def _gated_average(query: Tensor, sums: Tensor, padded: bool) -> Tensor:
 
 
 class _GatedAverage(torch.autograd.Function):
-    """Gates and averages are recomputed for the gradients: autograd by itself would keep both."""
+    """`_gated_average`, which backward computes once more: autograd by itself would keep gates and averages."""
 
     @staticmethod
     def forward(query: Tensor, sums: Tensor, padded: bool) -> Tensor:

@@ -8,16 +8,25 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from relvit.families.reformer.operation import lsh_attention, lsh_rotations
+from relvit.families.reformer.operation import check_bias_alone, lsh_attention, lsh_rotations
 from relvit.layers.mixer import LayerPlan, Mixer, count_parameters
 from relvit.layers.positions.base import needs_tokens
-from relvit.ops import Grid, RelativeTerms
+from relvit.ops import Grid
 from relvit.ops.checks import check_heads
 from relvit.utils.constants import KeepConstants
 
-# Buckets for up to 32,768 tokens at 32 each; with more tokens, buckets get larger.
+# So many buckets hold 32,768 tokens at 32 each; with more tokens, buckets get larger.
 MOST_BUCKETS = 1024
-NO_TERMS = "LSH attention takes a bias by offset, and no position that depends on tokens or has free channels"
+
+
+def check_position(position: nn.Module) -> None:
+    """Raise ValueError for a position that has other terms than a bias by offset."""
+    if needs_tokens(position):
+        raise ValueError(
+            "LSH attention takes a bias by offset, and no position that depends on tokens or has free channels, got "
+            f"{type(position).__name__}"
+        )
+    check_bias_alone(position(Grid(1, 1)))
 
 
 class LSHAttention(Mixer, KeepConstants):
@@ -36,11 +45,10 @@ class LSHAttention(Mixer, KeepConstants):
         bucket_size: tokens per bucket, on average; up to 2 `bucket_size` - 1 tokens attend to each other as one bucket,
             exactly. Chunks have twice this size.
         rounds: how often tokens are hashed; more find more of the pairs, in as much more time.
-        device: of the parameters.
-        dtype: of the parameters.
 
     Raises:
-        ValueError: heads that do not divide the width; a bucket size or rounds below 1.
+        ValueError: heads that do not divide the width; a bucket size or rounds below 1; a position with other terms
+            than a bias.
     """
 
     lacks: ClassVar[Mapping[str, str]] = {
@@ -67,6 +75,8 @@ class LSHAttention(Mixer, KeepConstants):
     ) -> None:
         super().__init__()
         check_heads(dim, num_heads)
+        if position is not None:
+            check_position(position)
         factory_kwargs = {"device": device, "dtype": dtype}
         self.num_heads = num_heads
         self.head_dim: int = dim // num_heads
@@ -99,28 +109,24 @@ class LSHAttention(Mixer, KeepConstants):
         if not self.rotations.is_meta:
             rounds, head_dim, pairs = self.rotations.shape
             generator = torch.Generator().manual_seed(0)
-            # One round after the other: fewer rounds are the first of more.
+            # Rounds are drawn one after the other, so that fewer rounds are the first of more.
             drawn = [lsh_rotations(1, head_dim, 2 * pairs, generator, "cpu") for _ in range(rounds)]
             self.rotations.copy_(torch.cat(drawn))
 
-    # PyTorch and timm call both for modules made on the meta device.
+    # PyTorch and timm call these names for modules made on the meta device.
     reset_parameters = init_non_persistent_buffers
 
     def forward(self, x: Tensor, grid: Grid, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """Map (B, N, dim) tokens of `grid` to (B, N, dim).
 
         Raises:
-            ValueError: an `attn_mask`; padding belongs into the grid's `valid`.
+            ValueError: an `attn_mask`; padding goes into the grid's `valid`.
         """
         self.refuse_mask(attn_mask)
         B, N, _ = x.shape
         query_key, value = self.qk_v(x).reshape(B, N, 2, self.num_heads, self.head_dim).unbind(2)
         query_key, value = self.qk_norm(query_key.transpose(1, 2)).to(value.dtype), value.transpose(1, 2)
-        terms: RelativeTerms | None = None
-        if self.position is not None:
-            if needs_tokens(self.position):
-                raise ValueError(NO_TERMS)
-            terms = self.position(grid)
+        terms = None if self.position is None else self.position(grid)
         dropout_p = self.attn_drop.p if self.training else 0.0
         # The number of buckets follows the tokens.
         pairs = min(N // (2 * self.bucket_size), self.rotations.shape[2])
@@ -128,8 +134,7 @@ class LSHAttention(Mixer, KeepConstants):
         if self.training:
             rotations = torch.randn_like(rotations)
         x = lsh_attention(query_key, value, grid, rotations, terms=terms, is_causal=is_causal, dropout_p=dropout_p)
-        x = self.norm(x.transpose(1, 2).reshape(B, N, self.num_heads * self.head_dim))
-        return self.proj_drop(self.proj(x))
+        return self.proj_drop(self.proj(self.norm(x.transpose(1, 2).flatten(2))))
 
     def plan(self, name: str, grid: Grid, training: bool) -> LayerPlan:
         """Return what the mixer of this name computes: its bias, and no choice of backends."""

@@ -9,13 +9,10 @@ from typing import Any, ClassVar
 from timm.models import DefaultCfg
 from torch import nn
 
-from relvit.families.reformer.attention import NO_TERMS, LSHAttention
-from relvit.families.reformer.operation import check_bias_alone
-from relvit.layers.positions.base import needs_tokens
+from relvit.families.reformer.attention import LSHAttention, check_position
 from relvit.models.entry_points import default_cfgs_of, entry_point
 from relvit.models.relative_vit import SMALL, RelVisionTransformer
 from relvit.models.weights.convert import checkpoint_filter_fn
-from relvit.ops import Grid
 
 
 class LSHVisionTransformer(RelVisionTransformer):
@@ -42,14 +39,12 @@ class LSHVisionTransformer(RelVisionTransformer):
     def __init__(self, *, rel_terms: str = "b", bucket_size: int = 32, rounds: int = 4, **kwargs: Any) -> None:
         if "backend" in kwargs:
             raise ValueError(f"backend cannot be chosen: {self.fixed['backend']}")
-        # Other positions have no `rel_terms`, and refuse any but the default of the class above.
+        # Other positions have no `rel_terms`, and refuse any value but the default of `RelVisionTransformer`.
         if kwargs.get("position", "tables") == "tables" or rel_terms != "b":
             kwargs["rel_terms"] = rel_terms
         super().__init__(**kwargs)
         for block in self.blocks:
-            if needs_tokens(block.attn.position):
-                raise ValueError(f"{NO_TERMS}, got {type(block.attn.position).__name__}")
-            check_bias_alone(block.attn.position(Grid(1, 1)))
+            check_position(block.attn.position)
             block.attn.set_hashing(bucket_size, rounds)
 
 

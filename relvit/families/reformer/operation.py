@@ -13,7 +13,7 @@ from relvit.ops.inputs import check_terms
 from relvit.ops.recompute import recomputed
 from relvit.ops.terms import JointTable, RelativeTerms
 
-# What a token's logit with itself is set to, so that it attends to itself only where there is nothing else.
+# The logit of a token with itself, so low that a token attends to itself only where there is nothing else.
 SELF_LOGIT = -1e5
 
 
@@ -80,7 +80,7 @@ def lsh_attention(
 # Sizes of chunks follow from the number of tokens by divisions, whose symbols Dynamo takes minutes to simplify.
 @torch.compiler.disable
 def _run(*arguments: object) -> Tensor:
-    """Attend; what is kept for backward are the arguments, as in the paper."""
+    """Attend, and keep the arguments alone for backward, as in the paper."""
     return recomputed(_attend, *arguments, preserve_rng_state=True)
 
 
@@ -104,21 +104,21 @@ def _attend(
     if valid is not None:
         hashes = hashes.masked_fill(~valid[:, None, None], buckets)
     size = min(tokens, chunk_size or 2 * -(-tokens // buckets))
-    # Padding to whole chunks comes last: a bucket that no token attends to.
+    # Padding to whole chunks is a last bucket, to which no token attends.
     extra = -tokens % size
     hashes = F.pad(hashes, (0, extra), value=buckets)
-    # Of one bucket in their order, in every version of sorting.
+    # Numbers that differ make tokens of one bucket keep their order under every version of sorting.
     order = (hashes * (tokens + extra) + torch.arange(tokens + extra, device=hashes.device)).argsort(dim=-1)
     place = order.argsort(dim=-1)
     chunks = (tokens + extra) // size
 
     def windows(x: Tensor) -> tuple[Tensor, Tensor]:
-        """Chunks of what is sorted, (..., chunks, size), and each with the one before it, (..., chunks, 2 size)."""
+        """Cut sorted tokens into chunks (..., chunks, size), and chunks with the one before, (..., chunks, 2 size)."""
         own = x.unflatten(3, (chunks, size))
         return own, torch.cat((own.roll(1, 3), own), dim=4)
 
     def of_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
-        """Windows of a vector per token, (B, heads, N, dim)."""
+        """Return the windows of a vector per token, (B, heads, N, dim)."""
         x = F.pad(x, (0, 0, 0, extra))[:, :, None].expand(-1, -1, rounds, -1, -1)
         return windows(x.gather(3, order[..., None].expand(*order.shape, x.shape[-1])))
 
@@ -134,14 +134,14 @@ def _attend(
     codes = (2 * chunks * hashes + place // size).to(torch.int32)
     owns, met = [], 0
     for each in range(rounds):
-        # In the windows of all rounds.
+        # The windows of all rounds show whether tokens also meet in this one.
         code = codes[:, :, each, None].expand(order.shape).gather(3, order)
         mine, theirs = windows(code)
         meet = (mine[..., None] - theirs[..., None, :]) >> 1 == 0
         owns.append(meet[:, :, each])
         met = met + meet.to(torch.int16)
     allowed = torch.stack(owns, dim=2)
-    # Before the first chunk there is none.
+    # No chunk comes before the first one.
     first = torch.arange(chunks, device=order.device)[:, None] == 0
     before = torch.arange(2 * size, device=order.device) < size
     allowed = allowed & ~(first & before)[:, None] & (windows(hashes.gather(3, order))[1] < buckets)[..., None, :]
@@ -152,7 +152,7 @@ def _attend(
     logits = logits.masked_fill(index == other, SELF_LOGIT).masked_fill(~allowed, -torch.inf)
 
     total = logits.logsumexp(dim=-1, keepdim=True)
-    # Padding attends to nothing.
+    # Padding attends to nothing, and its total is -inf.
     weights = (logits - total.masked_fill(total.isneginf(), 0.0)).exp()
     out = F.dropout(weights, dropout_p).to(value.dtype) @ of_tokens(value)[1]
     out, total = out.flatten(3, 4), total.flatten(3, 4)
@@ -187,7 +187,7 @@ def lsh_rotations(
 
 
 def _hash(vectors: Tensor, rotations: Tensor) -> Tensor:
-    """Buckets (B, heads, rounds, N) of vectors (B, heads, N, head_dim)."""
+    """Return the buckets (B, heads, rounds, N) of vectors (B, heads, N, head_dim)."""
     if rotations.shape[2] == 0:
         return vectors.new_zeros(*vectors.shape[:2], rotations.shape[0], vectors.shape[2], dtype=torch.int64)
     rotated = vectors[:, :, None] @ rotations
@@ -195,14 +195,14 @@ def _hash(vectors: Tensor, rotations: Tensor) -> Tensor:
 
 
 def _bias(terms: RelativeTerms, grid: Grid, index: Tensor, other: Tensor, like: Tensor) -> Tensor:
-    """b_ij of queries `index` (B, heads, rounds, chunks, size, 1) and keys `other` (..., 1, 2 size)."""
+    """Look up b_ij of queries `index` (B, heads, rounds, chunks, size, 1) and keys `other` (..., 1, 2 size)."""
     if isinstance(terms.bias, JointTable):
         table = terms.bias.table
     else:
         table = terms.bias.rows[..., :, None] + terms.bias.cols[..., None, :]
     rows, cols = table.shape[-2:]
     table = table.expand(like.shape[1], rows, cols)
-    # Prefix tokens and padding to whole chunks have any coordinates.
+    # Prefix tokens and padding to whole chunks get any coordinates: their bias is not used.
     coords = F.pad(batched_coords(grid, like.device).to(torch.int32), (0, 0, grid.prefix, 0))
     coords = coords.expand(index.shape[0], -1, -1)
     batch = torch.arange(index.shape[0], device=like.device)[:, None, None, None, None, None]
@@ -215,7 +215,7 @@ def _bias(terms: RelativeTerms, grid: Grid, index: Tensor, other: Tensor, like: 
 
 
 def check_bias_alone(terms: RelativeTerms) -> None:
-    """Raise ValueError for terms that LSH attention has no use for."""
+    """Raise ValueError for terms that LSH attention cannot use."""
     others = [name for name in ("query", "key", "value", "channels", "query_bias") if getattr(terms, name) is not None]
     if others:
         raise ValueError(

@@ -40,7 +40,7 @@ def lsh_attention(
         if rotation.shape[1]:
             rotated = query_key @ rotation.to(query_key.dtype)
             hashes = torch.cat((rotated, -rotated), dim=-1).argmax(dim=-1)
-        # How many tokens come before in the sorted sequence, padding left out.
+        # A token's chunk follows from the number of tokens before it in the sorted sequence, padding left out.
         earlier = torch.ones(tokens, tokens, dtype=torch.bool, device=value.device).tril(-1)
         before = (hashes[..., None, :] < hashes[..., None]) | ((hashes[..., None, :] == hashes[..., None]) & earlier)
         chunk = (before & valid[:, None, None, :]).sum(dim=-1) // size
@@ -55,7 +55,7 @@ def lsh_attention(
         logits = logits + pair_bias(terms, grid, grid, query_key)
     itself = torch.eye(tokens, dtype=torch.bool, device=value.device)
     others = together & ~itself
-    # A token attends to itself where nothing else is there.
+    # A token attends to itself where it can attend to no other token.
     together = torch.where(others.any(dim=-1, keepdim=True), others, together & itself)
     weights = logits.masked_fill(~together, -torch.inf).softmax(dim=-1)
     weights = weights.masked_fill(~valid[:, None, :, None], 0.0)

@@ -60,7 +60,7 @@ def reversible_blocks(
     if isinstance(x, torch.fx.Proxy):
         run = _run
     else:
-        # Without gradients nothing is kept anyway; transforms of torch.func have rules for plain operations alone.
+        # Without gradients nothing is kept anyway, and transforms of torch.func have rules for plain operations alone.
         run = _run_recomputed if torch.is_grad_enabled() and may_recompute() else _run
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         autocast = torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)
@@ -110,13 +110,13 @@ def _run_recomputed(blocks: Sequence[nn.Module], chain: Chain, first: Tensor, se
     chain.autocast = _autocast_of(first.device.type)
     for number, block in enumerate(blocks):
         step = Step(block, chain, last=number == len(blocks) - 1)
-        # Parameters are arguments, so that they get gradients where the tokens want none.
+        # Parameters are arguments, so that they get gradients even where the tokens want none.
         first, second = ReversibleBlock.apply(step, first, second, chain.attn_mask, *step.parameters)
     return first, second
 
 
 def _autocast_of(device_type: str) -> Callable[[], AbstractContextManager[object]]:
-    """Return what makes a context with the present state of autocast."""
+    """Return a function that makes a context with the present state of autocast."""
     if not torch.amp.is_autocast_available(device_type):
         return nullcontext
     return partial(
@@ -124,7 +124,7 @@ def _autocast_of(device_type: str) -> Callable[[], AbstractContextManager[object
         device_type,
         dtype=torch.get_autocast_dtype(device_type),
         enabled=torch.is_autocast_enabled(device_type),
-        # Weights that forward casts have no gradients, and backward would find them there.
+        # The cache would hand weights that forward has cast, which have no gradients, to backward.
         cache_enabled=False,
     )
 
@@ -139,7 +139,7 @@ class Step:
         self.parameters: tuple[nn.Parameter, ...] = tuple(block.parameters())
         read = self.parameters if chain.attn_mask is None else (*self.parameters, chain.attn_mask)
         self.versions: Versions = Versions(read)
-        # By branch: the states of the random number generators before it, where it has used any.
+        # For a branch that has used random numbers: the states of the generators before it.
         self.random: dict[str, list[Tensor]] = {}
 
     def forward(self, x1: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,7 +184,7 @@ class ReversibleBlock(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad1: Tensor, grad2: Tensor) -> tuple[Tensor | None, ...]:
         step, chain = ctx.step, ctx.step.chain
         if torch.is_grad_enabled():
-            # Marked as differentiable once, this function would be left out of second derivatives without an error.
+            # With `once_differentiable`, second derivatives would leave out this function without an error.
             raise RuntimeError(
                 "reversible blocks have no second derivatives (create_graph=True), since backward recomputes them: use "
                 "the transforms of torch.func, or a model with reversible=False"
@@ -220,13 +220,13 @@ def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
 
 
 def _random_states(x: Tensor) -> list[Tensor]:
-    """The states of the random number generators of the CPU and of the device of `x`."""
+    """Return the states of the random number generators of the CPU and of the device of `x`."""
     return [torch.get_rng_state(), *get_device_states(x)[1]]
 
 
 @contextmanager
 def _replayed(states: list[Tensor] | None, x: Tensor) -> Iterator[None]:
-    """Set the random number generators to `states`, and back behind the context; None: do nothing."""
+    """Set the random number generators to `states` within the context; None: do nothing."""
     if states is None:
         yield
         return

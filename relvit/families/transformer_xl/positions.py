@@ -22,28 +22,26 @@ class TransformerXLPosition2d(LearnedPosition, Position):
     W_R R_ij = a(y_i - y_j) + b(x_i - x_j) without a remainder: a table per axis and head, computed for the grid and
     never clipped, in both directions. Where i or j is a prefix token, the part of W_R is zero.
 
-    Called with a `Grid` it returns the `RelativeTerms`: u as `query_bias`, a and b as key tables, and scale (v - u) . a
-    and scale (v - u) . b as a bias, so that queries to which u has been added meet W_R as q + v.
+    The terms are u as `query_bias`, a and b as key tables, and scale (v - u) . a and scale (v - u) . b as a bias, so
+    that queries to which u has been added meet W_R as q + v.
 
     Args:
         head_dim: width of one attention head; the scale is head_dim ** -0.5.
         num_heads: number of heads.
         max_distance: offsets beyond so many patches count as this one (`clamp_len` of the authors' code), one number
             for both axes or (rows, columns); None: no offset is clipped.
-        init_std: standard deviation of the truncated normal that initialises all parameters; 0: zeros, with which the
-            layer computes plain attention.
+        init_std: see `LearnedPosition`.
 
     Attributes:
         row_weight, col_weight: the two halves of W_R, (num_heads head_dim, 2 F) each.
         content_bias, position_bias: u and v, (num_heads, head_dim) each.
-        trained_grid: rows and columns of patches in training: in images of another size offsets are divided by the
-            ratio of sizes; see `relvit.models.set_reach`. None: they are not.
 
     Raises:
         ValueError: a clip distance or a standard deviation out of range.
         TypeError: a clip distance that is not an integer.
     """
 
+    trained_grid: tuple[int, int] | None = None
     row_weight: nn.Parameter
     col_weight: nn.Parameter
     content_bias: nn.Parameter
@@ -62,7 +60,6 @@ class TransformerXLPosition2d(LearnedPosition, Position):
         self.max_distance: tuple[int, int] | None = (
             None if max_distance is None else int_pair("max_distance", max_distance, 0)
         )
-        self.trained_grid: tuple[int, int] | None = None
         dim = num_heads * head_dim
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -80,16 +77,16 @@ class TransformerXLPosition2d(LearnedPosition, Position):
         """Return key tables (num_heads, 2 size - 1, head_dim) and the bias, for the rows and columns of a grid."""
         dy, dx = axis_offsets(grid, self.trained_grid, self.max_distance, self.row_weight)
         rows, cols = self._table(self.row_weight, dy), self._table(self.col_weight, dx)
-        # No matrix product, which under autocast would be one in half precision.
+        # A matrix product would be in half precision under autocast.
         turned = self.content_bias.shape[1] ** -0.5 * (self.position_bias - self.content_bias)[:, None]
         bias = AxisTables((rows * turned).sum(dim=-1), (cols * turned).sum(dim=-1))
         return RelativeTerms(key=AxisTables(rows, cols), bias=bias, query_bias=self.content_bias)
 
     def _table(self, weight: Tensor, offsets: Tensor) -> Tensor:
-        """W_R R of all offsets on an axis, (num_heads, 2 size - 1, head_dim)."""
+        """Compute W_R R of all offsets on an axis, (num_heads, 2 size - 1, head_dim)."""
         number = weight.shape[1] // 2
         frequencies = 10000.0 ** (-torch.arange(number, device=offsets.device, dtype=offsets.dtype) / number)
-        # The paper's i - j: query minus key.
+        # The paper's offset is i - j, query minus key.
         angles = -offsets[:, None] * frequencies
         sinusoids = torch.cat((angles.sin(), angles.cos()), dim=-1).to(weight.dtype)
         return F.linear(sinusoids, weight).unflatten(-1, self.content_bias.shape).transpose(0, 1)

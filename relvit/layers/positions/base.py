@@ -16,16 +16,17 @@ from relvit.ops.tracing import is_compiling
 class Position(nn.Module):
     """Base of relative position modules: a module from where tokens are to `RelativeTerms`.
 
-    A position implements `forward(grid)`, or `terms` where it depends on the tokens. A module without this base needs
-    no more than `forward(grid)`.
+    A position implements `forward(grid)`, or `terms` where it depends on the tokens. Every block makes one of its own,
+    called as `position(head_dim, num_heads, device=, dtype=)`, whether it uses these arguments or not. A module without
+    this base needs no more than that and `forward(grid)`.
 
     Attributes:
         needs_tokens: the terms depend on tokens or are free channels, so that there are no tables to look at.
         needs_extent: the terms depend on the size of the image or on places in it, and not on offsets alone:
             `relvit.families.transformer_xl.set_bands` refuses them.
-        trained_grid: rows and columns of patches in training, by which a position whose `forward` follows it stretches
-            offsets in images of another size, see `relvit.models.set_reach`; None: it does not. A position that cannot
-            be stretched has no such attribute.
+        trained_grid: rows and columns of patches in training: in images of another size offsets are divided by the
+            ratio of sizes, see `relvit.models.set_reach`. None: they are not. A position that cannot be stretched in
+            this way has no such attribute.
     """
 
     needs_tokens: ClassVar[bool] = False
@@ -40,7 +41,8 @@ class LearnedPosition(nn.Module):
     """Base of positions with parameters: relative positions and absolute embeddings.
 
     Args:
-        init_std: standard deviation of the truncated normal that initialises them; 0: zeros.
+        init_std: standard deviation of the truncated normal that initialises the parameters or, of a network, those of
+            the last layers; 0: zeros, with which an attention layer computes what it computes without a position.
 
     Raises:
         ValueError: a negative standard deviation.
@@ -62,7 +64,7 @@ class LearnedPosition(nn.Module):
 
 
 def initialise(tables: Iterable[Tensor], std: float) -> None:
-    """Draw tables from a normal of standard deviation `std`, truncated at ±2; zeros for 0."""
+    """Fill tables from a normal of standard deviation `std`, truncated at ±2, or with zeros for 0."""
     for table in tables:
         if std:
             trunc_normal_(table, std=std)
@@ -74,7 +76,7 @@ def terms_of(position: nn.Module, x: Tensor, grid: Grid, key_grid: Grid) -> Rela
     """Compute the terms of a position, with this base or without: see `Position.terms`."""
     terms = position.terms(x, grid, key_grid) if hasattr(position, "terms") else position(key_grid)
     if terms.query_bias is None and hasattr(position, "content_bias"):
-        # Compilers do not know how to warn.
+        # The compiler cannot trace a warning.
         if not is_compiling():
             text = f"{type(position).__name__}: return content_bias as RelativeTerms(query_bias=...), which replaces it"
             warnings.warn(text, FutureWarning, stacklevel=2)

@@ -25,28 +25,24 @@ class ContinuousPosition2d(LearnedPosition, Position):
     - 'swin': s(d) = sign(d) log2(1 + |8 d / (window - 1)|) / log2(8), and b_ij = 16 sigmoid(G), without a bias in the
       last layer, as in the authors' code.
 
-    Both axes meet in G, so the table is a joint one, computed for the grid at hand. Called with a `Grid` it returns the
-    `RelativeTerms`, a bias alone. Parameters have the names of timm's `RelPosMlp` (and with `mlp.fc1` for `cpb_mlp.0`
-    and `mlp.fc2` for `cpb_mlp.2` of the authors').
+    Both axes meet in G, so the table is a joint one, computed for the grid at hand. Parameters have the names of timm's
+    `RelPosMlp` (and with `mlp.fc1` for `cpb_mlp.0` and `mlp.fc2` for `cpb_mlp.2` of the authors').
 
     Args:
-        head_dim: not used; position modules are made by `position(head_dim, num_heads, device=, dtype=)`.
+        head_dim: not used, see `Position`.
         num_heads: number of heads.
         mode: 'cr' or 'swin'.
         hidden_dim: width of the network.
         window: rows and columns of patches by which 'swin' scales offsets, one number for both or (rows, columns): of
             the window, or image, in training.
-        init_std: standard deviation of the truncated normal that initialises the last layer; 0: zeros, with which the
-            bias is one number for all pairs of patches, in 'cr' 0.
-
-    Attributes:
-        trained_grid: rows and columns of patches in training: in images of another size offsets are divided by the
-            ratio of sizes; see `relvit.models.set_reach`. None: they are not.
+        init_std: see `LearnedPosition`; of 'swin', 0 makes the bias 8 for all pairs of patches.
 
     Raises:
         ValueError: an unknown mode, a window below 2, a standard deviation out of range.
         TypeError: a window that is not made of integers.
     """
+
+    trained_grid: tuple[int, int] | None = None
 
     def __init__(
         self,
@@ -63,7 +59,6 @@ class ContinuousPosition2d(LearnedPosition, Position):
         check_choice("mode", mode, MODES)
         self.mode = mode
         self.window: tuple[int, int] = int_pair("window", window, 2)
-        self.trained_grid: tuple[int, int] | None = None
         bias = (True, mode == "cr")
         self.mlp: Mlp = Mlp(2, hidden_dim, num_heads, act_layer=nn.ReLU, bias=bias, device=device, dtype=dtype)
         self.init_weights()
@@ -77,7 +72,7 @@ class ContinuousPosition2d(LearnedPosition, Position):
         """Return the bias, a table (num_heads, 2 H - 1, 2 W - 1)."""
         weight = self.mlp.fc1.weight
         dy, dx = axis_offsets(grid, self.trained_grid, None, weight)
-        # The paper's offsets: query minus key.
+        # The paper's offsets are query minus key.
         dy, dx = -dy, -dx
         if self.mode == "swin":
             dy, dx = dy * 8 / (self.window[0] - 1), dx * 8 / (self.window[1] - 1)

@@ -17,32 +17,27 @@ class FirePosition2d(LearnedPosition, Position):
     with a network f of one hidden layer and ReLU, and a learned c and L, of each axis. The quotient has one range at
     all sizes beyond L, so large images interpolate. It is the paper's formula for the last token of a sequence, whose
     position is size - 1; in an image, where keys come before and after the query, all tokens share that divisor, and
-    the sign distinguishes both sides. Called with a `Grid` it returns the `RelativeTerms`, a bias alone.
+    the sign distinguishes both sides.
 
     Args:
-        head_dim: not used; position modules are made by `position(head_dim, num_heads, device=, dtype=)`.
+        head_dim: not used, see `Position`.
         num_heads: number of heads.
         hidden_dim: width of the networks, 32 as in the paper.
         init_c: initial c, as in the authors' code.
         threshold: initial L, in patches.
-        init_std: standard deviation of the truncated normal that initialises the last layers; 0: zeros, with which the
-            layer computes plain attention.
+        init_std: see `LearnedPosition`.
 
     Attributes:
-        trained_grid: rows and columns of patches in training: in images of another size offsets are divided by the
-            ratio of sizes, and u has the trained size; see `relvit.models.set_reach`. None: as above.
+        trained_grid: see `Position`; where it is set, u has the trained size.
 
     Raises:
         ValueError: a standard deviation out of range; in `forward` a padded batch, whose images differ in size.
     """
 
-    # Offsets are divided by the size of the image.
+    # The size of the image divides offsets.
     needs_extent = True
+    trained_grid: tuple[int, int] | None = None
 
-    init_c: float
-    init_threshold: float
-    rows: nn.Sequential
-    cols: nn.Sequential
     c: nn.Parameter
     threshold: nn.Parameter
 
@@ -59,7 +54,6 @@ class FirePosition2d(LearnedPosition, Position):
     ) -> None:
         super().__init__(init_std)
         self.init_c, self.init_threshold = init_c, threshold
-        self.trained_grid: tuple[int, int] | None = None
 
         def network() -> nn.Sequential:
             return nn.Sequential(
@@ -95,11 +89,11 @@ class FirePosition2d(LearnedPosition, Position):
         return RelativeTerms(bias=AxisTables(rows.transpose(0, 1), cols.transpose(0, 1)))
 
     def _quotient(self, axis: int, offsets: Tensor, size: int) -> Tensor:
-        """u of all offsets of an axis, (offsets, 1)."""
+        """Compute u of all offsets of an axis, (offsets, 1)."""
         c, threshold = self.c[axis].to(offsets.dtype), self.threshold[axis].to(offsets.dtype)
         farthest = threshold.abs().clamp(min=size - 1)
-        # As in the authors' code: for c = 0.
+        # The authors' code adds as much, so that c = 0 has a divisor.
         divisor = torch.log1p((c * farthest).abs()) + 1e-6
-        # The paper's i - j: query minus key.
+        # The paper's offset is i - j, query minus key.
         quotient = -offsets.sign() * torch.log1p((c * offsets).abs()) / divisor
         return quotient.to(self.c.dtype)[:, None]

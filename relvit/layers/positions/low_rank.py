@@ -17,20 +17,18 @@ class LowRankPosition2d(LearnedPosition, Position):
     """A bias b_ij = f_i . g_j with two learned vectors of width r for each place of a grid, per head.
 
     Source: FlashBias (Wu et al. 2025, arXiv 2505.12044, section 3): every bias of rank r is r more channels of queries
-    and keys, and biases such as Swin's are nearly of low rank; `load_bias` takes one over. Attention layers
-    call `terms`.
+    and keys, and biases such as Swin's are nearly of low rank; `load_bias` takes one over.
 
     A grid with no more rows (or columns) than that of the factors uses the first ones: so a bias by offset stays what
     it was. For a larger one the factors are interpolated linearly, each axis on its own: the bias is
     stretched over the image. The paper has one size.
 
     Args:
-        head_dim: not used; position modules are made by `position(head_dim, num_heads, device=, dtype=)`.
+        head_dim: not used, see `Position`.
         num_heads: number of heads.
         rank: r.
         grid_size: rows and columns of the factors, one number for both or (rows, columns).
-        init_std: standard deviation of the truncated normal that initialises the query's factors (the key's: 1); 0:
-            zeros, with which the layer computes plain attention.
+        init_std: see `LearnedPosition`; of the query's factors alone, while the key's have a deviation of 1.
 
     Raises:
         ValueError: a rank or size below 1, a negative standard deviation; in `terms` a padded batch of images that
@@ -63,7 +61,7 @@ class LowRankPosition2d(LearnedPosition, Position):
     def init_weights(self) -> None:
         """Initialise the factors."""
         super().init_weights()
-        # With zeros on both sides neither would ever learn.
+        # With zeros on both sides, neither side would ever learn.
         nn.init.trunc_normal_(self.key)
 
     def no_weight_decay(self) -> set[str]:

@@ -22,26 +22,22 @@ class ParabolicPosition2d(LearnedPosition, Position):
     the middle of the grid, which changes nothing but rounding. Between prefix tokens and others there is no parabola;
     the authors put the class token at (0, 0) and patches from (1, 1) on.
 
-    Attention layers call `terms`.
-
     Args:
         head_dim: width of one attention head; the scale is head_dim ** -0.5, and tokens are num_heads head_dim wide.
         num_heads: number of heads.
         parabolas: M, the authors' default.
-        init_std: standard deviation of the truncated normal that initialises the directions, by default that of the
-            authors' uniform distribution; 0: zeros, with which the layer computes plain attention.
+        init_std: see `LearnedPosition`; of the directions, by default that of the authors' uniform distribution.
 
     Attributes:
         directions: (num_heads, M, 2), w, for rows and columns.
         coefficients: the linear layer of W_a and W_b, as the authors' `ab`.
-        trained_grid: rows and columns of patches in training: in images of another size offsets are divided by the
-            ratio of sizes; see `relvit.models.set_reach`. None: they are not.
 
     Raises:
         ValueError: no parabola, a negative standard deviation.
     """
 
     needs_tokens = True
+    trained_grid: tuple[int, int] | None = None
 
     def __init__(
         self,
@@ -56,7 +52,6 @@ class ParabolicPosition2d(LearnedPosition, Position):
         if parabolas < 1:
             raise ValueError(f"parabolas must be at least 1, got {parabolas}")
         self.scale: float = head_dim**-0.5
-        self.trained_grid: tuple[int, int] | None = None
         self.directions: nn.Parameter = nn.Parameter(torch.empty(num_heads, parabolas, 2, device=device, dtype=dtype))
         dim, features = num_heads * head_dim, 2 * num_heads * parabolas
         self.coefficients: nn.Linear = nn.Linear(dim, features, bias=False, device=device, dtype=dtype)
@@ -91,7 +86,7 @@ def parabolas(
     heads, number, _ = directions.shape
     a, b = features.to(dtype).unflatten(-1, (2, heads, number)).unbind(2)
     a = F.softplus(a)
-    # Sums, no matrix products, which under autocast would be in half precision; (B, heads, N) each.
+    # Matrix products would be in half precision under autocast, sums are not; each result is (B, heads, N).
     down, across = directions.to(dtype).unbind(-1)
     yy = (a * (down * down)).sum(-1).transpose(1, 2)
     yx = (a * (2 * down * across)).sum(-1).transpose(1, 2)
@@ -113,7 +108,7 @@ def parabolas(
 def _coordinates(
     grid: Grid, key_grid: Grid, trained: tuple[int, int] | None, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Rows and columns of all tokens from the middle of `key_grid`, (1 or B, 1, N) each, anything for prefix tokens."""
+    """Count rows and columns of tokens from the middle of `key_grid`, (1 or B, 1, N); prefix tokens have any."""
     y, x = F.pad(batched_coords(grid, device).to(dtype), (0, 0, grid.prefix, 0))[:, None].unbind(-1)
     y, x = y - (key_grid.height - 1) / 2, x - (key_grid.width - 1) / 2
     if trained is not None:

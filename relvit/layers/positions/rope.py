@@ -21,7 +21,7 @@ from relvit.ops.grid import batched_coords
 from relvit.utils.constants import KeepConstants
 from relvit.utils.messages import check_choice
 
-# Temperatures of Heo et al. by kind.
+# The temperatures of Heo et al. for each kind.
 TEMPERATURES = {"axial": 100.0, "mixed": 10.0}
 
 
@@ -51,8 +51,6 @@ class RotaryEmbedding2d(KeepConstants):
         ValueError: an unknown kind, a head width that is no multiple of 4, a temperature that is not positive.
     """
 
-    kind: str
-    temperature: float
     frequencies: nn.Parameter
 
     def __init__(
@@ -84,13 +82,13 @@ class RotaryEmbedding2d(KeepConstants):
         options = {"temperature": self.temperature, "device": self.frequencies.device}
         with torch.no_grad():
             if self.kind == "mixed":
-                # timm's are those of x and then of y.
+                # timm has the frequencies of x before those of y.
                 self.frequencies.copy_(init_random_2d_freqs(2 * half, 1, heads, **options)[:, 0].flip(0))
             else:
                 bands = freq_bands(half // 2, step=1, **options)
                 self.frequencies.copy_(torch.block_diag(bands, bands)[:, None])
 
-    # PyTorch and timm call them for modules made on the meta device.
+    # PyTorch and timm call this name for modules made on the meta device.
     reset_parameters = init_weights
 
     def init_non_persistent_buffers(self) -> None:
@@ -108,7 +106,7 @@ class RotaryEmbedding2d(KeepConstants):
         if frequencies.dtype != torch.float64:
             frequencies = frequencies.float()
         y, x_coord = F.pad(batched_coords(grid, x.device).to(frequencies.dtype), (0, 0, grid.prefix, 0)).unbind(-1)
-        # (1 or B, 1 or heads, N, d / 2): zero for prefix tokens. No matrix product, which autocast would lower.
+        # (1 or B, 1 or heads, N, d / 2), zero for prefix tokens; autocast would round a matrix product.
         angles = y[:, None, :, None] * frequencies[0][:, None] + x_coord[:, None, :, None] * frequencies[1][:, None]
         angles = angles.repeat_interleave(2, dim=-1)
         return apply_rot_embed_cat(x, torch.cat((angles.sin(), angles.cos()), dim=-1)).to(x.dtype)
@@ -128,7 +126,7 @@ class AnySizeRope:
         """Return sines and cosines (rows * columns, 2 head_dim) for `shape`, (rows, columns); None: the stored ones."""
         if shape is None or self.feat_shape is None:
             return super().get_embed(shape, dtype)
-        # A graph must not be one for the stored size alone.
+        # A graph must serve more than the stored size.
         traced = is_exporting() or any(isinstance(size, torch.fx.Proxy) for size in shape)
         if not traced and tuple(shape) == tuple(self.feat_shape):
             return super().get_embed(None, dtype)
@@ -149,7 +147,7 @@ class AnySizeRopeDinoV3(AnySizeRope, RotaryEmbeddingDinoV3):
         return RotaryEmbeddingDinoV3.get_embed(self, shape, dtype)
 
 
-# timm's class -> the one that a module of it becomes. timm's others take every size as they are.
+# timm's class -> the class that `relvit.retrofit` gives to its modules. timm's other classes take every size.
 ANY_SIZE_ROPES: dict[type[nn.Module], type[nn.Module]] = {
     RotaryEmbeddingCat: AnySizeRopeCat,
     RotaryEmbeddingDinoV3: AnySizeRopeDinoV3,

@@ -20,24 +20,21 @@ class SlopePosition2d(KeepConstants, Position):
     Slopes m_h are those of ALiBi (Press et al. 2022, arXiv 2108.12409, section 3), see `alibi_slopes`; as there, the
     bias is not scaled. The paper's sequences have one axis. With Manhattan distance the bias splits into rows and
     columns; -m_h sqrt(dy^2 + dx^2), the Euclidean one of CROMA (Fuller et al. 2023, arXiv 2311.00566, "2D-ALiBi"), does
-    not, and takes a joint table. Called with a `Grid` it returns the `RelativeTerms` for
-    `relvit.ops.relative_attention`, a bias alone.
+    not, and takes a joint table.
 
     Args:
-        head_dim: not used, as `dtype`; position modules are made by `position(head_dim, num_heads, device=, dtype=)`.
+        head_dim, dtype: not used, see `Position`.
         num_heads: number of heads.
         max_distance: clip distance of |dy| and |dx| in patches, one for both axes or (rows, columns); None: tables
             reach over the whole grid, and nothing is clipped.
         distance: 'manhattan' or 'euclidean'.
 
-    Attributes:
-        trained_grid: rows and columns of patches in training: in images of another size distances are divided by the
-            ratio of sizes; see `relvit.models.set_reach`. None: they are not.
-
     Raises:
         ValueError: a number of heads or a clip distance out of range, an unknown distance.
         TypeError: a clip distance that is not an integer.
     """
+
+    trained_grid: tuple[int, int] | None = None
 
     def __init__(
         self,
@@ -56,7 +53,6 @@ class SlopePosition2d(KeepConstants, Position):
         self.max_distance: tuple[int, int] | None = (
             None if max_distance is None else int_pair("max_distance", max_distance, 0)
         )
-        self.trained_grid: tuple[int, int] | None = None
         self.register_buffer("slopes", torch.empty(num_heads, device=device, dtype=torch.float32), persistent=False)
         self.init_non_persistent_buffers()
 
@@ -64,7 +60,7 @@ class SlopePosition2d(KeepConstants, Position):
         """Compute the slopes."""
         self.slopes.copy_(torch.tensor(alibi_slopes(self.slopes.shape[0]), dtype=self.slopes.dtype))
 
-    # PyTorch and timm call both for modules made on the meta device.
+    # PyTorch and timm call these names for modules made on the meta device.
     reset_parameters = init_non_persistent_buffers
 
     def forward(self, grid: Grid) -> RelativeTerms:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from relvit.layers.positions.base import LearnedPosition, Position
 from relvit.layers.positions.stretch import is_stretched, stretch
@@ -20,8 +20,7 @@ class RelativePosition2d(LearnedPosition, Position):
 
     For every term in `rel_terms` it holds one table per axis, (2k + 1, head_dim), or (num_heads, 2k + 1, head_dim) with
     `shared_heads=False`; row r belongs to the offset r - k, key minus query, clipped to -k ... k. The bias has one
-    number per head, (num_heads, 2k + 1). Called with a `Grid` it returns the `RelativeTerms` for
-    `relvit.ops.relative_attention`; these tables serve every grid alike.
+    number per head, (num_heads, 2k + 1). These tables serve every grid alike; with `trained_grid` they are stretched.
 
     Args:
         head_dim: width of one attention head.
@@ -33,18 +32,15 @@ class RelativePosition2d(LearnedPosition, Position):
         layout: 'separate' (a table per axis, the two vectors are added) or 'joint' (one table of (2k + 1)^2 vectors; it
             separates what sums cannot, and costs more: see the backend 'gathered').
         bucketing: 'clip', or 'piecewise' for iRPE's index, whose 2k + 1 rows reach up to 4k patches away.
-        init_std: standard deviation of the truncated normal that initialises the tables; 0: zeros, with which the
-            layer computes plain attention.
-
-    Attributes:
-        trained_grid: rows and columns of patches in training, for which `relvit.models.set_reach` stretches tables to
-            other sizes; None: they are used as trained.
+        init_std: see `LearnedPosition`.
 
     Raises:
         ValueError: unknown or repeated letters, an unknown layout or bucketing, a negative clip distance or standard
             deviation.
         TypeError: a clip distance that is not an integer, `shared_heads` that is not a bool.
     """
+
+    trained_grid: tuple[int, int] | None = None
 
     def __init__(
         self,
@@ -73,7 +69,6 @@ class RelativePosition2d(LearnedPosition, Position):
         self.shared_heads = shared_heads
         self.layout = layout
         self.bucketing = bucketing
-        self.trained_grid: tuple[int, int] | None = None
         rows, cols = (2 * distance + 1 for distance in self.max_distance)
         offsets = {"rows": (rows,), "cols": (cols,), "table": (rows, cols)}
         for letter, term in TERMS.items():
@@ -91,37 +86,24 @@ class RelativePosition2d(LearnedPosition, Position):
         return {name for name, _ in self.named_parameters()}
 
     def forward(self, grid: Grid) -> RelativeTerms:
-        """Return the terms, the same for every grid; with `trained_grid` stretched to a grid of another size."""
+        """Return the terms, the same for every grid of the trained size."""
         trained = self.trained_grid if is_stretched(grid, self.trained_grid) else None
-        return RelativeTerms(
-            self._tables(self.query_rows, self.query_cols, self.query_table, -2, grid, trained),
-            self._tables(self.key_rows, self.key_cols, self.key_table, -2, grid, trained),
-            self._tables(self.value_rows, self.value_cols, self.value_table, -2, grid, trained),
-            self._tables(self.bias_rows, self.bias_cols, self.bias_table, -1, grid, trained),
-            self.bucketing if trained is None else "clip",
-        )
+        tables = {term: self._tables(term, grid, trained) for term in TERMS.values()}
+        return RelativeTerms(**tables, bucketing=self.bucketing if trained is None else "clip")
 
-    def _tables(
-        self,
-        rows: Tensor | None,
-        cols: Tensor | None,
-        joint: Tensor | None,
-        axis: int,
-        grid: Grid,
-        trained: tuple[int, int] | None,
-    ) -> AxisTables | JointTable | None:
-        """The pair of tables, the joint one, or None; `axis` is that of the offsets, in a joint one of the columns."""
-        if rows is not None and cols is not None:
-            if trained is not None:
-                rows = stretch(rows, axis, grid.height, trained[0], self.bucketing)
-                cols = stretch(cols, axis, grid.width, trained[1], self.bucketing)
-            return AxisTables(rows, cols)
-        if joint is not None:
-            if trained is not None:
-                joint = stretch(joint, axis - 1, grid.height, trained[0], self.bucketing)
-                joint = stretch(joint, axis, grid.width, trained[1], self.bucketing)
-            return JointTable(joint)
-        return None
+    def _tables(self, term: str, grid: Grid, trained: tuple[int, int] | None) -> AxisTables | JointTable | None:
+        kind = LAYOUTS[self.layout]
+        tables = [getattr(self, f"{term}_{part}") for part in kind._fields]
+        if tables[0] is None:
+            return None
+        if trained is None:
+            return kind(*tables)
+        # Offsets are on the last axis of a bias, and before the width of vectors.
+        axis = -1 if term == "bias" else -2
+        down, across = ((size, before, self.bucketing) for size, before in zip(grid[:2], trained, strict=True))
+        if kind is JointTable:
+            return JointTable(stretch(stretch(tables[0], axis - 1, *down), axis, *across))
+        return AxisTables(stretch(tables[0], axis, *down), stretch(tables[1], axis, *across))
 
     def extra_repr(self) -> str:
         return (

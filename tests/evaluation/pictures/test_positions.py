@@ -176,10 +176,10 @@ def test_computed_tables_reach_over_the_windows_of_their_layers():
 def test_windows_of_aft():
     conv = small("test_relvit_aft").eval()
     with torch.no_grad():
-        assert torch.equal(aft_windows(conv, (24, 16))["blocks.0.attn"], conv.blocks[0].attn.weight())
+        assert torch.equal(aft_windows(conv, (24, 16))["blocks.0.attn"], conv.blocks[0].attn.learned_bias(Grid(3, 2)))
     full = small("relvit_aft_full_small", bias_dim=3).eval()
     # Of 2 x 5 patches, behind a class token.
-    pairs = full.blocks[1].attn.bias(Grid(2, 5, 1)).detach()
+    pairs = full.blocks[1].attn.learned_bias(Grid(2, 5, 1)).detach()
     mean, count = torch.zeros(3, 9), torch.zeros(3, 9)
     one = aft_windows(full, (16, 40), (1, 3))["blocks.1.attn"][0]
     for index in range(10):

@@ -247,8 +247,6 @@ def test_the_choice_of_a_backend(monkeypatch):
     # Weights below -5 cancel there; on one row the smallest is a quarter of the smallest of all.
     assert choice(14, 14, scale=5.1) == choice(1, 57, scale=20.4) == "convolution"
     assert choice(2, 2, is_causal=True) == choice(2, 2, scale=100.0) == "pairs"
-    with pytest.warns(FutureWarning, match="no backend 'toeplitz' any more, 'convolution' is taken"):
-        assert choice(3, 3, backend="toeplitz") == "convolution"
 
 
 @pytest.mark.parametrize("needed", [(1, 2), (0,), (2,)])
@@ -290,9 +288,6 @@ def test_one_graph_for_all_sizes():
         q, k, v = (part.detach() for part in contents(grid, dtype=torch.float32))
         torch.testing.assert_close(run(q, k, v, height, width), reference.aft_conv(q, k, v, weight, grid))
     assert len(graphs) == 1
-    # Its warning would break the graph.
-    old = torch.compile(aft_conv, fullgraph=True, backend="eager")(q, k, v, weight, grid, backend="toeplitz")
-    torch.testing.assert_close(old, reference.aft_conv(q, k, v, weight, grid))
 
 
 def test_autocast_leaves_the_precision_alone():
