@@ -1,4 +1,4 @@
-"""Draw a confusion matrix."""
+"""Draw a confusion matrix as a PNG; `relvit.evaluation.metrics` counts it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from relvit.plots.style import shortened
 
-# Up to so many classes a cell holds its number, or a row its name; beyond that, nothing would be legible.
+# With more classes, numbers in the cells, and names beside the rows, would not be legible.
 NUMBERED, NAMED = 20, 60
 DPI = 150
 
@@ -19,11 +19,11 @@ DPI = 150
 def plot_confusion(confusion: np.ndarray, class_names: Sequence[str], target: str | Path) -> None:
     """Draw a confusion matrix into a PNG.
 
-    The colour is the proportion of a class's images; small ones stand out more than in proportion. Up to 20 classes
-    cells hold counts, up to 60 rows and columns hold names.
+    The colour is the proportion of a class's images, by its square root. Cells show counts for up to 20 classes, rows
+    and columns have names for up to 60.
 
     Args:
-        confusion: images of each class (rows) that were taken for each class (columns), (C, C).
+        confusion: images of each class (rows) by predicted class (columns), (C, C).
         class_names: C names.
         target: the PNG, between 600 and 1,800 pixels wide, so that each of 1,000 classes has at least a pixel.
     """

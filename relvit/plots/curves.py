@@ -28,13 +28,13 @@ def read_metrics(path: str | Path) -> dict[str, list[tuple[int, float]]]:
 def plot_curves(metrics: str | Path, target: str | Path, train_loss: str = "train") -> None:
     """Draw the curves of a `metrics.csv` into a PNG: loss and top-1 accuracy of training and validation, learning rate.
 
-    Of a multi-label training mean average precision and F1 of validation take the place of accuracy. Epochs count from
-    1. A dotted line marks the epoch of the best validation accuracy, of several that of the lowest loss.
+    A multi-label training has mean average precision and F1 of validation instead of accuracy. Epochs count from 1. A
+    dotted line marks the epoch of the best validation accuracy; among equal accuracies, that of the lowest loss.
 
     Args:
         metrics: the table, whose epochs count from 0.
         target: the PNG.
-        train_loss: what the curve of the training loss is called.
+        train_loss: name of the curve of the training loss.
     """
     columns = read_metrics(metrics)
     if "val/map" in columns:
@@ -44,21 +44,18 @@ def plot_curves(metrics: str | Path, target: str | Path, train_loss: str = "trai
         score, scored = "val/acc1", "top-1 accuracy"
         of_score = {"train/acc1": ("train", TRAIN), "train/acc1_mixed": ("train, mixed images", TRAIN)}
         of_score["val/acc1"] = ("val", VAL)
-    # What an axis is called, and its curves: column of the table -> name, colour.
+    # Each panel has a label and its curves: column of the table -> name, colour.
     panels = {
         "loss": {"train/loss": (train_loss, TRAIN), "val/loss": ("val", VAL)},
         scored: of_score,
         "learning rate": {"lr": ("", TRAIN)},
     }
-    # The figure class itself instead of pyplot: no global state, no display, no threads.
+    # `relvit.training.RunCheckpoints` chooses the best checkpoint likewise. An epoch may have several validations.
+    scores = columns.get(score, [])
+    validations = zip(scores, columns.get("val/loss", [(0, 0.0)] * len(scores)), strict=True)
+    best, _ = max(validations, key=lambda pair: (pair[0][1], -pair[1][1]), default=(None, None))
+    # pyplot would keep global state.
     figure = Figure(figsize=(15, 5.5), layout="constrained")
-    # The best checkpoint as `relvit.training.RunCheckpoints` chooses it.
-    scores, losses = columns.get(score, []), columns.get("val/loss", [])
-    if len(losses) != len(scores):
-        losses = [(0, 0.0)] * len(scores)
-    # Row by row: an epoch may have several validations.
-    pairs = zip(scores, losses, strict=True)
-    best, _ = max(pairs, key=lambda pair: (pair[0][1], -pair[1][1]), default=(None, None))
     for axes, (label, curves) in zip(figure.subplots(1, 3), panels.items(), strict=True):
         for column, (name, colour) in curves.items():
             if column in columns:
@@ -75,6 +72,6 @@ def plot_curves(metrics: str | Path, target: str | Path, train_loss: str = "trai
             axes.yaxis.get_offset_text().set_fontsize(SMALL)
             axes.set_ylim(bottom=0)
         elif axes.lines:
-            # Above the panel: there are too few points to leave room for it between curves.
+            # The legend is above the panel, where it covers no curve.
             axes.legend(fontsize=SMALL, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
     figure.savefig(target, dpi=100)

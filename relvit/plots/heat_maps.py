@@ -1,20 +1,21 @@
-"""Draw what positions do, layer by layer, as heat maps: tables, kernels, and maps over the patches of an image."""
+"""Draw arrays as heat maps with Matplotlib: position tables, kernels by offset, maps over the patches of an image."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from relvit.plots.style import FONT, SMALL, literal
 
-# More heads than this are not legible side by side: those with the largest numbers are drawn.
+# More heads than this are not legible side by side.
 MOST_HEADS = 12
 SIGNED, UNSIGNED, MARK = "RdBu_r", "viridis", "red"
 
@@ -23,26 +24,14 @@ class MapRow(NamedTuple):
     """A row of maps over the patches of an image.
 
     Attributes:
-        label: of the colour bar, with the unit.
+        label: label of the colour bar, with the unit.
         maps: (columns, rows of patches, columns of patches).
-        signed: colours around zero instead of from the lowest to the highest number.
+        signed: whether colours are symmetric around zero; else they go from the lowest to the highest number.
     """
 
     label: str
     maps: np.ndarray
     signed: bool = False
-
-
-class TableImage(NamedTuple):
-    """A position table as an image: what is drawn, and what its axes say."""
-
-    pixels: np.ndarray
-    across: tuple[float, float]
-    ticks: dict[float, Any]
-    xlabel: str
-    ylabel: str
-    heads_across: int = 1
-    heads_down: int = 1
 
 
 def plot_tables(tables: Mapping[str, Mapping[str, np.ndarray]], title: str) -> Figure:
@@ -52,81 +41,76 @@ def plot_tables(tables: Mapping[str, Mapping[str, np.ndarray]], title: str) -> F
         tables: layer -> name -> numbers: (heads, offsets, channels) of vectors, where heads are drawn one below the
             other; (heads, offsets) of scalars; of a name that ends in 'joint' (heads, row offsets, column offsets).
             Offsets, key minus query, go from -k to k.
-        title: above all.
+        title: title of the figure.
     """
     names = list(dict.fromkeys(name for of_layer in tables.values() for name in of_layer))
-    of_heads = [len(table) for of_layer in tables.values() for table in of_layer.values() if table.ndim == 3]
-    each = 1.6 if max(of_heads, default=1) == 1 else min(0.8 + 0.7 * max(of_heads), 6)
+    most_heads = max((len(table) for of in tables.values() for table in of.values() if table.ndim == 3), default=1)
+    each = 1.6 if most_heads == 1 else min(0.8 + 0.7 * most_heads, 6)
     width, height = max(3.6 * len(names) + 1.0, 0.115 * len(title)), each * len(tables) + 1.6
     figure = Figure(figsize=(width, height), dpi=100)
     FigureCanvasAgg(figure)
     figure.suptitle(literal(title), fontsize=FONT, y=1 - 0.15 / height, va="top")
-    # Margins in inches, as the labels need them. Matplotlib's own layout draws everything twice.
+    # The margins are given in inches, since Matplotlib's own layout draws everything twice.
     edges = {"left": 1.2 / width, "right": 1 - 0.2 / width, "bottom": 0.6 / height, "top": 1 - 1.0 / height}
     columns = figure.subplots(1, len(names), squeeze=False, gridspec_kw={**edges, "wspace": 0.3})[0]
     for axes, name in zip(columns, names, strict=True):
         found = {row: of_layer[name] for row, of_layer in enumerate(tables.values()) if name in of_layer}
         most = max(abs(table).max() for table in found.values()) or 1.0
+        ticks = {}
+        for row, table in found.items():
+            ticks |= _draw_table(axes, name, table, row, most)
         axes.set_title(f"{name}\nblue {-most:.2g} to red {most:.2g}", fontsize=FONT)
-        _draw_column(axes, {row: _table_image(name, table) for row, table in found.items()}, most)
-        axes.set_ylim(len(tables), 0)
+        axes.set(xlim=axes.dataLim.intervalx, ylim=(len(tables), 0))
+        axes.set_yticks(list(ticks), list(ticks.values()))
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axes.tick_params(labelsize=SMALL)
     for row, layer in enumerate(tables):
         beside = {"xytext": (-60, 0), "textcoords": "offset points", "xycoords": ("axes fraction", "data")}
         columns[0].annotate(layer, (0, row + 0.5), **beside, rotation=90, ha="center", va="center", fontsize=SMALL)
     return figure
 
 
-def _draw_column(axes: Axes, images: Mapping[int, TableImage], most: float) -> None:
-    """Draw the table of each layer, by its row, from 0.04 below that number on and as far above the next."""
-    ticks, margin = {}, 0.04
-    for row, image in images.items():
-        left, right = image.across
-        top, bottom = row + margin, row + 1 - margin
-        colours = {"cmap": SIGNED, "vmin": -most, "vmax": most, "aspect": "auto", "interpolation": "nearest"}
-        axes.imshow(image.pixels, **colours, extent=(left, right, bottom, top))
-        axes.vlines(np.linspace(left, right, image.heads_across + 1), top, bottom, color="black", linewidth=0.7)
-        axes.hlines(np.linspace(top, bottom, image.heads_down + 1), left, right, color="black", linewidth=0.7)
-        step = (bottom - top) / len(image.pixels)
-        ticks |= {top + (place + 0.5) * step: label for place, label in image.ticks.items()}
-    axes.set_xlim(min(image.across[0] for image in images.values()), max(image.across[1] for image in images.values()))
-    axes.set_yticks(list(ticks), list(ticks.values()))
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    axes.tick_params(labelsize=SMALL)
-    # Of all layers alike.
-    axes.set_xlabel(image.xlabel, fontsize=SMALL)
-    axes.set_ylabel(image.ylabel, fontsize=SMALL, labelpad=2)
-
-
-def _table_image(name: str, table: np.ndarray) -> TableImage:
+def _draw_table(axes: Axes, name: str, table: np.ndarray, row: int, most: float) -> dict[float, int]:
+    """Draw the table of one layer between the heights `row` and `row` + 1, and return ticks: height -> label."""
     heads, offsets = table.shape[:2]
-    reach = (offsets - 1) // 2
-    offset = "dy (patches)" if name.endswith("rows") else "dx (patches)"
-    of_offsets = {0: -reach, reach: 0, 2 * reach: reach}
+    reach, half = (offsets - 1) // 2, table.shape[-1] / 2
+    along = "dy (patches)" if name.endswith("rows") else "dx (patches)"
+    heads_across = heads_down = 1
+    pixels, labels = table, {0: -reach, reach: 0, 2 * reach: reach}
+    left, right, xlabel, ylabel = -0.5, table.shape[-1] - 0.5, "channel", along
     if name.endswith("joint"):
-        half = table.shape[2] / 2
-        across = (-half, half) if heads == 1 else (-0.5, heads - 0.5)
-        xlabel = "dx (patches)" if heads == 1 else "head, each by dx"
-        return TableImage(np.concatenate(list(table), axis=1), across, of_offsets, xlabel, "dy (patches)", heads)
-    if table.ndim == 2:
-        shown = sorted({0, heads // 2, heads - 1})
-        return TableImage(table, (-offsets / 2, offsets / 2), dict(zip(shown, shown, strict=True)), offset, "head")
-    across = (-0.5, table.shape[2] - 0.5)
-    if heads == 1:
-        return TableImage(table[0], across, of_offsets, "channel", offset)
-    of_heads = {head * offsets + reach: head for head in range(heads)}
-    pixels, ylabel = table.reshape(heads * offsets, -1), f"head, each by {offset[:2]}"
-    return TableImage(pixels, across, of_heads, "channel", ylabel, heads_down=heads)
+        pixels, ylabel = np.concatenate(list(table), axis=1), "dy (patches)"
+        left, right, xlabel = -half, half, along
+        if heads > 1:
+            left, right, xlabel, heads_across = -0.5, heads - 0.5, "head, each by dx", heads
+    elif table.ndim == 2:
+        labels = {head: head for head in (0, heads // 2, heads - 1)}
+        left, right, xlabel, ylabel = -half, half, along, "head"
+    else:
+        pixels = table.reshape(heads * offsets, -1)
+        if heads > 1:
+            labels = {head * offsets + reach: head for head in range(heads)}
+            ylabel, heads_down = f"head, each by {along[:2]}", heads
+    top, bottom = row + 0.04, row + 0.96
+    colours = {"cmap": SIGNED, "vmin": -most, "vmax": most, "aspect": "auto", "interpolation": "nearest"}
+    axes.imshow(pixels, **colours, extent=(left, right, bottom, top))
+    axes.vlines(np.linspace(left, right, heads_across + 1), top, bottom, color="black", linewidth=0.7)
+    axes.hlines(np.linspace(top, bottom, heads_down + 1), left, right, color="black", linewidth=0.7)
+    axes.set_xlabel(xlabel, fontsize=SMALL)
+    axes.set_ylabel(ylabel, fontsize=SMALL, labelpad=2)
+    step = (bottom - top) / len(pixels)
+    return {top + (place + 0.5) * step: label for place, label in labels.items()}
 
 
 def plot_kernels(kernels: Mapping[str, np.ndarray], title: str, label: str, head: int | None = None) -> Figure:
     """Draw numbers by offset, key minus query, as small images around the query: a row per layer, a column per head.
 
-    Of more than 12 heads those whose numbers span the widest range are drawn.
+    Of more than 12 heads, the 12 whose numbers span the widest range are drawn.
 
     Args:
         kernels: layer -> (heads, rows, columns), both odd; the offset of the middle is zero. NaN: no such offset.
-        title: above all.
-        label: of the colour bars, with the unit.
+        title: title of the figure.
+        label: label of the colour bars, with the unit.
         head: number of the one head to draw; None: all.
     """
     most_heads = max(len(kernel) for kernel in kernels.values())
@@ -163,8 +147,8 @@ def plot_maps(
     Args:
         picture: uint8 (height, width, 3).
         rows: the quantities, each with as many maps as there are names.
-        names: of the columns.
-        title: above all.
+        names: titles of the columns.
+        title: title of the figure.
         patch: row and column of the query, which gets a frame.
     """
     size = rows[0].maps.shape[1:]
@@ -200,22 +184,20 @@ def plot_overlay(
         picture: uint8 (height, width, 3).
         values: (rows, columns) of any number: the map covers the whole image.
         size: rows and columns of patches, for the axes.
-        title: above all.
-        label: of the colour bar, with the unit.
+        title: title of the figure.
+        label: label of the colour bar, with the unit.
         patch: row and column of a patch that gets a frame.
     """
     figure, grid = _panels(1, 3, _sides(3.6, size), title)
+    (left, middle, right), extent = grid[0], _extent(size)
+    left.imshow(picture, extent=extent)
+    opaque = middle.imshow(values, extent=extent, cmap="inferno")
+    right.imshow(picture, extent=extent)
+    right.imshow(values, extent=extent, cmap="inferno", alpha=0.55)
     for axes, name in zip(grid[0], ("image", "map", "both"), strict=True):
         axes.set_title(name, fontsize=FONT)
         axes.set_xlabel("column of patches", fontsize=SMALL)
-        if name != "map":
-            axes.imshow(picture, extent=_extent(size))
-        if name != "image":
-            alpha = 0.55 if name == "both" else None
-            image = axes.imshow(values, extent=_extent(size), cmap="inferno", alpha=alpha)
         _frame(axes, patch)
-        if name == "map":
-            opaque = image
     _finish_row(figure, grid[0], opaque, "row of patches", label)
     return figure
 
@@ -231,7 +213,7 @@ def _panels(rows: int, columns: int, each: tuple[float, float], title: str) -> t
 
 
 def _sides(width: float, shape: Sequence[int]) -> tuple[float, float]:
-    """Inches of a panel, and of its labels, for a map of this shape; of a long or tall one with margins."""
+    """Compute the inches of a panel with its labels for a map of this shape; a long or tall map gets margins."""
     return width, width * min(max(shape[0] / shape[1], 0.4), 2) + 0.4
 
 
@@ -241,26 +223,17 @@ def _finish_row(figure: Figure, row: Sequence[Axes], image: AxesImage, ylabel: s
         axes.tick_params(labelsize=SMALL)
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_locator(MaxNLocator(3, integer=True))
-    _colour_bar(figure, image, list(row), label, aspect=12)
-
-
-def _colour_bar(figure: Figure, image: AxesImage, row: list[Axes], label: str, **options: Any) -> None:
-    bar = figure.colorbar(image, ax=row, **options)
+    bar = figure.colorbar(image, ax=list(row), aspect=12)
     bar.set_label(label, fontsize=SMALL)
     bar.ax.tick_params(labelsize=SMALL)
 
 
 def _extent(size: Sequence[int]) -> tuple[float, float, float, float]:
-    """Coordinates in patches, whole numbers in their middle."""
+    """Let whole numbers be the middles of patches."""
     return -0.5, size[1] - 0.5, size[0] - 0.5, -0.5
 
 
 def _frame(axes: Axes, patch: tuple[int, int] | None) -> None:
     if patch is not None:
-        row, column = patch
-        axes.plot(
-            [column - 0.5, column + 0.5, column + 0.5, column - 0.5, column - 0.5],
-            [row - 0.5, row - 0.5, row + 0.5, row + 0.5, row - 0.5],
-            color=MARK,
-            linewidth=2,
-        )
+        corner = patch[1] - 0.5, patch[0] - 0.5
+        axes.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor=MARK, linewidth=2))

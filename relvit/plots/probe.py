@@ -1,4 +1,4 @@
-"""Draw the accuracy of probes by the share of labels."""
+"""Draw the accuracy of linear and k-NN probes by the share of labels."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def plot_probes(rows: Sequence[Mapping[str, Any]], labels: Sequence[str], target
         rows: what `relvit.evaluation.probe_models` returns.
         labels: the name of the model of each row.
         target: the PNG.
-        title: above all.
+        title: title of the figure.
     """
     figure = Figure(figsize=(9, 6.5), layout="constrained")
     axes = figure.subplots()

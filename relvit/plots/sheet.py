@@ -1,4 +1,4 @@
-"""Draw images with captions on one sheet."""
+"""Draw images with captions on one sheet, and turn normalised tensors into pictures."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch import Tensor
 
 from relvit.plots.style import shortened
 
-# Of the longer side of a picture, in pixels.
+# Pixels of the longer side of a picture.
 SIDE = 160
 
 
 def picture_of(image: Tensor, mean: Sequence[float], std: Sequence[float], side: int = SIDE) -> np.ndarray:
     """Undo the normalisation of an image (C, H, W): uint8 (height, width, 3), at most `side` pixels long.
 
-    Of an image without three channels, the first channel in grey.
+    An image without three channels is shown by its first channel, in grey.
     """
     means, deviations = (torch.tensor(values)[:, None, None] for values in (mean, std))
     pixels = (255 * (image.float().cpu() * deviations + means)).round().clamp(0, 255).to(torch.uint8)
@@ -37,19 +37,19 @@ def plot_sheet(images: Sequence[np.ndarray], captions: Sequence[str], target: st
 
     Args:
         images: uint8 (height, width, 3), one or more; sizes may differ.
-        captions: text above each; lines are cut to 24 characters.
+        captions: text above each image; lines are cut to 24 characters.
         target: the PNG.
-        title: above all.
+        title: title of the figure.
     """
     lines = [[shortened(line) for line in caption.splitlines()] for caption in captions]
     columns = min(5, len(images))
     rows = math.ceil(len(images) / columns)
-    # Inches: of a picture, of a cell with its caption, of the title above all.
+    # Sizes are in inches: a picture, the title, a picture with its caption, the figure.
     picture, above = 2.0, 0.4
     cell = picture + 0.2, picture + 0.1 + 0.16 * max(len(caption) for caption in lines)
     size = max(cell[0] * columns, 0.1 * len(title)), cell[1] * rows + above
     figure = Figure(figsize=size)
-    # One pair of axes: a pair for each image takes most of a second.
+    # All images share one pair of axes, since Matplotlib takes long for many.
     axes = figure.add_axes((0, 0, 1, 1))
     for number, (image, caption) in enumerate(zip(images, lines, strict=True)):
         row, column = divmod(number, columns)

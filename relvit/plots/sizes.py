@@ -18,20 +18,19 @@ PANELS["calibration_error"] = "calibration error"
 def plot_sizes(rows: Sequence[Mapping[str, Any]], labels: Sequence[str], target: str | Path, title: str = "") -> None:
     """Draw a curve per model into a PNG: accuracy, loss and calibration error by the logarithm of the image size.
 
-    Bars are standard errors of accuracies. Of multi-label models mean average precision, mean F1 and loss.
-
-    The size of an image that is not square is the side of the square of as many pixels. A dotted line marks each size
-    at which a model was trained, a ring the model's points there.
+    Multi-label models have mean average precision, mean F1 and loss. Bars are standard errors of accuracies. The size
+    of an image that is not square is the side of the square of as many pixels. A dotted line marks each size at which a
+    model was trained, a ring the model's points there.
 
     Args:
         rows: what `relvit.evaluation.evaluate_sizes` returns.
         labels: the name of the model of each row.
         target: the PNG.
-        title: above all.
+        title: title of the figure.
     """
     shapes = sorted({(_side(row), row["height"], row["width"]) for row in rows})
     names = {side: ", ".join(_name(*shape) for other, *shape in shapes if other == side) for side, *_ in shapes}
-    # Black, unless models differ in it.
+    # The dotted lines are black, unless the models were trained at different sizes.
     several = len({str(row["train_sizes"]) for row in rows}) > 1
     figure = Figure(figsize=(15, 5.5), layout="constrained")
     panels = {key: quantity for key, quantity in PANELS.items() if key in rows[0]}

@@ -1,4 +1,4 @@
-"""Style of all figures: sizes of letters, names as text, labels and legends."""
+"""Style of all figures: font sizes, escaped and shortened names, axis labels, legends."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-# Legible where the figure is shown at half its size.
+# These font sizes stay legible where a figure is shown at half its size.
 FONT, SMALL = 15, 13
-# Of a class's name, or of a line of a caption.
+# Characters of a class's name, or of a line of a caption.
 LONGEST = 24
 
 
@@ -34,7 +34,7 @@ def label_axes(axes: Axes, xlabel: str, ylabel: str) -> None:
 
 
 def save_with_legend(figure: Figure, title: str, target: str | Path) -> None:
-    """Write panels of the same curves into a PNG, named once, below them."""
+    """Write panels of the same curves into a PNG, with one legend below."""
     names = figure.axes[-1].get_legend_handles_labels()
     figure.legend(*names, loc="outside lower center", ncols=2, fontsize=SMALL)
     figure.suptitle(title, fontsize=FONT)

@@ -1,9 +1,9 @@
-"""Draw one picture of a model by its kind: what `relvit show` writes."""
+"""Draw one picture of a model by its kind, for `relvit show` and `relvit demo`; `relvit.plots` lays out the figures."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from relvit.utils.messages import check_choice
 
 Kind = Literal["tables", "kernels", "logits", "attention", "rollout", "cam", "aft-windows"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-# What they show of a patch, in the order of a page.
+# Words for what each kind shows of a patch, in the order of the demo page.
 LABELS: dict[Kind, str] = {
     "attention": "attention weights of the patch",
     "logits": "its logits: content and positions",
@@ -39,17 +39,15 @@ LABELS: dict[Kind, str] = {
     "cam": "Grad-CAM",
     "aft-windows": "AFT biases around the patch",
 }
-# These need no image, but its size.
+# These kinds need the size of an image alone.
 OF_THE_MODEL: tuple[Kind, ...] = ("tables", "aft-windows")
-# These have a panel per head.
+# These kinds have a panel per head.
 OF_HEADS: tuple[Kind, ...] = ("kernels", "logits", "attention", "aft-windows")
 PARTS = {"q": "term q", "k": "term k", "b": "bias b", "channels": "free channels"}
 
-Value = TypeVar("Value")
-
 
 class Subject(NamedTuple):
-    """A model, an image and what is asked about both; see `draw`."""
+    """The arguments of `draw`."""
 
     model: nn.Module
     image: Tensor
@@ -68,6 +66,29 @@ class Subject(NamedTuple):
     def size(self) -> str:
         rows, columns = self.grid
         return f"{rows} x {columns} patches"
+
+    def heads(self, count: int) -> list[int]:
+        """Return the numbers of the heads to draw for a layer with so many."""
+        if self.head is None:
+            return list(range(count))
+        if not 0 <= self.head < count:
+            raise ValueError(f"head is {self.head}, the layer has {count}: give a number from 0 to {count - 1}")
+        return [self.head]
+
+    def of_layer(self, found: dict[str, Any]) -> dict[str, Any]:
+        """Return the entry of the layer to draw, or all entries."""
+        if self.layer is None:
+            return found
+        name = chosen_layer(list(found), self.layer)
+        return {name: found[name]}
+
+    def row_of_query(self, weights: Tensor, prefix: int) -> tuple[Tensor, str]:
+        """Return the row (..., N) of weights (..., N, N) of the query to draw, and its name."""
+        if self.patch is not None:
+            return weights[..., prefix + patch_index(self.patch, Grid(*self.grid)), :], f"patch {self.patch}"
+        if prefix and getattr(self.model, "global_pool", "") == "token":
+            return weights[..., 0, :], "the class token"
+        return weights[..., prefix:, :].mean(-2), "the mean of all patches"
 
 
 def draw(
@@ -97,8 +118,7 @@ def draw(
     Args:
         kind: one of them.
         model: in evaluation mode: any relvit or retrofitted model, on the device of the image.
-        image: (in_chans, height, width) as the model takes it, normalised; of 'tables' and 'aft-windows' only the size
-            matters.
+        image: (in_chans, height, width) as the model takes it, normalised; 'tables' and 'aft-windows' read its size.
         picture: the image as uint8 (height, width, 3), for maps over it, see `relvit.plots.picture_of`; None: grey.
         patch: row and column of the query, from 0. None: for 'logits' the patch in the middle; for 'attention' and
             'rollout' the class token where the classifier reads it, else the mean of all patches; for 'kernels' and
@@ -110,8 +130,8 @@ def draw(
         multi_label: whether each class has a probability of its own.
 
     Raises:
-        NotApplicableError: a ValueError: a picture that there is not of this model.
-        ValueError: an unknown kind, a patch, layer or head that there is not, a model in training mode.
+        NotApplicableError: a ValueError: the model has no picture of this kind.
+        ValueError: an unknown kind, a patch, layer or head that does not exist, a model in training mode.
         MissingPackageError: 'cam' without the package `grad-cam`.
     """
     check_choice("kind", kind, KINDS)
@@ -128,18 +148,27 @@ def draw(
 def _tables(subject: Subject) -> Figure:
     if subject.patch is not None:
         raise NotApplicableError("tables are the same for all patches: leave patch out")
-    found = _of_layer(position_tables(subject.model, subject.image.shape[-2:]), subject.layer)
+    found = subject.of_layer(position_tables(subject.model, subject.image.shape[-2:]))
     tables = {name: {table: numbers.numpy() for table, numbers in of.items()} for name, of in found.items()}
     return plot_tables(tables, "Relative position tables by offset, key minus query")
 
 
 def _kernels(subject: Subject) -> Figure:
-    found = _of_layer(effective_kernels(subject.model, subject.image, subject.patch), subject.layer)
-    kernels = {name: kernel.numpy() for name, kernel in found.items()}
-    _heads(subject, min(map(len, kernels.values())))
+    kernels = effective_kernels(subject.model, subject.image, subject.patch)
     query = "mean query of all patches" if subject.patch is None else f"query of patch {subject.patch}"
-    title = f"Position part of the logits around a query\n{query}, {subject.size}"
-    return plot_kernels(kernels, title, "logit", subject.head)
+    return _by_offset(subject, kernels, f"Position part of the logits around a query\n{query}, {subject.size}", "logit")
+
+
+def _aft_windows(subject: Subject) -> Figure:
+    biases = learned_biases(subject.model, subject.image.shape[-2:], subject.patch)
+    query = "" if subject.patch is None else f"\nquery of patch {subject.patch}"
+    return _by_offset(subject, biases, f"Biases w by offset, key minus query{query}", "w")
+
+
+def _by_offset(subject: Subject, found: dict[str, Tensor], title: str, label: str) -> Figure:
+    kernels = {name: kernel.numpy() for name, kernel in subject.of_layer(found).items()}
+    subject.heads(min(map(len, kernels.values())))
+    return plot_kernels(kernels, title, label, subject.head)
 
 
 def _logits(subject: Subject) -> Figure:
@@ -151,15 +180,11 @@ def _logits(subject: Subject) -> Figure:
     named = {"content": parts.pop("content"), **{PARTS[name]: part for name, part in parts.items()}, "sum": total}
     named = {f"{name} (logit)": part for name, part in named.items()} | {"attention weight": total.softmax(-1)}
     first = total.shape[-1] - rows * columns
-    chosen = _heads(subject, len(total))
-    drawn = [
-        MapRow(
-            name,
-            part[chosen, first:].unflatten(1, (rows, columns)).float().numpy(),
-            name.startswith(tuple(PARTS.values())),
-        )
-        for name, part in named.items()
-    ]
+    chosen = subject.heads(len(total))
+    drawn = []
+    for name, part in named.items():
+        maps = part[chosen, first:].unflatten(1, (rows, columns)).float().numpy()
+        drawn.append(MapRow(name, maps, signed=name.startswith(tuple(PARTS.values()))))
     heads = [f"head {head}" for head in chosen]
     title = f"Logits of the query of patch {patch}, layer {_number(subject, layer)}, {subject.size}"
     return plot_maps(subject.picture, drawn, heads, title, patch)
@@ -168,15 +193,14 @@ def _logits(subject: Subject) -> Figure:
 def _attention(subject: Subject) -> Figure:
     layer = -1 if subject.layer is None else subject.layer
     maps = _applied(lambda: attention_maps(subject.model, subject.image[None], [layer]))
-    weights, query = _row_of(subject, maps.weights[0][0].cpu(), maps.prefix)
-    chosen = _heads(subject, len(weights))
+    weights, query = subject.row_of_query(maps.weights[0][0].cpu(), maps.prefix)
+    chosen = subject.heads(len(weights))
     weights = weights[chosen]
     drawn = weights[:, maps.prefix :].unflatten(1, maps.grid).numpy()
     heads = [f"head {head}" for head in chosen]
     if maps.prefix:
-        heads = [
-            f"{head}\n{part:.0%} to prefix" for head, part in zip(heads, weights[:, : maps.prefix].sum(1), strict=True)
-        ]
+        parts = weights[:, : maps.prefix].sum(1)
+        heads = [f"{head}\n{part:.0%} to prefix" for head, part in zip(heads, parts, strict=True)]
     title = f"Attention weights of {query}, layer {_number(subject, layer)}, {subject.size}"
     return plot_maps(subject.picture, [MapRow("attention weight", drawn)], heads, title, subject.patch)
 
@@ -187,7 +211,7 @@ def _rollout(subject: Subject) -> Figure:
     rollout = _applied(lambda: attention_rollout(subject.model, subject.image[None]))[0].cpu()
     rows, columns = subject.grid
     prefix = len(rollout) - rows * columns
-    row, query = _row_of(subject, rollout, prefix)
+    row, query = subject.row_of_query(rollout, prefix)
     title = f"Attention rollout of {query}\nall layers, {subject.size}"
     values = row[prefix:].unflatten(0, (rows, columns)).numpy()
     return plot_overlay(subject.picture, values, subject.grid, title, "rollout weight", subject.patch)
@@ -200,19 +224,9 @@ def _cam(subject: Subject) -> Figure:
     layer = -1 if subject.layer is None else subject.layer
     values = grad_cam(subject.model, subject.image, label, layer).numpy()
     name = f"class {label}" if subject.class_names is None else subject.class_names[label]
-    title = (
-        f"Grad-CAM of {name}, the most probable class ({probabilities[label]:.0%})\nat layer {_number(subject, layer)}"
-    )
-    return plot_overlay(subject.picture, values, subject.grid, f"{title}, {subject.size}", "relative to the highest")
-
-
-def _aft_windows(subject: Subject) -> Figure:
-    found = _of_layer(learned_biases(subject.model, subject.image.shape[-2:], subject.patch), subject.layer)
-    windows = {name: window.numpy() for name, window in found.items()}
-    _heads(subject, min(map(len, windows.values())))
-    query = "" if subject.patch is None else f"\nquery of patch {subject.patch}"
-    title = f"Biases w by offset, key minus query{query}"
-    return plot_kernels(windows, title, "w", subject.head)
+    title = f"Grad-CAM of {name}, the most probable class ({probabilities[label]:.0%})"
+    title += f"\nat layer {_number(subject, layer)}, {subject.size}"
+    return plot_overlay(subject.picture, values, subject.grid, title, "relative to the highest")
 
 
 DRAW: dict[Kind, Callable[[Subject], Figure]] = {
@@ -227,43 +241,18 @@ DRAW: dict[Kind, Callable[[Subject], Figure]] = {
 
 
 def first_kinds(model: nn.Module) -> list[Kind]:
-    """Return what to show of a model first."""
+    """Return the kinds that the demo page shows first."""
     mixers = [type(layer) for layer in model.modules() if isinstance(layer, Mixer)]
     biased = any(mixer.learned_bias is not Mixer.learned_bias for mixer in mixers)
     return ["attention", "kernels", *(["aft-windows"] if biased else [])]
-
-
-def _of_layer(found: dict[str, Value], layer: int | None) -> dict[str, Value]:
-    if layer is None:
-        return found
-    name = chosen_layer(list(found), layer)
-    return {name: found[name]}
-
-
-def _heads(subject: Subject, count: int) -> list[int]:
-    """The numbers of the heads to draw, of so many."""
-    if subject.head is None:
-        return list(range(count))
-    if not 0 <= subject.head < count:
-        raise ValueError(f"head is {subject.head}, the layer has {count}: give a number from 0 to {count - 1}")
-    return [subject.head]
 
 
 def _number(subject: Subject, layer: int) -> int:
     return layer % len(subject.model.blocks)
 
 
-def _row_of(subject: Subject, weights: Tensor, prefix: int) -> tuple[Tensor, str]:
-    """The row (..., N) of weights (..., N, N) of the asked query, and what the query is."""
-    if subject.patch is not None:
-        return weights[..., prefix + patch_index(subject.patch, Grid(*subject.grid)), :], f"patch {subject.patch}"
-    if prefix and getattr(subject.model, "global_pool", "") == "token":
-        return weights[..., 0, :], "the class token"
-    return weights[..., prefix:, :].mean(-2), "the mean of all patches"
-
-
-def _applied(compute: Callable[[], Value]) -> Value:
-    """Call it; what it refuses is a picture that there is not of this model."""
+def _applied(compute: Callable[[], Any]) -> Any:
+    """Call a function of attention maps, which raises TypeError or ValueError for models without."""
     try:
         return compute()
     except (TypeError, ValueError) as error:
