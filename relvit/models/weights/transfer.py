@@ -13,9 +13,7 @@ from typing import Any
 from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
-from relvit.layers.timm_relpos import TimmOwnRelative
-from relvit.models.retrofit.beit_sam_swin import convert_tables
-from relvit.models.retrofit.models import Retrofitted
+from relvit.models.retrofit.source import OwnPositions, Retrofitted
 from relvit.models.weights.convert import convert_positions
 from relvit.models.weights.irpe import convert_irpe
 from relvit.utils.messages import listing
@@ -160,9 +158,9 @@ def transfer_weights(net: nn.Module, weights: Weights, class_names: Sequence[str
 
 def _convert_foreign_tables(state: dict[str, Tensor], net: nn.Module) -> dict[str, Tensor]:
     """Give others' relative tables relvit's names: those of timm's models and iRPE's."""
-    attentions = {name: part for name, part in net.named_modules() if isinstance(part, TimmOwnRelative)}
-    if attentions:
-        return convert_tables(state, {name: {"position": attn.position} for name, attn in attentions.items()})
+    if isinstance(net, OwnPositions):
+        layers = {f"{name}.attn": {"position": block.attn.position} for name, block in net.named_blocks(net)}
+        return net.convert_tables(state, layers)
     if hasattr(net, "blocks"):
         convert_irpe(state, net)
     return state

@@ -1,0 +1,52 @@
+"""timm's `VisionTransformer` (DINOv2, CLIP, SigLIP ...) and distilled DeiT after `relvit.retrofit`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+from timm.layers import PatchDropout, PatchDropoutWithIndices
+from timm.models import checkpoint
+from timm.models.deit import VisionTransformerDistilled
+from timm.models.vision_transformer import Block, ResPostBlock, VisionTransformer
+from torch import Tensor, nn
+
+from relvit.layers.timm_attention import TIMM_ATTENTIONS, GridArgument
+from relvit.models.base import GridForward
+from relvit.models.retrofit.source import Retrofitted, open_patch_embed
+from relvit.ops import Grid
+
+
+class RetrofittedVisionTransformer(Retrofitted, GridForward, VisionTransformer):
+    """timm's `VisionTransformer` after `relvit.retrofit`; the grid is passed with the attention mask."""
+
+    block_classes = (Block, ResPostBlock)
+    attention_classes = TIMM_ATTENTIONS
+
+    def open_to_all_sizes(self) -> None:
+        open_patch_embed(self)
+        if isinstance(self.patch_drop, PatchDropout):
+            # timm's own discards which patches stayed, and with them their coordinates.
+            self.patch_drop.__class__ = PatchDropoutWithIndices
+            # timm counts the distillation token among the patches.
+            self.patch_drop.num_prefix_tokens = self.num_prefix_tokens
+
+    def _run_block(self, block: nn.Module, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+        argument = GridArgument(grid, attn_mask)
+        if self.grad_checkpointing:
+            return checkpoint(block, x, attn_mask=argument, is_causal=is_causal)
+        return block(x, attn_mask=argument, is_causal=is_causal)
+
+
+class RetrofittedVisionTransformerDistilled(RetrofittedVisionTransformer, VisionTransformerDistilled):
+    """timm's `VisionTransformerDistilled` after `relvit.retrofit`."""
+
+    forward_head: ClassVar[Callable[..., Tensor]] = VisionTransformerDistilled.forward_head
+
+    def _pos_embed(self, x: Tensor) -> Tensor:
+        if self.pos_embed is not None:
+            return super()._pos_embed(x)
+        # timm's own needs an embedding.
+        prefix = (token.expand(x.shape[0], -1, -1) for token in (self.cls_token, self.dist_token))
+        return torch.cat((*prefix, x.flatten(1, 2)), dim=1)
