@@ -6,7 +6,6 @@ from oracles import aft as oracle
 from timm.layers import resample_abs_pos_embed
 
 from relvit.families.aft import AFTConv2d, AFTFull, AFTLocal, AFTSimple
-from relvit.layers import MixerBlock
 from relvit.ops import make_grid
 
 GRID = make_grid(2, 3, prefix=1)
@@ -111,57 +110,25 @@ def test_factors_are_interpolated_on_other_grids(kind):
 
 
 @pytest.mark.parametrize("kind", OPTIONS)
-def test_layouts(kind):
-    """Padding and dropped patches are as if they were not there."""
-    options = {} if kind in (AFTSimple, AFTConv2d) else {"grid_size": (2, 3), "prefix": 0}
-    layer = make(kind, **options)
-    x = tokens(6)
-    keep = torch.tensor([0, 2, 3, 5])
-    coords = torch.stack((keep // 3, keep % 3), dim=-1)
-    dropped = layer(x[:, keep], make_grid(2, 3, coords=coords))
-    valid = torch.zeros(6, dtype=torch.bool).index_fill(0, keep, True)
-    padded = layer(x, make_grid(2, 3, valid=valid))
-    torch.testing.assert_close(dropped, padded[:, keep], rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("kind", OPTIONS)
 def test_backends_may_be_set_later(kind):
     layer, x = make(kind), tokens()
     expected = layer(x, GRID)
     for backend in kind.backends:
         layer.backend = backend
         torch.testing.assert_close(layer(x, GRID), expected, rtol=0, atol=1e-10)
-    with pytest.raises(ValueError, match="unknown backend 'referenc'"):
+    with pytest.raises(ValueError, match=r"'referenc' .*reference"):
         make(kind, backend="referenc")
-
-
-@pytest.mark.parametrize("kind", OPTIONS)
-def test_drop_in_for_attention_in_a_block(kind):
-    torch.manual_seed(0)
-    block = MixerBlock(
-        8, 2, mixer=lambda *sizes, **options: kind(*sizes, **OPTIONS[kind], **options), qkv_bias=True, init_values=0.5
-    )
-    x = tokens().float()
-    middle = x + 0.5 * block.attn(block.norm1(x), GRID)
-    expected = middle + 0.5 * block.mlp(block.norm2(middle))
-    torch.testing.assert_close(block(x, GRID), expected)
-    assert set(block.attn.no_weight_decay() if hasattr(block.attn, "no_weight_decay") else ()) == {
-        name for name, _ in block.attn.named_parameters() if not name.startswith(("qkv", "proj"))
-    }
 
 
 def test_errors():
     x = tokens()
     cases = [
-        (ValueError, "num_heads must divide dim 8, got 3", lambda: AFTSimple(8, 3)),
         (TypeError, "argument 'bias_dims'", lambda: AFTLocal(8, grid_size=2, window=2, bias_dims=3)),
         (ValueError, "kernel_size must be odd", lambda: AFTConv2d(8, 2, kernel_size=(3, 4))),
         (TypeError, "kernel_size must hold integers", lambda: AFTConv2d(8, 2, kernel_size=3.0)),
         (ValueError, "bias_dim must be at least 1", lambda: AFTFull(8, grid_size=2, bias_dim=0)),
         (ValueError, "window must be at least 0", lambda: AFTLocal(8, grid_size=2, window=-1)),
         (ValueError, "the grid has 0 prefix tokens, the factors are for 1", lambda: make(AFTFull)(x, make_grid(1, 7))),
-        (TypeError, "such as RelativeAttention .* got a module", lambda: MixerBlock(8, 2, mixer=make(AFTConv2d))),
-        (ValueError, "AFTConv2d has no attn_mask", lambda: make(AFTConv2d)(x, GRID, torch.ones(7, 7))),
     ]  # fmt: skip
     for kind, message, call in cases:
         with pytest.raises(kind, match=message):

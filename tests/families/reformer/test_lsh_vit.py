@@ -65,13 +65,11 @@ def test_compiled_exported_and_onnx(tmp_path):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"rel_terms": "kv"}, ValueError, "takes a bias alone, got relative terms on key and value"),
         ({"rel_terms": "b", "position": "slopes", "layout": "joint"}, ValueError, "layout is for position 'tables'"),
         ({"position": "pape"}, ValueError, "LSH attention takes a bias by offset, .*, got ParabolicPosition2d"),
         ({"rel_terms": "k", "position": "slopes"}, ValueError, "rel_terms is for position 'tables'"),
         ({"backend": "fused"}, ValueError, "backend cannot be chosen: LSH attention is computed in one way"),
         ({"bucketsize": 3}, TypeError, "did you mean 'bucket_size'"),
-        ({"rounds": 0}, ValueError, "rounds must be an integer, at least 1"),
         ({"band_rows": 1}, ValueError, "its LSHAttention takes no memory"),
     ],
 )

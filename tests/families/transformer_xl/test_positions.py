@@ -6,12 +6,11 @@ import pytest
 import torch
 from draws import all_places
 from oracles import transformer_xl as oracle
-from position_cases import DIM, HEADS, LAYOUTS, draw, layer, run
+from position_cases import DIM, HEADS, LAYOUTS, draw, layer
 from torch import nn
 
 from relvit.families.transformer_xl import TransformerXLPosition2d
 from relvit.layers import RelativeAttention, RelativePosition2d
-from relvit.layers.timm_attention import TimmRelativePlain
 from relvit.ops import AxisTables, RelativeTerms, make_grid, num_tokens, relative_attention
 
 
@@ -58,12 +57,6 @@ def test_stretched_offsets_are_those_in_trained_patches(max_distance):
     torch.testing.assert_close(attn(x, grid), by_hand(attn, x, grid, unit=(4 / 6, 1), most=most), rtol=0, atol=1e-10)
     attn.position.trained_grid = (6, 5)
     torch.testing.assert_close(attn(x, grid), by_hand(attn, x, grid, most=most), rtol=0, atol=1e-10)
-
-
-def test_attention_of_retrofitted_models():
-    attn, grid = build(TimmRelativePlain), make_grid(3, 5, prefix=1)
-    x = draw(2, num_tokens(grid), DIM)
-    torch.testing.assert_close(run(attn, x, grid), by_hand(attn, x, grid), rtol=0, atol=1e-10)
 
 
 def test_biases_are_in_single_precision_under_autocast():

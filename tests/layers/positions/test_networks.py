@@ -4,16 +4,15 @@ import math
 
 import pytest
 import torch
-from position_cases import DIM, HEADS, draw, layer, plain
+from position_cases import DIM, HEADS
 from timm.layers import RelPosMlp
 from torch import nn
 
 from relvit.layers import ContinuousPosition2d, FirePosition2d
-from relvit.ops import Grid, make_grid, num_tokens
+from relvit.ops import Grid, make_grid
 from relvit.ops.reference.attention import pair_bias
 
 GRIDS = [make_grid(3, 5), make_grid(6, 2, prefix=2), make_grid(1, 4, prefix=1)]
-DROPPED = make_grid(4, 6, prefix=1, coords=torch.tensor([[3, 5], [0, 1], [2, 2]]))
 MAKERS = {
     "fire": FirePosition2d,
     "cr": ContinuousPosition2d,
@@ -77,31 +76,6 @@ def test_continuous_bias_is_timms(mode, grid):
     # timm's coordinates are computed in single precision.
     got = pair_bias(position(grid), grid, grid, torch.zeros((), dtype=torch.float64))
     torch.testing.assert_close(got, theirs.get_bias(), rtol=0, atol=2e-5)
-
-
-@pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize("grid", [GRIDS[1], DROPPED], ids=["raster", "dropped"])
-def test_layer_with_gradients_equals_attention_with_the_bias_as_a_mask(name, grid):
-    position = drawn(name)
-    attn, x = layer(position), draw(2, num_tokens(grid), DIM)
-    got, expected = attn(x, grid), plain(attn)(x, attn_mask=pair_bias(position(grid), grid, grid, x))
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
-    parameters = list(position.parameters())
-    grads = [torch.autograd.grad(out.sin().sum(), parameters) for out in (got, expected)]
-    torch.testing.assert_close(*grads, rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("name", MAKERS)
-def test_stretched_to_another_size(name):
-    """At twice the size the offset 2d has what d has at the trained size."""
-    position = drawn(name)
-    trained = position(make_grid(4, 5)).bias
-    position.trained_grid = (4, 5)
-    assert all(map(torch.equal, position(make_grid(4, 5)).bias, trained))
-    stretched = position(make_grid(8, 10)).bias
-    for one, other in zip(stretched, trained, strict=True):
-        step = (slice(None), *[slice(1, None, 2)] * (one.dim() - 1))
-        torch.testing.assert_close(one[step], other, rtol=0, atol=1e-12)
 
 
 def test_errors():

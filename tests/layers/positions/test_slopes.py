@@ -1,14 +1,15 @@
-"""ALiBi's slopes: the published numbers, and timm's attention with the bias as a mask."""
+"""ALiBi's slopes: the published numbers, and the bias pair by pair."""
 
 import math
 
 import pytest
 import torch
-from position_cases import HEADS, draw, layer, plain
+from position_cases import HEADS
 from timm.models._manipulate import reinit_non_persistent_buffers
 
 from relvit.layers import SlopePosition2d
 from relvit.ops import RelativeTerms, make_grid
+from relvit.ops.reference.attention import pair_bias
 
 HEIGHT, WIDTH, DIM = 3, 5, 8
 SLOPES = [1 / 16, 1 / 256]
@@ -50,11 +51,11 @@ def test_slopes_are_those_of_the_paper(heads, slopes):
 
 @pytest.mark.parametrize(("prefix", "max_distance", "reach"), [(1, None, (HEIGHT, WIDTH)), (0, (1, 3), (1, 3))])
 @pytest.mark.parametrize("distance", ["manhattan", "euclidean"])
-def test_layer_equals_plain_attention_with_the_bias_as_a_mask(distance, prefix, max_distance, reach):
-    position = SlopePosition2d(DIM // HEADS, HEADS, max_distance, distance)
-    attn, grid = layer(position), make_grid(HEIGHT, WIDTH, prefix)
-    x, bias = draw(2, prefix + HEIGHT * WIDTH, DIM), bias_by_hand(distance, prefix, reach)
-    torch.testing.assert_close(attn(x, grid), plain(attn)(x, attn_mask=bias[None]), rtol=0, atol=1e-12)
+def test_the_bias_falls_with_the_distance(distance, prefix, max_distance, reach):
+    position = SlopePosition2d(DIM // HEADS, HEADS, max_distance, distance).double()
+    grid = make_grid(HEIGHT, WIDTH, prefix)
+    got = pair_bias(position(grid), grid, grid, torch.zeros((), dtype=torch.float64))[0]
+    torch.testing.assert_close(got, bias_by_hand(distance, prefix, reach), rtol=0, atol=1e-12)
     assert position(grid)._replace(bias=None) == RelativeTerms()
     if distance == "euclidean":
         position.trained_grid = (HEIGHT, 3)

@@ -1,0 +1,128 @@
+"""The contract of all positions: the numbers of a layer around them, what they learn, precision, sizes, devices."""
+
+from functools import partial
+
+import pytest
+import torch
+from draws import brute_force
+from position_cases import DIM, HEADS, LAYOUTS, draw, layer, plain, run
+
+from relvit.families.transformer_xl import TransformerXLPosition2d
+from relvit.layers import (
+    AxialPositionEmbedding,
+    ContinuousPosition2d,
+    FirePosition2d,
+    LowRankPosition2d,
+    ParabolicPosition2d,
+    RelativePosition2d,
+    RotaryEmbedding2d,
+    SlopePosition2d,
+)
+from relvit.layers.positions.base import is_stretchable, needs_tokens, terms_of
+from relvit.layers.timm_attention import TimmRelativePlain
+from relvit.ops import make_grid, num_tokens, patch_coords
+from relvit.ops.terms import with_query_bias
+
+LEARNED = {
+    "tables": partial(RelativePosition2d, rel_terms="qkvb", max_distance=2),
+    "joint": partial(RelativePosition2d, rel_terms="kb", max_distance=2, layout="joint", shared_heads=False),
+    "xl": TransformerXLPosition2d,
+    "fire": partial(FirePosition2d, threshold=1.0),
+    "cpb": ContinuousPosition2d,
+    "cpb, swin": partial(ContinuousPosition2d, mode="swin", window=(4, 3)),
+    "pape": partial(ParabolicPosition2d, parabolas=5),
+    "low-rank": LowRankPosition2d,
+}
+POSITIONS = LEARNED | {"slopes": SlopePosition2d, "euclidean": partial(SlopePosition2d, distance="euclidean")}
+STRETCHED = [name for name, made in POSITIONS.items() if is_stretchable(made(4, 2)) and name not in ("tables", "joint")]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", POSITIONS)
+def test_layers_attend_with_the_terms_pair_by_pair(name, layout):
+    """The formula between the layer's own projections, in relvit's attention and in timm's after a retrofit."""
+    grid, attn = LAYOUTS[layout], layer(POSITIONS[name](DIM // HEADS, HEADS))
+    x, parameters = draw(2, num_tokens(grid), DIM), list(attn.parameters())
+    q, k, v = attn.qkv(x).unflatten(-1, (3, HEADS, DIM // HEADS)).permute(2, 0, 3, 1, 4)
+    q, terms = with_query_bias(q, terms_of(attn.position, x, grid, grid))
+    expected = attn.proj(brute_force(q, k, v, terms, grid).transpose(1, 2).flatten(2))
+    got = attn(x, grid)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
+    grads = (torch.autograd.grad(out.sin().sum(), parameters, materialize_grads=True) for out in (got, expected))
+    torch.testing.assert_close(*grads, rtol=0, atol=1e-10)
+    timms = layer(POSITIONS[name](DIM // HEADS, HEADS), TimmRelativePlain)
+    timms.load_state_dict(attn.state_dict())
+    torch.testing.assert_close(run(timms, x, grid), got, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", [name for name in LEARNED if name != "cpb, swin"])
+def test_zeros_are_plain_attention_and_every_parameter_learns(name):
+    position = LEARNED[name](DIM // HEADS, HEADS, init_std=0.0, device="meta").to_empty(device="cpu")
+    position.reset_parameters()
+    attn, grid, x = layer(None), make_grid(3, 5, prefix=1), draw(2, 16, DIM)
+    attn.position = position.double()
+    torch.testing.assert_close(attn(x, grid), plain(attn)(x), rtol=0, atol=1e-6)
+    optimizer = torch.optim.SGD(attn.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        attn(x, grid).square().sum().backward()
+        optimizer.step()
+    # The threshold of FIRE is below the size of the image.
+    assert all(parameter.grad.any() for key, parameter in position.named_parameters() if key != "threshold")
+    if hasattr(position, "no_weight_decay"):
+        assert position.no_weight_decay() <= {key for key, _ in position.named_parameters()}
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_half_precision_stays_near(name):
+    position, grid = POSITIONS[name](DIM // HEADS, HEADS), make_grid(9, 13)
+    joint = name.startswith(("cpb", "joint", "euclidean"))
+    x = draw(2, num_tokens(grid), DIM)
+    for backend in ["gathered"] if joint else ["fused", "tiled"]:
+        attn = layer(position.double(), backend=backend)
+        expected = attn(x, grid).detach()
+        atol = 0.05 * float(expected.abs().max())
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            got = attn.float()(x.float(), grid).double()
+        torch.testing.assert_close(got, expected, rtol=0, atol=atol)
+        torch.testing.assert_close(attn.bfloat16()(x.bfloat16(), grid).double(), expected, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("name", [*POSITIONS, "rope"])
+def test_queries_and_memory_on_grids_of_their_own(name):
+    attn = layer(None if name == "rope" else POSITIONS[name](DIM // HEADS, HEADS))
+    if name == "rope":
+        attn.rope = RotaryEmbedding2d(DIM // HEADS, HEADS, "axial")
+    # The tokens that attend are the last two rows of an image, whose first rows are a memory.
+    whole, x = make_grid(5, 3), draw(2, 15, DIM)
+    last = make_grid(5, 3, coords=torch.stack((torch.arange(6) // 3 + 3, torch.arange(6) % 3), dim=-1))
+    got = attn(x[:, 9:], last, memory=x[:, :9], key_grid=whole)
+    torch.testing.assert_close(got, attn(x, whole)[:, 9:], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", STRETCHED)
+def test_stretched_to_another_size(name):
+    """The trained size stays bit by bit; at twice the size, the offset 2d has what d has at the trained size."""
+    position, x = layer(POSITIONS[name](DIM // HEADS, HEADS)).position, draw(1, 20, DIM)
+    small, large = make_grid(4, 5), make_grid(8, 10)
+    if needs_tokens(position):
+        # The same tokens, twice as far apart.
+        large = large._replace(coords=2 * patch_coords(small))
+    trained = terms_of(position, x, small, small)
+    position.trained_grid = (4, 5)
+    same, stretched = (terms_of(position, x, grid, grid) for grid in (small, large))
+    if needs_tokens(position):
+        one, same, other = (terms.channels.query @ terms.channels.key.mT for terms in (trained, same, stretched))
+        assert torch.equal(one, same)
+        torch.testing.assert_close(other, one, rtol=0, atol=1e-10)
+        return
+    assert all(map(torch.equal, same.bias, trained.bias))
+    for one, other in zip(stretched.bias, trained.bias, strict=True):
+        every_other = (slice(None), *[slice(1, None, 2)] * (one.dim() - 1))
+        torch.testing.assert_close(one[every_other], other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("maker", [*LEARNED.values(), AxialPositionEmbedding], ids=[*LEARNED, "axial"])
+def test_a_negative_deviation_is_refused(maker):
+    with pytest.raises(ValueError, match=r"init_std .*-0.1"):
+        maker(4, 2, init_std=-0.1)
