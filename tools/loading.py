@@ -1,11 +1,11 @@
-"""Measure how many small images a second the loaders give: `python tools/loading.py`. Random images, no data needed.
+"""Measure how many small images a second the loaders give: `python tools/loading.py`. It makes random images itself.
 
-From memory as CIFAR-10 (one by one, and by the batch where the augmentation has such a form), and from class folders of
-JPEG files, read each time and with `cache`. Run it on an idle machine; it prints the median of a few epochs.
+Images come from memory as those of CIFAR-10 do (one by one, and by the batch where the augmentation can), and from class
+folders of JPEG files, read each time and with `cache`. Printed are medians over epochs; run it on an idle machine.
 
-`--native` measures native shapes instead: files whose aspect ratios are those of photographs, as sequences of up to so
-many tokens (patches of 16 px), beside the same files at the one size that has as many; and the share of the tokens that
-is padding, in training and in evaluation.
+`--native` measures native shapes instead: files with the aspect ratios of photographs, as sequences of up to so many
+tokens (patches of 16 px), beside the same files at the one size that has as many tokens; and the share of the tokens
+that is padding, in training and in evaluation.
 """
 
 import argparse
@@ -29,7 +29,7 @@ MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
 def images_per_second(loader: DataLoader, epochs: int) -> float:
-    """Median over some epochs, without the start of the workers."""
+    """Return the median over epochs; the first epoch starts the workers and does not count."""
     rates = []
     for _ in range(epochs + 1):
         start = time.perf_counter()
@@ -61,82 +61,79 @@ def write_shapes(root: str, count: int) -> None:
 
 
 def padding(loader: DataLoader) -> float:
-    """Share of the tokens of native batches that is padding."""
+    """Return the share of the tokens of native batches that is padding."""
     valid = [images["patch_valid"] for images, _ in loader]
     return 1 - sum(int(batch.sum()) for batch in valid) / sum(batch.numel() for batch in valid)
 
 
-def compare_native(budgets: list[int], count: int, batch_size: int, workers: list[int], epochs: int) -> None:
+def compare_native(budgets: list[int], batch_size: int, workers: list[int], epochs: int) -> None:
     """Print a row for each budget of tokens."""
     with tempfile.TemporaryDirectory() as root:
-        write_shapes(root, count)
+        write_shapes(root, 2000)
         print("tokens    workers   images/s, native   of one size   padding in training   in evaluation")
         for budget, number in itertools.product(budgets, workers):
             options = {"batch_size": batch_size, "num_workers": number}
             native = ImageFolderData(root, native=True, max_tokens=budget, **options)
-            loaders = (
-                native.train_dataloader(),
-                ImageFolderData(root, img_size=native.img_size, **options).train_dataloader(),
-            )
-            rates = "".join(f"{images_per_second(loader, epochs):<19,.0f}" for loader in loaders)
-            shares = f"{padding(loaders[0]):<22.1%}{padding(native.val_dataloader()):.1%}"
-            print(f"{budget:<10}{number:<10}{rates[:-5]}{shares}", flush=True)
+            loader = native.train_dataloader()
+            one_size = ImageFolderData(root, img_size=native.img_size, **options).train_dataloader()
+            rates = f"{images_per_second(loader, epochs):<19,.0f}{images_per_second(one_size, epochs):<14,.0f}"
+            shares = f"{padding(loader):<22.1%}{padding(native.val_dataloader()):.1%}"
+            print(f"{budget:<10}{number:<10}{rates}{shares}", flush=True)
 
 
-def from_memory(images: np.ndarray, augment: str, size: int, at_once: bool) -> Callable | None:
-    """Make loaders, for a number of workers, of images in memory; None where batches are not made at once."""
-    dataset = StackedImages(torch.from_numpy(images), [0] * len(images), train_transform(32, MEAN, STD, augment))
-    options = {"batch_size": size, "shuffle": True}
-    if at_once:
-        dataset, options["collate_fn"] = dataset.at_once(), identity_collate
-    if dataset is None:
-        return None
-    return lambda workers: DataLoader(dataset, num_workers=workers, persistent_workers=workers > 0, **options)
+def sources_of(images: np.ndarray, augment: str, size: int, large: str, small: str) -> dict[str, Callable]:
+    """Return functions that make a loader for a number of workers; `small` has a tenth of the images in `large`."""
+    transform = train_transform(32, MEAN, STD, augment)
+    few = images[: len(images) // 10]
+    one_by_one = StackedImages(torch.from_numpy(few), [0] * len(few), transform)
+    by_batch = StackedImages(torch.from_numpy(images), [0] * len(images), transform).at_once()
 
+    def from_memory(dataset: object, **options: object) -> Callable[[int], DataLoader]:
+        options |= {"batch_size": size, "shuffle": True}
+        return lambda workers: DataLoader(dataset, num_workers=workers, persistent_workers=workers > 0, **options)
 
-def from_folders(root: str, augment: str, cache: bool, size: int) -> Callable:
-    """Make training loaders, for a number of workers, of class folders."""
-    options = {"img_size": 32, "crop_pct": 1.0, "mean": MEAN, "std": STD, "cache": cache, "batch_size": size}
-    data = ImageFolderData(root, augment=augment, **options)
+    def from_folders(root: str, cache: bool) -> Callable[[int], DataLoader]:
+        options = {"img_size": 32, "crop_pct": 1.0, "mean": MEAN, "std": STD, "cache": cache, "batch_size": size}
+        data = ImageFolderData(root, augment=augment, **options)
 
-    def loader(workers: int) -> DataLoader:
-        data.num_workers = workers
-        return data.train_dataloader()
+        def loader(workers: int) -> DataLoader:
+            data.num_workers = workers
+            return data.train_dataloader()
 
-    return loader
+        return loader
+
+    sources = {"memory, one by one": from_memory(one_by_one)}
+    if by_batch is not None:
+        sources["memory, by the batch"] = from_memory(by_batch, collate_fn=identity_collate)
+    sources["folders"] = from_folders(small, cache=False)
+    sources["folders, cached"] = from_folders(small if by_batch is None else large, cache=True)
+    return sources
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Measure, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--augment", nargs="+", default=["none", "crop-flip", "deit"])
     parser.add_argument("--num_workers", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--count", type=int, default=20_000, help="images; a tenth of them where they come one by one")
     parser.add_argument("--batch_size", type=int, default=512)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--native", nargs="*", type=int, metavar="TOKENS", help="budgets; by default 64 196 576")
-    options = parser.parse_args()
+    given = parser.parse_args()
 
     torch.set_num_threads(1)
-    if options.native is not None:
-        size = min(options.batch_size, 64)
-        compare_native(options.native or [64, 196, 576], 2000, size, options.num_workers, options.epochs)
+    if given.native is not None:
+        compare_native(given.native or [64, 196, 576], min(given.batch_size, 64), given.num_workers, given.epochs)
         return
-    images = np.random.default_rng(0).integers(0, 256, (options.count, 32, 32, 3)).astype(np.uint8)
-    few, size = images[: options.count // 10], options.batch_size
+    images = np.random.default_rng(0).integers(0, 256, (given.count, 32, 32, 3)).astype(np.uint8)
     with tempfile.TemporaryDirectory() as large, tempfile.TemporaryDirectory() as small:
         write_folders(large, images)
-        write_folders(small, few)
+        write_folders(small, images[: given.count // 10])
         print("augment     images from           workers   images/s")
-        for augment in options.augment:
-            by_batch = from_memory(images, augment, size, at_once=True)
-            sources = {"memory, one by one": from_memory(few, augment, size, at_once=False)}
-            if by_batch is not None:
-                sources["memory, by the batch"] = by_batch
-            sources["folders"] = from_folders(small, augment, False, size)
-            sources["folders, cached"] = from_folders(large if by_batch else small, augment, True, size)
-            for name, loader in sources.items():
-                for workers in options.num_workers:
-                    rate = images_per_second(loader(workers), options.epochs)
+        for augment in given.augment:
+            for name, loader in sources_of(images, augment, given.batch_size, large, small).items():
+                for workers in given.num_workers:
+                    rate = images_per_second(loader(workers), given.epochs)
                     print(f"{augment:<12}{name:<22}{workers:<10}{rate:,.0f}", flush=True)
 
 
