@@ -1,7 +1,7 @@
 """Measure how many small images a second the loaders give: `python tools/loading.py`. It makes random images itself.
 
-Images come from memory as those of CIFAR-10 do (one by one, and by the batch where the augmentation can), and from class
-folders of JPEG files, read each time and with `cache`. Printed are medians over epochs; run it on an idle machine.
+Images come from memory as those of CIFAR-10 do (one by one, and by the batch where the augmentation can), and from
+class folders of JPEG files, read each time and with `cache`. It prints medians over epochs; run it on an idle machine.
 
 `--native` measures native shapes instead: files with the aspect ratios of photographs, as sequences of up to so many
 tokens (patches of 16 px), beside the same files at the one size that has as many tokens; and the share of the tokens
