@@ -121,12 +121,14 @@ OPTIONS = f"""
 --data=ImageFolderData --data.img_size={SIZE} --data.batch_size=128 --data.num_workers=0 --data.cache=true
 --data.augment=crop-flip --data.crop_pct=1 --data.mean=[0.4914,0.4822,0.4465] --data.std=[0.247,0.2435,0.2616]
 --model.lr=1e-3 --model.weight_decay=0.05 --model.warmup_epochs=1 --model.label_smoothing=0
---trainer.gradient_clip_val=1 --trainer.precision=bf16-mixed --trainer.accelerator=cpu
+--trainer.gradient_clip_val=1 --trainer.accelerator=cpu
 --trainer.devices=1 --trainer.enable_progress_bar=false --trainer.callbacks=study.ProcessorTime --quiet
 """
 SIZES = (16, 24, 32, 40, 48, 64)
 REACH_SIZES = (16, 48, 64)
 PROTOCOLS = ("resize", "field")
+# Processors without bfloat16 instructions need ten times as long with bf16-mixed as with 32-true.
+PRECISIONS = ("32-true", "bf16-mixed")
 
 
 class Run(NamedTuple):
@@ -135,10 +137,11 @@ class Run(NamedTuple):
     model: str
     recipe: str
     seed: int
+    precision: str
 
     @property
     def folder(self) -> str:
-        return f"{self.model}_{self.recipe}_{self.seed}"
+        return f"{self.model}_{self.recipe}_{self.seed}_{self.precision}"
 
 
 class ProcessorTime(Callback):
@@ -166,9 +169,11 @@ def prepare(images: Path, root: Path, splits: dict[str, tuple[str, int, int]]) -
     return root
 
 
-def options(recipe: Recipe) -> list[str]:
+def options(run: Run) -> list[str]:
     """Return the options of `relvit fit` that the models of a recipe share."""
-    return [*OPTIONS.split(), f"--trainer.max_epochs={recipe.epochs}", *recipe.options]
+    recipe = RECIPES[run.recipe]
+    own = (f"--trainer.precision={run.precision}", f"--trainer.max_epochs={recipe.epochs}")
+    return [*OPTIONS.split(), *own, *recipe.options]
 
 
 def train(run: Run, images: Path, folder: Path) -> Path:
@@ -181,7 +186,7 @@ def train(run: Run, images: Path, folder: Path) -> Path:
             return made
         arguments = [f"--resume={made}"]
     else:
-        arguments = [*options(recipe), f"--data.root={images}", f"--seed_everything={run.seed}"]
+        arguments = [*options(run), f"--data.root={images}", f"--seed_everything={run.seed}"]
         arguments += [f"--model.model={model.name}", f"--model.model_kwargs={json.dumps(model.arguments)}"]
         arguments += [f"--runs={folder}"]
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
@@ -193,7 +198,7 @@ def train(run: Run, images: Path, folder: Path) -> Path:
 
 
 def evaluate(run: Run, made: Path) -> list[dict[str, Any]]:
-    """Evaluate the last checkpoint at all sizes; in the precision of the training, which is quicker."""
+    """Evaluate the last checkpoint at all sizes, in the precision of the training."""
     checkpoint = Checkpoint.read(made / "checkpoints" / "last.ckpt")
     classifier, data = classifier_of(checkpoint), checkpoint.data_module()
     rows = []
@@ -204,7 +209,7 @@ def evaluate(run: Run, made: Path) -> list[dict[str, Any]]:
         for protocol, size in itertools.product(PROTOCOLS, sizes):
             if size == SIZE and protocol != PROTOCOLS[0]:
                 continue  # the same numbers again
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast("cpu", torch.bfloat16, enabled=run.precision == "bf16-mixed"):
                 row = evaluate_size(classifier, data, size, "test", protocol)
             values = {name: round(row[name], 5) for name in ("acc1", "loss", "calibration_error")}
             rows.append({"reach": reach, "protocol": protocol, "size": size, **values})
@@ -221,7 +226,7 @@ def line_of(run: Run, made: Path, commit: str) -> dict[str, Any]:
         **run._asdict(),
         "name": model.name,
         "arguments": model.arguments,
-        "options": options(recipe),
+        "options": options(run),
         "images": {split: 10 * (last - first) for split, (_, first, last) in recipe.images.items() if split != "val"},
         "parameters": sum(parameter.numel() for parameter in net.parameters()),
         "processor_minutes": round(seconds / 60, 2),
@@ -237,7 +242,12 @@ def done(lines: Path) -> set[Run]:
     if not lines.exists():
         return set()
     found = [json.loads(line) for line in lines.read_text().splitlines()]
-    return {Run(line["model"], line["recipe"], line["seed"]) for line in found}
+    return {Run(line["model"], line["recipe"], line["seed"], precision_of(line)) for line in found}
+
+
+def precision_of(line: dict[str, Any]) -> str:
+    """Return the precision of a line's training."""
+    return next(option.partition("=")[2] for option in line["options"] if "precision" in option)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -249,11 +259,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--models", nargs="+", choices=MODELS, default=list(MODELS))
     add("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
     add("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    add("--precision", choices=PRECISIONS, default=PRECISIONS[0])
     add("--lines", type=Path, default=LINES)
     add("--commit", default="", help="what is run, where the code is a copy without git")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    for run in (Run(*key) for key in itertools.product(given.models, given.recipes, given.seeds)):
+    for key in itertools.product(given.models, given.recipes, given.seeds):
+        run = Run(*key, given.precision)
         if run in done(given.lines) or (run.model in ONE_SIZE and run.recipe == "several"):
             continue
         folder = given.work / run.folder
