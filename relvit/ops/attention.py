@@ -10,7 +10,7 @@ from torch import Tensor
 
 from relvit.ops import reference
 from relvit.ops.backends import fused, gathered, tiled, triton
-from relvit.ops.backends.axis_logits import axis_logits, grid_axes, table_index
+from relvit.ops.backends.axis_logits import axis_logits, grid_axes, joined_with_index
 from relvit.ops.checks import check_backend, check_kind
 from relvit.ops.grid import Grid, check_tokens
 from relvit.ops.inputs import AttentionInputs, check_terms, checked, with_channels, with_equal_heads
@@ -19,11 +19,7 @@ from relvit.ops.terms import JointTable, RelativeTerms
 from relvit.ops.tracing import is_compiling, is_eager, is_functorch
 
 BACKENDS: dict[str, ModuleType] = {
-    "reference": reference,
-    "fused": fused,
-    "tiled": tiled,
-    "gathered": gathered,
-    "triton": triton,
+    module.__name__.rpartition(".")[2]: module for module in (reference, fused, tiled, gathered, triton)
 }
 
 
@@ -210,6 +206,5 @@ def relative_logits(
         raise ValueError("relative_logits needs separate rows and columns, terms.key is a joint table")
     if backend == "reference":
         return reference.relative_logits(query, terms, grid, key_grid)
-    tables = with_equal_heads(terms).key
-    entries = table_index(tables, terms.bucketing, grid, grid_axes(key_grid), query)
-    return axis_logits(query, tables, entries).split((key_grid.height, key_grid.width), dim=-1)
+    table, index = joined_with_index(with_equal_heads(terms).key, terms.bucketing, grid, grid_axes(key_grid), query)
+    return axis_logits(query, table, index).split((key_grid.height, key_grid.width), dim=-1)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from relvit.ops.checks import check_kind, check_shape
+from relvit.ops.tracing import knows_values
 
 
 class Grid(NamedTuple):
@@ -204,7 +205,7 @@ def _check_boolean(name: str, valid: Tensor) -> None:
 
 def _check_bounds(name: str, coords: Tensor, height: int, width: int) -> None:
     """Compare coordinates (..., 2) with the bounds; a graph cannot wait for their values."""
-    if torch.compiler.is_compiling() or not coords.numel():
+    if not knows_values() or not coords.numel():
         return
     # One copy from the device for all four numbers.
     lowest, highest = torch.stack(coords.flatten(0, -2).aminmax(dim=0)).tolist()

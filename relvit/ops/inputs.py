@@ -12,7 +12,7 @@ from relvit.ops.buckets import BUCKETINGS
 from relvit.ops.checks import check_kind, check_shape
 from relvit.ops.grid import Grid, check_tokens
 from relvit.ops.terms import AxisTables, Channels, JointTable, RelativeTerms, with_query_bias
-from relvit.ops.tracing import is_compiling
+from relvit.ops.tracing import knows_values
 from relvit.utils.messages import did_you_mean, listing
 
 # Far from where numbers divided or multiplied by the scale could overflow, in half precision too.
@@ -20,7 +20,7 @@ SMALLEST_SCALE, LARGEST_SCALE = 1e-3, 1e3
 
 
 class AttentionInputs(NamedTuple):
-    """The arguments of `relvit.ops.relative_attention`, in the order of the reference's parameters.
+    """The arguments of `relvit.ops.relative_attention`.
 
     After `checked` no attribute but `attn_mask` and `trained_keys` is None, a mask has at least two axes and booleans
     or the query's dtype, and the two tables of a term are both shared by the heads or both per head.
@@ -41,26 +41,23 @@ class AttentionInputs(NamedTuple):
     trained_keys: int | None = None
 
     def to(self, dtype: torch.dtype) -> AttentionInputs:
-        """Convert queries, keys and values; what was one tensor stays one."""
+        """Convert queries, keys and values; one tensor in two roles stays one."""
         query, key = self.query.to(dtype), self.key.to(dtype)
         position_query, position_key = self.position_query, self.position_key
         if position_query is not None:
             position_query = query if position_query is self.query else position_query.to(dtype)
         if position_key is not None:
             position_key = key if position_key is self.key else position_key.to(dtype)
-        return self._replace(
-            query=query,
-            key=key,
-            value=self.value.to(dtype),
-            position_query=position_query,
-            position_key=position_key,
-        )
+        positions = {"position_query": position_query, "position_key": position_key}
+        return self._replace(query=query, key=key, value=self.value.to(dtype), **positions)
 
 
 def checked(inputs: AttentionInputs) -> AttentionInputs:
     """Raise unless the inputs fit together, as `relvit.ops.relative_attention` describes, and fill in all defaults."""
     query, key, grid = inputs.query, inputs.key, inputs.grid
     key_grid = grid if inputs.key_grid is None else inputs.key_grid
+    if inputs.attn_mask is not None:
+        check_kind("attn_mask", inputs.attn_mask, Tensor, "a tensor")
     _check_contents(inputs, key_grid)
     _check_options(inputs)
     scale = query.shape[3] ** -0.5 if inputs.scale is None else inputs.scale
@@ -133,33 +130,28 @@ def _check_contents(inputs: AttentionInputs, key_grid: Grid) -> None:
     check_shape("value", value, (batch, heads, key.shape[2], "value_dim"))
     named = {"key": key, "value": value}
     for name, like in (("position_query", query), ("position_key", key)):
-        tensor = getattr(inputs, name)
-        if tensor is not None:
+        if (tensor := getattr(inputs, name)) is not None:
             check_shape(name, tensor, tuple(like.shape))
             named[name] = tensor
     for name, tensor in named.items():
         if tensor.dtype != query.dtype:
             raise ValueError(f"{name} has dtype {tensor.dtype}, expected the query's {query.dtype}")
     check_terms(terms, heads, head_dim, value.shape[3])
-    # Some kernels would read another device's memory without an error.
-    for grid_name, where in (("grid", grid), (key_grid_name, key_grid)):
-        named |= {f"{grid_name}.coords": where.coords, f"{grid_name}.valid": where.valid}
-    for term, tables in zip(RelativeTerms._fields[:4], terms[:4], strict=True):
-        if tables is not None:
-            named |= {f"terms.{term}.{part}": table for part, table in zip(tables._fields, tables, strict=True)}
     if terms.channels is not None:
         check_kind("terms.channels", terms.channels, Channels, "Channels")
-        rank = terms.channels.query.shape[-1]
         for part, like in (("query", query), ("key", key)):
             channels, name = getattr(terms.channels, part), f"terms.channels.{part}"
             lead = [size if size == 1 else most for size, most in zip(channels.shape, (batch, heads), strict=False)]
-            check_shape(name, channels, (*lead, like.shape[2], rank))
-            named[name] = channels
+            check_shape(name, channels, (*lead, like.shape[2], terms.channels.query.shape[-1]))
     if terms.query_bias is not None:
         check_shape("terms.query_bias", terms.query_bias, (heads, head_dim))
-        named["terms.query_bias"] = terms.query_bias
-    if isinstance(inputs.attn_mask, Tensor):
-        named["attn_mask"] = inputs.attn_mask
+    # Some kernels would read another device's memory without an error.
+    for name, where in (("grid", grid), (key_grid_name, key_grid)):
+        named |= {f"{name}.coords": where.coords, f"{name}.valid": where.valid}
+    named |= {"terms.query_bias": terms.query_bias, "attn_mask": inputs.attn_mask}
+    for term, tables in terms._asdict().items():
+        if isinstance(tables, tuple):
+            named |= {f"terms.{term}.{part}": table for part, table in tables._asdict().items()}
     for name, tensor in named.items():
         if tensor is not None and tensor.device != query.device:
             raise ValueError(f"{name} is on {tensor.device}, expected the query's device, {query.device}")
@@ -168,7 +160,6 @@ def _check_contents(inputs: AttentionInputs, key_grid: Grid) -> None:
 def _check_options(inputs: AttentionInputs) -> None:
     mask, dropout_p, scale = inputs.attn_mask, inputs.dropout_p, inputs.scale
     if mask is not None:
-        check_kind("attn_mask", mask, Tensor, "a tensor")
         if mask.dtype != torch.bool and not mask.is_floating_point():
             raise TypeError(
                 f"attn_mask has dtype {mask.dtype}, expected booleans, True where attention is allowed, "
@@ -187,7 +178,7 @@ def _check_options(inputs: AttentionInputs) -> None:
         if isinstance(number, bool) or not isinstance(number, (int, float)):
             raise TypeError(f"{name} must be a number, got {number!r} of type {type(number).__name__}")
     # A graph may have a symbol for the scale.
-    if scale is not None and not is_compiling() and not math.isfinite(scale):
+    if scale is not None and knows_values() and not math.isfinite(scale):
         raise ValueError(f"scale must be finite, got {scale}")
     if inputs.trained_keys is not None and inputs.trained_keys < 2:
         raise ValueError(f"trained_keys must be 2 or more, got {inputs.trained_keys}: one key always has the weight 1")

@@ -5,20 +5,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
-
-
-def is_eager() -> bool:
-    """Return True where operations run as they are called: in no graph, and in no transform of `torch.func`.
-
-    Only there tensors have values that Python can read, and may an operation bring a backward of its own.
-    """
-    return not is_compiling() and not is_functorch()
-
-
-def may_recompute() -> bool:
-    """Return True where a backward may compute something once more: neither `torch.export` nor `torch.func` can."""
-    return not is_exporting() and not is_functorch()
 
 
 def is_compiling() -> bool:
@@ -41,9 +29,37 @@ def is_functorch() -> bool:
     return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
 
 
+def is_eager() -> bool:
+    """Return True where operations run as they are called: in no graph, and in no transform of `torch.func`.
+
+    Only there an operation may bring a backward of its own.
+    """
+    return not is_compiling() and not is_functorch()
+
+
+def knows_values() -> bool:
+    """Return True where Python may read tensors and sizes; a graph serves other values and sizes as well."""
+    return not is_compiling()
+
+
+def may_recompute() -> bool:
+    """Return True where a backward may compute something once more: neither `torch.export` nor `torch.func` can."""
+    return not is_exporting() and not is_functorch()
+
+
+def may_remember() -> bool:
+    """Return True where tensors may serve later calls: those of graphs, and fake ones, serve where they were made."""
+    return not is_compiling() and type(torch.empty(0)) is Tensor
+
+
+def trains_in_graph() -> bool:
+    """Return True while PyTorch compiles a graph with its backward."""
+    return torch.is_grad_enabled() and is_compiling() and not is_exporting()
+
+
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:
     """Switch autocast off for a device; where autocast does not exist (the meta device), do nothing."""
     # PyTorch 2.11's compiler cannot ask.
-    if not torch.compiler.is_compiling() and not torch.amp.is_autocast_available(device.type):
+    if not is_compiling() and not torch.amp.is_autocast_available(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)

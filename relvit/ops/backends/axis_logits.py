@@ -1,14 +1,14 @@
-"""Logits per row and per column of the grid, which `tiled` and `fused` share: their sum is the relative logit.
+"""Logits per row and per column of the grid, for `tiled` and `fused`: their sum is the relative logit of a pair.
 
 q_i . a_ij = rows[i, y_j] + cols[i, x_j]: so each query needs H + W products instead of H W. The tables of both axes are
-joined below each other; a `TableIndex` holds which of their entries belongs to each token and each row and column. The
-same index adds up what meets the value tables, the attention per row and column.
+joined below each other, and an index says which entry belongs to each token and each row and column of the grid. The
+same index adds up the attention per row and column by entry, which then meets the value tables.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from relvit.ops.buckets import bucket, saturation
 from relvit.ops.grid import Grid, batched_coords
 from relvit.ops.inputs import AttentionInputs
 from relvit.ops.terms import AxisTables, with_width
-from relvit.ops.tracing import is_compiling, is_eager
+from relvit.ops.tracing import is_eager, knows_values, may_remember
 
 # Stock kernels want head widths that are multiples of 8, and products are faster for it on the CPU as well.
 WIDTH_MULTIPLE = 8
@@ -39,31 +39,21 @@ class AxisRange(NamedTuple):
 Axes = tuple[AxisRange, AxisRange]
 
 
-class TableIndex(NamedTuple):
-    """Index of the entry of a term's joined tables that belongs to each token and each row and column.
+def once_per_raster(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Remember results of `make(grid, *arguments)` for rasters, of which all blocks ask for the same.
 
-    Attributes:
-        reach: clip distances of the part of the tables that some pair of tokens can use.
-        index: (1 or B, 1, N, H + W) int64 into `join_tables(tables, reach)`; 0, the zero row, for prefix tokens.
+    `make` does not read the grid's `valid`.
     """
+    remembered = lru_cache(maxsize=64)(lambda _inference, *arguments: make(*arguments))
 
-    reach: Distances
-    index: Tensor
+    @wraps(make)
+    def call(grid: Grid, *arguments: object) -> Any:
+        if grid.coords is not None or not may_remember():
+            return make(grid, *arguments)
+        # A tensor that was made in inference mode cannot be saved for backward elsewhere.
+        return remembered(torch.is_inference_mode_enabled(), grid._replace(valid=None), *arguments)
 
-
-def once_per_raster(make: Callable[..., Any], grid: Grid, *arguments: Any, like: Tensor) -> Any:
-    """Compute `make(grid, *arguments, device of like)` or, for a raster, remember it: all blocks want it."""
-    # Tensors of a graph, and fake ones, belong to where they were made.
-    if grid.coords is not None or is_compiling() or type(like) is not Tensor:
-        return make(grid, *arguments, like.device)
-    # What was made in inference mode cannot be saved for backward elsewhere.
-    inference = torch.is_inference_mode_enabled()
-    return _remembered(make, grid._replace(valid=None), *arguments, like.device, inference)
-
-
-@lru_cache(maxsize=64)
-def _remembered(make: Callable[..., Any], *arguments: Any) -> Any:
-    return make(*arguments[:-1])
+    return call
 
 
 def grid_axes(grid: Grid) -> Axes:
@@ -95,16 +85,18 @@ def axis_indices(axes: Axes, device: torch.device) -> tuple[Tensor, Tensor]:
     return torch.arange(top, top + height, device=device), torch.arange(left, left + width, device=device)
 
 
-def table_index(tables: AxisTables, bucketing: str, grid: Grid, axes: Axes, like: Tensor) -> TableIndex:
-    """Find the table entry for each token of `grid` and each row, then each column of `axes`."""
-    return once_per_raster(make_table_index, grid, clip_distances(tables), bucketing, axes, like=like)
+@once_per_raster
+def table_index(
+    grid: Grid, distances: Distances, bucketing: str, axes: Axes, device: torch.device
+) -> tuple[Distances, Tensor]:
+    """Find the table entry for each token of `grid` and each row, then each column of `axes`.
 
-
-def make_table_index(grid: Grid, distances: Distances, bucketing: str, axes: Axes, device: torch.device) -> TableIndex:
-    """Compute what `table_index` returns and remembers."""
+    Returns the clip distances of the part of the tables that some pair of tokens can use, and the index (1 or B, 1, N,
+    H + W) int64 of entries of `join_tables`; 0, the zero row, for prefix tokens.
+    """
     reach = distances
     # A graph for all sizes must not depend on which of them a table outreaches.
-    if grid.coords is None and bucketing == "clip" and not is_compiling():
+    if grid.coords is None and bucketing == "clip" and knows_values():
         # The largest offset that some pair can have.
         sizes = (max(size, axis.size) for size, axis in zip((grid.height, grid.width), axes, strict=True))
         reach = tuple(min(distance, size - 1) for distance, size in zip(distances, sizes, strict=True))
@@ -112,8 +104,7 @@ def make_table_index(grid: Grid, distances: Distances, bucketing: str, axes: Axe
     rows, cols = axis_indices(axes, device)
     row_index = bucket(rows - y, reach[0], bucketing) + 1
     col_index = bucket(cols - x, reach[1], bucketing) + (1 + 2 * reach[0] + 1)
-    # Prefix tokens use entry 0, the zero row.
-    return TableIndex(reach, F.pad(torch.cat((row_index, col_index), dim=-1), (0, 0, grid.prefix, 0))[:, None])
+    return reach, F.pad(torch.cat((row_index, col_index), dim=-1), (0, 0, grid.prefix, 0))[:, None]
 
 
 def join_tables(tables: AxisTables, reach: Distances, dtype: torch.dtype) -> Tensor:
@@ -126,18 +117,26 @@ def join_tables(tables: AxisTables, reach: Distances, dtype: torch.dtype) -> Ten
     return F.pad(joined, (0, 0, 1, -(1 + joined.shape[-2]) % WIDTH_MULTIPLE)).to(dtype)
 
 
+def joined_with_index(
+    tables: AxisTables, bucketing: str, grid: Grid, axes: Axes, like: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the joined tables in the dtype of `like`, and the index of `table_index` into them."""
+    reach, index = table_index(grid, clip_distances(tables), bucketing, axes, like.device)
+    return join_tables(tables, reach, like.dtype), index
+
+
 def query_logits(inputs: AttentionInputs, axes: Axes) -> Tensor | None:
     """Compute logits of the key term and the bias for a key in each row and column: (B, heads, Nq, H + W)."""
     query, terms, grid = inputs.position_query, inputs.terms, inputs.grid
     logits = None
     if terms.key is not None:
-        logits = axis_logits(query, terms.key, table_index(terms.key, terms.bucketing, grid, axes, query))
+        logits = axis_logits(query, *joined_with_index(terms.key, terms.bucketing, grid, axes, query))
     if terms.bias is None:
         return logits
     tables = with_width(terms.bias)
-    reach, index = table_index(tables, terms.bucketing, grid, axes, query)
     # In the tables' precision, for the sake of the sums over all tokens in backward.
-    table = join_tables(tables, reach, tables.rows.dtype)[..., 0] / inputs.scale
+    table, index = joined_with_index(tables, terms.bucketing, grid, axes, tables.rows)
+    table = table[..., 0] / inputs.scale
     # (1 or B, heads, Nq, H + W): samples on one grid share the result.
     heads = query.shape[1]
     entries = table.expand(heads, -1)[None, :, None].expand(index.shape[0], heads, index.shape[2], -1)
@@ -152,24 +151,23 @@ def key_logits(inputs: AttentionInputs, axes: Axes) -> Tensor | None:
         return None
     # Seen from the key, the offset to the query has the other sign.
     mirrored = AxisTables(terms.query.rows.flip(-2), terms.query.cols.flip(-2))
-    return axis_logits(key, mirrored, table_index(mirrored, terms.bucketing, inputs.key_grid, axes, key))
+    return axis_logits(key, *joined_with_index(mirrored, terms.bucketing, inputs.key_grid, axes, key))
 
 
-def axis_logits(query: Tensor, tables: AxisTables, entries: TableIndex) -> Tensor:
+def axis_logits(query: Tensor, table: Tensor, index: Tensor) -> Tensor:
     """query_i . rows[r - y_i] for all rows r, then the same for columns: (B, heads, N, H + W).
 
     One product with all table rows, then a choice, is faster than a product per row of the grid: the tables are short.
     """
-    per_entry = entry_logits(query, tables, entries.reach)
-    index = entries.index.expand(*per_entry.shape[:-1], -1)
+    per_entry = entry_logits(query, table)
+    index = index.expand(*per_entry.shape[:-1], -1)
     if torch.is_grad_enabled() and is_eager():
         return _Gather.apply(per_entry, index)
     return per_entry.gather(-1, index)
 
 
-def entry_logits(query: Tensor, tables: AxisTables, reach: Distances) -> Tensor:
-    """Multiply queries by all vectors of `join_tables`: (B, heads, N, entries)."""
-    table = join_tables(tables, reach, query.dtype)
+def entry_logits(query: Tensor, table: Tensor) -> Tensor:
+    """Multiply queries by all vectors of a joined table: (B, heads, N, entries)."""
     # Head by head: so queries whose memory is as the projection has left it need no copy, neither now nor in backward.
     by_head = query.permute(1, 0, 2, 3).flatten(1, 2)
     per_entry = torch.bmm(by_head, table.expand(query.shape[1], -1, -1).transpose(-2, -1))
@@ -189,12 +187,6 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
         (index,) = ctx.saved_tensors
         return grad.new_zeros(ctx.shape).scatter_add_(-1, index, grad), None
-
-
-def sum_by_entry(marginals: Tensor, index: Tensor, entries: int) -> Tensor:
-    """Add up the attention per row and column (B, Nq, heads, H + W) by table entry: (B, Nq, heads, entries)."""
-    index = index.transpose(1, 2).expand_as(marginals)
-    return marginals.new_zeros(*marginals.shape[:-1], entries).scatter_add(-1, index, marginals)
 
 
 def times_table(weights: Tensor, table: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,58 +25,34 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from relvit.ops.backends.axis_logits import (
     WIDTH_MULTIPLE,
     Axes,
-    TableIndex,
     axis_indices,
     grid_axes,
-    join_tables,
+    joined_with_index,
     key_logits,
     once_per_raster,
     query_axes,
     query_logits,
-    sum_by_entry,
-    table_index,
     times_table,
 )
 from relvit.ops.grid import Grid, batched_coords, key_mask, without_padding
 from relvit.ops.inputs import AttentionInputs, added_width
 from relvit.ops.recompute import recompute_saved
-from relvit.ops.tracing import is_exporting, without_autocast
-
-
-class Layout(NamedTuple):
-    """Layout of the parts that are appended to queries, keys and values, as far as grids decide it.
-
-    Attributes:
-        width: of the augmented vectors.
-        key_axes: rows and columns that have a channel for the key, value and bias terms.
-        query_axes: those for the query term.
-        key_hot: (1 or B, 1, Nk, H + W), one-hot row and column of each key; None where no term needs it.
-        query_hot: (1 or B, 1, Nq, H' + W'), the same of each query, for the query term.
-    """
-
-    width: int
-    key_axes: Axes
-    query_axes: Axes
-    key_hot: Tensor | None
-    query_hot: Tensor | None
+from relvit.ops.tracing import trains_in_graph, without_autocast
 
 
 def relative_attention(inputs: AttentionInputs) -> Tensor:
     """Compute attention with relative terms through augmented vectors; see `relvit.ops.relative_attention`."""
-    if torch.is_grad_enabled() and torch.compiler.is_compiling() and not is_exporting():
+    if trains_in_graph():
         # The compiler's partitioner would keep the augmented vectors, as autograd would without `recompute_saved`.
         contexts = partial(create_selective_checkpoint_contexts, _keep_attention)
         return checkpoint(_attend, inputs, use_reentrant=False, context_fn=contexts)
     return _attend(inputs)
 
 
-def _is_of_others(record: logging.LogRecord) -> bool:
-    """Return whether a message is not the one that PyTorch logs wherever a compiled checkpoint chooses what to keep."""
-    return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
-
-
-# It is of no use to whoever compiles a model: `_keep_attention` is what it asks for.
-logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_of_others)
+# PyTorch logs this message wherever a compiled checkpoint chooses what to keep, which is what `_keep_attention` does.
+logging.getLogger("torch._higher_order_ops.wrap").addFilter(
+    lambda record: "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
+)
 
 
 def _keep_attention(_context: object, operator: object, *_args: object, **_options: object) -> CheckpointPolicy:
@@ -98,9 +73,24 @@ def _attend(inputs: AttentionInputs) -> Tensor:
         else:
             key, value = without_padding(key, valid), without_padding(value, valid)
             (mask, attending), valid = _mask_padding(mask, valid), None
-    layout = _layout(inputs, padded=valid is not None)
-    contents = [query, key, value, query_logits(inputs, layout.key_axes), key_logits(inputs, layout.query_axes)]
-    augment = partial(_augment, layout=layout, valid=valid, value_term=terms.value is not None)
+    key_term, value_term = terms.key is not None or terms.bias is not None, terms.value is not None
+    width = augmented_width(inputs, padded=valid is not None)
+    # Up to the multiple there are further columns of the grid, in which no token is. Unlike zeros that may be none,
+    # these columns make no case of their own, so that one graph serves all sizes.
+    missing = -width % WIDTH_MULTIPLE
+    key_axes, axes_of_queries = _with_columns(grid_axes(key_grid), missing), query_axes(inputs)
+    if not key_term:
+        axes_of_queries = _with_columns(axes_of_queries, missing)
+    like = (query.dtype, query.device)
+    augment = partial(
+        _augment,
+        width=width + missing,
+        key_hot=_one_hot(key_grid, key_axes, *like) if key_term or value_term else None,
+        query_hot=_one_hot(grid, axes_of_queries, *like) if terms.query is not None else None,
+        valid=valid,
+        value_term=value_term,
+    )
+    contents = [query, key, value, query_logits(inputs, key_axes), key_logits(inputs, axes_of_queries)]
     augmented = augment(*contents)
     with recompute_saved(augmented, augment, contents):
         out = F.scaled_dot_product_attention(
@@ -111,12 +101,11 @@ def _attend(inputs: AttentionInputs) -> Tensor:
             # The default scale would count the appended channels.
             scale=inputs.scale,
         )
-    if terms.value is None:
-        result = out[..., : value.shape[-1]]
+    if value_term:
+        table, index = joined_with_index(terms.value, terms.bucketing, grid, key_axes, value)
+        result = _split_output(out, value.shape[-1], table, index)
     else:
-        entries = table_index(terms.value, terms.bucketing, grid, layout.key_axes, query)
-        table = join_tables(terms.value, entries.reach, value.dtype)
-        result = _split_output(out, value.shape[-1], table, entries)
+        result = out[..., : value.shape[-1]]
     # Under autocast stock attention lowers single precision.
     result = result.to(query.dtype)
     # Queries without any key have attended to padding: they get zeros, forward and backward.
@@ -125,37 +114,17 @@ def _attend(inputs: AttentionInputs) -> Tensor:
 
 def augmented_width(inputs: AttentionInputs, padded: bool) -> int:
     """Width of augmented q, k and v before rounding up; `padded`: one channel is for hiding padding."""
-    terms, key_grid = inputs.terms, inputs.key_grid
-    query_width, value_width = inputs.query.shape[-1] + int(padded), inputs.value.shape[-1]
-    query_width += added_width(terms, inputs.query.dtype)
+    terms, key_axes = inputs.terms, inputs.key_grid.height + inputs.key_grid.width
+    query_width = inputs.query.shape[-1] + int(padded) + added_width(terms, inputs.query.dtype)
+    value_width = inputs.value.shape[-1]
     if terms.key is not None or terms.bias is not None:
-        query_width += key_grid.height + key_grid.width
+        query_width += key_axes
     if terms.query is not None:
         query_width += sum(axis.size for axis in query_axes(inputs))
     if terms.value is not None:
-        value_width += key_grid.height + key_grid.width
+        value_width += key_axes
     # One width: where value and query differ, PyTorch's CPU kernel falls back to keeping N x N.
     return max(query_width, value_width)
-
-
-def _layout(inputs: AttentionInputs, padded: bool) -> Layout:
-    terms, grid, key_grid = inputs.terms, inputs.grid, inputs.key_grid
-    width = augmented_width(inputs, padded)
-    # Up to the multiple there are further columns, in which no token is. Unlike zeros that may be none, they make no
-    # case of their own, so that one graph serves all sizes.
-    missing = -width % WIDTH_MULTIPLE
-    key_term = terms.key is not None or terms.bias is not None
-    key_axes, axes_of_queries = _with_columns(grid_axes(key_grid), missing), query_axes(inputs)
-    if not key_term:
-        axes_of_queries = _with_columns(axes_of_queries, missing)
-    hot = partial(once_per_raster, _one_hot, like=inputs.query)
-    return Layout(
-        width + missing,
-        key_axes,
-        axes_of_queries,
-        hot(key_grid, key_axes, inputs.query.dtype) if key_term or terms.value is not None else None,
-        hot(grid, axes_of_queries, inputs.query.dtype) if terms.query is not None else None,
-    )
 
 
 def _with_columns(axes: Axes, number: int) -> Axes:
@@ -163,17 +132,16 @@ def _with_columns(axes: Axes, number: int) -> Axes:
     return rows, cols._replace(size=cols.size + number)
 
 
+@once_per_raster
 def _one_hot(grid: Grid, axes: Axes, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """One-hot row, then one-hot column of each token, zero for prefix tokens: (1 or B, 1, N, H + W).
-
-    Tokens beyond the outermost row or column count as in it. By comparison instead of `one_hot`, which breaks export
-    with symbolic sizes.
-    """
+    """One-hot row, then one-hot column of each token, zero for prefix tokens: (1 or B, 1, N, H + W)."""
     rows, cols = axis_indices(axes, device)
     y, x = batched_coords(grid, device).split(1, dim=-1)
     if grid.coords is not None:
+        # Tokens beyond the outermost row or column count as in it.
         y = torch.minimum(torch.maximum(y, rows[:1]), rows[-1:])
         x = torch.minimum(torch.maximum(x, cols[:1]), cols[-1:])
+    # By comparison instead of `one_hot`, which breaks export with symbolic sizes.
     hot = torch.cat((y == rows, x == cols), dim=-1).to(dtype)
     return F.pad(hot, (0, 0, grid.prefix, 0))[:, None]
 
@@ -185,7 +153,9 @@ def _augment(
     query_logits: Tensor | None,
     key_logits: Tensor | None,
     *,
-    layout: Layout,
+    width: int,
+    key_hot: Tensor | None,
+    query_hot: Tensor | None,
     valid: Tensor | None,
     value_term: bool,
 ) -> list[Tensor]:
@@ -199,9 +169,9 @@ def _augment(
     queries, keys, values = [query], [key], [value]
     if query_logits is not None:
         queries.append(query_logits)
-        keys.append(layout.key_hot)
+        keys.append(key_hot)
     if key_logits is not None:
-        queries.append(layout.query_hot)
+        queries.append(query_hot)
         keys.append(key_logits)
     if valid is not None:
         # The product, -1e30, is far below all logits and finite; half precision, multiplied in single, reaches -3.6e9.
@@ -209,32 +179,31 @@ def _augment(
         queries.append(query.new_full((), size).expand(*query.shape[:-1], 1))
         keys.append(torch.where(valid[:, None, :, None], 0.0, -size).to(key.dtype))
     if value_term:
-        values.append(layout.key_hot)
-    return [_join(parts, layout.width) for parts in (queries, keys, values)]
+        values.append(key_hot)
+    return [_join(parts, width) for parts in (queries, keys, values)]
 
 
 def _join(parts: list[Tensor], width: int) -> Tensor:
-    """Concatenate channels after broadcasting the leading dimensions to the first part's, zeros up to `width`.
-
-    In memory tokens come before heads, as the projections have it: so the attention writes its output as well.
-    """
+    """Concatenate channels after broadcasting the leading dimensions to the first part's, zeros up to `width`."""
     lead = parts[0].shape[:-1]
     missing = width - sum(part.shape[-1] for part in parts)
     if missing:
         parts = [*parts, parts[0].new_zeros(()).expand(*lead, missing)]
+    # In memory tokens come before heads, as the projections have it: so the attention writes its output as well.
     return torch.cat([part.expand(*lead, -1).transpose(1, 2) for part in parts], dim=-1).transpose(1, 2)
 
 
-def _split_output(out: Tensor, content: int, table: Tensor, entries: TableIndex) -> Tensor:
+def _split_output(out: Tensor, content: int, table: Tensor, index: Tensor) -> Tensor:
     """Split the output into `content` channels and the attention per row and column, and add the value term."""
     # Tokens before heads: so the attention writes its output, and so the projection wants it.
-    size = entries.index.shape[-1]
-    parts = out.transpose(1, 2).split((content, size, out.shape[-1] - content - size), dim=-1)
+    size = index.shape[-1]
+    mixed, marginals, _ = out.transpose(1, 2).split((content, size, out.shape[-1] - content - size), dim=-1)
     # Half precision is left for sums over several marginals, and rounded to once, as by stock attention.
     precision = torch.promote_types(out.dtype, torch.float32)
-    on_entries = sum_by_entry(parts[1].to(precision), entries.index, table.shape[-2])
+    marginals, index = marginals.to(precision), index.transpose(1, 2).expand_as(marginals)
+    by_entry = marginals.new_zeros(*marginals.shape[:-1], table.shape[-2]).scatter_add(-1, index, marginals)
     with without_autocast(out.device):
-        return (parts[0] + times_table(on_entries, table.to(precision))).to(out.dtype).transpose(1, 2)
+        return (mixed + times_table(by_entry, table.to(precision))).to(out.dtype).transpose(1, 2)
 
 
 def _any_so_far(valid: Tensor, queries: int) -> Tensor:

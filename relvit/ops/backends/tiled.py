@@ -24,9 +24,11 @@ from torch.autograd.function import FunctionCtx
 
 from relvit.ops.backends.axis_logits import (
     Axes,
+    clip_distances,
     entry_logits,
     grid_axes,
     join_tables,
+    joined_with_index,
     key_logits,
     query_axes,
     query_logits,
@@ -46,47 +48,31 @@ LEAST_QUERIES = 64
 
 
 class Operands(NamedTuple):
-    """The tensors that tiles are made of, all samples and queries; None where a term or mask is absent.
+    """The tensors that tiles are made of, all samples and queries; None where a term or mask is absent."""
 
-    Attributes:
-        query: (B, heads, Nq, head_dim); key and value likewise.
-        query_logits: (B, heads, Nq, H + W) of `axis_logits.query_logits`, or (B, heads, Nq, entries) of
-            `axis_logits.entry_logits` where the configuration has a `logits_index`.
-        key_logits: (B, heads, Nk, H' + W'), of `axis_logits.key_logits`.
-        table: the joined value tables, ([heads,] entries, value_dim).
-        attn_mask: (1 or B, 1 or heads, 1 or Nq, 1 or Nk).
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
+    query: Tensor  # (B, heads, Nq, head_dim)
+    key: Tensor  # (B, heads, Nk, head_dim)
+    value: Tensor  # (B, heads, Nk, value_dim)
+    # (B, heads, Nq, H + W), or (B, heads, Nq, entries) where the configuration has a `logits_index`.
     query_logits: Tensor | None
-    key_logits: Tensor | None
-    table: Tensor | None
-    attn_mask: Tensor | None
+    key_logits: Tensor | None  # (B, heads, Nk, H' + W')
+    table: Tensor | None  # the joined value tables, ([heads,] entries, value_dim)
+    attn_mask: Tensor | None  # (1 or B, 1 or heads, 1 or Nq, 1 or Nk)
 
 
 class TileConfig(NamedTuple):
-    """Settings that all tiles have in common besides operands; None where a term or padding is absent.
-
-    Attributes:
-        keys: where keys are.
-        queries: where queries are among the rows and columns of `key_logits`.
-        logits_index: (1 or B, 1, Nq, H + W), which of the `query_logits` each row and column has; None: its own.
-        value_index: the same into the value term's table.
-        valid: (1 or B, Nk) booleans, which keys may be attended to.
-        size: samples, heads and queries of one tile at the most: the same in backward, whatever thread runs it.
-    """
+    """Settings that all tiles have in common besides operands; None where a term or padding is absent."""
 
     keys: Positions
-    queries: Positions | None
-    logits_index: Tensor | None
-    value_index: Tensor | None
-    valid: Tensor | None
+    queries: Positions | None  # among the rows and columns of `key_logits`
+    logits_index: Tensor | None  # (1 or B, 1, Nq, H + W) into `query_logits`
+    value_index: Tensor | None  # (1 or B, 1, Nq, H + W) into the entries of the value tables
+    valid: Tensor | None  # (1 or B, Nk) booleans, which keys may be attended to
     is_causal: bool
     dropout_p: float
     seed: int
     scale: float
+    # Samples, heads and queries of one tile at the most: the same in backward, whatever thread runs it.
     size: tuple[int, int, int]
 
 
@@ -107,7 +93,6 @@ class Tile(NamedTuple):
         return _part(self.all_tokens(tensor), 2, self.queries)
 
     def positions(self, of_all: Positions) -> Positions:
-        """Return the positions of the tile's samples."""
         return of_all if of_all.y is None else of_all._replace(y=self.of(of_all.y), x=self.of(of_all.x))
 
     def add_product(self, total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -120,25 +105,22 @@ class Tile(NamedTuple):
 
 def relative_attention(inputs: AttentionInputs) -> Tensor:
     """Compute attention with relative terms, tile by tile; see `relvit.ops.relative_attention`."""
-    query, key, value, terms = inputs.query, inputs.key, inputs.value, inputs.terms
-    key_grid, mask = inputs.key_grid, inputs.attn_mask
+    query, key, value, terms, grid, key_grid, mask = inputs[:7]
     with without_autocast(query.device):
         valid, axes, axes_of_queries = key_mask(key_grid), grid_axes(key_grid), query_axes(inputs)
         if valid is not None:
             inputs = inputs._replace(position_key=without_padding(inputs.position_key, valid))
         value_index = table = None
         if terms.value is not None:
-            reach, value_index = table_index(terms.value, terms.bucketing, inputs.grid, axes, query)
-            table = join_tables(terms.value, reach, value.dtype)
+            table, value_index = joined_with_index(terms.value, terms.bucketing, grid, axes, value)
         of_queries, logits_index = _query_logits(inputs, axes)
         of_keys = key_logits(inputs, axes_of_queries)
         if mask is not None:
             mask = mask[(None,) * (4 - mask.dim())]
-        operands = Operands(query, key, value, of_queries, of_keys, table, mask)
         keys = Positions(key_grid.height, key_grid.width, key_grid.prefix)
         config = TileConfig(
             keys=keys if key_grid.coords is None else token_positions(key_grid, axes, query.device, -2),
-            queries=None if of_keys is None else token_positions(inputs.grid, axes_of_queries, query.device, -1),
+            queries=None if of_keys is None else token_positions(grid, axes_of_queries, query.device, -1),
             logits_index=logits_index,
             value_index=value_index,
             valid=valid,
@@ -149,20 +131,18 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
             scale=inputs.scale,
             size=_tile_size(query, key),
         )
-        return Tiles.apply(*operands, config).transpose(1, 2)
+        return Tiles.apply(query, key, value, of_queries, of_keys, table, mask, config).transpose(1, 2)
 
 
 def _query_logits(inputs: AttentionInputs, axes: Axes) -> tuple[Tensor | None, Tensor | None]:
-    """Return the `query_logits` of `Operands` and their `logits_index`.
-
-    Table entries are fewer than the rows and columns of large images: what is kept does not grow with these.
-    """
+    """Return the `query_logits` of `Operands` and their `logits_index`."""
     query, terms = inputs.position_query, inputs.terms
     if terms.key is not None and terms.bias is None:
-        reach, index = table_index(terms.key, terms.bucketing, inputs.grid, axes, query)
+        reach, index = table_index(inputs.grid, clip_distances(terms.key), terms.bucketing, axes, query.device)
+        # Table entries are fewer than the rows and columns of large images: what is kept does not grow with these.
         # Besides, a joined table has a zero row, and padding.
         if 2 * sum(reach) + 2 <= index.shape[-1]:
-            return entry_logits(query, terms.key, reach), index
+            return entry_logits(query, join_tables(terms.key, reach, query.dtype)), index
     return query_logits(inputs, axes), None
 
 
@@ -171,11 +151,10 @@ class Tiles(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, *arguments: Tensor | TileConfig | None) -> Tensor:
-        operands, config = Operands(*arguments[:-1]), arguments[-1]
+        given, config = Operands(*arguments[:-1]), arguments[-1]
         ctx.config = config
-        table, given = operands.table, operands
-        operands = _without_padding(operands, config)
-        query, value = operands.query, operands.value
+        operands = _without_padding(given, config)
+        query, value, table = operands.query, operands.value, operands.table
         batch, heads, length, _ = query.shape
         # Tokens before heads: so the projections have it.
         result = value.new_empty(batch, length, heads, value.shape[-1])
@@ -208,7 +187,6 @@ class Tiles(torch.autograd.Function):
 def _backward(
     grad: Tensor, operands: Operands, on_entries: Tensor | None, result: Tensor, config: TileConfig, wants_mask: bool
 ) -> Operands:
-    """Compute the gradients of all operands."""
     operands, scale = _without_padding(operands, config), config.scale
     query, key, value, query_logits, key_logits, table, mask = operands
     tokens, grad, result = grad, grad.transpose(1, 2), result.transpose(1, 2)

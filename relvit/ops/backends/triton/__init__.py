@@ -44,10 +44,9 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
             prefix, height, width = 0, key.shape[2], 1
         # Without a key table nothing reads it, and no gradient of it is written.
         position = None if terms.key is None or inputs.position_query is query else inputs.position_query
-        key_table, bias, of_key = key_operands(inputs)
-        value_table, of_value = value_operands(inputs)
-        lookups = [part for lookup in (of_key, of_value) for part in (lookup[1:] if lookup else (None, None))]
-        operands = Operands(query, key, value, position, valid, key_table, bias, value_table, *lookups)
+        key_table, bias, *of_key = key_operands(inputs)
+        value_table, *of_value = value_operands(inputs)
+        operands = Operands(query, key, value, position, valid, key_table, bias, value_table, *of_key, *of_value)
         return Attention.apply(inputs.scale, (prefix, height, width), *operands)
 
 

@@ -56,24 +56,17 @@ def tile_shape(keys: int, height: int, width: int) -> tuple[int, int]:
 
 
 class Operands(NamedTuple):
-    """Tensors that all kernels read; None where a term is absent.
+    """Tensors that all kernels read, in the order of their parameters; None where a term is absent."""
 
-    Attributes:
-        query, key, value: (B, heads, N, dim).
-        position: (B, heads, Nq, dim), what meets the key table; None: the query.
-        valid: (B, Nk) bytes, zero for padding.
-        key_table, bias, value_table: (heads, entries, dim) and (heads, entries), joined.
-        key_index, key_bounds, value_index, value_bounds: as `lookup.Lookup` has them.
-    """
-
-    query: Tensor
+    query: Tensor  # (B, heads, N, dim); key and value likewise
     key: Tensor
     value: Tensor
-    position: Tensor | None
-    valid: Tensor | None
-    key_table: Tensor | None = None
-    bias: Tensor | None = None
-    value_table: Tensor | None = None
+    position: Tensor | None  # (B, heads, Nq, dim), what meets the key table; None: the query
+    valid: Tensor | None  # (B, Nk) bytes, zero for padding
+    key_table: Tensor | None = None  # (heads, entries, dim)
+    bias: Tensor | None = None  # (heads, entries)
+    value_table: Tensor | None = None  # (heads, entries, dim)
+    # As `lookup` finds them.
     key_index: Tensor | None = None
     key_bounds: Tensor | None = None
     value_index: Tensor | None = None
@@ -81,22 +74,13 @@ class Operands(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """Constants of the compilation, besides data types and sizes of tiles.
+    """Constants of the compilation, besides data types and sizes of tiles."""
 
-    Attributes:
-        dims: of queries, values and what meets the key table.
-        entries: of the tables for logits and of the value table, 0 where absent.
-        position: what meets the key table: 'query', 'own' or, without table, ''.
-        bias: whether there is one.
-        save: whether forward leaves what backward wants.
-        padded: whether there is padding.
-    """
-
-    dims: tuple[int, int, int]
-    entries: tuple[int, int]
-    position: str
+    dims: tuple[int, int, int]  # of queries, values and what meets the key table
+    entries: tuple[int, int]  # of the tables for logits and of the value table, 0 where absent
+    position: str  # what meets the key table: 'query', 'own' or, without table, ''
     bias: bool
-    save: bool
+    save: bool  # whether forward stores what backward reads
     padded: bool
 
 
@@ -113,15 +97,7 @@ def variant(operands: Operands, save: bool) -> Variant:
 def constants(
     kernel: Any, dtype: torch.dtype, size: tuple[int, int], variant: Variant, hopper: bool
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the constants of a kernel, and the options of its compilation.
-
-    Args:
-        kernel: `forward`, `backward_queries` or `backward_keys`.
-        dtype: of queries, keys and values.
-        size: of the key grid.
-        variant: of the kernel.
-        hopper: whether the GPU is an sm_90.
-    """
+    """Return the constants of a kernel for a key grid's `size`, and the options of its compilation."""
     dims = variant.dims
     blocks = BLOCKS[kernel.__name__, max(dims) > 64, hopper] if dtype != torch.float32 else BLOCKS_OF_FLOAT32
     # The fewest keys that a matrix instruction takes are 16.
@@ -211,7 +187,6 @@ class Launch(NamedTuple):
     variant: Variant
 
     def constants(self) -> tuple[dict[str, Any], dict[str, int]]:
-        """As the function `constants`."""
         query = self.operands.query
         hopper = query.is_cuda and torch.cuda.get_device_capability(query.device)[0] == 9
         return constants(self.kernel, query.dtype, self.grid[1:], self.variant, hopper)
@@ -226,7 +201,6 @@ class Launch(NamedTuple):
         return batch * heads * triton.cdiv(length, named["BLOCK_M"])
 
     def programs(self) -> int:
-        """Number of programs among which blocks of queries are divided."""
         query = self.operands.query
         processors = 1
         if query.is_cuda:

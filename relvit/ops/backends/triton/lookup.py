@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -14,8 +12,8 @@ from relvit.ops.backends.axis_logits import (
     clip_distances,
     grid_axes,
     join_tables,
-    make_table_index,
     once_per_raster,
+    table_index,
 )
 from relvit.ops.buckets import bucket, saturation
 from relvit.ops.grid import Grid
@@ -23,72 +21,63 @@ from relvit.ops.inputs import AttentionInputs
 from relvit.ops.terms import AxisTables, with_width
 
 
-class Lookup(NamedTuple):
-    """Entries of joined tables by row and column of the key grid, and the inverse; 1 where a raster serves all samples.
+def key_operands(inputs: AttentionInputs) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Join the tables of the key term, (heads, entries, head_dim), and the bias, (heads, entries).
 
-    Attributes:
-        reach: as that of `axis_logits.TableIndex`.
-        index: (1 or B, Nq, H + W) int16, or int32 where needed: the entry of each row, then column; never decreasing.
-        bounds: (1 or B, Nq, entries + 1), likewise: entry e belongs to the rows and columns bounds[e] to bounds[e + 1].
+    Returns both, and one index and bounds for both, as `_find` makes them; None where a term is absent.
     """
-
-    reach: Distances
-    index: Tensor
-    bounds: Tensor
-
-
-def key_operands(inputs: AttentionInputs) -> tuple[Tensor | None, Tensor | None, Lookup | None]:
-    """Join the tables of the key term, (heads, entries, head_dim), and the bias, (heads, entries), with one index."""
     heads, (key, bias), bucketing = inputs.query.shape[1], (inputs.terms.key, inputs.terms.bias), inputs.terms.bucketing
     if key is None and bias is None:
-        return None, None, None
+        return None, None, None, None
     bias = None if bias is None else with_width(bias)
     given = [tables for tables in (key, bias) if tables is not None]
     if len({clip_distances(tables) for tables in given}) > 1:
         # A row for each offset that either can distinguish.
         pairs = zip(*map(clip_distances, given), strict=True)
         distances = tuple(saturation(max(pair), bucketing) for pair in pairs)
-        key, bias = (_by_offset(tables, distances, bucketing) for tables in (key, bias))
-        bucketing = "clip"
-    lookup = find(bias if key is None else key, bucketing, inputs)
+        key, bias = (_by_offset(tables, distances, bucketing) for tables in given)
+        given, bucketing = [key, bias], "clip"
+    grid_and_axes = (inputs.grid, clip_distances(given[0]), bucketing, grid_axes(inputs.key_grid))
+    reach, index, bounds = _find(*grid_and_axes, inputs.query.device)
     if bias is not None:
-        # The scale is for all logits.
-        bias = join_tables(bias, lookup.reach, bias.rows.dtype).expand(heads, -1, -1)[..., 0] / inputs.scale
+        # The kernels multiply all logits by the scale.
+        bias = join_tables(bias, reach, bias.rows.dtype).expand(heads, -1, -1)[..., 0] / inputs.scale
     if key is not None:
-        key = join_tables(key, lookup.reach, key.rows.dtype).expand(heads, -1, -1)
-    return key, bias, lookup
+        key = join_tables(key, reach, key.rows.dtype).expand(heads, -1, -1)
+    return key, bias, index, bounds
 
 
-def value_operands(inputs: AttentionInputs) -> tuple[Tensor | None, Lookup | None]:
-    """Join the value tables, (heads, entries, value_dim)."""
-    tables = inputs.terms.value
+def value_operands(inputs: AttentionInputs) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Join the value tables, (heads, entries, value_dim), with index and bounds."""
+    tables, query = inputs.terms.value, inputs.query
     if tables is None:
-        return None, None
-    lookup = find(tables, inputs.terms.bucketing, inputs)
-    return join_tables(tables, lookup.reach, tables.rows.dtype).expand(inputs.query.shape[1], -1, -1), lookup
+        return None, None, None
+    distances, axes = clip_distances(tables), grid_axes(inputs.key_grid)
+    reach, index, bounds = _find(inputs.grid, distances, inputs.terms.bucketing, axes, query.device)
+    return join_tables(tables, reach, tables.rows.dtype).expand(query.shape[1], -1, -1), index, bounds
 
 
-def find(tables: AxisTables, bucketing: str, inputs: AttentionInputs) -> Lookup:
-    """Find the entry for each row and column of the key grid."""
-    axes = grid_axes(inputs.key_grid)
-    return once_per_raster(_find, inputs.grid, clip_distances(tables), bucketing, axes, like=inputs.query)
+@once_per_raster
+def _find(
+    grid: Grid, distances: Distances, bucketing: str, axes: Axes, device: torch.device
+) -> tuple[Distances, Tensor, Tensor]:
+    """Find the entry for each row and column of `axes`, and the inverse; in int16, or int32 where needed.
 
-
-def _find(grid: Grid, distances: Distances, bucketing: str, axes: Axes, device: torch.device) -> Lookup:
-    reach, index = make_table_index(grid, distances, bucketing, axes, device)
+    Returns the reach of `table_index`; the index (1 or B, Nq, H + W), along rows and columns never decreasing; and the
+    bounds (1 or B, Nq, entries + 1): entry e belongs to the rows and columns bounds[e] to bounds[e + 1].
+    """
+    reach, index = table_index(grid, distances, bucketing, axes, device)
     index = index[:, 0].contiguous()
     # As many entries as `join_tables` makes.
     entries = 1 + sum(2 * distance + 1 for distance in reach)
     entries += -entries % WIDTH_MULTIPLE
     wanted = torch.arange(entries + 1, device=device).expand(*index.shape[:2], -1).contiguous()
     dtype = torch.int16 if max(entries, index.shape[-1]) < 2**15 else torch.int32
-    return Lookup(reach, index.to(dtype), torch.searchsorted(index, wanted).to(dtype))
+    return reach, index.to(dtype), torch.searchsorted(index, wanted).to(dtype)
 
 
-def _by_offset(tables: AxisTables | None, distances: Distances, bucketing: str) -> AxisTables | None:
+def _by_offset(tables: AxisTables, distances: Distances, bucketing: str) -> AxisTables:
     """Tables with a row of their own for each offset up to `distances`."""
-    if tables is None:
-        return None
     made = []
     for table, near, far in zip(tables, clip_distances(tables), distances, strict=True):
         offsets = torch.arange(-far, far + 1, device=table.device)
