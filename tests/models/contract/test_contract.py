@@ -1,99 +1,13 @@
-"""The contract with timm: `COVERED` and `ARGUMENTS` name a test for all that its `VisionTransformer` offers.
-
-A version of timm with another public name or argument makes `test_all_of_timms_vision_transformer_is_covered` fail.
-Compiled and exported graphs are in `test_graphs.py`, symbolic tracing in `test_symbolic.py`.
-"""
-
-import ast
-import inspect
-from pathlib import Path
+"""What timm's `VisionTransformer` offers: the numbers of timm's own model with ALiBi's slopes as its mask."""
 
 import numpy as np
 import pytest
 import timm
 import torch
-from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 from vits import ATTENTION_FREE, NAMES, SMALL, UNIVERSAL, assert_same, bias_for, images, precision, small, twins
 
 from relvit.models.entry_points import FIXED
-
-# The test of each public name, and of each argument, of timm's class.
-COVERED = {
-    "test_contract.py::test_state_is_described_as_timm_describes_it": "dynamic_img_size embed_dim has_class_token "
-    "head_hidden_size in_chans num_features num_prefix_tokens num_reg_tokens",
-    "test_contract.py::test_options_give_timms_numbers": "fc_norm forward no_embed_class norm norm_pre "
-    "pool_include_prefix",
-    "test_contract.py::test_set_input_size": "patch_embed pos_embed set_input_size",
-    "test_contract.py::test_reset_classifier": "get_classifier head num_classes reset_classifier",
-    "test_contract.py::test_default_cfgs": "default_cfg pretrained_cfg",
-    "test_contract_features.py::test_features_head_and_pooling": "attn_pool forward_features forward_head global_pool "
-    "pool",
-    "test_contract_features.py::test_intermediates_in_every_form": "cls_token forward_intermediates "
-    "get_intermediate_layers reg_token",
-    "test_contract_features.py::test_pruning": "blocks prune_intermediate_layers",
-    "test_contract_features.py::test_features_only_are_the_intermediates": "feature_info",
-    "test_contract_training.py::test_checkpointing_changes_neither_outputs_nor_gradients": "grad_checkpointing "
-    "set_grad_checkpointing",
-    "test_contract_training.py::test_layer_decay_reaches_the_tables_of_each_block": "group_matcher no_weight_decay",
-    "test_contract_training.py::test_fix_init_scales_by_depth": "fix_init fix_init_weight",
-    "test_contract_training.py::test_init_weights_in_every_mode": "init_weights weight_init_mode",
-    "test_contract_training.py::test_dropouts_are_timms": "head_drop pos_drop",
-    "test_relative_vit.py::test_dropped_patches_keep_their_coordinates": "patch_drop",
-    "weights/test_convert.py::test_jax_archives": "load_pretrained",
-    "weights/test_hub.py::test_saved_and_loaded_as_it_was": "pretrained_model_args",
-}
-ARGUMENTS = {
-    "test_contract.py::test_state_is_described_as_timm_describes_it": "embed_dim in_chans",
-    "test_contract.py::test_options_give_timms_numbers": "img_size num_heads mlp_ratio qkv_bias qk_norm "
-    "scale_attn_norm scale_mlp_norm proj_bias init_values no_embed_class pre_norm final_norm fc_norm "
-    "pool_include_prefix embed_layer embed_norm_layer norm_layer act_layer mlp_layer",
-    "test_contract.py::test_set_input_size": "patch_size pos_embed",
-    "test_contract.py::test_reset_classifier": "num_classes",
-    "test_contract.py::test_misspelt_and_fixed_arguments": " ".join(FIXED),
-    "test_contract_features.py::test_features_head_and_pooling": "global_pool",
-    "test_contract_features.py::test_intermediates_in_every_form": "class_token reg_tokens",
-    "test_contract_features.py::test_pruning": "depth",
-    "test_contract_training.py::test_dropouts_are_timms": "drop_rate pos_drop_rate proj_drop_rate",
-    "test_contract_training.py::test_attention_dropout_and_drop_path_are_of_training": "attn_drop_rate drop_path_rate",
-    "test_contract_training.py::test_init_weights_in_every_mode": "weight_init",
-    "test_contract_training.py::test_fix_init_scales_by_depth": "fix_init",
-    "test_contract_training.py::test_made_without_memory_and_filled_later": "device",
-    "test_contract_training.py::test_made_in_a_dtype": "dtype",
-    "test_relative_vit.py::test_padding_to_whole_patches_is_an_option_and_otherwise_an_error": "dynamic_img_pad",
-    "test_relative_vit.py::test_dropped_patches_keep_their_coordinates": "patch_drop_rate",
-}
-
-
-def public_names():
-    model = VisionTransformer(**{**SMALL, "depth": 1})
-    of_the_builder = {"pretrained_cfg", "default_cfg", "pretrained_model_args"}
-    names = set(dir(model)) - set(dir(nn.Module())) | {"forward"} | of_the_builder
-    return {name for name in names if not name.startswith("_")}
-
-
-@pytest.mark.parametrize(
-    ("offered", "table", "kind"),
-    [
-        (public_names(), COVERED, "public name"),
-        (set(inspect.signature(VisionTransformer).parameters), ARGUMENTS, "argument"),
-    ],
-    ids=["names", "arguments"],
-)
-def test_all_of_timms_vision_transformer_is_covered(offered, table, kind):
-    covered = {name for names in table.values() for name in names.split()}
-    new, gone = sorted(offered - covered), sorted(covered - offered)
-    todo = f"make relvit's models do the same, write a numeric test and add it to the table in {Path(__file__).name}"
-    assert not new, f"timm {timm.__version__}: VisionTransformer has a new {kind} {new}: {todo}"
-    assert not gone, f"timm {timm.__version__}: VisionTransformer has no {kind} {gone} any more: take it off the table"
-
-
-def test_every_test_in_the_tables_is_there():
-    for entry in COVERED.keys() | ARGUMENTS.keys():
-        file, test = entry.split("::")
-        (path,) = Path(__file__).parents[1].rglob(Path(file).name)
-        tree = ast.parse(path.read_text())
-        assert test in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, entry
 
 
 @pytest.mark.parametrize("name", [*NAMES, *ATTENTION_FREE, *UNIVERSAL])

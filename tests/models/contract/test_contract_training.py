@@ -16,35 +16,6 @@ def tables_of(model):
     return {name: p for name, p in model.named_parameters() if ".position." in name}
 
 
-TRAINED = {
-    "tables": {"rel_terms": "qkvb", "class_token": True, "reg_tokens": 2, "pos_embed": "learn", "init_values": 0.1},
-    "axial": {"pos_embed": "axial"},
-    "lsh": {"name": "test_relvit_lsh", "patch_size": 4, "bucket_size": 2, "attn_drop_rate": 0.1},
-    "conv": {"name": "test_relvit_aft", "kernel_size": (3, 5)},
-    "full": {"name": "test_relvit_aft", "mixer": "full", "bias_dim": 5},
-    "local": {"name": "test_relvit_aft", "mixer": "local", "bias_dim": 5, "window": (1, 2)},
-    "simple": {"name": "test_relvit_aft", "mixer": "simple"},
-}
-
-
-@pytest.mark.parametrize("kind", TRAINED)
-def test_checkpointing_changes_neither_outputs_nor_gradients(kind):
-    """Every parameter has a gradient, also where patches are dropped."""
-    model = small(**TRAINED[kind], patch_drop_rate=0.5, proj_drop_rate=0.1).double().train()
-    x, results = images(32, 24, dtype=torch.float64), []
-    for enable in (False, True):
-        model.set_grad_checkpointing(enable)
-        assert model.grad_checkpointing is enable
-        torch.manual_seed(3)
-        out, intermediates = model.forward_intermediates(x, output_fmt="NLC")
-        loss = model.forward_head(out).square().sum() + intermediates[0].square().sum()
-        results.append([out, *torch.autograd.grad(loss, list(model.parameters()))])
-    for (name, _), grad in zip(model.named_parameters(), results[0][1:], strict=True):
-        assert grad.isfinite().all(), name
-        assert grad.any(), name
-    assert_same(*results)
-
-
 def test_layer_decay_reaches_the_tables_of_each_block():
     model = small(rel_terms="qkvb", class_token=True, pos_embed="learn")
     assert model.no_weight_decay() == {"pos_embed", "cls_token", "reg_token", "dist_token", *tables_of(model)}

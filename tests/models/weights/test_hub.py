@@ -2,9 +2,7 @@
 
 import functools
 import json
-import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -84,29 +82,6 @@ def test_from_a_hub_by_name(folder, monkeypatch):
     monkeypatch.setattr(_hub, "hf_hub_download", download)
     again = timm.create_model("hf-hub:someone/relvit@v2", pretrained=True).eval()
     assert again.blocks[0].attn.position.max_distance == (3, 3)
-    assert_same(again(images(16, 40)), model(images(16, 40)), atol=0)
-
-
-def test_pushed_to_a_hub(folder, monkeypatch):
-    class Hub:
-        def __init__(self, **_options):
-            pass
-
-        def create_repo(self, repo_id, **_options):
-            return SimpleNamespace(repo_id=repo_id)
-
-        def file_exists(self, **_options):
-            return False
-
-        def upload_folder(self, *, repo_id, folder_path, **_options):
-            shutil.copytree(folder_path, folder)
-            return repo_id
-
-    monkeypatch.setattr(_hub, "HfApi", Hub)
-    model = small(rel_terms="kb").eval()
-    assert timm.models.push_to_hf_hub(model, "someone/relvit") == "someone/relvit"
-    assert "license: apache-2.0" in (folder / "README.md").read_text()
-    again = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     assert_same(again(images(16, 40)), model(images(16, 40)), atol=0)
 
 

@@ -1,0 +1,93 @@
+"""The contract of every position, mixer and depth: traced by torch.fx and checkpointed, it computes the same."""
+
+import pytest
+import timm
+import torch
+from timm.models import create_feature_extractor
+from vits import assert_same, images, small
+
+import relvit
+from relvit.models.depth import lack
+
+PARTS = {
+    "tables": {"rel_terms": "qkvb", "class_token": True, "reg_tokens": 2, "pos_embed": "learn", "init_values": 0.1},
+    "tables by head": {"rel_terms": "qkvb", "bucketing": "piecewise", "shared_heads": False, "class_token": True},
+    "joint tables": {"rel_terms": "qkvb", "layout": "joint", "pos_embed": "axial-sum"},
+    "slopes": {"position": "slopes", "class_token": True, "pos_embed": "axial"},
+    "slopes-euclidean": {"position": "slopes-euclidean", "class_token": True},
+    "xl": {"position": "xl", "class_token": True},
+    "fire": {"position": "fire"},
+    "cpb": {"position": "cpb"},
+    "pape": {"position": "pape", "class_token": True},
+    "low-rank": {"position": "low-rank"},
+    "rope mixed": {"rope": "mixed", "embed_dim": 16, "rel_terms": "kb", "class_token": True, "prefix_bias": True},
+    "rope axial": {"rope": "axial", "embed_dim": 16, "rel_terms": ""},
+    "lsh": {"name": "test_relvit_lsh", "patch_size": 4, "bucket_size": 2, "attn_drop_rate": 0.1},
+    "conv": {"name": "test_relvit_aft", "kernel_size": (3, 5)},
+    "full": {"name": "test_relvit_aft", "mixer": "full", "bias_dim": 5, "reg_tokens": 1},
+    "local": {"name": "test_relvit_aft", "mixer": "local", "bias_dim": 5, "window": (1, 2)},
+    "simple": {"name": "test_relvit_aft", "mixer": "simple"},
+    "reversible": {"reversible": True, "rel_terms": "kb"},
+    "universal": {"name": "test_relvit_universal", "class_token": True, "halting": ""},
+    "halting": {"name": "test_relvit_universal", "class_token": True, "halting": "act"},
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_symbolic_tracing_has_the_same_outputs_and_gradients(part):
+    model = small(**{"depth": 2, **PARTS[part]}).eval()
+    # Graphs compute all tokens at all steps, the model only those that have not halted; reversible blocks recompute
+    # their inputs in backward.
+    atol = {"universal": 1e-5, "halting": 1e-5, "reversible": 1e-6}.get(part, 0)
+    traced = create_feature_extractor(model, ["head"])
+    assert_same(traced(images(16, 40))["head"], model(images(16, 40)), atol)
+    expected, got = model(images()), traced(images())["head"]
+    assert_same(got, expected, atol)
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    grads = torch.autograd.grad(expected.square().sum(), [model.get_parameter(name) for name in names])
+    of_traced = torch.autograd.grad(got.square().sum(), [traced.get_parameter(name) for name in names])
+    assert_same(of_traced, grads, atol)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_checkpointing_changes_neither_outputs_nor_gradients(part):
+    """Every parameter has a gradient, also where patches are dropped."""
+    model = small(**PARTS[part], patch_drop_rate=0.5, proj_drop_rate=0.1).double().train()
+    if lack(model, "checkpointing"):
+        with pytest.raises(ValueError, match="already"):
+            model.set_grad_checkpointing()
+        return
+    x, results = images(32, 24, dtype=torch.float64), []
+    for enable in (False, True):
+        model.set_grad_checkpointing(enable)
+        assert model.grad_checkpointing is enable
+        torch.manual_seed(3)
+        out, intermediates = model.forward_intermediates(x, output_fmt="NLC")
+        loss = model.forward_head(out).square().sum() + intermediates[0].square().sum()
+        results.append([out, *torch.autograd.grad(loss, list(model.parameters()))])
+    for (name, _), grad in zip(model.named_parameters(), results[0][1:], strict=True):
+        assert grad.isfinite().all(), name
+        # FIRE's threshold is for images that are smaller than the threshold.
+        assert grad.any() or name.endswith("threshold"), name
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("part", ["tables by head", "joint tables"])
+def test_nodes_have_the_names_of_modules(part):
+    model = small(**{"depth": 2, **PARTS[part]}).eval()
+    nodes = create_feature_extractor(model, ["blocks.0.attn", "blocks.0"])(images())
+    assert set(nodes) == {"blocks.0.attn", "blocks.0"}
+    first = model.forward_intermediates(
+        images(), [0], output_fmt="NLC", return_prefix_tokens=True, intermediates_only=True
+    )[0]
+    first = torch.cat((first[1], first[0]), dim=1) if model.num_prefix_tokens else first
+    assert_same(nodes["blocks.0"], first, atol=0)
+
+
+@pytest.mark.parametrize("model", ["test_relvit", "test_vit"])
+def test_scripting_is_refused_in_one_sentence(model):
+    model = timm.create_model(model)
+    if not isinstance(model, relvit.RelVisionTransformer):
+        relvit.retrofit(model)
+    with pytest.raises(TypeError, match="has no TorchScript, which PyTorch has deprecated"):
+        torch.jit.script(model)
