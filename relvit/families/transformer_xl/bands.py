@@ -22,7 +22,7 @@ from relvit.models.depth import lack
 from relvit.ops import Grid, num_tokens, patch_coords
 from relvit.ops.checks import int_pair
 
-# What a model in bands cannot do, see `relvit.models.depth.lack`.
+# A model in bands cannot do these things, see `relvit.models.depth.lack`.
 LACKS = {
     "weights": "there are no N x N weights in bands: set_bands(model, None), set_reach(model, 'trained') first",
     "hooks": "they are computed in bands: set_bands(model, None) first",
@@ -236,7 +236,7 @@ def _joined(regions: tuple[Region, ...]) -> tuple[Region, ...]:
 
 
 def _newest(regions: tuple[Region, ...], memory_rows: int | None) -> tuple[tuple[Region, ...], int]:
-    """The newest regions of `memory_rows` rows in all, and the number of tokens before them."""
+    """Return the newest regions, of `memory_rows` rows in all, and the number of tokens before them."""
     forgotten, over = 0, 0 if memory_rows is None else sum(region.rows for region in regions) - memory_rows
     while over > 0:
         first, *others = regions
@@ -248,7 +248,7 @@ def _newest(regions: tuple[Region, ...], memory_rows: int | None) -> tuple[tuple
 
 
 def _grids(regions: tuple[Region, ...], queries: int, device: torch.device) -> tuple[Grid, Grid]:
-    """The grid of the last `queries` tokens, and that of all of them."""
+    """Return the grid of the last `queries` tokens, and the grid of all tokens."""
     top, left = min(region.top for region in regions), min(region.left for region in regions)
     height = max(region.top + region.rows for region in regions) - top
     width = max(region.left + region.columns for region in regions) - left
@@ -263,7 +263,7 @@ def _grids(regions: tuple[Region, ...], queries: int, device: torch.device) -> t
         ]
     )
     grid = Grid(height, width, coords=coords[-queries:])
-    # A raster is quicker than the same coordinates one by one.
+    # Attention to a raster is quicker than attention to the same coordinates one by one.
     return grid, key_grid if len(regions) == 1 else key_grid._replace(coords=coords)
 
 

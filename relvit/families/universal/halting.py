@@ -29,9 +29,8 @@ def start_halting(patches: Tensor, grid: Grid) -> HaltingState:
     """Return the state before the first step for patches (B, P, dim) of `grid`."""
     shape = patches.shape[:2]
     running = torch.ones(shape, dtype=torch.bool, device=patches.device)
-    valid = grid.valid
-    if valid is not None:
-        running = running & valid
+    if grid.valid is not None:
+        running = running & grid.valid
     total = torch.zeros(shape, dtype=torch.promote_types(patches.dtype, torch.float32), device=patches.device)
     return HaltingState(running, total, torch.zeros(shape, dtype=torch.int64, device=patches.device), total)
 
@@ -77,12 +76,12 @@ class AdaptiveHalting(Leaf):
         nn.init.zeros_(self.weight)
         nn.init.constant_(self.bias, self.bias_init)
 
-    # PyTorch and timm call it for modules made on the meta device.
+    # PyTorch and timm call this name for modules made on the meta device.
     reset_parameters = init_weights
 
     def forward(self, patches: Tensor) -> Tensor:
         """Compute the halting probabilities (B, P) of inputs (B, P, dim), at least in float32."""
-        # Autocast leaves products by element alone: sums of probabilities want more than half precision.
+        # Sums of probabilities need more than half precision, and autocast does not lower products by element.
         wide = torch.promote_types(patches.dtype, torch.float32)
         return ((patches.to(wide) * self.weight.to(wide)).sum(-1) + self.bias.to(wide)).sigmoid()
 
@@ -91,14 +90,14 @@ class AdaptiveHalting(Leaf):
 
         Args:
             state: before the step.
-            probability: (B, P), of `forward`; of patches that do not run it is not looked at.
+            probability: (B, P), from `forward`; entries of patches that do not run are ignored.
             last: whether there are no steps after this one.
 
         Returns:
             Weights (B, P), zero for patches that do not run; state.
         """
         running = state.running
-        probability = torch.where(running, probability, torch.zeros_like(probability))
+        probability = torch.where(running, probability, 0.0)
         halts = running
         if not last:
             halts = running & (state.total + probability >= self.threshold)
@@ -113,8 +112,7 @@ class AdaptiveHalting(Leaf):
 def ponder_cost(state: HaltingState, grid: Grid) -> Tensor:
     """Compute the mean of N + R over the patches of each image, (B,), without padding; the gradient is that of R."""
     cost = state.steps + state.remainder
-    valid = grid.valid
-    if valid is None:
+    if grid.valid is None:
         return cost.mean(1)
-    valid = valid.expand(cost.shape)
-    return torch.where(valid, cost, torch.zeros_like(cost)).sum(1) / valid.sum(1).clamp(min=1)
+    valid = grid.valid.expand(cost.shape)
+    return torch.where(valid, cost, 0.0).sum(1) / valid.sum(1).clamp(min=1)

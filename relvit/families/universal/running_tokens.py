@@ -12,23 +12,25 @@ from relvit.ops import Grid
 
 def take_tokens(x: Tensor, index: Tensor) -> Tensor:
     """Select tokens (B, M, ...) of x (B, K, ...) by their indices (B, M)."""
-    first = x.shape[1] * torch.arange(len(x), device=x.device)[:, None]
-    return x.flatten(0, 1).index_select(0, (index + first).flatten()).unflatten(0, index.shape)
+    return x.flatten(0, 1).index_select(0, _flat(x, index)).unflatten(0, index.shape)
 
 
 def put_tokens(x: Tensor, index: Tensor, tokens: Tensor, add: bool = False) -> Tensor:
     """Replace tokens of x (B, N, ...) at the indices (B, M) by `tokens` (B, M, ...), or add these to them.
 
-    Without gradients x itself is changed.
+    Without gradients x itself is changed: copies of all tokens at every step would cost what halting saves.
     """
-    first = x.shape[1] * torch.arange(len(x), device=x.device)[:, None]
-    rows, flat, tokens = (index + first).flatten(), x.flatten(0, 1), tokens.flatten(0, 1)
+    flat, given = x.flatten(0, 1), (0, _flat(x, index), tokens.flatten(0, 1))
     if torch.is_grad_enabled():
-        flat = flat.index_add(0, rows, tokens) if add else flat.index_copy(0, rows, tokens)
+        flat = flat.index_add(*given) if add else flat.index_copy(*given)
     else:
-        # Copies of all tokens at every step would cost what halting saves.
-        flat = flat.index_add_(0, rows, tokens) if add else flat.index_copy_(0, rows, tokens)
+        flat = flat.index_add_(*given) if add else flat.index_copy_(*given)
     return flat.unflatten(0, x.shape[:2])
+
+
+def _flat(x: Tensor, index: Tensor) -> Tensor:
+    """Turn indices (B, M) of the tokens of x (B, N, ...) into those of all B N tokens, (B M,)."""
+    return (index + x.shape[1] * torch.arange(len(x), device=x.device)[:, None]).flatten()
 
 
 def run_gathered(

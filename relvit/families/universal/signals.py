@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from relvit.layers.mixer import Leaf
 from relvit.ops import Grid
-from relvit.ops.grid import patch_coords
+from relvit.ops.grid import batched_coords
 
 
 def sinusoids(position: Tensor, width: int, gain: Tensor) -> Tensor:
@@ -62,14 +62,12 @@ class PositionStepSignals(Leaf):
         """Initialise the gain."""
         nn.init.constant_(self.gain, self.gain_init)
 
-    # PyTorch and timm call it for modules made on the meta device.
+    # PyTorch and timm call this name for modules made on the meta device.
     reset_parameters = init_weights
 
     def forward(self, grid: Grid) -> Tensor:
         """Compute the signals of the positions of all tokens, zero for prefix tokens: (1 or B, N, dim)."""
-        signals = sinusoids(patch_coords(grid, self.gain.device), self.dim // 2, self.gain).flatten(-2) * self.gain
-        if signals.dim() == 2:
-            signals = signals[None]
+        signals = sinusoids(batched_coords(grid, self.gain.device), self.dim // 2, self.gain).flatten(-2) * self.gain
         return F.pad(signals, (0, 0, grid.prefix, 0))
 
     def step(self, number: int) -> Tensor:

@@ -103,8 +103,7 @@ class UniversalVisionTransformer(RelVisionTransformer):
     Args:
         depth: number of steps, with halting the most there can be; `set_steps` changes it.
         halting: '' (all steps) or 'act'.
-        halting_epsilon: see `AdaptiveHalting`.
-        halting_bias: see `AdaptiveHalting`.
+        halting_epsilon, halting_bias: see `AdaptiveHalting`.
         drop_path_rate: of the block, at every step.
         **kwargs: see `RelVisionTransformer`.
 
@@ -171,7 +170,7 @@ class UniversalVisionTransformer(RelVisionTransformer):
         """Return whether `step_maps` counts steps."""
         return self.halting is not None
 
-    # What a training of any model calls.
+    # A training calls this name, which any model with further losses has.
     set_training_losses = set_ponder_training
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
@@ -213,9 +212,9 @@ class UniversalVisionTransformer(RelVisionTransformer):
         return maps
 
     def _run_blocks(self, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
-        if self.halting is not None:
-            return self._halt(x, grid, attn_mask, is_causal)[0]
-        return self._run_steps(x, grid, attn_mask, is_causal, [], self.steps - 1)[0]
+        if self.halting is None:
+            return super()._run_blocks(x, grid, attn_mask, is_causal)
+        return self._halt(x, grid, attn_mask, is_causal)[0]
 
     def _halt(self, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool) -> tuple[Tensor, HaltingState]:
         """Compute the weighted sum of the states of each token, (B, N, dim), and where its halting ended."""
@@ -281,7 +280,7 @@ class UniversalVisionTransformer(RelVisionTransformer):
             if chosen is not None:
                 position = position.expand(batch, -1, -1)
                 x, inputs, position, index = (take_tokens(part, chosen) for part in (x, inputs, position, index))
-            # None where there is nothing to keep: every pass over the tokens costs time.
+            # Where all tokens run, none has a state to keep, and a pass over the tokens is saved.
             ran = None if least == running.shape[1] else torch.cat((first, running), dim=1)[..., None]
             x = new if ran is None else torch.where(ran, new, x)
             weights = torch.cat((first * float(number == self.steps), weights.gather(1, patches)), dim=1)[..., None]
@@ -296,11 +295,9 @@ class UniversalVisionTransformer(RelVisionTransformer):
         attn = self.blocks[0].attn
         if not self.gather or isinstance(x, torch.fx.Proxy) or not is_eager():
             return False
-        # A part of the block would not call the hooks by which the block is observed.
-        observed = any(
-            module._forward_hooks or module._forward_pre_hooks for module in (self.blocks[0], attn, attn.attn_drop)
-        )
-        return attn.window is None and not observed
+        # Gathered tokens run parts of the block, which would not call the hooks of these modules.
+        modules = (self.blocks[0], attn, attn.attn_drop)
+        return attn.window is None and not any(part._forward_hooks or part._forward_pre_hooks for part in modules)
 
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
@@ -317,8 +314,7 @@ class UniversalVisionTransformer(RelVisionTransformer):
         return {**groups, "blocks": [*groups["blocks"], (r"^(?:signals|halting)\.", (0,))]}
 
 
-# One block of Base width, applied 12 times, comes near ViT-B with a tenth of the parameters; narrow ones do not (bViT,
-# arXiv 2605.10661).
+# One wide block, applied many times, comes near a Vision Transformer; a narrow one does not (bViT, arXiv 2605.10661).
 VARIANTS: dict[str, dict[str, Any]] = {
     "relvit_universal_tiny": TINY,
     "relvit_universal_small": SMALL,

@@ -36,7 +36,7 @@ class AxialPositionEmbedding(Leaf, LearnedPosition):
         combine: 'concat' or 'sum'.
         widths: (d1, d2), the channels of the row and of the column, for 'concat' alone; None: halves, with an odd
             channel for the column.
-        init_std: standard deviation of the truncated normal that initialises the tables; 0: zeros.
+        init_std: see `LearnedPosition`.
 
     Raises:
         ValueError: an unknown `combine`, sizes out of range, widths that do not add up to `dim` or are given for the
@@ -94,8 +94,6 @@ class AxialPositionEmbedding(Leaf, LearnedPosition):
 
         Coordinates outside the grid get the nearest vector.
         """
-        if not isinstance(grid, Grid):
-            raise TypeError(f"grid must be a Grid, got {type(grid).__name__}: make_grid(height, width) makes one")
         device = self.rows.device
         if grid.coords is None:
             y, x = torch.arange(grid.height, device=device)[:, None], torch.arange(grid.width, device=device)[None, :]
@@ -120,8 +118,8 @@ def look_up(table: Tensor, index: Tensor, size: int) -> Tensor:
     Returns:
         (*index.shape, width), dtype of the table: its own vectors where size <= n, else their linear interpolation.
     """
-    # One expression for slices and stretches, without a condition on sizes, so that one graph serves all of them.
-    # Positions are integers, in units of 1 / step, so that slices are exact.
+    # One expression serves slices and stretches, without a condition on sizes, so that one graph serves all sizes.
+    # Positions are integers, in units of 1 / step, which makes slices exact.
     number = table.shape[0]
     length = torch.sym_max(size, number)
     step = 2 * length

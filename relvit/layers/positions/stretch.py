@@ -25,7 +25,7 @@ def is_stretched(grid: Grid, trained_grid: tuple[int, int] | None) -> bool:
             "tables cannot be stretched for a padded batch, whose images differ in size: give images of one size, or "
             "use reach 'trained' or 'logn'"
         )
-    # One graph serves all sizes.
+    # A graph must serve all sizes.
     return is_compiling() or grid.height != trained_grid[0] or grid.width != trained_grid[1]
 
 
@@ -78,7 +78,7 @@ def stretch(table: Tensor, axis: int, size: int, trained: int, bucketing: str) -
         rows = bucket(torch.arange(-far, far + 1, device=table.device), distance, bucketing)
         table, distance = table.index_select(axis, rows), far
     farthest = (distance * size + trained - 1) // trained
-    # Integers, in units of 1 / size, so that whole offsets are exact.
+    # Offsets are integers, in units of 1 / size, which makes whole offsets exact.
     offsets = torch.arange(-farthest, farthest + 1, device=table.device)
     position = (offsets * trained + distance * size).clamp(min=0)
     before = position // size

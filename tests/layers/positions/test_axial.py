@@ -121,8 +121,3 @@ def test_bfloat16_rounds_once_and_the_meta_device_works():
 def test_errors(arguments, error, message):
     with pytest.raises(error, match=message):
         AxialPositionEmbedding(DIM, **{"grid_size": (ROWS, COLS), **arguments})
-
-
-def test_it_wants_a_grid():
-    with pytest.raises(TypeError, match=r"grid must be a Grid, got Tensor: make_grid\(height, width\) makes one"):
-        AxialPositionEmbedding(8, (3, 4))(torch.zeros(1, 12, 8))
