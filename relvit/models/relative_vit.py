@@ -10,7 +10,7 @@ from timm.models import DefaultCfg
 from torch import Tensor, nn
 
 from relvit.layers import RelativeAttention, RelativeBlock
-from relvit.layers.positions.factory import accepts, position_factory
+from relvit.layers.positions.factory import accepts, numbered, position_factory
 from relvit.layers.positions.rope import TEMPERATURES, RotaryEmbedding2d
 from relvit.models.base import GridVisionTransformer
 from relvit.models.entry_points import check_arguments, default_cfgs_of, entry_point
@@ -21,6 +21,8 @@ from relvit.ops.checks import check_backend
 from relvit.ops.tracing import is_exporting
 from relvit.utils.messages import check_choice
 
+# The depth of timm's `VisionTransformer` where a user gives none.
+DEPTH = 12
 ROPES = ("", *TEMPERATURES)
 
 
@@ -35,9 +37,10 @@ class RelVisionTransformer(GridVisionTransformer):
         position: 'tables' (learned, `RelativePosition2d`), 'slopes' (ALiBi's, without parameters, `SlopePosition2d`),
             'slopes-euclidean' (the same of the Euclidean distance), 'xl' (Transformer-XL's projected sinusoids,
             `TransformerXLPosition2d`), 'fire' (`FirePosition2d`), 'cpb' (Swin V2's network, `ContinuousPosition2d`),
-            'pape' (parabolas, `ParabolicPosition2d`), 'low-rank' (FlashBias, `LowRankPosition2d`), or a class of your
-            own or a `functools.partial` of one, called as `position(head_dim, num_heads, device=, dtype=)` for each
-            block.
+            'pape' (parabolas, `ParabolicPosition2d`), 'low-rank' (FlashBias, `LowRankPosition2d`), 'lookhere' (heads
+            that see one direction each, `LookHerePosition2d`), or a class of your own or a `functools.partial` of one,
+            called as `position(head_dim, num_heads, device=, dtype=)` for each block, and with
+            `layer=(index, depth)` where it has an argument of this name.
         rope: rotary embedding of queries and keys besides: '' (none), 'axial' or 'mixed' (learned frequencies), see
             `RotaryEmbedding2d`. With `rel_terms=''` it is the only position.
         prefix_bias: learned biases between prefix tokens and patches, see `PrefixBias`.
@@ -128,7 +131,7 @@ class RelVisionTransformer(GridVisionTransformer):
             patch_drop_rate=patch_drop_rate,
             block_fn=partial(
                 RelativeBlock,
-                position=make_position,
+                position=numbered(make_position, kwargs.get("depth", DEPTH)),
                 rope=partial(RotaryEmbedding2d, kind=rope) if rope else None,
                 prefix_bias=prefix_bias,
             ),

@@ -88,6 +88,12 @@ MODELS = {
     # Peers beside the same learned embedding. "ape" is timm's word for it.
     "rope-mixed-learned": Model("vit_small_patch16_rope_mixed_ape_224", VIT),
     "rope-axial-learned": Model("vit_small_patch16_rope_ape_224", VIT),
+    # Four directed heads of 180 degrees, none that sees everything.
+    "lookhere-180": relative(position="lookhere"),
+    "pape": relative(position="pape"),
+    "pape-learned": relative(position="pape", pos_embed="learn"),
+    "fire": relative(position="fire"),
+    "fire-learned": relative(position="fire", pos_embed="learn"),
     # A little wider inside, since its attention has fewer parameters.
     "aft-conv": Model("relvit_aft_conv_tiny", SHAPE | {"mlp_ratio": 4.5}),
     # Patches of 2 px: a grid of 16 x 16 instead of 8 x 8 patches.

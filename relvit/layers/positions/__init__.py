@@ -3,6 +3,7 @@
 from relvit.layers.positions.axial import AxialPositionEmbedding
 from relvit.layers.positions.continuous import ContinuousPosition2d
 from relvit.layers.positions.fire import FirePosition2d
+from relvit.layers.positions.lookhere import LookHerePosition2d
 from relvit.layers.positions.low_rank import LowRankPosition2d, factorise_bias
 from relvit.layers.positions.parabolic import ParabolicPosition2d
 from relvit.layers.positions.rope import RotaryEmbedding2d
@@ -13,6 +14,7 @@ __all__ = [
     "AxialPositionEmbedding",
     "ContinuousPosition2d",
     "FirePosition2d",
+    "LookHerePosition2d",
     "LowRankPosition2d",
     "ParabolicPosition2d",
     "RelativePosition2d",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from typing import Any
 
 from torch import nn
@@ -12,6 +13,7 @@ from torch import nn
 from relvit.layers.positions.base import needs_tokens
 from relvit.layers.positions.continuous import ContinuousPosition2d
 from relvit.layers.positions.fire import FirePosition2d
+from relvit.layers.positions.lookhere import LookHerePosition2d
 from relvit.layers.positions.low_rank import LowRankPosition2d
 from relvit.layers.positions.parabolic import ParabolicPosition2d
 from relvit.layers.positions.slopes import SlopePosition2d
@@ -28,6 +30,7 @@ POSITIONS: dict[str, Callable[..., nn.Module]] = {
     "cpb": ContinuousPosition2d,
     "pape": ParabolicPosition2d,
     "low-rank": LowRankPosition2d,
+    "lookhere": LookHerePosition2d,
 }
 # The one argument for tables that all learned positions have, as `retrofit` and as models call it.
 INIT_STD = ("init_std", "rel_init_std")
@@ -65,6 +68,14 @@ def position_factory(
 def accepts(position: str, argument: str) -> bool:
     """Return whether the position of this name has an argument."""
     return argument in inspect.signature(POSITIONS[position]).parameters
+
+
+def numbered(factory: Callable[..., nn.Module], depth: int) -> Callable[..., nn.Module]:
+    """Give `layer=(index, depth)` to a factory that accepts it: 0 to the first position that it makes, and so on."""
+    if not callable(factory) or "layer" not in inspect.signature(factory).parameters:
+        return factory
+    index = count()
+    return lambda *args, **kwargs: factory(*args, layer=(next(index), depth), **kwargs)
 
 
 def make_position(factory: Callable[..., nn.Module], attn: nn.Module) -> nn.Module:

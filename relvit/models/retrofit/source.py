@@ -9,7 +9,7 @@ from timm.layers import Format, HybridEmbed, PatchEmbed
 from torch import Tensor, nn
 
 from relvit.layers.patch_embed import AnySizePatchEmbed
-from relvit.layers.positions.factory import make_position
+from relvit.layers.positions.factory import make_position, numbered
 from relvit.models.base import NoTorchScript, TablesWithoutDecay
 from relvit.utils.messages import listing
 
@@ -55,7 +55,8 @@ class Retrofitted(NoTorchScript, TablesWithoutDecay):
     @classmethod
     def make_layers(cls, model: nn.Module, factory: Callable[..., nn.Module]) -> Layers:
         """Build the modules for the original model, which is not changed."""
-        blocks = cls.named_blocks(model)
+        blocks = list(cls.named_blocks(model))
+        factory = numbered(factory, len(blocks))
         return {f"{name}.attn": {"position": make_position(factory, block.attn)} for name, block in blocks}
 
     def open_to_all_sizes(self) -> None:

@@ -1,0 +1,114 @@
+"""LookHere: heads that see one direction each, with a bias that falls with the Euclidean distance; no parameters."""
+
+from __future__ import annotations
+
+import torch
+
+from relvit.layers.positions.base import Position
+from relvit.layers.positions.stretch import axis_offsets
+from relvit.ops import Grid, JointTable, RelativeTerms
+from relvit.utils.constants import KeepConstants
+
+# A finite number, since a table's entries are multiplied by 0 where a backend has no use for them. Beside it no other
+# logit counts, and half precision can represent it.
+HIDDEN = -1e4
+
+# (dy, dx) of unit vectors. A head sees a key where the offset to the key has no negative product with either of two
+# vectors: half of the image where both are the same one, a quarter, or an eighth.
+UP, DOWN, LEFT, RIGHT = (-1, 0), (1, 0), (0, -1), (0, 1)
+VIEWS = {
+    180: [(UP, UP), (DOWN, DOWN), (LEFT, LEFT), (RIGHT, RIGHT)],
+    90: [(UP, LEFT), (UP, RIGHT), (DOWN, LEFT), (DOWN, RIGHT)],
+    45: [
+        *[((-1, 1), LEFT), ((1, 1), LEFT), ((1, -1), UP), ((1, 1), UP)],
+        *[((-1, -1), RIGHT), ((1, -1), RIGHT), ((-1, -1), DOWN), ((-1, 1), DOWN)],
+    ],
+}
+EVERYWHERE = ((0, 0), (0, 0))
+# The factor of the first and of the last layer; between them it falls linearly.
+LAYER_SLOPES = (1.5, 0.5)
+
+
+class LookHerePosition2d(KeepConstants, Position):
+    """LookHere: a bias -m sqrt(dy^2 + dx^2), and keys outside of a head's field of view are hidden.
+
+    Source: Fuller et al. 2024 (arXiv 2405.13985, section 3). A field of view covers `view` degrees and includes its
+    edges, so that every token sees itself. The slope m is the product of a slope of the head and one of the layer,
+    which falls linearly from 1.5 in the first to 0.5 in the last layer. Twelve heads have the layout of the paper:
+    eight see the directions, with slopes 1/2 (the first four) and 1/4, and four see everything, with slopes 1/4, 1/16,
+    1/64 and 1/256. Any other number n of heads has 4 (n // 6) directed ones, at least four, and the others see
+    everything; their slopes continue in the same way. Four heads, for which the paper has no layout, all are directed.
+
+    Called with a `Grid` it returns the `RelativeTerms` for `relvit.ops.relative_attention`, a bias alone: a joint
+    table (num_heads, 2 H - 1, 2 W - 1) whose hidden entries are -1e4.
+
+    Args:
+        head_dim: This is not used; position modules are made by `position(head_dim, num_heads, device=, dtype=)`.
+        num_heads: The number of heads, at least 4.
+        view: The field of view of a directed head in degrees: 180, 90, or, with at least eight directed heads, 45.
+        layer: The number of the layer, from 0 on, and the number of all layers, see `position_factory`.
+
+    Raises:
+        ValueError: too few heads, an unknown view, or a layer that is none.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        num_heads: int,
+        view: int = 180,
+        layer: tuple[int, int] = (0, 1),
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if view not in VIEWS:
+            raise ValueError(f"view must be one of {', '.join(map(str, VIEWS))} (degrees), got {view!r}")
+        least = 4 if view != 45 else 12
+        if num_heads < least:
+            raise ValueError(f"num_heads must be at least {least} with view {view}, got {num_heads}")
+        index, depth = layer
+        if not 0 <= index < depth:
+            raise ValueError(f"layer must be (index, depth) with 0 <= index < depth, got {layer}")
+        self.num_heads, self.view, self.layer = num_heads, view, (index, depth)
+        like = {"device": device, "dtype": torch.float32}
+        self.register_buffer("slopes", torch.empty(num_heads, **like), persistent=False)
+        self.register_buffer("views", torch.empty(num_heads, 2, 2, **like), persistent=False)
+        self.init_non_persistent_buffers()
+
+    def init_non_persistent_buffers(self) -> None:
+        """Compute the slopes and the fields of view."""
+        index, depth = self.layer
+        first, last = LAYER_SLOPES
+        of_layer = first + (last - first) * index / max(1, depth - 1)
+        directed = directed_heads(self.num_heads)
+        views = [VIEWS[self.view][head % len(VIEWS[self.view])] for head in range(directed)]
+        slopes = [2.0 ** -(head // 4 + 1) for head in range(directed)]
+        everywhere = self.num_heads - directed
+        # Where the heads that see everything are a multiple of four, neighbours have the same slope, as in the paper's
+        # model of 16 heads.
+        repeats = max(1, everywhere // 4)
+        views += [EVERYWHERE] * everywhere
+        slopes += [4.0 ** -(head // repeats % 4 + 1) for head in range(everywhere)]
+        self.slopes.copy_(of_layer * torch.tensor(slopes))
+        self.views.copy_(torch.tensor(views))
+
+    # PyTorch and timm call both for modules made on the meta device.
+    reset_parameters = init_non_persistent_buffers
+
+    def forward(self, grid: Grid) -> RelativeTerms:
+        """Return the bias, a joint table (num_heads, 2 H - 1, 2 W - 1)."""
+        dy, dx = axis_offsets(grid, None, None, self.slopes)
+        dy, dx = dy[:, None], dx[None]
+        rows, cols = (self.views[..., axis, None, None] for axis in (0, 1))
+        visible = (rows * dy + cols * dx >= 0).all(dim=1)
+        bias = -self.slopes[:, None, None] * (dy**2 + dx**2).sqrt()
+        return RelativeTerms(bias=JointTable(torch.where(visible, bias, HIDDEN)))
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, view={self.view}, layer={self.layer}"
+
+
+def directed_heads(num_heads: int) -> int:
+    """Return how many heads see one direction alone: 8 of 12 and of 16, 4 of 6, as in the paper, and 4 of 4."""
+    return max(4, 4 * (num_heads // 6))
