@@ -317,7 +317,7 @@ def _accepts(hint: Any, value: Any) -> bool:
     probe.add_argument("--value", type=hint)
     try:
         probe.parse_object({"value": value})
-    except ArgumentError:
+    except (ArgumentError, OverflowError):  # jsonargparse converts an integer, however large, to a float
         return False
     return True
 

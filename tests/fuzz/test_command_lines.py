@@ -16,27 +16,19 @@ from pathlib import Path
 
 import pytest
 from photos import TINY
+from seeded import SEED
 
 from relvit.cli import main
 
 pytestmark = pytest.mark.fuzz
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", 12))
-SEED = int(os.environ.get("FUZZ_SEED", 31))
 FIT = ["fit", "--data=ImageFolderData", "--data.root=photos", *TINY, "--trainer.fast_dev_run=true", "--runs=runs"]
 # What a user types, of every command that ends by itself.
 HONEST = [
     FIT,
     [*FIT, "--lr", "3e-4", "--epochs", "2", "--model.weight_decay", "0", "--patience", "3"],
-    [
-        *FIT,
-        "--model.warmup_epochs",
-        "0.5",
-        "--trainer.accumulate_grad_batches",
-        "2",
-        "--trainer.gradient_clip_val",
-        "1",
-    ],
+    [*FIT, "--model.warmup_epochs", "0.5", "--trainer.accumulate_grad_batches=2", "--trainer.gradient_clip_val=1"],
     [*FIT, "--trainer.limit_train_batches", "0.5", "--trainer.check_val_every_n_epoch", "2", "--save_every", "5"],
     ["fit", "--config", "folder", "--root", "photos", *TINY, "--trainer.fast_dev_run=true", "--runs=runs"],
     ["validate", "best.ckpt", "--img_size", "24", "--accelerator", "cpu"],
@@ -50,24 +42,22 @@ HONEST = [
     ["check-data", "photos"],
     ["calibrate", "best.ckpt", "--root", "photos", "--output", "calibrated.ckpt"],
 ]
-VALUES = [
-    "",
-    "x",
-    "-1",
-    "0",
-    "-0.5",
-    "1e400",
-    "nan",
-    "inf",
-    "999999999999",
-    "[",
-    "[1,",
-    "{a: 1}",
-    "null",
-    "true",
+VALUES = ["", "x", "-1", "0", "-0.5", "1e400", "nan", "inf", "999999999999", "[", "[1,", "{a: 1}", "null", "true"]
+VALUES += [
     "../x",
+    "\x1b[31m",
+    "\u202ex",
+    "1,2",
+    "3.7",
+    "[16,24,32]",
+    "relvit_small",
+    "a b",
+    "é",
+    "-",
+    "--",
+    "=",
+    "x" * 500,
 ]
-VALUES += ["\x1b[31m", "\u202ex", "1,2", "3.7", "[16,24,32]", "relvit_small", "a b", "é", "-", "--", "=", "x" * 500]
 # Options of other commands and libraries, and some that begin many processes or take all memory.
 OPTIONS = ["--gpus", "--epoch", "--output", "--split", "--img-size", "--model.lr", "--config", "--ckpt_path", "--reach"]
 OPTIONS += ["--devices", "--batch_size", "--num_workers", "--resume", "--data", "--model", "--trainer.strategy", "--x"]
@@ -87,7 +77,7 @@ def place(best, photos, tmp_path, monkeypatch):
 
 
 def changed(line, chance):
-    """The line with one to three changes."""
+    """Return the line with one to three changes."""
     line = list(line)
     for _ in range(chance.randint(1, 3)):
         at = chance.randrange(1, len(line) + 1)
@@ -117,7 +107,7 @@ def changed(line, chance):
 
 
 def run(line, capfd, monkeypatch):
-    """The exit status; a hang ends the process, wherever it is."""
+    """Run a line and return its exit status and output; a hang ends the process."""
     capfd.readouterr()
     # `--config -` reads it.
     monkeypatch.setattr(sys, "stdin", io.StringIO())

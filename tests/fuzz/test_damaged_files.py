@@ -6,7 +6,6 @@ A damaged file has bytes that were not written; a foreign one has descriptions t
 another file of the machine nor a connection. Beside each example the honest file is read in the same way.
 """
 
-import copy
 import faulthandler
 import gzip
 import io
@@ -24,6 +23,7 @@ import pytest
 import torch
 from PIL import Image
 from seeded import Tally, examples
+from spoil import ODD, damaged, foreign
 
 import relvit
 from relvit.cli import main
@@ -35,11 +35,6 @@ pytestmark = pytest.mark.fuzz
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "of_0_2"
 MAKE = runpy.run_path(str(FIXTURES / "make.py"))
 FAMILIES = list(MAKE["RUNS"])
-ODD = [None, True, -1, 0, 2**40, 0.5, 1e308, float("nan"), "", "x", "../secret", "\x1b[31m", [], [[]], {}, [None] * 50]
-ODD += [{"class_path": "os.system", "init_args": {"command": "touch secret"}}, "http://127.0.0.1:9/secret", "9" * 400]
-# What timm's builders would load weights from.
-CHOICES = {"pretrained": True, "checkpoint_path": "secret.pth", "url": "http://127.0.0.1:9/secret", "file": "secret"}
-CHOICES |= {"pretrained_cfg": {"file": "secret.pth"}, "hf_hub_id": "someone/else", "cache_dir": "secret"}
 
 
 class Watch:
@@ -68,57 +63,6 @@ WATCH = Watch()
 @pytest.fixture(autouse=True, scope="module")
 def watched():
     sys.addaudithook(WATCH)
-
-
-def damaged(content, chance, near_start=False):
-    """The bytes with one to three changes: signs, bits, runs of 0xff or zeros, parts cut, repeated or exchanged."""
-    content = bytearray(content)
-    for _ in range(chance.randint(1, 3)):
-        if not content:
-            break
-        start = chance.randrange(min(len(content), 200 if near_start or chance.random() < 0.2 else len(content)))
-        length = chance.choice([1, 4, 16, 64])
-        match chance.randrange(7):
-            case 0:
-                content[start] ^= 1 << chance.randrange(8)
-            case 1:
-                content[start : start + length] = b"\xff" * length
-            case 2:
-                content[start : start + length] = bytes(length)
-            case 3:
-                del content[start:]
-            case 4:
-                del content[start : start + length]
-            case 5:
-                content[start:start] = content[start : start + length]
-            case _:
-                content[start : start + length] = chance.randbytes(length)
-    return bytes(content)
-
-
-def places(value):
-    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, inner in list(pairs):
-        yield value, key
-        yield from places(inner)
-
-
-def foreign(value, chance):
-    """A nested description of which entries are removed, replaced by odd ones, or given timm's builder arguments."""
-    value = copy.deepcopy(value)
-    for _ in range(chance.randint(1, 3)):
-        if not (found := list(places(value))):
-            break
-        holder, key = chance.choice(found)
-        match chance.randrange(4):
-            case 0:
-                del holder[key]
-            case 1 if isinstance(holder[key], dict):
-                name = chance.choice(list(CHOICES))
-                holder[key][name] = copy.deepcopy(CHOICES[name])
-            case _:
-                holder[key] = copy.deepcopy(chance.choice(ODD))
-    return value
 
 
 def nested(chance):
@@ -300,7 +244,7 @@ def run(chance, changed):
         if name.endswith("json") and chance.random() < 0.5:
             file.write_text(json.dumps(foreign(json.loads(content), chance)))
         else:
-            file.write_bytes(damaged(content, chance, near_start=True))
+            file.write_bytes(damaged(content, chance, near_start=1))
     command("fit", "--resume", "run", "--epochs", "3", "--accelerator", "cpu")
     if name not in ("run.json", "config.yaml"):
         return json.loads(Path("run/summary.json").read_text())["test/loss"]
