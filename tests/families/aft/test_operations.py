@@ -127,24 +127,27 @@ def test_all_ways_and_their_gradients_equal_the_reference(
         assert_same(got, expected, inputs, atol=1e-8)
 
 
-@pytest.mark.parametrize("backend", CONV)
-@pytest.mark.parametrize("rows", [1, 7])
-def test_derivatives_of_first_and_second_order(backend, rows):
-    grid = make_grid(4, 2, 1, valid=torch.tensor([True] * 6 + [False] * 2))
-    inputs = [*contents(grid, batch=1, width=2, heads=1), window_of(1, rows, 3)]
-    assert gradcheck(lambda *given: aft_conv(*given, grid, backend=backend), inputs)
-    assert gradgradcheck(lambda *given: aft_conv(*given, grid, backend=backend), inputs, fast_mode=True)
+@pytest.mark.parametrize("needed", [(0, 1, 2), (1, 2), (0,), (2,)])
+def test_second_derivatives_also_where_only_some_inputs_have_gradients(needed):
+    grid = make_grid(2, 2, 1, valid=torch.tensor([True, True, False, True]))
+    inputs = contents(grid, batch=1, heads=1, width=2)
+    for index in {0, 1, 2} - set(needed):
+        inputs[index].requires_grad_(False)
+    learned = len(needed) == 3
+    bias, windows = bias_of(grid), [window_of(1, rows, 3) for rows in (1, 7)]
+    for operation, tables, backends in ((aft_full, [bias], ("products", "pairs")), (aft_conv, windows, CONV)):
+        for table in tables:
+            table.requires_grad_(learned)
+            for backend in backends:
+                call = lambda *given, run=operation, by=backend: run(*given, grid, backend=by)  # noqa: E731
+                assert gradgradcheck(call, [*inputs, table], fast_mode=True)
 
 
-def test_derivatives_of_full_and_simple():
+def test_derivatives_of_simple():
     grid = Grid(2, 2, 1)
-    inputs = contents(grid, batch=1, width=2, heads=1)
     for causal in (False, True):
-        assert gradcheck(lambda *given: aft_simple(*given, grid, is_causal=causal), inputs)  # noqa: B023
-    for backend in ("products", "pairs"):
-        bias = bias_of(grid)
-        assert gradcheck(lambda *given: aft_full(*given, grid, backend=backend), [*inputs, bias])  # noqa: B023
-        assert gradgradcheck(lambda *given: aft_full(*given, grid, backend=backend), [*inputs, bias], fast_mode=True)  # noqa: B023
+        inputs = contents(grid, batch=1, width=2, heads=1)
+        assert gradcheck(lambda *given, causal=causal: aft_simple(*given, grid, is_causal=causal), inputs)
 
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -247,17 +250,6 @@ def test_the_choice_of_a_backend(monkeypatch):
     # Weights below -5 cancel there; on one row the smallest is a quarter of the smallest of all.
     assert choice(14, 14, scale=5.1) == choice(1, 57, scale=20.4) == "convolution"
     assert choice(2, 2, is_causal=True) == choice(2, 2, scale=100.0) == "pairs"
-
-
-@pytest.mark.parametrize("needed", [(1, 2), (0,), (2,)])
-def test_second_derivatives_where_only_some_inputs_have_gradients(needed):
-    grid = make_grid(2, 2, valid=torch.tensor([True, True, False, True]))
-    inputs = contents(grid, batch=1, heads=1, width=2)
-    for index in {0, 1, 2} - set(needed):
-        inputs[index].requires_grad_(False)
-    bias, weight = bias_of(grid).detach(), window_of(1, 3, 3).detach()
-    for run in (lambda *given: aft_full(*given, bias, grid), lambda *given: aft_conv(*given, weight, grid)):
-        assert gradgradcheck(run, inputs, fast_mode=True)
 
 
 def test_transforms_of_torch_func():

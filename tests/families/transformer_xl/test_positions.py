@@ -66,18 +66,6 @@ def test_biases_are_in_single_precision_under_autocast():
     assert (terms.key.rows.dtype, terms.bias.rows.dtype) == (torch.bfloat16, torch.float32)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"max_distance": -1}, ValueError, "max_distance must be at least 0, got -1"),
-        ({"max_distance": (1, 2.0)}, TypeError, "max_distance must hold integers"),
-    ],
-)
-def test_errors(arguments, error, message):
-    with pytest.raises(error, match=message):
-        TransformerXLPosition2d(4, 2, **arguments)
-
-
 @pytest.mark.parametrize("backend", ["reference", "fused", "tiled", "gathered"])
 def test_the_bias_of_queries_is_added_to_them(backend):
     torch.manual_seed(0)

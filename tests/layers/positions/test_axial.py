@@ -106,18 +106,3 @@ def test_bfloat16_rounds_once_and_the_meta_device_works():
         assert (out == exact(make_grid(*size)).bfloat16()).double().mean() > 0.99
     out = AxialPositionEmbedding(4, (2, 3), device="meta", dtype=torch.float16)(make_grid(5, 2))
     assert (out.device.type, out.dtype, out.shape) == ("meta", torch.float16, (10, 4))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"combine": "concatenate"}, ValueError, r"allowed are 'concat', 'sum' \(did you mean 'concat'\?\)"),
-        ({"grid_size": (0, 3)}, ValueError, "grid_size must be at least 1"),
-        ({"grid_size": 2.5}, TypeError, "grid_size must hold integers, got 2.5"),
-        ({"widths": (2, 3)}, ValueError, r"widths must add up to dim 6, got \(2, 3\), which is 5"),
-        ({"widths": (3, 3), "combine": "sum"}, ValueError, r"widths is for combine 'concat', got widths=\(3, 3\)"),
-    ],
-)
-def test_errors(arguments, error, message):
-    with pytest.raises(error, match=message):
-        AxialPositionEmbedding(DIM, **{"grid_size": (ROWS, COLS), **arguments})

@@ -78,11 +78,7 @@ def test_continuous_bias_is_timms(mode, grid):
     torch.testing.assert_close(got, theirs.get_bias(), rtol=0, atol=2e-5)
 
 
-def test_errors():
-    with pytest.raises(ValueError, match=r"mode is 'swim'; allowed are 'cr', 'swin'.*did you mean 'swin'"):
-        ContinuousPosition2d(4, 2, mode="swim")
-    with pytest.raises(ValueError, match="window must be at least 2, got 1"):
-        ContinuousPosition2d(4, 2, window=1)
+def test_fire_refuses_a_padded_batch_whose_images_differ_in_size():
     valid = torch.ones(1, 1, dtype=torch.bool)
     with pytest.raises(ValueError, match="FIRE divides by the size of the image"):
         FirePosition2d(4, 2)(Grid(2, 3, coords=torch.zeros(1, 1, 2, dtype=torch.int64), valid=valid))

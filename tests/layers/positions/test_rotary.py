@@ -91,19 +91,6 @@ def test_halting_tokens_are_rotated_as_all():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"head_dim": 6}, "needs a head_dim that is a multiple of 4, got 6"),
-        ({"head_dim": 8, "kind": "axal"}, "kind is 'axal'; allowed are 'axial', 'mixed'.*did you mean 'axial'"),
-        ({"head_dim": 8, "temperature": 0}, "temperature must be positive, got 0"),
-    ],
-)
-def test_errors(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        RotaryEmbedding2d(num_heads=2, **arguments)
-
-
-@pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
         ("test_relvit", {"rope": "mix"}, "rope is 'mix'; allowed are '', 'axial', 'mixed'"),

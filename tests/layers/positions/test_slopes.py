@@ -81,17 +81,3 @@ def test_made_on_the_meta_device_and_filled_by_timm():
     reinit_non_persistent_buffers(position)
     assert torch.equal(position.slopes, SlopePosition2d(2, 12).slopes)
     assert position.double()(make_grid(2, 3)).bias.rows.dtype == torch.float64
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"num_heads": 0}, ValueError, "num_heads must be at least 1, got 0"),
-        ({"num_heads": 2, "distance": "euclid"}, ValueError, "distance is 'euclid'; allowed are .*'euclidean'"),
-        ({"num_heads": 2, "max_distance": -1}, ValueError, "max_distance must be at least 0, got -1"),
-        ({"num_heads": 2, "max_distance": (1, 2.0)}, TypeError, "max_distance must hold integers"),
-    ],
-)
-def test_errors(arguments, error, message):
-    with pytest.raises(error, match=message):
-        SlopePosition2d(4, **arguments)

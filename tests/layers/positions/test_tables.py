@@ -1,7 +1,5 @@
 """Tables of `RelativePosition2d`: shapes, initialisation, gradients, errors."""
 
-import numpy as np
-import pytest
 import torch
 
 from relvit.layers import RelativePosition2d
@@ -45,29 +43,3 @@ def test_gradients_reach_only_the_offsets_that_occur():
     assert touched.tolist() == [False] * 4 + [True] * 3 + [False] * 4
     touched = position.key_cols.grad.abs().sum(-1) > 0
     assert touched.tolist() == [False] * 3 + [True] * 5 + [False] * 3
-
-
-def test_repr():
-    position = RelativePosition2d(8, 2, "kb", (np.int64(2), 3), shared_heads=False, layout="joint", init_std=0.5)
-    assert repr(position) == (
-        "RelativePosition2d(rel_terms='kb', max_distance=(2, 3), shared_heads=False, layout='joint', "
-        "bucketing='clip', init_std=0.5)"
-    )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"rel_terms": "kx"}, ValueError, "letters 'q' .query., .*'b' .bias., each at most once, got 'kx'"),
-        ({"rel_terms": "kk"}, ValueError, "got 'kk'"),
-        ({"layout": "jont"}, ValueError, "layout is 'jont'; allowed are 'separate', 'joint' .did you mean 'joint'"),
-        ({"bucketing": "pieces"}, ValueError, "bucketing is 'pieces'; allowed are 'clip', 'piecewise'"),
-        ({"max_distance": -1}, ValueError, "max_distance must be at least 0, got -1"),
-        ({"max_distance": (3, 4, 5)}, ValueError, r"int or \(rows, columns\)"),
-        ({"max_distance": (2, True)}, TypeError, "max_distance must hold integers"),
-        ({"shared_heads": "no"}, TypeError, "shared_heads must be True or False, got 'no'"),
-    ],
-)
-def test_errors(arguments, error, message):
-    with pytest.raises(error, match=message):
-        RelativePosition2d(8, 2, **arguments)
