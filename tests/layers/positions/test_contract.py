@@ -12,6 +12,7 @@ from relvit.layers import (
     AxialPositionEmbedding,
     ContinuousPosition2d,
     FirePosition2d,
+    LookHerePosition2d,
     LowRankPosition2d,
     ParabolicPosition2d,
     RelativePosition2d,
@@ -33,24 +34,34 @@ LEARNED = {
     "pape": partial(ParabolicPosition2d, parabolas=5),
     "low-rank": LowRankPosition2d,
 }
-POSITIONS = LEARNED | {"slopes": SlopePosition2d, "euclidean": partial(SlopePosition2d, distance="euclidean")}
-STRETCHED = [name for name, made in POSITIONS.items() if is_stretchable(made(4, 2)) and name not in ("tables", "joint")]
+POSITIONS = LEARNED | {
+    "slopes": SlopePosition2d,
+    "euclidean": partial(SlopePosition2d, distance="euclidean"),
+    "lookhere": LookHerePosition2d,
+}
+STRETCHED = [name for name, made in POSITIONS.items() if is_stretchable(made(4, 4)) and name not in ("tables", "joint")]
+
+
+def build(name, *args, **options):
+    """A layer with this position; LookHere has no fewer than four heads."""
+    heads = 4 if name == "lookhere" else HEADS
+    return layer(POSITIONS[name](DIM // heads, heads), *args, heads=heads, **options)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", POSITIONS)
 def test_layers_attend_with_the_terms_pair_by_pair(name, layout):
     """The formula between the layer's own projections, in relvit's attention and in timm's after a retrofit."""
-    grid, attn = LAYOUTS[layout], layer(POSITIONS[name](DIM // HEADS, HEADS))
+    grid, attn = LAYOUTS[layout], build(name)
     x, parameters = draw(2, num_tokens(grid), DIM), list(attn.parameters())
-    q, k, v = attn.qkv(x).unflatten(-1, (3, HEADS, DIM // HEADS)).permute(2, 0, 3, 1, 4)
+    q, k, v = attn.qkv(x).unflatten(-1, (3, attn.num_heads, attn.head_dim)).permute(2, 0, 3, 1, 4)
     q, terms = with_query_bias(q, terms_of(attn.position, x, grid, grid))
     expected = attn.proj(brute_force(q, k, v, terms, grid).transpose(1, 2).flatten(2))
     got = attn(x, grid)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
     grads = (torch.autograd.grad(out.sin().sum(), parameters, materialize_grads=True) for out in (got, expected))
     torch.testing.assert_close(*grads, rtol=0, atol=1e-10)
-    timms = layer(POSITIONS[name](DIM // HEADS, HEADS), TimmRelativePlain)
+    timms = build(name, TimmRelativePlain)
     timms.load_state_dict(attn.state_dict())
     torch.testing.assert_close(run(timms, x, grid), got, rtol=0, atol=0)
 
@@ -75,11 +86,10 @@ def test_zeros_are_plain_attention_and_every_parameter_learns(name):
 
 @pytest.mark.parametrize("name", POSITIONS)
 def test_half_precision_stays_near(name):
-    position, grid = POSITIONS[name](DIM // HEADS, HEADS), make_grid(9, 13)
-    joint = name.startswith(("cpb", "joint", "euclidean"))
+    grid, joint = make_grid(9, 13), name.startswith(("cpb", "joint", "euclidean", "lookhere"))
     x = draw(2, num_tokens(grid), DIM)
     for backend in ["gathered"] if joint else ["fused", "tiled"]:
-        attn = layer(position.double(), backend=backend)
+        attn = build(name, backend=backend)
         expected = attn(x, grid).detach()
         atol = 0.05 * float(expected.abs().max())
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -90,7 +100,7 @@ def test_half_precision_stays_near(name):
 
 @pytest.mark.parametrize("name", [*POSITIONS, "rope"])
 def test_queries_and_memory_on_grids_of_their_own(name):
-    attn = layer(None if name == "rope" else POSITIONS[name](DIM // HEADS, HEADS))
+    attn = layer(None) if name == "rope" else build(name)
     if name == "rope":
         attn.rope = RotaryEmbedding2d(DIM // HEADS, HEADS, "axial")
     # The tokens that attend are the last two rows of an image, whose first rows are a memory.
@@ -103,7 +113,7 @@ def test_queries_and_memory_on_grids_of_their_own(name):
 @pytest.mark.parametrize("name", STRETCHED)
 def test_stretched_to_another_size(name):
     """The trained size stays bit by bit; at twice the size, the offset 2d has what d has at the trained size."""
-    position, x = layer(POSITIONS[name](DIM // HEADS, HEADS)).position, draw(1, 20, DIM)
+    position, x = build(name).position, draw(1, 20, DIM)
     small, large = make_grid(4, 5), make_grid(8, 10)
     if needs_tokens(position):
         # The same tokens, twice as far apart.

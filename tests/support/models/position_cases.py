@@ -20,13 +20,13 @@ def draw(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def layer(position, cls=RelativeAttention, std=0.5, dim=DIM, **options):
+def layer(position, cls=RelativeAttention, std=0.5, dim=DIM, heads=HEADS, **options):
     """Attention in float64 whose parameters are all drawn; `cls`: also timm's after a retrofit."""
     options = {"qkv_bias": True, **options}
     if cls is RelativeAttention:
-        attn = RelativeAttention(dim, HEADS, position=position, **options).double()
+        attn = RelativeAttention(dim, heads, position=position, **options).double()
     else:
-        attn = Attention(dim, HEADS, **options).double()
+        attn = Attention(dim, heads, **options).double()
         attn.__class__, attn.position, attn.backend = cls, position.double(), "auto"
     torch.manual_seed(0)
     for parameter in attn.parameters():
@@ -42,6 +42,6 @@ def run(attn, x, grid):
 def plain(attn):
     """timm's attention with the projections of a layer."""
     state = {key: value for key, value in attn.state_dict().items() if "position" not in key}
-    made = Attention(attn.proj.in_features, HEADS, qkv_bias="qkv.bias" in state).to(attn.proj.weight)
+    made = Attention(attn.proj.in_features, attn.num_heads, qkv_bias="qkv.bias" in state).to(attn.proj.weight)
     made.load_state_dict(state)
     return made
