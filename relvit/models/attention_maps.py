@@ -154,7 +154,7 @@ def _recording(attentions: Sequence[nn.Module], keep: Callable[[Tensor], Tensor]
             recorded[attention] = keep(given[0])
 
         handles.append(attention.attn_drop.register_forward_pre_hook(record))
-        # timm's layers call `attn_drop` with their weights where they are not fused, relvit's where it has hooks.
+        # timm's layers pass their weights to `attn_drop` unless they are fused, relvit's where `attn_drop` has hooks.
         if not isinstance(attention, GridAttention) and attention.fused_attn:
             unfused.append(attention)
             attention.fused_attn = False

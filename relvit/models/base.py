@@ -33,7 +33,7 @@ class NoTorchScript:
     """Mixin before one of timm's models: `torch.jit.script` is refused."""
 
     def __prepare_scriptable__(self) -> nn.Module:
-        # PyTorch calls it before it compiles a module.
+        # PyTorch calls this method before it scripts a module.
         raise TypeError(
             f"{type(self).__name__} has no TorchScript, which PyTorch has deprecated: use torch.export or torch.compile"
         )
@@ -72,11 +72,12 @@ class GridForward:
     def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
         """Embed images (B, in_chans, height, width) as tokens (B, N, embed_dim), and return the grid of the tokens.
 
-        Also a native batch, see `relvit.models.sizes.native.embed_native`.
+        A native batch is taken, too, see `relvit.models.sizes.native.embed_native`.
         """
         x, grid = embed_native(self, x) if isinstance(x, dict) else self._embed_images(x)
         if self.pos_embed is None:
-            x = self.pos_drop(x)  # timm applies it to absolute embeddings only
+            # timm applies the dropout together with an absolute embedding only.
+            x = self.pos_drop(x)
         dropped = self.patch_drop(x)
         if isinstance(dropped, tuple):
             x, kept = dropped
@@ -92,7 +93,7 @@ class GridForward:
     def forward_head(self, x: Tensor, pre_logits: bool = False, patch_valid: Tensor | None = None) -> Tensor:
         """Pool tokens (B, N, embed_dim) and classify them.
 
-        Those of a native batch without padding: with its `patch_valid` (B, patches), or as the dictionary that
+        Padding of a native batch is left out: give `patch_valid` (B, patches), or the dictionary that
         `forward_features` returns.
         """
         if isinstance(x, dict):
@@ -104,10 +105,10 @@ class GridForward:
     def forward_features(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """Compute normalised tokens (B, N, embed_dim), prefix tokens first, of images (B, in_chans, height, width).
 
-        Of a native batch, as timm's `NaFlexVit`, a dictionary: these tokens as 'patches', and 'patch_valid'.
+        For a native batch return a dictionary as timm's `NaFlexVit` does: the tokens as 'patches', and 'patch_valid'.
         """
         if self.segmenter is not None:
-            # A graph for all sizes cannot have a piece for each part of the image.
+            # An exported graph serves all sizes, so it cannot have a piece for each part of an image.
             if not is_exporting():
                 return self.segmenter.features(self, x, attn_mask, is_causal)
             attn_mask = self.segmenter.mask(self, x, attn_mask, is_causal)
@@ -116,7 +117,7 @@ class GridForward:
         return x if grid.valid is None else {"patches": x, "patch_valid": grid.valid}
 
     def _run_blocks(self, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
-        return self._run_steps(x, grid, attn_mask, is_causal, (), self._count_steps() - 1)[0]
+        return self._run_steps(x, grid, attn_mask, is_causal, (), self.depth_plan.count(self) - 1)[0]
 
     def forward_intermediates(
         self,
@@ -136,11 +137,12 @@ class GridForward:
             raise ValueError(f"output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}")
         if self.segmenter is not None and (why := self.segmenter.lacks.get("hooks")):
             raise ValueError(f"there are no features of single blocks: {why}")
-        take_indices, max_index = feature_take_indices(self._count_steps(), indices)
+        count = self.depth_plan.count(self)
+        take_indices, max_index = feature_take_indices(count, indices)
         x, grid = self.embed(x)
         if grid.coords is not None and output_fmt == "NCHW":
             raise ValueError("output_fmt 'NCHW' needs all patches of one grid (patch_drop_rate drops some): use 'NLC'")
-        last = max_index if stop_early else self._count_steps() - 1
+        last = max_index if stop_early else count - 1
         x, taken = self._run_steps(x, grid, attn_mask, is_causal, take_indices, last)
         taken = [self.norm(tokens) if norm else tokens for tokens in taken]
 
@@ -159,9 +161,6 @@ class GridForward:
         if return_prefix_tokens and prefixes is not None:
             patches = list(zip(patches, prefixes, strict=True))
         return patches if intermediates_only else (self.norm(x), patches)
-
-    def _count_steps(self) -> int:
-        return self.depth_plan.count(self)
 
     def _run_steps(
         self, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool, take: Collection[int], last: int
@@ -216,7 +215,7 @@ class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, GridForward, Visi
             check_chunk(mlp_chunk, block.mlp)
             block.mlp_chunk = mlp_chunk
         if patch_drop_rate > 0:
-            # timm's own discards which patches stayed, and with them their coordinates.
+            # timm's `PatchDropout` does not return which patches stayed, so their coordinates would be lost.
             self.patch_drop: nn.Module = PatchDropoutWithIndices(
                 patch_drop_rate, num_prefix_tokens=self.num_prefix_tokens
             )
@@ -281,25 +280,16 @@ class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, GridForward, Visi
         x = x.flatten(1, 2)
         if self.axial is not None:
             x = x + self.axial(Grid(height, width))
-        tokens: list[Tensor] = []
-        for token in (self.cls_token, self.reg_token):
-            if token is not None:
-                tokens.append(token.expand(x.shape[0], -1, -1))
+        first = [t.expand(x.shape[0], -1, -1) for t in (self.cls_token, self.reg_token) if t is not None]
         if self.pos_embed is None:
-            tokens.append(x)
-            return torch.cat(tokens, dim=1)
-        # As in timm but for the interpolation.
+            return torch.cat((*first, x), dim=1)
         embedded = 0 if self.no_embed_class else self.num_prefix_tokens
         embedding = interpolate.resample_embedding(
             self.pos_embed, self.patch_embed.grid_size, (height, width), embedded
         )
         if self.no_embed_class:
-            tokens.append(x + embedding)
-            x = torch.cat(tokens, dim=1)
-        else:
-            tokens.append(x)
-            x = torch.cat(tokens, dim=1) + embedding
-        return self.pos_drop(x)
+            return self.pos_drop(torch.cat((*first, x + embedding), dim=1))
+        return self.pos_drop(torch.cat((*first, x), dim=1) + embedding)
 
     def _run_block(self, block: nn.Module, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
         if self.grad_checkpointing:

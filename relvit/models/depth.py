@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from relvit.ops import Grid
 
-# What the mixer of a user, who declares nothing, cannot do.
+# A mixer that does not declare what it lacks is taken to lack these.
 UNDECLARED = {"memory": "its {name} takes no memory", "weights": "its {name} shows no weights"}
 
 
@@ -52,8 +52,7 @@ class Depth:
         """Compile what no graph of the whole model holds, with the arguments of `nn.Module.compile`: here nothing."""
 
 
-# Ways besides the plain one, by the boolean argument of a model that chooses them; rooms of `relvit.families` add
-# theirs.
+# Other depths by the boolean argument of a model that chooses them; rooms of `relvit.families` add theirs.
 DEPTHS: dict[str, Depth] = {}
 
 

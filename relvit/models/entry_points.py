@@ -15,9 +15,9 @@ from relvit.models.base import GridVisionTransformer
 from relvit.utils.messages import did_you_mean
 from relvit.utils.ranges import Range, compare
 
-# Arguments of timm's class that are no choice here.
+# These models set these arguments of timm's class themselves.
 FIXED = {"dynamic_img_size", "block_fn", "attn_layer"}
-# Numbers of timm's class, which does not compare them itself.
+# timm's class does not check these numbers.
 RANGES = {name: Range(1) for name in ("in_chans", "img_size", "patch_size", "embed_dim", "depth", "num_heads")}
 RANGES |= {"num_classes": Range(0), "reg_tokens": Range(0), "mlp_ratio": Range(0, above=True)}
 RANGES |= {
@@ -59,7 +59,7 @@ CFG: dict[str, Any] = {
     "classifier": "head",
     "license": "apache-2.0",
 }
-# By the image size that a model is made for.
+# Configurations by the image size that a model is made for.
 CFGS: dict[int, dict[str, Any]] = {
     224: CFG,
     160: CFG | {"input_size": (3, 160, 160), "crop_pct": 0.95},
@@ -116,6 +116,6 @@ def entry_point(
     create.__name__ = create.__qualname__ = name
     create.__module__ = module or model_class.__module__
     create.__doc__ = f"Create the `{model_class.__name__}` of this name; arguments: those of the class."
-    # `relvit.models.model_arguments` reads the class here.
+    # `relvit.models.model_arguments` reads the class from the annotation.
     create.__annotations__["return"] = model_class
     return register_model(create)

@@ -20,14 +20,14 @@ from relvit.models.retrofit.api import RETROFITTED_NAME
 from relvit.utils.memory import available_memory
 from relvit.utils.messages import did_you_mean, listing, one_line
 
-# What timm's own builders take besides the arguments of the model's class: which weights are loaded, and from where.
-# A description may never hold them, whether a user, a checkpoint, a published folder or the hub gives it.
+# Arguments of timm's builders, which choose the weights that are loaded. A description of a model may never hold them,
+# whether a user, a checkpoint, a published folder or the hub gives the description.
 BUILDER_ARGUMENTS = {
     name for build in (timm.create_model, build_model_with_cfg) for name in inspect.signature(build).parameters
 } - {"kwargs"}
-# Arguments that come from the data.
+# The data module chooses these arguments.
 DATA_ARGUMENTS = ("num_classes", "in_chans", "img_size")
-# Beyond those of every model there is. What is within them is measured, in bytes.
+# No model has larger numbers or more layers. The size of a model within these limits is measured in bytes.
 LARGEST, DEEPEST = 10**6, 1000
 
 
@@ -76,18 +76,15 @@ def build_model(
         model = timm.create_model(name, **given)
         return model if retrofit is None else retrofit_model(model, **retrofit)
 
-    def build_or_explain() -> nn.Module:
-        try:
-            return build()
-        # timm's classes compare few of their arguments.
-        except (AssertionError, ArithmeticError, AttributeError, IndexError, RuntimeError, TypeError) as error:
-            if not kwargs:
-                raise
-            raise ValueError(f"model {name!r} cannot be built with model_kwargs {kwargs}: {one_line(error)}") from error
-
-    # Names alone are of models that somebody has built.
+    # Without further arguments the model is one that exists, so its size is not measured.
     check_size(build if kwargs or retrofit else None, {**given, "retrofit": retrofit or {}})
-    return build_or_explain()
+    try:
+        return build()
+    # timm's classes check few of their arguments, so that wrong ones fail in many ways.
+    except (AssertionError, ArithmeticError, AttributeError, IndexError, RuntimeError, TypeError) as error:
+        if not kwargs:
+            raise
+        raise ValueError(f"model {name!r} cannot be built with model_kwargs {kwargs}: {one_line(error)}") from error
 
 
 def check_description(name: str, arguments: Mapping[str, Any], source: str = "model_kwargs") -> None:
@@ -128,13 +125,13 @@ def check_size(build: Callable[[], nn.Module] | None, arguments: Mapping[str, An
         if "depth" in name or "layers" in name:
             most, layers = DEEPEST, layers + number
             number = layers
-        # Written so that NaN is refused, too.
+        # This comparison refuses NaN, too.
         if not abs(number) <= most:
             raise ValueError(f"{name} {number:.6g} cannot be meant: numbers of a model go up to {most}")
     if build is None:
         return
     model = None
-    # The fork leaves random numbers as they are. What is suppressed are operations that the meta device lacks.
+    # The fork keeps the caller's random numbers. Operations that the meta device lacks raise the suppressed errors.
     with (
         torch.random.fork_rng(devices=[]),
         contextlib.suppress(RuntimeError, TypeError, AssertionError, ArithmeticError),

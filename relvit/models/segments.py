@@ -35,5 +35,5 @@ class Segmenter(Protocol):
         ...
 
 
-# Segmenters by name; rooms of `relvit.families` add theirs.
+# Segmenters by their reach; rooms of `relvit.families` add theirs.
 SEGMENTERS: dict[str, type[Segmenter]] = {}

@@ -13,7 +13,7 @@ from relvit.layers.positions.factory import make_position, numbered
 from relvit.models.base import NoTorchScript, TablesWithoutDecay
 from relvit.utils.messages import listing
 
-# 'position', and 'prefix_bias' where the class token has a bias, for each attention by name.
+# For each attention by name the module 'position', and 'prefix_bias' where the class token has a bias.
 Layers = Mapping[str, Mapping[str, nn.Module]]
 PATCH_EMBEDS = (PatchEmbed, AnySizePatchEmbed, HybridEmbed)
 
@@ -137,7 +137,7 @@ def open_patch_embed(model: nn.Module, becomes: type[AnySizePatchEmbed] = AnySiz
     if type(embed) is PatchEmbed:
         embed.__class__ = becomes
         if any(size % patch for size, patch in zip(embed.img_size, embed.patch_size, strict=True)):
-            # As before, what remains of the model's own size is left out.
+            # timm leaves out the pixels beyond the last whole patch, so the retrofitted model does so at this size.
             embed.cropped_size = tuple(embed.img_size)
     # timm's transforms read whether other sizes are allowed.
     model._traits = {**getattr(model, "_traits", {}), "fixed_input_size": False}

@@ -26,26 +26,26 @@ def check_image_size(
     Raises:
         ValueError: the model cannot take such images; the message holds the reason, and what to do.
     """
-    try:
-        _run(net, img_size, in_chans)
-    except (ValueError, MemoryError):
-        # relvit's models raise it with advice of their own.
-        raise
-    except Exception as error:
-        cfg = getattr(net, "pretrained_cfg", None) or {}
-        architecture = cfg.get("architecture")
-        advice = []
-        own = (trained_size, trained_size) if isinstance(trained_size, int) else trained_size
-        known = [list(size) for size in (own, cfg.get("input_size", ())[1:]) if size]
-        if fitting := next((size for size in known if _takes(net, size, in_chans)), None):
-            advice.append(f"give img_size {str(fitting).replace(' ', '')}")
-        if architecture and "dynamic_img_size" in model_arguments(architecture) and not net.dynamic_img_size:
-            advice.append("train it with --model.model_kwargs.dynamic_img_size true")
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-        raise ValueError(
-            f"{architecture or type(net).__name__} cannot take images of {img_size[0]} x {img_size[1]} px ({reason}): "
-            f"{' or '.join(advice) or 'choose another img_size'}"
-        ) from error
+    error = _failure(net, img_size, in_chans)
+    if error is None:
+        return
+    if isinstance(error, ValueError | MemoryError):
+        # relvit's models give the advice themselves.
+        raise error
+    cfg = getattr(net, "pretrained_cfg", None) or {}
+    architecture = cfg.get("architecture")
+    advice = []
+    own = (trained_size, trained_size) if isinstance(trained_size, int) else trained_size
+    known = [list(size) for size in (own, cfg.get("input_size", ())[1:]) if size]
+    if fitting := next((size for size in known if _failure(net, size, in_chans) is None), None):
+        advice.append(f"give img_size {str(fitting).replace(' ', '')}")
+    if architecture and "dynamic_img_size" in model_arguments(architecture) and not net.dynamic_img_size:
+        advice.append("train it with --model.model_kwargs.dynamic_img_size true")
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    raise ValueError(
+        f"{architecture or type(net).__name__} cannot take images of {img_size[0]} x {img_size[1]} px ({reason}): "
+        f"{' or '.join(advice) or 'choose another img_size'}"
+    ) from error
 
 
 def at_image_size(
@@ -71,14 +71,11 @@ def at_image_size(
     return net
 
 
-def _takes(net: nn.Module, img_size: Sequence[int], in_chans: int) -> bool:
-    try:
-        _run(net, img_size, in_chans)
-    except Exception:
-        return False
-    return True
-
-
-def _run(net: nn.Module, img_size: Sequence[int], in_chans: int) -> None:
+def _failure(net: nn.Module, img_size: Sequence[int], in_chans: int) -> Exception | None:
+    """Return the error with which the model fails on one black image, or None: it takes the image."""
     like = next(net.parameters())
-    run_once(net, torch.zeros(1, in_chans, *img_size, dtype=like.dtype, device=like.device))
+    try:
+        run_once(net, torch.zeros(1, in_chans, *img_size, dtype=like.dtype, device=like.device))
+    except Exception as error:
+        return error
+    return None

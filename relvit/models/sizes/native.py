@@ -34,9 +34,9 @@ def embed_native(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Grid]
     """
     patches, coord, valid = (batch[name] for name in ("patches", "patch_coord", "patch_valid"))
     weight = _projection(model).weight
-    # From (dim, C, height, width) to the order of timm's patches.
+    # timm's patches have the order (height, width, C).
     weight = weight.permute(0, 2, 3, 1).flatten(1)
-    # Zeros in the padding, whatever is there: NaN times zero would be NaN.
+    # The padding may hold NaN, which times zero would be NaN.
     patches = patches.flatten(2).masked_fill(~valid[..., None], 0)
     if patches.shape[2] != weight.shape[1]:
         (height, width), channels = model.patch_embed.patch_size, weight.shape[1]
@@ -50,7 +50,7 @@ def embed_native(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Grid]
     else:
         rows, columns = (coord.masked_fill(~valid[..., None], 0).amax((0, 1)) + 1).tolist()
         grid = grid_from_naflex(coord, valid, rows, columns, prefix)
-    # Of patches that are zero, the absolute embedding alone is left, behind the prefix tokens.
+    # `_pos_embed` of patches that are zero gives the prefix tokens and the absolute embedding alone.
     blank = x.new_zeros(1, 1, 1, x.shape[2])
     if model.pos_embed is None and getattr(model, "axial", None) is None:
         return torch.cat((model._pos_embed(blank)[:, :prefix].expand(len(x), -1, -1), x), dim=1), grid
@@ -124,7 +124,7 @@ def check_native(net: nn.Module, patch_size: tuple[int, int], in_chans: int) -> 
     try:
         run_once(net, batch)
     except ValueError:
-        # relvit's models raise it with a reason of their own.
+        # relvit's models give the reason themselves.
         raise
     except Exception as error:
         raise ValueError(

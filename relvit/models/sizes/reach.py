@@ -62,7 +62,7 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
     """
     check_choice("reach", reach, get_args(Reach))
     layers = [part for part in model.modules() if isinstance(part, GridAttention)]
-    # Windows that blocks cut are of one size in all images.
+    # Blocks that cut windows cut them of one size in all images, so these have no reach.
     layers = [layer for layer in layers if layer.block_window is None]
     trained_grid = trained_keys = window = segmenter = None
     if reach != "trained":

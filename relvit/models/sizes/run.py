@@ -28,7 +28,7 @@ def run_once(net: nn.Module, images: Tensor | dict[str, Any]) -> None:
     modes = [(module, module.training) for module in net.modules()]
     net.eval()
     try:
-        # `net(...)` would compile a model on which `compile` was called.
+        # `net(...)` would start the compilation of a model on which `compile` was called.
         net.forward(images)
     finally:
         for module, mode in modes:

@@ -21,9 +21,9 @@ from relvit.models.weights.irpe import convert_irpe
 _logger = logging.getLogger(__name__)
 
 PATCHES = "patch_embed.proj.weight"
-# In the order of timm's models; relvit's have no token for distillation.
+# Prefix tokens in the order of timm's models; relvit's models have no distillation token.
 PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")
-# Used in training alone.
+# Only training uses these parts.
 IGNORED = ("head_dist.", "pre_logits.")
 # Prefix of the network's tensors in the state dict of `relvit.training.ImageClassifier`.
 CLASSIFIER_NET = "net."
@@ -68,7 +68,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionTransformer, l
     cfg = getattr(model, "pretrained_cfg", None) or {}
     head = state.get(f"{cfg.get('classifier')}.weight")
     if head is not None and head.shape[0] == model.num_classes:
-        # timm drops the classifier afterwards if the two numbers differ.
+        # timm drops the classifier if the number in the configuration differs from the model's.
         cfg["num_classes"] = model.num_classes
     # Early checkpoints have patches as a matrix, (dim, channels * height * width).
     if PATCHES in state and state[PATCHES].dim() == 2:
@@ -224,7 +224,7 @@ def grid_of(
         known = get_pretrained_grid_size(model, kernel, length - prefix)
         if known is not None:
             return prefix, known
-    # Of the model's own length: the model's grid, rather than any other of as many patches.
+    # A tensor as long as the model's own has the model's grid rather than another one of as many patches.
     if length == own_length:
         prefix = length - model.patch_embed.num_patches
         if prefix == tokens or (prefix == 0 and model.no_embed_class):
@@ -264,7 +264,7 @@ def convert_positions(state: dict[str, Tensor], model: nn.Module, own: dict[str,
         ValueError: as `checkpoint_filter_fn`, about tables.
     """
     held = {name.rpartition(".")[2].rpartition("_")[0] for name in state if ".position." in name}
-    # Blocks may share a position.
+    # Blocks may share a position, which has a name in each of them.
     for name, module in model.named_modules(remove_duplicate=False):
         if not name.endswith(".position"):
             continue

@@ -10,8 +10,8 @@ from relvit.layers.positions.tables import TERMS
 
 # Rows of a table per axis, 7 x 7 in all, and one for pairs with the class token.
 SIDE, ENTRIES = 7, 50
-# Distance in the table of 0, 1 ... 4 patches, the last for all beyond: iRPE's piecewise index for alpha, beta and gamma
-# 1.9, 3.8 and 15.2.
+# Distance in the table for 0, 1 ... 4 patches; all larger distances share the last one. This is iRPE's piecewise index
+# for alpha 1.9, beta 3.8 and gamma 15.2.
 BUCKETS = (0, 1, 2, 2, 3)
 REACH = len(BUCKETS) - 1
 
@@ -43,19 +43,15 @@ def convert_irpe(state: dict[str, Tensor], model: nn.Module) -> None:
     terms = "".join(letter for letter in "qkv" if any(f".rpe_{letter}." in name for name in names))
     terms += "b" if "q" in terms and "k" in terms else ""
     for block in model.blocks:
-        _check_position(getattr(block.attn, "position", None), terms)
+        position = getattr(block.attn, "position", None)
+        joint = isinstance(position, RelativePosition2d) and position.layout == "joint" and position.bucketing == "clip"
+        if not joint or set(terms) - set(position.rel_terms) or min(position.max_distance) < REACH:
+            raise ValueError(
+                f"iRPE's tables of this file need a model with rel_terms={terms!r}, layout='joint', bucketing='clip', "
+                f"max_distance={REACH}, got {position}"
+            )
     for layer in sorted({name.partition(".rpe_")[0] for name in names}):
         _convert_layer(state, layer, model.blocks[0].attn.num_heads)
-
-
-def _check_position(position: nn.Module | None, terms: str) -> None:
-    """Raise unless the tables fit into a position."""
-    joint = isinstance(position, RelativePosition2d) and position.layout == "joint" and position.bucketing == "clip"
-    if not joint or set(terms) - set(position.rel_terms) or min(position.max_distance) < REACH:
-        raise ValueError(
-            f"iRPE's tables of this file need a model with rel_terms={terms!r}, layout='joint', bucketing='clip', "
-            f"max_distance={REACH}, got {position}"
-        )
 
 
 def _convert_layer(state: dict[str, Tensor], layer: str, num_heads: int) -> None:
@@ -65,7 +61,7 @@ def _convert_layer(state: dict[str, Tensor], layer: str, num_heads: int) -> None
         given = state.pop(f"{layer}.rpe_{letter}.lookup_table_weight", None)
         if given is None:
             continue
-        # (heads or 1, entries, head_dim)
+        # The shape becomes (heads or 1, entries, head_dim).
         given = given if letter == "v" else given.mT
         patches, prefix = given[:, :-1], given[:, -1:]
         table = (patches - prefix).unflatten(1, (SIDE, SIDE))[:, index][:, :, index]

@@ -18,7 +18,7 @@ from relvit.models.weights.convert import convert_positions
 from relvit.models.weights.irpe import convert_irpe
 from relvit.utils.messages import listing
 
-# Names of tensors that mean nothing to models without such ones -> the reason; rooms of `relvit.families` add theirs.
+# Patterns of tensors that no other kind of model can use -> the reason; rooms of `relvit.families` add theirs.
 UNFIT: dict[re.Pattern[str], str] = {}
 
 POSITION = ".position."
@@ -128,7 +128,7 @@ def transfer_weights(net: nn.Module, weights: Weights, class_names: Sequence[str
             f"{weights.source} does not fit this {type(net).__name__}: {len(differ)} tensors have another shape "
             f"({shapes}); give the architecture that the weights are of"
         )
-    # Renamed tensors are still the same objects. What a filter adds is the model's own, or constant, such as zeros.
+    # Renamed tensors are still the same objects. Tensors that a filter adds are the model's own or constant (zeros).
     theirs, used = ({id(tensor) for tensor in tensors.values()} for tensors in (given, fitting))
 
     def is_added(name: str, tensor: Tensor) -> bool:
@@ -175,12 +175,12 @@ def _convert(
 ) -> dict[str, Tensor]:
     """The state dict in the names and sizes of the model; `in_part` receives what is loaded in part."""
     if isinstance(net, Retrofitted) and not any(ABSOLUTE in name for name in own):
-        # timm's filters need a target for it, which `relvit.retrofit` has dropped.
+        # timm's filters would resize the embedding for one of the model, which `relvit.retrofit` has dropped.
         state = {name: tensor for name, tensor in state.items() if ABSOLUTE not in name}
     filter_fn = filter_of(net, in_part)
     if filter_fn is not None:
         cfg = net.pretrained_cfg
-        # From it the filters compute the grid of an absolute embedding.
+        # The filters compute the grid of an absolute embedding from the input size.
         net.pretrained_cfg = cfg | ({"input_size": input_size} if input_size else {})
         try:
             state = filter_fn(state)
@@ -198,7 +198,7 @@ def filter_of(net: nn.Module, in_part: dict[str, str]) -> Callable[[dict[str, Te
         if function is None:
             continue
         parameters = inspect.signature(function).parameters
-        # DeiT III's own files have other names for layer scale; what is left out is in the report.
+        # DeiT III's files have other names for layer scale. The report says what is left out, so nothing is logged.
         wanted = {"adapt_layer_scale": True, "log": False, "in_part": in_part}
         extra = {name: value for name, value in wanted.items() if name in parameters}
         rest = (net,) if len(parameters) > 1 else ()

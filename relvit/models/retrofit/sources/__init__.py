@@ -6,7 +6,7 @@ from pkgutil import resolve_name
 
 from relvit.models.retrofit.source import Retrofitted
 
-# Class of a model -> file and class of what it becomes. Names, so that no library is imported that is not installed.
+# Class of a model -> file and class of what the model becomes. Names need no library that is not installed.
 SOURCES = {
     "timm.models.vision_transformer.VisionTransformer": "timm_vit:RetrofittedVisionTransformer",
     "timm.models.deit.VisionTransformerDistilled": "timm_vit:RetrofittedVisionTransformerDistilled",

@@ -40,7 +40,7 @@ from relvit.ops import Grid
 TABLE = "relative_position_bias_table"
 # Entries of a bias table for the class token, as in `PrefixBias`.
 PREFIX_ENTRIES = 3
-# timm's networks -> relvit's.
+# Prefixes in the names of timm's networks -> those of relvit's.
 NETWORKS = {"rel_pos.mlp.": "mlp.", "mlp.": "mlp.", "cpb_mlp.0.": "mlp.fc1.", "cpb_mlp.2.": "mlp.fc2."}
 
 
@@ -58,7 +58,7 @@ class BiasPositions(OwnPositions):
             window = [max(size, 2) for size in scaled_by]
             position = ContinuousPosition2d(head_dim, heads, mode, first.out_features, window)
             if source is not attn:
-                # With timm's dropout of the hidden layer in training.
+                # timm's network has dropout of its hidden layer in training.
                 position.mlp.drop1.p = source.mlp.drop1.p
             return {"position": position}
         table = getattr(source, TABLE, None)
@@ -99,7 +99,7 @@ class GridInBias(BiasPositions, GridForward):
     """Mixin before timm's models whose blocks hand on a shared bias, in place of which they are handed the grid."""
 
     shared = ("shared_rel_pos", "rel_pos_bias")
-    # What `pool` and padded batches read.
+    # `pool` and padded batches read these attributes.
     pool: ClassVar[Callable[..., Tensor]] = VisionTransformer.pool
     attn_pool = None
     pool_include_prefix = False
@@ -109,7 +109,7 @@ class GridInBias(BiasPositions, GridForward):
         for name in self.shared:
             setattr(self, name, None)
         for block in self.blocks:
-            # Without a window, so that timm's `Beit.set_input_size` resizes no table.
+            # timm's `Beit.set_input_size` would resize the tables of an attention with a window.
             block.attn.window_size = None
         absent = {"pos_embed": None, "pos_drop": nn.Identity(), "patch_drop": nn.Identity(), "norm_pre": nn.Identity()}
         for name, value in absent.items():

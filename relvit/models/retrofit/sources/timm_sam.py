@@ -13,7 +13,7 @@ from relvit.layers.positions import RelativePosition2d
 from relvit.layers.timm_relpos import TimmRelativeSam
 from relvit.models.retrofit.source import OwnPositions, open_patch_embed
 
-# timm's tables, query minus key, one per axis.
+# timm's tables are reversed along their axis, since their offsets are query minus key.
 TABLES = {"rel_pos_h": "position.key_rows", "rel_pos_w": "position.key_cols"}
 
 
@@ -35,7 +35,7 @@ class RetrofittedSam(OwnPositions, VisionTransformerSAM):
 
     @classmethod
     def convert(cls, leaf: str, tensor: Tensor, modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-        # timm's meet queries that are not scaled.
+        # timm adds products with queries that are not scaled.
         return {TABLES[leaf]: tensor.flip(0) * tensor.shape[1] ** 0.5} if leaf in TABLES else {leaf: tensor}
 
     def open_to_all_sizes(self) -> None:

@@ -27,7 +27,7 @@ class RetrofittedVisionTransformer(Retrofitted, GridForward, VisionTransformer):
     def open_to_all_sizes(self) -> None:
         open_patch_embed(self)
         if isinstance(self.patch_drop, PatchDropout):
-            # timm's own discards which patches stayed, and with them their coordinates.
+            # timm's `PatchDropout` does not return which patches stayed, so their coordinates would be lost.
             self.patch_drop.__class__ = PatchDropoutWithIndices
             # timm counts the distillation token among the patches.
             self.patch_drop.num_prefix_tokens = self.num_prefix_tokens
@@ -47,6 +47,6 @@ class RetrofittedVisionTransformerDistilled(RetrofittedVisionTransformer, Vision
     def _pos_embed(self, x: Tensor) -> Tensor:
         if self.pos_embed is not None:
             return super()._pos_embed(x)
-        # timm's own needs an embedding.
+        # timm's method needs an embedding.
         prefix = (token.expand(x.shape[0], -1, -1) for token in (self.cls_token, self.dist_token))
         return torch.cat((*prefix, x.flatten(1, 2)), dim=1)
