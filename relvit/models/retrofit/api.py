@@ -51,12 +51,7 @@ def retrofit(
         model: timm's `VisionTransformer`, `VisionTransformerDistilled`, `Eva` or `NaFlexVit`; with relative positions
             `VisionTransformerRelPos`, `Beit`, `VisionTransformerSAM`, `SwinTransformer` or `SwinTransformerV2`. It is
             changed.
-        rel_terms: relative terms by letter: 'q', 'k', 'v' (vectors on queries, keys, values), 'b' (bias). This and the
-            next five: see `RelativePosition2d`.
-        max_distance: clip distance in patches, one for both axes or (rows, columns).
-        shared_heads: one set of tables for all heads of a block, or one per head.
-        layout: a table per axis ('separate') or one over both ('joint').
-        bucketing: which row of a table an offset uses: 'clip' or iRPE's 'piecewise'.
+        rel_terms, max_distance, shared_heads, layout, bucketing: see `RelativePosition2d`.
         init_std: standard deviation that initialises what a position learns; with 0 the outputs stay the same.
         position: instead of these tables, one of the names that `RelVisionTransformer` has (slopes change the outputs
             at once), or a class of your own, called as `position(head_dim, num_heads, device=, dtype=)` for each block.
@@ -95,12 +90,12 @@ def retrofit(
     absolute = [name for name, _ in model.named_parameters() if name in becomes.absolute]
     if abs_pos != "keep" and not absolute:
         raise ValueError(f"abs_pos={abs_pos!r}: this {type(model).__name__} has no absolute embedding, leave 'keep'")
-    for name in chosen if becomes.own_positions else ():
-        if name in (*tables, "position"):
-            raise ValueError(
-                f"{name}={chosen[name]!r} is for models without relative positions; {type(model).__name__} keeps its "
-                f"own: leave {name} out"
-            )
+    if becomes.own_positions and (of_tables := [name for name in (*tables, "position") if name in chosen]):
+        name = of_tables[0]
+        raise ValueError(
+            f"{name}={chosen[name]!r} is for models without relative positions; {type(model).__name__} keeps its own: "
+            f"leave {name} out"
+        )
     factory = position_factory("tables" if position is None else position, retrofit, **tables)
     layers = becomes.make_layers(model, factory)
 

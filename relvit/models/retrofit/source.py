@@ -107,6 +107,10 @@ class OwnPositions(Retrofitted):
             modules.requires_grad_(model.get_submodule(path).proj.weight.requires_grad)
         return layers
 
+    def position_layers(self) -> Layers:
+        """Return the position of each attention of a retrofitted model."""
+        return {f"{name}.attn": {"position": block.attn.position} for name, block in self.named_blocks(self)}
+
     @classmethod
     def convert_tables(cls, state: Mapping[str, Tensor], layers: Layers) -> dict[str, Tensor]:
         """Convert the tables in a state dict of the original model; all other tensors stay.

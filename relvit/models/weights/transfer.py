@@ -109,7 +109,10 @@ def transfer_weights(net: nn.Module, weights: Weights, class_names: Sequence[str
     """
     own = net.state_dict()
     given = {name: tensor for name, tensor in weights.state.items() if isinstance(tensor, Tensor)}
-    given = _convert_foreign_tables(given, net)
+    if isinstance(net, OwnPositions):
+        given = net.convert_tables(given, net.position_layers())
+    elif hasattr(net, "blocks"):
+        convert_irpe(given, net)
     for tensors, reason in UNFIT.items():
         if any(map(tensors.search, given)) and not any(map(tensors.search, own)):
             raise ValueError(
@@ -154,16 +157,6 @@ def transfer_weights(net: nn.Module, weights: Weights, class_names: Sequence[str
         skipped=[name for name, tensor in given.items() if name not in own and id(tensor) not in used],
         reordered=reordered,
     )
-
-
-def _convert_foreign_tables(state: dict[str, Tensor], net: nn.Module) -> dict[str, Tensor]:
-    """Give others' relative tables relvit's names: those of timm's models and iRPE's."""
-    if isinstance(net, OwnPositions):
-        layers = {f"{name}.attn": {"position": block.attn.position} for name, block in net.named_blocks(net)}
-        return net.convert_tables(state, layers)
-    if hasattr(net, "blocks"):
-        convert_irpe(state, net)
-    return state
 
 
 def _convert(
