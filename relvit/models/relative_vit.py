@@ -1,6 +1,6 @@
 """Vision Transformers with relative attention, registered with timm as `relvit_*`; options: `RelVisionTransformer`."""
 
-# Without `from __future__ import annotations`: torch.fx writes those of `forward` into the code that it makes.
+# There is no `from __future__ import annotations`, since torch.fx writes the annotations of `forward` into its code.
 import operator
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -45,12 +45,8 @@ class RelVisionTransformer(GridVisionTransformer):
             `RotaryEmbedding2d`. With `rel_terms=''` it is the only position.
         prefix_bias: learned biases between prefix tokens and patches, see `PrefixBias`.
         max_distance: clip distance in patches, one for both axes or (rows, columns); None: the default of the position,
-            7 for tables, none for slopes and 'xl', which reach over the whole grid. Not for the others.
-        rel_terms: relative terms by letter: 'q', 'k', 'v' (vectors on queries, keys, values), 'b' (bias); see
-            `RelativePosition2d`. This and the next three are for tables alone.
-        shared_heads: one set of tables for all heads of a block, or one per head.
-        layout: a table per axis ('separate') or one over both ('joint').
-        bucketing: which row of a table an offset uses: 'clip' or iRPE's 'piecewise'.
+            7 for tables, none for slopes and 'xl', which reach over the whole grid. Other positions do not have it.
+        rel_terms, shared_heads, layout, bucketing: for tables alone, see `RelativePosition2d`.
         rel_init_std: standard deviation that initialises what a position learns; 0 starts as plain attention; None: the
             default of the position, 0.1 for tables.
         pos_embed: absolute embedding besides, learned for `img_size`: '' (none), 'learn' (one vector per patch,
@@ -64,9 +60,9 @@ class RelVisionTransformer(GridVisionTransformer):
             ones; see `relvit.families.transformer_xl.set_bands`. None: images as a whole.
         memory_rows: rows of patches before a band that are remembered; None: all.
         **kwargs: see `timm.models.vision_transformer.VisionTransformer` (img_size, patch_size, embed_dim, depth ...);
-            `reversible`: two streams of tokens instead of one, with the same parameters: training keeps the last two
-            alone, at any depth, and recomputes the others, see `relvit.families.reversible`; `mlp_chunk`: tokens for
-            which a block's MLP is computed at a time, in bounded memory, None: all, see `relvit.layers.feed_forward`.
+            `reversible`: training in memory that does not grow with the depth, see `relvit.families.reversible`;
+            `mlp_chunk`: tokens for which a block's MLP is computed at a time, None: all, see
+            `relvit.layers.feed_forward`.
 
     Raises:
         ValueError: an unknown `position`, `pos_embed` or `global_pool`, an argument that cannot be chosen here or not
@@ -74,7 +70,6 @@ class RelVisionTransformer(GridVisionTransformer):
         TypeError: an unknown argument, a `position` that makes no modules.
     """
 
-    # The class of the blocks' attention.
     attention: ClassVar[type[nn.Module]] = RelativeAttention
 
     segmenter: Segmenter | None
@@ -159,7 +154,7 @@ TEST = {"img_size": 160, "embed_dim": 64, "depth": 6, "num_heads": 2, "mlp_ratio
 # Four registers (Darcet et al. 2024, arXiv 2309.16588), which pooling leaves out.
 REG4_GAP: dict[str, Any] = {"reg_tokens": 4, "global_pool": "avg", "class_token": False}
 
-# The models by name, with the arguments of `RelVisionTransformer` that make them; patches of 16 px unless given.
+# Arguments of `RelVisionTransformer` by the model's name; patches have 16 px unless they are given.
 VARIANTS: dict[str, dict[str, Any]] = {
     "relvit_tiny": TINY,
     "relvit_small": SMALL,
@@ -168,10 +163,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "relvit_xl_small": SMALL | {"position": "xl"},
     "relvit_small_reg4_gap": SMALL | REG4_GAP,
     "relvit_base_reg4_gap": BASE | REG4_GAP,
-    # For images of 32 px such as CIFAR's.
+    # These are for images of 32 px such as CIFAR's.
     "relvit_tiny_patch4_32": TINY | PATCH4_32,
     "relvit_small_patch4_32": SMALL | PATCH4_32,
-    # For tests.
     "test_relvit": TEST,
 }
 default_cfgs: dict[str, DefaultCfg] = default_cfgs_of(VARIANTS)

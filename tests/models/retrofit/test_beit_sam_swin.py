@@ -5,10 +5,9 @@ import copy
 import pytest
 import timm
 import torch
-from retrofit_cases import OWN, build, fingerprint, images, naflex_batch, with_exact_offsets
+from retrofit_cases import OWN, build, images, naflex_batch, with_exact_offsets
 from timm.models import create_feature_extractor
 from timm.models._features import FeatureGetterNet
-from timm.models.swin_transformer import SwinTransformer
 
 import relvit
 from relvit.layers.positions import ContinuousPosition2d, RelativePosition2d
@@ -228,26 +227,6 @@ def test_nothing_of_n_x_n_is_kept():
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.numel()) or tensor, lambda x: x):
         model(torch.randn(1, 3, 160, 160))
     assert max(kept) < 401**2
-
-
-REFUSED = {
-    "no positions": (lambda: build("beit", use_rel_pos_bias=False), {}, r"blocks\.0\.attn has no relative positions"),
-    "rotary SAM": (lambda: build("sam", use_rel_pos=False, use_rope=True), {}, "build the model with its own"),
-    "terms": (lambda: build("beit"), {"rel_terms": "k"}, "rel_terms='k' is for models without relative positions"),
-    "position": (lambda: build("beit"), {"position": "xl"}, "position='xl' is for models without relative positions"),
-    "embedding": (lambda: build("beit"), {"abs_pos": "drop"}, "this Beit has no absolute embedding"),
-    "subclass": (lambda: type("Mine", (SwinTransformer,), {})(**OWN["swin"][1]), {}, "subclass of timm's SwinTransf"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_carried_over_is_refused(name):
-    make, arguments, message = REFUSED[name]
-    model = make()
-    before = fingerprint(model)
-    with pytest.raises(ValueError, match=message):
-        relvit.retrofit(model, **arguments)
-    assert fingerprint(model) == before
 
 
 @pytest.mark.parametrize("case", ["beit", "sam", "swin"])

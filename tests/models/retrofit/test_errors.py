@@ -57,6 +57,8 @@ MODELS = {
         lambda: timm.create_model("test_vit", features_only=True),
         "FeatureGetterNet cannot be retrofitted: it wraps model, a VisionTransformer: retrofit that one before",
     ),
+    "no positions": (lambda: build("beit", use_rel_pos_bias=False), r"blocks\.0\.attn has no relative positions"),
+    "rotary SAM": (lambda: build("sam", use_rel_pos=False, use_rope=True), "build the model with its own"),
     "embedding": (
         lambda: plain(embed_layer=type("MyEmbed", (timm.layers.PatchEmbed,), {})),
         "patch_embed is a MyEmbed, which cannot be retrofitted; allowed: 'PatchEmbed'",
@@ -98,6 +100,22 @@ def test_arguments_that_are_refused(kwargs, kind, message):
         relvit.retrofit(model, **kwargs)
     assert fingerprint(model) == before
     relvit.retrofit(model)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rel_terms": "k"}, "rel_terms='k' is for models without relative positions"),
+        ({"position": "xl"}, "position='xl' is for models without relative positions"),
+        ({"abs_pos": "drop"}, "this Beit has no absolute embedding"),
+    ],
+)
+def test_arguments_for_models_without_positions_of_their_own(arguments, message):
+    model = build("beit")
+    before = fingerprint(model)
+    with pytest.raises(ValueError, match=message):
+        relvit.retrofit(model, **arguments)
+    assert fingerprint(model) == before
 
 
 def test_what_only_some_models_have():

@@ -96,9 +96,6 @@ def test_flat_patches_and_known_bounds():
     features = model.forward_features(batch)
     assert features.keys() == {"patches", "patch_valid"}
     torch.testing.assert_close(model.forward_head(**features | {"x": features.pop("patches")}), expected)
-    # What padding holds changes nothing.
-    spoilt = batch | {"patches": batch["patches"].masked_fill(~batch["patch_valid"][:, :, None, None, None], 1e4)}
-    torch.testing.assert_close(model(spoilt), expected)
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(model(batch).float(), expected, atol=0.1 * float(expected.abs().max()), rtol=0.1)
 
