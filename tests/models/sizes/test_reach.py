@@ -14,7 +14,6 @@ from vits import assert_same, images, small
 import relvit
 from relvit.layers import RelativePosition2d
 from relvit.models import attention_maps, set_reach
-from relvit.ops import AxisTables, RelativeTerms
 
 REACHES = ("stretch", "logn", "stretch-logn")
 # Models for images of 24 x 16 pixels in patches of 8: 3 x 2 patches.
@@ -99,15 +98,15 @@ def test_copies_and_gradients(reach):
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-class Own(RelativePosition2d):
+class Own(torch.nn.Module):
     """Without `trained_grid`."""
 
     def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        del self.trained_grid
+        super().__init__()
+        self.tables = RelativePosition2d(*args, **kwargs)
 
     def forward(self, grid):
-        return RelativeTerms(key=AxisTables(self.key_rows, self.key_cols))
+        return self.tables(grid)
 
 
 def naflex():
