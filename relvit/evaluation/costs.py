@@ -35,7 +35,7 @@ def count_macs(net: nn.Module, img_size: Sequence[int], in_chans: int = 3) -> in
         img_size: (height, width).
         in_chans: channels of the image.
     """
-    # Parameters without gradients: the counter cannot follow views of others.
+    # The counter cannot follow views of parameters with gradients.
     twin = copy.deepcopy(net).to("meta").requires_grad_(False).eval()
     with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
         twin(torch.empty(1, in_chans, *img_size, device="meta"))

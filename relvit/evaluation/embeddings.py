@@ -75,7 +75,7 @@ def embed_folder(
 
 
 def _class(path: str, folders: list[str]) -> str:
-    """The folder right inside the first of the folders that the file is below; '' without one."""
+    """Return the folder between a file and the first of the folders that contains it, or '' if it is right inside."""
     folder = next(folder for folder in folders if Path(path).is_relative_to(folder))
     return Path(path).relative_to(folder).parts[0] if Path(path).parent != Path(folder) else ""
 
@@ -109,7 +109,7 @@ def write_embeddings(embeddings: Embeddings, output: str | os.PathLike[str]) -> 
     features = embeddings.features
     match Path(output).suffix:
         case ".npz":
-            # `str_` even where there are none, so that no object array needs a pickle.
+            # Without the dtype, an empty list would become an array of objects, which needs a pickle.
             texts = {name: np.array(values, np.str_) for name, values in columns.items()}
             np.savez(output, **texts, features=features)
         case ".csv":

@@ -71,7 +71,7 @@ def to_pil(image: ImageInput) -> Image.Image:
         return as_rgb(image)
     except MemoryError:
         raise
-    # Pillow opens files lazily and raises almost any type for broken ones.
+    # Pillow decodes a file here, and raises errors of almost any type for broken ones.
     except Exception as error:
         path = getattr(image, "filename", "") or str(image)
         raise UnreadableImageError(f"cannot use the image {image}: {error}", path, str(error)) from error
@@ -93,7 +93,7 @@ def _from_tensor(tensor: Tensor) -> Image.Image:
     tensor = tensor.detach().cpu()
     if tensor.dtype.is_floating_point:
         low, high = tensor.min().item(), tensor.max().item()
-        # Written so that NaN fails, too.
+        # NaN fails this comparison, too.
         if not (low >= 0 and high <= 1):
             raise ValueError(f"a tensor with values from {low:g} to {high:g} is no image; {TENSORS}")
         tensor = (tensor.float() * 255).round().to(torch.uint8)

@@ -33,7 +33,7 @@ from relvit.training.multi_label import classes_above
 from relvit.utils.defaults import torch_defaults, under_torch_defaults
 from relvit.utils.messages import check_choice, visible
 
-# Entries of timm's description that are about the weights with which it usually loads the architecture.
+# These entries of timm's description are about the weights that timm has for the architecture.
 FOREIGN = ("tag", "test_input_size", "test_crop_pct", "test_pool_size", "label_offset", "label_descriptions")
 
 
@@ -287,10 +287,6 @@ class Predictor:
             unreadable: takes path and reason of the files that cannot be read, which are then left out; None: such a
                 file is an error.
         """
-        if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}; give 1 or more")
-        if num_workers < 0:
-            raise ValueError(f"num_workers is {num_workers}; give 0 (read in this process) or more")
         dataset = InputImages(items, len(self.mean), self.transform)
         if unreadable is None:
             loader = DataLoader(dataset, batch_size, num_workers=num_workers, collate_fn=self.shape.collate)
@@ -318,7 +314,7 @@ class Predictor:
             path, reason = next(iter(unreadable.items()))
             count = sum(row is None for row in rows)
             text = f"{count} of {len(items)} images could not be read; the first: {visible(path)}: {reason}"
-            # At the line of the user's call, past `predict` or `embed` and its decorator.
+            # The warning names the line of the user's call, which is outside `predict` or `embed` and its decorator.
             warnings.warn(text, stacklevel=4)
         return rows
 

@@ -24,10 +24,10 @@ from relvit.training.multi_label import MultiLabelMetrics, classes_above, multi_
 from relvit.utils.files import from_here, write_csv
 from relvit.utils.messages import printable
 
-# Images on the sheet.
-SHOWN = 25
-# Rows of mistakes.csv; classes beyond which the confusion matrix is mostly zeros and is written as pairs.
-LISTED, DENSE = 10_000, 1000
+# The sheet shows so many mistakes, and mistakes.csv lists so many.
+SHOWN, LISTED = 25, 10_000
+# The confusion matrix of more classes is mostly zeros, and is written as pairs.
+DENSE = 1000
 
 
 class EvaluationReport(Callback):
@@ -160,7 +160,7 @@ class EvaluationReport(Callback):
         write_csv(self.folder / "mistakes.csv", ["path", "true", "predicted", self.order], rows)
         pictures, captions = [], []
         for _, path, true, _, index, caption in wrong[:SHOWN]:
-            # A file that has gone since must not cost the test its other results.
+            # The test keeps its other results where a file has been deleted since.
             with suppress(UnreadableImageError):
                 pictures.append(picture_of(image_of(dataset[index][0]), data.mean, data.std))
                 captions.append(f"{Path(path).name}\ntrue: {true}\n{caption}")

@@ -29,7 +29,7 @@ from relvit.utils.messages import check_choice, listing
 Size = int | tuple[int, int]
 """Image size in pixels: one number or (height, width)."""
 Split = Literal["train", "val", "test"]
-# Of an iterable, its length and a description, see `relvit.utils.progress.with_bar`.
+# A function of an iterable, its length and a description, such as `relvit.utils.progress.with_bar`.
 Progress = Callable[[Iterable[Any], int, str], Iterable[Any]]
 
 PROTOCOLS: dict[SizeProtocol, str] = {
@@ -38,7 +38,7 @@ PROTOCOLS: dict[SizeProtocol, str] = {
     "field": "objects keep their scale, the model sees more or less of the image: what relative offsets promise",
 }
 """What grows with the image in each protocol, and what in a model counts on that."""
-# Arguments of data modules that do not choose the images; those of `ImageData` do not either.
+# These arguments of data modules, like those of `ImageData`, do not choose the images.
 LOADING = ("on_error", "cache", "download")
 
 
@@ -97,7 +97,7 @@ def evaluate_sizes(
     todo = _possible(checkpoints, pairs, sizes)
     device = Fabric(accelerator=accelerator, devices=1).device
     rows = []
-    # Which images the first checkpoint gets right.
+    # Images that the first checkpoint classifies right, at each size.
     of_first: dict[Size, np.ndarray] = {}
     for checkpoint, (classifier, data), possible in zip(checkpoints, pairs, todo, strict=True):
         classifier.to(device)

@@ -298,8 +298,8 @@ def test_mistakes(clf, best, tmp_path):
     for call, message in (
         (lambda: clf.predict(tmp_path / "empty"), r"no image below .*empty"),
         (lambda: clf.predict(noise(0), top=0), "top is 0"),
-        (lambda: clf.predict(noise(0), batch_size=0), "batch_size is 0"),
-        (lambda: clf.embed(noise(0), num_workers=-1), "num_workers is -1"),
+        (lambda: clf.predict(noise(0), batch_size=0), "batch_size"),
+        (lambda: clf.embed(noise(0), num_workers=-1), "num_workers"),
         (lambda: relvit.load(best, img_size=0), "img_size is 0"),
         (lambda: relvit.load(best, img_size=20), "image height 20 is not a multiple of the patch size 8: use 16 or 24"),
     ):

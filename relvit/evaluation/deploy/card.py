@@ -22,9 +22,9 @@ from relvit.training import ImageClassifier
 from relvit.utils.messages import one_line
 from relvit.version import __version__
 
-# Names of classes that a card lists; config.json holds all.
+# A card lists so many class names; config.json has all.
 SHOWN = 50
-# Columns of a curve over sizes: key of a row -> title, format.
+# Columns of the table of image sizes: key of a row -> title, format.
 COLUMNS = {
     "protocol": ("protocol", "{}"),
     "reach": ("reach", "{}"),
@@ -36,7 +36,8 @@ COLUMNS = {
     "calibration_error": ("calibration error", "{:.4f}"),
     "macs": ("MACs", "{:.3g}"),
 }
-# Options that flow from the data to the model; those that say nothing or are elsewhere in the card; the trainer's.
+# The recipe leaves out model options that come from the data, and data options that are elsewhere in the card, and has
+# these options of the trainer.
 OF_THE_DATA = ("num_classes", "in_chans", "class_names", "img_size", "multi_label")
 ELSEWHERE = ("class_names", "num_workers", "mean", "std")
 TRAINER = ("max_epochs", "max_steps", "devices", "num_nodes", "precision", "accumulate_grad_batches")
@@ -176,10 +177,10 @@ def missing_parts(ckpt_path: str, license: str | None = None, curve: Sequence[Ma
 
 
 def _results(ckpt_path: str) -> dict[str, Any]:
-    """The metrics in the summary of a run, which are those of its best checkpoint, calibrated or not."""
+    """Read the metrics of the best checkpoint, calibrated or not, from the summary of its run."""
     path = Path(ckpt_path)
     summary = path.parent.parent / "summary.json"
-    # A temperature changes the losses, and leaves the accuracies.
+    # A temperature changes losses, but no accuracies.
     kept = {"best.ckpt": ("val/", "test/"), "best_calibrated.ckpt": ("val/acc", "test/acc")}.get(path.name)
     if kept is None or not summary.is_file():
         return {}
@@ -199,20 +200,20 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _recipe(model: Mapping[str, Any], data: Mapping[str, Any], fit: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a training that are no defaults; no classes, and no folders of the machine."""
+    """Return the options of a training that are no defaults, without classes and folders of the machine."""
     network = _not_default(model, _defaults(ImageClassifier))
     network = {name: value for name, value in network.items() if name not in OF_THE_DATA}
     for name in ("pretrained", "teacher"):
         if name in network:
             network[name] = _without_folders(network[name])
-    # Those that all kinds of image files share: others say where the images are.
+    # Options that only some kinds of data have would show where the images are.
     defaults = (own_data_module(data["class_path"]) or ImageFilesData).argument_defaults()
     shared = [name for name in defaults if name in ImageFilesData.argument_names() and name not in ELSEWHERE]
     images = _not_default(data["init_args"], {name: defaults[name] for name in shared})
     if not images.get("native"):
         images.pop("patch_size", None)
     trainer = _not_default(fit.get("trainer") or {}, {name: _defaults(Trainer)[name] for name in TRAINER})
-    # Lightning's name of the default.
+    # Lightning writes its default precision as "32-true".
     trainer = {name: value for name, value in trainer.items() if value not in (None, "32-true")}
     return {
         "seed_everything": fit.get("seed_everything"),
@@ -227,7 +228,7 @@ def _defaults(cls: type) -> dict[str, Any]:
 
 
 def _not_default(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of known options that differ from their defaults, of which a size may be one number for both sides."""
+    """Return the options that differ from their defaults; a default size may be one number for both sides."""
     known = {name: value for name, value in values.items() if name in defaults}
     return {name: value for name, value in known.items() if value not in (defaults[name], [defaults[name]] * 2)}
 

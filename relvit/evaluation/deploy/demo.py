@@ -28,15 +28,15 @@ from relvit.utils.messages import MissingPackageError, one_line
 
 # Attention weights of more patches take gigabytes.
 MOST_PATCHES = 4096
-# Of the longer side of the picture that is clicked on, in pixels.
+# Pixels of the longer side of the picture that the user clicks on.
 SIDE = 480
 HINT = "Drop an image, then click on a patch of it here."
-# The browser itself refuses what another machine would have to send.
+# By this policy the browser asks no other machine for anything.
 POLICY = (
     "default-src 'self' data: blob:; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; "
     "style-src 'self' 'unsafe-inline'; frame-ancestors 'none'"
 )
-# Figures of one head are not enlarged to the width of the page.
+# Gradio would enlarge a figure of one head to the width of the page.
 CSS = ".figure img {width: auto !important; max-width: 100%; margin: auto}"
 
 
@@ -173,8 +173,8 @@ def build_page(viewer: Viewer) -> gr.Blocks:
                 view = viewer.look(path, size or "", at, kinds, layer, head)
         except ValueError as error:
             view = View([f"Error: {one_line(error)}"], None, None, {})
-        # The page goes on whatever fails; earlier results would be taken for those of the new choice. What other errors
-        # say, such as paths of this machine, is for the terminal alone.
+        # Whatever fails, the page goes on without results, since old results would be taken for new ones. Messages of
+        # unexpected errors may contain paths of this machine, so the terminal alone shows them.
         except Exception:
             traceback.print_exc()
             view = View(["Error: the page failed; the terminal that it runs in says why"], None, None, {})
@@ -183,7 +183,7 @@ def build_page(viewer: Viewer) -> gr.Blocks:
         shape = None if view.picture is None else (view.picture.height, view.picture.width)
         return [shape, text, view.picture, view.classes, "".join(missing), *drawn]
 
-    # The picture itself is no input: Gradio would decode whatever a request sent in its place.
+    # The picture itself is no input, since Gradio would decode whatever a request sent in its place.
     def click(event: gr.SelectData, shape: tuple[int, int], *choices: Any) -> list[Any]:
         x, y = event.index
         at = min(max(y / shape[0], 0.0), 1.0), min(max(x / shape[1], 0.0), 1.0)
@@ -196,7 +196,7 @@ def build_page(viewer: Viewer) -> gr.Blocks:
         with gr.Row():
             with gr.Column(min_width=280):
                 upload = gr.Image(label="Image", type="filepath", image_mode=None, sources="upload", height=240)
-                # Gradio's own would decode the image before its size is checked.
+                # Gradio's own function would decode the image before its size is checked.
                 upload.preprocess = lambda payload: payload and payload.path
                 info = "Or another: the longest side, or height x width."
                 size = gr.Dropdown(viewer.sizes(), value="", label="Size", info=info, allow_custom_value=True)
@@ -220,7 +220,7 @@ def build_page(viewer: Viewer) -> gr.Blocks:
         options = {"concurrency_id": "model", "trigger_mode": "always_last", "api_visibility": "private"}
         gr.on([choice.change for choice in choices], show, [at, *choices], outputs, **options)
         seen.select(click, [shape, *choices], [at, *outputs], **options)
-    # Gradio checks that files are uploaded ones only for pages that it has launched itself.
+    # Only for running pages does Gradio check that each file of a request was uploaded.
     page.has_launched = page.is_running = True
     return page
 

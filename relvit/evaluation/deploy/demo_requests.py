@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 EVERY_ADDRESS = ("0.0.0.0", "::")
-# The page describes what was chosen in some hundred bytes; images come as uploads.
+# The choices on the page take some hundred bytes; images come as uploads.
 LARGEST_BODY = 2**20
 UPLOAD = f"{API_PREFIX}/upload"
 
@@ -80,7 +80,7 @@ class OwnPageOnly:
             try:
                 if not (isinstance(path, str) and Path(path).resolve().is_relative_to(root)):
                     return False
-            # A zero byte in a name, or a loop of links.
+            # The name has a zero byte, or there is a loop of links.
             except (ValueError, OSError, RuntimeError):
                 return False
         return True
@@ -123,7 +123,7 @@ async def _read(receive: Receive) -> bytes | None:
 
 
 def _again(body: bytes, receive: Receive) -> Receive:
-    """Return what hands the application a body that has been read, and then what else the client sends."""
+    """Return a `receive` that yields a body that has been read, and then the further messages of the client."""
     waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def first_the_body() -> Message:

@@ -22,9 +22,9 @@ from relvit.utils.files import check_output
 from relvit.utils.messages import MissingPackageError
 
 FORMATS = (".onnx", ".pt2")
-# Largest side of an image, in patches.
+# The largest side of an image, in patches.
 MOST = 256
-# By how much logits of the file may differ from the model's, relative to the largest of them.
+# The largest difference between the logits of the file and of the model, relative to the largest logit.
 TOLERANCE = 1e-4
 
 
@@ -70,18 +70,17 @@ def export_model(
     check_export(output, int8, aot)
     if predictor.reach == "windows":
         raise ValueError("reach 'windows' cannot be exported: how many windows there are depends on the image")
-    # On the CPU as the file is meant for anywhere; backends of the attention are chosen while tracing.
+    # Tracing chooses the backend of the attention, and one for the CPU runs anywhere.
     net, temperature = predictor.to("cpu").classifier.net, predictor.classifier.temperature
     shapes, dynamic = _shapes(predictor)
-    if output.suffix == ".onnx":
-        net = _with_checks(net)
-    if temperature != 1:
-        net = _Calibrated(net, temperature).eval()
+    patch = _patch_to_check(net) if output.suffix == ".onnx" else None
+    if patch is not None or temperature != 1:
+        net = _Exported(net, patch, temperature).eval()
     images = torch.randn(shapes[0], generator=torch.Generator().manual_seed(0))
     write = _onnx if output.suffix == ".onnx" else _package if aot else _program
     sides = [str(dynamic[i]) if i in dynamic else shapes[0][i] for i in (2, 3)]
     output.parent.mkdir(parents=True, exist_ok=True)
-    # An .onnx names its external data in the file, so it gets its final name at once, in a folder of its own.
+    # An .onnx contains the name of its external data, so it gets its final name at once, in a folder of its own.
     with TemporaryDirectory(prefix=".export-", dir=output.parent) as folder:
         part = Path(folder) / output.name
         run = write(net, images, dynamic, part, describe(predictor, sides))
@@ -98,7 +97,7 @@ def export_model(
             exact, part = part, Path(folder) / "int8" / output.name
             part.parent.mkdir()
             quantise(exact, part)
-        # External data first, without which the .onnx is of no use.
+        # The .onnx comes last, since it is of no use without its external data.
         for name in (f"{output.name}.data", output.name):
             if (file := part.with_name(name)).exists():
                 os.replace(file, output.with_name(name))
@@ -112,7 +111,7 @@ def check_export(output: str | os.PathLike[str], int8: bool = False, aot: bool =
         if given and suffix != needed:
             raise ValueError(f"{option} is for files that end in {needed}, got {output}")
     if aot:
-        # Not above: the compiler takes a second to import.
+        # Other exports need not wait for the import of the compiler.
         from torch._inductor.cpp_builder import get_cpp_compiler
         from torch._inductor.exc import InvalidCxxCompiler
 
@@ -130,10 +129,10 @@ def check_export(output: str | os.PathLike[str], int8: bool = False, aot: bool =
 
 
 def _shapes(predictor: Predictor) -> tuple[list[tuple[int, ...]], dict[int, Any]]:
-    """Shapes of images to trace and compare with, and the dimensions that may vary, by their index."""
+    """Return the shapes of images to trace and compare with, and the dimensions that may vary, by their index."""
     net, (height, width), channels = predictor.classifier.net, predictor.img_size, len(predictor.mean)
     dynamic: dict[int, Any] = {0: torch.export.Dim("batch", min=1, max=4096)}
-    # How many windows timm's blocks cut depends on the image.
+    # The number of windows that timm's blocks cut depends on the image.
     in_windows = any(getattr(layer, "block_window", None) for layer in net.modules())
     if in_windows or not _takes_any_size(net):
         return [(2, channels, height, width), (3, channels, height, width)], dynamic
@@ -146,7 +145,7 @@ def _shapes(predictor: Predictor) -> tuple[list[tuple[int, ...]], dict[int, Any]
         )
     for position, (name, side) in enumerate(zip(("height", "width"), patch, strict=True), start=2):
         dynamic[position] = side * torch.export.Dim(f"{name}_in_patches", min=2, max=MOST)
-    # Traced with unequal sides, lest the two become one in the graph.
+    # With equal sides, the graph would have one dimension for both.
     return [(2, channels, height + patch[0], width + 3 * patch[1]), (1, channels, height, width)], dynamic
 
 
@@ -158,40 +157,34 @@ def _patch_of(net: nn.Module) -> tuple[int, int]:
     return (net.embeds if isinstance(net, NaFlexVit) else net.patch_embed).patch_size
 
 
-class _CompletePatches(nn.Module):
-    """A timm model whose ONNX graph refuses images that do not divide into patches, as the model itself does."""
+class _Exported(nn.Module):
+    """A model whose graph refuses images that do not divide into patches, and divides logits by the temperature."""
 
-    def __init__(self, net: nn.Module) -> None:
+    def __init__(self, net: nn.Module, patch: tuple[int, int] | None, temperature: float) -> None:
         super().__init__()
         self.net = net
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.net(whole_patches(images, _patch_of(self.net)))
-
-
-class _Calibrated(nn.Module):
-    """A model whose logits are divided by a temperature."""
-
-    def __init__(self, net: nn.Module, temperature: float) -> None:
-        super().__init__()
-        self.net = net
+        self.patch = patch
         self.temperature = temperature
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.net(images) / self.temperature
+        if self.patch is not None:
+            images = whole_patches(images, self.patch)
+        logits = self.net(images)
+        return logits if self.temperature == 1 else logits / self.temperature
 
 
-def _with_checks(net: nn.Module) -> nn.Module:
+def _patch_to_check(net: nn.Module) -> tuple[int, int] | None:
+    """Return the patch of a model of any size whose ONNX graph would not refuse incomplete patches by itself."""
     embed = getattr(net, "patch_embed", None)
     checks = isinstance(embed, AnySizePatchEmbed) or getattr(embed, "dynamic_img_pad", False)
-    return _CompletePatches(net).eval() if _takes_any_size(net) and not checks else net
+    return _patch_of(net) if _takes_any_size(net) and not checks else None
 
 
 def _program(
     net: nn.Module, images: Tensor, dynamic: dict[int, Any], output: Path, description: str
 ) -> Callable[[Tensor], Tensor]:
     program = torch.export.export(net, (images,), dynamic_shapes=(dynamic,))
-    # PyTorch notes which lines of which files computed each value; folders of this machine are no part of the model.
+    # PyTorch records the source line of each value, and with it folders of this machine.
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
             node.meta.pop("stack_trace", None)
@@ -202,7 +195,7 @@ def _program(
 def _package(
     net: nn.Module, images: Tensor, dynamic: dict[int, Any], output: Path, description: str
 ) -> Callable[[Tensor], Tensor]:
-    # Not above: it loads the compiler.
+    # Other exports need not wait for the import of the compiler.
     from torch._inductor import aoti_compile_and_package, aoti_load_package
 
     program = torch.export.export(net, (images,), dynamic_shapes=(dynamic,))

@@ -59,7 +59,7 @@ class OnnxClassifier(LightningModule):
             if list(sides) != ["images", "logits"] or len(sides["logits"]) != 2:
                 raise ValueError(f"it computes {list(sides)}, not (B, classes) logits of images")
             metadata = self.session.get_modelmeta().custom_metadata_map
-        # onnxruntime has exceptions of its own for broken files.
+        # onnxruntime raises exceptions of its own for broken files.
         except Exception as error:
             raise ValueError(f"{path} is no file of relvit export: {one_line(error)}") from error
         self.description: dict[str, Any] = read_description(path, metadata, sides["logits"][1])
@@ -84,7 +84,7 @@ class OnnxClassifier(LightningModule):
             return found | shape.arguments() | {"crop_pct": 1.0}
         size = img_size or shape.img_size
         for side, allowed in zip(size, self.inputs, strict=True):
-            # As in '16*height_in_patches'.
+            # Such a side is written '16*height_in_patches'.
             patch = int(allowed.partition("*")[0]) if isinstance(allowed, str) else 0
             if side != allowed and (not patch or side % patch or side < 2 * patch):
                 takes = f"multiples of {patch} from {2 * patch} on" if patch else f"{allowed} pixels alone"
@@ -114,12 +114,12 @@ def quantise(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> 
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     model = onnx.load(source)
-    # Shapes that the exporter wrote before it transposed weights, over which onnx stumbles.
+    # The exporter wrote these shapes before it transposed weights, so that onnx finds them wrong.
     del model.graph.value_info[:]
-    # Position tables are multiplied in batches, with more dimensions, and scales per channel are for two.
+    # Scales per channel need two dimensions, and position tables, which are multiplied in batches, have more.
     matrices = {weight.name for weight in model.graph.initializer if len(weight.dims) == 2}
     linear = [node.name for node in model.graph.node if node.op_type == "MatMul" and node.input[1] in matrices]
-    # A hint of onnxruntime at a preparation that symbolic shapes do not need.
+    # onnxruntime would recommend a preparation that symbolic shapes do not need.
     logging.disable(logging.WARNING)
     try:
         quantize_dynamic(model, target, nodes_to_quantize=linear, per_channel=True, weight_type=QuantType.QInt8)

@@ -23,7 +23,7 @@ from relvit.utils.messages import one_line
 from relvit.version import __version__
 
 HUB, FOLDER = "hf-hub:", "local-dir:"
-# The key in config.json of what timm's format has no entry for.
+# The key in config.json for everything that timm's format has no entry for.
 KEY = "relvit"
 
 
@@ -118,14 +118,14 @@ def save_folder(predictor: Predictor, folder: str, license: str | None = None) -
         "pretrained_cfg": {"license": license or "unknown"},
         KEY: about,
     }
-    # safetensors takes no other memory format.
+    # safetensors refuses other memory formats.
     model = predictor.to("cpu").model.to(memory_format=torch.contiguous_format)
     try:
         save_for_hf(model, folder, model_config=config, safe_serialization=True)
-        # Weights are for all who may read the configuration; safetensors keeps them for the owner.
+        # safetensors lets the owner alone read the weights.
         shutil.copymode(Path(folder) / "config.json", Path(folder) / "model.safetensors")
         again = timm.create_model(f"{FOLDER}{folder}", pretrained=True).eval()
-    # timm and the models raise almost any type.
+    # timm and the models raise errors of almost any type.
     except Exception as error:
         raise PublishError(f"timm cannot save and build this model: {one_line(error)}") from error
     images = torch.randn(2, *model.pretrained_cfg["input_size"], generator=torch.Generator().manual_seed(0))

@@ -86,7 +86,7 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
         raise ValueError(f"all {len(labels)} images are classified right, so no temperature is best: use others")
     if of_label.mean() <= logits.mean():
         raise ValueError(f"the logits of {len(labels)} images are no better than chance, so no temperature is best")
-    # By their size, so that the search starts near its end whatever the unit.
+    # Logits of unit size let the search start near its end, whatever their scale.
     scale = logits.std()
     logits = logits / scale
     exponent = torch.zeros((), dtype=torch.float64, device=logits.device, requires_grad=True)

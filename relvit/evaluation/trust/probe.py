@@ -26,9 +26,9 @@ from relvit.training.checkpoints.checkpoint import Transforms
 from relvit.training.checkpoints.pretrained import Pretrained
 from relvit.utils.remote import suffix_of
 
-# Inverse strengths of the linear probe's weight decay, and the part of the labels on which one is chosen.
+# Inverse strengths of the linear probe's weight decay, and the share of the labels on which one is chosen.
 STRENGTHS, HELD_OUT = tuple(10.0**exponent for exponent in range(-4, 3)), 0.2
-# Of the votes of neighbours, as in DINO.
+# The votes of neighbours have the temperature of DINO.
 TEMPERATURE = 0.07
 
 
@@ -82,7 +82,7 @@ def probe_models(
     if data.multi_label:
         raise ValueError("the images have several labels (label_separator); probes are for images of one label each")
     rows: list[dict[str, Any]] = []
-    # Which queries the first model gets right.
+    # Queries that the first model classifies right, for each share and probe.
     of_first: dict[tuple[float, str], np.ndarray] = {}
     for model in models:
         with torch.random.fork_rng(devices=[]):
@@ -145,10 +145,10 @@ def knn_accuracy(
 
 
 def _knn_right(features: np.ndarray, labels: np.ndarray, queries: np.ndarray, truth: np.ndarray, k: int) -> np.ndarray:
-    # Imported here, since scikit-learn takes a second that other commands do not need.
+    # Other commands need not wait for the import of scikit-learn.
     from sklearn.neighbors import KNeighborsClassifier
 
-    # The distance is 1 - s: all weights have the same factor too much.
+    # The distance is 1 - s, so that all weights are exp(s / 0.07) times the same factor.
     options = {"metric": "cosine", "algorithm": "brute", "weights": lambda distance: np.exp(-distance / TEMPERATURE)}
     neighbours = KNeighborsClassifier(min(k, len(labels)), **options)
     return neighbours.fit(features, labels).predict(queries) == truth
@@ -186,7 +186,7 @@ def _linear_right(
     def fit(strength: float, part: Any) -> Any:
         model = make_pipeline(StandardScaler(), LogisticRegression(C=strength, max_iter=1000))
         with warnings.catch_warnings():
-            # Where weight decay is weak, 1000 steps may end before the last digit: so be it, that is a probe as well.
+            # With weak weight decay, 1000 steps may not converge to the last digit, which a probe does not need.
             warnings.simplefilter("ignore", ConvergenceWarning)
             return model.fit(features[part], labels[part])
 
@@ -208,13 +208,13 @@ def _load(model: str | os.PathLike[str], data: ImageData, pretrained: bool) -> t
             raise ValueError(f"{name} takes images of {channels} channels, the data have {data.in_chans}")
         return classifier_of(checkpoint).net, checkpoint.transforms()
     if ":" not in name:
-        # Names what is like an unknown name.
+        # This raises an error with the nearest name for an unknown one.
         model_arguments(name)
         if pretrained and not timm.is_model_pretrained(name):
             raise ValueError(f"there are no pretrained weights of {name}: give --random for random ones")
     net = Pretrained(name).timm_model(pretrained, in_chans=data.in_chans).eval()
     config = timm.data.resolve_model_data_config(net)
-    # timm describes colour images.
+    # timm's mean and standard deviation are for colour images.
     known = config if len(config["mean"]) == data.in_chans else {"mean": data.mean, "std": data.std}
     return net, Transforms(config["input_size"][1:], known["mean"], known["std"], config["crop_pct"])
 
