@@ -1,27 +1,17 @@
-"""The description of a trained model for timm, and what timm's `save_for_hf` and `create_model` make of it."""
-
-import json
+"""The description of a trained model for timm, whose transform is relvit's; `test_publish.py` has saved folders."""
 
 import pytest
-import timm
 import torch
 from command_line import write_checkpoint_like
 from PIL import Image
 from timm.data import create_transform, resolve_model_data_config
-from timm.models import save_for_hf
 
 import relvit
 from relvit.data.modules.paths import ImagePathsData
 from relvit.training import ImageClassifier
 
-CONFIG = {
-    "input_size": (3, 16, 24),
-    "mean": (0.4, 0.5, 0.6),
-    "std": (0.2, 0.3, 0.25),
-    "crop_pct": 0.8,
-    "crop_mode": "center",
-    "interpolation": "bicubic",
-}
+DATA = {"mean": (0.4, 0.5, 0.6), "std": (0.2, 0.3, 0.25), "crop_pct": 0.8}
+CONFIG = {"input_size": (3, 16, 24), **DATA, "crop_mode": "center", "interpolation": "bicubic"}
 OPTIONS = {"patch_size": 8, "embed_dim": 16, "depth": 2}
 
 
@@ -29,25 +19,7 @@ OPTIONS = {"patch_size": 8, "embed_dim": 16, "depth": 2}
 def path(best, tmp_path_factory):
     """A checkpoint with its own preprocessing."""
     target = tmp_path_factory.mktemp("timm") / "best.ckpt"
-    data = {name: CONFIG[name] for name in ("mean", "std", "crop_pct")}
-    return write_checkpoint_like(best, target, "test_relvit", OPTIONS, img_size=[16, 24], **data)
-
-
-def test_a_saved_folder_has_weights_classes_and_preprocessing(path, tmp_path):
-    clf = relvit.load(path)
-    assert not clf.model.training
-    assert resolve_model_data_config(clf.model) == CONFIG
-    save_for_hf(clf.model, tmp_path, safe_serialization=True)
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert config["num_classes"] == config["pretrained_cfg"]["num_classes"] == 3
-    again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
-    resolved = resolve_model_data_config(again)
-    # JSON knows no tuples.
-    assert {name: tuple(value) if isinstance(value, list) else value for name, value in resolved.items()} == CONFIG
-    assert again.pretrained_cfg["label_names"] == ["cat", "dog", "owl"]
-    images = torch.randn(2, 3, 16, 24)
-    with torch.no_grad():
-        assert torch.equal(again(images), clf.model(images))
+    return write_checkpoint_like(best, target, "test_relvit", OPTIONS, img_size=[16, 24], **DATA)
 
 
 @pytest.mark.parametrize(("size", "channels"), [([16, 24], 3), ([16, 16], 3), ([16, 16], 1)], ids=str)
@@ -75,6 +47,6 @@ def test_the_description_is_of_the_training(path):
     clf = relvit.load(path, img_size=(24, 32))
     assert clf.img_size == (24, 32)
     cfg = clf.model.pretrained_cfg
-    assert cfg["input_size"] == (3, 16, 24)
+    assert resolve_model_data_config(clf.model) == CONFIG
     assert clf.model.default_cfg is cfg
     assert not cfg.keys() & {"url", "hf_hub_id", "file", "tag", "test_input_size", "label_offset"}

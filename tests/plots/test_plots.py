@@ -88,18 +88,18 @@ def test_three_panels_with_epochs_from_one_and_the_best_of_them(tmp_path, figure
 
     assert curves(loss)["train (labels smoothed by 0.1)"] == ([1, 2, 3], [2.2, 1.75, 1.5])
     assert curves(loss)["val"] == ([1, 2, 3], [2.0, 1.5, 1.6])
-    # Of two equal accuracies that of the lower loss, as the checkpoint is.
+    # Two accuracies are equal: the best checkpoint has the lower loss.
     assert curves(accuracy)["best: 0.5, epoch 2"][0] == [2, 2]
     assert curves(accuracy)["val"] == ([1, 2, 3], [0.25, 0.5, 0.5])
     assert list(curves(rate).values()) == [([1, 2, 3], [0.1, 0.05, 0.01])]
     assert [axes.get_ylabel() for axes in (loss, accuracy, rate)] == ["loss", "top-1 accuracy", "learning rate"]
-    # At half the size, letters are still legible.
+    # Letters are legible at half the size.
     texts = [*loss.get_xticklabels(), loss.xaxis.label, *loss.get_legend().get_texts()]
     assert min(text.get_fontsize() for text in texts) * figures[0].dpi / 72 / 2 > 8
     assert pixels(tmp_path / "curves.png").shape == (550, 1500, 3)
     # The legends cover no curve.
     assert all(axes.get_legend().get_window_extent().y0 >= axes.get_window_extent().y1 for axes in (loss, accuracy))
-    # Two validations in each epoch: the loss is that of the same validation.
+    # With two validations in each epoch, an accuracy belongs to the loss of the same validation.
     (tmp_path / "metrics.csv").write_text("epoch,val/acc1,val/loss\n0,0.5,1.6\n0,0.4,9.0\n1,0.5,1.7\n1,0.3,1.0\n")
     plot_curves(tmp_path / "metrics.csv", tmp_path / "curves.png")
     assert "best: 0.5, epoch 1" in curves(figures[1].axes[1])
@@ -139,7 +139,7 @@ def test_curves_by_image_size(tmp_path, figures):
 
 
 def test_tables_are_drawn_whole_layer_below_layer():
-    """Of several lengths, without one of the second layer; each number has its place and colour."""
+    """The tables have several lengths, and the second layer lacks one; each number has its place and colour."""
     generator = np.random.default_rng(0)
     tables = {
         "first": {"k rows": generator.normal(size=(2, 9, 4)), "b columns": generator.normal(size=(2, 9))},

@@ -54,7 +54,7 @@ def grad_cam(model: nn.Module, image: Tensor, label: int | None = None, layer: i
     if label is None:
         with torch.no_grad():
             label = int(model(image[None]).argmax())
-    # The library clears gradients of the parameters and adds to them: it shall find none, but those of the image.
+    # The library clears the gradients of parameters and computes new ones, so none may need a gradient meanwhile.
     parameters = [(parameter, parameter.requires_grad, parameter.grad) for parameter in model.parameters()]
     cam = GradCAM(model, [norms[where]], reshape_transform)
     try:

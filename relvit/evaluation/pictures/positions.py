@@ -1,4 +1,4 @@
-"""Compute what positions do in a model: tables, effective kernels around a query, parts of its logits, AFT windows."""
+"""Compute the numbers of pictures of positions (`draw` plots them): tables, kernels, parts of logits, AFT biases."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LETTERS = {"query": "q", "key": "k", "value": "v", "bias": "b"}
 
 
 class NotApplicableError(ValueError):
-    """A picture that there is not of this model."""
+    """The model has no picture of this kind."""
 
 
 @torch.no_grad()
@@ -81,9 +81,9 @@ def _with_heads(table: Tensor, dims: int) -> Tensor:
 def effective_kernels(model: nn.Module, image: Tensor, patch: Sequence[int] | None = None) -> dict[str, Tensor]:
     """Compute the position part of the logits by offset around a query, with the scale: what a head sees where.
 
-    Of the terms k and channels it is that of the mean query of all patches, or of the query of one; the term q has the
-    mean key of all patches. Free channels depend on places: at each offset the mean of all pairs of patches, or for one
-    patch its pairs, NaN where there are none.
+    The term k has the mean query of all patches, or the query of one patch; the term q has the mean key of all patches.
+    Free channels depend on places: each offset has the mean of all pairs of patches, or for one patch its pairs, NaN
+    where there are none.
 
     Args:
         model: in evaluation mode, a relvit model with attention, or one that `relvit.retrofit` has changed.
@@ -92,7 +92,7 @@ def effective_kernels(model: nn.Module, image: Tensor, patch: Sequence[int] | No
 
     Returns:
         Layer -> (heads, 2 H - 1, 2 W - 1) for H x W patches, on the CPU: the offset (0, 0), key minus query, is in the
-        middle. Of a block that runs several times, its last time.
+        middle. A block that runs several times has the kernel of its last time.
 
     Raises:
         NotApplicableError: a model without relative positions, or one in windows or bands.
@@ -110,7 +110,7 @@ def _kernel(given: AttentionInputs, patch: Sequence[int] | None) -> Tensor:
     heads, count, _ = query.shape[1:]
     index = None if patch is None else patch_index(patch, grid)
     query = query.mean(dim=2, keepdim=True) if index is None else query[:, :, index : index + 1]
-    # Around a query in the middle there is every offset of the grid once.
+    # A query in the middle of this larger grid has each offset between two patches once.
     around = Grid(2 * grid.height - 1, 2 * grid.width - 1)
     middle = torch.tensor([[grid.height - 1, grid.width - 1]], device=query.device)
     key = key.mean(dim=2, keepdim=True).expand(-1, -1, around.height * around.width, -1)
@@ -123,7 +123,7 @@ def _kernel(given: AttentionInputs, patch: Sequence[int] | None) -> Tensor:
             part[:, :, grid.prefix :].to(query.dtype).expand(1, heads, count, -1) for part in terms.channels
         )
         products = (of_query @ of_key.mT)[0]
-        # Those of prefix tokens are zero between patches.
+        # A bias of prefix tokens is made of channels, too, and is zero between patches.
         if products.any():
             kernel = kernel + _by_offset(products, grid, index)
     if (trained := given.trained_keys) is not None:
@@ -132,7 +132,7 @@ def _kernel(given: AttentionInputs, patch: Sequence[int] | None) -> Tensor:
 
 
 def _by_offset(products: Tensor, grid: Grid, index: int | None) -> Tensor:
-    """Average (heads, N, N) over pairs of the same offset: (heads, 2 H - 1, 2 W - 1); of one query its pairs."""
+    """Average (heads, N, N) over pairs of the same offset, all or those of one query: (heads, 2 H - 1, 2 W - 1)."""
     place = torch.arange(grid.height * grid.width, device=products.device)
     y, x = place // grid.width, place % grid.width
     rows, columns = 2 * grid.height - 1, 2 * grid.width - 1
@@ -171,7 +171,7 @@ def logit_parts(model: nn.Module, image: Tensor, patch: Sequence[int], layer: in
     query, key = (part.to(position_query.dtype) for part in (given.query, given.key))
     query, position_query = (part[:, :, index : index + 1] for part in (query, position_query))
     place = torch.tensor([list(patch)], device=query.device)
-    # The query alone: pairs of all tokens would take N x N vectors.
+    # The reference gets one query alone, since pairs of all tokens would take N x N vectors.
     alone = Grid(grid.height, grid.width, coords=place)
     options = {"scale": given.scale, "trained_keys": given.trained_keys}
     parts = {"content": attention_logits(query, key, RelativeTerms(), alone, grid, **options)}
@@ -179,7 +179,7 @@ def logit_parts(model: nn.Module, image: Tensor, patch: Sequence[int], layer: in
     if terms.channels is not None:
         of_query, of_key = terms.channels
         terms = terms._replace(channels=Channels(of_query[:, :, index : index + 1], of_key))
-    # Linear in each term: without content, the logits are those of the term.
+    # Logits are linear in each term, so without content they are the part of the term.
     zeros = (torch.zeros_like(query), torch.zeros_like(key), RelativeTerms(bucketing=terms.bucketing))
     for field in ("query", "key", "bias", "channels"):
         if (term := getattr(terms, field)) is not None:
@@ -250,7 +250,7 @@ def _layers(model: nn.Module, kinds: object) -> dict[str, nn.Module]:
 
 
 def _position_vectors(given: AttentionInputs) -> tuple[Tensor, Tensor]:
-    """What tables meet, queries and keys before a rotary embedding, in float32 at least."""
+    """Return the queries and keys before a rotary embedding, which tables are multiplied by, in float32 at least."""
     query, key = given.position_query, given.position_key
     query, key = given.query if query is None else query, given.key if key is None else key
     dtype = torch.promote_types(query.dtype, torch.float32)
@@ -258,7 +258,7 @@ def _position_vectors(given: AttentionInputs) -> tuple[Tensor, Tensor]:
 
 
 def _logit_inputs(model: nn.Module, image: Tensor) -> dict[str, AttentionInputs]:
-    """Run the model once: what the logits of each layer are computed from."""
+    """Run the model once, and return the inputs of each layer's logits."""
     layers, name = _layers(model, GridAttention), type(model).__name__
     if not layers:
         raise NotApplicableError(f"{name} has no attention with relative positions")

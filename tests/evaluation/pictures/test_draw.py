@@ -46,15 +46,11 @@ def test_all_is_labelled_and_legible(kind):
     assert bars or all(" to red " in axes.get_title() for axes in panels)
     for bar in bars:
         assert bar.get_ylabel() or bar.get_xlabel()
-    labels = {axes.get_xlabel() for axes in panels} | {
-        axes.get_ylabel().splitlines()[-1:][0] if axes.get_ylabel() else "" for axes in panels
-    }
-    assert len(labels - {""}) >= 2
-    texts = [
-        figure._suptitle,
-        *(text for axes in figure.axes for text in (axes.title, axes.xaxis.label, axes.yaxis.label)),
-    ]
-    texts += [tick for axes in figure.axes for tick in (*axes.get_xticklabels(), *axes.get_yticklabels())]
+    assert any(axes.get_xlabel() for axes in panels)
+    assert any(axes.get_ylabel() for axes in panels)
+    texts = [figure._suptitle]
+    for axes in figure.axes:
+        texts += [axes.title, axes.xaxis.label, axes.yaxis.label, *axes.get_xticklabels(), *axes.get_yticklabels()]
     assert min(text.get_fontsize() for text in texts if text.get_text()) * figure.dpi / 72 / 2 > 8
     # Nothing runs out of the figure.
     box, whole = figure.get_tightbbox(), figure.get_size_inches()
@@ -142,24 +138,24 @@ def test_attention_and_rollout(patch):
     assert [frame.get_xy() for frame in figure.axes[0].patches] == ([] if patch is None else [(2.5, -0.5)])
 
 
-def test_what_is_refused():
-    model, aft = model_for("kernels"), model_for("aft-windows")
-    with pytest.raises(ValueError, match=r"kind is 'kernel'.*did you mean 'kernels'"):
-        draw("kernel", model, IMAGE)
-    with pytest.raises(ValueError, match=r"patch \(3, 0\): give a row from 0 to 2 and a column from 0 to 4"):
-        draw("attention", model, IMAGE, patch=(3, 0))
-    with pytest.raises(ValueError, match=r"layer is 3, the model has 3"):
-        draw("kernels", model, IMAGE, layer=3)
-    with pytest.raises(NotApplicableError, match="rollout goes through all layers: leave layer out"):
-        draw("rollout", model, IMAGE, layer=0)
-    with pytest.raises(NotApplicableError, match="tables are the same for all patches: leave patch out"):
-        draw("tables", model, IMAGE, patch=(0, 0))
-    for kind in ("tables", "rollout", "cam"):
-        with pytest.raises(NotApplicableError, match=f"{kind} has no panel per head: leave head out"):
-            draw(kind, model, IMAGE, head=0)
-    for kind in ("kernels", "logits", "attention"):
-        with pytest.raises(ValueError, match="head is 2, the layer has 2: give a number from 0 to 1"):
-            draw(kind, model, IMAGE, head=2)
-    for kind in ("attention", "rollout"):
-        with pytest.raises(NotApplicableError, match="it is attention-free, AFTConv2d"):
-            draw(kind, aft, IMAGE)
+@pytest.mark.parametrize(
+    ("kind", "options", "error", "message"),
+    [
+        ("kernel", {}, ValueError, "kind is 'kernel'.*did you mean 'kernels'"),
+        ("attention", {"patch": (3, 0)}, ValueError, r"patch \(3, 0\): give a row from 0 to 2"),
+        ("kernels", {"layer": 3}, ValueError, "layer is 3, .* give a number from 0 to 2"),
+        ("rollout", {"layer": 0}, NotApplicableError, "leave layer out"),
+        ("tables", {"patch": (0, 0)}, NotApplicableError, "leave patch out"),
+        *((kind, {"head": 0}, NotApplicableError, "leave head out") for kind in ("tables", "rollout", "cam")),
+        *((kind, {"head": 2}, ValueError, "head is 2, .* from 0 to 1") for kind in ("kernels", "logits", "attention")),
+    ],
+)
+def test_errors_of_arguments(kind, options, error, message):
+    with pytest.raises(error, match=message):
+        draw(kind, model_for(kind), IMAGE, **options)
+
+
+@pytest.mark.parametrize("kind", ["attention", "rollout"])
+def test_attention_of_a_model_without(kind):
+    with pytest.raises(NotApplicableError, match="it is attention-free, AFTConv2d"):
+        draw(kind, model_for("aft-windows"), IMAGE)
