@@ -12,7 +12,7 @@ from relvit.cli import main
 from relvit.families.aft import pairs
 from relvit.ops.backends import gathered, tiled
 
-# Side by side (pytest -n), each process has a core for itself.
+# With `pytest -n` each process has a core for itself.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
@@ -49,7 +49,7 @@ def digits_run(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def several_tiles():
-    """Small cases must still be made of several tiles, the last one smaller."""
+    """Divide small cases into several tiles, too, the last one smaller."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (tiled, gathered):
             patch.setattr(module, "TILE_LOGITS", 1)
@@ -60,7 +60,7 @@ def several_tiles():
 
 @pytest.fixture
 def fails(capsys):
-    """Call with the arguments of a command that fails, and maybe its exit status: its message, of one line or two."""
+    """Return a function that runs a command which fails, checks its exit status and returns its one or two lines."""
 
     def run(arguments, status=2):
         capsys.readouterr()

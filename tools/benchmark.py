@@ -234,12 +234,12 @@ class Cell:
             words = ("out of memory", "not enough memory", "can't allocate memory")
             if not isinstance(error, MemoryError) and not any(word in str(error).lower() for word in words):
                 raise
-        # Not in the handler above: the error holds on to the tensors of the frames that it went through.
+        # This is after the handler, because the error keeps the tensors of all frames alive that it went through.
         self.give_up("out of memory")
         return None
 
     def give_up(self, status: str) -> None:
-        """Keep nothing but the reason why there is no figure."""
+        """Free the module and keep the reason why there is no figure."""
         self.status, self.memory, self.seconds = status, None, []
         self.module, self.inputs = None, ()
         if self.setting.device == "cuda":
@@ -262,7 +262,7 @@ class Cell:
 
 def kept_bytes(forward: Callable[[], Tensor]) -> int:
     """Count bytes that a forward pass on the CPU allocates and autograd then holds; neither input nor parameters."""
-    graph: list[Any] = []  # holds it until all is counted
+    graph: list[Any] = []  # keeps the graph alive until all is counted
     return sum(allocations(lambda: graph.append(forward().grad_fn)))
 
 
@@ -358,7 +358,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given.output.parent.mkdir(parents=True, exist_ok=True)
     for size, mode in itertools.product(given.size, given.mode):
         cells = measure(Setting(given.level, size, mode, *options), names)
-        # After each setting, so that what was measured outlives a later failure.
+        # Cells are written after each setting, so that a later failure loses none of them.
         with given.output.open("a") as file:
             file.writelines(json.dumps(run | cell.row() | shared) + "\n" for cell in cells)
         print(given.level, size, mode, *(f"{cell.name}: {cell.status}" for cell in cells), sep=", ", flush=True)

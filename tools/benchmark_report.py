@@ -141,7 +141,7 @@ def summary(rows: Iterable[Row]) -> str:
     return "\n".join(lines)
 
 
-# Names of rows, and names for readers: ours first.
+# Names of rows and names for readers; relvit's own comes first.
 PANELS = {
     "model": {
         "relvit_small": "relvit_small",
@@ -206,7 +206,7 @@ def _draw_panel(axes: Axes, level: str, memory: bool, lines: dict[str, dict[int,
     axes.set_ylabel(f"{unit}, multiple of plain's")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_minor_locator(NullLocator())
-    # Beside the data: there is no corner that stays free.
+    # The legend is below the axes, where no data can be.
     axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.2), ncols=2, frameon=False, fontsize=14)
     most, ratio = list(next(iter(lines.values())).items())[-1]
     plain = "a plain ViT-S" if level == "model" else "plain attention"

@@ -57,7 +57,7 @@ def cost(model: nn.Module) -> Cost:
     tokens = patches + model.num_prefix_tokens
     macs = patches * model.patch_embed.proj.weight.numel() + model.head.weight.numel()
     relative_parameters = relative_macs = 0
-    # One block may be applied several times.
+    # A universal model applies its block several times.
     times = model.steps if isinstance(model, UniversalVisionTransformer) else 1
     for block in model.blocks:
         weights = sum(module.weight.numel() for module in block.modules() if isinstance(module, nn.Linear))
@@ -100,7 +100,7 @@ def hashed_attention(mixer: LSHAttention, tokens: int, patches: int) -> tuple[in
 
 
 def transformer_xl(mixer: RelativeAttention, tokens: int, patches: int, grid: tuple[int, int]) -> tuple[int, int, int]:
-    """Count as `attention`: 2 H - 1 and 2 W - 1 sinusoids times W_R, and each patch times their rows in each head."""
+    """Count like `attention`, and 2 H - 1 and 2 W - 1 sinusoids times W_R, and each patch times their rows per head."""
     rows, parameters = sum(2 * size - 1 for size in grid), sum(part.numel() for part in mixer.position.parameters())
     projected = rows * mixer.position.row_weight.numel()
     return 2 * tokens**2 * mixer.attn_dim, parameters, projected + patches * rows * mixer.attn_dim

@@ -184,6 +184,7 @@ def complaints(root: Path) -> list[str]:
 
 
 def main() -> int:
+    """Unpack, and print what differs; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("archives", type=Path, help="folder of the official archives")
     parser.add_argument("root", type=Path, help="folder for train and val")

@@ -46,7 +46,7 @@ DATA = {
     ],
     "halting": ["--model.model=test_relvit_universal", "--model.model_kwargs.halting=act", "--model.ponder_weight=0.1"],
 }
-# Of these there is no need to try all places.
+# These are tried at one place alone.
 ONE_PLACE = ("reversible", "several labels")
 # Place, whether there is an average, accumulated batches, end, options of the data.
 CASES = [
@@ -76,7 +76,7 @@ class Interrupt(Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         with open(self.count, "a") as file:
             file.write(".")
-        # An odd number: between two batches that are accumulated.
+        # Batch 5 is between two batches that are accumulated.
         self._end_at("mid-epoch", (trainer.current_epoch, batch_idx) == (1, 5))
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:

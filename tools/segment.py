@@ -35,7 +35,7 @@ MODELS = {
 
 
 class Canvas:
-    """Make canvases with digits of scikit-learn, those of the first 1,400 or of the others."""
+    """Maker of canvases with digits of scikit-learn: the first 1,400 digits to train, the others to test."""
 
     def __init__(self, train: bool, seed: int) -> None:
         digits = load_digits()
@@ -93,7 +93,7 @@ def train(name: str, seed: int, steps: int) -> Segmenter:
 
 @torch.inference_mode()
 def mean_iou(model: Segmenter, size: tuple[int, int], count: int) -> float:
-    """Mean intersection over union of the classes, in percent."""
+    """Compute the mean intersection over union of the classes, in percent."""
     metric, canvas = MulticlassJaccardIndex(CLASSES), Canvas(False, seed=1)
     for _ in range(count):
         images, labels = canvas(4, size)
@@ -103,7 +103,7 @@ def mean_iou(model: Segmenter, size: tuple[int, int], count: int) -> float:
 
 @torch.inference_mode()
 def agreement(model: Segmenter, size: tuple[int, int], count: int) -> float:
-    """Mean cosine between features of the same place in two views of a canvas, `SHIFT` patches apart."""
+    """Compute the mean cosine between features of the same place in two views of a canvas, `SHIFT` patches apart."""
     canvas, cosines = Canvas(False, seed=2), []
     down, right = SHIFT
     for _ in range(count):

@@ -54,14 +54,14 @@ def fit(folder: Path, options: Sequence[str]) -> float:
 
 
 def search(space: Mapping[str, Any], work: Path, trials: int, options: Sequence[str], seed: int = 0) -> optuna.Study:
-    """Run the trials that are missing of a number of them, that which was interrupted first."""
+    """Run trials until there are `trials` of them; an interrupted trial goes on first."""
     work.mkdir(parents=True, exist_ok=True)
     storage = JournalStorage(JournalFileBackend(str(work / "journal.log")))
     sampler = optuna.samplers.TPESampler(seed=seed)
     study = optuna.create_study(
         storage=storage, study_name="sweep", sampler=sampler, direction="maximize", load_if_exists=True
     )
-    # The latest trial of each folder: killed ones are still running, or waiting, as Optuna sees it.
+    # Of each folder the latest trial counts. Optuna regards a trial that was killed as running or waiting.
     latest = {folder_of(trial): trial for trial in study.get_trials(states=STATES)}
     stopped = [trial for trial in latest.values() if trial.value is None and "failed" not in trial.user_attrs]
     for trial in stopped:
@@ -86,7 +86,7 @@ def search(space: Mapping[str, Any], work: Path, trials: int, options: Sequence[
 
 
 def folder_of(trial: optuna.Trial | optuna.trial.FrozenTrial) -> str:
-    """Name the folder of a trial: that of the one which it takes up."""
+    """Return the name of a trial's folder; a trial that goes on keeps the folder of the interrupted one."""
     return trial.user_attrs.get("folder", f"trial_{trial.number}")
 
 

@@ -21,7 +21,7 @@ BY_ITSELF = ["--trainer.devices=2", "--trainer.strategy=ddp"]
 
 
 def start(arguments, folder, launcher=(), **options):
-    """A process that runs `relvit`, by itself or by a launcher (arguments of python), leading a group of its own."""
+    """Start `relvit`, by itself or by a launcher (arguments of python), as the leader of a process group of its own."""
     ends = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}"}
     environment |= options.pop("env", {})
@@ -30,7 +30,7 @@ def start(arguments, folder, launcher=(), **options):
 
 
 def finish(process, seconds=240):
-    """Exit status, standard output and standard error; a process that takes longer is killed, with its group."""
+    """Return exit status, standard output and standard error; kill a process that takes longer, with its group."""
     try:
         out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -41,7 +41,7 @@ def finish(process, seconds=240):
 
 
 def in_terminal(arguments, folder, columns=160, seconds=240):
-    """Exit status of `relvit` in a pseudo-terminal, and what it wrote there without control characters."""
+    """Run `relvit` in a pseudo-terminal; return its exit status, and its output without control characters."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
     terminal = {"stdin": theirs, "stdout": theirs, "stderr": theirs, "text": False}

@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def load(name):
-    """The module of `name`.py below tools, always the same; dataclasses and pickle look theirs up in `sys.modules`."""
+    """Import `name`.py below tools once; dataclasses and pickle look modules up in `sys.modules`."""
     if name in sys.modules:
         return sys.modules[name]
     (path,) = (ROOT / "tools").rglob(f"{name}.py")

@@ -1,6 +1,5 @@
 """Small archives like ImageNet's: unpacked, interrupted, damaged, hostile; and read by ImageNetData."""
 
-import importlib.util
 import io
 import json
 import os
@@ -12,13 +11,11 @@ import numpy as np
 import pytest
 from PIL import Image
 from scipy.io import savemat
+from scripts import load
 
 from relvit.data import ImageNetData
 
-ROOT = Path(__file__).parent.parent.parent
-spec = importlib.util.spec_from_file_location("prepare_imagenet", ROOT / "tools" / "prepare_imagenet.py")
-tool = sys.modules["prepare_imagenet"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(tool)
+tool = load("prepare_imagenet")
 
 # The devkit numbers the classes in an order of its own; two have the same first name.
 SYNSETS = {1: ("n02012849", "crane"), 2: ("n01440764", "tench, Tinca tinca"), 3: ("n03126707", "crane")}

@@ -1,4 +1,4 @@
-"""What `tools/gpu/gpu_check.py` checks of attention-free operations and layers."""
+"""Cases of attention-free operations and layers (AFT) for `gpu_check.py`, which compares them with the references."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from relvit.families.aft.operations import FULL_BACKENDS, WINDOW_FORMS
 from relvit.ops import Grid, make_grid, num_tokens, reference
 
 WIDTH = 6
-# Exponentials and sums are in float32 at least: what half precision rounds is what goes in and what comes out.
+# Exponentials and sums are in float32 at least; half precision rounds the inputs and the result alone.
 LIMITS = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
 def contents(grid: Grid, spread: float) -> dict[str, Tensor]:
-    """Queries, keys that far apart, values, a window and a bias, drawn on the CPU in float64."""
+    """Draw queries, keys of standard deviation `spread`, values, a window and a bias, on the CPU in float64."""
     generator = torch.Generator().manual_seed(0)
     tokens = num_tokens(grid)
 
@@ -39,7 +39,7 @@ def contents(grid: Grid, spread: float) -> dict[str, Tensor]:
 def outcome(
     operation: Callable[..., Tensor], drawn: dict[str, Tensor], names: tuple[str, ...], device: str, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """The result and the gradients of all inputs."""
+    """Compute the result and the gradients of all inputs."""
     inputs = {name: leaf(drawn[name], device, dtype) for name in names}
     result = operation(*inputs.values())
     upstream = torch.linspace(-1, 1, result.numel(), dtype=torch.float64).view_as(result)
@@ -47,7 +47,7 @@ def outcome(
 
 
 def operations(grid: Grid) -> Iterator[tuple[str, tuple[str, ...], Callable[..., Tensor], Callable[..., Tensor]]]:
-    """Name, inputs, and the operation as it is and as its reference has it."""
+    """Yield the name, the inputs, the operation and its reference."""
     first = ("query", "key", "value")
     for backend in (*WINDOW_FORMS, "pairs", "auto"):
         fast = partial(aft_conv, grid=grid, backend=backend)
@@ -62,7 +62,7 @@ def operations(grid: Grid) -> Iterator[tuple[str, tuple[str, ...], Callable[...,
 
 
 def layers() -> Iterator[tuple[str, nn.Module, Grid]]:
-    """Layers with parameters that all matter, and a grid."""
+    """Yield the name of a layer, the layer with random parameters, and a grid."""
     for name, made in (("AFTConv2d", partial(AFTConv2d, kernel_size=5)), ("AFTFull", partial(AFTFull, grid_size=6))):
         torch.manual_seed(0)
         layer = made(48, HEADS)
@@ -72,7 +72,7 @@ def layers() -> Iterator[tuple[str, nn.Module, Grid]]:
 
 
 def compiled_outcome(layer: nn.Module, grid: Grid, device: str, compiled: bool) -> dict[str, Any]:
-    """Result and gradients of a layer, compiled or not."""
+    """Compute the result and the gradients of a layer, compiled or not."""
     layer = layer.to(device)
     run = torch.compile(layer, fullgraph=True) if compiled else layer
     x = torch.randn(BATCH, 36, 48, generator=torch.Generator().manual_seed(1)).to(device)

@@ -84,7 +84,7 @@ class Log:
         self.print("ok" if error <= limit else "FAIL", name, f"{error:.1e} {limit:.1e} {remark}")
 
     def print(self, status: str, name: str, remark: str) -> None:
-        """Print a line, also of something that cannot fail."""
+        """Print a line and count its status; status `note` cannot fail."""
         self.counts[status] += 1
         print(f"{status:4} {name} {remark}".rstrip(), flush=True)
 
@@ -190,13 +190,13 @@ def check_kernels(log: Log, scenes: Sequence[Scene], device: str) -> None:
     if device != "cuda":
         log.print("skip", "kernels", "needs a GPU")
         return
-    # Just as wide as `choose` lets them be, and one channel more, for padding, which it does not count.
+    # The vectors are just as wide as `choose` allows; with padding one more channel comes, which it does not count.
     edge = draw_scene("width 256", make_grid(2, 190), dim=64, distance=(5, 7))
     grid = edge.grid._replace(valid=torch.arange(380) < torch.tensor([[300], [380]]))
     padded = edge._replace(name="width 256 and padding", grid=grid, key_grid=grid)
 
     def measure(scene: Scene, dtype: torch.dtype, terms: RelativeTerms) -> Measured:
-        # Where none of them can, this raises.
+        # PyTorch raises an error where no fused kernel can compute it.
         with sdpa_kernel(FUSED_KERNELS):
             outcome(scene, terms, device, dtype, "fused")
         return Measured(0.0, 0.0)
@@ -248,7 +248,7 @@ def check_memory(log: Log, device: str) -> None:
     terms, grid = RelativeTerms(key=pairs[0], value=pairs[1]), make_grid(side, side)
 
     def measure(backend: str) -> Measured:
-        # Twice: the first step also allocates what is remembered of rasters, and gradients.
+        # The first of two steps also allocates gradients and the cached indices of rasters.
         for _ in range(2):
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
@@ -297,7 +297,7 @@ def check_attention_free(log: Log, device: str, quick: bool, compiled: bool) -> 
                 got = gpu_aft.outcome(fast, drawn, inputs, device, dtype)
                 want = gpu_aft.outcome(slow, drawn, inputs, "cpu", torch.float64)
                 if spread > 2:
-                    # One key outweighs all others: gradients are nothing but rounding.
+                    # One key outweighs all others, so the gradients are nothing but rounding.
                     got = {"result": got["result"]}
                 return worst(got, want, gpu_aft.LIMITS[dtype])
 

@@ -89,7 +89,7 @@ def draw_scenes(quick: bool) -> Iterator[Scene]:
     yield scene(f"raster {height}x{width}", raster)
     yield scene("table per head", raster, per_head=True)
     yield scene("piecewise", raster, bucketing="piecewise")
-    # Widths that are no multiple of 8 are what kernels are choosy about.
+    # Some kernels refuse widths that are no multiple of 8.
     yield scene("head_dim 20", raster, dim=20)
     valid = torch.rand(BATCH, patches, generator=generator) < 0.7
     yield scene("padding", raster._replace(valid=valid))
@@ -97,12 +97,12 @@ def draw_scenes(quick: bool) -> Iterator[Scene]:
     yield scene("sample without valid key", make_grid(height, width, valid=valid))
     valid = torch.rand(BATCH, few, generator=generator) < 0.7
     yield scene("dropped patches", make_grid(height, width, 1, dropped(1), valid))
-    # The same spread over so many rows and columns that the augmented vectors are wider than 256, tables likewise: were
-    # all offsets clipped, gradients of tables would cancel to nothing.
+    # The patches are spread over so many rows and columns that augmented vectors are wider than 256. The tables grow
+    # likewise: if all offsets were clipped, the gradients of tables would cancel to nothing.
     times = (256 - dim) // (height + width) + 1
     far = make_grid(times * height, times * width, 1, dropped(times), valid)
     yield scene("far apart", far, distance=(times * distance[0], times * distance[1]))
-    # Queries are also outside the key grid, which `make_grid` would refuse.
+    # Some queries are outside the key grid, which `make_grid` would refuse.
     coords = (torch.rand(BATCH, few, 2, generator=generator) * (sizes + 4)).long() - 2
     valid = torch.rand(BATCH, patches, generator=generator) < 0.7
     yield scene("cross", Grid(*reversed(sizes.tolist()), 1, coords), make_grid(height, width, 2, valid=valid))
@@ -162,7 +162,7 @@ def stock_outcome(scene: Scene, device: str, dtype: torch.dtype) -> dict[str, Te
     options = moved(scene.options, device)
     valid = key_mask(moved(scene.key_grid, device))
     if valid is not None:
-        # For a sample that may attend to nothing there is no stock result: it may attend to all.
+        # A sample that may attend to nothing has no stock result, so it may attend to all.
         options["attn_mask"] = (valid | ~valid.any(dim=1, keepdim=True))[:, None, None, :]
     out = F.scaled_dot_product_attention(*contents, **options)
     return with_gradients(out, dict(zip(("query", "key", "value"), contents, strict=True)), scene.cotangent)
