@@ -21,7 +21,7 @@ from relvit.layers.positions.tables import RelativePosition2d
 from relvit.ops import Grid, RelativeTerms
 from relvit.utils.messages import check_choice
 
-# Rooms of `relvit.families` add theirs.
+# Rooms of `relvit.families` add positions of their own.
 POSITIONS: dict[str, Callable[..., nn.Module]] = {
     "tables": RelativePosition2d,
     "slopes": SlopePosition2d,
@@ -32,7 +32,7 @@ POSITIONS: dict[str, Callable[..., nn.Module]] = {
     "low-rank": LowRankPosition2d,
     "lookhere": LookHerePosition2d,
 }
-# The one argument for tables that all learned positions have, as `retrofit` and as models call it.
+# All learned positions have this argument; `retrofit` calls it by the first name and models by the second.
 INIT_STD = ("init_std", "rel_init_std")
 
 
@@ -55,7 +55,7 @@ def position_factory(
     taken: dict[str, Any] = {}
     for name, given in tables.items():
         if name in INIT_STD and isinstance(position, str) and accepts(position, "init_std"):
-            # None: the position's own.
+            # None leaves the position its own default.
             taken |= {} if given is None else {"init_std": given}
         elif position == "tables":
             taken[name] = given
@@ -109,7 +109,7 @@ def check_position(position: object) -> None:
             "a position must be a module from Grid to RelativeTerms, such as RelativePosition2d(head_dim, num_heads), "
             f"got {kind}"
         )
-    # Its terms may depend on tokens, of which there are none here.
+    # Terms that depend on tokens cannot be computed here, without any.
     if needs_tokens(position):
         return
     try:
