@@ -192,7 +192,7 @@ def test_unreadable_images_alone_and_images_of_other_kinds(clf, broken, recwarn)
         assert clf.predict([Image.open(files[4]), files[0]], on_error="skip")[0] is None
     with pytest.raises(UnreadableImageError, match=r"4\.jpg"):
         clf.predict(root / "4.jpg")
-    # By default, in a list, too; the first of them is named.
+    # In a list, the error names the first unreadable image.
     for call in (clf.predict, clf.embed):
         with pytest.raises(UnreadableImageError, match=r"1\.jpg"):
             call(files, on_error="error", batch_size=2)
@@ -236,7 +236,7 @@ def other_default(request):
 
 
 def results(predictor, folder):
-    """What a predictor computes of an image and of a folder."""
+    """Compute all results of a predictor for an image, and the embeddings of a folder."""
     (pixels, indices), *_ = predictor.batches([noise(0)])
     arrays = pixels, indices, predictor.embed(noise(0)), embed_folder(predictor, folder).features
     return predictor.predict(noise(0)), [np.asarray(array) for array in arrays]

@@ -1,4 +1,4 @@
-"""Of the report what the command line cannot show: which pictures the sheet holds, and many classes."""
+"""The report of a test: the pictures on the sheet of mistakes, and many classes; `tests/cli` has its other files."""
 
 import shutil
 
@@ -50,7 +50,7 @@ def test_a_mistake_whose_file_has_gone_is_listed_without_a_picture(photos, tmp_p
     ((pictures, captions, _),) = sheets
     assert (len(pictures), captions) == (1, ["2.jpg\ntrue: cat\n70.0% dog"])
     assert len((tmp_path / "mistakes.csv").read_text().splitlines()) == 1 + 3
-    # None is left: there is no sheet, and no error.
+    # Without any picture, there is no sheet, and no error.
     report._write_mistakes(np.array(outcomes)[:, :2], data)
     assert len(sheets) == 1
 

@@ -67,7 +67,7 @@ def test_figures_of_the_logits(protocol, split, best, photos):
 
 
 def test_of_a_classifier_in_memory_and_top_5(digits_run):
-    """As a study does: one classifier, one data module, any sizes; neither is changed."""
+    """A study evaluates one classifier with one data module at any sizes, and neither is changed."""
     classifier = load_classifier(digits_run / "checkpoints" / "best.ckpt")
     data = DigitsData(batch_size=100)
     before = {name: value.clone() for name, value in classifier.state_dict().items()}

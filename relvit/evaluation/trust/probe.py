@@ -47,7 +47,7 @@ def probe_models(
     """Evaluate the features of models by classifiers that learn from a share of the labels of train.
 
     Features are the pooled ones before the classifier, as `relvit embed` writes them, of images without augmentation at
-    the model's own size and normalisation. See `knn_accuracy` and `linear_accuracy`.
+    the model's own size and normalisation. See `knn_right` and `linear_right`.
 
     Args:
         models: checkpoints of `relvit fit`, names of relvit or timm models, 'local-dir:...' and 'hf-hub:...'.
@@ -108,8 +108,8 @@ def probe_models(
         for share in sorted(shares):
             chosen = np.isin(indices, choose_labels(targets, share, seed))
             known = features[chosen], labels[chosen]
-            linear, strength = _linear_right(*known, queries, truth, seed)
-            right = {"knn": _knn_right(*known, queries, truth, k), "linear": linear}
+            linear, strength = linear_right(*known, queries, truth, seed)
+            right = {"knn": knn_right(*known, queries, truth, k), "linear": linear}
             row = {"model": os.fspath(model), "features": features.shape[1], "share": share, "labels": len(known[1])}
             row |= {"images": len(truth)}
             row |= with_errors({name: float(each.mean()) for name, each in right.items()}, len(truth))
@@ -128,9 +128,7 @@ def choose_labels(labels: np.ndarray, share: float, seed: int) -> np.ndarray:
     return np.sort(np.concatenate([own[: max(1, round(share * len(own)))] for own in of_class]))
 
 
-def knn_accuracy(
-    features: np.ndarray, labels: np.ndarray, queries: np.ndarray, truth: np.ndarray, k: int = 20
-) -> float:
+def knn_right(features: np.ndarray, labels: np.ndarray, queries: np.ndarray, truth: np.ndarray, k: int) -> np.ndarray:
     """Classify by the k neighbours of the largest cosine similarity s, whose votes weigh exp(s / 0.07).
 
     Instance discrimination (Wu et al. 2018, arXiv 1805.01978, section 3.4); k of 20 as in DINO (Caron et al. 2021,
@@ -140,11 +138,10 @@ def knn_accuracy(
         features: (N, D), with labels (N,).
         queries: (M, D), with their classes, truth (M,).
         k: number of neighbours.
+
+    Returns:
+        (M,) booleans, whether each query is classified right.
     """
-    return float(_knn_right(features, labels, queries, truth, k).mean())
-
-
-def _knn_right(features: np.ndarray, labels: np.ndarray, queries: np.ndarray, truth: np.ndarray, k: int) -> np.ndarray:
     # Other commands need not wait for the import of scikit-learn.
     from sklearn.neighbors import KNeighborsClassifier
 
@@ -154,14 +151,14 @@ def _knn_right(features: np.ndarray, labels: np.ndarray, queries: np.ndarray, tr
     return neighbours.fit(features, labels).predict(queries) == truth
 
 
-def linear_accuracy(
-    features: np.ndarray, labels: np.ndarray, queries: np.ndarray, truth: np.ndarray, seed: int = 0
-) -> tuple[float, float]:
+def linear_right(
+    features: np.ndarray, labels: np.ndarray, queries: np.ndarray, truth: np.ndarray, seed: int
+) -> tuple[np.ndarray, float]:
     """Classify by logistic regression of standardised features (scikit-learn's, L-BFGS).
 
-    The inverse strength C of the weight decay is that of 10^-4 ... 10^2 with the best accuracy on a fifth of the labels
-    that is put aside, of several the smallest; the regression then learns from all labels. With one label per class
-    nothing can be put aside, and C is 1.
+    The inverse strength C of the weight decay is the one of 10^-4 ... 10^2 with the best accuracy on a fifth of the
+    labels that is put aside, the smallest of equally good ones; the regression then learns from all labels. With one
+    label per class nothing can be put aside, and C is 1.
 
     Args:
         features: (N, D), with labels (N,).
@@ -169,15 +166,8 @@ def linear_accuracy(
         seed: chooses the fifth.
 
     Returns:
-        The accuracy on the queries, and C.
+        (M,) booleans, whether each query is classified right, and C.
     """
-    right, strength = _linear_right(features, labels, queries, truth, seed)
-    return float(right.mean()), strength
-
-
-def _linear_right(
-    features: np.ndarray, labels: np.ndarray, queries: np.ndarray, truth: np.ndarray, seed: int
-) -> tuple[np.ndarray, float]:
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline

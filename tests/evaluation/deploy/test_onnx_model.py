@@ -58,7 +58,7 @@ def test_int8_of_linear_layers_alone(graph, tmp_path):
 
 
 def test_comparison_on_val(run, best):
-    """With a file that calls everything the first class."""
+    """The file predicts the first class for every image."""
     predictor = Predictor(best)
     data = predictor.checkpoint.data_module(num_workers=0)
     found = compare(predictor, lambda images: torch.eye(3)[:1].expand(len(images), 3), data)
@@ -152,7 +152,7 @@ def test_files_that_are_none(tmp_path, graph):
             OnnxClassifier(classifier_of(path, text))
     with pytest.raises(ValueError, match=r"a\.onnx is no file of relvit export: it computes \['x', 'y'\], not"):
         OnnxClassifier(graph[0])
-    # As relvit 0.2 wrote it, with a JSON file.
+    # relvit 0.2 wrote the description into a JSON file.
     path = tmp_path / "old.onnx"
     classifier_of(path, None)
     with pytest.raises(ValueError, match=r"old\.onnx has no class names in it, and no old\.json beside it"):

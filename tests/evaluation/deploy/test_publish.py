@@ -137,7 +137,7 @@ def test_grey_images(digits_run, tmp_path):
 
 
 def test_the_command_and_the_card(run, photos, tmp_path, monkeypatch, capsys, fails):
-    """With results, a curve over sizes and a recipe that trains; the code of the card runs as it is."""
+    """The card has results, a table of sizes and a recipe that trains, and its code runs unchanged."""
     folder, best = tmp_path / "run", tmp_path / "run" / "checkpoints" / "best.ckpt"
     shutil.copytree(run, folder)
     assert main(["resolutions", str(best), "--sizes", "16", "24", f"--root={photos}", f"--output={folder}"]) == 0
@@ -212,7 +212,7 @@ def test_the_command_and_the_card(run, photos, tmp_path, monkeypatch, capsys, fa
     assert calibrated > found.probability + 1e-3
     message = fails(["publish", "other.ckpt", "--to=owls", "--curve=run/resolutions.json"])
     assert "run/resolutions.json has no figures of other.ckpt" in message
-    # What it says works.
+    # The remedy in the message works.
     assert main(["resolutions", "other.ckpt", "--sizes=16", f"--root={photos}", "--output=curve.json"]) == 0
     capsys.readouterr()
     assert main(["publish", "other.ckpt", "--to=owls", "--curve=curve.json", "--license=mit"]) == 0
@@ -234,7 +234,7 @@ def test_a_retrofitted_folder_to_start_a_training_from(published):
 
 
 def test_the_hub(best, tmp_path, monkeypatch, capsys):
-    """With a folder in its place."""
+    """A folder takes the place of the hub."""
 
     def upload(api, *, repo_id, folder_path, commit_message):
         shutil.copytree(folder_path, tmp_path / repo_id)

@@ -55,7 +55,7 @@ def test_formula(kind):
     for label, layer in ((best, -1), (0, 0)):
         found = grad_cam(model, IMAGE, label, layer)
         torch.testing.assert_close(found, by_formula(model, label, layer), rtol=0, atol=1e-4)
-    # As it was: outputs, hooks, gradients and what needs them.
+    # The model keeps its outputs, hooks and gradients.
     assert torch.equal(model(IMAGE[None]), before)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert all(parameter.requires_grad for parameter in model.parameters())

@@ -15,7 +15,7 @@ import relvit
 from relvit.cli import main
 from relvit.data import DigitsData, ImageFolderData
 from relvit.evaluation import probe_models
-from relvit.evaluation.trust.probe import STRENGTHS, choose_labels, knn_accuracy, linear_accuracy
+from relvit.evaluation.trust.probe import STRENGTHS, choose_labels, knn_right, linear_right
 
 
 def clusters(count, seed):
@@ -34,22 +34,22 @@ def test_neighbours_by_brute_force(k):
         nearest = np.argsort(-similar)[:k]
         votes = np.bincount(labels[nearest], np.exp(similar[nearest] / 0.07), 4)
         right += votes.argmax() == label
-    assert knn_accuracy(features, labels, queries, truth, k) == right / 60
+    assert knn_right(features, labels, queries, truth, k).sum() == right
     assert 0.3 < right / 60 < 1
 
 
 def test_the_linear_probe_is_logistic_regression_with_a_chosen_strength():
     (features, labels), (queries, truth) = clusters(90, 1), clusters(60, 2)
-    accuracy, strength = linear_accuracy(features, labels, queries, truth)
+    found, strength = linear_right(features, labels, queries, truth, 0)
     assert strength in STRENGTHS
     mean, std = features.mean(0), features.std(0)
     model = LogisticRegression(C=strength, max_iter=1000).fit((features - mean) / std, labels)
-    assert accuracy == model.score((queries - mean) / std, truth)
-    # Of pure noise nothing but the strongest weight decay is right, or as good as any.
+    assert found.mean() == model.score((queries - mean) / std, truth)
+    # For pure noise, the strongest weight decay is as good as any, and the smallest C is chosen.
     noise = np.random.default_rng(3).normal(size=(40, 30)).astype(np.float32)
     one_each = [int(np.flatnonzero(labels == label)[0]) for label in range(4)]
-    assert linear_accuracy(features[one_each], labels[one_each], queries, truth)[1] == 1
-    assert linear_accuracy(noise, np.arange(40) % 10 // 9, noise, np.arange(40) % 10 // 9)[1] == STRENGTHS[0]
+    assert linear_right(features[one_each], labels[one_each], queries, truth, 0)[1] == 1
+    assert linear_right(noise, np.arange(40) % 10 // 9, noise, np.arange(40) % 10 // 9, 0)[1] == STRENGTHS[0]
 
 
 def test_shares_keep_the_proportions_and_hold_one_another():
@@ -86,8 +86,8 @@ def test_the_command_at_its_defaults(digits_run, tmp_path, capsys):
     for row in table:
         chosen = choose_labels(labels, float(row["share"]), 0)
         known = features[chosen], labels[chosen], queries, truth
-        assert float(row["knn"]) == pytest.approx(knn_accuracy(*known), abs=0.006)
-        assert float(row["linear"]) == pytest.approx(linear_accuracy(*known)[0], abs=0.02)
+        assert float(row["knn"]) == pytest.approx(knn_right(*known, 20).mean(), abs=0.006)
+        assert float(row["linear"]) == pytest.approx(linear_right(*known, 0)[0].mean(), abs=0.02)
     assert float(table[2]["linear"]) > float(table[0]["linear"]) + 0.1
 
 
@@ -123,11 +123,10 @@ def test_unreadable_images_and_small_shares(best, photos, tmp_path):
         Path(data.samples("train")[index][0]).write_bytes(b"no image")
     rows = probe_models([best], data, shares=(0.34, 0.5))
     assert [row["labels"] for row in rows] == [5, 8]
-    # As if it were not there: of its class one image is left.
+    # The result is that without the unreadable image, whose class has one image left.
     features = relvit.load(best).embed([data.samples("train")[index][0] for index in part[1:]]).numpy()
     queries = relvit.load(best).embed([path for path, _ in data.samples("val")]).numpy()
-    accuracy = knn_accuracy(features, labels[part[1:]], queries, labels)
-    assert rows[0]["knn"] == accuracy
+    assert rows[0]["knn"] == knn_right(features, labels[part[1:]], queries, labels, 20).mean()
 
 
 def test_size_and_normalisation_are_those_of_the_model(monkeypatch, photos):

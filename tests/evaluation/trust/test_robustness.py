@@ -121,7 +121,7 @@ def test_some_of_the_classes_under_other_names(best, photos, corrupted, tmp_path
 
 
 def test_numbers_are_positions(best, photos, tmp_path):
-    """As ImageNet-V2's folders: in any order of their names."""
+    """ImageNet-V2's folders are numbers, and sort in another order than the classes."""
     root = tmp_path / "set-v2"
     for number, name in enumerate(NAMES):
         shutil.copytree(photos / "test" / name, root / str(number))
@@ -159,7 +159,7 @@ def test_mce_is_that_of_the_paper():
         ratios.append(wrong.reshape(5, 20).mean(1).sum() / (5 * alexnet))
     assert found.results["test/mce"] == pytest.approx(np.mean(ratios))
     assert found.results["test/mean_corruption_error"] == pytest.approx(1 - right.mean())
-    # Not of fewer classes, or without a severity.
+    # There is no mCE for fewer classes, or without a severity.
     assert "test/mce" not in evaluate_corruptions(right, conditions, classes=999).results
     part = [index for index, condition in enumerate(conditions) if condition != ("kind/fog", 3)]
     rest = evaluate_corruptions(right[part], [conditions[index] for index in part], 1000)
