@@ -122,10 +122,6 @@ class TarFolders(Reader):
         """Name an image by the archive, if there are several, and the name in it."""
         return f"{self._relative(image.file)}/{image.name}".lstrip("/")
 
-    def sizes(self, images: Sequence[Member]) -> Iterator[int]:
-        """Give the sizes by the headers of the archives."""
-        return (image.size for image in images)
-
     def _relative(self, file: str) -> str:
         return file[len(self.place) :].lstrip("/")
 

@@ -5,7 +5,7 @@ import os
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 from relvit.data.archives.reader import Content, Reader
@@ -63,10 +63,6 @@ class Shards(Reader):
     def key(self, image: Member) -> str:
         """Name an image by the shard, relative to root, and the name in it."""
         return f"{os.path.relpath(image.file, self.root)}/{image.name}"
-
-    def sizes(self, images: Sequence[Member]) -> Iterator[int]:
-        """Give the sizes by the headers of the archives."""
-        return (image.size for image in images)
 
     def _split(self, split: str) -> _Split:
         if not os.path.isdir(self.root):

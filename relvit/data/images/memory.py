@@ -1,9 +1,9 @@
-"""Image cache in memory: decode image files once, in parallel, and serve images or batches of them from memory."""
+"""Image cache in memory: decode image files once, in threads, and serve images or batches of them from memory."""
 
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,11 +20,6 @@ from relvit.utils.cores import cores
 from relvit.utils.memory import available_memory
 
 _MEMORY_SHARE = 0.8  # of the available memory: the model and the loaders need some, too
-_PART_FILES = 256  # files that a process or thread gets at a time, at most
-_PART_BYTES = 2**25  # decoded bytes of these files, at most, but for a single one
-# Small images are decoded by processes, since most of the work is Python's; large ones by threads, since handing them
-# over from another process takes longer than decoding them.
-_SMALL = 3 * 128 * 128
 _UNKNOWN = (0, 0)  # size of an image whose header cannot be read
 
 Size = tuple[int, int]
@@ -139,7 +134,7 @@ def decode_into_memory(
     copies: int = 1,
     progress: Progress | None = None,
 ) -> dict[str, ImagesInMemory]:
-    """Decode all images by :func:`relvit.data.load_rgb`, in parallel.
+    """Decode all images by :func:`relvit.data.load_rgb`, in threads.
 
     A split whose images all have `one_size` becomes `StackedImages`, any other one `AnySizeImages`.
 
@@ -170,7 +165,7 @@ def decode_into_memory(
         )
     decoded: dict[str, ImagesInMemory] = {}
     for split, files in splits.items():
-        images = decoder.images(paths[split], sizes[split], f"decoding {split}")
+        images = decoder.images(paths[split], f"decoding {split}")
         decoded[split] = _in_memory(images, sizes[split], one_size, files)
     return decoded
 
@@ -204,43 +199,35 @@ def _in_memory(
 
 
 class _Decoder:
-    """Reads files in parallel, in their order."""
+    """Reads files in threads, in their order."""
 
-    def __init__(self, workers: int, skip: bool, progress: Progress) -> None:
-        self.workers = workers
+    def __init__(self, threads: int, skip: bool, progress: Progress) -> None:
+        self.threads = threads
         self.skip = skip
         self.progress = progress
 
     def header_sizes(self, paths: Sequence[str], what: str) -> list[Size]:
         """Height and width by the header of each file, _UNKNOWN where it cannot be read."""
-        found = self._each(_header_size, _parts(paths, [_UNKNOWN] * len(paths)), ProcessPoolExecutor)
-        return list(self.progress(found, len(paths), what))
+        return list(self.progress(self._each(_header_size, paths), len(paths), what))
 
-    def images(self, paths: Sequence[str], sizes: Sequence[Size], what: str) -> Iterator[np.ndarray | Failure]:
+    def images(self, paths: Sequence[str], what: str) -> Iterator[np.ndarray | Failure]:
         """Pixels of each image, uint8 (H, W, 3), or its failure."""
-        small = 3 * sum(map(_area, sizes)) <= _SMALL * len(sizes)
-        found = self._each(_pixels, _parts(paths, sizes), ProcessPoolExecutor if small else ThreadPoolExecutor)
-        for image in self.progress(found, len(paths), what):
+        for image in self.progress(self._each(_pixels, paths), len(paths), what):
             if isinstance(image, Failure) and not self.skip:
                 raise UnreadableImageError(*image)
             yield image
 
-    def _each(self, function: Callable[[str], Any], parts: Sequence[Sequence[str]], kind: type[Executor]) -> Iterator:
-        workers = min(self.workers, len(parts))
-        if workers <= 1:
-            for part in parts:
-                yield from map(function, part)
-            return
-        waiting: deque = deque()
-        with kind(workers) as pool:
+    def _each(self, function: Callable[[str], Any], paths: Sequence[str]) -> Iterator[Any]:
+        waiting: deque[Future[Any]] = deque()
+        with ThreadPoolExecutor(self.threads) as pool:
             try:
-                for part in parts:
-                    waiting.append(pool.submit(_map_part, function, part))
-                    # Bounded: if the first part is slow, the results of others must not fill the memory.
-                    if len(waiting) > 2 * workers:
-                        yield from waiting.popleft().result()
+                for path in paths:
+                    waiting.append(pool.submit(function, path))
+                    # While the first file is slow, the results of the others must not fill the memory.
+                    if len(waiting) > 4 * self.threads:
+                        yield waiting.popleft().result()
                 while waiting:
-                    yield from waiting.popleft().result()
+                    yield waiting.popleft().result()
             finally:
                 for future in waiting:
                     future.cancel()
@@ -260,23 +247,6 @@ def _pixels(path: str) -> np.ndarray | Failure:
         return np.asarray(load_rgb(path))
     except UnreadableImageError as error:
         return Failure(str(error), error.path, error.reason)
-
-
-def _map_part(function: Callable[[str], Any], part: Sequence[str]) -> list[Any]:
-    return [function(path) for path in part]
-
-
-def _parts(paths: Sequence[str], sizes: Sequence[Size]) -> list[list[str]]:
-    """Divide the paths into parts that are decoded in parallel."""
-    parts: list[list[str]] = []
-    amount = 0
-    for path, size in zip(paths, sizes, strict=True):
-        amount += 3 * _area(size)
-        if not parts or len(parts[-1]) == _PART_FILES or amount > _PART_BYTES:
-            parts.append([])
-            amount = 3 * _area(size)
-        parts[-1].append(path)
-    return parts
 
 
 def _area(size: Size) -> int:

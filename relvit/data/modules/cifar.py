@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch.utils.data import Dataset
 from torchvision.datasets import CIFAR10, CIFAR100
-from torchvision.datasets.utils import check_integrity, extract_archive
+from torchvision.datasets.utils import check_integrity
 
 from relvit.data.images.memory import StackedImages
 from relvit.data.labels import check_class_names
@@ -112,16 +112,11 @@ class CIFARData(ImageData):
         Raises:
             ValueError: A file is damaged, or the images are missing and may not be downloaded.
         """
-        meta = self.dataset_class.meta
-        # torchvision repairs all files but this one.
-        sound = check_integrity(os.path.join(self._folder, meta["filename"]), meta["md5"])
-        # The sum of the archive takes long: only where it may be needed.
-        unpack = not (sound and self.download) and check_integrity(self._archive, self.dataset_class.tgz_md5)
-        if unpack and not sound:
-            extract_archive(self._archive, self.root)
-        elif not sound and self.download:
+        # torchvision unpacks an archive that is there already instead of downloading it.
+        may_repair = self.download or check_integrity(self._archive, self.dataset_class.tgz_md5)
+        if self.download and not os.path.exists(self._folder) and not os.path.exists(self._archive):
             print(f"{self._title} is not in {self.root}: downloading {self.dataset_class.url}", flush=True)
-        self._open(train=False, download=self.download or unpack)
+        self._open(train=False, download=may_repair)
 
     def _open(self, train: bool, download: bool = False) -> CIFAR10:
         with warnings.catch_warnings():
