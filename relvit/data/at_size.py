@@ -39,7 +39,7 @@ def at_size(
     own.eval_transform = eval_transform(*images, protocol, data.img_size, fill)
     if split not in data._datasets:
         data.prepare_data()
-    # Of train, `data` would build what is trained on, perhaps with all images decoded.
+    # For train, `data.dataset` would build the augmented dataset, perhaps with all images decoded.
     known = data._datasets.get(split) if split == "train" else data.dataset(split)
     own._datasets = {}
     if known is not None:

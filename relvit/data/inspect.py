@@ -13,7 +13,7 @@ from relvit.data.labels import class_counts, label_text
 from relvit.data.modules.base import ImageData, Split
 from relvit.data.modules.image_files import ImageFilesData
 
-_CHUNK = 32  # files that a process gets at a time
+_CHUNK = 32  # A process gets so many files at a time.
 
 
 class Inspected(NamedTuple):

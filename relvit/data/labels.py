@@ -12,7 +12,7 @@ import numpy as np
 
 from relvit.utils.messages import listing, nearest, visible
 
-# Position of an image's class; positions of a multi-label image's classes, in order.
+# A label is the position of an image's class, or the ordered positions of the classes of a multi-label image.
 Label = int | tuple[int, ...]
 
 _NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?")
@@ -106,7 +106,7 @@ def _counted(counts: Mapping[str, int], names: Iterable[str]) -> str:
     return ", ".join(f"{name} {counts[name]:,}" for name in names)
 
 
-# A class may be a typo of another one that has so many times its images; so many of the rarest are compared.
+# A class may be a typo of another class that has _RARER times as many images. Only the _COMPARED rarest are looked at.
 _RARER, _COMPARED = 20, 50
 
 
@@ -123,11 +123,11 @@ def doubtful_classes(counts: Mapping[str, int]) -> list[str]:
         if len(group) > 1
     ]
     for name in sorted(counts, key=lambda name: counts[name])[:_COMPARED]:
-        # Numbers are no typos.
+        # A number that differs from another number in one digit is no typo.
         if len(name) < 3 or re.search(r"\d", name):
             continue
         larger = [other for other in counts if other[:1] == name[0] and counts[other] >= _RARER * counts[name] > 0]
-        # One letter too many, missing, wrong or in another place; in long names a little more.
+        # This cutoff allows one letter too many, missing, wrong or in another place; in long names a little more.
         if other := nearest(name, larger, min(1 - 1 / len(name), 0.85) - 1e-9):
             doubts.append(f"the class {name!r} (images: {counts[name]}) may be a typo of {other!r} ({counts[other]:,})")
     return doubts

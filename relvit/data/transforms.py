@@ -66,7 +66,7 @@ class ResizeToCover(v2.Transform):
     def transform(self, inpt: Image.Image, params: dict[str, Any]) -> Image.Image:
         (height, width), made = self.sizes((inpt.height, inpt.width))
         top, left = (height - made[0]) // 2, (width - made[1]) // 2
-        # The edges of the middle in pixels of the image.
+        # These are the edges of the middle, in pixels of the image.
         x0, x1 = (edge * inpt.width / width for edge in (left, left + made[1]))
         y0, y1 = (edge * inpt.height / height for edge in (top, top + made[0]))
         if made[0] < inpt.height <= height:
@@ -325,7 +325,7 @@ class BatchTransform:
         match steps:
             case [v2.RandomHorizontalFlip(p=flip), *steps]:
                 pass
-        # What is left has no form for batches, or stands in another order.
+        # The remaining steps have no form for batches, or stand in another order.
         if steps:
             return None
         mean, std = (255 * torch.tensor(each)[:, None, None] for each in (normalise.mean, normalise.std))
@@ -346,7 +346,7 @@ class BatchTransform:
         pixels = _pack(images)
         free = pixels.shape[1] - H, pixels.shape[2] - W
         if self.padding is None:
-            # As torchvision rounds it.
+            # torchvision's CenterCrop rounds in this way.
             rows, columns = rows + round(free[0] / 2), columns + round(free[1] / 2)
         else:
             left, above = self.padding
@@ -362,6 +362,6 @@ class BatchTransform:
 def _pack(images: Tensor) -> Tensor:
     """Pack uint8 (B, H, W, 3) to int32 (B, H, W), so that a pixel is gathered as one number."""
     packed = np.zeros((*images.shape[:3], 4), np.uint8)
-    for channel in range(3):  # faster than the three at once
+    for channel in range(3):  # One channel after the other is faster than all three at once.
         packed[..., channel] = images[..., channel]
     return torch.from_numpy(packed).view(torch.int32).squeeze(-1)

@@ -77,7 +77,7 @@ def allocations(action: Callable[[], Any]) -> list[int]:
     # From the allocator: saved-tensor hooks see nothing of what is kept under other hooks or in closures, and compiled
     # code passes by dispatch modes. Above the level of the lines which the profiler writes of its own starts and ends:
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    # Lest old garbage is released meanwhile; to collect it first takes longer than most actions.
+    # Collection is off, lest old garbage is released meanwhile; collecting it first would take too long.
     collects = gc.isenabled()
     gc.disable()
     try:

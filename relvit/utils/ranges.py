@@ -37,9 +37,9 @@ NonNegativeFloat = Annotated[float, Range(0)]
 Share = Annotated[float, Range(0, 1)]
 ShareBelowOne = Annotated[float, Range(0, 1, below=True)]
 PositiveShare = Annotated[float, Range(0, 1, above=True)]
-# A larger one is a slip of the keyboard: no device holds as many images.
+# A larger number is a typing error, since no device holds as many images.
 BatchSize = Annotated[int, Range(1, 65536)]
-# Each is a process of its own.
+# Each worker is a process of its own.
 Workers = Annotated[int, Range(0, 1024)]
 
 Port = Annotated[int, Range(0, 65535)]

@@ -12,7 +12,7 @@ from typing import Any
 from relvit.utils.files import DISK_ERRORS, is_address
 from relvit.utils.messages import did_you_mean
 
-# Seconds without a connection, or without any byte of a file that has begun. There is no limit for a complete file.
+# A fetch is given up after so many seconds without a connection or without a byte. A complete file has no time limit.
 PATIENCE = 60
 
 
@@ -46,7 +46,7 @@ def local_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def _fetch(address: str, copy: Path) -> None:
-    # Not above: most commands never need it.
+    # These imports are not above, since most commands never need them.
     from fsspec import available_protocols
     from fsspec.core import url_to_fs
     from fsspec.registry import registry
@@ -64,7 +64,7 @@ def _fetch(address: str, copy: Path) -> None:
         raise ValueError(f"{address} cannot be read without the package {package}: pip install {package}") from error
     except FileNotFoundError as error:
         raise FileNotFoundError(f"there is no file at {address}") from error
-    # The libraries behind fsspec have each their own.
+    # Each library behind fsspec has exceptions of its own.
     except Exception as error:
         if isinstance(error, OSError) and error.errno in DISK_ERRORS:
             raise

@@ -14,7 +14,7 @@ from relvit.utils.messages import did_you_mean, listing, visible
 
 _SPLIT_NAMES = {"train", "training", "val", "valid", "validation", "eval", "test", "testing"}
 
-# First bytes of compressed files: gzip, bzip2, xz, zstandard.
+# Compressed files begin with these bytes: gzip, bzip2, xz, zstandard.
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 _CHUNK = 1 << 20
 
@@ -204,7 +204,7 @@ def _walk(stream: BinaryIO, file: str, prefix: str, start: int, nested: bool, le
     # Names that cannot be decoded stay different and printable.
     with tarfile.open(fileobj=bounded, mode="r:", encoding="utf-8", errors="backslashreplace") as archive:
         while (info := archive.next()) is not None:
-            # Keeps memory bounded: tarfile collects the headers of all members.
+            # This keeps memory bounded, since tarfile collects the headers of all members.
             archive.members.clear()
             if archive.offset <= info.offset:
                 raise tarfile.ReadError(f"a header of negative size at byte {start + info.offset}")

@@ -157,7 +157,7 @@ def _samples(file: str) -> dict[str, dict[str, Member]]:
     for member in members(file):
         folder, slash, base = member.name.rpartition("/")
         stem, dot, ending = base.partition(".")
-        # Hidden files, and WebDataset's own metadata.
+        # Hidden files and WebDataset's own metadata are no samples.
         if not stem or not dot or re.match(r"__[^/]*__($|/)", member.name):
             continue
         parts = samples.setdefault(folder + slash + stem, {})

@@ -15,7 +15,8 @@ _GREY_TRANSPARENCY_SCALE = {"L;2": 85, "L;4": 17}
 
 _FIX = "delete or replace it"
 
-# What a file may be, whatever its name. Pillow knows more, some of which it hands to other programs (PostScript).
+# A file may have one of these formats, whatever its name is. Pillow reads more formats and hands some of them
+# (PostScript) to other programs.
 Image.init()
 _SAFE = ("AVIF", "BMP", "DIB", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 _FORMATS = [name for name in _SAFE if name in Image.OPEN]
@@ -23,7 +24,7 @@ _FORMATS = [name for name in _SAFE if name in Image.OPEN]
 IMAGE_ENDINGS = tuple(
     sorted(ending for ending, name in Image.registered_extensions().items() if name in _FORMATS and ending != ".pfm")
 )
-# Endings of images that are not read, so that a warning can name them.
+# Images with these endings are not read, and a warning names them.
 _CAMERAS = (".arw", ".cr2", ".cr3", ".dng", ".nef", ".orf", ".raf", ".raw", ".rw2")
 _DRAWN = (".cur", ".emf", ".eps", ".icns", ".ico", ".ps", ".psd", ".svg", ".wmf", ".xcf")
 _PIXELS = (".avif", ".dds", ".exr", ".hdr", ".heic", ".heif", ".jp2", ".jxl", ".mpo", ".pcx", ".pfm", ".qoi", ".tga")

@@ -214,5 +214,5 @@ def _identity(path: str) -> tuple[int, int]:
 
 
 def _raise(error: OSError) -> None:
-    # By default `os.walk` leaves out folders that cannot be listed.
+    # Without this, `os.walk` would silently leave out folders that cannot be listed.
     raise error

@@ -19,8 +19,9 @@ from relvit.data.transforms import BatchTransform
 from relvit.utils.cores import cores
 from relvit.utils.memory import available_memory
 
-_MEMORY_SHARE = 0.8  # of the available memory: the model and the loaders need some, too
-_UNKNOWN = (0, 0)  # size of an image whose header cannot be read
+# The images may take this share of the available memory, since the model and the loaders need some, too.
+_MEMORY_SHARE = 0.8
+_UNKNOWN = (0, 0)  # This stands for the size of an image whose header cannot be read.
 
 Size = tuple[int, int]
 Progress = Callable[[Iterable[Any], int, str], Iterable[Any]]
@@ -150,7 +151,7 @@ def decode_into_memory(
             nothing has been decoded.
         UnreadableImageError: A file cannot be read, and is not to be skipped.
     """
-    # Measured before the other processes of this machine begin to allocate.
+    # The memory is measured here, before the other processes of this machine begin to allocate.
     available = available_memory()
     decoder = _Decoder(max(1, cores() // copies), skip, progress or (lambda items, total, what: items))
     paths = {split: [path for path, _ in files.samples] for split, files in splits.items()}
@@ -178,7 +179,7 @@ def in_units(amount: int) -> str:
 def _in_memory(
     images: Iterable[np.ndarray | Failure], expected: Sequence[Size], one_size: Size, files: LabelledFiles
 ) -> ImagesInMemory:
-    # Black in the place of what cannot be read, where all others have one size.
+    # A black image takes the place of one that cannot be read, so that images of one size stay stacked.
     blank = one_size if set(expected) - {_UNKNOWN} == {one_size} else _UNKNOWN
     total = sum(_area(blank if size == _UNKNOWN else size) for size in expected)
     pixels, end = np.empty(3 * total, np.uint8), 0

@@ -28,7 +28,7 @@ class EvalShardLoader:
         return self.batches
 
     def __iter__(self) -> Iterator[Any]:
-        # Counted, since a loader that skips unreadable images may give fewer batches than its length.
+        # The batches are counted, since a loader that skips unreadable images may give fewer batches than its length.
         given = 0
         for batch in self.loader:
             given += 1

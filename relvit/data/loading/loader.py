@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-# Seconds that workers have to end by themselves when Python ends.
+# When Python ends, workers have so many seconds to end by themselves.
 PATIENCE = 1.0
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)

@@ -61,7 +61,7 @@ class TrainSampler(DistributedSampler[Any]):
         self.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[SeededIndex]:
-        # Fixed here: `set_epoch` is for the iterators to come.
+        # The epoch is fixed here, since a later `set_epoch` concerns later iterators only.
         epoch = self.epoch
         generator = torch.Generator().manual_seed(self.seed + epoch)
         distinct = math.ceil(self.total_size / self.repeats)

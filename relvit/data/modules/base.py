@@ -37,7 +37,7 @@ from relvit.utils.seeding import run_seed
 
 Split = Literal["train", "val", "test", "predict"]
 
-# Without 'test', which evaluates any split.
+# The stage 'test' is missing here, since a test may evaluate any split.
 _SPLITS_OF_STAGE: dict[str, tuple[Split, ...]] = {
     "fit": ("train", "val"),
     "validate": ("val",),
@@ -87,11 +87,11 @@ class ImageData(LightningDataModule, ABC):
         ValueError: An argument out of its range or without effect, fewer than two classes, or a class named twice.
     """
 
-    # Whether `--data` offers this class.
+    # This says whether `--data` offers the class.
     chosen_by_name: ClassVar[bool] = True
-    # What to do about unreadable images; modules that read files have an argument for it.
+    # This says what to do about unreadable images; modules that read files have an argument for it.
     on_error: OnError = "error"
-    # Whether an image has any number of labels, none included.
+    # This says whether an image has any number of labels, none included.
     multi_label: bool = False
 
     def __init__(
@@ -142,9 +142,9 @@ class ImageData(LightningDataModule, ABC):
         self.normalise_by(mean, std)
         self._datasets: dict[Split, Dataset[Any]] = {}
         self._begin = (0, 0)
-        # The split that a test evaluates.
+        # A test evaluates this split.
         self.evaluated_split: Split = "test"
-        # Path and reason of the images of each split that have been skipped, see on_error.
+        # For each split, this maps the path of each skipped image to the reason, see on_error.
         self.unreadable: dict[Split, dict[str, str]] = {}
 
     def normalise_by(self, mean: Sequence[float], std: Sequence[float]) -> None:

@@ -13,7 +13,7 @@ from relvit.data.modules.base import ImageData, Split
 from relvit.data.transforms import Augment
 
 DIGITS_CLASSES = [str(digit) for digit in range(10)]
-# Of the 1,257 training images, pixels in 0..1.
+# These are the statistics of the 1,257 training images, with pixels in 0..1.
 DIGITS_MEAN = (0.3049319887,)
 DIGITS_STD = (0.3756725775,)
 

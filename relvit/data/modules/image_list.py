@@ -14,8 +14,8 @@ from relvit.data.modules.image_files import ImageFilesData
 from relvit.utils.files import absolute, canonical_paths
 from relvit.utils.messages import MissingPackageError, did_you_mean, listing, visible
 
-_SEPARATORS = ";,|"  # what is usually between the labels of an image
-_SHOWN = 5  # wrong rows that a message names
+_SEPARATORS = ";,|"  # One of these is usually between the labels of an image.
+_SHOWN = 5  # A message names so many wrong rows.
 
 
 class Row(NamedTuple):

@@ -18,7 +18,7 @@ from relvit.utils.files import absolute
 from relvit.utils.messages import did_you_mean, listing, visible
 
 _KNOWN = "a name is hfds/NAME, wds/NAME, or the path of a tar archive or of a folder with archives"
-# Prefixes of timm's other readers.
+# timm has other readers with these prefixes.
 _OTHERS = ("tfds", "hfids", "torch")
 
 
