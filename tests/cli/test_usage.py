@@ -65,7 +65,9 @@ def found(config, name):
 def test_a_line_of_use(line, run, capsys):
     best = str(run / "checkpoints" / "best.ckpt")
     command, *words = [{"CKPT": best, "RUN": str(run)}.get(word, word) for word in line.split()]
-    assert main([command, "--print_config", *words]) == 0, capsys.readouterr().err
+    # A configuration counts only where it comes before that option, and nothing is an option after "--".
+    end = words.index("--") if "--" in words else len(words)
+    assert main([command, *words[:end], "--print_config", *words[end:]]) == 0, capsys.readouterr().err
     config = yaml.safe_load(capsys.readouterr().out)
     for name, value in LINES[line].items():
         assert found(config, name) == (best if value == "CKPT" else value), name
