@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from relvit.layers.positions.base import LearnedPosition, Position
-from relvit.layers.positions.stretch import axis_offsets
+from relvit.layers.positions.base import LearnedPosition, Position, axis_offsets
 from relvit.ops import AxisTables, Grid, RelativeTerms
 from relvit.ops.checks import int_pair
 

@@ -1,4 +1,4 @@
-"""`Position`: the base of relative position modules, and what attention asks of any module that is used as one."""
+"""`Position`, the base of relative position modules; what attention asks of any position; stretched offsets."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import warnings
 from collections.abc import Iterable
 from typing import ClassVar
 
+import torch
 from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
 from relvit.ops import Grid, RelativeTerms
+from relvit.ops.buckets import bucket, saturation
 from relvit.ops.tracing import is_compiling
 
 
@@ -97,3 +99,85 @@ def needs_extent(position: nn.Module) -> bool:
 def is_stretchable(position: nn.Module) -> bool:
     """Return whether a position can count offsets in trained patches, by its attribute `trained_grid`."""
     return hasattr(position, "trained_grid")
+
+
+def is_stretched(grid: Grid, trained_grid: tuple[int, int] | None) -> bool:
+    """Return whether a position stretches its tables for a grid: not at the trained size, where they stay as they are.
+
+    Args:
+        grid: of the tokens.
+        trained_grid: rows and columns of patches in training; None: tables are used as trained at every size.
+
+    Raises:
+        ValueError: a batch with padding, whose images differ in size, while tables serve all of them.
+    """
+    if trained_grid is None:
+        return False
+    if grid.valid is not None:
+        raise ValueError(
+            "tables cannot be stretched for a padded batch, whose images differ in size: give images of one size, or "
+            "use reach 'trained' or 'logn'"
+        )
+    # A graph must serve all sizes.
+    return is_compiling() or grid.height != trained_grid[0] or grid.width != trained_grid[1]
+
+
+def axis_offsets(
+    grid: Grid, trained_grid: tuple[int, int] | None, max_distance: tuple[int, int] | None, like: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return all offsets, key minus query, of rows and of columns: (2 H - 1,) and (2 W - 1,), from 1 - H and 1 - W on.
+
+    Args:
+        grid: of the tokens.
+        trained_grid: rows and columns in training, to count offsets in trained patches; None: they stay.
+        max_distance: where offsets are clipped then, for rows and columns; None: nowhere.
+        like: has the device of the result, which is float64 for such a tensor and otherwise float32.
+
+    Raises:
+        ValueError: see `is_stretched`.
+    """
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    rows = torch.arange(1 - grid.height, grid.height, device=like.device, dtype=dtype)
+    cols = torch.arange(1 - grid.width, grid.width, device=like.device, dtype=dtype)
+    if trained_grid is not None and is_stretched(grid, trained_grid):
+        rows, cols = rows * trained_grid[0] / grid.height, cols * trained_grid[1] / grid.width
+    if max_distance is not None:
+        (most_rows, most_cols) = max_distance
+        rows, cols = rows.clamp(-most_rows, most_rows), cols.clamp(-most_cols, most_cols)
+    return rows, cols
+
+
+def stretch(table: Tensor, axis: int, size: int, trained: int, bucketing: str) -> Tensor:
+    """Interpolate a table so that its row for the offset d has what the trained one has at d * trained / size.
+
+    With f(d) the trained entry for a whole offset d, linear between whole offsets and constant from the clip distance k
+    on, the new table has the entry f(clip(d * trained / size, -k, k)) for |d| <= ceil(k * size / trained). The table of
+    'piecewise' is expanded first, to one row for each offset up to the 4k at which the last one begins; so the new
+    table is in any case one for 'clip'.
+
+    Args:
+        table: 2k + 1 rows along `axis`.
+        axis: counted from the end, -1 or less.
+        size: of the grid along that axis, in patches; may be a symbol.
+        trained: the same in training.
+        bucketing: which row an offset uses; see `relvit.ops.buckets.bucket`.
+
+    Returns:
+        The table with 2 ceil(k * size / trained) + 1 rows, dtype of `table`; computed in float32 at least.
+    """
+    distance = (table.shape[axis] - 1) // 2
+    if bucketing != "clip":
+        far = saturation(distance, bucketing)
+        rows = bucket(torch.arange(-far, far + 1, device=table.device), distance, bucketing)
+        table, distance = table.index_select(axis, rows), far
+    farthest = (distance * size + trained - 1) // trained
+    # Offsets are integers, in units of 1 / size, which makes whole offsets exact.
+    offsets = torch.arange(-farthest, farthest + 1, device=table.device)
+    position = (offsets * trained + distance * size).clamp(min=0)
+    before = position // size
+    precision = torch.promote_types(table.dtype, torch.float32)
+    weight = ((position - before * size).to(precision) / size)[(..., *(None,) * (-1 - axis))]
+    low, high = (
+        table.index_select(axis, (before + further).clamp(max=2 * distance)).to(precision) for further in (0, 1)
+    )
+    return torch.lerp(low, high, weight).to(table.dtype)

@@ -7,8 +7,7 @@ import torch
 from timm.layers import Mlp
 from torch import nn
 
-from relvit.layers.positions.base import LearnedPosition, Position, initialise
-from relvit.layers.positions.stretch import axis_offsets
+from relvit.layers.positions.base import LearnedPosition, Position, axis_offsets, initialise
 from relvit.ops import Grid, JointTable, RelativeTerms
 from relvit.ops.checks import int_pair
 from relvit.utils.messages import check_choice

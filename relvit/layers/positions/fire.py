@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from relvit.layers.positions.base import LearnedPosition, Position, initialise
-from relvit.layers.positions.stretch import axis_offsets
+from relvit.layers.positions.base import LearnedPosition, Position, axis_offsets, initialise
 from relvit.ops import AxisTables, Grid, RelativeTerms
 
 

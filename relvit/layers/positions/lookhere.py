@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from relvit.layers.positions.base import Position
-from relvit.layers.positions.stretch import axis_offsets
+from relvit.layers.positions.base import Position, axis_offsets
 from relvit.ops import Grid, JointTable, RelativeTerms
 from relvit.utils.constants import KeepConstants
 

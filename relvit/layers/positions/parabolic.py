@@ -4,8 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from relvit.layers.positions.base import LearnedPosition, Position, initialise
-from relvit.layers.positions.stretch import is_stretched
+from relvit.layers.positions.base import LearnedPosition, Position, initialise, is_stretched
 from relvit.ops import Channels, Grid, RelativeTerms
 from relvit.ops.grid import batched_coords
 

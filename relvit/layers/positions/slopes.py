@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from relvit.layers.positions.base import Position
-from relvit.layers.positions.stretch import axis_offsets
+from relvit.layers.positions.base import Position, axis_offsets
 from relvit.ops import AxisTables, Grid, JointTable, RelativeTerms
 from relvit.ops.checks import int_pair
 from relvit.utils.constants import KeepConstants

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from relvit.layers.positions.base import LearnedPosition, Position
-from relvit.layers.positions.stretch import is_stretched, stretch
+from relvit.layers.positions.base import LearnedPosition, Position, is_stretched, stretch
 from relvit.ops import BUCKETINGS, AxisTables, Grid, JointTable, RelativeTerms
 from relvit.ops.checks import check_kind, int_pair
 from relvit.utils.messages import check_choice

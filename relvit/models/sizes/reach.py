@@ -35,7 +35,7 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
 
     - 'trained', as models are made: offsets are clipped at max_distance patches, and nothing else changes.
     - 'stretch': vertical offsets are multiplied by H0 / H, horizontal ones by W0 / W, then clipped; the tables are
-      interpolated linearly for that, see `relvit.layers.positions.stretch`.
+      interpolated linearly for that, see `relvit.layers.positions.base.stretch`.
     - 'logn': all attention logits, the bias included, are multiplied by log(n) / log(n0), see `relvit.ops.temperature`.
     - 'stretch-logn': both.
     - 'windows': tokens attend to those of their own window of H0 x W0 patches, so time and memory grow in proportion to

@@ -8,7 +8,7 @@ import torch
 from oracles.relative_attention import place, row_of
 
 from relvit.layers import RelativePosition2d, SlopePosition2d
-from relvit.layers.positions.stretch import stretch
+from relvit.layers.positions.base import stretch
 from relvit.ops import make_grid, num_tokens, relative_attention
 
 HEADS, DIM = 2, 3
