@@ -12,7 +12,8 @@ from scripts import load
 
 import relvit  # noqa: F401  registers the models
 
-STUDY, REPORT = load("study"), load("study_report")
+# The scripts import each other as neighbours, in this order.
+STUDY, LINES_OF, _, REPORT = map(load, ("study", "study_lines", "study_figures", "study_report"))
 
 
 def line(model, seed, low, recipe="several"):
@@ -26,7 +27,7 @@ def line(model, seed, low, recipe="several"):
         "parameters": 800_000,
         "processor_minutes": 6.0,
         "versions": {"torch": "2"},
-        "options": ["--x.max_epochs=8"],
+        "options": ["--trainer.precision=32-true"],
     }
     return {"model": model, "recipe": recipe, "seed": seed, "images": {"train": 5, "test": 4}, "rows": rows, **about}
 
@@ -35,27 +36,33 @@ LINES = [line("learned", 0, 0.40), line("learned", 1, 0.44), line("kv-3", 0, 0.4
 
 
 def test_curves_and_their_area():
-    curve = REPORT.accuracies(LINES[0], "field")
+    curve = LINES_OF.accuracies(LINES[0], "field")
     assert list(curve) == list(STUDY.SIZES)
     assert curve[16] == pytest.approx(50)
     assert curve[32] == pytest.approx(42)
     # A line over log2(size) has its mean height in the middle.
-    assert REPORT.area({size: math.log2(size) for size in STUDY.SIZES}) == pytest.approx(5)
+    assert LINES_OF.area({size: math.log2(size) for size in STUDY.SIZES}) == pytest.approx(5)
 
 
-def test_differences_are_paired_by_seed():
-    groups = REPORT.grouped([*LINES, line("kv-3", 2, 0.9), line("kv-3", 0, 0.1, "one")], "several")
-    found = REPORT.differences(groups, "resize")
-    assert set(found) == {"kv-3"}
-    assert found["kv-3"]["16"].count == 2
-    assert found["kv-3"]["64"].mean == pytest.approx(2)
-    assert found["kv-3"]["area"].error == pytest.approx(np.std([3, 1], ddof=1) / math.sqrt(2))
+def test_differences_are_paired_by_seed_and_precision():
+    other = line("kv-3", 1, 0.95) | {"options": ["--trainer.precision=bf16-mixed"]}
+    lines = [*LINES, other, line("kv-3", 2, 0.9), line("kv-3", 0, 0.1, "one")]
+    groups = LINES_OF.grouped(lines, "several")
+    found = LINES_OF.difference(groups["kv-3"], groups["learned"], LINES_OF.at(64, "resize"))
+    assert found.count == 2
+    assert found.mean == pytest.approx(2)
+    assert found.error == pytest.approx(np.std([3, 1], ddof=1) / math.sqrt(2))
+    # The two runs of one seed count once, by their mean.
+    every = LINES_OF.estimate(groups["kv-3"], LINES_OF.at(16, "resize"))
+    assert every.count == 3
+    assert every.mean == pytest.approx((43 + 70 + 90) / 3)
 
 
 def test_page_and_figure(tmp_path):
-    file = tmp_path / "results.jsonl"
+    file = tmp_path / "runs" / "several.jsonl"
+    file.parent.mkdir()
     file.write_text("".join(json.dumps(one) + "\n" for one in [*LINES, line("none", 0, 0.3, "one")]))
-    REPORT.main(file)
+    REPORT.main(tmp_path)
     page = (tmp_path / "README.md").read_text()
     assert "| learned | 2 | 42.0 ± 2.0 | 43.0 ± 2.0 |" in page
     assert "| kv-3 | 2 | +2.0 ± 1.0 |" in page
@@ -64,7 +71,7 @@ def test_page_and_figure(tmp_path):
     assert "| none | 1 | 30.0 | 31.0 |" in page
     assert "| kv-3 | stretch | 2 | +10.0 ± 0.0 |" in page
     assert "5 runs, 0.5 hours" in page
-    assert Image.open(tmp_path / "curves.png").width > 800
+    assert min(Image.open(tmp_path / name).width for name in ("curves.png", "summary.png")) > 700
 
 
 def test_models_have_the_same_size_and_are_named_in_the_report():
@@ -75,7 +82,7 @@ def test_models_have_the_same_size_and_are_named_in_the_report():
     assert set(counts) == {2, 4}
     for of_patch in counts.values():
         assert max(of_patch) < 1.03 * min(of_patch)
-    assert set(REPORT.SHOWN) <= set(STUDY.MODELS)
+    assert set(LINES_OF.SHOWN) <= set(STUDY.MODELS)
 
 
 def test_no_image_of_a_recipe_is_in_two_splits():
@@ -102,11 +109,11 @@ def test_a_run_is_trained_evaluated_and_not_done_twice(tmp_path, monkeypatch, ca
     images = {"train": ("train", 0, 10), "val": ("train", 10, 12), "test": ("test", 0, 3)}
     short = STUDY.RECIPES["several"]._replace(epochs=1, images=images)
     monkeypatch.setitem(STUDY.RECIPES, "several", short)
-    lines = tmp_path / "lines" / "results.jsonl"
+    lines = tmp_path / "lines"
     arguments = [f"--images={tmp_path / 'images'}", f"--work={tmp_path / 'work'}", f"--lines={lines}"]
     arguments += ["--models", "kv-3", "--recipes", "several", "--seeds", "4"]
     STUDY.main(arguments)
-    (made,) = [json.loads(text) for text in lines.read_text().splitlines()]
+    (made,) = [json.loads(text) for text in (lines / "several.jsonl").read_text().splitlines()]
     assert (made["model"], made["recipe"], made["seed"], made["processor_minutes"] > 0) == ("kv-3", "several", 4, True)
     kinds = [(row["reach"], row["protocol"], row["size"]) for row in made["rows"]]
     reaches = ("stretch", "logn")
@@ -115,4 +122,4 @@ def test_a_run_is_trained_evaluated_and_not_done_twice(tmp_path, monkeypatch, ca
     STUDY.main(arguments)
     # Nor is there a run of what cannot be trained at several sizes.
     STUDY.main([argument.replace("kv-3", "relpos") for argument in arguments])
-    assert len(lines.read_text().splitlines()) == 1
+    assert len((lines / "several.jsonl").read_text().splitlines()) == 1

@@ -5,7 +5,7 @@
 
 Every run is a `relvit fit` of one thread in a folder of its own below WORK: where it was interrupted, the same command
 resumes it, and several of these commands can run side by side. A run that is done adds one line to
-docs/study/results.jsonl, from which alone tools/study/study_report.py makes tables and figures.
+docs/study/runs/RECIPE.jsonl; tools/study/study_report.py makes tables and figures from these files alone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from relvit.evaluation.resolutions import evaluate_size
 from relvit.models import set_reach
 from relvit.training import Checkpoint, classifier_of
 
-LINES = Path(__file__).parents[2] / "docs" / "study" / "results.jsonl"
+LINES = Path(__file__).parents[2] / "docs" / "study" / "runs"
 
 SHAPE = {"patch_size": 4, "embed_dim": 128, "depth": 4, "num_heads": 4}
 TIMM = SHAPE | {"class_token": False, "global_pool": "avg"}
@@ -90,8 +90,9 @@ MODELS = {
     "rope-axial-learned": Model("vit_small_patch16_rope_ape_224", VIT),
     # Four directed heads of 180 degrees, none that sees everything.
     "lookhere-180": relative(position="lookhere"),
-    "pape": relative(position="pape"),
-    "pape-learned": relative(position="pape", pos_embed="learn"),
+    # Narrower inside, since its attention has more parameters.
+    "pape": relative(position="pape", mlp_ratio=2.5),
+    "pape-learned": relative(position="pape", pos_embed="learn", mlp_ratio=2.45),
     "fire": relative(position="fire"),
     "fire-learned": relative(position="fire", pos_embed="learn"),
     # A little wider inside, since its attention has fewer parameters.
@@ -245,9 +246,7 @@ def line_of(run: Run, made: Path, commit: str) -> dict[str, Any]:
 
 def done(lines: Path) -> set[Run]:
     """Read which runs have a line."""
-    if not lines.exists():
-        return set()
-    found = [json.loads(line) for line in lines.read_text().splitlines()]
+    found = [json.loads(line) for file in lines.glob("*.jsonl") for line in file.read_text().splitlines()]
     return {Run(line["model"], line["recipe"], line["seed"], precision_of(line)) for line in found}
 
 
@@ -284,8 +283,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             splits = RECIPES[run.recipe].images
             images = prepare(given.images, given.work / ("all-images" if splits is WHOLE else "images"), splits)
             line = line_of(run, train(run, images, folder), given.commit)
-        given.lines.parent.mkdir(parents=True, exist_ok=True)
-        with open(given.lines, "a") as file:
+        given.lines.mkdir(parents=True, exist_ok=True)
+        with open(given.lines / f"{run.recipe}.jsonl", "a") as file:
             file.write(json.dumps(line) + "\n")
         print(f"{run.folder}: {line['processor_minutes']} processor minutes", flush=True)
 

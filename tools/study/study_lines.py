@@ -1,0 +1,121 @@
+"""Read the lines of `study.py`: accuracies by size, means with standard errors, differences within pairs of runs."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from statistics import mean, stdev
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Line = dict[str, Any]
+# The seed and the precision of a run: runs are compared within one precision.
+Key = tuple[int, str]
+Groups = dict[str, dict[Key, Line]]
+# What is compared: a number of each run.
+Figure = Callable[[Line], float]
+
+BASE = "learned"
+OURS = "kv-2-learned-start-0.1"
+TRAINED = 32
+PROTOCOLS = ("resize", "field")
+RECIPES = {
+    "one": "8 epochs, trained at 32 px",
+    "several": "8 epochs, trained at 20 to 44 px",
+    "long": "25 epochs of all images, trained at 32 px",
+}
+# The models that figures and the first tables show, in this order; every table has the others behind them.
+SHOWN = {
+    OURS: "kv, max_distance 2, and learned",
+    "v-2-learned-start-0.1": "v, max_distance 2, and learned",
+    "kv-2-start-0.1": "kv, max_distance 2",
+    "learned": "learned absolute",
+    "rope-mixed-learned": "mixed RoPE and learned",
+    "rope-mixed": "mixed RoPE",
+    "lookhere-180": "LookHere",
+    "relpos": "timm's relpos bias",
+    "aft-conv": "AFT-conv",
+    "none": "no positions",
+}
+
+
+class Estimate(NamedTuple):
+    """Mean, its standard error (NaN for one value) and the number of values."""
+
+    mean: float
+    error: float
+    count: int
+
+    @classmethod
+    def of(cls, runs: Mapping[Key, float]) -> Estimate:
+        """Estimate from a value for each run: runs of one seed in two precisions count as one, by their mean."""
+        seeds: dict[int, list[float]] = defaultdict(list)
+        for (seed, _), value in runs.items():
+            seeds[seed].append(value)
+        values = [mean(of_seed) for of_seed in seeds.values()]
+        count = len(values)
+        return cls(mean(values), stdev(values) / math.sqrt(count) if count > 1 else math.nan, count)
+
+    def text(self, digits: int = 1, sign: str = "") -> str:
+        """Write mean ± standard error, where there is one."""
+        error = "" if math.isnan(self.error) else f" ± {self.error:.{digits}f}"
+        return f"{self.mean:{sign}.{digits}f}{error}"
+
+
+def accuracies(line: Line, protocol: str, reach: str = "trained") -> dict[int, float]:
+    """Return accuracy in percent by size, at other reaches than 'trained' for the sizes that have it."""
+    rows = {(row["reach"], row["protocol"], row["size"]): 100 * row["acc1"] for row in line["rows"]}
+    # At the trained size protocols and reaches do not differ; it has one row.
+    at_trained = rows["trained", "resize", TRAINED]
+    found = {size: value for (kind, name, size), value in rows.items() if (kind, name) == (reach, protocol)}
+    return dict(sorted((found | {TRAINED: at_trained}).items()))
+
+
+def at(size: int, protocol: str) -> Figure:
+    """Return the function from a line to its accuracy at a size."""
+    return lambda line: accuracies(line, protocol)[size]
+
+
+def over_sizes(protocol: str) -> Figure:
+    """Return the function from a line to its mean accuracy over log2(size)."""
+    return lambda line: area(accuracies(line, protocol))
+
+
+def area(curve: dict[int, float]) -> float:
+    """Return the mean height of a curve over log2(size), by trapezoids."""
+    octaves = np.log2(list(curve))
+    return float(np.trapezoid(list(curve.values()), octaves) / (octaves[-1] - octaves[0]))
+
+
+# The figures by which models are compared: at the trained size, over all sizes, at the largest one.
+FIGURES: dict[str, Figure] = {
+    "at 32 px": at(TRAINED, "resize"),
+    "all sizes, `resize`": over_sizes("resize"),
+    "all sizes, `field`": over_sizes("field"),
+    "64 px, `resize`": at(64, "resize"),
+    "64 px, `field`": at(64, "field"),
+}
+
+
+def grouped(lines: Sequence[Line], recipe: str) -> Groups:
+    """Return lines of a recipe by model and by seed and precision, models in the order of SHOWN."""
+    groups: Groups = defaultdict(dict)
+    for line in lines:
+        if line["recipe"] == recipe:
+            precision = next(option for option in line["options"] if "precision" in option)
+            groups[line["model"]][line["seed"], precision] = line
+    order = [*SHOWN, *groups]
+    return dict(sorted(groups.items(), key=lambda item: order.index(item[0])))
+
+
+def estimate(runs: Mapping[Key, Line], figure: Figure) -> Estimate:
+    """Estimate a figure from the runs of a model."""
+    return Estimate.of({key: figure(line) for key, line in runs.items()})
+
+
+def difference(one: Mapping[Key, Line], other: Mapping[Key, Line], figure: Figure) -> Estimate | None:
+    """Estimate `one` minus `other` from pairs of runs of the same seed and precision; None: there is no pair."""
+    pairs = {key: figure(line) - figure(other[key]) for key, line in one.items() if key in other}
+    return Estimate.of(pairs) if pairs else None
