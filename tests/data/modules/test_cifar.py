@@ -91,6 +91,15 @@ def test_damaged_files_are_unpacked_again_or_named(cifar10, tmp_path):
         CIFAR10Data(str(tmp_path)).dataset("train")
 
 
+def test_a_damaged_or_missing_list_of_classes_is_named(cifar10, tmp_path):
+    data_of(tmp_path)
+    meta = tmp_path / CIFAR10.base_folder / CIFAR10.meta["filename"]
+    for spoil in (lambda: meta.write_bytes(b"damaged"), meta.unlink):
+        spoil()
+        with pytest.raises(ValueError, match=r"a file in .*cifar-10-batches-py is missing or is damaged.*; delete"):
+            data_of(tmp_path)
+
+
 def test_download_is_torchvisions(cifar10, tmp_path, monkeypatch):
     """Asked for once, with the published address; afterwards the files serve."""
     archive = tmp_path / CIFAR10.filename
