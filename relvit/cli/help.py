@@ -12,7 +12,7 @@ from lightning import Trainer
 
 from relvit.cli.aliases import ALIASES, USAGE
 from relvit.cli.fit.fit import add_fit_options
-from relvit.cli.parser import Parser, function_of
+from relvit.cli.parser import SHARED, Parser, function_of
 from relvit.cli.trainer.options import TRAINER_DEFAULTS
 from relvit.data import ImageFolderData
 from relvit.data.modules.registry import data_modules
@@ -50,7 +50,6 @@ SHOWN: dict[str, dict[str, tuple[str, ...]]] = {
 }
 # What is not in the signature of a class or function, or explained there at a length for Python.
 TEXTS = {
-    "ckpt_path": "The checkpoint to use, such as runs/RUN/checkpoints/best.ckpt.",
     "resolutions ckpt_path": "The checkpoints to compare, one or several of the same classes and images.",
     "config": "A configuration in YAML, or one of relvit's by its name, such as digits; later ones override "
     "earlier ones.",
@@ -106,13 +105,13 @@ def short_help(command: str, module: str, summary: str) -> str:
     parser, groups = Parser(), SHOWN.get(command)
     if groups is None:
         function = function_of(module, command)
-        parser.add_function_arguments(function)
+        parser.add_options_of(function)
         groups = {"options": tuple(inspect.signature(function).parameters)}
     else:
         if command == "fit":
             add_fit_options(parser)
         else:
-            parser.add_function_arguments(function_of(module, command), as_group=False, skip={"evaluation"})
+            parser.add_options_of(function_of(module, command), skip={"evaluation"})
         for cls, name in ((ImageFolderData, "data"), (ImageClassifier, "model"), (Trainer, "trainer")):
             parser.add_class_arguments(cls, name, fail_untyped=False)
         parser.set_defaults({f"trainer.{name}": value for name, value in TRAINER_DEFAULTS.items()})
@@ -138,7 +137,7 @@ def short_help(command: str, module: str, summary: str) -> str:
 
 
 def _text(command: str, name: str, own: str, action: argparse.Action | None) -> str:
-    text = TEXTS.get(f"{command} {name}") or TEXTS.get(own)
+    text = TEXTS.get(f"{command} {name}") or TEXTS.get(own) or (SHARED.get(own) if action is None else None)
     if text is not None or action is None:
         return text or ""
     text = action.help

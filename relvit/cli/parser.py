@@ -6,7 +6,7 @@ import importlib
 import inspect
 import types
 from argparse import ArgumentError
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
@@ -37,6 +37,15 @@ WORDS: dict[type, str] = {
 WORDS |= {tuple: "a pair such as '[64,96]'"}
 
 
+# Options that several commands have, where the docstring of a command does not describe the option.
+SHARED = {
+    "ckpt_path": "The checkpoint to use, such as runs/RUN/checkpoints/best.ckpt.",
+    "reach": "How attention works at other sizes than in training: trained, stretch, logn, stretch-logn, windows or "
+    "bands; see docs/sizes.md.",
+    "device": "The device that computes, such as cpu or cuda:1; auto takes an accelerator if there is one.",
+}
+
+
 class Parser(LightningArgumentParser):
     """Raise `UsageError` where the stock parser prints its usage and exits.
 
@@ -55,6 +64,13 @@ class Parser(LightningArgumentParser):
             return super().parse_args(args, namespace, **kwargs)
         except (ArgumentError, UnicodeDecodeError, OverflowError, RecursionError) as error:
             raise UsageError(explain(self, args or (), namespace, error)) from error
+
+    def add_options_of(self, function: Callable[..., Any], skip: Collection[str] = ()) -> None:
+        """Add the arguments of a command's function as options."""
+        self.add_function_arguments(function, as_group=False, skip={*skip})
+        for action in self._actions:
+            if action.dest in SHARED and not action.help:
+                action.help = SHARED[action.dest]
 
     def instantiate_classes(self, cfg: Namespace, **kwargs: Any) -> Namespace:
         """Make the objects of a command's configuration, which holds `***` where its record was to keep no secret."""
@@ -85,7 +101,7 @@ def run_function(module: str, command: str, arguments: Sequence[str], lists: Map
         raise UsageError(f"missing: {', '.join(missing)}; usage: {' or '.join(USAGE[command])}")
     parser = Parser(prog=f"relvit {command}")
     parser.add_argument("--config", action="config", help="A file of options in YAML.")
-    parser.add_function_arguments(function, as_group=False)
+    parser.add_options_of(function)
     options = parser.instantiate_classes(parser.parse_args(arguments, Namespace(lists))).as_dict()
     del options["config"]
     check_ranges(function, options)

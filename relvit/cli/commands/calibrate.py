@@ -41,7 +41,6 @@ def calibrate(
         split: The images to use, which the model must not have been trained on.
         root: The folder of the images, where it is not the one that the checkpoint remembers.
         batch_size: The number of images in a batch; None means as in training.
-        device: The device that computes, such as cpu or cuda:1; auto takes an accelerator if there is one.
     """
     if output is None:
         place = Path(ckpt_path)

@@ -33,15 +33,11 @@ def embed(
     out and listed in a CSV file beside the output.
 
     Args:
-        ckpt_path: The checkpoint to use, such as runs/RUN/checkpoints/best.ckpt.
         root: The folder whose images are read, with all folders in it.
         output: The file to write: its name ends in .npz, .csv or .parquet.
         img_size: The size of the images that the model gets, such as 288 or [256,384]; None means as in training.
         batch_size: The number of images in a batch.
         num_workers: The number of processes that read images; 0 reads them in the main process.
-        device: The device that computes, such as cpu or cuda:1; auto takes an accelerator if there is one.
-        reach: How attention works at other sizes than in training: trained, stretch, logn, stretch-logn, windows or
-            bands.
     """
     check_format(output)
     predictor = Predictor(ckpt_path, img_size, reach).to(find_device(device))

@@ -28,8 +28,6 @@ def predict(
     Args:
         evaluation: The checkpoint's classifier and the images.
         runs: The folder in which the results get a folder of their own.
-        reach: How attention works at other sizes than in training: trained, stretch, logn, stretch-logn, windows or
-            bands; see docs/sizes.md.
         mirror: Average the probabilities of each image and its mirror image.
         step_maps: Draw how many steps each patch took (for models that halt: relvit_universal_* trained with
             --model.model_kwargs.halting act); the table gets the mean of each image.

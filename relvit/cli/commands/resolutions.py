@@ -64,8 +64,6 @@ def resolutions(
         batch_size: The number of images in a batch; None means as in training.
         accelerator: The kind of device by Lightning's name: auto, cpu, gpu or mps.
         output: A file for the figures that ends in .csv, .json or .png (curves), or a folder for all three.
-        reach: How attention works at other sizes than in training: trained, stretch, logn, stretch-logn, windows or
-            bands.
     """
     targets = output_files(output, "resolutions")
     rows = evaluate_sizes(ckpt_path, sizes, split, root, batch_size, accelerator, protocol, fill, with_bar, reach)

@@ -39,7 +39,6 @@ def show(
     is overwritten: where there is a tables.png or photo-attention.png already, the new one gets a number.
 
     Args:
-        ckpt_path: The checkpoint to use, such as runs/RUN/checkpoints/best.ckpt.
         images: Image files, folders and patterns; without images, only tables and aft-windows are drawn.
         kind: What to draw, one or several of tables, kernels, logits, attention, rollout, cam (Grad-CAM) and
             aft-windows; by default all that apply to the model.
@@ -47,10 +46,7 @@ def show(
             the class token, for logits the patch in the middle.
         layer: The number of the layer, from 0; by default all, for logits, attention and cam the last.
         img_size: The size of the images that the model gets, such as 288 or [256,384]; None means as in training.
-        reach: How attention works at other sizes than in training: trained, stretch, logn, stretch-logn, windows or
-            bands.
         output: The folder to write to, beside the pictures that are there.
-        device: The device that computes, such as cpu or cuda:1; auto takes an accelerator if there is one.
     """
     chosen = list(KINDS if kind is None else dict.fromkeys(kind))
     paths = find_images(images or [])

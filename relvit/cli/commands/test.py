@@ -50,8 +50,6 @@ def test(
         split: The images to use: those of train (without augmentation), val or test.
         robustness: Test on the folder of a robustness set (CLASS/IMAGE, or CORRUPTION/SEVERITY/CLASS/IMAGE), among its
             classes alone.
-        reach: How attention works at other sizes than in training: trained, stretch, logn, stretch-logn, windows or
-            bands; see docs/sizes.md.
         mirror: Average the probabilities of each image and its mirror image.
         verbose: Whether the results of the whole are printed as a table.
     """

@@ -13,8 +13,6 @@ def validate(evaluation: Evaluation, reach: Reach = "trained", verbose: bool = T
 
     Args:
         evaluation: The checkpoint's classifier and data.
-        reach: How attention works at other sizes than in training: trained, stretch, logn, stretch-logn, windows or
-            bands; see docs/sizes.md.
         verbose: Whether the results are printed.
     """
     evaluation.set_reach(reach)

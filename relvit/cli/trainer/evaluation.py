@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 from jsonargparse import Namespace
 from lightning import Callback, Trainer
-from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from relvit.cli.aliases import option, without
 from relvit.cli.errors import UsageError
+from relvit.cli.parser import SHARED, Parser
 from relvit.cli.trainer.failures import explained_failures
 from relvit.cli.trainer.launch import Launch, PatientLauncher, as_list, check_processes, leave_processes, set_devices
 from relvit.cli.trainer.lightning_cli import RelvitCLI, values_of
@@ -114,10 +114,10 @@ class Evaluation(RelvitCLI):
         self.data_defaults: Mapping[str, Any] = data_defaults
         super().__init__(arguments, known)
 
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+    def add_arguments_to_parser(self, parser: Parser) -> None:
         """Add the options of the command, which are the arguments of its function."""
-        parser.add_argument("--ckpt_path", type=str, help="The checkpoint to use.")
-        parser.add_function_arguments(self.function, as_group=False, skip={"evaluation"})
+        parser.add_argument("--ckpt_path", type=str, help=SHARED["ckpt_path"])
+        parser.add_options_of(self.function, skip={"evaluation"})
 
     def before_instantiate_classes(self) -> None:
         """Refuse other options of the model than the training's, and set what the command has of its own."""

@@ -33,14 +33,10 @@ def demo(
     The page works without internet. Uploaded images are removed, at the latest when it ends.
 
     Args:
-        ckpt_path: The checkpoint to use, such as runs/RUN/checkpoints/best.ckpt.
         host: The address of this machine to listen at; at any other than 127.0.0.1 others can open the page.
         port: The port to listen at; 0 takes any that is free.
         max_mb: The size of a file, in MB of 2^20 bytes, that no upload may exceed.
         max_pixels: The number of pixels that no uploaded image may exceed.
-        reach: How attention works at other sizes than in training: trained, stretch, logn, stretch-logn, windows or
-            bands.
-        device: The device that computes, such as cpu or cuda:1; auto takes an accelerator if there is one.
     """
     with tempfile.TemporaryDirectory(prefix="relvit-demo-") as folder, contextlib.ExitStack() as stack:
         # Gradio reads them when it is imported.

@@ -23,12 +23,9 @@ def export(
     Class names and transforms are in the file, too.
 
     Args:
-        ckpt_path: The checkpoint to use, such as runs/RUN/checkpoints/best.ckpt.
         output: The file to write: its name ends in .onnx or .pt2 (torch.export). Its folder is made where there is
             none.
         img_size: The size of a model that takes only one, such as 288 or [256,384]; None means as in training.
-        reach: How attention works at other sizes than in training: trained, stretch, logn, stretch-logn, windows or
-            bands.
         int8: Quantise the weights of an .onnx to int8, and print the accuracy before and after on images of val.
         aot: Compile a .pt2 for the CPU by AOTInductor, which needs a C++ compiler and about a minute.
     """

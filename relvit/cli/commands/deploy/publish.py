@@ -10,7 +10,6 @@ def publish(ckpt_path: str, to: str, license: str | None = None, curve: str | No
     """Write a folder or Hugging Face repository that timm.create_model loads.
 
     Args:
-        ckpt_path: The checkpoint to use, such as runs/RUN/checkpoints/best.ckpt.
         to: The folder to write to, or hf-hub:OWNER/NAME to upload to that repository (log in by hf auth login).
         license: The licence of the weights by its identifier, such as apache-2.0; by default the card has none.
         curve: The file that relvit resolutions --output FILE.json wrote for this checkpoint; by default
