@@ -42,6 +42,10 @@ SHARED = {
     "ckpt_path": "The checkpoint to use, such as runs/RUN/checkpoints/best.ckpt.",
     "reach": "How attention works at other sizes than in training: trained, stretch, logn, stretch-logn, windows or "
     "bands; see docs/sizes.md.",
+    "img_size": "The size of the images that the model gets, such as 288 or [256,384]; None means as in training.",
+    "batch_size": "The number of images in a batch; None means as in training.",
+    "root": "The folder of the images, where it is not the one that the checkpoint remembers.",
+    "output": "A file for the figures that ends in .csv, .json or .png (curves), or a folder for all three.",
     "device": "The device that computes, such as cpu or cuda:1; auto takes an accelerator if there is one.",
 }
 

@@ -39,8 +39,6 @@ def calibrate(
         ckpt_path: The checkpoint to calibrate, such as runs/RUN/checkpoints/best.ckpt.
         output: The file to write; None means beside the checkpoint, as best_calibrated.ckpt for best.ckpt.
         split: The images to use, which the model must not have been trained on.
-        root: The folder of the images, where it is not the one that the checkpoint remembers.
-        batch_size: The number of images in a batch; None means as in training.
     """
     if output is None:
         place = Path(ckpt_path)

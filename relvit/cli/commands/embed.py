@@ -35,7 +35,6 @@ def embed(
     Args:
         root: The folder whose images are read, with all folders in it.
         output: The file to write: its name ends in .npz, .csv or .parquet.
-        img_size: The size of the images that the model gets, such as 288 or [256,384]; None means as in training.
         batch_size: The number of images in a batch.
         num_workers: The number of processes that read images; 0 reads them in the main process.
     """

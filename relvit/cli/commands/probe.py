@@ -46,7 +46,6 @@ def probe(
         seed: The seed that chooses the images of a share, and random weights.
         random: Give models that are named random weights instead of their pretrained ones, as a baseline.
         batch_size: The number of images in a batch; None means that of the data.
-        output: A file for the figures that ends in .csv, .json or .png (curves), or a folder for all three.
     """
     if root is not None and data is not None:
         raise UsageError("--root and --data both name the images: give one of them")

@@ -60,10 +60,7 @@ def resolutions(
             model sees more or less of the image.
         fill: What field shows beyond the image: reflect, the default, mirrors it; grey is the normalisation's mean.
         split: The images to use: those of train, val or test.
-        root: The folder of the images, where it is not the one that the checkpoint remembers.
-        batch_size: The number of images in a batch; None means as in training.
         accelerator: The kind of device by Lightning's name: auto, cpu, gpu or mps.
-        output: A file for the figures that ends in .csv, .json or .png (curves), or a folder for all three.
     """
     targets = output_files(output, "resolutions")
     rows = evaluate_sizes(ckpt_path, sizes, split, root, batch_size, accelerator, protocol, fill, with_bar, reach)

@@ -45,7 +45,6 @@ def show(
         patch: The row and the column of the patch whose query is shown, from 0; by default the mean of all patches or
             the class token, for logits the patch in the middle.
         layer: The number of the layer, from 0; by default all, for logits, attention and cam the last.
-        img_size: The size of the images that the model gets, such as 288 or [256,384]; None means as in training.
         output: The folder to write to, beside the pictures that are there.
     """
     chosen = list(KINDS if kind is None else dict.fromkeys(kind))

@@ -30,7 +30,6 @@ def predict_onnx(
     Args:
         model: The file that relvit export wrote.
         paths: Image files, folders (with all below them) and patterns such as 'photos/*.jpg'.
-        img_size: The size of the images that the model gets, such as 288 or [256,384]; None means as in training.
         batch_size: The number of images in a batch.
         num_workers: The number of processes that read images.
         on_error: What to do about a file that cannot be read: error stops, skip goes on without it.
