@@ -14,7 +14,7 @@ LINES = {
     "fit --config digits --logger csv --devices 1 --lr_find false": {"trainer.logger": False, "lr_find": False},
     "validate CKPT --img_size 48": {"data.img_size": 48},
     "validate RUN --batch_size 4 --reach logn": {"data.batch_size": 4, "reach": "logn"},
-    "test CKPT --mirror --split val": {"mirror": True, "split": "val"},
+    "test --mirror CKPT --split val": {"mirror": True, "split": "val"},
     "test --mirror false CKPT": {"mirror": False},
     "test CKPT --robustness photos": {"data.root": "photos"},
     "predict CKPT": {"data.class_path": "relvit.data.ImageFolderData"},
