@@ -3,10 +3,9 @@
 from relvit.evaluation.costs import count_macs, peak_memory
 from relvit.evaluation.deploy import ExportError, PublishError, export_model, publish_model
 from relvit.evaluation.embeddings import Embeddings, embed_folder, write_embeddings
-from relvit.evaluation.metrics import ClassMetrics, calibration_error, class_metrics, confusion_matrix
 from relvit.evaluation.mirror import MirrorAverage
 from relvit.evaluation.predictor import Prediction, Predictor
-from relvit.evaluation.report import EvaluationReport, MultiLabelReport
+from relvit.evaluation.report import EvaluationReport
 from relvit.evaluation.resolutions import PROTOCOLS, Size, evaluate_size, evaluate_sizes
 from relvit.evaluation.trust.calibration import (
     Calibration,
@@ -17,6 +16,7 @@ from relvit.evaluation.trust.calibration import (
 )
 from relvit.evaluation.trust.probe import probe_models
 from relvit.evaluation.trust.robustness import Corruptions, RestrictedClasses, evaluate_corruptions
+from relvit.training.class_metrics import ClassMetrics, calibration_error, class_metrics, confusion_matrix
 
 __all__ = [
     "Predictor",
@@ -51,3 +51,6 @@ __all__ = [
     "PROTOCOLS",
     "Size",
 ]
+
+# The report asks the labels of its classifier; this name of version 0.2 stays for one release.
+MultiLabelReport = EvaluationReport

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
@@ -19,9 +17,7 @@ def average_with_mirror(module: ImageClassifier, args: tuple[ImageBatch], logits
     """A forward hook: logits (B, classes) of images (B, C, H, W) -> logits of the mean of their probabilities and those
     of the images mirrored left to right, float32 (B, classes)."""
     both = torch.stack((logits, module.forward(mirrored(args[0])))).float()
-    if module.thresholds is not None:
-        return F.logsigmoid(both).logsumexp(0) - F.logsigmoid(-both).logsumexp(0)
-    return both.log_softmax(-1).logsumexp(0) - math.log(2)
+    return module.labels.mean_logits(both)
 
 
 class MirrorAverage(Callback):

@@ -29,7 +29,7 @@ from relvit.models import AttentionMaps, Reach, attention_maps, check_image_size
 from relvit.models.sizes.reach import check_reach
 from relvit.models.sizes.run import pooled_features
 from relvit.training import Checkpoint, ImageClassifier, classifier_of
-from relvit.training.multi_label import classes_above
+from relvit.training.labels import Labels
 from relvit.utils.defaults import torch_defaults, under_torch_defaults
 from relvit.utils.messages import check_choice, visible
 
@@ -127,7 +127,12 @@ class Predictor:
     @property
     def thresholds(self) -> list[float] | None:
         """The thresholds of the classes of a multi-label model."""
-        return self.classifier.thresholds
+        return self.labels.thresholds
+
+    @property
+    def labels(self) -> Labels:
+        """Whether images have one label or several."""
+        return self.classifier.labels
 
     @property
     def device(self) -> torch.device:
@@ -197,11 +202,9 @@ class Predictor:
 
         def best(pixels: ImageBatch) -> list[tuple[list[float], list[int]]]:
             found = self.probabilities(pixels, mirror)
-            if top is None and self.thresholds is not None:
-                labels = classes_above(found, self.thresholds)
-            else:
-                labels = found.topk(min(top or 5, len(self.class_names))).indices.tolist()
-            return [(row[chosen].tolist(), chosen) for row, chosen in zip(found, labels, strict=True)]
+            most = min(top or 5, len(self.class_names))
+            classes = found.topk(most).indices.tolist() if top else self.labels.classes(found, most)
+            return [(row[chosen].tolist(), chosen) for row, chosen in zip(found, classes, strict=True)]
 
         found: list[Prediction | None] = []
         for item, row in zip(items, self._map(best, items, batch_size, num_workers, on_error), strict=True):

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed
-import torch.nn.functional as F
 from lightning import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from relvit.data import ImageData, UnreadableImageError
 from relvit.data.batches import image_of
 from relvit.data.images.datasets import LabelledFiles
-from relvit.evaluation.metrics import ClassMetrics, calibration_error, class_metrics, confusion_matrix
 from relvit.evaluation.trust.robustness import Corruptions, evaluate_corruptions
 from relvit.plots import picture_of, plot_confusion, plot_sheet
-from relvit.training.multi_label import MultiLabelMetrics, classes_above, multi_label_metrics
+from relvit.training.labels import AnyClassMetrics, Labels
 from relvit.utils.files import from_here, write_csv
 from relvit.utils.messages import printable
 
@@ -33,11 +30,13 @@ DENSE = 1000
 class EvaluationReport(Callback):
     """Write the results of a test: each image once, on any number of devices.
 
-    - `classes.csv`: images, precision, recall and F1 of each class; empty where undefined (see `class_metrics`);
+    - `classes.csv`: images, precision, recall and F1 of each class (see `class_metrics`), with several labels per image
+      also average precision and threshold (see `multi_label_metrics`); empty where undefined;
     - `confusion.csv`, `confusion.png`: images of each class (rows) by predicted class (columns); with more than 1,000
-      classes the CSV holds a row for each pair that occurs;
+      classes the CSV holds a row for each pair that occurs; none with several labels;
     - `mistakes.csv`: path as in `predictions.csv`, true class, predicted class and its probability, the most confident
-      first, at most 10,000;
+      first, at most 10,000; with several labels all true and all predicted classes (with ';' between) and the binary
+      cross-entropy of each image with a wrong or missing class, the highest first;
     - `mistakes.png`: the first 25 of them, as the model saw them;
     - `corruptions.csv` of a robustness set with corruptions: accuracy of each, by severity and their mean.
 
@@ -46,7 +45,7 @@ class EvaluationReport(Callback):
 
     Attributes:
         results: after the test, on the main process: 'images', the logged metrics, 'test/f1' (mean over the classes
-            that have images) and 'test/calibration_error'; empty where there were no images.
+            that have images) and, of one label, 'test/calibration_error'; empty where there were no images.
         classes: likewise, metrics of each class.
         corruptions: likewise, accuracies of corruptions; None of other data.
     """
@@ -54,15 +53,13 @@ class EvaluationReport(Callback):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.results: dict[str, float] = {}
-        self.classes: ClassMetrics | MultiLabelMetrics | None = None
+        self.classes: AnyClassMetrics | None = None
         self.corruptions: Corruptions | None = None
         self._hook: Any = None
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Rows: label, predicted class, its probability; of a multi-label classifier labels, then probabilities.
-        self._thresholds = pl_module.thresholds
-        rows = 3 if self._thresholds is None else 2 * len(self._thresholds)
-        self._outcomes: list[np.ndarray] = [np.empty((rows, 0))]
+        self._labels: Labels = pl_module.labels
+        self._outcomes: list[np.ndarray] = []
         self._hook = pl_module.register_forward_hook(self._keep_logits)
 
     def on_test_batch_end(
@@ -77,30 +74,30 @@ class EvaluationReport(Callback):
         labels = batch[1]
         if len(labels):
             # Doubles, which hold labels exactly, only on the CPU: not every accelerator has them.
-            self._outcomes.append(
-                self._rows(pl_module.probabilities(self._logits).cpu().double(), labels.cpu()).numpy()
-            )
+            self._outcomes.append(self._labels.outcomes(pl_module.probabilities(self._logits).cpu(), labels.cpu()))
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._hook.remove()
         data = trainer.datamodule
-        outcomes = np.concatenate(self._outcomes, axis=1)
-        indices = _evaluated_indices(data, trainer.global_rank, trainer.world_size)
-        parts = [np.vstack((outcomes, indices[: outcomes.shape[1]]))]
+        parts = [(self._outcomes, _evaluated_indices(data, trainer.global_rank, trainer.world_size))]
         if trainer.world_size > 1:
             own, parts = parts[0], [None] * trainer.world_size
             torch.distributed.all_gather_object(parts, own)
-        outcomes = np.concatenate(parts, axis=1)
-        if not trainer.is_global_zero or not outcomes.shape[1]:
+        batches = [batch for part, _ in parts for batch in part]
+        if not trainer.is_global_zero or not batches:
             return
+        outcomes = np.concatenate(batches, axis=1)
+        # A limit of batches may have ended the test of each process early.
+        counts = [sum(batch.shape[1] for batch in part) for part, _ in parts]
+        indices = [index for (_, all_of_it), count in zip(parts, counts, strict=True) for index in all_of_it[:count]]
         self.results = {"images": outcomes.shape[1]}
         self.results |= {name: float(value) for name, value in trainer.callback_metrics.items()}
         self._write_classes(outcomes, data.class_names)
-        self._write_mistakes(outcomes, data)
+        self._write_mistakes(outcomes, indices, data)
         if conditions := getattr(data, "conditions", ()):
-            of_images = [conditions[int(index)] for index in outcomes[3]]
+            of_images = [conditions[index] for index in indices]
             present = len(set(data.dataset("test").targets))
-            self.corruptions = evaluate_corruptions(outcomes[0] == outcomes[1], of_images, present)
+            self.corruptions = evaluate_corruptions(self._labels.right(outcomes), of_images, present)
             self.results |= self.corruptions.results
             write_csv(self.folder / "corruptions.csv", *self.corruptions.table())
 
@@ -111,23 +108,16 @@ class EvaluationReport(Callback):
     def _keep_logits(self, module: nn.Module, args: Any, logits: Tensor) -> None:
         self._logits = logits
 
-    def _rows(self, probabilities: Tensor, labels: Tensor) -> Tensor:
-        probability, predicted = probabilities.max(-1)
-        return torch.stack((labels.double(), predicted.double(), probability))
-
-    def _write_metrics(self, metrics: ClassMetrics | MultiLabelMetrics, names: Sequence[str]) -> None:
-        self.classes = metrics
+    def _write_classes(self, outcomes: np.ndarray, names: Sequence[str]) -> None:
+        self.classes = metrics = self._labels.class_metrics(outcomes, len(names))
+        # With several labels the mean F1 is among the logged metrics.
+        self.results.setdefault("test/f1", float(metrics.f1[metrics.count > 0].mean()))
+        self.results |= {f"test/{name}": value for name, value in self._labels.calibration(outcomes).items()}
         values = [["" if np.isnan(value) else f"{value:.4f}" for value in column] for column in metrics[1:]]
         rows = zip(names, metrics.count.tolist(), *values, strict=True)
         write_csv(self.folder / "classes.csv", ["class", *metrics._fields], rows)
-
-    def _write_classes(self, outcomes: np.ndarray, names: Sequence[str]) -> None:
-        labels, predicted = outcomes[:2].astype(np.int64)
-        confusion = confusion_matrix(labels, predicted, len(names))
-        metrics = class_metrics(confusion)
-        self.results["test/f1"] = float(metrics.f1[metrics.count > 0].mean())
-        self.results["test/calibration_error"] = calibration_error(outcomes[2], labels == predicted)
-        self._write_metrics(metrics, names)
+        if (confusion := self._labels.confusion(outcomes, len(names))) is None:
+            return
         if len(names) <= DENSE:
             rows = ([name, *row] for name, row in zip(names, confusion.tolist(), strict=True))
             write_csv(self.folder / "confusion.csv", ["true", *names], rows)
@@ -136,28 +126,19 @@ class EvaluationReport(Callback):
             write_csv(self.folder / "confusion.csv", ["true", "predicted", "count"], rows)
         plot_confusion(confusion, names, self.folder / "confusion.png")
 
-    # What mistakes are sorted by, a column, and the title of their sheet.
-    order: str = "probability"
-    title: str = "most confident mistakes"
-
-    def _mistakes(self, outcomes: np.ndarray, names: Sequence[str]) -> Iterator[tuple[float, int, str, str, str]]:
-        """Yield what a mistake is sorted by, the index of its image, true and predicted classes, and its caption."""
-        for label, predicted, probability, index in outcomes[:, outcomes[0] != outcomes[1]].T.tolist():
-            guess = names[int(predicted)]
-            yield probability, int(index), names[int(label)], guess, f"{probability:.1%} {guess}"
-
-    def _write_mistakes(self, outcomes: np.ndarray, data: ImageData) -> None:
+    def _write_mistakes(self, outcomes: np.ndarray, indices: Sequence[int], data: ImageData) -> None:
         dataset = data.dataset(data.evaluated_split)
         wrong = []
-        for sure, index, true, predicted, caption in self._mistakes(outcomes, data.class_names):
+        for mistake in self._labels.mistakes(outcomes, data.class_names):
+            index = indices[mistake.position]
             path = f"{data.evaluated_split}/{index:05d}"
             if isinstance(dataset, LabelledFiles):
                 source = dataset.samples[index][0]
                 path = printable(from_here(source) if isinstance(source, str) else str(source))
-            wrong.append((-sure, path, true, predicted, index, caption))
+            wrong.append((-mistake.weight, path, mistake.true, mistake.predicted, index, mistake.caption))
         wrong.sort()
-        rows = ([path, true, predicted, f"{-sure:.6f}"] for sure, path, true, predicted, *_ in wrong[:LISTED])
-        write_csv(self.folder / "mistakes.csv", ["path", "true", "predicted", self.order], rows)
+        rows = ([path, true, predicted, f"{-weight:.6f}"] for weight, path, true, predicted, *_ in wrong[:LISTED])
+        write_csv(self.folder / "mistakes.csv", ["path", "true", "predicted", self._labels.mistakes_by], rows)
         pictures, captions = [], []
         for _, path, true, _, index, caption in wrong[:SHOWN]:
             # The test keeps its other results where a file has been deleted since.
@@ -165,41 +146,7 @@ class EvaluationReport(Callback):
                 pictures.append(picture_of(image_of(dataset[index][0]), data.mean, data.std))
                 captions.append(f"{Path(path).name}\ntrue: {true}\n{caption}")
         if pictures:
-            plot_sheet(pictures, captions, self.folder / "mistakes.png", title=self.title)
-
-
-class MultiLabelReport(EvaluationReport):
-    """Write the results of a test of a multi-label classifier, with its thresholds: each image once.
-
-    - `classes.csv`: images, precision, recall, F1, average precision and threshold of each class, see
-      `MultiLabelMetrics`;
-    - `mistakes.csv`: path as in `predictions.csv`, true classes, predicted classes (with ';' between) and binary
-      cross-entropy of each image with a wrong or missing class, the highest first, at most 10,000;
-    - `mistakes.png`: the first 25 of them, as the model saw them.
-
-    Attributes:
-        results: after the test, on the main process: 'images' and the logged metrics; empty where there were no images.
-        classes: likewise, metrics of each class.
-    """
-
-    order: str = "loss"
-    title: str = "mistakes of the highest loss"
-
-    def _rows(self, probabilities: Tensor, labels: Tensor) -> Tensor:
-        return torch.cat((labels.double(), probabilities), 1).T
-
-    def _write_classes(self, outcomes: np.ndarray, names: Sequence[str]) -> None:
-        labels, probabilities = (rows.T for rows in np.split(outcomes[:-1], 2))
-        self._write_metrics(multi_label_metrics(probabilities, labels > 0, self._thresholds), names)
-
-    def _mistakes(self, outcomes: np.ndarray, names: Sequence[str]) -> Iterator[tuple[float, int, str, str, str]]:
-        labels, probabilities = (torch.from_numpy(rows.T) for rows in np.split(outcomes[:-1], 2))
-        losses = F.binary_cross_entropy(probabilities, labels, reduction="none").mean(1).tolist()
-        true, found = (classes_above(labels, [0.5] * len(names)), classes_above(probabilities, self._thresholds))
-        for index, loss, label, predicted in zip(outcomes[-1].tolist(), losses, true, found, strict=True):
-            if set(label) != set(predicted):
-                texts = [";".join(names[position] for position in each) for each in (label, predicted)]
-                yield loss, int(index), *texts, f"predicted: {texts[1]}"
+            plot_sheet(pictures, captions, self.folder / "mistakes.png", title=self._labels.mistakes_title)
 
 
 def _evaluated_indices(data: ImageData, rank: int, world_size: int) -> list[int]:

@@ -16,13 +16,12 @@ from lightning.fabric import Fabric
 from relvit.data import Fill, ImageData, SizeProtocol, parse_size
 from relvit.data.at_size import at_size
 from relvit.evaluation.costs import count_macs, peak_memory
-from relvit.evaluation.metrics import calibration_error
 from relvit.evaluation.standard_error import paired_difference, with_errors
 from relvit.models import Reach, set_reach
 from relvit.models.sizes.image_size import at_image_size
 from relvit.training import Checkpoint, ImageClassifier, classifier_of
 from relvit.training.checkpoints.checkpoint import first_difference
-from relvit.training.metrics import class_metrics, count_batch
+from relvit.training.metrics import count_batch, epoch_metrics
 from relvit.training.optim.loss import evaluation_loss
 from relvit.utils.messages import check_choice, listing
 
@@ -106,9 +105,9 @@ def evaluate_sizes(
         about |= {"train_sizes": trained}
         for size in possible:
             results, right = _evaluate(classifier, data, size, split, protocol, fill, progress)
-            if checkpoint is checkpoints[0]:
+            if checkpoint is checkpoints[0] and right is not None:
                 of_first[size] = right
-            elif size in of_first and "acc1" in results and len(right) == len(of_first[size]):
+            elif right is not None and size in of_first and len(right) == len(of_first[size]):
                 difference, error = paired_difference(of_first[size], right)
                 results |= {"acc1_difference": difference, "acc1_difference_se": error}
             rows.append(about | results)
@@ -159,8 +158,8 @@ def _evaluate(
     protocol: SizeProtocol,
     fill: Fill | None,
     progress: Progress | None,
-) -> tuple[dict[str, Any], np.ndarray]:
-    """Return what `evaluate_size` does, and (n,) whether each image was right; NaN of a multi-label classifier."""
+) -> tuple[dict[str, Any], np.ndarray | None]:
+    """Return what `evaluate_size` does, and whether each image was right, see `Labels.right`."""
     check_choice("split", split, get_args(Split))
     own = at_size(data, size, split, protocol, fill)
     loader = own.test_dataloader()
@@ -168,44 +167,40 @@ def _evaluate(
     classifier.eval()
     net = classifier.net if classifier.average is None else classifier.average.net
     net = at_image_size(net, own.img_size, own.in_chans, classifier.hparams.img_size)
-    several = classifier.thresholds is not None
-    metrics = class_metrics(own.num_classes, prefix="", multi_label=several)
-    if several:
-        metrics["scores"].thresholds = classifier.thresholds
-    # Rows: probability of the predicted class, whether it is the right one.
-    outcomes = [np.empty((2, 0))]
+    kind = classifier.labels
+    metrics = epoch_metrics(kind, own.num_classes)
+    outcomes: list[np.ndarray] = []
     memory, seconds = None, 0.0
     what = f"{classifier.hparams.model} at {height} x {width}"
     for images, labels in loader if progress is None else progress(loader, len(loader), what):
         images = images.to(classifier.device)
         with torch.inference_mode():
-            if len(outcomes) == 1:
+            if not outcomes:
                 memory = peak_memory(net, images)
             begin = _now(classifier.device)
             logits = net(images)
             seconds += _now(classifier.device) - begin
         logits = logits.float().cpu() / classifier.temperature
         count_batch(metrics, evaluation_loss(logits, labels), logits, labels)
-        probability, predicted = logits.double().softmax(-1).max(-1)
-        right = torch.full_like(probability, torch.nan) if several else predicted == labels
-        outcomes.append(torch.stack((probability, right)).numpy())
-    confidence, right = np.concatenate(outcomes, axis=1)
-    if not len(right):
+        outcomes.append(kind.outcomes(kind.probabilities(logits.double()), labels))
+    if not outcomes:
         raise ValueError(f"none of the images of {split} could be read")
+    tested = np.concatenate(outcomes, axis=1)
+    images = tested.shape[1]
     accuracies = {name: float(value) for name, value in metrics.compute().items()}
     results = {
         "height": height,
         "width": width,
         "protocol": protocol,
         **({"fill": fill or "reflect"} if protocol == "field" else {}),
-        "images": len(right),
-        **with_errors(accuracies, len(right)),
-        **({} if several else {"calibration_error": calibration_error(confidence, right)}),
-        "images_per_second": len(right) / seconds,
+        "images": images,
+        **with_errors(accuracies, images),
+        **kind.calibration(tested),
+        "images_per_second": images / seconds,
         "macs": count_macs(net, own.img_size, own.in_chans),
         "peak_memory": memory,
     }
-    return results, right
+    return results, kind.right(tested)
 
 
 def _check_same_images(first: str, data: ImageData, other: str, other_data: ImageData) -> None:

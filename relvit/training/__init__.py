@@ -15,6 +15,7 @@ from relvit.training.checkpoints.checkpoint import Checkpoint, DescribeCheckpoin
 from relvit.training.checkpoints.file import AtomicCheckpointIO, read_checkpoint, write_checkpoint
 from relvit.training.checkpoints.load import classifier_of, load_classifier
 from relvit.training.classifier import ImageClassifier
+from relvit.training.labels import Labels, OneLabel, SeveralLabels, multi_label_metrics
 from relvit.training.optim.distillation import Teacher, distillation_loss
 from relvit.training.optim.ema import WeightAverage
 from relvit.training.optim.loss import ClassificationLoss, soft_targets
@@ -42,6 +43,10 @@ __all__ = [
     "read_checkpoint",
     "write_checkpoint",
     "average_checkpoints",
+    "Labels",
+    "OneLabel",
+    "SeveralLabels",
+    "multi_label_metrics",
     "classifier_of",
     "load_classifier",
     "History",

@@ -21,8 +21,8 @@ from relvit.training.arguments import check_arguments, check_images
 from relvit.training.checkpoints.exact_resume import POINT_KEY, ResumePoint, check_layout, go_on, set_counters
 from relvit.training.checkpoints.file import AVERAGE_KEY, KEY, TIMM_KEY, timm_weights
 from relvit.training.checkpoints.pretrained import Pretrained, architecture_to_build, normalisation_note
+from relvit.training.labels import labels_of
 from relvit.training.metrics import METRICS_KEY, EpochMetrics, count_batch, current_lr
-from relvit.training.multi_label import to_probabilities
 from relvit.training.optim.distillation import Distill, Teacher, build_teacher, distillation_loss
 from relvit.training.optim.ema import WeightAverage
 from relvit.training.optim.freeze import Backbone
@@ -181,12 +181,13 @@ class ImageClassifier(EpochMetrics):
         self._ended_epoch: int | None = None
         skipped = {"skipped_steps": SumMetric()} if nonfinite == "skip" else {}
         costs = {f"{name}_cost": MeanMetric() for name in training_losses(self.net)}
-        self.create_metrics(num_classes, self.mixing is not None, multi_label, skipped | costs)
+        labels = labels_of(multi_label, num_classes)
+        self.create_metrics(labels, num_classes, self.mixing is not None, skipped | costs)
 
     @property
     def score(self) -> str:
         """The metric by which the best checkpoint is chosen: 'acc1', of a multi-label classifier 'map'."""
-        return "acc1" if self.thresholds is None else "map"
+        return self.labels.score
 
     def forward(self, images: ImageBatch) -> Tensor:
         """Compute the logits (B, num_classes) of images (B, in_chans, height, width), or of a native batch.
@@ -220,7 +221,7 @@ class ImageClassifier(EpochMetrics):
         self.finite.note(loss)
         if self.range_test is not None:
             self.range_test.append((current_lr(self.trainer), float(loss.detach())))
-        if targets.ndim == 2 and self.thresholds is None:
+        if targets.is_floating_point():
             targets = targets.argmax(-1)
         count_batch(self.train_metrics, loss, logits, targets)
         self.log_running()
@@ -239,7 +240,7 @@ class ImageClassifier(EpochMetrics):
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Compute the probabilities of logits, float32, (B, num_classes) both."""
-        return to_probabilities(logits, self.hparams.multi_label)
+        return self.labels.probabilities(logits)
 
     def _evaluate(self, metrics: MetricCollection, batch: tuple[Tensor, Tensor]) -> None:
         images, labels = batch
@@ -369,7 +370,7 @@ class ImageClassifier(EpochMetrics):
         """Restore both kinds of weights to resume a training; everything else uses the averaged ones."""
         self.pretrained = None
         averaged, description = checkpoint.get(AVERAGE_KEY), checkpoint.get(KEY, {})
-        self.thresholds: list[float] | None = description.get("thresholds", self.thresholds)
+        self.labels = self.labels.restored(description.get("thresholds"))
         if not self._is_fitting:
             self.average = None
             self.temperature = description.get("temperature", 1.0)

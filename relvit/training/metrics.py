@@ -7,7 +7,6 @@ from typing import Any
 from lightning import LightningModule, Trainer
 from torch import Tensor
 from torchmetrics import MeanMetric, Metric, MetricCollection
-from torchmetrics.classification import MulticlassAccuracy
 
 from relvit.training.checkpoints.exact_resume import (
     States,
@@ -17,25 +16,15 @@ from relvit.training.checkpoints.exact_resume import (
     restore_states,
     states_of_process,
 )
-from relvit.training.multi_label import MultiLabelScores
+from relvit.training.labels import Labels
 
 # Key of the metrics of an unfinished epoch in a checkpoint.
 METRICS_KEY = "train_metrics"
 
 
-def class_metrics(num_classes: int, prefix: str, mixed: bool = False, multi_label: bool = False) -> MetricCollection:
-    """Create mean loss 'loss', accuracy 'acc1' and, with five classes or more, top-5 accuracy 'acc5'.
-
-    Of images mixed by mixup or CutMix the class of the larger part counts, as 'acc1_mixed' and 'acc5_mixed'. With
-    `multi_label` there are 'map' and 'f1' instead (see `MultiLabelScores`), and in training the loss alone.
-    """
-    metrics: dict[str, Metric] = {"loss": MeanMetric()}
-    if multi_label and prefix != "train/":
-        # The key is that of the metric, not of its values.
-        metrics["scores"] = MultiLabelScores()
-    for k in () if multi_label else (1, 5):
-        if k <= num_classes:
-            metrics[f"acc{k}_mixed" if mixed else f"acc{k}"] = MulticlassAccuracy(num_classes, top_k=k, average="micro")
+def epoch_metrics(labels: Labels, num_classes: int, prefix: str = "", mixed: bool = False) -> MetricCollection:
+    """Create the mean loss 'loss' and the metrics of these labels, see `Labels.metrics`."""
+    metrics = {"loss": MeanMetric(), **labels.metrics(num_classes, prefix == "train/", mixed)}
     return MetricCollection(metrics, prefix=prefix, compute_groups=False)
 
 
@@ -61,29 +50,34 @@ class EpochMetrics(LightningModule):
     waits for the others for ever.
 
     Attributes:
-        thresholds: Of the classes of a multi-label classifier, see `MultiLabelMetrics`; None of any other one.
-        train_metrics: See `class_metrics`; of the augmented images.
+        labels: Whether images have one label or several.
+        train_metrics: See `epoch_metrics`; of the augmented images.
         val_metrics: The same of validation.
         test_metrics: The same of testing.
         step_metrics: Means and sums over the optimiser steps of an epoch.
     """
 
+    labels: Labels
     train_metrics: MetricCollection
     val_metrics: MetricCollection
     test_metrics: MetricCollection
 
-    def create_metrics(self, num_classes: int, mixed: bool, multi_label: bool, of_steps: dict[str, Metric]) -> None:
+    def create_metrics(self, labels: Labels, num_classes: int, mixed: bool, of_steps: dict[str, Metric]) -> None:
         """Create the metrics; `of_steps` are those of optimiser steps that only some trainings have."""
+        self.labels = labels
         self.train_metrics, self.val_metrics, self.test_metrics = (
-            class_metrics(num_classes, f"{split}/", mixed and split == "train", multi_label)
+            epoch_metrics(labels, num_classes, f"{split}/", mixed and split == "train")
             for split in ("train", "val", "test")
         )
-        # Of the classes of a multi-label classifier: those that validation has chosen.
-        self.thresholds: list[float] | None = [0.5] * num_classes if multi_label else None
         of_steps = {"grad_norm": MeanMetric(), **of_steps}
         self.step_metrics: MetricCollection = MetricCollection(of_steps, compute_groups=False, prefix="train/")
         # The epoch's metrics at the last optimiser step, from which a checkpoint resumes.
         self._metrics_at_step: States = {}
+
+    @property
+    def thresholds(self) -> list[float] | None:
+        """The probability of each class from which on an image has it; None where images have one label."""
+        return self.labels.thresholds
 
     def log_running(self) -> None:
         """Show loss and accuracy of the epoch so far, over the images of this process, in the progress bar."""
@@ -114,14 +108,11 @@ class EpochMetrics(LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         self.val_metrics.reset()
-        if self.thresholds is not None:
-            # A training chooses them anew.
-            self.val_metrics["scores"].thresholds = None if self.trainer.state.fn == "fit" else self.thresholds
+        self.labels.choose_thresholds(self.val_metrics, choose=self.trainer.state.fn == "fit")
 
     def on_test_epoch_start(self) -> None:
         self.test_metrics.reset()
-        if self.thresholds is not None:
-            self.test_metrics["scores"].thresholds = self.thresholds
+        self.labels.choose_thresholds(self.test_metrics, choose=False)
 
     # Callbacks reach the end of an epoch before the module does, so the metrics are logged with the last batch already.
     # And once more at the end: early stopping, and data without a length, do not announce the last batch.
@@ -145,9 +136,8 @@ class EpochMetrics(LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         self._log(self.val_metrics.compute())
-        chooses = self.trainer.state.fn == "fit" and not self.trainer.sanity_checking
-        if self.thresholds is not None and chooses and self.val_metrics["scores"].classes is not None:
-            self.thresholds = self.val_metrics["scores"].classes.threshold.tolist()
+        if self.trainer.state.fn == "fit" and not self.trainer.sanity_checking:
+            self.labels = self.labels.chosen(self.val_metrics)
 
     def on_test_epoch_end(self) -> None:
         self._log(self.test_metrics.compute())

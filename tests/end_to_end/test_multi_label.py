@@ -16,7 +16,7 @@ import relvit
 from relvit.cli import main
 from relvit.data import ImageListData
 from relvit.training import load_classifier
-from relvit.training.multi_label import multi_label_metrics
+from relvit.training.labels import multi_label_metrics
 
 COLOURS = {"blue": (40, 60, 220), "green": (40, 200, 40), "red": (220, 40, 40)}
 QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]

@@ -10,7 +10,8 @@ from small_training import NoiseImages, SeveralLabels, build, record_steps, trai
 from relvit.training import load_classifier
 from relvit.training.checkpoints.checkpoint import DescribeCheckpoint
 from relvit.training.checkpoints.file import KEY
-from relvit.training.multi_label import MultiLabelScores, classes_above, multi_label_metrics
+from relvit.training.labels import MultiLabelScores, multi_label_metrics
+from relvit.training.labels import SeveralLabels as Several
 
 
 @pytest.fixture
@@ -68,9 +69,9 @@ def test_the_metric_of_batches_is_that_of_all_images(scored):
 
 def test_classes_above_their_thresholds():
     probabilities = torch.tensor([[0.25, 0.9, 0.6], [0.1, 0.1, 0.1], [0.7, 0.4, 0.7]])
-    assert classes_above(probabilities, [0.25, 0.5, 0.65]) == [[1, 0], [], [0, 2]]
+    assert Several([0.25, 0.5, 0.65]).classes(probabilities, 1) == [[1, 0], [], [0, 2]]
     # Higher by less than single precision.
-    assert classes_above(probabilities, [float(probabilities[0, 0]) + 1e-9, 1.0, 1.0]) == [[], [], [0]]
+    assert Several([float(probabilities[0, 0]) + 1e-9, 1.0, 1.0]).classes(probabilities, 1) == [[], [], [0]]
 
 
 @pytest.mark.parametrize("loss", ["ce", "asl"])

@@ -10,7 +10,7 @@ from torch import nn
 from two_processes import REVERSIBLE, STEP, alone, content, expected_metrics, trainings
 
 from relvit.training.checkpoints.file import AVERAGE_KEY
-from relvit.training.multi_label import multi_label_metrics
+from relvit.training.labels import multi_label_metrics
 
 CLOSE = {"atol": 1e-6, "rtol": 1e-5}
 

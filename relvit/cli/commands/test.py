@@ -17,16 +17,14 @@ from relvit.cli.trainer.evaluation import Evaluation, NamedImages, evaluate, ref
 from relvit.cli.trainer.folder import new_folder
 from relvit.cli.trainer.summary import SCORES, baseline, files_line, write_summary
 from relvit.evaluation import (
-    ClassMetrics,
     Corruptions,
     EvaluationReport,
     MirrorAverage,
-    MultiLabelReport,
     RestrictedClasses,
 )
 from relvit.evaluation.standard_error import plus_minus, with_errors
 from relvit.models import Reach
-from relvit.training.multi_label import MultiLabelMetrics
+from relvit.training.labels import AnyClassMetrics
 from relvit.utils.progress import rank_zero_print
 
 # All classes up to so many are shown, else the worst few.
@@ -59,7 +57,7 @@ def test(
     data.evaluate_on(split)
     evaluation.set_reach(reach)
     with new_folder(runs, "test") as folder:
-        found = (EvaluationReport if evaluation.model.thresholds is None else MultiLabelReport)(folder)
+        found = EvaluationReport(folder)
         callbacks: list[Callback] = [found]
         if mirror:
             callbacks.append(MirrorAverage())
@@ -91,11 +89,12 @@ def report(trainer: Trainer, found: EvaluationReport, folder: Path, checkpoint: 
     shown = {"test/acc1": SCORES["acc1"], "test/f1": "mean F1 of the classes", "test/map": SCORES["map"]}
     shown |= {"test/calibration_error": "calibration error"}
     shown = ", ".join(f"{text} {plus_minus(summary, name)}" for name, text in shown.items() if name in summary)
-    shown += baseline(None if data.multi_label else found.classes.count)
+    if "test/acc1" in summary:
+        shown += baseline(found.classes.count)
     rank_zero_print(f"{summary['images']} images of {data.evaluated_split}, {shown}\n{files_line(folder)}")
 
 
-def print_classes(metrics: ClassMetrics | MultiLabelMetrics, class_names: Sequence[str]) -> None:
+def print_classes(metrics: AnyClassMetrics, class_names: Sequence[str]) -> None:
     """Print a row for each class; of more than 20 the ten with the lowest F1 among those that have images."""
     rows, title = np.arange(len(class_names)), None
     if len(rows) > ALL:

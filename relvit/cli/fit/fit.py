@@ -35,14 +35,11 @@ from relvit.training import (
     Telemetry,
     TrainingImages,
 )
-from relvit.training.checkpoints.checkpoint import Architecture, data_arguments
+from relvit.training.checkpoints.checkpoint import OF_THE_DATA, Architecture, data_arguments
 from relvit.training.run.folder import RunLock
 from relvit.utils.cores import busy_note
 from relvit.utils.progress import rank_zero_print
 from relvit.utils.remote import local_file
-
-# What flows from the data to the model.
-LINKS = ("num_classes", "in_chans", "class_names", "img_size", "multi_label")
 
 
 def main(arguments: Sequence[str], lists: Mapping[str, list[str]]) -> None:
@@ -104,13 +101,13 @@ class FitCLI(RelvitCLI):
                 f"one from them with --model.pretrained {checkpoint.path}"
             )
         # The classes are found in the images, and compared.
-        found = ("data.class_names", *(f"model.{name}" for name in LINKS))
+        found = ("data.class_names", *(f"model.{name}" for name in OF_THE_DATA))
         return values_of(checkpoint, option(self.arguments, "--data"), found)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the options of `fit`, and link what flows from the data to the model."""
         add_fit_options(parser)
-        for name in LINKS:
+        for name in OF_THE_DATA:
             parser.link_arguments(f"data.{name}", f"model.{name}", apply_on="instantiate")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Sequence[str]) -> None:

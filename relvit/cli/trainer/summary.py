@@ -20,7 +20,7 @@ SCORES = {"acc1": "accuracy", "map": "mean average precision"}
 def class_counts(data: ImageData, split: Split) -> np.ndarray | None:
     """Count the images of each class; None with several labels, or where a dataset does not list its labels."""
     labels = getattr(data.dataset(split), "targets", None)
-    return None if data.multi_label or labels is None else np.bincount(labels)
+    return None if labels is None or np.ndim(labels[0]) else np.bincount(labels)
 
 
 def baseline(counts: np.ndarray | None) -> str:

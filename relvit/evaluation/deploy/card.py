@@ -19,6 +19,7 @@ from relvit.data.modules.registry import own_data_module
 from relvit.evaluation.predictor import Predictor
 from relvit.evaluation.standard_error import plus_minus
 from relvit.training import ImageClassifier
+from relvit.training.checkpoints.checkpoint import OF_THE_DATA
 from relvit.utils.messages import one_line
 from relvit.version import __version__
 
@@ -36,9 +37,7 @@ COLUMNS = {
     "calibration_error": ("calibration error", "{:.4f}"),
     "macs": ("MACs", "{:.3g}"),
 }
-# The recipe leaves out model options that come from the data, and data options that are elsewhere in the card, and has
-# these options of the trainer.
-OF_THE_DATA = ("num_classes", "in_chans", "class_names", "img_size", "multi_label")
+# The recipe leaves out data options that are elsewhere in the card, and has these options of the trainer.
 ELSEWHERE = ("class_names", "num_workers", "mean", "std")
 TRAINER = ("max_epochs", "max_steps", "devices", "num_nodes", "precision", "accumulate_grad_batches")
 TRAINER += ("gradient_clip_val", "gradient_clip_algorithm")
@@ -123,7 +122,7 @@ def model_card(
             version=__version__,
             logits=logits,
             grey='.convert("L")' if len(predictor.mean) == 1 else "",
-            activation="softmax(-1)" if thresholds is None else "sigmoid()",
+            activation=predictor.labels.activation,
             prediction=ONE_LABEL if thresholds is None else SEVERAL_LABELS.format(thresholds=thresholds),
         ),
     }

@@ -108,7 +108,7 @@ class Viewer:
         for kind in kinds:
             options = {"layer": None if kind == "rollout" else layer, "head": head if kind in OF_HEADS else None}
             options |= {"patch": None if kind == "tables" else patch, "class_names": predictor.class_names}
-            options["multi_label"] = predictor.thresholds is not None
+            options["labels"] = predictor.labels
             try:
                 if not self.has_patches:
                     raise ValueError(f"{type(predictor.model).__name__} has no patches")

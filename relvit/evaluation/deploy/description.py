@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from relvit.evaluation.predictor import Predictor
+from relvit.training.labels import are_thresholds
 from relvit.utils.descriptions import check_bounds
 from relvit.utils.messages import one_line
 
@@ -36,8 +37,7 @@ def describe(predictor: Predictor, sides: Sequence[str | int]) -> str:
         "mean": predictor.mean,
         "std": predictor.std,
     }
-    if predictor.thresholds is not None:
-        found["thresholds"] = predictor.thresholds
+    found |= predictor.labels.record()
     if predictor.shape.fixed:
         found["crop_pct"] = predictor.crop_pct
     return json.dumps(found)
@@ -86,8 +86,7 @@ def _wrong_part(found: Any, classes: int) -> str | None:
         return "mean"
     if not (_are_numbers(std) and len(std) == len(mean) and min(std) > 0):
         return "std"
-    thresholds = found.get("thresholds", [0.5] * len(names))
-    if not (_are_shares(thresholds) and len(thresholds) == len(names)):
+    if "thresholds" in found and not are_thresholds(found["thresholds"], len(names)):
         return "thresholds"
     if "max_tokens" in found:
         ok = {"max_tokens": _is_count(found["max_tokens"]), "patch_size": _are_two_counts(found.get("patch_size"))}

@@ -17,7 +17,7 @@ from relvit.data.batches import ImageBatch, images_of
 from relvit.data.shape import shape_of
 from relvit.evaluation.deploy.description import read_description
 from relvit.evaluation.predictor import Predictor
-from relvit.training.multi_label import classes_above, multi_label_metrics, to_probabilities
+from relvit.training.labels import Labels, OneLabel, SeveralLabels
 from relvit.utils.messages import MissingPackageError, one_line
 
 # Images on which an int8 file is compared with its model, evenly spaced in val.
@@ -33,7 +33,7 @@ class OnnxClassifier(LightningModule):
     Attributes:
         description: class names, the steps from an image to the model's input, and the sizes that the file takes, as
             they are in the file (one of relvit 0.2 has a JSON file beside it).
-        thresholds: of the classes of a multi-label model; None of other models.
+        labels: whether images have one label or several.
 
     Raises:
         FileNotFoundError, ValueError: the file is missing, or is none of `relvit export`.
@@ -64,7 +64,8 @@ class OnnxClassifier(LightningModule):
             raise ValueError(f"{path} is no file of relvit export: {one_line(error)}") from error
         self.description: dict[str, Any] = read_description(path, metadata, sides["logits"][1])
         self.inputs: Sequence[str | int] = self.description["input"][2:]
-        self.thresholds: list[float] | None = self.description.get("thresholds")
+        thresholds = self.description.get("thresholds")
+        self.labels: Labels = OneLabel() if thresholds is None else SeveralLabels(thresholds)
 
     def data_arguments(self, img_size: tuple[int, int] | None = None) -> dict[str, Any]:
         """Return the arguments of `ImagePathsData` by which images are prepared.
@@ -100,7 +101,7 @@ class OnnxClassifier(LightningModule):
     def predict_step(self, batch: tuple[ImageBatch, list[str]], batch_idx: int) -> dict[str, Any]:
         """Return the names of the images and (B, classes) probabilities; none for an empty batch."""
         images, names = batch
-        return {"names": list(names), "probabilities": to_probabilities(self(images), self.thresholds is not None)}
+        return {"names": list(names), "probabilities": self.labels.probabilities(self(images))}
 
 
 def quantise(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
@@ -153,15 +154,10 @@ def compare(predictor: Predictor, exported: OnnxClassifier, data: ImageData) -> 
     rows = []
     for images, labels in data._loader("val", sampler=range(0, count, -(-count // COMPARED))):
         if len(labels):
-            theirs = to_probabilities(exported(images), predictor.thresholds is not None)
+            theirs = predictor.labels.probabilities(exported(images))
             rows.append((labels, predictor.probabilities(images), theirs))
     labels, *both = (torch.cat(column) for column in zip(*rows, strict=True))
-    if predictor.thresholds is None:
-        ours, theirs = (each.argmax(-1) for each in both)
-        scores = [float((classes == labels).float().mean()) for classes in (ours, theirs)]
-        same = (ours == theirs).float().mean()
-    else:
-        scores = [multi_label_metrics(each.numpy(), labels.numpy()).means()["map"] for each in both]
-        ours, theirs = (classes_above(each, predictor.thresholds) for each in both)
-        same = sum(set(one) == set(other) for one, other in zip(ours, theirs, strict=True)) / len(labels)
-    return Comparison(len(labels), *scores, float(same))
+    scores = [predictor.labels.total(predictor.labels.outcomes(each, labels)) for each in both]
+    ours, theirs = (predictor.labels.classes(each, 1) for each in both)
+    same = sum(set(one) == set(other) for one, other in zip(ours, theirs, strict=True)) / len(labels)
+    return Comparison(len(labels), *scores, same)

@@ -109,8 +109,7 @@ def save_folder(predictor: Predictor, folder: str, license: str | None = None) -
     about: dict[str, Any] = {"version": __version__}
     if (temperature := predictor.classifier.temperature) != 1:
         about["temperature"] = temperature
-    if predictor.thresholds is not None:
-        about["thresholds"] = predictor.thresholds
+    about |= predictor.labels.record()
     if not predictor.shape.fixed:
         about |= predictor.shape.record()
     config = {

@@ -24,7 +24,7 @@ from relvit.layers.mixer import Mixer
 from relvit.models.attention_maps import attention_maps, attention_rollout, patch_grid
 from relvit.ops import Grid
 from relvit.plots import MapRow, plot_kernels, plot_maps, plot_overlay, plot_tables
-from relvit.training.multi_label import to_probabilities
+from relvit.training.labels import Labels, OneLabel
 from relvit.utils.messages import check_choice
 
 Kind = Literal["tables", "kernels", "logits", "attention", "rollout", "cam", "aft-windows"]
@@ -45,6 +45,8 @@ OF_THE_MODEL: tuple[Kind, ...] = ("tables", "aft-windows")
 OF_HEADS: tuple[Kind, ...] = ("kernels", "logits", "attention", "aft-windows")
 PARTS = {"q": "term q", "k": "term k", "b": "bias b", "channels": "free channels"}
 
+ONE_LABEL = OneLabel()
+
 
 class Subject(NamedTuple):
     """The arguments of `draw`."""
@@ -56,7 +58,7 @@ class Subject(NamedTuple):
     layer: int | None
     head: int | None
     class_names: Sequence[str] | None
-    multi_label: bool
+    labels: Labels
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -101,7 +103,7 @@ def draw(
     layer: int | None = None,
     head: int | None = None,
     class_names: Sequence[str] | None = None,
-    multi_label: bool = False,
+    labels: Labels = ONE_LABEL,
 ) -> Figure:
     """Draw one picture of what a model has learned, or does with an image.
 
@@ -127,7 +129,7 @@ def draw(
             last.
         head: number of the one head to draw, from 0, where there is a panel per head; None: all.
         class_names: names of the classes.
-        multi_label: whether each class has a probability of its own.
+        labels: those of the model, from which 'cam' has the probability.
 
     Raises:
         NotApplicableError: a ValueError: the model has no picture of this kind.
@@ -142,7 +144,7 @@ def draw(
     if patch is not None:
         patch = (int(patch[0]), int(patch[1])) if len(patch) == 2 else tuple(patch)
         patch_index(patch, Grid(*patch_grid(model, image.shape[-2:])))
-    return DRAW[kind](Subject(model, image, picture, patch, layer, head, class_names, multi_label))
+    return DRAW[kind](Subject(model, image, picture, patch, layer, head, class_names, labels))
 
 
 def _tables(subject: Subject) -> Figure:
@@ -219,7 +221,7 @@ def _rollout(subject: Subject) -> Figure:
 
 def _cam(subject: Subject) -> Figure:
     with torch.no_grad():
-        probabilities = to_probabilities(subject.model(subject.image[None])[0], subject.multi_label)
+        probabilities = subject.labels.probabilities(subject.model(subject.image[None])[0])
     label = int(probabilities.argmax())
     layer = -1 if subject.layer is None else subject.layer
     values = grad_cam(subject.model, subject.image, label, layer).numpy()

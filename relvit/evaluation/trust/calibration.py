@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -13,10 +13,10 @@ from torch import Tensor
 
 from relvit.data import ImageData
 from relvit.data.modules.base import Split
-from relvit.evaluation.metrics import calibration_error
 from relvit.training import Checkpoint, ImageClassifier, classifier_of
 from relvit.training.checkpoints.file import KEY, read_checkpoint, write_checkpoint
-from relvit.training.multi_label import multi_label_metrics, to_probabilities
+from relvit.training.class_metrics import calibration_error
+from relvit.training.labels import Labels
 from relvit.utils.defaults import torch_defaults
 from relvit.utils.files import check_output
 from relvit.utils.remote import local_file
@@ -34,7 +34,7 @@ class Calibration(NamedTuple):
         images: their number.
         accuracy: top-1, which a temperature does not change.
         nll: mean negative log-likelihood of the classes, in nats.
-        error: expected calibration error, see `relvit.evaluation.metrics.calibration_error`.
+        error: expected calibration error, see `relvit.evaluation.calibration_error`.
         next_split: other images that the data have, by which `relvit test` can judge the temperature: those of test, or
             of val; those of the fit where there are no others.
     """
@@ -51,7 +51,7 @@ class ChosenThresholds(NamedTuple):
     """Thresholds of a multi-label model, with the mean F1 of the classes on the images on which they were chosen.
 
     Attributes:
-        thresholds: of the classes, those of the best F1, see `relvit.training.multi_label.multi_label_metrics`.
+        thresholds: of the classes, those of the best F1, see `relvit.training.multi_label_metrics`.
         images: their number.
         f1: with the thresholds before, and with these.
         next_split: as in `Calibration`.
@@ -155,7 +155,7 @@ def calibrate(
                 _check_val(found, split, *_outcomes(classifier, data, "val", progress))
             change: dict[str, Any] = {"temperature": found.temperature}
         else:
-            found = _choose(*outcomes, classifier.thresholds, next_split)
+            found = _choose(*outcomes, classifier.labels, next_split)
             change = {"thresholds": found.thresholds}
         content = read_checkpoint(ckpt_path, file, averaged=False)
     content[KEY] |= change
@@ -193,11 +193,12 @@ def _check_val(found: Calibration, split: Split, logits: Tensor, labels: Tensor)
         )
 
 
-def _choose(logits: Tensor, labels: Tensor, before: Sequence[float], next_split: Split) -> ChosenThresholds:
+def _choose(logits: Tensor, targets: Tensor, before: Labels, next_split: Split) -> ChosenThresholds:
     # As a training chooses them, in its precision.
-    probabilities = to_probabilities(logits, multi_label=True).numpy()
-    old, new = (multi_label_metrics(probabilities, labels.bool().numpy(), given) for given in (before, None))
-    return ChosenThresholds(new.threshold.tolist(), len(labels), (old.means()["f1"], new.means()["f1"]), next_split)
+    outcomes = before.outcomes(before.probabilities(logits.float()), targets)
+    after = before.fitted(outcomes)
+    f1 = tuple(labels.class_metrics(outcomes, targets.shape[1]).means()["f1"] for labels in (before, after))
+    return ChosenThresholds(after.thresholds, len(targets), f1, next_split)
 
 
 def _evaluate(logits: Tensor, labels: Tensor, next_split: Split) -> Calibration:

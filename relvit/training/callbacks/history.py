@@ -124,8 +124,8 @@ def _training_legend(classifier: LightningModule) -> str:
     """Name what sets the training loss apart from the validation's, which is plain cross-entropy, or binary."""
     options = classifier.hparams
     parts = [
-        ("binary", options.loss == "bce" and not options.multi_label),
-        ("asymmetric", options.loss == "asl"),
+        ("binary", classifier.loss.kind == "bce" != classifier.labels.loss),
+        ("asymmetric", classifier.loss.kind == "asl"),
         (f"labels smoothed by {options.label_smoothing:g}", options.label_smoothing),
         ("mixed images", classifier.mixing is not None),
         ("weighted classes", classifier.loss.weights is not None),

@@ -7,7 +7,6 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
-from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -17,7 +16,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from relvit.data.batches import ImageBatch, images_of
 from relvit.data.images.datasets import NamedFiles
 from relvit.plots import picture_of, plot_steps
-from relvit.training.multi_label import classes_above
+from relvit.training.labels import Labels
 from relvit.utils.files import atomic_write
 from relvit.utils.messages import printable
 
@@ -60,7 +59,7 @@ class PredictionTable(BasePredictionWriter):
         self._part: TextIO | None = None
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._thresholds: Sequence[float] | None = pl_module.thresholds
+        self._labels: Labels = pl_module.labels
         self.path = Path(trainer.strategy.broadcast(str(self.path)))
         part = self._part_of(trainer.global_rank)
         try:
@@ -80,16 +79,11 @@ class PredictionTable(BasePredictionWriter):
         *_: Any,
     ) -> None:
         probabilities, names, writer = prediction["probabilities"], prediction["names"], csv.writer(self._part)
-        if self._thresholds is None:
-            chosen = probabilities.topk(self.shown).indices.tolist()
-        else:
-            chosen = classes_above(probabilities, self._thresholds)
+        chosen = self._labels.classes(probabilities, self.shown)
         steps = self._draw_steps(trainer, pl_module, batch) if self.step_maps and names else [[]] * len(names)
         for name, values, numbers, extra in zip(names, probabilities.tolist(), chosen, steps, strict=True):
-            cells = [[self.class_names[number], f"{values[number]:.6f}"] for number in numbers]
-            if self._thresholds is not None:
-                cells = [[";".join(cell[column] for cell in cells) for column in (0, 1)]]
-            writer.writerow([printable(name), *chain.from_iterable(cells), *extra])
+            found = [(self.class_names[number], values[number]) for number in numbers]
+            writer.writerow([printable(name), *self._labels.cells(found), *extra])
 
     def _draw_steps(
         self, trainer: Trainer, pl_module: LightningModule, batch: tuple[ImageBatch, list[str]]
@@ -125,10 +119,7 @@ class PredictionTable(BasePredictionWriter):
         return self.path.with_name(f".{self.path.name}.{rank}.part")
 
     def _merge(self, dataset: Any, processes: int) -> None:
-        header = ["path"] if self._thresholds is None else ["path", "label", "probability"]
-        for rank in range(1, self.shown + 1) if self._thresholds is None else ():
-            header += [f"{column}{'' if rank == 1 else rank}" for column in ("class", "probability")]
-        header += ["steps"] * self.step_maps
+        header = ["path", *self._labels.columns(self.shown), *["steps"] * self.step_maps]
         parts = [self._part_of(rank) for rank in range(processes)]
         with atomic_write(self.path) as path, ExitStack() as stack:
             table = csv.writer(stack.enter_context(open(path, "w", newline="", encoding="utf-8")))
@@ -137,8 +128,8 @@ class PredictionTable(BasePredictionWriter):
             for row in _in_order(dataset, rows):
                 table.writerow(row)
                 self.count += 1
-                if self._thresholds is None:
-                    self.classes[row[1]] += 1
+                if "class" in header:
+                    self.classes[row[header.index("class")]] += 1
         for part in parts:
             part.unlink()
 

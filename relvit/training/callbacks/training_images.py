@@ -56,5 +56,5 @@ def _training_pictures(data: ImageData) -> Iterator[tuple[np.ndarray, str]]:
         data.num_workers = workers
     for images, labels in loader:
         for image, label in zip(images_of(images), labels, strict=True):
-            several = tuple(label.nonzero()[:, 0].tolist()) if data.multi_label else int(label)
-            yield picture_of(image, data.mean, data.std), label_text(several, data.class_names)
+            classes = tuple(label.nonzero()[:, 0].tolist()) if label.ndim else int(label)
+            yield picture_of(image, data.mean, data.std), label_text(classes, data.class_names)

@@ -44,7 +44,8 @@ def average_checkpoints(ckpt_paths: Sequence[str | os.PathLike[str]], output: st
     """
     _check_paths(ckpt_paths, output)
     first = Checkpoint.read(ckpt_paths[0])
-    parameters = {name for name, _ in classifier_of(first).named_parameters(remove_duplicate=False)}
+    classifier = classifier_of(first)
+    parameters = {name for name, _ in classifier.named_parameters(remove_duplicate=False)}
     total = {name: _in_double(first, name) for name in parameters}
     thresholds = [first.thresholds]
     for path in ckpt_paths[1:]:
@@ -68,7 +69,7 @@ def average_checkpoints(ckpt_paths: Sequence[str | os.PathLike[str]], output: st
         "pytorch-lightning_version": lightning.__version__,
     }
     if all(each == first.thresholds for each in thresholds):
-        checkpoint[KEY] |= {} if first.thresholds is None else {"thresholds": first.thresholds}
+        checkpoint[KEY] |= classifier.labels.record()
     else:
         warnings.warn(
             f"the checkpoints have different thresholds: in {output} that of every class is 0.5; to choose them anew: "

@@ -23,8 +23,10 @@ from relvit.training.checkpoints.file import KEY, read_checkpoint
 from relvit.utils.messages import one_line
 from relvit.version import __version__
 
-# The arguments of `ImageClassifier` that choose the network, and its images and classes.
-NETWORK = ("model", "model_kwargs", "retrofit", "num_classes", "in_chans", "img_size", "class_names", "multi_label")
+# The arguments of `ImageClassifier` that are attributes of its data.
+OF_THE_DATA = ("num_classes", "in_chans", "img_size", "class_names", "multi_label")
+# Those that choose the network, and its images and classes.
+NETWORK = ("model", "model_kwargs", "retrofit", *OF_THE_DATA)
 
 
 class Architecture(NamedTuple):
@@ -221,9 +223,8 @@ class DescribeCheckpoint(Callback):
             "data": data_arguments(trainer.datamodule),
             "fit": self.fit,
             "versions": versions(),
+            **pl_module.labels.record(),
         }
-        if pl_module.thresholds is not None:
-            checkpoint[KEY]["thresholds"] = pl_module.thresholds
 
 
 def data_arguments(data: ImageData) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import Tensor
 
 from relvit.data.modules.registry import public_class_path
+from relvit.training.labels import are_thresholds
 from relvit.utils.descriptions import check_bounds
 from relvit.utils.files import atomic_write, has_links, is_address, remove_parts
 from relvit.utils.remote import local_file
@@ -139,12 +140,7 @@ def _wrong_part(content: dict[Any, Any]) -> str | None:
     if not (isinstance(temperature, float) and 0 < temperature < math.inf):
         return f"{KEY}.temperature"
     thresholds = description.get("thresholds")
-    if thresholds is not None and not (
-        isinstance(thresholds, list)
-        and len(thresholds) == description["model"].get("num_classes")
-        and all(isinstance(value, float) and 0 <= value <= 1 for value in thresholds)
-        and description["model"].get("multi_label") is True
-    ):
+    if thresholds is not None and not are_thresholds(thresholds, description["model"].get("num_classes")):
         return f"{KEY}.thresholds"
     for name in ("state_dict", AVERAGE_KEY):
         weights = content.get(name, {})

@@ -25,7 +25,7 @@ def classifier_of(checkpoint: Checkpoint) -> ImageClassifier:
     except Exception as error:
         raise ValueError(f"the checkpoint does not make a model: {one_line(error)[:300]}") from error
     classifier.temperature = checkpoint.temperature
-    classifier.thresholds = checkpoint.thresholds or classifier.thresholds
+    classifier.labels = classifier.labels.restored(checkpoint.thresholds)
     return classifier.eval()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from relvit.cli.trainer.summary import SCORES
 from relvit.evaluation import Predictor, Size, export_model
 from relvit.evaluation.deploy import OnnxClassifier, compare
 from relvit.evaluation.deploy.export import check_export
@@ -49,10 +50,8 @@ def _accuracy(predictor: Predictor, output: str) -> str:
         found = compare(predictor, OnnxClassifier(output), data)
     except (ValueError, OSError) as error:
         return f"The accuracy that int8 costs was not measured: {one_line(error)}"
-    what, same = "Accuracy", "class"
-    if predictor.thresholds is not None:
-        what, same = "Mean average precision", "classes"
+    what = SCORES[predictor.labels.score].capitalize()
     return (
         f"{what} on {found.images} images of val: {found.model:.4f} before int8, {found.file:.4f} after; "
-        f"the same {same} for {found.same:.2%}"
+        f"the same prediction for {found.same:.2%}"
     )

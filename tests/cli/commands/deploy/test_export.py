@@ -229,7 +229,7 @@ def test_int8_and_what_it_costs(run, best, folder, tmp_path, monkeypatch, capsys
     assert main(["export", str(best), "--output", str(tmp_path / "model.onnx"), "--int8"]) == 0
     out = capsys.readouterr().out
     before, after, same = re.search(
-        r"18 images of val: (\S+) before int8, (\S+) after; the same class for (\S+)%", out
+        r"18 images of val: (\S+) before int8, (\S+) after; the same prediction for (\S+)%", out
     ).groups()
     summary = json.loads((run / "summary.json").read_text())
     assert float(before) == pytest.approx(summary["val/acc1"], abs=5e-5)

@@ -1,4 +1,4 @@
-"""Compute metrics of each class from a confusion matrix, and the calibration error of probabilities."""
+"""Metrics of each class from a confusion matrix (NumPy), and the calibration error of probabilities."""
 
 from __future__ import annotations
 
