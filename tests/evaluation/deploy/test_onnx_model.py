@@ -42,8 +42,8 @@ def test_int8_of_linear_layers_alone(graph, tmp_path):
     quantise(path, tmp_path / "b.onnx")
     x = np.random.default_rng(1).normal(size=(4, 8)).astype(np.float32)
     (found,) = session(tmp_path / "b.onnx").run(None, {"x": x})
-    # Weights: symmetric, a scale per output channel; activations: one scale and one zero point for all.
-    scale = np.abs(linear).max(0) / 127
+    # Weights: symmetric, 7 bits, a scale per output channel; activations: one scale and one zero point for all.
+    scale = np.abs(linear).max(0) / 64
     weights = np.round(linear / scale) * scale
     step = (max(x.max(), 0) - min(x.min(), 0)) / 255
     zero = np.round(-min(x.min(), 0) / step)
@@ -104,7 +104,7 @@ def test_a_description_in_the_file(tmp_path):
         "std": [0.2, 0.2, 0.2],
     }
     several = DESCRIPTION | {"thresholds": [0.5, 0.0, 1.0], "input": ["batch", 3, 16, 16]}
-    assert OnnxClassifier(classifier_of(tmp_path / "b.onnx", several)).thresholds == [0.5, 0.0, 1.0]
+    assert OnnxClassifier(classifier_of(tmp_path / "b.onnx", several)).labels.thresholds == [0.5, 0.0, 1.0]
     native = {name: DESCRIPTION[name] for name in ("class_names", "input", "mean", "std")}
     native |= {"patch_size": [8, 8], "max_tokens": 9}
     assert OnnxClassifier(classifier_of(tmp_path / "c.onnx", native)).data_arguments()["max_tokens"] == 9
