@@ -117,7 +117,7 @@ class GridForward:
         return x if grid.valid is None else {"patches": x, "patch_valid": grid.valid}
 
     def _run_blocks(self, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
-        return self._run_steps(x, grid, attn_mask, is_causal, (), self.depth_plan.count(self) - 1)[0]
+        return self._run_steps(x, grid, attn_mask, is_causal, (), self._count_steps() - 1)[0]
 
     def forward_intermediates(
         self,
@@ -137,7 +137,7 @@ class GridForward:
             raise ValueError(f"output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}")
         if self.segmenter is not None and (why := self.segmenter.lacks.get("hooks")):
             raise ValueError(f"there are no features of single blocks: {why}")
-        count = self.depth_plan.count(self)
+        count = self._count_steps()
         take_indices, max_index = feature_take_indices(count, indices)
         x, grid = self.embed(x)
         if grid.coords is not None and output_fmt == "NCHW":
@@ -161,6 +161,10 @@ class GridForward:
         if return_prefix_tokens and prefixes is not None:
             patches = list(zip(patches, prefixes, strict=True))
         return patches if intermediates_only else (self.norm(x), patches)
+
+    def _count_steps(self) -> int:
+        """Count the states that `_run_steps` can take; models that override `_run_steps` override this, too."""
+        return self.depth_plan.count(self)
 
     def _run_steps(
         self, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool, take: Collection[int], last: int
