@@ -40,8 +40,7 @@ WORDS |= {tuple: "a pair such as '[64,96]'"}
 # Options that several commands have, where the docstring of a command does not describe the option.
 SHARED = {
     "ckpt_path": "The checkpoint to use, such as runs/RUN/checkpoints/best.ckpt.",
-    "reach": "How attention works at other sizes than in training: trained, stretch, logn, stretch-logn, windows or "
-    "bands; see docs/sizes.md.",
+    "reach": "How attention works at other sizes than in training; see docs/sizes.md.",
     "img_size": "The size of the images that the model gets, such as 288 or [256,384]; None means as in training.",
     "batch_size": "The number of images in a batch; None means as in training.",
     "root": "The folder of the images, where it is not the one that the checkpoint remembers.",
