@@ -72,7 +72,7 @@ def relative_attention(
         dropout_p: dropout on the attention weights, value term included. Pass 0 in evaluation.
         scale: factor on content and relative logits alike; None: head_dim ** -0.5.
         trained_keys: number of keys in training, 2 or more: all logits, the bias included, are multiplied by log(n) /
-            log(trained_keys), with n the number of keys that are no padding; see `relvit.ops.temperature`. None: not.
+            log(trained_keys), with n the number of keys that are no padding; see `relvit.ops.temperature`.
         backend: 'fused' (one `scaled_dot_product_attention` over augmented q, k and v: memory O(N (H + W)), nothing of
             N x N is kept for backward; with `dropout_p` > 0 PyTorch's CPU kernel gives up this promise), 'tiled' (one
             tile of queries after the other, recomputed in backward: nothing of N x N either; but no second
@@ -96,7 +96,7 @@ def relative_attention(
 
 
 def attend(inputs: AttentionInputs, backend: str = "auto") -> Tensor:
-    """Compute `relative_attention` of arguments that are one value, as layers have them."""
+    """Compute `relative_attention` of `AttentionInputs`, which layers build."""
     check_backend(backend, tuple(BACKENDS))
     dtype, inputs = inputs.query.dtype, checked(inputs)
     if backend == "auto":
@@ -108,9 +108,9 @@ def attend(inputs: AttentionInputs, backend: str = "auto") -> Tensor:
     if backend in ("tiled", "triton") and not is_eager():
         raise ValueError(f"backend {backend!r} can be no part of graphs or of torch.func's transforms: use 'auto'")
     if backend == "reference":
-        return reference.relative_attention(*inputs)
+        return reference.relative_attention(**inputs._asdict())
     if backend in ("tiled", "gathered"):
-        # As inside fused kernels: logits, softmax, sums over tiles would lose too much in half precision.
+        # Logits, softmax and sums over tiles would lose too much in half precision; fused kernels convert them, too.
         inputs = inputs.to(torch.promote_types(dtype, torch.float32))
     return BACKENDS[backend].relative_attention(with_temperature(with_channels(inputs))).to(dtype)
 
@@ -120,14 +120,7 @@ def choose(
 ) -> Choice:
     """Return which backend `relative_attention` takes for 'auto', why, and what it keeps for backward.
 
-    Args: see `relative_attention`.
-
-    Returns:
-        `backend`, `reason` and `keeps`, three strings.
-
-    Raises:
-        ValueError: as `relative_attention`.
-        TypeError: as `relative_attention`.
+    Arguments and errors are those of `relative_attention`.
     """
     inputs = checked(AttentionInputs(query, key, value, terms, grid, key_grid))
     tables = [table for term in (*terms[:4], terms.channels) if term is not None for table in term]
@@ -155,7 +148,7 @@ def _choose(inputs: AttentionInputs) -> Choice:
     if is_functorch():
         reason = "transforms of torch.func need rules that only plain operations have"
         return Choice("gathered", reason, "N x N weights")
-    # The switch is for all devices, in spite of its name.
+    # In spite of its name, the switch holds for all devices.
     if not torch.backends.cuda.flash_sdp_enabled():
         return Choice("fused", "with flash kernels off, stock attention has second derivatives", "N x N weights")
     little = "logits and marginals, O(N (H + W)) at most: backward recomputes each tile"
@@ -166,7 +159,7 @@ def _choose(inputs: AttentionInputs) -> Choice:
     width = fused.augmented_width(inputs, padded=inputs.key_grid.valid is not None)
     by_name = ""
     if width > 128 and triton.refusal(inputs) is None:
-        # The rule to be, once `tools/gpu/gpu_check.py` has passed on a GPU: here, 'triton'.
+        # Once `tools/gpu/gpu_check.py` has passed on a GPU, the rule should choose 'triton' here.
         by_name = "; 'triton' augments nothing, but no GPU has run it yet: by name only"
     if width > 256:
         return Choice("tiled", "fused GPU kernels end at width 256" + by_name, little)
@@ -183,11 +176,9 @@ def relative_logits(
     et al. 2018 (arXiv 1803.02155), eq. 4, second summand, with H + W instead of H W numbers per query.
 
     Args:
-        query: (B, heads, Nq, head_dim), any floating dtype.
+        query, grid, key_grid: see `relative_attention`.
         terms: `terms.key` is read.
-        grid: where the query tokens are, and the key tokens too unless `key_grid` is given.
-        key_grid: where the key tokens are.
-        backend: as in `relative_attention`; 'reference' is the slow one, all others compute the same fast way.
+        backend: 'reference' is the slow one, all others compute the same fast way.
 
     Returns:
         rows (B, heads, Nq, H) and cols (B, heads, Nq, W) for the key grid's H and W; zero for prefix queries.

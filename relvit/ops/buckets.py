@@ -24,7 +24,7 @@ def bucket(offset: Tensor, distance: int, bucketing: str) -> Tensor:
         return offset.clamp(-distance, distance) + distance
     alpha, gamma = distance / 2, 4 * distance
     size = offset.abs().to(torch.float64)
-    # clamp: the logarithm of the near offsets is not used, but must be finite.
+    # Near offsets are clamped, because their logarithm, which is not used, must be finite.
     stretched = torch.log(size.clamp(min=alpha) / alpha) * ((distance - alpha) / math.log(gamma / alpha)) + alpha
     far = stretched.round().clamp(max=distance)
     return (torch.where(size <= alpha, size, far).to(offset.dtype) * offset.sign()) + distance

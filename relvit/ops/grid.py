@@ -57,11 +57,9 @@ def make_grid(
     if valid is not None:
         _check_boolean("valid", valid)
         patches = num_tokens(grid) - prefix
-        shape = tuple(valid.shape)
         if valid.dim() not in (1, 2) or valid.shape[-1] != patches:
-            raise ValueError(
-                f"valid must have shape ({patches},) or (B, {patches}), patches without prefix tokens, got {shape}"
-            )
+            expected = f"({patches},) or (B, {patches}), patches without prefix tokens"
+            raise ValueError(f"valid must have shape {expected}, got {tuple(valid.shape)}")
     return grid
 
 
@@ -78,10 +76,7 @@ def grid_from_naflex(patch_coord: Tensor, patch_valid: Tensor | None, height: in
         width: number of columns that no image exceeds.
         prefix: number of tokens without coordinates, which the model puts before the patches.
 
-    Raises:
-        TypeError: as `make_grid`.
-        ValueError: as `make_grid`; coordinates of padding may be anything, and while a graph is compiled or exported
-            no coordinates are read.
+    Raises: as `make_grid`; coordinates of padding may be anything.
     """
     height, width, prefix = _checked_sizes(height, width, prefix)
     _check_integers("patch_coord", patch_coord)
@@ -171,12 +166,7 @@ def key_mask(grid: Grid) -> Tensor | None:
 
 
 def without_padding(tokens: Tensor, valid: Tensor) -> Tensor:
-    """Set padding, which may hold anything, NaN included, to zero in (B, heads, N, dim) tokens.
-
-    Args:
-        tokens: keys or values.
-        valid: (1 or B, N) booleans, as `key_mask` returns them.
-    """
+    """Set padding, which may hold anything, NaN included, to zero in (B, heads, N, dim) tokens; `valid`: `key_mask`."""
     return tokens.masked_fill(~valid[:, None, :, None], 0.0)
 
 
@@ -207,7 +197,7 @@ def _check_bounds(name: str, coords: Tensor, height: int, width: int) -> None:
     """Compare coordinates (..., 2) with the bounds; a graph cannot wait for their values."""
     if not knows_values() or not coords.numel():
         return
-    # One copy from the device for all four numbers.
+    # All four numbers are copied from the device at once.
     lowest, highest = torch.stack(coords.flatten(0, -2).aminmax(dim=0)).tolist()
     for axis, low, high, size in zip(("row", "column"), lowest, highest, (height, width), strict=True):
         if low < 0 or high >= size:

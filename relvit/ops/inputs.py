@@ -15,7 +15,7 @@ from relvit.ops.terms import AxisTables, Channels, JointTable, RelativeTerms, wi
 from relvit.ops.tracing import knows_values
 from relvit.utils.messages import did_you_mean, listing
 
-# Far from where numbers divided or multiplied by the scale could overflow, in half precision too.
+# Numbers divided or multiplied by a scale in this range do not overflow, in half precision either.
 SMALLEST_SCALE, LARGEST_SCALE = 1e-3, 1e3
 
 
@@ -177,7 +177,7 @@ def _check_options(inputs: AttentionInputs) -> None:
     for name, number in (("dropout_p", dropout_p), ("scale", 1.0 if scale is None else scale)):
         if isinstance(number, bool) or not isinstance(number, (int, float)):
             raise TypeError(f"{name} must be a number, got {number!r} of type {type(number).__name__}")
-    # A graph may have a symbol for the scale.
+    # In a graph the scale may be a symbol.
     if scale is not None and knows_values() and not math.isfinite(scale):
         raise ValueError(f"scale must be finite, got {scale}")
     if inputs.trained_keys is not None and inputs.trained_keys < 2:
@@ -197,13 +197,11 @@ def check_terms(terms: RelativeTerms, heads: int, head_dim: int, value_dim: int)
         raise ValueError(f"terms.bucketing must be one of {listing(BUCKETINGS)}, got {terms.bucketing!r}{hint}")
     widths = {"query": (head_dim,), "key": (head_dim,), "value": (value_dim,), "bias": ()}
     for term, width in widths.items():
-        tables: AxisTables | JointTable | None = getattr(terms, term)
-        if tables is None:
-            continue
-        check_kind(f"terms.{term}", tables, (AxisTables, JointTable), "AxisTables or a JointTable")
-        axes = 2 if isinstance(tables, JointTable) else 1
-        for part, table in zip(tables._fields, tables, strict=True):
-            _check_table(f"terms.{term}.{part}", table, axes, heads, width)
+        if (tables := getattr(terms, term)) is not None:
+            check_kind(f"terms.{term}", tables, (AxisTables, JointTable), "AxisTables or a JointTable")
+            axes = 2 if isinstance(tables, JointTable) else 1
+            for part, table in zip(tables._fields, tables, strict=True):
+                _check_table(f"terms.{term}.{part}", table, axes, heads, width)
 
 
 def _check_table(name: str, table: Tensor, axes: int, heads: int, width: tuple[int, ...]) -> None:

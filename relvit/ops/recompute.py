@@ -108,7 +108,7 @@ def _unchanged(saved: Tensor, versions: Versions) -> Tensor:
 
 
 class _Recomputation:
-    """Results of one call, each handed out once: one backward asks for all of them, one after the other."""
+    """Results of one call, each handed out once: one backward asks for all of them in turn."""
 
     def __init__(self, function: Callable[..., list[Tensor]], inputs: list[Tensor | None]) -> None:
         self._function = function

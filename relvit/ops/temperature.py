@@ -14,13 +14,8 @@ def with_temperature(inputs: AttentionInputs) -> AttentionInputs:
     added afterwards, as they are. Source: logits times log(n), Chiang & Cholak 2022 (arXiv 2202.12172); relative to
     the trained number as Qwen's LogN-scaling (Bai et al. 2023, arXiv 2309.16609), but for fewer keys too.
 
-    Args:
-        inputs: as `relvit.ops.inputs.checked` returns them; `trained_keys` is the number of keys in training. None: the
-            logits stay as they are.
-
-    Returns:
-        The inputs with other queries, position keys and bias tables, each in its own dtype; the same numbers where n is
-        `trained_keys`.
+    Returns the inputs of `relvit.ops.inputs.checked` with other queries, position keys and bias tables, each in its own
+    dtype; where n is `trained_keys` their numbers stay the same.
 
     Raises:
         ValueError: a bias where samples have different numbers of keys.
@@ -35,7 +30,7 @@ def with_temperature(inputs: AttentionInputs) -> AttentionInputs:
     else:
         # Samples without keys have no logits.
         count = valid.sum(dim=1).clamp(min=1).to(precision)[:, None, None, None]
-    # Of two tensors: so equal numbers have exactly the ratio 1.
+    # Both logarithms are taken of tensors, so that equal numbers have exactly the ratio 1.
     factor = count.log() / torch.full_like(count, inputs.trained_keys).log()
 
     def times(tensor: Tensor, factor: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ def is_compiling() -> bool:
 
 def is_exporting() -> bool:
     """Return True while `torch.export` makes a graph."""
-    # Not `torch.compiler.is_exporting`: in PyTorch 2.11's compiled graphs it is always True.
+    # `torch.compiler.is_exporting` is always True in PyTorch 2.11's compiled graphs.
     return torch.compiler._is_exporting_flag
 
 
@@ -59,7 +59,7 @@ def trains_in_graph() -> bool:
 
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:
     """Switch autocast off for a device; where autocast does not exist (the meta device), do nothing."""
-    # PyTorch 2.11's compiler cannot ask.
+    # In PyTorch 2.11's compiler `is_autocast_available` cannot be called.
     if not is_compiling() and not torch.amp.is_autocast_available(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)

@@ -15,19 +15,12 @@ from relvit.ops.grid import Grid, num_tokens
 
 
 class Division(NamedTuple):
-    """Windows over a grid, each pair as (rows, columns).
+    """Windows over a grid, each pair as (rows, columns)."""
 
-    Attributes:
-        size: patches of one window.
-        before: by how much the first windows stick out over the top and the left border.
-        after: the same at the bottom and the right border.
-        number: windows below and beside each other.
-    """
-
-    size: tuple[int, int]
-    before: tuple[int, int]
-    after: tuple[int, int]
-    number: tuple[int, int]
+    size: tuple[int, int]  # patches of one window
+    before: tuple[int, int]  # by how much the first windows stick out over the top and the left border
+    after: tuple[int, int]  # by how much the last windows stick out at the bottom and the right border
+    number: tuple[int, int]  # windows below and beside each other
 
 
 def to_windows(x: Tensor, grid: Grid, size: int | Sequence[int], shift: int | Sequence[int] = 0) -> tuple[Tensor, Grid]:
@@ -76,9 +69,7 @@ def from_windows(windows: Tensor, grid: Grid, size: int | Sequence[int], shift: 
 
     Args:
         windows: (B n, rows columns, C), as `to_windows` returns them.
-        grid: as given to `to_windows`.
-        size: likewise.
-        shift: likewise.
+        grid, size, shift: as given to `to_windows`.
 
     Returns:
         (B, H W, C) tokens in raster order.

@@ -39,7 +39,7 @@ def spied_backends(monkeypatch):
     ran = []
     for name, module in attention.BACKENDS.items():
         original = module.relative_attention
-        spy = lambda *inputs, name=name, original=original: ran.append(name) or original(*inputs)  # noqa: E731
+        spy = lambda *inputs, name=name, run=original, **named: ran.append(name) or run(*inputs, **named)  # noqa: E731
         monkeypatch.setattr(module, "relative_attention", spy)
     return ran
 

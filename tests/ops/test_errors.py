@@ -5,7 +5,7 @@ import pytest
 import torch
 from draws import BACKENDS, draw_case
 
-from relvit.ops import JointTable, RelativeTerms, choose, relative_attention, relative_logits
+from relvit.ops import Channels, JointTable, RelativeTerms, choose, relative_attention, relative_logits
 
 Q, K, V, TERMS, GRID = draw_case(2, 3)
 
@@ -17,6 +17,12 @@ def case(**changes):
 
 def table(**changes):
     return TERMS._replace(key=TERMS.key._replace(**changes))
+
+
+def channels(**changes):
+    return {
+        "terms": TERMS._replace(channels=Channels(torch.ones(2, 2, 6, 3), torch.ones(1, 2, 6, 3))._replace(**changes))
+    }
 
 
 CONTENTS = [
@@ -52,6 +58,14 @@ CONTENTS += [
         "grid.valid is on meta, expected the query's device",
     ),
 ]
+CONTENTS += [
+    (channels(query=torch.ones(2, 2, 5, 3)), ValueError, r"channels.query has shape \(2, 2, 5, 3\), .* \(2, 2, 6, 3\)"),
+    (channels(key=torch.ones(1, 2, 6, 2)), ValueError, r"channels.key has shape \(1, 2, 6, 2\), expected \(1, 2, 6, 3"),
+    (channels(query=torch.ones(4, 2, 6, 3)), ValueError, "terms.channels.query has shape"),
+    (channels(query=torch.ones(2, 2, 6, 3, device="meta")), ValueError, "terms.channels.query is on meta"),
+    (channels(query=torch.ones(2, 2, 6, 3).long()), TypeError, "terms.channels.query has dtype torch.int64"),
+    ({"terms": RelativeTerms(channels=(Q, K))}, TypeError, "terms.channels must be Channels, got tuple"),
+]
 OPTIONS = [
     ({"position_query": Q[:1]}, ValueError, r"position_query has shape \(1, 2, 6, 5\), expected \(2, 2, 6, 5\)"),
     ({"position_key": K.float()}, ValueError, "position_key has dtype torch.float32, expected the query's"),
@@ -63,6 +77,7 @@ OPTIONS = [
     ({"dropout_p": 1.5}, ValueError, "dropout_p must be between 0 and 1, got 1.5"),
     ({"dropout_p": "0.1"}, TypeError, "dropout_p must be a number, got '0.1' of type str"),
     ({"scale": torch.ones(())}, TypeError, "scale must be a number"),
+    ({"trained_keys": 1}, ValueError, "trained_keys must be 2 or more, got 1"),
     ({"scale": float("nan")}, ValueError, "scale must be finite, got nan"),
     ({"attn_mask": torch.ones(6, 6, device="meta")}, ValueError, "attn_mask is on meta"),
     (

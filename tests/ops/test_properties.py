@@ -1,4 +1,4 @@
-"""Properties of every backend under every option: no silent wrong gradient, no leak from the future or padding."""
+"""Properties of relative attention for every backend and option: right gradients, no leak of the future or padding."""
 
 from functools import partial
 
@@ -7,6 +7,7 @@ import torch
 from draws import (
     BACKENDS,
     assert_all_close,
+    assert_right_or_refused,
     assert_same,
     brute_force,
     draw,
@@ -16,22 +17,12 @@ from draws import (
     with_tables,
 )
 
-from relvit.families.aft import aft_conv, aft_full, aft_local, aft_simple
 from relvit.ops import key_mask, make_grid, relative_attention
 
 pytestmark = pytest.mark.usefixtures("several_tiles")
 
 HEADS, DIM, HEIGHT, WIDTH, PREFIX = 2, 5, 3, 4, 1
 TOKENS = PREFIX + HEIGHT * WIDTH
-AFT_BACKENDS = {
-    "simple": ("auto", "reference"),
-    "full": ("products", "pairs", "reference"),
-    "local": ("products", "pairs", "reference"),
-    "conv": ("convolution", "difference", "pairs", "reference"),
-}
-# Kind, backend, whether it is causal.
-AFT_CASES = [(kind, backend, False) for kind, backends in AFT_BACKENDS.items() for backend in backends]
-AFT_CASES += [(kind, name, True) for kind, name, _ in AFT_CASES if name in ("auto", "pairs", "reference")]
 
 
 def attention_case(batch, backend, layout="separate", dtype=torch.float64):
@@ -56,48 +47,6 @@ def attention_case(batch, backend, layout="separate", dtype=torch.float64):
         return relative_attention(*contents, filled, grid, **options, backend=backend)
 
     return inputs, attend
-
-
-def aft_case(kind, backend, is_causal=False, dtype=torch.float64, valid=None):
-    """All inputs of an attention-free operation by name, and the operation as a function of them."""
-    generator = torch.Generator().manual_seed(0)
-    inputs = {name: draw(generator, 2, HEADS, TOKENS, DIM) for name in ("query", "key", "value")}
-    if kind == "conv":
-        inputs |= {"key": inputs["key"][..., :1].clone(), "weight": draw(generator, HEADS, 3, 5)}
-    elif kind != "simple":
-        inputs["bias"] = draw(generator, HEADS, TOKENS, TOKENS)
-    inputs = {name: tensor.to(dtype).requires_grad_() for name, tensor in inputs.items()}
-    grid = make_grid(HEIGHT, WIDTH, PREFIX, valid=valid)
-    operation = {"simple": aft_simple, "full": aft_full, "local": aft_local, "conv": aft_conv}[kind]
-    window = {"window": 2} if kind == "local" else {}
-    return inputs, lambda inputs: operation(**inputs, **window, grid=grid, is_causal=is_causal, backend=backend)
-
-
-def assert_right_or_refused(inputs, operation, changed):
-    """Change an input, or the output, between forward and backward: gradients are as if nothing was, or refused."""
-    wanted = [tensor for tensor in inputs.values() if tensor.requires_grad]
-    out = operation(inputs)
-    cotangent = draw(torch.Generator().manual_seed(9), *out.shape).to(out.dtype)
-    expected = gradients(out, wanted, cotangent)
-    out = operation(inputs)
-    if changed == "output":
-        out.mul_(2)
-        expected = [2 * gradient for gradient in expected]
-    else:
-        kept = inputs[changed].detach().clone()
-        with torch.no_grad():
-            inputs[changed].zero_()
-    try:
-        found = gradients(out, wanted, cotangent)
-    except RuntimeError as error:
-        assert "modified" in str(error)  # noqa: PT017 (either outcome is right)
-    else:
-        assert_all_close(found, expected, atol=1e-10)
-    if changed != "output":
-        # An error must not be the answer to everything.
-        with torch.no_grad():
-            inputs[changed].copy_(kept)
-        assert_all_close(gradients(operation(inputs), wanted, cotangent), expected, atol=1e-10)
 
 
 INPUTS = ["query", "key", "value", "position_query", "position_key", "attn_mask", "coords", "valid", "output"]
@@ -125,26 +74,7 @@ def test_output_of_attention_without_a_value_term_changed_in_place(backend, whic
     assert_right_or_refused(inputs, lambda inputs: attend(**inputs), "output")
 
 
-@pytest.mark.parametrize(("kind", "backend", "is_causal"), AFT_CASES)
-def test_attention_free_changed_in_place_before_backward(kind, backend, is_causal):
-    inputs, operation = aft_case(kind, backend, is_causal)
-    for changed in (*inputs, "output"):
-        assert_right_or_refused(inputs, operation, changed)
-
-
 LATER = 7  # tokens from here on are changed
-
-
-@pytest.mark.parametrize("size", [1e4, 1e8, 1e30])
-@pytest.mark.parametrize(("kind", "backend", "is_causal"), [case for case in AFT_CASES if case[2]])
-def test_later_tokens_do_not_change_a_causal_attention_free_average(kind, backend, is_causal, size):
-    inputs, operation = aft_case(kind, backend, is_causal, dtype=torch.float32)
-    before = operation(inputs)
-    changed = {name: inputs[name].detach().clone() for name in ("key", "value")}
-    for tensor in changed.values():
-        tensor[:, :, LATER:] = size
-    after = operation(inputs | changed)
-    torch.testing.assert_close(after[:, :, :LATER], before[:, :, :LATER], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -158,21 +88,6 @@ def test_later_tokens_do_not_change_causal_attention(backend):
     k, v = k.clone(), v.clone()
     k[:, :, LATER:], v[:, :, LATER:] = 1e8, 1e8
     torch.testing.assert_close(attend(q, k, v)[:, :, :LATER], before[:, :, :LATER], rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("kind", ["full", "conv"])
-def test_a_bias_that_hides_a_large_key_leaves_the_others_exact(kind):
-    inputs, operation = aft_case(kind, "pairs", dtype=torch.float32)
-    hidden = TOKENS - 1
-    with torch.no_grad():
-        inputs["key"][:, :, hidden] = 1e6
-        if kind == "full":
-            inputs["bias"][:, :, hidden] = -1e9
-        else:
-            inputs["weight"].fill_(-1e9)
-    exact, exact_operation = aft_case(kind, "reference")
-    wide = {name: inputs[name].detach().double() for name in exact}
-    torch.testing.assert_close(operation(inputs).double(), exact_operation(wide), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("garbage", [float("nan"), 1e30])
@@ -197,21 +112,6 @@ def test_attention_does_not_depend_on_what_padding_holds(backend, option, garbag
         return out, *gradients(out, [query, *keys], cotangent)
 
     assert_all_close(run(garbage), run(0.0), atol=1e-6)
-
-
-@pytest.mark.parametrize("garbage", [float("nan"), 1e30, float("inf")])
-@pytest.mark.parametrize(("kind", "backend", "is_causal"), AFT_CASES)
-def test_attention_free_averages_do_not_depend_on_what_padding_holds(kind, backend, is_causal, garbage):
-    valid = torch.rand(2, TOKENS - PREFIX, generator=torch.Generator().manual_seed(3)) < 0.6
-    real = torch.cat((valid.new_ones(2, PREFIX), valid), dim=1)[:, None, :, None]
-    inputs, operation = aft_case(kind, backend, is_causal, torch.float32, valid)
-
-    def run(padding):
-        filled = {name: torch.where(real, inputs[name], padding) for name in ("key", "value")}
-        out = operation(inputs | filled)
-        return out, *gradients(out, list(inputs.values()), torch.ones_like(out))
-
-    assert_all_close(run(garbage), run(0.0), atol=1e-5)
 
 
 def options_case(option):
@@ -292,15 +192,3 @@ def test_causal_attention_to_left_padding_on_another_grid(backend, queries):
     terms = draw_terms(generator, "qkvb", (2, 2), DIM, HEADS)
     attend = partial(relative_attention, query, key, value, terms, grid, key_grid, is_causal=True)
     torch.testing.assert_close(attend(backend=backend), attend(backend="reference"), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("kind", ["simple", "full", "conv"])
-def test_compiled_attention_free_averages_agree_with_eager_beside_padding_of_nan(kind, is_causal):
-    valid = torch.rand(2, TOKENS - PREFIX, generator=torch.Generator().manual_seed(3)) < 0.6
-    real = torch.cat((valid.new_ones(2, PREFIX), valid), dim=1)[:, None, :, None]
-    inputs, operation = aft_case(kind, "auto", is_causal, valid=valid)
-    inputs |= {name: torch.where(real, inputs[name], torch.nan).detach().requires_grad_() for name in ("key", "value")}
-    torch._dynamo.reset()
-    compiled = torch.compile(operation, backend="aot_eager", fullgraph=True)
-    assert_same(compiled(inputs), operation(inputs), list(inputs.values()), atol=1e-10)

@@ -89,5 +89,32 @@ def assert_same(got, expected, inputs, atol):
     assert_all_close(*(gradients(out, inputs, cotangent) for out in (got, expected)), atol=atol)
 
 
+def assert_right_or_refused(inputs, operation, changed):
+    """Change an input, or the output, between forward and backward: gradients are as if nothing was, or refused."""
+    wanted = [tensor for tensor in inputs.values() if tensor.requires_grad]
+    out = operation(inputs)
+    cotangent = draw(torch.Generator().manual_seed(9), *out.shape).to(out.dtype)
+    expected = gradients(out, wanted, cotangent)
+    out = operation(inputs)
+    if changed == "output":
+        out.mul_(2)
+        expected = [2 * gradient for gradient in expected]
+    else:
+        kept = inputs[changed].detach().clone()
+        with torch.no_grad():
+            inputs[changed].zero_()
+    try:
+        found = gradients(out, wanted, cotangent)
+    except RuntimeError as error:
+        assert "modified" in str(error)  # noqa: PT017 (either outcome is right)
+    else:
+        assert_all_close(found, expected, atol=1e-10)
+    if changed != "output":
+        # An error must not be the answer to everything.
+        with torch.no_grad():
+            inputs[changed].copy_(kept)
+        assert_all_close(gradients(operation(inputs), wanted, cotangent), expected, atol=1e-10)
+
+
 def relative_error(got, want):
     return float((got.detach().double() - want.detach()).norm() / want.detach().norm())

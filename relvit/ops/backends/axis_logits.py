@@ -57,12 +57,12 @@ def once_per_raster(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def grid_axes(grid: Grid) -> Axes:
-    """All rows and columns of a grid."""
+    """Return all rows and columns of a grid."""
     return AxisRange(0, grid.height), AxisRange(0, grid.width)
 
 
 def query_axes(inputs: AttentionInputs) -> Axes:
-    """All rows and columns of queries, as far as the query term's tables can distinguish them.
+    """Return all rows and columns of queries, as far as the query term's tables can distinguish them.
 
     Queries with coordinates of their own may be outside the key grid; further out than the tables reach, all rows (or
     columns) are alike.
@@ -75,12 +75,12 @@ def query_axes(inputs: AttentionInputs) -> Axes:
 
 
 def clip_distances(tables: AxisTables) -> Distances:
-    """Clip distances of tables of vectors, ([heads,] 2k + 1, dim) each."""
+    """Return the clip distances of tables of vectors, ([heads,] 2k + 1, dim) each."""
     return (tables.rows.shape[-2] - 1) // 2, (tables.cols.shape[-2] - 1) // 2
 
 
 def axis_indices(axes: Axes, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Numbers of all rows and of all columns, (H,) and (W,) int64."""
+    """Number all rows and all columns, (H,) and (W,) int64."""
     (top, height), (left, width) = axes
     return torch.arange(top, top + height, device=device), torch.arange(left, left + width, device=device)
 
@@ -134,10 +134,10 @@ def query_logits(inputs: AttentionInputs, axes: Axes) -> Tensor | None:
     if terms.bias is None:
         return logits
     tables = with_width(terms.bias)
-    # In the tables' precision, for the sake of the sums over all tokens in backward.
+    # The tables keep their precision, because backward adds up their gradients over all tokens.
     table, index = joined_with_index(tables, terms.bucketing, grid, axes, tables.rows)
     table = table[..., 0] / inputs.scale
-    # (1 or B, heads, Nq, H + W): samples on one grid share the result.
+    # Samples on one grid share the result, (1 or B, heads, Nq, H + W).
     heads = query.shape[1]
     entries = table.expand(heads, -1)[None, :, None].expand(index.shape[0], heads, index.shape[2], -1)
     bias = entries.gather(-1, index.expand(-1, heads, -1, -1)).to(query.dtype)
@@ -155,7 +155,7 @@ def key_logits(inputs: AttentionInputs, axes: Axes) -> Tensor | None:
 
 
 def axis_logits(query: Tensor, table: Tensor, index: Tensor) -> Tensor:
-    """query_i . rows[r - y_i] for all rows r, then the same for columns: (B, heads, N, H + W).
+    """Compute query_i . rows[r - y_i] for all rows r, then the same for columns: (B, heads, N, H + W).
 
     One product with all table rows, then a choice, is faster than a product per row of the grid: the tables are short.
     """
@@ -168,7 +168,7 @@ def axis_logits(query: Tensor, table: Tensor, index: Tensor) -> Tensor:
 
 def entry_logits(query: Tensor, table: Tensor) -> Tensor:
     """Multiply queries by all vectors of a joined table: (B, heads, N, entries)."""
-    # Head by head: so queries whose memory is as the projection has left it need no copy, neither now nor in backward.
+    # Head by head, queries in the memory layout of the projection need no copy, neither now nor in backward.
     by_head = query.permute(1, 0, 2, 3).flatten(1, 2)
     per_entry = torch.bmm(by_head, table.expand(query.shape[1], -1, -1).transpose(-2, -1))
     return per_entry.unflatten(1, (query.shape[0], query.shape[2])).transpose(0, 1)

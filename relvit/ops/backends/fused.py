@@ -113,7 +113,7 @@ def _attend(inputs: AttentionInputs) -> Tensor:
 
 
 def augmented_width(inputs: AttentionInputs, padded: bool) -> int:
-    """Width of augmented q, k and v before rounding up; `padded`: one channel is for hiding padding."""
+    """Return the width of augmented q, k and v before rounding up; `padded`: one channel is for hiding padding."""
     terms, key_axes = inputs.terms, inputs.key_grid.height + inputs.key_grid.width
     query_width = inputs.query.shape[-1] + int(padded) + added_width(terms, inputs.query.dtype)
     value_width = inputs.value.shape[-1]
@@ -123,7 +123,7 @@ def augmented_width(inputs: AttentionInputs, padded: bool) -> int:
         query_width += sum(axis.size for axis in query_axes(inputs))
     if terms.value is not None:
         value_width += key_axes
-    # One width: where value and query differ, PyTorch's CPU kernel falls back to keeping N x N.
+    # Where the widths of value and query differ, PyTorch's CPU kernel falls back to keeping N x N.
     return max(query_width, value_width)
 
 
@@ -134,14 +134,14 @@ def _with_columns(axes: Axes, number: int) -> Axes:
 
 @once_per_raster
 def _one_hot(grid: Grid, axes: Axes, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """One-hot row, then one-hot column of each token, zero for prefix tokens: (1 or B, 1, N, H + W)."""
+    """Encode the row, then the column of each token one-hot, zero for prefix tokens: (1 or B, 1, N, H + W)."""
     rows, cols = axis_indices(axes, device)
     y, x = batched_coords(grid, device).split(1, dim=-1)
     if grid.coords is not None:
         # Tokens beyond the outermost row or column count as in it.
         y = torch.minimum(torch.maximum(y, rows[:1]), rows[-1:])
         x = torch.minimum(torch.maximum(x, cols[:1]), cols[-1:])
-    # By comparison instead of `one_hot`, which breaks export with symbolic sizes.
+    # `one_hot` would break export with symbolic sizes.
     hot = torch.cat((y == rows, x == cols), dim=-1).to(dtype)
     return F.pad(hot, (0, 0, grid.prefix, 0))[:, None]
 
@@ -189,16 +189,16 @@ def _join(parts: list[Tensor], width: int) -> Tensor:
     missing = width - sum(part.shape[-1] for part in parts)
     if missing:
         parts = [*parts, parts[0].new_zeros(()).expand(*lead, missing)]
-    # In memory tokens come before heads, as the projections have it: so the attention writes its output as well.
+    # In memory tokens come before heads, as in the projections: the attention writes its output in the same order.
     return torch.cat([part.expand(*lead, -1).transpose(1, 2) for part in parts], dim=-1).transpose(1, 2)
 
 
 def _split_output(out: Tensor, content: int, table: Tensor, index: Tensor) -> Tensor:
     """Split the output into `content` channels and the attention per row and column, and add the value term."""
-    # Tokens before heads: so the attention writes its output, and so the projection wants it.
+    # The attention has written tokens before heads, as the projection reads them.
     size = index.shape[-1]
     mixed, marginals, _ = out.transpose(1, 2).split((content, size, out.shape[-1] - content - size), dim=-1)
-    # Half precision is left for sums over several marginals, and rounded to once, as by stock attention.
+    # Sums over several marginals are computed in float32 and rounded once, as in stock attention.
     precision = torch.promote_types(out.dtype, torch.float32)
     marginals, index = marginals.to(precision), index.transpose(1, 2).expand_as(marginals)
     by_entry = marginals.new_zeros(*marginals.shape[:-1], table.shape[-2]).scatter_add(-1, index, marginals)
@@ -207,14 +207,14 @@ def _split_output(out: Tensor, content: int, table: Tensor, index: Tensor) -> Te
 
 
 def _any_so_far(valid: Tensor, queries: int) -> Tensor:
-    """Whether a query may attend to any key that does not come later: (1 or B, Nq) from (1 or B, Nk)."""
+    """Return whether each query may attend to any key that does not come later: (1 or B, Nq) from (1 or B, Nk)."""
     so_far = valid.cumsum(dim=1) > 0
     more = max(0, queries - valid.shape[1])
     return torch.cat((so_far[:, :queries], so_far[:, -1:].expand(-1, more)), dim=1)
 
 
 def _mask_padding(mask: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """A mask that hides padding too, and which queries then attend to anything, (B or 1, heads or 1, Nq or 1, 1).
+    """Hide padding in a mask, too; return it, and which queries attend to anything, (B or 1, heads or 1, Nq or 1, 1).
 
     Beside a mask, whose numbers may be as low as those of any channel, only -inf hides padding. Queries that may attend
     to nothing attend to everything: not every kernel knows how to divide by nothing.

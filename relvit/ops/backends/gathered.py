@@ -38,7 +38,7 @@ class Tokens(NamedTuple):
 def relative_attention(inputs: AttentionInputs) -> Tensor:
     """Compute attention with relative terms, tile by tile; see `relvit.ops.relative_attention`."""
     query, key, position_query, mask = inputs.query, inputs.key, inputs.position_query, inputs.attn_mask
-    # Backward recomputes tiles under the autocast state of here.
+    # Backward recomputes tiles under the autocast state of their forward.
     with without_autocast(query.device):
         queries, keys = _tokens(inputs.grid, query.device), _tokens(inputs.key_grid, key.device)
         if not may_recompute():
@@ -60,7 +60,7 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
 
 
 def _attend(inputs: AttentionInputs, queries: Tokens, keys: Tokens, first: int) -> Tensor:
-    """Attention of a tile of queries, of which the first has the number `first`: (B, heads, T, value_dim)."""
+    """Attend from a tile of queries, of which the first has the number `first`: (B, heads, T, value_dim)."""
     query, key, value, terms, mask = inputs.query, inputs.key, inputs.value, inputs.terms, inputs.attn_mask
     position_query, position_key = inputs.position_query, inputs.position_key
     dy = keys.y[:, None, :] - queries.y[:, :, None]
@@ -118,10 +118,9 @@ def _attend(inputs: AttentionInputs, queries: Tokens, keys: Tokens, first: int) 
 def _entries(
     tables: AxisTables | JointTable, dtype: torch.dtype, *, dy: Tensor, dx: Tensor, on_grid: Tensor, bucketing: str
 ) -> tuple[Tensor, list[Tensor]]:
-    """All rows of the tables below each other, a zero row last, and the rows that each pair uses.
+    """Join all rows of the tables, a zero row last, ([heads,] entries, width); index those that each pair adds up.
 
-    Returns:
-        The rows, ([heads,] entries, width), and index tensors, (1 or B, 1, T, Nk) each, whose rows are to be added up.
+    The indices are one or two tensors, (1 or B, 1, T, Nk) each.
     """
     if isinstance(tables, JointTable):
         height, width = tables.table.shape[-3:-1]

@@ -1,4 +1,4 @@
-"""From a number per row and column to one per pair of tokens, and its transpose, which the tiles add up by."""
+"""Sums of a number per row and one per column for each pair of tokens, and their transpose, for `tiled`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Positions(NamedTuple):
 
 
 def token_positions(grid: Grid, axes: Axes, device: torch.device, axis: int) -> Positions:
-    """Positions of all tokens; those beyond the outermost row or column of `axes` count as in it."""
+    """Find the positions of all tokens; those beyond the outermost row or column of `axes` count as in it."""
     y, x = (
         F.pad((of_axis - first).clamp(0, size - 1), (grid.prefix, 0), value=size)[:, None].unsqueeze(axis)
         for of_axis, (first, size) in zip(batched_coords(grid, device).unbind(-1), axes, strict=True)
@@ -69,12 +69,12 @@ def from_pairs(pairs: Tensor, keys: Positions, out: Tensor) -> None:
 
 
 def _raster(pairs: Tensor, keys: Positions) -> Tensor:
-    """(..., Nk) without the prefix tokens: (..., H, W), in the same memory."""
+    """View (..., Nk) without the prefix tokens as (..., H, W)."""
     return pairs[..., keys.prefix :].unflatten(-1, (keys.height, keys.width))
 
 
 def to_queries(key_logits: Tensor, queries: Positions) -> Tensor:
-    """From each key's number per row and column, (b, heads, Nk, H' + W'), to their sum per query, (b, heads, T, Nk)."""
+    """Add up each key's number of the query's row and column: (b, heads, Nk, H' + W') to (b, heads, T, Nk)."""
     picked = []
     parts = key_logits.split((queries.height, queries.width), dim=-1)
     for part, index in zip(parts, (queries.y, queries.x), strict=True):

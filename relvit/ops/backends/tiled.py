@@ -126,7 +126,7 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
             valid=valid,
             is_causal=inputs.is_causal,
             dropout_p=inputs.dropout_p,
-            # From the generator that users seed; each tile's own follows from it, in backward too.
+            # The seed comes from the generator that users seed; each tile's own follows from it, in backward too.
             seed=int(torch.randint(2**48, ())) if inputs.dropout_p else 0,
             scale=inputs.scale,
             size=_tile_size(query, key),
@@ -140,7 +140,7 @@ def _query_logits(inputs: AttentionInputs, axes: Axes) -> tuple[Tensor | None, T
     if terms.key is not None and terms.bias is None:
         reach, index = table_index(inputs.grid, clip_distances(terms.key), terms.bucketing, axes, query.device)
         # Table entries are fewer than the rows and columns of large images: what is kept does not grow with these.
-        # Besides, a joined table has a zero row, and padding.
+        # (Besides the rows in reach a joined table has a zero row, and padding.)
         if 2 * sum(reach) + 2 <= index.shape[-1]:
             return entry_logits(query, join_tables(terms.key, reach, query.dtype)), index
     return query_logits(inputs, axes), None
@@ -156,7 +156,7 @@ class Tiles(torch.autograd.Function):
         operands = _without_padding(given, config)
         query, value, table = operands.query, operands.value, operands.table
         batch, heads, length, _ = query.shape
-        # Tokens before heads: so the projections have it.
+        # In memory tokens come before heads, as in the projections.
         result = value.new_empty(batch, length, heads, value.shape[-1])
         on_entries = None if table is None else value.new_zeros(batch, length, heads, table.shape[-2])
         workspace = _new_workspace(operands, config)
@@ -177,7 +177,7 @@ class Tiles(torch.autograd.Function):
         if torch.is_grad_enabled():
             # Marked as differentiable once, this function would be left out of second derivatives without an error.
             raise RuntimeError("backend 'tiled' has no second derivatives (create_graph=True): use backend='gathered'")
-        # As forward; backward may run inside of a user's autocast.
+        # Forward runs without autocast, too. Backward may run inside of a user's autocast.
         with without_autocast(grad.device):
             *operands, on_entries, result = ctx.saved_tensors
             wants_mask = ctx.needs_input_grad[Operands._fields.index("attn_mask")]
@@ -232,26 +232,26 @@ def _backward(
 
 
 def _part(tensor: Tensor, axis: int, of_axis: slice) -> Tensor:
-    """A slice of an axis, unless it has all or is broadcast: most tiles of small images would cut nothing."""
+    """Cut a slice out of an axis, unless the axis is broadcast or no longer than the slice."""
     size = of_axis.stop - of_axis.start
     return tensor if tensor.shape[axis] in (1, size) else tensor.narrow(axis, of_axis.start, size)
 
 
 def _tile_size(query: Tensor, key: Tensor) -> tuple[int, int, int]:
-    """How many samples, heads and queries a tile has at the most."""
+    """Return how many samples, heads and queries a tile has at the most."""
     _, heads, length, _ = query.shape
     threads = torch.get_num_threads()
     most, of_sample = TILE_LOGITS * threads, max(1, heads * length * key.shape[2])
     if of_sample <= most:
         return most // of_sample, heads, max(1, length)
-    # Few heads and many queries: narrow products are slow.
+    # A tile has few heads and many queries, because narrow products are slow.
     heads = min(heads, threads)
     return 1, heads, max(LEAST_QUERIES, most // (heads * key.shape[2]))
 
 
 def _tiles(query: Tensor, config: TileConfig) -> Iterator[Tile]:
     batch, heads, length, _ = query.shape
-    # Without queries one empty tile, which sets the gradients of keys and values to zero.
+    # Without queries there is one empty tile, which sets the gradients of keys and values to zero.
     starts = (range(0, end, step) for end, step in zip((batch, heads, max(1, length)), config.size, strict=True))
     for number, start in enumerate(product(*starts)):
         stop = (min(at + step, end) for at, step, end in zip(start, config.size, query.shape, strict=False))
@@ -259,13 +259,13 @@ def _tiles(query: Tensor, config: TileConfig) -> Iterator[Tile]:
 
 
 def _new_workspace(operands: Operands, config: TileConfig) -> Tensor:
-    """Memory for a tile's weights, for one tile after the other: fresh memory costs more than what is done in it."""
+    """Allocate memory for the weights of each tile in turn: fresh memory costs more than the arithmetic in it."""
     shape = (min(most, size) for most, size in zip(config.size, operands.query.shape[:3], strict=True))
     return operands.query.new_empty(math.prod(shape) * operands.key.shape[2])
 
 
 def _weights(operands: Operands, config: TileConfig, tile: Tile, workspace: Tensor) -> Tensor:
-    """The attention weights of a tile before dropout, (b, heads, T, Nk), in the memory of `workspace`."""
+    """Compute the attention weights of a tile before dropout, (b, heads, T, Nk), in the memory of `workspace`."""
     query, key = tile.of(operands.query), tile.all_tokens(operands.key)
     shape = (*query.shape[:3], key.shape[2])
     logits = workspace[: math.prod(shape)].view(shape)
@@ -289,14 +289,14 @@ def _weights(operands: Operands, config: TileConfig, tile: Tile, workspace: Tens
         logits.masked_fill_(~tile.of(config.valid[:, None, None]), -torch.inf)
     masked = operands.attn_mask is not None or config.valid is not None
     empty = torch.isneginf(logits).all(dim=-1, keepdim=True) if masked else None
-    # In place: fresh memory costs more than the arithmetic.
+    # The softmax is in place, because fresh memory costs more than the arithmetic.
     weights = torch.softmax(logits, -1, out=logits)
     # A query that may attend to nothing gets zeros, forward and backward, instead of NaN.
     return weights if empty is None else weights.masked_fill_(empty, 0.0)
 
 
 def _by_axis(numbers: Tensor, tile: Tile, index: Tensor | None) -> Tensor:
-    """The numbers of a tile's queries for each row and column, (b, heads, T, H + W), by their index unless None."""
+    """Look up the numbers of a tile's queries for each row and column, (b, heads, T, H + W)."""
     numbers = tile.of(numbers)
     return numbers if index is None else numbers.gather(-1, tile.of(index).expand(*numbers.shape[:-1], -1))
 
@@ -321,8 +321,8 @@ def _without_padding(operands: Operands, config: TileConfig) -> Operands:
 
 
 def _dropout_multiplier(weights: Tensor, config: TileConfig, tile: Tile) -> Tensor:
-    """By how much dropout multiplies each weight: the same whenever a tile asks for it."""
-    if weights.is_meta:  # has no generators
+    """Draw by how much dropout multiplies each weight: the same factors in forward and backward of a tile."""
+    if weights.is_meta:  # The meta device has no generators.
         return torch.empty_like(weights)
     generator = torch.Generator(weights.device).manual_seed(config.seed + tile.number)
     p = 1 - config.dropout_p
@@ -351,6 +351,6 @@ def _add_times_table(result: Tensor, weights: Tensor, table: Tensor) -> None:
 
 
 def _empty_like(tensor: Tensor) -> Tensor:
-    """(B, heads, N, dim) with tokens before heads in memory, as the projection's gradient wants it."""
+    """Allocate (B, heads, N, dim) with tokens before heads in memory, as in the projection's gradient."""
     batch, heads, length, dim = tensor.shape
     return tensor.new_empty(batch, length, heads, dim).transpose(1, 2)

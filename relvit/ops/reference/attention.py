@@ -8,6 +8,7 @@ Same signatures as the public operations, no validation. The relative logits are
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -42,21 +43,16 @@ def relative_attention(
     terms: RelativeTerms,
     grid: Grid,
     key_grid: Grid | None = None,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
+    *,
     dropout_p: float = 0.0,
-    scale: float | None = None,
-    position_query: Tensor | None = None,
-    position_key: Tensor | None = None,
-    trained_keys: int | None = None,
+    **options: Any,
 ) -> Tensor:
     """Compute attention with relative terms, term by term as in the paper; see `relvit.ops.relative_attention`."""
     key_grid = grid if key_grid is None else key_grid
-    options = (attn_mask, is_causal, scale, position_query, position_key, trained_keys)
     valid = key_mask(key_grid)
     if valid is not None:
         value = without_padding(value, valid)
-    weights = F.dropout(attention_weights(query, key, terms, grid, key_grid, *options), dropout_p)
+    weights = F.dropout(attention_weights(query, key, terms, grid, key_grid, **options), dropout_p)
     out = torch.einsum("bhij,bhjd->bhid", weights, value)
     if terms.value is not None:
         vectors = _pair_vectors(terms.value, terms.bucketing, grid, key_grid, value)
@@ -70,19 +66,18 @@ def attention_weights(
     terms: RelativeTerms,
     grid: Grid,
     key_grid: Grid | None = None,
+    *,
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
-    scale: float | None = None,
-    position_query: Tensor | None = None,
-    position_key: Tensor | None = None,
-    trained_keys: int | None = None,
+    **options: Any,
 ) -> Tensor:
     """Compute softmax_j(logit_ij), (B, heads, Nq, Nk), of `relvit.ops.relative_attention`, before dropout.
 
-    Rows sum to 1; they are zero where a query may attend to nothing.
+    Rows sum to 1; they are zero where a query may attend to nothing. For `options` see `attention_logits`.
     """
-    logits = attention_logits(query, key, terms, grid, key_grid, scale, position_query, position_key, trained_keys)
-    valid = key_mask(grid if key_grid is None else key_grid)
+    key_grid = grid if key_grid is None else key_grid
+    logits = attention_logits(query, key, terms, grid, key_grid, **options)
+    valid = key_mask(key_grid)
     if is_causal:
         allowed = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).tril()
         logits = logits.masked_fill(~allowed, -torch.inf)

@@ -115,27 +115,3 @@ def test_several_channels_and_their_width():
         key=type(tables.key)(*(t.to("meta") for t in tables.key)), channels=Channels(*(w.to("meta") for w in wide))
     )
     assert choose(q, k, v, tables, Grid(2, 3)).reason == "fused GPU kernels end at width 256"
-
-
-def test_errors():
-    grid = make_grid(2, 3)
-    q, k, v, terms = case(grid)
-    query, key = terms.channels
-    for channels, error, message in (
-        (
-            Channels(query[:, :, 1:], key),
-            ValueError,
-            r"terms.channels.query has shape \(2, 2, 5, 3\), expected \(2, 2, 6, 3",
-        ),
-        (
-            Channels(query, key[..., 1:]),
-            ValueError,
-            r"terms.channels.key has shape \(1, 2, 6, 2\), expected \(1, 2, 6, 3",
-        ),
-        (Channels(query.expand(2, 2, 6, 3).repeat(2, 1, 1, 1), key), ValueError, "terms.channels.query has shape"),
-        (Channels(query.to("meta"), key), ValueError, "terms.channels.query is on meta"),
-        (Channels(query.long(), key), TypeError, "terms.channels.query has dtype torch.int64"),
-        ((query, key), TypeError, "terms.channels must be Channels, got tuple"),
-    ):
-        with pytest.raises(error, match=message):
-            relative_attention(q, k, v, RelativeTerms(channels=channels), grid)

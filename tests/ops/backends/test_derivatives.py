@@ -1,11 +1,14 @@
-"""Derivatives of relative attention: first, second, through masks and dropout, under transforms."""
+"""Derivatives of relative attention: first, second, through masks and dropout, under transforms and autocast."""
+
+from contextlib import nullcontext
 
 import pytest
 import torch
-from draws import assert_same, draw_case, leaves, with_tables
+from draws import assert_same, draw_case, leaves, relative_error, with_tables
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from relvit.ops import make_grid, relative_attention
+from relvit.ops.backends import fused
 
 pytestmark = pytest.mark.usefixtures("several_tiles")
 
@@ -96,3 +99,36 @@ def test_compiled_joint_tables_equal_the_eager_ones():
     compiled = torch.compile(relative_attention, fullgraph=True, backend="aot_eager")
     got, expected = (attend(q, k, v, terms, grid) for attend in (compiled, relative_attention))
     assert_same(got, expected, inputs, atol=1e-10)
+
+
+def test_recomputed_gradients_are_bit_equal_to_those_with_everything_kept(monkeypatch):
+    q, k, v, terms, grid = draw_case(3, 4, prefix=1, which="qkvb")
+    inputs = leaves(q, k, v, terms)
+    run = lambda q=q: relative_attention(q, k, v, terms, grid, backend="fused").square().sum()  # noqa: E731
+    out = run()
+    first = torch.autograd.grad(out, inputs, retain_graph=True)
+    second = torch.autograd.grad(out, inputs)
+    # torch.func forbids the hooks by which tensors are exchanged.
+    transformed = torch.func.grad(run)(q.detach())
+    monkeypatch.setattr(fused, "recompute_saved", lambda *arguments: nullcontext())
+    kept = torch.autograd.grad(run(), inputs)
+    for one, again, expected in zip(first, second, kept, strict=True):
+        assert torch.equal(one, expected)
+        assert torch.equal(again, expected)
+    torch.testing.assert_close(transformed, kept[0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["fused", "tiled", "gathered"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_around_forward_and_backward(backend, dtype):
+    q, k, v, terms, grid = draw_case(3, 4, prefix=1, which="qkvb", dim=16)
+    terms = with_tables(terms, torch.Tensor.float)
+    inputs = leaves(*(t.to(dtype) for t in (q, k, v)), terms)
+    expected = relative_attention(*inputs[:3], terms, grid, backend="reference").float()
+    expected_grads = torch.autograd.grad(expected.sum(), inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = relative_attention(*inputs[:3], terms, grid, backend=backend)
+        grads = torch.autograd.grad(out.float().sum(), inputs)
+    assert out.dtype == dtype
+    for got, want in zip((out, *grads), (expected, *expected_grads), strict=True):
+        assert relative_error(got, want) < 0.05

@@ -31,7 +31,7 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
     reason = refusal(inputs)
     if reason is not None:
         raise ValueError(f"backend 'triton' {reason}")
-    # Not before: who never asks for kernels need not have Triton.
+    # Triton is imported here, because users of other backends need not have it.
     from relvit.ops.backends.triton.launch import Attention, Operands
 
     query, key, value, terms, _, key_grid = inputs[:6]
@@ -40,9 +40,9 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
         if valid is not None:
             valid = valid.to(torch.uint8).expand(query.shape[0], -1)
         if terms.key is None and terms.bias is None and terms.value is None:
-            # Nothing distinguishes rows: one long column of keys.
+            # Nothing distinguishes rows, so the keys are one long column.
             prefix, height, width = 0, key.shape[2], 1
-        # Without a key table nothing reads it, and no gradient of it is written.
+        # Without a key table nothing reads the position queries, and no gradient of them is written.
         position = None if terms.key is None or inputs.position_query is query else inputs.position_query
         key_table, bias, *of_key = key_operands(inputs)
         value_table, *of_value = value_operands(inputs)

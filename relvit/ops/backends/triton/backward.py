@@ -49,7 +49,7 @@ def backward_tile(
     weights = tl.exp2(pairs * scale - base[:, None])
     if VALUE_ENTRIES:
         rows = load_axis(products, queries, axes, inside, top, height, 0.0, ROWS)
-        # D may be subtracted from either axis: from the shorter one it is in fewer instructions.
+        # D may be subtracted from either axis; the shorter one takes fewer instructions.
         grad_weights = sum_of_axes(rows - mean[:, None], value_cols, BLOCK_M, ROWS, COLS)
     else:
         grad_weights = tl.zeros((BLOCK_M, ROWS * COLS), tl.float32) - mean[:, None]
@@ -99,7 +99,7 @@ def backward_queries(
         tl.store(means + pair * length + queries, mean, mask=inside)
         q = load_tokens(query + batch * q_batch + head * q_head, queries, q_token, inside, DIM, BLOCK_DIM)
         base = tl.load(lse + pair * length + queries, mask=inside, other=float("inf"))
-        # What is looked up for rows and columns.
+        # Here the kernel stores the logits, and products with value tables, of each row and column.
         of_key, of_value = logits + pair * length * axes, products + pair * length * axes
         index_of_key = key_index + batch * batched * length * axes
         index_of_value = value_index + batch * batched * length * axes
@@ -153,7 +153,7 @@ def backward_queries(
         if KEY_ENTRIES:
             run_up(sums, slots, axes, inside, base, q.dtype, False, BLOCK_M, PRECISION)
             bounds = key_bounds + batch * batched * length * (KEY_ENTRIES + 1)
-            # Fewer at a time than in `forward`: here registers are scarce.
+            # Registers are scarce here, so fewer entries are summed at a time than in `forward`.
             for start in range(0, KEY_ENTRIES, SPAN):
                 place = start + tl.arange(0, SPAN)
                 keep = place < KEY_ENTRIES
@@ -224,7 +224,7 @@ def backward_keys(
         pairs = add_product(pairs, k, q.trans(), PRECISION)
         if PADDED or not KEY_ENTRIES:
             pairs = tl.where(keep[:, None], pairs, -float("inf"))
-        # Infinite behind the last query: its weights are zero.
+        # The log-sum-exp is infinite behind the last query, so that the weights there are zero.
         base = tl.load(lse + before + queries, mask=inside, other=float("inf"))
         weights = tl.exp2(pairs * scale - base[None, :])
         do = load_tokens(grad, queries, g_token, inside, VALUE_DIM, BLOCK_VALUE)
@@ -239,7 +239,7 @@ def backward_keys(
         grad_pairs = weights * add_product(grad_weights, v, do.trans(), PRECISION)
         grad_k = add_product(grad_k, grad_pairs.to(q.dtype), q, PRECISION)
     grad_k *= scale * LN_2
-    # Padding gets zeros: of it all weights are zero.
+    # All weights of padding are zero, and so are its gradients.
     y, x = top + tl.arange(0, ROWS * COLS) // COLS, left + tl.arange(0, ROWS * COLS) % COLS
     exists = (y < height) & (x < width)
     store_tokens(grad_key + batch * gk_batch + head * gk_head, tokens, gk_token, exists, grad_k, DIM, BLOCK_DIM)

@@ -1,9 +1,9 @@
 """The forward kernel in Triton: relative attention in which q, k and v stay as narrow as they are.
 
 A key tile has ROWS image rows by COLS image columns, so a tile's relative logits are ROWS plus COLS numbers per query,
-and the tile's part of the row and column marginals are sums of its weights along either axis. Column strip by column
-strip, so that the column logits and marginals of a strip stay in registers from one tile to the next. Softmax on the
-way as in FlashAttention-2 (Dao 2023, arXiv 2307.08691, section 3.1).
+and the tile's part of the row and column marginals are sums of its weights along either axis. The kernel goes from one
+strip of columns to the next, so that the column logits and marginals of a strip stay in registers. The softmax is that
+of FlashAttention-2 (Dao 2023, arXiv 2307.08691, section 3.1).
 
 Prefix keys come first, in tiles without terms.
 """
@@ -97,7 +97,7 @@ def forward_tile(
     if PADDED or not KEY_ENTRIES:
         pairs = tl.where(keep[None, :], pairs, -float("inf"))
     new_maximum = tl.maximum(maximum, tl.max(pairs, 1) * scale)
-    # Of queries without any key so far.
+    # The maximum is minus infinity for queries that have met no key so far.
     finite = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
     decay = tl.exp2(maximum - finite)
     weights = tl.exp2(pairs * scale - finite[:, None])
@@ -107,7 +107,7 @@ def forward_tile(
         col_sums = col_sums * decay[:, None] + tl.sum(by_axis, 1)
         # The rest of the total comes from the column sums, once for each strip.
         total = total * decay
-        # By their logarithms, which stay true when the maximum grows; strips to the left have left theirs.
+        # Logarithms of sums stay true when the maximum grows. The strips to the left have already stored their sums.
         place = top + tl.arange(0, ROWS)
         pointers = sums + slots[:, None] * axes + place[None, :]
         stored = inside[:, None] & (place < height)[None, :]

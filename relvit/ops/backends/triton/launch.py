@@ -14,7 +14,7 @@ from relvit.ops.backends.triton.backward import backward_keys, backward_queries
 from relvit.ops.backends.triton.forward import forward
 
 LOG2_E = math.log2(math.e)
-# Programs per multiprocessor, more than run at once, so that none of these waits long for the last.
+# Programs per multiprocessor: more than run at once, so that the last one to finish is waited for only briefly.
 PROGRAMS = 4
 
 
@@ -43,13 +43,14 @@ BLOCKS = {
     ("backward_keys", False, True): Blocks(64, 64, 4, 2),
     ("backward_keys", True, True): Blocks(64, 64, 8, 2),
 }
-# Not on matrix units, which would round to ten bits; heads wider than 64 spill registers.
+# Float32 avoids matrix units, which would round to ten bits. Heads wider than 64 spill registers.
 BLOCKS_OF_FLOAT32 = Blocks(16, 32, 4, 1)
 
 
 def tile_shape(keys: int, height: int, width: int) -> tuple[int, int]:
     """Divide a tile of keys into rows and columns of the grid such that the fewest tiles cover it."""
-    # Of equals the first: few columns, which stay in registers, but as many as two threads of a matrix unit hold.
+    # The first of equals wins: few columns, because they stay in registers, but as many as two threads of a matrix unit
+    # hold.
     columns = [size for size in (16, 8, 32, 64, 4, 2, 1) if size <= keys]
     cols = min(columns, key=lambda size: -(-height // (keys // size)) * -(-width // size))
     return keys // cols, cols
@@ -192,7 +193,7 @@ class Launch(NamedTuple):
         return constants(self.kernel, query.dtype, self.grid[1:], self.variant, hopper)
 
     def work(self) -> int:
-        """Number of blocks of queries, or of tiles of keys."""
+        """Count the blocks of queries, or the tiles of keys."""
         batch, heads, length, _ = self.operands.query.shape
         named, _ = self.constants()
         if self.kernel is backward_keys:
@@ -208,7 +209,7 @@ class Launch(NamedTuple):
         return min(self.work(), PROGRAMS * processors)
 
     def workspace(self, width: int) -> Tensor:
-        """For each program and query of a block `width` float32 numbers, which stay in the L2 cache."""
+        """Allocate `width` float32 numbers for each program and query of a block; they stay in the L2 cache."""
         size = self.programs() * self.constants()[0]["BLOCK_M"]
         return self.operands.query.new_empty(size, width, dtype=torch.float32)
 
@@ -243,12 +244,12 @@ def _strides(tensor: Tensor | None) -> tuple[int, ...]:
 
 def _over_tokens(entries: Tensor, vectors: Tensor) -> Tensor:
     """Sum up the products of (B, heads, N, entries) and (B, heads, N, dim) over all tokens: (heads, entries, dim)."""
-    # Head by head: tensors whose memory is as the projection has left it need no copy.
+    # Head by head, tensors in the memory layout of the projection need no copy.
     one, other = (tensor.transpose(0, 1).flatten(1, 2) for tensor in (entries, vectors))
     return torch.bmm(one.mT, other)
 
 
 def _new(like: Tensor, width: int) -> Tensor:
-    """(B, heads, N, width) with tokens before heads in memory, as projections have it."""
+    """Allocate (B, heads, N, width) with tokens before heads in memory, as in the projections."""
     batch, heads, length, _ = like.shape
     return like.new_empty(batch, length, heads, width).transpose(1, 2)

@@ -32,7 +32,7 @@ def key_operands(inputs: AttentionInputs) -> tuple[Tensor | None, Tensor | None,
     bias = None if bias is None else with_width(bias)
     given = [tables for tables in (key, bias) if tables is not None]
     if len({clip_distances(tables) for tables in given}) > 1:
-        # A row for each offset that either can distinguish.
+        # Both tables get a row for each offset that one of them can distinguish.
         pairs = zip(*map(clip_distances, given), strict=True)
         distances = tuple(saturation(max(pair), bucketing) for pair in pairs)
         key, bias = (_by_offset(tables, distances, bucketing) for tables in given)
@@ -68,7 +68,7 @@ def _find(
     """
     reach, index = table_index(grid, distances, bucketing, axes, device)
     index = index[:, 0].contiguous()
-    # As many entries as `join_tables` makes.
+    # `join_tables` makes the same number of entries.
     entries = 1 + sum(2 * distance + 1 for distance in reach)
     entries += -entries % WIDTH_MULTIPLE
     wanted = torch.arange(entries + 1, device=device).expand(*index.shape[:2], -1).contiguous()
@@ -77,7 +77,7 @@ def _find(
 
 
 def _by_offset(tables: AxisTables, distances: Distances, bucketing: str) -> AxisTables:
-    """Tables with a row of their own for each offset up to `distances`."""
+    """Make tables with a row of its own for each offset up to `distances`."""
     made = []
     for table, near, far in zip(tables, clip_distances(tables), distances, strict=True):
         offsets = torch.arange(-far, far + 1, device=table.device)

@@ -17,9 +17,9 @@ SPAN = tl.constexpr(16)
 
 @triton.jit
 def add_product(total, left, right, PRECISION: tl.constexpr):
-    """total + left right, for float32 not on matrix units, which would round to ten bits."""
+    """Add left right to total; float32 avoids matrix units, which would round to ten bits."""
     if PRECISION == "interpreted":
-        # To the interpreter bfloat16 is a number's bits.
+        # The interpreter would multiply the bits of bfloat16 as integers.
         return tl.dot(left.to(tl.float32), right.to(tl.float32), total)
     return tl.dot(left, right, total, input_precision=PRECISION)
 
@@ -57,7 +57,7 @@ def store_products(
                 entry = tl.where(keep, entry, 0)
             found = tl.gather(products, entry, 1).to(pointer.dtype.element_ty)
             tl.store(pointer + slots[:, None] * axes + axis[None, :], found, mask=keep)
-    # Other threads of this program read them.
+    # Other threads of this program read these products.
     tl.debug_barrier()
 
 
@@ -81,7 +81,7 @@ def run_up(
     number = tl.arange(0, SPAN)
     up_to = (number[:, None] <= number[None, :]).to(tl.float32).to(dtype)
     every = tl.full((SPAN, SPAN), 1.0, tl.float32).to(dtype)
-    # What is stored here comes from other threads of this program.
+    # Other threads of this program have stored the numbers.
     tl.debug_barrier()
     for start in range(0, axes, SPAN):
         place = start + number
