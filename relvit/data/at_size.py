@@ -1,4 +1,4 @@
-"""Evaluate a data module's images at another size, by another protocol, without reading its files again."""
+"""Change image size and protocol of a loaded data module, as `relvit resolutions` does."""
 
 from __future__ import annotations
 

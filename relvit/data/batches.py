@@ -1,4 +1,4 @@
-"""Take batches of images apart: count them, give single images, mirror them; as a tensor or as sequences of patches."""
+"""Count, take apart and mirror the images of a batch, whether a tensor or native patches."""
 
 from typing import Any
 

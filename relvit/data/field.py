@@ -1,4 +1,4 @@
-"""Crop an image from its centre, continued beyond its edges by reflection or grey: more of the image, not larger."""
+"""Centre crop of the protocol `field`: it continues an image beyond its edges, by reflection or in grey."""
 
 from __future__ import annotations
 

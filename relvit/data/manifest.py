@@ -1,4 +1,4 @@
-"""Manifest of a split: name, size and label of each image, by which a resumed training recognises its images."""
+"""List the images of a split with sizes and labels; `training/run/manifest.py` writes it and compares it."""
 
 import hashlib
 import os

@@ -1,4 +1,4 @@
-"""`explain`: what each attention layer of a model computes at an image size, and which backend computes it."""
+"""`explain`: tabulate position, backend, its reason and stored memory of each attention layer; no Grad-CAM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Convert images given in Python (paths, PIL images, arrays, tensors) to 8-bit PIL images, as a dataset."""
+"""Convert paths, PIL images, arrays and tensors given in Python to a dataset for `Predictor`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention of timm's models that bring relative positions of their own, after `relvit.retrofit`."""
+"""Retrofitted attention of BEiT, Swin and relpos ViTs, with tables of their own; plain ViTs: `timm_attention.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention temperature by the logarithm of the number of keys: more keys do not make attention flatter."""
+"""Log-n scaling of attention logits (`--reach logn`); calibration is in `evaluation/trust`."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Fixed constants of layers, such as frequencies and slopes: casts to half precision do not round them."""
+"""Buffers that stay in float32 when a model is cast to half precision, such as frequencies and slopes."""
 
 from __future__ import annotations
 

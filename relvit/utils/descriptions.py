@@ -1,4 +1,4 @@
-"""Bound the size of nested values that are read from a file, before anything walks through them."""
+"""Limit depth and size of nested JSON or YAML values from untrusted files."""
 
 from __future__ import annotations
 

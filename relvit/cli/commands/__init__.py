@@ -1,1 +1,1 @@
-"""Commands that are no Trainer method, one file each."""
+"""Commands other than `fit`: a file each, with options and output; `relvit.evaluation` does the work."""

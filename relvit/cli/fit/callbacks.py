@@ -1,4 +1,4 @@
-"""Callbacks of a training: the record of its configuration, and what is announced at its start."""
+"""Callbacks that record the configuration of `relvit fit` and print its start; others are in `training/callbacks`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Send the figures and the result of a run to its loggers."""
+"""Send metrics and results of a training to Weights & Biases, MLflow and other loggers."""
 
 from __future__ import annotations
 

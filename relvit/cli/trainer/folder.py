@@ -1,4 +1,4 @@
-"""Create, lock and clean up the folder of a run; describe a full disk by what is left and what to do."""
+"""Make and clean up the run folder of a command, full disks included; `training/run/folder.py` names and locks it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run a model up to its pooled features, or once in evaluation mode without changing it."""
+"""Run a model to its pooled features, or once without changing it, to check an image size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums of a number per row and one per column for each pair of tokens, and their transpose, for `tiled`."""
+"""Add row and column logits for pairs of tokens, and sum over pairs back, for the backend `tiled`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dictionary in a checkpoint file, one level below `Checkpoint`: load, check, save; Lightning's CheckpointIO."""
+"""Load, check and save the dictionary of a checkpoint file (CheckpointIO); `checkpoint.py` describes it."""
 
 from __future__ import annotations
 

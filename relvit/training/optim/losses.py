@@ -1,4 +1,4 @@
-"""Further losses that a model returns in training, see `TrainingOutput`: their weights, with a warm-up."""
+"""Weights and warm-up of the additional losses in `TrainingOutput`; the classification loss is in `loss.py`."""
 
 from __future__ import annotations
 

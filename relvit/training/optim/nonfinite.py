@@ -1,4 +1,4 @@
-"""Guard against non-finite losses and gradients (NaN, infinity), and gradients averaged over accumulated batches."""
+"""Stop at, or skip, a NaN or infinite loss or gradient; average gradients over accumulated batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run folder: one per run, named by date and model, and the lock that keeps other processes out."""
+"""Name a run folder by date and model, and lock it against other processes."""
 
 from __future__ import annotations
 

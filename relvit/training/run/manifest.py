@@ -1,4 +1,4 @@
-"""`images.csv.gz` in a run's folder: the images of train and val; what differs in those that a resume finds."""
+"""Write `images.csv.gz` of a run folder, and compare it with the images that a resumed training finds."""
 
 from __future__ import annotations
 

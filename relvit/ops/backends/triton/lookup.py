@@ -1,4 +1,4 @@
-"""Joined tables for the Triton kernels, and the index that says which of their entries belongs to a row or column."""
+"""Join row and column tables into one for the Triton kernels, with the index of its entries."""
 
 from __future__ import annotations
 
