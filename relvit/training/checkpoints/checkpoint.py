@@ -25,7 +25,7 @@ from relvit.version import __version__
 
 # The arguments of `ImageClassifier` that are attributes of its data.
 OF_THE_DATA = ("num_classes", "in_chans", "img_size", "class_names", "multi_label")
-# Those that choose the network, and its images and classes.
+# These arguments choose the network: its model, and what its images and classes are.
 NETWORK = ("model", "model_kwargs", "retrofit", *OF_THE_DATA)
 
 
