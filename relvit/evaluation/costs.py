@@ -55,4 +55,6 @@ def peak_memory(net: nn.Module, images: Tensor) -> int | None:
     if images.device.type != "cpu":
         return None
     there = sum(tensor.nbytes for tensor in (*net.parameters(), *net.buffers(), images))
+    # The first pass at a size keeps indices of position tables for later passes, which do not compute them again.
+    net(images)
     return there + peak_bytes(lambda: net(images))

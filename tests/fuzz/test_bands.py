@@ -39,10 +39,13 @@ def draw(random):
     if rows == columns:
         rows += 1
     band = random.randint(1, rows + 1)
-    model = draw_position(random) | {
+    position = draw_position(random)
+    # LookHere has four heads at least.
+    heads = 4 if position["position"] == "lookhere" else random.choice([1, 2])
+    model = position | {
         "depth": random.randint(1, 4),
-        "embed_dim": random.choice([8, 16]),
-        "num_heads": random.choice([1, 2]),
+        "embed_dim": 16 if heads == 4 else random.choice([8, 16]),
+        "num_heads": heads,
         "qk_norm": random.random() < 0.2,
         "global_pool": random.choice(["avg", "avg", "max", "map", ""]),
         "dynamic_img_pad": random.random() < 0.3,
