@@ -21,7 +21,7 @@ from relvit.training.arguments import check_arguments, check_images
 from relvit.training.checkpoints.exact_resume import POINT_KEY, ResumePoint, check_layout, go_on, set_counters
 from relvit.training.checkpoints.file import AVERAGE_KEY, KEY, TIMM_KEY, timm_weights
 from relvit.training.checkpoints.pretrained import Pretrained, architecture_to_build, normalisation_note
-from relvit.training.labels import labels_of
+from relvit.training.labels import Labels, labels_of
 from relvit.training.metrics import METRICS_KEY, EpochMetrics, count_batch, current_lr
 from relvit.training.optim.distillation import Distill, Teacher, build_teacher, distillation_loss
 from relvit.training.optim.ema import WeightAverage
@@ -370,7 +370,7 @@ class ImageClassifier(EpochMetrics):
         """Restore both kinds of weights to resume a training; everything else uses the averaged ones."""
         self.pretrained = None
         averaged, description = checkpoint.get(AVERAGE_KEY), checkpoint.get(KEY, {})
-        self.labels = self.labels.restored(description.get("thresholds"))
+        self.labels: Labels = self.labels.restored(description.get("thresholds"))
         if not self._is_fitting:
             self.average = None
             self.temperature = description.get("temperature", 1.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
@@ -143,7 +143,7 @@ class OneLabel(Labels):
     activation = "softmax(-1)"
     mistakes_by = "probability"
     mistakes_title = "most confident mistakes"
-    thresholds = None
+    thresholds: list[float] | None = field(default=None, init=False)
 
     def probabilities(self, logits: Tensor) -> Tensor:
         return _at_least_single(logits).softmax(-1)

@@ -189,7 +189,7 @@ class AFTLocal(AFTFull):
 
     def __init__(self, dim: int, num_heads: int = 1, *, window: int | Sequence[int], **kwargs: object) -> None:
         super().__init__(dim, num_heads, **kwargs)
-        self.window = int_pair("window", window, 0)
+        self.window: tuple[int, int] | None = int_pair("window", window, 0)
 
     def extra_repr(self) -> str:
         return f"window={self.window}, {super().extra_repr()}"

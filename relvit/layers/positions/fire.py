@@ -52,7 +52,8 @@ class FirePosition2d(LearnedPosition, Position):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(init_std)
-        self.init_c, self.init_threshold = init_c, threshold
+        self.init_c: float = init_c
+        self.init_threshold: float = threshold
 
         def network() -> nn.Sequential:
             return nn.Sequential(
@@ -61,7 +62,8 @@ class FirePosition2d(LearnedPosition, Position):
                 nn.Linear(hidden_dim, num_heads, device=device, dtype=dtype),
             )
 
-        self.rows, self.cols = network(), network()
+        self.rows: nn.Sequential = network()
+        self.cols: nn.Sequential = network()
         self.c, self.threshold = (nn.Parameter(torch.empty(2, device=device, dtype=dtype)) for _ in range(2))
         self.init_weights()
 

@@ -69,7 +69,9 @@ class LookHerePosition2d(KeepConstants, Position):
         index, depth = layer
         if not 0 <= index < depth:
             raise ValueError(f"layer must be (index, depth) with 0 <= index < depth, got {layer}")
-        self.num_heads, self.view, self.layer = num_heads, view, (index, depth)
+        self.num_heads: int = num_heads
+        self.view: int = view
+        self.layer: tuple[int, int] = (index, depth)
         like = {"device": device, "dtype": torch.float32}
         self.register_buffer("slopes", torch.empty(num_heads, **like), persistent=False)
         self.register_buffer("views", torch.empty(num_heads, 2, 2, **like), persistent=False)

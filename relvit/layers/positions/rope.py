@@ -66,7 +66,8 @@ class RotaryEmbedding2d(KeepConstants):
         check_choice("kind", kind, tuple(TEMPERATURES))
         if head_dim % 4:
             raise ValueError(f"a rotary embedding needs a head_dim that is a multiple of 4, got {head_dim}")
-        self.kind, self.temperature = kind, TEMPERATURES[kind] if temperature is None else temperature
+        self.kind: str = kind
+        self.temperature: float = TEMPERATURES[kind] if temperature is None else temperature
         if self.temperature <= 0:
             raise ValueError(f"temperature must be positive, got {temperature}")
         if kind == "mixed":

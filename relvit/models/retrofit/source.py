@@ -70,7 +70,7 @@ class OwnPositions(Retrofitted):
         shared: names of modules of the model whose tables serve all blocks.
     """
 
-    own_positions = True
+    own_positions: ClassVar[bool] = True
     shared: ClassVar[tuple[str, ...]] = ()
 
     @classmethod

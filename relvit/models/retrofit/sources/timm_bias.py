@@ -47,7 +47,13 @@ NETWORKS = {"rel_pos.mlp.": "mlp.", "mlp.": "mlp.", "cpb_mlp.0.": "mlp.fc1.", "c
 class BiasPositions(OwnPositions):
     """Mixin for models with a bias for each pair of tokens, from a table by offset or a network of the offset."""
 
-    replaced = ("rel_pos", "cpb_mlp", TABLE, "relative_position_index", "relative_coords_table")
+    replaced: ClassVar[tuple[str, ...]] = (
+        "rel_pos",
+        "cpb_mlp",
+        TABLE,
+        "relative_position_index",
+        "relative_coords_table",
+    )
 
     @classmethod
     def modules_for(cls, attn: nn.Module, source: nn.Module) -> dict[str, nn.Module] | None:
@@ -98,7 +104,7 @@ def _table_size(entries: int, position: nn.Module) -> tuple[int, int]:
 class GridInBias(BiasPositions, GridForward):
     """Mixin before timm's models whose blocks hand on a shared bias, in place of which they are handed the grid."""
 
-    shared = ("shared_rel_pos", "rel_pos_bias")
+    shared: ClassVar[tuple[str, ...]] = ("shared_rel_pos", "rel_pos_bias")
     # `pool` and padded batches read these attributes.
     pool: ClassVar[Callable[..., Tensor]] = VisionTransformer.pool
     attn_pool = None
@@ -137,15 +143,15 @@ class GridInBias(BiasPositions, GridForward):
 class RetrofittedRelPos(GridInBias, VisionTransformerRelPos):
     """timm's `VisionTransformerRelPos` after `relvit.retrofit`."""
 
-    block_classes = (RelPosBlock, ResPostRelPosBlock)
-    attention_classes: ClassVar = {RelPosAttention: TimmRelativeRelPos}
+    block_classes: ClassVar[tuple[type[nn.Module], ...]] = (RelPosBlock, ResPostRelPosBlock)
+    attention_classes: ClassVar[Mapping[type[nn.Module], type[nn.Module]]] = {RelPosAttention: TimmRelativeRelPos}
 
 
 class RetrofittedBeit(GridInBias, Beit):
     """timm's `Beit` after `relvit.retrofit`."""
 
-    block_classes = (BeitBlock,)
-    attention_classes: ClassVar = {BeitAttention: TimmRelativeBeit}
+    block_classes: ClassVar[tuple[type[nn.Module], ...]] = (BeitBlock,)
+    attention_classes: ClassVar[Mapping[type[nn.Module], type[nn.Module]]] = {BeitAttention: TimmRelativeBeit}
 
 
 class SwinWindows(BiasPositions):
@@ -163,15 +169,15 @@ class SwinWindows(BiasPositions):
 class RetrofittedSwin(SwinWindows, SwinTransformer):
     """timm's `SwinTransformer` after `relvit.retrofit`."""
 
-    block_classes = (SwinTransformerBlock,)
-    attention_classes: ClassVar = {WindowAttention: TimmRelativeSwin}
+    block_classes: ClassVar[tuple[type[nn.Module], ...]] = (SwinTransformerBlock,)
+    attention_classes: ClassVar[Mapping[type[nn.Module], type[nn.Module]]] = {WindowAttention: TimmRelativeSwin}
 
 
 class RetrofittedSwinV2(SwinWindows, SwinTransformerV2):
     """timm's `SwinTransformerV2` after `relvit.retrofit`."""
 
-    block_classes = (SwinTransformerV2Block,)
-    attention_classes: ClassVar = {WindowAttentionV2: TimmRelativeSwinV2}
+    block_classes: ClassVar[tuple[type[nn.Module], ...]] = (SwinTransformerV2Block,)
+    attention_classes: ClassVar[Mapping[type[nn.Module], type[nn.Module]]] = {WindowAttentionV2: TimmRelativeSwinV2}
 
     def no_weight_decay(self) -> set[str]:
         """Return timm's names, among them the networks of positions."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from timm.layers import PatchDropoutWithIndices, apply_keep_indices_nlc
 from timm.models.eva import Eva, EvaBlock, EvaBlockPostNorm
-from torch import Tensor
+from torch import Tensor, nn
 
 from relvit.layers.positions.rope import ANY_SIZE_ROPES
 from relvit.layers.timm_attention import TIMM_ATTENTIONS, GridArgument
@@ -26,8 +29,8 @@ class DeferredPatchDropout(PatchDropoutWithIndices):
 class RetrofittedEva(Retrofitted, Eva):
     """timm's `Eva` after `relvit.retrofit`; the grid is passed with the rotary embedding."""
 
-    block_classes = (EvaBlock, EvaBlockPostNorm)
-    attention_classes = TIMM_ATTENTIONS
+    block_classes: ClassVar[tuple[type[nn.Module], ...]] = (EvaBlock, EvaBlockPostNorm)
+    attention_classes: ClassVar[Mapping[type[nn.Module], type[nn.Module]]] = TIMM_ATTENTIONS
 
     def open_to_all_sizes(self) -> None:
         open_patch_embed(self)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from timm.models.eva import EvaBlock
 from timm.models.naflexvit import NaFlexVit
 from timm.models.vision_transformer import Block
-from torch import Tensor
+from torch import Tensor, nn
 
 from relvit.layers.patch_embed import check_divisible
 from relvit.layers.timm_attention import TIMM_ATTENTIONS, GridArgument
@@ -22,9 +23,9 @@ class RetrofittedNaFlexVit(Retrofitted, NaFlexVit):
         max_grid: rows and columns of patches that no image of a NaFlex batch exceeds.
     """
 
-    block_classes = (Block, EvaBlock)
-    attention_classes = TIMM_ATTENTIONS
-    absolute = ("embeds.pos_embed", "embeds.pos_embed_y", "embeds.pos_embed_x")
+    block_classes: ClassVar[tuple[type[nn.Module], ...]] = (Block, EvaBlock)
+    attention_classes: ClassVar[Mapping[type[nn.Module], type[nn.Module]]] = TIMM_ATTENTIONS
+    absolute: ClassVar[tuple[str, ...]] = ("embeds.pos_embed", "embeds.pos_embed_y", "embeds.pos_embed_x")
     max_grid: tuple[int, int] = (64, 64)
 
     def open_to_all_sizes(self) -> None:

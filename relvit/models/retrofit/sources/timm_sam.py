@@ -21,9 +21,9 @@ class RetrofittedSam(OwnPositions, VisionTransformerSAM):
     """timm's `VisionTransformerSAM` after `relvit.retrofit`; blocks cut windows as before, zeros around the image."""
 
     num_prefix_tokens = 0
-    block_classes = (Block,)
-    attention_classes: ClassVar = {Attention: TimmRelativeSam}
-    replaced = tuple(TABLES)
+    block_classes: ClassVar[tuple[type[nn.Module], ...]] = (Block,)
+    attention_classes: ClassVar[Mapping[type[nn.Module], type[nn.Module]]] = {Attention: TimmRelativeSam}
+    replaced: ClassVar[tuple[str, ...]] = tuple(TABLES)
 
     @classmethod
     def modules_for(cls, attn: nn.Module, source: nn.Module) -> dict[str, nn.Module] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 import torch
@@ -21,8 +21,8 @@ from relvit.ops import Grid
 class RetrofittedVisionTransformer(Retrofitted, GridForward, VisionTransformer):
     """timm's `VisionTransformer` after `relvit.retrofit`; the grid is passed with the attention mask."""
 
-    block_classes = (Block, ResPostBlock)
-    attention_classes = TIMM_ATTENTIONS
+    block_classes: ClassVar[tuple[type[nn.Module], ...]] = (Block, ResPostBlock)
+    attention_classes: ClassVar[Mapping[type[nn.Module], type[nn.Module]]] = TIMM_ATTENTIONS
 
     def open_to_all_sizes(self) -> None:
         open_patch_embed(self)
