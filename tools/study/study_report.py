@@ -36,7 +36,8 @@ TITLES = {
 }
 INTRODUCTION = """# Study: accuracy at sizes that were not trained at
 
-Written by `python tools/study/study_report.py` from the lines of all runs in `docs/study/runs`; not to be edited by hand.
+Written by `python tools/study/study_report.py` from the lines of all runs in `docs/study/runs`; not to be \
+edited by hand.
 `python tools/study/study.py --images DIR --work WORK` trains and evaluates what is missing.
 
 ![By how much relvit is better than each other model](summary.png)
