@@ -1,9 +1,11 @@
-"""Learned relative positions: Shaw's tables of clipped offsets, one for rows and one for columns."""
+"""Learned relative positions: Shaw's tables of clipped offsets, one for rows and one for columns; those of SAM."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from relvit.layers.positions.base import LearnedPosition, Position, is_stretched, stretch
 from relvit.ops import BUCKETINGS, AxisTables, Grid, JointTable, RelativeTerms
@@ -109,3 +111,61 @@ class RelativePosition2d(LearnedPosition, Position):
             f"rel_terms={self.rel_terms!r}, max_distance={self.max_distance}, shared_heads={self.shared_heads}, "
             f"layout={self.layout!r}, bucketing={self.bucketing!r}, init_std={self.init_std}"
         )
+
+
+class HoldsSamTables(Protocol):
+    """Attention that holds the tables of `SamTables`.
+
+    Attributes:
+        rel_pos_h: (rows, head_dim), vectors by vertical offset, query minus key, which queries meet unscaled.
+        rel_pos_w: likewise by horizontal offset.
+        scale: the factor on the products of queries and keys.
+        table_grid: rows and columns of patches that attended to each other in training, or of a window.
+        trained_grid: see `Position`.
+    """
+
+    rel_pos_h: Tensor
+    rel_pos_w: Tensor
+    scale: float
+    table_grid: tuple[int, int]
+    trained_grid: tuple[int, int] | None
+
+
+class SamTables:
+    """Position of Segment Anything's attention after `relvit.retrofit`: a view of tables that the attention keeps.
+
+    Names in the state dict, numbers, gradients and the optimiser's state stay those of the source. Source: decomposed
+    relative positions of MViTv2 (Li et al. 2022, arXiv 2112.01526, section 4.1, eq. 3 and 4).
+
+    Args:
+        layer: the attention. Tables without a row for each offset in `table_grid` are interpolated to that number, as
+            the source does.
+    """
+
+    def __init__(self, layer: HoldsSamTables) -> None:
+        self.layer = layer
+
+    @property
+    def trained_grid(self) -> tuple[int, int] | None:
+        """Rows and columns of patches in training, to stretch tables; None: they are not."""
+        return self.layer.trained_grid
+
+    @trained_grid.setter
+    def trained_grid(self, size: tuple[int, int] | None) -> None:
+        self.layer.trained_grid = size
+
+    def parameters(self) -> Iterator[Tensor]:
+        """Yield both tables."""
+        return iter((self.layer.rel_pos_h, self.layer.rel_pos_w))
+
+    def __call__(self, grid: Grid) -> RelativeTerms:
+        """Return the terms, the same for every grid of the trained size."""
+        trained = self.trained_grid if is_stretched(grid, self.trained_grid) else None
+        tables = []
+        for axis, table in enumerate(self.parameters()):
+            if len(table) != (wanted := 2 * self.layer.table_grid[axis] - 1):
+                table = F.interpolate(table.T[None], size=wanted, mode="linear")[0].T
+            # The scale is on the products of queries and tables as well.
+            table = table.flip(0) / self.layer.scale
+            tables.append(table if trained is None else stretch(table, -2, grid[axis], trained[axis], "clip"))
+        return RelativeTerms(key=AxisTables(*tables))

@@ -11,7 +11,7 @@ from torch import nn
 from relvit.layers.positions.factory import position_factory
 from relvit.models.base import GridVisionTransformer
 from relvit.models.retrofit.source import Retrofitted
-from relvit.models.retrofit.sources import SOURCES, source_of
+from relvit.models.retrofit.sources import SOURCES_IN_WORDS, source_of
 from relvit.ops.attention import BACKENDS
 from relvit.ops.checks import check_backend, int_pair
 from relvit.utils.messages import check_choice
@@ -35,7 +35,7 @@ def retrofit(
     backend: str = "auto",
     max_grid: int | Sequence[int] | None = None,
 ) -> nn.Module:
-    """Give a timm Vision Transformer relative positions in 2D, in place; by default its outputs stay as they are.
+    """Give a Vision Transformer relative positions in 2D, in place; by default its outputs stay as they are.
 
     Every attention module gets tables as in `RelativePosition2d` (state dict keys `blocks.N.attn.position.*`; all other
     keys stay) and computes `relvit.ops.relative_attention`. Tables meet queries and keys after their norms and before
@@ -49,8 +49,9 @@ def retrofit(
 
     Args:
         model: timm's `VisionTransformer`, `VisionTransformerDistilled`, `Eva` or `NaFlexVit`; with relative positions
-            `VisionTransformerRelPos`, `Beit`, `VisionTransformerSAM`, `SwinTransformer` or `SwinTransformerV2`. It is
-            changed.
+            `VisionTransformerRelPos`, `Beit`, `VisionTransformerSAM`, `SwinTransformer` or `SwinTransformerV2`. Of
+            other libraries SAM's image encoders: `SamVisionEncoder` and `SamHQVisionEncoder` of `transformers`,
+            `ImageEncoderViT` of `segment_anything`. It is changed.
         rel_terms, max_distance, shared_heads, layout, bucketing: see `RelativePosition2d`.
         init_std: standard deviation that initialises what a position learns; with 0 the outputs stay the same.
         position: instead of these tables, one of the names that `RelVisionTransformer` has (slopes change the outputs
@@ -144,12 +145,11 @@ def _source_of(model: nn.Module) -> type[Retrofitted]:
     """Return the class that a model becomes, or raise with the reason why there is none."""
     if not isinstance(model, nn.Module):
         hint = ": create the model first, with timm.create_model" if isinstance(model, str) else ""
-        raise TypeError(f"model must be a timm model, got {model!r} of type {type(model).__name__}{hint}")
+        raise TypeError(f"model must be a module, got {model!r} of type {type(model).__name__}{hint}")
     if (found := source_of(type(model))) is not None:
         return found
-    *first, last = (name.rpartition(".")[2] for name in SOURCES)
-    takes = f"retrofit takes timm's {', '.join(first)} and {last}"
-    base = next((cls.__name__ for cls in type(model).__mro__ if source_of(cls)), None)
+    takes = f"retrofit takes {', '.join(SOURCES_IN_WORDS)}"
+    base = next((f"{_library(cls)}'s {cls.__name__}" for cls in type(model).__mro__ if source_of(cls)), None)
     inner = next((name for name, part in model.named_children() if source_of(type(part))), None)
     own = next((name for name in model.state_dict() if "rel_pos" in name or "relative_position" in name), None)
     if isinstance(model, Retrofitted):
@@ -157,11 +157,17 @@ def _source_of(model: nn.Module) -> type[Retrofitted]:
     elif isinstance(model, GridVisionTransformer):
         why = "it has relative positions, chosen by the arguments of timm.create_model"
     elif base is not None:
-        why = f"it is a subclass of timm's {base}, and what it does differently is not known; {takes}"
+        why = f"it is a subclass of {base}, and what it does differently is not known; {takes}"
     elif inner is not None:
-        why = f"it wraps {inner}, a {type(getattr(model, inner)).__name__}: retrofit that one before it is wrapped"
+        why = f"it wraps {inner}, a {type(getattr(model, inner)).__name__}: retrofit that one "
+        # timm's wrappers are made for the classes of the parts that they find.
+        why += "before it is wrapped" if _library(type(model)) == "timm" else f"in it, model.{inner}"
     elif own is not None:
         why = f"it has relative positions of its own, {own}; {takes}"
     else:
         why = takes
     raise ValueError(f"{type(model).__name__} cannot be retrofitted: {why}")
+
+
+def _library(model_class: type) -> str:
+    return model_class.__module__.partition(".")[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import ClassVar
 
 from timm.layers import Format, HybridEmbed, PatchEmbed
@@ -24,6 +24,7 @@ class Retrofitted(NoTorchScript, TablesWithoutDecay):
     Attributes:
         block_classes: blocks that hand an argument on to their attention `attn` untouched.
         attention_classes: attention of the original model -> the class that it becomes.
+        patch_embed_classes: patch embeddings whose patches come as a grid or can be made to.
         absolute: names of the parameters that are absolute embeddings.
         own_positions: whether the original model has relative positions, which are kept.
         replaced: attributes of the original attention that its position module replaces.
@@ -31,6 +32,7 @@ class Retrofitted(NoTorchScript, TablesWithoutDecay):
 
     block_classes: ClassVar[tuple[type[nn.Module], ...]]
     attention_classes: ClassVar[Mapping[type[nn.Module], type[nn.Module]]]
+    patch_embed_classes: ClassVar[Collection[type[nn.Module]]] = PATCH_EMBEDS
     absolute: ClassVar[tuple[str, ...]] = ("pos_embed",)
     own_positions: ClassVar[bool] = False
     replaced: ClassVar[tuple[str, ...]] = ()
@@ -50,7 +52,7 @@ class Retrofitted(NoTorchScript, TablesWithoutDecay):
             _check_part(f"{name}.attn", block.attn, tuple(cls.attention_classes))
         # With dynamic sizes timm itself has made sure that patches come as a grid.
         if hasattr(model, "patch_embed") and not getattr(model, "dynamic_img_size", False):
-            _check_part("patch_embed", model.patch_embed, PATCH_EMBEDS)
+            _check_part("patch_embed", model.patch_embed, tuple(cls.patch_embed_classes))
 
     @classmethod
     def make_layers(cls, model: nn.Module, factory: Callable[..., nn.Module]) -> Layers:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, version
 from pkgutil import resolve_name
+
+from packaging.specifiers import SpecifierSet
 
 from relvit.models.retrofit.source import Retrofitted
 
@@ -17,10 +20,32 @@ SOURCES = {
     "timm.models.vision_transformer_sam.VisionTransformerSAM": "timm_sam:RetrofittedSam",
     "timm.models.swin_transformer.SwinTransformer": "timm_bias:RetrofittedSwin",
     "timm.models.swin_transformer_v2.SwinTransformerV2": "timm_bias:RetrofittedSwinV2",
+    "transformers.models.sam.modeling_sam.SamVisionEncoder": "transformers_sam:RetrofittedSamVisionEncoder",
+    "transformers.models.sam_hq.modeling_sam_hq.SamHQVisionEncoder": "transformers_sam:RetrofittedSamHQVisionEncoder",
+    "segment_anything.modeling.image_encoder.ImageEncoderViT": "segment_anything_sam:RetrofittedImageEncoder",
 }
+# Versions of other libraries with which the tests have run; the extra 'elsewhere' in pyproject.toml asks for these.
+VERSIONS = {"transformers": ">=5.4,<6", "segment_anything": ">=1.0,<2"}
+# For messages: "timm's VisionTransformer", ...
+SOURCES_IN_WORDS = [f"{name.partition('.')[0]}'s {name.rpartition('.')[2]}" for name in SOURCES]
 
 
 def source_of(model_class: type) -> type[Retrofitted] | None:
-    """Return what a model of exactly this class becomes, or None: it cannot be retrofitted."""
+    """Return what a model of exactly this class becomes, or None: it cannot be retrofitted.
+
+    Raises:
+        ValueError: a version of the model's library that is not known.
+    """
     place = SOURCES.get(f"{model_class.__module__}.{model_class.__qualname__}")
-    return None if place is None else resolve_name(f"{__name__}.{place}")
+    if place is None:
+        return None
+    library = model_class.__module__.partition(".")[0]
+    try:
+        installed = version(library)
+    except PackageNotFoundError:
+        # A copy of the library that was not installed has no version.
+        installed = None
+    allowed = VERSIONS.get(library, "")
+    if installed is not None and not SpecifierSet(allowed, prereleases=True).contains(installed):
+        raise ValueError(f"{model_class.__name__} is of {library} {installed}; retrofit knows {library}{allowed}")
+    return resolve_name(f"{__name__}.{place}")

@@ -1,0 +1,181 @@
+"""Segment Anything's image encoders after `relvit.retrofit`, whatever library they are from: attention, any size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from relvit.layers import interpolate
+from relvit.layers.attention import GridAttention, attend_with
+from relvit.layers.mixer import Leaf
+from relvit.layers.patch_embed import check_divisible, check_images
+from relvit.layers.positions.tables import SamTables
+from relvit.models.retrofit.source import Layers, OwnPositions
+from relvit.ops import Grid, from_windows, to_windows
+from relvit.ops.tracing import is_compiling
+from relvit.ops.windows import exceeds_window
+
+
+class SamAttention(GridAttention):
+    """Mixin before SAM's attention, which keeps its tables: see `SamTables`; its blocks cut windows themselves."""
+
+    table_grid: tuple[int, int]
+    trained_grid: tuple[int, int] | None = None
+
+    @property
+    def position(self) -> SamTables:
+        """The tables as a position."""
+        return SamTables(self)
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.proj.in_features // self.num_heads
+
+    def no_weight_decay(self) -> set[str]:
+        """Return the names of both tables."""
+        return {"rel_pos_h", "rel_pos_w"}
+
+
+class SamRowsAttention(SamAttention):
+    """`SamAttention` of libraries whose projections get rows and columns, and which have no norms of queries and keys.
+
+    Adapters that users put in the place of a projection, such as LoRA, look at this shape.
+    """
+
+    def attend_rows(self, x: Tensor, grid: Grid | None = None) -> Tensor:
+        """Map (B, rows, columns, dim) tokens to the same shape; `grid` says which of them are padding."""
+        grid = Grid(x.shape[1], x.shape[2]) if grid is None else grid
+        if exceeds_window(grid, self.window, None, False):
+            windows, inner = to_windows(x.flatten(1, 2), grid, self.window)
+            windows = self.attend_rows(windows.unflatten(1, inner[:2]), inner).flatten(1, 2)
+            return from_windows(windows, grid, self.window).unflatten(1, grid[:2])
+        qkv = self.qkv(x).flatten(1, 2).unflatten(-1, (3, self.num_heads, self.head_dim))
+        query, key, value = (part.transpose(1, 2) for part in qkv.unbind(2))
+        mixed = attend_with(self, x.flatten(1, 2), (query, key, value), grid)
+        return self.proj(mixed.transpose(1, 2).flatten(2).unflatten(1, grid[:2]))
+
+
+class SamPatchEmbed(Leaf):
+    """Mixin before SAM's patch embedding, for images of every size whose sides are multiples of the patch.
+
+    Attributes:
+        convolution: name of the convolution.
+        img_size: height and width of images in training; where a side is no multiple of the patch, the source leaves
+            out what remains, and so does this module at that size.
+    """
+
+    convolution: ClassVar[str]
+    img_size: tuple[int, int]
+    dynamic_img_pad: ClassVar[bool] = False
+
+    @property
+    def patch_size(self) -> tuple[int, int]:
+        """Height and width of a patch."""
+        return getattr(self, self.convolution).kernel_size
+
+    @property
+    def grid_size(self) -> tuple[int, int]:
+        """Rows and columns of patches in training."""
+        return self.dynamic_feat_size(self.img_size)
+
+    def dynamic_feat_size(self, img_size: tuple[int, int]) -> tuple[int, int]:
+        """Return rows and columns of patches of images of this size."""
+        (height, width), (rows, columns) = img_size, self.patch_size
+        return height // rows, width // columns
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Embed images (B, in_chans, height, width) as (B, rows, columns, embed_dim)."""
+        convolution = getattr(self, self.convolution)
+        check_images(x, convolution.in_channels)
+        # Where a graph knows that sides divide, Inductor cannot order the strides, see `GridPatchEmbed`.
+        if not is_compiling():
+            check_divisible(x, self.patch_size, self.img_size)
+        return convolution(x).permute(0, 2, 3, 1)
+
+
+class SamEncoder(OwnPositions):
+    """Mixin before SAM's image encoder of a library that has no rule for images of another size.
+
+    SAM resizes the longer side of an image to that of its canvas, and fills what is left below or to the right. So the
+    absolute embedding is resized to the canvas around the image (it stays where the longer side is as in training), and
+    cut to the image. Windows and offsets stay; offsets beyond a table use its edge.
+
+    Attributes:
+        patch_embed_classes: class of the original patch embedding -> the class that it becomes.
+    """
+
+    num_prefix_tokens = 0
+    patch_embed_classes: ClassVar[Mapping[type[nn.Module], type[SamPatchEmbed]]]
+
+    @classmethod
+    def original_size(cls, model: nn.Module) -> tuple[int, int]:
+        """Return height and width of the images that an original model was built for."""
+        raise NotImplementedError
+
+    @classmethod
+    def dropout(cls, attn: nn.Module) -> float:
+        """Return the dropout of the weights of an original attention."""
+        return 0.0
+
+    @classmethod
+    def check(cls, model: nn.Module) -> None:
+        super().check(model)
+        becomes = cls.patch_embed_classes[type(model.patch_embed)]
+        conv = getattr(model.patch_embed, becomes.convolution)
+        if conv.stride != conv.kernel_size or any(conv.padding):
+            raise ValueError(
+                f"patch_embed.{becomes.convolution} has stride {conv.stride} and padding {conv.padding} with patches "
+                f"of {conv.kernel_size}: patches that overlap or stick out cannot be retrofitted"
+            )
+        for name, block in cls.named_blocks(model):
+            if not block.attn.use_rel_pos:
+                raise ValueError(
+                    f"{name}.attn has no relative positions, and {type(block.attn).__name__} of this family can be "
+                    "given none: build the model with its own"
+                )
+
+    @classmethod
+    def make_layers(cls, model: nn.Module, factory: Callable[..., nn.Module]) -> Layers:
+        """Build the dropout of attention weights; tables stay where they are."""
+        drops = {name: nn.Dropout(cls.dropout(block.attn)) for name, block in cls.named_blocks(model)}
+        return {f"{name}.attn": {"attn_drop": drop} for name, drop in drops.items()}
+
+    def open_to_all_sizes(self) -> None:
+        embed, size = self.patch_embed, self.original_size(self)
+        embed.__class__ = self.patch_embed_classes[type(embed)]
+        grid = embed.dynamic_feat_size(size)
+        if self.pos_embed is not None and self.pos_embed.shape[1:3] != grid:
+            # The model has been cut to another size after it was built, as cellpose does.
+            rows, columns = grid = tuple(self.pos_embed.shape[1:3])
+            size = (rows * embed.patch_size[0], columns * embed.patch_size[1])
+        embed.img_size = size
+        for _, block in self.named_blocks(self):
+            window = (block.window_size,) * 2
+            block.attn.table_grid = window if block.window_size else grid
+            block.attn.block_window = window if block.window_size else None
+
+    def no_weight_decay(self) -> set[str]:
+        """Return the names of parameters without weight decay: tables and the absolute embedding."""
+        tables = (
+            f"{name}.attn.{table}" for name, block in self.named_blocks(self) for table in block.attn.no_weight_decay()
+        )
+        return {"pos_embed", *tables}
+
+    def embed(self, images: Tensor) -> Tensor:
+        """Embed images (B, in_chans, height, width) as (B, rows, columns, dim), with absolute embeddings if any."""
+        x = self.patch_embed(images)
+        return x if self.pos_embed is None else x + on_canvas(self.pos_embed, x.shape[1], x.shape[2])
+
+
+def on_canvas(embedding: Tensor, rows: int, columns: int) -> Tensor:
+    """Resize an embedding (1, H, W, dim) to the least canvas of its proportions around a grid, and cut it to that."""
+    height, width = embedding.shape[1], embedding.shape[2]
+    if rows * width >= columns * height:
+        canvas = (rows, -(-width * rows // height))
+    else:
+        canvas = (-(-height * columns // width), columns)
+    flat = interpolate.resample_embedding(embedding.flatten(1, 2), (height, width), canvas, cut=(rows, columns))
+    return flat.unflatten(1, (rows, columns))

@@ -1,0 +1,71 @@
+"""Small image encoders of Segment Anything from `transformers` and `segment_anything`, with large random weights."""
+
+import pytest
+import torch
+
+CONFIG = {
+    "hidden_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": 56,
+    "patch_size": 8,
+    # Seven patches are no multiple of it.
+    "window_size": 3,
+    "global_attn_indexes": [1],
+    "output_channels": 16,
+    "num_pos_feats": 8,
+    "mlp_dim": 32,
+}
+ENCODER = {
+    "img_size": 56,
+    "patch_size": 8,
+    "embed_dim": 24,
+    "depth": 3,
+    "num_heads": 2,
+    "out_chans": 16,
+    "use_rel_pos": True,
+    "window_size": 3,
+    "global_attn_indexes": (1,),
+}
+ELSEWHERE = ("sam", "sam eager", "sam_hq", "sam_hq eager", "segment_anything")
+
+
+def transformers():
+    """The package, or a test that is skipped."""
+    return pytest.importorskip("transformers", reason="pip install 'relvit[elsewhere]' brings transformers")
+
+
+def sam_encoder(case, **kwargs):
+    """An encoder in double precision; images are square when it is made, and never in other tests."""
+    torch.manual_seed(0)
+    if case == "segment_anything":
+        reason = "pip install 'relvit[elsewhere]' brings segment-anything"
+        model = pytest.importorskip(case, reason=reason).modeling.ImageEncoderViT(**{**ENCODER, **kwargs})
+    else:
+        library, implementation = transformers(), "eager" if case.endswith("eager") else "sdpa"
+        kind = "SamHQ" if case.startswith("sam_hq") else "Sam"
+        config = getattr(library, f"{kind}VisionConfig")(**{**CONFIG, **kwargs}, attn_implementation=implementation)
+        model = getattr(library, f"{kind}VisionModel")(config).vision_encoder
+    return with_large_weights(model)
+
+
+def sam_model():
+    """The whole `SamModel` of transformers, whose mask decoder gets the features."""
+    library, sizes = transformers(), {"hidden_size": 16, "mlp_dim": 16, "num_hidden_layers": 1}
+    config = library.SamConfig(
+        vision_config=CONFIG,
+        prompt_encoder_config={"hidden_size": 16, "image_size": 56, "patch_size": 8, "image_embedding_size": 7},
+        mask_decoder_config={**sizes, "num_attention_heads": 2, "iou_head_hidden_dim": 16},
+    )
+    torch.manual_seed(0)
+    return with_large_weights(library.SamModel(config))
+
+
+def with_large_weights(model):
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model.double().eval()
+
+
+def sam_blocks(model):
+    return model.blocks if hasattr(model, "blocks") else model.layers
