@@ -12,25 +12,25 @@ from torch.optim import Optimizer
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
 from relvit.data.batches import ImageBatch, image_count
-from relvit.data.loading.sampler import training_position
 from relvit.data.mixup import BatchMix
 from relvit.models import build_model
 from relvit.models.output import training_output
-from relvit.models.weights.transfer import TransferReport, transfer_weights
+from relvit.models.weights.transfer import TransferReport
 from relvit.training.arguments import check_arguments, check_images
-from relvit.training.checkpoints.exact_resume import POINT_KEY, ResumePoint, check_layout, go_on, set_counters
+from relvit.training.checkpoints.exact_resume import Progress
 from relvit.training.checkpoints.file import AVERAGE_KEY, KEY, TIMM_KEY, timm_weights
-from relvit.training.checkpoints.pretrained import Pretrained, architecture_to_build, normalisation_note
+from relvit.training.checkpoints.pretrained import Pretrained, architecture_to_build, load_pretrained
+from relvit.training.compilation import compile_in_place
 from relvit.training.labels import Labels, labels_of
 from relvit.training.metrics import METRICS_KEY, EpochMetrics, count_batch, current_lr
 from relvit.training.optim.distillation import Distill, Teacher, build_teacher, distillation_loss
 from relvit.training.optim.ema import WeightAverage
 from relvit.training.optim.freeze import Backbone
 from relvit.training.optim.loss import ClassificationLoss, Loss, evaluation_loss
-from relvit.training.optim.losses import check_losses, loss_options, loss_weight, training_losses
+from relvit.training.optim.losses import MODEL_LOSSES, check_losses, loss_options, loss_weight, training_losses
 from relvit.training.optim.nonfinite import FiniteCheck, NonFinite, average_accumulated
 from relvit.training.optim.optimizer import make_optimizer
-from relvit.training.optim.schedule import Plan, describe, make_plan, update_rates
+from relvit.training.optim.schedule import Plan, describe, make_plan
 from relvit.training.optim.strategy import check_strategy
 from relvit.utils.messages import one_line
 from relvit.utils.progress import rank_zero_print
@@ -45,9 +45,6 @@ from relvit.utils.ranges import (
     check_ranges,
 )
 from relvit.utils.seeding import run_seed, seed_all
-
-# The further losses that some models return in training, by name, and which models do.
-MODEL_LOSSES = {"ponder": "a model that halts: relvit_universal_* with model_kwargs.halting act"}
 
 
 class ImageClassifier(EpochMetrics):
@@ -149,16 +146,16 @@ class ImageClassifier(EpochMetrics):
         self.save_hyperparameters()
         check_ranges(ImageClassifier.__init__, self.hparams)
         check_arguments(self.hparams)
-        # What a new training starts from; None once the weights are loaded.
+        # `pretrained` becomes None when its weights are loaded, so that a second training does not load them again.
         self.pretrained = None if pretrained is None else Pretrained(pretrained)
-        # A checkpoint has to name its model without the file that this training starts from.
+        # A checkpoint has to name its model even where the file of pretrained weights, which names it here, is gone.
         built = architecture_to_build(model, model_kwargs, retrofit, self.pretrained)
         self.save_hyperparameters(built._asdict())
         sizes = num_classes, in_chans, img_size
         self.net: nn.Module = build_model(built.model, *sizes, built.model_kwargs, built.retrofit)
-        # Of a calibrated checkpoint, for its weights: a training that goes on starts without.
+        # A calibrated checkpoint changes this in evaluation. The temperature fits its weights alone, so training has 1.
         self.temperature: float = 1.0
-        check_losses(self.hparams, LOSS_DEFAULTS, self.net, MODEL_LOSSES)
+        check_losses(self.hparams, LOSS_DEFAULTS, self.net)
         if channels_last:
             self.net.to(memory_format=torch.channels_last)
         self.loss: ClassificationLoss = ClassificationLoss(
@@ -173,12 +170,10 @@ class ImageClassifier(EpochMetrics):
         self.finite: FiniteCheck = FiniteCheck(nonfinite)
         self.plan: Plan | None = None
         self.transfer: TransferReport | None = None
-        # The rate and loss of each batch while `FindLearningRate` runs, which ends in an exploding loss.
+        # `FindLearningRate` sets a list while it runs, for the learning rate and loss of each batch.
         self.range_test: list[tuple[float, float]] | None = None
+        self.progress: Progress = Progress()
         self._restored_average: dict[str, Tensor] | None = None
-        self._restored: ResumePoint | None = None
-        self._validated_at: tuple[int, int] | None = None
-        self._ended_epoch: int | None = None
         skipped = {"skipped_steps": SumMetric()} if nonfinite == "skip" else {}
         costs = {f"{name}_cost": MeanMetric() for name in training_losses(self.net)}
         labels = labels_of(multi_label, num_classes)
@@ -186,14 +181,14 @@ class ImageClassifier(EpochMetrics):
 
     @property
     def score(self) -> str:
-        """The metric by which the best checkpoint is chosen: 'acc1', of a multi-label classifier 'map'."""
+        """The metric that chooses the best checkpoint: 'acc1', or 'map' where images have several labels."""
         return self.labels.score
 
     def forward(self, images: ImageBatch) -> Tensor:
         """Compute the logits (B, num_classes) of images (B, in_chans, height, width), or of a native batch.
 
-        In evaluation mode by the averaged weights where a training keeps an average, else by those of `net`, and
-        divided by the temperature where the checkpoint is calibrated (`relvit.evaluation.calibrate`).
+        Evaluation mode uses the averaged weights where a training keeps an average, and divides the logits by the
+        temperature where the checkpoint is calibrated (`relvit.evaluation.calibrate`).
         """
         if self.hparams.channels_last and isinstance(images, Tensor):
             images = images.contiguous(memory_format=torch.channels_last)
@@ -201,12 +196,10 @@ class ImageClassifier(EpochMetrics):
         logits = net(images)
         return logits if self.training or self.temperature == 1 else logits / self.temperature
 
-    # Steps
-
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Compute the loss of images and labels, see `ClassificationLoss`."""
         images, targets = batch
-        # For all random numbers from here on: mixing, dropout, stochastic depth.
+        # A resumed training then draws the same random numbers for mixing, dropout and stochastic depth.
         seed_all(run_seed(), self.current_epoch, batch_idx, self.global_rank)
         if self.mixing is not None:
             images, targets = self.mixing(images, targets)
@@ -234,7 +227,7 @@ class ImageClassifier(EpochMetrics):
         self._evaluate(self.test_metrics, batch)
 
     def predict_step(self, batch: tuple[Tensor, list[str]], batch_idx: int) -> dict[str, Any]:
-        """Return the names of the images and (B, num_classes) probabilities; none for an empty batch."""
+        """Return the names of the images of a batch, which may be empty, and their probabilities (B, num_classes)."""
         images, names = batch
         return {"names": list(names), "probabilities": self.probabilities(self._logits(images))}
 
@@ -248,20 +241,18 @@ class ImageClassifier(EpochMetrics):
         count_batch(metrics, evaluation_loss(logits, labels), logits, labels)
 
     def _logits(self, images: ImageBatch) -> Tensor:
-        """Compute the logits; also of an empty batch, which a process with fewer batches than others gets."""
+        """Compute the logits of a batch, which may be empty."""
+        # A process that has fewer batches than others gets empty ones, which models cannot compute.
         if image_count(images):
             return self(images)
         return torch.empty(0, self.hparams.num_classes, device=self.device)
 
-    # Start of a run
-
     def setup(self, stage: str) -> None:
-        """Check the data's images and the strategy, compile, load the teacher, and take class weights from the data."""
+        """Check the data and the strategy, compile, load the teacher, and take class weights from the data."""
         trainer, data = self.trainer, self.trainer.datamodule
         check_strategy(trainer.strategy)
         check_images(self.net, data, self.hparams, stage)
-        if self.net._compiled_call_impl is None:
-            self._compile(self.net)
+        compile_in_place(self.net, self.hparams.compile, data)
         if stage != "fit":
             return
         self.temperature = 1.0
@@ -278,13 +269,13 @@ class ImageClassifier(EpochMetrics):
             self.loss.weights = weights.to(self.device)
 
     def configure_optimizers(self) -> dict[str, Any]:
-        # The first hook of a fit behind the loading of a checkpoint, if there is one.
+        # No earlier hook of Lightning knows whether a checkpoint, which replaces pretrained weights, has been loaded.
+        hparams, data = self.hparams, self.trainer.datamodule
         if self.pretrained is not None:
-            self._load_pretrained()
-        hparams = self.hparams
+            self.transfer = load_pretrained(self.net, self.pretrained, hparams.class_names, data)
+            self.pretrained = None
         self.plan = make_plan(self.trainer, hparams.lr, hparams.lr_base_batch, hparams.warmup_epochs)
-        if self._restored is not None:
-            check_layout(self.trainer, self._restored)
+        self.progress.check_layout(self.trainer)
         optimizer = make_optimizer(
             self.net, hparams.opt, self.plan.lr, hparams.weight_decay, hparams.layer_decay, hparams.opt_kwargs
         )
@@ -298,28 +289,24 @@ class ImageClassifier(EpochMetrics):
         if self.average is not None:
             if self._restored_average is not None:
                 self.average.load(self._restored_average)
-            self._compile(self.average.net)
+            compile_in_place(self.average.net, self.hparams.compile, self.trainer.datamodule)
         self._restored_average = None
 
     def on_train_start(self) -> None:
-        """Resume exactly where a checkpoint was, and report the batch and learning rate on these devices."""
-        if self._restored is not None:
-            go_on(self.trainer, self._restored)
-            update_rates(self.lr_schedulers())
-            self._restored = None
+        """Resume exactly where the checkpoint was, and report the batch and learning rate on these devices."""
+        self.progress.resume(self)
         if self.range_test is None:
             rank_zero_print(describe(self.plan, self.trainer, self.hparams.lr, self.hparams.lr_base_batch))
 
-    # Optimiser steps
-
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Freeze or unfreeze by the number of the epoch alone, so that a resumed run does likewise."""
+        """Freeze or unfreeze the backbone."""
         if self.backbone is not None:
+            # This depends on the number of the epoch alone, so that a resumed training does the same.
             frozen = self.current_epoch < self.hparams.freeze_epochs
             self.backbone.set_frozen(frozen, without_gradients=self.trainer.world_size == 1)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Leave finite gradients alone, none of what is frozen, and their mean over accumulated batches."""
+        """Average the gradients over accumulated batches, and stop at, or skip, gradients that are not finite."""
         if self.backbone is not None and self.backbone.frozen:
             self.backbone.drop_gradients()
         average_accumulated(self.trainer, self.net.parameters())
@@ -333,7 +320,7 @@ class ImageClassifier(EpochMetrics):
         self.log("grad_norm", norm, on_step=True, on_epoch=False)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """Step the optimiser and the average. Lightning does not call this for batches that only accumulate."""
+        """Step the optimiser and the average; Lightning does not call this for batches that only accumulate."""
         super().optimizer_step(*args, **kwargs)
         if self.average is not None:
             self.average.update(self.net, self.global_step + 1)
@@ -342,24 +329,21 @@ class ImageClassifier(EpochMetrics):
     def on_validation_epoch_end(self) -> None:
         super().on_validation_epoch_end()
         if self._is_fitting and not self.trainer.sanity_checking:
-            self._validated_at = training_position(self.trainer)
+            self.progress.note_validation(self.trainer)
 
     def on_train_epoch_end(self) -> None:
-        """After all other callbacks, and before those that save."""
+        # Lightning calls this before the callbacks that save checkpoints, and after all others.
         super().on_train_epoch_end()
-        self._ended_epoch = self.current_epoch
+        self.progress.note_epoch(self.trainer)
 
     def on_train_end(self) -> None:
         if self.backbone is not None:
             self.backbone.set_frozen(False)
 
-    # Checkpoints
-
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the average and where the training is; 'state_dict' holds the raw weights."""
+        """Add the averaged weights and the progress of the training; 'state_dict' holds the raw weights."""
         if self._is_fitting:
-            point = ResumePoint.of(self.trainer, self._validated_at, self._ended_epoch)
-            checkpoint[POINT_KEY] = point._asdict()
+            point = self.progress.save(self.trainer, checkpoint)
             checkpoint[METRICS_KEY] = self.metrics_to_save(within_epoch=point.batch > 0)
         if self.average is not None:
             weights = self.average.net.state_dict()
@@ -367,7 +351,7 @@ class ImageClassifier(EpochMetrics):
         checkpoint[TIMM_KEY] = timm_weights(checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore both kinds of weights to resume a training; everything else uses the averaged ones."""
+        """Restore raw and averaged weights to resume a training; evaluation loads the averaged ones alone."""
         self.pretrained = None
         averaged, description = checkpoint.get(AVERAGE_KEY), checkpoint.get(KEY, {})
         self.labels: Labels = self.labels.restored(description.get("thresholds"))
@@ -378,17 +362,11 @@ class ImageClassifier(EpochMetrics):
             return
         if averaged is not None:
             self._restored_average = {name.removeprefix("net."): value for name, value in averaged.items()}
-        if checkpoint.get(POINT_KEY) is None:
-            return
-        point = ResumePoint(**checkpoint[POINT_KEY])
-        set_counters(checkpoint, point)
-        self._restored = point
-        self._validated_at = (point.epoch, point.batch) if point.validated else None
-        self._ended_epoch = point.epoch - 1
-        self.restore_metrics(checkpoint[METRICS_KEY])
+        if self.progress.load(checkpoint):
+            self.restore_metrics(checkpoint[METRICS_KEY])
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load weights; those of another model raise a ValueError, as other checkpoints that do not fit."""
+        """Load weights; weights of another model raise a ValueError, as other checkpoints that do not fit do."""
         try:
             return super().load_state_dict(state_dict, strict, assign)
         except RuntimeError as error:
@@ -398,38 +376,17 @@ class ImageClassifier(EpochMetrics):
     def _is_fitting(self) -> bool:
         try:
             return self.trainer.state.fn == "fit"
-        # A classifier that was only loaded has no trainer.
+        # Without a trainer, for example in a classifier that was only loaded, Lightning raises this error.
         except RuntimeError:
             return False
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ImageClassifier:
-        """Move the average and the teacher, which are no submodules, to another device or dtype as well."""
+        """Also move the average and the teacher, which are no submodules, to another device or dtype."""
         super()._apply(fn, recurse)
         for companion in (self.average, self.teacher):
             if companion is not None:
                 companion.net._apply(fn)
         return self
-
-    def _compile(self, net: nn.Module) -> None:
-        # In place, which leaves the names in the state dict unchanged.
-        if not self.hparams.compile:
-            return
-        sizes = getattr(self.trainer.datamodule, "train_sizes", None)
-        if sizes:
-            # A graph for each size, in training and in evaluation, and of the last batch of an evaluation; beyond its
-            # limit PyTorch would stop compiling.
-            config = torch._dynamo.config
-            config.recompile_limit = max(config.recompile_limit, 2 * len(sizes) + 4)
-        backend = "inductor" if self.hparams.compile is True else self.hparams.compile
-        net.compile(backend=backend, dynamic=False if sizes else None)
-
-    def _load_pretrained(self) -> None:
-        weights = self.pretrained.weights()
-        self.transfer = transfer_weights(self.net, weights, self.hparams.class_names)
-        self.pretrained = None
-        rank_zero_print(f"pretrained: {self.transfer}")
-        if note := normalisation_note(weights, self.trainer.datamodule):
-            rank_zero_print(note)
 
 
 LOSS_DEFAULTS: dict[str, Any] = {

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch.distributed
 from lightning import LightningModule, Trainer
 from torch import Tensor
 from torchmetrics import MeanMetric, Metric, MetricCollection
 
-from relvit.training.checkpoints.exact_resume import (
-    States,
-    copy_states,
-    gather_states,
-    is_last_of_epoch,
-    restore_states,
-    states_of_process,
-)
+from relvit.training.checkpoints.exact_resume import is_last_of_epoch
 from relvit.training.labels import Labels
 
 # Key of the metrics of an unfinished epoch in a checkpoint.
 METRICS_KEY = "train_metrics"
+
+States = dict[str, dict[str, Any]]
 
 
 def epoch_metrics(labels: Labels, num_classes: int, prefix: str = "", mixed: bool = False) -> MetricCollection:
@@ -89,18 +86,18 @@ class EpochMetrics(LightningModule):
 
     def keep_step_metrics(self) -> None:
         """Keep a copy of the epoch's metrics behind an optimiser step, for checkpoints."""
-        self._metrics_at_step = copy_states(self.train_metrics) | copy_states(self.step_metrics)
+        self._metrics_at_step = _copy_states(self.train_metrics) | _copy_states(self.step_metrics)
 
     def metrics_to_save(self, within_epoch: bool) -> list[States]:
         """Gather the metrics at the last optimiser step from all processes; at the end of an epoch there are none."""
-        return gather_states(self._metrics_at_step if within_epoch else {})
+        return _gather_states(self._metrics_at_step if within_epoch else {})
 
     def restore_metrics(self, stored: list[States]) -> None:
         """Resume with the metrics of a checkpoint."""
-        self._metrics_at_step = states_of_process(stored, self.global_rank, self.trainer.world_size)
+        self._metrics_at_step = _states_of_process(stored, self.global_rank, self.trainer.world_size)
         for metrics in (self.train_metrics, self.step_metrics):
             metrics.reset()
-            restore_states(metrics, self._metrics_at_step)
+            _restore_states(metrics, self._metrics_at_step)
 
     def on_train_epoch_start(self) -> None:
         self.train_metrics.reset()
@@ -149,3 +146,50 @@ class EpochMetrics(LightningModule):
         # `sync_dist` and `rank_zero_only` together keep Lightning from reducing the values once more, and from warning.
         options = {"sync_dist": True, "rank_zero_only": True, "batch_size": 1, "add_dataloader_idx": False}
         self.log_dict(values, on_step=False, on_epoch=True, prog_bar=prog_bar, **options)
+
+
+def _copy_states(metrics: MetricCollection) -> States:
+    """Copy the states of metrics whose states are sums; Lightning puts them into no checkpoint within an epoch."""
+    return {
+        name: {"updates": metric.update_count, **{key: value.clone() for key, value in metric.metric_state.items()}}
+        for name, metric in metrics.items(keep_base=True)
+    }
+
+
+def _gather_states(states: States) -> list[States]:
+    """Gather the states of all processes, on the CPU; every process has to call this, also one without states."""
+    own = {
+        name: {key: value.cpu() if isinstance(value, Tensor) else value for key, value in state.items()}
+        for name, state in states.items()
+    }
+    if not torch.distributed.is_initialized():
+        return [own]
+    gathered: list[States] = [{} for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather_object(gathered, own)
+    return gathered
+
+
+def _states_of_process(stored: Sequence[States], rank: int, world: int) -> States:
+    """Select the states to resume with: the process's own; if the number of processes changed, all in the first.
+
+    Sums in another order differ in the last digits, so each process keeps its own where that is possible.
+    """
+    if len(stored) == world:
+        return stored[rank]
+    summed: States = {}
+    for name, state in (item for states in stored for item in states.items() if rank == 0):
+        before = summed.get(name)
+        summed[name] = dict(state) if before is None else {key: before[key] + state[key] for key in state}
+    return summed
+
+
+def _restore_states(metrics: MetricCollection, states: Mapping[str, Mapping[str, Any]]) -> None:
+    """Load states into metrics."""
+    for name, metric in metrics.items(keep_base=True):
+        if name not in states:
+            continue
+        for key, value in states[name].items():
+            if key == "updates":
+                metric._update_count = value
+            else:
+                setattr(metric, key, value.to(metric.device))

@@ -21,7 +21,7 @@ from relvit.training.classifier import LOSS_DEFAULTS
 from relvit.utils.files import is_address
 
 # Options that take effect from the checkpoint on. Batch size, accumulation and devices may change as far as
-# `relvit.training.checkpoints.exact_resume.check_layout` allows.
+# `relvit.training.checkpoints.exact_resume.Progress.check_layout` allows.
 FREE = {
     *("save_every", "patience", "model.compile", "model.channels_last", "model.nonfinite"),
     *(f"data.{name}" for name in ("batch_size", "num_workers", "cache", "on_error", "download", "test", "predict")),

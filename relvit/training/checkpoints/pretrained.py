@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+from collections.abc import Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,13 @@ from torch import nn
 from relvit.data import parse_size
 from relvit.models.factory import DATA_ARGUMENTS, check_description, check_size
 from relvit.models.retrofit.api import RETROFITTED_NAME
-from relvit.models.weights.transfer import Weights
+from relvit.models.weights.transfer import TransferReport, Weights, transfer_weights
 from relvit.training.checkpoints.checkpoint import Architecture, Checkpoint, Normalisation
 from relvit.training.checkpoints.file import check_archive, check_finite
 from relvit.utils.descriptions import check_bounds
 from relvit.utils.files import is_address
 from relvit.utils.messages import did_you_mean, listing, nearest, one_line
+from relvit.utils.progress import rank_zero_print
 from relvit.utils.remote import local_file, suffix_of
 
 HUB, FOLDER = "hf-hub:", "local-dir:"
@@ -224,8 +226,20 @@ def architecture_to_build(
     return Architecture(source.model, kwargs or None, source.retrofit if retrofit is None else retrofit)
 
 
+def load_pretrained(
+    net: nn.Module, pretrained: Pretrained, class_names: Sequence[str] | None, data: Any
+) -> TransferReport:
+    """Load pretrained weights into a network, and print what was loaded and whether the data's normalisation fits."""
+    weights = pretrained.weights()
+    report = transfer_weights(net, weights, class_names)
+    rank_zero_print(f"pretrained: {report}")
+    if note := normalisation_note(weights, data):
+        rank_zero_print(note)
+    return report
+
+
 def normalisation_note(weights: Weights, data: Any) -> str | None:
-    """Note that the data are normalised otherwise than the images of the pretraining; None where they are not."""
+    """Return a note where the data are normalised in another way than the images of the pretraining were, or None."""
     ours, options = [], []
     for name in Normalisation._fields:
         theirs, given = getattr(weights, name) or (), getattr(data, name, None) or ()

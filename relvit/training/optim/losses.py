@@ -10,36 +10,39 @@ from torch import nn
 
 from relvit.training.optim.schedule import steps_of
 
+# Each additional loss, and the models that return this loss.
+MODEL_LOSSES = {"ponder": "a model that halts: relvit_universal_* with model_kwargs.halting act"}
 
-def check_losses(
-    given: Mapping[str, Any], defaults: Mapping[str, Any], net: nn.Module, models: Mapping[str, str]
-) -> None:
+
+def check_losses(given: Mapping[str, Any], defaults: Mapping[str, Any], net: nn.Module) -> None:
     """Refuse options of losses that a network does not return.
 
     Args:
-        given: the arguments of `ImageClassifier`.
-        defaults: their defaults.
-        net: the network.
-        models: which models have a loss, by its name.
+        given: The arguments of `ImageClassifier`.
+        defaults: The defaults of these options.
+        net: The network.
+
+    Raises:
+        ValueError: There is such an option.
     """
-    for name in models.keys() - set(training_losses(net)):
+    for name in MODEL_LOSSES.keys() - set(training_losses(net)):
         for option in loss_options(name):
             if given[option] != defaults[option]:
-                raise ValueError(f"{option} {given[option]} has no effect without {models[name]}")
+                raise ValueError(f"{option} {given[option]} has no effect without {MODEL_LOSSES[name]}")
 
 
 def loss_options(name: str) -> tuple[str, str]:
-    """Return the options of a loss: its weight, and the epochs in which the weight rises."""
+    """Return the options of a loss: its weight, and the number of epochs in which this weight rises."""
     return f"{name}_weight", f"{name}_warmup_epochs"
 
 
 def training_losses(net: nn.Module) -> tuple[str, ...]:
-    """Return the names of the further losses of a network."""
+    """Return the names of the additional losses that a network returns."""
     return getattr(net, "training_losses", ())
 
 
 def loss_weight(given: Mapping[str, Any], trainer: Trainer, name: str) -> float:
-    """Compute the weight of a loss at a trainer's optimiser step: a linear rise, as of the learning rate."""
+    """Compute the weight of a loss at a trainer's optimiser step: it rises linearly, as the learning rate does."""
     weight, option = loss_options(name)
     warmup = steps_of(trainer, option, given[option])
     return given[weight] * min(1.0, (trainer.global_step + 1) / (warmup + 1))
