@@ -4,6 +4,7 @@ from relvit.evaluation.costs import count_macs, peak_memory
 from relvit.evaluation.deploy import ExportError, PublishError, export_model, publish_model
 from relvit.evaluation.embeddings import Embeddings, embed_folder, write_embeddings
 from relvit.evaluation.mirror import MirrorAverage
+from relvit.evaluation.outcomes import ClassMetrics, calibration_error, class_metrics, confusion_matrix
 from relvit.evaluation.predictor import Prediction, Predictor
 from relvit.evaluation.report import EvaluationReport
 from relvit.evaluation.resolutions import PROTOCOLS, Size, evaluate_size, evaluate_sizes
@@ -16,7 +17,6 @@ from relvit.evaluation.trust.calibration import (
 )
 from relvit.evaluation.trust.probe import probe_models
 from relvit.evaluation.trust.robustness import Corruptions, RestrictedClasses, evaluate_corruptions
-from relvit.training.class_metrics import ClassMetrics, calibration_error, class_metrics, confusion_matrix
 
 __all__ = [
     "Predictor",

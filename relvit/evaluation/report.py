@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from relvit.data import ImageData, UnreadableImageError
 from relvit.data.batches import image_of
 from relvit.data.images.datasets import LabelledFiles
+from relvit.evaluation.outcomes import AnyClassMetrics, Outcomes, outcomes_of
 from relvit.evaluation.trust.robustness import Corruptions, evaluate_corruptions
 from relvit.plots import picture_of, plot_confusion, plot_sheet
-from relvit.training.labels import AnyClassMetrics, Labels
 from relvit.utils.files import from_here, write_csv
 from relvit.utils.messages import printable
 
@@ -58,8 +58,8 @@ class EvaluationReport(Callback):
         self._hook: Any = None
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._labels: Labels = pl_module.labels
-        self._outcomes: list[np.ndarray] = []
+        self._outcomes: Outcomes = outcomes_of(pl_module.labels)
+        self._kept: list[np.ndarray] = []
         self._hook = pl_module.register_forward_hook(self._keep_logits)
 
     def on_test_batch_end(
@@ -74,30 +74,30 @@ class EvaluationReport(Callback):
         labels = batch[1]
         if len(labels):
             # Doubles, which hold labels exactly, only on the CPU: not every accelerator has them.
-            self._outcomes.append(self._labels.outcomes(pl_module.probabilities(self._logits).cpu(), labels.cpu()))
+            self._kept.append(self._outcomes.keep(pl_module.probabilities(self._logits).cpu(), labels.cpu()))
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._hook.remove()
         data = trainer.datamodule
-        parts = [(self._outcomes, _evaluated_indices(data, trainer.global_rank, trainer.world_size))]
+        parts = [(self._kept, _evaluated_indices(data, trainer.global_rank, trainer.world_size))]
         if trainer.world_size > 1:
             own, parts = parts[0], [None] * trainer.world_size
             torch.distributed.all_gather_object(parts, own)
         batches = [batch for part, _ in parts for batch in part]
         if not trainer.is_global_zero or not batches:
             return
-        outcomes = np.concatenate(batches, axis=1)
+        kept = np.concatenate(batches, axis=1)
         # A limit of batches may have ended the test of each process early.
         counts = [sum(batch.shape[1] for batch in part) for part, _ in parts]
         indices = [index for (_, all_of_it), count in zip(parts, counts, strict=True) for index in all_of_it[:count]]
-        self.results = {"images": outcomes.shape[1]}
+        self.results = {"images": kept.shape[1]}
         self.results |= {name: float(value) for name, value in trainer.callback_metrics.items()}
-        self._write_classes(outcomes, data.class_names)
-        self._write_mistakes(outcomes, indices, data)
+        self._write_classes(kept, data.class_names)
+        self._write_mistakes(kept, indices, data)
         if conditions := getattr(data, "conditions", ()):
             of_images = [conditions[index] for index in indices]
             present = len(set(data.dataset("test").targets))
-            self.corruptions = evaluate_corruptions(self._labels.right(outcomes), of_images, present)
+            self.corruptions = evaluate_corruptions(self._outcomes.right(kept), of_images, present)
             self.results |= self.corruptions.results
             write_csv(self.folder / "corruptions.csv", *self.corruptions.table())
 
@@ -108,15 +108,15 @@ class EvaluationReport(Callback):
     def _keep_logits(self, module: nn.Module, args: Any, logits: Tensor) -> None:
         self._logits = logits
 
-    def _write_classes(self, outcomes: np.ndarray, names: Sequence[str]) -> None:
-        self.classes = metrics = self._labels.class_metrics(outcomes, len(names))
+    def _write_classes(self, kept: np.ndarray, names: Sequence[str]) -> None:
+        self.classes = metrics = self._outcomes.class_metrics(kept, len(names))
         # With several labels the mean F1 is among the logged metrics.
         self.results.setdefault("test/f1", float(metrics.f1[metrics.count > 0].mean()))
-        self.results |= {f"test/{name}": value for name, value in self._labels.calibration(outcomes).items()}
+        self.results |= {f"test/{name}": value for name, value in self._outcomes.calibration(kept).items()}
         values = [["" if np.isnan(value) else f"{value:.4f}" for value in column] for column in metrics[1:]]
         rows = zip(names, metrics.count.tolist(), *values, strict=True)
         write_csv(self.folder / "classes.csv", ["class", *metrics._fields], rows)
-        if (confusion := self._labels.confusion(outcomes, len(names))) is None:
+        if (confusion := self._outcomes.confusion(kept, len(names))) is None:
             return
         if len(names) <= DENSE:
             rows = ([name, *row] for name, row in zip(names, confusion.tolist(), strict=True))
@@ -126,10 +126,10 @@ class EvaluationReport(Callback):
             write_csv(self.folder / "confusion.csv", ["true", "predicted", "count"], rows)
         plot_confusion(confusion, names, self.folder / "confusion.png")
 
-    def _write_mistakes(self, outcomes: np.ndarray, indices: Sequence[int], data: ImageData) -> None:
+    def _write_mistakes(self, kept: np.ndarray, indices: Sequence[int], data: ImageData) -> None:
         dataset = data.dataset(data.evaluated_split)
         wrong = []
-        for mistake in self._labels.mistakes(outcomes, data.class_names):
+        for mistake in self._outcomes.mistakes(kept, data.class_names):
             index = indices[mistake.position]
             path = f"{data.evaluated_split}/{index:05d}"
             if isinstance(dataset, LabelledFiles):
@@ -138,7 +138,7 @@ class EvaluationReport(Callback):
             wrong.append((-mistake.weight, path, mistake.true, mistake.predicted, index, mistake.caption))
         wrong.sort()
         rows = ([path, true, predicted, f"{-weight:.6f}"] for weight, path, true, predicted, *_ in wrong[:LISTED])
-        write_csv(self.folder / "mistakes.csv", ["path", "true", "predicted", self._labels.mistakes_by], rows)
+        write_csv(self.folder / "mistakes.csv", ["path", "true", "predicted", self._outcomes.mistakes_by], rows)
         pictures, captions = [], []
         for _, path, true, _, index, caption in wrong[:SHOWN]:
             # The test keeps its other results where a file has been deleted since.
@@ -146,7 +146,7 @@ class EvaluationReport(Callback):
                 pictures.append(picture_of(image_of(dataset[index][0]), data.mean, data.std))
                 captions.append(f"{Path(path).name}\ntrue: {true}\n{caption}")
         if pictures:
-            plot_sheet(pictures, captions, self.folder / "mistakes.png", title=self._labels.mistakes_title)
+            plot_sheet(pictures, captions, self.folder / "mistakes.png", title=self._outcomes.mistakes_title)
 
 
 def _evaluated_indices(data: ImageData, rank: int, world_size: int) -> list[int]:

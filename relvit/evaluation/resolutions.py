@@ -16,6 +16,7 @@ from lightning.fabric import Fabric
 from relvit.data import Fill, ImageData, SizeProtocol, parse_size
 from relvit.data.at_size import at_size
 from relvit.evaluation.costs import count_macs, peak_memory
+from relvit.evaluation.outcomes import outcomes_of
 from relvit.evaluation.standard_error import paired_difference, with_errors
 from relvit.models import Reach, set_reach
 from relvit.models.sizes.image_size import at_image_size
@@ -159,7 +160,7 @@ def _evaluate(
     fill: Fill | None,
     progress: Progress | None,
 ) -> tuple[dict[str, Any], np.ndarray | None]:
-    """Return what `evaluate_size` does, and whether each image was right, see `Labels.right`."""
+    """Return what `evaluate_size` does, and whether each image was right, see `Outcomes.right`."""
     check_choice("split", split, get_args(Split))
     own = at_size(data, size, split, protocol, fill)
     loader = own.test_dataloader()
@@ -167,25 +168,24 @@ def _evaluate(
     classifier.eval()
     net = classifier.net if classifier.average is None else classifier.average.net
     net = at_image_size(net, own.img_size, own.in_chans, classifier.hparams.img_size)
-    kind = classifier.labels
-    metrics = epoch_metrics(kind, own.num_classes)
-    outcomes: list[np.ndarray] = []
+    metrics, outcomes = epoch_metrics(classifier.labels, own.num_classes), outcomes_of(classifier.labels)
+    batches: list[np.ndarray] = []
     memory, seconds = None, 0.0
     what = f"{classifier.hparams.model} at {height} x {width}"
     for images, labels in loader if progress is None else progress(loader, len(loader), what):
         images = images.to(classifier.device)
         with torch.inference_mode():
-            if not outcomes:
+            if not batches:
                 memory = peak_memory(net, images)
             begin = _now(classifier.device)
             logits = net(images)
             seconds += _now(classifier.device) - begin
         logits = logits.float().cpu() / classifier.temperature
         count_batch(metrics, evaluation_loss(logits, labels), logits, labels)
-        outcomes.append(kind.outcomes(kind.probabilities(logits.double()), labels))
-    if not outcomes:
+        batches.append(outcomes.keep(classifier.probabilities(logits.double()), labels))
+    if not batches:
         raise ValueError(f"none of the images of {split} could be read")
-    tested = np.concatenate(outcomes, axis=1)
+    tested = np.concatenate(batches, axis=1)
     images = tested.shape[1]
     accuracies = {name: float(value) for name, value in metrics.compute().items()}
     results = {
@@ -195,12 +195,12 @@ def _evaluate(
         **({"fill": fill or "reflect"} if protocol == "field" else {}),
         "images": images,
         **with_errors(accuracies, images),
-        **kind.calibration(tested),
+        **outcomes.calibration(tested),
         "images_per_second": images / seconds,
         "macs": count_macs(net, own.img_size, own.in_chans),
         "peak_memory": memory,
     }
-    return results, kind.right(tested)
+    return results, outcomes.right(tested)
 
 
 def _check_same_images(first: str, data: ImageData, other: str, other_data: ImageData) -> None:

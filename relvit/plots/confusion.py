@@ -1,4 +1,4 @@
-"""Draw a confusion matrix as a PNG; `relvit.training.class_metrics` counts it."""
+"""Draw a confusion matrix as a PNG; `relvit.evaluation.outcomes` computes it."""
 
 from __future__ import annotations
 

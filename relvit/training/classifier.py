@@ -176,7 +176,7 @@ class ImageClassifier(EpochMetrics):
         self._restored_average: dict[str, Tensor] | None = None
         skipped = {"skipped_steps": SumMetric()} if nonfinite == "skip" else {}
         costs = {f"{name}_cost": MeanMetric() for name in training_losses(self.net)}
-        labels = labels_of(multi_label, num_classes)
+        labels = labels_of([0.5] * num_classes if multi_label else None)
         self.create_metrics(labels, num_classes, self.mixing is not None, skipped | costs)
 
     @property

@@ -1,9 +1,12 @@
-"""One label per image, or several: all that depends on it, from the probabilities of logits to metrics and tables."""
+"""One label per image, or several (multi-label): probabilities, predicted classes, thresholds and metrics of training.
+
+What a test computes from them, such as the confusion matrix, is in `relvit.evaluation.outcomes`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
@@ -16,14 +19,13 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 from torchmetrics.utilities import dim_zero_cat
 
-from relvit.training.class_metrics import ClassMetrics, calibration_error, class_metrics, confusion_matrix
-
 
 class MultiLabelMetrics(NamedTuple):
-    """Metrics of each class, (C,): int64 `count`, its images, else float64; NaN where undefined.
+    """Metrics of each class of multi-label images: `count`, its number of images, int64 (C,); the others float64 (C,).
 
-    An image gets a class where the probability reaches the `threshold`. `recall` and `average_precision` are undefined
-    where a class has no images, `precision` where it is never predicted, `f1` where both.
+    An image gets a class where the probability reaches the `threshold`. An undefined metric is NaN: `recall` and
+    `average_precision` where a class has no images, `precision` where it is never predicted, `f1` where both are the
+    case.
     """
 
     count: np.ndarray
@@ -34,115 +36,69 @@ class MultiLabelMetrics(NamedTuple):
     threshold: np.ndarray
 
     def means(self) -> dict[str, float]:
-        """Return 'map', the mean average precision, and 'f1', means over the classes that have images."""
+        """Return 'map' (mean average precision) and 'f1' (mean F1), both over the classes that have images."""
         known = self.count > 0
         values = {"map": self.average_precision, "f1": self.f1}
         return {name: float(value[known].mean()) if known.any() else np.nan for name, value in values.items()}
 
 
-AnyClassMetrics = ClassMetrics | MultiLabelMetrics
-
-
-class Mistake(NamedTuple):
-    """A wrong prediction: how bad it is (the worst first), position of the image, names of its classes, a caption."""
-
-    weight: float
-    position: int
-    true: str
-    predicted: str
-    caption: str
-
-
 class Labels(Protocol):
-    """How many labels an image has, and what depends on that.
-
-    Outcomes are what a test keeps of its images: float64 rows (rows, N), a column for each image.
+    """How many labels an image has, and what depends on that number.
 
     Attributes:
-        score: the metric by which the best checkpoint is chosen.
-        loss: the loss of evaluation, as `ClassificationLoss` names it.
-        activation: what makes probabilities of logits, in Python.
-        mistakes_by: the column that a table of mistakes is sorted by.
-        mistakes_title: the title of their pictures.
-        thresholds: the probability of each class from which on an image has it; None: the most probable class counts.
+        score: The metric that chooses the best checkpoint.
+        loss: The loss of evaluation, as `ClassificationLoss` names it.
+        activation: The Python code that turns logits into probabilities.
+        thresholds: The probability of each class from which on an image has this class. None: an image has its most
+            probable class.
     """
 
     score: str
     loss: str
     activation: str
-    mistakes_by: str
-    mistakes_title: str
     thresholds: list[float] | None
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Compute probabilities (B, C) of logits: float64 of float64, else float32."""
+        """Compute the probabilities (B, C) of logits: float64 if the logits are float64, else float32."""
 
     def mean_logits(self, logits: Tensor) -> Tensor:
-        """Compute the logits (B, C) of the mean of two probabilities, of their logits (2, B, C)."""
+        """Compute the logits (B, C) of the mean of two probabilities from the logits (2, B, C) of both."""
 
     def classes(self, probabilities: Tensor, most: int) -> list[list[int]]:
-        """List the classes found of each image (B, C), the most probable first; `most` of them without thresholds."""
+        """List the predicted classes of each image (B, C), most probable first; without thresholds these are `most`."""
 
     def metrics(self, num_classes: int, training: bool, mixed: bool) -> dict[str, Metric]:
-        """Create the metrics of an epoch apart from its loss; of training by images that may be mixed."""
+        """Create the metrics of an epoch, apart from its loss; the images of a training may be mixed."""
 
     def choose_thresholds(self, metrics: MetricCollection, choose: bool) -> None:
-        """Let metrics choose thresholds on their images, or use these."""
+        """Let metrics choose thresholds on the images that they see, or let them use the present thresholds."""
 
     def chosen(self, metrics: MetricCollection) -> Labels:
-        """Return these labels with the thresholds that metrics have chosen."""
-        return self
-
-    def fitted(self, outcomes: np.ndarray) -> Labels:
-        """Return these labels with the thresholds of the best F1 on these outcomes."""
+        """Return these labels with the thresholds that the metrics have chosen."""
         return self
 
     def restored(self, thresholds: list[float] | None) -> Labels:
-        """Return these labels with the thresholds in the description of a file, if there are any."""
+        """Return these labels with the thresholds of a checkpoint, if it has some."""
         return self
 
     def record(self) -> dict[str, Any]:
-        """Return what the description in a file says of the labels."""
+        """Return what a checkpoint stores of the labels."""
         return {}
-
-    def outcomes(self, probabilities: Tensor, labels: Tensor) -> np.ndarray:
-        """Return the outcomes of a batch: probabilities (B, C), labels (B,) or (B, C), on the CPU."""
-
-    def right(self, outcomes: np.ndarray) -> np.ndarray | None:
-        """Return whether each image was right, bool (N,); None with several labels."""
-
-    def calibration(self, outcomes: np.ndarray) -> dict[str, float]:
-        """Return the 'calibration_error' of images of one label."""
-        return {}
-
-    def confusion(self, outcomes: np.ndarray, num_classes: int) -> np.ndarray | None:
-        """Count images of each class (rows) by predicted class (columns); None with several labels."""
-
-    def class_metrics(self, outcomes: np.ndarray, num_classes: int) -> AnyClassMetrics:
-        """Compute the metrics of each class."""
-
-    def total(self, outcomes: np.ndarray) -> float:
-        """Compute `score` over all images."""
-
-    def mistakes(self, outcomes: np.ndarray, names: Sequence[str]) -> Iterator[Mistake]:
-        """Yield the images to which others than their classes were given."""
 
     def columns(self, most: int) -> list[str]:
-        """Name the columns of `cells`."""
+        """Name the columns of a table of predictions, which `cells` fills."""
 
     def cells(self, found: Sequence[tuple[str, float]]) -> list[str]:
-        """Write names and probabilities of the classes found in an image as cells of a table."""
+        """Format names and probabilities of the classes of an image as the cells of a row."""
 
 
 @dataclass(frozen=True)
 class OneLabel(Labels):
-    """Each image has one class: probabilities by softmax, of which the highest counts."""
+    """Images of one class each: a softmax gives the probabilities, and the most probable class is predicted."""
 
     score = "acc1"
     loss = "ce"
     activation = "softmax(-1)"
-    mistakes_by = "probability"
-    mistakes_title = "most confident mistakes"
     thresholds: list[float] | None = field(default=None, init=False)
 
     def probabilities(self, logits: Tensor) -> Tensor:
@@ -155,9 +111,9 @@ class OneLabel(Labels):
         return probabilities.topk(most).indices.tolist()
 
     def metrics(self, num_classes: int, training: bool, mixed: bool) -> dict[str, Metric]:
-        """Create top-1 accuracy 'acc1' and, with five classes or more, 'acc5'.
+        """Create top-1 accuracy 'acc1' and, with five classes or more, top-5 accuracy 'acc5'.
 
-        Of images mixed by mixup or CutMix the class of the larger part counts, as 'acc1_mixed' and 'acc5_mixed'.
+        If images are mixed by mixup or CutMix, the larger part is taken as the class, in 'acc1_mixed' and 'acc5_mixed'.
         """
         end = "_mixed" if mixed else ""
         return {
@@ -165,32 +121,6 @@ class OneLabel(Labels):
             for k in (1, 5)
             if k <= num_classes
         }
-
-    def outcomes(self, probabilities: Tensor, labels: Tensor) -> np.ndarray:
-        """Return rows of label, predicted class and its probability."""
-        probability, predicted = probabilities.double().max(-1)
-        return torch.stack((labels.double(), predicted.double(), probability)).numpy()
-
-    def right(self, outcomes: np.ndarray) -> np.ndarray:
-        return outcomes[0] == outcomes[1]
-
-    def calibration(self, outcomes: np.ndarray) -> dict[str, float]:
-        return {"calibration_error": calibration_error(outcomes[2], self.right(outcomes))}
-
-    def confusion(self, outcomes: np.ndarray, num_classes: int) -> np.ndarray:
-        return confusion_matrix(*outcomes[:2].astype(np.int64), num_classes)
-
-    def class_metrics(self, outcomes: np.ndarray, num_classes: int) -> ClassMetrics:
-        return class_metrics(self.confusion(outcomes, num_classes))
-
-    def total(self, outcomes: np.ndarray) -> float:
-        return float(self.right(outcomes).mean())
-
-    def mistakes(self, outcomes: np.ndarray, names: Sequence[str]) -> Iterator[Mistake]:
-        for position in np.flatnonzero(~self.right(outcomes)).tolist():
-            label, predicted, probability = outcomes[:, position].tolist()
-            guess = names[int(predicted)]
-            yield Mistake(probability, position, names[int(label)], guess, f"{probability:.1%} {guess}")
 
     def columns(self, most: int) -> list[str]:
         ranks = ("", *range(2, most + 1))
@@ -202,10 +132,10 @@ class OneLabel(Labels):
 
 @dataclass(frozen=True)
 class SeveralLabels(Labels):
-    """Each image has any number of classes: a probability of each by sigmoid, which counts from a threshold on.
+    """Images of any number of classes: a sigmoid gives each class a probability, and a threshold decides.
 
     Args:
-        thresholds: one of each class, such as those that validation has chosen.
+        thresholds: One threshold for each class; a validation chooses them.
     """
 
     thresholds: list[float]
@@ -213,8 +143,6 @@ class SeveralLabels(Labels):
     score = "map"
     loss = "bce"
     activation = "sigmoid()"
-    mistakes_by = "loss"
-    mistakes_title = "mistakes of the highest loss"
 
     def probabilities(self, logits: Tensor) -> Tensor:
         return _at_least_single(logits).sigmoid()
@@ -223,11 +151,10 @@ class SeveralLabels(Labels):
         return F.logsigmoid(logits).logsumexp(0) - F.logsigmoid(-logits).logsumexp(0)
 
     def classes(self, probabilities: Tensor, most: int) -> list[list[int]]:
-        return _classes_above(probabilities, self.thresholds)
+        return classes_above(probabilities, self.thresholds)
 
     def metrics(self, num_classes: int, training: bool, mixed: bool) -> dict[str, Metric]:
-        """Create mean average precision 'map' and mean F1 'f1', see `MultiLabelScores`; none of training."""
-        # The key is that of the metric, not of its values.
+        """Create mean average precision 'map' and mean F1 'f1', see `MultiLabelScores`; a training has neither."""
         return {} if training else {"scores": MultiLabelScores(self.thresholds)}
 
     def choose_thresholds(self, metrics: MetricCollection, choose: bool) -> None:
@@ -237,35 +164,11 @@ class SeveralLabels(Labels):
         classes = metrics["scores"].classes
         return self if classes is None else SeveralLabels(classes.threshold.tolist())
 
-    def fitted(self, outcomes: np.ndarray) -> SeveralLabels:
-        labels, probabilities = _columns(outcomes)
-        return SeveralLabels(multi_label_metrics(probabilities, labels > 0).threshold.tolist())
-
     def restored(self, thresholds: list[float] | None) -> SeveralLabels:
         return self if thresholds is None else SeveralLabels(thresholds)
 
     def record(self) -> dict[str, Any]:
         return {"thresholds": self.thresholds}
-
-    def outcomes(self, probabilities: Tensor, labels: Tensor) -> np.ndarray:
-        """Return rows of labels, then of probabilities."""
-        return torch.cat((labels.double(), probabilities.double()), 1).T.numpy()
-
-    def class_metrics(self, outcomes: np.ndarray, num_classes: int) -> MultiLabelMetrics:
-        labels, probabilities = _columns(outcomes)
-        return multi_label_metrics(probabilities, labels > 0, self.thresholds)
-
-    def total(self, outcomes: np.ndarray) -> float:
-        return self.class_metrics(outcomes, len(self.thresholds)).means()["map"]
-
-    def mistakes(self, outcomes: np.ndarray, names: Sequence[str]) -> Iterator[Mistake]:
-        labels, probabilities = map(torch.from_numpy, _columns(outcomes))
-        losses = F.binary_cross_entropy(probabilities, labels, reduction="none").mean(1).tolist()
-        true, found = _classes_above(labels, [0.5] * len(names)), _classes_above(probabilities, self.thresholds)
-        for position, (loss, label, predicted) in enumerate(zip(losses, true, found, strict=True)):
-            if set(label) != set(predicted):
-                texts = [";".join(names[index] for index in each) for each in (label, predicted)]
-                yield Mistake(loss, position, *texts, f"predicted: {texts[1]}")
 
     def columns(self, most: int) -> list[str]:
         return ["label", "probability"]
@@ -274,13 +177,13 @@ class SeveralLabels(Labels):
         return [";".join(name for name, _ in found), ";".join(f"{probability:.6f}" for _, probability in found)]
 
 
-def labels_of(multi_label: bool, num_classes: int) -> Labels:
-    """Return the labels of a new classifier, by its arguments; all thresholds are 0.5."""
-    return SeveralLabels([0.5] * num_classes) if multi_label else OneLabel()
+def labels_of(thresholds: list[float] | None) -> Labels:
+    """Return the labels of images of several classes with these thresholds, or of one class where there are none."""
+    return OneLabel() if thresholds is None else SeveralLabels(thresholds)
 
 
 def are_thresholds(value: Any, num_classes: int) -> bool:
-    """Check a value from the description in a file: as many numbers in 0 ... 1 as there are classes."""
+    """Return whether a value that was read from a file is a list of numbers in 0 ... 1, one for each class."""
     return (
         isinstance(value, list)
         and len(value) == num_classes
@@ -292,15 +195,9 @@ def _at_least_single(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def _columns(outcomes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Labels and probabilities (N, C) of outcomes with several labels."""
-    labels, probabilities = np.split(outcomes, 2)
-    return labels.T, probabilities.T
-
-
-def _classes_above(probabilities: Tensor, thresholds: Sequence[float]) -> list[list[int]]:
+def classes_above(probabilities: Tensor, thresholds: Sequence[float]) -> list[list[int]]:
     """List the classes of each image (B, C) that reach their thresholds, the most probable first."""
-    # In double precision, on the CPU: a threshold may be midway between two floats next to each other.
+    # A threshold may lie midway between two neighbouring floats. Not every accelerator has doubles to compare them.
     probabilities = probabilities.cpu().double()
     found = []
     for row in probabilities:
@@ -312,16 +209,17 @@ def _classes_above(probabilities: Tensor, thresholds: Sequence[float]) -> list[l
 def multi_label_metrics(
     probabilities: np.ndarray, labels: np.ndarray, thresholds: Sequence[float] | None = None
 ) -> MultiLabelMetrics:
-    """Compute metrics of each class where images have several labels.
+    """Compute the metrics of each class where images have several labels.
 
-    Average precision is the sum over the scores s_n, from high to low, of (R_n - R_(n-1)) P_n, with precision and
-    recall at the threshold s_n, as scikit-learn's `average_precision_score`.
+    Average precision is the sum over the scores s_n, from high to low, of (R_n - R_(n-1)) P_n, with precision P_n and
+    recall R_n at the threshold s_n, as scikit-learn's `average_precision_score` computes it.
 
     Args:
         probabilities: (N, C).
-        labels: bool (N, C).
-        thresholds: one of each class. None takes those of the best F1 on these images: midway between the lowest
-            score to be included and the next one below it; of equal ones the highest; 0.5 for a class without images.
+        labels: Bool (N, C).
+        thresholds: One threshold for each class. None takes the thresholds of the best F1 on these images. Such a
+            threshold is midway between the lowest score to be included and the next one below it; it is the highest of
+            equally good ones, and 0.5 for a class without images.
     """
     curves = [_curve(*column) for column in zip(probabilities.T.astype(np.float64), labels.T, strict=True)]
     chosen = np.array([best for _, best in curves] if thresholds is None else thresholds)
@@ -333,12 +231,12 @@ def multi_label_metrics(
 
 
 def _curve(scores: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
-    """The average precision of a class, and its threshold of the best F1."""
+    """Compute the average precision of a class, and the threshold of its best F1."""
     if not labels.any():
         return np.nan, 0.5
     order = np.argsort(-scores, kind="stable")
     scores = scores[order]
-    # Images of equal scores have one threshold: at the last of them.
+    # A threshold includes all images of equal scores or none, so only the last of them counts.
     last = np.flatnonzero(np.append(scores[1:] != scores[:-1], True))
     found, scores = labels[order].cumsum()[last], scores[last]
     average = np.sum(np.diff(found, prepend=0) * found / (last + 1)) / found[-1]
@@ -347,11 +245,11 @@ def _curve(scores: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
 
 
 class MultiLabelScores(Metric):
-    """Mean average precision 'map' and mean F1 'f1' of an epoch, exact, of each image once on any number of devices.
+    """Mean average precision 'map' and mean F1 'f1' of an epoch, exact on any number of devices.
 
     Attributes:
-        thresholds: of the classes; None chooses them by `multi_label_metrics`.
-        classes: the metrics of each class, once computed.
+        thresholds: One threshold for each class. None lets `multi_label_metrics` choose them.
+        classes: The metrics of each class, after `compute`.
     """
 
     full_state_update: bool | None = False
@@ -364,12 +262,13 @@ class MultiLabelScores(Metric):
             self.add_state(name, default=[], dist_reduce_fx="cat")
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
-        """Add a batch, (B, C) both; an empty one, too, so that all processes have the same states to gather."""
+        """Add the logits and labels of a batch, both (B, C)."""
+        # Empty batches are added, too, so that all processes have states to gather.
         self.probabilities.append(logits.float().sigmoid())
         self.labels.append(labels.view(logits.shape).to(torch.uint8))
 
     def compute(self) -> dict[str, float]:
-        """Return 'map' and 'f1'; NaN without images."""
+        """Return 'map' and 'f1', which are NaN without images."""
         if not len(self.labels):
             return dict.fromkeys(("map", "f1"), np.nan)
         probabilities, labels = (dim_zero_cat(state).cpu().numpy() for state in (self.probabilities, self.labels))

@@ -9,7 +9,7 @@ from small_training import NoiseImages, build, train
 from relvit.data import ImageFolderData
 from relvit.evaluation import EvaluationReport
 from relvit.evaluation import report as module
-from relvit.training import OneLabel
+from relvit.evaluation.outcomes import OneLabelOutcomes
 
 
 def test_the_sheet_shows_the_most_confident_mistakes_as_the_model_saw_them(tmp_path, monkeypatch):
@@ -47,7 +47,7 @@ def test_a_mistake_whose_file_has_gone_is_listed_without_a_picture(photos, tmp_p
     (root / "test" / "cat" / "0.jpg").unlink()
     (root / "test" / "cat" / "1.jpg").write_bytes(b"no image")
     report, outcomes = EvaluationReport(tmp_path), np.array([[0, 0, 0], [1, 2, 1], [0.9, 0.8, 0.7]])
-    report._labels = OneLabel()
+    report._outcomes = OneLabelOutcomes()
     report._write_mistakes(outcomes, [0, 1, 2], data)
     ((pictures, captions, _),) = sheets
     assert (len(pictures), captions) == (1, ["2.jpg\ntrue: cat\n70.0% dog"])
@@ -61,7 +61,7 @@ def test_many_classes_are_written_as_pairs(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "DENSE", 5)
     report = EvaluationReport(tmp_path)
     labels, predicted = np.array([0, 0, 0, 6, 3]), np.array([0, 2, 2, 6, 3])
-    report._labels = OneLabel()
+    report._outcomes = OneLabelOutcomes()
     report._write_classes(np.stack((labels, predicted, np.full(5, 0.5))), [f"class {i}" for i in range(7)])
     pairs = ["class 0,class 0,1", "class 0,class 2,2", "class 3,class 3,1", "class 6,class 6,1"]
     assert (tmp_path / "confusion.csv").read_text().splitlines() == ["true,predicted,count", *pairs]

@@ -22,9 +22,9 @@ from relvit.evaluation import (
     MirrorAverage,
     RestrictedClasses,
 )
+from relvit.evaluation.outcomes import AnyClassMetrics
 from relvit.evaluation.standard_error import plus_minus, with_errors
 from relvit.models import Reach
-from relvit.training.labels import AnyClassMetrics
 from relvit.utils.progress import rank_zero_print
 
 # All classes up to so many are shown, else the worst few.

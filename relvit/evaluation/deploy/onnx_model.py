@@ -16,8 +16,9 @@ from relvit.data import ImageData
 from relvit.data.batches import ImageBatch, images_of
 from relvit.data.shape import shape_of
 from relvit.evaluation.deploy.description import read_description
+from relvit.evaluation.outcomes import outcomes_of
 from relvit.evaluation.predictor import Predictor
-from relvit.training.labels import Labels, OneLabel, SeveralLabels
+from relvit.training.labels import Labels, labels_of
 from relvit.utils.messages import MissingPackageError, one_line
 
 # Images on which an int8 file is compared with its model, evenly spaced in val.
@@ -64,8 +65,7 @@ class OnnxClassifier(LightningModule):
             raise ValueError(f"{path} is no file of relvit export: {one_line(error)}") from error
         self.description: dict[str, Any] = read_description(path, metadata, sides["logits"][1])
         self.inputs: Sequence[str | int] = self.description["input"][2:]
-        thresholds = self.description.get("thresholds")
-        self.labels: Labels = OneLabel() if thresholds is None else SeveralLabels(thresholds)
+        self.labels: Labels = labels_of(self.description.get("thresholds"))
 
     def data_arguments(self, img_size: tuple[int, int] | None = None) -> dict[str, Any]:
         """Return the arguments of `ImagePathsData` by which images are prepared.
@@ -160,7 +160,8 @@ def compare(predictor: Predictor, exported: OnnxClassifier, data: ImageData) -> 
             theirs = predictor.labels.probabilities(exported(images))
             rows.append((labels, predictor.probabilities(images), theirs))
     labels, *both = (torch.cat(column) for column in zip(*rows, strict=True))
-    scores = [predictor.labels.total(predictor.labels.outcomes(each, labels)) for each in both]
+    outcomes = outcomes_of(predictor.labels)
+    scores = [outcomes.score(outcomes.keep(each, labels)) for each in both]
     ours, theirs = (predictor.labels.classes(each, 1) for each in both)
     same = sum(set(one) == set(other) for one, other in zip(ours, theirs, strict=True)) / len(labels)
     return Comparison(len(labels), *scores, same)

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from relvit.data import ImageData
 from relvit.data.modules.base import Split
+from relvit.evaluation.outcomes import calibration_error
 from relvit.training import Checkpoint, ImageClassifier, classifier_of
 from relvit.training.checkpoints.file import KEY, read_checkpoint, write_checkpoint
-from relvit.training.class_metrics import calibration_error
-from relvit.training.labels import Labels
+from relvit.training.labels import multi_label_metrics
 from relvit.utils.defaults import torch_defaults
 from relvit.utils.files import check_output
 from relvit.utils.remote import local_file
@@ -155,7 +155,7 @@ def calibrate(
                 _check_val(found, split, *_outcomes(classifier, data, "val", progress))
             change: dict[str, Any] = {"temperature": found.temperature}
         else:
-            found = _choose(*outcomes, classifier.labels, next_split)
+            found = _choose(*outcomes, classifier.thresholds, next_split)
             change = {"thresholds": found.thresholds}
         content = read_checkpoint(ckpt_path, file, averaged=False)
     content[KEY] |= change
@@ -193,12 +193,12 @@ def _check_val(found: Calibration, split: Split, logits: Tensor, labels: Tensor)
         )
 
 
-def _choose(logits: Tensor, targets: Tensor, before: Labels, next_split: Split) -> ChosenThresholds:
-    # As a training chooses them, in its precision.
-    outcomes = before.outcomes(before.probabilities(logits.float()), targets)
-    after = before.fitted(outcomes)
-    f1 = tuple(labels.class_metrics(outcomes, targets.shape[1]).means()["f1"] for labels in (before, after))
-    return ChosenThresholds(after.thresholds, len(targets), f1, next_split)
+def _choose(logits: Tensor, labels: Tensor, thresholds: list[float], next_split: Split) -> ChosenThresholds:
+    # A training chooses thresholds in single precision, too.
+    probabilities = logits.float().sigmoid().numpy()
+    before, after = (multi_label_metrics(probabilities, labels.numpy(), each) for each in (thresholds, None))
+    f1 = before.means()["f1"], after.means()["f1"]
+    return ChosenThresholds(after.threshold.tolist(), len(labels), f1, next_split)
 
 
 def _evaluate(logits: Tensor, labels: Tensor, next_split: Split) -> Calibration:
