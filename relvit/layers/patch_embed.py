@@ -1,4 +1,4 @@
-"""Patch embedding for images of any size, and the check that sides are multiples of the patch."""
+"""Patch embedding for images of any size whose sides are multiples of the patch."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from relvit.ops.tracing import is_compiling, is_exporting
 class AnySizePatchEmbed(Leaf, PatchEmbed):
     """timm's `PatchEmbed` for images of every size whose sides are multiples of the patch.
 
-    timm's own formats error messages before it needs them, which makes sizes constants of a compiled graph. Arguments:
+    The original formats its error messages in advance, which makes sizes constants of a compiled graph. For arguments
     see `timm.layers.PatchEmbed`.
 
     Attributes:
-        cropped_size: a size that is allowed although it is no multiple of the patch; the convolution leaves out what
-            remains at the lower and the right edge. None: there is no such size.
+        cropped_size: A size that is allowed although it is no multiple of the patch; the convolution then leaves out
+            the rest at the lower and the right edge. None allows no such size.
 
     Raises:
-        TypeError, ValueError: in `forward`, what is no batch of images, see `check_images`, and sides that are no
-            multiples of the patch, unless `dynamic_img_pad` pads them.
+        TypeError, ValueError: The input of `forward` is no batch of images, see `check_images`, or its sides are no
+            multiples of the patch and `dynamic_img_pad` does not pad them.
     """
 
     cropped_size: tuple[int, int] | None = None
@@ -46,9 +46,10 @@ class AnySizePatchEmbed(Leaf, PatchEmbed):
 
 
 class GridPatchEmbed(AnySizePatchEmbed):
-    """`AnySizePatchEmbed` for blocks that take rows and columns; compiled, it leaves out what remains, as timm's does.
+    """`AnySizePatchEmbed` for blocks that take rows and columns.
 
-    Where a graph knows that sides divide, Inductor (PyTorch 2.15) cannot order the strides of a grid of any size.
+    In a compiled model it accepts any sides and leaves out the rest at the edges, as timm's `PatchEmbed` does: if a
+    graph knew that the sides are multiples, Inductor (PyTorch 2.15) could not order the strides of a grid of any size.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,10 +58,9 @@ class GridPatchEmbed(AnySizePatchEmbed):
 
 
 def whole_patches(x: Tensor, patch_size: tuple[int, int]) -> Tensor:
-    """Reshape images (B, C, H, W) into patches and back.
+    """Reshape images (B, C, H, W) into patches and back, so that an ONNX graph refuses sides that are no multiples.
 
-    A graph of ONNX holds no checks, and its convolution would leave out what remains at the lower and the right edge:
-    with these reshapes the graph refuses such images.
+    A graph of ONNX holds no checks, and its convolution would silently leave out the rest at the edges.
     """
     batch, channels, height, width = x.shape
     rows, columns = patch_size
@@ -69,11 +69,11 @@ def whole_patches(x: Tensor, patch_size: tuple[int, int]) -> Tensor:
 
 
 def check_images(images: Tensor, in_chans: int) -> None:
-    """Refuse what is no batch of floating images (B, in_chans, height, width).
+    """Refuse anything but a floating-point batch of images (B, in_chans, height, width).
 
     Raises:
-        TypeError: no tensor, or one of whole numbers.
-        ValueError: other dimensions, or another number of channels.
+        TypeError: The images are no tensor, or a tensor of integers.
+        ValueError: The tensor has other dimensions, or another number of channels.
     """
     if not isinstance(images, Tensor):
         raise TypeError(f"images must be a tensor (B, {in_chans}, height, width), got {type(images).__name__}")
@@ -85,7 +85,7 @@ def check_images(images: Tensor, in_chans: int) -> None:
 
 
 def check_divisible(x: Tensor, patch_size: tuple[int, int], cropped_size: tuple[int, int] | None = None) -> None:
-    """Raise ValueError for images (B, C, H, W) that do not divide into patches, unless they have `cropped_size`."""
+    """Raise a ValueError if images (B, C, H, W) do not divide into patches and do not have the `cropped_size`."""
     if cropped_size is not None and x.shape[-2] == cropped_size[0] and x.shape[-1] == cropped_size[1]:
         return
     _check_side("height", x.shape[-2], patch_size[0])

@@ -67,7 +67,7 @@ __all__ = [
     "remove_if_empty",
 ]
 
-# Names of version 0.1, for one release.
+# These names of version 0.1 stay for one release.
 _RENAMED = {"WholeCheckpoints": AtomicCheckpointIO, "remove_if_fruitless": remove_if_empty}
 
 

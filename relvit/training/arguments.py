@@ -1,4 +1,4 @@
-"""Checks of the classifier's arguments: ranges, and options without effect or in contradiction to each other."""
+"""Checks of `ImageClassifier`: arguments without effect or in contradiction, and data that a model cannot take."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ from relvit.utils.messages import check_choice, did_you_mean
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:
-    """Refuse arguments of `ImageClassifier` that contradict each other or have no effect, before anything is built."""
+    """Refuse arguments of `ImageClassifier` that contradict each other or have no effect.
+
+    Raises:
+        ValueError: There is such an argument, or an unknown name.
+    """
     names, count = given["class_names"], given["num_classes"]
     if names is not None and len(names) != count:
         raise ValueError(f"class_names holds {len(names)} names, num_classes is {count}")
@@ -46,9 +50,12 @@ def check_arguments(given: Mapping[str, Any]) -> None:
 
 
 def check_images(net: nn.Module, data: Any, hparams: Mapping[str, Any], stage: str) -> None:
-    """Refuse data whose images a model cannot take, by one run of the model, or whose labels are of the other kind.
+    """Refuse data with images that a model cannot take, or with one label per image where the model has several.
 
-    Any other data module than relvit's is accepted.
+    The model computes an image of each size. Data modules that are not relvit's are accepted unseen.
+
+    Raises:
+        ValueError: The data do not fit.
     """
     several = None if stage == "predict" else getattr(data, "multi_label", None)
     if several is not None and several != hparams["multi_label"]:

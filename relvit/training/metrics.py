@@ -1,4 +1,7 @@
-"""Loss and accuracy or mean average precision of an epoch on any number of devices (torchmetrics), logged by hooks."""
+"""Loss and accuracy, or mean average precision, of an epoch on any number of devices (torchmetrics), and their log.
+
+The metrics of a test's report are in `relvit.evaluation.outcomes`.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +16,20 @@ from torchmetrics import MeanMetric, Metric, MetricCollection
 from relvit.training.checkpoints.exact_resume import is_last_of_epoch
 from relvit.training.labels import Labels
 
-# Key of the metrics of an unfinished epoch in a checkpoint.
+# The key of an unfinished epoch's metrics in a checkpoint.
 METRICS_KEY = "train_metrics"
 
 States = dict[str, dict[str, Any]]
 
 
 def epoch_metrics(labels: Labels, num_classes: int, prefix: str = "", mixed: bool = False) -> MetricCollection:
-    """Create the mean loss 'loss' and the metrics of these labels, see `Labels.metrics`."""
+    """Create the metrics of an epoch: the mean loss 'loss', and those of `Labels.metrics`."""
     metrics = {"loss": MeanMetric(), **labels.metrics(num_classes, prefix == "train/", mixed)}
     return MetricCollection(metrics, prefix=prefix, compute_groups=False)
 
 
 def count_batch(metrics: MetricCollection, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
-    """Add a batch: its mean loss, logits (B, num_classes), labels (B,) or (B, num_classes); it may be empty."""
+    """Add a batch, which may be empty: its mean loss, logits (B, num_classes), and labels (B,) or (B, num_classes)."""
     for name, metric in metrics.items(keep_base=True):
         if name == "loss" and len(labels):
             metric.update(loss.detach(), weight=len(labels))
@@ -35,22 +38,22 @@ def count_batch(metrics: MetricCollection, loss: Tensor, logits: Tensor, labels:
 
 
 def current_lr(trainer: Trainer) -> float:
-    """Return the learning rate of the last layer; with `layer_decay` the layers below have lower ones."""
+    """Return the learning rate of the last layer, which is the highest where there is a `layer_decay`."""
     return max(group["lr"] for group in trainer.optimizers[0].param_groups)
 
 
 class EpochMetrics(LightningModule):
     """A LightningModule whose metrics count every image once on any number of devices.
 
-    All processes compute a metric at the same point, and log the result as a plain number. A metric object that was
-    logged would be computed when something reads it first: a progress bar does so on the main process alone, which then
-    waits for the others for ever.
+    All processes compute a metric at the same point, and log the result as a plain number. If the metric object itself
+    were logged, Lightning would compute it when something first reads it. A progress bar reads it on the main process
+    alone, which would then wait for the other processes for ever.
 
     Attributes:
-        labels: Whether images have one label or several.
-        train_metrics: See `epoch_metrics`; of the augmented images.
-        val_metrics: The same of validation.
-        test_metrics: The same of testing.
+        labels: The labels of the images, one per image or several.
+        train_metrics: The metrics of the training, on augmented images, see `epoch_metrics`.
+        val_metrics: The metrics of the validation.
+        test_metrics: The metrics of the test.
         step_metrics: Means and sums over the optimiser steps of an epoch.
     """
 
@@ -60,7 +63,7 @@ class EpochMetrics(LightningModule):
     test_metrics: MetricCollection
 
     def create_metrics(self, labels: Labels, num_classes: int, mixed: bool, of_steps: dict[str, Metric]) -> None:
-        """Create the metrics; `of_steps` are those of optimiser steps that only some trainings have."""
+        """Create the metrics; `of_steps` are metrics of optimiser steps that only some trainings have."""
         self.labels = labels
         self.train_metrics, self.val_metrics, self.test_metrics = (
             epoch_metrics(labels, num_classes, f"{split}/", mixed and split == "train")
@@ -68,28 +71,28 @@ class EpochMetrics(LightningModule):
         )
         of_steps = {"grad_norm": MeanMetric(), **of_steps}
         self.step_metrics: MetricCollection = MetricCollection(of_steps, compute_groups=False, prefix="train/")
-        # The epoch's metrics at the last optimiser step, from which a checkpoint resumes.
+        # A training resumes from its last optimiser step, so checkpoints hold the epoch's metrics at that step.
         self._metrics_at_step: States = {}
 
     @property
     def thresholds(self) -> list[float] | None:
-        """The probability of each class from which on an image has it; None where images have one label."""
+        """The probability of each class from which on an image has this class; None where images have one label."""
         return self.labels.thresholds
 
     def log_running(self) -> None:
         """Show loss and accuracy of the epoch so far, over the images of this process, in the progress bar."""
-        # `compute` of the class: that of the object would wait for the other processes.
+        # torchmetrics replaces `compute` of the object by a method that waits for the other processes.
         values = {name: type(metric).compute(metric) for name, metric in self.train_metrics.items(keep_base=True)}
         shown = {"loss": "loss", "acc1": "acc", "acc1_mixed": "acc"}
         values = {shown[name]: value for name, value in values.items() if name in shown}
         self.log_dict(values, prog_bar=True, logger=False)
 
     def keep_step_metrics(self) -> None:
-        """Keep a copy of the epoch's metrics behind an optimiser step, for checkpoints."""
+        """Copy the epoch's metrics after an optimiser step, for checkpoints."""
         self._metrics_at_step = _copy_states(self.train_metrics) | _copy_states(self.step_metrics)
 
     def metrics_to_save(self, within_epoch: bool) -> list[States]:
-        """Gather the metrics at the last optimiser step from all processes; at the end of an epoch there are none."""
+        """Gather the metrics at the last optimiser step from all processes; a finished epoch needs none."""
         return _gather_states(self._metrics_at_step if within_epoch else {})
 
     def restore_metrics(self, stored: list[States]) -> None:
@@ -111,8 +114,8 @@ class EpochMetrics(LightningModule):
         self.test_metrics.reset()
         self.labels.choose_thresholds(self.test_metrics, choose=False)
 
-    # Callbacks reach the end of an epoch before the module does, so the metrics are logged with the last batch already.
-    # And once more at the end: early stopping, and data without a length, do not announce the last batch.
+    # Lightning calls callbacks at the end of an epoch before the module, so the metrics are logged with the last batch.
+    # They are logged again at the end, since early stopping and data without a length do not announce the last batch.
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         trainer = self.trainer
@@ -143,13 +146,13 @@ class EpochMetrics(LightningModule):
         self._log(self.train_metrics.compute() | {"lr": current_lr(self.trainer)}, prog_bar=False)
 
     def _log(self, values: dict[str, Any], prog_bar: bool = True) -> None:
-        # `sync_dist` and `rank_zero_only` together keep Lightning from reducing the values once more, and from warning.
+        # With both `sync_dist` and `rank_zero_only` Lightning neither reduces the values once more nor warns.
         options = {"sync_dist": True, "rank_zero_only": True, "batch_size": 1, "add_dataloader_idx": False}
         self.log_dict(values, on_step=False, on_epoch=True, prog_bar=prog_bar, **options)
 
 
 def _copy_states(metrics: MetricCollection) -> States:
-    """Copy the states of metrics whose states are sums; Lightning puts them into no checkpoint within an epoch."""
+    """Copy the states of metrics, which are sums; Lightning does not store them within an epoch."""
     return {
         name: {"updates": metric.update_count, **{key: value.clone() for key, value in metric.metric_state.items()}}
         for name, metric in metrics.items(keep_base=True)
@@ -157,7 +160,7 @@ def _copy_states(metrics: MetricCollection) -> States:
 
 
 def _gather_states(states: States) -> list[States]:
-    """Gather the states of all processes, on the CPU; every process has to call this, also one without states."""
+    """Gather the states of all processes on the CPU; every process has to call this, even without states."""
     own = {
         name: {key: value.cpu() if isinstance(value, Tensor) else value for key, value in state.items()}
         for name, state in states.items()
@@ -170,9 +173,10 @@ def _gather_states(states: States) -> list[States]:
 
 
 def _states_of_process(stored: Sequence[States], rank: int, world: int) -> States:
-    """Select the states to resume with: the process's own; if the number of processes changed, all in the first.
+    """Select the states with which a process resumes: its own, or if the number of processes has changed, all in the
+    first process.
 
-    Sums in another order differ in the last digits, so each process keeps its own where that is possible.
+    Sums in another order differ in the last digits, so each process keeps its own states where that is possible.
     """
     if len(stored) == world:
         return stored[rank]

@@ -1,8 +1,8 @@
-"""Bands: an image is computed band by band, and layers attend to what they keep of earlier bands (recurrence).
+"""Segment-level recurrence of Transformer-XL for images: compute an image band by band, with a memory of earlier bands.
 
-Segment-level recurrence of Transformer-XL (Dai et al. 2019, arXiv 1901.02860, section 3.2) for images: a segment is a
-band of rows of patches (or a tile, or a frame of a video), and every layer keeps its inputs of earlier segments, before
-its norm and without gradients, as further tokens to attend to. So an image of any height takes the memory of a band.
+Source: Dai et al. 2019 (arXiv 1901.02860), section 3.2. A segment is a band of rows of patches (or a tile, or a frame
+of a video). Every layer keeps its inputs from earlier segments, before its norm and without gradients, as additional
+tokens to attend to. So an image of any height takes the memory of a band.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from relvit.models.depth import lack
 from relvit.ops import Grid, num_tokens, patch_coords
 from relvit.ops.checks import int_pair
 
-# A model in bands cannot do these things, see `relvit.models.depth.lack`.
+# A model in bands lacks these abilities, see `relvit.models.depth.lack`.
 LACKS = {
     "weights": "there are no N x N weights in bands: set_bands(model, None), set_reach(model, 'trained') first",
     "hooks": "they are computed in bands: set_bands(model, None) first",
@@ -30,9 +30,11 @@ LACKS = {
 
 
 class Bands(NamedTuple):
-    """Division of images, a model's `segmenter`: rows of patches in a band, and how many rows before it are remembered.
+    """Division of images into bands, a model's `segmenter`.
 
-    With None all rows are remembered.
+    Attributes:
+        rows: The number of rows of patches in a band.
+        memory_rows: The number of rows before a band that are remembered. None remembers all rows.
     """
 
     rows: int
@@ -42,7 +44,7 @@ class Bands(NamedTuple):
 
     @classmethod
     def of(cls, model: nn.Module, rows: int | None, memory_rows: int | None = None) -> Bands:
-        """Return the bands of a model; raises as `set_bands`."""
+        """Return the bands of a model; for errors see `set_bands`."""
         _check_rows("band_rows", rows, 1)
         _check_rows("memory_rows", memory_rows)
         if rows is None:
@@ -56,13 +58,13 @@ class Bands(NamedTuple):
         return torch.cat(list(band_features(model, parts, self.memory_rows)), dim=1)
 
     def classify(self, model: nn.Module, images: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
-        """Compute the logits (B, num_classes) of images; their average is a running sum."""
+        """Compute the logits (B, num_classes) of images; average pooling is a running sum over the bands."""
         if model.global_pool != "avg":
             return model.forward_head(self.features(model, images, attn_mask, is_causal))
         return classify_bands(model, self._split(model, images, attn_mask, is_causal), self.memory_rows)
 
     def mask(self, model: nn.Module, images: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
-        """Make the mask (N, N) under which one pass equals that in bands, True where a token may attend to another."""
+        """Make the mask (N, N), True where a token may attend to another, with which one pass equals the bands."""
         _check_images(images, attn_mask, is_causal)
         grid = Grid(*model.patch_embed.dynamic_feat_size(images.shape[-2:]))
         row = patch_coords(grid, images.device)[:, 0]
@@ -71,7 +73,7 @@ class Bands(NamedTuple):
         return allowed if self.memory_rows is None else allowed & (row >= (first - self.memory_rows)[:, None])
 
     def _split(self, model: nn.Module, images: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Sequence[Tensor]:
-        """Divide images into bands; refuse what bands do not have."""
+        """Divide images into bands."""
         _check_images(images, attn_mask, is_causal)
         embed = model.patch_embed
         if not embed.dynamic_img_pad:
@@ -80,7 +82,7 @@ class Bands(NamedTuple):
 
 
 class Region(NamedTuple):
-    """A rectangle of patches: its first row and column, which may be any integers, and how many there are."""
+    """A rectangle of patches: its first row and column, which may be any integers, and its numbers of both."""
 
     top: int
     left: int
@@ -92,8 +94,8 @@ class Memory(NamedTuple):
     """Memory of earlier segments, a value that `forward_segment` takes and returns.
 
     Attributes:
-        states: for each block its inputs, (B, M, embed_dim), without gradients.
-        regions: where these M tokens are, region after region, each in raster order.
+        states: The inputs of each block, (B, M, embed_dim), without gradients.
+        regions: The places of these M tokens, region after region, each in raster order.
     """
 
     states: tuple[Tensor, ...]
@@ -101,24 +103,27 @@ class Memory(NamedTuple):
 
 
 def set_bands(model: nn.Module, band_rows: int | None, memory_rows: int | None = None) -> nn.Module:
-    """Choose in which bands a model computes images from now on, in place; the weights stay.
+    """Choose the bands in which a model computes images from now on, in place; the weights stay.
 
-    Tokens attend to those of their own band and to the layers' inputs for the `memory_rows` rows before it, through
-    which no gradients flow (truncated backpropagation). So the outputs are those of one pass under a mask that hides
-    from a query the rows below its band, and those more than `memory_rows` above it; `torch.export` computes them by
+    Tokens attend to the tokens of their own band, and to the layers' inputs for the `memory_rows` rows before the band,
+    through which no gradients flow (truncated backpropagation). So the outputs equal those of one pass with a mask that
+    hides from a query the rows below its band, and the rows more than `memory_rows` above the band; `torch.export` uses
     this mask. Nothing is kept between two calls of the model.
 
     Args:
-        model: a `relvit_*` model with attention, without class token, registers and absolute embedding, and whose
-            position sees offsets alone: `'fire'` and `'low-rank'` see the size of the image, too.
-        band_rows: rows of patches in a band; the last band of an image may have fewer. None: images as a whole.
-        memory_rows: rows of patches before a band that are remembered; None: all, so that memory grows with the image.
+        model: A `relvit_*` model with attention, without class token, registers and absolute embedding. Its position
+            must depend on offsets alone: `'fire'` and `'low-rank'` also depend on the size of the image.
+        band_rows: The number of rows of patches in a band; the last band of an image may have fewer. None computes
+            images as a whole.
+        memory_rows: The number of rows of patches before a band that are remembered. None remembers all rows, so that
+            memory grows with the image.
 
     Returns:
         `model` itself.
 
     Raises:
-        ValueError: no such numbers, or a model that cannot compute in bands, with the reason; nothing is changed then.
+        ValueError: A number is out of range, or the model cannot compute in bands, for the reason in the message.
+            Nothing is changed then.
     """
     bands = None
     if (band_rows, memory_rows) != (None, None):
@@ -134,7 +139,7 @@ def _check_rows(name: str, given: object, least: int = 0) -> None:
 
 
 def check_bands(model: nn.Module) -> None:
-    """Raise ValueError for a model that cannot compute in bands."""
+    """Raise a ValueError for a model that cannot compute in bands."""
     blocks = getattr(model, "blocks", None)
     reason = None
     if not blocks or any(type(block) is not RelativeBlock for block in blocks):
@@ -157,7 +162,7 @@ def check_bands(model: nn.Module) -> None:
 
 
 def _check_reach(model: nn.Module) -> None:
-    """Raise ValueError where `relvit.models.set_reach` has set what depends on the whole image."""
+    """Raise a ValueError if `relvit.models.set_reach` has made a model depend on the size of the image."""
     for attn in (block.attn for block in model.blocks):
         if attn.trained_keys or attn.window or getattr(attn.position, "trained_grid", None):
             raise ValueError("bands are for reach 'trained': the others depend on the size of the image")
@@ -179,22 +184,22 @@ def forward_segment(
     memory_rows: int | None = None,
     start: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Memory]:
-    """Compute the features of a segment, which also attends to earlier ones, and the memory for the next segment.
+    """Compute the features of a segment, which also attends to earlier segments, and the memory for the next one.
 
     Args:
-        model: see `set_bands`; its own bands are not looked at.
+        model: See `set_bands`; the bands that are set do not matter here.
         images: (B, in_chans, height, width), a segment of each of B images: a band, a tile, a frame.
-        memory: as returned for the segment before; None: this is the first one.
-        memory_rows: rows of patches that are remembered, of the newest segments in the order of time, wherever they
-            are; None: all.
-        start: row and column of the segment's first patch, for offsets to earlier segments; None: below the last one.
-            Tiles have their own, frames (0, 0), which makes offsets those within a frame.
+        memory: The memory that was returned for the segment before. None begins with this segment.
+        memory_rows: The number of rows of patches that are remembered, from the segments that were computed last,
+            wherever they are in the image. None remembers all rows.
+        start: Row and column of the segment's first patch, for offsets to earlier segments. None puts the segment below
+            the last one. Tiles have their own row and column; all frames have (0, 0).
 
     Returns:
         Tokens (B, N, embed_dim) after the last norm, and the memory.
 
     Raises:
-        ValueError: a model that cannot compute in bands, or a memory of another model or batch.
+        ValueError: The model cannot compute in bands, or the memory belongs to another model or batch.
     """
     check_bands(model)
     _check_reach(model)
@@ -227,7 +232,7 @@ def forward_segment(
 
 
 def _joined(regions: tuple[Region, ...]) -> tuple[Region, ...]:
-    """Make the last two regions one where the last is right below the other: all bands are one raster."""
+    """Join the last two regions if one is right below the other, so that all bands of an image are one raster."""
     if len(regions) > 1:
         *others, above, last = regions
         if last == Region(above.top + above.rows, above.left, last.rows, above.columns):
@@ -236,7 +241,7 @@ def _joined(regions: tuple[Region, ...]) -> tuple[Region, ...]:
 
 
 def _newest(regions: tuple[Region, ...], memory_rows: int | None) -> tuple[tuple[Region, ...], int]:
-    """Return the newest regions, of `memory_rows` rows in all, and the number of tokens before them."""
+    """Return the newest regions, with `memory_rows` rows in all, and the number of tokens before these regions."""
     forgotten, over = 0, 0 if memory_rows is None else sum(region.rows for region in regions) - memory_rows
     while over > 0:
         first, *others = regions
@@ -268,15 +273,15 @@ def _grids(regions: tuple[Region, ...], queries: int, device: torch.device) -> t
 
 
 def classify_bands(model: nn.Module, bands: Iterable[Tensor], memory_rows: int | None = None) -> Tensor:
-    """Classify images that come band by band, from the top: (B, num_classes), by the average of all tokens.
+    """Compute the logits (B, num_classes) of images that come band by band, from the top, by average pooling.
 
     Args:
-        model: see `set_bands`, with average pooling; its own bands are not looked at.
-        bands: (B, in_chans, height, width) each, all of one width; they may be read one after the other.
-        memory_rows: see `set_bands`.
+        model: A model with average pooling, see `forward_segment`.
+        bands: Bands (B, in_chans, height, width) of the same width; an iterator may read them one after the other.
+        memory_rows: See `set_bands`.
 
     Raises:
-        ValueError: as `forward_segment`, another pooling, or no band at all.
+        ValueError: The pooling is another, there is no band, or the model cannot compute in bands.
     """
     if model.global_pool != "avg":
         raise ValueError(f"the sum over bands is for global_pool 'avg', got {model.global_pool!r}")
@@ -290,7 +295,7 @@ def classify_bands(model: nn.Module, bands: Iterable[Tensor], memory_rows: int |
 
 
 def band_features(model: nn.Module, bands: Iterable[Tensor], memory_rows: int | None) -> Iterator[Tensor]:
-    """Yield the normalised tokens (B, N, embed_dim) of each band, from the top on; arguments: see `classify_bands`."""
+    """Yield the normalised tokens (B, N, embed_dim) of each band, from the top; for arguments see `classify_bands`."""
     memory = None
     for band in bands:
         tokens, memory = forward_segment(model, band, memory, memory_rows=memory_rows)

@@ -29,12 +29,12 @@ HALTINGS = ("", "act")
 
 
 class Pondered(NamedTuple):
-    """The output of a model with halting, and how long it computed.
+    """The output of a model with adaptive halting (ACT), its steps and its ponder cost.
 
     Attributes:
         logits: (B, num_classes).
-        steps: (B, patches) int64, steps that each patch computed, 1 to the model's; 0 for padding.
-        cost: (B,), the mean of N + R over the patches of an image: what a training adds to its loss.
+        steps: (B, patches) int64, the number of steps that each patch computed, at least 1; 0 for padding.
+        cost: (B,), the ponder cost that a training adds to its loss: the mean of N + R over the patches of an image.
     """
 
     logits: Tensor
@@ -43,7 +43,7 @@ class Pondered(NamedTuple):
 
     @property
     def losses(self) -> dict[str, Tensor]:
-        """Losses that a training adds to its own, see `relvit.models.output.TrainingOutput`."""
+        """The losses that a training adds to its own, see `relvit.models.output.TrainingOutput`."""
         return {"ponder": self.cost.mean()}
 
 
@@ -70,7 +70,7 @@ class RepeatedDepth(Depth):
         take: Collection[int],
         last: int,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Compute the tokens after step `last`, with halting their weighted sum, and after the steps `take`."""
+        """Compute the tokens after step `last` (their weighted sum, with halting), and those after the steps `take`."""
         if model.halting is not None:
             x, _, states = model._halt_masked(x, grid, attn_mask, is_causal, last + 1, take)
             return x, states
@@ -91,28 +91,30 @@ class UniversalVisionTransformer(RelVisionTransformer):
     sinusoids of row, column and step are added to the tokens, see `PositionStepSignals`.
 
     With `halting='act'` every patch computes as many steps as it needs (Graves 2016, arXiv 1603.08983), see
-    `AdaptiveHalting`; class and register tokens compute all. A token that has halted keeps its last state, to which
-    others attend; its signals stand still with it. The output is the sum of its states, weighted by the halting
-    probabilities. Tokens that have halted leave the batch, so that time falls with them; compiled, exported and traced
+    `AdaptiveHalting`; class and register tokens compute all steps. A token that has halted keeps its last state and
+    signals, and other tokens still attend to this state. The output of a token is the sum of its states, weighted by
+    the halting probabilities. Tokens that have halted leave the batch, which saves time. Compiled, exported and traced
     graphs, masks, windows and hooks on the block compute all tokens at all steps, with the same numbers.
 
-    timm's `depth`, features and intermediate layers count steps: those of step t are the states after it, the final
-    ones the weighted sum, and `stop_early` or pruning to t makes t the last step. There is one block in `blocks`, so
-    layer decay knows a stem, a block and a head, and `drop_path_rate` is that of every step.
+    timm's `depth`, features and intermediate layers count steps: the features of step t are the states after step t,
+    the final features are the weighted sum, and `stop_early` or pruning to t makes t the last step. `blocks` holds one
+    block, so layer decay knows a stem, a block and a head.
 
     Args:
-        depth: number of steps, with halting the most there can be; `set_steps` changes it.
+        depth: The number of steps, or with halting the highest number of steps; `set_steps` changes it.
         halting: '' (all steps) or 'act'.
-        halting_epsilon, halting_bias: see `AdaptiveHalting`.
-        drop_path_rate: of the block, at every step.
-        **kwargs: see `RelVisionTransformer`.
+        halting_epsilon: See `AdaptiveHalting`.
+        halting_bias: See `AdaptiveHalting`.
+        drop_path_rate: The drop path rate of the block at every step.
+        **kwargs: See `RelVisionTransformer`.
 
     Attributes:
-        gather: False: tokens that have halted compute on, without effect; may be set at any time.
+        gather: Whether tokens that have halted leave the batch. False computes all tokens, with the same outputs; it
+            may be set at any time.
 
     Raises:
-        ValueError: as `RelVisionTransformer`; an unknown `halting`, arguments of halting without it, or halting with
-            fewer than two steps; a width that is no multiple of 4.
+        ValueError: As in `RelVisionTransformer`, or `halting` is unknown, other arguments of halting are given without
+            it, halting has fewer than two steps, or the width is no multiple of 4.
     """
 
     depth_plan: Depth = RepeatedDepth()
@@ -148,29 +150,29 @@ class UniversalVisionTransformer(RelVisionTransformer):
         self.set_steps(depth)
 
     def set_steps(self, steps: int) -> None:
-        """Choose the number of steps, also another one than in training; with halting the most there can be."""
+        """Choose the number of steps, which may differ from the training's; with halting it is the highest number."""
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ValueError(f"the number of steps (depth) must be an integer, 1 or more, got {steps!r}")
         self.steps = steps
         self.feature_info: list[dict[str, Any]] = [self.feature_info[0]] * steps
 
     def set_ponder_training(self, enable: bool = True) -> None:
-        """In training mode, let `forward` return `Pondered` instead of the logits alone; with halting only."""
+        """Let `forward` return `Pondered` in training mode instead of the logits alone; this needs halting."""
         if enable and self.halting is None:
             raise ValueError("there is no ponder cost without halting='act'")
         self.returns_cost = enable
 
     @property
     def training_losses(self) -> tuple[str, ...]:
-        """Names of the losses that `forward` returns in training after `set_training_losses`."""
+        """The names of the losses that `forward` returns in training after `set_training_losses`."""
         return () if self.halting is None else ("ponder",)
 
     @property
     def counts_steps(self) -> bool:
-        """Return whether `step_maps` counts steps."""
+        """Whether `step_maps` counts steps."""
         return self.halting is not None
 
-    # A training calls this name, which any model with further losses has.
+    # Every model with additional losses has a method of this name, which a training calls.
     set_training_losses = set_ponder_training
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
@@ -180,12 +182,10 @@ class UniversalVisionTransformer(RelVisionTransformer):
         return self.forward_head(self.forward_features(x, attn_mask, is_causal))
 
     def ponder(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Pondered:
-        """Compute the logits, and how many steps each patch took; with halting only.
-
-        Args: see `forward_features`.
+        """Compute the logits, the steps of each patch and the ponder cost; for arguments see `forward_features`.
 
         Raises:
-            ValueError: a model without halting.
+            ValueError: The model has no halting.
         """
         if self.halting is None:
             raise ValueError("there are no steps to count without halting='act'")
@@ -196,10 +196,10 @@ class UniversalVisionTransformer(RelVisionTransformer):
 
     @torch.no_grad()
     def step_maps(self, x: Tensor) -> list[Tensor]:
-        """Count the steps of each patch: a map (rows, columns) int64 for each image; with halting only.
+        """Count the steps of each patch: a map (rows, columns) int64 for each image; this needs halting.
 
         Args:
-            x: images (B, in_chans, height, width), or a native batch, whose maps have shapes of their own.
+            x: Images (B, in_chans, height, width), or a native batch, whose maps have shapes of their own.
         """
         steps = self.ponder(x).steps
         if not isinstance(x, dict):
@@ -217,7 +217,7 @@ class UniversalVisionTransformer(RelVisionTransformer):
         return self._halt(x, grid, attn_mask, is_causal)[0]
 
     def _halt(self, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool) -> tuple[Tensor, HaltingState]:
-        """Compute the weighted sum of the states of each token, (B, N, dim), and where its halting ended."""
+        """Compute the weighted sum of the states of each token, (B, N, dim), and the last state of its halting."""
         if self._may_gather(x) and attn_mask is None and not is_causal:
             return self._halt_gathered(x, grid)
         output, state, _ = self._halt_masked(x, grid, attn_mask, is_causal, self.steps, [])
@@ -226,7 +226,7 @@ class UniversalVisionTransformer(RelVisionTransformer):
     def _halt_masked(
         self, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool, steps: int, take: Collection[int]
     ) -> tuple[Tensor, HaltingState, list[Tensor]]:
-        """Compute all tokens at all steps; also the states after the steps of these numbers, from 0."""
+        """Compute all tokens at all steps; also return the states after the steps `take`, counted from 0."""
         position = self.signals(grid)
         state = start_halting(x[:, grid.prefix :], grid)
         first = torch.ones_like(x[:, : grid.prefix, 0], dtype=torch.bool)
@@ -247,9 +247,10 @@ class UniversalVisionTransformer(RelVisionTransformer):
         return output, state, states
 
     def _halt_gathered(self, x: Tensor, grid: Grid) -> tuple[Tensor, HaltingState]:
-        """Compute as `_halt_masked`; tokens that have halted in all images leave the batch, their keys and values stay.
+        """Compute as `_halt_masked`, without most tokens that have halted; their keys and values stay.
 
-        Images halt at different counts: the longest sets the length, and tokens that have halted fill the others.
+        The image with the most running tokens sets the length of the batch. In other images tokens that have halted
+        fill the rest.
         """
         prefix, run = grid.prefix, run_gathered
         if self.grad_checkpointing and torch.is_grad_enabled():
@@ -280,7 +281,7 @@ class UniversalVisionTransformer(RelVisionTransformer):
             if chosen is not None:
                 position = position.expand(batch, -1, -1)
                 x, inputs, position, index = (take_tokens(part, chosen) for part in (x, inputs, position, index))
-            # Where all tokens run, none has a state to keep, and a pass over the tokens is saved.
+            # If all tokens run, none has a state to keep, and a pass over the tokens is saved.
             ran = None if least == running.shape[1] else torch.cat((first, running), dim=1)[..., None]
             x = new if ran is None else torch.where(ran, new, x)
             weights = torch.cat((first * float(number == self.steps), weights.gather(1, patches)), dim=1)[..., None]
@@ -295,31 +296,31 @@ class UniversalVisionTransformer(RelVisionTransformer):
         attn = self.blocks[0].attn
         if not self.gather or isinstance(x, torch.fx.Proxy) or not is_eager():
             return False
-        # Gathered tokens run parts of the block, which would not call the hooks of these modules.
+        # Gathered tokens call parts of the block one by one, which would not call the hooks of these modules.
         modules = (self.blocks[0], attn, attn.attn_drop)
         return attn.window is None and not any(part._forward_hooks or part._forward_pre_hooks for part in modules)
 
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Make the last of these steps the last one of the model, as timm removes blocks; return their numbers."""
+        """Make the last of these steps the last step of the model, as timm removes blocks; return their numbers."""
         kept, last = feature_take_indices(self.steps, indices)
         super().prune_intermediate_layers([0], prune_norm, prune_head)
         self.set_steps(last + 1)
         return kept
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Return timm's patterns of parameter names by depth; signals and halting go with the block."""
+        """Return timm's patterns of parameter names by depth; signals and halting belong to the block."""
         groups = super().group_matcher(coarse)
         return {**groups, "blocks": [*groups["blocks"], (r"^(?:signals|halting)\.", (0,))]}
 
 
-# One wide block, applied many times, comes near a Vision Transformer; a narrow one does not (bViT, arXiv 2605.10661).
+# One wide block that is applied many times comes near a Vision Transformer; a narrow one does not (bViT, arXiv
+# 2605.10661).
 VARIANTS: dict[str, dict[str, Any]] = {
     "relvit_universal_tiny": TINY,
     "relvit_universal_small": SMALL,
     "relvit_universal_base": BASE,
-    # For tests.
     "test_relvit_universal": {"img_size": 160, "embed_dim": 64, "depth": 6, "num_heads": 2, "mlp_ratio": 3},
 }
 

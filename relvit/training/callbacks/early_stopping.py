@@ -1,4 +1,4 @@
-"""Early stopping on the validation accuracy (`--patience`)."""
+"""Early stopping on the validation accuracy, or on another metric (`--patience`)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from lightning.pytorch.callbacks import EarlyStopping
 
 
 class Patience(EarlyStopping):
-    """Stops a training after this number of validations in a row without a better accuracy, or other `monitor`.
+    """Stop a training after this number of validations in a row without a better value of `monitor`.
 
-    A resumed training takes the patience that it is given: Lightning's callback would take that of the checkpoint.
+    A resumed training has the patience that it is given; Lightning's own callback has the checkpoint's patience.
     """
 
     def __init__(self, validations: int, monitor: str = "val/acc1") -> None:
-        # After each validation: an epoch that is cut short by a number of steps has none.
+        # An epoch that a number of steps cuts short has no validation, so the end of an epoch is no time to check.
         super().__init__(monitor, mode="max", patience=validations, check_on_train_epoch_end=False)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

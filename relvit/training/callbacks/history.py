@@ -1,4 +1,4 @@
-"""Training history: `metrics.csv`, the TensorBoard log and `curves.png` of a run, also across resumed sessions."""
+"""Training history: write `metrics.csv`, the TensorBoard log and `curves.png` of a run, also if it is resumed."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ ROW_KEYS = ("epoch", "step")
 
 
 class History(Callback):
-    """Writes `metrics.csv` and a TensorBoard log: a row for each epoch, and for each validation within one.
+    """Write `metrics.csv` and a TensorBoard log, with a row for each epoch and for each validation within an epoch.
 
-    A row has `epoch` (counted from 0, while progress bars count from 1) and `step` (optimiser steps so far),
-    `train/...`, the learning rate `lr` at its end, `val/...`, and `system/...` (see `Telemetry`). The rows are part of
-    every checkpoint: a resumed training first brings the files to where that checkpoint was, so that they have neither
-    gap nor duplicate. `curves.png` is drawn when training ends, also by an error.
+    A row has `epoch` (counted from 0, while progress bars count from 1), `step` (optimiser steps so far), `train/...`,
+    the learning rate `lr` at the end of the epoch, `val/...`, and `system/...` (see `Telemetry`). Every checkpoint
+    holds the rows: a resumed training first rewrites the files as they were at the checkpoint, so that they have
+    neither gaps nor duplicates. `curves.png` is drawn when the training ends, even by an error.
 
     Args:
         folder: The folder to write to.
@@ -41,7 +41,7 @@ class History(Callback):
         self.rows: list[dict[str, float]] = []
         self.tensorboard = tensorboard
         self._writer: SummaryWriter | None = None
-        # The legend of the training curve; None on other processes than the main one, which write nothing.
+        # The legend of the training curve stays None on all processes but the main one, since they draw nothing.
         self._legend: str | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class History(Callback):
             log = self.folder / "tensorboard"
             if log.exists():
                 shutil.rmtree(log)
-            # Imported here, since TensorBoard takes a while that commands without a log do not need.
+            # The import takes a while, which commands without this log need not wait for.
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(log)
@@ -75,7 +75,7 @@ class History(Callback):
             self._add(trainer, {name: float(v) for name, v in metrics.items() if name.startswith("val/")})
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Every process has to compute.
+        # Processes wait for each other in `compute`, so each of them calls it.
         computed = pl_module.train_metrics.compute() | pl_module.step_metrics.compute()
         row = {name: float(value) for name, value in computed.items()} | {"lr": current_lr(trainer)}
         self._add(trainer, row | self.telemetry.measured(trainer))
@@ -84,12 +84,12 @@ class History(Callback):
         self._close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        # On a full disk the log cannot even be closed, and the checkpoint is still to be saved.
+        # Closing the log fails on a full disk, and must not keep other callbacks from saving a checkpoint.
         with suppress(OSError):
             self._close()
 
     def _add(self, trainer: Trainer, values: dict[str, float]) -> None:
-        """Add a row, or values to the row of this epoch and step."""
+        """Add values to the row of this epoch and step, or a new row."""
         row = {"epoch": trainer.current_epoch, "step": trainer.global_step} | values
         if self.rows and all(self.rows[-1][key] == row[key] for key in ROW_KEYS):
             self.rows[-1].update(row)
@@ -121,7 +121,7 @@ class History(Callback):
 
 
 def _training_legend(classifier: LightningModule) -> str:
-    """Name what sets the training loss apart from the validation's, which is plain cross-entropy, or binary."""
+    """Name what sets the training loss apart from the validation loss, which is plain (binary) cross-entropy."""
     options = classifier.hparams
     parts = [
         ("binary", classifier.loss.kind == "bce" != classifier.labels.loss),

@@ -1,4 +1,4 @@
-"""Predictions of a run (`relvit predict`): `predictions.csv`, a row per image."""
+"""Write `predictions.csv`, a table of predicted classes with a row per image (`relvit predict`)."""
 
 from __future__ import annotations
 
@@ -20,32 +20,34 @@ from relvit.training.labels import Labels
 from relvit.utils.files import atomic_write
 from relvit.utils.messages import printable
 
-# The number of classes in a row.
+# A row has at most this number of classes.
 TOP = 5
 
 
 class PredictionTable(BasePredictionWriter):
-    """Writes `predictions.csv`, a row per image in the order of the data: path, class and probability of the most
-    probable class, then those of the following ones (class2, probability2 ...) up to the fifth, as far as there are.
-    Paths are relative to the current folder where they are below it, else absolute.
+    """Write `predictions.csv`, with a row per image in the order of the data.
 
-    Of a multi-label classifier: path, label, probability, all classes that reach their thresholds and their
-    probabilities, the most probable first, with ';' between; `ImageListData` reads them as a list.
+    The columns are path, class and probability of the most probable class, then class2, probability2 and so on for the
+    next classes, up to the fifth. Paths are relative to the current folder if they are below it, else absolute.
+
+    For a multi-label classifier the columns are path, label and probability: all classes that reach their thresholds,
+    the most probable first and with ';' between, and their probabilities. `ImageListData` reads such a table as a list.
 
     On several devices each process writes its rows into a file of its own beside the table, and the main process merges
     these files at the end, so all machines have to see the folder. The table appears complete or not at all.
 
-    Of a model whose patches halt, it can also write the mean steps of an image, as the last column, and a figure of the
-    steps of each patch into the folder `steps` beside the table, under the path of the image.
+    For a model whose patches halt, the last column can be the mean number of steps of the image's patches. A figure of
+    the steps of each patch is then written into the folder `steps` beside the table, under the path of the image.
 
     Args:
-        path: The file to write; that of the main process counts.
+        path: The file to write; all processes use the path of the main process.
         class_names: The names of the classes in order.
-        step_maps: Whether to count steps, which computes every image once more.
+        step_maps: Whether to count steps, for which every image is computed once more.
 
     Attributes:
         count: The number of rows, at the end and on the main process.
-        classes: How many rows have each class, by its name, likewise; empty of a multi-label classifier.
+        classes: The number of rows with each class, by the name of the class, at the end and on the main process. It
+            stays empty for a multi-label classifier.
     """
 
     def __init__(self, path: Path, class_names: Sequence[str], step_maps: bool = False) -> None:
@@ -88,12 +90,12 @@ class PredictionTable(BasePredictionWriter):
     def _draw_steps(
         self, trainer: Trainer, pl_module: LightningModule, batch: tuple[ImageBatch, list[str]]
     ) -> list[list[str]]:
-        """Draw the figures of a batch; the further columns of its rows."""
+        """Draw the figures of a batch, and return the last column of its rows."""
         images, names = batch
         net, data = pl_module.net, trainer.datamodule
         maps = [steps.cpu().numpy() for steps in net.step_maps(images)]
         for image, steps, name in zip(images_of(images), maps, names, strict=True):
-            # Without a name for folders above this one, ../a.png and a.png would have the same figure.
+            # The name "up" keeps the figures of ../a.png and a.png apart.
             parts = ["up" if part == os.pardir else part for part in Path(printable(name)).parts if part != os.sep]
             target = self.path.parent.joinpath("steps", *parts[:-1], f"{parts[-1]}.png")
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -103,14 +105,14 @@ class PredictionTable(BasePredictionWriter):
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Merge the rows of all processes."""
         self._part.close()
-        # All processes have closed their files when this returns.
+        # The barrier waits until all processes have closed their files.
         trainer.strategy.barrier()
         if trainer.is_global_zero:
             self._merge(trainer.datamodule.dataset("predict"), trainer.world_size)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._part is not None:
-            # Rows that are still in memory may find no room on the disk.
+            # Closing writes the last rows, which fails on a full disk.
             with suppress(OSError):
                 self._part.close()
             self._part_of(trainer.global_rank).unlink(missing_ok=True)
@@ -139,10 +141,10 @@ def _in_order(dataset: Any, rows: Sequence[Iterator[list[str]]]) -> Iterator[lis
     paths = [printable(str(path)) for path in dataset.paths] if isinstance(dataset, NamedFiles) else None
     heads = [next(rest, None) for rest in rows]
     for index in range(len(dataset)):
-        # The dataloaders of `ImageData` deal images to processes in turn.
+        # The dataloaders of `ImageData` give images to the processes in turn.
         rank = index % len(rows)
         row = heads[rank]
-        # There are no rows of unreadable images, nor where --trainer.limit_predict_batches ended the prediction.
+        # Unreadable images have no rows, nor have images beyond --trainer.limit_predict_batches.
         if row is not None and (paths is None or row[0] == paths[index]):
             yield row
             heads[rank] = next(rows[rank], None)

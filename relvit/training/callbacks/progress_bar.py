@@ -1,4 +1,4 @@
-"""Progress bar of a training, and a line per epoch where there is no bar."""
+"""Progress bar of a training (Rich), and a printed line per epoch where there is no bar."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from rich.text import Text
 from relvit.training.callbacks.history import History
 from relvit.utils.progress import rank_zero_print
 
-# A terminal of this many columns has room for all of `SHOWN` in one line.
+# In a terminal of this many columns, all metrics of `SHOWN` fit into one line.
 WIDE = 140
 SHOWN, SHOWN_IF_NARROW = ("loss", "acc", "val/loss", "val/acc1", "val/map"), ("loss", "acc")
 
 
 class TrainingProgressBar(RichProgressBar):
-    """Lightning's bar with epochs counted from 1 and with the time that remains of the whole training.
+    """Progress bar of Lightning, with epochs counted from 1 and the remaining time of the whole training.
 
-    `loss` and `acc` are means of the epoch so far, over the images of the main process; `val/...` are the last
-    validation's, shown in a wide terminal.
+    `loss` and `acc` are means of the epoch so far, over the images of the main process. A wide terminal also shows
+    `val/...` of the last validation.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class TrainingProgressBar(RichProgressBar):
         super().on_train_start(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # The title is as wide as the validation's, so that the bar does not jump.
+        # The title is as wide as the title of a validation, so that the bar does not jump.
         self._title.text = f"Epoch {numbered_epoch(trainer)}".ljust(len(self.validation_description))
         super().on_train_epoch_start(trainer, pl_module)
 
@@ -57,14 +57,14 @@ class TrainingProgressBar(RichProgressBar):
         if _is_wide():
             return columns
         columns[1].bar_width = 10
-        # Description, bar and count, without the time of the epoch and the speed.
+        # A narrow terminal has no room for the columns of elapsed time and speed.
         return columns[:3]
 
 
 class EpochTitle(TextColumn):
-    """Column of descriptions that shows a title of our own in the place of Lightning's "Epoch 0/9".
+    """Column of a progress bar that shows `text` in the place of Lightning's description "Epoch 0/9".
 
-    A column, because Rich draws from a thread of its own: it may draw a description as soon as Lightning has set it.
+    Rich draws in a thread of its own, so a description that is changed later could be drawn unchanged before.
     """
 
     def __init__(self) -> None:
@@ -79,10 +79,10 @@ class EpochTitle(TextColumn):
 
 
 class EpochLines(Callback):
-    """Prints a line at the end of each epoch, for files and wherever there is no progress bar.
+    """Print a line at the end of each epoch, for files and wherever there is no progress bar.
 
     Args:
-        history: The same training's history, a callback that comes earlier; the numbers are those of its last row.
+        history: The history of the training, an earlier callback, whose last row has the printed numbers.
     """
 
     def __init__(self, history: History) -> None:
@@ -102,7 +102,7 @@ class EpochLines(Callback):
             ("lr", "lr {:.3g}"),
             ("system/images_per_second", "{:.0f} images/s"),
         ):
-            # An epoch without validation has none of its metrics.
+            # An epoch may have no validation.
             if name in row:
                 parts.append(text.format(row[name]))
         parts.append(f"elapsed {self._clock.elapsed}")
@@ -112,7 +112,7 @@ class EpochLines(Callback):
 
 
 class TrainingClock:
-    """Time since a training started or was resumed, and the time that remains by the speed since then."""
+    """Time since a training started or was resumed, and an estimate of the remaining time."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._start = time.monotonic()
@@ -120,11 +120,11 @@ class TrainingClock:
 
     @property
     def elapsed(self) -> str:
-        """Hours:minutes:seconds since the start."""
+        """The time since the start as hours:minutes:seconds."""
         return _duration(time.monotonic() - self._start)
 
     def remaining(self, trainer: Trainer) -> str | None:
-        """Estimate hours:minutes:seconds to the end; None before the first step, or for a training without end."""
+        """Estimate the time to the end as hours:minutes:seconds; None before the first step or without an end."""
         done, steps = trainer.global_step - self._step, trainer.estimated_stepping_batches
         if not done or not math.isfinite(steps):
             return None
@@ -132,7 +132,7 @@ class TrainingClock:
 
 
 def numbered_epoch(trainer: Trainer) -> str:
-    """Format the epoch that is under way as '1/10': counted from 1, of how many, also with --trainer.max_steps."""
+    """Format the current epoch, counted from 1, and the number of epochs, as '1/10'; also with --trainer.max_steps."""
     epoch, steps, batches = trainer.current_epoch, trainer.estimated_stepping_batches, trainer.num_training_batches
     if math.isfinite(steps) and math.isfinite(batches):
         return f"{epoch + 1}/{math.ceil(steps / math.ceil(batches / trainer.accumulate_grad_batches))}"

@@ -1,4 +1,4 @@
-"""Telemetry: images per second, share of time that waits for data, and peak memory of each training epoch."""
+"""Telemetry: images per second, share of the time spent waiting for data, and peak memory of each training epoch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 
-# A `Checkpoint`, since Lightning calls those last: the time that other callbacks take is no waiting for data.
+# Lightning calls callbacks of this class last, so the time of other callbacks does not count as waiting for data.
 class Telemetry(Checkpoint):
-    """Measures each epoch, without its validation.
+    """Measure each training epoch, without its validation.
 
-    - `system/images_per_second`: over all devices.
-    - `system/data_wait`: share of the time in which the main process waited for the next batch. (The optimiser step
-      waits for the device, so that a GPU that idles for want of images shows here.)
-    - `system/memory_gb`: the peak memory allocated on this process's GPU, or of the process on a CPU; 1e9 bytes.
+    - `system/images_per_second`: The number of images per second over all devices.
+    - `system/data_wait`: The share of the time in which the main process waited for the next batch. The optimiser step
+      waits for the device, so a GPU that has no images to compute shows here.
+    - `system/memory_gb`: The peak memory allocated on the GPU of this process, or of the process itself where it uses
+      the CPU, in units of 1e9 bytes.
     """
 
     def __init__(self) -> None:
@@ -28,7 +29,7 @@ class Telemetry(Checkpoint):
         self._lap_started = 0.0
 
     def measured(self, trainer: Trainer) -> dict[str, float]:
-        """Return the three figures of the epoch so far; none before its first batch is done."""
+        """Return the three figures of the epoch so far; they are missing until the first batch is done."""
         total = self._waited + self._worked
         if not total:
             return {}
@@ -36,7 +37,7 @@ class Telemetry(Checkpoint):
         if device.type == "cuda":
             memory = torch.cuda.max_memory_allocated(device)
         else:
-            # Bytes on a Mac, else kB.
+            # The unit is a byte on macOS and a kilobyte on Linux.
             memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         return {
             "system/images_per_second": self._images * trainer.world_size / total,
@@ -45,7 +46,7 @@ class Telemetry(Checkpoint):
         }
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # A training that is resumed within an epoch does not start that epoch again.
+        # Lightning does not start an epoch again in which a training is resumed.
         self.on_train_epoch_start(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

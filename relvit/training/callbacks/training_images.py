@@ -1,4 +1,4 @@
-"""Sheet of the first training images, augmented, as the model sees them: `training_images.png` in a run's folder."""
+"""Draw the first training images, augmented as the model sees them (`training_images.png` in a run's folder)."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ SHOWN = 20
 
 
 class TrainingImages(Callback):
-    """Draws the first training images, augmented and with the names of their classes, when a training starts.
+    """Draw the first training images, augmented and with the names of their classes, when a training starts.
 
-    They are those of the first batches, before mixup and CutMix. The random numbers of the training are what they would
-    be without, and a failure to draw ends nothing. A picture that exists already stays.
+    Mixup and CutMix are not applied. The training itself draws the same random numbers as without this callback, and
+    continues if drawing fails. An existing picture stays.
 
     Args:
-        path: The PNG.
+        path: The PNG file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -42,13 +42,13 @@ class TrainingImages(Callback):
                 pictures, names = zip(*islice(_training_pictures(data), SHOWN), strict=True)
             mixed = ", before mixing" if pl_module.mixing is not None else ""
             plot_sheet(pictures, names, self.path, title=f"training images as the model sees them{mixed}")
-        # Files, transforms and fonts may all fail in their own way; the training itself will report it, or not need it.
+        # Files, transforms and fonts may all fail in their own way. What the training needs, it will report itself.
         except Exception as error:
             rank_zero_print(f"Note: {self.path.name} could not be drawn: {one_line(error)}")
 
 
 def _training_pictures(data: ImageData) -> Iterator[tuple[np.ndarray, str]]:
-    """Yield pictures and class names of the training's dataloader, loaded in this process."""
+    """Yield pictures and class names of the training's dataloader, without worker processes."""
     workers, data.num_workers = data.num_workers, 0
     try:
         loader = data.train_dataloader()

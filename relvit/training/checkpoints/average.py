@@ -21,26 +21,26 @@ from relvit.utils.messages import listing
 def average_checkpoints(ckpt_paths: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]) -> None:
     """Write a checkpoint whose weights are the mean of the weights of several checkpoints of `relvit fit`.
 
-    They may be the last epochs of one training (Izmailov et al. 2018, arXiv 1803.05407), or of several trainings from
-    the same start, such as the same pretrained weights (model soups, Wortsman et al. 2022, arXiv 2203.05482). Networks
-    that were trained apart from the first step on have no useful mean.
+    The checkpoints may be the last epochs of one training (Izmailov et al. 2018, arXiv 1803.05407), or several
+    trainings from the same start, such as the same pretrained weights (model soups, Wortsman et al. 2022, arXiv
+    2203.05482). Networks that were trained apart from the first step on have no useful mean.
 
-    Averaged weights (`ema_decay`) are used where a checkpoint has them. Sums are in float64, the mean has the weights'
-    own dtype. Buffers must be the same in all, which refuses models with batch norm: the statistics of the mean would
-    have to be computed anew, from images.
+    Averaged weights (`ema_decay`) are used where a checkpoint has them. Sums are in float64, and the mean has the dtype
+    of the weights. Buffers must be the same in all checkpoints. This refuses models with batch norm, whose statistics
+    would have to be computed anew from images.
 
-    The new checkpoint holds no state of an optimiser, so no training can resume from it. Its data are those of the
-    first. Thresholds of several labels per image stay where all checkpoints have the same; otherwise a warning says
-    that they are 0.5.
+    The new checkpoint holds no optimiser state, so no training can resume from it. Its data are described as in the
+    first checkpoint. Thresholds of multi-label classifiers stay if all checkpoints have the same ones; otherwise they
+    become 0.5, and a warning says so.
 
     Args:
-        ckpt_paths: two checkpoints or more, files or remote addresses, of the same model, classes and transforms.
-        output: the file to write, which ends in .ckpt and does not exist yet.
+        ckpt_paths: Two checkpoints or more, files or remote addresses, of the same model, classes and transforms.
+        output: The file to write, which ends in .ckpt and does not exist yet.
 
     Raises:
-        FileNotFoundError: no checkpoint there, or no folder to write to.
-        ValueError: fewer than two, one of them twice, or not of a kind; weights that are not finite; an output that
-            exists or has another suffix.
+        FileNotFoundError: There is no such checkpoint, or no folder to write to.
+        ValueError: There are fewer than two checkpoints, one of them is given twice, or they differ in kind; weights
+            are not finite; the output exists or has another suffix.
     """
     _check_paths(ckpt_paths, output)
     first = Checkpoint.read(ckpt_paths[0])
@@ -56,16 +56,15 @@ def average_checkpoints(ckpt_paths: Sequence[str | os.PathLike[str]], output: st
             total[name] += _in_double(other, name)
     mean = {name: (value / len(ckpt_paths)).to(first.weights[name].dtype) for name, value in total.items()}
     checkpoint = {
-        # In the order of the first.
         "state_dict": first.weights | mean,
         KEY: {
-            # Without the options of the training, which differ.
+            # The options of the trainings may differ, so only the arguments of the network are kept.
             "model": {name: first.model[name] for name in NETWORK if name in first.model},
             "data": first.data,
             "versions": versions(),
             "average_of": [str(path) for path in ckpt_paths],
         },
-        # Without it Lightning takes the file for one of its earliest.
+        # Without a version Lightning takes the file for a checkpoint of its earliest versions.
         "pytorch-lightning_version": lightning.__version__,
     }
     if all(each == first.thresholds for each in thresholds):
@@ -101,7 +100,7 @@ def _in_double(checkpoint: Checkpoint, name: str) -> Tensor:
 
 
 def _check_same_kind(first: Checkpoint, other: Checkpoint, parameters: set[str]) -> None:
-    """Refuse another model, classes or transforms; other names, shapes and dtypes of tensors; buffers that differ."""
+    """Refuse checkpoints of other models, classes, transforms or buffers, or with other names, shapes or dtypes."""
     difference = first_difference(first.model, other.model, NETWORK) or first_difference(
         first.data_args, other.data_args, Transforms._fields
     )

@@ -1,4 +1,4 @@
-"""`RunCheckpoints`: the callback that writes best.ckpt and last.ckpt, also when a signal stops the training."""
+"""`RunCheckpoints`: the callback that writes best.ckpt and last.ckpt, even when SIGTERM stops the training."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from relvit.training.checkpoints.file import EPOCH_NAME, check_disk_space
 from relvit.training.optim.nonfinite import NonFiniteLossError
 from relvit.utils.files import DISK_ERRORS, link_or_copy
 
-# Batch systems send these before a job's time ends.
+# Batch systems such as Slurm send these signals before the time of a job ends.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 def ignore_stop_signals() -> None:
-    """Let the process ignore SIGTERM and SIGUSR1 from now on."""
+    """Ignore SIGTERM and SIGUSR1 in this process from now on."""
     if threading.current_thread() is threading.main_thread():
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
@@ -40,17 +40,19 @@ class StoppedBySignalError(SystemExit):
 class RunCheckpoints(Checkpoint):
     """Write `last.ckpt` at the end of each epoch and `best.ckpt` at the best validation score so far.
 
-    `epoch.ckpt` is the `last.ckpt` of the last complete epoch: the same file, by a hard link, until `last.ckpt` is
-    written within an epoch. From it a training goes on with other devices, as it cannot from within an epoch.
+    `epoch.ckpt` is the checkpoint of the last complete epoch. It is a hard link to `last.ckpt` until the next
+    `last.ckpt` is written within an epoch. From `epoch.ckpt` a training can continue on other devices; within an epoch
+    it cannot.
 
-    Where scores are equal, which is frequent with few images, the lower `val/loss` is the better. `last.ckpt` is also
-    written every `every_n_steps`; at the first optimiser step after SIGTERM or SIGUSR1, or within a validation, before
-    the run stops; and when an exception ends the run. From every checkpoint the training resumes exactly.
+    Where scores are equal, which is frequent with few images, the lower `val/loss` is better. `last.ckpt` is also
+    written every `every_n_steps`, when an exception ends the run, and when SIGTERM or SIGUSR1 stops the run: at the
+    next optimiser step or within a validation. From every checkpoint the training resumes exactly.
 
     Args:
-        folder: where to write.
-        every_n_steps: optimiser steps between two further writings of `last.ckpt`; None: no further ones.
-        monitor: the metric whose highest value is best.
+        folder: The folder to write to.
+        every_n_steps: The number of optimiser steps after which `last.ckpt` is written within an epoch. None writes it
+            at the end of epochs alone.
+        monitor: The metric whose highest value is best.
 
     Raises:
         ValueError: `every_n_steps` is not positive.
@@ -63,12 +65,12 @@ class RunCheckpoints(Checkpoint):
         self.every_n_steps = every_n_steps
         self.monitor = monitor
         self.best_model_score: float | None = None
-        # Counted from 1; None of a training that goes on from a checkpoint of relvit 0.2.
+        # Epochs are counted from 1 here. Checkpoints of relvit 0.2 do not hold the best epoch, which then is None.
         self.best_epoch: int | None = None
         self._best_loss: float | None = None
         self._signal: int = 0
         self._handlers: dict[int, Any] = {}
-        # Whether weights, averages and schedule now belong to the same step.
+        # Weights, averages and schedule belong to the same step only between two optimiser steps.
         self._between_steps = False
 
     @property
@@ -82,7 +84,7 @@ class RunCheckpoints(Checkpoint):
         return self.folder / "last.ckpt"
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Use the main process's folder in all processes."""
+        """Use the folder of the main process in all processes."""
         self.folder = Path(trainer.strategy.broadcast(str(self.folder)))
 
     def state_dict(self) -> dict[str, Any]:
@@ -95,7 +97,7 @@ class RunCheckpoints(Checkpoint):
             self.best_epoch = state_dict.get("epoch")
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Raise a DiskSpaceError, rather than train, where the disk has no space for the checkpoints."""
+        """Raise a DiskSpaceError before the training if the disk has no space for the checkpoints."""
         check_disk_space(self.folder, trainer)
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -114,7 +116,7 @@ class RunCheckpoints(Checkpoint):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._between_steps = True
-        # The end of an epoch has a checkpoint of its own.
+        # `on_train_epoch_end` saves at the end of an epoch.
         if (batch_idx + 1) % trainer.accumulate_grad_batches or is_last_of_epoch(trainer, batch_idx):
             return
         self._stop_after_signal(trainer)
@@ -145,29 +147,30 @@ class RunCheckpoints(Checkpoint):
             link_or_copy(self.last_path, self.last_path.with_name(EPOCH_NAME))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Save the training if its state is consistent, unless that has just been done."""
+        """Save the training if its state is consistent and not saved yet."""
         if isinstance(exception, StoppedBySignalError):
-            # A launcher's second signal must not change the exit status.
+            # A launcher may send a second signal, which must not change the exit status.
             ignore_stop_signals()
             return
         self._restore_handlers()
         consistent = self._between_steps or isinstance(exception, NonFiniteLossError)
         full = isinstance(exception, OSError) and exception.errno in DISK_ERRORS
-        # One process of several that fails cannot wait for the others.
+        # Saving waits for all processes, and the others may not have failed.
         if consistent and trainer.world_size == 1 and not full:
             try:
                 trainer.save_checkpoint(self.last_path)
             except OSError as error:
-                # The error that is raised stays the first one.
+                # The first error is more important than this one, which follows from it.
                 rank_zero_warn(str(error))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._restore_handlers()
 
     def _catch_signals(self) -> None:
-        """Replace Lightning's handlers, registered just before, by one that notes the signal until a step is complete.
+        """Replace the signal handlers that Lightning has just registered by one that notes the signal.
 
-        Lightning's stop between batches, one of several processes alone, and save by their own rules in a job of Slurm.
+        Lightning's handlers would stop between accumulated batches, would stop one of several processes alone, and
+        would save by rules of their own in a job of Slurm.
         """
 
         def note(number: int, frame: FrameType | None) -> None:
@@ -182,7 +185,7 @@ class RunCheckpoints(Checkpoint):
         self._handlers = {}
 
     def _stop_after_signal(self, trainer: Trainer) -> None:
-        """Save and raise StoppedBySignalError in all processes if one of them has caught a signal."""
+        """Save the training and raise StoppedBySignalError in all processes if one of them has caught a signal."""
         number = self._signal
         if trainer.world_size > 1:
             tensor = torch.tensor(number, device=trainer.strategy.root_device)

@@ -1,4 +1,7 @@
-"""The `Checkpoint` type: read a checkpoint file safely, once; its model, weights, data module and progress."""
+"""The `Checkpoint` type: the model, weights, data module and progress that a checkpoint file describes.
+
+`file.py` reads and checks the file; `load.py` builds the classifier.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +26,14 @@ from relvit.training.checkpoints.file import KEY, read_checkpoint
 from relvit.utils.messages import one_line
 from relvit.version import __version__
 
-# The arguments of `ImageClassifier` that are attributes of its data.
+# These arguments of `ImageClassifier` follow from the data.
 OF_THE_DATA = ("num_classes", "in_chans", "img_size", "class_names", "multi_label")
-# These arguments choose the network: its model, and what its images and classes are.
+# These arguments of `ImageClassifier` decide what the network is.
 NETWORK = ("model", "model_kwargs", "retrofit", *OF_THE_DATA)
 
 
 class Architecture(NamedTuple):
-    """The arguments of `ImageClassifier` that choose the model, apart from its images and classes."""
+    """The arguments of `ImageClassifier` that choose the model, without those that describe images and classes."""
 
     model: str
     model_kwargs: dict[str, Any] | None = None
@@ -38,14 +41,14 @@ class Architecture(NamedTuple):
 
 
 class Normalisation(NamedTuple):
-    """Mean and standard deviation of each channel, in units of the range 0..1, as far as they are known."""
+    """Mean and standard deviation of each channel, in units of the range 0..1; None where they are unknown."""
 
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
 
     @classmethod
     def read(cls, source: str, values: Mapping[str, Any]) -> Normalisation:
-        """Read 'mean' and 'std' of a file; a ValueError if they are no numbers."""
+        """Read 'mean' and 'std' from the values of a file; raise a ValueError if they are no numbers."""
         try:
             return cls(*(tuple(map(float, values.get(name) or ())) or None for name in cls._fields))
         except (TypeError, ValueError, AttributeError) as error:
@@ -53,7 +56,7 @@ class Normalisation(NamedTuple):
 
 
 class Transforms(NamedTuple):
-    """The steps from an image to the model's input in evaluation, see `relvit.data.eval_transform`."""
+    """Size, normalisation and crop of images in evaluation, see `relvit.data.eval_transform`."""
 
     img_size: tuple[int, int]
     mean: tuple[float, ...]
@@ -68,17 +71,17 @@ class Checkpoint:
     Methods raise a ValueError where the file does not hold what they need.
 
     Attributes:
-        path: the file or remote address, for messages.
-        model: arguments of `ImageClassifier`.
-        data: 'class_path' and 'init_args' of the data module; the class may be one that is not installed.
-        fit: further options of the training.
-        versions: of the packages that wrote the checkpoint.
-        weights: the classifier's tensors to use: the averaged ones where the training kept an average.
-        temperature: by which logits are divided in evaluation, see `relvit.evaluation.calibrate`; 1 without.
-        thresholds: of the classes of a multi-label classifier, as validation chose them; None without.
-        resumable: whether there is the state of an optimiser, so that the training can go on.
-        epoch: Lightning's number of the epoch in which the checkpoint was written.
-        resume_point: the `ResumePoint` as stored; None in checkpoints that `relvit fit` did not write.
+        path: The file or remote address, for messages.
+        model: The arguments of `ImageClassifier`.
+        data: The 'class_path' and 'init_args' of the data module, whose class may not be installed here.
+        fit: Other options of the training.
+        versions: The versions of the packages that wrote the checkpoint.
+        weights: The tensors of the classifier, averaged where the training kept an average.
+        temperature: The number by which logits are divided in evaluation, see `relvit.evaluation.calibrate`.
+        thresholds: See `relvit.training.SeveralLabels`. None without a threshold in the file.
+        resumable: Whether the file has the state of an optimiser, so that the training can be resumed.
+        epoch: The epoch in which the checkpoint was written, as Lightning counts.
+        resume_point: The `ResumePoint` as stored. None in checkpoints that `relvit fit` did not write.
     """
 
     path: str
@@ -95,7 +98,7 @@ class Checkpoint:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], file: Path | None = None) -> Checkpoint:
-        """Read a checkpoint once; arguments and errors are those of `read_checkpoint`."""
+        """Read a checkpoint; for arguments and errors see `read_checkpoint`."""
         content = read_checkpoint(path, file)
         description = content[KEY]
         return cls(
@@ -119,21 +122,21 @@ class Checkpoint:
         return self.model[name]
 
     def architecture(self) -> Architecture:
-        """Return the model, which can be built anew for other classes and another image size."""
+        """Return the arguments that choose the model, which can be built for other classes and another image size."""
         return Architecture(self.argument("model"), self.model.get("model_kwargs"), self.model.get("retrofit"))
 
     @property
     def data_args(self) -> dict[str, Any]:
-        """Arguments of the data module."""
+        """The arguments of the data module."""
         return self.data["init_args"]
 
     @property
     def data_type(self) -> type[ImageData] | None:
-        """The class of the data module if it is one of relvit; nothing is imported that a file names."""
+        """The class of the data module if relvit has it, else None; a file cannot name what is imported."""
         return own_data_module(self.data["class_path"])
 
     def data_module(self, **changes: Any) -> ImageData:
-        """Build the data module of the training with some arguments changed; those that are None stay."""
+        """Build the data module of the training with some arguments changed; a change to None is left out."""
         data_type = self.data_type
         if data_type is None:
             name = self.data["class_path"]
@@ -146,7 +149,7 @@ class Checkpoint:
         arguments = self.data_args | changes
         try:
             return data_type(**arguments)
-        except TypeError as error:  # an argument that there is not
+        except TypeError as error:
             raise ValueError(f"{self.path} does not make a {data_type.__name__}: {error}") from error
 
     def normalisation(self) -> Normalisation:
@@ -175,21 +178,21 @@ class Checkpoint:
             return None if self.resume_point is None else ResumePoint(**self.resume_point)
 
     def finished_epochs(self) -> int:
-        """Return the number of epochs that were complete."""
+        """Return the number of complete epochs."""
         point = self.point()
         with self._reading("the progress of its training"):
             return int(self.epoch + 1 if point is None else point.epoch)
 
     @contextmanager
     def _reading(self, what: str) -> Iterator[None]:
-        """Name the part of the file that is missing, or of another type."""
+        """Turn errors into a ValueError that names the part of the file that is missing or has another type."""
         try:
             yield
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{self.path} does not hold {what}, as relvit fit writes it: {one_line(error)}") from error
 
     def check_network(self, asked: Mapping[str, Any], names: Iterable[str] = (*NETWORK, "pretrained")) -> None:
-        """Refuse arguments of an `ImageClassifier`, those of these names, with which the weights were not trained."""
+        """Refuse arguments of an `ImageClassifier` that differ, in one of these names, from those of the weights."""
         if difference := first_difference(self.model, asked, names):
             name, trained, wanted = difference
             raise ValueError(f"{self.path} was trained with {name} {trained}, not {wanted}: drop that option")
@@ -204,14 +207,14 @@ class Checkpoint:
 
 
 class DescribeCheckpoint(Callback):
-    """Write into every checkpoint what is needed to use it elsewhere, in plain types.
+    """Write into every checkpoint a description in plain types, by which the checkpoint can be used elsewhere.
 
-    Under the key 'relvit': `model` (arguments of `ImageClassifier`, class names included), `data` (class and arguments
-    of the data module: image size, normalisation and class names), `fit` and `versions`; of a multi-label classifier
-    `thresholds`.
+    The description has the key 'relvit'. It holds `model` (the arguments of `ImageClassifier`, with the class names),
+    `data` (class and arguments of the data module, with image size, normalisation and class names), `fit`, `versions`
+    and, for a multi-label classifier, `thresholds`.
 
     Args:
-        fit: other options of the training, in plain types.
+        fit: Other options of the training, in plain types.
     """
 
     def __init__(self, fit: Mapping[str, Any] | None = None) -> None:
@@ -242,14 +245,14 @@ def versions() -> dict[str, str]:
 def first_difference(
     one: Mapping[str, Any], other: Mapping[str, Any], names: Iterable[str]
 ) -> tuple[str, str, str] | None:
-    """Find the first of these arguments that differs: its name and both values in short; None where none differs."""
+    """Find the first of these arguments that differs; return its name and both values in short, or None."""
     for name in names:
-        # Checkpoints from before there was `retrofit` or `pretrained` do not hold it.
+        # Older checkpoints do not hold all arguments, such as `retrofit`.
         ours, theirs = _plain(one.get(name)), _plain(other.get(name))
         if isinstance(ours, dict) and isinstance(theirs, dict):
             differ = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
             ours, theirs = ({key: side.get(key) for key in differ} for side in (ours, theirs))
-        # No arguments are as good as none, but for `retrofit`, where {} is a retrofit with the defaults.
+        # Empty arguments equal None, except in `retrofit`, where {} stands for a retrofit with its defaults.
         if ours != theirs and (ours or theirs or name == "retrofit"):
             return name, _short(repr(ours)), _short(repr(theirs))
     return None

@@ -1,4 +1,4 @@
-"""Load, check and save the dictionary of a checkpoint file (CheckpointIO); `checkpoint.py` describes it."""
+"""Read, check and write checkpoint files (torch.load, CheckpointIO); the type `Checkpoint` is in `checkpoint.py`."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ from relvit.utils.descriptions import check_bounds
 from relvit.utils.files import atomic_write, has_links, is_address, remove_parts
 from relvit.utils.remote import local_file
 
-# The key of the description: model, data module, options and versions of the training.
+# The key of the description that `DescribeCheckpoint` writes.
 KEY = "relvit"
 # The key of the averaged weights, under the same names as the raw weights in 'state_dict'.
 AVERAGE_KEY = "ema_state_dict"
-# The key where timm looks before 'state_dict': the weights to use, under the model's own names.
+# timm prefers the weights under this key to those under 'state_dict'. Here they have the names of the model itself.
 TIMM_KEY = "state_dict_ema"
-# In the folder of a run, which stands for it.
+# A user may give the folder of a run in the place of this checkpoint in it.
 BEST = Path("checkpoints") / "best.ckpt"
-# Beside last.ckpt: the checkpoint of the last complete epoch.
+# The checkpoint of the last complete epoch is beside last.ckpt.
 EPOCH_NAME = "epoch.ckpt"
 
 
 def read_checkpoint(path: str | os.PathLike[str], file: Path | None = None, averaged: bool = True) -> dict[str, Any]:
-    """Read all content of a relvit checkpoint, on the CPU. Only tensors and plain types are read, never code.
+    """Read all content of a relvit checkpoint on the CPU; only tensors and plain types are read, never code.
 
-    `relvit.training.Checkpoint` has what most callers need. 'state_dict' holds the weights to use: the averaged ones
-    where the training kept an average (`ema_decay`).
+    `relvit.training.Checkpoint` has what most callers need. 'state_dict' holds the averaged weights where the training
+    kept an average (`ema_decay`).
 
     Args:
-        path: the file, the folder of a run, whose best checkpoint is read, or a remote address that fsspec knows, such
+        path: The file, the folder of a run, whose best checkpoint is read, or a remote address that fsspec knows, such
             as https://..., s3://... .
-        file: the local copy of the address, if there is one already.
-        averaged: False leaves the raw weights in 'state_dict', as they are stored, to write the content again.
+        file: The local copy of the address, if there is one already.
+        averaged: False leaves the raw weights in 'state_dict', so that the content can be written again.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: not a checkpoint, or not one of relvit's; an address that cannot be read here, see `local_file`.
-        DownloadError: the file could not be fetched.
+        FileNotFoundError: There is no such file.
+        ValueError: The file is damaged or no checkpoint of relvit, or the address cannot be read, see `local_file`.
+        DownloadError: The file could not be fetched.
     """
     if file is None:
         with local_file(path) as file:
@@ -65,9 +65,9 @@ def read_checkpoint(path: str | os.PathLike[str], file: Path | None = None, aver
         content = torch.load(file, map_location="cpu", weights_only=True)
     except DamagedError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-    # PyTorch raises almost any type for broken files: TypeError, IndexError, AttributeError, ...
+    # PyTorch raises almost any type for broken files, such as TypeError, IndexError or AttributeError.
     except Exception as error:
-        # A damaged position in the file may be one that no file has; other errors of the system are its own.
+        # A damaged file may make PyTorch seek an impossible position. Other errors of the system are not the file's.
         if isinstance(error, OSError) and error.errno != errno.EINVAL:
             raise
         raise ValueError(
@@ -87,19 +87,19 @@ def read_checkpoint(path: str | os.PathLike[str], file: Path | None = None, aver
 
 
 class DamagedError(ValueError):
-    """The bytes of a file are not those that were written."""
+    """The bytes of a file differ from those that were written."""
 
 
 def check_archive(path: Path) -> None:
-    """Refuse an archive of PyTorch that is damaged, or would take more memory than the file has bytes.
+    """Refuse a file of PyTorch (a ZIP archive) that is damaged or would take more memory than the file has bytes.
 
-    PyTorch stores, and never compresses. The CRC of each entry is compared; where the file was written without CRCs
-    (`torch.serialization.set_crc32_options(False)`), there is nothing to compare.
+    PyTorch never compresses entries. The CRC of each entry is compared, unless the file was written without CRCs
+    (`torch.serialization.set_crc32_options(False)`).
 
     Raises:
-        DamagedError: a CRC differs.
-        ValueError: another kind of archive.
-        zipfile.BadZipFile: no archive.
+        DamagedError: A CRC differs.
+        ValueError: The archive is not one of PyTorch.
+        zipfile.BadZipFile: The file is no archive.
     """
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
@@ -115,7 +115,7 @@ def check_finite(weights: Mapping[str, Tensor], path: str) -> None:
     """Refuse weights that are infinite or not a number.
 
     Raises:
-        ValueError: there is such a tensor; the message names the first one.
+        ValueError: There is such a tensor; the message names the first one.
     """
     for name, tensor in weights.items():
         if tensor.is_floating_point() and not tensor.isfinite().all():
@@ -125,7 +125,7 @@ def check_finite(weights: Mapping[str, Tensor], path: str) -> None:
 
 
 def _wrong_part(content: dict[Any, Any]) -> str | None:
-    """Return the name of the first part that has another type than `relvit fit` writes."""
+    """Return the name of the first part whose type is not the one that `relvit fit` writes, or None."""
     description = content[KEY]
     if not isinstance(description, dict):
         return repr(KEY)
@@ -154,9 +154,9 @@ def _named(value: Any) -> bool:
 
 
 def timm_weights(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Select the weights to use, averaged where there is an average, and name them as the model itself does.
+    """Return the weights, averaged where there is an average, under the names that the model itself gives them.
 
-    The tensors are those that the checkpoint holds already, which PyTorch writes once: a file grows by the names.
+    The checkpoint already holds these tensors, and PyTorch writes each tensor once, so the file grows by names alone.
     """
     weights = checkpoint["state_dict"] | checkpoint.get(AVERAGE_KEY, {})
     return {name.removeprefix("net."): tensor for name, tensor in weights.items() if name.startswith("net.")}
@@ -166,35 +166,36 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]
     """Write a checkpoint atomically: whatever interrupts the writing, `path` holds the old file or the new one.
 
     Args:
-        checkpoint: what `torch.save` can write.
-        path: the file, in a folder that exists. A file that is there already is replaced.
+        checkpoint: The content, which `torch.save` can write.
+        path: The file, in a folder that exists. An existing file is replaced.
 
     Raises:
-        OSError: the folder cannot be written to, or the disk is full.
+        OSError: The folder cannot be written to, or the disk is full.
     """
     with atomic_write(path) as part:
         try:
-            # Given a name, PyTorch would open the file itself and hide the system's error.
+            # If PyTorch opened the file itself, it would hide the error of the system.
             with open(part, "wb") as file:
                 torch.save(checkpoint, file)
         except RuntimeError as error:
-            # PyTorch's error about an incomplete file hides the system's own about the disk.
+            # PyTorch's error about an incomplete file hides the error of the system about the disk.
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Lightning's plugin for checkpoint files, which replaces a file only by one that is complete and on the disk."""
+    """Plugin for Lightning (CheckpointIO) that replaces a file only when the new one is complete and on the disk."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Write a checkpoint; at a remote address, which a user's callback may have, as Lightning does.
+        """Write a checkpoint.
 
         Raises:
-            OSError: the folder cannot be written to, or the disk is full; the message names the last checkpoint.
+            OSError: The folder cannot be written to, or the disk is full; the message names the last checkpoint.
         """
+        # A user's own callback may write to a remote address.
         if is_address(path):
             return super().save_checkpoint(checkpoint, path, storage_options)
         path = Path(path)
@@ -209,24 +210,28 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 class DiskSpaceError(OSError):
-    """The disk has no space for the checkpoints that a training is going to write."""
+    """The disk has no space for the checkpoints that a training will write."""
 
 
 def describe_last(folder: Path) -> str:
-    """Name the checkpoint of a folder that was written last, in words for an error message."""
+    """Name the checkpoint of a folder that was written last, for an error message."""
     found = sorted(folder.glob("*.ckpt"), key=lambda file: file.stat().st_mtime)
     return f"the last complete checkpoint is {found[-1]}" if found else "there is no earlier checkpoint"
 
 
 def check_disk_space(folder: Path, trainer: Trainer) -> None:
-    """Refuse a disk without space for the checkpoints of a training, and remove what a killed process left of one.
+    """Refuse a disk without space for the checkpoints of a training, and remove incomplete files of killed processes.
 
-    These are best.ckpt, last.ckpt and the copy that replaces one of them when it is complete; without hard links
-    epoch.ckpt is a copy, too. The folder need not exist yet; checkpoints that are there already count.
+    The checkpoints are best.ckpt, last.ckpt, and the new file that replaces one of them when it is complete. Without
+    hard links epoch.ckpt is a copy, too. Existing checkpoints reduce the space that is needed. The folder need not
+    exist yet.
+
+    Raises:
+        DiskSpaceError: The space is too small.
     """
     module = trainer.lightning_module
     weights = sum(tensor.nbytes for tensor in module.state_dict().values())
-    # The average itself is made later in the same hook.
+    # The average does not exist yet; it is made later in the same hook of Lightning.
     average = 0 if module.hparams.get("ema_decay") is None else weights
     trained = sum(p.nbytes for group in trainer.optimizers[0].param_groups for p in group["params"])
     # Adam and similar optimisers keep two numbers for each weight.
@@ -234,7 +239,7 @@ def check_disk_space(folder: Path, trainer: Trainer) -> None:
     parent = next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
     if trainer.is_global_zero:
         remove_parts(folder)
-    # Names of one file, which hard links are, take its space once.
+    # Hard links are names of one file, which takes its space once.
     present = len({file.stat().st_ino for file in folder.glob("*.ckpt")}) if folder.is_dir() else 0
     copies = max(3 + (not has_links(parent)) - present, 1)
     free = shutil.disk_usage(parent).free

@@ -15,13 +15,13 @@ def classifier_of(checkpoint: Checkpoint) -> ImageClassifier:
     """Build the trained classifier of a checkpoint, on the CPU, in evaluation mode.
 
     Raises:
-        ValueError: the checkpoint does not make a model.
+        ValueError: No model can be built from the checkpoint.
     """
     try:
-        # The weights that the training started from have been trained since.
+        # The checkpoint's weights replace the weights from which the training started.
         classifier = ImageClassifier(**checkpoint.model | {"pretrained": None})
         classifier.load_state_dict(checkpoint.weights)
-    # The arguments are whatever the file holds, and models raise almost any type for wrong ones.
+    # The file may hold any arguments, and models raise almost any type of error for wrong ones.
     except Exception as error:
         raise ValueError(f"the checkpoint does not make a model: {one_line(error)[:300]}") from error
     classifier.temperature = checkpoint.temperature

@@ -31,35 +31,37 @@ ALLOWED = (
     "a checkpoint of relvit fit, a file or folder of weights, or a model of timm such as "
     "'vit_small_patch16_224.augreg_in21k'"
 )
-# Differences of means and deviations, in units of the range 0..1, that hardly matter.
+# A difference of means or standard deviations up to this one hardly matters; images have the range 0..1.
 TOLERANCE = 0.05
 
 
 class Pretrained:
-    """The weights that a training or a teacher starts from. A file is fetched and read once, when it is first needed.
+    """The weights from which a training or a teacher starts; a file is fetched and read once, when it is first needed.
 
-    Of files only tensors and plain values are read, never code. All methods raise alike.
+    Only tensors and plain values are read from files, never code. All methods raise these errors.
 
     Args:
-        name: one of
+        name: One of
 
-            - a file: a checkpoint of `relvit fit` (.ckpt; its averaged weights where it has some), or plain weights
-              (.safetensors, .pth, .pt, .bin ...) as timm reads them; or the remote address of one, such as https://...;
-            - a folder as `timm.models.save_for_hf` writes it, config.json and weights; 'local-dir:FOLDER' is the same;
-            - a model of timm, with the tag of its weights or without: 'vit_small_patch16_224.augreg_in21k', or
-              'hf-hub:NAME' on the Hugging Face hub. These are downloaded, once.
+            - a file: a checkpoint of `relvit fit` (.ckpt), whose averaged weights are used if it has some, or plain
+              weights that timm can read (.safetensors, .pth, .pt, .bin ...); or the remote address of a file, such as
+              https://...;
+            - a folder with config.json and weights, as `timm.models.save_for_hf` writes it; 'local-dir:FOLDER' is the
+              same;
+            - a model of timm, with or without the tag of its weights, such as 'vit_small_patch16_224.augreg_in21k', or
+              'hf-hub:NAME' on the Hugging Face hub. The weights are downloaded once.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: a name that is none of these, or weights that cannot be had or read.
-        DownloadError: a file that could not be fetched.
+        FileNotFoundError: There is no such file.
+        ValueError: The name is none of these, or the weights cannot be had or read.
+        DownloadError: The file could not be fetched.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def architecture(self) -> Architecture:
-        """Return the model that the weights are of; a file of plain weights, which names no model, is a ValueError."""
+        """Return the model of the weights; raise a ValueError for a file of plain weights, which names no model."""
         if self._checkpoint is not None:
             return self._checkpoint.architecture()
         if self._file is not None:
@@ -74,7 +76,7 @@ class Pretrained:
         return Architecture(architecture, kwargs or None, retrofit)
 
     def normalisation(self) -> Normalisation:
-        """Return mean and standard deviation of the images of the pretraining; unknown of a file of plain weights."""
+        """Return mean and standard deviation of the pretraining's images; a file of plain weights has none."""
         if self._checkpoint is not None:
             return self._checkpoint.normalisation()
         if self._file is not None:
@@ -95,7 +97,7 @@ class Pretrained:
                 if zipfile.is_zipfile(path):
                     check_archive(path)
                 state = load_state_dict(str(path))
-            # timm and PyTorch raise almost any type for broken files: TypeError, IndexError, UnicodeDecodeError, ...
+            # timm and PyTorch raise almost any type for broken files, such as TypeError or UnicodeDecodeError.
             except Exception as error:
                 raise ValueError(
                     f"{self._file} cannot be read: it is damaged, holds no weights, or more than tensors and plain "
@@ -106,7 +108,7 @@ class Pretrained:
 
     @cached_property
     def _file(self) -> str | None:
-        """The path or remote address of a file; None for a folder or a name, which timm reads."""
+        """The path or remote address of a file; None for a folder or a name, which is left to timm."""
         name, path = self.name, Path(self.name.removeprefix(FOLDER)).expanduser()
         if is_address(name):
             return name
@@ -147,7 +149,7 @@ class Pretrained:
 
     @cached_property
     def _config(self) -> tuple[dict[str, Any], str, dict[str, Any]] | None:
-        """The config.json of a folder or on the hub: description of the weights, the model's name, its arguments."""
+        """The config.json of a folder or on the hub: the description of the weights, the model and its arguments."""
         source, _, path = self._timm_name.partition(":")
         if f"{source}:" not in (HUB, FOLDER):
             return None
@@ -175,23 +177,23 @@ class Pretrained:
         )
 
     def timm_model(self, pretrained: bool = True, **arguments: Any) -> nn.Module:
-        """Have timm make the model of a name or folder, which fetches and converts weights model by model.
+        """Build the model of a name or folder by timm, which fetches the weights and converts them for each model.
 
         Args:
-            pretrained: whether it has its weights; else they are random.
-            arguments: further ones of `timm.create_model`, which override those of a folder.
+            pretrained: Whether the model gets these weights; else they are random.
+            arguments: Other arguments of `timm.create_model`, which override those of a folder.
         """
         name = self._timm_name
         described = self._config[2] if self._config else {}
         try:
             check_size(partial(timm.create_model, name, **arguments), described)
             return timm.create_model(name, pretrained=pretrained, **arguments)
-        # A folder's config.json may hold anything, for which timm and the models raise almost any type.
+        # A config.json may hold anything, and timm and the models raise almost any type of error for it.
         except Exception as error:
             raise ValueError(f"the weights of {name} could not be loaded: {one_line(error)}") from error
 
     def _weights_of_timm(self) -> Weights:
-        """Read the weights of a model made by timm itself."""
+        """Read the weights of a model that timm itself builds."""
         donor = self.timm_model()
         check_finite(donor.state_dict(), self.name)
         cfg = donor.pretrained_cfg
@@ -216,7 +218,7 @@ def architecture_to_build(
     retrofit: dict[str, Any] | None,
     pretrained: Pretrained | None,
 ) -> Architecture:
-    """Choose the model to build: that of the name; without a name that of `pretrained`, with the arguments given."""
+    """Choose the model to build: `model`, or where it is None the model of `pretrained`, with the arguments given."""
     if "pretrained" in (model_kwargs or {}):
         raise ValueError("model_kwargs must not hold 'pretrained': it is an option of its own, --model.pretrained")
     if model is not None or pretrained is None:
@@ -256,7 +258,7 @@ def normalisation_note(weights: Weights, data: Any) -> str | None:
 
 
 def _nearest_hint(path: Path) -> str:
-    """Hint at a file beside the first missing part of a path, or in `checkpoints` there, or at a model of timm."""
+    """Return a hint at a file near the first missing part of a path, or at a model of timm."""
     missing = path
     while not missing.parent.is_dir():
         missing = missing.parent
@@ -264,7 +266,7 @@ def _nearest_hint(path: Path) -> str:
     near = {entry.name: entry for entry in found if entry.is_dir() or entry.suffix in FILES}
     if name := nearest(missing.name, near, cutoff=0.6):
         return f" (did you mean '{near[name]}'?)"
-    # For a path, only a model of much the same name is meant, such as that of a repository on the hub.
+    # The last part of a path may be a model of timm, as in the name of a repository on the Hugging Face hub.
     architecture, tag = split_model_name_tag(path.name)
     name = nearest(architecture, timm.list_models(), cutoff=0.8)
     known = f"{name}.{tag}" if name and timm.is_model_pretrained(f"{name}.{tag}") else name

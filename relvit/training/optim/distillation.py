@@ -1,4 +1,4 @@
-"""Distillation: the loss with a teacher as in DeiT, and the teacher, a trained classifier."""
+"""Knowledge distillation as in DeiT: the loss with a teacher, and the teacher, a trained classifier."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def distillation_loss(
 
     - 'hard', equation 3: `(1 - weight) loss + weight CE(student, argmax teacher)`; in the paper weight is 1/2.
     - 'soft', equation 2: `(1 - weight) loss + weight T^2 KL(softmax(teacher / T) || softmax(student / T))`; in the
-      paper weight is 0.1 and T is 3. (Its code divides this term by the number of classes as well.)
+      paper weight is 0.1 and T is 3. (The paper's code also divides this term by the number of classes.)
 
     Args:
         loss: The mean loss of the labels.
@@ -37,7 +37,7 @@ def distillation_loss(
         teacher: The teacher's logits (B, num_classes).
         kind: 'hard' or 'soft'.
         weight: The weight of the teacher, in 0 ... 1.
-        temperature: T, for 'soft' alone.
+        temperature: T, which only 'soft' uses.
     """
     student, teacher = student.float(), teacher.float()
     if kind == "hard":
@@ -49,7 +49,7 @@ def distillation_loss(
 
 
 def build_teacher(hparams: Mapping[str, Any], data: Any) -> Teacher:
-    """Build the teacher for a classifier with these arguments, and for the normalisation of these data."""
+    """Build the teacher of an `ImageClassifier` with these arguments, for images normalised as in these data."""
     names = ("teacher", "num_classes", "img_size", "class_names")
     return Teacher(*(hparams[name] for name in names), getattr(data, "mean", None), getattr(data, "std", None))
 
@@ -60,16 +60,16 @@ class Teacher:
     The teacher is no submodule of anything: checkpoints of the student do not hold it.
 
     Args:
-        pretrained: The classifier, see `Pretrained`; not a file of plain weights.
+        pretrained: The teacher, see `Pretrained`; not a file of plain weights.
         num_classes: The number of classes of the student.
         img_size: The size of the images.
         class_names: The student's classes in order, if they have names.
-        mean: The mean by which the student's images are normalised; None: as the teacher's.
-        std: The standard deviation, likewise.
+        mean: The mean by which the student's images are normalised. None: the mean of the teacher's images.
+        std: The standard deviation by which they are normalised. None: that of the teacher's images.
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: The weights cannot be had, or are of other classes.
+        ValueError: The weights cannot be had, or belong to other classes.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Teacher:
                 f"it lacks {listing(report.new, 2)}"
             )
         self.net.eval().requires_grad_(False)
-        # From the student's pixels to the teacher's: a factor and an offset per channel.
+        # A factor and an offset per channel turn the student's normalisation into the teacher's.
         self.scale: Tensor = torch.ones(1)
         self.offset: Tensor = torch.zeros(1)
         if mean and std and weights.mean and weights.std:

@@ -9,19 +9,19 @@ from torch import Tensor, nn
 
 
 class WeightAverage:
-    """A copy of a network whose weights are the moving average of the network's.
+    """A copy of a network whose weights are a moving average of the network's weights (timm's `ModelEmaV3`).
 
     After step t = 1, 2, ...: average = d_t average + (1 - d_t) weights. With the warm-up d_t = min(decay,
     1 - t^(-2/3)), without it d_t = decay, but d_1 = 0: the average starts as the weights after the first step. Buffers
     are copied, never averaged.
 
-    The copy is no submodule of anything and never exchanged with the network: state dict, gradients and optimiser of
-    the network do not contain it.
+    The copy is no submodule of anything, so the network's state dict, gradients and optimiser do not contain it. It is
+    never exchanged with the network.
 
     Args:
         net: The network.
-        decay: d, in 0 <= d < 1.
-        warmup: Let the decay grow from 0.
+        decay: The decay, in 0 <= decay < 1.
+        warmup: Whether the decay grows from 0.
     """
 
     def __init__(self, net: nn.Module, decay: float, warmup: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""Freezing of the backbone: for the first epochs of fine-tuning, the classifier alone is trained."""
+"""Freeze the backbone, so that the first epochs of fine-tuning train the classifier alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from torch import nn
 
 
 class Backbone:
-    """All parts of a timm model but its classifier, which can be frozen."""
+    """The parts of a timm model without its classifier, which can be frozen.
+
+    Raises:
+        ValueError: The model has no classifier.
+    """
 
     def __init__(self, net: nn.Module) -> None:
         heads = net.get_classifier() if hasattr(net, "get_classifier") else ()
@@ -21,12 +25,12 @@ class Backbone:
         self.frozen: bool = False
 
     def set_frozen(self, frozen: bool, without_gradients: bool = True) -> None:
-        """Freeze, in evaluation mode, which also stops dropout, drop path and running statistics, or unfreeze.
+        """Freeze or unfreeze; frozen parts are in evaluation mode, without dropout, drop path and running statistics.
 
         Args:
-            frozen: Whether to freeze; nothing changes where that is done already.
-            without_gradients: Compute no gradients, which saves time. DDP needs those that it has prepared for: give
-                False, and call `drop_gradients` before each optimiser step.
+            frozen: Whether to freeze.
+            without_gradients: Whether to save the time for gradients. DDP waits for gradients, so give False there, and
+                call `drop_gradients` before each optimiser step.
         """
         if frozen == self.frozen:
             return
@@ -38,6 +42,6 @@ class Backbone:
             parameter.requires_grad_(not (frozen and without_gradients))
 
     def drop_gradients(self) -> None:
-        """Remove the gradients, so that the optimiser leaves these parameters."""
+        """Remove the gradients, so that the optimiser does not change these parameters."""
         for parameter in self.parameters:
             parameter.grad = None

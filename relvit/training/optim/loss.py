@@ -21,16 +21,17 @@ def soft_targets(labels: Tensor, num_classes: int, smoothing: float = 0.0) -> Te
     """Convert labels (B,) to target distributions (B, num_classes), float32, each of which sums to one.
 
     The label gets 1 - smoothing + smoothing / num_classes, every other class smoothing / num_classes (Szegedy et al.
-    2016, arXiv 1512.00567, section 7). Likewise each label of multi-label images, bool (B, num_classes).
+    2016, arXiv 1512.00567, section 7). Labels of multi-label images, bool (B, num_classes), are smoothed in the same
+    way; their targets do not sum to one.
     """
     hot = labels if labels.ndim == 2 else F.one_hot(labels, num_classes)
     return hot.float() * (1.0 - smoothing) + smoothing / num_classes
 
 
 def evaluation_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Compute the mean cross-entropy of labels (B,), or of multi-label images (B, C) the binary one, over classes too.
+    """Compute the mean cross-entropy of labels (B,), or the mean binary cross-entropy of multi-label images (B, C).
 
-    Neither smoothed nor weighted, whatever the training's loss is.
+    It is neither smoothed nor weighted, whatever the training's loss is.
     """
     if labels.ndim == 1:
         return F.cross_entropy(logits.float(), labels)
@@ -40,24 +41,25 @@ def evaluation_loss(logits: Tensor, labels: Tensor) -> Tensor:
 class ClassificationLoss(KeepConstants):
     """Cross-entropy, or binary cross-entropy class by class (DeiT III, Touvron et al. 2022, arXiv 2204.07118).
 
-    The mean over the images, with binary cross-entropy also over the classes. For multi-label images there is the
-    asymmetric loss as well (Ridnik et al. 2021, arXiv 2009.14119, eq. 2 to 7), summed over the classes: gamma of 1 for
-    labels that are there and 4 for others, whose probability is shifted by 0.05.
+    The loss is the mean over the images, and with binary cross-entropy also over the classes. Multi-label images can
+    have the asymmetric loss instead (Ridnik et al. 2021, arXiv 2009.14119, eq. 2 to 7), which is summed over the
+    classes: gamma is 1 for present labels and 4 for absent ones, whose probability is shifted by 0.05.
 
-    With class weights w the mean over images of `-sum_c w_c t_c log p_c` is divided by the number of images, not by the
+    With class weights w the sum over images of `-sum_c w_c t_c log p_c` is divided by the number of images, not by the
     sum of their weights, so that batches of several devices or steps add up to one larger batch.
 
     Args:
         num_classes: The number of classes.
-        kind: 'ce', 'bce' or 'asl'. Of multi-label images 'ce' is the same as 'bce'.
+        kind: 'ce', 'bce' or 'asl'. For multi-label images 'ce' is the same as 'bce'.
         smoothing: The label smoothing; soft targets are not smoothed further.
-        threshold: With 'bce', classes whose target exceeds it count as present (1), all others as absent (0).
+        threshold: With 'bce', classes whose target exceeds the threshold count as present (1), all others as absent
+            (0). None leaves the targets as they are.
         class_weights: One positive number per class.
         multi_label: Whether images have several labels.
 
     Raises:
-        ValueError: An unknown kind, 'asl' for images of one label, numbers out of range, or a threshold that every
-            smoothed class would exceed.
+        ValueError: The kind is unknown, 'asl' is given for images of one label, numbers are out of range, or every
+            smoothed class would exceed the threshold.
     """
 
     def __init__(
@@ -92,13 +94,14 @@ class ClassificationLoss(KeepConstants):
         self.smoothing = smoothing
         self.threshold = threshold
         weights = None if class_weights is None else torch.tensor(class_weights, dtype=torch.float32)
-        # Not persistent: checkpoints hold them as an argument already.
+        # Checkpoints hold the weights as an argument already.
         self.register_buffer("weights", weights, persistent=False)
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Compute the float32 scalar loss of logits (B, num_classes).
 
-        Labels are int64 (B,), or of multi-label images bool (B, num_classes); float (B, num_classes) are soft targets.
+        Targets are labels, int64 (B,), labels of multi-label images, bool (B, num_classes), or soft targets, float
+        (B, num_classes).
         """
         logits = logits.float()
         if not targets.is_floating_point():

@@ -1,4 +1,4 @@
-"""Learning rate finder (`--lr_find`): Lightning's range test before the training, and the choice of the rate."""
+"""Learning rate finder (`--lr_find`): run Lightning's range test before the training, and choose the rate."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from tqdm import tqdm
 from relvit.utils.progress import rank_zero_print
 
 LOWEST, HIGHEST, STEPS = 1e-7, 1.0, 100
-# Losses are smoothed over neighbouring rates by a Gaussian of this width, in steps: a third of a decade.
+# A Gaussian smooths the losses over neighbouring rates. Its width is this number of steps, a third of a decade.
 WIDTH = 5
-# A fall of the smoothed loss by fewer standard deviations is taken for noise.
+# If the smoothed loss falls by fewer standard deviations than this, the fall is taken for noise.
 CLEAR = 5.0
 
 
 class FindLearningRate(LearningRateFinder):
-    """Sets the learning rate to that of `steepest_fall`: tries rates from 1e-7 to 1 for 100 steps before the training,
-    then restores weights and random state. Where no rate is found, or none above `min_lr`, the configured one stays.
+    """Set the learning rate to that of `steepest_fall` after a range test before the training.
 
-    Lightning's own callback sets the optimiser's rate alone, which the schedule takes back at its next step, and looks
-    for the steepest fall per rate, not per order of magnitude, of losses that are hardly smoothed where rates are
-    small: with few images it finds noise. The rate found is that of the present batch: with `lr_base_batch` it is
-    converted. During the test all layers have the same rate, whatever `layer_decay` is.
+    The test tries rates from 1e-7 to 1 in 100 steps, then weights and random state are restored. If no rate above
+    `min_lr` is found, the configured rate stays. The rate found is for the present batch size, and is converted where
+    there is an `lr_base_batch`. During the test all layers have the same rate, whatever `layer_decay` is.
+
+    Lightning's own callback changes only the optimiser's rate, which the schedule overwrites at its next step. It looks
+    for the steepest fall per rate instead of per order of magnitude, in losses that are hardly smoothed where rates are
+    small, so with few images it finds noise.
 
     Attributes:
         rates: The learning rate of each batch of the test.
@@ -55,12 +57,12 @@ class FindLearningRate(LearningRateFinder):
             pl_module.range_test = None
             lightning_lr_finder.tqdm = tqdm
             trainer.fit_loop.max_epochs = epochs
-        # Every process saw losses of its own.
+        # Every process saw other losses.
         found = trainer.strategy.broadcast(steepest_fall(self.rates, self.losses))
         pl_module.train_metrics.reset()
         configured, min_lr = pl_module.hparams.lr, pl_module.hparams.min_lr
         if found is not None and found > min_lr:
-            # Not `hparams.lr = ...`, which loggers do not see.
+            # Loggers would not see an assignment to `hparams.lr`.
             pl_module.save_hyperparameters({"lr": configured * found / pl_module.plan.lr})
             rank_zero_print(f"learning rate found: {found:.3g}, as --model.lr {pl_module.hparams.lr:.3g}")
         else:
@@ -72,26 +74,27 @@ class FindLearningRate(LearningRateFinder):
 
 
 def steepest_fall(rates: Sequence[float], losses: Sequence[float]) -> float | None:
-    """Find the learning rate at which a range test's loss falls most steeply per order of magnitude (Smith 2017, arXiv
-    1506.01186), before it is lowest.
+    """Find the learning rate at which the loss falls most steeply per order of magnitude, before its minimum.
+
+    Source: the range test of Smith 2017 (arXiv 1506.01186).
 
     Args:
-        rates: The learning rates of the batches, rising; several batches may have the same.
-        losses: The losses of the batches; what is not finite is left out.
+        rates: The learning rates of the batches, rising; several batches may have the same rate.
+        losses: The losses of the batches; losses that are not finite are left out.
 
     Returns:
-        The rate, or None where the loss does not fall clearly more than it scatters, or does so at an end of the range.
+        The rate. None if the loss does not fall clearly more than it scatters, or is steepest at an end of the range.
     """
     finite = np.isfinite(losses)
     x, index = np.unique(np.asarray(rates)[finite], return_inverse=True)
     if len(x) < 4 * WIDTH:
         return None
     y = np.bincount(index, np.asarray(losses)[finite]) / np.bincount(index)
-    # An explosion means no more than a rise.
+    # The height of an exploding loss says nothing, and would dominate the smoothed losses.
     y = np.minimum(y, 2 * y[: len(y) // 4].mean())
     smooth = gaussian_filter1d(y, WIDTH, mode="nearest")
     lowest = int(smooth.argmin())
-    # Standard deviation of the mean of as many independent losses as the Gaussian weighs.
+    # This is the standard deviation of a smoothed loss: the Gaussian averages 2 sqrt(pi) WIDTH independent losses.
     scatter = np.diff(y[: lowest + 1]).std() / np.sqrt(2) / np.sqrt(2 * np.sqrt(np.pi) * WIDTH) if lowest > 1 else 0.0
     if smooth[: lowest + 1].max() - smooth[lowest] <= CLEAR * scatter:
         return None

@@ -17,10 +17,10 @@ class NonFiniteLossError(RuntimeError):
 
 
 class FiniteCheck:
-    """Check of the losses since the last optimiser step, and of the gradients; all devices come to the same decision.
+    """Check the losses since the last optimiser step, and the gradients; all devices come to the same decision.
 
     Args:
-        nonfinite: 'stop' raises an error; 'skip' removes the gradients, so that the optimiser leaves the weights.
+        nonfinite: 'stop' raises an error; 'skip' removes the gradients, so that the optimiser does not change weights.
     """
 
     def __init__(self, nonfinite: NonFinite) -> None:
@@ -28,7 +28,8 @@ class FiniteCheck:
         self._loss: Tensor | None = None
 
     def note(self, loss: Tensor) -> None:
-        """Remember a loss until the next optimiser step: the first that is not finite, without waiting for a GPU."""
+        """Remember the first loss since the last optimiser step that is not finite."""
+        # `torch.where` decides on the device; an `if` would wait for the GPU.
         loss = loss.detach()
         self._loss = loss if self._loss is None else torch.where(self._loss.isfinite(), loss, self._loss)
 
@@ -36,13 +37,13 @@ class FiniteCheck:
         """Return the norm of all gradients together, before they are clipped, and whether the optimiser may use them.
 
         Raises:
-            NonFiniteLossError: The optimiser may not, with 'stop'.
+            NonFiniteLossError: A loss or gradient is not finite, and `nonfinite` is 'stop'.
         """
         parameters = [parameter for parameter in parameters if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
         loss, self._loss = self._loss, None
         finite = loss.isfinite()
-        # With float16, infinite gradients are how the scaler finds its scale; it skips those steps itself.
+        # The scaler of float16 finds its scale by infinite gradients, and skips those steps itself.
         if getattr(trainer.precision_plugin, "scaler", None) is None:
             finite = finite & norm.isfinite()
         if trainer.world_size > 1:
@@ -68,10 +69,10 @@ class FiniteCheck:
 
 @torch.no_grad()
 def average_accumulated(trainer: Trainer, parameters: Iterable[nn.Parameter]) -> None:
-    """Make the gradients at an optimiser step the mean over the batches that were accumulated for it.
+    """Make the gradients at an optimiser step the mean over the batches that were accumulated for this step.
 
-    Lightning divides every loss by `accumulate_grad_batches`, although fewer batches may be left for the last step of
-    an epoch; how many there were is known only here.
+    Lightning divides every loss by `accumulate_grad_batches`, although the last step of an epoch may have fewer
+    batches. Their number is known only at the optimiser step.
     """
     planned = trainer.accumulate_grad_batches
     accumulated = trainer.fit_loop.epoch_loop.batch_idx % planned + 1

@@ -1,4 +1,4 @@
-"""Optimizer by its name in timm, with parameter groups for weight decay and for learning rates by layer."""
+"""Build an optimizer of timm by its name, with parameter groups for weight decay and learning rates by layer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from relvit.utils.messages import did_you_mean
 
-# Arguments of an optimiser that have an option of their own.
+# These arguments of an optimiser have options of their own.
 TAKEN = {"self", "params", "lr", "weight_decay"}
 
 
@@ -25,20 +25,22 @@ def make_optimizer(
 ) -> Optimizer:
     """Build an optimiser of `timm.optim` over all parameters of a network.
 
-    Norms, biases and what the network's `no_weight_decay()` names (tables of relative positions, embeddings, tokens)
-    take no decay. Muon, which treats matrices alone, leaves those, and the classifier, to its fallback.
+    Norms, biases and the parameters that the network's `no_weight_decay()` names (tables of relative positions,
+    embeddings, tokens) take no decay. Muon treats matrices alone, and leaves these parameters and the classifier to its
+    fallback optimiser.
 
     Args:
         net: A timm model.
         opt: The name of the optimiser, see `timm.optim.list_optimizers()`.
-        lr: The learning rate of the last layer, of all layers without `layer_decay`.
-        weight_decay: The decay of all other parameters.
+        lr: The learning rate of the last layer, and of all layers if there is no `layer_decay`.
+        weight_decay: The weight decay of the parameters that take decay.
         layer_decay: The factor on the learning rate per layer from the classifier down to the stem, in 0 < x <= 1, by
             the network's `group_matcher` (ELECTRA, Clark et al. 2020, arXiv 2003.10555; BEiT, arXiv 2106.08254).
         opt_kwargs: Further arguments of the optimiser, such as `betas`, `momentum`, `eps`.
 
     Raises:
-        ValueError: The optimiser or an argument is unknown, needs second derivatives, or `layer_decay` is out of range.
+        ValueError: The optimiser or an argument is unknown, the optimiser needs second derivatives, or `layer_decay` is
+            out of range.
     """
     check_optimizer(opt, layer_decay, opt_kwargs)
     extra: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in (opt_kwargs or {}).items()}
@@ -48,13 +50,13 @@ def make_optimizer(
         extra["fallback_no_weight_decay"] = True
     optimizer = create_optimizer_v2(net, opt=opt, lr=lr, weight_decay=weight_decay, layer_decay=layer_decay, **extra)
     for group in optimizer.param_groups:
-        # timm leaves this to its own schedulers, which are not used here.
+        # timm leaves the scaled rates to its own schedulers, which are not used here.
         group["lr"] = lr * group.get("lr_scale", 1.0)
     return optimizer
 
 
 def check_optimizer(opt: str, layer_decay: float | None, opt_kwargs: dict[str, Any] | None) -> None:
-    """Raise the errors of `make_optimizer`, before there is a network."""
+    """Raise the errors of `make_optimizer` before there is a network."""
     names = list_optimizers()
     if opt not in names:
         raise ValueError(f"unknown optimiser {opt!r}{did_you_mean(str(opt), names)}; timm.optim lists them")

@@ -1,4 +1,4 @@
-"""Learning rate schedule: warm-up and cosine per optimiser step, planned for the devices that a training has."""
+"""Learning rate schedule: linear warm-up and cosine decay per optimiser step, for the devices of a training."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch.optim.lr_scheduler import LambdaLR
 def warmup_cosine(step: int, total: int, warmup: int, floor: float) -> float:
     """Compute the factor on the learning rate at an optimiser step: a linear rise, then half a cosine down to `floor`.
 
-    The first step already has 1 / (warmup + 1) of the full rate, step `warmup` has all of it, step `total - 1` is one
-    step short of `floor`. As in DeiT (Touvron et al. 2021, arXiv 2012.12877, table 9), but per step, not per epoch.
+    The first step has 1 / (warmup + 1) of the full rate, step `warmup` has the full rate, and step `total - 1` is one
+    step before `floor`. DeiT has this schedule per epoch (Touvron et al. 2021, arXiv 2012.12877, table 9).
 
     Args:
-        step: The optimiser step, 0 for the first.
+        step: The optimiser step, counted from 0.
         total: The number of steps of the training.
         warmup: The number of steps of the rise, fewer than `total`.
-        floor: The last factor, in 0 ... 1.
+        floor: The factor at the end, in 0 ... 1.
     """
     if step < warmup:
         return (step + 1) / (warmup + 1)
@@ -30,14 +30,14 @@ def warmup_cosine(step: int, total: int, warmup: int, floor: float) -> float:
 
 
 class Plan(NamedTuple):
-    """Batch, learning rate and steps of a training on the devices that it has.
+    """Batch, learning rate and steps of a training on its devices.
 
     Attributes:
         batch: Images per optimiser step, over all devices and accumulated batches.
-        lr: The peak learning rate, for this batch.
-        steps: Optimiser steps of the training.
-        warmup: Steps of the warm-up among them, at most half.
-        warmup_asked: Steps of the warm-up by `warmup_epochs`.
+        lr: The peak learning rate for this batch.
+        steps: The number of optimiser steps of the training.
+        warmup: The number of steps of the warm-up, at most half of `steps`.
+        warmup_asked: The number of steps of the warm-up that `warmup_epochs` asks for.
     """
 
     batch: int
@@ -57,10 +57,11 @@ class Plan(NamedTuple):
 def make_plan(trainer: Trainer, lr: float, base_batch: int | None, warmup_epochs: float) -> Plan:
     """Plan the training that a trainer is about to begin or to resume.
 
-    With `base_batch`, `lr` is meant for that many images per step and grows in proportion (Goyal et al. 2017, arXiv
-    1706.02677). The warm-up takes at most half of the steps, so that the full rate is reached, and used.
+    `lr` is meant for `base_batch` images per step, and grows in proportion to the batch (Goyal et al. 2017, arXiv
+    1706.02677); None for `base_batch` leaves `lr` as it is. The warm-up takes at most half of the steps, so that the
+    full rate is reached, and used.
     """
-    # Lightning does so by itself where it needs the length, not where --trainer.max_steps alone ends the training.
+    # Lightning sets up the data only when it needs their length, which --trainer.max_steps makes unnecessary.
     trainer.fit_loop.setup_data()
     steps, accumulated = trainer.estimated_stepping_batches, trainer.accumulate_grad_batches
     if not math.isfinite(steps):
@@ -72,18 +73,18 @@ def make_plan(trainer: Trainer, lr: float, base_batch: int | None, warmup_epochs
 
 
 def steps_of(trainer: Trainer, name: str, epochs: float) -> int:
-    """Compute how many optimiser steps a number of epochs takes, which the option of this name gives."""
+    """Compute the number of optimiser steps of a number of epochs; `name` is the option that gives the epochs."""
     if not epochs:
         return 0
     batches = trainer.num_training_batches
     if not math.isfinite(batches):
         raise ValueError(f"the data does not know its length, so {name} {epochs:g} has none: give 0")
-    # The last step of an epoch may have fewer batches.
+    # The last step of an epoch may have fewer batches, and is a step as well.
     return round(epochs * math.ceil(batches / trainer.accumulate_grad_batches))
 
 
 def batch_size_of(trainer: Trainer) -> int:
-    """Return the number of images per batch and device, as the training's dataloader gives it."""
+    """Return the number of images per batch and device, which the dataloader of the training says."""
     loader = trainer.train_dataloader
     parts = (loader, getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None))
     size = next((size for part in parts if (size := getattr(part, "batch_size", None))), None)
@@ -93,9 +94,10 @@ def batch_size_of(trainer: Trainer) -> int:
 
 
 def update_rates(scheduler: LambdaLR) -> None:
-    """Set the optimiser's learning rates to those of the scheduler's step.
+    """Set the optimiser's learning rates by the scheduler's step.
 
-    A checkpoint holds the rates of the schedule when it was written, which differ where the training has become longer.
+    A checkpoint holds the rates of the schedule at its time, which is another schedule if the training has become
+    longer.
     """
     for group, base, factor in zip(
         scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
@@ -104,7 +106,7 @@ def update_rates(scheduler: LambdaLR) -> None:
 
 
 def describe(plan: Plan, trainer: Trainer, lr: float, base_batch: int | None) -> str:
-    """Describe a plan in a line, with the factors of batch and learning rate; a second line if the warm-up was cut."""
+    """Describe a plan in a line, with the factors of batch and learning rate, and in another line a shorter warm-up."""
     accumulated, devices = trainer.accumulate_grad_batches, trainer.world_size
     scaled = f" ({lr:g} x {plan.batch} / {base_batch})" if base_batch else ""
     text = (

@@ -1,4 +1,4 @@
-"""Refuse strategies that divide a model's weights among devices (FSDP, DeepSpeed): relvit trains with DDP."""
+"""Refuse strategies that divide a model's weights among devices (FSDP, DeepSpeed); relvit trains with DDP."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ DIVIDING = FSDPStrategy | DeepSpeedStrategy | ModelParallelStrategy
 
 
 def check_strategy(strategy: str | Strategy) -> None:
-    """Refuse a strategy under which averages, checkpoints and norms of gradients would be of parts of the weights.
+    """Refuse a strategy that divides the weights, since averages, checkpoints and norms need all of them.
 
     Raises:
-        ValueError: the strategy divides the weights.
+        ValueError: The strategy divides the weights.
     """
     if isinstance(strategy, str):
         name, divides = strategy, strategy.startswith(("fsdp", "deepspeed", "model_parallel"))

@@ -1,6 +1,6 @@
-"""Records of a run's images: `images.csv.gz` (all), `val_split.csv` (held out to validate), `unreadable.csv` (skipped).
+"""Record a run's images: `images.csv.gz` (all), `val_split.csv` (held out for validation), `unreadable.csv` (skipped).
 
-A training that is resumed compares its images with those records.
+A resumed training compares its images with digests in the checkpoint.
 """
 
 from __future__ import annotations
@@ -19,24 +19,26 @@ from relvit.utils.files import write_csv
 from relvit.utils.messages import printable, visible, visible_lines
 from relvit.utils.progress import rank_zero_print
 
-# Unreadable images that are printed where there is no folder to write to.
+# Without a folder to write to, at most this number of unreadable images is printed.
 SHOWN = 5
 
 
 class DataRecord(Callback):
-    """Prints the number of training images of each class; writes `images.csv.gz` (split, name, content, label),
-    `val_split.csv` (path, label) where images of train were held out to validate, and `unreadable.csv` (split, path,
-    reason) where images were skipped, and prints how many.
+    """Record the images of a run in files and in checkpoints, and print the number of training images of each class.
 
-    Checkpoints hold digests of the images of train and val. A training goes on only with the same images: the same
-    names, sizes in bytes and labels, in the same order; their folder may be another one.
+    - `images.csv.gz` (split, name, content, label) lists all images of train and val.
+    - `val_split.csv` (path, label) lists images of train that are held out for validation, if there are some.
+    - `unreadable.csv` (split, path, reason) lists images that were skipped, if there are some. Their number is printed.
+
+    Checkpoints hold digests of the images of train and val. A training resumes only with the same images: the same
+    names, sizes in bytes and labels, in the same order. They may be in another folder.
 
     Args:
-        folder: The folder to write to; None: the first unreadable images are only printed.
+        folder: The folder to write to. None only prints the first unreadable images.
 
     Attributes:
-        digests: The digests of the images of train and val, of a training on the main process.
-        unreadable: The unreadable images reported so far, with the reason, by split; on the main process.
+        digests: The digests of the images of train and val, in a training and on the main process.
+        unreadable: The unreadable images reported so far and the reasons, by split, on the main process.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -95,7 +97,8 @@ class DataRecord(Callback):
         return ""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """List the images: only here is a checkpoint restored by every strategy, and its images compared."""
+        """Write `images.csv.gz`."""
+        # Only when the training starts has every strategy loaded the checkpoint, whose images may be refused.
         data = trainer.datamodule
         if self.folder is None or not isinstance(data, ImageData) or not trainer.is_global_zero:
             return

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-# A run that has written none of these is removed.
+# A run that fails before it has written one of these is removed.
 ARTIFACTS = ("metrics.csv", "predictions.csv", "checkpoints", "summary.json", "unreadable.csv")
 
 
 def new_run_folder(parent: str | Path, name: str, now: datetime | None = None) -> Path:
-    """Make and return `parent/<date>_<time>_<name>`, with a number appended if that exists already.
+    """Make and return the folder `parent/<date>_<time>_<name>`, with a number appended if it exists already.
 
     Raises:
         OSError: The folder cannot be made.
@@ -32,7 +32,7 @@ def new_run_folder(parent: str | Path, name: str, now: datetime | None = None) -
 
 
 class RunLock:
-    """Locks a run's folder for this process, until `release` or the end of the process.
+    """Lock a run's folder for this process, until `release` or the end of the process.
 
     Raises:
         BlockingIOError: Another process has the lock.
@@ -43,7 +43,7 @@ class RunLock:
     def __init__(self, folder: Path) -> None:
         self._file = open(folder / self.NAME, "w")  # noqa: SIM115 (open as long as the lock is held)
         try:
-            # Of the process alone: workers that outlive it for a moment do not inherit it, as they would with flock.
+            # Workers may outlive the process for a moment; they would inherit a lock of `flock`, but not of `lockf`.
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self._file.close()
@@ -55,16 +55,16 @@ class RunLock:
 
 
 def missing_folders(folder: Path) -> list[Path]:
-    """Return the folders that have to be made for this one to exist, the innermost first."""
+    """Return the folders on the way to a folder, and the folder itself, that do not exist, the innermost first."""
     return [part for part in (folder, *folder.parents) if not part.exists()]
 
 
 def remove_if_empty(folder: Path, made: Sequence[Path] = ()) -> None:
-    """Remove the folder of a run that failed before it wrote any artifact, and folders made for it that are empty."""
+    """Remove the folder of a run without artifacts, and of the folders `made` for this run those that are empty."""
     if any((folder / name).exists() for name in ARTIFACTS):
         return
     shutil.rmtree(folder)
     for parent in made:
-        # Another run may be there by now.
+        # Another run may have been started in this folder.
         with contextlib.suppress(OSError):
             parent.rmdir()

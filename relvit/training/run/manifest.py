@@ -17,24 +17,24 @@ from relvit.utils.files import atomic_write
 from relvit.utils.messages import listing
 
 FILE = "images.csv.gz"
-# The images of test take no part in the training: they may change.
+# The images of test take no part in the training, so they may change.
 SPLITS: tuple[Split, ...] = ("train", "val")
-# Names of files need not be UTF-8.
+# File names need not be UTF-8.
 _TEXT = {"newline": "", "encoding": "utf-8", "errors": "surrogateescape"}
 
-# For each split the number of images, and a hash of their names, contents and labels in order.
+# The digests of each split are the number of images, and a hash of their names, contents and labels in order.
 Digests = dict[str, dict[str, Any]]
 
 
 def compute_digests(data: ImageData) -> Digests:
-    """Compute the digest of each split whose images the data can list: for files one `stat` each, nothing is read."""
+    """Compute the digest of each split whose images the data can list, without reading an image file."""
     return {split: _digest(images) for split in SPLITS if (images := data.manifest(split)) is not None}
 
 
 def write_manifest(data: ImageData, path: Path) -> Digests:
-    """Write split, name, content and label of each image as a compressed CSV file; return the digests as well.
+    """Write split, name, content and label of each image into a compressed CSV file, and return the digests.
 
-    Nothing is written of data that cannot list their images.
+    No file is written if the data cannot list their images.
     """
     manifests = {split: images for split in SPLITS if (images := data.manifest(split)) is not None}
     if not manifests:
@@ -49,13 +49,13 @@ def write_manifest(data: ImageData, path: Path) -> Digests:
 
 
 def describe_difference(before: Mapping[str, Any], now: Digests, data: ImageData, path: Path) -> str:
-    """Describe in which splits, and how, images are others than those of a checkpoint; '' if all are the same.
+    """Describe how the images of each split differ from those of a checkpoint; '' if all are the same.
 
     Args:
-        before: the digests in the checkpoint.
-        now: those of the data.
-        data: the data, whose images are listed again where they differ.
-        path: the manifest of the checkpoint's run; without it no image can be named.
+        before: The digests in the checkpoint.
+        now: The digests of the data.
+        data: The data.
+        path: The manifest of the checkpoint's run; without this file no image can be named.
     """
     texts = []
     for split in now:
@@ -81,7 +81,7 @@ def _digest(images: Iterable[ListedImage], write: Callable[[ListedImage], Any] |
 
 
 def _read_manifest(path: Path, split: Split) -> list[ListedImage]:
-    """Read the images of one split; none from a file that is missing or damaged."""
+    """Read the images of one split; return none if the file is missing or damaged."""
     try:
         with gzip.open(path, "rt", **_TEXT) as file:
             return [ListedImage(*row[1:]) for row in csv.reader(file) if row[0] == split]

@@ -1,4 +1,4 @@
-"""`run.json` in a run's folder: command, seed, versions, devices and git commit of every session of the run."""
+"""Write `run.json` in a run's folder: command, seed, versions, devices and git commit of every session of the run."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ PACKAGES = ("torchvision", "timm", "lightning", "torchmetrics", "numpy", "pillow
 
 
 def record_run(folder: Path, command: Sequence[str], seed: int | bool | None, trainer: Trainer) -> None:
-    """Write `run.json`, or add to it where a training is resumed.
+    """Write `run.json`, or add a session to the file where a training is resumed.
 
-    It holds a list, `sessions`, of which each has `started` (UTC), `command` (as typed), `seed`, `git` (of the working
-    folder: `commit`, and `changed`, whether there were uncommitted changes; None where there is no repository),
-    `versions`, `devices` and `deterministic`.
+    The file holds a list `sessions`. Each session has `started` (UTC), `command` (as typed), `seed`, `git` (see
+    `git_state`, for the working folder), `versions`, `devices` and `deterministic`.
     """
     path = folder / "run.json"
     sessions = _read_sessions(path)
@@ -53,7 +52,7 @@ def record_run(folder: Path, command: Sequence[str], seed: int | bool | None, tr
 
 
 def _read_sessions(path: Path) -> list[dict[str, Any]]:
-    """Return the sessions of a run until now; a file that is damaged is kept under another name, and begun again."""
+    """Return the sessions of a run until now; rename the file if it is damaged, so that a new one begins."""
     if not path.is_file():
         return []
     try:
@@ -70,7 +69,7 @@ def _read_sessions(path: Path) -> list[dict[str, Any]]:
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Return the commit, and whether tracked files differ from it; None outside a repository or without git."""
+    """Return `commit` and `changed`, whether tracked files differ from it; None outside a repository or without git."""
 
     def git(*arguments: str) -> str:
         run = subprocess.run(["git", "-C", folder, *arguments], capture_output=True, text=True, check=True, timeout=10)
