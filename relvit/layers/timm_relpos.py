@@ -11,7 +11,6 @@ from timm.models.beit import Attention as BeitAttention
 from timm.models.swin_transformer import WindowAttention
 from timm.models.swin_transformer_v2 import WindowAttention as WindowAttentionV2
 from timm.models.vision_transformer_relpos import RelPosAttention
-from timm.models.vision_transformer_sam import Attention as SamAttention
 from torch import Tensor, nn
 
 from relvit.layers.timm_attention import GridArgument, TimmRelativeAttention
@@ -51,16 +50,6 @@ class TimmRelativeBeit(TimmOwnRelative, BeitAttention):
     def forward(self, x: Tensor, shared_rel_pos_bias: GridArgument) -> Tensor:
         """Map (B, N, dim) tokens to (B, N, dim); timm's blocks hand on the grid in place of a shared bias."""
         return super().forward(x, attn_mask=shared_rel_pos_bias)
-
-
-class TimmRelativeSam(TimmOwnRelative, SamAttention):
-    """timm's `Attention` of SAM after a retrofit, see `TimmRelativeAttention`; its blocks cut windows themselves."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (B, rows, columns, dim) tokens to the same shape."""
-        height, width = x.shape[1], x.shape[2]
-        x = super().forward(x.flatten(1, 2), attn_mask=GridArgument(Grid(height, width), None))
-        return x.unflatten(1, (height, width))
 
 
 class TimmRelativeWindows(TimmOwnRelative):
@@ -111,7 +100,6 @@ class TimmRelativeSwinV2(TimmRelativeWindows, WindowAttentionV2):
 OWN_ATTENTIONS: dict[type[nn.Module], type[nn.Module]] = {
     RelPosAttention: TimmRelativeRelPos,
     BeitAttention: TimmRelativeBeit,
-    SamAttention: TimmRelativeSam,
     WindowAttention: TimmRelativeSwin,
     WindowAttentionV2: TimmRelativeSwinV2,
 }

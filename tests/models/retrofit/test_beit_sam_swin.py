@@ -10,7 +10,7 @@ from timm.models import create_feature_extractor
 from timm.models._features import FeatureGetterNet
 
 import relvit
-from relvit.layers.positions import ContinuousPosition2d, RelativePosition2d
+from relvit.layers.positions import ContinuousPosition2d
 from relvit.models import set_reach
 from relvit.models.weights.transfer import Weights, transfer_weights
 
@@ -69,10 +69,10 @@ def test_at_its_size_it_computes_what_it_did(case):
     torch.testing.assert_close(model(x), original(x), rtol=0, atol=1e-10)
     single = copy.deepcopy(model).float()(x.float())
     torch.testing.assert_close(single, copy.deepcopy(original).float()(x.float()), rtol=0, atol=1e-5)
-    assert not any(name.endswith((BIAS, "rel_pos_h", "cpb_mlp.0.weight")) for name in model.state_dict())
+    assert not any(name.endswith((BIAS, "cpb_mlp.0.weight")) for name in model.state_dict())
     # Any other table would have been visible.
     for name, parameter in model.named_parameters():
-        if ".position." in name and not name.endswith("fc1.weight"):
+        if (".position." in name or "rel_pos" in name) and not name.endswith("fc1.weight"):
             parameter.data = parameter.data.roll(1, -1)
     assert (model(x) - original(x)).abs().max() > 1e-5
 
@@ -138,6 +138,26 @@ def test_weights_come_back_from_checkpoints_of_both(case):
     torch.testing.assert_close(other(x), model(x), rtol=0, atol=atol)
 
 
+def test_tables_of_sam_in_checkpoints_of_earlier_versions():
+    """relvit 0.2 named them `position.key_rows` and `position.key_cols`: reversed, times the root of the width."""
+    original = build("sam")
+    model, fresh, x = imported(original), imported(build("sam")), images(*trained_size("sam"))
+    earlier = {}
+    for name, tensor in original.state_dict().items():
+        for ours, theirs in (("key_rows", "rel_pos_h"), ("key_cols", "rel_pos_w")):
+            if name.endswith(theirs):
+                name, tensor = name.replace(theirs, f"position.{ours}"), tensor.flip(0) * 12**0.5
+        earlier[name] = tensor
+    fresh.pretrained_cfg = {}
+    for load in (fresh.load_state_dict, lambda state: transfer_weights(fresh, Weights("there", state))):
+        for parameter in fresh.parameters():
+            torch.nn.init.ones_(parameter)
+        load(earlier)
+        torch.testing.assert_close(fresh(x), model(x), rtol=0, atol=1e-10)
+    with pytest.raises(RuntimeError, match=r"size mismatch for blocks\.1\.attn\.rel_pos_h"):
+        fresh.load_state_dict({**earlier, "blocks.1.attn.position.key_rows": torch.zeros(5, 12)})
+
+
 def test_modules_are_relvits():
     frozen = imported(build("beit").requires_grad_(False))
     assert not any(parameter.requires_grad for parameter in frozen.parameters())
@@ -146,8 +166,9 @@ def test_modules_are_relvits():
     assert position is relpos.blocks[1].attn.position
     assert (position.rel_terms, position.layout, position.max_distance) == ("b", "joint", (2, 1))
     assert beit.blocks[0].attn.prefix_bias.weight.shape == (3, 2)
-    assert [block.attn.position.max_distance for block in sam.blocks] == [(2, 2), (4, 6)]
-    assert isinstance(sam.blocks[0].attn.position, RelativePosition2d)
+    # Those of SAM stay at the source's scale, under the source's names.
+    assert [block.attn.table_grid for block in sam.blocks] == [(3, 3), (5, 7)]
+    assert {"blocks.0.attn.rel_pos_h", "blocks.1.attn.rel_pos_w"} <= sam.no_weight_decay()
     assert isinstance(swin.layers[0].blocks[0].attn.position, ContinuousPosition2d)
     assert "blocks.0.attn.position.bias_table" in beit.no_weight_decay()
     assert {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -130,12 +130,7 @@ class SamEncoder(OwnPositions):
                 f"patch_embed.{becomes.convolution} has stride {conv.stride} and padding {conv.padding} with patches "
                 f"of {conv.kernel_size}: patches that overlap or stick out cannot be retrofitted"
             )
-        for name, block in cls.named_blocks(model):
-            if not block.attn.use_rel_pos:
-                raise ValueError(
-                    f"{name}.attn has no relative positions, and {type(block.attn).__name__} of this family can be "
-                    "given none: build the model with its own"
-                )
+        check_tables(cls.named_blocks(model))
 
     @classmethod
     def make_layers(cls, model: nn.Module, factory: Callable[..., nn.Module]) -> Layers:
@@ -168,6 +163,16 @@ class SamEncoder(OwnPositions):
         """Embed images (B, in_chans, height, width) as (B, rows, columns, dim), with absolute embeddings if any."""
         x = self.patch_embed(images)
         return x if self.pos_embed is None else x + on_canvas(self.pos_embed, x.shape[1], x.shape[2])
+
+
+def check_tables(blocks: Iterable[tuple[str, nn.Module]]) -> None:
+    """Raise ValueError for a block whose attention has been built without tables."""
+    for name, block in blocks:
+        if not block.attn.use_rel_pos:
+            raise ValueError(
+                f"{name}.attn has no relative positions, and {type(block.attn).__name__} of this family can be given "
+                "none: build the model with its own"
+            )
 
 
 def on_canvas(embedding: Tensor, rows: int, columns: int) -> Tensor:
