@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from relvit import families, layers, models, ops
-from relvit.models import Reach, RelVisionTransformer, attention_maps, retrofit
+from relvit.models import Reach, RelVisionTransformer, attention_maps, restore, retrofit
 from relvit.version import __version__
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ __all__ = [
     "__version__",
     "RelVisionTransformer",
     "retrofit",
+    "restore",
     "attention_maps",
     "explain",
     "load",

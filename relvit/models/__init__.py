@@ -6,7 +6,7 @@ from relvit._moved import moved
 from relvit.models.attention_maps import AttentionMaps, attention_maps, attention_rollout
 from relvit.models.factory import build_model, model_arguments
 from relvit.models.relative_vit import RelVisionTransformer
-from relvit.models.retrofit import retrofit, retrofit_arguments
+from relvit.models.retrofit import restore, retrofit, retrofit_arguments
 from relvit.models.retrofit.registered import retrofitted
 from relvit.models.sizes.image_size import check_image_size
 from relvit.models.sizes.reach import Reach, set_reach
@@ -22,6 +22,7 @@ __all__ = [
     "check_image_size",
     "checkpoint_filter_fn",
     "model_arguments",
+    "restore",
     "retrofit",
     "retrofit_arguments",
     "retrofitted",

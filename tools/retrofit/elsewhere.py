@@ -33,7 +33,7 @@ ACTIONS = ("forward", "step")
 
 
 def source(library: str, layers: int, size: tuple[int, int]) -> nn.Module:
-    """Build the encoder of SAM ViT-B with large random tables; with fewer layers, each third is global as in 12."""
+    """Build the encoder of SAM ViT-B with large random weights; with fewer layers, each third is global as in 12."""
     every_third = tuple(range(2, layers, 3))
     torch.manual_seed(0)
     if library == "transformers":
@@ -51,8 +51,9 @@ def source(library: str, layers: int, size: tuple[int, int]) -> nn.Module:
 
         model = timm.create_model("samvit_base_patch16", depth=layers, global_attn_indexes=every_third, num_classes=0)
     for name, parameter in model.named_parameters():
-        if "rel_pos" in name or name == "pos_embed":
-            nn.init.normal_(parameter, std=0.2)
+        # transformers draws weights so small that tables would change nothing.
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.2 if "rel_pos" in name else 0.05)
     return model
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from relvit.layers.positions.factory import position_factory
 from relvit.models.base import GridVisionTransformer
+from relvit.models.retrofit.restore import record_changes, snapshot
 from relvit.models.retrofit.source import Retrofitted
 from relvit.models.retrofit.sources import SOURCES_IN_WORDS, source_of
 from relvit.ops.attention import BACKENDS
@@ -45,7 +46,7 @@ def retrofit(
 
     Models that bring relative positions of their own keep them, in relvit's modules: outputs stay the same at the size
     that they were trained for, and at other sizes offsets beyond a table use its edge. Of the arguments, `abs_pos` and
-    `backend` are for these models, too.
+    `backend` are for these models, too. `relvit.restore` undoes the retrofit of these models.
 
     Args:
         model: timm's `VisionTransformer`, `VisionTransformerDistilled`, `Eva` or `NaFlexVit`; with relative positions
@@ -100,6 +101,8 @@ def retrofit(
     factory = position_factory("tables" if position is None else position, retrofit, **tables)
     layers = becomes.make_layers(model, factory)
 
+    before = snapshot(model)
+
     # From here on nothing can fail.
     for path, modules in layers.items():
         attn = model.get_submodule(path)
@@ -121,6 +124,8 @@ def retrofit(
         model.max_grid = max_grid
     model.open_to_all_sizes()
     _describe(model, chosen)
+    if becomes.own_positions:
+        record_changes(model, before)
     return model
 
 

@@ -110,8 +110,48 @@ class OwnPositions(Retrofitted):
         return layers
 
     def position_layers(self) -> Layers:
-        """Return the position of each attention of a retrofitted model."""
-        return {f"{name}.attn": {"position": block.attn.position} for name, block in self.named_blocks(self)}
+        """Return the modules of each attention of a retrofitted model."""
+        layers = {}
+        for name, block in self.named_blocks(self):
+            prefix_bias = getattr(block.attn, "prefix_bias", None)
+            modules = {"position": block.attn.position}
+            layers[f"{name}.attn"] = modules if prefix_bias is None else modules | {"prefix_bias": prefix_bias}
+        return layers
+
+    def original_tables(self, shapes: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Convert the tables of a retrofitted model back to tensors with the original's names.
+
+        Args:
+            shapes: the names, and tensors of the original shapes on the meta device.
+
+        Raises:
+            ValueError: a tensor that the model no longer has, alone.
+        """
+        layers, found, taken = self.position_layers(), {}, set()
+        for key, shape in shapes.items():
+            first, _, leaf = key.partition(".")
+            layer = next(iter(layers))
+            if first not in self.shared:
+                block, attn, leaf = key.rpartition(".attn.")
+                if not attn:
+                    raise ValueError(f"{type(self).__name__} cannot be restored: abs_pos='drop' has removed {key}")
+                layer = f"{block}.attn"
+                if layer not in layers:
+                    # The block has been pruned since.
+                    continue
+            names = self.convert(leaf, shape, layers[layer])
+            if not taken.isdisjoint((layer, name) for name in names):
+                raise ValueError(f"{type(self).__name__} cannot be restored: {key} was added to the tables of {layer}")
+            taken |= {(layer, name) for name in names}
+            tensors = nn.ModuleDict(layers[layer]).state_dict()
+            found[key] = self.revert(leaf, {name: tensors[name] for name in names})
+        return found
+
+    @classmethod
+    def revert(cls, leaf: str, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Convert tensors as `convert` returns them back to that of the original attention."""
+        (tensor,) = tensors.values()
+        return tensor
 
     @classmethod
     def convert_tables(cls, state: Mapping[str, Tensor], layers: Layers) -> dict[str, Tensor]:

@@ -88,6 +88,13 @@ class BiasPositions(OwnPositions):
         converted = {"position.bias_table": patches.flip(0).T.unflatten(1, (rows, columns)).contiguous()}
         return converted | ({"prefix_bias.weight": prefix} if len(prefix) else {})
 
+    @classmethod
+    def revert(cls, leaf: str, tensors: Mapping[str, Tensor]) -> Tensor:
+        if not leaf.endswith(TABLE):
+            return super().revert(leaf, tensors)
+        patches = tensors["position.bias_table"].flatten(1).T.flip(0)
+        return torch.cat((patches, *(part for name, part in tensors.items() if name.startswith("prefix_bias"))))
+
 
 def _table_size(entries: int, position: nn.Module) -> tuple[int, int]:
     """Rows and columns of a bias table: those of the layer's own, or else of a square window."""

@@ -1,0 +1,173 @@
+"""`relvit.restore`: give a model its original classes and tables back after `relvit.retrofit`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from relvit.layers.attention import GridAttention
+from relvit.models.retrofit.source import OwnPositions, Retrofitted
+
+MEMBERS = ("_parameters", "_buffers", "_modules")
+# What `relvit.models.set_reach` and users set in retrofitted attention and models, which the original has no use for.
+LATER = ("trained_keys", "window", "trained_grid", "segmenter")
+RECORD = "_before_retrofit"
+
+
+class Absent:
+    """Stands for what a module did not have; a class, so that copies and pickles of a model have the same."""
+
+
+class Before(NamedTuple):
+    """A module before it was retrofitted, or what has changed since; `members` are tensors and modules by kind."""
+
+    kind: type[nn.Module]
+    attributes: dict[str, Any]
+    members: dict[str, dict[str, Any]]
+
+
+def snapshot(model: nn.Module) -> dict[str, Before]:
+    """Note class, attributes and members of all modules by name; nothing is copied."""
+    return {
+        name: Before(
+            type(module),
+            {key: value for key, value in vars(module).items() if key not in MEMBERS},
+            {kind: dict(vars(module)[kind]) for kind in MEMBERS},
+        )
+        for name, module in model.named_modules()
+    }
+
+
+def record_changes(model: nn.Module, before: Mapping[str, Before]) -> None:
+    """Record in a model what differs from the snapshot; of tensors and modules that are gone the shapes are kept."""
+    record = {}
+    for name, now in snapshot(model).items():
+        if (then := before.get(name)) is None:
+            continue
+        attributes = _changed(then.attributes, now.attributes)
+        members = {kind: _changed(then.members[kind], now.members[kind]) for kind in MEMBERS}
+        members = {kind: {key: _skeleton(value) for key, value in part.items()} for kind, part in members.items()}
+        if then.kind is not now.kind or attributes or any(members.values()):
+            record[name] = Before(then.kind, attributes, members)
+    setattr(model, RECORD, record)
+
+
+def restore(model: nn.Module) -> nn.Module:
+    """Give a model that brought relative positions its original classes and tables back, in place.
+
+    This undoes `relvit.retrofit`: the model is again one of its own library, with the names of its state dict. Where
+    nothing was trained, all tensors are the original ones bit by bit; where tables were trained, the original classes
+    compute the same with them at the size of the training. Hooks, the training mode and all other modules stay.
+
+    Args:
+        model: after `relvit.retrofit`, one of those that keep their own relative positions; of a whole SAM its encoder.
+
+    Returns:
+        `model` itself.
+
+    Raises:
+        ValueError: a model that has not been retrofitted, or whose tables have no place in the original: those that
+            `relvit.retrofit` has added, or a sum of the block's own and shared ones; an absolute embedding that was
+            dropped. The model is not changed then.
+    """
+    if not isinstance(model, Retrofitted):
+        inner = next((name for name, part in model.named_children() if isinstance(part, Retrofitted)), None)
+        hint = "" if inner is None else f"; its {inner} has: relvit.restore(model.{inner})"
+        raise ValueError(f"{type(model).__name__} has not been retrofitted{hint}")
+    if not isinstance(model, OwnPositions):
+        raise ValueError(
+            f"{type(model).__name__} cannot be restored: the original has no place for the tables that retrofit added"
+        )
+    record = vars(model)[RECORD]
+    tables = model.original_tables(dict(_gone(record)))
+
+    # From here on nothing can fail.
+    for module in model.modules():
+        if module is model or isinstance(module, GridAttention):
+            for name in LATER:
+                vars(module).pop(name, None)
+    renewed: list[nn.Module] = []
+    for name, then in record.items():
+        try:
+            module = model.get_submodule(name)
+        except AttributeError:
+            # The part has been pruned since.
+            continue
+        module.__class__ = then.kind
+        _put_back(vars(module), then.attributes)
+        prefix = f"{name}." if name else ""
+        parameters, buffers, modules = (then.members[kind] for kind in MEMBERS)
+        _put_back(module._parameters, {key: _parameter(part, tables, prefix + key) for key, part in parameters.items()})
+        _put_back(module._buffers, {key: _buffer(part, module) for key, part in buffers.items()})
+        made = {key: _module(part, tables, f"{prefix}{key}.", module.training) for key, part in modules.items()}
+        _put_back(module._modules, made)
+        renewed += [module] if buffers else []
+        renewed += [part for new in made.values() if isinstance(new, nn.Module) for part in new.modules()]
+    delattr(model, RECORD)
+    for module in renewed:
+        # timm computes all buffers that a state dict leaves out in this method.
+        if hasattr(module, "init_non_persistent_buffers"):
+            module.init_non_persistent_buffers()
+    return model
+
+
+def _changed(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """The former values of what differs."""
+    former = {key: then.get(key, Absent) for key in (*now, *then)}
+    return {key: value for key, value in former.items() if value is not now.get(key, Absent)}
+
+
+def _put_back(here: dict[str, Any], former: Mapping[str, Any]) -> None:
+    for key, value in former.items():
+        if value is Absent:
+            here.pop(key, None)
+        else:
+            here[key] = value
+
+
+def _skeleton(part: Any) -> Any:
+    """A tensor or module on the meta device, where it takes no memory; anything else stays."""
+    if isinstance(part, nn.Module):
+        return copy.deepcopy(part).to("meta")
+    if isinstance(part, nn.Parameter):
+        return nn.Parameter(torch.empty_like(part, device="meta"), part.requires_grad)
+    return torch.empty_like(part, device="meta") if isinstance(part, Tensor) else part
+
+
+def _gone(record: Mapping[str, Before]) -> Iterator[tuple[str, Tensor]]:
+    """Yield names in the original's state dict that the model does not have, and the shapes."""
+    for name, then in record.items():
+        parts = {**then.members["_parameters"], **then.members["_modules"]}
+        for key, part in parts.items():
+            path = f"{name}.{key}" if name else key
+            if isinstance(part, nn.Module):
+                yield from ((f"{path}.{leaf}", tensor) for leaf, tensor in part.state_dict().items())
+            elif isinstance(part, Tensor):
+                yield path, part
+
+
+def _parameter(skeleton: Any, tables: Mapping[str, Tensor], name: str) -> Any:
+    return nn.Parameter(tables[name], skeleton.requires_grad) if isinstance(skeleton, nn.Parameter) else skeleton
+
+
+def _buffer(skeleton: Any, owner: nn.Module) -> Any:
+    if not isinstance(skeleton, Tensor):
+        return skeleton
+    like = next(owner.parameters())
+    dtype = like.dtype if skeleton.is_floating_point() else skeleton.dtype
+    return torch.empty_like(skeleton, device=like.device, dtype=dtype)
+
+
+def _module(skeleton: Any, tables: Mapping[str, Tensor], prefix: str, training: bool) -> Any:
+    if not isinstance(skeleton, nn.Module):
+        return skeleton
+    state = {leaf: tables[prefix + leaf] for leaf in skeleton.state_dict()}
+    like = next(iter(state.values()))
+    # A retrofit may be followed by `half()` and `to(device)`; the skeleton is as before.
+    module = copy.deepcopy(skeleton).to(like.dtype).to_empty(device=like.device).train(training)
+    module.load_state_dict(state)
+    return module
