@@ -61,13 +61,18 @@ def test_channels_last_gives_the_same_numbers(plain):
     assert_close(module.state_dict(), plain[0], atol=1e-4, rtol=1e-4)
 
 
-def test_compiled_training_has_the_same_numbers_and_names(plain):
+def test_compiled_training_has_the_same_numbers_and_names(plain, monkeypatch):
+    compiled, compile_module = [], torch.nn.Module.compile
+
+    def record(net, **options):
+        compiled.append(net)
+        compile_module(net, **options)
+
+    monkeypatch.setattr(torch.nn.Module, "compile", record)
     module = build(compile="eager", ema_decay=0.9, **OPTIONS)
-    assert module.net._compiled_call_impl is None  # loading alone compiles nothing
-    compiled = []
-    module.on_train_end = lambda: compiled.extend((module.net, module.average.net))
+    assert compiled == []
     train(module, **FEW)
-    assert all(net._compiled_call_impl is not None for net in compiled)
+    assert compiled == [module.net, module.average.net]
     assert_close(module.state_dict(), plain[0], atol=2e-5, rtol=1e-4)
 
 
@@ -85,27 +90,3 @@ def test_bf16_mixed_precision_trains_full_precision_weights(plain):
     assert set(dtypes) == {torch.bfloat16}
     assert {parameter.dtype for parameter in module.parameters()} == {torch.float32}
     assert float(metrics["val/loss"]) == pytest.approx(float(plain[1]["val/loss"]), rel=0.03)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"class_names": ["a"]}, "class_names holds 1 names, num_classes is 7"),
-        ({"min_lr": 0.1, "lr": 0.01}, "need 0 <= min_lr <= lr"),
-        ({"label_smoothing": 1.0}, "label_smoothing"),
-        ({"lr_base_batch": 0}, "lr_base_batch must be 1 or more"),
-        ({"ema_decay": 1.0}, "ema_decay must be in 0 <= x < 1"),
-        ({"freeze_epochs": -1}, "freeze_epochs must be 0 or more"),
-        ({"compile": "inducter"}, r"unknown backend of torch.compile 'inducter' \(did you mean 'inductor'\?\)"),
-        ({"loss": "bec"}, r"loss is 'bec'; allowed are 'ce', 'bce', 'asl' \(did you mean 'bce'\?\)"),
-        ({"opt": "adamv"}, r"unknown optimiser 'adamv' \(did you mean 'adam"),
-        ({"nonfinite": "skp"}, r"nonfinite is 'skp'; allowed are 'stop', 'skip' \(did you mean 'skip'\?\)"),
-        ({"mixup": -1.0}, "mixup must be 0 or more, got -1.0"),
-        ({"mix_prob": 1.5, "mixup": 1.0}, "mix_prob must be in 0 <= x <= 1, got 1.5"),
-        ({"mix_prob": 0.5}, "mix_prob 0.5 has no effect without mixup or cutmix"),
-        ({"mix_switch_prob": 0.1, "cutmix": 1.0}, "mix_switch_prob 0.1 has no effect without mixup and cutmix"),
-    ],
-)
-def test_errors(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        build(**arguments)

@@ -5,7 +5,7 @@ import pytest
 import sklearn.metrics
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
-from small_training import NoiseImages, SeveralLabels, build, record_steps, train
+from small_training import SeveralLabels, build, record_steps, train
 
 from relvit.training import load_classifier
 from relvit.training.checkpoints.checkpoint import DescribeCheckpoint
@@ -114,17 +114,6 @@ def test_thresholds_and_resume(loss, tmp_path):
     assert tested["test/f1"] == pytest.approx(metrics["f1"], rel=1e-6)
     loss_of_val = torch.nn.functional.binary_cross_entropy(torch.from_numpy(probabilities), data.labels.float())
     assert tested["test/loss"] == pytest.approx(float(loss_of_val), rel=1e-5)
-
-
-def test_refusals():
-    with pytest.raises(ValueError, match="a teacher is for images of one label each"):
-        build(multi_label=True, teacher="teacher.ckpt")
-    with pytest.raises(ValueError, match="loss 'asl' is for multi-label images"):
-        build(loss="asl")
-    with pytest.raises(ValueError, match=r"for several labels per image \(multi_label True\), the data have one"):
-        train(build(multi_label=True), NoiseImages(8), max_epochs=1)
-    with pytest.raises(ValueError, match=r"for one label per image \(multi_label False\), the data have several"):
-        train(build(), SeveralLabels(8), max_epochs=1)
 
 
 def test_thresholds_that_are_none(tmp_path):

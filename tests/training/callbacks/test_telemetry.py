@@ -1,5 +1,8 @@
 """Speed and waiting time, by a clock that the test sets."""
 
+from itertools import count
+from types import SimpleNamespace
+
 import pytest
 import torch
 from small_training import build, train
@@ -7,8 +10,8 @@ from small_training import build, train
 from relvit.training import Telemetry
 
 
-def batch(count):
-    return torch.zeros(count, 3, 8, 12), torch.zeros(count)
+def batch(images):
+    return torch.zeros(images, 3, 8, 12), torch.zeros(images)
 
 
 def test_waiting_and_speed(monkeypatch):
@@ -27,11 +30,11 @@ def test_waiting_and_speed(monkeypatch):
     for before in (0, 50):
         clock.now += before
         measure.on_train_epoch_start(trainer, None)
-        for count in (4, 4, 3):
+        for images in (4, 4, 3):
             clock.now += 1  # to load
-            measure.on_train_batch_start(trainer, None, batch(count), 0)
+            measure.on_train_batch_start(trainer, None, batch(images), 0)
             clock.now += 3  # to train
-            measure.on_train_batch_end(trainer, None, None, batch(count), 0)
+            measure.on_train_batch_end(trainer, None, None, batch(images), 0)
         clock.now += 1000  # to validate
         measure.on_validation_end(trainer, None)
         found = measure.measured(trainer)
@@ -40,10 +43,12 @@ def test_waiting_and_speed(monkeypatch):
         assert 0.05 < found["system/memory_gb"] < 100
 
 
-def test_lightning_calls_it_for_every_image_and_after_those_that_save():
+def test_lightning_calls_it_for_every_image_and_after_those_that_save(monkeypatch):
     module, measure, found = build(), Telemetry(), []
-    module.on_train_epoch_end = lambda: found.append(measure._images)
+    # Every look at the clock is a second after the last one: six batches take twelve.
+    monkeypatch.setattr("relvit.training.callbacks.telemetry.time", SimpleNamespace(perf_counter=count().__next__))
+    module.on_train_epoch_end = lambda: found.append(12 * measure.measured(module.trainer)["system/images_per_second"])
     options = {"callbacks": [measure], "enable_checkpointing": True, "accumulate_grad_batches": 2}
     trainer = train(module, max_epochs=2, **options)
-    assert found == [23, 23]
+    assert found == pytest.approx([23, 23])
     assert trainer.callbacks[-1] is measure

@@ -70,11 +70,13 @@ def test_images_that_cannot_be_read_or_drawn_end_nothing(photos, tmp_path, monke
     assert "Note: broken.png could not be drawn: no font\n" in capsys.readouterr().out
 
 
-def test_twenty_of_a_batch_of_images_in_memory(tmp_path, sheets):
+def test_twenty_of_a_batch_of_images_in_memory(tmp_path, sheets, monkeypatch):
     """CIFAR's come augmented as a batch; here they are noise."""
     data = CIFAR10Data(num_workers=0, batch_size=16)
-    pixels = np.random.default_rng(0).integers(0, 256, (40, 32, 32, 3), np.uint8)
-    data._datasets["train"] = StackedImages(torch.from_numpy(pixels), [i % 10 for i in range(40)], data.train_transform)
+    pixels = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (40, 32, 32, 3), np.uint8))
+    noise = StackedImages(pixels, [i % 10 for i in range(40)], data.train_transform)
+    monkeypatch.setattr(data, "missing", lambda split: None)
+    monkeypatch.setattr(data, "build", lambda split: noise)
     TrainingImages(tmp_path / "sheet.png").on_fit_start(*fit_of(data))
     ((pictures, names, _),) = sheets
     assert len(pictures) == len(names) == 20

@@ -101,31 +101,28 @@ def put(*keys):
     return change
 
 
-HEAD = ("state_dict", "net.head.weight")
+HEAD, MODEL, DATA = ("state_dict", "net.head.weight"), ("relvit", "model"), ("relvit", "data", "init_args")
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            put("relvit", "model", "model", "test_vit"),
-            "q.ckpt was trained with model 'test_vit', .*p.ckpt with 'test_r",
-        ),
-        (put("relvit", "model", "model_kwargs", "depth", 3), r"with model_kwargs {'depth': 3}, .* with {'depth': 1}"),
-        (put("relvit", "model", "retrofit", {}), "with retrofit {}, .* with None"),
-        (put("relvit", "data", "init_args", "img_size", [12, 8]), r"img_size \[12, 8\], .* with \[8, 12\]"),
-        (put("relvit", "data", "init_args", "mean", [0.5, 0.4, 0.5]), r"mean \[0.5, 0.4, 0.5\], .* \[0.5, 0.5, 0.5\]"),
-        (put("relvit", "data", "init_args", "std", [1.0] * 3), r"std \[1.0, 1.0, 1.0\], .* with \[0.5, 0.5, 0.5\]"),
-        (put("relvit", "model", "class_names", NAMES[::-1]), r"class_names \['class 6', .* with \['class 0'"),
-        (put("relvit", "data", "init_args", "crop_pct", 0.9), "crop_pct 0.9, .* with 1.0"),
-        (put(*HEAD, torch.zeros(7, 9)), r"weight is torch.float32 \(7, 9\) in .*q.ckpt, torch.float32 \(7, 8\)"),
-        (put(*HEAD, torch.zeros(7, 8).half()), r"weight is torch.float16 \(7, 8\) in .*q.ckpt, torch.float32 \(7, 8\)"),
-        (put(*HEAD, torch.full((7, 8), torch.nan)), "q.ckpt holds values in net.head.weight that are infinite or not"),
-        (put("state_dict", "net.more", torch.zeros(1)), "the same tensors: only .*q.ckpt has 'net.more'"),
+        (put(*MODEL, "model", "test_vit"), "q.ckpt .* model 'test_vit', .*p.ckpt with 'test_r"),
+        (put(*MODEL, "model_kwargs", "depth", 3), "model_kwargs {'depth': 3}, .* {'depth': 1}"),
+        (put(*MODEL, "retrofit", {}), "retrofit {}, .* None"),
+        (put(*MODEL, "class_names", NAMES[::-1]), r"class_names \['class 6', .* \['class 0'"),
+        (put(*DATA, "img_size", [12, 8]), r"img_size \[12, 8\], .* \[8, 12\]"),
+        (put(*DATA, "mean", [0.5, 0.4, 0.5]), r"mean \[0.5, 0.4, 0.5\], .* \[0.5, 0.5, 0.5\]"),
+        (put(*DATA, "std", [1.0] * 3), r"std \[1.0, 1.0, 1.0\], .* \[0.5, 0.5, 0.5\]"),
+        (put(*DATA, "crop_pct", 0.9), "crop_pct 0.9, .* 1.0"),
+        (put(*HEAD, torch.zeros(7, 9)), r"head.weight .*\(7, 9\) in .*q.ckpt, .*\(7, 8\)"),
+        (put(*HEAD, torch.zeros(7, 8).half()), "head.weight .*float16 .*q.ckpt, .*float32"),
+        (put(*HEAD, torch.full((7, 8), torch.nan)), "q.ckpt .* net.head.weight"),
+        (put("state_dict", "net.more", torch.zeros(1)), "only .*q.ckpt has 'net.more'"),
         (lambda content: content["state_dict"].pop("net.head.bias"), "only .*p.ckpt has 'net.head.bias'"),
         # The folder of the images and the recipe of the training may differ.
-        (put("relvit", "data", "init_args", "root", "elsewhere"), None),
-        (put("relvit", "model", "lr", 1.0), None),
+        (put(*DATA, "root", "elsewhere"), None),
+        (put(*MODEL, "lr", 1.0), None),
     ],
 )
 def test_what_has_a_mean(change, message, three, tmp_path):
@@ -145,16 +142,16 @@ def test_files(three, tmp_path, monkeypatch):
     (tmp_path / "foreign.ckpt").write_bytes(b"nothing")
     monkeypatch.chdir(a.parent)
     for paths, target, error, message in (
-        ([], output, ValueError, "two checkpoints or more, got 0"),
-        ([a], output, ValueError, "two checkpoints or more, got 1"),
-        ([a, b, a], output, ValueError, f"{a} is given twice: give each checkpoint once"),
-        ([a, b, "a.ckpt"], output, ValueError, f"a.ckpt is given twice, also as {a}: give"),
-        ([a, tmp_path / "link.ckpt"], output, ValueError, f"link.ckpt is given twice, also as {a}"),
-        ([a, b], a, ValueError, f"output {a} exists: give another one (--output), or remove it first"),
-        ([a, b], tmp_path / "mean.pth", ValueError, "mean.pth ends in '.pth'; allowed are .ckpt"),
-        ([a, b], tmp_path / "none" / "mean.ckpt", FileNotFoundError, "in a folder that does not exist"),
-        ([a, "none.ckpt"], output, FileNotFoundError, "no checkpoint at none.ckpt"),
-        ([a, tmp_path / "foreign.ckpt"], output, ValueError, "foreign.ckpt cannot be read"),
+        ([], output, ValueError, "two checkpoints or more"),
+        ([a], output, ValueError, "two checkpoints or more"),
+        ([a, b, a], output, ValueError, f"{a} is given twice"),
+        ([a, b, "a.ckpt"], output, ValueError, f"also as {a}"),
+        ([a, tmp_path / "link.ckpt"], output, ValueError, f"also as {a}"),
+        ([a, b], a, ValueError, "--output"),
+        ([a, b], tmp_path / "mean.pth", ValueError, "allowed are .ckpt"),
+        ([a, b], tmp_path / "none" / "mean.ckpt", FileNotFoundError, "none"),
+        ([a, "none.ckpt"], output, FileNotFoundError, "none.ckpt"),
+        ([a, tmp_path / "foreign.ckpt"], output, ValueError, "foreign.ckpt"),
     ):
         with pytest.raises(error, match=re.escape(message)):
             average_checkpoints(paths, target)

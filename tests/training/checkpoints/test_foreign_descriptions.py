@@ -45,33 +45,31 @@ def alone(monkeypatch, tmp_path):
     monkeypatch.setattr(torch, "load", read)
 
 
-@pytest.mark.parametrize("choice", CHOICES, ids=str)
-def test_checkpoints_that_choose_weights_are_refused(choice, tmp_path, fails):
+@pytest.mark.parametrize("model", ["test_relvit", "vit_tiny_patch16_224"])
+def test_checkpoints_that_choose_weights_are_refused(model, fails):
     content = torch.load(CHECKPOINT, weights_only=True)
-    for model in ("test_relvit", "vit_tiny_patch16_224"):
-        description = content["relvit"]["model"]
-        description["model"], description["model_kwargs"] = model, (description["model_kwargs"] or {}) | choice
+    kwargs = content["relvit"]["model"]["model_kwargs"] or {}
+    for choice in CHOICES:
+        content["relvit"]["model"] |= {"model": model, "model_kwargs": kwargs | choice}
         torch.save(content, "foreign.ckpt")
         with pytest.raises(ValueError, match=f"must not hold {next(iter(choice))!r}"):
             relvit.load("foreign.ckpt")
-        assert "must not hold" in fails(["predict", "foreign.ckpt", "secret.pth"])
-        run = ["fit", "--data=DigitsData", "--pretrained", "foreign.ckpt", "--trainer.fast_dev_run=true"]
-        assert "must not hold" in fails(run)
+    assert "must not hold" in fails(["predict", "foreign.ckpt", "secret.pth"])
+    run = ["fit", "--data=DigitsData", "--pretrained", "foreign.ckpt", "--trainer.fast_dev_run=true"]
+    assert "must not hold" in fails(run)
 
 
-@pytest.mark.parametrize("choice", [*CHOICES, {"model": "hf-hub:someone/else"}, {"model": "local-dir:."}], ids=str)
-def test_folders_that_choose_weights_are_refused(choice, fails):
+def test_folders_that_choose_weights_are_refused(fails):
     shutil.copytree(FIXTURES / "published", "published")
     config = json.loads(Path("published/config.json").read_text())
-    if "model" in choice:
-        config |= {"architecture": "retrofitted", "model_args": choice}
-    else:
-        config["model_args"] |= choice
-    Path("published/config.json").write_text(json.dumps(config))
-    message = "unknown model" if "model" in choice else "must not hold"
-    for read in (Pretrained("published").architecture, Pretrained("published").weights):
-        with pytest.raises(ValueError, match=message):
-            read()
+    changed = [(config | {"model_args": config["model_args"] | choice}, "must not hold") for choice in CHOICES]
+    for model in ("hf-hub:someone/else", "local-dir:."):
+        changed.append((config | {"architecture": "retrofitted", "model_args": {"model": model}}, "unknown model"))
+    for content, message in changed:
+        Path("published/config.json").write_text(json.dumps(content))
+        for read in (Pretrained("published").architecture, Pretrained("published").weights):
+            with pytest.raises(ValueError, match=message):
+                read()
     assert message in fails(["probe", "local-dir:published", "--data", "DigitsData"])
 
 
@@ -97,7 +95,8 @@ def test_honest_descriptions_load():
 
 
 def test_no_argument_of_a_model_is_one_of_the_builder():
-    for name in [*timm.list_models("*relvit*"), "vit_small_patch16_224", "eva02_tiny_patch14_224", "resnet18"]:
+    # There is a small test model of every class.
+    for name in [*timm.list_models("test_relvit*"), "vit_small_patch16_224", "eva02_tiny_patch14_224", "resnet18"]:
         parameters = timm.create_model(name, num_classes=2).__init__.__code__.co_varnames
         assert not BUILDER_ARGUMENTS & set(parameters)
 

@@ -93,19 +93,9 @@ def test_training_steps_hold_the_distillation_loss_of_the_student(student, teach
     torch.testing.assert_close(load_classifier(tmp_path / "x.ckpt")(images), module.eval()(images))
 
 
-def test_errors(teacher, tmp_path):
-    with pytest.raises(
-        ValueError, match=r"was trained on other classes .*'class 6'.* than the 5 here: it lacks 'head.w"
-    ):
+def test_teachers_of_other_classes_or_of_no_model_are_refused(teacher, tmp_path):
+    with pytest.raises(ValueError, match=r"'class 6'.* than the 5 here"):
         Teacher(teacher[0], 5, (8, 12), NAMES[:5])
     save_file(teacher[1].state_dict(), tmp_path / "a.safetensors")
-    with pytest.raises(ValueError, match="does not say which model it is of"):
+    with pytest.raises(ValueError, match=r"a.safetensors .* give --model.model"):
         Teacher(str(tmp_path / "a.safetensors"), 7)
-    for arguments, message in (
-        ({"distill": "softly", "teacher": "x"}, r"distill is 'softly'; allowed are 'hard', 'soft' \(did you mean"),
-        ({"distill": "soft"}, "distill soft has no effect without teacher"),
-        ({"distill_temperature": 2.0, "teacher": "x"}, "distill_temperature 2.0 has no effect without distill 'soft'"),
-        ({"distill_weight": 0.0, "teacher": "x"}, "distill_weight must be in 0 < x <= 1"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            ImageClassifier("test_relvit", 7, **arguments)

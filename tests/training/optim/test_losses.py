@@ -45,16 +45,3 @@ def test_weight_lowers_the_cost():
         train(module, max_epochs=5)
         costs.append(module.net.eval().ponder(Noise().images).cost.mean())
     assert costs[1] < costs[0] - 0.1
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"ponder_weight": 0.5}, "ponder_weight 0.5 has no effect without a model that halts"),
-        ({"model": "test_relvit_universal", "ponder_warmup_epochs": 0}, "ponder_warmup_epochs 0 has no effect"),
-        (HALTING | {"ponder_weight": -1.0}, "ponder_weight must be 0 or more, got -1.0"),
-    ],
-)
-def test_errors(options, message):
-    with pytest.raises(ValueError, match=message):
-        build(**options)

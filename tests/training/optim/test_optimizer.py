@@ -101,24 +101,3 @@ def test_optimisers_by_name_learn_and_their_state_is_plain(net, opt, kwargs, exp
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
     assert torch.load(file, weights_only=True)["state"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"opt": "lars2"}, r"unknown optimiser 'lars2' \(did you mean 'lars'\?\)"),
-        ({"opt": "adahessian"}, "'adahessian' needs second derivatives"),
-        ({"opt": "sgd", "opt_kwargs": {"momemtum": 0.9}}, r"no argument 'momemtum' \(did you mean 'momentum'\?\)"),
-        ({"opt_kwargs": {"lr": 1.0}}, "opt_kwargs must not hold 'lr'"),
-        ({"layer_decay": 1.5}, "layer_decay must be in 0 < x <= 1, got 1.5"),
-    ],
-)
-def test_errors(net, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        make_optimizer(net, **arguments)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the package may be there")
-def test_optimisers_of_gpu_packages_report_what_they_need(net):
-    with pytest.raises(ValueError, match="optimiser 'fusedadam' cannot be used here"):
-        make_optimizer(net, "fusedadam")

@@ -72,10 +72,3 @@ def test_rate_for_a_batch_grows_with_the_batch(capsys):
         "effective batch 8 (4 x 2 x 1: batch, accumulation, devices), learning rate 0.005 (0.01 x 8 / 16), steps 6, "
         "warm-up 0"
     ) in capsys.readouterr().out
-
-
-def test_schedules_that_make_no_sense_are_refused():
-    with pytest.raises(ValueError, match=r"min_lr 0.005 exceeds 0.0025, the learning rate for 4 images"):
-        train(build(lr=0.01, min_lr=0.005, lr_base_batch=16), max_epochs=1)
-    with pytest.raises(ValueError, match=r"give --trainer.max_epochs or --trainer.max_steps"):
-        train(build(), max_epochs=-1)
