@@ -11,7 +11,7 @@ import pytest
 import relvit
 import relvit_start
 from relvit.cli import COMMANDS, main
-from relvit.cli.parser import function_of
+from relvit.cli.functions import function_of
 
 ROOT = Path(relvit_start.__file__).parent
 # Libraries that relvit uses in some commands, each of which takes a tenth of a second or more to load.

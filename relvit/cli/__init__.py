@@ -12,16 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from relvit.cli.aliases import Rewritten, rewrite
+from relvit.cli.arguments import Arguments, read_arguments
 from relvit.cli.errors import describe, is_self_explanatory, is_users_mistake
 from relvit.utils.messages import did_you_mean, listing, visible_lines
 from relvit_start import COMMANDS, answer
 
-# What `relvit predict` runs with an exported file in the place of a checkpoint; by the name "predict-onnx".
-EXPORTED = (
-    "relvit.cli.commands.deploy.predict_exported",
-    "write the classes of each image into predictions.csv, by an exported file",
-)
+# The module of the command that `relvit predict` runs with an exported file in the place of a checkpoint.
+EXPORTED = "relvit.cli.commands.deploy.predict_exported"
 
 # What other libraries call a command.
 ELSEWHERE = {"train": "fit", "eval": "test", "evaluate": "test", "val": "validate", "infer": "predict"}
@@ -41,23 +38,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = did_you_mean(ELSEWHERE.get(command, command), COMMANDS)
         print(f"relvit: error: unknown command {command!r}{hint}; commands: {listing(list(COMMANDS))}", file=sys.stderr)
         return 2
-    typed = Rewritten(rest, {}, {})
-    name, (module, summary) = command, COMMANDS[command]
-    if command == "predict" and any(argument.endswith((".onnx", ".pt2")) for argument in rest):
-        name, (module, summary) = "predict-onnx", EXPORTED
+    name, module = command, COMMANDS[command][0]
+    if command == "predict" and any(word.endswith((".onnx", ".pt2")) for word in rest):
+        name, module = "predict-onnx", EXPORTED
+    given = Arguments([], {}, {})
     try:
-        typed = rewrite(name, rest)
-        if {"-h", "--help"} & set(typed.arguments):
-            print(importlib.import_module("relvit.cli.help").short_help(name, module, summary))
+        functions = importlib.import_module("relvit.cli.functions")
+        function = functions.function_of(module, name)
+        given = read_arguments(name, function, rest)
+        if "help" in given.values:
+            print(importlib.import_module("relvit.cli.help").short_help(name, function))
             return 0
-        given = ["--help" if argument == "--help-all" else argument for argument in typed.arguments]
-        parser, runner = (importlib.import_module(name) for name in ("relvit.cli.parser", module))
-        # After the imports, as Lightning's sets up its logging.
+        # Lightning sets up its logging when it is imported.
         quieten()
-        if hasattr(runner, "main"):
-            runner.main(given, typed.lists)
+        if hasattr(runner := importlib.import_module(module), "main"):
+            runner.main(given)
         else:
-            parser.run_function(module, name, given, typed.lists)
+            functions.run_function(name, function, given)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:
@@ -70,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             raise
-        message = visible_lines(typed.as_typed(describe(error, command)))
+        message = visible_lines(given.as_typed(describe(error, command)))
         print(f"relvit {command}: error: {message}", file=sys.stderr)
         if not is_self_explanatory(error):
             print("(with --debug it shows where this happened)", file=sys.stderr)

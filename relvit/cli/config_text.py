@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import yaml
 from jsonargparse import get_loader, set_loader
 
+from relvit.cli.errors import UsageError
+from relvit.cli.shipped_configs import shipped_configs
 from relvit.data.modules.registry import public_class_path
+from relvit.utils.messages import cut, did_you_mean
 
 # The name under which parsers find `load_config`.
 MODE = "relvit"
@@ -26,6 +30,31 @@ def load_config(text: str) -> Any:
     """
     _count(yaml.compose(text, Loader=yaml.SafeLoader), {})
     return _stock_loader(public_class_path(text))
+
+
+def read_config(config: str) -> dict[str, Any]:
+    """Load a configuration: the path of a file, or YAML in one line.
+
+    Raises:
+        UsageError: there is no such file, or it does not hold options by their names.
+    """
+    try:
+        options = load_config(config if config.startswith("{") else Path(config).read_text(encoding="utf-8"))
+    except OSError as error:
+        near = {file.name: str(file) for file in Path(config).parent.glob("*.y*ml")}
+        hint = did_you_mean(Path(config).name, near) or did_you_mean(Path(config).stem, shipped_configs())
+        hint = hint if isinstance(error, FileNotFoundError) else ""
+        raise UsageError(f"--config {config}: {error.strerror}{hint}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--config {config}: not UTF-8 text ({error.reason} at byte {error.start})") from error
+    except yaml.MarkedYAMLError as error:
+        raise UsageError(f"--config {config}: {error.problem} (line {error.problem_mark.line + 1})") from error
+    except (yaml.YAMLError, RecursionError) as error:
+        raise UsageError(f"--config {config}: {cut(error)}") from error
+    if not isinstance(options, dict):
+        example = "such as 'trainer: {max_epochs: 10}'"
+        raise UsageError(f"--config {config}: options go by name, {example}, got {cut(options)}")
+    return options
 
 
 def _count(node: yaml.Node | None, counts: dict[int, int]) -> int:

@@ -74,6 +74,12 @@ def one_line(error: Exception) -> str:
     return visible(" ".join(text.split())) or type(error).__name__
 
 
+def cut(value: object, most: int = 500) -> str:
+    """Return the text of a value on one line, with dots at the end of a text that is longer than `most` characters."""
+    text = " ".join(str(value).split())
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 class MissingPackageError(ModuleNotFoundError):
     """An optional package is not installed; the message says how to install the package.
 

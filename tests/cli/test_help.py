@@ -6,7 +6,8 @@ import pytest
 import yaml
 
 from relvit.cli import COMMANDS, main
-from relvit.cli.aliases import ALIASES
+from relvit.cli.arguments import short_names
+from relvit.cli.functions import function_of
 from relvit.cli.help import SHOWN, WIDTH
 
 
@@ -38,11 +39,12 @@ def test_all_options_exist_with_the_defaults_that_it_shows(command, run, photos,
     config = yaml.safe_load(capsys.readouterr().out)
     assert main([command, "-h"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    for name in (name for names in SHOWN[command].values() for name in names):
-        if name in ("data", "config", "paths"):
+    short = short_names(command, function_of(COMMANDS[command][0], command))
+    for name in " ".join(SHOWN[command].values()).split():
+        if name in ("data", "config"):
             continue
         found = config
-        for key in ALIASES[command].get(f"--{name}", f"--{name}").removeprefix("--").removesuffix(".X").split("."):
+        for key in short.get(name, name).removesuffix(".X").split("."):
             # The data's options are below the class that was chosen.
             found = found.get("init_args", found)
             assert key in found, f"{name} is no option of {command}"

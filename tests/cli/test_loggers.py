@@ -8,7 +8,8 @@ from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, WandbLogger
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from relvit.cli.aliases import rewrite
+from relvit.cli.arguments import read_arguments
+from relvit.cli.fit.fit import fit as fit_command
 from relvit.cli.fit.loggers import FIGURES, send_results
 
 
@@ -18,7 +19,7 @@ from relvit.cli.fit.loggers import FIGURES, send_results
 )
 def test_words(word, value):
     for option in ("--logger", "--trainer.logger"):
-        assert rewrite("fit", [option, word]).arguments == [f"--trainer.logger={value}"]
+        assert read_arguments("fit", fit_command, [option, word]).words == [f"--trainer.logger={value}"]
 
 
 def recording(kind, sent):

@@ -15,6 +15,8 @@ from PIL import Image, ImageFilter
 from seeded import Tally, examples
 from spoil import damaged, foreign
 
+from relvit.cli.arguments import Arguments
+from relvit.cli.fit.fit import fit
 from relvit.cli.shipped_configs import shipped_configs
 from relvit.cli.trainer.lightning_cli import RelvitCLI
 from relvit.data import eval_transform, load_rgb
@@ -57,7 +59,7 @@ class ParserAlone(RelvitCLI):
 
 @pytest.fixture(scope="module")
 def parse():
-    cli = ParserAlone(["--data=DigitsData"])
+    cli = ParserAlone(fit, Arguments(["--data=DigitsData"], {}, {}))
     return lambda path: cli.parser.parse_args([f"--config={path}"])
 
 

@@ -6,8 +6,9 @@ import shlex
 import tomllib
 from pathlib import Path
 
-from relvit.cli import COMMANDS
-from relvit.cli.aliases import rewrite
+from relvit.cli import COMMANDS, EXPORTED
+from relvit.cli.arguments import read_arguments
+from relvit.cli.functions import function_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,5 +29,5 @@ def test_files_and_commands_exist():
     assert (ROOT / build[build.index("-f") + 1]).is_file()
     name = build[build.index("-t") + 1]
     given = run[run.index(name) + 1 :]
-    found = rewrite("predict-onnx", given)
-    assert (found.arguments, found.lists) == (["--model=model.onnx"], {"paths": ["photos"]})
+    found = read_arguments("predict-onnx", function_of(EXPORTED, "predict-onnx"), given)
+    assert found.values == {"model": "model.onnx", "paths": ["photos"]}

@@ -7,7 +7,7 @@ import pytest
 from photos import TINY
 
 from relvit.cli import COMMANDS, main
-from relvit.cli.parser import function_of
+from relvit.cli.functions import function_of
 from relvit.cli.trainer.options import RANGES
 from relvit.data import DigitsData
 from relvit.training import ImageClassifier

@@ -7,7 +7,7 @@ import shlex
 from relvit.training import average_checkpoints
 
 
-def average(ckpt_paths: list[str], output: str) -> None:
+def average(ckpt_paths: list[str], *, output: str) -> None:
     """Write the mean of several checkpoints' weights as one checkpoint.
 
     All must have the same model, classes and transforms: epochs of one training, or trainings from one start.

@@ -24,6 +24,7 @@ FEW = 200
 
 def calibrate(
     ckpt_path: str,
+    *,
     output: str | None = None,
     split: Literal["train", "val", "test"] = "val",
     root: str | None = None,

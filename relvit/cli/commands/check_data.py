@@ -22,6 +22,7 @@ DUPLICATES = {"classes": "under different classes", "across": "in several splits
 
 def check_data(
     root: str | None = None,
+    *,
     data: ImageData | None = None,
     processes: PositiveInt | None = None,
     output: str | None = None,

@@ -20,6 +20,7 @@ from relvit.utils.ranges import BatchSize, Workers
 def embed(
     ckpt_path: str,
     root: str,
+    *,
     output: str,
     img_size: Size | None = None,
     batch_size: BatchSize = 64,

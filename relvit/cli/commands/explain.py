@@ -19,6 +19,7 @@ from relvit.training import Checkpoint, classifier_of
 
 def explain(
     model: str,
+    *,
     img_size: Size | None = None,
     model_kwargs: dict[str, Any] | None = None,
     retrofit: dict[str, Any] | None = None,

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from relvit.cli.aliases import option
+from relvit.cli.arguments import Arguments
 from relvit.cli.errors import UsageError
-from relvit.cli.trainer.evaluation import Evaluation, NamedImages, evaluate, refuse_other_images
+from relvit.cli.trainer.evaluation import Evaluation, evaluate, refuse_other_images
 from relvit.cli.trainer.folder import new_folder
 from relvit.data.labels import counts_text
+from relvit.data.modules.registry import data_modules
 from relvit.evaluation import MirrorAverage
 from relvit.models import Reach
-from relvit.training import PredictionTable
+from relvit.training import Checkpoint, PredictionTable
 from relvit.utils.progress import rank_zero_print
 
 
 def predict(
     evaluation: Evaluation,
+    paths: list[str] | None = None,
+    *,
     runs: str = "runs",
     reach: Reach = "trained",
     mirror: bool = False,
@@ -27,8 +29,8 @@ def predict(
 
     Args:
         evaluation: The checkpoint's classifier and the images.
-        runs: The folder in which the results get a folder of their own.
-        mirror: Average the probabilities of each image and its mirror image.
+        paths: Image files, folders (with all below them) and patterns such as 'photos/*.jpg'; by default the images of
+            test or else val, where the checkpoint was trained.
         step_maps: Draw how many steps each patch took (for models that halt: relvit_universal_* trained with
             --model.model_kwargs.halting act); the table gets the mean of each image.
     """
@@ -57,17 +59,22 @@ def report(table: PredictionTable, folder: Path) -> None:
     rank_zero_print(f"{table.count} predictions in {table.path}{classes}")
 
 
-def main(arguments: Sequence[str], lists: Mapping[str, list[str]]) -> None:
+def main(given: Arguments) -> None:
     """Run the command line."""
-    if (given := option(arguments, "--paths")) is not None:
-        raise UsageError(f"name the images without an option: relvit predict CKPT {given}")
-    images, paths = None, lists.get("paths")
-    if paths:
+    if paths := given.values.get("paths"):
         named = f"{paths[0]} (and {len(paths) - 1} more)" if len(paths) > 1 else paths[0]
-        refuse_other_images(arguments, ("--data", "--data.root"), named)
-        # Not above: the parser's help would list it among the kinds of data.
-        from relvit.data.modules.paths import ImagePathsData
+        refuse_other_images(given, ("data", "data.root"), named)
 
-        images = NamedImages(ImagePathsData, {"paths": paths}, without="on_error")
-    # Whatever the training did about them, one broken file shall not cost the others their predictions.
-    evaluate(predict, arguments, images, {"on_error": "skip"})
+    def with_images(checkpoint: Checkpoint) -> Checkpoint:
+        if paths:
+            # The import is here, because the parser's help would list the class among the kinds of data.
+            from relvit.data.modules.paths import ImagePathsData
+
+            return checkpoint.with_data(ImagePathsData, paths=paths, on_error="skip")
+        asked = (given.values.get("data") or "").rpartition(".")[2]
+        kind = next((cls for cls in data_modules() if cls.__name__ == asked), checkpoint.data_type)
+        # Whatever the training did about them, one broken file shall not cost the others their predictions.
+        known = checkpoint.data_args if kind is None else kind.argument_names()
+        return checkpoint.with_data(kind, on_error="skip") if "on_error" in known else checkpoint
+
+    evaluate(predict, given, with_images)

@@ -23,6 +23,7 @@ from relvit.utils.ranges import BatchSize, NonNegativeInt, PositiveInt
 
 def probe(
     models: list[str],
+    *,
     root: str | None = None,
     data: ImageData | None = None,
     split: Literal["val", "test"] = "val",

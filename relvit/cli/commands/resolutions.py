@@ -38,6 +38,7 @@ COLUMNS = {
 
 def resolutions(
     ckpt_path: list[str] | str,
+    *,
     sizes: list[Size],
     protocol: SizeProtocol = "crop",
     fill: Fill | None = None,

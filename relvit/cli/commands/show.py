@@ -25,6 +25,7 @@ SIDE = 400
 def show(
     ckpt_path: str,
     images: list[str] | None = None,
+    *,
     kind: list[Kind] | None = None,
     patch: tuple[int, int] | None = None,
     layer: int | None = None,

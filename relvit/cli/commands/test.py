@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -11,9 +11,9 @@ from lightning import Callback, Trainer
 from rich.console import Console
 from rich.table import Table
 
-from relvit.cli.aliases import option
+from relvit.cli.arguments import Arguments
 from relvit.cli.errors import UsageError
-from relvit.cli.trainer.evaluation import Evaluation, NamedImages, evaluate, refuse_other_images
+from relvit.cli.trainer.evaluation import Evaluation, evaluate, refuse_other_images
 from relvit.cli.trainer.folder import new_folder
 from relvit.cli.trainer.summary import SCORES, baseline, files_line, write_summary
 from relvit.evaluation import (
@@ -33,6 +33,7 @@ ALL, WORST = 20, 10
 
 def test(
     evaluation: Evaluation,
+    *,
     runs: str = "runs",
     split: Literal["train", "val", "test"] = "test",
     robustness: str | None = None,
@@ -44,11 +45,9 @@ def test(
 
     Args:
         evaluation: The checkpoint's classifier and data.
-        runs: The folder in which the results get a folder of their own.
         split: The images to use: those of train (without augmentation), val or test.
         robustness: Test on the folder of a robustness set (CLASS/IMAGE, or CORRUPTION/SEVERITY/CLASS/IMAGE), among its
             classes alone.
-        mirror: Average the probabilities of each image and its mirror image.
         verbose: Whether the results of the whole are printed as a table.
     """
     data = evaluation.datamodule
@@ -125,13 +124,13 @@ def print_corruptions(corruptions: Corruptions) -> None:
     rank_zero_print(line + (f", mCE {100 * results['test/mce']:.1f} (AlexNet 100)" if "test/mce" in results else ""))
 
 
-def main(arguments: Sequence[str], lists: Mapping[str, list[str]]) -> None:
+def main(given: Arguments) -> None:
     """Run the command line."""
-    images = None
-    if (root := option(arguments, "--robustness")) is not None:
-        refuse_other_images(arguments, ("--data", "--data.root", "--split"), f"--robustness {root}")
-        # Not above: the parser's help would list it among the kinds of data.
-        from relvit.data.modules.robustness import RobustnessData
+    if (root := given.values.get("robustness")) is None:
+        evaluate(test, given)
+        return
+    refuse_other_images(given, ("data", "data.root", "split"), f"--robustness {root}")
+    # The import is here, because the parser's help would list the class among the kinds of data.
+    from relvit.data.modules.robustness import RobustnessData
 
-        images = NamedImages(RobustnessData, {"root": root}, without="paths")
-    evaluate(test, arguments, images)
+    evaluate(test, given, lambda checkpoint: checkpoint.with_data(RobustnessData, root=root))

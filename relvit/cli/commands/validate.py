@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
+from relvit.cli.arguments import Arguments
 from relvit.cli.trainer.evaluation import Evaluation, evaluate
 from relvit.models import Reach
 
 
-def validate(evaluation: Evaluation, reach: Reach = "trained", verbose: bool = True) -> None:
+def validate(evaluation: Evaluation, *, reach: Reach = "trained", verbose: bool = True) -> None:
     """Validate a checkpoint, at any image size (--img_size).
 
     Args:
@@ -19,6 +18,6 @@ def validate(evaluation: Evaluation, reach: Reach = "trained", verbose: bool = T
     evaluation.run(verbose=verbose)
 
 
-def main(arguments: Sequence[str], lists: Mapping[str, list[str]]) -> None:
+def main(given: Arguments) -> None:
     """Run the command line."""
-    evaluate(validate, arguments)
+    evaluate(validate, given)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,12 @@ from lightning import Callback
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from relvit.cli.aliases import option, without
+from relvit.cli.arguments import Arguments
 from relvit.cli.errors import UsageError
 from relvit.cli.fit.callbacks import Announcement, RunConfig
 from relvit.cli.fit.outcome import describe_training, report_fit
 from relvit.cli.fit.resumed_options import changed_options, checkpoint_of_epoch_end, fit_options, resume_arguments
+from relvit.cli.parser import Parser
 from relvit.cli.trainer.failures import explained_failures
 from relvit.cli.trainer.folder import lock_run_folder, new_folder
 from relvit.cli.trainer.launch import PatientLauncher, as_list, check_processes, leave_processes, set_devices
@@ -42,71 +43,78 @@ from relvit.utils.progress import rank_zero_print
 from relvit.utils.remote import local_file
 
 
-def main(arguments: Sequence[str], lists: Mapping[str, list[str]]) -> None:
+def fit(
+    training: FitCLI,
+    *,
+    runs: str = "runs",
+    resume: str | None = None,
+    ckpt_path: str | None = None,
+    save_every: int | None = None,
+    patience: int | None = None,
+    lr_find: bool = False,
+    quiet: bool = False,
+) -> None:
+    """Train a model on images; the run gets a folder of its own.
+
+    Args:
+        training: The data, the model and the options of the trainer.
+        resume: Continue the training in the folder of that run, with its configuration and from its last checkpoint.
+        ckpt_path: Continue the training of a checkpoint in a new folder.
+        save_every: Save a checkpoint after every N optimiser steps, besides each epoch.
+        patience: Stop after N validations in a row without a better accuracy, or mean average precision of several
+            labels.
+        lr_find: Find the learning rate by a range test of 100 steps first.
+        quiet: Show no progress, neither a bar nor a line for each epoch: only start, result and errors.
+    """
+    training.run()
+
+
+def main(given: Arguments) -> None:
     """Train as the command line says."""
     with ExitStack() as stack:
-        FitCLI(arguments, stack).run()
+        FitCLI(given, stack).run()
     leave_processes()
 
 
-def add_fit_options(parser: LightningArgumentParser) -> None:
-    """Add the options beside those of the Trainer, the model and the data."""
-    add = parser.add_argument
-    add("--runs", type=str, default="runs", help="The folder in which the results get a folder of their own.")
-    text = "Continue the training in the folder of that run, with its configuration and from its last checkpoint."
-    add("--resume", type=str | None, default=None, help=text)
-    text = "Continue the training of a checkpoint in a new folder."
-    add("--ckpt_path", type=str | None, default=None, help=text)
-    text = "Save a checkpoint after every N optimiser steps, besides each epoch."
-    add("--save_every", type=int | None, default=None, help=text)
-    text = "Stop after N validations in a row without a better accuracy, or mean average precision of several labels."
-    add("--patience", type=int | None, default=None, help=text)
-    text = "Find the learning rate by a range test of 100 steps first."
-    add("--lr_find", type=bool, default=False, help=text)
-    text = "Show no progress, neither a bar nor a line for each epoch: only start, result and errors."
-    add("-q", "--quiet", action="store_true", help=text)
+def training_values(checkpoint: Checkpoint, asked_data: str | None) -> Namespace:
+    """Return the values of a checkpoint with which a training can go on, see `values_of`."""
+    if not checkpoint.resumable:
+        raise UsageError(
+            f"{checkpoint.path} holds weights alone (an average does), with which no training can go on: start one "
+            f"from them with --model.pretrained {checkpoint.path}"
+        )
+    # The classes are found in the images, and compared.
+    return values_of(checkpoint, asked_data, ("data.class_names", *(f"model.{name}" for name in OF_THE_DATA)))
 
 
 class FitCLI(RelvitCLI):
     """`relvit fit`: classes, channels and image size flow from the data to the model.
 
     Args:
-        arguments: the command line, in the form '--name=value'.
+        given: the command line.
         stack: keeps the local copy of a checkpoint at a remote address, and the folder, until it is closed.
     """
 
-    def __init__(self, arguments: Sequence[str], stack: ExitStack) -> None:
+    def __init__(self, given: Arguments, stack: ExitStack) -> None:
         self.stack: ExitStack = stack
         self.resumes: Path | None = None
-        if (run := option(arguments, "--resume")) is not None:
-            arguments = resume_arguments(run, without(arguments, "--resume"))
+        if (run := given.values.get("resume")) is not None:
+            given = resume_arguments(given)
             self.resumes = Path(run)
-        self.arguments: list[str] = list(arguments)
         self.checkpoint: Checkpoint | None = None
         # Options in which a training that goes on differs from before.
         self.changed: list[str] = []
         known = None
-        if path := option(arguments, "--ckpt_path"):
+        if path := given.values.get("ckpt_path"):
             # Lightning reads it again, and would take an older file of the same name for one at an address of http.
             self.checkpoint_file: Path = stack.enter_context(local_file(path))
             self.checkpoint = Checkpoint.read(path, self.checkpoint_file)
-            known = self._values_of(self.checkpoint)
-        super().__init__(arguments, known, RunConfig)
+            known = training_values(self.checkpoint, given.values.get("data"))
+        super().__init__(fit, given, known, RunConfig)
 
-    def _values_of(self, checkpoint: Checkpoint) -> Namespace:
-        """Return the values of a checkpoint with which a training can go on."""
-        if not checkpoint.resumable:
-            raise UsageError(
-                f"{checkpoint.path} holds weights alone (an average does), with which no training can go on: start "
-                f"one from them with --model.pretrained {checkpoint.path}"
-            )
-        # The classes are found in the images, and compared.
-        found = ("data.class_names", *(f"model.{name}" for name in OF_THE_DATA))
-        return values_of(checkpoint, option(self.arguments, "--data"), found)
-
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+    def add_arguments_to_parser(self, parser: Parser) -> None:
         """Add the options of `fit`, and link what flows from the data to the model."""
-        add_fit_options(parser)
+        super().add_arguments_to_parser(parser)
         for name in OF_THE_DATA:
             parser.link_arguments(f"data.{name}", f"model.{name}", apply_on="instantiate")
 
@@ -155,7 +163,7 @@ class FitCLI(RelvitCLI):
         known = {**self.datamodule.argument_defaults(), **data["init_args"]}
         trained = {"model": checkpoint.model, "data": {**data, "init_args": known}} | checkpoint.fit
         now = {"model": self.model.hparams, "data": data_arguments(self.datamodule)} | fit_options(self.config)
-        self.changed = changed_options(checkpoint.path, trained, now, self.arguments)
+        self.changed = changed_options(checkpoint.path, trained, now, self.given.values)
 
     def _callbacks(self, options: dict[str, Any]) -> tuple[list[Callback], History | None]:
         """Make or lock the run's folder, set the options that say where, and return what trains in it.

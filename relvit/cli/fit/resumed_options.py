@@ -7,11 +7,11 @@ the run's configuration untrue for the epochs that are done, is refused by its n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from relvit.cli.aliases import option
+from relvit.cli.arguments import Arguments
 from relvit.cli.errors import UsageError
 from relvit.cli.secrets import mask_secrets
 from relvit.training.checkpoints.checkpoint import NETWORK, Checkpoint
@@ -19,6 +19,7 @@ from relvit.training.checkpoints.exact_resume import begins_epoch_again
 from relvit.training.checkpoints.file import EPOCH_NAME
 from relvit.training.classifier import LOSS_DEFAULTS
 from relvit.utils.files import is_address
+from relvit.utils.messages import cut
 
 # Options that take effect from the checkpoint on. Batch size, accumulation and devices may change as far as
 # `relvit.training.checkpoints.exact_resume.Progress.check_layout` allows.
@@ -49,22 +50,19 @@ REASONS = {
 COMPARED_ELSEWHERE = {f"model.{name}" for name in (*NETWORK, "pretrained")} | {"data.class_names", "data.img_size"}
 
 
-def resume_arguments(run: str, arguments: Sequence[str]) -> list[str]:
+def resume_arguments(given: Arguments) -> Arguments:
     """Return the arguments of the whole command: the run's configuration, those given, and its last checkpoint.
 
-    Args:
-        run: the run's folder.
-        arguments: what was given besides.
-
     Raises:
-        UsageError: the folder is no run's, it has no checkpoint, or the arguments say where to begin as well.
+        UsageError: the folder of `--resume` is no run's, it has no checkpoint, or other options say where to begin.
     """
+    run = given.values["resume"]
     if is_address(run):
         raise UsageError(f"--resume {run} is a remote address: a run goes on in a folder of this machine")
     folder = Path(run)
-    for name in ("--config", "-c", "--ckpt_path", "--runs", "--model.model"):
-        if option(arguments, name) is not None:
-            raise UsageError(f"--resume {folder} goes on with that run's own configuration: drop {name}")
+    for name in ("config", "ckpt_path", "runs", "model.model"):
+        if given.values.get(name) is not None:
+            raise UsageError(f"--resume {folder} goes on with that run's own configuration: drop --{name}")
     if not folder.is_dir():
         raise UsageError(f"no run at {folder}: give a folder that relvit fit has made, such as runs/RUN")
     config, last = folder / "config.yaml", folder / "checkpoints" / "last.ckpt"
@@ -76,7 +74,9 @@ def resume_arguments(run: str, arguments: Sequence[str]) -> list[str]:
         if others := sorted(last.parent.glob("*.ckpt")):
             hint = f"go on in a new folder with {start} --ckpt_path {others[0]}, or {hint}"
         raise UsageError(f"{folder} has no {last.relative_to(folder)} to go on from: {hint}")
-    return [f"--config={config}", *arguments, f"--ckpt_path={last}"]
+    words = [word for word in given.words if not word.startswith("--resume=")]
+    words = [f"--config={config}", *words, f"--ckpt_path={last}"]
+    return given._replace(words=words, values=given.values | {"ckpt_path": str(last)})
 
 
 def checkpoint_of_epoch_end(
@@ -123,7 +123,7 @@ def fit_options(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changed_options(
-    path: str, trained: Mapping[str, Any], asked: Mapping[str, Any], arguments: Sequence[str]
+    path: str, trained: Mapping[str, Any], asked: Mapping[str, Any], given: Collection[str]
 ) -> list[str]:
     """Return the options that changed since a checkpoint, such as 'trainer.max_epochs 10 -> 20'.
 
@@ -131,7 +131,7 @@ def changed_options(
         path: where the checkpoint is, for the message.
         trained: options of its training: 'model', 'data' and those of `fit_options`; none is compared that it lacks.
         asked: those of the training that goes on.
-        arguments: of the command line.
+        given: names of the options on the command line.
 
     Raises:
         UsageError: an option changed that must not.
@@ -143,16 +143,16 @@ def changed_options(
         was, wanted = before.get(name, ADDED.get(name)), now.get(name)
         if was == wanted or name in COMPARED_ELSEWHERE or name.partition(".")[0] not in groups:
             continue
+        before_text, now_text = ("null" if value is None else cut(value, 80) for value in (was, wanted))
         moved = name in PLACES and None not in (was, wanted)
         if name not in FREE and not moved:
-            given = option(arguments, f"--{name}") is not None
-            do = "drop that option" if given else f"give --{name} {_short(was)}"
+            do = "drop that option" if name in given else f"give --{name} {before_text}"
             reason = REASONS[max((key for key in REASONS if f"{name}.".startswith(f"{key}.") or not key), key=len)]
             raise UsageError(
-                f"{path} was trained with --{name} {_short(was)}, not {_short(wanted)}: {reason}; {do}, or "
+                f"{path} was trained with --{name} {before_text}, not {now_text}: {reason}; {do}, or "
                 f"start another training from these weights with --model.pretrained {path}"
             )
-        changed.append(f"{name} {_short(was)} -> {_short(wanted)}")
+        changed.append(f"{name} {before_text} -> {now_text}")
     return changed
 
 
@@ -178,8 +178,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value if value is None or isinstance(value, str | int | float | bool) else str(value)
-
-
-def _short(value: Any) -> str:
-    text = "null" if value is None else str(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

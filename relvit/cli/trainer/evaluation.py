@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
-from jsonargparse import Namespace
 from lightning import Callback, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from relvit.cli.aliases import option, without
+from relvit.cli.arguments import Arguments
 from relvit.cli.errors import UsageError
 from relvit.cli.parser import SHARED, Parser
 from relvit.cli.trainer.failures import explained_failures
 from relvit.cli.trainer.launch import Launch, PatientLauncher, as_list, check_processes, leave_processes, set_devices
 from relvit.cli.trainer.lightning_cli import RelvitCLI, values_of
 from relvit.cli.trainer.progress import progress_callbacks
-from relvit.data import ImageData
 from relvit.models import Reach, set_reach
 from relvit.models.sizes.reach import check_reach
 from relvit.training import Checkpoint, DataRecord
@@ -30,53 +25,32 @@ from relvit.utils.remote import local_file
 OF_EVALUATION = ("compile", "channels_last")
 
 
-class NamedImages(NamedTuple):
-    """Images that the command line names in the place of those that a checkpoint was trained with.
-
-    Attributes:
-        data: their data module.
-        arguments: of the data module, which has all others in common with the checkpoint's.
-        without: an argument of that name that the two data modules have, and that is not taken over.
-    """
-
-    data: type[ImageData]
-    arguments: dict[str, Any]
-    without: str
-
-    def instead_of(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Return the checkpoint with these images, of the same transforms and classes."""
-        shared = set(self.data.argument_names()) - {self.without}
-        known = {name: value for name, value in checkpoint.data_args.items() if name in shared}
-        return replace(checkpoint, data={"class_path": self.data.__name__, "init_args": known | self.arguments})
-
-
 def evaluate(
     function: Callable[..., None],
-    arguments: Sequence[str],
-    images: NamedImages | None = None,
-    data_defaults: Mapping[str, Any] = MappingProxyType({}),
+    given: Arguments,
+    with_images: Callable[[Checkpoint], Checkpoint] = lambda checkpoint: checkpoint,
 ) -> None:
     """Run `relvit validate`, `test` or `predict`.
 
     Args:
         function: runs the command. Its first argument is the `Evaluation`, the others are the command's own options.
-        arguments: the command line, in the form '--name=value'.
-        images: those to use; None: those of the checkpoint, or of the options of the data.
-        data_defaults: options of the data that the command sets, whatever the training had, where the user does not.
+        given: the command line.
+        with_images: returns the checkpoint with the images that the command uses.
+
+    Raises:
+        UsageError: no checkpoint is given.
     """
-    path = option(arguments, "--ckpt_path")
-    with ExitStack() as copies:
-        checkpoint = file = known = None
-        if path:
-            # Lightning reads it again, and would take an older file of the same name for one at an address of http.
-            file = copies.enter_context(local_file(path))
-            checkpoint, asked = Checkpoint.read(path, file), option(arguments, "--data")
-            if images is not None:
-                checkpoint, asked = images.instead_of(checkpoint), images.data.__name__
-            known = values_of(checkpoint, asked)
-        elif not any(argument.partition("=")[0].endswith("help") for argument in arguments):
-            raise UsageError(f"no checkpoint given: relvit {function.__name__} runs/RUN/checkpoints/best.ckpt")
-        evaluation = Evaluation(function, checkpoint, file, without(arguments, "--ckpt_path"), known, data_defaults)
+    path = given.values.get("ckpt_path")
+    if path is None:
+        raise UsageError(f"no checkpoint given: relvit {function.__name__} runs/RUN/checkpoints/best.ckpt")
+    # Lightning reads the checkpoint again, and would take an older file of the same name for one at an http address.
+    with local_file(path) as file:
+        read = Checkpoint.read(path, file)
+        checkpoint, asked = with_images(read), given.values.get("data")
+        if checkpoint.data["class_path"] != read.data["class_path"]:
+            # The command has chosen another data module, and not the file.
+            asked = checkpoint.data["class_path"]
+        evaluation = Evaluation(function, given, checkpoint, file, asked)
         names = (name for name in function.__annotations__ if name in evaluation.config_init)
         function(evaluation, **{name: evaluation.config_init[name] for name in names})
     leave_processes()
@@ -86,47 +60,34 @@ class Evaluation(RelvitCLI):
     """The classifier and the data of a checkpoint, as the options of a command change them.
 
     Attributes:
-        checkpoint: as it was read, with the data module that the command asks for.
+        checkpoint: as it was read, with the images that the command uses.
         model: the classifier; its weights are loaded when it runs.
         datamodule: the images.
 
     Args:
         function: runs the command; its signature has the command's own options.
-        checkpoint: None: only the help is asked for.
+        given: the command line.
+        checkpoint: the values that options have where the command line does not give them.
         file: the local file of the checkpoint.
-        arguments: the command line, without the checkpoint.
-        known: the values of the checkpoint.
-        data_defaults: see `evaluate`.
+        asked: the data module that the command or its user asks for.
     """
 
     def __init__(
-        self,
-        function: Callable[..., None],
-        checkpoint: Checkpoint | None,
-        file: Path | None,
-        arguments: Sequence[str],
-        known: Namespace | None,
-        data_defaults: Mapping[str, Any],
+        self, function: Callable[..., None], given: Arguments, checkpoint: Checkpoint, file: Path, asked: str | None
     ) -> None:
-        self.function: Callable[..., None] = function
-        self.checkpoint: Checkpoint | None = checkpoint
-        self.file: Path | None = file
-        self.data_defaults: Mapping[str, Any] = data_defaults
-        super().__init__(arguments, known)
+        self.checkpoint: Checkpoint = checkpoint
+        self.file: Path = file
+        super().__init__(function, given, values_of(checkpoint, asked))
 
     def add_arguments_to_parser(self, parser: Parser) -> None:
         """Add the options of the command, which are the arguments of its function."""
         parser.add_argument("--ckpt_path", type=str, help=SHARED["ckpt_path"])
-        parser.add_options_of(self.function, skip={"evaluation"})
+        super().add_arguments_to_parser(parser)
 
     def before_instantiate_classes(self) -> None:
-        """Refuse other options of the model than the training's, and set what the command has of its own."""
+        """Refuse other options of the model than the training's."""
         names = (name for name in self.checkpoint.model if name not in OF_EVALUATION)
         self.checkpoint.check_network(self.config.model.as_dict(), names)
-        arguments = self.config.data.init_args
-        for name, value in self.data_defaults.items():
-            if name in arguments and option(self.arguments, f"--data.{name}") is None:
-                arguments[name] = value
 
     def instantiate_classes(self) -> None:
         """Build the data and the model, and refuse options that contradict the checkpoint or this machine."""
@@ -174,8 +135,8 @@ class Evaluation(RelvitCLI):
                 report(trainer)
 
 
-def refuse_other_images(arguments: Sequence[str], others: Sequence[str], given: str) -> None:
-    """Refuse options that name images where `given` names them already."""
+def refuse_other_images(given: Arguments, others: Sequence[str], named: str) -> None:
+    """Refuse options that name images where `named` names them already."""
     for other in others:
-        if (value := option(arguments, other)) is not None:
-            raise UsageError(f"{other} {value} and {given} both name the images: give one of them")
+        if (value := given.values.get(other)) is not None:
+            raise UsageError(f"--{other} {value} and {named} both name the images: give one of them")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from jsonargparse import Namespace
 from lightning import Callback, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
-from relvit.cli.aliases import option
+from relvit.cli.arguments import Arguments
 from relvit.cli.errors import UsageError
 from relvit.cli.parser import Parser
 from relvit.cli.trainer.folder import check_runs
@@ -25,19 +25,23 @@ class RelvitCLI(LightningCLI):
     The trainer is built by `build_trainer`, when the folder of its results is known.
 
     Args:
-        arguments: the command line.
+        function: its arguments, without the first, are the options beside those of the trainer, the model and the data.
+        given: the command line.
         known: the values that options have where the command line does not give them, see `values_of`.
         save_config_callback: writes the configuration of a training.
     """
 
     def __init__(
         self,
-        arguments: Sequence[str],
+        function: Callable[..., None],
+        given: Arguments,
         known: Namespace | None = None,
         save_config_callback: type[SaveConfigCallback] | None = None,
     ) -> None:
-        self.arguments: list[str] = list(arguments)
-        self.known: Namespace | None = known
+        self.function: Callable[..., None] = function
+        self.given: Arguments = given
+        self.known: Namespace = Namespace() if known is None else known
+        self.known.update(given.lists())
         super().__init__(
             ImageClassifier,
             ImageData,
@@ -48,9 +52,13 @@ class RelvitCLI(LightningCLI):
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
             save_config_callback=save_config_callback,
-            args=self.arguments,
+            args=given.words,
             run=False,
         )
+
+    def add_arguments_to_parser(self, parser: Parser) -> None:
+        """Add the options of the command's function."""
+        parser.add_options_of(self.function)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Sequence[str]) -> None:
         """Parse the command line, and refuse numbers and folders that cannot be."""
@@ -63,7 +71,7 @@ class RelvitCLI(LightningCLI):
         self.config_init: Namespace = self.parser.instantiate_classes(self.config)
         self.datamodule: ImageData = self.config_init.data
         self.model: ImageClassifier = self.config_init.model
-        if self.datamodule.max_tokens is not None and option(self.arguments, "--data.img_size") is not None:
+        if self.datamodule.max_tokens is not None and self.given.values.get("data.img_size") is not None:
             raise UsageError("--data.max_tokens sets the size of native images: give no --img_size beside it")
 
     def normalise(self, checkpoint: Checkpoint | None) -> str:
@@ -91,8 +99,7 @@ def values_of(checkpoint: Checkpoint, asked_data: str | None, without: Collectio
     Raises:
         UsageError: the data module was not asked for.
     """
-    data = checkpoint.data["class_path"]
-    values = Namespace()
+    data, values = checkpoint.data["class_path"], Namespace()
     for name, value in checkpoint.model.items():
         if f"model.{name}" not in without:
             values[f"model.{name}"] = value

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -151,6 +151,21 @@ class Checkpoint:
             return data_type(**arguments)
         except TypeError as error:
             raise ValueError(f"{self.path} does not make a {data_type.__name__}: {error}") from error
+
+    def with_data(self, data_type: type[ImageData] | None = None, **arguments: Any) -> Checkpoint:
+        """Return the checkpoint with other images, of the same transforms and classes.
+
+        Args:
+            data_type: the data module of the images, which takes over the arguments that it has in common with the
+                checkpoint's; None means the same data module.
+            arguments: these replace arguments of the data module.
+        """
+        path, known = self.data["class_path"], self.data_args
+        if data_type is not None:
+            path = f"{data_type.__module__}.{data_type.__qualname__}"
+            path = public_class_path(path) if data_type.chosen_by_name else path
+            known = {name: value for name, value in known.items() if name in data_type.argument_names()}
+        return replace(self, data={"class_path": path, "init_args": known | arguments})
 
     def normalisation(self) -> Normalisation:
         """Return the mean and standard deviation of the training's images."""

@@ -10,8 +10,7 @@ from PIL import Image
 
 import relvit
 from relvit.cli import main
-from relvit.cli.aliases import SEVERAL
-from relvit.evaluation.pictures import KINDS, draw
+from relvit.evaluation.pictures import draw
 from relvit.plots import picture_of
 
 ATTENTION = {"tables", "kernels", "logits", "attention", "rollout"}
@@ -96,7 +95,3 @@ def test_a_broken_image(place, fails):
     assert "broken.jpg: it is not an image" in error
     assert "check-data" in error
     assert "on_error" not in error
-
-
-def test_names_of_kinds_end_where_images_begin():
-    assert re.fullmatch(r"\((.*)\)\$", SEVERAL["--kind"])[1].split("|") == list(KINDS)

@@ -66,7 +66,7 @@ def test_lists(tmp_path, photos, capsys):
         (
             ["--data=CIFAR10Data", "--data.on_error=skip"],
             "unknown option --data.on_error: 'ImageFolderData', 'ImageListData', 'ImageNetData', 'ReaderData' have it; "
-            "name the data (--data NAME) before its options",
+            "name the data by --data NAME",
         ),
         (["--data=DigitsData", "--data.train=a.csv"], "unknown option --data.train: 'ImageListData' has it; name"),
         (["--data=DigitsData", "--data.repeat=2"], "unknown option --data.repeat (did you mean '--data.repeats'?)"),

@@ -21,6 +21,7 @@ LOCAL = ("127.0.0.1", "localhost", "::1")
 
 def demo(
     ckpt_path: str,
+    *,
     host: str = "127.0.0.1",
     port: Port = 7860,
     max_mb: PositiveFloat = 20,

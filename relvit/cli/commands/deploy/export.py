@@ -12,6 +12,7 @@ from relvit.utils.messages import one_line
 
 def export(
     ckpt_path: str,
+    *,
     output: str,
     img_size: Size | None = None,
     reach: Reach = "trained",

@@ -19,6 +19,7 @@ from relvit.utils.ranges import BatchSize, Workers
 def predict_onnx(
     model: str,
     paths: list[str],
+    *,
     img_size: Size | None = None,
     batch_size: BatchSize = 64,
     num_workers: Workers = 2,

@@ -6,7 +6,7 @@ from relvit.evaluation.deploy import publish_model
 from relvit.evaluation.deploy.card import missing_parts, read_curve
 
 
-def publish(ckpt_path: str, to: str, license: str | None = None, curve: str | None = None) -> None:
+def publish(ckpt_path: str, *, to: str, license: str | None = None, curve: str | None = None) -> None:
     """Write a folder or Hugging Face repository that timm.create_model loads.
 
     Args:

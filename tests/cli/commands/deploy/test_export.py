@@ -342,7 +342,7 @@ def test_sizes_and_names_that_predict_refuses(folder, photos, tmp_path, capsys, 
     for arguments, message in {
         (file, "photo.jpg", "--img_size=[16,20]"): "[16, 20]: the file takes sides of multiples of 8 from 16 on",
         (file, "photo.jpg", "--img_size=8"): "multiples of 8 from 16 on",
-        (file,): "missing: --paths; usage: relvit predict --model FILE.onnx PATH ...",
+        (file,): "missing: --paths; usage: relvit predict FILE PATH ...",
         (file, "nowhere.jpg"): "no file or folder 'nowhere.jpg'",
         ("none.onnx", "photo.jpg"): "no file none.onnx: relvit export CKPT --output none.onnx",
         ("model.pt2", "photo.jpg"): "model.pt2: relvit predict runs .onnx files",
@@ -350,7 +350,7 @@ def test_sizes_and_names_that_predict_refuses(folder, photos, tmp_path, capsys, 
         assert message in fails(["predict", *arguments, f"--runs={tmp_path}"])
     assert not list(tmp_path.iterdir())
     assert main(["predict", file, "--help"]) == 0
-    assert "usage: relvit predict --model FILE.onnx PATH" in capsys.readouterr().out
+    assert "usage: relvit predict FILE PATH" in capsys.readouterr().out
 
 
 def test_mistakes(best, tmp_path, monkeypatch, fails):

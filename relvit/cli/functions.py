@@ -1,0 +1,38 @@
+"""Run a command that is a function: the arguments of the function are the command's options."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from relvit.cli.arguments import Arguments
+from relvit.cli.errors import UsageError
+from relvit.cli.help import usage
+from relvit.cli.mistakes import required
+from relvit.cli.parser import Parser
+from relvit.utils.ranges import check_ranges
+
+
+def function_of(module: str, command: str) -> Callable[..., Any]:
+    """Return the function that runs a command."""
+    return getattr(importlib.import_module(module), command.replace("-", "_"))
+
+
+def run_function(command: str, function: Callable[..., Any], given: Arguments) -> None:
+    """Call the function of a command with the options that were given.
+
+    Raises:
+        UsageError: an option is missing, unknown or of the wrong type.
+        ValueError: a number is out of the range of its option.
+    """
+    missing = [f"--{name}" for name in required(function) if name not in given.values]
+    if missing and given.values.keys().isdisjoint(("config", "help-all", "print_config")):
+        raise UsageError(f"missing: {', '.join(missing)}; usage: {' or '.join(usage(command, function))}")
+    parser = Parser(prog=f"relvit {command}")
+    parser.add_argument("--config", action="config", help="A file of options in YAML.")
+    parser.add_options_of(function)
+    options = parser.instantiate_classes(parser.parse_args(given.words, given.lists())).as_dict()
+    del options["config"]
+    check_ranges(function, options)
+    function(**options)
