@@ -8,7 +8,7 @@ from traceback import walk_tb
 from types import FrameType
 
 from relvit.utils.files import DISK_ERRORS
-from relvit.utils.messages import MissingPackageError
+from relvit.utils.messages import LostProcessError, MissingPackageError
 from relvit.utils.remote import DownloadError
 
 
@@ -16,16 +16,13 @@ class UsageError(ValueError):
     """An option, argument or configuration that the command does not understand."""
 
 
-class LostProcessError(RuntimeError):
-    """Another process of a run has ended, without which this one cannot go on."""
-
-
 def is_users_mistake(error: Exception) -> bool:
     """Return whether the message alone is enough: bad values and missing files, unlike faults of the program."""
-    mistakes = (ValueError, FileNotFoundError, NotADirectoryError, PermissionError, MissingPackageError)
-    too_long = isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
-    # Lightning's; its class takes seconds to import.
-    return too_long or isinstance(error, mistakes) or type(error).__name__ == "MisconfigurationException"
+    files = (FileNotFoundError, NotADirectoryError, PermissionError, BlockingIOError)
+    mistakes = (ValueError, MissingPackageError, *files)
+    of_path = isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.EROFS)
+    # The class is Lightning's, whose import takes seconds.
+    return of_path or isinstance(error, mistakes) or type(error).__name__ == "MisconfigurationException"
 
 
 def is_self_explanatory(error: Exception) -> bool:

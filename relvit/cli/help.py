@@ -15,33 +15,22 @@ from relvit.cli.arguments import item_type, positionals, short_names, takes_one
 from relvit.cli.hints import choices
 from relvit.cli.mistakes import required
 from relvit.cli.parser import SHARED, Parser
-from relvit.cli.trainer.options import TRAINER_DEFAULTS
+from relvit.cli.trainer.lightning_cli import TRAINER_DEFAULTS
 from relvit.data import ImageFolderData
 from relvit.data.modules.registry import data_modules
 from relvit.training import ImageClassifier
 
 WIDTH, INDENT = 100, 34
 
-_IMAGES, _DEVICES = "img_size batch_size num_workers data", "devices accelerator precision"
-# These commands have hundreds of options; here are those that matter, by groups. Other commands show all their options.
-SHOWN: dict[str, dict[str, str]] = {
-    "fit": {
-        "data": f"root {_IMAGES} data.augment data.on_error data.cache",
-        "model": "model model.model_kwargs.X pretrained model.retrofit.X model.freeze_epochs model.ema_decay",
-        "optimisation": "epochs lr lr_find model.lr_base_batch model.warmup_epochs model.opt model.weight_decay "
-        "model.layer_decay model.label_smoothing model.mixup model.cutmix trainer.gradient_clip_val "
-        "trainer.accumulate_grad_batches patience",
-        "run and devices": f"config runs resume save_every seed_everything quiet {_DEVICES}",
-    },
-    "validate": {"images": f"ckpt_path root {_IMAGES} reach", "devices": _DEVICES},
-    "test": {
-        "images": f"ckpt_path split root robustness {_IMAGES} reach data.on_error mirror",
-        "results and devices": f"runs {_DEVICES}",
-    },
-    "predict": {
-        "images": f"ckpt_path paths root {_IMAGES} reach data.on_error mirror step_maps",
-        "results and devices": f"runs {_DEVICES}",
-    },
+DATA, DEVICES = "root img_size batch_size num_workers data data.on_error", "devices accelerator precision"
+# `fit` has hundreds of options; here are those that matter, by groups.
+FIT = {
+    "data": f"{DATA} data.augment data.cache",
+    "model": "model model.model_kwargs.X pretrained model.retrofit.X model.freeze_epochs model.ema_decay",
+    "optimisation": "epochs lr lr_find model.lr_base_batch model.warmup_epochs model.opt model.weight_decay "
+    "model.layer_decay model.label_smoothing model.mixup model.cutmix trainer.gradient_clip_val "
+    "trainer.accumulate_grad_batches patience",
+    "run and devices": f"config runs resume save_every seed_everything quiet {DEVICES}",
 }
 # Texts that no docstring of relvit has, or only at a length for Python.
 TEXTS = {
@@ -113,13 +102,22 @@ def metavar(command: str, name: str, hint: Any) -> str:
     return f"{text} ..." if several and " " not in text else text
 
 
+def shown_options(function: Callable[..., Any]) -> dict[str, list[str]]:
+    """Return the options that the help of a command shows, by the titles of their groups."""
+    own = list(inspect.signature(function).parameters)
+    if "training" in own:
+        return {title: names.split() for title, names in FIT.items()}
+    if "evaluation" in own:
+        own = [name for name in own if name not in ("evaluation", "verbose")]
+        return {"options": ["ckpt_path", *own], "data and devices": f"{DATA} {DEVICES}".split()}
+    return {"options": own}
+
+
 def short_help(command: str, function: Callable[..., Any]) -> str:
     """Return the text of `relvit COMMAND --help`."""
-    parser, groups = Parser(), SHOWN.get(command)
+    parser, groups = Parser(), shown_options(function)
     parser.add_options_of(function)
-    if groups is None:
-        groups = {"options": " ".join(inspect.signature(function).parameters)}
-    else:
+    if len(groups) > 1:
         for cls, name in ((ImageFolderData, "data"), (ImageClassifier, "model"), (Trainer, "trainer")):
             parser.add_class_arguments(cls, name, fail_untyped=False)
         parser.set_defaults({f"trainer.{name}": value for name, value in TRAINER_DEFAULTS.items()})
@@ -127,15 +125,13 @@ def short_help(command: str, function: Callable[..., Any]) -> str:
     shown = argparse.ArgumentParser(
         usage="\n       ".join(usage(command, function)),
         description=inspect.getdoc(function).partition("\n\nArgs:")[0],
-        epilog=f"relvit {command} --help-all lists every option, with those of Lightning's Trainer."
-        if command in SHOWN
-        else None,
+        epilog=f"relvit {command} --help-all lists every option." if len(groups) > 1 else None,
         formatter_class=partial(argparse.HelpFormatter, max_help_position=INDENT, width=WIDTH),
         add_help=False,
     )
     for title, names in groups.items():
         group = shown.add_argument_group(title)
-        for name in names.split():
+        for name in names:
             own = short.get(name, name)
             action = actions.get(own)
             value = metavar(command, name, getattr(action, "_typehint", None))

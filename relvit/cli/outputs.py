@@ -1,11 +1,15 @@
-"""The output of commands that compute rows of figures: a CSV file, a JSON file, a figure, or a folder of all three."""
+"""The output of commands that compute rows of figures: a table, a CSV or JSON file, a figure, or a folder of all."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
 
 from relvit.utils.files import check_output, is_address, write_csv
 
@@ -37,3 +41,16 @@ def write_rows(target: Path, rows: Sequence[dict[str, Any]], draw: Callable[[Pat
         case ".png":
             draw(target)
     print(f"written: {target}", flush=True)
+
+
+def print_table(
+    header: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None, wrap: bool = False
+) -> None:
+    """Print a table of names in the first column and numbers in the others."""
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
+    for number, name in enumerate(header):
+        table.add_column(name, justify="right" if number else "left", no_wrap=number > 0 and not wrap)
+    for row in rows:
+        table.add_row(*row)
+    # Names may hold brackets, which would be markup of Rich.
+    Console(highlight=False, markup=False).print(table)

@@ -32,8 +32,9 @@ def mask_secrets(logger: Any) -> Any:
 
 def mask_command(command: Sequence[str], logger: Any) -> list[str]:
     """Return a command line in which the secrets of the logger's configuration are `***`, in any place of it."""
+    secrets = {*_texts(logger)} - {*_texts(mask_secrets(logger))}
     # JSON may write a secret in other characters. The longest is the first, as another one may be a part of it.
-    forms = {form for secret in _secrets(logger) for form in (secret, json.dumps(secret)[1:-1])}
+    forms = {form for secret in secrets for form in (secret, json.dumps(secret)[1:-1])}
     pattern = re.compile("|".join(map(re.escape, sorted(forms, key=len, reverse=True))) or r"(?!)")
     return [pattern.sub(MASK, argument) for argument in command]
 
@@ -70,15 +71,6 @@ def _fields(value: Mapping[str, Any] | Namespace) -> Mapping[str, Any]:
 def _is_secret(name: str, value: Any) -> bool:
     words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+", str(name))
     return value is not None and not SECRET.isdisjoint(word.lower() for word in words)
-
-
-def _secrets(logger: Any) -> Iterator[str]:
-    if isinstance(logger, Mapping | Namespace):
-        for name, value in _fields(logger).items():
-            yield from _texts(value) if _is_secret(name, value) else _secrets(value)
-    elif isinstance(logger, list | tuple):
-        for item in logger:
-            yield from _secrets(item)
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -39,3 +41,17 @@ def save_with_legend(figure: Figure, title: str, target: str | Path) -> None:
     figure.legend(*names, loc="outside lower center", ncols=2, fontsize=SMALL)
     figure.suptitle(title, fontsize=FONT)
     figure.savefig(target, dpi=100)
+
+
+def short_labels(paths: Sequence[str]) -> list[str]:
+    """Shorten each path to the parts that differ: `runs/a/best.ckpt` and `runs/b/best.ckpt` become `a` and `b`."""
+    parts = [Path(path).parts for path in paths]
+    parts = [each[_common(parts) :] for each in parts]
+    back = _common([each[::-1] for each in parts])
+    shortened = ["/".join(each[: len(each) - back]) for each in parts]
+    return shortened if all(shortened) else [str(path) for path in paths]
+
+
+def _common(parts: Sequence[Sequence[str]]) -> int:
+    """Count the leading parts in which all agree."""
+    return len(list(takewhile(lambda column: len(set(column)) == 1, zip(*parts, strict=False))))

@@ -80,6 +80,10 @@ def cut(value: object, most: int = 500) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
+class LostProcessError(RuntimeError):
+    """Another process of a run has ended, without which this one cannot go on."""
+
+
 class MissingPackageError(ModuleNotFoundError):
     """An optional package is not installed; the message says how to install the package.
 

@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from relvit.cli.arguments import read_arguments
 from relvit.cli.fit.fit import fit as fit_command
-from relvit.cli.fit.loggers import FIGURES, send_results
+from relvit.training.run.send_results import FIGURES, send_results
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ def _run(function, arguments, folder, environment, log):
     from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
     from relvit.cli import main
-    from relvit.cli.trainer.launch import leave_processes
+    from relvit.training.run.launch import leave_processes
 
     os.environ.update(environment)
     os.chdir(folder)

@@ -8,7 +8,7 @@ from photos import TINY
 
 from relvit.cli import COMMANDS, main
 from relvit.cli.functions import function_of
-from relvit.cli.trainer.options import RANGES
+from relvit.cli.trainer.lightning_cli import RANGES
 from relvit.data import DigitsData
 from relvit.training import ImageClassifier
 from relvit.utils.ranges import Range, Share, ShareBelowOne, check_ranges, ranges_of

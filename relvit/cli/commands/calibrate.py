@@ -7,13 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-
-from relvit.cli.commands.embed import find_device
+from relvit.cli.outputs import print_table
 from relvit.evaluation import ChosenThresholds
 from relvit.evaluation import calibrate as calibrate_checkpoint
+from relvit.utils.devices import find_device
 from relvit.utils.files import is_address
 from relvit.utils.progress import with_bar
 from relvit.utils.ranges import BatchSize
@@ -47,7 +44,6 @@ def calibrate(
         output = output if is_address(ckpt_path) else str(place.with_name(output))
     bar = partial(with_bar, what="calibrating")
     found = calibrate_checkpoint(ckpt_path, output, split, root, batch_size, find_device(device), bar)
-    table = Table("", "Before", "After", box=SIMPLE_HEAD)
     if isinstance(found, ChosenThresholds):
         print(f"{found.images} images of {split}: {len(found.thresholds)} thresholds of the best F1 of each class")
         rows = [("mean F1", found.f1)]
@@ -55,9 +51,7 @@ def calibrate(
         print(f"{found.images} images of {split}: temperature {found.temperature:.4f}")
         rows = [("accuracy", (found.accuracy, found.accuracy))]
         rows += [("negative log-likelihood", found.nll), ("calibration error", found.error)]
-    for name, values in rows:
-        table.add_row(name, *(f"{value:.4f}" for value in values))
-    Console().print(table)
+    print_table(("", "before", "after"), ([name, *(f"{value:.4f}" for value in values)] for name, values in rows))
     if found.images < FEW:
         print(f"{found.images} images say little: keep this or the one before, whichever `relvit test` finds better")
     options = {"--split": None if found.next_split == "test" else found.next_split, "--root": root}

@@ -6,10 +6,8 @@ import json
 from functools import partial
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from relvit.cli.errors import UsageError
+from relvit.cli.outputs import print_table
 from relvit.data import ImageData, ImageFolderData
 from relvit.data.inspect import check_data as inspect_data
 from relvit.utils.messages import visible
@@ -51,28 +49,26 @@ def check_data(
 
 
 def _show(report: dict[str, Any]) -> None:
-    table = Table("split", "images", "classes", "images per class", "height", "width")
+    rows = []
     for split, found in report["splits"].items():
         counts = sorted(found["classes"].values())
         sizes = [_range(found[side]) for side in ("height", "width")]
         present = sum(count > 0 for count in counts)
         each = str(counts[0]) if counts[0] == counts[-1] else f"{counts[0]} to {counts[-1]}"
-        table.add_row(split, str(found["images"]), str(present), each, *sizes)
-    # No markup: paths may hold brackets.
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    console.print(table)
+        rows.append([split, str(found["images"]), str(present), each, *sizes])
+    print_table(("split", "images", "classes", "images per class", "height", "width"), rows, wrap=True)
     bad = [f"{file['split']}: {visible(file['path'])}: {file['reason']}" for file in report["bad"]]
-    console.print(f"files that cannot be read: {len(bad)}")
+    print(f"files that cannot be read: {len(bad)}")
     for line in bad:
-        console.print(f"  {line}")
+        print(f"  {line}")
     for name, where in DUPLICATES.items():
         groups = report[f"duplicates_{name}"]
-        console.print(f"the same image {where}: {len(groups)}")
+        print(f"the same image {where}: {len(groups)}")
         for group in groups[:SHOWN]:
             images = (f"{visible(image['path'])} ({image['split']}, {image['class']})" for image in group)
-            console.print("  " + ", ".join(images))
+            print("  " + ", ".join(images))
         if len(groups) > SHOWN:
-            console.print(f"  and {len(groups) - SHOWN} more (--output FILE lists all)")
+            print(f"  and {len(groups) - SHOWN} more (--output FILE lists all)")
 
 
 def _range(spread: dict[str, float] | None) -> str:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from relvit.cli.errors import UsageError
 from relvit.evaluation import Predictor, Size, embed_folder, write_embeddings
 from relvit.evaluation.embeddings import check_format
 from relvit.models import Reach
+from relvit.utils.devices import find_device
 from relvit.utils.files import write_csv
 from relvit.utils.messages import printable
 from relvit.utils.progress import with_bar
@@ -53,21 +52,3 @@ def embed(
     write_embeddings(found, output)
     count, length = found.features.shape
     print(f"{count} images, {length} features each, in {output}", flush=True)
-
-
-def find_device(name: str) -> torch.device:
-    """The device of that name; 'auto': an accelerator if there is one, else the CPU.
-
-    Raises:
-        UsageError: there is no such device.
-    """
-    if name == "auto":
-        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    # Which one PyTorch raises depends on the device, and on what it was built for.
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UsageError(f"cannot compute on device {name!r}: {reason}") from error
-    return device

@@ -5,18 +5,14 @@ from __future__ import annotations
 from functools import partial
 from typing import Literal
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-
-from relvit.cli.commands.embed import find_device
-from relvit.cli.commands.resolutions import short_labels
 from relvit.cli.errors import UsageError
-from relvit.cli.outputs import output_files, write_rows
+from relvit.cli.outputs import output_files, print_table, write_rows
 from relvit.data import ImageData, ImageFolderData
 from relvit.evaluation import probe_models
 from relvit.evaluation.standard_error import plus_minus
 from relvit.plots import plot_probes
+from relvit.plots.style import short_labels
+from relvit.utils.devices import find_device
 from relvit.utils.progress import with_bar
 from relvit.utils.ranges import BatchSize, NonNegativeInt, PositiveInt
 
@@ -54,16 +50,13 @@ def probe(
     images = ImageFolderData(root) if root is not None else data
     options = shares, k, seed, not random, batch_size, find_device(device), with_bar
     rows = probe_models(models, images, split, *options)
-    table = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False)
-    for title in ("model", "features", "share", "labels", f"{k}-NN", "linear", "C"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for row in rows:
-        accuracies = (plus_minus(row, key) for key in ("knn", "linear"))
-        numbers = str(row["features"]), f"{row['share']:g}", str(row["labels"])
-        table.add_row(str(models.index(row["model"]) + 1), *numbers, *accuracies, f"{row['C']:g}")
     title = f"accuracy on {rows[0]['images']} images of {split}"
     print(*(f"{number}  {model}" for number, model in enumerate(models, 1)), title, sep="\n", flush=True)
-    Console().print(table)
+    cells = []
+    for row in rows:
+        numbers = str(models.index(row["model"]) + 1), str(row["features"]), f"{row['share']:g}", str(row["labels"])
+        cells.append([*numbers, plus_minus(row, "knn"), plus_minus(row, "linear"), f"{row['C']:g}"])
+    print_table(("model", "features", "share", "labels", f"{k}-NN", "linear", "C"), cells)
     for row in rows:
         if "linear_difference" in row:
             knn, linear = (plus_minus(row, f"{key}_difference", "{:+.4f}") for key in ("knn", "linear"))

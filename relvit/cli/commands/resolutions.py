@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import takewhile
-from pathlib import Path
 from typing import Any, Literal
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-
-from relvit.cli.outputs import output_files, write_rows
+from relvit.cli.outputs import output_files, print_table, write_rows
 from relvit.data import Fill, SizeProtocol
 from relvit.evaluation import PROTOCOLS, Size, evaluate_sizes
 from relvit.evaluation.standard_error import plus_minus
 from relvit.models import Reach
 from relvit.plots import plot_sizes
+from relvit.plots.style import short_labels
 from relvit.utils.progress import with_bar
 from relvit.utils.ranges import BatchSize
 
@@ -70,7 +65,7 @@ def resolutions(
     if len(checkpoints) > 1:
         checkpoints = [f"{number}  {text}" for number, text in enumerate(checkpoints, 1)]
     print(*checkpoints, f"{rows[0]['images']} images of {split}; {meaning}", sep="\n", flush=True)
-    Console().print(_table(rows))
+    _print(rows)
     numbers = list(dict.fromkeys(row["checkpoint"] for row in rows))
     for row in rows:
         if "acc1_difference" in row:
@@ -87,36 +82,17 @@ def _title(row: dict[str, Any]) -> str:
     return f"{row['checkpoint']}: {row['model']}, {trained}"
 
 
-def short_labels(paths: Sequence[str]) -> list[str]:
-    """Shorten each path to the parts that differ: `runs/a/best.ckpt` and `runs/b/best.ckpt` become `a` and `b`."""
-    parts = [Path(path).parts for path in paths]
-    parts = [each[_common(parts) :] for each in parts]
-    back = _common([each[::-1] for each in parts])
-    shortened = ["/".join(each[: len(each) - back]) for each in parts]
-    return shortened if all(shortened) else [str(path) for path in paths]
-
-
-def _common(parts: Sequence[Sequence[str]]) -> int:
-    """Count the leading parts in which all agree."""
-    return len(list(takewhile(lambda column: len(set(column)) == 1, zip(*parts, strict=False))))
-
-
-def _table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Make a table by size; of several checkpoints by size and number."""
+def _print(rows: Sequence[dict[str, Any]]) -> None:
+    """Print a table by size; of several checkpoints by size and number."""
     rows = [
         row | {"gmacs": row["macs"] / 1e9, "mib": row["peak_memory"] and row["peak_memory"] / 2**20} for row in rows
     ]
     columns = {title: column for title, column in COLUMNS.items() if column[0] in rows[0]}
     numbers = {path: str(number) for number, path in enumerate(dict.fromkeys(row["checkpoint"] for row in rows), 1)}
-    by_size: dict[str, list[list[str]]] = {}
+    lines: dict[str, list[list[str]]] = {}
     for row in rows:
         values = ["" if row[key] is None else text.format(row[key]) for key, text in columns.values()]
-        of_size = by_size.setdefault(f"{row['height']} x {row['width']}", [])
+        of_size = lines.setdefault(f"{row['height']} x {row['width']}", [])
         of_size.append([numbers[row["checkpoint"]], *values] if len(numbers) > 1 else values)
-    table = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False)
-    for title in ("size", *([""] if len(numbers) > 1 else []), *columns):
-        table.add_column(title, justify="right", no_wrap=True)
-    for size, lines in by_size.items():
-        for line in lines:
-            table.add_row(size if line is lines[0] else "", *line, end_section=len(numbers) > 1 and line is lines[-1])
-    return table
+    cells = ([size if line is of_size[0] else "", *line] for size, of_size in lines.items() for line in of_size)
+    print_table(("size", *([""] if len(numbers) > 1 else []), *columns), cells)

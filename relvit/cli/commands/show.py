@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from relvit.cli.commands.embed import find_device
 from relvit.cli.errors import UsageError
 from relvit.data.batches import images_of
 from relvit.data.images.folders import find_images
@@ -16,6 +15,7 @@ from relvit.evaluation.pictures import KINDS, Kind, NotApplicableError, draw
 from relvit.evaluation.pictures.draw import OF_THE_MODEL
 from relvit.models import Reach
 from relvit.plots import picture_of
+from relvit.utils.devices import find_device
 from relvit.utils.messages import MissingPackageError, visible
 
 # Of an image in a figure, in pixels.

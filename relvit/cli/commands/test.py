@@ -8,11 +8,10 @@ from typing import Literal
 
 import numpy as np
 from lightning import Callback, Trainer
-from rich.console import Console
-from rich.table import Table
 
 from relvit.cli.arguments import Arguments
 from relvit.cli.errors import UsageError
+from relvit.cli.outputs import print_table
 from relvit.cli.trainer.evaluation import Evaluation, evaluate, refuse_other_images
 from relvit.cli.trainer.folder import new_folder
 from relvit.cli.trainer.summary import SCORES, baseline, files_line, write_summary
@@ -100,25 +99,17 @@ def print_classes(metrics: AnyClassMetrics, class_names: Sequence[str]) -> None:
         known = rows[metrics.count > 0]
         rows = known[np.argsort(metrics.f1[known], kind="stable")][:WORST]
         title = f"the {len(rows)} classes with the lowest F1 of {len(class_names)}"
-    table = Table(title=title, title_justify="left")
-    for name in ("class", *metrics._fields):
-        table.add_column(name, justify="left" if name == "class" else "right")
-    for row in rows:
-        values = ("-" if np.isnan(column[row]) else f"{column[row]:.4f}" for column in metrics[1:])
-        table.add_row(class_names[row], str(metrics.count[row]), *values)
-    # No markup: names may hold brackets.
-    Console(highlight=False, markup=False).print(table)
+    cells = (
+        [class_names[row], str(metrics.count[row])]
+        + ["-" if np.isnan(column[row]) else f"{column[row]:.4f}" for column in metrics[1:]]
+        for row in rows
+    )
+    print_table(("class", *metrics._fields), cells, title)
 
 
 def print_corruptions(corruptions: Corruptions) -> None:
     """Print the accuracy of each corruption by severity, and what is the mean of all."""
-    header, rows = corruptions.table()
-    table = Table(title="accuracy by corruption and severity", title_justify="left")
-    for name in header:
-        table.add_column(name, justify="left" if name == "corruption" else "right")
-    for row in rows:
-        table.add_row(*row)
-    Console(highlight=False, markup=False).print(table)
+    print_table(*corruptions.table(), "accuracy by corruption and severity")
     results = corruptions.results
     line = f"mean corruption error {results['test/mean_corruption_error']:.4f} (not normalised)"
     rank_zero_print(line + (f", mCE {100 * results['test/mce']:.1f} (AlexNet 100)" if "test/mce" in results else ""))

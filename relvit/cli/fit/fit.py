@@ -19,15 +19,11 @@ from relvit.cli.fit.callbacks import Announcement, RunConfig
 from relvit.cli.fit.outcome import describe_training, report_fit
 from relvit.cli.fit.resumed_options import changed_options, checkpoint_of_epoch_end, fit_options, resume_arguments
 from relvit.cli.parser import Parser
-from relvit.cli.trainer.failures import explained_failures
-from relvit.cli.trainer.folder import lock_run_folder, new_folder
-from relvit.cli.trainer.launch import PatientLauncher, as_list, check_processes, leave_processes, set_devices
+from relvit.cli.trainer.folder import new_folder
 from relvit.cli.trainer.lightning_cli import RelvitCLI, values_of
-from relvit.cli.trainer.progress import progress_callbacks
 from relvit.training import (
     AtomicCheckpointIO,
     Checkpoint,
-    DataRecord,
     DescribeCheckpoint,
     FindLearningRate,
     History,
@@ -38,6 +34,7 @@ from relvit.training import (
 )
 from relvit.training.checkpoints.checkpoint import OF_THE_DATA, Architecture, data_arguments
 from relvit.training.run.folder import RunLock
+from relvit.training.run.launch import leave_processes
 from relvit.utils.cores import busy_note
 from relvit.utils.progress import rank_zero_print
 from relvit.utils.remote import local_file
@@ -72,7 +69,7 @@ def fit(
 def main(given: Arguments) -> None:
     """Train as the command line says."""
     with ExitStack() as stack:
-        FitCLI(given, stack).run()
+        fit(FitCLI(given, stack))
     leave_processes()
 
 
@@ -101,16 +98,15 @@ class FitCLI(RelvitCLI):
         if (run := given.values.get("resume")) is not None:
             given = resume_arguments(given)
             self.resumes = Path(run)
-        self.checkpoint: Checkpoint | None = None
-        # Options in which a training that goes on differs from before.
+        # These options differ from those with which the training began.
         self.changed: list[str] = []
-        known = None
+        checkpoint = known = None
         if path := given.values.get("ckpt_path"):
             # Lightning reads it again, and would take an older file of the same name for one at an address of http.
             self.checkpoint_file: Path = stack.enter_context(local_file(path))
-            self.checkpoint = Checkpoint.read(path, self.checkpoint_file)
-            known = training_values(self.checkpoint, given.values.get("data"))
-        super().__init__(fit, given, known, RunConfig)
+            checkpoint = Checkpoint.read(path, self.checkpoint_file)
+            known = training_values(checkpoint, given.values.get("data"))
+        super().__init__(fit, given, checkpoint, known, RunConfig)
 
     def add_arguments_to_parser(self, parser: Parser) -> None:
         """Add the options of `fit`, and link what flows from the data to the model."""
@@ -129,33 +125,24 @@ class FitCLI(RelvitCLI):
 
     def run(self) -> None:
         """Train, then test the best checkpoint; before anything is written, refuse what contradicts the checkpoint."""
-        self.normalisation: str = self.normalise(self.checkpoint)
         if self.checkpoint is not None:
             self._check_checkpoint(self.checkpoint)
         # So that config.yaml names the model, also where it came from the pretrained weights.
         for name in Architecture._fields:
             self.config.model[name] = self.model.hparams[name]
-        options = {**self.config_init.trainer}
-        launch = set_devices(options)
-        options["callbacks"] = as_list(options["callbacks"])
-        callbacks, history = self._callbacks(options)
-        callbacks += progress_callbacks(options, history, self.config.quiet)
+        callbacks, history = self._callbacks(self.options)
         announcement = Announcement()
-        self.build_trainer(options, [PatientLauncher(), announcement, *callbacks, DataRecord(self.run_folder)])
-        with explained_failures("fit", self.trainer, self.run_folder):
-            check_processes(launch, self.trainer)
+        with self.running([announcement, *callbacks], self.run_folder, history, self.config.quiet) as trainer:
             start = time.monotonic()
             announcement.text = self._announced()
             # Only a configuration names a checkpoint that was not read here. Nothing but tensors and plain types is
             # ever read from a checkpoint.
             path = str(self.checkpoint_file) if self.checkpoint else self.resumed_file
-            self.trainer.fit(self.model, datamodule=self.datamodule, ckpt_path=path, weights_only=True)
+            trainer.fit(self.model, datamodule=self.datamodule, ckpt_path=path, weights_only=True)
             self._report(start)
 
     def _check_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Refuse data and options that contradict the checkpoint from which the training goes on."""
-        checkpoint.check_network(self.model.hparams)
-        checkpoint.check_data(self.datamodule)
         if self.config.lr_find:
             raise UsageError("--lr_find starts a training; one that goes on keeps its learning rate: drop that option")
         data = checkpoint.data
@@ -177,7 +164,7 @@ class FitCLI(RelvitCLI):
         config = self.config
         self.run_folder = self.resumes or self.stack.enter_context(new_folder(config.runs, self.model.hparams.model))
         if rank_zero_only.rank == 0:
-            self.lock: RunLock = lock_run_folder(self.run_folder)
+            self.lock: RunLock = RunLock(self.run_folder)
         options["default_root_dir"] = self.run_folder
         options["plugins"] = [*(options["plugins"] or ()), AtomicCheckpointIO()]
         telemetry = Telemetry()

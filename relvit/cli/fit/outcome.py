@@ -11,12 +11,12 @@ from lightning import LightningDataModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import nn
 
-from relvit.cli.fit.loggers import send_results
 from relvit.cli.trainer.summary import SCORES, baseline, class_counts, files_line, write_summary
 from relvit.data import ImageData
 from relvit.evaluation.pictures import NotApplicableError, draw
 from relvit.evaluation.standard_error import plus_minus, with_errors
 from relvit.training import ImageClassifier, RunCheckpoints, load_classifier
+from relvit.training.run.send_results import send_results
 from relvit.utils.messages import one_line
 from relvit.utils.progress import rank_zero_print
 

@@ -12,13 +12,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from relvit.cli.arguments import Arguments
 from relvit.cli.errors import UsageError
 from relvit.cli.parser import SHARED, Parser
-from relvit.cli.trainer.failures import explained_failures
-from relvit.cli.trainer.launch import Launch, PatientLauncher, as_list, check_processes, leave_processes, set_devices
 from relvit.cli.trainer.lightning_cli import RelvitCLI, values_of
-from relvit.cli.trainer.progress import progress_callbacks
 from relvit.models import Reach, set_reach
 from relvit.models.sizes.reach import check_reach
-from relvit.training import Checkpoint, DataRecord
+from relvit.training import Checkpoint
+from relvit.training.run.launch import leave_processes
 from relvit.utils.remote import local_file
 
 # Options of the model that change how it is evaluated, and not what it is.
@@ -59,25 +57,21 @@ def evaluate(
 class Evaluation(RelvitCLI):
     """The classifier and the data of a checkpoint, as the options of a command change them.
 
-    Attributes:
-        checkpoint: as it was read, with the images that the command uses.
-        model: the classifier; its weights are loaded when it runs.
-        datamodule: the images.
-
     Args:
         function: runs the command; its signature has the command's own options.
         given: the command line.
-        checkpoint: the values that options have where the command line does not give them.
+        checkpoint: with the images that the command uses; it has the values of options that are not given.
         file: the local file of the checkpoint.
         asked: the data module that the command or its user asks for.
     """
 
+    checkpoint: Checkpoint
+
     def __init__(
         self, function: Callable[..., None], given: Arguments, checkpoint: Checkpoint, file: Path, asked: str | None
     ) -> None:
-        self.checkpoint: Checkpoint = checkpoint
         self.file: Path = file
-        super().__init__(function, given, values_of(checkpoint, asked))
+        super().__init__(function, given, checkpoint, values_of(checkpoint, asked))
 
     def add_arguments_to_parser(self, parser: Parser) -> None:
         """Add the options of the command, which are the arguments of its function."""
@@ -88,15 +82,6 @@ class Evaluation(RelvitCLI):
         """Refuse other options of the model than the training's."""
         names = (name for name in self.checkpoint.model if name not in OF_EVALUATION)
         self.checkpoint.check_network(self.config.model.as_dict(), names)
-
-    def instantiate_classes(self) -> None:
-        """Build the data and the model, and refuse options that contradict the checkpoint or this machine."""
-        super().instantiate_classes()
-        self.normalise(self.checkpoint)
-        self.checkpoint.check_network(self.model.hparams)
-        self.checkpoint.check_data(self.datamodule)
-        self.options: dict[str, Any] = {**self.config_init.trainer}
-        self.launch: Launch | None = set_devices(self.options)
 
     def set_reach(self, reach: Reach) -> None:
         """Choose how attention works at other sizes than in training."""
@@ -119,16 +104,9 @@ class Evaluation(RelvitCLI):
             report: is called in the main process at the end.
             options: further arguments of the method.
         """
-        command = self.function.__name__
-        trainer_options = self.options | {
-            "enable_checkpointing": False,
-            "callbacks": as_list(self.options["callbacks"]),
-        }
-        shown = progress_callbacks(trainer_options, None, quiet=False)
-        trainer = self.build_trainer(trainer_options, [PatientLauncher(), *callbacks, *shown, DataRecord(folder)])
-        with explained_failures(command, trainer, folder):
-            check_processes(self.launch, trainer)
-            method = getattr(trainer, command)
+        self.options["enable_checkpointing"] = False
+        with self.running(callbacks, folder) as trainer:
+            method = getattr(trainer, self.function.__name__)
             # Nothing but tensors and plain types is ever read from a checkpoint.
             method(self.model, self.datamodule, ckpt_path=str(self.file), weights_only=True, **options)
             if rank_zero_only.rank == 0:

@@ -1,18 +1,22 @@
-"""Make and clean up the run folder of a command, full disks included; `training/run/folder.py` names and locks it."""
+"""The run folder of a command: make it, clean it up, and say how to go on where a run ended early."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from lightning import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from relvit.cli.errors import UsageError
-from relvit.training import RunLock, new_run_folder, remove_if_empty
+from relvit.training import StoppedBySignalError, ignore_stop_signals, new_run_folder, remove_if_empty
 from relvit.training.checkpoints.file import DiskSpaceError, describe_last
 from relvit.training.run.folder import missing_folders
+from relvit.training.run.launch import explain_lost_process
 from relvit.utils.files import DISK_ERRORS, is_address
+from relvit.utils.progress import rank_zero_print
 
 
 @contextmanager
@@ -47,20 +51,6 @@ def check_runs(runs: str | None, root: str | None) -> None:
         raise UsageError(f"--runs {runs} is a remote address: runs are written to folders of this machine alone")
 
 
-def lock_run_folder(folder: Path) -> RunLock:
-    """Keep other processes from training in a folder, as long as the lock lives.
-
-    Raises:
-        UsageError: another process does, or the folder cannot be written to.
-    """
-    try:
-        return RunLock(folder)
-    except BlockingIOError as error:
-        raise UsageError(error.strerror) from error
-    except OSError as error:
-        raise UsageError(f"cannot write into {folder}: {error.strerror}") from error
-
-
 def explain_full_disk(error: OSError, command: str, folder: Path | None) -> OSError:
     """Return the same error; where the disk is full, with what is left in the run's folder and what to do about it."""
     if error.errno not in DISK_ERRORS or isinstance(error, DiskSpaceError) or folder is None:
@@ -75,3 +65,35 @@ def explain_full_disk(error: OSError, command: str, folder: Path | None) -> OSEr
     if (folder / "checkpoints" / "last.ckpt").is_file():
         parts.append(f"make room, then relvit fit --resume {folder}")
     return OSError(error.errno, "; ".join(parts))
+
+
+@contextmanager
+def explained_failures(command: str, trainer: Trainer, folder: Path | None) -> Iterator[None]:
+    """Say why a run could not end as it should, and how to go on where its folder has a checkpoint.
+
+    Args:
+        command: 'fit', 'validate', 'test' or 'predict'.
+        trainer: which runs.
+        folder: of its results; None: it writes none.
+    """
+
+    def can_resume() -> bool:
+        return folder is not None and (folder / "checkpoints" / "last.ckpt").is_file()
+
+    try:
+        yield
+    except SystemExit as stop:
+        # A signal, or Lightning has caught Ctrl-C and is on its way out.
+        if trainer.interrupted and can_resume():
+            why = f"Stopped by {stop.signal.name}" if isinstance(stop, StoppedBySignalError) else "Stopped"
+            rank_zero_print(f"{why}. To go on: relvit fit --resume {folder}")
+        if isinstance(stop, StoppedBySignalError):
+            ignore_stop_signals()
+        elif trainer.interrupted:
+            raise SystemExit(128 + signal.SIGINT) from stop
+        raise
+    except RuntimeError as error:
+        hint = f"; to go on: relvit fit --resume {folder}" if can_resume() else ""
+        raise explain_lost_process(error, trainer, hint) from error
+    except OSError as error:
+        raise explain_full_disk(error, command, folder) from error

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace
@@ -12,21 +14,50 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from relvit.cli.arguments import Arguments
 from relvit.cli.errors import UsageError
 from relvit.cli.parser import Parser
-from relvit.cli.trainer.folder import check_runs
-from relvit.cli.trainer.normalisation import set_normalisation
-from relvit.cli.trainer.options import TRAINER_DEFAULTS, check_numbers
+from relvit.cli.trainer.folder import check_runs, explained_failures
 from relvit.data import ImageData
-from relvit.training import Checkpoint, ImageClassifier
+from relvit.training import Checkpoint, DataRecord, History, ImageClassifier
+from relvit.training.callbacks.progress_bar import progress_callbacks
+from relvit.training.checkpoints.normalisation import set_normalisation
+from relvit.training.run.launch import Launch, PatientLauncher, as_list, check_processes, set_devices
+from relvit.utils.ranges import Range
+
+# Where they differ from Lightning's.
+TRAINER_DEFAULTS: dict[str, Any] = {"max_epochs": 100, "enable_model_summary": False}
+
+# Options that Lightning takes any number for, or refuses in other words: what they may be.
+_POSITIVE, _COUNT = Range(1), Range(0)
+RANGES: dict[str, Range] = {
+    "seed_everything": Range(0, 2**32 - 1),
+    "save_every": _POSITIVE,
+    "patience": _POSITIVE,
+    **dict.fromkeys(("trainer.max_epochs", "trainer.min_epochs"), _POSITIVE),
+    **dict.fromkeys(("trainer.max_steps", "trainer.min_steps"), _POSITIVE),
+    **dict.fromkeys(("trainer.accumulate_grad_batches", "trainer.check_val_every_n_epoch"), _POSITIVE),
+    "trainer.num_nodes": _POSITIVE,
+    **dict.fromkeys((f"trainer.limit_{split}_batches" for split in ("train", "test", "predict")), Range(0, above=True)),
+    "trainer.val_check_interval": Range(0, above=True),
+    **dict.fromkeys(("trainer.gradient_clip_val", "trainer.overfit_batches", "trainer.limit_val_batches"), _COUNT),
+    **dict.fromkeys(("trainer.log_every_n_steps", "trainer.reload_dataloaders_every_n_epochs"), _COUNT),
+    "trainer.num_sanity_val_steps": Range(-1),
+}
 
 
 class RelvitCLI(LightningCLI):
     """Lightning's CLI for one command: it parses the options, and builds the data and the model.
 
-    The trainer is built by `build_trainer`, when the folder of its results is known.
+    The trainer is built by `running`, when the folder of its results is known.
+
+    Attributes:
+        datamodule: the images.
+        model: the classifier, without the weights of the checkpoint.
+        normalisation: describes how the images are normalised.
+        options: of the trainer.
 
     Args:
         function: its arguments, without the first, are the options beside those of the trainer, the model and the data.
         given: the command line.
+        checkpoint: data and model must be those of its training.
         known: the values that options have where the command line does not give them, see `values_of`.
         save_config_callback: writes the configuration of a training.
     """
@@ -35,11 +66,13 @@ class RelvitCLI(LightningCLI):
         self,
         function: Callable[..., None],
         given: Arguments,
+        checkpoint: Checkpoint | None = None,
         known: Namespace | None = None,
         save_config_callback: type[SaveConfigCallback] | None = None,
     ) -> None:
         self.function: Callable[..., None] = function
         self.given: Arguments = given
+        self.checkpoint: Checkpoint | None = checkpoint
         self.known: Namespace = Namespace() if known is None else known
         self.known.update(given.lists())
         super().__init__(
@@ -67,23 +100,40 @@ class RelvitCLI(LightningCLI):
         check_runs(self.config.get("runs"), self.config.trainer.default_root_dir)
 
     def instantiate_classes(self) -> None:
-        """Build the data and the model; refuse two options for one size."""
+        """Build the data and the model; refuse options that contradict the checkpoint, this machine or each other."""
         self.config_init: Namespace = self.parser.instantiate_classes(self.config)
         self.datamodule: ImageData = self.config_init.data
         self.model: ImageClassifier = self.config_init.model
         if self.datamodule.max_tokens is not None and self.given.values.get("data.img_size") is not None:
             raise UsageError("--data.max_tokens sets the size of native images: give no --img_size beside it")
-
-    def normalise(self, checkpoint: Checkpoint | None) -> str:
-        """Normalise the images as given, or else as the weights were trained, and describe it."""
         arguments = self.config.data.get("init_args", {})
-        return set_normalisation(self.datamodule, arguments, checkpoint, self.model.pretrained)
+        self.normalisation: str = set_normalisation(self.datamodule, arguments, self.checkpoint, self.model.pretrained)
+        if self.checkpoint is not None:
+            self.checkpoint.check_network(self.model.hparams)
+            self.checkpoint.check_data(self.datamodule)
+        self.options: dict[str, Any] = {**self.config_init.trainer}
+        self.options["callbacks"] = as_list(self.options["callbacks"])
+        self.launch: Launch | None = set_devices(self.options)
 
-    def build_trainer(self, options: Mapping[str, Any], callbacks: Sequence[Callback]) -> Trainer:
-        """Build the trainer from its options, with further callbacks behind those of the options."""
-        options = {**options, "callbacks": [*options["callbacks"], *callbacks], "logger": options["logger"] or False}
-        self.trainer: Trainer = self.instantiate_trainer(**options)
-        return self.trainer
+    @contextmanager
+    def running(
+        self, callbacks: Sequence[Callback], folder: Path | None, history: History | None = None, quiet: bool = False
+    ) -> Iterator[Trainer]:
+        """Build the trainer, and say why a run with it could not end as it should.
+
+        Args:
+            callbacks: those of the command.
+            folder: for the results; None: they are only printed.
+            history: of a training.
+            quiet: show no progress.
+        """
+        shown = progress_callbacks(self.options, history, quiet)
+        own = [PatientLauncher(), *callbacks, *shown, DataRecord(folder)]
+        logger, callbacks = self.options["logger"] or False, [*self.options["callbacks"], *own]
+        self.trainer: Trainer = self.instantiate_trainer(**self.options | {"logger": logger, "callbacks": callbacks})
+        with explained_failures(self.function.__name__, self.trainer, folder):
+            check_processes(self.launch, self.trainer)
+            yield self.trainer
 
 
 def values_of(checkpoint: Checkpoint, asked_data: str | None, without: Collection[str] = ()) -> Namespace:
@@ -109,3 +159,18 @@ def values_of(checkpoint: Checkpoint, asked_data: str | None, without: Collectio
     elif asked_data is None:
         raise UsageError(f"{checkpoint.path} was trained with the data module {data}: give --data {data}")
     return values
+
+
+def check_numbers(options: Mapping[str, Any]) -> None:
+    """Refuse numbers of the trainer, and of the command's own options, that are out of their ranges.
+
+    Raises:
+        UsageError: one is.
+    """
+    for name, allowed in RANGES.items():
+        number = options.get(name)
+        # A training needs one end, as its schedule does.
+        ends = name == "trainer.max_steps" or (options.get("trainer.max_steps") or -1) > 0
+        endless = name in ("trainer.max_epochs", "trainer.max_steps") and number == -1 and ends
+        if isinstance(number, int | float) and not isinstance(number, bool) and number not in allowed and not endless:
+            raise UsageError(f"--{name} must be {allowed}, got {number}")

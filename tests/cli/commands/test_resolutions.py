@@ -8,8 +8,8 @@ from command_line import rows, write_checkpoint_like
 from PIL import Image
 
 from relvit.cli import main
-from relvit.cli.commands.resolutions import short_labels
 from relvit.evaluation import evaluate_sizes
+from relvit.plots.style import short_labels
 
 VIT = {"patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}
 

@@ -9,10 +9,10 @@ import signal
 import socket
 import tempfile
 
-from relvit.cli.commands.embed import find_device
 from relvit.cli.errors import UsageError
 from relvit.evaluation import Predictor
 from relvit.models import Reach
+from relvit.utils.devices import find_device
 from relvit.utils.messages import MissingPackageError
 from relvit.utils.ranges import Port, PositiveFloat, PositiveInt
 

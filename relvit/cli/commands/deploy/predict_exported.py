@@ -6,13 +6,13 @@ from lightning import Trainer
 
 from relvit.cli.commands.predict import report
 from relvit.cli.trainer.folder import new_folder
-from relvit.cli.trainer.progress import progress_callbacks
 from relvit.data import parse_size
 from relvit.data.images.datasets import OnError
 from relvit.data.modules.paths import ImagePathsData
 from relvit.evaluation import Size
 from relvit.evaluation.deploy import OnnxClassifier
 from relvit.training import DataRecord, PredictionTable
+from relvit.training.callbacks.progress_bar import progress_callbacks
 from relvit.utils.ranges import BatchSize, Workers
 
 

@@ -13,8 +13,7 @@ from processes import ROOT, Ranks, as_srun
 from scripts import load
 
 from relvit.cli import main
-from relvit.cli.errors import UsageError
-from relvit.cli.trainer.launch import Launch, environment_of, launched
+from relvit.training.run.launch import Launch, environment_of, launched
 
 PROOF = load("resume_proof")
 # The processes find it by name.
@@ -68,7 +67,7 @@ def test_who_has_started_this(surroundings, variables, expected):
 
 def test_tasks_that_are_not_equally_many_on_each_machine(surroundings):
     surroundings(JOB | STEP | {"SLURM_STEP_TASKS_PER_NODE": "9,7"})
-    with pytest.raises(UsageError, match="16 tasks on 2 machines, not equally many on each: give --ntasks-per-node"):
+    with pytest.raises(ValueError, match="16 tasks on 2 machines, not equally many on each: give --ntasks-per-node"):
         launched()
 
 

@@ -16,10 +16,9 @@ from lightning.fabric.plugins.environments import ClusterEnvironment, LightningE
 from lightning.pytorch.accelerators import AcceleratorRegistry, CPUAccelerator
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from relvit.cli.errors import LostProcessError, UsageError
 from relvit.training.optim.strategy import check_strategy
 from relvit.utils.cores import cores
-from relvit.utils.messages import did_you_mean
+from relvit.utils.messages import LostProcessError, did_you_mean
 
 # What gloo and NCCL say where a process is gone.
 LOST = r"(?i)connection (was )?(closed|reset|refused)|remote worker|broken pipe|remote process exited|timed out"
@@ -71,7 +70,7 @@ def set_devices(options: dict[str, Any]) -> Launch | None:
         How this process was started from outside; None if it is the only one so far.
 
     Raises:
-        UsageError: this machine does not have the devices.
+        ValueError: this machine does not have the devices.
         ValueError: the strategy divides the weights among devices.
     """
     check_devices(options["accelerator"], options["devices"])
@@ -94,7 +93,7 @@ def launched() -> Launch | None:
     `salloc`) or the job's script, is alone, whatever the number of tasks that the job may have.
 
     Raises:
-        UsageError: srun has started more tasks on one machine than on another.
+        ValueError: srun has started more tasks on one machine than on another.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         processes, here = (int(os.environ[name]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
@@ -105,7 +104,7 @@ def launched() -> Launch | None:
     if tasks < 2 or in_shell:
         return None
     if tasks % nodes or "," in os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""):
-        raise UsageError(
+        raise ValueError(
             f"srun has started {tasks} tasks on {nodes} machines, not equally many on each: give --ntasks-per-node, "
             "the number of GPUs of a machine"
         )
@@ -124,34 +123,34 @@ def check_devices(accelerator: Any, devices: Any) -> None:
     """Refuse a kind of device that this machine does not have, and what is no number of devices.
 
     Raises:
-        UsageError: as Lightning would, without the names of the options.
+        ValueError: as Lightning would, without the names of the options.
     """
     kinds = AcceleratorRegistry.available_accelerators()
     found = [kind for kind in sorted(kinds) if AcceleratorRegistry[kind]["accelerator"].is_available()]
     found += ["gpu"] if {"cuda", "mps"} & set(found) else []
     if isinstance(accelerator, str) and accelerator not in ("auto", *found):
         hint = "" if accelerator in (*kinds, "gpu") else did_you_mean(accelerator, (*kinds, "gpu"))
-        raise UsageError(f"--trainer.accelerator {accelerator}: this machine has auto, {', '.join(found)}{hint}")
+        raise ValueError(f"--trainer.accelerator {accelerator}: this machine has auto, {', '.join(found)}{hint}")
     if accelerator == "cpu" or found == ["cpu"]:
         allowed, words = r"auto|[1-9]\d*", "a number of processes or auto"
     else:
         allowed, words = r"auto|-1|[1-9]\d*|\d+,[\d, ]*|\[.*\]", "a number, -1 for all, indices such as [0,2], or auto"
     if not re.fullmatch(allowed, str(devices)):
-        raise UsageError(f"--trainer.devices must be {words}, got {devices}")
+        raise ValueError(f"--trainer.devices must be {words}, got {devices}")
 
 
 def check_processes(launch: Launch | None, trainer: Trainer) -> None:
     """Refuse other numbers of processes than the trainer is to use: some would wait for others that never come.
 
     Raises:
-        UsageError: they differ, several machines are to be used and no process runs on the others, or more processes
+        ValueError: they differ, several machines are to be used and no process runs on the others, or more processes
             than cores would be started here.
     """
     devices, nodes = trainer.num_devices, trainer.num_nodes
     if launch is None and isinstance(trainer.accelerator, CPUAccelerator) and devices > cores():
-        raise UsageError(f"--trainer.devices {devices}: each process on the CPU needs a core, and there are {cores()}")
+        raise ValueError(f"--trainer.devices {devices}: each process on the CPU needs a core, and there are {cores()}")
     if launch is not None and (launch.per_node, launch.nodes) != (devices, nodes):
-        raise UsageError(
+        raise ValueError(
             f"{launch.by} has started {launch.processes} processes on {_machines(launch.nodes)}, the trainer is to use "
             f"{devices * nodes} on {_machines(nodes)}: leave out --trainer.devices and --trainer.num_nodes, or give "
             f"{launch.per_node} and {launch.nodes}"
@@ -159,7 +158,7 @@ def check_processes(launch: Launch | None, trainer: Trainer) -> None:
     environment = getattr(trainer.strategy, "cluster_environment", None)
     alone = isinstance(environment, LightningEnvironment) and "MASTER_ADDR" not in os.environ
     if launch is None and nodes > 1 and alone:
-        raise UsageError(
+        raise ValueError(
             f"--trainer.num_nodes {nodes} needs this command on {nodes} machines: start it by torchrun or srun, see "
             "--config multi_node"
         )

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from relvit.data import ImageData
-from relvit.training import Checkpoint
-from relvit.training.checkpoints.checkpoint import Normalisation
+from relvit.training.checkpoints.checkpoint import Checkpoint, Normalisation
 from relvit.training.checkpoints.pretrained import Pretrained
 
 
