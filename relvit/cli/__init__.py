@@ -20,7 +20,7 @@ from relvit_start import COMMANDS, answer
 # The module of the command that `relvit predict` runs with an exported file in the place of a checkpoint.
 EXPORTED = "relvit.cli.commands.deploy.predict_exported"
 
-# What other libraries call a command.
+# Other libraries call a command by one of these names.
 ELSEWHERE = {"train": "fit", "eval": "test", "evaluate": "test", "val": "validate", "infer": "predict"}
 
 
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("relvit: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader of our output is gone (`relvit ... | head`).
+        # The program that reads the output has ended (`relvit ... | head`).
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
@@ -78,8 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def quieten() -> None:
     """Silence warnings that a user of the command line can do nothing about, and shorten relvit's own.
 
-    Lightning's are advertisements, hints about workers and its own deprecated calls; Matplotlib's are about class names
-    in scripts that its font lacks.
+    Lightning advertises products, hints at numbers of workers and warns of calls that it makes itself. Matplotlib warns
+    of class names in scripts that its font lacks.
     """
     if getattr(warnings.formatwarning, "func", None) is not format_warning:
         warnings.formatwarning = partial(format_warning, warnings.formatwarning)
@@ -94,7 +94,7 @@ def quieten() -> None:
         "The dirpath has changed",
         # Predictions are put in order by relvit's own numbers of the images.
         "Couldn't infer the batch indices",
-        # relvit's data modules can: each goes on where the checkpoint was written.
+        # relvit's data modules can go on within an epoch, where the checkpoint was written.
         "You're resuming from a checkpoint that ended before the epoch ended",
         "Glyph .* missing from font",
     ):

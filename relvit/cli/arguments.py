@@ -7,16 +7,15 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import UnionType
-from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 from jsonargparse import Namespace
 
 from relvit.cli.errors import UsageError
-from relvit.cli.hints import accepts
+from relvit.cli.hints import accepts, item_type, takes_one
 from relvit.cli.shipped_configs import shipped_configs
 
-# Short name of an option -> its name, of commands that run a Trainer, and of `fit` besides.
+# Commands that run a Trainer have short names (keys) of options (values); `fit` has more of them.
 OF_TRAINER = {name: f"data.{name}" for name in ("root", "img_size", "batch_size", "num_workers")}
 OF_TRAINER |= {name: f"trainer.{name}" for name in ("devices", "accelerator", "precision")}
 OF_FIT = {"model": "model.model", "lr": "model.lr", "pretrained": "model.pretrained"}
@@ -25,10 +24,10 @@ OF_FIT |= {"epochs": "trainer.max_epochs", "logger": "trainer.logger"}
 LOGGERS = {"wandb": "WandbLogger", "mlflow": "MLFlowLogger", "tensorboard": "null", "csv": "false"}
 LETTERS = {"h": "help", "c": "config", "q": "quiet"}
 ALONE = ("help", "help-all", "print_config")
-# A value of `fit --model` that ends so is a file of the model's options, as the parser takes it, and no name.
+# `fit --model` takes the name of a model, or a file of the model's options, which ends in one of these.
 FILES = (".yaml", ".yml", ".json")
 
-# Last part of an option's name -> what the option is called in other libraries.
+# Other libraries call an option (the last part of its name) by these names.
 _ELSEWHERE = {
     "lr": "learning_rate lr0 base_lr",
     "max_epochs": "num_epochs n_epochs num_train_epochs",
@@ -49,7 +48,7 @@ _ELSEWHERE = {
 }
 SYNONYMS = {other: own for own, others in _ELSEWHERE.items() for other in others.split()}
 
-# Options that a command does not have although commands like it do, and what to do instead.
+# A command lacks one of these options although commands like it have the option; this is what to do instead.
 MISSING = {
     ("validate", "split"): "validate uses the images of val; to use others: relvit test --split SPLIT",
     ("validate", "runs"): "validate prints its results and writes no file; to get a report: relvit test --runs DIR",
@@ -102,18 +101,6 @@ def positionals(function: Callable[..., Any]) -> dict[str, Any]:
     return {"ckpt_path": str, **found} if found.pop("evaluation", None) else found
 
 
-def item_type(hint: Any) -> Any:
-    """Return the type of the items where an option takes a list or tuple of values; None where it does not."""
-    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else [hint]
-    return next((get_args(part)[0] for part in parts if get_origin(part) in (list, tuple)), None)
-
-
-def takes_one(hint: Any) -> bool:
-    """Return whether an option takes a single value, be it besides a list such as `img_size`."""
-    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else [hint]
-    return any(get_origin(part) not in (list, tuple) and part is not type(None) for part in parts)
-
-
 def read_arguments(command: str, function: Callable[..., Any], words: Sequence[str]) -> Arguments:
     """Name the options of a command line as the parser does, and the arguments without a name.
 
@@ -162,7 +149,7 @@ def _split(words: Sequence[str], hints: Mapping[str, Any]) -> Iterator[tuple[str
     """Yield name and value of each option; no name for an argument without one, no value for an option without one.
 
     Args:
-        words: of the command line.
+        words: the command line.
         hints: the types of the options that are parameters after a `*`. A bool needs no value; a list takes all values
             that follow, as long as they are of its type.
     """

@@ -13,9 +13,9 @@ from relvit.cli.shipped_configs import shipped_configs
 from relvit.data.modules.registry import public_class_path
 from relvit.utils.messages import cut, did_you_mean
 
-# The name under which parsers find `load_config`.
+# Parsers find `load_config` under this name.
 MODE = "relvit"
-# Aliases of aliases may stand for any number of them.
+# A few lines of YAML may stand for any number of values, by aliases of aliases.
 MOST_VALUES = 10**6
 
 _stock_loader = get_loader("yaml")
@@ -61,8 +61,8 @@ def _count(node: yaml.Node | None, counts: dict[int, int]) -> int:
     """Return the number of values in a node, an alias's each time; refuse keys that repeat, and too many values.
 
     Args:
-        node: of which an alias is the same object.
-        counts: of the nodes so far by their ids; 0: of one that is being counted.
+        node: a part of the YAML text; an alias is the same object as the node that it stands for.
+        counts: the numbers of the nodes so far by their ids; the node that is being counted has 0.
     """
     if not isinstance(node, yaml.CollectionNode):
         return 1

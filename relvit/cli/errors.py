@@ -31,16 +31,16 @@ def is_self_explanatory(error: Exception) -> bool:
     return full or isinstance(error, DownloadError | LostProcessError) or is_users_mistake(error)
 
 
-# Commands that have an option to go on without broken images.
+# These commands have an option to go on without broken images.
 SKIPPING = ("fit", "validate", "test", "predict")
 
 
 def describe(error: Exception, command: str = "fit") -> str:
     """Describe what went wrong, without what jsonargparse and the workers of data loaders put around a message."""
-    # Not above: it loads torch and Lightning, which `relvit --help` can do without.
+    # The import takes seconds, which an unknown command need not wait for.
     from relvit.data.images.decode import UnreadableImageError
 
-    # A constructor's own error is the first cause of the parser's, which lists all types that the option may have.
+    # The parser lists all types that an option may have; the constructor's own error is the first cause.
     cause: BaseException = error
     while cause.__cause__ is not None and _raised_in_jsonargparse(cause):
         cause = cause.__cause__
@@ -51,7 +51,7 @@ def describe(error: Exception, command: str = "fit") -> str:
     if isinstance(error, UnreadableImageError):
         skip = ", --data.on_error skip goes on without them" if command in SKIPPING else ""
         text = f"{text.strip()} (relvit check-data finds all such files{skip})"
-    # As the constructors of Lightning's loggers put it.
+    # The constructors of Lightning's loggers raise this error where their package is missing.
     if isinstance(cause, ModuleNotFoundError) and (package := re.match(r"Requirement '([\w-]+)", text)):
         return str(MissingPackageError(type(_frame(cause).f_locals.get("self")).__name__, package[1]))
     text = text.strip() or "no further message"

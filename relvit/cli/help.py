@@ -11,10 +11,10 @@ from typing import Any, get_args, get_type_hints
 
 from lightning import Trainer
 
-from relvit.cli.arguments import item_type, positionals, short_names, takes_one
-from relvit.cli.hints import choices
+from relvit.cli.arguments import positionals, short_names
+from relvit.cli.hints import choices, item_type, takes_one
 from relvit.cli.mistakes import required
-from relvit.cli.parser import SHARED, Parser
+from relvit.cli.parser import Parser
 from relvit.cli.trainer.lightning_cli import TRAINER_DEFAULTS
 from relvit.data import ImageFolderData
 from relvit.data.modules.registry import data_modules
@@ -23,7 +23,7 @@ from relvit.training import ImageClassifier
 WIDTH, INDENT = 100, 34
 
 DATA, DEVICES = "root img_size batch_size num_workers data data.on_error", "devices accelerator precision"
-# `fit` has hundreds of options; here are those that matter, by groups.
+# `fit` has hundreds of options; its help shows the options that matter, by groups.
 FIT = {
     "data": f"{DATA} data.augment data.cache",
     "model": "model model.model_kwargs.X pretrained model.retrofit.X model.freeze_epochs model.ema_decay",
@@ -32,7 +32,7 @@ FIT = {
     "trainer.accumulate_grad_batches patience",
     "run and devices": f"config runs resume save_every seed_everything quiet {DEVICES}",
 }
-# Texts that no docstring of relvit has, or only at a length for Python.
+# No docstring of relvit describes these options, or only at a length for Python.
 TEXTS = {
     "config": "A configuration in YAML, or one of relvit's by its name, such as digits; later ones override "
     "earlier ones.",
@@ -49,7 +49,7 @@ TEXTS = {
     "trainer.accelerator": "The kind of device: auto, cpu, gpu or mps. Default: auto.",
     "trainer.precision": "The number format: 32-true, bf16-mixed or 16-mixed. Default: 32-true.",
 }
-# What stands for the value of an option; other options have N, X, BOOL or NAME, by their types.
+# These words stand for the values of options; other options have N, X, BOOL or NAME, by their types.
 METAVARS = {
     **dict.fromkeys(("root", "runs", "robustness", "show output"), "DIR"),
     **dict.fromkeys(("config", "output", "predict-onnx model"), "FILE"),
@@ -70,7 +70,7 @@ METAVARS = {
     "curve": "FILE.json",
     "X": "VALUE",
 }
-# Further ways to use a command than the one in the signature of its function.
+# The signature of a function does not show these ways to use a command.
 USAGE = {
     "fit": ["relvit fit --root DIR [options]", "relvit fit --config FILE [options]"],
     "predict": ["relvit predict FILE.onnx PATH ... [options]"],
@@ -144,7 +144,7 @@ def short_help(command: str, function: Callable[..., Any]) -> str:
 def _text(command: str, name: str, action: argparse.Action | None) -> str:
     text = TEXTS.get(f"{command} {name}") or TEXTS.get(name)
     if text is not None or action is None:
-        return text or SHARED[name]
+        return text or ""
     text = action.help
     if "." in name:
         # Docstrings for Python are long; their first sentence is shown.

@@ -27,9 +27,24 @@ def accepts(hint: Any, value: Any) -> bool:
     probe.add_argument("--value", type=hint)
     try:
         probe.parse_object({"value": value})
-    except (ArgumentError, OverflowError):  # jsonargparse converts an integer, however large, to a float
+    except (ArgumentError, OverflowError):  # Python refuses to convert a very large integer to a float.
         return False
     return True
+
+
+def item_type(hint: Any) -> Any:
+    """Return the type of the items where an option takes a list or tuple of values; None where it does not."""
+    return next((get_args(part)[0] for part in _alternatives(hint) if get_origin(part) in (list, tuple)), None)
+
+
+def takes_one(hint: Any) -> bool:
+    """Return whether an option takes a single value; some options, such as `img_size`, take a list as well."""
+    return any(get_origin(part) not in (list, tuple) for part in _alternatives(hint))
+
+
+def _alternatives(hint: Any) -> list[Any]:
+    parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else [hint]
+    return [part for part in parts if part is not type(None)]
 
 
 def choices(hint: Any) -> list[str]:
@@ -45,7 +60,7 @@ def in_words(hint: Any) -> str:
     if kind is Annotated:
         return in_words(parts[0])
     if kind in (Union, types.UnionType):
-        return " or ".join(dict.fromkeys(in_words(part) for part in parts if part is not type(None)))
+        return " or ".join(dict.fromkeys(map(in_words, _alternatives(hint))))
     if kind is Literal:
         return f"one of {', '.join(map(repr, parts))}"
     if kind is list and parts:

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import timm
-import yaml
 from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
@@ -43,17 +42,17 @@ def explain(parser: ArgumentParser, words: Sequence[str], namespace: Namespace |
     The parser's own message, which reports all types that it has tried, is the last resort.
 
     Args:
-        parser: which refused.
-        words: of the command line, as '--name=value'.
+        parser: has refused the words.
+        words: the command line, as '--name=value'.
         namespace: the values with which the options began, such as those of a checkpoint.
-        error: of the parser.
+        error: was raised by the parser.
+
+    Raises:
+        UsageError: a configuration cannot be read.
     """
     known = option_types(parser)
-    try:
-        at_first = {} if namespace is None else namespace.as_dict()
-        given = [*_leaves(at_first, "the checkpoint", known), *_in_words(words, known)]
-    except UsageError as wrong:
-        return str(wrong)
+    at_first = {} if namespace is None else namespace.as_dict()
+    given = [*_leaves(at_first, "the checkpoint", known), *_in_words(words, known)]
     # A configuration may leave a value open, as null.
     names = {option.name for option in given if option.value is not None or option.file is None}
     short = {own: name for name, own in (OF_TRAINER | OF_FIT).items()}
@@ -71,7 +70,7 @@ def explain(parser: ArgumentParser, words: Sequence[str], namespace: Namespace |
             return f"--{option.name} is for --data NAME: {instead}" if "root" in names else NO_DATA
         if complaint := _wrong_name(option, known) or _wrong_value(option, known):
             return complaint
-    # `fit` and the commands that run a Trainer on a checkpoint train or use a model on data.
+    # Only commands that run a Trainer have options of the model; they need data.
     if "model.lr" in known and "data" not in names:
         return NO_DATA
     return f"missing: {', '.join(missing)}" if missing else cut(error)
@@ -100,17 +99,10 @@ def _in_words(words: Sequence[str], known: Mapping[str, Any]) -> Iterator[Given]
             if not value:
                 raise UsageError("--config needs a value")
             yield from _leaves(read_config(value), value, known)
-        elif value.startswith("{") and isinstance(options := _plain(value), dict):
-            yield from _leaves({name.removesuffix("+"): options}, None, known)
+        elif value.startswith("{") and accepts(dict, value):
+            yield from _leaves({name.removesuffix("+"): load_config(value)}, None, known)
         else:
             yield Given(name.removesuffix("+"), value if equals else None)
-
-
-def _plain(value: str) -> Any:
-    try:
-        return load_config(value)
-    except (yaml.YAMLError, RecursionError):
-        return None
 
 
 def _leaves(
@@ -183,14 +175,14 @@ def _wrong_value(option: Given, known: Mapping[str, Any]) -> str | None:
     if _class_named(hint, value) is not None or (classes and not isinstance(value, str)) or accepts(hint, value):
         return None
     if classes and "." not in value:
-        # Of relvit's own classes users choose data alone.
+        # The other classes of relvit cannot be chosen on the command line.
         others = [other for other, cls in classes.items() if not cls.__module__.startswith("relvit.")]
         names = sorted([cls.__name__ for cls in data_modules()] if name == "data" else others)
         return f"unknown {name} {value!r}{place}{did_you_mean(value, names)}; known: {listing(names)}"
     if classes:
         module, _, cls = value.rpartition(".")
         try:
-            # The parser has tried the same import.
+            # This import runs no code that the parser has not run already.
             getattr(importlib.import_module(module), cls)
         except Exception as reason:
             return f"--{name}{place}: {value}: {cut(reason)}"

@@ -33,7 +33,7 @@ def write_rows(target: Path, rows: Sequence[dict[str, Any]], draw: Callable[[Pat
     """Write rows to a CSV or JSON file, or `draw` them into a PNG, and print the file's name."""
     match target.suffix:
         case ".csv":
-            # Some columns are of some rows alone, such as the difference to the first one.
+            # Only some rows have all columns: the first checkpoint has no difference to the first.
             columns = list(dict.fromkeys(name for row in rows for name in row))
             write_csv(target, columns, ([row.get(name, "") for name in columns] for row in rows))
         case ".json":

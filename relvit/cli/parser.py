@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from argparse import ArgumentError
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from relvit.cli.errors import UsageError
 from relvit.cli.mistakes import explain
 from relvit.cli.secrets import without_masks
 
-# Options that several commands have, where the docstring of a command does not describe the option.
+# Several commands have these options; the docstring of a command need not describe them again.
 SHARED = {
     "ckpt_path": "The checkpoint to use, such as runs/RUN/checkpoints/best.ckpt.",
     "reach": "How attention works at other sizes than in training; see docs/sizes.md.",
@@ -49,7 +50,9 @@ class Parser(LightningArgumentParser):
             raise UsageError(explain(self, args or (), namespace, error)) from error
 
     def add_options_of(self, function: Callable[..., Any]) -> None:
-        """Add the arguments of a command's function as options, but for the one that holds model, data and trainer."""
+        """Add the arguments of a command's function as options; an `Evaluation` is made from a checkpoint."""
+        if "evaluation" in inspect.signature(function).parameters:
+            self.add_argument("--ckpt_path", type=str)
         self.add_function_arguments(function, as_group=False, skip={"evaluation", "training"})
         for action in self._actions:
             if action.dest in SHARED and not action.help:

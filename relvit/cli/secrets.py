@@ -33,7 +33,7 @@ def mask_secrets(logger: Any) -> Any:
 def mask_command(command: Sequence[str], logger: Any) -> list[str]:
     """Return a command line in which the secrets of the logger's configuration are `***`, in any place of it."""
     secrets = {*_texts(logger)} - {*_texts(mask_secrets(logger))}
-    # JSON may write a secret in other characters. The longest is the first, as another one may be a part of it.
+    # JSON may write a secret in other characters. The longest form comes first, because it may contain another one.
     forms = {form for secret in secrets for form in (secret, json.dumps(secret)[1:-1])}
     pattern = re.compile("|".join(map(re.escape, sorted(forms, key=len, reverse=True))) or r"(?!)")
     return [pattern.sub(MASK, argument) for argument in command]

@@ -15,7 +15,7 @@ from relvit.utils.files import is_address
 from relvit.utils.progress import with_bar
 from relvit.utils.ranges import BatchSize
 
-# Images of which no more than a hint can be had: a temperature from them may be worse than none.
+# A temperature from fewer images may be worse than none.
 FEW = 200
 
 

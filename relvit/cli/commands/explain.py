@@ -40,7 +40,7 @@ def explain(
             raise UsageError("--model_kwargs and --retrofit are for the name of a model: a checkpoint has its own")
         net = classifier_of(Checkpoint.read(model)).net
     else:
-        # Weights are of no interest, and the number of classes changes nothing here.
+        # The plans depend neither on the weights nor on the number of classes.
         net = build_model(model, 10, model_kwargs=model_kwargs, retrofit=retrofit)
     plans = explain_model(net, img_size)
     height, width = net.patch_embed.img_size if img_size is None else int_pair("img_size", img_size, 1)
@@ -49,7 +49,7 @@ def explain(
     if not console.is_terminal:
         print(as_table(plans), flush=True)
         return
-    # Eight columns fit no terminal.
+    # Eight columns do not fit a terminal.
     for row in as_rows(plans):
         table = Table.grid(padding=(0, 2, 0, 0))
         for name, cell in zip(HEADER, row, strict=True):

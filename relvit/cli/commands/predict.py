@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from relvit.cli.arguments import Arguments
 from relvit.cli.errors import UsageError
-from relvit.cli.trainer.evaluation import Evaluation, evaluate, refuse_other_images
 from relvit.cli.trainer.folder import new_folder
+from relvit.cli.trainer.lightning_cli import Evaluation, evaluate, refuse_other_images
 from relvit.data.labels import counts_text
-from relvit.data.modules.registry import data_modules
 from relvit.evaluation import MirrorAverage
 from relvit.models import Reach
-from relvit.training import Checkpoint, PredictionTable
+from relvit.training import PredictionTable
 from relvit.utils.progress import rank_zero_print
 
 
@@ -61,20 +61,14 @@ def report(table: PredictionTable, folder: Path) -> None:
 
 def main(given: Arguments) -> None:
     """Run the command line."""
-    if paths := given.values.get("paths"):
-        named = f"{paths[0]} (and {len(paths) - 1} more)" if len(paths) > 1 else paths[0]
-        refuse_other_images(given, ("data", "data.root"), named)
+    # Whatever the training did about them, one broken file shall not cost the others their predictions.
+    changes: dict[str, Any] = {"on_error": "skip"}
+    if not (paths := given.values.get("paths")):
+        evaluate(predict, given, **changes)
+        return
+    named = f"{paths[0]} (and {len(paths) - 1} more)" if len(paths) > 1 else paths[0]
+    refuse_other_images(given, ("data", "data.root"), named)
+    # The import is here, because the parser's help would list the class among the kinds of data.
+    from relvit.data.modules.paths import ImagePathsData
 
-    def with_images(checkpoint: Checkpoint) -> Checkpoint:
-        if paths:
-            # The import is here, because the parser's help would list the class among the kinds of data.
-            from relvit.data.modules.paths import ImagePathsData
-
-            return checkpoint.with_data(ImagePathsData, paths=paths, on_error="skip")
-        asked = (given.values.get("data") or "").rpartition(".")[2]
-        kind = next((cls for cls in data_modules() if cls.__name__ == asked), checkpoint.data_type)
-        # Whatever the training did about them, one broken file shall not cost the others their predictions.
-        known = checkpoint.data_args if kind is None else kind.argument_names()
-        return checkpoint.with_data(kind, on_error="skip") if "on_error" in known else checkpoint
-
-    evaluate(predict, given, with_images)
+    evaluate(predict, given, ImagePathsData, paths=paths, **changes)

@@ -16,7 +16,7 @@ from relvit.plots.style import short_labels
 from relvit.utils.progress import with_bar
 from relvit.utils.ranges import BatchSize
 
-# Column of the table -> key of a row, and how its value is written.
+# Each column of the table shows one key of the rows, in this format.
 COLUMNS = {
     "acc1": ("acc1", "{:.4f}"),
     "±": ("acc1_se", "{:.4f}"),

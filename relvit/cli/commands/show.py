@@ -18,7 +18,7 @@ from relvit.plots import picture_of
 from relvit.utils.devices import find_device
 from relvit.utils.messages import MissingPackageError, visible
 
-# Of an image in a figure, in pixels.
+# An image in a figure has sides of at most so many pixels.
 SIDE = 400
 
 

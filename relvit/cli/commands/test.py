@@ -12,8 +12,8 @@ from lightning import Callback, Trainer
 from relvit.cli.arguments import Arguments
 from relvit.cli.errors import UsageError
 from relvit.cli.outputs import print_table
-from relvit.cli.trainer.evaluation import Evaluation, evaluate, refuse_other_images
 from relvit.cli.trainer.folder import new_folder
+from relvit.cli.trainer.lightning_cli import Evaluation, evaluate, refuse_other_images
 from relvit.cli.trainer.summary import SCORES, baseline, files_line, write_summary
 from relvit.evaluation import (
     Corruptions,
@@ -26,7 +26,7 @@ from relvit.evaluation.standard_error import plus_minus, with_errors
 from relvit.models import Reach
 from relvit.utils.progress import rank_zero_print
 
-# All classes up to so many are shown, else the worst few.
+# The table shows all classes where there are at most ALL, otherwise the WORST of them.
 ALL, WORST = 20, 10
 
 
@@ -78,7 +78,7 @@ def report(trainer: Trainer, found: EvaluationReport, folder: Path, checkpoint: 
     if hasattr(data, "conditions"):
         summary["robustness"] = data.root
     summary |= data.shape.record()
-    # Corruptions show the same images again and again: such results are no independent draws.
+    # Corruptions show the same images several times, so the results are not independent.
     summary |= found.results if found.corruptions else with_errors(found.results, found.results["images"])
     write_summary(folder, summary, trainer)
     print_classes(found.classes, data.class_names)
@@ -124,4 +124,4 @@ def main(given: Arguments) -> None:
     # The import is here, because the parser's help would list the class among the kinds of data.
     from relvit.data.modules.robustness import RobustnessData
 
-    evaluate(test, given, lambda checkpoint: checkpoint.with_data(RobustnessData, root=root))
+    evaluate(test, given, RobustnessData, root=root)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from relvit.cli.arguments import Arguments
-from relvit.cli.trainer.evaluation import Evaluation, evaluate
+from relvit.cli.trainer.lightning_cli import Evaluation, evaluate
 from relvit.models import Reach
 
 

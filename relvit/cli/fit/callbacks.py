@@ -17,13 +17,13 @@ from relvit.utils.progress import rank_zero_print
 class RunConfig(SaveConfigCallback):
     """Write `config.yaml` into the run's folder, wherever loggers write, and add to `run.json`.
 
-    When a training is about to begin: `--lr_find` has found its learning rate, which the configuration then holds, and
-    a checkpoint to go on from has been taken. What is refused before leaves the files as they were. Given to `fit`, the
-    configuration trains the same again. Where there is no run, in a trial by `fast_dev_run`, nothing is written.
+    The files are written when everything that may refuse the training has passed, and when `--lr_find` has found a
+    learning rate, which the configuration then holds. `relvit fit --config` trains the same again. A trial by
+    `fast_dev_run` writes nothing.
     """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Do nothing: here Lightning's own writes."""
+        """Do nothing; Lightning's own callback writes the configuration here, which is too early."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write after the search for a learning rate, which is the same hook of an earlier callback."""

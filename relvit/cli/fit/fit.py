@@ -80,7 +80,7 @@ def training_values(checkpoint: Checkpoint, asked_data: str | None) -> Namespace
             f"{checkpoint.path} holds weights alone (an average does), with which no training can go on: start one "
             f"from them with --model.pretrained {checkpoint.path}"
         )
-    # The classes are found in the images, and compared.
+    # The classes are found in the images, and compared with the checkpoint's afterwards.
     return values_of(checkpoint, asked_data, ("data.class_names", *(f"model.{name}" for name in OF_THE_DATA)))
 
 
@@ -127,7 +127,7 @@ class FitCLI(RelvitCLI):
         """Train, then test the best checkpoint; before anything is written, refuse what contradicts the checkpoint."""
         if self.checkpoint is not None:
             self._check_checkpoint(self.checkpoint)
-        # So that config.yaml names the model, also where it came from the pretrained weights.
+        # The configuration names the model, too, where the pretrained weights have chosen it.
         for name in Architecture._fields:
             self.config.model[name] = self.model.hparams[name]
         callbacks, history = self._callbacks(self.options)
@@ -146,7 +146,7 @@ class FitCLI(RelvitCLI):
         if self.config.lr_find:
             raise UsageError("--lr_find starts a training; one that goes on keeps its learning rate: drop that option")
         data = checkpoint.data
-        # Options that are newer than the checkpoint had what is their default now.
+        # Options that the checkpoint lacks are newer; it was trained with what is their default now.
         known = {**self.datamodule.argument_defaults(), **data["init_args"]}
         trained = {"model": checkpoint.model, "data": {**data, "init_args": known}} | checkpoint.fit
         now = {"model": self.model.hparams, "data": data_arguments(self.datamodule)} | fit_options(self.config)
@@ -211,7 +211,7 @@ class FitCLI(RelvitCLI):
         """Test the best checkpoint where there are test images, and print the result and the commands to go on."""
         if self.run_folder is None:
             return
-        # Not the trainer's, which may be one of the user's own.
+        # The trainer's own checkpoint callback may be the user's.
         if self.best.best_model_score is None:
             last = self.best.last_path
             kept = f"; its last one is {last}" if last.exists() else ""

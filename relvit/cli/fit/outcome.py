@@ -68,7 +68,7 @@ def report_fit(
         f"Best validation {what}{resumed}: {plus_minus(summary, f'val/{score}')}, epoch {checkpoints.best_epoch}"
         f"{baseline(class_counts(data, 'val'))}"
     )
-    # A test image that cannot be read stops the test, not this.
+    # This is printed before the test, which stops at a test image that cannot be read.
     rank_zero_print("\n".join(lines))
     lines = []
     if data.has_test:
@@ -94,7 +94,7 @@ def _draw_positions(target: Path, best: str, data: LightningDataModule) -> None:
         draw("tables", load_classifier(best).net, image).savefig(target)
     except NotApplicableError:
         pass
-    # Memory, fonts and position modules of users may all fail in their own way; the training itself is done.
+    # Memory, fonts and users' position modules fail in their own ways, and the training is done already.
     except Exception as error:
         rank_zero_print(f"Note: {target.name} could not be drawn: {one_line(error)}")
 
@@ -105,10 +105,10 @@ def _suggestions(net: nn.Module, data: LightningDataModule, best: str) -> list[s
     path = shlex.quote(str(path))
     lines = []
     if not data.shape.fixed:
-        # Half as many tokens more, in images of the same shapes.
+        # The suggested size has half as many tokens more, in images of the same shapes.
         lines.append(f"  relvit validate {path} --data.max_tokens {round(1.5 * data.shape.max_tokens)}")
     elif getattr(net, "dynamic_img_size", False):
-        # A quarter larger, in whole patches: objects grow in patches, too, and accuracy falls with a large factor.
+        # The suggested sides are a quarter larger, in whole patches; with much larger images accuracy would fall.
         patch = net.patch_embed.patch_size
         trained = list(data.img_size)
         larger = [max(side + p, round(1.25 * side / p) * p) for side, p in zip(trained, patch, strict=True)]

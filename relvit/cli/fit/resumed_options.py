@@ -21,8 +21,8 @@ from relvit.training.classifier import LOSS_DEFAULTS
 from relvit.utils.files import is_address
 from relvit.utils.messages import cut
 
-# Options that take effect from the checkpoint on. Batch size, accumulation and devices may change as far as
-# `relvit.training.checkpoints.exact_resume.Progress.check_layout` allows.
+# These options may change at a checkpoint. `relvit.training.checkpoints.exact_resume.Progress.check_layout` limits the
+# changes of batch size, accumulation and devices.
 FREE = {
     *("save_every", "patience", "model.compile", "model.channels_last", "model.nonfinite"),
     *(f"data.{name}" for name in ("batch_size", "num_workers", "cache", "on_error", "download", "test", "predict")),
@@ -33,11 +33,11 @@ FREE = {
     *(f"trainer.{name}" for name in ("limit_test_batches", "deterministic", "benchmark", "inference_mode")),
     "trainer.detect_anomaly",
 }
-# Options that older runs lack, which went by what are now the defaults.
+# Older runs lack these options, and were trained with what are now the defaults.
 ADDED = {f"model.{name}": value for name, value in LOSS_DEFAULTS.items()}
-# Files that may have moved, but neither appear nor disappear.
+# These files may have moved, but they must be there before and after.
 PLACES = {"data.root", "data.name", "data.train", "data.val", "model.teacher"}
-# Whatever is in neither is refused. Why: the reason of the longest name that an option begins with.
+# Changes of all other options are refused, with the reason for the longest of these names that the option begins with.
 REASONS = {
     "": "a training that goes on stays as it was configured",
     "seed_everything": "order, augmentation and dropout follow from it",
@@ -46,7 +46,7 @@ REASONS = {
     "trainer.callbacks": "callbacks go on with the states that they had",
     "trainer.fast_dev_run": "a trial writes nothing and begins afresh",
 }
-# What `check_same_network` and `check_same_data` compare.
+# `Checkpoint.check_network` and `Checkpoint.check_data` compare these options.
 COMPARED_ELSEWHERE = {f"model.{name}" for name in (*NETWORK, "pretrained")} | {"data.class_names", "data.img_size"}
 
 
@@ -166,7 +166,7 @@ def _leaves(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
         elif isinstance(value, Mapping) and value and "class_path" not in value:
             yield from _leaves(value, f"{name}.")
         else:
-            # No arguments are as good as none.
+            # An empty mapping means the same as None.
             yield name, None if value == {} else _plain(value)
 
 

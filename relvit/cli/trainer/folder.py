@@ -73,8 +73,8 @@ def explained_failures(command: str, trainer: Trainer, folder: Path | None) -> I
 
     Args:
         command: 'fit', 'validate', 'test' or 'predict'.
-        trainer: which runs.
-        folder: of its results; None: it writes none.
+        trainer: runs the command.
+        folder: the folder of the results; None: there is none.
     """
 
     def can_resume() -> bool:
@@ -83,7 +83,7 @@ def explained_failures(command: str, trainer: Trainer, folder: Path | None) -> I
     try:
         yield
     except SystemExit as stop:
-        # A signal, or Lightning has caught Ctrl-C and is on its way out.
+        # The cause is a signal, or Lightning has caught Ctrl-C.
         if trainer.interrupted and can_resume():
             why = f"Stopped by {stop.signal.name}" if isinstance(stop, StoppedBySignalError) else "Stopped"
             rank_zero_print(f"{why}. To go on: relvit fit --resume {folder}")

@@ -1,4 +1,4 @@
-"""`RelvitCLI`: Lightning's CLI for one command, whose options begin with the values of a checkpoint."""
+"""Lightning's CLI for the commands that run a Trainer; `Evaluation` begins with the values of a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,22 +10,29 @@ from typing import Any
 from jsonargparse import Namespace
 from lightning import Callback, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from relvit.cli.arguments import Arguments
 from relvit.cli.errors import UsageError
 from relvit.cli.parser import Parser
 from relvit.cli.trainer.folder import check_runs, explained_failures
 from relvit.data import ImageData
+from relvit.data.modules.registry import data_modules
+from relvit.models import Reach, set_reach
+from relvit.models.sizes.reach import check_reach
 from relvit.training import Checkpoint, DataRecord, History, ImageClassifier
 from relvit.training.callbacks.progress_bar import progress_callbacks
 from relvit.training.checkpoints.normalisation import set_normalisation
-from relvit.training.run.launch import Launch, PatientLauncher, as_list, check_processes, set_devices
+from relvit.training.run.launch import Launch, PatientLauncher, as_list, check_processes, leave_processes, set_devices
 from relvit.utils.ranges import Range
+from relvit.utils.remote import local_file
 
-# Where they differ from Lightning's.
+# These options of the model change how it is evaluated, and not what it is.
+OF_EVALUATION = ("compile", "channels_last")
+# These defaults differ from Lightning's.
 TRAINER_DEFAULTS: dict[str, Any] = {"max_epochs": 100, "enable_model_summary": False}
 
-# Options that Lightning takes any number for, or refuses in other words: what they may be.
+# Lightning takes any number for these options, or refuses it in other words.
 _POSITIVE, _COUNT = Range(1), Range(0)
 RANGES: dict[str, Range] = {
     "seed_everything": Range(0, 2**32 - 1),
@@ -52,7 +59,7 @@ class RelvitCLI(LightningCLI):
         datamodule: the images.
         model: the classifier, without the weights of the checkpoint.
         normalisation: describes how the images are normalised.
-        options: of the trainer.
+        options: the arguments of the trainer.
 
     Args:
         function: its arguments, without the first, are the options beside those of the trainer, the model and the data.
@@ -124,7 +131,7 @@ class RelvitCLI(LightningCLI):
         Args:
             callbacks: those of the command.
             folder: for the results; None: they are only printed.
-            history: of a training.
+            history: the history of a training; None in evaluation.
             quiet: show no progress.
         """
         shown = progress_callbacks(self.options, history, quiet)
@@ -134,6 +141,102 @@ class RelvitCLI(LightningCLI):
         with explained_failures(self.function.__name__, self.trainer, folder):
             check_processes(self.launch, self.trainer)
             yield self.trainer
+
+
+class Evaluation(RelvitCLI):
+    """The classifier and the data of a checkpoint, as the options of a command change them.
+
+    Args:
+        function: runs the command; its signature has the command's own options.
+        given: the command line.
+        checkpoint: with the images that the command uses; it has the values of options that are not given.
+        file: the local file of the checkpoint.
+        asked: the data module that the command or its user asks for.
+    """
+
+    checkpoint: Checkpoint
+
+    def __init__(
+        self, function: Callable[..., None], given: Arguments, checkpoint: Checkpoint, file: Path, asked: str | None
+    ) -> None:
+        self.file: Path = file
+        super().__init__(function, given, checkpoint, values_of(checkpoint, asked))
+
+    def before_instantiate_classes(self) -> None:
+        """Refuse other options of the model than the training's."""
+        names = (name for name in self.checkpoint.model if name not in OF_EVALUATION)
+        self.checkpoint.check_network(self.config.model.as_dict(), names)
+
+    def set_reach(self, reach: Reach) -> None:
+        """Choose how attention works at other sizes than in training."""
+        check_reach(reach, self.datamodule.shape.fixed, self.checkpoint.path)
+        if reach != "trained":
+            set_reach(self.model.net, reach, self.checkpoint.transforms().img_size)
+
+    def run(
+        self,
+        callbacks: Sequence[Callback] = (),
+        folder: Path | None = None,
+        report: Callable[[Trainer], None] = lambda trainer: None,
+        **options: Any,
+    ) -> None:
+        """Run the Trainer's method of the command's name with the checkpoint's weights.
+
+        Args:
+            callbacks: compute the results.
+            folder: for the results; None: they are only printed.
+            report: is called in the main process at the end.
+            options: further arguments of the method.
+        """
+        self.options["enable_checkpointing"] = False
+        with self.running(callbacks, folder) as trainer:
+            method = getattr(trainer, self.function.__name__)
+            # Nothing but tensors and plain types is ever read from a checkpoint.
+            method(self.model, self.datamodule, ckpt_path=str(self.file), weights_only=True, **options)
+            if rank_zero_only.rank == 0:
+                report(trainer)
+
+
+def evaluate(
+    function: Callable[..., None], given: Arguments, data_type: type[ImageData] | None = None, **changes: Any
+) -> None:
+    """Run `relvit validate`, `test` or `predict`.
+
+    Args:
+        function: runs the command. Its first argument is the `Evaluation`, the others are the command's own options.
+        given: the command line.
+        data_type: the data module that the command chooses; None: it is the user's choice, or the checkpoint's.
+        changes: arguments of the data module that differ from the training's where the user does not give them.
+
+    Raises:
+        UsageError: no checkpoint is given.
+    """
+    path, asked = given.values.get("ckpt_path"), given.values.get("data")
+    if path is None and any(name.endswith(("help", "help-all")) for name in given.values):
+        # The parser prints the help and exits.
+        RelvitCLI(function, given)
+    if path is None:
+        raise UsageError(f"no checkpoint given: relvit {function.__name__} runs/RUN/checkpoints/best.ckpt")
+    # Lightning reads the checkpoint again, and would take an older file of the same name for one at an http address.
+    with local_file(path) as file:
+        checkpoint = Checkpoint.read(path, file)
+        if data_type is None and asked is not None and checkpoint.data_type is not None:
+            named = (cls for cls in data_modules() if cls.__name__ == asked.rpartition(".")[2])
+            checkpoint = checkpoint.with_data(next(named, None), **changes)
+        else:
+            checkpoint = checkpoint.with_data(data_type, **changes)
+            asked = asked if data_type is None else checkpoint.data["class_path"]
+        evaluation = Evaluation(function, given, checkpoint, file, asked)
+        names = (name for name in function.__annotations__ if name in evaluation.config_init)
+        function(evaluation, **{name: evaluation.config_init[name] for name in names})
+    leave_processes()
+
+
+def refuse_other_images(given: Arguments, others: Sequence[str], named: str) -> None:
+    """Refuse options that name images where `named` names them already."""
+    for other in others:
+        if (value := given.values.get(other)) is not None:
+            raise UsageError(f"--{other} {value} and {named} both name the images: give one of them")
 
 
 def values_of(checkpoint: Checkpoint, asked_data: str | None, without: Collection[str] = ()) -> Namespace:
@@ -169,7 +272,7 @@ def check_numbers(options: Mapping[str, Any]) -> None:
     """
     for name, allowed in RANGES.items():
         number = options.get(name)
-        # A training needs one end, as its schedule does.
+        # A schedule needs one of the two ends.
         ends = name == "trainer.max_steps" or (options.get("trainer.max_steps") or -1) > 0
         endless = name in ("trainer.max_epochs", "trainer.max_steps") and number == -1 and ends
         if isinstance(number, int | float) and not isinstance(number, bool) and number not in allowed and not endless:

@@ -13,7 +13,7 @@ from relvit.data import ImageData
 from relvit.data.modules.base import Split
 from relvit.training import DataRecord
 
-# The metric by which the best checkpoint is chosen, see `ImageClassifier.score`.
+# The best checkpoint is chosen by one of these metrics, see `ImageClassifier.score`.
 SCORES = {"acc1": "accuracy", "map": "mean average precision"}
 
 

@@ -152,20 +152,20 @@ class Checkpoint:
         except TypeError as error:
             raise ValueError(f"{self.path} does not make a {data_type.__name__}: {error}") from error
 
-    def with_data(self, data_type: type[ImageData] | None = None, **arguments: Any) -> Checkpoint:
+    def with_data(self, data_type: type[ImageData] | None = None, **changes: Any) -> Checkpoint:
         """Return the checkpoint with other images, of the same transforms and classes.
 
         Args:
-            data_type: the data module of the images, which takes over the arguments that it has in common with the
-                checkpoint's; None means the same data module.
-            arguments: these replace arguments of the data module.
+            data_type: the data module of the images; None means the checkpoint's.
+            changes: these replace arguments of the checkpoint's data module. Arguments that the new data module does
+                not have are left out.
         """
-        path, known = self.data["class_path"], self.data_args
+        path, names = self.data["class_path"], list(self.data_args)
         if data_type is not None:
-            path = f"{data_type.__module__}.{data_type.__qualname__}"
+            path, names = f"{data_type.__module__}.{data_type.__qualname__}", data_type.argument_names()
             path = public_class_path(path) if data_type.chosen_by_name else path
-            known = {name: value for name, value in known.items() if name in data_type.argument_names()}
-        return replace(self, data={"class_path": path, "init_args": known | arguments})
+        arguments = {name: value for name, value in (self.data_args | changes).items() if name in names}
+        return replace(self, data={"class_path": path, "init_args": arguments})
 
     def normalisation(self) -> Normalisation:
         """Return the mean and standard deviation of the training's images."""

@@ -1,4 +1,4 @@
-"""Normalisation of the images of a command: as given, else what the weights were trained with."""
+"""Normalise the images of a run as its options say, or else as the weights were trained."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def set_normalisation(
         value = getattr(known, name)
         if name in missing and value and len(value) == data.in_chans:
             used[name] = tuple(value)
-        # Where a training goes on, nothing is missing: its checkpoint has it all.
+        # A training that goes on has mean and std from its checkpoint, so nothing is missing.
         if value and used[name] == tuple(value) and (checkpoint is not None or name in missing):
             reason = whose
         reasons.setdefault(reason, []).append(f"{name} [{', '.join(f'{number:.4g}' for number in used[name])}]")
-    # Only then: a data module of the user's may have made its own transforms.
+    # A user's data module may have made its own transforms, so it is called only where something changes.
     if used != {name: getattr(data, name) for name in used}:
         data.normalise_by(**used)
     for name in used:

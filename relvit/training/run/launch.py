@@ -20,12 +20,12 @@ from relvit.training.optim.strategy import check_strategy
 from relvit.utils.cores import cores
 from relvit.utils.messages import LostProcessError, did_you_mean
 
-# What gloo and NCCL say where a process is gone.
+# gloo and NCCL say this where a process has ended.
 LOST = r"(?i)connection (was )?(closed|reset|refused)|remote worker|broken pipe|remote process exited|timed out"
 OUT_OF_MEMORY = ", as the system does where memory runs out"
-# What Slurm calls a job that is a shell.
+# Slurm calls a job that is a shell by one of these names.
 SHELLS = ("bash", "interactive")
-# The main process has so many seconds to end by itself where a process that it started fails.
+# Where another process fails, the main process has so many seconds to end by itself.
 PATIENCE = 60
 
 
@@ -55,7 +55,7 @@ class SrunTasks(SLURMEnvironment):
     """
 
     def __init__(self) -> None:
-        # Slurm sets it only where it was asked for by that name, Lightning wants it always.
+        # Slurm sets the variable only where the job asks for it, and Lightning always wants it.
         os.environ.setdefault("SLURM_NTASKS_PER_NODE", str(_tasks() // _nodes()))
         super().__init__(auto_requeue=False)
 
@@ -99,7 +99,7 @@ def launched() -> Launch | None:
         processes, here = (int(os.environ[name]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
         return Launch("torchrun", processes, processes // here)
     tasks, nodes = _tasks(), _nodes()
-    # The tasks of srun have no terminal, a shell by `srun --pty` does.
+    # The tasks of srun have no terminal, and a shell by `srun --pty` has one.
     in_shell = os.environ.get("SLURM_JOB_NAME") in SHELLS or (sys.stdin is not None and sys.stdin.isatty())
     if tasks < 2 or in_shell:
         return None
@@ -115,7 +115,7 @@ def environment_of(launch: Launch | None) -> ClusterEnvironment | None:
     """Return the cluster environment that Lightning is to use; None: the one that it detects."""
     if launch is not None:
         return SrunTasks() if launch.by == "srun" else None
-    # Lightning would wait for the tasks of a Slurm job, wherever in it this process is.
+    # In any process of a Slurm job, Lightning would wait for the tasks of the job.
     return LightningEnvironment() if "SLURM_NTASKS" in os.environ else None
 
 

@@ -40,7 +40,7 @@ def demo(
         max_pixels: The number of pixels that no uploaded image may exceed.
     """
     with tempfile.TemporaryDirectory(prefix="relvit-demo-") as folder, contextlib.ExitStack() as stack:
-        # Gradio reads them when it is imported.
+        # Gradio reads the variables when it is imported.
         os.environ |= {"GRADIO_TEMP_DIR": folder, "GRADIO_ANALYTICS_ENABLED": "False"}
         try:
             from relvit.evaluation.deploy.demo import Viewer, build_app
@@ -58,11 +58,11 @@ def demo(
         address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
         who = "only this machine" if host in LOCAL else "everyone who can reach this machine, without a password,"
         print(f"The page is at {address}, and {who} can open it. Ctrl-C ends it.", flush=True)
-        # Files are removed when the process is ended by another, too.
+        # The files are removed, too, when another process ends this one.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         import uvicorn
 
-        # Of uvicorn there would only be complaints about pages that are open when it ends.
+        # Otherwise uvicorn complains of pages that are open when it ends.
         config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1)
         with contextlib.suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=[listener])
