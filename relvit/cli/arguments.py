@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 from jsonargparse import Namespace
 
+from relvit.cli.config_text import load_config
 from relvit.cli.errors import UsageError
 from relvit.cli.hints import accepts, item_type, takes_one
 from relvit.cli.shipped_configs import shipped_configs
@@ -110,9 +111,12 @@ def read_arguments(command: str, function: Callable[..., Any], words: Sequence[s
         UsageError: an argument without a name where there is none to take, two different values for one option under
             two names, or an option that another command has.
     """
-    short, bare, named, typed = short_names(command, function), [], [], {}
+    short, places = short_names(command, function), positionals(function)
+    bare: list[str] = []
+    named: list[tuple[str, Any]] = []
+    typed: dict[str, str] = {}
     texts: dict[str, dict[str, str]] = {}
-    hints = {name: hint for name, hint in get_type_hints(function).items() if name not in positionals(function)}
+    hints = {name: hint for name, hint in get_type_hints(function).items() if name not in places}
     for name, value in _split(words, hints):
         if name is None:
             bare.append(value)
@@ -126,6 +130,8 @@ def read_arguments(command: str, function: Callable[..., Any], words: Sequence[s
         if value is not None:
             value = _meant(command, own, value)
             texts.setdefault(own, {})[name] = value
+        if value is not None and item_type(places.get(own)) is not None and not takes_one(places[own]):
+            value = load_config(value) if accepts(list[str], value) else [value]
         named.append((own, value))
     for given in texts.values():
         if len(set(given.values())) > 1:
@@ -138,11 +144,10 @@ def read_arguments(command: str, function: Callable[..., Any], words: Sequence[s
         and values.keys().isdisjoint(("data", "data.class_path", "config", "resume", "ckpt_path"))
     ):
         named.insert(0, ("data", "ImageFolderData"))
-    found = _named(command, positionals(function), bare, values)
-    named += [(name, value) for name, value in found.items() if not isinstance(value, list)]
+    named += _named(command, places, bare, values).items()
     named.sort(key=lambda option: option[0].startswith("data.") and option[0] != "data.class_path")
-    ready = [f"--{name}" if value is None else f"--{name}={value}" for name, value in named]
-    return Arguments(ready, dict(named) | found, typed)
+    words = [f"--{name}" if value is None else f"--{name}={value}" for name, value in named if type(value) is not list]
+    return Arguments(words, dict(named), typed)
 
 
 def _split(words: Sequence[str], hints: Mapping[str, Any]) -> Iterator[tuple[str | None, str | None]]:

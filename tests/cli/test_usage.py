@@ -21,6 +21,8 @@ LINES = {
     "predict CKPT --data.on_error error": {"data.on_error": "error"},
     "predict CKPT --data.root photos --data ImageNetData": {"data.root": "photos", "data.on_error": "skip"},
     "predict CKPT a.jpg b": {"data.paths": ["a.jpg", "b"]},
+    "predict CKPT --paths a.jpg": {"data.paths": ["a.jpg"]},
+    "predict CKPT --paths [a.jpg,b]": {"data.paths": ["a.jpg", "b"]},
     "predict a.jpg --ckpt_path CKPT -- -b.jpg": {"data.paths": ["a.jpg", "-b.jpg"]},
     "predict CKPT a.jpg --step_maps --img_size [16,24]": {"step_maps": True, "data.img_size": [16, 24]},
     "predict --model a.onnx b c --batch_size 2": {"model": "a.onnx", "paths": ["b", "c"], "batch_size": 2},
