@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import sys
@@ -43,18 +42,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         name, module = "predict-onnx", EXPORTED
     given = Arguments([], {}, {})
     try:
-        functions = importlib.import_module("relvit.cli.functions")
-        function = functions.function_of(module, name)
+        # These imports load Lightning, for which an unknown command need not wait.
+        from relvit.cli.functions import function_of, run_function
+        from relvit.cli.help import short_help
+
+        function = function_of(module, name)
         given = read_arguments(name, function, rest)
         if "help" in given.values:
-            print(importlib.import_module("relvit.cli.help").short_help(name, function))
+            print(short_help(name, function))
             return 0
         # Lightning sets up its logging when it is imported.
         quieten()
-        if hasattr(runner := importlib.import_module(module), "main"):
-            runner.main(given)
-        else:
-            functions.run_function(name, function, given)
+        run_function(name, function, given)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -20,12 +21,15 @@ def function_of(module: str, command: str) -> Callable[..., Any]:
 
 
 def run_function(command: str, function: Callable[..., Any], given: Arguments) -> None:
-    """Call the function of a command with the options that were given.
+    """Call the function of a command with the options that were given, or the `main` beside the function.
 
     Raises:
         UsageError: an option is missing, unknown or of the wrong type.
         ValueError: a number is out of the range of its option.
     """
+    if hasattr(module := inspect.getmodule(function), "main"):
+        module.main(given)
+        return
     missing = [f"--{name}" for name in required(function) if name not in given.values]
     if missing and given.values.keys().isdisjoint(("config", "help-all", "print_config")):
         raise UsageError(f"missing: {', '.join(missing)}; usage: {' or '.join(usage(command, function))}")
