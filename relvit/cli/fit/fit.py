@@ -35,7 +35,7 @@ from relvit.training import (
 from relvit.training.checkpoints.checkpoint import OF_THE_DATA, Architecture, data_arguments
 from relvit.training.run.folder import RunLock
 from relvit.training.run.launch import leave_processes
-from relvit.utils.cores import busy_note
+from relvit.utils.devices import busy_note
 from relvit.utils.progress import rank_zero_print
 from relvit.utils.remote import local_file
 

@@ -16,7 +16,7 @@ from torchvision.transforms import v2
 from relvit.data.images.datasets import LabelledFiles
 from relvit.data.images.decode import UnreadableImageError, load_rgb, open_image
 from relvit.data.transforms import BatchTransform
-from relvit.utils.cores import cores
+from relvit.utils.devices import cores
 from relvit.utils.memory import available_memory
 
 # The images may take this share of the available memory, since the model and the loaders need some, too.

@@ -17,7 +17,7 @@ from lightning.pytorch.accelerators import AcceleratorRegistry, CPUAccelerator
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from relvit.training.optim.strategy import check_strategy
-from relvit.utils.cores import cores
+from relvit.utils.devices import cores
 from relvit.utils.messages import LostProcessError, did_you_mean
 
 # gloo and NCCL say this where a process has ended.

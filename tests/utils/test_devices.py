@@ -5,7 +5,7 @@ import os
 import pytest
 from command_line import fit
 
-from relvit.utils.cores import busy_note, cores
+from relvit.utils.devices import busy_note, cores
 
 
 def test_cores_are_those_that_the_process_may_use(monkeypatch):
