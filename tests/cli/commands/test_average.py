@@ -76,4 +76,4 @@ def test_what_is_written_is_said_and_nothing_is_overwritten(averaged, best, tmp_
     assert f"{output} holds the mean of 2 checkpoints" in out
     assert main([*out.splitlines()[-1].split()[1:], "--trainer.accelerator=cpu"]) == 0
     one = ["average", f"--ckpt_paths={best}", f"--output={tmp_path / 'x.ckpt'}"]
-    assert "--ckpt_paths must be a list" in fails(one)
+    assert "two checkpoints or more, got 1" in fails(one)
