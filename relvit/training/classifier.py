@@ -27,7 +27,7 @@ from relvit.training.optim.distillation import Distill, Teacher, build_teacher, 
 from relvit.training.optim.ema import WeightAverage
 from relvit.training.optim.freeze import Backbone
 from relvit.training.optim.loss import ClassificationLoss, Loss, evaluation_loss
-from relvit.training.optim.losses import MODEL_LOSSES, check_losses, loss_options, loss_weight, training_losses
+from relvit.training.optim.losses import check_losses, loss_options, loss_weight, training_losses
 from relvit.training.optim.nonfinite import FiniteCheck, NonFinite, average_accumulated
 from relvit.training.optim.optimizer import make_optimizer
 from relvit.training.optim.schedule import Plan, describe, make_plan
@@ -155,7 +155,7 @@ class ImageClassifier(EpochMetrics):
         self.net: nn.Module = build_model(built.model, *sizes, built.model_kwargs, built.retrofit)
         # A calibrated checkpoint changes this in evaluation. The temperature fits its weights alone, so training has 1.
         self.temperature: float = 1.0
-        check_losses(self.hparams, LOSS_DEFAULTS, self.net)
+        check_losses(self.hparams, LOSS_DEFAULTS, self.net, MODEL_LOSSES)
         if channels_last:
             self.net.to(memory_format=torch.channels_last)
         self.loss: ClassificationLoss = ClassificationLoss(
@@ -389,6 +389,8 @@ class ImageClassifier(EpochMetrics):
         return self
 
 
+# Only some models return these losses in training; the text names such models.
+MODEL_LOSSES = {"ponder": "a model that halts: relvit_universal_* with model_kwargs.halting act"}
 LOSS_DEFAULTS: dict[str, Any] = {
     option: inspect.signature(ImageClassifier).parameters[option].default
     for name in MODEL_LOSSES

@@ -131,16 +131,19 @@ def is_address(path: str | os.PathLike[str]) -> bool:
     return "://" in os.fspath(path)
 
 
-def check_output(output: str | os.PathLike[str], formats: Sequence[str], makes_folder: bool = False) -> str:
+def check_output(
+    output: str | os.PathLike[str], formats: Sequence[str], makes_folder: bool = False, replaces: bool = True
+) -> str:
     """Return the suffix of an output file, checked together with the file's folder.
 
     Args:
         output: the file.
         formats: the suffixes that it may have.
         makes_folder: the folder need not exist yet, as it will be made where it can be.
+        replaces: whether the file may exist.
 
     Raises:
-        ValueError: another suffix than one of `formats`, or a remote address.
+        ValueError: another suffix than one of `formats`, a remote address, or without `replaces` an existing file.
         FileNotFoundError: the folder does not exist.
         NotADirectoryError: with `makes_folder`, a part of the path is a file.
     """
@@ -156,4 +159,6 @@ def check_output(output: str | os.PathLike[str], formats: Sequence[str], makes_f
             raise NotADirectoryError(f"output {output} cannot be in {present}, which is no folder")
     elif not path.parent.is_dir():
         raise FileNotFoundError(f"output {output} is in a folder that does not exist; make it first")
+    if not replaces and path.exists():
+        raise ValueError(f"output {output} exists: give another one (--output), or remove it first")
     return path.suffix

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -136,9 +135,7 @@ def calibrate(
         CalibrationError: a temperature, fitted to other images than those of val, with which the loss (the negative
             log-likelihood) on val would rise; nothing is written.
     """
-    check_output(output, (".ckpt",))
-    if Path(output).exists():
-        raise ValueError(f"output {output} exists: give another one (--output), or remove it first")
+    check_output(output, (".ckpt",), replaces=False)
     with local_file(ckpt_path) as file:
         checkpoint = Checkpoint.read(ckpt_path, file)
         data = checkpoint.data_module(root=root, batch_size=batch_size)

@@ -89,9 +89,7 @@ def _check_paths(ckpt_paths: Sequence[str | os.PathLike[str]], output: str | os.
             also = "" if str(seen[resolved]) == str(path) else f", also as {seen[resolved]}"
             raise ValueError(f"{path} is given twice{also}: give each checkpoint once")
         seen[resolved] = path
-    check_output(output, (".ckpt",))
-    if Path(output).exists():
-        raise ValueError(f"output {output} exists: give another one (--output), or remove it first")
+    check_output(output, (".ckpt",), replaces=False)
 
 
 def _in_double(checkpoint: Checkpoint, name: str) -> Tensor:

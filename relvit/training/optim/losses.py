@@ -10,25 +10,25 @@ from torch import nn
 
 from relvit.training.optim.schedule import steps_of
 
-# Each additional loss, and the models that return this loss.
-MODEL_LOSSES = {"ponder": "a model that halts: relvit_universal_* with model_kwargs.halting act"}
 
-
-def check_losses(given: Mapping[str, Any], defaults: Mapping[str, Any], net: nn.Module) -> None:
+def check_losses(
+    given: Mapping[str, Any], defaults: Mapping[str, Any], net: nn.Module, models: Mapping[str, str]
+) -> None:
     """Refuse options of losses that a network does not return.
 
     Args:
         given: The arguments of `ImageClassifier`.
         defaults: The defaults of these options.
         net: The network.
+        models: The models that return a loss, by the name of the loss.
 
     Raises:
         ValueError: There is such an option.
     """
-    for name in MODEL_LOSSES.keys() - set(training_losses(net)):
+    for name in models.keys() - set(training_losses(net)):
         for option in loss_options(name):
             if given[option] != defaults[option]:
-                raise ValueError(f"{option} {given[option]} has no effect without {MODEL_LOSSES[name]}")
+                raise ValueError(f"{option} {given[option]} has no effect without {models[name]}")
 
 
 def loss_options(name: str) -> tuple[str, str]:
