@@ -16,6 +16,7 @@ def at_size(
     split: Split = "test",
     protocol: SizeProtocol = "crop",
     fill: Fill | None = None,
+    squash: int | tuple[int, int] | None = None,
 ) -> ImageData:
     """Return a copy of a data module whose `test_dataloader` has a split at another size.
 
@@ -24,19 +25,19 @@ def at_size(
 
     Args:
         data: a data module, whose `img_size` is the trained one; its own loaders stay as they are.
-        img_size: one number or (height, width).
+        img_size: one number or (height, width); with `squash` images have that size in the end.
         split: 'train' (without augmentation), 'val' or 'test'.
-        protocol, fill: see :func:`relvit.data.eval_transform`.
+        protocol, fill, squash: see :func:`relvit.data.eval_transform`.
 
     Raises:
         ValueError: a size, protocol or fill that does not fit, or a split that does not exist.
     """
     own = copy.copy(data)
     own.trainer, own.unreadable, own.evaluated_split = None, {}, split
-    own.shape = OneSize(parse_size(img_size))
+    own.shape = OneSize(parse_size(img_size if squash is None else squash))
     own.img_size = own.shape.img_size
-    images = own.img_size, own.mean, own.std, own.crop_pct
-    own.eval_transform = eval_transform(*images, protocol, data.img_size, fill)
+    images = img_size, own.mean, own.std, own.crop_pct
+    own.eval_transform = eval_transform(*images, protocol, data.img_size, fill, squash)
     if split not in data._datasets:
         data.prepare_data()
     # For train, `data.dataset` would build the augmented dataset, perhaps with all images decoded.

@@ -104,6 +104,7 @@ def eval_transform(
     protocol: SizeProtocol = "crop",
     trained_size: int | Sequence[int] | None = None,
     fill: Fill | None = None,
+    squash: int | Sequence[int] | None = None,
 ) -> v2.Compose:
     """Bring an image to a size for evaluation, by default as timm does, and normalise.
 
@@ -122,9 +123,12 @@ def eval_transform(
         protocol: One of the names above.
         trained_size: Image size of the training; needed by 'field' alone.
         fill: What 'field' shows beyond the image: 'reflect' (the image mirrored; the default) or 'grey' (``mean``).
+        squash: Another size, to which the result is squashed: what a model that takes squares alone is given instead of
+            an image of ``size``. None: nothing is squashed.
 
     Returns:
-        A picklable transform from a PIL image with ``len(mean)`` channels to a float32 tensor (C, height, width).
+        A picklable transform from a PIL image with ``len(mean)`` channels to a float32 tensor (C, height, width), of
+        the size ``squash`` if there is one.
 
     Raises:
         ValueError: Unknown protocol or fill, wrong size, mean, std or crop_pct, 'field' without a trained size, or
@@ -136,8 +140,10 @@ def eval_transform(
         raise ValueError(f"crop_pct is {crop_pct}; it is the share of the side that is kept, 0 < crop_pct <= 1")
     if fill is not None and protocol != "field":
         raise ValueError(f"fill {fill!r} is for protocol 'field', not {protocol!r}: leave it out")
+    squashed = [] if squash is None else [_squash(parse_size(squash, "squash"))]
     if protocol == "resize":
-        steps = [v2.Resize(size, v2.InterpolationMode.BICUBIC, antialias=True)]
+        # The whole image becomes the last size at once: resampling it twice would blur it.
+        steps, squashed = squashed or [_squash(size)], []
     elif protocol == "field":
         if trained_size is None:
             raise ValueError("protocol 'field' keeps the scale of objects in training: give trained_size")
@@ -147,7 +153,11 @@ def eval_transform(
         ]
     else:
         steps = [ResizeToCover(_before_crop(size, crop_pct)), v2.CenterCrop(size)]
-    return v2.Compose([*steps, *_to_tensor(mean, std)])
+    return v2.Compose([*steps, *squashed, *_to_tensor(mean, std)])
+
+
+def _squash(size: tuple[int, int]) -> v2.Resize:
+    return v2.Resize(size, v2.InterpolationMode.BICUBIC, antialias=True)
 
 
 def _before_crop(size: tuple[int, int], crop_pct: float) -> tuple[int, int]:

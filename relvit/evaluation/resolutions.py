@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import warnings
@@ -19,7 +20,7 @@ from relvit.evaluation.costs import count_macs, peak_memory
 from relvit.evaluation.outcomes import outcomes_of
 from relvit.evaluation.standard_error import paired_difference, with_errors
 from relvit.models import Reach, set_reach
-from relvit.models.sizes.image_size import at_image_size
+from relvit.models.sizes.image_size import at_image_size, patch_size_of
 from relvit.training import Checkpoint, ImageClassifier, classifier_of
 from relvit.training.checkpoints.checkpoint import first_difference
 from relvit.training.metrics import count_batch, epoch_metrics
@@ -53,6 +54,7 @@ def evaluate_sizes(
     fill: Fill | None = None,
     progress: Progress | None = None,
     reach: Reach = "trained",
+    squares: bool = False,
 ) -> list[dict[str, Any]]:
     """Evaluate checkpoints of `relvit fit` at each size, on the same images.
 
@@ -70,11 +72,15 @@ def evaluate_sizes(
         fill: what 'field' shows beyond the image: 'reflect' (the default) or 'grey'.
         progress: wraps the batches of each evaluation, such as in a progress bar.
         reach: how models treat other sizes than the trained one, see `relvit.models.set_reach`.
+        squares: evaluate each size that is not square a second time, on the same images squashed to the square of as
+            many patches (as nearly as whole patches allow): is the shape of the images worth keeping?
 
     Returns:
         Per checkpoint and size 'checkpoint', 'model', 'reach', 'train_sizes' (each [height, width]; none of native
         shapes) and what `evaluate_size` returns; of every further checkpoint also 'acc1_difference' to the first one
-        and 'acc1_difference_se', the standard error of that (see `paired_difference`).
+        and 'acc1_difference_se', the standard error of that (see `paired_difference`). With `squares`, for sizes that
+        are not square and classifiers of one label, also 'square' (the side of the square in pixels), 'square_acc1',
+        'square_difference' (by how much the accuracy on images of the size is higher) and 'square_difference_se'.
 
     Raises:
         FileNotFoundError, ValueError: a checkpoint, folder, name or reach that does not fit, checkpoints of different
@@ -111,6 +117,11 @@ def evaluate_sizes(
             elif right is not None and size in of_first and len(right) == len(of_first[size]):
                 difference, error = paired_difference(of_first[size], right)
                 results |= {"acc1_difference": difference, "acc1_difference_se": error}
+            if squares and right is not None and (side := _square_of(classifier.net, size)):
+                squashed, of_square = _evaluate(classifier, data, size, split, protocol, fill, progress, side)
+                difference, error = paired_difference(of_square, right)
+                results |= {"square": side, "square_acc1": squashed["acc1"]}
+                results |= {"square_difference": difference, "square_difference_se": error}
             rows.append(about | results)
         classifier.cpu()
     return rows
@@ -159,10 +170,11 @@ def _evaluate(
     protocol: SizeProtocol,
     fill: Fill | None,
     progress: Progress | None,
+    squash: int | None = None,
 ) -> tuple[dict[str, Any], np.ndarray | None]:
     """Return what `evaluate_size` does, and whether each image was right, see `Outcomes.right`."""
     check_choice("split", split, get_args(Split))
-    own = at_size(data, size, split, protocol, fill)
+    own = at_size(data, size, split, protocol, fill, squash)
     loader = own.test_dataloader()
     height, width = own.img_size
     classifier.eval()
@@ -201,6 +213,15 @@ def _evaluate(
         "peak_memory": memory,
     }
     return results, outcomes.right(tested)
+
+
+def _square_of(net: torch.nn.Module, size: Size) -> int | None:
+    """Return the side of the square of whole patches with most nearly as many patches; None for a square."""
+    height, width = parse_size(size)
+    if height == width:
+        return None
+    patch = max(patch_size_of(net))
+    return patch * max(1, round(math.sqrt(height * width) / patch))
 
 
 def _check_same_images(first: str, data: ImageData, other: str, other_data: ImageData) -> None:

@@ -5,6 +5,7 @@ from relvit.plots.curves import plot_curves, read_metrics
 from relvit.plots.heat_maps import MapRow, plot_kernels, plot_maps, plot_overlay, plot_tables
 from relvit.plots.probe import plot_probes
 from relvit.plots.sheet import picture_of, plot_sheet
+from relvit.plots.size_grid import plot_size_grid
 from relvit.plots.sizes import plot_sizes
 from relvit.plots.steps import plot_steps
 
@@ -15,6 +16,7 @@ __all__ = [
     "picture_of",
     "plot_sheet",
     "plot_sizes",
+    "plot_size_grid",
     "plot_probes",
     "plot_steps",
     "MapRow",

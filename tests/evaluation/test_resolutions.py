@@ -8,6 +8,7 @@ import torch
 from command_line import write_checkpoint_like
 from photos import CLASSES
 from torchmetrics.functional.classification import multiclass_calibration_error
+from torchvision.transforms import v2
 
 from relvit.data import DigitsData, eval_transform
 from relvit.data.images.decode import load_rgb
@@ -64,6 +65,23 @@ def test_figures_of_the_logits(protocol, split, best, photos):
     assert row["calibration_error"] == pytest.approx(expected, abs=1e-5)
     assert "acc5" not in row
     assert row["images_per_second"] > 0
+
+
+@pytest.mark.parametrize("protocol", ["crop", "field", "resize"])
+def test_against_squashed_squares(protocol, best, photos):
+    """16 x 40 px are 2 x 5 patches: the square of as many has 3 x 3, and shows what the image of 16 x 40 px showed."""
+    square, wide = evaluate_sizes(best, [16, (16, 40)], accelerator="cpu", protocol=protocol, squares=True)
+    assert "square" not in square
+    *shown, tensor, scale, normalise = eval_transform((16, 40), MEAN, STD, 0.9, protocol, 16).transforms
+    # The whole image is squashed at once.
+    steps = [*(shown if protocol != "resize" else []), v2.Resize((24, 24), v2.InterpolationMode.BICUBIC)]
+    steps, net, right = v2.Compose([*steps, tensor, scale, normalise]), load_classifier(best), []
+    for label, name in enumerate(CLASSES):
+        for path in sorted((photos / "val" / name).iterdir()):
+            right.append(int(net(steps(load_rgb(path))[None]).argmax()) == label)
+    assert (wide["square"], wide["square_acc1"]) == (24, pytest.approx(sum(right) / len(right)))
+    assert wide["square_difference"] == pytest.approx(wide["acc1"] - wide["square_acc1"])
+    assert wide["square_difference_se"] >= 0
 
 
 def test_of_a_classifier_in_memory_and_top_5(digits_run):

@@ -6,7 +6,16 @@ from matplotlib.collections import LineCollection, PathCollection
 from matplotlib.figure import Figure
 from PIL import Image
 
-from relvit.plots import plot_confusion, plot_curves, plot_sheet, plot_sizes, plot_steps, plot_tables, read_metrics
+from relvit.plots import (
+    plot_confusion,
+    plot_curves,
+    plot_sheet,
+    plot_size_grid,
+    plot_sizes,
+    plot_steps,
+    plot_tables,
+    read_metrics,
+)
 
 METRICS = """epoch,lr,step,train/acc1,train/loss,val/acc1,val/loss
 0,,9,,,0.25,2.0
@@ -186,3 +195,23 @@ def test_steps_are_drawn_over_the_shape_of_the_image(tmp_path):
     assert areas["three"][0] == pytest.approx(areas["one"][0], rel=0.05)
     assert areas["one"][1] < areas["three"][1]
     assert areas["one"][2] < areas["three"][2]
+
+
+def test_grid_of_heights_and_widths(tmp_path, figures):
+    """Numbers stand in the cells; differences below two standard errors are grey, squares have none."""
+    rows = []
+    for height in (16, 32):
+        for width in (16, 24):
+            row = {"height": height, "width": width, "acc1": (height + width) / 100, "train_sizes": [[16, 24]]}
+            if height != width:
+                error = {"square_difference": (height - width) / 100, "square_difference_se": 0.041}
+                row |= error
+            rows.append(row)
+    plot_size_grid(rows, ["a"] * 4, tmp_path / "a.png", "a title")
+    above, below = [axes for axes in figures[0].axes if axes.get_xlabel() == "width in pixels"]
+    assert [text.get_text() for text in above.texts] == ["32.0", "40.0", "48.0", "56.0"]
+    cells = {text.get_position(): (text.get_text(), text.get_color()) for text in below.texts}
+    # (column, row) of each cell.
+    assert cells == {(1, 0): ("-8.0", "0.55"), (0, 1): ("+16.0", "white"), (1, 1): ("+8.0", "0.55")}
+    assert below.images[0].get_array().tolist() == [[None, 0], [16, 0]]
+    assert [patch.get_xy() for patch in above.patches] == [(0.5, -0.5)]

@@ -11,7 +11,7 @@ from relvit.data import Fill, SizeProtocol
 from relvit.evaluation import PROTOCOLS, Size, evaluate_sizes
 from relvit.evaluation.standard_error import plus_minus
 from relvit.models import Reach
-from relvit.plots import plot_sizes
+from relvit.plots import plot_size_grid, plot_sizes
 from relvit.plots.style import short_labels
 from relvit.utils.progress import with_bar
 from relvit.utils.ranges import BatchSize
@@ -35,6 +35,7 @@ def resolutions(
     ckpt_path: list[str] | str,
     *,
     sizes: list[Size],
+    widths: list[int] | None = None,
     protocol: SizeProtocol = "crop",
     fill: Fill | None = None,
     split: Literal["train", "val", "test"] = "val",
@@ -51,6 +52,8 @@ def resolutions(
     Args:
         ckpt_path: The checkpoint, or several of the same classes and images.
         sizes: The image sizes in pixels, such as [24,32,48] or [[32,48],64].
+        widths: The widths of a grid of sizes, such as [24,32,48]. The sizes are its heights then, and the figure is a
+            heat map. Images that are not square are also squashed to the square of as many patches.
         protocol: How images get their size. resize squashes the whole image to it, so that objects grow; crop resizes
             by the crop ratio and crops, as timm does; field keeps the scale of objects as in training, so that the
             model sees more or less of the image.
@@ -59,7 +62,12 @@ def resolutions(
         accelerator: The kind of device by Lightning's name: auto, cpu, gpu or mps.
     """
     targets = output_files(output, "resolutions")
-    rows = evaluate_sizes(ckpt_path, sizes, split, root, batch_size, accelerator, protocol, fill, with_bar, reach)
+    if widths is not None:
+        if pairs := [size for size in sizes if not isinstance(size, int)]:
+            raise ValueError(f"sizes are heights where widths are given: give one number instead of {pairs[0]}")
+        sizes = [(height, width) for height in sizes for width in widths]
+    options = (split, root, batch_size, accelerator, protocol, fill, with_bar, reach)
+    rows = evaluate_sizes(ckpt_path, sizes, *options, squares=widths is not None)
     meaning = f"{protocol}: {PROTOCOLS[protocol]}" + (f"; reach {reach}" if reach != "trained" else "")
     checkpoints = list(dict.fromkeys(map(_title, rows)))
     if len(checkpoints) > 1:
@@ -71,9 +79,16 @@ def resolutions(
         if "acc1_difference" in row:
             number, text = numbers.index(row["checkpoint"]) + 1, plus_minus(row, "acc1_difference", "{:+.4f}")
             print(f"{number} minus 1, on the same images at {row['height']} x {row['width']}: {text}", flush=True)
+        if "square_difference" in row:
+            text = plus_minus(row, "square_difference", "{:+.4f}")
+            which = f"{numbers.index(row['checkpoint']) + 1} at " if len(numbers) > 1 else ""
+            print(
+                f"{which}{row['height']} x {row['width']} minus squashed to {row['square']} x {row['square']}: {text}"
+            )
     for target in targets:
         labels = short_labels([row["checkpoint"] for row in rows])
-        write_rows(target, rows, partial(plot_sizes, rows, labels, title=meaning))
+        plot = plot_sizes if widths is None else plot_size_grid
+        write_rows(target, rows, partial(plot, rows, labels, title=meaning))
 
 
 def _title(row: dict[str, Any]) -> str:

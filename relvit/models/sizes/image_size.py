@@ -61,14 +61,18 @@ def at_image_size(
     try:
         check_image_size(net, img_size, in_chans, trained_size)
     except ValueError:
-        patch = getattr(getattr(net, "patch_embed", None), "patch_size", (1, 1))
         # timm would leave out the pixels beyond the last whole patch.
-        if not hasattr(net, "set_input_size") or any(n % p for n, p in zip(img_size, patch, strict=True)):
+        if not hasattr(net, "set_input_size") or any(n % p for n, p in zip(img_size, patch_size_of(net), strict=True)):
             raise
         net = copy.deepcopy(net)
         net.set_input_size(tuple(img_size))
         check_image_size(net, img_size, in_chans, trained_size)
     return net
+
+
+def patch_size_of(net: nn.Module) -> tuple[int, int]:
+    """Return height and width of a model's patches in pixels; (1, 1) for a model without a patch embedding."""
+    return getattr(getattr(net, "patch_embed", None), "patch_size", (1, 1))
 
 
 def _failure(net: nn.Module, img_size: Sequence[int], in_chans: int) -> Exception | None:

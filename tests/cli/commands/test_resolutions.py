@@ -46,6 +46,18 @@ def test_two_checkpoints_and_all_files(best, tmp_path, capsys):
     assert f"2 minus 1, on the same images at 16 x 16: {difference}" in lines
 
 
+def test_heights_by_widths(best, tmp_path, capsys):
+    command = ["resolutions", best, "--sizes", "16", "24", "--widths", "16", "24", "32", "--accelerator", "cpu"]
+    assert main(list(map(str, [*command, "--output", tmp_path]))) == 0
+    out = capsys.readouterr().out
+    found = json.loads((tmp_path / "resolutions.json").read_text())
+    assert [(row["height"], row["width"]) for row in found] == [(h, w) for h in (16, 24) for w in (16, 24, 32)]
+    assert [row.get("square") for row in found] == [None, 16, 24, 16, None, 24]
+    written = f"{found[2]['square_difference']:+.4f} ± {found[2]['square_difference_se']:.4f}"
+    assert f"16 x 32 minus squashed to 24 x 24: {written}" in out.splitlines()
+    assert (tmp_path / "resolutions.png").exists()
+
+
 def test_paths_are_shortened_to_what_differs():
     assert short_labels(["runs/a/best.ckpt", "runs/b/best.ckpt", "runs/a/best.ckpt"]) == ["a", "b", "a"]
     assert short_labels(["a.ckpt", "b/a.ckpt", "b.ckpt"]) == ["a.ckpt", "b/a.ckpt", "b.ckpt"]
@@ -61,6 +73,7 @@ def test_paths_are_shortened_to_what_differs():
         (["--output=x.jpg"], "output x.jpg ends in '.jpg'; allowed are .csv, .json, .png"),
         (["--output=no/x.png"], "output no/x.png is in a folder that does not exist"),
         (["--output=https://a/b"], "output https://a/b is a remote address: give a folder of this machine"),
+        (["--sizes=[16,[16,24]]", "--widths=[16]"], "sizes are heights where widths are given"),
         (["--sizes=[16,20]"], "image height 20 is not a multiple of the patch size 8"),
     ],
 )
