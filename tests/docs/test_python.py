@@ -36,12 +36,19 @@ def one_block(monkeypatch):
 SLOW = ("docs/sizes.md",)
 
 
+# Libraries that only some pages need, with the extra that brings them.
+NEEDS = {"docs/sam.md": ("elsewhere", "transformers", "segment_anything")}
+
+
 @pytest.mark.parametrize(
     "page",
     [pytest.param(page, marks=[pytest.mark.slow] if page in SLOW else []) for page in PAGES if blocks(page, "python")],
 )
 def test_blocks_run(page, place, one_block, capsys):
     names = {}
+    extra, *libraries = NEEDS.get(page, ("",))
+    for library in libraries:
+        pytest.importorskip(library, reason=f"pip install 'relvit[{extra}]' brings {library}")
     if page == "docs/publish.md":
         publish_model("best.ckpt", "my_model")
     for block in blocks(page, "python"):

@@ -10,7 +10,7 @@ from torch import nn
 
 from relvit.layers.positions.factory import position_factory
 from relvit.models.base import GridVisionTransformer
-from relvit.models.retrofit.restore import record_changes, snapshot
+from relvit.models.retrofit.original import record_changes, snapshot
 from relvit.models.retrofit.source import Retrofitted
 from relvit.models.retrofit.sources import SOURCES_IN_WORDS, source_of
 from relvit.ops.attention import BACKENDS
