@@ -17,16 +17,16 @@ from relvit.cli.hints import accepts, item_type, takes_one
 from relvit.cli.shipped_configs import shipped_configs
 
 # Commands that run a Trainer have short names (keys) of options (values); `fit` has more of them.
-OF_TRAINER = {name: f"data.{name}" for name in ("root", "img_size", "batch_size", "num_workers")}
+OF_TRAINER: dict[str, str] = {name: f"data.{name}" for name in ("root", "img_size", "batch_size", "num_workers")}
 OF_TRAINER |= {name: f"trainer.{name}" for name in ("devices", "accelerator", "precision")}
-OF_FIT = {"model": "model.model", "lr": "model.lr", "pretrained": "model.pretrained"}
+OF_FIT: dict[str, str] = {"model": "model.model", "lr": "model.lr", "pretrained": "model.pretrained"}
 OF_FIT |= {"epochs": "trainer.max_epochs", "logger": "trainer.logger"}
 # The TensorBoard log is the default, and a run's metrics.csv is always there.
-LOGGERS = {"wandb": "WandbLogger", "mlflow": "MLFlowLogger", "tensorboard": "null", "csv": "false"}
-LETTERS = {"h": "help", "c": "config", "q": "quiet"}
-ALONE = ("help", "help-all", "print_config")
+LOGGERS: dict[str, str] = {"wandb": "WandbLogger", "mlflow": "MLFlowLogger", "tensorboard": "null", "csv": "false"}
+LETTERS: dict[str, str] = {"h": "help", "c": "config", "q": "quiet"}
+ALONE: tuple[str, ...] = ("help", "help-all", "print_config")
 # `fit --model` takes the name of a model, or a file of the model's options, which ends in one of these.
-FILES = (".yaml", ".yml", ".json")
+FILES: tuple[str, ...] = (".yaml", ".yml", ".json")
 
 # Other libraries call an option (the last part of its name) by these names.
 _ELSEWHERE = {
@@ -47,10 +47,10 @@ _ELSEWHERE = {
     "patience": "early_stopping",
     "seed_everything": "seed",
 }
-SYNONYMS = {other: own for own, others in _ELSEWHERE.items() for other in others.split()}
+SYNONYMS: dict[str, str] = {other: own for own, others in _ELSEWHERE.items() for other in others.split()}
 
 # A command lacks one of these options although commands like it have the option; this is what to do instead.
-MISSING = {
+MISSING: dict[tuple[str, str], str] = {
     ("validate", "split"): "validate uses the images of val; to use others: relvit test --split SPLIT",
     ("validate", "runs"): "validate prints its results and writes no file; to get a report: relvit test --runs DIR",
     ("predict", "split"): "predict takes images without labels; name their folder instead, such as photos/val",

@@ -24,7 +24,7 @@ WIDTH, INDENT = 100, 34
 
 DATA, DEVICES = "root img_size batch_size num_workers data data.on_error", "devices accelerator precision"
 # `fit` has hundreds of options; its help shows the options that matter, by groups.
-FIT = {
+FIT: dict[str, str] = {
     "data": f"{DATA} data.augment data.cache",
     "model": "model model.model_kwargs.X pretrained model.retrofit.X model.freeze_epochs model.ema_decay",
     "optimisation": "epochs lr lr_find model.lr_base_batch model.warmup_epochs model.opt model.weight_decay "
@@ -33,7 +33,7 @@ FIT = {
     "run and devices": f"config runs resume save_every seed_everything quiet {DEVICES}",
 }
 # No docstring of relvit describes these options, or only at a length for Python.
-TEXTS = {
+TEXTS: dict[str, str] = {
     "config": "A configuration in YAML, or one of relvit's by its name, such as digits; later ones override "
     "earlier ones.",
     "seed_everything": "The seed of all random numbers. Default: 0.",
@@ -50,7 +50,7 @@ TEXTS = {
     "trainer.precision": "The number format: 32-true, bf16-mixed or 16-mixed. Default: 32-true.",
 }
 # These words stand for the values of options; other options have N, X, BOOL or NAME, by their types.
-METAVARS = {
+METAVARS: dict[str, str] = {
     **dict.fromkeys(("root", "runs", "robustness", "show output"), "DIR"),
     **dict.fromkeys(("config", "output", "predict-onnx model"), "FILE"),
     **dict.fromkeys(("probe output", "resolutions output"), "FILE|DIR"),
@@ -71,7 +71,7 @@ METAVARS = {
     "X": "VALUE",
 }
 # The signature of a function does not show these ways to use a command.
-USAGE = {
+USAGE: dict[str, list[str]] = {
     "fit": ["relvit fit --root DIR [options]", "relvit fit --config FILE [options]"],
     "predict": ["relvit predict FILE.onnx PATH ... [options]"],
     "check-data": ["relvit check-data --data NAME [options]"],

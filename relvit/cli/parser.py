@@ -16,7 +16,7 @@ from relvit.cli.mistakes import explain
 from relvit.cli.secrets import without_masks
 
 # Several commands have these options; the docstring of a command need not describe them again.
-SHARED = {
+SHARED: dict[str, str] = {
     "ckpt_path": "The checkpoint to use, such as runs/RUN/checkpoints/best.ckpt.",
     "reach": "How attention works at other sizes than in training; see docs/sizes.md.",
     "img_size": "The size of the images that the model gets, such as 288 or [256,384]; None means as in training.",
