@@ -1,5 +1,6 @@
 """Signal-safe DataLoader: its workers ignore SIGTERM and SIGUSR1, which stop a run after it has saved."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -38,9 +39,13 @@ class SignalSafeDataLoader(DataLoader[Any]):
         # Workers start with these signals blocked, and ignore them before unblocking them. Signals that arrive in this
         # process meanwhile are delivered afterwards.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        # A forked worker must not free the garbage that it inherits: an onnxruntime session would wait for threads that
+        # exist in this process alone.
+        gc.freeze()
         try:
             return super().__iter__()
         finally:
+            gc.unfreeze()
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 

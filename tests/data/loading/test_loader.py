@@ -1,5 +1,6 @@
 """DataLoader workers: started by any method they give the same batches, and signals that stop the run spare them."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -10,10 +11,11 @@ import pytest
 import torch
 from cifar_archive import make_archive
 from photos import write_photos
+from torch.utils.data import Dataset
 from torchvision.datasets import CIFAR10
 
 from relvit.data import CIFAR10Data, ImageFolderData
-from relvit.data.loading.loader import ignore_stop_signals
+from relvit.data.loading.loader import SignalSafeDataLoader, ignore_stop_signals
 
 
 @pytest.fixture
@@ -54,6 +56,23 @@ def test_workers_of_a_fork_server_give_the_same_batches(folder, cifar):
     child.terminate()
     child.join(30)
     assert child.exitcode == -signal.SIGTERM
+
+
+class Frozen(Dataset):
+    """The number of objects that the collector of the process never frees."""
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        return gc.get_freeze_count()
+
+
+def test_a_forked_worker_does_not_free_what_it_inherits():
+    """A session of onnxruntime that is freed in a worker would wait for ever for the threads of its process."""
+    before = gc.get_freeze_count()
+    (found,) = SignalSafeDataLoader(Frozen(), num_workers=1, multiprocessing_context="fork")
+    assert found.item() > before == gc.get_freeze_count()
 
 
 def test_workers_outlive_signals_that_stop_the_run(folder):
