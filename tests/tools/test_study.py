@@ -7,13 +7,16 @@ from collections import defaultdict
 import numpy as np
 import pytest
 import timm
+import torch
 from PIL import Image
 from scripts import load
 
 import relvit  # noqa: F401  registers the models
 
 # The scripts import each other as neighbours, in this order.
-STUDY, LINES_OF, _, REPORT = map(load, ("study", "study_lines", "study_figures", "study_report"))
+STUDY, LINES_OF, _, REPORT, FIELD_LOSS = map(
+    load, ("study", "study_lines", "study_figures", "study_report", "field_loss")
+)
 
 
 def line(model, seed, low, recipe="several"):
@@ -123,3 +126,17 @@ def test_a_run_is_trained_evaluated_and_not_done_twice(tmp_path, monkeypatch, ca
     # Nor is there a run of what cannot be trained at several sizes.
     STUDY.main([argument.replace("kv-3", "relpos") for argument in arguments])
     assert len((lines / "several.jsonl").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("how", "mode"), [("zero", "constant"), ("mean", "mean"), ("edge", "edge"), ("reflect", "symmetric")]
+)
+def test_continued_embedding(how, mode):
+    """As numpy pads; the trained grid lies in the centre, and twice its side is passed."""
+    learned = torch.randn(3, 2, 4)
+    around = ((3, 4), (2, 2))
+    padded = np.pad(learned.numpy(), (*around, (0, 0)), **({"mode": mode} if mode != "mean" else {"mode": "constant"}))
+    if mode == "mean":
+        outside = np.pad(np.zeros((3, 2, 1), bool), (*around, (0, 0)), constant_values=True)
+        padded = np.where(outside, learned.mean((0, 1)).numpy(), padded)
+    assert FIELD_LOSS.continued(how, learned, (10, 6)).numpy() == pytest.approx(padded)
