@@ -92,6 +92,8 @@ class FitCLI(RelvitCLI):
         stack: keeps the local copy of a checkpoint at a remote address, and the folder, until it is closed.
     """
 
+    checkpoint: Checkpoint | None
+
     def __init__(self, given: Arguments, stack: ExitStack) -> None:
         self.stack: ExitStack = stack
         self.resumes: Path | None = None
