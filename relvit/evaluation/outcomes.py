@@ -77,9 +77,10 @@ class Mistake(NamedTuple):
 
 
 class Outcomes(Protocol):
-    """What a test keeps of its images, for one label per image or several, and what reports compute from it.
+    """Protocol of test results: the numbers that a test keeps of each image, and the figures that reports compute.
 
-    A test keeps float64 rows (rows, N) with a column for each image, which its processes can gather.
+    One class serves images of one label, another one images of several. The numbers are float64 rows (rows, N) with a
+    column for each image, which the processes of a test can gather.
 
     Attributes:
         mistakes_by: The column by which a table of mistakes is sorted.

@@ -100,7 +100,7 @@ def evaluate_sizes(
         _check_same_images(checkpoints[0].path, pairs[0][1], checkpoint.path, data)
     for classifier, data in pairs:
         set_reach(classifier.net, reach, data.img_size)
-    todo = _possible(checkpoints, pairs, sizes)
+    todo = _possible(checkpoints, pairs, sizes, squares)
     device = Fabric(accelerator=accelerator, devices=1).device
     rows = []
     # Images that the first checkpoint classifies right, at each size.
@@ -220,7 +220,7 @@ def _square_of(net: torch.nn.Module, size: Size) -> int | None:
     height, width = parse_size(size)
     if height == width:
         return None
-    patch = max(patch_size_of(net))
+    patch = math.lcm(*patch_size_of(net))
     return patch * max(1, round(math.sqrt(height * width) / patch))
 
 
@@ -238,15 +238,20 @@ def _check_same_images(first: str, data: ImageData, other: str, other_data: Imag
 
 
 def _possible(
-    checkpoints: Sequence[Checkpoint], pairs: Sequence[tuple[ImageClassifier, ImageData]], sizes: Sequence[Size]
+    checkpoints: Sequence[Checkpoint],
+    pairs: Sequence[tuple[ImageClassifier, ImageData]],
+    sizes: Sequence[Size],
+    squares: bool,
 ) -> list[list[Size]]:
-    """List the sizes that each checkpoint takes, before the first evaluation takes its time."""
+    """List the sizes that each checkpoint takes, with their squares, before the first evaluation takes its time."""
     possible: list[list[Size]] = [[] for _ in pairs]
     for size in sizes:
         refusals = []
         for checkpoint, (classifier, data), taken in zip(checkpoints, pairs, possible, strict=True):
             try:
-                at_image_size(classifier.net, parse_size(size), data.in_chans, classifier.hparams.img_size)
+                side = _square_of(classifier.net, size) if squares else None
+                for needed in (size, *([side] if side else [])):
+                    at_image_size(classifier.net, parse_size(needed), data.in_chans, classifier.hparams.img_size)
                 taken.append(size)
             except ValueError as error:
                 refusals.append((checkpoint.path, error))

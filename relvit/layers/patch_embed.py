@@ -84,19 +84,21 @@ def check_images(images: Tensor, in_chans: int) -> None:
         raise TypeError(f"images must be normalised floating numbers, got {images.dtype}")
 
 
-def check_divisible(x: Tensor, patch_size: tuple[int, int], cropped_size: tuple[int, int] | None = None) -> None:
+def check_divisible(
+    x: Tensor,
+    patch_size: tuple[int, int],
+    cropped_size: tuple[int, int] | None = None,
+    advice: str = "a model made with dynamic_img_pad=True pads with zeros",
+) -> None:
     """Raise a ValueError if images (B, C, H, W) do not divide into patches and do not have the `cropped_size`."""
     if cropped_size is not None and x.shape[-2] == cropped_size[0] and x.shape[-1] == cropped_size[1]:
         return
-    _check_side("height", x.shape[-2], patch_size[0])
-    _check_side("width", x.shape[-1], patch_size[1])
+    _check_side("height", x.shape[-2], patch_size[0], advice)
+    _check_side("width", x.shape[-1], patch_size[1], advice)
 
 
-def _check_side(name: str, size: int, patch: int) -> None:
+def _check_side(name: str, size: int, patch: int, advice: str) -> None:
     if size % patch != 0:
         below = size - size % patch
         near = f"{below} or {below + patch}" if below else f"{patch}"
-        raise ValueError(
-            f"image {name} {size} is not a multiple of the patch size {patch}: use {near} "
-            "(a model made with dynamic_img_pad=True pads with zeros)"
-        )
+        raise ValueError(f"image {name} {size} is not a multiple of the patch size {patch}: use {near} ({advice})")

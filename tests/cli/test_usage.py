@@ -34,6 +34,7 @@ LINES = {
         "root": "r",
     },
     "resolutions --sizes 16 24 a.ckpt b.ckpt": {"ckpt_path": ["a.ckpt", "b.ckpt"], "sizes": [16, 24]},
+    "resolutions a.ckpt --sizes 16 24 --widths 24 32 48": {"sizes": [16, 24], "widths": [24, 32, 48]},
     "resolutions --sizes=24 a.ckpt": {"ckpt_path": "a.ckpt", "sizes": [24]},
     "resolutions --sizes=[24,32] --ckpt_path=[a.ckpt,b.ckpt]": {"ckpt_path": ["a.ckpt", "b.ckpt"], "sizes": [24, 32]},
     "embed a.ckpt photos --output x.npz": {"ckpt_path": "a.ckpt", "root": "photos", "output": "x.npz"},

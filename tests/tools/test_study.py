@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections import defaultdict
 
 import numpy as np
@@ -140,3 +141,10 @@ def test_continued_embedding(how, mode):
         outside = np.pad(np.zeros((3, 2, 1), bool), (*around, (0, 0)), constant_values=True)
         padded = np.where(outside, learned.mean((0, 1)).numpy(), padded)
     assert FIELD_LOSS.continued(how, learned, (10, 6)).numpy() == pytest.approx(padded)
+
+
+def test_the_page_in_the_documentation_is_that_of_the_lines(tmp_path):
+    """The lines are in the repository, and nobody has edited the page or left it behind."""
+    shutil.copytree(REPORT.SOURCE / "runs", tmp_path / "runs")
+    REPORT.main(tmp_path)
+    assert (tmp_path / "README.md").read_text() == (REPORT.SOURCE / "README.md").read_text()

@@ -2,8 +2,8 @@
 
     python tools/study/field_loss.py CKPT --root IMAGES --size 64
 
-Each row changes one part of the same model, which sees the same test images by the protocol `field`. Differences to the
-first row are paired by image. CKPT is a model of relvit with a learned embedding, average pooling and no class token.
+Each row changes one part of the same model, which sees the same test images by the protocol `field`. CKPT is a model of
+relvit with a learned embedding, average pooling and no class token.
 
 The learned embedding is interpolated over the larger grid as it is. Instead it is left out; or laid in the centre at
 its own scale and continued by zeros, by its mean, by the vectors at its edge, or mirrored as the image is. The average
@@ -23,7 +23,6 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from relvit.evaluation.resolutions import evaluate_size
-from relvit.evaluation.standard_error import accuracy_error
 from relvit.models import set_reach
 from relvit.training import Checkpoint, classifier_of
 
@@ -121,8 +120,7 @@ def main() -> None:
         row = evaluate_size(classifier, data, given.size, given.split, "field")
         accuracy = row["acc1"]
         first = accuracy if first is None else first
-        error = accuracy_error(accuracy, row["images"])
-        table.add_row(name, f"{100 * accuracy:.1f}", f"{100 * error:.1f}", f"{100 * (accuracy - first):+.1f}")
+        table.add_row(name, f"{100 * accuracy:.1f}", f"{100 * row['acc1_se']:.1f}", f"{100 * (accuracy - first):+.1f}")
     Console().print(table)
 
 

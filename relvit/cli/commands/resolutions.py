@@ -80,11 +80,9 @@ def resolutions(
             number, text = numbers.index(row["checkpoint"]) + 1, plus_minus(row, "acc1_difference", "{:+.4f}")
             print(f"{number} minus 1, on the same images at {row['height']} x {row['width']}: {text}", flush=True)
         if "square_difference" in row:
-            text = plus_minus(row, "square_difference", "{:+.4f}")
+            text, side = plus_minus(row, "square_difference", "{:+.4f}"), row["square"]
             which = f"{numbers.index(row['checkpoint']) + 1} at " if len(numbers) > 1 else ""
-            print(
-                f"{which}{row['height']} x {row['width']} minus squashed to {row['square']} x {row['square']}: {text}"
-            )
+            print(f"{which}{row['height']} x {row['width']} minus squashed to {side} x {side}: {text}", flush=True)
     for target in targets:
         labels = short_labels([row["checkpoint"] for row in rows])
         plot = plot_sizes if widths is None else plot_size_grid

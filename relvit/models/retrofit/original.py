@@ -13,7 +13,7 @@ from relvit.layers.attention import GridAttention
 from relvit.models.retrofit.source import OwnPositions, Retrofitted
 
 MEMBERS = ("_parameters", "_buffers", "_modules")
-# What `relvit.models.set_reach` and users set in retrofitted attention and models, which the original has no use for.
+# `relvit.models.set_reach` and users set these attributes after a retrofit; the original classes have no use for them.
 LATER = ("trained_keys", "window", "trained_grid", "segmenter")
 RECORD = "_before_retrofit"
 
@@ -116,7 +116,7 @@ def restore(model: nn.Module) -> nn.Module:
 
 
 def _changed(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """The former values of what differs."""
+    """Return the former values of the entries that differ."""
     former = {key: then.get(key, Absent) for key in (*now, *then)}
     return {key: value for key, value in former.items() if value is not now.get(key, Absent)}
 
@@ -130,7 +130,7 @@ def _put_back(here: dict[str, Any], former: Mapping[str, Any]) -> None:
 
 
 def _skeleton(part: Any) -> Any:
-    """A tensor or module on the meta device, where it takes no memory; anything else stays."""
+    """Return a tensor or module on the meta device, where it takes no memory; anything else stays."""
     if isinstance(part, nn.Module):
         return copy.deepcopy(part).to("meta")
     if isinstance(part, nn.Parameter):

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 
 import torch
+from timm.layers import to_2tuple
 from torch import nn
 
 from relvit.models.factory import model_arguments
@@ -72,7 +73,8 @@ def at_image_size(
 
 def patch_size_of(net: nn.Module) -> tuple[int, int]:
     """Return height and width of a model's patches in pixels; (1, 1) for a model without a patch embedding."""
-    return getattr(getattr(net, "patch_embed", None), "patch_size", (1, 1))
+    # Some models of timm hold one number for both sides.
+    return to_2tuple(getattr(getattr(net, "patch_embed", None), "patch_size", 1))
 
 
 def _failure(net: nn.Module, img_size: Sequence[int], in_chans: int) -> Exception | None:

@@ -225,7 +225,9 @@ def test_what_cannot_be_carried_over_is_refused_first(name):
 def test_whole_models_are_told_to_retrofit_their_encoder():
     with pytest.raises(ValueError, match=r"it wraps vision_encoder, a SamVisionEncoder: .* model\.vision_encoder"):
         relvit.retrofit(sam_model())
-    with pytest.raises(ValueError, match=r"image height 41 is not a multiple of the patch size 8: use 40 or 48"):
+    with pytest.raises(
+        ValueError, match=r"image height 41 is not a multiple of the patch size 8: use 40 or 48 .as SAM does"
+    ):
         retrofitted(sam_encoder("segment_anything"))(images(41, 56))
 
 

@@ -6,6 +6,7 @@ import torch
 
 import relvit
 from relvit.models import build_model, check_image_size
+from relvit.models.sizes.image_size import patch_size_of
 
 VIT = {"patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
 
@@ -69,3 +70,11 @@ def test_trying_changes_nothing():
     assert [module.training for module in net.modules()] == modes
     assert len(set(modes)) == 2
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "patch"), [("xcit_nano_12_p16_224", {"depth": 1}, 16), ("resnet10t", {}, 1)]
+)
+def test_patch_size(name, kwargs, patch):
+    """timm's XCiT holds one number, and convolutional networks have no patches."""
+    assert patch_size_of(timm.create_model(name, **kwargs)) == (patch, patch)

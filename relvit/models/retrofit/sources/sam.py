@@ -92,7 +92,7 @@ class SamPatchEmbed(Leaf):
         check_images(x, convolution.in_channels)
         # Where a graph knows that sides divide, Inductor cannot order the strides, see `GridPatchEmbed`.
         if not is_compiling():
-            check_divisible(x, self.patch_size, self.img_size)
+            check_divisible(x, self.patch_size, self.img_size, "as SAM does, pad the image below and to the right")
         return convolution(x).permute(0, 2, 3, 1)
 
 
@@ -110,10 +110,10 @@ class SamEncoder(OwnPositions):
     num_prefix_tokens = 0
     patch_embed_classes: ClassVar[Mapping[type[nn.Module], type[SamPatchEmbed]]]
 
-    @classmethod
-    def original_size(cls, model: nn.Module) -> tuple[int, int]:
-        """Return height and width of the images that an original model was built for."""
-        raise NotImplementedError
+    @property
+    def original_size(self) -> tuple[int, int]:
+        """Height and width of the images that the original model was built for."""
+        return (self.img_size,) * 2
 
     @classmethod
     def dropout(cls, attn: nn.Module) -> float:
@@ -139,7 +139,7 @@ class SamEncoder(OwnPositions):
         return {f"{name}.attn": {"attn_drop": drop} for name, drop in drops.items()}
 
     def open_to_all_sizes(self) -> None:
-        embed, size = self.patch_embed, self.original_size(self)
+        embed, size = self.patch_embed, self.original_size
         embed.__class__ = self.patch_embed_classes[type(embed)]
         grid = embed.dynamic_feat_size(size)
         if self.pos_embed is not None and self.pos_embed.shape[1:3] != grid:

@@ -32,10 +32,6 @@ class RetrofittedImageEncoder(SamEncoder, ImageEncoderViT):
     attention_classes: ClassVar[Mapping[type[nn.Module], type[nn.Module]]] = {Attention: RetrofittedAttention}
     patch_embed_classes: ClassVar[Mapping[type[nn.Module], type[SamPatchEmbed]]] = {PatchEmbed: RetrofittedPatchEmbed}
 
-    @classmethod
-    def original_size(cls, model: nn.Module) -> tuple[int, int]:
-        return (model.img_size,) * 2
-
     def forward(self, x: Tensor) -> Tensor:
         """Map images (B, in_chans, height, width) to features (B, out_chans, rows, columns)."""
         x = self.embed(x)

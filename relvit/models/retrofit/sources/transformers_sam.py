@@ -82,9 +82,9 @@ class TransformersSamEncoder(SamEncoder):
         """Yield the layers of a model with their names."""
         return ((f"layers.{name}", layer) for name, layer in model.layers.named_children())
 
-    @classmethod
-    def original_size(cls, model: nn.Module) -> tuple[int, int]:
-        return tuple(model.patch_embed.image_size)
+    @property
+    def original_size(self) -> tuple[int, int]:
+        return tuple(self.patch_embed.image_size)
 
     @classmethod
     def dropout(cls, attn: nn.Module) -> float:
