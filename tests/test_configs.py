@@ -10,6 +10,7 @@ import yaml
 from cifar_archive import make_archive
 from photos import write_photos
 from PIL import Image
+from scripts import load
 from torchvision.datasets import CIFAR10, CIFAR100
 
 from relvit.cli import main
@@ -109,7 +110,12 @@ def test_recipes_run_on_tiny_data(path, tmp_path, monkeypatch, photos, wordnet, 
 
 
 @pytest.mark.parametrize(
-    ("name", "own"), [("cifar10", CIFAR10Data), pytest.param("cifar100", CIFAR100Data, marks=pytest.mark.slow)]
+    ("name", "own"),
+    [
+        ("cifar10", CIFAR10Data),
+        pytest.param("cifar10_small", CIFAR10Data, marks=pytest.mark.slow),
+        pytest.param("cifar100", CIFAR100Data, marks=pytest.mark.slow),
+    ],
 )
 def test_recipes_of_cifar_run_on_class_folders(name, own, tmp_path, monkeypatch, capsys):
     """The command of the header: the images stay at CIFAR's size and normalisation, and are augmented by the batch."""
@@ -158,6 +164,24 @@ def test_models_without_attention_are_of_the_same_size_and_trained_alike(attenti
         for model in models
     ]
     assert sizes[0] == sizes[1]
+
+
+def test_the_small_recipe_is_the_long_training_of_the_study():
+    study, recipe = load("study"), yaml.safe_load(BY_NAME["cifar10_small"].read_text())
+    model = study.MODELS["kv-2-learned-start-0.1"]
+    options = dict(option[2:].split("=", 1) for option in study.OPTIONS.split() if "=" in option)
+    options = {key: yaml.safe_load(value) for key, value in options.items()}
+    built = {"rel_init_std": 0.1, **recipe["model"].pop("model_kwargs")}
+    assert recipe["model"].pop("model") == model.name
+    assert built == model.arguments
+    shared = ("lr", "weight_decay", "warmup_epochs", "label_smoothing")
+    assert {key: float(options[f"model.{key}"]) for key in shared} == recipe["model"]
+    of_data = ("img_size", "crop_pct", "mean", "std", "augment", "batch_size", "num_workers")
+    assert {key: options[f"data.{key}"] for key in of_data} == {
+        key: recipe["data"]["init_args"][key] for key in of_data
+    }
+    assert recipe["trainer"]["max_epochs"] == study.RECIPES["long"].epochs
+    assert recipe["trainer"]["gradient_clip_val"] == options["trainer.gradient_clip_val"]
 
 
 @pytest.mark.parametrize("name", sorted(ADDITIONS))

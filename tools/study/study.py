@@ -11,6 +11,7 @@ docs/study/runs/RECIPE.jsonl; tools/study/study_report.py makes tables and figur
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import itertools
 import json
@@ -171,7 +172,8 @@ def prepare(images: Path, root: Path, splits: dict[str, tuple[str, int, int]]) -
             target = root / split / folder.name
             target.mkdir(parents=True, exist_ok=True)
             for file in sorted(folder.iterdir())[first:last]:
-                if not (target / file.name).is_symlink():
+                # Another training, started at the same time, may have linked the file.
+                with contextlib.suppress(FileExistsError):
                     (target / file.name).symlink_to(file.resolve())
     return root
 
