@@ -1,13 +1,13 @@
-"""Compare SAM's image encoders of several libraries with themselves after `relvit.retrofit`: numbers, time, memory.
+"""Compare models that bring relative positions with themselves after `relvit.retrofit`: numbers, time, memory.
 
-    python tools/retrofit/elsewhere.py                                            # ViT-B, all libraries, 1,024 px
-    python tools/retrofit/elsewhere.py --libraries timm --sizes 1024 1024x512 --layers 3 --threads 1 2
+    python tools/retrofit/elsewhere.py  # SAM ViT-B of all libraries, 1,024 px
+    python tools/retrofit/elsewhere.py --models timm-sam --sizes 1024 1024x512 --layers 3 --threads 1 2
 
-For each library and size it prints the largest difference of the features, relative to their largest number; with the
+For each model and size it prints the largest difference of the features, relative to their largest number; with the
 source as 1.00 the time of a forward pass and of a training step, as medians of the ratios of rounds in which source and
 retrofitted model take turns; and the peak of resident memory minus that of model and input, each in a fresh process.
-Weights are random. A source that takes images of one size gets its embedding cut to the grid, and interpolates its
-tables itself, so that at other sizes the features differ by the rule, and only time and memory are comparable.
+Weights are random. Where a source takes images of one size, the table `MODELS` says how it is made to take another one;
+its features may differ by the rule then, so that only time and memory are comparable.
 """
 
 from __future__ import annotations
@@ -21,56 +21,93 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import relvit
 
-LIBRARIES = ("transformers", "segment_anything", "timm")
-TRAINED = 1024
 ACTIONS = ("forward", "step")
 # On a machine that other processes use, the processor's time of this one says more than the time of the wall.
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+Size = tuple[int, int]
 
 
-def source(library: str, layers: int, size: tuple[int, int]) -> nn.Module:
-    """Build the encoder of SAM ViT-B with large random weights; with fewer layers, each third is global as in 12."""
-    every_third = tuple(range(2, layers, 3))
+class Model(NamedTuple):
+    """A model that the tool can compare.
+
+    Attributes:
+        library: the package that has the model.
+        sizes: of images, unless the user gives others, as on the command line.
+        layers: number of layers of the whole model.
+        source: builds the model as the library has it, with so many layers, for images of this height and width.
+        fit: makes a source that was not retrofitted take images of this height and width.
+    """
+
+    library: str
+    sizes: tuple[str, ...]
+    layers: int
+    source: Callable[[int, Size], nn.Module]
+    fit: Callable[[nn.Module, Size], object] = lambda model, size: None
+
+
+def transformers_sam(layers: int, size: Size) -> nn.Module:
+    from transformers import SamVisionConfig, SamVisionModel
+
+    options = {"num_hidden_layers": layers, "global_attn_indexes": every_third(layers)}
+    return SamVisionModel(SamVisionConfig(**options, attn_implementation="sdpa")).vision_encoder
+
+
+def segment_anything_sam(layers: int, size: Size) -> nn.Module:
+    from segment_anything.modeling import ImageEncoderViT
+
+    options = {"depth": layers, "global_attn_indexes": every_third(layers)}
+    return ImageEncoderViT(**options, use_rel_pos=True, window_size=14)
+
+
+def timm_sam(layers: int, size: Size) -> nn.Module:
+    import timm
+
+    options = {"depth": layers, "global_attn_indexes": every_third(layers)}
+    return timm.create_model("samvit_base_patch16", **options, num_classes=0)
+
+
+def every_third(layers: int) -> tuple[int, ...]:
+    """Return which layers of SAM are global: of fewer layers the same part as of 12."""
+    return tuple(range(2, layers, 3))
+
+
+def cut_sam(model: nn.Module, size: Size) -> None:
+    """Cut the absolute embedding of a SAM whose library takes images of one size; the library interpolates tables."""
+    model.patch_embed.image_size = size
+    model.pos_embed = nn.Parameter(model.pos_embed[:, : size[0] // 16, : size[1] // 16])
+
+
+MODELS = {
+    "transformers-sam": Model("transformers", ("1024",), 12, transformers_sam, cut_sam),
+    "segment_anything-sam": Model("segment_anything", ("1024",), 12, segment_anything_sam, cut_sam),
+    "timm-sam": Model("timm", ("1024",), 12, timm_sam),
+}
+DEFAULT = [name for name in MODELS if name.endswith("-sam")]
+
+
+def build(name: str, layers: int, size: Size, retrofitted: bool) -> nn.Module:
+    """Build a model of the table for images of this size, as the library has it or retrofitted, with large weights."""
     torch.manual_seed(0)
-    if library == "transformers":
-        from transformers import SamVisionConfig, SamVisionModel
-
-        config = SamVisionConfig(num_hidden_layers=layers, global_attn_indexes=every_third, attn_implementation="sdpa")
-        model = SamVisionModel(config).vision_encoder
-        model.patch_embed.image_size = size
-    elif library == "segment_anything":
-        from segment_anything.modeling import ImageEncoderViT
-
-        model = ImageEncoderViT(depth=layers, use_rel_pos=True, window_size=14, global_attn_indexes=every_third)
-    else:
-        import timm
-
-        model = timm.create_model("samvit_base_patch16", depth=layers, global_attn_indexes=every_third, num_classes=0)
-    for name, parameter in model.named_parameters():
-        # transformers draws weights so small that tables would change nothing.
+    model = MODELS[name].source(layers, size)
+    for key, parameter in model.named_parameters():
+        # Some libraries draw weights so small that tables would change nothing.
         if parameter.dim() > 1:
-            nn.init.normal_(parameter, std=0.2 if "rel_pos" in name else 0.05)
-    return model
-
-
-def build(library: str, layers: int, size: tuple[int, int], retrofitted: bool) -> nn.Module:
-    """Build the encoder for images of this size, as the library has it or retrofitted."""
-    model = source(library, layers, size)
+            nn.init.normal_(parameter, std=0.2 if "rel_pos" in key else 0.05)
     if retrofitted:
         return relvit.retrofit(model)
-    if library != "timm" and size != (TRAINED, TRAINED):
-        model.pos_embed = nn.Parameter(model.pos_embed[:, : size[0] // 16, : size[1] // 16])
+    MODELS[name].fit(model, size)
     return model
 
 
 def features(model: nn.Module, images: Tensor) -> Tensor:
-    """Return the features that a mask decoder gets."""
+    """Return the features that a head, or a mask decoder, gets."""
     output = model.forward_features(images) if hasattr(model, "forward_features") else model(images)
     return output if isinstance(output, Tensor) else output.last_hidden_state
 
@@ -91,10 +128,10 @@ def seconds(call: Callable[[], object], clock: str) -> float:
     return now() - start
 
 
-def compare(library: str, layers: int, size: tuple[int, int], rounds: int, clock: str) -> dict[str, float]:
+def compare(name: str, layers: int, size: Size, rounds: int, clock: str) -> dict[str, float]:
     """Return the difference of features, and the ratios of time by action."""
-    theirs = build(library, layers, size, retrofitted=False)
-    ours = build(library, layers, size, retrofitted=True)
+    theirs = build(name, layers, size, retrofitted=False)
+    ours = build(name, layers, size, retrofitted=True)
     images, found = torch.randn(1, 3, *size), {}
     with torch.no_grad():
         expected = features(theirs, images)
@@ -111,9 +148,9 @@ def compare(library: str, layers: int, size: tuple[int, int], rounds: int, clock
     return found
 
 
-def peak(library: str, layers: int, size: tuple[int, int], retrofitted: bool, action: str) -> float:
+def peak(name: str, layers: int, size: Size, retrofitted: bool, action: str) -> float:
     """Return by how many MB the first action raises the resident memory of this process, at its peak."""
-    model, images = build(library, layers, size, retrofitted), torch.randn(1, 3, *size)
+    model, images = build(name, layers, size, retrofitted), torch.randn(1, 3, *size)
     before = resident("VmRSS")
     # Linux forgets earlier peaks, such as that of building the model.
     Path("/proc/self/clear_refs").write_text("5")
@@ -132,33 +169,34 @@ def in_process(threads: int, function: str, *arguments: object) -> object:
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
 
 
-def sizes_of(texts: Sequence[str]) -> list[tuple[int, int]]:
+def sizes_of(texts: Sequence[str]) -> list[Size]:
     return [(int(text.partition("x")[0]), int(text.rpartition("x")[2])) for text in texts]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--libraries", nargs="+", default=LIBRARIES, choices=LIBRARIES)
-    parser.add_argument("--sizes", nargs="+", default=["1024"], help="height and width in pixels, as 1024x512")
-    parser.add_argument("--layers", type=int, default=12, help="layers of the encoder, two of three with windows")
+    parser.add_argument("--models", nargs="+", default=DEFAULT, choices=MODELS)
+    parser.add_argument("--sizes", nargs="+", help="pixels, or height x width as 1024x512; else the model's own")
+    parser.add_argument("--layers", type=int, help="layers of the model, if fewer than it has")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--clock", default="wall", choices=CLOCKS, help="cpu: time of all threads of the process")
     parser.add_argument("--threads", nargs="+", type=int, default=[1])
     parser.add_argument("--call", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.call:
-        threads, function, library, layers, size, *others = json.loads(arguments.call)
+        threads, function, name, layers, size, *others = json.loads(arguments.call)
         torch.set_num_threads(threads)
-        print(json.dumps(globals()[function](library, layers, tuple(size), *others)))
+        print(json.dumps(globals()[function](name, layers, tuple(size), *others)))
         return
-    print("| library | pixels | threads | difference | forward time | step time | forward peak, MB | step peak, MB |")
+    print("| model | pixels | threads | difference | forward time | step time | forward peak, MB | step peak, MB |")
     print("|---|---|---|---|---|---|---|---|")
-    for library in arguments.libraries:
-        for size in sizes_of(arguments.sizes):
+    for name in arguments.models:
+        model = MODELS[name]
+        for size in sizes_of(arguments.sizes or model.sizes):
             for threads in arguments.threads:
-                given = (library, arguments.layers, size)
+                given = (name, arguments.layers or model.layers, size)
                 found = in_process(threads, "compare", *given, arguments.rounds, arguments.clock)
-                cells = [library, f"{size[0]} x {size[1]}", str(threads), f"{found['difference']:.0e}"]
+                cells = [name, f"{size[0]} x {size[1]}", str(threads), f"{found['difference']:.0e}"]
                 cells += [
                     f"{found[f'{action} time']:.2f} of {found[f'{action} seconds of the source']:.1f} s"
                     for action in ACTIONS
