@@ -1,4 +1,4 @@
-"""Callbacks that write a test's tables and figures: classes, confusion matrix, mistakes."""
+"""Callbacks that write the files of a test: tables of classes and mistakes, the figure of the confusion matrix."""
 
 from __future__ import annotations
 

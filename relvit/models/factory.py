@@ -1,4 +1,4 @@
-"""Build any timm model by name, with its arguments and its size checked first."""
+"""Build any timm model by name, once its arguments are checked and its weights are known to fit in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Style of all figures: font sizes, escaped and shortened names, axis labels, legends."""
+"""Style of all figures: font sizes, escaped names, paths without their common parts, axis labels, legends."""
 
 from __future__ import annotations
 

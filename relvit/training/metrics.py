@@ -1,4 +1,4 @@
-"""Loss and accuracy, or mean average precision, of an epoch on any number of devices (torchmetrics), and their log.
+"""Loss and accuracy, or mean average precision, of an epoch on all devices (torchmetrics): logged, saved in mid-epoch.
 
 The metrics of a test's report are in `relvit.evaluation.outcomes`.
 """

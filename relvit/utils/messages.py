@@ -1,5 +1,4 @@
-"""Parts of error messages: the nearest allowed name, short lists of names, how to install a missing package; text for
-terminals."""
+"""Texts of messages: the nearest allowed name, short lists, how to install a missing package; escapes for terminals."""
 
 import difflib
 import re

@@ -1,4 +1,4 @@
-"""`relvit test`: a report on a checkpoint: metrics per class, confusion matrix, worst mistakes."""
+"""`relvit test`: print metrics, the worst classes and mistakes; `evaluation/report.py` writes tables and figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run a model to its pooled features, or once without changing it, to check an image size."""
+"""Run a model to its pooled features, or once without changing it, as `image_size.py` does to try a size."""
 
 from __future__ import annotations
 

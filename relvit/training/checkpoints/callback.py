@@ -1,4 +1,4 @@
-"""`RunCheckpoints`: the callback that writes best.ckpt and last.ckpt, even when SIGTERM stops the training."""
+"""`RunCheckpoints`: the callback that writes best.ckpt and last.ckpt, also when SIGTERM or SIGUSR1 stops a training."""
 
 from __future__ import annotations
 
