@@ -6,7 +6,7 @@ from relvit._moved import moved
 from relvit.ops.attention import Choice, choose, relative_attention, relative_logits
 from relvit.ops.buckets import BUCKETINGS
 from relvit.ops.grid import Grid, grid_from_naflex, key_mask, make_grid, num_tokens, patch_coords
-from relvit.ops.terms import AxisTables, Channels, JointTable, RelativeTerms
+from relvit.ops.terms import AxisLogits, AxisTables, Channels, JointTable, RelativeTerms
 from relvit.ops.windows import from_windows, to_windows
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "key_mask",
     "to_windows",
     "from_windows",
+    "AxisLogits",
     "AxisTables",
     "JointTable",
     "Channels",

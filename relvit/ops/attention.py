@@ -15,7 +15,7 @@ from relvit.ops.checks import check_backend, check_kind
 from relvit.ops.grid import Grid, check_tokens
 from relvit.ops.inputs import AttentionInputs, check_terms, checked, with_channels, with_equal_heads
 from relvit.ops.temperature import with_temperature
-from relvit.ops.terms import JointTable, RelativeTerms
+from relvit.ops.terms import JointTable, RelativeTerms, is_stock
 from relvit.ops.tracing import is_compiling, is_eager, is_functorch
 
 BACKENDS: dict[str, ModuleType] = {
@@ -50,7 +50,7 @@ def relative_attention(
 ) -> Tensor:
     """Compute attention in which keys and values depend on where the key is relative to the query, exactly.
 
-        logit_ij = scale * (q_i . k_j + q_i . a^K_ij + k_j . a^Q_ij) + b_ij + c_ij
+        logit_ij = scale * (q_i . k_j + q_i . a^K_ij + k_j . a^Q_ij + r_ij) + b_ij + c_ij
         out_i = sum_j softmax_j(logit_ij) (v_j + a^V_ij)
 
     with a_ij = rows[clip(y_j - y_i)] + cols[clip(x_j - x_i)], and a_ij = 0 where i or j is a prefix token. Source: Shaw
@@ -60,7 +60,7 @@ def relative_attention(
         query: (B, heads, Nq, head_dim), any floating dtype.
         key: (B, heads, Nk, head_dim), same dtype.
         value: (B, heads, Nk, value_dim), same dtype.
-        terms: tables and free channels; they are cast to the query's dtype. Terms that are None are left out.
+        terms: tables, free channels, logits; they are cast to the query's dtype. Terms that are None are left out.
         grid: where the query tokens are, and the key tokens too unless `key_grid` is given.
         key_grid: where the key tokens are (cross-attention, memory). `valid` is read from this grid alone.
         position_query: like `query`, what meets a^K instead: queries before rotary embedding, or Transformer-XL's
@@ -78,9 +78,9 @@ def relative_attention(
             tile of queries after the other, recomputed in backward: nothing of N x N either; but no second
             derivatives, and no part of compiled or exported graphs), 'gathered' (tiles as well, every pair looks up its
             table entries: slower, but for joint tables, second derivatives and all of `torch.func` too), 'triton'
-            (kernels for GPUs that augment nothing; for keys on a raster, without query term, mask and dropout; by name
-            only, see `relvit.ops.backends.triton`), 'reference' (the paper's own n products, O(N^2 head_dim) memory)
-            or 'auto' (see `choose`).
+            (kernels for GPUs that augment nothing; for keys on a raster and terms in tables, without query term, mask
+            and dropout; by name only, see `relvit.ops.backends.triton`), 'reference' (the paper's own n products,
+            O(N^2 head_dim) memory) or 'auto' (see `choose`).
 
     Returns:
         (B, heads, Nq, value_dim), dtype of the query. A query that may attend to no key gets zeros. What padding holds,
@@ -123,7 +123,7 @@ def choose(
     Arguments and errors are those of `relative_attention`.
     """
     inputs = checked(AttentionInputs(query, key, value, terms, grid, key_grid))
-    tables = [table for term in (*terms[:4], terms.channels) if term is not None for table in term]
+    tables = [table for term in (*terms[:4], terms.channels, terms.axis_logits) if term is not None for table in term]
     choice = _choose(inputs)
     if not is_eager():
         return choice
@@ -141,7 +141,7 @@ def _choose(inputs: AttentionInputs) -> Choice:
     if any(isinstance(term, JointTable) for term in terms):
         keeps = "nothing: backward recomputes each tile"
         return Choice("gathered", "joint tables do not split into rows and columns", keeps)
-    if all(term is None for term in terms[:4]) and (is_compiling() or not is_functorch()):
+    if is_stock(terms) and (is_compiling() or not is_functorch()):
         return Choice("fused", "without relative terms in tables it is stock attention", "what stock attention keeps")
     if is_compiling():
         return Choice("fused", "one graph serves all sizes", "augmented output and logits, O(N (H + W))")

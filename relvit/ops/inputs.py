@@ -11,7 +11,7 @@ from torch import Tensor
 from relvit.ops.buckets import BUCKETINGS
 from relvit.ops.checks import check_kind, check_shape
 from relvit.ops.grid import Grid, check_tokens
-from relvit.ops.terms import AxisTables, Channels, JointTable, RelativeTerms, with_query_bias
+from relvit.ops.terms import AxisLogits, AxisTables, Channels, JointTable, RelativeTerms, with_query_bias
 from relvit.ops.tracing import knows_values
 from relvit.utils.messages import did_you_mean, listing
 
@@ -73,7 +73,7 @@ def checked(inputs: AttentionInputs) -> AttentionInputs:
         # Backends divide the bias, and a mask's gradient, by the scale, and multiply what hides padding by it: here the
         # contents are scaled instead.
         position_query, position_key = scale * position_query, scale * position_key
-        query, scale = scale * query, 1.0
+        query, terms, scale = scale * query, with_axis_factor(terms, scale), 1.0
     return inputs._replace(
         query=query,
         terms=with_equal_heads(terms)._replace(query_bias=None),
@@ -93,6 +93,13 @@ def with_equal_heads(terms: RelativeTerms) -> RelativeTerms:
             per_head = (table.expand(heads, *table.shape[-min(t.dim() for t in tables) :]) for table in tables)
             terms = terms._replace(**{name: AxisTables(*per_head)})
     return terms
+
+
+def with_axis_factor(terms: RelativeTerms, factor: Tensor | float) -> RelativeTerms:
+    """Multiply the terms' `axis_logits` by a number, or one for each sample, (1 or B, 1, 1, 1)."""
+    if terms.axis_logits is None:
+        return terms
+    return terms._replace(axis_logits=AxisLogits(*((part * factor).to(part.dtype) for part in terms.axis_logits)))
 
 
 def with_channels(inputs: AttentionInputs) -> AttentionInputs:
@@ -143,6 +150,11 @@ def _check_contents(inputs: AttentionInputs, key_grid: Grid) -> None:
             channels, name = getattr(terms.channels, part), f"terms.channels.{part}"
             lead = [size if size == 1 else most for size, most in zip(channels.shape, (batch, heads), strict=False)]
             check_shape(name, channels, (*lead, like.shape[2], terms.channels.query.shape[-1]))
+    if terms.axis_logits is not None:
+        check_kind("terms.axis_logits", terms.axis_logits, AxisLogits, "AxisLogits")
+        for part, size in (("rows", key_grid.height), ("cols", key_grid.width)):
+            logits = getattr(terms.axis_logits, part)
+            check_shape(f"terms.axis_logits.{part}", logits, (*query.shape[:3], size))
     if terms.query_bias is not None:
         check_shape("terms.query_bias", terms.query_bias, (heads, head_dim))
     # Some kernels would read another device's memory without an error.

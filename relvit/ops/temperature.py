@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from relvit.ops.grid import key_mask
-from relvit.ops.inputs import AttentionInputs
+from relvit.ops.inputs import AttentionInputs, with_axis_factor
 
 
 def with_temperature(inputs: AttentionInputs) -> AttentionInputs:
@@ -14,8 +14,8 @@ def with_temperature(inputs: AttentionInputs) -> AttentionInputs:
     added afterwards, as they are. Source: logits times log(n), Chiang & Cholak 2022 (arXiv 2202.12172); relative to
     the trained number as Qwen's LogN-scaling (Bai et al. 2023, arXiv 2309.16609), but for fewer keys too.
 
-    Returns the inputs of `relvit.ops.inputs.checked` with other queries, position keys and bias tables, each in its own
-    dtype; where n is `trained_keys` their numbers stay the same.
+    Returns the inputs of `relvit.ops.inputs.checked` with other queries, position keys, bias tables and axis logits,
+    each in its own dtype; where n is `trained_keys` their numbers stay the same.
 
     Raises:
         ValueError: a bias where samples have different numbers of keys.
@@ -49,5 +49,5 @@ def with_temperature(inputs: AttentionInputs) -> AttentionInputs:
         query=scaled,
         position_query=scaled if inputs.position_query is query else times(inputs.position_query, factor),
         position_key=key if terms.query is None else times(key, factor),
-        terms=terms,
+        terms=with_axis_factor(terms, factor),
     )

@@ -1,4 +1,4 @@
-"""`RelativeTerms`, the type that position modules return and attention takes: tables by offset, free channels."""
+"""`RelativeTerms`, the type that position modules return and attention takes: tables by offset, channels, logits."""
 
 from typing import NamedTuple
 
@@ -51,6 +51,22 @@ class Channels(NamedTuple):
     key: Tensor
 
 
+class AxisLogits(NamedTuple):
+    """Relative logits that are computed already: a number of each query per row and per column of the key grid.
+
+    For positions that no table by offset describes, such as those of pooled tokens, whose queries and keys have grids
+    of different steps. Of tables, `relvit.ops.relative_logits` computes the same numbers.
+
+    Attributes:
+        rows: (B, heads, Nq, H) for the H rows of the key grid; queries that are prefix tokens have theirs as well,
+            zeros where they have no position.
+        cols: (B, heads, Nq, W), likewise for its columns.
+    """
+
+    rows: Tensor
+    cols: Tensor
+
+
 class RelativeTerms(NamedTuple):
     """The relative terms of one attention layer; None where a term is absent.
 
@@ -60,7 +76,7 @@ class RelativeTerms(NamedTuple):
 
     and zero where i or j is a prefix token. Then
 
-        logit_ij = scale * (q_i . k_j + q_i . a^K_ij + k_j . a^Q_ij) + b_ij + c_ij
+        logit_ij = scale * (q_i . k_j + q_i . a^K_ij + k_j . a^Q_ij + r_ij) + b_ij + c_ij
         out_i = sum_j softmax_j(logit_ij) (v_j + a^V_ij)
 
     Source: key and value terms Shaw et al. 2018 (arXiv 1803.02155), eq. 3 and 4; query term iRPE (Wu et al. 2021, arXiv
@@ -75,6 +91,8 @@ class RelativeTerms(NamedTuple):
         channels: c, see `Channels`. Not scaled.
         query_bias: (heads, head_dim), added to all queries before a rotary embedding: Transformer-XL's u (Dai et al.
             2019, arXiv 1901.02860, section 3.3).
+        axis_logits: r_ij = rows[i, y_j] + cols[i, x_j] for keys j that are patches, zero for prefix tokens; see
+            `AxisLogits`.
     """
 
     query: AxisTables | JointTable | None = None
@@ -84,6 +102,12 @@ class RelativeTerms(NamedTuple):
     bucketing: str = "clip"
     channels: Channels | None = None
     query_bias: Tensor | None = None
+    axis_logits: AxisLogits | None = None
+
+
+def is_stock(terms: RelativeTerms) -> bool:
+    """Return whether all pairs of tokens have the logits of stock attention, but for free channels."""
+    return terms.axis_logits is None and all(term is None for term in terms[:4])
 
 
 def with_query_bias(query: Tensor, terms: RelativeTerms) -> tuple[Tensor, RelativeTerms]:

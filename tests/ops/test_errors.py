@@ -5,7 +5,7 @@ import pytest
 import torch
 from draws import BACKENDS, draw_case
 
-from relvit.ops import Channels, JointTable, RelativeTerms, choose, relative_attention, relative_logits
+from relvit.ops import AxisLogits, Channels, JointTable, RelativeTerms, choose, relative_attention, relative_logits
 
 Q, K, V, TERMS, GRID = draw_case(2, 3)
 
@@ -23,6 +23,11 @@ def channels(**changes):
     return {
         "terms": TERMS._replace(channels=Channels(torch.ones(2, 2, 6, 3), torch.ones(1, 2, 6, 3))._replace(**changes))
     }
+
+
+def axis_logits(**changes):
+    logits = AxisLogits(torch.ones(2, 2, 6, 2), torch.ones(2, 2, 6, 3))
+    return {"terms": TERMS._replace(axis_logits=logits._replace(**changes))}
 
 
 CONTENTS = [
@@ -65,6 +70,13 @@ CONTENTS += [
     (channels(query=torch.ones(2, 2, 6, 3, device="meta")), ValueError, "terms.channels.query is on meta"),
     (channels(query=torch.ones(2, 2, 6, 3).long()), TypeError, "terms.channels.query has dtype torch.int64"),
     ({"terms": RelativeTerms(channels=(Q, K))}, TypeError, "terms.channels must be Channels, got tuple"),
+]
+CONTENTS += [
+    (axis_logits(rows=torch.ones(2, 2, 6, 3)), ValueError, r"axis_logits.rows has shape .*, expected \(2, 2, 6, 2\)"),
+    (axis_logits(cols=torch.ones(1, 2, 6, 3)), ValueError, r"axis_logits.cols has shape .*, expected \(2, 2, 6, 3\)"),
+    (axis_logits(cols=torch.ones(2, 2, 6, 3, device="meta")), ValueError, "terms.axis_logits.cols is on meta"),
+    (axis_logits(rows=torch.ones(2, 2, 6, 2).long()), TypeError, "terms.axis_logits.rows has dtype torch.int64"),
+    ({"terms": RelativeTerms(axis_logits=(Q, K))}, TypeError, "terms.axis_logits must be AxisLogits, got tuple"),
 ]
 OPTIONS = [
     ({"position_query": Q[:1]}, ValueError, r"position_query has shape \(1, 2, 6, 5\), expected \(2, 2, 6, 5\)"),

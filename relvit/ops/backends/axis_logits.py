@@ -126,11 +126,18 @@ def joined_with_index(
 
 
 def query_logits(inputs: AttentionInputs, axes: Axes) -> Tensor | None:
-    """Compute logits of the key term and the bias for a key in each row and column: (B, heads, Nq, H + W)."""
+    """Compute logits of the key term and the bias for a key in each row and column: (B, heads, Nq, H + W).
+
+    Those that the terms hold already, `axis_logits`, are added. Columns of `axes` beyond the grid have zeros there.
+    """
     query, terms, grid = inputs.position_query, inputs.terms, inputs.grid
     logits = None
     if terms.key is not None:
         logits = axis_logits(query, *joined_with_index(terms.key, terms.bucketing, grid, axes, query))
+    if terms.axis_logits is not None:
+        given = torch.cat(terms.axis_logits, dim=-1).to(query.dtype)
+        given = F.pad(given, (0, sum(axis.size for axis in axes) - given.shape[-1]))
+        logits = given if logits is None else logits + given
     if terms.bias is None:
         return logits
     tables = with_width(terms.bias)

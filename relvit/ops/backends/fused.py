@@ -3,10 +3,10 @@
 With rows and columns apart, q_i . a^K_ij is one of H row logits plus one of W column logits of the query i. So append
 those H + W logits to the query and one-hot indicators of row and column to the key: the dot product of the augmented
 vectors is content plus relative logit. A bias goes into the same channels, divided by the scale. The query term is the
-same with the roles exchanged. Append the indicators to the value: the extra output channels are the attention's row and
-column marginals, and these times the value tables are the value-side term. Nothing of N x N is formed here;
-`scaled_dot_product_attention` computes the rest and its gradients in O(N (H + W)) extra memory. The augmented vectors
-are not kept for backward, but recomputed.
+same with the roles exchanged. Row and column logits that are given are appended as they are. Append the indicators to
+the value: the extra output channels are the attention's row and column marginals, and these times the value tables are
+the value-side term. Nothing of N x N is formed here; `scaled_dot_product_attention` computes the rest and its gradients
+in O(N (H + W)) extra memory. The augmented vectors are not kept for backward, but recomputed.
 
 Prior art for the parts: SAM 3's `concat_rel_pos` (key side), FlashBias (low-rank biases, arXiv 2505.12044), FlashIPA
 (value-side concatenation).
@@ -37,6 +37,7 @@ from relvit.ops.backends.axis_logits import (
 from relvit.ops.grid import Grid, batched_coords, key_mask, without_padding
 from relvit.ops.inputs import AttentionInputs, added_width
 from relvit.ops.recompute import recompute_saved
+from relvit.ops.terms import RelativeTerms
 from relvit.ops.tracing import trains_in_graph, without_autocast
 
 
@@ -73,7 +74,7 @@ def _attend(inputs: AttentionInputs) -> Tensor:
         else:
             key, value = without_padding(key, valid), without_padding(value, valid)
             (mask, attending), valid = _mask_padding(mask, valid), None
-    key_term, value_term = terms.key is not None or terms.bias is not None, terms.value is not None
+    key_term, value_term = _has_query_logits(terms), terms.value is not None
     width = augmented_width(inputs, padded=valid is not None)
     # Up to the multiple there are further columns of the grid, in which no token is. Unlike zeros that may be none,
     # these columns make no case of their own, so that one graph serves all sizes.
@@ -117,7 +118,7 @@ def augmented_width(inputs: AttentionInputs, padded: bool) -> int:
     terms, key_axes = inputs.terms, inputs.key_grid.height + inputs.key_grid.width
     query_width = inputs.query.shape[-1] + int(padded) + added_width(terms, inputs.query.dtype)
     value_width = inputs.value.shape[-1]
-    if terms.key is not None or terms.bias is not None:
+    if _has_query_logits(terms):
         query_width += key_axes
     if terms.query is not None:
         query_width += sum(axis.size for axis in query_axes(inputs))
@@ -125,6 +126,11 @@ def augmented_width(inputs: AttentionInputs, padded: bool) -> int:
         value_width += key_axes
     # Where the widths of value and query differ, PyTorch's CPU kernel falls back to keeping N x N.
     return max(query_width, value_width)
+
+
+def _has_query_logits(terms: RelativeTerms) -> bool:
+    """Return whether queries have logits per row and column of the keys."""
+    return any(term is not None for term in (terms.key, terms.bias, terms.axis_logits))
 
 
 def _with_columns(axes: Axes, number: int) -> Axes:

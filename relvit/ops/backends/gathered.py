@@ -19,7 +19,7 @@ from relvit.ops.buckets import bucket
 from relvit.ops.grid import Grid, batched_coords, key_mask, without_padding
 from relvit.ops.inputs import AttentionInputs
 from relvit.ops.recompute import recomputed
-from relvit.ops.terms import AxisTables, JointTable, with_width
+from relvit.ops.terms import AxisLogits, AxisTables, JointTable, RelativeTerms, with_width
 from relvit.ops.tracing import may_recompute, without_autocast
 
 # Logits of one tile, over all samples and heads: 4 M numbers, 16 MB in float32.
@@ -51,12 +51,20 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
             part = slice(start, start + step)
             tile = inputs._replace(
                 query=query[:, :, part],
+                terms=_of_queries(inputs.terms, part),
                 position_query=position_query[:, :, part],
                 attn_mask=mask[..., part, :] if mask is not None and mask.shape[-2] > 1 else mask,
             )
             here = Tokens(queries.y[:, part], queries.x[:, part], queries.on_grid[part])
             tiles.append(recomputed(_attend, tile, here, keys, start, preserve_rng_state=inputs.dropout_p > 0))
         return torch.cat(tiles, dim=2) if tiles else query.new_zeros(*query.shape[:3], inputs.value.shape[-1])
+
+
+def _of_queries(terms: RelativeTerms, part: slice) -> RelativeTerms:
+    """Return the terms of a part of the queries."""
+    if terms.axis_logits is None:
+        return terms
+    return terms._replace(axis_logits=AxisLogits(*(of_axis[:, :, part] for of_axis in terms.axis_logits)))
 
 
 def _attend(inputs: AttentionInputs, queries: Tokens, keys: Tokens, first: int) -> Tensor:
@@ -82,6 +90,12 @@ def _attend(inputs: AttentionInputs, queries: Tokens, keys: Tokens, first: int) 
         per_offset = position_key @ table.transpose(-2, -1)
         for index in indices:
             logits = logits + per_offset.gather(-1, index.transpose(-2, -1).expand_as(logits.mT)).mT
+    if terms.axis_logits is not None:
+        for of_axis, place in zip(terms.axis_logits, (keys.y, keys.x), strict=True):
+            # Prefix keys read the zero behind the last row and column.
+            place = place.masked_fill(~keys.on_grid, of_axis.shape[-1])[:, None, None]
+            padded = F.pad(of_axis.to(logits.dtype), (0, 1))
+            logits = logits + padded.gather(-1, place.expand(*logits.shape[:-1], -1))
     logits = logits * inputs.scale
     if terms.bias is not None:
         table, indices = entries(with_width(terms.bias), logits.dtype)

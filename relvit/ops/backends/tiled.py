@@ -137,7 +137,7 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
 def _query_logits(inputs: AttentionInputs, axes: Axes) -> tuple[Tensor | None, Tensor | None]:
     """Return the `query_logits` of `Operands` and their `logits_index`."""
     query, terms = inputs.position_query, inputs.terms
-    if terms.key is not None and terms.bias is None:
+    if terms.key is not None and terms.bias is None and terms.axis_logits is None:
         reach, index = table_index(inputs.grid, clip_distances(terms.key), terms.bucketing, axes, query.device)
         # Table entries are fewer than the rows and columns of large images: what is kept does not grow with these.
         # (Besides the rows in reach a joined table has a zero row, and padding.)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from relvit.ops.buckets import bucket
 from relvit.ops.grid import Grid, batched_coords, key_mask, without_padding
-from relvit.ops.terms import AxisTables, JointTable, RelativeTerms, with_width
+from relvit.ops.terms import AxisLogits, AxisTables, JointTable, RelativeTerms, with_width
 
 
 def relative_logits(
@@ -121,6 +121,8 @@ def attention_logits(
     if terms.query is not None:
         vectors = _pair_vectors(terms.query, terms.bucketing, grid, key_grid, key)
         logits = logits + torch.einsum("bhjd,bhijd->bhij", position_key, vectors)
+    if terms.axis_logits is not None:
+        logits = logits + _pair_logits(terms.axis_logits, key_grid, query)
     logits = logits * scale
     if terms.bias is not None:
         logits = logits + pair_bias(terms, grid, key_grid, query)
@@ -133,6 +135,15 @@ def attention_logits(
         keys = valid.sum(dim=1).clamp(min=1) if valid is not None else torch.full((1,), key.shape[2])
         logits = logits * rearrange(keys.to(logits).log() / math.log(trained_keys), "b -> b 1 1 1")
     return logits
+
+
+def _pair_logits(logits: AxisLogits, key_grid: Grid, like: Tensor) -> Tensor:
+    """Compute r_ij for all pairs of tokens: (B, heads, Nq, Nk), zero where j is a prefix token."""
+    rows, cols = (part.to(like.dtype) for part in logits)
+    batch, heads, queries, _ = rows.shape
+    coords = batched_coords(key_grid, like.device).expand(batch, -1, -1)
+    y, x = (of_axis[:, None, None, :].expand(-1, heads, queries, -1) for of_axis in coords.unbind(-1))
+    return F.pad(rows.gather(-1, y) + cols.gather(-1, x), (key_grid.prefix, 0))
 
 
 def pair_bias(terms: RelativeTerms, grid: Grid, key_grid: Grid, like: Tensor) -> Tensor:

@@ -113,6 +113,9 @@ def attention(
                         logit = logit + (position_query[b, h, i] * a_k).sum()
                     if a_q is not None:
                         logit = logit + (position_key[b, h, j] * a_q).sum()
+                    if terms.axis_logits is not None and key_places[b][j] is not None:
+                        for of_axis, coordinate in zip(terms.axis_logits, key_places[b][j], strict=True):
+                            logit = logit + of_axis[b, h, i, coordinate]
                     logit = scale * logit
                     if bias is not None:
                         logit = logit + bias

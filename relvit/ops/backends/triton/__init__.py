@@ -65,6 +65,8 @@ def refusal(inputs: AttentionInputs) -> str | None:
         return f"takes head dimensions up to {LARGEST_DIM}, got {max(dims)}: use 'fused'"
     if terms.query is not None:
         return "has no query term (terms.query): use 'fused'"
+    if terms.axis_logits is not None:
+        return "computes logits from tables, and takes none (terms.axis_logits): use 'fused'"
     if key_grid.coords is not None:
         return "takes keys in raster order, not with coords of their own: use 'fused'"
     if inputs.attn_mask is not None or inputs.is_causal:
