@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import timm
 import yaml
-from documents import PAGES, ROOT, blocks, text
+from documents import ELSEWHERE, PAGES, ROOT, blocks, text
 from photos import TINY
 
 from relvit.cli import main
@@ -16,7 +16,7 @@ TINY_MODEL = [f"--model.model_kwargs.{name}" for name in ("patch_size=8", "embed
 # Learning rates that follow the batch come out smaller than the least one.
 ONE_STEP = [*TINY[-3:], "--data.img_size=16", "--data.batch_size=4", "--trainer.fast_dev_run=true", "--model.min_lr=0"]
 # Several devices and machines: tests/cli/fit/test_launch.py and tests/training; timm's weights: `test_fine_tuning`.
-ELSEWHERE = ("docs/several_devices.md", "docs/fine_tune.md")
+OTHER_TESTS = ("docs/several_devices.md", "docs/fine_tune.md")
 # Options that cannot be in one training with the others: of the loss, of the data, of what Lightning checks.
 APART = (
     "--model.loss",
@@ -47,7 +47,7 @@ def random_weights(monkeypatch):
     [
         pytest.param(page, marks=() if page == "README.md" else pytest.mark.slow)
         for page in PAGES
-        if commands(page) and page not in ELSEWHERE
+        if commands(page) and page not in OTHER_TESTS
     ],
 )
 def test_commands_run(page, place, random_weights, capsys):
@@ -130,7 +130,7 @@ def test_the_configuration_that_is_shown_is_the_one_that_comes_with_relvit():
 
 
 def test_links_lead_to_files_and_headings():
-    for page in (*PAGES, "CONTRIBUTING.md"):
+    for page in (*PAGES, *ELSEWHERE, "CONTRIBUTING.md"):
         for target in re.findall(r"\]\(([^)\s]+)\)", text(page)):
             if target.startswith("http"):
                 continue
@@ -140,8 +140,12 @@ def test_links_lead_to_files_and_headings():
             headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE) if anchor else []
             slugs = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
             assert not anchor or anchor in slugs, f"{page}: {target}"
-    linked = {target.partition("#")[0] for page in PAGES for target in re.findall(r"\]\(([^)\s]+)\)", text(page))}
-    assert {Path(page).name for page in PAGES[1:]} <= {Path(target).name for target in linked}
+    linked = {
+        target.partition("#")[0]
+        for page in (*PAGES, *ELSEWHERE)
+        for target in re.findall(r"\]\(([^)\s]+)\)", text(page))
+    }
+    assert {Path(page).name for page in (*PAGES[1:], *ELSEWHERE)} <= {Path(target).name for target in linked}
 
 
 @pytest.mark.parametrize(("page", "words"), [("README.md", 1200), ("CONTRIBUTING.md", 900)])

@@ -9,6 +9,8 @@ PAGES = [
     *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
     "docs/benchmarks/README.md",
 ]
+# Pages about other libraries, which run in a suite of their own: `pytest -m elsewhere`.
+ELSEWHERE = sorted(f"docs/elsewhere/{path.name}" for path in (ROOT / "docs" / "elsewhere").glob("*.md"))
 
 
 def text(page):

@@ -121,6 +121,7 @@ def save_folder(predictor: Predictor, folder: str, license: str | None = None) -
     model = predictor.to("cpu").model.to(memory_format=torch.contiguous_format)
     try:
         save_for_hf(model, folder, model_config=config, safe_serialization=True)
+        _without_num_classes(Path(folder) / "config.json")
         # safetensors lets the owner alone read the weights.
         shutil.copymode(Path(folder) / "config.json", Path(folder) / "model.safetensors")
         again = timm.create_model(f"{FOLDER}{folder}", pretrained=True).eval()
@@ -132,6 +133,17 @@ def save_folder(predictor: Predictor, folder: str, license: str | None = None) -
         expected, found = model(images), again(images)
     if not torch.equal(found, expected):
         raise PublishError(f"the published model's outputs differ by {float((found - expected).abs().max()):.1e}")
+
+
+def _without_num_classes(path: Path) -> None:
+    """Remove the number of classes from the arguments of the model in `config.json`, where it stands a second time.
+
+    timm writes and reads both. The timm wrapper of `transformers` gives timm the number itself, beside these arguments,
+    and fails where they have it, too.
+    """
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["model_args"].pop("num_classes", None)
+    path.write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
 def _config(folder: Path) -> dict[str, Any]:

@@ -75,6 +75,25 @@ def published(best, tmp_path_factory):
     return place
 
 
+@pytest.mark.elsewhere
+@pytest.mark.parametrize("name", CASES)
+def test_transformers_compute_the_same(published, name, capsys):
+    transformers = pytest.importorskip("transformers")
+    folder = str(published / name)
+    model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    theirs = transformers.AutoModelForImageClassification.from_pretrained(folder)
+    images = torch.randn(2, 3, *CASES[name][1].get("img_size", [16, 24]))
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(images).logits, model(images), rtol=0, atol=1e-6)
+        features = transformers.AutoModel.from_pretrained(folder)(images).last_hidden_state
+        torch.testing.assert_close(features, model.forward_features(images), rtol=0, atol=1e-6)
+    assert [*theirs.config.id2label.values()] == model.pretrained_cfg["label_names"]
+    # An image file becomes the same pixels.
+    image = Image.effect_noise((40, 30), 80).convert("RGB")
+    pixels = transformers.AutoImageProcessor.from_pretrained(folder)(image)["pixel_values"][0]
+    torch.testing.assert_close(pixels, create_transform(**resolve_model_data_config(model))(image), rtol=0, atol=0)
+
+
 @pytest.mark.slow
 def test_a_process_of_timm_and_relvit_alone_computes_the_same(published, tmp_path):
     generator = torch.Generator().manual_seed(1)
