@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import peers
 import timm
 import torch
 import torch.nn.functional as F
@@ -75,6 +76,7 @@ LAYERS = PLAIN | {
     "relvit_gathered": lambda side: relative_attention("gathered"),
     "relvit_triton": lambda side: relative_attention("triton"),
     "sam": lambda side: SamAttention(DIM, HEADS, use_rel_pos=True, rope=None, input_size=(side, side)),
+    **{name: lambda side, layer=layer: layer(DIM, HEADS) for name, layer in peers.CLASSES.items()},
 }
 # The attention-free layer of the paper's best small model, with a window per channel, computed in several ways.
 AFTS = PLAIN | {
@@ -142,7 +144,7 @@ def competitor(level: str, name: str, size: int) -> tuple[nn.Module, tuple[int, 
     layer = COMPETITORS[level][name](side)
     if name == "sam":
         return layer, (side, side, DIM), ()
-    return layer, (side * side, DIM), () if name in PLAIN else (make_grid(side, side),)
+    return layer, (side * side, DIM), () if name in (*PLAIN, *peers.CLASSES) else (make_grid(side, side),)
 
 
 @dataclass(frozen=True)
@@ -342,8 +344,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.device == "auto":
         given.device = "cuda" if torch.cuda.is_available() else "cpu"
     known = COMPETITORS[given.level]
-    # Triton's kernels need a GPU.
-    every = [name for name in known if given.device == "cuda" or not name.endswith("_triton")]
+    # Triton's kernels and PaPE's need a GPU.
+    every = [name for name in known if given.device == "cuda" or not name.endswith(("_triton", "pape"))]
+    every = [name for name in every if name not in peers.CLASSES or peers.installed(name)]
     names = list(dict.fromkeys(given.names or every))
     for name in names:
         check_choice(given.level, name, tuple(known))

@@ -5,6 +5,7 @@ import torch
 from PIL import Image
 from scripts import ROOT, load
 
+peers = load("peers")
 benchmark, report = load("benchmark"), load("benchmark_report")
 FOLDER = ROOT / "docs" / "benchmarks"
 
@@ -189,3 +190,11 @@ def test_memory_counters():
         # At most two results of 15 float32 are there at a time, the first of them until the second is computed.
         assert benchmark.peak_bytes(lambda: x.exp().exp().exp()) == 120
         assert benchmark.peak_bytes(lambda: x.exp().exp_().exp_()) == 60
+
+
+@pytest.mark.parametrize("name", peers.CLASSES)
+def test_layers_of_other_authors_where_they_are_installed(name):
+    if not peers.installed(name):
+        pytest.skip(f"tools/peers.py says how to install {name}")
+    layer, shape, others = benchmark.competitor("layer", name, 64)
+    assert layer(torch.randn(2, *shape), *others).shape == (2, *shape)

@@ -6,8 +6,9 @@
 For each model and size it prints the largest difference of the features, relative to their largest number; with the
 source as 1.00 the time of a forward pass and of a training step, as medians of the ratios of rounds in which source and
 retrofitted model take turns; and the peak of resident memory minus that of model and input, each in a fresh process.
-Weights are random. Where a source takes images of one size, the table `MODELS` says how it is made to take another one;
-its features may differ by the rule then, so that only time and memory are comparable.
+On a GPU (`--device cuda`) it is that of PyTorch's allocator. Weights are random. Where a source takes images of one
+size, the table `MODELS` says how it is made to take another one; its features may differ by the rule then, so that only
+time and memory are comparable.
 """
 
 from __future__ import annotations
@@ -122,10 +123,17 @@ def act(model: nn.Module, images: Tensor, action: str) -> None:
 
 
 def seconds(call: Callable[[], object], clock: str) -> float:
-    now = CLOCKS[clock]
+    # A GPU still computes when the call returns.
+    now, wait = CLOCKS[clock], torch.cuda.synchronize if on_gpu() else lambda: None
+    wait()
     start = now()
     call()
+    wait()
     return now() - start
+
+
+def on_gpu() -> bool:
+    return torch.get_default_device().type == "cuda"
 
 
 def compare(name: str, layers: int, size: Size, rounds: int, clock: str) -> dict[str, float]:
@@ -149,8 +157,13 @@ def compare(name: str, layers: int, size: Size, rounds: int, clock: str) -> dict
 
 
 def peak(name: str, layers: int, size: Size, retrofitted: bool, action: str) -> float:
-    """Return by how many MB the first action raises the resident memory of this process, at its peak."""
+    """Return by how many MB the first action raises the memory of this process or of the GPU, at its peak."""
     model, images = build(name, layers, size, retrofitted), torch.randn(1, 3, *size)
+    if on_gpu():
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        act(model, images, action)
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
     before = resident("VmRSS")
     # Linux forgets earlier peaks, such as that of building the model.
     Path("/proc/self/clear_refs").write_text("5")
@@ -163,9 +176,9 @@ def resident(field: str) -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1024
 
 
-def in_process(threads: int, function: str, *arguments: object) -> object:
-    """Call a function of this file in a process of its own."""
-    command = [sys.executable, __file__, "--call", json.dumps([threads, function, *arguments])]
+def in_process(place: tuple[int, str, str], function: str, *arguments: object) -> object:
+    """Call a function of this file in a process of its own, with this number of threads, device and dtype."""
+    command = [sys.executable, __file__, "--call", json.dumps([place, function, *arguments])]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
 
 
@@ -181,28 +194,37 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--clock", default="wall", choices=CLOCKS, help="cpu: time of all threads of the process")
     parser.add_argument("--threads", nargs="+", type=int, default=[1])
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--no_peaks", action="store_true", help="leave memory out, which takes four more processes")
     parser.add_argument("--call", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.call:
-        threads, function, name, layers, size, *others = json.loads(arguments.call)
+        (threads, device, dtype), function, name, layers, size, *others = json.loads(arguments.call)
         torch.set_num_threads(threads)
+        torch.set_default_device(device)
+        torch.set_default_dtype(getattr(torch, dtype))
         print(json.dumps(globals()[function](name, layers, tuple(size), *others)))
         return
-    print("| model | pixels | threads | difference | forward time | step time | forward peak, MB | step peak, MB |")
-    print("|---|---|---|---|---|---|---|---|")
+    head = ["model", "pixels", "threads", "difference", "forward time", "step time"]
+    head += [] if arguments.no_peaks else ["forward peak, MB", "step peak, MB"]
+    print(f"| {' | '.join(head)} |", "|---" * len(head) + "|", sep="\n")
     for name in arguments.models:
         model = MODELS[name]
         for size in sizes_of(arguments.sizes or model.sizes):
             for threads in arguments.threads:
-                given = (name, arguments.layers or model.layers, size)
-                found = in_process(threads, "compare", *given, arguments.rounds, arguments.clock)
+                given, place = (
+                    (name, arguments.layers or model.layers, size),
+                    (threads, arguments.device, arguments.dtype),
+                )
+                found = in_process(place, "compare", *given, arguments.rounds, arguments.clock)
                 cells = [name, f"{size[0]} x {size[1]}", str(threads), f"{found['difference']:.0e}"]
                 cells += [
-                    f"{found[f'{action} time']:.2f} of {found[f'{action} seconds of the source']:.1f} s"
+                    f"{found[f'{action} time']:.2f} of {found[f'{action} seconds of the source']:.3g} s"
                     for action in ACTIONS
                 ]
-                for action in ACTIONS:
-                    theirs, ours = (in_process(threads, "peak", *given, kind, action) for kind in (False, True))
+                for action in () if arguments.no_peaks else ACTIONS:
+                    theirs, ours = (in_process(place, "peak", *given, kind, action) for kind in (False, True))
                     cells.append(f"{ours / theirs:.2f}: {ours:,.0f} of {theirs:,.0f}")
                 print(f"| {' | '.join(cells)} |", flush=True)
 
