@@ -1,7 +1,7 @@
 """Use and evaluate trained models: predictions, features, test reports, accuracy by image size, export."""
 
 from relvit.evaluation.costs import count_macs, peak_memory
-from relvit.evaluation.deploy import ExportError, PublishError, export_model, publish_model
+from relvit.evaluation.deploy import ExportError, PublishError, export_model, publish_model, save_model
 from relvit.evaluation.embeddings import Embeddings, embed_folder, write_embeddings
 from relvit.evaluation.mirror import MirrorAverage
 from relvit.evaluation.outcomes import ClassMetrics, calibration_error, class_metrics, confusion_matrix
@@ -27,6 +27,7 @@ __all__ = [
     "export_model",
     "ExportError",
     "publish_model",
+    "save_model",
     "PublishError",
     "MirrorAverage",
     "RestrictedClasses",

@@ -6,7 +6,6 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from timm.layers import Attention, AttentionRope, apply_rot_embed_cat
 from timm.models.eva import EvaAttention
 from torch import Tensor, nn
@@ -71,7 +70,9 @@ class TimmRelativeAttention(GridAttention):
             return super().project(x)
         # The keys of timm's `EvaAttention`, BEiT and Swin V2 have no trained bias.
         bias = torch.cat((self.q_bias, self.k_bias, self.v_bias))
-        qkv = self.qkv(x) + bias if self.qkv_bias_separate else F.linear(x, self.qkv.weight, bias)
+        qkv = self.qkv(x)
+        # timm adds most of these biases inside `F.linear`, which would pass by an adapter in the place of `qkv`.
+        qkv = qkv + bias.to(qkv.dtype)
         return self.heads(*qkv.unflatten(-1, (3, self.num_heads, self.head_dim)).unbind(2))
 
 

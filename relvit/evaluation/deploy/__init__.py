@@ -2,6 +2,15 @@
 
 from relvit.evaluation.deploy.export import ExportError, export_model
 from relvit.evaluation.deploy.onnx_model import OnnxClassifier, compare, quantise
-from relvit.evaluation.deploy.publish import PublishError, publish_model
+from relvit.evaluation.deploy.publish import PublishError, publish_model, save_model
 
-__all__ = ["ExportError", "OnnxClassifier", "PublishError", "compare", "export_model", "publish_model", "quantise"]
+__all__ = [
+    "ExportError",
+    "OnnxClassifier",
+    "PublishError",
+    "compare",
+    "export_model",
+    "publish_model",
+    "quantise",
+    "save_model",
+]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from huggingface_hub import HfApi
 from huggingface_hub.utils import validate_repo_id
 from timm.models import save_for_hf
+from torch import nn
 
 from relvit.evaluation.deploy.card import model_card, read_curve
 from relvit.evaluation.predictor import Predictor
@@ -101,10 +103,9 @@ def check_folder(to: str) -> None:
 
 
 def save_folder(predictor: Predictor, folder: str, license: str | None = None) -> None:
-    """Write `model.safetensors` and `config.json` by timm's `save_for_hf`, load them by timm and compare the outputs.
+    """Write `model.safetensors` and `config.json` of a checkpoint's model, see `save_model`.
 
-    Raises:
-        PublishError: timm cannot make the model of the files, or its outputs differ.
+    Raises: as `save_model`.
     """
     about: dict[str, Any] = {"version": __version__}
     if (temperature := predictor.classifier.temperature) != 1:
@@ -112,13 +113,43 @@ def save_folder(predictor: Predictor, folder: str, license: str | None = None) -
     about |= predictor.labels.record()
     if not predictor.shape.fixed:
         about |= predictor.shape.record()
+    save_model(predictor.to("cpu").model, folder, predictor.class_names, license, about)
+
+
+def save_model(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    class_names: Sequence[str],
+    license: str | None = None,
+    about: Mapping[str, Any] | None = None,
+) -> None:
+    """Save a model of `timm.create_model` as `model.safetensors` and `config.json`, for timm and `transformers`.
+
+    `publish_model` does it with a checkpoint of `relvit fit`; this function is for a model that was trained otherwise,
+    such as one with merged adapters. timm's `save_for_hf` writes the files, `timm.create_model` loads them, and the
+    outputs are compared bit by bit.
+
+    Args:
+        model: a model of timm or relvit, also after `relvit.retrofit`; it is moved to the CPU and put into evaluation
+            mode. Its `pretrained_cfg` describes the images.
+        folder: where the files go; earlier ones are replaced.
+        class_names: name of each class; the position is the label.
+        license: identifier of the licence of the weights; None: unknown.
+        about: further values for `config.json`.
+
+    Raises:
+        ValueError: class names of another number than the model's classes.
+        PublishError: timm cannot make the model of the files, or its outputs differ.
+    """
+    if len(class_names) != model.num_classes:
+        raise ValueError(f"class_names has {len(class_names)} names, and the model has {model.num_classes} classes")
     config = {
-        "label_names": predictor.class_names,
+        "label_names": [*class_names],
         "pretrained_cfg": {"license": license or "unknown"},
-        KEY: about,
+        KEY: {"version": __version__} if about is None else about,
     }
     # safetensors refuses other memory formats.
-    model = predictor.to("cpu").model.to(memory_format=torch.contiguous_format)
+    model.eval().to("cpu", memory_format=torch.contiguous_format)
     try:
         save_for_hf(model, folder, model_config=config, safe_serialization=True)
         _without_num_classes(Path(folder) / "config.json")
@@ -128,7 +159,7 @@ def save_folder(predictor: Predictor, folder: str, license: str | None = None) -
     # timm and the models raise errors of almost any type.
     except Exception as error:
         raise PublishError(f"timm cannot save and build this model: {one_line(error)}") from error
-    images = torch.randn(2, *model.pretrained_cfg["input_size"], generator=torch.Generator().manual_seed(0))
+    images = torch.randn(2, *again.pretrained_cfg["input_size"], generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected, found = model(images), again(images)
     if not torch.equal(found, expected):

@@ -17,7 +17,7 @@ from timm.data import create_transform, resolve_model_data_config
 
 import relvit
 from relvit.cli import main
-from relvit.evaluation.deploy import PublishError, publish_model
+from relvit.evaluation.deploy import PublishError, publish_model, save_model
 from relvit.evaluation.deploy.publish import save_folder
 from relvit.training import ImageClassifier
 from relvit.training.checkpoints.pretrained import Pretrained
@@ -92,6 +92,19 @@ def test_transformers_compute_the_same(published, name, capsys):
     image = Image.effect_noise((40, 30), 80).convert("RGB")
     pixels = transformers.AutoImageProcessor.from_pretrained(folder)(image)["pixel_values"][0]
     torch.testing.assert_close(pixels, create_transform(**resolve_model_data_config(model))(image), rtol=0, atol=0)
+
+
+def test_save_a_model_of_another_training(tmp_path):
+    """Its size is not that of its name, and it is in training."""
+    model = relvit.retrofit(timm.create_model("test_vit", num_classes=2, img_size=(32, 48)), rel_terms="b")
+    save_model(model, tmp_path / "model", ["no", "yes"], "mit")
+    again = timm.create_model(f"local-dir:{tmp_path / 'model'}", pretrained=True).eval()
+    images = torch.randn(2, 3, 32, 48)
+    assert torch.equal(again(images), model(images))
+    assert again.pretrained_cfg["label_names"] == ["no", "yes"]
+    assert again.pretrained_cfg["license"] == "mit"
+    with pytest.raises(ValueError, match="has 3 names, and the model has 2 classes"):
+        save_model(model, tmp_path / "model", ["a", "b", "c"])
 
 
 @pytest.mark.slow

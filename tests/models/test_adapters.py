@@ -1,0 +1,82 @@
+"""LoRA by PEFT: an adapted model is the model with W + scale B A in place of W, gradients of tables included."""
+
+import copy
+
+import pytest
+import torch
+from retrofit_cases import CASES, OWN, build, images, retrofitted
+from torch import nn
+from vits import small
+
+peft = pytest.importorskip("peft", reason="pip install 'relvit[peft]' brings peft")
+pytestmark = pytest.mark.elsewhere
+
+RELVIT = {
+    "tables": {"rel_terms": "qkvb"},
+    "class token": {"class_token": True, "reg_tokens": 1, "prefix_bias": True},
+    "xl": {"position": "xl"},
+    "network": {"position": "cpb"},
+    "of tokens": {"position": "pape"},
+    "reversible": {"reversible": True},
+}
+FAMILIES = ("test_relvit_aft", "test_relvit_lsh", "test_relvit_universal")
+# Layers of these share one position, which PEFT copies for each.
+SHARED = ("srelpos", "srelpos mlp")
+
+
+def model_of(case):
+    if case in RELVIT:
+        return small(**RELVIT[case], std=0.2).double().eval()
+    if case in FAMILIES:
+        return small(case, std=0.2).double().eval()
+    return retrofitted(build(case))
+
+
+@pytest.mark.parametrize("case", [*RELVIT, *FAMILIES, *CASES, *(case for case in OWN if case not in SHARED)])
+def test_adapted_models(case):
+    model = model_of(case)
+    tables = {name.rpartition(".")[0] for name, _ in model.named_parameters() if ".position." in name}
+    tables = {name.partition(".position")[0] + ".position" for name in tables}
+    tables |= {name for name, _ in model.named_modules() if name.endswith(".prefix_bias")}
+    linear = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and "blocks." in name and ".position." not in name
+    ]
+    plain = copy.deepcopy(model)
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(r=2, lora_alpha=6, target_modules=linear, modules_to_save=[*tables, "head"])
+    ).eval()
+    torch.manual_seed(2)
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter, std=0.1)
+
+    # The same by hand.
+    parts = dict(adapted.base_model.model.named_modules())
+    with torch.no_grad():
+        for name in linear:
+            lora = parts[name]
+            product = lora.lora_B["default"].weight @ lora.lora_A["default"].weight
+            plain.get_submodule(name).weight += 3 * product
+        for name in (*tables, "head"):
+            plain.get_submodule(name).load_state_dict(parts[name].modules_to_save["default"].state_dict())
+    height, width = (24, 40) if "swin" in case else (40, 56) if "sam" in case else (24, 16)
+    x = images(height, width)
+    expected = plain(x)
+    torch.testing.assert_close(adapted(x), expected, rtol=0, atol=1e-10)
+
+    adapted(x).square().sum().backward()
+    expected.square().sum().backward()
+    for name in tables:
+        ours = dict(parts[name].modules_to_save["default"].named_parameters())
+        for leaf, parameter in plain.get_submodule(name).named_parameters():
+            torch.testing.assert_close(ours[leaf].grad, parameter.grad, rtol=0, atol=1e-8, msg=f"{name}.{leaf}")
+    without = [
+        name for name, parameter in adapted.named_parameters() if parameter.requires_grad and parameter.grad is None
+    ]
+    assert not [name for name in without if "lora_" in name], without
+
+    merged = adapted.merge_and_unload()
+    torch.testing.assert_close(merged(x), expected, rtol=0, atol=1e-10)
+    assert merged.state_dict().keys() == plain.state_dict().keys()
