@@ -56,16 +56,20 @@ def load(
     return Predictor(ckpt_path, img_size, reach)
 
 
-def explain(model: nn.Module, img_size: int | Sequence[int] | None = None) -> list[LayerPlan]:
+def explain(
+    model: nn.Module, img_size: int | Sequence[int] | None = None, device: str | None = None
+) -> list[LayerPlan]:
     """List what each attention layer of a model computes at an image size, by which backend and why.
 
     Args:
         model: a model of relvit, or of timm after `relvit.retrofit`.
         img_size: of the images, one number or (height, width) in pixels; None: that of the model.
+        device: 'cpu' or 'cuda', for whose backend is asked, whether there is a card or not; None: where the parameters
+            are.
 
     Raises:
-        ValueError: a size that the model does not take, or a model without such layers.
+        ValueError: a size that the model does not take, a model without such layers, another name of a device.
     """
     from relvit.evaluation.explain import explain as explain_layers
 
-    return explain_layers(model, img_size)
+    return explain_layers(model, img_size, device=device)

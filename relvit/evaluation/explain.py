@@ -11,25 +11,38 @@ from relvit.layers.mixer import LayerPlan, Mixer
 from relvit.layers.patch_embed import check_divisible
 from relvit.ops import Grid
 from relvit.ops.checks import int_pair
+from relvit.utils.messages import check_choice
+
+# Where the choice of a backend differs.
+DEVICES = ("cpu", "cuda")
 
 
 @torch.no_grad()
-def explain(model: nn.Module, img_size: int | Sequence[int] | None = None, training: bool = True) -> list[LayerPlan]:
+def explain(
+    model: nn.Module,
+    img_size: int | Sequence[int] | None = None,
+    training: bool = True,
+    device: str | None = None,
+) -> list[LayerPlan]:
     """List what each attention layer computes: position, terms, backend and the reason for it, width, what it keeps.
 
-    Nothing is computed but tables; the choice is that of the device on which the parameters are.
+    Nothing is computed but tables.
 
     Args:
         model: a model of relvit, or of timm after `relvit.retrofit`.
         img_size: of the images, one number or (height, width) in pixels; None: that of the model.
         training: whether gradients are wanted.
+        device: 'cpu' or 'cuda', for whose backend is asked, whether there is a card or not; None: where the parameters
+            are.
 
     Returns:
         A plan for each layer, in the order of the model.
 
     Raises:
-        ValueError: a size that the model does not take, or a model without such layers.
+        ValueError: a size that the model does not take, a model without such layers, another name of a device.
     """
+    if device is not None:
+        check_choice("device", device, DEVICES)
     embed = getattr(model, "patch_embed", None)
     found = {name: layer for name, layer in model.named_modules() if isinstance(layer, Mixer)}
     if not found:
@@ -42,7 +55,7 @@ def explain(model: nn.Module, img_size: int | Sequence[int] | None = None, train
     if not embed.dynamic_img_pad:
         check_divisible(torch.empty(1, 1, *size, device="meta"), embed.patch_size)
     grid = Grid(*embed.dynamic_feat_size(size), model.num_prefix_tokens)
-    return [layer.plan(name, grid, training) for name, layer in found.items()]
+    return [layer.plan(name, grid, training, device) for name, layer in found.items()]
 
 
 HEADER = (

@@ -138,7 +138,7 @@ class GridAttention(Mixer):
             out = out * self.gate(x).sigmoid()
         return self.proj_drop(self.proj(out))
 
-    def plan(self, name: str, grid: Grid, training: bool) -> LayerPlan:
+    def plan(self, name: str, grid: Grid, training: bool, device: str | None = None) -> LayerPlan:
         """Return which backend attends to the tokens of a grid, and why; only tables are computed."""
         if self.block_window is not None:
             grid = Grid(*self.block_window)
@@ -151,7 +151,7 @@ class GridAttention(Mixer):
         terms = relative_terms(self, torch.empty(1, num_tokens(grid), weight.shape[0], **like), grid, grid)
         given = (vectors, vectors, vectors, terms, grid)
         with torch.set_grad_enabled(training):
-            backend, reason, keeps = choose(vectors.requires_grad_(training), *given[1:])
+            backend, reason, keeps = choose(vectors.requires_grad_(training), *given[1:], device=device)
         if self.backend != "auto":
             keeps = keeps if backend == self.backend else ""
             backend, reason = self.backend, "chosen by name"

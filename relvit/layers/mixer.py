@@ -51,8 +51,8 @@ class Mixer(Leaf):
 
     lacks: ClassVar[Mapping[str, str]] = {}
 
-    def plan(self, name: str, grid: Grid, training: bool) -> LayerPlan:
-        """Return what the mixer of this name computes on a grid, with gradients or without."""
+    def plan(self, name: str, grid: Grid, training: bool, device: str | None = None) -> LayerPlan:
+        """Return what the mixer of this name computes on a grid, with gradients or without, on a kind of device."""
         kind = type(self).__name__
         reason = f"{kind} replaces attention to all tokens"
         return LayerPlan(name, kind, "", "", reason, (self.head_dim,) * 2, "", count_parameters(self))

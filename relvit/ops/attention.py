@@ -116,15 +116,25 @@ def attend(inputs: AttentionInputs, backend: str = "auto") -> Tensor:
 
 
 def choose(
-    query: Tensor, key: Tensor, value: Tensor, terms: RelativeTerms, grid: Grid, key_grid: Grid | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    terms: RelativeTerms,
+    grid: Grid,
+    key_grid: Grid | None = None,
+    *,
+    device: str | None = None,
 ) -> Choice:
     """Return which backend `relative_attention` takes for 'auto', why, and what it keeps for backward.
 
-    Arguments and errors are those of `relative_attention`.
+    Other arguments and errors are those of `relative_attention`.
+
+    Args:
+        device: the kind of device that would compute, 'cpu' or 'cuda', which need not be there; None: the query's.
     """
     inputs = checked(AttentionInputs(query, key, value, terms, grid, key_grid))
     tables = [table for term in (*terms[:4], terms.channels, terms.axis_logits) if term is not None for table in term]
-    choice = _choose(inputs)
+    choice = _choose(inputs, device)
     if not is_eager():
         return choice
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value, *tables)):
@@ -132,12 +142,12 @@ def choose(
     return choice._replace(keeps="nothing: no gradient is wanted")
 
 
-def _choose(inputs: AttentionInputs) -> Choice:
+def _choose(inputs: AttentionInputs, device: str | None = None) -> Choice:
     """Choose by the first rule that applies.
 
     The CPU's is by measurement: `tools/benchmark.py --names plain relvit_small_fused relvit_small_tiled`.
     """
-    query, terms = inputs.query, inputs.terms
+    query, terms, device = inputs.query, inputs.terms, device or inputs.query.device.type
     if any(isinstance(term, JointTable) for term in terms):
         keeps = "nothing: backward recomputes each tile"
         return Choice("gathered", "joint tables do not split into rows and columns", keeps)
@@ -152,13 +162,13 @@ def _choose(inputs: AttentionInputs) -> Choice:
     if not torch.backends.cuda.flash_sdp_enabled():
         return Choice("fused", "with flash kernels off, stock attention has second derivatives", "N x N weights")
     little = "logits and marginals, O(N (H + W)) at most: backward recomputes each tile"
-    if query.device.type == "cpu":
+    if device == "cpu":
         return Choice("tiled", "on the CPU passes over a tile cost less than wider products", little)
     if query.dtype == torch.float64:
         return Choice("tiled", "no fused GPU kernel takes float64: stock attention would keep N x N", little)
     width = fused.augmented_width(inputs, padded=inputs.key_grid.valid is not None)
     by_name = ""
-    if width > 128 and triton.refusal(inputs) is None:
+    if width > 128 and triton.refusal(inputs, device) is None:
         # Once `tools/gpu/gpu_check.py` has passed on a GPU, the rule should choose 'triton' here.
         by_name = "; 'triton' augments nothing, but no GPU has run it yet: by name only"
     if width > 256:

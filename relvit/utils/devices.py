@@ -6,6 +6,11 @@ import os
 
 import torch
 
+from relvit.utils.messages import cut, did_you_mean
+
+# The kinds of devices that users have; PyTorch knows more names.
+KINDS = ("cpu", "cuda", "mps", "xpu")
+
 
 def cores() -> int:
     """Return the number of cores that this process may use: a container or a job may be given fewer than there are."""
@@ -30,9 +35,14 @@ def find_device(name: str) -> torch.device:
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:
         device = torch.device(name)
+    except RuntimeError as error:
+        hint = did_you_mean(name, KINDS)
+        kinds = f"{', '.join(KINDS)}, one of them with a number, as cuda:1"
+        raise ValueError(f"device is {name!r}, which PyTorch does not know{hint}; allowed are auto, {kinds}") from error
+    try:
         torch.empty(0, device=device)
     # Which one PyTorch raises depends on the device, and on what it was built for.
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = cut(str(error).strip().splitlines()[0], 200)
         raise ValueError(f"cannot compute on device {name!r}: {reason}") from error
     return device

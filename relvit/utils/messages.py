@@ -20,7 +20,11 @@ EXTRAS = {
 
 def nearest(name: str, allowed: Iterable[str], cutoff: float = 0.4) -> str | None:
     """Return the allowed name nearest to ``name``; None if no similarity reaches ``cutoff``, in 0..1."""
-    found = difflib.get_close_matches(name, list(allowed), n=1, cutoff=cutoff)
+    allowed = list(allowed)
+    # By its letters `gpu` is nearest to `cpu`.
+    if name in ("gpu", "gpus") and "cuda" in allowed:
+        return "cuda"
+    found = difflib.get_close_matches(name, allowed, n=1, cutoff=cutoff)
     return found[0] if found else None
 
 

@@ -3,13 +3,16 @@
 import pytest
 import timm
 import torch
+from draws import draw_case
 from processes import in_terminal
+from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 from vits import SMALL, images, small
 
 import relvit
 from relvit.cli import main
 from relvit.evaluation.explain import as_table
-from relvit.ops import attention
+from relvit.ops import attention, choose
 
 
 def test_plans_of_a_model():
@@ -33,6 +36,37 @@ def test_channels_count_and_no_position_has_no_name():
     model = small()
     model.blocks[0].attn.position = None
     assert relvit.explain(model)[0][1:3] == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("options", "backends"),
+    [
+        ({}, ("tiled", "fused")),
+        ({"layout": "joint"}, ("gathered", "gathered")),
+        ({"rel_terms": ""}, ("fused", "fused")),
+        ({"backend": "triton"}, ("triton", "triton")),
+        # Vectors of 6, and 130 rows of patches: too wide for the fused kernels, and without a card.
+        ({"img_size": (2080, 8)}, ("tiled", "tiled")),
+    ],
+)
+def test_the_choice_of_a_device_that_is_not_there(options, backends):
+    model = small(**options)
+    for device, backend in zip(("cpu", "cuda"), backends, strict=True):
+        plans = relvit.explain(model, device=device)
+        assert {plan.backend for plan in plans} == {backend}
+        assert all(plan.reason != "" for plan in plans)
+
+
+def test_the_choice_is_that_of_tensors_on_the_device():
+    """Fake tensors have a device that need not be there."""
+    *tensors, grid = draw_case(4, 5)
+    q, k, v, terms = tree_map_only(torch.Tensor, torch.Tensor.float, tensors)
+    expected = choose(q, k, v, terms, grid, device="cuda")
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        there = tree_map_only(torch.Tensor, lambda one: mode.from_tensor(one).to("cuda"), (q, k, v, terms))
+        assert there[0].device.type == "cuda"
+        assert choose(*there, grid) == expected
+    assert expected.backend == "fused"
 
 
 @pytest.mark.parametrize("options", [{}, {"layout": "joint"}, {"rel_terms": ""}, {"backend": "gathered"}], ids=str)
@@ -86,10 +120,21 @@ def test_nothing_is_drawn_and_no_gradient_is_left():
 
 def test_the_command(capsys, fails):
     assert main(["explain", "test_relvit", "--img_size", "[160,96]", "--model_kwargs.depth", "2"]) == 0
-    title, _, *table = capsys.readouterr().out.splitlines()
+    title, _, *table, _, on_cuda, _, there = capsys.readouterr().out.splitlines()
     assert title == "test_relvit at 160 x 96 pixels, as it would train on the CPU in float32:"
     assert len(table) == 3
     assert "| blocks.0.attn ... blocks.1.attn (2) | RelativePosition2d | kv | tiled |" in table[2]
+    assert on_cuda == "On CUDA these would be:"
+    assert (
+        there == "- blocks.0.attn ... blocks.1.attn (2): backend fused, one stock attention over augmented q, k and v"
+    )
+    assert main(["explain", "test_relvit", "--device", "cuda", "--model_kwargs.depth", "1"]) == 0
+    title, *_, row = capsys.readouterr().out.splitlines()
+    assert "as it would train on CUDA in float32" in title
+    assert "| fused |" in row
+    assert "device is 'gpu'; allowed are 'cpu', 'cuda' (did you mean 'cuda'?)" in fails(
+        ["explain", "test_relvit", "--device", "gpu"]
+    )
     assert "did you mean 'test_relvit'" in fails(["explain", "--model.model", "test_relvitt"])
 
 

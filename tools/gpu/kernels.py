@@ -58,13 +58,18 @@ def compiled(
     dim: int = 64,
     dtype: torch.dtype = torch.bfloat16,
     padded: bool = False,
+    entries: tuple[int, int] = (ENTRIES, ENTRIES),
+    batch: int = 4,
 ) -> Code:
-    """Compile a kernel for an architecture and a key grid, and read its machine code."""
+    """Compile a kernel for an architecture and a key grid, and read its machine code.
+
+    `entries` are those of the tables for logits and for values; a count of 0 leaves the table out.
+    """
     height, width = size if terms else (size[0] * size[1], 1)
-    variant = Variant((dim, dim, dim), (ENTRIES * terms,) * 2, "query" * terms, False, True, padded)
+    variant = Variant((dim, dim, dim), (entries[0] * terms, entries[1] * terms), "query" * terms, False, True, padded)
     named, options = constants(kernel, dtype, (height, width), variant, arch == 90)
     length = size[0] * size[1]
-    values = {"work": 4 * HEADS * length, "heads": HEADS, "length": length, "batched": 0, "prefix": 0, "first": 0}
+    values = {"work": batch * HEADS * length, "heads": HEADS, "length": length, "batched": 0, "prefix": 0, "first": 0}
     values |= {"height": height, "width": width, "valid_batch": length}
     signature, attributes = {}, {}
     for place, parameter in enumerate(kernel.params):

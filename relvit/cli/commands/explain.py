@@ -16,6 +16,8 @@ from relvit.models import build_model
 from relvit.ops.checks import int_pair
 from relvit.training import Checkpoint, classifier_of
 
+PLACES = {"cpu": "the CPU", "cuda": "CUDA"}
+
 
 def explain(
     model: str,
@@ -23,10 +25,12 @@ def explain(
     img_size: Size | None = None,
     model_kwargs: dict[str, Any] | None = None,
     retrofit: dict[str, Any] | None = None,
+    device: str | None = None,
 ) -> None:
     """Print what a model's attention layers compute, which backend, and why.
 
     The table has the positions, the backend, the width and what training keeps.
+    Below it are the backends that the same layers would take on CUDA.
     A terminal shows one kind of layer below the other; a file or pipe gets a Markdown table.
 
     Args:
@@ -34,6 +38,7 @@ def explain(
         img_size: The size of the images, such as 384 or [256,384]; None means that of the model.
         model_kwargs: Further arguments of the model's class, such as '{rel_terms: k}'.
         retrofit: Arguments of `relvit.retrofit` for a model of timm; {} for its defaults.
+        device: The kind of device, cpu or cuda, for the whole table; no card is needed.
     """
     if Path(model).suffix == ".ckpt":
         if model_kwargs is not None or retrofit is not None:
@@ -42,17 +47,25 @@ def explain(
     else:
         # The plans depend neither on the weights nor on the number of classes.
         net = build_model(model, 10, model_kwargs=model_kwargs, retrofit=retrofit)
-    plans = explain_model(net, img_size)
+    plans = explain_model(net, img_size, device=device or "cpu")
     height, width = net.patch_embed.img_size if img_size is None else int_pair("img_size", img_size, 1)
-    print(f"{model} at {height} x {width} pixels, as it would train on the CPU in float32:\n", flush=True)
+    print(
+        f"{model} at {height} x {width} pixels, as it would train on {PLACES[device or 'cpu']} in float32:\n",
+        flush=True,
+    )
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         print(as_table(plans), flush=True)
-        return
-    # Eight columns do not fit a terminal.
-    for row in as_rows(plans):
-        table = Table.grid(padding=(0, 2, 0, 0))
-        for name, cell in zip(HEADER, row, strict=True):
-            table.add_row(name, cell)
-        console.print(table)
-        console.print()
+    else:
+        # Eight columns do not fit a terminal.
+        for row in as_rows(plans):
+            table = Table.grid(padding=(0, 2, 0, 0))
+            for name, cell in zip(HEADER, row, strict=True):
+                table.add_row(name, cell)
+            console.print(table)
+            console.print()
+    if device is None:
+        print("\nOn CUDA these would be:\n")
+        for layers, _, _, backend, reason, *_ in as_rows(explain_model(net, img_size, device="cuda")):
+            line = f"- {layers}: {f'backend {backend}, ' if backend != '-' else ''}{reason}"
+            console.print(line, soft_wrap=not console.is_terminal)

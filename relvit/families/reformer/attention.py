@@ -136,10 +136,12 @@ class LSHAttention(Mixer, KeepConstants):
         x = lsh_attention(query_key, value, grid, rotations, terms=terms, is_causal=is_causal, dropout_p=dropout_p)
         return self.proj_drop(self.proj(self.norm(x.transpose(1, 2).flatten(2))))
 
-    def plan(self, name: str, grid: Grid, training: bool) -> LayerPlan:
+    def plan(self, name: str, grid: Grid, training: bool, device: str | None = None) -> LayerPlan:
         """Return what the mixer of this name computes: its bias, and no choice of backends."""
         terms = "" if self.position is None or self.position(Grid(1, 1)).bias is None else "b"
-        return super().plan(name, grid, training)._replace(terms=terms, parameters=count_parameters(self.position))
+        return (
+            super().plan(name, grid, training, device)._replace(terms=terms, parameters=count_parameters(self.position))
+        )
 
     def extra_repr(self) -> str:
         return f"bucket_size={self.bucket_size}, rounds={self.rotations.shape[0]}"

@@ -6,6 +6,10 @@ import torch
 pytest.importorskip("triton")
 from scripts import load
 
+from relvit.ops import AxisTables, RelativeTerms, make_grid
+from relvit.ops.backends.triton.lookup import key_operands
+from relvit.ops.inputs import AttentionInputs, checked
+
 kernels = load("kernels")
 
 
@@ -25,6 +29,23 @@ kernels = load("kernels")
 def test_no_register_spills_and_shared_memory_fits(arch, dim, dtype, size, padded):
     for kernel in kernels.KERNELS:
         code = kernels.compiled(kernel, arch, size, dim=dim, dtype=dtype, padded=padded)
+        assert code.spilled == 0, kernel.__name__
+        assert code.shared <= kernels.SHARED_LIMIT[arch], kernel.__name__
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    # A global layer at 1,024 px, and all windows of such an image at once; heads of ViT-B and ViT-L, then of ViT-H.
+    ("arch", "side", "batch", "dim"),
+    [(80, 64, 1, 64), (90, 64, 1, 64), (80, 14, 25, 64), (90, 14, 25, 64), (90, 64, 1, 80)],
+)
+def test_shapes_of_sam(arch, side, batch, dim):
+    table = torch.zeros(2 * side - 1, dim)
+    contents = torch.empty(3, 1, 1, side * side, dim)
+    inputs = AttentionInputs(*contents, RelativeTerms(key=AxisTables(table, table)), make_grid(side, side))
+    entries = key_operands(checked(inputs))[0].shape[1]
+    for kernel in kernels.KERNELS:
+        code = kernels.compiled(kernel, arch, (side, side), dim=dim, entries=(entries, 0), batch=batch)
         assert code.spilled == 0, kernel.__name__
         assert code.shared <= kernels.SHARED_LIMIT[arch], kernel.__name__
 

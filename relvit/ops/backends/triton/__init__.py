@@ -50,14 +50,14 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
         return Attention.apply(inputs.scale, (prefix, height, width), *operands)
 
 
-def refusal(inputs: AttentionInputs) -> str | None:
-    """Return why the kernels cannot compute this; None where they can."""
+def refusal(inputs: AttentionInputs, device: str | None = None) -> str | None:
+    """Return why the kernels cannot compute this, on the query's or another kind of device; None where they can."""
     query, value, terms, key_grid = inputs.query, inputs.value, inputs.terms, inputs.key_grid
     dims = (query.shape[-1] + added_width(terms, query.dtype), value.shape[-1])
     if importlib.util.find_spec("triton") is None:
         return "needs the package triton, which PyTorch's builds for CUDA bring along: use 'auto'"
     interpreted = query.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
-    if query.device.type != "cuda" and not interpreted:
+    if (device or query.device.type) != "cuda" and not interpreted:
         return f"needs a GPU, the query is on {query.device} (its tests set TRITON_INTERPRET=1): use 'auto'"
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"takes float16, bfloat16 and float32, not {query.dtype}: use 'tiled'"
