@@ -1,0 +1,219 @@
+"""Features of patches: decoders and heads of other libraries train on them, and they move with the image."""
+
+import pytest
+import timm
+import torch
+from documents import blocks
+from torch import nn
+from torchvision.models.detection import FasterRCNN, RetinaNet
+from torchvision.models.detection.anchor_utils import AnchorGenerator
+from torchvision.ops import FeaturePyramidNetwork, MultiScaleRoIAlign
+from vits import small
+
+import relvit
+from relvit.models import set_reach
+
+SHAPES = ((64, 96), (96, 32))
+PATCH = 8
+
+
+def losses_of(net, compute, steps, lr=2e-3):
+    """Return the loss over all shapes at each step of a short training."""
+    optimizer = torch.optim.AdamW(net.parameters(), lr=lr)
+    found = []
+    for _ in range(steps):
+        loss = sum(compute(net, shape) for shape in SHAPES)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.elsewhere
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("tu-test_relvit", {"patch_size": 16}),
+        ("tu-test_relvit", {"patch_size": 16, "class_token": True, "rel_terms": "qkvb"}),
+        ("tu-retrofitted", {"model": "test_vit", "retrofit": {"rel_terms": "kv"}}),
+    ],
+)
+def test_segmentation_models_pytorch_trains_at_two_shapes(name, options):
+    smp = pytest.importorskip(
+        "segmentation_models_pytorch", reason="pip install 'relvit[segmentation]' brings segmentation-models-pytorch"
+    )
+    torch.manual_seed(0)
+    readout = "cat" if options.get("class_token") else "ignore"
+    decoder = {"decoder_intermediate_channels": (16, 16, 16, 16), "decoder_fusion_channels": 16}
+    net = smp.DPT(name, encoder_weights=None, decoder_readout=readout, classes=2, **decoder, **options)
+    made = {shape: squares(shape) for shape in SHAPES}
+
+    def compute(net, shape):
+        images, labels, _ = made[shape]
+        logits = net(images)
+        assert logits.shape == (2, 2, *shape)
+        return nn.functional.cross_entropy(logits, labels)
+
+    found = losses_of(net, compute, steps=10)
+    assert found[-1] < 0.6 * found[0]
+    tables = {name: p for name, p in net.encoder.named_parameters() if ".position." in name and p.requires_grad}
+    assert tables
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in tables.values())
+
+
+def squares(shape):
+    """Make two images with a bright rectangle each: images, labels of pixels, and boxes."""
+    height, width = shape
+    images, labels, boxes = 0.1 * torch.rand(2, 3, *shape), torch.zeros(2, *shape, dtype=torch.long), []
+    for number, (top, left) in enumerate(((8, 4), (height // 2, width // 3))):
+        bottom, right = top + height // 3, left + width // 2
+        images[number, :, top:bottom, left:right] += 0.8
+        labels[number, top:bottom, left:right] = 1
+        boxes.append(torch.tensor([[left, top, right, bottom]], dtype=torch.float32))
+    return images, labels, boxes
+
+
+def page_pyramid():
+    """Return the class `SimplePyramid` of the page."""
+    source = blocks("docs/elsewhere/segmentation.md", "python")[1]
+    names = {"timm": timm, "torch": torch, "nn": nn}
+    exec(source.partition("detector = ")[0], names)
+    return names["SimplePyramid"]
+
+
+class WithFpn(nn.Module):
+    out_channels = 32
+
+    def __init__(self, pyramid):
+        super().__init__()
+        self.pyramid = pyramid
+        self.fpn = FeaturePyramidNetwork([64] * 4, 32)
+
+    def forward(self, images):
+        return self.fpn(self.pyramid(images))
+
+
+@pytest.mark.parametrize("detector", ["faster r-cnn", "retinanet on fpn"])
+def test_detectors_of_torchvision_train_at_two_shapes(detector):
+    torch.manual_seed(0)
+    pyramid = page_pyramid()("test_relvit", patch_size=16)
+    shapes = [tuple(m.shape[1:]) for m in pyramid(torch.rand(1, 3, 64, 96)).values()]
+    assert shapes == [(64, 16, 24), (64, 8, 12), (64, 4, 6), (64, 2, 3)]
+    anchors = AnchorGenerator(((16,), (32,), (64,), (128,)), ((0.5, 1.0, 2.0),) * 4)
+    sizes = {"min_size": 32, "max_size": 96}
+    if detector == "faster r-cnn":
+        pool = MultiScaleRoIAlign(["0", "1", "2", "3"], output_size=3, sampling_ratio=2)
+        training = {"steps": 6}
+        net = FasterRCNN(pyramid, 2, rpn_anchor_generator=anchors, box_roi_pool=pool, **sizes)
+    else:
+        training = {"steps": 16, "lr": 5e-4}
+        net = RetinaNet(WithFpn(pyramid), 2, anchor_generator=anchors, **sizes)
+    made = {shape: squares(shape) for shape in SHAPES}
+
+    def compute(net, shape):
+        images, _, boxes = made[shape]
+        targets = [{"boxes": box, "labels": torch.tensor([1])} for box in boxes]
+        return sum(net(list(images), targets).values())
+
+    found = losses_of(net, compute, **training)
+    assert found[-1] < 0.8 * found[0]
+    assert all(parameter.grad is not None for parameter in pyramid.scales.parameters())
+    with torch.no_grad():
+        (result,) = net.eval()([made[SHAPES[0]][0][0]])
+    assert result["boxes"].shape[1] == 4
+
+
+# Features move with the image. A shift is (rows, columns) of patches; canvases are views of one larger picture.
+
+
+def dense(**options):
+    torch.manual_seed(0)
+    return small(std=0.3, max_distance=(2, 3), **options).double().eval().requires_grad_(False)
+
+
+def maps(model, images, mask=None):
+    """Return the normalised maps of all blocks, (B, dim, H, W) each."""
+    return model.forward_intermediates(images, attn_mask=mask, norm=True, intermediates_only=True)
+
+
+def view(picture, size, shift=(0, 0)):
+    (rows, cols), (down, right) = size, shift
+    return picture[..., PATCH * down : PATCH * (down + rows), PATCH * right : PATCH * (right + cols)]
+
+
+def near(rows, cols, reach):
+    """Return a mask (N, N): tokens attend to those at most `reach` rows and columns away."""
+    y, x = torch.arange(rows).repeat_interleave(cols), torch.arange(cols).repeat(rows)
+    return ((y[:, None] - y).abs() <= reach) & ((x[:, None] - x).abs() <= reach)
+
+
+def overlap(one, other, shift, border):
+    """Cut the places that both views have, further than `border` patches from the border of either view."""
+    (down, right), (rows, cols) = shift, one.shape[-2:]
+    one = one[..., down + border : rows - border, right + border : cols - border]
+    other = other[..., border : rows - down - border, border : cols - right - border]
+    assert one.numel()
+    return one, other
+
+
+@pytest.mark.parametrize("terms", ["kv", "qkvb"])
+@pytest.mark.parametrize("backend", ["tiled", "fused", "gathered"])
+def test_with_local_attention_features_move_by_whole_patches(terms, backend):
+    model, size, shift = dense(rel_terms=terms, class_token=False), (15, 17), (1, 2)
+    for block in model.blocks:
+        block.attn.backend = backend
+    picture = torch.randn(1, 3, 20 * PATCH, 20 * PATCH, dtype=torch.float64)
+    mask = near(*size, reach=1)
+    both = maps(model, view(picture, size), mask), maps(model, view(picture, size, shift), mask)
+    for depth, (one, other) in enumerate(zip(*both, strict=True), start=1):
+        torch.testing.assert_close(*overlap(one, other, shift, border=depth), rtol=0, atol=1e-5)
+        # One patch nearer the border has not seen the same.
+        outer = overlap(one, other, shift, border=depth - 1)
+        assert (outer[0] - outer[1]).abs().max() > 1e-5
+
+
+def test_in_windows_features_move_by_whole_windows():
+    model = set_reach(dense(rel_terms="kv", class_token=False), "windows", (2 * PATCH, 3 * PATCH))
+    picture = torch.randn(1, 3, 12 * PATCH, 15 * PATCH, dtype=torch.float64)
+    size = (8, 9)
+    for shift, equal in (((2, 3), True), ((4, 6), True), ((1, 3), False)):
+        one, other = maps(model, view(picture, size))[-1], maps(model, view(picture, size, shift))[-1]
+        one, other = overlap(one, other, shift, border=0)
+        assert (float((one - other).abs().max()) <= 1e-5) == equal
+
+
+@pytest.mark.parametrize("embedding", ["", "learn"])
+def test_with_masked_surroundings_features_do_not_depend_on_the_place(embedding):
+    """Global attention: what is masked neither stands anywhere nor is anything, however large the canvas."""
+    model = dense(rel_terms="kv", class_token=False, pos_embed=embedding)
+    if embedding:
+        nn.init.normal_(model.pos_embed)
+    thing = torch.randn(1, 3, 4 * PATCH, 5 * PATCH, dtype=torch.float64)
+    found = []
+    for (rows, cols), (down, right) in (((9, 11), (0, 0)), ((9, 11), (4, 5)), ((7, 12), (2, 6))):
+        canvas = torch.randn(1, 3, rows * PATCH, cols * PATCH, dtype=torch.float64)
+        view(canvas, (4, 5), (down, right)).copy_(thing)
+        there = torch.zeros(rows, cols, dtype=torch.bool)
+        there[down : down + 4, right : right + 5] = True
+        features = maps(model, canvas, there.flatten()[None].expand(rows * cols, -1))[-1]
+        found.append(features[..., down : down + 4, right : right + 5])
+    same = [float((other - found[0]).abs().max()) <= 1e-5 for other in found[1:]]
+    assert same == [not embedding] * 2
+
+
+def test_retrofitted_models_without_their_embedding_move_too():
+    torch.manual_seed(0)
+    vit = timm.create_model("test_vit", patch_size=PATCH, img_size=48, class_token=False, global_pool="avg").double()
+    relvit.retrofit(vit, rel_terms="kv", max_distance=2, backend="tiled").eval().requires_grad_(False)
+    vit.pos_embed = nn.Parameter(torch.zeros_like(vit.pos_embed), requires_grad=False)
+    for name, parameter in vit.named_parameters():
+        if ".position." in name:
+            nn.init.normal_(parameter, std=0.3)
+    set_reach(vit, "windows", (2 * PATCH, 2 * PATCH))
+    picture = torch.randn(1, 3, 12 * PATCH, 12 * PATCH, dtype=torch.float64)
+    one, other = (
+        vit.forward_intermediates(view(picture, (8, 6), shift), intermediates_only=True)[-1]
+        for shift in ((0, 0), (4, 2))
+    )
+    torch.testing.assert_close(*overlap(one, other, (4, 2), border=0), rtol=0, atol=1e-5)
