@@ -45,6 +45,15 @@ def test_links_lead_to_pages_or_become_paths(page, before, after):
     assert hooks.relink(before, page) == after
 
 
+def test_the_readme_quotes_the_table_of_sam():
+    row = next(
+        line for line in text("docs/sam.md").splitlines() if line.startswith("| `transformers` | 1,024 x 1,024 |")
+    )
+    forward, step, of_forward, of_step = (cell.strip().partition(":")[0] for cell in row.strip("|").split("|")[2:])
+    quoted = f"{forward} of the time and {of_forward} of the peak memory of a forward pass, {step} and {of_step} of a"
+    assert quoted in " ".join(text("README.md").split())
+
+
 def test_the_comparison_quotes_runs_that_exist():
     runs = re.findall(r"\d{4}-\d\d-\d\dT[\d:]+Z", text("docs/comparison.md"))
     assert len(runs) >= 4
