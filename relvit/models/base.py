@@ -19,7 +19,7 @@ from relvit.models.segments import Segmenter
 from relvit.models.sizes.native import embed_native, pool_native
 from relvit.models.weights.convert import load_jax_archive
 from relvit.ops import Grid
-from relvit.ops.grid import keep_patches
+from relvit.ops.grid import keep_patches, keep_tokens
 from relvit.ops.tracing import is_exporting
 from relvit.utils.messages import check_choice
 
@@ -69,15 +69,17 @@ class GridForward:
     segmenter: Segmenter | None = None
     own_segmenter: Segmenter | None = None
 
-    def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
+    def embed(self, x: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Grid]:
         """Embed images (B, in_chans, height, width) as tokens (B, N, embed_dim), and return the grid of the tokens.
 
-        A native batch is taken, too, see `relvit.models.sizes.native.embed_native`.
+        A native batch is taken, too, see `relvit.models.sizes.native.embed_native`. `keep`: see `forward_features`.
         """
         x, grid = embed_native(self, x) if isinstance(x, dict) else self._embed_images(x)
         if self.pos_embed is None:
             # timm applies the dropout together with an absolute embedding only.
             x = self.pos_drop(x)
+        if keep is not None:
+            x, grid = keep_tokens(x, grid, keep)
         dropped = self.patch_drop(x)
         if isinstance(dropped, tuple):
             x, kept = dropped
@@ -102,17 +104,39 @@ class GridForward:
         x = self.head_drop(self.fc_norm(x))
         return x if pre_logits else self.head(x)
 
-    def forward_features(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+    def forward_features(
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        keep: Tensor | None = None,
+    ) -> Tensor:
         """Compute normalised tokens (B, N, embed_dim), prefix tokens first, of images (B, in_chans, height, width).
 
         For a native batch return a dictionary as timm's `NaFlexVit` does: the tokens as 'patches', and 'patch_valid'.
+
+        Args:
+            x: the images.
+            attn_mask, is_causal: see `relvit.ops.relative_attention`; the mask is of the tokens that are kept.
+            keep: for masked pretraining (MAE, I-JEPA), the patches to encode: (B, K) indices in raster order, prefix
+                tokens not counted. They keep their places on the grid. The outputs are those that the whole image has
+                at these patches where attention to all others is masked. None: all patches.
+
+        Raises:
+            TypeError: `keep` holds no integers.
+            ValueError: `keep` of another shape, or for a model that computes images part by part.
         """
         if self.segmenter is not None:
+            if keep is not None:
+                name = type(self.segmenter).__name__
+                raise ValueError(
+                    f"keep is for whole images, and this model computes them in parts ({name}): see set_reach"
+                )
             # An exported graph serves all sizes, so it cannot have a piece for each part of an image.
             if not is_exporting():
                 return self.segmenter.features(self, x, attn_mask, is_causal)
             attn_mask = self.segmenter.mask(self, x, attn_mask, is_causal)
-        x, grid = self.embed(x)
+        x, grid = self.embed(x, keep)
         x = self.norm(self._run_blocks(x, grid, attn_mask, is_causal))
         return x if grid.valid is None else {"patches": x, "patch_valid": grid.valid}
 

@@ -130,6 +130,20 @@ def keep_patches(grid: Grid, kept: Tensor) -> Grid:
     return Grid(grid.height, grid.width, grid.prefix, coords, valid)
 
 
+def keep_tokens(tokens: Tensor, grid: Grid, keep: Tensor) -> tuple[Tensor, Grid]:
+    """Keep the prefix tokens and some patches of (B, N, dim) tokens, given the indices of the patches, (B, K).
+
+    Raises:
+        TypeError, ValueError: `keep` holds no integers, or not K of them for each image.
+    """
+    _check_integers("keep", keep)
+    if keep.dim() != 2 or len(keep) != len(tokens):
+        raise ValueError(f"keep must have shape (B, K) with B = {len(tokens)} images, got {tuple(keep.shape)}")
+    first, patches = tokens[:, : grid.prefix], tokens[:, grid.prefix :]
+    kept = patches.gather(1, keep[:, :, None].expand(-1, -1, tokens.shape[2]))
+    return torch.cat((first, kept), dim=1), keep_patches(grid, keep)
+
+
 def check_tokens(
     name: str,
     tokens: Tensor,

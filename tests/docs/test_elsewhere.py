@@ -1,15 +1,16 @@
 """Pages of docs/elsewhere: commands and Python blocks of each run in their order, with the packages of its extra."""
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from importlib import metadata
 
 import pytest
 from documents import ELSEWHERE, ROOT, text
 from packaging.requirements import Requirement
-
-from relvit.cli import main
 
 pytestmark = pytest.mark.elsewhere
 
@@ -33,18 +34,29 @@ def skip_without(page):
             pytest.skip(f"{page} was not run: it needs {requirement}, and {found} is installed")
 
 
-@pytest.mark.parametrize("page", ELSEWHERE)
-def test_pages_run(page, place, capsys):
-    skip_without(page)
-    names = {}
+def script(page):
+    """Return the blocks of a page as one script, in which commands are processes."""
+    lines = ["import subprocess, sys"]
     for language, block in re.findall(r"```(bash|python)\n(.*?)```", text(page), re.DOTALL):
         if language == "python":
-            exec(compile(block, page, "exec"), names)
+            lines.append(block)
             continue
         for line in block.replace("\\\n", " ").splitlines():
             command = shlex.split(line, comments=True)
             if command[:1] == ["relvit"]:
-                assert main(command[1:]) == 0, (line, capsys.readouterr().err)
+                lines.append(f"subprocess.run([sys.executable, '-m', *{command}], check=True)")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("page", ELSEWHERE)
+def test_pages_run(page, place):
+    """Pages run in a process of their own, where nothing is imported that a page does not import."""
+    skip_without(page)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}
+    done = subprocess.run(
+        [sys.executable, "-c", script(page)], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.parametrize("page", ELSEWHERE)
