@@ -6,8 +6,9 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from processes import Ranks, as_torchrun
 from retrofit_cases import fingerprint, images
-from sam_cases import ELSEWHERE, sam_blocks, sam_encoder, sam_model
+from sam_cases import ELSEWHERE, ddp_steps, sam_blocks, sam_encoder, sam_model, sgd_batches, sgd_steps
 from torch import nn
 
 import relvit
@@ -99,6 +100,24 @@ def test_gradients_are_the_sources(case, checkpointing):
     assert_equal(grads[1], grads[0], 1e-6 if case.endswith("eager") else 1e-10)
 
 
+@pytest.mark.slow
+def test_two_processes_train_as_the_source_does_in_one(tmp_path):
+    source = sam_encoder("sam").train()
+    ranks = Ranks([tmp_path], tmp_path, as_torchrun(), ddp_steps)
+    expected = sgd_steps(source, sgd_batches())
+    assert ranks.finish(120) == [0, 0], ranks.text()
+    for rank in range(2):
+        assert_equal(torch.load(tmp_path / f"{rank}.pt"), expected, 1e-10)
+
+
+@pytest.mark.parametrize("case", ELSEWHERE)
+def test_half_before_and_after_the_retrofit_is_the_same(case):
+    source, x = sam_encoder(case), images(*TRAINED).half()
+    before, after = retrofitted(source.float().half()), retrofitted(source.float()).half()
+    assert {parameter.dtype for parameter in after.parameters()} == {torch.float16}
+    assert_equal(outputs(before, x), outputs(after, x), 0.0)
+
+
 @pytest.mark.parametrize("case", ELSEWHERE)
 def test_state_dicts_are_the_sources(case):
     source, other = sam_encoder(case), sam_encoder(case)
@@ -144,7 +163,7 @@ def test_attention_weights_are_refused_where_the_source_formed_them():
         model(x, output_attentions=True)
 
 
-@pytest.mark.parametrize("case", ["sam", "segment_anything"])
+@pytest.mark.parametrize("case", ["sam", "sam_hq", "segment_anything"])
 def test_hooks_stay_and_see_the_same(case):
     source, seen = sam_encoder(case), []
     for name, part in source.named_modules():

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+import relvit
+
 CONFIG = {
     "hidden_size": 24,
     "num_hidden_layers": 3,
@@ -65,6 +67,34 @@ def with_large_weights(model):
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return model.double().eval()
+
+
+def sgd_steps(model, batches):
+    """Two steps of SGD on batches of images; the gradients of each step, and the weights after it, by name."""
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=1e-3), {}
+    for number, batch in enumerate(batches):
+        optimizer.zero_grad()
+        # The mean over all devices is that over the whole batch, as each device has as many images.
+        model(batch)[0].square().mean().backward()
+        optimizer.step()
+        for name, parameter in model.named_parameters():
+            name = name.removeprefix("module.")
+            found |= {f"gradient {number}, {name}": parameter.grad.clone(), f"{number}, {name}": parameter.data.clone()}
+    return found
+
+
+def sgd_batches():
+    """Two batches of four images in double precision."""
+    return torch.randn(2, 4, 3, 56, 56, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def ddp_steps(folder):
+    """`sgd_steps` of a retrofitted encoder in one of two processes, each with every other image."""
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
+    model = torch.nn.parallel.DistributedDataParallel(relvit.retrofit(sam_encoder("sam")).train())
+    torch.save(sgd_steps(model, sgd_batches()[:, rank::2]), f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
 
 
 def sam_blocks(model):
