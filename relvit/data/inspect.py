@@ -12,8 +12,9 @@ from relvit.data.images.decode import ImageSource, UnreadableImageError, load_rg
 from relvit.data.labels import class_counts, label_text
 from relvit.data.modules.base import ImageData, Split
 from relvit.data.modules.image_files import ImageFilesData
+from relvit.utils.ranges import PositiveInt, check_ranges
 
-_CHUNK = 32  # A process gets so many files at a time.
+_CHUNK = 32  # A process gets this number of files at a time.
 
 
 class Inspected(NamedTuple):
@@ -40,7 +41,7 @@ def inspect_image(source: ImageSource) -> Inspected:
 
 
 def check_data(
-    data: ImageData, processes: int | None = None, progress: Callable[[Iterable, int], Iterable] | None = None
+    data: ImageData, processes: PositiveInt | None = None, progress: Callable[[Iterable, int], Iterable] | None = None
 ) -> dict[str, Any]:
     """Decode all images of train, val and test in parallel, and report on them.
 
@@ -65,10 +66,9 @@ def check_data(
     Raises:
         ValueError: No images from files, no labelled split, or a number of processes below one.
     """
+    check_ranges(check_data, {"processes": processes})
     if not isinstance(data, ImageFilesData):
         raise ValueError(f"{type(data).__name__} has no image files to check; it keeps its images in one piece")
-    if processes is not None and processes < 1:
-        raise ValueError(f"processes is {processes}; give 1 or more")
     splits: list[Split] = [split for split in ("train", "val", "test") if data.missing(split) is None]
     if not splits:
         raise ValueError(f"neither train, val nor test in {data.place}: there are no labelled images to check")

@@ -1,9 +1,13 @@
 """Mixup, CutMix and label smoothing of a training batch."""
 
+from typing import Annotated
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 from torchvision.transforms import v2
+
+from relvit.utils.ranges import NonNegativeFloat, Range, Share, ShareBelowOne, check_ranges
 
 
 class BatchMix(nn.Module):
@@ -31,9 +35,9 @@ class BatchMix(nn.Module):
         num_classes: Number of classes.
         mixup_alpha: Mixup's alpha; 0 for no mixup.
         cutmix_alpha: CutMix's alpha; 0 for no CutMix.
-        prob: Probability that a batch is mixed at all, in 0..1.
-        switch_prob: Probability that it is CutMix where both are on, in 0..1.
-        label_smoothing: Share of the labels that is spread over all classes, 0 <= x < 1.
+        prob: Probability that a batch is mixed at all.
+        switch_prob: Probability that it is CutMix where both are on.
+        label_smoothing: Share of the labels that is spread over all classes.
 
     Raises:
         ValueError: An argument out of its range; when called, batches that do not fit.
@@ -41,24 +45,15 @@ class BatchMix(nn.Module):
 
     def __init__(
         self,
-        num_classes: int,
-        mixup_alpha: float = 0.8,
-        cutmix_alpha: float = 1.0,
-        prob: float = 1.0,
-        switch_prob: float = 0.5,
-        label_smoothing: float = 0.1,
+        num_classes: Annotated[int, Range(2)],
+        mixup_alpha: NonNegativeFloat = 0.8,
+        cutmix_alpha: NonNegativeFloat = 1.0,
+        prob: Share = 1.0,
+        switch_prob: Share = 0.5,
+        label_smoothing: ShareBelowOne = 0.1,
     ) -> None:
         super().__init__()
-        if num_classes < 2:
-            raise ValueError(f"num_classes is {num_classes}; give 2 or more")
-        for name, alpha in {"mixup_alpha": mixup_alpha, "cutmix_alpha": cutmix_alpha}.items():
-            if alpha < 0:
-                raise ValueError(f"{name} is {alpha}; give 0 (off) or more, such as 0.8")
-        for name, share in {"prob": prob, "switch_prob": switch_prob}.items():
-            if not 0 <= share <= 1:
-                raise ValueError(f"{name} is {share}; it is a probability, 0 <= {name} <= 1")
-        if not 0 <= label_smoothing < 1:
-            raise ValueError(f"label_smoothing is {label_smoothing}; it is a share, 0 <= label_smoothing < 1")
+        check_ranges(BatchMix.__init__, locals())
         self.num_classes = num_classes
         self.prob: float = prob if mixup_alpha or cutmix_alpha else 0.0
         self.cutmix_share: float = switch_prob if mixup_alpha and cutmix_alpha else float(cutmix_alpha > 0)
@@ -76,8 +71,8 @@ class BatchMix(nn.Module):
             )
         mixed, which = torch.rand(2).tolist()
         if mixed < self.prob:
-            # torchvision mixes with the one before, which with repeated augmentation is often the same image.
-            # Drawn on the CPU, as all else here: one generator decides.
+            # torchvision mixes each image with the one before it, which is often the same image under repeated
+            # augmentation. As everything else here, the order comes from the generator of the CPU.
             order = torch.randperm(len(images)).to(images.device)
             back = order.argsort()
             mix = self.cutmix if which < self.cutmix_share else self.mixup

@@ -5,17 +5,6 @@ from collections import Counter
 from collections.abc import Sequence
 
 
-def check_fraction(fraction: float) -> float:
-    """Return a fraction between 0 and 1.
-
-    Raises:
-        ValueError: It is not between 0 and 1.
-    """
-    if not 0 < fraction < 1:
-        raise ValueError(f"val_fraction is {fraction}; it is the share of train, 0 < val_fraction < 1")
-    return fraction
-
-
 def stratified_split(
     names: Sequence[str], labels: Sequence[int], fraction: float, seed: int, where: str
 ) -> tuple[list[int], list[int]]:

@@ -15,25 +15,26 @@ from torchvision.transforms import v2
 
 from relvit.data.field import FieldCrop, Fill
 from relvit.utils.messages import check_choice
+from relvit.utils.ranges import NonNegativeFloat, PositiveShare, Share, check_ranges
 
 SizeProtocol = Literal["crop", "resize", "field"]
 """How evaluation brings images to a size, see `eval_transform`."""
 Augment = Literal["none", "shift", "crop-flip", "resized-crop", "deit", "three-augment", "three-augment-crop"]
 """Augmentation of training images, see `train_transform`."""
 
-# Defaults of an augmentation for colour jitter and the probability of erasing. With RandAugment DeiT uses no colour
-# jitter: timm switches it off, whatever its --color-jitter is.
+# Each augmentation has these defaults of colour jitter and of the probability of erasing. DeiT uses no colour jitter
+# with RandAugment: timm switches it off, whatever its --color-jitter is.
 _JITTER_AND_ERASING: dict[str, tuple[float, float]] = {
     "deit": (0.0, 0.25),
     "three-augment": (0.3, 0.0),
     "three-augment-crop": (0.3, 0.0),
 }
 
-# Sides of a model's input in pixels, beyond which an image size is taken for a mistake.
+# An image size with a longer side, in pixels, is taken for a mistake.
 LARGEST_SIDE = 2**14
 
-# Aspect ratio, relative to the output's, beyond which the ends of an image are left out: a line of 30,000 pixels would
-# otherwise become gigabytes.
+# The ends of an image are left out where its aspect ratio is more than this number of times the output's: a line of
+# 30,000 pixels would otherwise become gigabytes.
 LONGEST = 64
 
 
@@ -100,7 +101,7 @@ def eval_transform(
     size: int | Sequence[int],
     mean: Sequence[float],
     std: Sequence[float],
-    crop_pct: float = 1.0,
+    crop_pct: PositiveShare = 1.0,
     protocol: SizeProtocol = "crop",
     trained_size: int | Sequence[int] | None = None,
     fill: Fill | None = None,
@@ -119,7 +120,7 @@ def eval_transform(
         size: Output size, one number or (height, width).
         mean: Mean of each channel, in units of the range 0..1.
         std: Standard deviation of each channel, in the same units.
-        crop_pct: Share of the resized image's side that the crop keeps, in (0, 1]; 'resize' keeps all.
+        crop_pct: Share of the resized image's side that the crop keeps; 'resize' keeps all.
         protocol: One of the names above.
         trained_size: Image size of the training; needed by 'field' alone.
         fill: What 'field' shows beyond the image: 'reflect' (the image mirrored; the default) or 'grey' (``mean``).
@@ -134,10 +135,9 @@ def eval_transform(
         ValueError: Unknown protocol or fill, wrong size, mean, std or crop_pct, 'field' without a trained size, or
             `fill` with another protocol.
     """
+    check_ranges(eval_transform, locals())
     check_choice("protocol", protocol, get_args(SizeProtocol))
     size = parse_size(size)
-    if not 0 < crop_pct <= 1:
-        raise ValueError(f"crop_pct is {crop_pct}; it is the share of the side that is kept, 0 < crop_pct <= 1")
     if fill is not None and protocol != "field":
         raise ValueError(f"fill {fill!r} is for protocol 'field', not {protocol!r}: leave it out")
     squashed = [] if squash is None else [_squash(parse_size(squash, "squash"))]
@@ -169,9 +169,9 @@ def train_transform(
     mean: Sequence[float],
     std: Sequence[float],
     augment: Augment,
-    crop_pct: float = 1.0,
-    color_jitter: float | None = None,
-    random_erasing: float | None = None,
+    crop_pct: PositiveShare = 1.0,
+    color_jitter: NonNegativeFloat | None = None,
+    random_erasing: Share | None = None,
 ) -> v2.Compose:
     """Augmentation for training: a random crop, changes of colour, normalisation, random erasing.
 
@@ -210,14 +210,11 @@ def train_transform(
     Raises:
         ValueError: Unknown augment, or wrong size, mean, std, crop_pct, color_jitter or random_erasing.
     """
+    check_ranges(train_transform, locals())
     check_choice("augment", augment, get_args(Augment))
     jitter, erasing = _JITTER_AND_ERASING.get(augment, (0.0, 0.0))
     jitter = jitter if color_jitter is None else color_jitter
     erasing = erasing if random_erasing is None else random_erasing
-    if jitter < 0:
-        raise ValueError(f"color_jitter is {color_jitter}; give 0 (none) or more, such as 0.3")
-    if not 0 <= erasing <= 1:
-        raise ValueError(f"random_erasing is {random_erasing}; it is a probability, 0 <= random_erasing <= 1")
     if augment in _JITTER_AND_ERASING and len(mean) != 3:
         raise ValueError(
             f"augment {augment!r} is for images of three channels, and these have {len(mean)}; use 'crop-flip'"
@@ -233,7 +230,7 @@ def train_transform(
         steps.append(v2.ColorJitter(jitter, jitter, jitter))
     steps += _to_tensor(mean, std)
     if erasing > 0:
-        # timm's bounds, which are the paper's; 'random' is noise of its own for every pixel, as in DeiT.
+        # The bounds are timm's and the paper's; 'random' draws noise for every pixel, as in DeiT.
         steps.append(v2.RandomErasing(erasing, scale=(0.02, 1 / 3), ratio=(0.3, 1 / 0.3), value="random"))
     return v2.Compose(steps)
 
@@ -241,7 +238,7 @@ def train_transform(
 def _crop(size: tuple[int, int], augment: Augment) -> list[v2.Transform]:
     height, width = size
     if augment in ("shift", "crop-flip"):
-        padding = (max(1, width // 8), max(1, height // 8))  # left and right, top and bottom
+        padding = (max(1, width // 8), max(1, height // 8))
         return [ResizeToCover(size), v2.RandomCrop(size, padding=padding)]
     if augment == "three-augment-crop":
         # Reflection needs more pixels than it adds.
@@ -253,7 +250,8 @@ def _crop(size: tuple[int, int], augment: Augment) -> list[v2.Transform]:
 
 def _colours(size: tuple[int, int], mean: Sequence[float], augment: Augment) -> Any:
     """Augmentation policy of timm, with the arguments that timm's train script gives it."""
-    grey = tuple(min(255, round(255 * value)) for value in mean)  # fills the border of rotations and translations
+    # Rotations and translations fill the border with this colour.
+    grey = tuple(min(255, round(255 * value)) for value in mean)
     if augment != "deit":
         return auto_augment_transform("3a", {"img_mean": grey})
     settings = {

@@ -171,7 +171,7 @@ class Predictor:
         num_workers: int = 0,
         mirror: bool = False,
         on_error: OnError = "error",
-    ) -> Any:  # a path may be a folder: one or several is known when it is looked at
+    ) -> Any:  # a path may be a folder, so only looking at it tells whether there are one or several images
         """Predict the most probable classes, or by a multi-label model all that reach their thresholds.
 
         Args:

@@ -21,7 +21,7 @@ from relvit.plots import picture_of, plot_confusion, plot_sheet
 from relvit.utils.files import from_here, write_csv
 from relvit.utils.messages import printable
 
-# The sheet shows so many mistakes, and mistakes.csv lists so many.
+# The sheet shows the first number of mistakes, and mistakes.csv lists the second.
 SHOWN, LISTED = 25, 10_000
 # The confusion matrix of more classes is mostly zeros, and is written as pairs.
 DENSE = 1000
@@ -73,7 +73,7 @@ class EvaluationReport(Callback):
     ) -> None:
         labels = batch[1]
         if len(labels):
-            # Doubles, which hold labels exactly, only on the CPU: not every accelerator has them.
+            # Outcomes are kept in double precision, which holds labels exactly and which not every accelerator has.
             self._kept.append(self._outcomes.keep(pl_module.probabilities(self._logits).cpu(), labels.cpu()))
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from relvit.plots.style import shortened
 
-# Pixels of the longer side of a picture.
+# The longer side of a picture has this number of pixels.
 SIDE = 160
 
 

@@ -12,7 +12,7 @@ from matplotlib.ticker import NullLocator
 
 # These font sizes stay legible where a figure is shown at half its size.
 FONT, SMALL = 15, 13
-# Characters of a class's name, or of a line of a caption.
+# The name of a class, or a line of a caption, has at most this number of characters.
 LONGEST = 24
 
 

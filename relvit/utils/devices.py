@@ -41,7 +41,7 @@ def find_device(name: str) -> torch.device:
         raise ValueError(f"device is {name!r}, which PyTorch does not know{hint}; allowed are auto, {kinds}") from error
     try:
         torch.empty(0, device=device)
-    # Which one PyTorch raises depends on the device, and on what it was built for.
+    # The type of PyTorch's error depends on the device, and on what PyTorch was built for.
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = cut(str(error).strip().splitlines()[0], 200)
         raise ValueError(f"cannot compute on device {name!r}: {reason}") from error

@@ -30,7 +30,7 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
         OSError: the folder cannot be written to, or the disk is full.
     """
     path = Path(path)
-    # In the same folder, since only within one file system is renaming a single step.
+    # The file is in the same folder, since renaming is a single step only within one file system.
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         yield part
@@ -111,6 +111,11 @@ def absolute(path: str) -> str:
     if not start.is_dir():
         return str(whole)
     return str(start.resolve().joinpath(*whole.parts[last:]))
+
+
+def kept_path(path: str) -> str:
+    """Return the absolute path, as a checkpoint keeps it to be used from other folders; `~` is the home folder."""
+    return absolute(os.path.expanduser(path))
 
 
 def canonical_paths(paths: Iterable[str]) -> Iterator[str]:

@@ -74,8 +74,8 @@ def peak_bytes(action: Callable[[], Any]) -> int:
 
 def allocations(action: Callable[[], Any]) -> list[int]:
     """List bytes allocated on the CPU by an action, and, as negative numbers, released, one after the other."""
-    # From the allocator: saved-tensor hooks see nothing of what is kept under other hooks or in closures, and compiled
-    # code passes by dispatch modes. Above the level of the lines which the profiler writes of its own starts and ends:
+    # The allocator tells how much memory is taken: saved-tensor hooks see nothing of what is kept under other hooks or
+    # in closures, and compiled code passes by dispatch modes. This level hides the lines on the profiler's own start.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     # Collection is off, lest old garbage is released meanwhile; collecting it first would take too long.
     collects = gc.isenabled()

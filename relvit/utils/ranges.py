@@ -37,6 +37,7 @@ NonNegativeFloat = Annotated[float, Range(0)]
 Share = Annotated[float, Range(0, 1)]
 ShareBelowOne = Annotated[float, Range(0, 1, below=True)]
 PositiveShare = Annotated[float, Range(0, 1, above=True)]
+OpenShare = Annotated[float, Range(0, 1, above=True, below=True)]
 # A larger number is a typing error, since no device holds as many images.
 BatchSize = Annotated[int, Range(1, 65536)]
 # Each worker is a process of its own.

@@ -147,12 +147,12 @@ def test_a_seed_gives_the_same_again():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"num_classes": 1}, "num_classes is 1"),
-        ({"mixup_alpha": -1}, "mixup_alpha is -1"),
-        ({"cutmix_alpha": -0.5}, "cutmix_alpha is -0.5"),
-        ({"prob": 1.1}, "prob is 1.1; it is a probability"),
-        ({"switch_prob": -0.1}, "switch_prob is -0.1"),
-        ({"label_smoothing": 1.0}, "label_smoothing is 1.0"),
+        ({"num_classes": 1}, "num_classes must be 2 or more"),
+        ({"mixup_alpha": -1}, "mixup_alpha must be 0 or more"),
+        ({"cutmix_alpha": -0.5}, "cutmix_alpha must be 0 or more"),
+        ({"prob": 1.1}, "prob must be in 0 <= x <= 1"),
+        ({"switch_prob": -0.1}, "switch_prob must be in 0 <= x <= 1"),
+        ({"label_smoothing": 1.0}, "label_smoothing must be in 0 <= x < 1"),
     ],
 )
 def test_wrong_arguments(wrong, message):

@@ -11,9 +11,9 @@ import pytest
 from command_line import write_checkpoint_like
 from photos import CLASSES
 from PIL import Image
-from processes import finish, in_terminal, start
+from processes import Ranks, as_torchrun, in_terminal
+from processes import run as run_relvit
 
-TWO = ["--devices", "2", "--accelerator", "cpu"]
 # Arguments -> what is printed, and the files that are written.
 COMMANDS = {
     "validate best.ckpt --root photos --img_size 24": (["val/acc1", "val/loss"], []),
@@ -85,7 +85,7 @@ def relvit_in(where, place, arguments):
     if where == "terminal":
         found, text = in_terminal(arguments, place)
     else:
-        found, out, err = finish(start(arguments, place))
+        found, out, err = run_relvit(arguments, place)
         text = f"{out}\n{err}"
         assert "\x1b" not in text
     assert found == 0, text[-3000:]
@@ -110,26 +110,23 @@ CASES = [
 ]
 
 
-# `tests/cli` covers daily, in its own process, what these start one for.
+# `tests/cli` covers daily, in its own process, what these fork one for.
 @pytest.mark.slow
 @pytest.mark.parametrize(("command", "where"), CASES)
 def test_command(command, where, place):
     check(command, place, relvit_in(where, place, command.split()))
 
 
+# `test_lost_process.py` and `test_fit.py` leave it to Lightning to start the second process.
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "where", "options"),
-    [
-        ("validate", "file", []),
-        ("test", "terminal", []),
-        ("predict", "file", []),
-        ("predict", "file", ["--reach=bands"]),
-    ],
+    ("name", "options"), [("validate", []), ("test", []), ("predict", []), ("predict", ["--reach=bands"])]
 )
-def test_two_processes(name, where, options, place):
+def test_two_processes(name, options, place):
     command = next(command for command in COMMANDS if command.startswith(name))
-    check(command, place, relvit_in(where, place, [*command.split(), *options, *TWO]))
+    ranks = Ranks([*command.split(), *options, "--accelerator=cpu"], place, as_torchrun())
+    assert ranks.finish() == [0, 0], ranks.text()[-3000:]
+    check(command, place, ranks.text())
     if name == "predict":
         with open(next(place.glob("runs/*/predictions.csv")), newline="") as file:
             assert len(list(csv.DictReader(file))) == 19

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import yaml
-from processes import BY_ITSELF, ROOT, finish, in_terminal, start
+from processes import Ranks, as_torchrun, finish, in_terminal, run, start
 
 # Two epochs of a small model: the digits are 1,437 images to train on and validate.
 SMALL = ["--config", "digits", "--trainer.accelerator=cpu", "--model.model_kwargs.depth=1"]
@@ -18,8 +18,8 @@ RESULT = ("effective batch ", "Best validation accuracy: ", "Test accuracy of th
 
 
 def run_of(folder):
-    (run,) = (folder / "runs").iterdir()
-    return run
+    (found,) = (folder / "runs").iterdir()
+    return found
 
 
 def rows(folder):
@@ -76,56 +76,42 @@ def test_what_a_terminal_shows_can_be_chosen(options, lines, bars, tmp_path):
 @pytest.mark.slow
 def test_into_a_file_and_on_with_early_stopping(tmp_path):
     options = ["--trainer.max_epochs=2", "--model.ema_decay=0.9", "--trainer.accumulate_grad_batches=3"]
-    status, out, err = finish(start(["fit", *SMALL, *options, "--patience=1"], tmp_path))
+    status, out, err = run(["fit", *SMALL, *options, "--patience=1"], tmp_path)
     assert status == 0, err
     assert all(out.count(words) == 1 for words in RESULT), out
     assert "\x1b" not in out + err
     assert "\r" not in out + err
     assert err == ""
     check_lines(out, tmp_path, [1, 2], 2)
-    run = run_of(tmp_path)
-    status, out, err = finish(start(["fit", f"--resume={run}", "--trainer.max_epochs=4", "-q"], tmp_path))
+    folder = run_of(tmp_path)
+    status, out, err = run(["fit", f"--resume={folder}", "--trainer.max_epochs=4", "-q"], tmp_path)
     assert status == 0, err
     assert not LINE.search(out)
-    assert yaml.safe_load((run / "config.yaml").read_text())["quiet"] is True
+    assert yaml.safe_load((folder / "config.yaml").read_text())["quiet"] is True
     assert [int(row["epoch"]) for row in rows(tmp_path)] == list(range(len(rows(tmp_path))))
 
 
 @pytest.mark.slow
-def test_two_processes_at_several_sizes_in_a_terminal_and_on(tmp_path):
+def test_two_processes_at_several_sizes_in_a_terminal_and_on_into_a_file(tmp_path):
     options = ["--trainer.devices=2", "--patience=5", "--model.ema_decay=0.9"]
     options += ["--trainer.accumulate_grad_batches=2", "--trainer.max_epochs=1", "--data.train_sizes=[8,[8,12],16]"]
-    status, text = in_terminal(["fit", *SMALL, *options], tmp_path)
+    status, text = in_terminal(["fit", *SMALL, *options], tmp_path, fork=False)
     assert status == 0, text
     assert all(text.count(words) == 1 for words in RESULT), text
     assert re.search(r"━━|\d%\|", text)
-    run = run_of(tmp_path)
-    status, text = in_terminal(["fit", f"--resume={run}", "--trainer.max_epochs=2"], tmp_path)
-    assert status == 0, text
-    assert [row["epoch"] for row in rows(tmp_path)] == ["0", "1"]
-    assert "Epoch 2/2" in text
-
-
-@pytest.mark.slow
-def test_two_processes_into_a_file_and_on(tmp_path):
-    status, out, err = finish(start(["fit", *SMALL, "--trainer.max_epochs=1", *BY_ITSELF], tmp_path))
-    assert status == 0, err
-    check_lines(out, tmp_path, [1], 1)
-    arguments = ["fit", f"--resume={run_of(tmp_path)}", "--trainer.max_epochs=2"]
-    status, out, err = finish(start(arguments, tmp_path))
+    status, out, err = finish(start(["fit", f"--resume={run_of(tmp_path)}", "--trainer.max_epochs=2"], tmp_path))
     assert status == 0, err
     check_lines(out, tmp_path, [2], 2)
+    assert [row["epoch"] for row in rows(tmp_path)] == ["0", "1"]
 
 
 @pytest.mark.slow
 def test_after_ctrl_c_within_an_epoch_two_processes_go_on_from_the_end_of_the_epoch_before(tmp_path):
-    stop = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'support'}"}
     options = ["--trainer.max_epochs=3", "--trainer.callbacks=failures.Stop"]
-    status, out, err = finish(start(["fit", *SMALL, *options, "-q"], tmp_path, env=stop))
+    status, out, err = run(["fit", *SMALL, *options, "-q"], tmp_path)
     assert status == 130, out + err
     # Half the batch on each of two processes: the optimiser's steps stay.
-    resume = ["fit", f"--resume={run_of(tmp_path)}", "--devices=2", "--batch_size=64"]
-    status, out, err = finish(start(resume, tmp_path, env=stop))
-    assert status == 0, out + err
-    assert re.search(r"goes on from the end of epoch \d and repeats \d+ steps", out), out
+    ranks = Ranks(["fit", f"--resume={run_of(tmp_path)}", "--devices=2", "--batch_size=64"], tmp_path, as_torchrun())
+    assert ranks.finish() == [0, 0], ranks.text()
+    assert re.search(r"goes on from the end of epoch \d and repeats \d+ steps", ranks.text()), ranks.text()
     assert [row["epoch"] for row in rows(tmp_path)] == ["0", "1", "2"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from photos import TINY
-from processes import finish, start
+from processes import Ranks, as_torchrun, finish, start
 
 pytestmark = pytest.mark.slow
 
@@ -58,8 +58,8 @@ def test_a_process_that_is_killed(photos, tmp_path):
     assert err.count("error:") == 1, err
     assert "GLHF" not in err
     assert (run / "curves.png").is_file()
-    again = start(["fit", f"--resume={run.relative_to(tmp_path)}", "--trainer.max_time=00:00:00:01"], tmp_path)
-    assert finish(again)[0] == 0
+    again = ["fit", f"--resume={run.relative_to(tmp_path)}", "--trainer.max_time=00:00:00:01"]
+    assert Ranks(again, tmp_path, as_torchrun()).finish() == [0, 0]
 
 
 def test_two_processes_predict_without_notes_of_others(photos, best, tmp_path):

@@ -1,27 +1,26 @@
-"""Runs of the command line in several processes: under real launchers, or as one of them would start them."""
+"""Processes that run the command line: forked ones, or real ones, which launchers start and which start others."""
 
-import contextlib
 import fcntl
 import multiprocessing
 import os
 import pty
 import re
+import select
 import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import termios
 import threading
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-# Lightning starts the second process itself.
-BY_ITSELF = ["--trainer.devices=2", "--trainer.strategy=ddp"]
 
 
 def start(arguments, folder, launcher=(), **options):
-    """Start `relvit`, by itself or by a launcher (arguments of python), as the leader of a process group of its own."""
+    """Start `relvit` as a user does, or by a launcher (arguments of python); importing everything takes seconds."""
     ends = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}"}
     environment |= options.pop("env", {})
@@ -40,23 +39,43 @@ def finish(process, seconds=240):
     return process.returncode, out, err
 
 
-def in_terminal(arguments, folder, columns=160, seconds=240):
-    """Run `relvit` in a pseudo-terminal; return its exit status, and its output without control characters."""
+def run(arguments, folder, seconds=240, **environment):
+    """Run `relvit` with its output in files; return its exit status, standard output and standard error."""
+    with tempfile.TemporaryDirectory() as logs:
+        out, err = (Path(logs) / name for name in ("out", "err"))
+        process = _forked(None, arguments, folder, environment, out, err)
+        process.join(seconds)
+        if process.is_alive():
+            process.kill()
+            raise AssertionError(
+                f"still running after {seconds} s: {out.read_text()[-2000:]} {err.read_text()[-3000:]}"
+            )
+        return process.exitcode, out.read_text(), err.read_text()
+
+
+def in_terminal(arguments, folder, columns=160, seconds=240, fork=True):
+    """Run `relvit` in a pseudo-terminal; return its exit status, and its output without control characters.
+
+    `fork` is False where Lightning starts another process by the command line of this one.
+    """
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
-    terminal = {"stdin": theirs, "stdout": theirs, "stderr": theirs, "text": False}
-    process = start(arguments, folder, env={"TERM": "xterm", "COLUMNS": str(columns)}, **terminal)
-    os.close(theirs)
+    environment = {"TERM": "xterm", "COLUMNS": str(columns)}
+    if fork:
+        process = _forked(None, arguments, folder, environment, *[os.ttyname(theirs)] * 2)
+    else:
+        process = start(arguments, folder, env=environment, stdin=theirs, stdout=theirs, stderr=theirs, text=False)
+    running = process.is_alive if fork else lambda: process.poll() is None
     stop = threading.Timer(seconds, os.killpg, (process.pid, 9))
     stop.start()
     written = b""
-    # Linux reports the end of a pseudo-terminal as an error.
-    with contextlib.suppress(OSError):
-        while part := os.read(ours, 65536):
-            written += part
-    os.close(ours)
-    status = process.wait()
+    while running() or select.select([ours], [], [], 0)[0]:
+        if select.select([ours], [], [], 0.1)[0]:
+            written += os.read(ours, 65536)
     stop.cancel()
+    os.close(theirs)
+    os.close(ours)
+    status = process.exitcode if fork else process.returncode
     return status, re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.decode()).replace("\r", "\n")
 
 
@@ -80,9 +99,7 @@ def _meeting():
 
 
 class Ranks:
-    """A function in one process for each of the given environments, forked from one that has imported everything.
-
-    Some twenty times as fast as starting the processes by torchrun.
+    """A function in one forked process for each of the given environments, which may be those of a launcher.
 
     Args:
         arguments: Of the function.
@@ -92,16 +109,11 @@ class Ranks:
     """
 
     def __init__(self, arguments, folder, environments, function=None):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["relvit.cli.fit.fit", "torch.utils.tensorboard", "tensorboard.backend"])
         self.logs = [Path(folder) / f"rank{i}.log" for i in range(len(environments))]
-        given = [str(argument) for argument in arguments]
         self.processes = [
-            context.Process(target=_run, args=(function, given, str(folder), environment, log))
+            _forked(function, arguments, folder, environment, log, log)
             for environment, log in zip(environments, self.logs, strict=True)
         ]
-        for process in self.processes:
-            process.start()
 
     def finish(self, seconds=120):
         """The exit statuses; whoever takes longer is killed, and it is an error."""
@@ -118,13 +130,34 @@ class Ranks:
         return "\n".join(log.read_text() for log in self.logs)
 
 
-def _run(function, arguments, folder, environment, log):
+def _forked(function, arguments, folder, environment, out, err):
+    """Start a function, by default the command line, in a fork of a process that has imported everything.
+
+    This takes a tenth of the time of a process of its own. `out` and `err` are files, or a terminal.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["relvit.cli.fit.fit", "torch.utils.tensorboard", "tensorboard.backend"])
+    given = [str(argument) for argument in arguments]
+    process = context.Process(target=_run, args=(function, given, str(folder), environment, str(out), str(err)))
+    process.start()
+    return process
+
+
+def _run(function, arguments, folder, environment, out, err):
     import torch
     from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
     from relvit.cli import main
     from relvit.training.run.launch import leave_processes
 
+    os.setsid()
+    for name, path in (("stdout", out), ("stderr", err)):
+        # Both may be the same file, which stays open as long as the process lives.
+        file = open(path, "a", buffering=1)  # noqa: SIM115
+        os.dup2(file.fileno(), 1 if name == "stdout" else 2)
+        setattr(sys, name, file)
+    if sys.stdout.isatty():
+        sys.stdin = open(out)  # noqa: SIM115
     os.environ.update(environment)
     os.chdir(folder)
     # Lightning looked for it when it was imported, in another process.
@@ -133,8 +166,8 @@ def _run(function, arguments, folder, environment, log):
     # Otherwise the loader's workers would come from a fork server as well, and import everything anew.
     multiprocessing.set_start_method("fork", force=True)
     sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tests" / "support")]
-    with open(log, "w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
-        if function is None:
-            sys.exit(main(arguments))
-        function(*arguments)
-        leave_processes()
+    if function is None:
+        sys.argv = ["relvit", *arguments]
+        sys.exit(main(arguments))
+    function(*arguments)
+    leave_processes()

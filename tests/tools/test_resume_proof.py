@@ -1,4 +1,4 @@
-"""Trainings that are interrupted and resumed, in fourteen of the 78 ways of tools/resume_proof.py: every pair."""
+"""Trainings that are interrupted and resumed, in ten of the 78 ways of tools/resume_proof.py: every pair."""
 
 import itertools
 import sys
@@ -11,20 +11,16 @@ PROOF = load("resume_proof")
 sys.path.append(str(ROOT / "tools"))
 # Place, average, accumulation, end, options of the data.
 CASES = [
-    ("mid-epoch", True, 2, "SIGTERM", ""),
-    ("epoch end", True, 1, "SIGKILL", ""),
+    ("epoch end", False, 1, "SIGTERM", ""),
     ("validation", False, 1, "exception", ""),
     ("mid-epoch", False, 2, "SIGKILL", ""),
-    ("mid-epoch", True, 1, "exception", ""),
-    ("epoch end", False, 1, "SIGTERM", ""),
-    ("epoch end", False, 2, "exception", ""),
-    ("validation", True, 1, "SIGTERM", ""),
-    ("validation", True, 2, "SIGKILL", ""),
-    ("mid-epoch", True, 2, "SIGTERM", "random sizes"),
+    ("mid-epoch", True, 1, "SIGTERM", ""),
+    ("epoch end", True, 1, "SIGKILL", ""),
+    ("epoch end", True, 2, "exception", "random sizes"),
     ("mid-epoch", True, 2, "SIGKILL", "progressive sizes"),
-    ("mid-epoch", True, 2, "SIGKILL", "native shapes"),
-    ("mid-epoch", True, 2, "SIGTERM", "halting"),
-    ("mid-epoch", True, 2, "SIGTERM", "several labels"),
+    ("validation", True, 2, "SIGKILL", "native shapes"),
+    ("validation", True, 2, "SIGTERM", "halting"),
+    ("mid-epoch", True, 2, "exception", "several labels"),
 ]
 
 
@@ -67,7 +63,7 @@ def test_a_resumed_training_is_bit_equal_to_one_that_was_not_interrupted(case, i
 
 @pytest.mark.slow
 def test_the_comparison_finds_what_differs(uninterrupted):
-    assert PROOF.differences(uninterrupted(True, 2, ""), uninterrupted(True, 2, "")) == []
-    different = PROOF.differences(uninterrupted(True, 2, ""), uninterrupted(True, 1, ""))
+    assert PROOF.differences(uninterrupted(True, 1, ""), uninterrupted(True, 1, "")) == []
+    different = PROOF.differences(uninterrupted(True, 1, ""), uninterrupted(False, 2, ""))
     assert {"last.ckpt: state_dict", "last.ckpt: ema_state_dict", "last.ckpt: global_step"} <= set(different)
     assert {"metrics.csv", "tensorboard"} <= set(different)

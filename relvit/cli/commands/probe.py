@@ -14,7 +14,7 @@ from relvit.plots import plot_probes
 from relvit.plots.style import short_labels
 from relvit.utils.devices import find_device
 from relvit.utils.progress import with_bar
-from relvit.utils.ranges import BatchSize, NonNegativeInt, PositiveInt
+from relvit.utils.ranges import BatchSize, NonNegativeInt, PositiveInt, PositiveShare
 
 
 def probe(
@@ -23,7 +23,7 @@ def probe(
     root: str | None = None,
     data: ImageData | None = None,
     split: Literal["val", "test"] = "val",
-    shares: tuple[float, ...] = (0.01, 0.1, 1.0),
+    shares: tuple[PositiveShare, ...] = (0.01, 0.1, 1.0),
     k: PositiveInt = 20,
     seed: NonNegativeInt = 0,
     random: bool = False,

@@ -18,7 +18,7 @@ from relvit.plots import picture_of
 from relvit.utils.devices import find_device
 from relvit.utils.messages import MissingPackageError, visible
 
-# An image in a figure has sides of at most so many pixels.
+# The sides of an image in a figure have at most this number of pixels.
 SIDE = 400
 
 

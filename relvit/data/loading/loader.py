@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-# When Python ends, workers have so many seconds to end by themselves.
+# When Python ends, workers have this number of seconds to end by themselves.
 PATIENCE = 1.0
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)

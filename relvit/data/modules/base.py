@@ -228,7 +228,7 @@ class ImageData(LightningDataModule, ABC):
         for part in cls.__mro__:
             if "__init__" not in vars(part):
                 continue
-            parameters = list(inspect.signature(part.__init__).parameters.values())[1:]  # without self
+            _, *parameters = inspect.signature(part.__init__).parameters.values()
             own = {p.name: p.default for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
             defaults |= own | defaults
             if not any(p.kind is p.VAR_KEYWORD for p in parameters):

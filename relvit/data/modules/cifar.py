@@ -14,9 +14,10 @@ from torchvision.datasets.utils import check_integrity
 from relvit.data.images.memory import StackedImages
 from relvit.data.labels import check_class_names
 from relvit.data.modules.base import ImageData, Split
-from relvit.data.split import check_fraction, stratified_split
+from relvit.data.split import stratified_split
 from relvit.data.transforms import Augment
-from relvit.utils.files import absolute
+from relvit.utils.files import kept_path
+from relvit.utils.ranges import OpenShare, check_ranges
 
 CIFAR10_CLASSES = "airplane automobile bird cat deer dog frog horse ship truck".split()  # noqa: SIM905
 CIFAR100_CLASSES = """
@@ -59,7 +60,8 @@ class CIFARData(ImageData):
     """
 
     dataset_class: ClassVar[type[CIFAR10]]
-    channels: ClassVar[tuple[tuple[float, ...], tuple[float, ...]]]  # mean and deviation, pixels in 0..1
+    # The mean and the standard deviation of each channel, with pixels in 0..1.
+    channels: ClassVar[tuple[tuple[float, ...], tuple[float, ...]]]
 
     def __init__(
         self,
@@ -70,17 +72,17 @@ class CIFARData(ImageData):
         crop_pct: float = 1.0,
         mean: tuple[float, ...] | None = None,
         std: tuple[float, ...] | None = None,
-        val_fraction: float = 0.1,
+        val_fraction: OpenShare = 0.1,
         split_seed: int = 0,
         class_names: list[str] | None = None,
         **options: Any,
     ) -> None:
+        check_ranges(CIFARData.__init__, locals())
         self._title = self.dataset_class.__name__.replace("CIFAR", "CIFAR-")
         check_class_names(class_names, self.classes, f"{self._title} has")
-        # Absolute, since a checkpoint keeps it and may be used from elsewhere.
-        self.root: str = absolute(os.path.expanduser(root))
+        self.root: str = kept_path(root)
         self.download = download
-        self.val_fraction: float = check_fraction(val_fraction)
+        self.val_fraction = val_fraction
         self.split_seed = split_seed
         super().__init__(
             self.classes,
@@ -120,11 +122,12 @@ class CIFARData(ImageData):
 
     def _open(self, train: bool, download: bool = False) -> CIFAR10:
         with warnings.catch_warnings():
-            # NumPy's complaint about how the authors' pickles write a dtype.
+            # NumPy warns of the way in which the authors' pickles write a dtype.
             warnings.filterwarnings("ignore", message=".*align should be passed")
             try:
                 return self.dataset_class(self.root, train=train, download=download)
-            except RuntimeError as error:  # torchvision's, for missing files and wrong MD5 sums
+            # torchvision raises this error for missing files and wrong MD5 sums.
+            except RuntimeError as error:
                 raise ValueError(self._complaint()) from error
 
     def _complaint(self) -> str:

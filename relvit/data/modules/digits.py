@@ -23,7 +23,7 @@ _SPLIT_SEED = 0
 @cache
 def _digits() -> tuple[np.ndarray, np.ndarray, dict[Split, np.ndarray]]:
     """Images uint8 (1797, 8, 8), labels int64 (1797,), and the indices of each split."""
-    # Imported here, since scikit-learn takes a second that other data do not need.
+    # Importing scikit-learn takes a second, which other data need not wait for.
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 

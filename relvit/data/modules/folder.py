@@ -9,7 +9,7 @@ from relvit.data.images.folders import class_folders, has_images, images_to_pred
 from relvit.data.labels import check_every_class
 from relvit.data.modules.base import Split
 from relvit.data.modules.image_files import ImageFilesData
-from relvit.utils.files import absolute
+from relvit.utils.files import kept_path
 from relvit.utils.messages import listing
 
 _FOLDER_NAMES: dict[Split, tuple[str, ...]] = {
@@ -39,8 +39,7 @@ class ImageFolderData(ImageFilesData):
     """
 
     def __init__(self, root: str, class_names: list[str] | None = None, **options: Any) -> None:
-        # Absolute, since a checkpoint keeps it and may be used from elsewhere.
-        self.root: str = absolute(os.path.expanduser(root))
+        self.root: str = kept_path(root)
         self._folders = find_splits(self.root)
         if not self._folders and _holds_classes(self.root):
             self._folders = {"train": self.root}
@@ -59,7 +58,7 @@ class ImageFolderData(ImageFilesData):
             return None
         if self._has_own(split) or (split == "val" and self._has_own("train")):
             return None
-        # Beside a folder test, class folders are no training images any more.
+        # Where there is a folder test, class folders beside it are not taken for images to train on.
         move = f"move the class folders into {self.root}/train and " if self._classes_in_root() else ""
         return f"no {split} folder in {self.root}; {move}add the images as {self.root}/{split}/<class>/..."
 

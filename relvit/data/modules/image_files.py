@@ -17,11 +17,12 @@ from relvit.data.images.memory import decode_into_memory, in_units
 from relvit.data.labels import Label, class_counts, counts_text, doubtful_classes, label_text, rarest
 from relvit.data.manifest import ListedImage, file_size
 from relvit.data.modules.base import ImageData, Split
-from relvit.data.split import check_fraction, stratified_split
+from relvit.data.split import stratified_split
 from relvit.data.transforms import Augment
 from relvit.utils.files import canonical_paths
 from relvit.utils.messages import check_choice, listing
 from relvit.utils.progress import with_bar
+from relvit.utils.ranges import OpenShare, check_ranges
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -68,14 +69,15 @@ class ImageFilesData(ImageData):
         crop_pct: float = 0.9,
         mean: tuple[float, ...] | None = None,
         std: tuple[float, ...] | None = None,
-        val_fraction: float = 0.1,
+        val_fraction: OpenShare = 0.1,
         split_seed: int = 0,
         on_error: OnError = "error",
         cache: bool = False,
         **options: Any,
     ) -> None:
+        check_ranges(ImageFilesData.__init__, locals())
         check_choice("on_error", on_error, get_args(OnError))
-        self.val_fraction: float = check_fraction(val_fraction)
+        self.val_fraction = val_fraction
         self.split_seed = split_seed
         self.on_error: OnError = on_error
         self.cache = cache

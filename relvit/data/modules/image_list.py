@@ -11,11 +11,11 @@ from relvit.data.images.folders import images_to_predict
 from relvit.data.labels import Label, check_every_class, check_printable, classes_in, classes_of, positions
 from relvit.data.modules.base import Split
 from relvit.data.modules.image_files import ImageFilesData
-from relvit.utils.files import absolute, canonical_paths
+from relvit.utils.files import canonical_paths, kept_path
 from relvit.utils.messages import MissingPackageError, did_you_mean, listing, visible
 
 _SEPARATORS = ";,|"  # One of these is usually between the labels of an image.
-_SHOWN = 5  # A message names so many wrong rows.
+_SHOWN = 5  # A message names at most this number of wrong rows.
 
 
 class Row(NamedTuple):
@@ -75,9 +75,8 @@ class ImageListData(ImageFilesData):
             raise ValueError("label_separator is empty; give what is between the labels, such as ';'")
         self.label_separator = label_separator
         self.multi_label: bool = label_separator is not None
-        # Absolute, since a checkpoint keeps them and may be used from elsewhere.
         self.train, self.val, self.test, self.predict, self.root = (
-            None if path is None else absolute(os.path.expanduser(path)) for path in (train, val, test, predict, root)
+            None if path is None else kept_path(path) for path in (train, val, test, predict, root)
         )
         if self.root is not None and not os.path.isdir(self.root):
             raise FileNotFoundError(f"root {self.root} is no folder; give the one that the lists' paths start from")

@@ -11,7 +11,7 @@ from scipy.io import loadmat
 
 from relvit.data.images.folders import class_folders
 from relvit.data.modules.folder import ImageFolderData, find_splits
-from relvit.utils.files import absolute
+from relvit.utils.files import kept_path
 from relvit.utils.messages import listing
 
 META_MAT = os.path.join("ILSVRC2012_devkit_t12", "data", "meta.mat")
@@ -42,7 +42,7 @@ class ImageNetData(ImageFolderData):
     def __init__(
         self, root: str, wnids: list[str] | None = None, class_names: list[str] | None = None, **options: Any
     ) -> None:
-        place = absolute(os.path.expanduser(root))
+        place = kept_path(root)
         if wnids is None:
             folders = find_splits(place)
             if not folders:

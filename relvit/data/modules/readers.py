@@ -14,7 +14,7 @@ from relvit.data.images.folders import images_to_predict
 from relvit.data.labels import check_every_class, check_printable, classes_of, positions
 from relvit.data.modules.base import Split
 from relvit.data.modules.image_files import ImageFilesData
-from relvit.utils.files import absolute
+from relvit.utils.files import kept_path
 from relvit.utils.messages import did_you_mean, listing, visible
 
 _KNOWN = "a name is hfds/NAME, wds/NAME, or the path of a tar archive or of a folder with archives"
@@ -73,9 +73,8 @@ class ReaderData(ImageFilesData):
         class_names: list[str] | None = None,
         **options: Any,
     ) -> None:
-        # Absolute, since a checkpoint keeps them and may be used from elsewhere.
         self.name, self.root = _located(name, root)
-        self.predict: str | None = None if predict is None else _absolute(predict)
+        self.predict: str | None = None if predict is None else kept_path(predict)
         self.train_split = train_split
         self.val_split = val_split
         self.test_split = test_split
@@ -170,14 +169,14 @@ def _located(name: str, root: str | None) -> tuple[str, str | None]:
         raise ValueError(f"name is {name!r}; {_KNOWN}")
     if kind == "hfds":
         local = os.path.exists(os.path.expanduser(rest))
-        return f"hfds/{_absolute(rest) if local else rest}", None if root is None else _absolute(root)
+        return f"hfds/{kept_path(rest) if local else rest}", None if root is None else kept_path(root)
     refuse_remote(rest)
     if kind == "wds":
-        place = _absolute(rest if root is None else root)
-        if os.path.isdir(rest) and _absolute(rest) != place:
+        place = kept_path(rest if root is None else root)
+        if os.path.isdir(rest) and kept_path(rest) != place:
             raise ValueError(f"name is {name!r} and root {place}, which are two folders; give root alone")
         return "wds/" if root is None else f"wds/{rest}", place
-    return "", _absolute(os.path.join(root or "", os.path.expanduser(rest)))
+    return "", kept_path(os.path.join(root or "", os.path.expanduser(rest)))
 
 
 def _reader(name: str, root: str | None, input_key: str | None, target_key: str | None) -> Reader:
@@ -200,8 +199,3 @@ def _kind(name: str) -> tuple[str, str]:
     if slash and prefix.lower() in _OTHERS:
         raise ValueError(f"name is {name!r}; data of the kind {prefix!r} are not read: {_KNOWN}")
     return "", name
-
-
-def _absolute(path: str) -> str:
-    refuse_remote(path)
-    return absolute(os.path.expanduser(path))

@@ -13,7 +13,7 @@ from relvit.data.images.folders import class_folders, folders_of_classes, labell
 from relvit.data.labels import positions
 from relvit.data.modules.base import Split
 from relvit.data.modules.paths import ImagePathsData
-from relvit.utils.files import absolute
+from relvit.utils.files import kept_path
 from relvit.utils.messages import did_you_mean, listing
 
 
@@ -48,7 +48,7 @@ class RobustnessData(ImagePathsData):
         class_map: str | None = None,
         **options: Any,
     ) -> None:
-        self.root: str = absolute(os.path.expanduser(root))
+        self.root: str = kept_path(root)
         if not os.path.isdir(self.root):
             raise FileNotFoundError(f"no folder {root}; give that of a robustness set, such as imagenet-a")
         super().__init__([self.root], class_names, **options)

@@ -29,7 +29,7 @@ from relvit.utils.messages import check_choice
 
 Kind = Literal["tables", "kernels", "logits", "attention", "rollout", "cam", "aft-windows"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-# Words for what each kind shows of a patch, in the order of the demo page.
+# The demo page shows these kinds of pictures, in this order and under these words.
 LABELS: dict[Kind, str] = {
     "attention": "attention weights of the patch",
     "logits": "its logits: content and positions",

@@ -24,9 +24,10 @@ from relvit.models.sizes.run import pooled_features
 from relvit.training import Checkpoint, classifier_of
 from relvit.training.checkpoints.checkpoint import Transforms
 from relvit.training.checkpoints.pretrained import Pretrained
+from relvit.utils.ranges import PositiveInt, PositiveShare, check_ranges
 from relvit.utils.remote import suffix_of
 
-# Inverse strengths of the linear probe's weight decay, and the share of the labels on which one is chosen.
+# The linear probe chooses one of these inverse strengths of weight decay, on this share of the labels.
 STRENGTHS, HELD_OUT = tuple(10.0**exponent for exponent in range(-4, 3)), 0.2
 # The votes of neighbours have the temperature of DINO.
 TEMPERATURE = 0.07
@@ -36,8 +37,8 @@ def probe_models(
     models: Sequence[str | os.PathLike[str]],
     data: ImageData | None = None,
     split: Literal["val", "test"] = "val",
-    shares: Sequence[float] = (0.01, 0.1, 1.0),
-    k: int = 20,
+    shares: Sequence[PositiveShare] = (0.01, 0.1, 1.0),
+    k: PositiveInt = 20,
     seed: int = 0,
     pretrained: bool = True,
     batch_size: int | None = None,
@@ -53,7 +54,7 @@ def probe_models(
         models: checkpoints of `relvit fit`, names of relvit or timm models, 'local-dir:...' and 'hf-hub:...'.
         data: the images; None: those of the first model, which then is a checkpoint.
         split: the images to classify.
-        shares: shares of the labels of train, in (0, 1]. Each class keeps its proportion and at least one image; a
+        shares: shares of the labels of train. Each class keeps its proportion and at least one image; a
             larger share holds the smaller ones.
         k: number of neighbours.
         seed: chooses the images of a share, and random weights.
@@ -71,10 +72,7 @@ def probe_models(
     Raises:
         FileNotFoundError, ValueError: a model, share, size or data that do not fit; no pretrained weights.
     """
-    if k < 1:
-        raise ValueError(f"k is {k}; give the number of neighbours, 1 or more")
-    if wrong := [share for share in shares if not 0 < share <= 1] or ([] if shares else ["none"]):
-        raise ValueError(f"shares holds {wrong[0]}; give shares of the labels, above 0 and up to 1")
+    check_ranges(probe_models, locals())
     if data is None:
         if suffix_of(models[0]) != ".ckpt":
             raise ValueError(f"{models[0]} is no checkpoint, which would know its data: give --root DIR or --data NAME")

@@ -14,7 +14,7 @@ from lightning import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-# Mean error over five severities of AlexNet on ImageNet-C, as in the authors' code (github.com/hendrycks/robustness).
+# These are AlexNet's mean errors over five severities of ImageNet-C, in the authors' code (hendrycks/robustness).
 ALEXNET = {
     "gaussian_noise": 0.886428,
     "shot_noise": 0.894468,

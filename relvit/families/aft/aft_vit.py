@@ -223,7 +223,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     # For images of 32 px such as CIFAR's.
     "relvit_aft_conv_tiny_patch4_32": TINY | _conv(11, 192) | PATCH4_32,
     "relvit_aft_conv_small_patch4_32": SMALL | _conv(11, 384) | PATCH4_32,
-    # For tests.
     "test_relvit_aft": {"img_size": 160, "embed_dim": 64, "depth": 6, "mlp_ratio": 3} | _conv(5, 2),
 }
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from relvit.ops.grid import Grid, batched_coords, token_places, without_padding
 from relvit.ops.recompute import recomputed
 
-# So many logits are formed at a time, or those of one query where these are more.
+# This number of logits is formed at a time, or the logits of one query where these are more.
 TILE_LOGITS = 2**24
 
 

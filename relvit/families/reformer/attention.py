@@ -15,7 +15,7 @@ from relvit.ops import Grid
 from relvit.ops.checks import check_heads
 from relvit.utils.constants import KeepConstants
 
-# So many buckets hold 32,768 tokens at 32 each; with more tokens, buckets get larger.
+# These hold 32,768 tokens at 32 in each bucket; with more tokens, buckets get larger.
 MOST_BUCKETS = 1024
 
 

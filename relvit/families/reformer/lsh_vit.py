@@ -51,7 +51,6 @@ class LSHVisionTransformer(RelVisionTransformer):
 # The models by name, with the arguments of `LSHVisionTransformer` that make them.
 VARIANTS: dict[str, dict[str, Any]] = {
     "relvit_lsh_small": SMALL,
-    # For tests.
     "test_relvit_lsh": {"img_size": 160, "embed_dim": 64, "depth": 6, "num_heads": 2, "mlp_ratio": 3},
 }
 default_cfgs: dict[str, DefaultCfg] = default_cfgs_of(VARIANTS)

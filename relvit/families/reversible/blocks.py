@@ -139,7 +139,7 @@ class Step:
         self.parameters: tuple[nn.Parameter, ...] = tuple(block.parameters())
         read = self.parameters if chain.attn_mask is None else (*self.parameters, chain.attn_mask)
         self.versions: Versions = Versions(read)
-        # For a branch that has used random numbers: the states of the generators before it.
+        # Each branch that has used random numbers has the states here that the generators had before it.
         self.random: dict[str, list[Tensor]] = {}
 
     def forward(self, x1: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:

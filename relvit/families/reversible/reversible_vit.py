@@ -17,7 +17,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "relvit_rev_small": SMALL | {"reversible": True},
     "relvit_rev_base": BASE | {"reversible": True},
     "relvit_rev_large": LARGE | {"reversible": True},
-    # For tests.
     "test_relvit_rev": TEST | {"reversible": True},
 }
 default_cfgs: dict[str, DefaultCfg] = default_cfgs_of(VARIANTS)

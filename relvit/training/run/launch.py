@@ -25,7 +25,7 @@ LOST = r"(?i)connection (was )?(closed|reset|refused)|remote worker|broken pipe|
 OUT_OF_MEMORY = ", as the system does where memory runs out"
 # Slurm calls a job that is a shell by one of these names.
 SHELLS = ("bash", "interactive")
-# Where another process fails, the main process has so many seconds to end by itself.
+# Where another process fails, the main process has this number of seconds to end by itself.
 PATIENCE = 60
 
 

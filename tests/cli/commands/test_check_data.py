@@ -110,5 +110,5 @@ def test_mistakes(tmp_path, fails):
     with pytest.raises(ValueError, match="there are no labelled images to check"):
         check_data(ImageFolderData(str(tmp_path), class_names=["cat", "dog"]))
     write(tmp_path / "train" / "cat" / "0.png", 0)
-    with pytest.raises(ValueError, match="processes is 0"):
+    with pytest.raises(ValueError, match="processes must be 1 or more"):
         check_data(ImageFolderData(str(tmp_path), class_names=["cat", "dog"]), 0)

@@ -96,7 +96,7 @@ def test_split_is_stratified_and_disjoint(tmp_path):
     assert np.bincount(data.dataset("train").targets).tolist() == [1, 1, 1]
     with pytest.raises(ValueError, match="add a val folder"):
         data_of(make(tmp_path / "c", train=1)).setup("fit")
-    with pytest.raises(ValueError, match="val_fraction is 1; it is the share of train"):
+    with pytest.raises(ValueError, match="val_fraction must be in 0 < x < 1, got 1"):
         data_of(data.root, val_fraction=1)
 
 

@@ -105,7 +105,7 @@ def test_timm_models_beside_a_checkpoint(best, photos, tmp_path, fails):
     for wrong, message in (
         (["test_vit"], "give --root DIR or --data NAME"),
         (["test_vit", "--root", str(photos), "--data=DigitsData"], "--root and --data both name the images"),
-        ([path, "--shares=[0]"], "shares holds 0"),
+        ([path, "--shares=[0]"], "shares must be in 0 < x <= 1"),
         ([path, "--data=DigitsData"], "takes images of 3 channels, the data have 1"),
         (["tset_vit", "--root", str(photos)], "did you mean 'test_vit'"),
         (["relvit_tiny", "--root", str(photos)], "no pretrained weights of relvit_tiny: give --random"),
