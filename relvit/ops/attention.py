@@ -22,6 +22,9 @@ BACKENDS: dict[str, ModuleType] = {
     module.__name__.rpartition(".")[2]: module for module in (reference, fused, tiled, gathered, triton)
 }
 
+# Windows of so many tokens have weights that take no more memory than their vectors.
+SMALL_WINDOW = 64
+
 
 class Choice(NamedTuple):
     """A backend, the reason for it, and what it keeps for backward besides its inputs and its output."""
@@ -74,12 +77,13 @@ def relative_attention(
         trained_keys: number of keys in training, 2 or more: all logits, the bias included, are multiplied by log(n) /
             log(trained_keys), with n the number of keys that are no padding; see `relvit.ops.temperature`.
         backend: 'fused' (one `scaled_dot_product_attention` over augmented q, k and v: memory O(N (H + W)), nothing of
-            N x N is kept for backward; with `dropout_p` > 0 PyTorch's CPU kernel gives up this promise), 'tiled' (one
-            tile of queries after the other, recomputed in backward: nothing of N x N either; but no second
-            derivatives, and no part of compiled or exported graphs), 'gathered' (tiles as well, every pair looks up its
-            table entries: slower, but for joint tables, second derivatives and all of `torch.func` too), 'triton'
-            (kernels for GPUs that augment nothing; for keys on a raster and terms in tables, without query term, mask
-            and dropout; by name only, see `relvit.ops.backends.triton`), 'reference' (the paper's own n products,
+            N x N is kept for backward; with `dropout_p` > 0 PyTorch's CPU kernel gives up this promise; a joint
+            bias is its mask, N x N), 'tiled' (one tile of queries after the other, recomputed in backward: nothing of
+            N x N either; but no second derivatives, and no part of compiled or exported graphs), 'gathered' (tiles as
+            well, every pair looks up its table entries: slower, but for all joint tables, of which 'fused' and 'tiled'
+            take a bias between rasters alone, for second derivatives and all of `torch.func` too), 'triton' (kernels
+            for GPUs that augment nothing; for keys on a raster and terms in tables, without query term, mask and
+            dropout; by name only, see `relvit.ops.backends.triton`), 'reference' (the paper's own n products,
             O(N^2 head_dim) memory) or 'auto' (see `choose`).
 
     Returns:
@@ -102,8 +106,9 @@ def attend(inputs: AttentionInputs, backend: str = "auto") -> Tensor:
     if backend == "auto":
         backend = _choose(inputs).backend
     if backend in ("fused", "tiled", "triton"):
+        adds_bias = backend != "triton" and _adds_pair_bias(inputs)
         for name, tables in zip(RelativeTerms._fields, inputs.terms, strict=True):
-            if isinstance(tables, JointTable):
+            if isinstance(tables, JointTable) and not adds_bias:
                 raise ValueError(f"terms.{name} is a joint table: backend 'gathered' or 'reference', not {backend!r}")
     if backend in ("tiled", "triton") and not is_eager():
         raise ValueError(f"backend {backend!r} can be no part of graphs or of torch.func's transforms: use 'auto'")
@@ -150,6 +155,10 @@ def _choose(inputs: AttentionInputs, device: str | None = None) -> Choice:
     query, terms, device = inputs.query, inputs.terms, device or inputs.query.device.type
     if any(isinstance(term, JointTable) for term in terms):
         keeps = "nothing: backward recomputes each tile"
+        if device == "cpu" and is_eager() and not _math_alone() and _adds_pair_bias(inputs):
+            if max(query.shape[2], inputs.key.shape[2]) <= SMALL_WINDOW:
+                return Choice("fused", "stock attention with the bias of a small window as its mask", "N x N weights")
+            return Choice("tiled", "slices add the joint bias of a row of queries, no pair looks up its own", keeps)
         return Choice("gathered", "joint tables do not split into rows and columns", keeps)
     if is_stock(terms) and (is_compiling() or not is_functorch()):
         return Choice("fused", "without relative terms in tables it is stock attention", "what stock attention keeps")
@@ -158,8 +167,7 @@ def _choose(inputs: AttentionInputs, device: str | None = None) -> Choice:
     if is_functorch():
         reason = "transforms of torch.func need rules that only plain operations have"
         return Choice("gathered", reason, "N x N weights")
-    # In spite of its name, the switch holds for all devices.
-    if not torch.backends.cuda.flash_sdp_enabled():
+    if _math_alone():
         return Choice("fused", "with flash kernels off, stock attention has second derivatives", "N x N weights")
     little = "logits and marginals, O(N (H + W)) at most: backward recomputes each tile"
     if device == "cpu":
@@ -175,6 +183,20 @@ def _choose(inputs: AttentionInputs, device: str | None = None) -> Choice:
         return Choice("tiled", "fused GPU kernels end at width 256" + by_name, little)
     keeps = "augmented output, logits, marginals: O(N (H + W))"
     return Choice("fused", "one stock attention over augmented q, k and v" + by_name, keeps)
+
+
+def _math_alone() -> bool:
+    """Return True where stock attention may take no flash kernel, so that it has second derivatives."""
+    # In spite of its name, the switch holds for all devices.
+    return not torch.backends.cuda.flash_sdp_enabled()
+
+
+def _adds_pair_bias(inputs: AttentionInputs) -> bool:
+    """Return True where a bias between rasters is the only joint table, which a tile or a mask adds as a whole."""
+    terms, grids = inputs.terms, (inputs.grid, inputs.key_grid)
+    if not isinstance(terms.bias, JointTable) or any(isinstance(term, JointTable) for term in terms[:3]):
+        return False
+    return all(grid.coords is None for grid in grids)
 
 
 def relative_logits(

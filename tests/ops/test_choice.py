@@ -16,14 +16,16 @@ pytestmark = pytest.mark.usefixtures("several_tiles")
 @pytest.mark.parametrize(
     ("case", "options", "backend", "reason"),
     [
-        ({}, {"attn_mask": torch.ones(42, 42, dtype=torch.bool), "dropout_p": 0.1}, "tiled", "on the CPU"),
+        ({}, {"attn_mask": torch.ones(54, 54, dtype=torch.bool), "dropout_p": 0.1}, "tiled", "on the CPU"),
         ({"layout": "joint"}, {}, "gathered", "joint tables"),
+        ({"layout": "joint", "which": "b", "per_head": "b"}, {}, "fused", "small window"),
+        ({"layout": "joint", "which": "b", "dim": 2, "height": 9}, {}, "tiled", "slices add the joint bias"),
         ({"which": ""}, {}, "fused", "without relative terms"),
     ],
 )
 @pytest.mark.parametrize("gradient", [False, True])
 def test_auto_runs_what_it_says(case, options, backend, reason, gradient, monkeypatch):
-    q, k, v, terms, grid = draw_case(6, 7, **case)
+    q, k, v, terms, grid = draw_case(**{"height": 6, "width": 9, **case})
     if gradient:
         leaves(q, k, v, terms)
     ran = spied_backends(monkeypatch)

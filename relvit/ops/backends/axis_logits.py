@@ -138,7 +138,7 @@ def query_logits(inputs: AttentionInputs, axes: Axes) -> Tensor | None:
         given = torch.cat(terms.axis_logits, dim=-1).to(query.dtype)
         given = F.pad(given, (0, sum(axis.size for axis in axes) - given.shape[-1]))
         logits = given if logits is None else logits + given
-    if terms.bias is None:
+    if not isinstance(terms.bias, AxisTables):
         return logits
     tables = with_width(terms.bias)
     # The tables keep their precision, because backward adds up their gradients over all tokens.

@@ -34,10 +34,11 @@ from relvit.ops.backends.axis_logits import (
     query_logits,
     times_table,
 )
+from relvit.ops.backends.pair_bias import bias_in_mask
 from relvit.ops.grid import Grid, batched_coords, key_mask, without_padding
 from relvit.ops.inputs import AttentionInputs, added_width
 from relvit.ops.recompute import recompute_saved
-from relvit.ops.terms import RelativeTerms
+from relvit.ops.terms import AxisTables, RelativeTerms
 from relvit.ops.tracing import trains_in_graph, without_autocast
 
 
@@ -63,6 +64,7 @@ def _keep_attention(_context: object, operator: object, *_args: object, **_optio
 
 
 def _attend(inputs: AttentionInputs) -> Tensor:
+    inputs = bias_in_mask(inputs)
     query, key, value, terms, grid, key_grid, mask = inputs[:7]
     valid, attending = key_mask(key_grid), None
     if valid is not None:
@@ -129,8 +131,8 @@ def augmented_width(inputs: AttentionInputs, padded: bool) -> int:
 
 
 def _has_query_logits(terms: RelativeTerms) -> bool:
-    """Return whether queries have logits per row and column of the keys."""
-    return any(term is not None for term in (terms.key, terms.bias, terms.axis_logits))
+    """Return whether queries have logits per row and column of the keys; a joint bias is a mask."""
+    return isinstance(terms.bias, AxisTables) or any(term is not None for term in (terms.key, terms.axis_logits))
 
 
 def _with_columns(axes: Axes, number: int) -> Axes:
@@ -193,6 +195,8 @@ def _join(parts: list[Tensor], width: int) -> Tensor:
     """Concatenate channels after broadcasting the leading dimensions to the first part's, zeros up to `width`."""
     lead = parts[0].shape[:-1]
     missing = width - sum(part.shape[-1] for part in parts)
+    if len(parts) == 1 and missing == 0:
+        return parts[0]
     if missing:
         parts = [*parts, parts[0].new_zeros(()).expand(*lead, missing)]
     # In memory tokens come before heads, as in the projections: the attention writes its output in the same order.

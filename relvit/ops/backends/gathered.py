@@ -1,5 +1,7 @@
 """Relative attention for joint tables and torch.func: tiles of queries in which every pair looks up its table entries.
 
+A bias between rasters alone takes `tiled` on the CPU, see `pair_bias`.
+
 Joint tables do not split into rows and columns; and plain operations alone, as here, can be transformed by `torch.func`
 and have derivatives of any order. As in `fused`, one product with all table rows gives each query's logit for each
 offset; a pair of tokens then picks its own. Each tile forms its logits against all keys, and backward recomputes them:

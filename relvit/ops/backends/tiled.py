@@ -16,9 +16,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import product
-from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
@@ -35,9 +35,12 @@ from relvit.ops.backends.axis_logits import (
     table_index,
     times_table,
 )
+from relvit.ops.backends.pair_bias import from_slices, offset_table, rows_of, to_slices, write_bias
 from relvit.ops.backends.pair_logits import Positions, from_pairs, from_queries, to_pairs, to_queries, token_positions
+from relvit.ops.backends.tile import Operands, Tile, TileConfig, add_product, part_of, set_product
 from relvit.ops.grid import key_mask, without_padding
 from relvit.ops.inputs import AttentionInputs
+from relvit.ops.terms import AxisTables
 from relvit.ops.tracing import without_autocast
 
 # Logits of one tile over samples and heads at the most, for each thread that works on it: 4 MB in float32.
@@ -45,62 +48,6 @@ from relvit.ops.tracing import without_autocast
 # gradients of keys and values.
 TILE_LOGITS = 1 << 20
 LEAST_QUERIES = 64
-
-
-class Operands(NamedTuple):
-    """The tensors that tiles are made of, all samples and queries; None where a term or mask is absent."""
-
-    query: Tensor  # (B, heads, Nq, head_dim)
-    key: Tensor  # (B, heads, Nk, head_dim)
-    value: Tensor  # (B, heads, Nk, value_dim)
-    # (B, heads, Nq, H + W), or (B, heads, Nq, entries) where the configuration has a `logits_index`.
-    query_logits: Tensor | None
-    key_logits: Tensor | None  # (B, heads, Nk, H' + W')
-    table: Tensor | None  # the joined value tables, ([heads,] entries, value_dim)
-    attn_mask: Tensor | None  # (1 or B, 1 or heads, 1 or Nq, 1 or Nk)
-
-
-class TileConfig(NamedTuple):
-    """Settings that all tiles have in common besides operands; None where a term or padding is absent."""
-
-    keys: Positions
-    queries: Positions | None  # among the rows and columns of `key_logits`
-    logits_index: Tensor | None  # (1 or B, 1, Nq, H + W) into `query_logits`
-    value_index: Tensor | None  # (1 or B, 1, Nq, H + W) into the entries of the value tables
-    valid: Tensor | None  # (1 or B, Nk) booleans, which keys may be attended to
-    is_causal: bool
-    dropout_p: float
-    seed: int
-    scale: float
-    # Samples, heads and queries of one tile at the most: the same in backward, whatever thread runs it.
-    size: tuple[int, int, int]
-
-
-class Tile(NamedTuple):
-    """Some samples, heads and queries; all keys."""
-
-    number: int
-    samples: slice
-    heads: slice
-    queries: slice
-
-    def all_tokens(self, tensor: Tensor) -> Tensor:
-        """Return the part of the tile's samples and heads of a tensor (1 or B, 1 or heads, ...)."""
-        return _part(_part(tensor, 0, self.samples), 1, self.heads)
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """Return the tile's part of a tensor (1 or B, 1 or heads, 1 or Nq, ...)."""
-        return _part(self.all_tokens(tensor), 2, self.queries)
-
-    def positions(self, of_all: Positions) -> Positions:
-        return of_all if of_all.y is None else of_all._replace(y=self.of(of_all.y), x=self.of(of_all.x))
-
-    def add_product(self, total: Tensor, left: Tensor, right: Tensor) -> None:
-        """Add to the samples' total over all their tiles, of which the first one sets it."""
-        if self.queries.start == 0:
-            _set_product(self.all_tokens(total), left, right)
-        else:
-            _add_product(self.all_tokens(total), left, right, 1.0, 1.0)
 
 
 def relative_attention(inputs: AttentionInputs) -> Tensor:
@@ -119,6 +66,7 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
             mask = mask[(None,) * (4 - mask.dim())]
         keys = Positions(key_grid.height, key_grid.width, key_grid.prefix)
         config = TileConfig(
+            grids=(grid, key_grid),
             keys=keys if key_grid.coords is None else token_positions(key_grid, axes, query.device, -2),
             queries=None if of_keys is None else token_positions(grid, axes_of_queries, query.device, -1),
             logits_index=logits_index,
@@ -131,13 +79,14 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
             scale=inputs.scale,
             size=_tile_size(query, key),
         )
-        return Tiles.apply(query, key, value, of_queries, of_keys, table, mask, config).transpose(1, 2)
+        operands = Operands(query, key, value, of_queries, of_keys, offset_table(inputs), table, mask)
+        return Tiles.apply(*operands, config).transpose(1, 2)
 
 
 def _query_logits(inputs: AttentionInputs, axes: Axes) -> tuple[Tensor | None, Tensor | None]:
     """Return the `query_logits` of `Operands` and their `logits_index`."""
     query, terms = inputs.position_query, inputs.terms
-    if terms.key is not None and terms.bias is None and terms.axis_logits is None:
+    if terms.key is not None and terms.axis_logits is None and not isinstance(terms.bias, AxisTables):
         reach, index = table_index(inputs.grid, clip_distances(terms.key), terms.bucketing, axes, query.device)
         # Table entries are fewer than the rows and columns of large images: what is kept does not grow with these.
         # (Besides the rows in reach a joined table has a zero row, and padding.)
@@ -153,7 +102,8 @@ class Tiles(torch.autograd.Function):
     def forward(ctx: FunctionCtx, *arguments: Tensor | TileConfig | None) -> Tensor:
         given, config = Operands(*arguments[:-1]), arguments[-1]
         ctx.config = config
-        operands = _without_padding(given, config)
+        stock = _is_stock(given, config)
+        operands = _prepared(given, config, 1.0 if stock else config.scale)
         query, value, table = operands.query, operands.value, operands.table
         batch, heads, length, _ = query.shape
         # In memory tokens come before heads, as in the projections.
@@ -161,10 +111,14 @@ class Tiles(torch.autograd.Function):
         on_entries = None if table is None else value.new_zeros(batch, length, heads, table.shape[-2])
         workspace = _new_workspace(operands, config)
         for tile in _tiles(query, config):
-            weights = _weights(operands, config, tile, workspace)
+            if stock:
+                tile.of(result.transpose(1, 2)).copy_(_stock_attention(operands, config, tile, workspace))
+                continue
+            *vectors, values = tile.contents(query, operands.key, value)
+            weights = _weights(*vectors, operands, config, tile, workspace)
             if config.dropout_p:
                 weights *= _dropout_multiplier(weights, config, tile)
-            _set_product(tile.of(result.transpose(1, 2)), weights, tile.all_tokens(value))
+            set_product(tile.of(result.transpose(1, 2)), weights, values)
             if on_entries is not None:
                 _add_by_axis(weights, config, tile, on_entries.transpose(1, 2), config.value_index)
         if table is not None:
@@ -187,8 +141,8 @@ class Tiles(torch.autograd.Function):
 def _backward(
     grad: Tensor, operands: Operands, on_entries: Tensor | None, result: Tensor, config: TileConfig, wants_mask: bool
 ) -> Operands:
-    operands, scale = _without_padding(operands, config), config.scale
-    query, key, value, query_logits, key_logits, table, mask = operands
+    offsets, operands, scale = operands.pair_bias, _prepared(operands, config, config.scale), config.scale
+    *contents, query_logits, key_logits, pair_bias, table, mask = operands
     tokens, grad, result = grad, grad.transpose(1, 2), result.transpose(1, 2)
     grad_on_entries = grad_table = None
     if table is not None:
@@ -200,41 +154,49 @@ def _backward(
     # The scale goes into products: gradients of logits, the largest tensors, need no pass of their own for it.
     mean = (grad * result).sum(-1, keepdim=True) * scale
 
-    grad_query, grad_key, grad_value = (_empty_like(tensor) for tensor in (query, key, value))
+    grad_query, grad_key, grad_value = (_empty_like(tensor) for tensor in contents)
     grad_query_logits = None if query_logits is None else _empty_like(query_logits).zero_()
     grad_key_logits = None if key_logits is None else torch.zeros_like(key_logits)
+    grad_pair_bias = None if pair_bias is None else torch.zeros_like(pair_bias)
     grad_mask = torch.zeros_like(mask) if wants_mask else None
     workspace, second_workspace = _new_workspace(operands, config), _new_workspace(operands, config)
-    for tile in _tiles(query, config):
+    for tile in _tiles(operands.query, config):
         keys = tile.positions(config.keys)
-        weights = _weights(operands, config, tile, workspace)
+        query, key, value, gradient = tile.contents(operands.query, operands.key, operands.value, grad)
+        weights = _weights(query, key, operands, config, tile, workspace)
         multiplier = _dropout_multiplier(weights, config, tile) if config.dropout_p else None
         dropped = weights if multiplier is None else weights * multiplier
-        tile.add_product(grad_value, dropped.mT, tile.of(grad))
+        tile.add_product(grad_value, dropped.mT, gradient)
         grad_weights = second_workspace[: weights.numel()].view(weights.shape)
         if grad_on_entries is not None:
             to_pairs(_by_axis(grad_on_entries, tile, config.value_index), keys, grad_weights)
         beta = 0.0 if grad_on_entries is None else 1.0
-        _add_product(grad_weights, tile.of(grad), tile.all_tokens(value).mT, beta, scale)
+        add_product(grad_weights, gradient, value.mT, beta, scale)
         if multiplier is not None:
             grad_weights *= multiplier
         grad_logits = grad_weights.sub_(tile.of(mean)).mul_(weights)
         if grad_mask is not None:
             part = tile.of(grad_mask)
             part += grad_logits.sum_to_size(part.shape) / scale
-        _set_product(tile.of(grad_query), grad_logits, tile.all_tokens(key))
-        tile.add_product(grad_key, grad_logits.mT, tile.of(query))
+        set_product(tile.of(grad_query), grad_logits, key)
+        tile.add_product(grad_key, grad_logits.mT, query)
         if grad_query_logits is not None:
             _add_by_axis(grad_logits, config, tile, grad_query_logits, config.logits_index)
         if grad_key_logits is not None:
             from_queries(grad_logits, tile.positions(config.queries), tile.all_tokens(grad_key_logits))
-    return Operands(grad_query, grad_key, grad_value, grad_query_logits, grad_key_logits, grad_table, grad_mask)
-
-
-def _part(tensor: Tensor, axis: int, of_axis: slice) -> Tensor:
-    """Cut a slice out of an axis, unless the axis is broadcast or no longer than the slice."""
-    size = of_axis.stop - of_axis.start
-    return tensor if tensor.shape[axis] in (1, size) else tensor.narrow(axis, of_axis.start, size)
+        if grad_pair_bias is not None:
+            of_all = grad_logits[0]
+            if len(grad_logits) > 1:
+                # The weights in this memory have been read.
+                of_all = torch.sum(grad_logits, 0, out=workspace[: of_all.numel()].view(of_all.shape))
+            slices = part_of(grad_pair_bias, 0, tile.heads)
+            for part, total in rows_of(of_all, slices, tile.queries, *config.grids):
+                total += part
+    if grad_pair_bias is not None:
+        grad_pair_bias = from_slices(grad_pair_bias, offsets) / scale
+    return Operands(
+        grad_query, grad_key, grad_value, grad_query_logits, grad_key_logits, grad_pair_bias, grad_table, grad_mask
+    )
 
 
 def _tile_size(query: Tensor, key: Tensor) -> tuple[int, int, int]:
@@ -264,9 +226,10 @@ def _new_workspace(operands: Operands, config: TileConfig) -> Tensor:
     return operands.query.new_empty(math.prod(shape) * operands.key.shape[2])
 
 
-def _weights(operands: Operands, config: TileConfig, tile: Tile, workspace: Tensor) -> Tensor:
+def _weights(
+    query: Tensor, key: Tensor, operands: Operands, config: TileConfig, tile: Tile, workspace: Tensor
+) -> Tensor:
     """Compute the attention weights of a tile before dropout, (b, heads, T, Nk), in the memory of `workspace`."""
-    query, key = tile.of(operands.query), tile.all_tokens(operands.key)
     shape = (*query.shape[:3], key.shape[2])
     logits = workspace[: math.prod(shape)].view(shape)
     beta = 0.0
@@ -274,11 +237,19 @@ def _weights(operands: Operands, config: TileConfig, tile: Tile, workspace: Tens
         by_axis = _by_axis(operands.query_logits, tile, config.logits_index)
         to_pairs(by_axis, tile.positions(config.keys), logits)
         beta = config.scale
+    if operands.pair_bias is not None:
+        slices = part_of(operands.pair_bias, 0, tile.heads)
+        if beta:
+            for pairs, bias in rows_of(logits, slices, tile.queries, *config.grids):
+                pairs += bias
+        else:
+            write_bias(slices, logits, tile.queries, *config.grids)
+        beta = config.scale
     if operands.key_logits is not None:
         from_keys = to_queries(tile.all_tokens(operands.key_logits), tile.positions(config.queries))
         logits = logits.add_(from_keys) if beta else from_keys
         beta = config.scale
-    _add_product(logits, query, key.mT, beta, config.scale)
+    add_product(logits, query, key.mT, beta, config.scale)
     if operands.attn_mask is not None:
         mask = tile.of(operands.attn_mask)
         logits = logits.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else logits.add_(mask)
@@ -293,6 +264,32 @@ def _weights(operands: Operands, config: TileConfig, tile: Tile, workspace: Tens
     weights = torch.softmax(logits, -1, out=logits)
     # A query that may attend to nothing gets zeros, forward and backward, instead of NaN.
     return weights if empty is None else weights.masked_fill_(empty, 0.0)
+
+
+def _is_stock(operands: Operands, config: TileConfig) -> bool:
+    """Return True where stock attention computes the result of a tile, with the pair bias as its mask."""
+    others = (operands.query_logits, operands.key_logits, operands.table)
+    if operands.pair_bias is None or any(tensor is not None for tensor in others):
+        return False
+    return not config.is_causal and not config.dropout_p
+
+
+def _stock_attention(operands: Operands, config: TileConfig, tile: Tile, workspace: Tensor) -> Tensor:
+    """Attend from a tile's queries by PyTorch's fused kernel, which passes once over logits, in its own order."""
+    query, (key, value) = tile.of(operands.query), map(tile.all_tokens, (operands.key, operands.value))
+    shape = (1, *query.shape[1:3], key.shape[2])
+    bias = workspace[: math.prod(shape)].view(shape)
+    write_bias(part_of(operands.pair_bias, 0, tile.heads), bias, tile.queries, *config.grids)
+    if operands.attn_mask is not None:
+        mask = tile.of(operands.attn_mask)
+        bias = bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
+    if config.valid is not None:
+        bias = bias.masked_fill(~tile.of(config.valid[:, None, None]), -torch.inf)
+    # PyTorch's kernel wants equal widths.
+    width = value.shape[-1]
+    if query.shape[-1] > width:
+        value = F.pad(value, (0, query.shape[-1] - width))
+    return F.scaled_dot_product_attention(query, key, value, bias, scale=config.scale)[..., :width]
 
 
 def _by_axis(numbers: Tensor, tile: Tile, index: Tensor | None) -> Tensor:
@@ -312,8 +309,11 @@ def _add_by_axis(pairs: Tensor, config: TileConfig, tile: Tile, total: Tensor, i
     total.scatter_add_(-1, tile.of(index).expand_as(sums), sums)
 
 
-def _without_padding(operands: Operands, config: TileConfig) -> Operands:
-    """Set keys and values of padding to zero: a weight of zero times NaN would be NaN."""
+def _prepared(operands: Operands, config: TileConfig, scale: float) -> Operands:
+    """Write out the slices of a pair bias over the scale; set padding to zero, because zero times NaN would be NaN."""
+    if operands.pair_bias is not None:
+        slices = to_slices(operands.pair_bias / scale, config.grids[0].width, operands.query.dtype)
+        operands = operands._replace(pair_bias=slices)
     if config.valid is None:
         return operands
     key, value = (without_padding(tensor, config.valid) for tensor in (operands.key, operands.value))
@@ -327,19 +327,6 @@ def _dropout_multiplier(weights: Tensor, config: TileConfig, tile: Tile) -> Tens
     generator = torch.Generator(weights.device).manual_seed(config.seed + tile.number)
     p = 1 - config.dropout_p
     return torch.empty_like(weights).bernoulli_(p, generator=generator).mul_(1 / p if p else 0.0)
-
-
-def _set_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total <- left right; for one sample straight into its memory, wherever heads are there."""
-    if total.shape[0] == 1:
-        torch.bmm(left[0], right[0], out=total[0])
-    else:
-        total.copy_(torch.bmm(left.flatten(0, 1), right.flatten(0, 1)).unflatten(0, left.shape[:2]))
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float) -> None:
-    """total <- beta total + alpha left right, in place."""
-    total.flatten(0, 1).baddbmm_(left.flatten(0, 1), right.flatten(0, 1), beta=beta, alpha=alpha)
 
 
 def _add_times_table(result: Tensor, weights: Tensor, table: Tensor) -> None:

@@ -1,0 +1,118 @@
+"""Add a scalar bias per pair of offsets (BEiT's, Swin's) to tiles of logits by slices, for the backend `tiled`.
+
+On rasters the bias of a query at (y, x) is table[y_j - y, x_j - x] for the keys of all rows y_j and columns x_j. First
+the horizontal offsets are written out for each column x: slice[x][dy, x_j] = table[dy, x_j - x], which is Toeplitz
+in x and x_j and takes 2 / H of the N x N numbers. Vertical offsets then need no copy: the bias of the query is a
+contiguous piece of slice[x], that of H rows, which begins where y says. So no pair looks up an entry, and all samples
+of a batch share the slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from relvit.ops.backends.axis_logits import once_per_raster
+from relvit.ops.buckets import bucket
+from relvit.ops.grid import Grid
+from relvit.ops.inputs import AttentionInputs
+from relvit.ops.terms import JointTable
+
+
+def offset_table(inputs: AttentionInputs) -> Tensor | None:
+    """Return the bias of all offsets that queries and keys have, (heads, H + H' - 1, W + W' - 1), key minus query.
+
+    It keeps the precision of the table, because backward adds up its gradient over all tokens.
+    """
+    bias, bucketing = inputs.terms.bias, inputs.terms.bucketing
+    if not isinstance(bias, JointTable):
+        return None
+    table = bias.table.expand(inputs.query.shape[1], -1, -1)
+    for axis, queries, keys in zip((1, 2), inputs.grid[:2], inputs.key_grid[:2], strict=True):
+        distance = (table.shape[axis] - 1) // 2
+        # Where the table has exactly these offsets, it stays what it is.
+        if bucketing != "clip" or not queries - 1 == keys - 1 == distance:
+            offsets = torch.arange(1 - queries, keys, device=table.device)
+            table = table.index_select(axis, bucket(offsets, distance, bucketing))
+    return table
+
+
+@once_per_raster
+def pair_index(
+    grid: Grid, key_size: tuple[int, int], distances: tuple[int, int], bucketing: str, device: torch.device
+) -> Tensor:
+    """Find the entry of a flat joint table for each pair of patches: (H W H' W',) int64."""
+    rows, cols = (
+        bucket(torch.arange(keys, device=device) - torch.arange(queries, device=device)[:, None], distance, bucketing)
+        for queries, keys, distance in zip(grid[:2], key_size, distances, strict=True)
+    )
+    return (rows[:, None, :, None] * (2 * distances[1] + 1) + cols[:, None]).flatten()
+
+
+def bias_in_mask(inputs: AttentionInputs) -> AttentionInputs:
+    """Write the bias out for all pairs, and move it from the terms to `attn_mask`, for stock attention.
+
+    In small windows, a gather by head is faster than slices.
+    """
+    if not isinstance(inputs.terms.bias, JointTable):
+        return inputs
+    (table,), grid, key_grid, mask = inputs.terms.bias, inputs.grid, inputs.key_grid, inputs.attn_mask
+    distances = (table.shape[-2] // 2, table.shape[-1] // 2)
+    index = pair_index(grid, key_grid[:2], distances, inputs.terms.bucketing, table.device)
+    by_head = table.expand(inputs.query.shape[1], -1, -1).flatten(1).to(inputs.query.dtype)
+    patches = by_head.index_select(1, index).unflatten(1, (grid.height * grid.width, -1))
+    bias = F.pad(patches, (key_grid.prefix, 0, grid.prefix, 0))[None]
+    if inputs.is_causal:
+        bias = bias.masked_fill(bias.new_ones(bias.shape[2:], dtype=torch.bool).triu(1), -torch.inf)
+    if mask is not None:
+        bias = bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
+    return inputs._replace(terms=inputs.terms._replace(bias=None), attn_mask=bias, is_causal=False)
+
+
+def to_slices(table: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    """Write out `offset_table` for each of the queries' columns: (heads, W, (H + H' - 1) W')."""
+    pieces = table.to(dtype).unfold(2, table.shape[2] - columns + 1, 1)
+    # The first piece, which begins with the least offset, belongs to the last column.
+    return pieces.transpose(1, 2).flip(1).flatten(2)
+
+
+def from_slices(slices: Tensor, table: Tensor) -> Tensor:
+    """Compute the transpose of `to_slices`: the gradient of the table `table`."""
+    heads, height, width = table.shape
+    columns = slices.shape[1]
+    grad = slices.new_zeros(heads, height, width)
+    for column, piece in enumerate(slices.unflatten(2, (height, -1)).unbind(1)):
+        grad.narrow(2, columns - 1 - column, piece.shape[2]).add_(piece)
+    return grad.to(table.dtype)
+
+
+def rows_of(
+    pairs: Tensor, slices: Tensor, queries: slice, grid: Grid, key_grid: Grid
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield, for each row of a tile's queries, its part of `pairs` (..., heads, T, H' W') and of `slices`.
+
+    Args:
+        pairs: (..., heads, T, Nk), a number for each query of the tile and each key.
+        slices: of the tile's heads.
+        queries: which of all queries are in the tile.
+        grid, key_grid: rasters of queries and keys; their prefix tokens have no part.
+    """
+    at = max(queries.start, grid.prefix)
+    while at < queries.stop:
+        row, first = divmod(at - grid.prefix, grid.width)
+        number = min(grid.width - first, queries.stop - at)
+        patches = pairs.narrow(-2, at - queries.start, number)[..., key_grid.prefix :]
+        start = (grid.height - 1 - row) * key_grid.width
+        yield patches, slices.narrow(1, first, number).narrow(2, start, patches.shape[-1])
+        at += number
+
+
+def write_bias(slices: Tensor, out: Tensor, queries: slice, grid: Grid, key_grid: Grid) -> None:
+    """Write the bias of a tile to `out`, (..., heads, T, Nk), zeros for prefix tokens; arguments as for `rows_of`."""
+    out[..., : key_grid.prefix] = 0
+    out[..., : max(0, grid.prefix - queries.start), :] = 0
+    for pairs, bias in rows_of(out, slices, queries, grid, key_grid):
+        pairs.copy_(bias)

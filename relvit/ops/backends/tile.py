@@ -1,0 +1,97 @@
+"""Tiles of queries, for the backend `tiled`: what they are made of, their parts of tensors, products of these."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from relvit.ops.backends.pair_logits import Positions
+from relvit.ops.grid import Grid
+
+
+class Operands(NamedTuple):
+    """The tensors that tiles are made of, all samples and queries; None where a term or mask is absent."""
+
+    query: Tensor  # (B, heads, Nq, head_dim)
+    key: Tensor  # (B, heads, Nk, head_dim)
+    value: Tensor  # (B, heads, Nk, value_dim)
+    # (B, heads, Nq, H + W), or (B, heads, Nq, entries) where the configuration has a `logits_index`.
+    query_logits: Tensor | None
+    key_logits: Tensor | None  # (B, heads, Nk, H' + W')
+    pair_bias: Tensor | None  # (heads, H + H' - 1, W + W' - 1), see `offset_table`
+    table: Tensor | None  # the joined value tables, ([heads,] entries, value_dim)
+    attn_mask: Tensor | None  # (1 or B, 1 or heads, 1 or Nq, 1 or Nk)
+
+
+class TileConfig(NamedTuple):
+    """Settings that all tiles have in common besides operands; None where a term or padding is absent."""
+
+    # Of queries and keys; those of a `pair_bias` are rasters.
+    grids: tuple[Grid, Grid]
+    keys: Positions
+    queries: Positions | None  # among the rows and columns of `key_logits`
+    logits_index: Tensor | None  # (1 or B, 1, Nq, H + W) into `query_logits`
+    value_index: Tensor | None  # (1 or B, 1, Nq, H + W) into the entries of the value tables
+    valid: Tensor | None  # (1 or B, Nk) booleans, which keys may be attended to
+    is_causal: bool
+    dropout_p: float
+    seed: int
+    scale: float
+    # Samples, heads and queries of one tile at the most: the same in backward, whatever thread runs it.
+    size: tuple[int, int, int]
+
+
+class Tile(NamedTuple):
+    """Some samples, heads and queries; all keys."""
+
+    number: int
+    samples: slice
+    heads: slice
+    queries: slice
+
+    def all_tokens(self, tensor: Tensor) -> Tensor:
+        """Return the part of the tile's samples and heads of a tensor (1 or B, 1 or heads, ...)."""
+        return part_of(part_of(tensor, 0, self.samples), 1, self.heads)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the tile's part of a tensor (1 or B, 1 or heads, 1 or Nq, ...)."""
+        return part_of(self.all_tokens(tensor), 2, self.queries)
+
+    def contents(self, query: Tensor, key: Tensor, value: Tensor, *of_queries: Tensor) -> list[Tensor]:
+        """Return the tile's queries, keys and values, and further tensors (B, heads, Nq, dim).
+
+        Several samples are copied to one batch of heads, once instead of for each product.
+        """
+        parts = [self.of(query), self.all_tokens(key), self.all_tokens(value), *map(self.of, of_queries)]
+        return [part.contiguous() for part in parts] if parts[0].shape[0] > 1 else parts
+
+    def positions(self, of_all: Positions) -> Positions:
+        return of_all if of_all.y is None else of_all._replace(y=self.of(of_all.y), x=self.of(of_all.x))
+
+    def add_product(self, total: Tensor, left: Tensor, right: Tensor) -> None:
+        """Add to the samples' total over all their tiles, of which the first one sets it."""
+        if self.queries.start == 0:
+            set_product(self.all_tokens(total), left, right)
+        else:
+            add_product(self.all_tokens(total), left, right, 1.0, 1.0)
+
+
+def part_of(tensor: Tensor, axis: int, of_axis: slice) -> Tensor:
+    """Cut a slice out of an axis, unless the axis is broadcast or no longer than the slice."""
+    size = of_axis.stop - of_axis.start
+    return tensor if tensor.shape[axis] in (1, size) else tensor.narrow(axis, of_axis.start, size)
+
+
+def set_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total <- left right; for one sample straight into its memory, wherever heads are there."""
+    if total.shape[0] == 1:
+        torch.bmm(left[0], right[0], out=total[0])
+    else:
+        total.copy_(torch.bmm(left.flatten(0, 1), right.flatten(0, 1)).unflatten(0, left.shape[:2]))
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float) -> None:
+    """total <- beta total + alpha left right, in place."""
+    total.flatten(0, 1).baddbmm_(left.flatten(0, 1), right.flatten(0, 1), beta=beta, alpha=alpha)

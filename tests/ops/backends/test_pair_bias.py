@@ -1,0 +1,115 @@
+"""A joint bias between rasters: tiles and masks that add it against the formula, gradients, memory, determinism."""
+
+import pytest
+import torch
+from draws import assert_all_close, brute_force, draw_case, draw_terms, leaves, tables_of
+
+from relvit.ops import Grid, RelativeTerms, choose, num_tokens, relative_attention
+from relvit.ops.backends import tiled
+from relvit.utils.memory import allocations
+
+BACKENDS = ("tiled", "fused")
+# Tables longer and shorter than the raster, which then clip at their edge.
+CASES = [
+    {"distance": (3, 3)},
+    {"distance": (1, 2), "prefix": 2},
+    {"distance": (2, 3), "prefix": 1, "bucketing": "piecewise"},
+    {"distance": (2, 1), "prefix": 1, "per_head": ""},
+]
+
+
+@pytest.fixture(params=[1 << 20, 2 * 2 * 17 * 17, 1], ids=["all samples", "some", "some queries"])
+def tiles(request, monkeypatch):
+    monkeypatch.setattr(tiled, "TILE_LOGITS", request.param)
+    monkeypatch.setattr(tiled, "LEAST_QUERIES", 5)
+
+
+def gradients_of(inputs, out):
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    return torch.autograd.grad((out * weights).sum(), inputs)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equals_the_formula(case, tiles):
+    q, k, v, terms, grid = draw_case(4, 3, which="b", layout="joint", batch=3, **{"per_head": "b", **case})
+    expected = brute_force(q, k, v, terms, grid)
+    for backend in BACKENDS:
+        assert_all_close([relative_attention(q, k, v, terms, grid, backend=backend)], [expected], 1e-12)
+
+
+@pytest.mark.parametrize("hidden", ["nothing", "padding", "booleans", "numbers", "later keys", "a sample's window"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradients_equal_those_of_the_reference(case, hidden, tiles):
+    q, k, v, terms, grid = draw_case(5, 4, which="b", layout="joint", batch=3, **{"per_head": "b", **case})
+    generator, n, options = torch.Generator().manual_seed(1), num_tokens(grid), {}
+    if hidden == "padding":
+        grid = grid._replace(valid=torch.rand(3, 20, generator=generator) < 0.6)
+    elif hidden == "booleans":
+        options["attn_mask"] = torch.rand(3, 1, n, n, generator=generator) < 0.6
+    elif hidden == "numbers":
+        options["attn_mask"] = torch.randn(1, 2, n, n, generator=generator, dtype=q.dtype).requires_grad_()
+    elif hidden == "later keys":
+        options["is_causal"] = True
+    elif hidden == "a sample's window":
+        options["attn_mask"] = torch.randn(3, 1, 1, n, generator=generator, dtype=q.dtype)
+    inputs = leaves(q, k, v, terms) + [mask for mask in options.values() if getattr(mask, "requires_grad", False)]
+    results = {}
+    for backend in ("reference", *BACKENDS):
+        out = relative_attention(q, k, v, terms, grid, backend=backend, **options)
+        results[backend] = [out, *gradients_of(inputs, out)]
+    for backend in BACKENDS:
+        assert_all_close(results[backend], results["reference"], 1e-11)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_beside_separate_tables_dropout_and_another_grid_of_keys(backend, tiles):
+    q, _, _, terms, grid = draw_case(4, 3, prefix=1, which="qkv", batch=2)
+    _, k, v, joint, key_grid = draw_case(3, 5, prefix=2, which="b", per_head="b", layout="joint", batch=2)
+    terms = terms._replace(bias=joint.bias)
+    inputs, results = leaves(q, k, v, terms), []
+    for name in ("reference", backend):
+        out = relative_attention(q, k, v, terms, grid, key_grid, backend=name)
+        results.append([out, *gradients_of(inputs, out)])
+    assert_all_close(results[1], results[0], 1e-11)
+    dropped = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        dropped.append(relative_attention(q, k, v, terms, grid, key_grid, dropout_p=0.3, backend=backend))
+    assert torch.equal(*dropped)
+    assert not torch.equal(dropped[0], results[1][0])
+
+
+def test_two_backwards_are_bit_equal():
+    q, k, v, terms, grid = draw_case(6, 9, prefix=1, which="b", per_head="b", layout="joint", batch=4)
+    q, k, v, terms = q.float(), k.float(), v.float(), draw_terms(torch.Generator(), "b", (3, 3), 5, 2, layout="joint")
+    inputs = leaves(q, k, v, terms)
+    results = []
+    for _ in range(2):
+        results.append(gradients_of(inputs, relative_attention(q, k, v, terms, grid, backend="tiled")))
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+def test_large_grids_keep_and_allocate_no_pairs(monkeypatch):
+    batch, heads, height, width, dim = 2, 2, 20, 24, 16
+    tile = heads * height * width * 32
+    monkeypatch.setattr(tiled, "TILE_LOGITS", tile // torch.get_num_threads())
+    q, k, v = torch.randn(3, batch, heads, height * width + 1, dim).requires_grad_().unbind()
+    terms = draw_terms(torch.Generator(), "b", (3, 3), dim, heads, layout="joint")
+    (table,) = tables_of(terms)
+    terms, grid = terms._replace(bias=type(terms.bias)(table.float().requires_grad_())), Grid(height, width, 1)
+    assert choose(q, k, v, terms, grid).backend == "tiled"
+    out = []
+    kept = sum(allocations(lambda: out.append(relative_attention(q, k, v, terms, grid)))) // 4
+    largest = max(allocations(lambda: relative_attention(q, k, v, terms, grid).sum().backward())) // 4
+    slices = heads * width * (2 * height - 1) * width
+    assert kept < 1.2 * out[0].numel()
+    assert largest <= max(tile, slices, 3 * out[0].numel()) < heads * (height * width) ** 2
+
+
+def test_small_windows_take_stock_attention_with_a_mask():
+    q, k, v, terms, grid = draw_case(7, 8, which="b", per_head="b", layout="joint", batch=3)
+    assert choose(*leaves(q, k, v, terms)[:3], terms, grid)[::2] == ("fused", "N x N weights")
+    assert choose(q, k, v, RelativeTerms(key=draw_case(7, 8, layout="joint")[3].key), grid).backend == "gathered"
+    coords = torch.zeros(56, 2, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"terms\.bias is a joint table: backend 'gathered' or 'reference', not"):
+        relative_attention(q, k, v, terms, grid._replace(coords=coords), backend="tiled")
