@@ -40,6 +40,7 @@ LINES = {
     "embed a.ckpt photos --output x.npz": {"ckpt_path": "a.ckpt", "root": "photos", "output": "x.npz"},
     "embed RUN --data.root photos --output=x.npz": {"ckpt_path": "CKPT", "root": "photos"},
     "export a.ckpt --output x.onnx --int8": {"ckpt_path": "a.ckpt", "output": "x.onnx", "int8": True},
+    "export a.ckpt --output x.onnx --int8 --calibration photos": {"int8": True, "calibration": "photos"},
     "publish a.ckpt --to hf-hub:a/b": {"ckpt_path": "a.ckpt", "to": "hf-hub:a/b"},
     "demo a.ckpt --port 0": {"ckpt_path": "a.ckpt", "port": 0},
     "show a.ckpt x --kind tables cam y": {"ckpt_path": "a.ckpt", "images": ["x", "y"], "kind": ["tables", "cam"]},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,6 +13,8 @@ import torch
 from timm.models.naflexvit import NaFlexVit
 from torch import Tensor, nn
 
+from relvit.data.batches import images_of
+from relvit.data.images.folders import find_images
 from relvit.evaluation.deploy.description import EXTRA_FILE, KEY, describe
 from relvit.evaluation.deploy.onnx_model import quantise
 from relvit.evaluation.predictor import Predictor
@@ -26,6 +28,8 @@ FORMATS = (".onnx", ".pt2")
 MOST = 256
 # The largest difference between the logits of the file and of the model, relative to the largest logit.
 TOLERANCE = 1e-4
+# The number of images, at the most, by which static quantisation finds the ranges of activations.
+CALIBRATED = 256
 
 
 class ExportError(RuntimeError):
@@ -34,7 +38,11 @@ class ExportError(RuntimeError):
 
 @torch_defaults()
 def export_model(
-    predictor: Predictor, output: str | os.PathLike[str], int8: bool = False, aot: bool = False
+    predictor: Predictor,
+    output: str | os.PathLike[str],
+    int8: bool = False,
+    aot: bool = False,
+    calibration: str | None = None,
 ) -> list[tuple[int, ...]]:
     """Write the model to a file, read the file back and compare it with the model.
 
@@ -55,19 +63,22 @@ def export_model(
         aot: of .pt2, compile the program for this machine's kind of CPU by AOTInductor; the file is then for
             `torch._inductor.aoti_load_package`, in Python and in C++. It refuses images of wrong sizes only where the
             environment variable AOTI_RUNTIME_CHECK_INPUTS is 1.
+        calibration: with `int8`, a folder, file or pattern of images such as those of the training, of which up to 256
+            fix the ranges of activations (static quantisation); None: each activation has its own (dynamic).
 
     Returns:
         The shapes of the images that the two were compared with.
 
     Raises:
-        ValueError: another ending, `int8` or `aot` with the wrong one, no C++ compiler, the reach "windows", or an
-            `img_size` of the predictor that the file would not take.
+        ValueError: another ending, `int8` or `aot` with the wrong one, `calibration` without `int8` or without an image
+            that can be read, no C++ compiler, the reach "windows", or an `img_size` of the predictor that the file
+            would not take.
         NotADirectoryError: a part of the path is a file.
         ModuleNotFoundError: ONNX without its packages.
         ExportError: other logits than the model's.
     """
     output = Path(output)
-    check_export(output, int8, aot)
+    check_export(output, int8, aot, calibration)
     if predictor.reach == "windows":
         raise ValueError("reach 'windows' cannot be exported: how many windows there are depends on the image")
     # Tracing chooses the backend of the attention, and one for the CPU runs anywhere.
@@ -96,7 +107,7 @@ def export_model(
         if int8:
             exact, part = part, Path(folder) / "int8" / output.name
             part.parent.mkdir()
-            quantise(exact, part)
+            quantise(exact, part, None if calibration is None else _calibration(predictor, calibration))
         # The .onnx comes last, since it is of no use without its external data.
         for name in (f"{output.name}.data", output.name):
             if (file := part.with_name(name)).exists():
@@ -104,12 +115,18 @@ def export_model(
     return shapes
 
 
-def check_export(output: str | os.PathLike[str], int8: bool = False, aot: bool = False) -> None:
+def check_export(
+    output: str | os.PathLike[str], int8: bool = False, aot: bool = False, calibration: str | None = None
+) -> None:
     """Check beforehand that a model can be written to a file of this name; errors as in `export_model`."""
     suffix = check_output(output, FORMATS, makes_folder=True)
     for option, given, needed in (("int8", int8, ".onnx"), ("aot", aot, ".pt2")):
         if given and suffix != needed:
             raise ValueError(f"{option} is for files that end in {needed}, got {output}")
+    if calibration is not None:
+        if not int8:
+            raise ValueError("calibration images are for int8: add int8, or leave calibration out")
+        find_images([calibration])
     if aot:
         # Other exports need not wait for the import of the compiler.
         from torch._inductor.cpp_builder import get_cpp_compiler
@@ -126,6 +143,13 @@ def check_export(output: str | os.PathLike[str], int8: bool = False, aot: bool =
             import onnxscript  # noqa: F401
         except ModuleNotFoundError as error:
             raise MissingPackageError("ONNX", error.name) from error
+
+
+def _calibration(predictor: Predictor, paths: str) -> Iterator[Tensor]:
+    """Yield images (1, C, H, W) as the model takes them, evenly spaced among those that `paths` names."""
+    files = find_images([paths])
+    for pixels, _ in predictor.batches(files[:: -(-len(files) // CALIBRATED)]):
+        yield from (image[None] for image in images_of(pixels))
 
 
 def _shapes(predictor: Predictor) -> tuple[list[tuple[int, ...]], dict[int, Any]]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -104,15 +105,24 @@ class OnnxClassifier(LightningModule):
         return {"names": list(names), "probabilities": self.labels.probabilities(self(images))}
 
 
-def quantise(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
-    """Write an ONNX file with the weights of its linear layers in int8, by onnxruntime's dynamic quantisation.
+def quantise(
+    source: str | os.PathLike[str], target: str | os.PathLike[str], calibration: Iterable[Tensor] | None = None
+) -> None:
+    """Write an ONNX file with the weights of its linear layers in int8, by onnxruntime's quantisation.
 
-    Weights have a scale per output channel. Activations are quantised while the file runs, each by its own range, as
-    onnxruntime recommends for transformers; static quantisation would fix these ranges beforehand from sample images.
-    Convolution, classifier, norms, softmax and products of activations stay as they are.
+    Weights have a scale per output channel. Without calibration images the quantisation is dynamic: activations are
+    quantised while the file runs, each by its own range, as onnxruntime recommends for transformers. With them it is
+    static: the scale of what a layer takes is that of the largest number among all these images, and the zero is zero,
+    as TensorRT wants it, which knows no operator of the dynamic kind. Convolution, classifier, norms, softmax and
+    products of activations stay as they are.
+
+    Args:
+        source: the file to read.
+        target: the file to write.
+        calibration: batches of images float32 (B, C, H, W); None: dynamic.
     """
     import onnx
-    from onnxruntime.quantization import QuantType, quantize_dynamic
+    from onnxruntime.quantization import QuantType, quantize_dynamic, quantize_static
 
     model = onnx.load(source)
     # The exporter wrote these shapes before it transposed weights, so that onnx finds them wrong.
@@ -126,7 +136,15 @@ def quantise(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> 
         # Weights get 7 of the 8 bits: processors without instructions for int8 add two products in 16 bits, which
         # overflow with all 8.
         options = {"per_channel": True, "weight_type": QuantType.QInt8, "reduce_range": True}
-        quantize_dynamic(model, target, nodes_to_quantize=linear, **options)
+        options |= {"nodes_to_quantize": linear}
+        if calibration is None:
+            quantize_dynamic(model, target, **options)
+        else:
+            feeds = ({"images": images.numpy()} for images in calibration)
+            reader = SimpleNamespace(get_next=lambda: next(feeds, None))
+            # Results of a layer are sums in 32 bits, which nothing rounds.
+            extra = {"ActivationSymmetric": True, "OpTypesToExcludeOutputQuantization": ["MatMul"]}
+            quantize_static(model, target, reader, op_types_to_quantize=["MatMul"], extra_options=extra, **options)
     finally:
         logging.disable(logging.NOTSET)
 

@@ -57,6 +57,25 @@ def test_int8_of_linear_layers_alone(graph, tmp_path):
     assert stored["table"] == TensorProto.FLOAT
 
 
+def test_static_int8_has_the_ranges_of_its_calibration(graph, tmp_path):
+    path, linear, table = graph
+    model = onnx.load(path)
+    model.graph.input[0].name = model.graph.node[0].input[0] = "images"
+    onnx.save(model, path)
+    given = torch.randn(5, 1, 8, generator=torch.Generator().manual_seed(2))
+    quantise(path, tmp_path / "b.onnx", given)
+    # Weights as above; activations: one scale for all images, and zero is zero. What is larger is cut off.
+    scale, step = np.abs(linear).max(0) / 64, float(given.abs().max()) / 127
+    x = np.array(given[0]) * np.float32([[1], [3]])
+    rounded = np.clip(np.round(x / step), -128, 127) * step
+    assert rounded.max() < x.max() or rounded.min() > x.min()
+    expected = (rounded @ (np.round(linear / scale) * scale)).reshape(2, -1, 3) @ table
+    (found,) = session(tmp_path / "b.onnx").run(None, {"images": x})
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    operators = {node.op_type for node in onnx.load(tmp_path / "b.onnx").graph.node}
+    assert operators == {"QuantizeLinear", "DequantizeLinear", "MatMul", "Reshape"}
+
+
 def test_comparison_on_val(run, best):
     """The file predicts the first class for every image."""
     predictor = Predictor(best)

@@ -18,6 +18,7 @@ def export(
     reach: Reach = "trained",
     int8: bool = False,
     aot: bool = False,
+    calibration: str | None = None,
 ) -> None:
     """Write an ONNX file or torch.export program, and compare its outputs at two image sizes.
 
@@ -30,11 +31,13 @@ def export(
         img_size: The size of a model that takes only one, such as 288 or [256,384]; None means as in training.
         int8: Quantise the weights of an .onnx to int8, and print the accuracy before and after on images of val.
         aot: Compile a .pt2 for the CPU by AOTInductor, which needs a C++ compiler and about a minute.
+        calibration: With --int8, a folder of images like those of the training: they fix the ranges of activations,
+            which are found anew for each image otherwise.
     """
-    check_export(output, int8, aot)
+    check_export(output, int8, aot, calibration)
     predictor = Predictor(ckpt_path, img_size, reach)
     print(f"Writing {output} and comparing it with the model ...", flush=True)
-    shapes = export_model(predictor, output, int8, aot)
+    shapes = export_model(predictor, output, int8, aot, calibration)
     checked = " and ".join(" x ".join(map(str, shape)) for shape in shapes)
     before = ", before its weights were quantised" if int8 else ""
     print(f"{output} computes what the model does (checked with images {checked}{before}).", flush=True)

@@ -224,9 +224,11 @@ def copy_of(path):
     return write
 
 
-def test_int8_and_what_it_costs(run, best, folder, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("static", [False, True])
+def test_int8_and_what_it_costs(run, best, folder, photos, tmp_path, monkeypatch, capsys, static):
     monkeypatch.setattr(module, "_onnx", copy_of(folder / "model.onnx"))
-    assert main(["export", str(best), "--output", str(tmp_path / "model.onnx"), "--int8"]) == 0
+    options = ["--int8", *(["--calibration", str(photos / "train")] if static else [])]
+    assert main(["export", str(best), "--output", str(tmp_path / "model.onnx"), *options]) == 0
     out = capsys.readouterr().out
     before, after, same = re.search(
         r"18 images of val: (\S+) before int8, (\S+) after; the same prediction for (\S+)%", out
@@ -366,6 +368,9 @@ def test_mistakes(best, tmp_path, monkeypatch, fails):
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert "int8 is for files that end in .onnx" in message("model.pt2", "--int8")
     assert "aot is for files that end in .pt2" in message("model.onnx", "--aot")
+    assert "calibration images are for int8" in message("model.onnx", "--calibration", str(tmp_path))
+    assert "no image below" in message("model.onnx", "--int8", "--calibration", str(tmp_path))
+    assert "no file or folder 'nowhere'" in message("model.onnx", "--int8", "--calibration", "nowhere")
     with monkeypatch.context() as without:
         without.setattr("torch._inductor.cpp_builder.get_cpp_compiler", raise_no_compiler)
         assert "aot needs a C++ compiler, and there is none" in message("model.pt2", "--aot")
