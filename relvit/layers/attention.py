@@ -180,7 +180,8 @@ class RelativeAttention(GridAttention, Attention):
             rotated. None: they are not. For the others see `GridAttention`.
 
     Raises:
-        ValueError: an unknown backend, or a number of heads that does not divide `dim`.
+        ValueError: an unknown backend, a number of heads that does not divide `dim`, or a `position` made for other
+            heads.
         TypeError: a `position` that is no module, such as the class of one.
     """
 
@@ -194,9 +195,9 @@ class RelativeAttention(GridAttention, Attention):
     ) -> None:
         check_backend(backend, tuple(BACKENDS))
         check_heads(dim, num_heads)
-        if position is not None:
-            check_position(position)
         super().__init__(dim, num_heads, **kwargs)
+        if position is not None:
+            check_position(position, self.head_dim, self.num_heads)
         self.position = position
         self.rope: nn.Module | None = None
         self.prefix_bias: nn.Module | None = None

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from relvit.ops.checks import int_pair
+from relvit.ops.checks import check_kind, int_pair
 from relvit.ops.grid import Grid, num_tokens
 
 
@@ -44,9 +44,10 @@ def to_windows(x: Tensor, grid: Grid, size: int | Sequence[int], shift: int | Se
 
     Raises:
         ValueError: a grid with prefix tokens or coordinates, tokens or `valid` that do not fit it, sizes out of range.
-        TypeError: sizes that are no integers.
+        TypeError: sizes that are no integers, arguments in another order.
     """
     division = _divide(grid, size, shift)
+    check_kind("x", x, Tensor, "a tensor")
     if x.dim() != 3 or x.shape[1] != num_tokens(grid):
         raise ValueError(
             f"x has shape {tuple(x.shape)}, expected (B, {num_tokens(grid)}, C): "
@@ -77,6 +78,7 @@ def from_windows(windows: Tensor, grid: Grid, size: int | Sequence[int], shift: 
     Raises: as `to_windows`.
     """
     division = _divide(grid, size, shift)
+    check_kind("windows", windows, Tensor, "a tensor")
     (rows, cols), (down, across) = division.size, division.number
     if windows.dim() != 3 or windows.shape[0] % (down * across) != 0 or windows.shape[1] != rows * cols:
         raise ValueError(
@@ -103,6 +105,7 @@ def exceeds_window(grid: Grid, window: tuple[int, int] | None, attn_mask: Tensor
 
 
 def _divide(grid: Grid, size: int | Sequence[int], shift: int | Sequence[int]) -> Division:
+    check_kind("grid", grid, Grid, "a Grid, after the tokens (tokens, grid, size, shift)")
     size, shift = int_pair("size", size, 1), int_pair("shift", shift, 0)
     if any(start >= length for start, length in zip(shift, size, strict=True)):
         raise ValueError(f"shift must be less than size, got shift {shift} with size {size}")

@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -307,6 +308,25 @@ def test_mistakes(clf, best, tmp_path):
             call()
     with pytest.raises(FileNotFoundError, match=r"no checkpoint at none\.ckpt"):
         relvit.load("none.ckpt")
+
+
+def test_a_name_that_is_no_checkpoint_says_what_it_may_be(best, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("best.ckpt").write_bytes(b"")
+    Path("my_model").mkdir()
+    Path("my_model/config.json").write_text("{}")
+    Path("runs/2026_small/checkpoints").mkdir(parents=True)
+    Path("runs/2026_small/checkpoints/best.ckpt").write_bytes(b"")
+    for name, message in (
+        ("bset.ckpt", "did you mean 'best.ckpt'?"),
+        ("vit_smal_patch16_224", "did you mean 'vit_small_patch16_224'?"),
+        ("relvit_tiny", "timm.create_model('relvit_tiny', pretrained=True) makes the model of this name"),
+        ("hf-hub:me/owls", "timm.create_model('hf-hub:me/owls', pretrained=True)"),
+        ("my_model", "timm.create_model('local-dir:my_model', pretrained=True) loads what is published"),
+        ("runs", "give the checkpoint, such as runs/2026_small/checkpoints/best.ckpt"),
+    ):
+        with pytest.raises(FileNotFoundError, match=re.escape(message)):
+            relvit.load(name)
 
 
 def test_importing_relvit_stays_light():

@@ -3,6 +3,7 @@
 from functools import partial
 
 import pytest
+import timm
 import torch
 from timm.layers import Attention, LayerNorm
 
@@ -33,6 +34,15 @@ def test_options_are_timms(options):
             dy, dx = j // 4 - i // 4, max(-2, min(2, j % 4 - i % 4))
             mask[:, 1 + i, 1 + j] = position.bias_rows[:, dy + 1] + position.bias_cols[:, dx + 2]
     torch.testing.assert_close(layer(x, make_grid(2, 4, prefix=1)), plain(x, attn_mask=mask), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("position", [RelativePosition2d(4, 2, "kv"), RelativePosition2d(6, 3, "b")], ids=str)
+def test_positions_of_other_heads_are_refused_at_once(position):
+    message = "position RelativePosition2d is not for 2 heads of width 6: terms"
+    with pytest.raises(ValueError, match=message):
+        RelativeAttention(12, num_heads=2, position=position)
+    with pytest.raises(ValueError, match=message):
+        timm.create_model("test_relvit", embed_dim=12, num_heads=2, position=lambda *_, **__: position)
 
 
 def test_position_and_backend_may_be_set_later():

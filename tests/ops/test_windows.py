@@ -161,3 +161,14 @@ def test_errors(tokens, grid, size, shift, error, message):
 def test_windows_that_do_not_fit_the_grid(shape):
     with pytest.raises(ValueError, match=r"windows has shape .*, expected \(B \* 4, 4, C\): 2 x 2 windows of 2 x 2"):
         from_windows(torch.zeros(shape), make_grid(3, 4), 2)
+
+
+def test_arguments_in_another_order_are_named():
+    x, grid = torch.randn(2, 24, 3), make_grid(4, 6)
+    for call in (to_windows, from_windows):
+        with pytest.raises(TypeError, match=r"grid must be a Grid, after the tokens .*, got Tensor"):
+            call(grid, x, 2)
+        with pytest.raises(TypeError, match="must be a tensor, got Grid"):
+            call(grid, grid, 2)
+    with pytest.raises(TypeError, match=r"grid must be a Grid, .* got tuple"):
+        to_windows(x, (4, 6), 2)

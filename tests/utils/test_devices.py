@@ -3,9 +3,10 @@
 import os
 
 import pytest
+import torch
 from command_line import fit
 
-from relvit.utils.devices import busy_note, cores
+from relvit.utils.devices import busy_note, cores, find_device
 
 
 def test_cores_are_those_that_the_process_may_use(monkeypatch):
@@ -22,6 +23,21 @@ def test_more_processes_than_cores_are_noted(load, noted, monkeypatch):
     monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
     assert (busy_note() is not None) == noted
     assert not noted or busy_note().startswith("Note: 3.1 processes already want the 3 cores")
+
+
+def test_names_that_pytorch_does_not_know_are_told_its_own():
+    with pytest.raises(ValueError, match=r"device is 'gpu', .* \(did you mean 'cuda'\?\); allowed are auto, cpu, cuda"):
+        find_device("gpu")
+    with pytest.raises(ValueError, match=r"device is 'cud:1', .* \(did you mean 'cuda'\?\)"):
+        find_device("cud:1")
+    assert find_device("cpu") == torch.device("cpu")
+
+
+@pytest.mark.skipif(torch.backends.mps.is_available(), reason="there is such a device")
+def test_devices_that_are_not_there_have_a_short_reason():
+    with pytest.raises(ValueError, match="cannot compute on device 'mps': ") as raised:
+        find_device("mps")
+    assert len(str(raised.value)) < 260
 
 
 def test_a_training_says_so_at_its_start(photos, tmp_path, monkeypatch, capsys):

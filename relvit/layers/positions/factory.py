@@ -19,6 +19,7 @@ from relvit.layers.positions.parabolic import ParabolicPosition2d
 from relvit.layers.positions.slopes import SlopePosition2d
 from relvit.layers.positions.tables import RelativePosition2d
 from relvit.ops import Grid, RelativeTerms
+from relvit.ops.inputs import check_terms
 from relvit.utils.messages import check_choice
 
 # Rooms of `relvit.families` add positions of their own.
@@ -87,7 +88,7 @@ def make_position(factory: Callable[..., nn.Module], attn: nn.Module) -> nn.Modu
     check_maker("position", factory, "head_dim, num_heads", "RelativePosition2d")
     weight = attn.proj.weight
     position = factory(attn.head_dim, attn.num_heads, device=weight.device, dtype=weight.dtype)
-    check_position(position)
+    check_position(position, attn.head_dim, attn.num_heads)
     return position
 
 
@@ -101,8 +102,11 @@ def check_maker(name: str, given: object, arguments: str, example: str) -> None:
         )
 
 
-def check_position(position: object) -> None:
-    """Raise TypeError for what is no position module; the module is called with a grid of one patch."""
+def check_position(position: object, head_dim: int, num_heads: int) -> None:
+    """Raise TypeError for what is no position module, ValueError for one whose tables do not fit the heads.
+
+    The module is called with a grid of one patch.
+    """
     if not isinstance(position, nn.Module):
         kind = f"the class {position.__name__}" if isinstance(position, type) else repr(position)
         raise TypeError(
@@ -118,3 +122,9 @@ def check_position(position: object) -> None:
         raise TypeError(f"position {type(position).__name__} cannot be called with a Grid: {error}") from error
     if not isinstance(terms, RelativeTerms):
         raise TypeError(f"position {type(position).__name__} must return RelativeTerms, got {type(terms).__name__}")
+    try:
+        check_terms(terms, num_heads, head_dim, head_dim)
+    except ValueError as error:
+        raise ValueError(
+            f"position {type(position).__name__} is not for {num_heads} heads of width {head_dim}: {error}"
+        ) from error

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import timm
 from timm.models import load_pretrained, register_model
+from timm.models._builder import pretrained_cfg_for_features
+from timm.models._features import FeatureGetterNet
 from torch import nn
 
 from relvit.models.retrofit.api import retrofit as retrofit_model
@@ -20,6 +23,8 @@ def retrofitted(
     *,
     model: str = "vit_small_patch16_224",
     retrofit: dict[str, Any] | None = None,
+    features_only: bool = False,
+    out_indices: int | Sequence[int] | None = None,
     **kwargs: Any,
 ) -> nn.Module:
     """Create a timm model and retrofit it.
@@ -31,10 +36,13 @@ def retrofitted(
         cache_dir: likewise.
         model: any name that `timm.create_model` knows.
         retrofit: arguments of `relvit.retrofit`; None: its defaults.
+        features_only: return a model of feature maps (B, channels, rows, columns), timm's `FeatureGetterNet`.
+        out_indices: of which blocks or stages, or of how many at the end; None: all stages of Swin, the last three
+            blocks of other models.
         kwargs: arguments of `model`.
 
     Raises:
-        ValueError: a model that cannot be retrofitted, as it is with `features_only`.
+        ValueError: a model that cannot be retrofitted.
     """
     published = isinstance(pretrained_cfg, dict)
     net = timm.create_model(model, pretrained and not published, pretrained_cfg, cache_dir=cache_dir, **kwargs)
@@ -48,4 +56,14 @@ def retrofitted(
             filter_fn=None if adapt is None else lambda state, _: adapt(state),
             cache_dir=cache_dir,
         )
-    return net
+    return _features(net, out_indices) if features_only else net
+
+
+def _features(net: nn.Module, out_indices: int | Sequence[int] | None) -> nn.Module:
+    """Wrap a model as timm's builder does with `features_only`, which would wrap it before the retrofit."""
+    if out_indices is None:
+        has_stages = len({info["reduction"] for info in net.feature_info}) > 1
+        out_indices = len(net.feature_info) if has_stages else min(3, len(net.feature_info))
+    features = FeatureGetterNet(net, out_indices=out_indices)
+    features.pretrained_cfg = features.default_cfg = pretrained_cfg_for_features(net.pretrained_cfg)
+    return features

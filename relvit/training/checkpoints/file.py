@@ -11,15 +11,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import timm
 import torch
 from lightning import Trainer
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from timm.models import split_model_name_tag
 from torch import Tensor
 
 from relvit.data.modules.registry import public_class_path
 from relvit.training.labels import are_thresholds
 from relvit.utils.descriptions import check_bounds
 from relvit.utils.files import atomic_write, has_links, is_address, remove_parts
+from relvit.utils.messages import nearest
 from relvit.utils.remote import local_file
 
 # The key of the description that `DescribeCheckpoint` writes.
@@ -32,6 +35,9 @@ TIMM_KEY = "state_dict_ema"
 BEST = Path("checkpoints") / "best.ckpt"
 # The checkpoint of the last complete epoch is beside last.ckpt.
 EPOCH_NAME = "epoch.ckpt"
+# How timm names repositories of the hub and folders, and the kinds of files that hold weights.
+HUB, FOLDER = "hf-hub:", "local-dir:"
+FILES = (".ckpt", ".safetensors", ".pth", ".pt", ".bin")
 
 
 def read_checkpoint(path: str | os.PathLike[str], file: Path | None = None, averaged: bool = True) -> dict[str, Any]:
@@ -57,9 +63,18 @@ def read_checkpoint(path: str | os.PathLike[str], file: Path | None = None, aver
     if file.is_dir() and (file / BEST).is_file():
         return read_checkpoint(Path(path) / BEST, file / BEST, averaged)
     if file.is_dir():
-        raise FileNotFoundError(f"{path} is a folder; give the checkpoint, such as {file / BEST}")
+        published, runs = (file / "config.json").is_file(), sorted(file.glob(f"*/{BEST}"))
+        instead = f"; timm.create_model('{FOLDER}{path}', pretrained=True) loads what is published" if published else ""
+        raise FileNotFoundError(
+            f"{path} is a folder; give the checkpoint, such as {runs[-1] if runs else file / BEST}{instead}"
+        )
     if not file.is_file():
-        raise FileNotFoundError(f"no checkpoint at {path}; give the file, such as runs/RUN/checkpoints/best.ckpt")
+        named = str(path).startswith((HUB, FOLDER)) or timm.is_model(split_model_name_tag(str(path))[0])
+        hint = "" if named else nearest_hint(file)
+        instead = f"; timm.create_model({str(path)!r}, pretrained=True) makes the model of this name" if named else ""
+        raise FileNotFoundError(
+            f"no checkpoint at {path}{hint}; give the file, such as runs/RUN/checkpoints/best.ckpt{instead}"
+        )
     try:
         check_archive(file)
         content = torch.load(file, map_location="cpu", weights_only=True)
@@ -249,3 +264,19 @@ def check_disk_space(folder: Path, trainer: Trainer) -> None:
             f"{free / 1e6:.1f} MB are free at {parent}, a checkpoint of this training takes about {size / 1e6:.1f} MB "
             f"and {copies} of them have to fit: make room, or give another folder (--runs)",
         )
+
+
+def nearest_hint(path: Path) -> str:
+    """Return a hint at a file near the first missing part of a path, or at a model of timm."""
+    missing = path
+    while not missing.parent.is_dir():
+        missing = missing.parent
+    found = [*(missing.parent / "checkpoints").glob("[!.]*"), *missing.parent.glob("[!.]*")]
+    near = {entry.name: entry for entry in found if entry.is_dir() or entry.suffix in FILES}
+    if name := nearest(missing.name, near, cutoff=0.6):
+        return f" (did you mean '{near[name]}'?)"
+    # The last part of a path may be a model of timm, as in the name of a repository on the Hugging Face hub.
+    architecture, tag = split_model_name_tag(path.name)
+    name = nearest(architecture, timm.list_models(), cutoff=0.8)
+    known = f"{name}.{tag}" if name and timm.is_model_pretrained(f"{name}.{tag}") else name
+    return f" (did you mean {known!r}?)" if known else ""

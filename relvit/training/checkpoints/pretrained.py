@@ -18,15 +18,13 @@ from relvit.models.factory import DATA_ARGUMENTS, check_description, check_size
 from relvit.models.retrofit.api import RETROFITTED_NAME
 from relvit.models.weights.transfer import TransferReport, Weights, transfer_weights
 from relvit.training.checkpoints.checkpoint import Architecture, Checkpoint, Normalisation
-from relvit.training.checkpoints.file import check_archive, check_finite
+from relvit.training.checkpoints.file import FILES, FOLDER, HUB, check_archive, check_finite, nearest_hint
 from relvit.utils.descriptions import check_bounds
 from relvit.utils.files import is_address
-from relvit.utils.messages import did_you_mean, listing, nearest, one_line
+from relvit.utils.messages import did_you_mean, listing, one_line
 from relvit.utils.progress import rank_zero_print
 from relvit.utils.remote import local_file, suffix_of
 
-HUB, FOLDER = "hf-hub:", "local-dir:"
-FILES = (".ckpt", ".safetensors", ".pth", ".pt", ".bin")
 ALLOWED = (
     "a checkpoint of relvit fit, a file or folder of weights, or a model of timm such as "
     "'vit_small_patch16_224.augreg_in21k'"
@@ -123,8 +121,10 @@ class Pretrained:
             hint = f"give its checkpoint, {best}" if best.is_file() else "folders of weights that timm saves have one"
             raise ValueError(f"{path} holds no config.json: {hint}")
         if path.suffix in FILES or len(path.parts) > 1:
-            raise FileNotFoundError(f"no weights at {name}{_nearest_hint(path)}; give {ALLOWED}")
+            raise FileNotFoundError(f"no weights at {name}{nearest_hint(path)}; give {ALLOWED}")
         architecture, tag = split_model_name_tag(name)
+        if name.lower() in ("true", "false", "yes", "no", "none"):
+            raise ValueError(f"pretrained {name!r} names no weights: give {ALLOWED}, or null to train from scratch")
         if not timm.is_model(architecture):
             hint = did_you_mean(architecture, timm.list_models())
             raise ValueError(f"pretrained {name!r} is no file, no folder and no model of timm{hint}; give {ALLOWED}")
@@ -255,19 +255,3 @@ def normalisation_note(weights: Weights, data: Any) -> str | None:
         f"Note: the images are normalised by {' and '.join(ours)}, those of the pretrained weights were by "
         f"{' '.join(options)}"
     )
-
-
-def _nearest_hint(path: Path) -> str:
-    """Return a hint at a file near the first missing part of a path, or at a model of timm."""
-    missing = path
-    while not missing.parent.is_dir():
-        missing = missing.parent
-    found = [*(missing.parent / "checkpoints").glob("[!.]*"), *missing.parent.glob("[!.]*")]
-    near = {entry.name: entry for entry in found if entry.is_dir() or entry.suffix in FILES}
-    if name := nearest(missing.name, near, cutoff=0.6):
-        return f" (did you mean '{near[name]}'?)"
-    # The last part of a path may be a model of timm, as in the name of a repository on the Hugging Face hub.
-    architecture, tag = split_model_name_tag(path.name)
-    name = nearest(architecture, timm.list_models(), cutoff=0.8)
-    known = f"{name}.{tag}" if name and timm.is_model_pretrained(f"{name}.{tag}") else name
-    return f" (did you mean {known!r}?)" if known else ""

@@ -52,6 +52,25 @@ def test_loaded_for_other_classes_channels_and_sizes(trained, folder):
     torch.testing.assert_close(other.forward_features(x.expand(-1, 3, -1, -1)), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_features_only_of_a_published_model_are_its_intermediates(trained, folder):
+    x = torch.randn(2, 1, 48, 80)
+    for options in ({}, {"out_indices": (0, 2)}, {"out_indices": 2}):
+        features = timm.create_model(folder, pretrained=True, features_only=True, **options).eval()
+        indices = options.get("out_indices", 3)
+        expected = trained.forward_intermediates(x, indices, intermediates_only=True)
+        assert len(features(x)) == len(expected)
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(features(x), expected, strict=True))
+        assert features.feature_info.channels() == [64] * len(expected)
+        assert "classifier" not in features.pretrained_cfg
+
+
+def test_features_only_of_stages():
+    small = {"embed_dim": 8, "depths": (1, 1), "num_heads": (1, 2), "window_size": 3, "img_size": 48}
+    features = timm.create_model("retrofitted", model="swin_tiny_patch4_window7_224", features_only=True, **small)
+    assert [tuple(part.shape) for part in features(torch.randn(1, 3, 48, 32))] == [(1, 8, 12, 8), (1, 16, 6, 4)]
+    assert features.feature_info.reduction() == [4, 8]
+
+
 def test_made_by_name_from_weights_without_tables(tmp_path):
     plain = timm.create_model("test_vit", **SIZE).eval()
     torch.save(plain.state_dict(), tmp_path / "plain.pth")
@@ -70,7 +89,5 @@ def test_what_cannot_be_saved_or_made(tmp_path):
     own = relvit.retrofit(timm.create_model("test_vit"), position=relvit.layers.SlopePosition2d)
     with pytest.raises(ValueError, match="Model argument 'retrofit' is not serializable"):
         save_for_hf(own, tmp_path)
-    with pytest.raises(ValueError, match="FeatureGetterNet cannot be retrofitted: it wraps model"):
-        timm.create_model("retrofitted", model="test_vit", features_only=True)
     with pytest.raises(ValueError, match="ResNet cannot be retrofitted"):
         timm.create_model("retrofitted", model="test_resnet")

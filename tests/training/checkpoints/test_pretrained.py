@@ -109,6 +109,7 @@ def test_mistakes(tmp_path):
     torch.save({"state_dict": {}}, tmp_path / "x.ckpt")
     for given, message in (
         ("vit_smal_patch16_224", "did you mean 'vit_small_patch16_224'?"),
+        ("false", "or null to train from scratch"),
         ("test_vit.r160_in2k", "did you mean 'test_vit.r160_in1k'?"),
         ("relvit_small", "relvit_small: give a checkpoint"),
         ("true", "pretrained 'true'"),
