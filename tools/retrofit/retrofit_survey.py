@@ -1,7 +1,7 @@
 """Survey which of timm's models `relvit.retrofit` takes, and the reasons against the others.
 
-    python tools/retrofit_survey.py                        # all, four minutes
-    python tools/retrofit_survey.py --models '*dinov3*'    # those whose names match
+    python tools/retrofit/retrofit_survey.py                        # all, four minutes
+    python tools/retrofit/retrofit_survey.py --models '*dinov3*'    # those whose names match
 
 Models are built without weights on the meta device, where nothing is downloaded or computed. Each that is retrofitted
 runs there on images of its own size and of another that is no square.
