@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch.nn.functional as F
 from timm.layers import Format, PatchEmbed, nchw_to
 from torch import Tensor
@@ -55,6 +57,34 @@ class GridPatchEmbed(AnySizePatchEmbed):
     def forward(self, x: Tensor) -> Tensor:
         """Embed images (B, in_chans, height, width) as (B, rows, columns, embed_dim)."""
         return PatchEmbed.forward(self, x) if is_compiling() else super().forward(x)
+
+
+class PatchSizes(Leaf):
+    """Mixin before another library's patch embedding: sizes of patches, images and grids under timm's names.
+
+    Attributes:
+        convolution: name of the convolution.
+        img_size: height and width of images in training.
+    """
+
+    convolution: ClassVar[str] = "projection"
+    img_size: tuple[int, int]
+    dynamic_img_pad: ClassVar[bool] = False
+
+    @property
+    def patch_size(self) -> tuple[int, int]:
+        """Height and width of a patch."""
+        return getattr(self, self.convolution).kernel_size
+
+    @property
+    def grid_size(self) -> tuple[int, int]:
+        """Rows and columns of patches in training."""
+        return self.dynamic_feat_size(self.img_size)
+
+    def dynamic_feat_size(self, img_size: tuple[int, int]) -> tuple[int, int]:
+        """Return rows and columns of patches of images of this size."""
+        (height, width), (rows, columns) = img_size, self.patch_size
+        return height // rows, width // columns
 
 
 def whole_patches(x: Tensor, patch_size: tuple[int, int]) -> Tensor:

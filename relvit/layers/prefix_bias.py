@@ -40,15 +40,19 @@ class PrefixBias(nn.Module):
 
     def forward(self, grid: Grid, key_grid: Grid) -> Channels:
         """Compute the channels of queries on `grid`, (1, 1, Nq, 2), and of keys on `key_grid`, (1, heads, Nk, 2)."""
-        query, key = (self._is_prefix(of_tokens) for of_tokens in (grid, key_grid))
-        to_patch, to_prefix, between = self.weight[:, :, None].unbind(0)
-        # The channels of a query say what it is: (1, 0) for a prefix token, (0, 1) for a patch.
-        met_by_prefix, met_by_patch = between * key + to_patch * (1 - key), to_prefix * key
-        return Channels(
-            torch.stack((query, 1 - query), dim=-1)[None, None],
-            torch.stack((met_by_prefix, met_by_patch), dim=-1)[None],
-        )
+        return prefix_channels(self.weight, grid, key_grid)
 
-    def _is_prefix(self, grid: Grid) -> Tensor:
-        """Return 1 for prefix tokens and 0 for patches: (N,)."""
-        return (torch.arange(num_tokens(grid), device=self.weight.device) < grid.prefix).to(self.weight.dtype)
+
+def prefix_channels(weight: Tensor, grid: Grid, key_grid: Grid) -> Channels:
+    """Compute the channels of `PrefixBias` with this weight, (3, heads)."""
+    query, key = (
+        (torch.arange(num_tokens(tokens), device=weight.device) < tokens.prefix).to(weight.dtype)
+        for tokens in (grid, key_grid)
+    )
+    to_patch, to_prefix, between = weight[:, :, None].unbind(0)
+    # The channels of a query say what it is: (1, 0) for a prefix token, (0, 1) for a patch.
+    met_by_prefix, met_by_patch = between * key + to_patch * (1 - key), to_prefix * key
+    return Channels(
+        torch.stack((query, 1 - query), dim=-1)[None, None],
+        torch.stack((met_by_prefix, met_by_patch), dim=-1)[None],
+    )

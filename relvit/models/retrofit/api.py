@@ -51,8 +51,9 @@ def retrofit(
     Args:
         model: timm's `VisionTransformer`, `VisionTransformerDistilled`, `Eva` or `NaFlexVit`; with relative positions
             `VisionTransformerRelPos`, `Beit`, `VisionTransformerSAM`, `SwinTransformer` or `SwinTransformerV2`. Of
-            other libraries SAM's image encoders: `SamVisionEncoder` and `SamHQVisionEncoder` of `transformers`,
-            `ImageEncoderViT` of `segment_anything`. It is changed.
+            other libraries SAM's image encoders, `SamVisionEncoder` and `SamHQVisionEncoder` of `transformers` and
+            `ImageEncoderViT` of `segment_anything`, and `BeitModel` and `Data2VecVisionModel` of `transformers`. It is
+            changed.
         rel_terms, max_distance, shared_heads, layout, bucketing: see `RelativePosition2d`.
         init_std: standard deviation that initialises what a position learns; with 0 the outputs stay the same.
         position: instead of these tables, one of the names that `RelVisionTransformer` has (slopes change the outputs

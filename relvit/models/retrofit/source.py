@@ -48,11 +48,11 @@ class Retrofitted(NoTorchScript, TablesWithoutDecay):
     def check(cls, model: nn.Module) -> None:
         """Raise ValueError unless all parts of the original model are of known classes."""
         for name, block in cls.named_blocks(model):
-            _check_part(name, block, cls.block_classes)
-            _check_part(f"{name}.attn", block.attn, tuple(cls.attention_classes))
+            check_part(name, block, cls.block_classes)
+            check_part(f"{name}.attn", block.attn, tuple(cls.attention_classes))
         # With dynamic sizes timm itself has made sure that patches come as a grid.
         if hasattr(model, "patch_embed") and not getattr(model, "dynamic_img_size", False):
-            _check_part("patch_embed", model.patch_embed, tuple(cls.patch_embed_classes))
+            check_part("patch_embed", model.patch_embed, tuple(cls.patch_embed_classes))
 
     @classmethod
     def make_layers(cls, model: nn.Module, factory: Callable[..., nn.Module]) -> Layers:
@@ -189,7 +189,7 @@ def open_patch_embed(model: nn.Module, becomes: type[AnySizePatchEmbed] = AnySiz
     model._traits = {**getattr(model, "_traits", {}), "fixed_input_size": False}
 
 
-def _check_part(name: str, part: nn.Module, allowed: tuple[type[nn.Module], ...]) -> None:
+def check_part(name: str, part: nn.Module, allowed: tuple[type[nn.Module], ...]) -> None:
     """Raise unless the part is exactly of these classes: how a subclass differs is not known."""
     if type(part) not in allowed:
         names = listing([cls.__name__ for cls in allowed])

@@ -22,10 +22,20 @@ SOURCES = {
     "timm.models.swin_transformer_v2.SwinTransformerV2": "timm_bias:RetrofittedSwinV2",
     "transformers.models.sam.modeling_sam.SamVisionEncoder": "transformers_sam:RetrofittedSamVisionEncoder",
     "transformers.models.sam_hq.modeling_sam_hq.SamHQVisionEncoder": "transformers_sam:RetrofittedSamHQVisionEncoder",
+    "transformers.models.beit.modeling_beit.BeitModel": "transformers_beit:RetrofittedBeitModel",
+    "transformers.models.data2vec.modeling_data2vec_vision.Data2VecVisionModel": (
+        "transformers_beit:RetrofittedData2VecVisionModel"
+    ),
     "segment_anything.modeling.image_encoder.ImageEncoderViT": "segment_anything_sam:RetrofittedImageEncoder",
 }
 # Versions of other libraries with which the tests have run; the extra 'elsewhere' in pyproject.toml asks for these.
-VERSIONS = {"transformers": ">=5.4,<6", "segment_anything": ">=1.0,<2"}
+# A family may need more than its library.
+VERSIONS = {
+    "transformers": ">=5.4,<6",
+    "transformers.models.beit": ">=5.10,<6",
+    "transformers.models.data2vec": ">=5.10,<6",
+    "segment_anything": ">=1.0,<2",
+}
 # For messages: "timm's VisionTransformer", ...
 SOURCES_IN_WORDS = [f"{name.partition('.')[0]}'s {name.rpartition('.')[2]}" for name in SOURCES]
 
@@ -45,7 +55,8 @@ def source_of(model_class: type) -> type[Retrofitted] | None:
     except PackageNotFoundError:
         # A copy of the library that was not installed has no version.
         installed = None
-    allowed = VERSIONS.get(library, "")
+    family = model_class.__module__.rpartition(".")[0]
+    allowed = VERSIONS.get(family, VERSIONS.get(library, ""))
     if installed is not None and not SpecifierSet(allowed, prereleases=True).contains(installed):
         raise ValueError(f"{model_class.__name__} is of {library} {installed}; retrofit knows {library}{allowed}")
     return resolve_name(f"{__name__}.{place}")

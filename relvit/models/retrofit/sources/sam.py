@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from relvit.layers import interpolate
 from relvit.layers.attention import GridAttention, attend_with
-from relvit.layers.mixer import Leaf
-from relvit.layers.patch_embed import check_divisible, check_images
+from relvit.layers.patch_embed import PatchSizes, check_divisible, check_images
 from relvit.layers.positions.tables import SamTables
 from relvit.models.retrofit.source import Layers, OwnPositions
 from relvit.ops import Grid, from_windows, to_windows
@@ -58,33 +57,12 @@ class SamRowsAttention(SamAttention):
         return self.proj(mixed.transpose(1, 2).flatten(2).unflatten(1, grid[:2]))
 
 
-class SamPatchEmbed(Leaf):
+class SamPatchEmbed(PatchSizes):
     """Mixin before SAM's patch embedding, for images of every size whose sides are multiples of the patch.
 
-    Attributes:
-        convolution: name of the convolution.
-        img_size: height and width of images in training; where a side is no multiple of the patch, the source leaves
-            out what remains, and so does this module at that size.
+    Where a side of the images in training is no multiple of the patch, the source leaves out what remains, and so does
+    this module at that size.
     """
-
-    convolution: ClassVar[str]
-    img_size: tuple[int, int]
-    dynamic_img_pad: ClassVar[bool] = False
-
-    @property
-    def patch_size(self) -> tuple[int, int]:
-        """Height and width of a patch."""
-        return getattr(self, self.convolution).kernel_size
-
-    @property
-    def grid_size(self) -> tuple[int, int]:
-        """Rows and columns of patches in training."""
-        return self.dynamic_feat_size(self.img_size)
-
-    def dynamic_feat_size(self, img_size: tuple[int, int]) -> tuple[int, int]:
-        """Return rows and columns of patches of images of this size."""
-        (height, width), (rows, columns) = img_size, self.patch_size
-        return height // rows, width // columns
 
     def forward(self, x: Tensor) -> Tensor:
         """Embed images (B, in_chans, height, width) as (B, rows, columns, embed_dim)."""

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from transformers.models.sam import modeling_sam as sam
 from transformers.models.sam_hq import modeling_sam_hq as sam_hq
 from transformers.utils.generic import ModelOutput, merge_with_config_defaults
-from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY, capture_outputs
+from transformers.utils.output_capturing import capture_outputs
 
+from relvit.models.retrofit.sources.hugging_face import TransformersModel
 from relvit.models.retrofit.sources.sam import SamEncoder, SamPatchEmbed, SamRowsAttention
 
 
@@ -69,13 +70,8 @@ class RetrofittedSamHQPatchEmbeddings(SamPatchEmbed, sam_hq.SamHQPatchEmbeddings
     convolution: ClassVar[str] = "projection"
 
 
-class TransformersSamEncoder(SamEncoder):
+class TransformersSamEncoder(TransformersModel, SamEncoder):
     """Mixin before `transformers`' vision encoders of SAM and SAM-HQ."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        # `capture_outputs` looks up here, by the name of the class, of which layers it returns hidden states.
-        dict.__setitem__(_CAN_RECORD_REGISTRY, str(cls), cls._can_record_outputs)
 
     @classmethod
     def named_blocks(cls, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

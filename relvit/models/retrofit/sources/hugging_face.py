@@ -1,0 +1,38 @@
+"""What retrofitted models of Hugging Face `transformers` have in common: recorded outputs, attention weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+
+from relvit.layers.attention import GridAttention
+from relvit.layers.attention_weights import attention_weights, record_logit_inputs
+from relvit.layers.timm_attention import GridArgument
+from relvit.models.retrofit.source import OwnPositions
+from relvit.ops.tracing import is_compiling
+
+
+class TransformersModel(OwnPositions):
+    """Mixin before a model of `transformers` whose `forward` records outputs of its layers."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # `capture_outputs` looks up here, by the name of the class, of which layers it returns hidden states.
+        dict.__setitem__(_CAN_RECORD_REGISTRY, str(cls), getattr(cls, "_can_record_outputs", None) or {})
+
+
+def attend_and_show(attn: GridAttention, x: Tensor, given: GridArgument, show: bool) -> tuple[Tensor, Tensor | None]:
+    """Attend, and return the weights (B, heads, N, N) too where they are wanted: without gradients and dropout.
+
+    Raises:
+        ValueError: weights are wanted in a compiled graph.
+    """
+    if not show:
+        return attn.attend(x, given.grid, given.argument, False, None), None
+    if is_compiling():
+        raise ValueError("output_attentions: after relvit.retrofit compiled graphs form no attention weights")
+    with record_logit_inputs() as record:
+        mixed = attn.attend(x, given.grid, given.argument, False, None)
+    return mixed, attention_weights(record[attn.attn_drop]).to(x.dtype)

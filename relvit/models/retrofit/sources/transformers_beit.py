@@ -1,0 +1,307 @@
+"""BEiT and Data2Vec's vision model of Hugging Face `transformers` after `relvit.retrofit`.
+
+Tables stay where they are: names in the state dict, numbers and the optimiser's state are the source's. The modules
+that made a bias of N x N make the grid instead, and hand it on in its place; attention reads the tables themselves. At
+other sizes offsets beyond a table use its edge; the source stretches tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, NamedTuple
+
+from torch import Tensor, nn
+from transformers.models.beit import modeling_beit as beit
+from transformers.models.data2vec import modeling_data2vec_vision as data2vec
+
+from relvit.layers.attention import GridAttention
+from relvit.layers.patch_embed import PatchSizes
+from relvit.layers.positions.base import is_stretched, stretch
+from relvit.layers.prefix_bias import prefix_channels
+from relvit.layers.timm_attention import GridArgument
+from relvit.models.retrofit.source import Layers, check_part
+from relvit.models.retrofit.sources.hugging_face import TransformersModel, attend_and_show
+from relvit.ops import Grid, JointTable, RelativeTerms
+
+TABLE = "relative_position_bias_table"
+
+
+class BeitTables:
+    """Position of BEiT's attention: a view of its own table, of the shared one, or of the sum of both.
+
+    Args:
+        layer: the attention, which knows the modules `bias_modules` that hold the tables.
+    """
+
+    needs_tokens = False
+
+    def __init__(self, layer: TransformersBeitAttention) -> None:
+        self.layer = layer
+
+    @property
+    def trained_grid(self) -> tuple[int, int] | None:
+        """Rows and columns of patches in training, to stretch the table; None: it is not."""
+        return self.layer.trained_grid
+
+    @trained_grid.setter
+    def trained_grid(self, size: tuple[int, int] | None) -> None:
+        self.layer.trained_grid = size
+
+    def parameters(self) -> Iterator[Tensor]:
+        """Yield the tables, (entries, heads), the last three entries for the class token."""
+        return (getattr(module, TABLE) for module in self.layer.bias_modules)
+
+    def terms(self, x: Tensor, grid: Grid, key_grid: Grid) -> RelativeTerms:
+        """Return the bias between patches and, as channels, that of the class token; `x` is not used."""
+        return self(key_grid)._replace(channels=prefix_channels(sum(self.parameters())[-3:], grid, key_grid))
+
+    def __call__(self, grid: Grid) -> RelativeTerms:
+        """Return the bias between patches, the same for every grid of the trained size."""
+        rows, columns = (2 * size - 1 for size in self.layer.bias_modules[0].window_size)
+        # The source's offsets are query minus key.
+        table = sum(self.parameters())[:-3].flip(0).T.unflatten(1, (rows, columns))
+        if is_stretched(grid, self.trained_grid):
+            for axis in (-2, -1):
+                table = stretch(table, axis, grid[axis + 2], self.trained_grid[axis + 2], "clip")
+        return RelativeTerms(bias=JointTable(table))
+
+
+class GridBias(NamedTuple):
+    """What is handed on in place of a bias of N x N; a mask, or another such bias with its mask, is added to it."""
+
+    grid: Grid
+    mask: Tensor | None = None
+
+    def __add__(self, other: Tensor | GridBias) -> GridBias:
+        return other if isinstance(other, GridBias) else self._replace(mask=other)
+
+
+class MakesGrid:
+    """Mixin before the source's modules that hold a table."""
+
+    def forward(self, window_size: tuple[int, int], *_args: object, **_options: object) -> GridBias:
+        """Return the grid of an image with so many rows and columns of patches."""
+        return GridBias(Grid(*window_size, prefix=1))
+
+
+class RetrofittedBeitBias(MakesGrid, beit.BeitRelativePositionBias):
+    """`BeitRelativePositionBias` after a retrofit."""
+
+
+class RetrofittedData2VecBias(MakesGrid, data2vec.Data2VecVisionRelativePositionBias):
+    """`Data2VecVisionRelativePositionBias` after a retrofit."""
+
+
+class TransformersBeitAttention(GridAttention):
+    """Mixin before `transformers`' attention of BEiT and Data2Vec.
+
+    Attributes:
+        bias_modules: modules of the model that hold the tables.
+        projections: names of the projections to queries, keys and values.
+    """
+
+    bias_modules: tuple[nn.Module, ...]
+    projections: ClassVar[tuple[str, str, str]]
+    trained_grid: tuple[int, int] | None = None
+
+    @property
+    def position(self) -> BeitTables:
+        """The tables as a position."""
+        return BeitTables(self)
+
+    @property
+    def num_heads(self) -> int:
+        """Number of heads."""
+        return self.num_attention_heads
+
+    @property
+    def scale(self) -> float:
+        """Factor on the products of queries and keys."""
+        return self.head_dim**-0.5
+
+    @property
+    def proj(self) -> nn.Linear:
+        """A projection as wide as the tokens."""
+        return getattr(self, self.projections[0])
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute queries, keys and values (B, heads, N, head_dim) of (B, N, dim) tokens."""
+        parts = (getattr(self, name)(x).unflatten(-1, (-1, self.head_dim)) for name in self.projections)
+        query, key, value = (part.transpose(1, 2) for part in parts)
+        return query, key, value
+
+    def output(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """Join the heads of (B, heads, N, head_dim) to (B, N, dim)."""
+        return mixed.transpose(1, 2).flatten(2)
+
+
+class RetrofittedBeitAttention(TransformersBeitAttention, beit.BeitAttention):
+    """`BeitAttention` after a retrofit."""
+
+    projections: ClassVar[tuple[str, str, str]] = ("q_proj", "k_proj", "v_proj")
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: GridBias | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Map (B, N, dim) tokens to the same shape; layers hand on the grid in place of a bias."""
+        wanted = kwargs.get("output_attentions", getattr(self.config, "output_attentions", False))
+        given = GridArgument(*attention_mask)
+        return attend_and_show(self, hidden_states, given, wanted and self.config._attn_implementation == "eager")
+
+    def output(self, x: Tensor, mixed: Tensor) -> Tensor:
+        return self.o_proj(super().output(x, mixed))
+
+
+class Data2VecAttention(TransformersBeitAttention):
+    """Mixin before the attention of Data2Vec, whose tokens are projected by the module around it."""
+
+    projections: ClassVar[tuple[str, str, str]] = ("query", "key", "value")
+    shows_weights: ClassVar[bool] = False
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.attention_head_size
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        output_attentions: bool = False,
+        relative_position_bias: GridBias | None = None,
+        interpolate_pos_encoding: bool = False,
+        resolution: tuple[int, int] | None = None,
+    ) -> tuple[Tensor, Tensor | None] | tuple[Tensor]:
+        """Map (B, N, dim) tokens of images of `resolution` pixels to the same shape."""
+        patch = self.config.patch_size
+        given = GridArgument(Grid(resolution[0] // patch, resolution[1] // patch, prefix=1), None)
+        outputs = attend_and_show(self, hidden_states, given, output_attentions and self.shows_weights)
+        return outputs if output_attentions or not self.shows_weights else outputs[:1]
+
+
+class RetrofittedData2VecEagerAttention(Data2VecAttention, data2vec.Data2VecVisionSelfAttention):
+    """`Data2VecVisionSelfAttention` after a retrofit."""
+
+    shows_weights: ClassVar[bool] = True
+
+
+class RetrofittedData2VecSdpaAttention(Data2VecAttention, data2vec.Data2VecVisionSdpaSelfAttention):
+    """`Data2VecVisionSdpaSelfAttention` after a retrofit."""
+
+
+class RetrofittedBeitPatches(PatchSizes, beit.BeitPatchEmbeddings):
+    """`BeitPatchEmbeddings` after a retrofit."""
+
+
+class RetrofittedData2VecPatches(PatchSizes, data2vec.Data2VecVisionPatchEmbeddings):
+    """`Data2VecVisionPatchEmbeddings` after a retrofit."""
+
+
+class TransformersBeit(TransformersModel):
+    """Mixin before `transformers`' vision models with the joint tables of BEiT.
+
+    Attributes:
+        bias_classes: class of the modules that hold tables -> the class that they become.
+        in_block: path of the attention within a block.
+    """
+
+    num_prefix_tokens = 1
+    absolute: ClassVar[tuple[str, ...]] = ("embeddings.position_embeddings",)
+    bias_classes: ClassVar[Mapping[type[nn.Module], type[nn.Module]]]
+    patch_embed_classes: ClassVar[Mapping[type[nn.Module], type[nn.Module]]]
+    in_block: ClassVar[str]
+
+    @property
+    def patch_embed(self) -> nn.Module:
+        """The patch embedding, under timm's name."""
+        return self.embeddings.patch_embeddings
+
+    @classmethod
+    def named_blocks(cls, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the layers of a model with their names."""
+        return ((name, part) for name, part in model.named_modules() if isinstance(part, cls.block_classes))
+
+    @classmethod
+    def attentions(cls, model: nn.Module) -> dict[str, tuple[nn.Module, tuple[nn.Module, ...]]]:
+        """Find each attention by name, and the modules with its tables: the block's own and the shared one."""
+        of_blocks = dict(cls.named_blocks(model))
+        tables = {name: part for name, part in model.named_modules() if type(part) in cls.bias_classes}
+        found = {}
+        for name, block in of_blocks.items():
+            shared = (key for key in tables if not any(key.startswith(f"{other}.") for other in of_blocks))
+            own = (key for key in tables if key.startswith(f"{name}."))
+            path = f"{name}.{cls.in_block}"
+            found[path] = (block.get_submodule(cls.in_block), tuple(tables[key] for key in (*own, *shared)))
+        return found
+
+    @classmethod
+    def check(cls, model: nn.Module) -> None:
+        for path, (attn, tables) in cls.attentions(model).items():
+            check_part(path, attn, tuple(cls.attention_classes))
+            if not tables:
+                raise ValueError(f"{path} has no relative positions: build the model with its own")
+            for rows, columns in (table.window_size for table in tables):
+                if rows != columns:
+                    raise ValueError(
+                        f"{path} has a table for {rows} x {columns} patches, which {type(model).__name__} reads with "
+                        "rows and columns exchanged: only models made for square images can be retrofitted"
+                    )
+        implementation = model.config._attn_implementation
+        if implementation not in ("eager", "sdpa"):
+            raise ValueError(f"attn_implementation must be 'eager' or 'sdpa', got {implementation!r}")
+        check_part("embeddings.patch_embeddings", model.embeddings.patch_embeddings, tuple(cls.patch_embed_classes))
+
+    @classmethod
+    def make_layers(cls, model: nn.Module, factory: Callable[..., nn.Module]) -> Layers:
+        """Build the dropout of attention weights; tables stay where they are."""
+        drop = model.config.attention_probs_dropout_prob
+        return {path: {"attn_drop": nn.Dropout(drop)} for path in cls.attentions(model)}
+
+    def position_layers(self) -> Layers:
+        return {}
+
+    def open_to_all_sizes(self) -> None:
+        for attn, tables in self.attentions(self).values():
+            attn.bias_modules = tables
+        for module in self.modules():
+            if type(module) in self.bias_classes:
+                module.__class__ = self.bias_classes[type(module)]
+        embed = self.embeddings.patch_embeddings
+        embed.img_size = tuple(embed.image_size)
+        embed.__class__ = self.patch_embed_classes[type(embed)]
+
+    def no_weight_decay(self) -> set[str]:
+        """Return the names of tables and of the absolute embedding."""
+        return {name for name, _ in self.named_parameters() if name.endswith((TABLE, *self.absolute))}
+
+
+class RetrofittedBeitModel(TransformersBeit, beit.BeitModel):
+    """`BeitModel` of `transformers` after `relvit.retrofit`."""
+
+    block_classes: ClassVar[tuple[type[nn.Module], ...]] = (beit.BeitLayer,)
+    in_block: ClassVar[str] = "attention"
+    attention_classes: ClassVar[Mapping[type[nn.Module], type[nn.Module]]] = {
+        beit.BeitAttention: RetrofittedBeitAttention
+    }
+    bias_classes: ClassVar[Mapping[type[nn.Module], type[nn.Module]]] = {
+        beit.BeitRelativePositionBias: RetrofittedBeitBias
+    }
+    patch_embed_classes: ClassVar[Mapping[type[nn.Module], type[nn.Module]]] = {
+        beit.BeitPatchEmbeddings: RetrofittedBeitPatches
+    }
+
+
+class RetrofittedData2VecVisionModel(TransformersBeit, data2vec.Data2VecVisionModel):
+    """`Data2VecVisionModel` of `transformers` after `relvit.retrofit`."""
+
+    block_classes: ClassVar[tuple[type[nn.Module], ...]] = (data2vec.Data2VecVisionLayer,)
+    in_block: ClassVar[str] = "attention.attention"
+    attention_classes: ClassVar[Mapping[type[nn.Module], type[nn.Module]]] = {
+        data2vec.Data2VecVisionSelfAttention: RetrofittedData2VecEagerAttention,
+        data2vec.Data2VecVisionSdpaSelfAttention: RetrofittedData2VecSdpaAttention,
+    }
+    bias_classes: ClassVar[Mapping[type[nn.Module], type[nn.Module]]] = {
+        data2vec.Data2VecVisionRelativePositionBias: RetrofittedData2VecBias
+    }
+    patch_embed_classes: ClassVar[Mapping[type[nn.Module], type[nn.Module]]] = {
+        data2vec.Data2VecVisionPatchEmbeddings: RetrofittedData2VecPatches
+    }
