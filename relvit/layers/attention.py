@@ -18,8 +18,9 @@ from relvit.ops.inputs import AttentionInputs, checked
 from relvit.ops.terms import add_channels, with_query_bias
 from relvit.ops.windows import exceeds_window
 
-# A plan shows each term by its letter in `rel_terms`; free channels, which have none there, are 'c'.
-LETTERS = {"query": "q", "key": "k", "value": "v", "bias": "b", "channels": "c"}
+# A plan shows each term by its letter in `rel_terms`; free channels, which have none there, are 'c'. Logits per row and
+# column that the position computes itself are those of its key term.
+LETTERS = {"query": "q", "key": "k", "value": "v", "bias": "b", "channels": "c", "axis_logits": "k"}
 
 
 def relative_terms(layer: "GridAttention", x: Tensor, grid: Grid, key_grid: Grid) -> RelativeTerms:
@@ -50,7 +51,7 @@ def attend_with(
 
     Args:
         layer: a `GridAttention`.
-        x: (B, Nq, dim), the tokens that attend.
+        x: (B, Nq, dim), the tokens that attend, or what else the layer's position reads.
         projected: queries (B, heads, Nq, head_dim), and keys and values of all tokens that they attend to. Norms that
             return float32 under autocast are rotated in float32, as in timm.
         grid: where the tokens that attend are.
@@ -140,27 +141,31 @@ class GridAttention(Mixer):
 
     def plan(self, name: str, grid: Grid, training: bool, device: str | None = None) -> LayerPlan:
         """Return which backend attends to the tokens of a grid, and why; only tables are computed."""
-        if self.block_window is not None:
-            grid = Grid(*self.block_window)
-        elif self.window is not None:
-            grid = grid._replace(height=min(grid.height, self.window[0]), width=min(grid.width, self.window[1]))
-        weight, position = self.proj.weight, self.position
-        like = {"device": weight.device, "dtype": weight.dtype}
-        vectors = torch.empty(1, self.num_heads, num_tokens(grid), self.head_dim, **like)
-        # Positions that depend on tokens need no more of them than their width.
-        terms = relative_terms(self, torch.empty(1, num_tokens(grid), weight.shape[0], **like), grid, grid)
-        given = (vectors, vectors, vectors, terms, grid)
+        given, position = self.example(grid), self.position
         with torch.set_grad_enabled(training):
-            backend, reason, keeps = choose(vectors.requires_grad_(training), *given[1:], device=device)
+            backend, reason, keeps = choose(given.query.requires_grad_(training), *given[1:6], device=device)
         if self.backend != "auto":
             keeps = keeps if backend == self.backend else ""
             backend, reason = self.backend, "chosen by name"
-        letters = "".join(letter for field, letter in LETTERS.items() if getattr(terms, field) is not None)
-        width = augmented_width(checked(AttentionInputs(*given)), padded=False) if letters else self.head_dim
+        letters = "".join(letter for field, letter in LETTERS.items() if getattr(given.terms, field) is not None)
+        width = augmented_width(checked(given), padded=False) if letters else self.head_dim
         kind = "" if position is None else type(position).__name__
         return LayerPlan(
             name, kind, letters, backend, reason, (self.head_dim, width), keeps, count_parameters(position)
         )
+
+    def example(self, grid: Grid) -> AttentionInputs:
+        """Return inputs as they are for the tokens of a grid, of which only tables have numbers."""
+        if self.block_window is not None:
+            grid = Grid(*self.block_window)
+        elif self.window is not None:
+            grid = grid._replace(height=min(grid.height, self.window[0]), width=min(grid.width, self.window[1]))
+        weight = self.proj.weight
+        like = {"device": weight.device, "dtype": weight.dtype}
+        vectors = torch.empty(1, self.num_heads, num_tokens(grid), self.head_dim, **like)
+        # Positions that depend on tokens need no more of them than their width.
+        terms = relative_terms(self, torch.empty(1, num_tokens(grid), weight.shape[0], **like), grid, grid)
+        return AttentionInputs(vectors, vectors, vectors, terms, grid)
 
 
 class RelativeAttention(GridAttention, Attention):

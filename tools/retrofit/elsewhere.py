@@ -2,6 +2,7 @@
 
     python tools/retrofit/elsewhere.py  # SAM ViT-B of all libraries, 1,024 px
     python tools/retrofit/elsewhere.py --models timm-sam --sizes 1024 1024x512 --layers 3 --threads 1 2
+    python tools/retrofit/elsewhere.py --models timm-mvitv2 --sizes 224 448
 
 For each model and size it prints the largest difference of the features, relative to their largest number; with the
 source as 1.00 the time of a forward pass and of a training step, as medians of the ratios of rounds in which source and
@@ -85,10 +86,20 @@ def cut_sam(model: nn.Module, size: Size) -> None:
     model.pos_embed = nn.Parameter(model.pos_embed[:, : size[0] // 16, : size[1] // 16])
 
 
+def timm_mvitv2(layers: int, size: Size) -> nn.Module:
+    """Build MViTv2-S for images of this size; fewer layers are taken from the third stage, the longest one, first."""
+    from timm.models.mvitv2 import MultiScaleVit, MultiScaleVitCfg
+
+    depths = (1, 2, layers - 5, 2) if layers > 5 else (1,) * min(layers, 4)
+    # timm's tables are those of a square.
+    return MultiScaleVit(MultiScaleVitCfg(depths=depths), img_size=max(size), num_classes=0)
+
+
 MODELS = {
     "transformers-sam": Model("transformers", ("1024",), 12, transformers_sam, cut_sam),
     "segment_anything-sam": Model("segment_anything", ("1024",), 12, segment_anything_sam, cut_sam),
     "timm-sam": Model("timm", ("1024",), 12, timm_sam),
+    "timm-mvitv2": Model("timm", ("224", "448"), 16, timm_mvitv2),
 }
 DEFAULT = [name for name in MODELS if name.endswith("-sam")]
 

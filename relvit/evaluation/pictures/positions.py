@@ -273,4 +273,6 @@ def _logit_inputs(model: nn.Module, image: Tensor) -> dict[str, AttentionInputs]
     for given in found.values():
         if given is None or not given.key.shape[2] == given.query.shape[2] == rows * columns + given.grid.prefix:
             raise NotApplicableError(f"{name} does not compute all patches in each layer")
+        if given.terms.axis_logits is not None:
+            raise NotApplicableError(f"positions of {name} have no tables by offset that hold for all queries")
     return found

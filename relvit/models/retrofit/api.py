@@ -12,7 +12,7 @@ from relvit.layers.positions.factory import position_factory
 from relvit.models.base import GridVisionTransformer
 from relvit.models.retrofit.original import record_changes, snapshot
 from relvit.models.retrofit.source import Retrofitted
-from relvit.models.retrofit.sources import SOURCES_IN_WORDS, source_of
+from relvit.models.retrofit.sources import SOURCES_IN_WORDS, refusal_of, source_of
 from relvit.ops.attention import BACKENDS
 from relvit.ops.checks import check_backend, int_pair
 from relvit.utils.messages import check_choice
@@ -50,10 +50,10 @@ def retrofit(
 
     Args:
         model: timm's `VisionTransformer`, `VisionTransformerDistilled`, `Eva` or `NaFlexVit`; with relative positions
-            `VisionTransformerRelPos`, `Beit`, `VisionTransformerSAM`, `SwinTransformer` or `SwinTransformerV2`. Of
-            other libraries SAM's image encoders, `SamVisionEncoder` and `SamHQVisionEncoder` of `transformers` and
-            `ImageEncoderViT` of `segment_anything`, and `BeitModel` and `Data2VecVisionModel` of `transformers`. It is
-            changed.
+            `VisionTransformerRelPos`, `Beit`, `VisionTransformerSAM`, `SwinTransformer`, `SwinTransformerV2` or
+            `MultiScaleVit`. Of other libraries SAM's image encoders, `SamVisionEncoder` and `SamHQVisionEncoder` of
+            `transformers` and `ImageEncoderViT` of `segment_anything`, and `BeitModel` and `Data2VecVisionModel` of
+            `transformers`. It is changed.
         rel_terms, max_distance, shared_heads, layout, bucketing: see `RelativePosition2d`.
         init_std: standard deviation that initialises what a position learns; with 0 the outputs stay the same.
         position: instead of these tables, one of the names that `RelVisionTransformer` has (slopes change the outputs
@@ -162,6 +162,8 @@ def _source_of(model: nn.Module) -> type[Retrofitted]:
         why = "it has been retrofitted already"
     elif isinstance(model, GridVisionTransformer):
         why = "it has relative positions, chosen by the arguments of timm.create_model"
+    elif (reason := refusal_of(type(model))) is not None:
+        why = reason
     elif base is not None:
         why = f"it is a subclass of {base}, and what it does differently is not known; {takes}"
     elif inner is not None:

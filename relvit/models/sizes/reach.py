@@ -72,6 +72,9 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
                 f"{refused}, which has no relative attention to all tokens; relvit_small and others have it, and "
                 "relvit.retrofit gives it to timm's Vision Transformers"
             )
+        for word in reach.split("-"):
+            if (why := layers[0].lacks.get(word)) is not None:
+                raise ValueError(f"{refused}: {why}")
         embed = getattr(model, "patch_embed", None)
         if embed is None:
             raise ValueError(f"{refused}, which has no patch_embed, whose size would be that of the training")

@@ -7,12 +7,15 @@ import timm
 import torch
 from retrofit_cases import SMALL, build, fingerprint
 from timm.models.eva import Eva
-from timm.models.mvitv2 import MultiScaleVit, MultiScaleVitCfg
+from timm.models.maxxvit import MaxxVit, MaxxVitCfg
 from timm.models.vision_transformer import ParallelScalingBlock, VisionTransformer
 from torch import nn
+from torchvision.models.video.mvit import MSBlockConfig, MViT
 
 import relvit
 from relvit.layers import SlopePosition2d
+
+BLOCK_OF_VIDEOS = MSBlockConfig(1, 8, 8, [3, 3, 3], [3, 3, 3], [1, 1, 1], [1, 2, 2])
 
 
 class Mine(VisionTransformer):
@@ -43,9 +46,13 @@ MODELS = {
         lambda: timm.create_model("test_resnet"),
         "ResNet cannot be retrofitted: retrofit takes timm's Vis",
     ),
-    "mvit": (
-        lambda: MultiScaleVit(MultiScaleVitCfg(depths=(1, 1), embed_dim=(12, 24), num_heads=(1, 2))),
-        r"MultiScaleVit .* it has relative positions of its own, stages\.0\.blocks\.0\.attn\.rel_pos_h; retrofit takes",
+    "others of its own": (
+        lambda: MaxxVit(MaxxVitCfg((32,), (1,), ("M",), 16), img_size=56),
+        r"MaxxVit .* it has relative positions of its own, stages\.0\.blocks\.0\.attn.*; retrofit takes",
+    ),
+    "videos": (
+        lambda: MViT((32, 32), 4, 2 * [BLOCK_OF_VIDEOS], True, False, rel_pos_embed=True, proj_after_attn=False),
+        "MViT cannot be retrofitted: its tokens are those of videos, with a time axis beside rows and columns",
     ),
     "twice": (
         lambda: relvit.retrofit(build("eva02")),

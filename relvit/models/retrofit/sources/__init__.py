@@ -20,6 +20,7 @@ SOURCES = {
     "timm.models.vision_transformer_sam.VisionTransformerSAM": "timm_sam:RetrofittedSam",
     "timm.models.swin_transformer.SwinTransformer": "timm_bias:RetrofittedSwin",
     "timm.models.swin_transformer_v2.SwinTransformerV2": "timm_bias:RetrofittedSwinV2",
+    "timm.models.mvitv2.MultiScaleVit": "timm_mvit:RetrofittedMultiScaleVit",
     "transformers.models.sam.modeling_sam.SamVisionEncoder": "transformers_sam:RetrofittedSamVisionEncoder",
     "transformers.models.sam_hq.modeling_sam_hq.SamHQVisionEncoder": "transformers_sam:RetrofittedSamHQVisionEncoder",
     "transformers.models.beit.modeling_beit.BeitModel": "transformers_beit:RetrofittedBeitModel",
@@ -27,6 +28,12 @@ SOURCES = {
         "transformers_beit:RetrofittedData2VecVisionModel"
     ),
     "segment_anything.modeling.image_encoder.ImageEncoderViT": "segment_anything_sam:RetrofittedImageEncoder",
+}
+# Class of a model with relative positions that cannot be carried over -> the reason.
+REFUSED = {
+    "torchvision.models.video.mvit.MViT": (
+        "its tokens are those of videos, with a time axis beside rows and columns, and relvit's positions have none"
+    ),
 }
 # Versions of other libraries with which the tests have run; the extra 'elsewhere' in pyproject.toml asks for these.
 # A family may need more than its library.
@@ -46,7 +53,7 @@ def source_of(model_class: type) -> type[Retrofitted] | None:
     Raises:
         ValueError: a version of the model's library that is not known.
     """
-    place = SOURCES.get(f"{model_class.__module__}.{model_class.__qualname__}")
+    place = SOURCES.get(_full_name(model_class))
     if place is None:
         return None
     library = model_class.__module__.partition(".")[0]
@@ -60,3 +67,12 @@ def source_of(model_class: type) -> type[Retrofitted] | None:
     if installed is not None and not SpecifierSet(allowed, prereleases=True).contains(installed):
         raise ValueError(f"{model_class.__name__} is of {library} {installed}; retrofit knows {library}{allowed}")
     return resolve_name(f"{__name__}.{place}")
+
+
+def refusal_of(model_class: type) -> str | None:
+    """Return why a model of exactly this class is known to be none that can be retrofitted, or None."""
+    return REFUSED.get(_full_name(model_class))
+
+
+def _full_name(model_class: type) -> str:
+    return f"{model_class.__module__}.{model_class.__qualname__}"

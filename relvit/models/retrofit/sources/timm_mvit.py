@@ -1,0 +1,282 @@
+"""timm's `MultiScaleVit` (MViTv2) after `relvit.retrofit`: tables per axis, met by pooled queries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from timm.layers import to_2tuple
+from timm.models.mvitv2 import (
+    MultiScaleAttention,
+    MultiScaleBlock,
+    MultiScaleVit,
+    PatchEmbed,
+    reshape_post_pool,
+    reshape_pre_pool,
+)
+from torch import Tensor, nn
+
+from relvit.layers.attention import GridAttention, attend_with, relative_terms
+from relvit.layers.mixer import Leaf
+from relvit.layers.patch_embed import check_images
+from relvit.models.retrofit.source import Layers, OwnPositions
+from relvit.ops import AxisLogits, Grid, RelativeTerms, num_tokens
+from relvit.ops.inputs import AttentionInputs
+from relvit.ops.tracing import is_compiling
+
+Size = tuple[int, int]
+
+
+class Pooling(NamedTuple):
+    """Kernel, stride and padding of a pooling, (rows, columns) each; by default there is none."""
+
+    kernel: Size = (1, 1)
+    stride: Size = (1, 1)
+    padding: Size = (0, 0)
+
+    @classmethod
+    def of(cls, module: nn.Module | None) -> Pooling:
+        """Return the pooling of a convolution, of `MaxPool2d` or of `AvgPool2d`."""
+        if module is None:
+            return cls()
+        return cls(*(to_2tuple(part) for part in (module.kernel_size, module.stride, module.padding)))
+
+    def size(self, size: Size) -> Size:
+        """Return rows and columns after the pooling of so many."""
+        rows, columns = (
+            (n + 2 * padding - kernel) // stride + 1 for n, kernel, stride, padding in zip(size, *self, strict=True)
+        )
+        return rows, columns
+
+
+class PooledOffsets:
+    """Position of MViTv2's attention after `relvit.retrofit`: a view of tables that the attention keeps.
+
+    Queries and keys are pooled with different strides, so offsets count in steps of the finer one of both: a table has
+    a row for each of these, but the few rows and columns of the keys alone are expanded for each row or column of the
+    queries. Names in the state dict, numbers, gradients and the optimiser's state stay those of the source. Source: Li
+    et al. 2022 (arXiv 2112.01526), section 4.1, eq. 3 and 4.
+
+    Args:
+        layer: the attention.
+    """
+
+    needs_tokens: ClassVar[bool] = True
+
+    def __init__(self, layer: MultiScaleRelative) -> None:
+        self.layer = layer
+
+    @property
+    def trained_grid(self) -> Size | None:
+        """Rows and columns of patches in training, to stretch tables; None: they are not."""
+        return self.layer.trained_grid
+
+    @trained_grid.setter
+    def trained_grid(self, size: Size | None) -> None:
+        self.layer.trained_grid = size
+
+    def parameters(self) -> Iterator[Tensor]:
+        """Yield both tables."""
+        return iter((self.layer.rel_pos_h, self.layer.rel_pos_w))
+
+    def terms(self, query: Tensor, grid: Grid, key_grid: Grid) -> RelativeTerms:
+        """Compute the logits of pooled queries (B, heads, Nq, head_dim) for each row and column of the pooled keys."""
+        # In memory tokens come before heads, as after pooling.
+        query = query.transpose(1, 2)[:, grid.prefix :].unflatten(1, grid[:2])
+        by_axis = zip(self.parameters(), grid[:2], key_grid[:2], ("byxhc,ykc->byxhk", "byxhc,xkc->byxhk"), strict=True)
+        logits = [
+            torch.einsum(product, query, self.vectors(axis, table, queries, keys)).flatten(1, 2).transpose(1, 2)
+            for axis, (table, queries, keys, product) in enumerate(by_axis)
+        ]
+        return RelativeTerms(axis_logits=AxisLogits(*(F.pad(part, (0, 0, grid.prefix, 0)) for part in logits)))
+
+    def vectors(self, axis: int, table: Tensor, queries: int, keys: int) -> Tensor:
+        """Look up the vectors (queries, keys, head_dim) of all pairs of rows, or columns, divided by the scale.
+
+        Offsets beyond a table have its edge. The steps and the entry of the offset 0 are those of the size that the
+        attention was built for, where timm's `cal_rel_pos_type` computes the same index.
+        """
+        built = [size[axis] for size in self.layer.sizes(self.layer.built_for)]
+        query_step, key_step = max(built[1] / built[0], 1.0), max(built[0] / built[1], 1.0)
+        here, there = (torch.arange(size, device=table.device) for size in (queries, keys))
+        index, zero, last = here[:, None] * query_step - there * key_step, (built[1] - 1) * key_step, len(table) - 1
+        index += zero
+        # The logits are scaled as the products of queries and keys are.
+        table = table / self.layer.scale
+        if (ratio := self.stretch_ratio(axis, (queries, keys), finer=int(built[1] > built[0]))) is None:
+            return table[index.long().clamp(0, last)]
+        index = ((index.floor() - zero) * ratio + zero).clamp(0, last)
+        below = index.long()
+        low, high = (table[(below + further).clamp(max=last)] for further in (0, 1))
+        return torch.lerp(low, high, (index - below)[..., None].to(table.dtype))
+
+    def stretch_ratio(self, axis: int, sizes: Size, finer: int) -> float | None:
+        """Return by how much offsets are multiplied, `finer` being queries (0) or keys (1); None: tables stay."""
+        if self.trained_grid is None:
+            return None
+        trained = self.layer.sizes(self.layer.tokens_of(self.trained_grid))[finer][axis]
+        # A graph must serve all sizes.
+        return trained / sizes[finer] if is_compiling() or trained != sizes[finer] else None
+
+
+class MultiScaleRelative(GridAttention, MultiScaleAttention):
+    """timm's `MultiScaleAttention` after a retrofit: pools queries, keys and values as before.
+
+    Attributes:
+        poolings: those between the patches and the tokens of this attention, which the blocks before it do.
+    """
+
+    lacks: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("logn", "windows", "bands"),
+        "its layers pool tokens, so that the grid of patches in training is not that of their keys",
+    )
+    trained_grid: Size | None = None
+    poolings: tuple[Pooling, ...] = ()
+
+    @property
+    def position(self) -> PooledOffsets:
+        """The tables as a position."""
+        return PooledOffsets(self)
+
+    def sizes(self, size: Size) -> tuple[Size, Size]:
+        """Return rows and columns of pooled queries and of pooled keys, of the rows and columns of the tokens."""
+        return Pooling.of(self.pool_q).size(size), Pooling.of(self.pool_k).size(size)
+
+    @property
+    def built_for(self) -> Size:
+        """Rows and columns of the tokens for which the tables were built, of whose finer grid they have all offsets."""
+        strides = zip(Pooling.of(self.pool_q).stride, Pooling.of(self.pool_k).stride, strict=True)
+        rows, columns = (
+            (len(table) + 1) // 2 * min(both) for table, both in zip(self.position.parameters(), strides, strict=True)
+        )
+        return rows, columns
+
+    def tokens_of(self, patches: Size) -> Size:
+        """Return rows and columns of the tokens of this attention, of those of the patches."""
+        for pooling in self.poolings:
+            patches = pooling.size(patches)
+        return patches
+
+    def forward(self, x: Tensor, feat_size: Size) -> tuple[Tensor, list[int]]:
+        """Map (B, N, dim) tokens of `feat_size` rows and columns to (B, Nq, dim_out), and return the size of these."""
+        projected = self.qkv(x).chunk(3, dim=-1)
+        (query, grid), (key, key_grid), (value, _) = (
+            self.pooled(part, feat_size, pool, norm)
+            for part, pool, norm in zip(
+                projected,
+                (self.pool_q, self.pool_k, self.pool_v),
+                (self.norm_q, self.norm_k, self.norm_v),
+                strict=True,
+            )
+        )
+        mixed = attend_with(self, query, (query, key, value), grid, key_grid)
+        if self.residual_pooling:
+            mixed = mixed + query
+        return self.proj(mixed.transpose(1, 2).flatten(2)), list(grid[:2])
+
+    def pooled(self, x: Tensor, size: Size, pool: nn.Module | None, norm: nn.Module | None) -> tuple[Tensor, Grid]:
+        """Pool and normalise projected tokens (B, N, dim) of an image of this size: (B, heads, N', head_dim)."""
+        prefix, heads = int(self.has_cls_token), self.num_heads
+        if type(pool) is nn.Conv2d and not has_hooks(pool) and not has_hooks(norm):
+            # timm's convolution is that of one head. The same for all of them takes the projection as it is in memory,
+            # channels last, where heads as samples would be copied before and after.
+            weight = pool.weight.repeat(heads, 1, 1, 1)
+            image = x[:, prefix:].unflatten(1, size).permute(0, 3, 1, 2)
+            image = F.conv2d(image, weight, None, pool.stride, pool.padding, groups=len(weight))
+            size, patches = tuple(image.shape[2:]), image.permute(0, 2, 3, 1).flatten(1, 2)
+            x = torch.cat((x[:, :prefix], patches), dim=1) if prefix else patches
+            x = norm(x.unflatten(-1, (heads, -1))).transpose(1, 2)
+        else:
+            x = x.unflatten(-1, (heads, -1)).transpose(1, 2)
+            if pool is not None:
+                image, token = reshape_pre_pool(x, size, self.has_cls_token)
+                x, size = reshape_post_pool(pool(image), heads, token)
+            x = x if norm is None else norm(x)
+        return x, Grid(size[0], size[1], prefix)
+
+    def example(self, grid: Grid) -> AttentionInputs:
+        weight = self.proj.weight
+        grids = [Grid(*size, grid.prefix) for size in self.sizes(self.tokens_of(grid[:2]))]
+        query, key = (
+            torch.empty(1, self.num_heads, num_tokens(part), self.head_dim, device=weight.device, dtype=weight.dtype)
+            for part in grids
+        )
+        return AttentionInputs(query, key, key, relative_terms(self, query, *grids), *grids)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether a call of the module would call a user's hooks."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, kind) for kind in kinds)
+
+
+class MultiScalePatchEmbed(Leaf, PatchEmbed):
+    """timm's `PatchEmbed` of MViTv2 after a retrofit: patches overlap, and padding completes those at the edges.
+
+    Attributes:
+        img_size: height and width of images in training.
+    """
+
+    img_size: Size
+    dynamic_img_pad: ClassVar[bool] = True
+
+    @property
+    def patch_size(self) -> Size:
+        """Pixels from one patch to the next."""
+        return self.proj.stride
+
+    @property
+    def grid_size(self) -> Size:
+        """Rows and columns of patches in training."""
+        return self.dynamic_feat_size(self.img_size)
+
+    def dynamic_feat_size(self, img_size: Size) -> Size:
+        """Return rows and columns of patches of images of this size."""
+        return Pooling.of(self.proj).size(img_size)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, torch.Size]:
+        """Embed images (B, in_chans, height, width) as (B, N, embed_dim), and return the rows and columns."""
+        check_images(x, self.proj.in_channels)
+        return super().forward(x)
+
+
+class RetrofittedMultiScaleVit(OwnPositions, MultiScaleVit):
+    """timm's `MultiScaleVit` after `relvit.retrofit`, for images of every size; blocks pool as before."""
+
+    block_classes: ClassVar[tuple[type[nn.Module], ...]] = (MultiScaleBlock,)
+    attention_classes: ClassVar[Mapping[type[nn.Module], type[nn.Module]]] = {MultiScaleAttention: MultiScaleRelative}
+    patch_embed_classes: ClassVar[tuple[type[nn.Module], ...]] = (PatchEmbed,)
+
+    @classmethod
+    def check(cls, model: nn.Module) -> None:
+        super().check(model)
+        if model.pos_embed is not None:
+            raise ValueError(
+                "pos_embed: MViTv2 with an absolute embedding, which has no rule for other sizes, cannot be "
+                "retrofitted: build the model with use_abs_pos=False, as all registered ones are"
+            )
+        for name, block in cls.named_blocks(model):
+            if block.attn.rel_pos_type != "spatial":
+                raise ValueError(
+                    f"{name}.attn has no relative positions, and MultiScaleAttention can be given none: build the "
+                    "model with rel_pos_type='spatial'"
+                )
+
+    @classmethod
+    def make_layers(cls, model: nn.Module, factory: Callable[..., nn.Module]) -> Layers:
+        """Build the dropout of attention weights, of which MViTv2 has none; tables stay where they are."""
+        return {f"{name}.attn": {"attn_drop": nn.Dropout(0.0)} for name, _ in cls.named_blocks(model)}
+
+    def open_to_all_sizes(self) -> None:
+        poolings: list[Pooling] = []
+        for _, block in self.named_blocks(self):
+            block.attn.poolings = tuple(poolings)
+            poolings.append(Pooling.of(block.attn.pool_q))
+        embed = self.patch_embed
+        embed.__class__ = MultiScalePatchEmbed
+        rows, columns = self.stages[0].blocks[0].attn.built_for
+        embed.img_size = (rows * embed.patch_size[0], columns * embed.patch_size[1])
+        # timm's transforms read whether other sizes are allowed.
+        self._traits = {**getattr(self, "_traits", {}), "fixed_input_size": False}
