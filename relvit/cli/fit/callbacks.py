@@ -1,17 +1,16 @@
-"""Callbacks that record the configuration of `relvit fit` and print its start; others are in `training/callbacks`."""
+"""A callback that records the configuration of `relvit fit`; other callbacks are in `training/callbacks`."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from lightning import Callback, LightningModule, Trainer
+from lightning import LightningModule, Trainer
 from lightning.pytorch.cli import SaveConfigCallback
 
 from relvit.cli.secrets import mask_command, mask_secrets
 from relvit.training import record_run
 from relvit.utils.files import atomic_write
-from relvit.utils.progress import rank_zero_print
 
 
 class RunConfig(SaveConfigCallback):
@@ -39,16 +38,3 @@ class RunConfig(SaveConfigCallback):
             self.parser.save(recorded, path, skip_none=False, multifile=self.multifile)
         command = mask_command(sys.argv, self.config.trainer.logger)
         record_run(folder, command, self.config.seed_everything, trainer)
-
-
-class Announcement(Callback):
-    """Print a text when a training begins, after everything that may refuse a checkpoint.
-
-    Attributes:
-        text: set before the training.
-    """
-
-    text = ""
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        rank_zero_print(self.text)

@@ -8,14 +8,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import Namespace
 from lightning import Callback
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from relvit.cli.arguments import Arguments
 from relvit.cli.errors import UsageError
-from relvit.cli.fit.callbacks import Announcement, RunConfig
+from relvit.cli.fit.callbacks import RunConfig
 from relvit.cli.fit.outcome import describe_training, report_fit
 from relvit.cli.fit.resumed_options import changed_options, checkpoint_of_epoch_end, fit_options, resume_arguments
 from relvit.cli.parser import Parser
@@ -73,17 +73,6 @@ def main(given: Arguments) -> None:
     leave_processes()
 
 
-def training_values(checkpoint: Checkpoint, asked_data: str | None) -> Namespace:
-    """Return the values of a checkpoint with which a training can go on, see `values_of`."""
-    if not checkpoint.resumable:
-        raise UsageError(
-            f"{checkpoint.path} holds weights alone (an average does), with which no training can go on: start one "
-            f"from them with --model.pretrained {checkpoint.path}"
-        )
-    # The classes are found in the images, and compared with the checkpoint's afterwards.
-    return values_of(checkpoint, asked_data, ("data.class_names", *(f"model.{name}" for name in OF_THE_DATA)))
-
-
 class FitCLI(RelvitCLI):
     """`relvit fit`: classes, channels and image size flow from the data to the model.
 
@@ -107,7 +96,14 @@ class FitCLI(RelvitCLI):
             # Lightning reads it again, and would take an older file of the same name for one at an address of http.
             self.checkpoint_file: Path = stack.enter_context(local_file(path))
             checkpoint = Checkpoint.read(path, self.checkpoint_file)
-            known = training_values(checkpoint, given.values.get("data"))
+            if not checkpoint.resumable:
+                raise UsageError(
+                    f"{path} holds weights alone (an average does), with which no training can go on: start one from "
+                    f"them with --model.pretrained {path}"
+                )
+            # The classes are found in the images, and compared with the checkpoint's afterwards.
+            found = ("data.class_names", *(f"model.{name}" for name in OF_THE_DATA))
+            known = values_of(checkpoint, given.values.get("data"), found)
         super().__init__(fit, given, checkpoint, known, RunConfig)
 
     def add_arguments_to_parser(self, parser: Parser) -> None:
@@ -133,10 +129,11 @@ class FitCLI(RelvitCLI):
         for name in Architecture._fields:
             self.config.model[name] = self.model.hparams[name]
         callbacks, history = self._callbacks(self.options)
-        announcement = Announcement()
-        with self.running([announcement, *callbacks], self.run_folder, history, self.config.quiet) as trainer:
+        # Lightning calls this hook after everything that may refuse a checkpoint.
+        announce = LambdaCallback(on_fit_start=lambda *_: rank_zero_print(self.announcement))
+        with self.running([announce, *callbacks], self.run_folder, history, self.config.quiet) as trainer:
             start = time.monotonic()
-            announcement.text = self._announced()
+            self.announcement: str = self._announced()
             # Only a configuration names a checkpoint that was not read here. Nothing but tensors and plain types is
             # ever read from a checkpoint.
             path = str(self.checkpoint_file) if self.checkpoint else self.resumed_file
@@ -196,7 +193,8 @@ class FitCLI(RelvitCLI):
             self.checkpoint = Checkpoint.read(self.checkpoint_file)
             text = f"{note}\n{text}"
         finished = self.checkpoint.finished_epochs()
-        if self._lacks_its_end(epochs, finished):
+        # A run may have been ended after its last epoch and before its summary.
+        if self.resumes is not None and epochs == finished and not (self.resumes / "summary.json").exists():
             text = f"The training is complete; its test, figures and summary are left.\n{text}"
         elif epochs is not None and 0 <= epochs <= finished:
             raise UsageError(
@@ -204,10 +202,6 @@ class FitCLI(RelvitCLI):
                 "with a larger number"
             )
         return f"changed since: {', '.join(self.changed)}\n{text}" if self.changed else text
-
-    def _lacks_its_end(self, epochs: int | None, finished: int) -> bool:
-        """Whether a run that is resumed was ended after its last epoch and before its summary."""
-        return self.resumes is not None and epochs == finished and not (self.resumes / "summary.json").exists()
 
     def _report(self, start: float) -> None:
         """Test the best checkpoint where there are test images, and print the result and the commands to go on."""
