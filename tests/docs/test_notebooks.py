@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 
@@ -47,7 +46,8 @@ def test_notebooks_run(path, tmp_path):
     if path.stem == "make_your_sam_smaller":
         pytest.importorskip("transformers", reason="pip install 'relvit[elsewhere]' brings transformers")
     copy = tmp_path / path.name
-    shutil.copy(path, copy)
+    # Trainings need not learn much here.
+    copy.write_text(re.sub(r"(epochs[ =])\d+", r"\g<1>2", path.read_text()))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}
     command = [sys.executable, ROOT / "notebooks" / "execute.py", copy]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
