@@ -46,7 +46,7 @@ TEXTS: dict[str, str] = {
     "model.model_kwargs.X": "An argument X of that model, such as rel_terms, max_distance or drop_path_rate.",
     "model.retrofit.X": "An argument X of relvit.retrofit for timm's ViTs: rel_terms ...",
     "trainer.devices": "The number of devices (GPUs or CPU processes) to use. Default: auto.",
-    "trainer.accelerator": "The kind of device: auto, cpu, gpu or mps. Default: auto.",
+    "trainer.accelerator": "The kind of device: auto, cpu, gpu or mps (untested). Default: auto.",
     "trainer.precision": "The number format: 32-true, bf16-mixed or 16-mixed. Default: 32-true.",
 }
 # These words stand for the values of options; other options have N, X, BOOL or NAME, by their types.

@@ -13,6 +13,7 @@ from relvit.ops.backends import fused, gathered, tiled, triton
 from relvit.ops.backends.axis_logits import axis_logits, grid_axes, joined_with_index
 from relvit.ops.checks import check_backend, check_kind
 from relvit.ops.grid import Grid, check_tokens
+from relvit.ops.index_range import check_index_range
 from relvit.ops.inputs import AttentionInputs, check_terms, checked, with_channels, with_equal_heads
 from relvit.ops.temperature import with_temperature
 from relvit.ops.terms import JointTable, RelativeTerms, is_stock
@@ -112,6 +113,8 @@ def attend(inputs: AttentionInputs, backend: str = "auto") -> Tensor:
                 raise ValueError(f"terms.{name} is a joint table: backend 'gathered' or 'reference', not {backend!r}")
     if backend in ("tiled", "triton") and not is_eager():
         raise ValueError(f"backend {backend!r} can be no part of graphs or of torch.func's transforms: use 'auto'")
+    if is_eager():
+        check_index_range(inputs, backend)
     if backend == "reference":
         return reference.relative_attention(**inputs._asdict())
     if backend in ("tiled", "gathered"):

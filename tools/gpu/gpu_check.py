@@ -1,5 +1,7 @@
 """Check on a GPU, which CI lacks, what the test suite checks on the CPU: `python tools/gpu/gpu_check.py`.
 
+On a Mac: `--device mps`, which has no float64 and none of the checks for CUDA alone.
+
 Every backend, in every dtype, against `backend='reference'` in float64 on the CPU, forward and backward; then what only
 a GPU can show: which kernels run, how much memory a training step takes, compiled code. A line per check, `ok|FAIL name
 error limit`; the exit status is 1 if any failed. Lines `note` report, lines `skip` name what this device cannot show.
@@ -89,6 +91,11 @@ class Log:
         print(f"{status:4} {name} {remark}".rstrip(), flush=True)
 
 
+def has_dtype(device: str, dtype: torch.dtype) -> bool:
+    """Return whether a device computes in a dtype."""
+    return device != "mps" or dtype != torch.float64
+
+
 def short(dtype: torch.dtype) -> str:
     """Return the name of a dtype."""
     return str(dtype).removeprefix("torch.")
@@ -152,6 +159,7 @@ def check_scene(log: Log, scene: Scene, device: str) -> None:
     exact_stock = stock_outcome(scene, "cpu", torch.float64)
     limits: dict[torch.dtype, Limits] = dict(EXACT)
     limits |= {dtype: stock_limits(stock_outcome(scene, device, dtype), exact_stock) for dtype in HALVES}
+    limits = {dtype: limit for dtype, limit in limits.items() if has_dtype(device, dtype)}
     # The CPU has no kernels but in Triton's interpreter, which the test suite runs.
     backends = (*BACKENDS, "auto", *(("triton",) if device == "cuda" else ()))
     cases = [(letters, AxisTables, backends) for letters in scene.letters]
@@ -289,7 +297,8 @@ def check_compiled(log: Log, device: str) -> None:
 def check_attention_free(log: Log, device: str, quick: bool, compiled: bool) -> None:
     """Check operations without attention in every dtype, with keys of ordinary and of extreme size; layers compiled."""
     grid = make_grid(5, 7, prefix=1)
-    for spread, dtype in product((2.0,) if quick else (2.0, 3e3), gpu_aft.LIMITS):
+    dtypes = [dtype for dtype in gpu_aft.LIMITS if has_dtype(device, dtype)]
+    for spread, dtype in product((2.0,) if quick else (2.0, 3e3), dtypes):
         drawn = {name: tensor.to(dtype).double() for name, tensor in gpu_aft.contents(grid, spread).items()}
         for name, inputs, fast, slow in gpu_aft.operations(grid):
 
@@ -324,17 +333,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Check and print; return the exit status.
 
     Raises:
-        ValueError: there is no GPU, and the device is not the CPU.
+        ValueError: there is no such device.
     """
     parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
     add = parser.add_argument
-    add("--device", choices=("cuda", "cpu"), default="cuda")
+    add("--device", choices=("cuda", "mps", "cpu"), default="cuda")
     add("--quick", action="store_true", help="few and tiny cases")
     add("--compile", action="store_true", help="check compiled code on the CPU too, which needs a C++ compiler")
     given = parser.parse_args(arguments)
     device: str = given.device
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device 'cuda' needs a GPU, torch sees none: use --device cpu")
+    if device != "cpu" and not getattr(torch, device).is_available():
+        raise ValueError(f"device {device!r} needs a GPU, torch sees none: use --device cpu")
     # TF32 has 10 bits, float32 is checked to 1e-5.
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False

@@ -80,7 +80,8 @@ def _attend(inputs: AttentionInputs) -> Tensor:
     width = augmented_width(inputs, padded=valid is not None)
     # Up to the multiple there are further columns of the grid, in which no token is. Unlike zeros that may be none,
     # these columns make no case of their own, so that one graph serves all sizes.
-    missing = -width % WIDTH_MULTIPLE
+    # ExecuTorch computes the remainder of a negative number as C does, so that here no number is negative.
+    missing = (WIDTH_MULTIPLE - width % WIDTH_MULTIPLE) % WIDTH_MULTIPLE
     key_axes, axes_of_queries = _with_columns(grid_axes(key_grid), missing), query_axes(inputs)
     if not key_term:
         axes_of_queries = _with_columns(axes_of_queries, missing)

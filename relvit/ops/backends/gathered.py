@@ -46,8 +46,7 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
         if not may_recompute():
             # The number of tiles is not known in a graph for all sizes, and transforms cannot recompute tiles.
             return _attend(inputs, queries, keys, 0)
-        batch, heads, length, _ = query.shape
-        step = max(LEAST_QUERIES, TILE_LOGITS // max(1, batch * heads * key.shape[2]))
+        length, step = query.shape[2], tile_queries(query, key)
         tiles = []
         for start in range(0, length, step):
             part = slice(start, start + step)
@@ -67,6 +66,11 @@ def _of_queries(terms: RelativeTerms, part: slice) -> RelativeTerms:
     if terms.axis_logits is None:
         return terms
     return terms._replace(axis_logits=AxisLogits(*(of_axis[:, :, part] for of_axis in terms.axis_logits)))
+
+
+def tile_queries(query: Tensor, key: Tensor) -> int:
+    """Return how many queries a tile has at the most."""
+    return max(LEAST_QUERIES, TILE_LOGITS // max(1, query.shape[0] * query.shape[1] * key.shape[2]))
 
 
 def _attend(inputs: AttentionInputs, queries: Tokens, keys: Tokens, first: int) -> Tensor:

@@ -77,7 +77,7 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
             # The seed comes from the generator that users seed; each tile's own follows from it, in backward too.
             seed=int(torch.randint(2**48, ())) if inputs.dropout_p else 0,
             scale=inputs.scale,
-            size=_tile_size(query, key),
+            size=tile_size(query, key),
         )
         operands = Operands(query, key, value, of_queries, of_keys, offset_table(inputs), table, mask)
         return Tiles.apply(*operands, config).transpose(1, 2)
@@ -199,7 +199,7 @@ def _backward(
     )
 
 
-def _tile_size(query: Tensor, key: Tensor) -> tuple[int, int, int]:
+def tile_size(query: Tensor, key: Tensor) -> tuple[int, int, int]:
     """Return how many samples, heads and queries a tile has at the most."""
     _, heads, length, _ = query.shape
     threads = torch.get_num_threads()

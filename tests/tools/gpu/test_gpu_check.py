@@ -1,10 +1,13 @@
 """The GPU check, run on the CPU: it passes there, and finds what is wrong."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
 from scripts import load
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from relvit.ops import Choice
 from relvit.ops.backends import tiled
@@ -100,3 +103,37 @@ def test_relative_error():
 def test_without_a_gpu_it_names_the_option():
     with pytest.raises(ValueError, match="torch sees none: use --device cpu"):
         gpu_check.main(["--quick"])
+
+
+@pytest.mark.skipif(torch.mps.is_available(), reason="there is an Apple GPU")
+def test_without_an_apple_gpu():
+    with pytest.raises(ValueError, match="device 'mps' needs a GPU, torch sees none"):
+        gpu_check.main(["--device=mps", "--quick"])
+
+
+class WithoutFloat64(TorchDispatchMode):
+    """Raises as MPS does where a tensor would become float64; what is drawn on the CPU is so already."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        given, made = ({getattr(each, "dtype", None) for each in tree_leaves(tree)} for tree in (args, out))
+        if torch.float64 in made - given:
+            raise TypeError(f"{function} needs float64")
+        return out
+
+
+# MPS computes piecewise buckets on the CPU.
+@pytest.mark.parametrize("name", ["table per head", "padding", "cross", "causal"])
+def test_as_on_mps_nothing_needs_float64(name, monkeypatch, capsys):
+    (scene,) = (scene for scene in gpu_scenes.draw_scenes(quick=True) if scene.name == name)
+
+    def outcome(scene, terms, device, dtype, backend="auto"):
+        with WithoutFloat64() if backend != "reference" else nullcontext():
+            return gpu_scenes.outcome(scene, terms, device, dtype, backend)
+
+    monkeypatch.setattr(gpu_check, "has_dtype", lambda device, dtype: dtype != torch.float64)
+    monkeypatch.setattr(gpu_check, "outcome", outcome)
+    log = gpu_check.Log()
+    gpu_check.check_scene(log, scene, "cpu")
+    # Three dtypes in three backends and 'auto', and joint tables in one.
+    assert log.counts == {"ok": 3 * (4 + 1)}, capsys.readouterr().out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -213,6 +214,16 @@ class Launch(NamedTuple):
         size = self.programs() * self.constants()[0]["BLOCK_M"]
         return self.operands.query.new_empty(size, width, dtype=torch.float32)
 
+    def largest_offset(self, vectors: Sequence[Tensor | None]) -> int:
+        """Return the largest offset that the kernels compute in 32 bits, those within a head; others have 64."""
+        operands, (_, height, width) = self.operands, self.grid
+        tokens = [tensor for tensor in (*operands[:4], *vectors) if tensor is not None]
+        of_tokens = max((tensor.shape[2] - 1) * tensor.stride(2) + tensor.shape[3] for tensor in tokens)
+        # Indices, bounds and logits have rows of queries; workspaces have rows of slots.
+        columns = max(height + width, *(entries + 1 for entries in self.variant.entries))
+        rows = max(operands.query.shape[2], self.programs() * self.constants()[0]["BLOCK_M"])
+        return max(of_tokens, rows * columns)
+
     def run(self, vectors: tuple[Tensor | None, ...], others: tuple[Tensor | None, ...]) -> None:
         """Run the kernel; after the operands it takes (B, heads, N, dim) tensors with strides, then contiguous ones."""
         operands = self.operands
@@ -220,6 +231,11 @@ class Launch(NamedTuple):
         work = self.work()
         if not work:
             return
+        if (largest := self.largest_offset(vectors)) >= 2**31:
+            raise ValueError(
+                f"backend 'triton' computes offsets in 32 bits; {query.shape[2]} queries with {key.shape[2]} keys need "
+                f"{largest}, above 2^31 - 1: use 'fused' or 'tiled', or an image in parts (`relvit.models.set_reach`)"
+            )
         strides = [number for tensor in (query, key, value, position) for number in _strides(tensor)]
         strides += [0 if valid is None else valid.stride(0)]
         strides += [number for tensor in vectors for number in _strides(tensor)]

@@ -1,0 +1,68 @@
+"""Guard against tensors that MPS kernels index with 32 bits: they would compute wrong numbers without an error."""
+
+from __future__ import annotations
+
+from relvit.ops.backends import gathered, tiled
+from relvit.ops.backends.axis_logits import WIDTH_MULTIPLE, query_axes
+from relvit.ops.inputs import AttentionInputs, added_width
+from relvit.ops.terms import AxisTables, JointTable
+
+# Kinds of devices of which PyTorch 2.14 has kernels that are silently wrong for tensors above this many numbers, such
+# as `bmm` (pytorch/pytorch issue 197636).
+NARROW_DEVICES = ("mps",)
+LARGEST = 2**31 - 1
+
+
+def largest_tensor(inputs: AttentionInputs, backend: str) -> int:
+    """Return how many numbers the largest tensor of a backend has at the most, results and operands included.
+
+    Stock attention, which `fused` calls, counts as if it kept its N x N weights, as it does on MPS in training.
+    """
+    (batch, heads, queries, _), keys = inputs.query.shape, inputs.key.shape[2]
+    dims = inputs.query.shape[3] + added_width(inputs.terms, inputs.query.dtype), inputs.value.shape[3]
+    axes = inputs.key_grid.height + inputs.key_grid.width + WIDTH_MULTIPLE
+    if all(term is None for term in inputs.terms[:4]) and inputs.terms.axis_logits is None:
+        axes = 0
+    if inputs.terms.query is not None:
+        axes += sum(axis.size for axis in query_axes(inputs))
+    per_token = max(dims) + axes + WIDTH_MULTIPLE if backend == "fused" else max(*dims, axes)
+    if backend == "tiled":
+        samples, of_heads, of_queries = tiled.tile_size(inputs.query, inputs.key)
+        pairs = min(samples, batch) * min(of_heads, heads) * min(of_queries, queries) * keys
+    elif backend == "gathered":
+        pairs = batch * heads * min(gathered.tile_queries(inputs.query, inputs.key), queries) * keys
+    else:
+        pairs = batch * heads * queries * keys
+    entries = max(_entries(*term) for term in zip(inputs.terms._fields[:4], inputs.terms[:4], strict=True))
+    by_token = batch * heads * max(queries, keys) * max(per_token, entries)
+    # `reference` has a product of head_dim numbers for each pair.
+    return max(by_token, pairs * max(dims) if backend == "reference" else pairs)
+
+
+def check_index_range(inputs: AttentionInputs, backend: str) -> None:
+    """Raise where a tensor of a backend would have more numbers than the device's kernels can count.
+
+    Raises:
+        ValueError: the device is one of `NARROW_DEVICES`, and a tensor has more than 2^31 - 1 numbers.
+    """
+    device = inputs.query.device.type
+    if device not in NARROW_DEVICES or (number := largest_tensor(inputs, backend)) <= LARGEST:
+        return
+    hint = "smaller batches, or an image in parts (`relvit.models.set_reach`)"
+    if backend not in ("tiled", "gathered") and largest_tensor(inputs, "tiled") <= LARGEST:
+        hint = f"backend='tiled', {hint}"
+    raise ValueError(
+        f"attention of {inputs.query.shape[2]} queries to {inputs.key.shape[2]} keys by backend {backend!r} has a "
+        f"tensor of up to {number} numbers; kernels of {device} count to 2^31 - 1, and are wrong beyond: use {hint}"
+    )
+
+
+def _entries(name: str, term: AxisTables | JointTable | None) -> int:
+    """Count the vectors, or scalars of a bias, of joined tables, zeros included."""
+    if term is None:
+        return 0
+    axis = -1 if name == "bias" else -2
+    sizes = [table.shape[axis] for table in term]
+    if isinstance(term, JointTable):
+        sizes = [term.table.shape[axis - 1] * term.table.shape[axis]]
+    return sum(sizes) + 1 + WIDTH_MULTIPLE

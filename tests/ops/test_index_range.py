@@ -1,0 +1,119 @@
+"""Sizes beyond 2^31 - 1, on the meta device: how large tensors become, and what refuses those that are too large."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from relvit.ops import (
+    AxisTables,
+    Grid,
+    JointTable,
+    RelativeTerms,
+    index_range,
+    make_grid,
+    num_tokens,
+    relative_attention,
+)
+from relvit.ops.index_range import LARGEST, largest_tensor
+from relvit.ops.inputs import AttentionInputs, checked
+
+
+def meta(*shape):
+    return torch.empty(shape, device="meta", requires_grad=True)
+
+
+def terms_of(letters, dim, distance=7, layout=AxisTables):
+    """Tables on the meta device, of other sizes for rows and columns."""
+    sides = (2 * distance + 1, 2 * distance + 3)
+    shapes = [sides] if layout is JointTable else [(side,) for side in sides]
+    tails = {"query": (dim,), "key": (dim,), "value": (dim,), "bias": ()}
+    tables = {n: layout(*(meta(*s, *tail) for s in shapes)) for n, tail in tails.items() if n[0] in letters}
+    return RelativeTerms(**tables)
+
+
+def case(grid, letters="kv", batch=1, heads=2, dim=8, **options):
+    length = num_tokens(grid)
+    return (*(meta(batch, heads, length, dim) for _ in range(3)), terms_of(letters, dim, **options), grid)
+
+
+class Largest(TorchDispatchMode):
+    """Records the number of numbers of the largest result, and whether an offset in it passes 2^31 - 1."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        # Broadcast tensors are not in memory.
+        sizes = [
+            tensor.untyped_storage().nbytes() // tensor.itemsize
+            for tensor in tree_leaves(out)
+            if isinstance(tensor, Tensor)
+        ]
+        self.numbers = max(self.numbers, *sizes, 0)
+        return out
+
+
+GRIDS = [make_grid(9, 14, 1), make_grid(40, 60), make_grid(3, 700, 2)]
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: f"{grid.height}x{grid.width}")
+@pytest.mark.parametrize(
+    ("backend", "letters", "layout"),
+    [
+        ("fused", "kv", AxisTables),
+        ("fused", "qkvb", AxisTables),
+        ("fused", "", AxisTables),
+        ("tiled", "kv", AxisTables),
+        ("tiled", "qkvb", AxisTables),
+        ("gathered", "qkvb", AxisTables),
+        ("gathered", "kv", JointTable),
+    ],
+)
+def test_no_tensor_of_a_backend_is_larger_than_it_says(grid, backend, letters, layout):
+    arguments = case(grid, letters, batch=2, layout=layout)
+    says = largest_tensor(checked(AttentionInputs(*arguments)), backend)
+    with Largest() as largest:
+        relative_attention(*arguments, backend=backend).sum().backward()
+    assert largest.numbers <= says
+    # A strip has as many rows and columns as tokens, and some backends have fewer table entries.
+    assert says <= 6 * largest.numbers
+
+
+@pytest.fixture
+def narrow_meta(monkeypatch):
+    monkeypatch.setattr(index_range, "NARROW_DEVICES", ("mps", "meta"))
+
+
+def test_wrong_numbers_become_an_error(narrow_meta):
+    """N x N of 46,341 tokens has more than 2^31 - 1 numbers, of 46,340 it has not."""
+    assert 46_340**2 <= LARGEST < 46_341**2
+    for side, fits in ((46_340, True), (46_341, False)):
+        q, k, v, _, grid = case(make_grid(side, 1), "", heads=1)
+        if fits:
+            assert relative_attention(q, k, v, RelativeTerms(), grid, backend="fused").shape == q.shape
+            continue
+        message = (
+            r"46341 queries to 46341 keys by backend 'fused' has a tensor of up to 2147488281 numbers; kernels of meta"
+        )
+        with pytest.raises(ValueError, match=message + ".* use backend='tiled', smaller batches"):
+            relative_attention(q, k, v, RelativeTerms(), grid, backend="fused")
+
+
+def test_tiles_go_further_than_stock_attention(narrow_meta):
+    arguments = case(make_grid(220, 256), heads=1)
+    with pytest.raises(ValueError, match="use backend='tiled'"):
+        relative_attention(*arguments, backend="fused")
+    assert relative_attention(*arguments, backend="tiled").shape == arguments[0].shape
+    # A tile has all keys, and at least 64 queries.
+    few = (meta(1, 1, 64, 8), *(meta(1, 1, 2**25 + 1, 8) for _ in range(2)), RelativeTerms())
+    with pytest.raises(ValueError, match=r"by backend 'tiled' has a tensor of .*use smaller batches"):
+        relative_attention(*few, Grid(1, 64, 0), Grid(2**25 + 1, 1, 0), backend="tiled")
+
+
+def test_other_devices_count_in_64_bits():
+    q, k, v, _, grid = case(make_grid(46_341, 2), "", heads=1)
+    assert relative_attention(q, k, v, RelativeTerms(), grid, backend="fused").shape == q.shape
+    index = torch.iinfo(torch.int64).max
+    assert index > LARGEST
