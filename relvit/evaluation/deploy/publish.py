@@ -131,7 +131,7 @@ def save_model(
 
     Args:
         model: a model of timm or relvit, also after `relvit.retrofit`; it is moved to the CPU and put into evaluation
-            mode. Its `pretrained_cfg` describes the images.
+            mode. Its `pretrained_cfg` describes the images: `input_size`, `mean`, `std`, `crop_pct`.
         folder: where the files go; earlier ones are replaced.
         class_names: name of each class; the position is the label.
         license: identifier of the licence of the weights; None: unknown.

@@ -87,6 +87,12 @@ def test_transformers_compute_the_same(published, name, capsys):
         torch.testing.assert_close(theirs(images).logits, model(images), rtol=0, atol=1e-6)
         features = transformers.AutoModel.from_pretrained(folder)(images).last_hidden_state
         torch.testing.assert_close(features, model.forward_features(images), rtol=0, atol=1e-6)
+    # `Trainer` trains by this loss.
+    loss = theirs(images, labels=torch.tensor([0, 1])).loss
+    loss.backward()
+    torch.nn.functional.cross_entropy(model(images), torch.tensor([0, 1])).backward()
+    for (leaf, ours), other in zip(model.named_parameters(), theirs.timm_model.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, ours.grad, rtol=1e-5, atol=1e-6, msg=leaf)
     assert [*theirs.config.id2label.values()] == model.pretrained_cfg["label_names"]
     # An image file becomes the same pixels.
     image = Image.effect_noise((40, 30), 80).convert("RGB")
