@@ -23,6 +23,7 @@ from relvit.layers.mixer import Leaf
 from relvit.layers.patch_embed import check_images
 from relvit.models.retrofit.source import Layers, OwnPositions
 from relvit.ops import AxisLogits, Grid, RelativeTerms, num_tokens
+from relvit.ops.backends.axis_logits import once_per_raster
 from relvit.ops.inputs import AttentionInputs
 from relvit.ops.tracing import is_compiling
 
@@ -49,6 +50,22 @@ class Pooling(NamedTuple):
             (n + 2 * padding - kernel) // stride + 1 for n, kernel, stride, padding in zip(size, *self, strict=True)
         )
         return rows, columns
+
+
+@once_per_raster
+def whole_steps(
+    key_grid: Grid, axis: int, queries: int, built_queries: int, built_keys: int, device: torch.device
+) -> Tensor:
+    """Number the offset of each row, or column, of queries and of keys: (queries, keys) int64; tables start at 0.
+
+    The steps and the number of the offset 0 are those of the size that the attention was built for, where timm's
+    `cal_rel_pos_type` computes the same numbers. At other sizes they may be below 0, or beyond the table.
+    """
+    query_step, key_step = max(built_keys / built_queries, 1.0), max(built_queries / built_keys, 1.0)
+    here, there = (torch.arange(size, device=device) for size in (queries, key_grid[axis]))
+    offset = here[:, None] * query_step - there * key_step
+    offset += (built_keys - 1) * key_step
+    return offset.floor().long()
 
 
 class PooledOffsets:
@@ -85,31 +102,26 @@ class PooledOffsets:
         """Compute the logits of pooled queries (B, heads, Nq, head_dim) for each row and column of the pooled keys."""
         # In memory tokens come before heads, as after pooling.
         query = query.transpose(1, 2)[:, grid.prefix :].unflatten(1, grid[:2])
-        by_axis = zip(self.parameters(), grid[:2], key_grid[:2], ("byxhc,ykc->byxhk", "byxhc,xkc->byxhk"), strict=True)
-        logits = [
-            torch.einsum(product, query, self.vectors(axis, table, queries, keys)).flatten(1, 2).transpose(1, 2)
-            for axis, (table, queries, keys, product) in enumerate(by_axis)
-        ]
-        return RelativeTerms(axis_logits=AxisLogits(*(F.pad(part, (0, 0, grid.prefix, 0)) for part in logits)))
+        of_rows, of_cols = (self.vectors(axis, table, grid, key_grid) for axis, table in enumerate(self.parameters()))
+        products = torch.einsum("byxhc,ykc->byxhk", query, of_rows), torch.einsum("byxhc,xkc->byxhk", query, of_cols)
+        logits = (part.flatten(1, 2).transpose(1, 2) for part in products)
+        if grid.prefix:
+            logits = (F.pad(part, (0, 0, grid.prefix, 0)) for part in logits)
+        return RelativeTerms(axis_logits=AxisLogits(*logits))
 
-    def vectors(self, axis: int, table: Tensor, queries: int, keys: int) -> Tensor:
-        """Look up the vectors (queries, keys, head_dim) of all pairs of rows, or columns, divided by the scale.
-
-        Offsets beyond a table have its edge. The steps and the entry of the offset 0 are those of the size that the
-        attention was built for, where timm's `cal_rel_pos_type` computes the same index.
-        """
-        built = [size[axis] for size in self.layer.sizes(self.layer.built_for)]
-        query_step, key_step = max(built[1] / built[0], 1.0), max(built[0] / built[1], 1.0)
-        here, there = (torch.arange(size, device=table.device) for size in (queries, keys))
-        index, zero, last = here[:, None] * query_step - there * key_step, (built[1] - 1) * key_step, len(table) - 1
-        index += zero
+    def vectors(self, axis: int, table: Tensor, grid: Grid, key_grid: Grid) -> Tensor:
+        """Look up the vectors (queries, keys, head_dim) of all pairs of rows, or columns, divided by the scale."""
+        queries, keys = grid[axis], key_grid[axis]
+        built_queries, built_keys = (size[axis] for size in self.layer.sizes(self.layer.built_for))
         # The logits are scaled as the products of queries and keys are.
-        table = table / self.layer.scale
-        if (ratio := self.stretch_ratio(axis, (queries, keys), finer=int(built[1] > built[0]))) is None:
-            return table[index.long().clamp(0, last)]
-        index = ((index.floor() - zero) * ratio + zero).clamp(0, last)
+        table, given = table / self.layer.scale, (key_grid, axis, queries, built_queries, built_keys, table.device)
+        if (ratio := self.stretch_ratio(axis, (queries, keys), finer=int(built_keys > built_queries))) is None:
+            index = whole_steps(*given).clamp(0, len(table) - 1)
+            return table.index_select(0, index.flatten()).unflatten(0, (queries, keys))
+        zero = (built_keys - 1) * max(built_queries / built_keys, 1.0)
+        index = ((whole_steps(*given) - zero) * ratio + zero).clamp(0, len(table) - 1)
         below = index.long()
-        low, high = (table[(below + further).clamp(max=last)] for further in (0, 1))
+        low, high = (table[(below + further).clamp(max=len(table) - 1)] for further in (0, 1))
         return torch.lerp(low, high, (index - below)[..., None].to(table.dtype))
 
     def stretch_ratio(self, axis: int, sizes: Size, finer: int) -> float | None:
