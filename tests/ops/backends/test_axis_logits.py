@@ -51,6 +51,15 @@ def test_they_stand_for_the_key_term(backend, options):
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-9 if "scale" in options else 1e-11)
 
 
+@pytest.mark.parametrize("backend", ["auto", *BACKENDS])
+def test_beside_a_joint_bias(backend):
+    q, k, v, terms, grid = draw_case(3, 4, prefix=1, which="b", layout="joint")
+    logits = AxisLogits(*logits_of_tables(q, draw_case(3, 4, which="k")[3], grid))
+    terms = terms._replace(axis_logits=logits)
+    got = relative_attention(q, k, v, terms, grid, backend=backend)
+    torch.testing.assert_close(got, brute_force(q, k, v, terms, grid), rtol=0, atol=1e-11)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_half_precision(backend):
     q, k, v, terms, grid, key_grid = case("pooled")
