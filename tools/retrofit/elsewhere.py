@@ -95,11 +95,42 @@ def timm_mvitv2(layers: int, size: Size) -> nn.Module:
     return MultiScaleVit(MultiScaleVitCfg(depths=depths), img_size=max(size), num_classes=0)
 
 
+def timm_beit(layers: int, size: Size) -> nn.Module:
+    import timm
+
+    return timm.create_model("beit_base_patch16_224", depth=layers, img_size=size, num_classes=0)
+
+
+def transformers_beit(layers: int, size: Size) -> nn.Module:
+    from transformers import BeitConfig, BeitModel
+
+    # The library has no tables for rectangles.
+    options = {"num_hidden_layers": layers, "image_size": max(size), "use_relative_position_bias": True}
+    return BeitModel(BeitConfig(**options, attn_implementation="sdpa"))
+
+
+def timm_swin(name: str, layers: int, size: Size) -> nn.Module:
+    import timm
+
+    # The third stage has the layers that the others do not have, six of 12; few layers are one stage.
+    stages = {"depths": (2, 2, layers - 6, 2)} if layers > 6 else {"depths": (layers,), "num_heads": (3,)}
+    model = timm.create_model(name, **stages, img_size=size, num_classes=0)
+    for key, parameter in model.named_parameters():
+        # Version 2 starts with norms of weight zero, so that its blocks would compute nothing.
+        if "norm" in key and key.endswith("weight"):
+            nn.init.ones_(parameter)
+    return model
+
+
 MODELS = {
     "transformers-sam": Model("transformers", ("1024",), 12, transformers_sam, cut_sam),
     "segment_anything-sam": Model("segment_anything", ("1024",), 12, segment_anything_sam, cut_sam),
     "timm-sam": Model("timm", ("1024",), 12, timm_sam),
     "timm-mvitv2": Model("timm", ("224", "448"), 16, timm_mvitv2),
+    "timm-beit": Model("timm", ("224", "512"), 12, timm_beit),
+    "transformers-beit": Model("transformers", ("224", "512"), 12, transformers_beit),
+    "timm-swin": Model("timm", ("224", "448"), 12, partial(timm_swin, "swin_tiny_patch4_window7_224")),
+    "timm-swin-v2": Model("timm", ("256", "512"), 12, partial(timm_swin, "swinv2_tiny_window8_256")),
 }
 DEFAULT = [name for name in MODELS if name.endswith("-sam")]
 
@@ -111,7 +142,7 @@ def build(name: str, layers: int, size: Size, retrofitted: bool) -> nn.Module:
     for key, parameter in model.named_parameters():
         # Some libraries draw weights so small that tables would change nothing.
         if parameter.dim() > 1:
-            nn.init.normal_(parameter, std=0.2 if "rel_pos" in key else 0.05)
+            nn.init.normal_(parameter, std=0.2 if "rel_pos" in key or "relative_position" in key else 0.05)
     if retrofitted:
         return relvit.retrofit(model)
     MODELS[name].fit(model, size)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from beit_cases import BEITS, OWN, hf_beit
 from retrofit_cases import fingerprint, images
+from sam_cases import transformers
 from torch import nn
 
 import relvit
@@ -191,6 +192,15 @@ def test_what_cannot_be_carried_over_is_refused_first(name):
     with pytest.raises(ValueError, match=message):
         relvit.retrofit(model)
     assert fingerprint(model) == before
+
+
+@pytest.mark.parametrize("family", ["Swin", "Swinv2", "MaskFormerSwin", "DonutSwin"])
+def test_swins_are_refused_with_the_reason(family):
+    sizes = {"image_size": 24, "embed_dim": 12, "depths": [1], "num_heads": [2], "window_size": 3}
+    library = transformers()
+    model = getattr(library, f"{family}Model")(getattr(library, f"{family}Config")(**sizes))
+    with pytest.raises(ValueError, match="is a Swin Transformer, whose windows have as few tokens at every image size"):
+        relvit.retrofit(model)
 
 
 def test_other_attention_functions_are_refused():

@@ -5,6 +5,7 @@ import re
 import pytest
 import timm
 import torch
+import torchvision
 from retrofit_cases import SMALL, build, fingerprint
 from timm.models.eva import Eva
 from timm.models.maxxvit import MaxxVit, MaxxVitCfg
@@ -63,6 +64,10 @@ MODELS = {
     "wrapped": (
         lambda: timm.create_model("test_vit", features_only=True),
         "FeatureGetterNet cannot be retrofitted: it wraps model, a VisionTransformer: retrofit that one before",
+    ),
+    "torchvision's Swin": (
+        lambda: torchvision.models.SwinTransformer([4, 4], 12, [2], [2], [3, 3]),
+        "SwinTransformer cannot be retrofitted: it is a Swin Transformer, whose windows have as few tokens at every",
     ),
     "no positions": (lambda: build("beit", use_rel_pos_bias=False), r"blocks\.0\.attn has no relative positions"),
     "rotary SAM": (lambda: build("sam", use_rel_pos=False, use_rope=True), "build the model with its own"),

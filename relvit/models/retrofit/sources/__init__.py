@@ -29,11 +29,20 @@ SOURCES = {
     ),
     "segment_anything.modeling.image_encoder.ImageEncoderViT": "segment_anything_sam:RetrofittedImageEncoder",
 }
-# Class of a model with relative positions that cannot be carried over -> the reason.
+_SWIN = (
+    "it is a Swin Transformer, whose windows have as few tokens at every image size: N x N is small there, and timm's "
+    "Swin, which retrofit takes, gains no time by it"
+)
+# Beginning of the name of classes with relative positions that are not carried over -> the reason.
 REFUSED = {
     "torchvision.models.video.mvit.MViT": (
         "its tokens are those of videos, with a time axis beside rows and columns, and relvit's positions have none"
     ),
+    "torchvision.models.swin_transformer.": _SWIN,
+    "transformers.models.swin.": _SWIN,
+    "transformers.models.swinv2.": _SWIN,
+    "transformers.models.maskformer.modeling_maskformer_swin.": _SWIN,
+    "transformers.models.donut.modeling_donut_swin.": _SWIN,
 }
 # Versions of other libraries with which the tests have run; the extra 'elsewhere' in pyproject.toml asks for these.
 # A family may need more than its library.
@@ -70,8 +79,8 @@ def source_of(model_class: type) -> type[Retrofitted] | None:
 
 
 def refusal_of(model_class: type) -> str | None:
-    """Return why a model of exactly this class is known to be none that can be retrofitted, or None."""
-    return REFUSED.get(_full_name(model_class))
+    """Return why a model of this class is known to be none that can be retrofitted, or None."""
+    return next((why for name, why in REFUSED.items() if _full_name(model_class).startswith(name)), None)
 
 
 def _full_name(model_class: type) -> str:
