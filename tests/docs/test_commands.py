@@ -72,9 +72,9 @@ def test_commands_run(page, place, random_weights, capsys):
             extra = [option for option in extra if f"--{option.partition('=')[0].rpartition('.')[2]}" not in arguments]
             if "act" in arguments:  # halting needs two steps
                 extra.append("--model.model_kwargs.depth=2")
-        if command == "resolutions":
+        if command == "resolutions" or "bands" in arguments:
             # A quarter of the sizes has a sixteenth of the patches.
-            arguments = [re.sub(r"\d{3}", lambda size: str(int(size[0]) // 4), argument) for argument in arguments]
+            arguments = [re.sub(r"\d{3,}", lambda size: str(int(size[0]) // 4), argument) for argument in arguments]
         if command in ("validate", "test", "predict"):
             extra = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
         # docs/sizes.md exports in Python, too, where it is quicker.
