@@ -50,7 +50,9 @@ def explain(
             f"{type(model).__name__} has no layers of relvit: take a relvit_* model, or relvit.retrofit a timm model"
         )
     if embed is None:
-        raise ValueError(f"{type(model).__name__} has no patch_embed, which would tell the grid of an image")
+        parts = [name for name, part in model.named_modules() if hasattr(part, "patch_embed")]
+        hint = f": explain model.{parts[0]}, which has one" if parts else ""
+        raise ValueError(f"{type(model).__name__} has no patch_embed, which would tell the grid of an image{hint}")
     size = embed.img_size if img_size is None else int_pair("img_size", img_size, 1)
     if not embed.dynamic_img_pad:
         check_divisible(torch.empty(1, 1, *size, device="meta"), embed.patch_size)

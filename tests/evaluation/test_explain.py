@@ -5,6 +5,7 @@ import timm
 import torch
 from draws import draw_case
 from processes import in_terminal
+from timm.models import save_for_hf
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 from vits import SMALL, images, small
@@ -136,6 +137,25 @@ def test_the_command(capsys, fails):
         ["explain", "test_relvit", "--device", "gpu"]
     )
     assert "did you mean 'test_relvit'" in fails(["explain", "--model.model", "test_relvitt"])
+
+
+def test_the_command_takes_a_published_folder(tmp_path, capsys, fails):
+    model = relvit.retrofit(timm.create_model("test_vit", depth=1, img_size=(48, 32), in_chans=1), rel_terms="q")
+    # As `relvit publish` writes it.
+    model.pretrained_cfg["input_size"] = (1, 48, 32)
+    save_for_hf(model, tmp_path / "owls", safe_serialization=True)
+    for name in (f"{tmp_path}/owls", f"local-dir:{tmp_path}/owls"):
+        assert main(["explain", name]) == 0
+        out = capsys.readouterr().out
+        assert " at 48 x 32 pixels, " in out
+        assert "| blocks.0.attn | RelativePosition2d | q |" in out
+    assert "a published one has its own" in fails(["explain", f"{tmp_path}/owls", "--retrofit={}"])
+
+
+def test_the_part_with_the_grid_is_named():
+    whole = torch.nn.Sequential(torch.nn.Identity(), small())
+    with pytest.raises(ValueError, match=r"Sequential has no patch_embed, .*: explain model\.1, which has one"):
+        relvit.explain(whole)
 
 
 def test_the_command_takes_a_checkpoint(best, capsys, fails):

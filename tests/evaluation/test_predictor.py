@@ -314,7 +314,9 @@ def test_a_name_that_is_no_checkpoint_says_what_it_may_be(best, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     Path("best.ckpt").write_bytes(b"")
     Path("my_model").mkdir()
-    Path("my_model/config.json").write_text("{}")
+    Path("my_model/config.json").write_text('{"architecture": "test_vit"}')
+    Path("of_transformers").mkdir()
+    Path("of_transformers/config.json").write_text('{"architectures": ["SamModel"]}')
     Path("runs/2026_small/checkpoints").mkdir(parents=True)
     Path("runs/2026_small/checkpoints/best.ckpt").write_bytes(b"")
     for name, message in (
@@ -327,6 +329,8 @@ def test_a_name_that_is_no_checkpoint_says_what_it_may_be(best, tmp_path, monkey
     ):
         with pytest.raises(FileNotFoundError, match=re.escape(message)):
             relvit.load(name)
+    with pytest.raises(FileNotFoundError, match=r"of_transformers/checkpoints/best\.ckpt$"):
+        relvit.load("of_transformers")
 
 
 def test_importing_relvit_stays_light():

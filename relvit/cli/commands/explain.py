@@ -15,6 +15,8 @@ from relvit.evaluation.explain import explain as explain_model
 from relvit.models import build_model
 from relvit.ops.checks import int_pair
 from relvit.training import Checkpoint, classifier_of
+from relvit.training.checkpoints.file import FOLDER, HUB, is_published
+from relvit.training.checkpoints.pretrained import Pretrained
 
 PLACES = {"cpu": "the CPU", "cuda": "CUDA"}
 
@@ -34,7 +36,8 @@ def explain(
     A terminal shows one kind of layer below the other; a file or pipe gets a Markdown table.
 
     Args:
-        model: The name of a model, such as relvit_small, or with `--retrofit {}` one of timm's; or a checkpoint.
+        model: The name of a model, such as relvit_small, or with `--retrofit {}` one of timm's; a checkpoint; or a
+            published folder or hf-hub:OWNER/NAME.
         img_size: The size of the images, such as 384 or [256,384]; None means that of the model.
         model_kwargs: Further arguments of the model's class, such as '{rel_terms: k}'.
         retrofit: Arguments of `relvit.retrofit` for a model of timm; {} for its defaults.
@@ -44,6 +47,13 @@ def explain(
         if model_kwargs is not None or retrofit is not None:
             raise UsageError("--model_kwargs and --retrofit are for the name of a model: a checkpoint has its own")
         net = classifier_of(Checkpoint.read(model)).net
+    elif model.startswith((HUB, FOLDER)) or is_published(Path(model)):
+        if model_kwargs is not None or retrofit is not None:
+            raise UsageError("--model_kwargs and --retrofit are for the name of a model: a published one has its own")
+        source = Pretrained(model)
+        name, *arguments = source.architecture()
+        channels, *size = source.weights().input_size or (3,)
+        net = build_model(name, 10, channels, size or None, *arguments)
     else:
         # The plans depend neither on the weights nor on the number of classes.
         net = build_model(model, 10, model_kwargs=model_kwargs, retrofit=retrofit)

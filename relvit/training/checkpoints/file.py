@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import math
 import os
 import shutil
@@ -63,7 +64,7 @@ def read_checkpoint(path: str | os.PathLike[str], file: Path | None = None, aver
     if file.is_dir() and (file / BEST).is_file():
         return read_checkpoint(Path(path) / BEST, file / BEST, averaged)
     if file.is_dir():
-        published, runs = (file / "config.json").is_file(), sorted(file.glob(f"*/{BEST}"))
+        published, runs = is_published(file), sorted(file.glob(f"*/{BEST}"))
         instead = f"; timm.create_model('{FOLDER}{path}', pretrained=True) loads what is published" if published else ""
         raise FileNotFoundError(
             f"{path} is a folder; give the checkpoint, such as {runs[-1] if runs else file / BEST}{instead}"
@@ -264,6 +265,14 @@ def check_disk_space(folder: Path, trainer: Trainer) -> None:
             f"{free / 1e6:.1f} MB are free at {parent}, a checkpoint of this training takes about {size / 1e6:.1f} MB "
             f"and {copies} of them have to fit: make room, or give another folder (--runs)",
         )
+
+
+def is_published(folder: Path) -> bool:
+    """Return whether a folder has a description as timm saves it; that of `transformers` lacks the entry."""
+    try:
+        return "architecture" in json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return False
 
 
 def nearest_hint(path: Path) -> str:
