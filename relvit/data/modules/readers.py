@@ -74,7 +74,7 @@ class ReaderData(ImageFilesData):
         **options: Any,
     ) -> None:
         self.name, self.root = _located(name, root)
-        self.predict: str | None = None if predict is None else kept_path(predict)
+        self.predict: str | None = None if predict is None else _absolute(predict)
         self.train_split = train_split
         self.val_split = val_split
         self.test_split = test_split
@@ -169,14 +169,14 @@ def _located(name: str, root: str | None) -> tuple[str, str | None]:
         raise ValueError(f"name is {name!r}; {_KNOWN}")
     if kind == "hfds":
         local = os.path.exists(os.path.expanduser(rest))
-        return f"hfds/{kept_path(rest) if local else rest}", None if root is None else kept_path(root)
+        return f"hfds/{_absolute(rest) if local else rest}", None if root is None else _absolute(root)
     refuse_remote(rest)
     if kind == "wds":
-        place = kept_path(rest if root is None else root)
-        if os.path.isdir(rest) and kept_path(rest) != place:
+        place = _absolute(rest if root is None else root)
+        if os.path.isdir(rest) and _absolute(rest) != place:
             raise ValueError(f"name is {name!r} and root {place}, which are two folders; give root alone")
         return "wds/" if root is None else f"wds/{rest}", place
-    return "", kept_path(os.path.join(root or "", os.path.expanduser(rest)))
+    return "", _absolute(os.path.join(root or "", os.path.expanduser(rest)))
 
 
 def _reader(name: str, root: str | None, input_key: str | None, target_key: str | None) -> Reader:
@@ -199,3 +199,8 @@ def _kind(name: str) -> tuple[str, str]:
     if slash and prefix.lower() in _OTHERS:
         raise ValueError(f"name is {name!r}; data of the kind {prefix!r} are not read: {_KNOWN}")
     return "", name
+
+
+def _absolute(path: str) -> str:
+    refuse_remote(path)
+    return kept_path(path)
