@@ -199,7 +199,7 @@ def _join(parts: list[Tensor], width: int) -> Tensor:
     if len(parts) == 1 and missing == 0:
         return parts[0]
     if missing:
-        parts = [*parts, parts[0].new_zeros(()).expand(*lead, missing)]
+        parts = [*parts, parts[0].new_zeros(1).expand(*lead, missing)]
     # In memory tokens come before heads, as in the projections: the attention writes its output in the same order.
     return torch.cat([part.expand(*lead, -1).transpose(1, 2) for part in parts], dim=-1).transpose(1, 2)
 
