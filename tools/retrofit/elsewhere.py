@@ -106,7 +106,7 @@ def transformers_beit(layers: int, size: Size) -> nn.Module:
 
     # The library has no tables for rectangles.
     options = {"num_hidden_layers": layers, "image_size": max(size), "use_relative_position_bias": True}
-    return BeitModel(BeitConfig(**options, attn_implementation="sdpa"))
+    return BeitModel(BeitConfig(**options, drop_path_rate=0.0, attn_implementation="sdpa"))
 
 
 def timm_swin(name: str, layers: int, size: Size) -> nn.Module:
@@ -114,7 +114,7 @@ def timm_swin(name: str, layers: int, size: Size) -> nn.Module:
 
     # The third stage has the layers that the others do not have, six of 12; few layers are one stage.
     stages = {"depths": (2, 2, layers - 6, 2)} if layers > 6 else {"depths": (layers,), "num_heads": (3,)}
-    model = timm.create_model(name, **stages, img_size=size, num_classes=0)
+    model = timm.create_model(name, **stages, img_size=size, num_classes=0, drop_path_rate=0.0)
     for key, parameter in model.named_parameters():
         # Version 2 starts with norms of weight zero, so that its blocks would compute nothing.
         if "norm" in key and key.endswith("weight"):
