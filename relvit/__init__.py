@@ -42,7 +42,8 @@ def load(
     Args:
         ckpt_path: the checkpoint, such as runs/RUN/checkpoints/best.ckpt.
         img_size: size of the images given to the model, one number or (height, width); None: as in training.
-        reach: 'trained', 'stretch', 'logn', 'stretch-logn', 'windows' or 'bands', see `relvit.models.set_reach`.
+        reach: 'trained', 'stretch', 'logn', 'stretch-logn', 'windows', 'bands', 'mirror' or 'stretch-mirror', see
+            `relvit.models.set_reach`.
 
     Raises:
         FileNotFoundError, ValueError: no checkpoint of `relvit fit`, or no such size or reach.

@@ -1,4 +1,4 @@
-"""Resize absolute position embeddings to another image size: in forward passes and where weights are loaded."""
+"""Resize absolute position embeddings to another image size, or mirror them: in forward passes, loading weights."""
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ def resample_embedding(
     new_size: tuple[int, int],
     prefix: int = 0,
     cut: tuple[int, int] | None = None,
+    mirror: bool = False,
 ) -> Tensor:
     """Interpolate an embedding per patch, bicubic with antialiasing, as timm's `resample_abs_pos_embed`.
 
@@ -26,15 +27,18 @@ def resample_embedding(
         new_size: rows and columns, H and W, of the wanted grid.
         prefix: number of leading tokens, which keep their embedding.
         cut: how many rows and columns of the new grid are wanted, from the top left; None: all.
+        mirror: instead of interpolating, lay the embedding in the centre of the new grid as it is, and continue it by
+            mirroring it at its edges (a smaller grid has the centre alone).
 
     Returns:
         (1, prefix + H W, dim), with H and W of `cut` if it is given, dtype of the embedding; computed in float32 at
         least, autocast or not.
     """
+    weights = mirror_weights if mirror else bicubic_weights
     first, patches = embedding[:, :prefix], embedding[:, prefix:]
     precision = torch.promote_types(embedding.dtype, torch.float32)
     rows, cols = (
-        bicubic_weights(old, new, embedding.device, precision, wanted)
+        weights(old, new, embedding.device, precision, wanted)
         for old, new, wanted in zip(old_size, new_size, cut or new_size, strict=True)
     )
     with without_autocast(embedding.device):
@@ -58,3 +62,17 @@ def bicubic_weights(old: int, new: int, device: torch.device, dtype: torch.dtype
     far = ((2.5 - 0.5 * distance) * distance - 4) * distance + 2
     weights = torch.where(distance < 1, near, torch.where(distance < 2, far, 0.0))
     return weights / weights.sum(dim=1, keepdim=True)
+
+
+def mirror_weights(old: int, new: int, device: torch.device, dtype: torch.dtype, wanted: int | None = None) -> Tensor:
+    """Compute the same where `old` points lie in the centre of `new` ones, and repeat mirrored beyond their edges.
+
+    Each row has a single 1. The outermost points come twice, as pixels do where an image is mirrored at its border.
+    """
+    count = new if wanted is None else wanted
+    # Numbers that are divided are never negative, since some runtimes of exported programs round those towards zero.
+    before = (new + old) // 2 - old
+    # Odd: twice the distance of a point's middle from the first edge, at which negative ones are mirrored.
+    place = (2 * (torch.arange(count, device=device) - before) + 1).abs() % (4 * old)
+    nearest = torch.minimum(place, 4 * old - place) // 2
+    return (nearest[:, None] == torch.arange(old, device=device)).to(dtype)

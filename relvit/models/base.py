@@ -207,6 +207,8 @@ class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, GridForward, Visi
         TypeError: an `mlp_chunk` that is no integer.
     """
 
+    # `relvit.models.set_reach` chooses whether a learned absolute embedding is mirrored or interpolated.
+    mirror_embedding: bool = False
     # Arguments that cannot be chosen in a model of this class, and why.
     fixed: ClassVar[dict[str, str]] = {}
 
@@ -313,7 +315,7 @@ class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, GridForward, Visi
             return torch.cat((*first, x), dim=1)
         embedded = 0 if self.no_embed_class else self.num_prefix_tokens
         embedding = interpolate.resample_embedding(
-            self.pos_embed, self.patch_embed.grid_size, (height, width), embedded
+            self.pos_embed, self.patch_embed.grid_size, (height, width), embedded, mirror=self.mirror_embedding
         )
         if self.no_embed_class:
             return self.pos_drop(torch.cat((*first, x + embedding), dim=1))

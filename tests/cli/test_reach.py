@@ -107,8 +107,8 @@ def test_export_computes_the_same_at_all_sizes(best, reach, tmp_path):
 
 
 def test_refused_before_anything_is_written(best, tmp_path, fails):
-    message = "--reach must be one of 'trained', 'stretch', 'logn', 'stretch-logn', 'windows', 'bands', got strech "
-    message += "(did you mean 'stretch'?)"
+    message = "--reach must be one of 'trained', 'stretch', 'logn', 'stretch-logn', 'windows', 'bands', 'mirror', "
+    message += "'stretch-mirror', got strech (did you mean 'stretch'?)"
     assert message in fails(["test", best, "--reach=strech", f"--runs={tmp_path / 'runs'}", *QUIET])
     assert not (tmp_path / "runs").exists()
     with pytest.raises(ValueError, match=r"reach is 'log'; .* \(did you mean 'logn'"):

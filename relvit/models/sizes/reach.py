@@ -14,7 +14,7 @@ from relvit.ops import Grid
 from relvit.ops.checks import int_pair
 from relvit.utils.messages import check_choice
 
-Reach = Literal["trained", "stretch", "logn", "stretch-logn", "windows", "bands"]
+Reach = Literal["trained", "stretch", "logn", "stretch-logn", "windows", "bands", "mirror", "stretch-mirror"]
 """Rule for images of another size than in training, see `set_reach`."""
 
 
@@ -43,10 +43,14 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
     - 'bands': the image is computed in bands of H0 rows of patches, from the top; tokens attend to those of their own
       band and of the H0 rows above it, so that memory does not grow with the height; see
       `relvit.families.transformer_xl.set_bands`.
+    - 'mirror': the learned absolute embedding is not interpolated: it lies in the centre of the grid as it is, and is
+      mirrored beyond its edges, as the protocol `field` of `relvit.data.eval_transform` continues images.
+    - 'stretch-mirror': both.
 
-    At the trained size all of them compute the same. Absolute and rotary embeddings are not changed: they have rules of
-    their own for other sizes. Names in the state dict stay, and so do gradients, graphs and exports. A position of your
-    own can be stretched if it has an attribute `trained_grid`, None or (rows, columns), and follows it in `forward`.
+    At the trained size all of them compute the same. Rotary embeddings are not changed, and absolute ones by 'mirror'
+    alone: they have rules of their own for other sizes. Names in the state dict stay, and so do gradients, graphs and
+    exports. A position of your own can be stretched if it has an attribute `trained_grid`, None or (rows, columns), and
+    follows it in `forward`.
 
     Args:
         model: a `relvit_*` model with attention, or a timm model after `relvit.retrofit`, but for NaFlexVit.
@@ -85,6 +89,8 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
         grid = embed.grid_size
         if trained_size is not None:
             grid = embed.dynamic_feat_size(int_pair("trained_size", trained_size, max(embed.patch_size)))
+        if "mirror" in reach and (not hasattr(model, "mirror_embedding") or model.pos_embed is None):
+            raise ValueError(f"{refused}: it is for models of relvit with pos_embed='learn'")
         if "logn" in reach:
             trained_keys = model.num_prefix_tokens + grid[0] * grid[1]
             if trained_keys < 2:
@@ -103,6 +109,8 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
                 _check_position(layer.position, refused)
     if hasattr(model, "segmenter"):
         model.segmenter = segmenter or model.own_segmenter
+    if hasattr(model, "mirror_embedding"):
+        model.mirror_embedding = "mirror" in reach
     for layer in layers:
         layer.trained_keys = trained_keys
         layer.window = window

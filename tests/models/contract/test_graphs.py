@@ -49,6 +49,7 @@ UNIVERSAL = [
 ]
 VARIANTS = [
     pytest.param(PER_HEAD | {"reach": "stretch-logn"}, marks=pytest.mark.slow),
+    pytest.param(PER_HEAD | {"reach": "mirror"}, marks=pytest.mark.slow),
     {"pos_embed": "axial-sum", "img_size": (32, 48), "layout": "joint"},
     pytest.param({"position": "slopes", "img_size": 32, "reach": "stretch"}, marks=pytest.mark.slow),
     pytest.param({"case": "rope mixed"}, marks=pytest.mark.slow),

@@ -98,6 +98,26 @@ def test_copies_and_gradients(reach):
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize(("reach", "tables"), [("mirror", "trained"), ("stretch-mirror", "stretch")])
+def test_mirrored_embeddings(reach, tables):
+    model = own(pos_embed="learn")
+    for height, width in SIZES:
+        x, rows, columns = images(height, width, dtype=torch.float64), height // 8 - TRAINED[0], width // 8 - TRAINED[1]
+        plain = by_hand(model, height, width, tables)
+        patches = model.pos_embed.detach()[0, 2:].unflatten(0, TRAINED).numpy()
+        for axis, further in enumerate((rows, columns)):
+            before, widths = further // 2, [(0, 0)] * 3
+            widths[axis] = (before, further - before)
+            inside = range(-before, TRAINED[axis] + further - before)
+            patches = np.pad(patches, widths, "symmetric") if further > 0 else patches.take(inside, axis)
+        vectors = torch.from_numpy(patches).flatten(0, 1)[None]
+        plain.pos_embed = torch.nn.Parameter(torch.cat((model.pos_embed.detach()[:, :2], vectors), dim=1))
+        plain.patch_embed.grid_size = (height // 8, width // 8)
+        assert_same(set_reach(model, reach)(x), plain(x), atol=1e-10)
+        set_reach(model, "trained")
+    assert not model.mirror_embedding
+
+
 class Own(torch.nn.Module):
     """Without `trained_grid`."""
 
@@ -126,6 +146,8 @@ def naflex():
         (naflex, "stretch", "not for RetrofittedNaFlexVit, which has no patch_embed"),
         (lambda: small(rel_terms=""), "stretch", "without relative terms: there are no tables to stretch"),
         (lambda: small(position=Own), "stretch-logn", "with position Own, which cannot be stretched: .* trained_grid"),
+        (small, "mirror", "reach 'mirror' is not for RelVisionTransformer: .* pos_embed='learn'"),
+        (MODELS["dinov2"], "stretch-mirror", "not for RetrofittedVisionTransformer: it is for models of relvit"),
         (lambda: small(img_size=8), "logn", "not for RelVisionTransformer trained on a single token"),
     ],
 )
