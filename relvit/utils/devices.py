@@ -36,7 +36,7 @@ def find_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        hint = did_you_mean(name, KINDS)
+        hint = did_you_mean(name.rstrip(":0123456789"), KINDS)
         kinds = f"{', '.join(KINDS)}, one of them with a number, as cuda:1"
         raise ValueError(f"device is {name!r}, which PyTorch does not know{hint}; allowed are auto, {kinds}") from error
     try:

@@ -28,6 +28,8 @@ def test_more_processes_than_cores_are_noted(load, noted, monkeypatch):
 def test_names_that_pytorch_does_not_know_are_told_its_own():
     with pytest.raises(ValueError, match=r"device is 'gpu', .* \(did you mean 'cuda'\?\); allowed are auto, cpu, cuda"):
         find_device("gpu")
+    with pytest.raises(ValueError, match=r"device is 'gpu1', .* \(did you mean 'cuda'\?\)"):
+        find_device("gpu1")
     with pytest.raises(ValueError, match=r"device is 'cud:1', .* \(did you mean 'cuda'\?\)"):
         find_device("cud:1")
     assert find_device("cpu") == torch.device("cpu")

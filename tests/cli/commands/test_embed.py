@@ -114,7 +114,7 @@ def test_mistakes(best, photos, tmp_path, monkeypatch, fails):
     assert "root nowhere is no folder" in message(root="nowhere")
     (tmp_path / "empty").mkdir()
     assert f"no image below {tmp_path / 'empty'}" in message(root=tmp_path / "empty")
-    assert "cannot compute on device 'gpu9'" in message("--device=gpu9")
+    assert "device is 'gpu9', which PyTorch does not know" in message("--device=gpu9")
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     package = 'a Parquet file needs the package pyarrow: pip install "relvit[parquet]"'
     assert package in message(output=tmp_path / "e.parquet")
