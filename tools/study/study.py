@@ -84,7 +84,9 @@ MODELS = {
     "v-2-start-0.1": relative(max_distance=2, rel_terms="v", rel_init_std=0.1),
     "kvb-7-start-0.1": relative(rel_terms="kvb", rel_init_std=0.1),
     "kv-2-piecewise-start-0.1": relative(max_distance=2, bucketing="piecewise", rel_init_std=0.1),
-    "kv-2-learned-start-0.1": relative(max_distance=2, pos_embed="learn", rel_init_std=0.1),
+    "kv-2-learned-start-0.1": relative(
+        ("mirror", "stretch-mirror"), max_distance=2, pos_embed="learn", rel_init_std=0.1
+    ),
     "v-2-learned-start-0.1": relative(max_distance=2, rel_terms="v", pos_embed="learn", rel_init_std=0.1),
     # Peers beside the same learned embedding. "ape" is timm's word for it.
     "rope-mixed-learned": Model("vit_small_patch16_rope_mixed_ape_224", VIT),
