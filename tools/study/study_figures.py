@@ -28,14 +28,15 @@ from study_lines import (
 def draw_summary(lines: Sequence[Line], target: Path) -> None:
     """Draw by how much our model is better than each other one: three dots with bars of two standard errors."""
     groups = grouped(lines, "one")
-    others = [model for model in SHOWN if model != OURS and model in groups]
+    ours = groups.get(OURS, {})
+    # A model is comparable where it has a run of a seed and precision that ours has, too.
+    others = [model for model in SHOWN if model != OURS and ours.keys() & groups.get(model, {}).keys()]
     figure = Figure(figsize=(9, 1.5 + 0.6 * len(others)), layout="constrained")
     axes = figure.subplots()
     for number, name in enumerate(list(FIGURES)[:3]):
         for row, model in enumerate(others):
-            found = difference(groups.get(OURS, {}), groups[model], FIGURES[name])
-            if found is None:
-                continue
+            found = difference(ours, groups[model], FIGURES[name])
+            assert found is not None
             error = 0 if math.isnan(found.error) else 2 * found.error
             label = name.replace("`", "") if row == 0 else None
             place = row + 0.2 * (number - 1)
