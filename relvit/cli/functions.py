@@ -31,7 +31,9 @@ def run_function(command: str, function: Callable[..., Any], given: Arguments) -
         module.main(given)
         return
     missing = [f"--{name}" for name in required(function) if name not in given.values]
-    if missing and given.values.keys().isdisjoint(("config", "help-all", "print_config")):
+    # A missing option may be among the given ones under a name that the parser does not know, and explains.
+    known = {name.partition(".")[0] for name in given.values} <= inspect.signature(function).parameters.keys()
+    if missing and known:
         raise UsageError(f"missing: {', '.join(missing)}; usage: {' or '.join(usage(command, function))}")
     parser = Parser(prog=f"relvit {command}")
     parser.add_argument("--config", action="config", help="A file of options in YAML.")

@@ -1,4 +1,4 @@
-"""Resize absolute position embeddings to another image size, or mirror them: in forward passes, loading weights."""
+"""Resize or mirror absolute position embeddings for another image size, in forward passes and for loaded weights."""
 
 import torch
 from torch import Tensor
@@ -65,7 +65,7 @@ def bicubic_weights(old: int, new: int, device: torch.device, dtype: torch.dtype
 
 
 def mirror_weights(old: int, new: int, device: torch.device, dtype: torch.dtype, wanted: int | None = None) -> Tensor:
-    """Compute the same where `old` points lie in the centre of `new` ones, and repeat mirrored beyond their edges.
+    """Compute such weights where the `old` points lie in the centre of `new` ones and are mirrored beyond their edges.
 
     Each row has a single 1. The outermost points come twice, as pixels do where an image is mirrored at its border.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from relvit.ops.backends import gathered, tiled
 from relvit.ops.backends.axis_logits import WIDTH_MULTIPLE, query_axes
 from relvit.ops.inputs import AttentionInputs, added_width
-from relvit.ops.terms import AxisTables, JointTable
+from relvit.ops.terms import AxisTables, JointTable, is_stock
 
 # Kinds of devices of which PyTorch 2.14 has kernels that are silently wrong for tensors above this many numbers, such
 # as `bmm` (pytorch/pytorch issue 197636).
@@ -21,7 +21,7 @@ def largest_tensor(inputs: AttentionInputs, backend: str) -> int:
     (batch, heads, queries, _), keys = inputs.query.shape, inputs.key.shape[2]
     dims = inputs.query.shape[3] + added_width(inputs.terms, inputs.query.dtype), inputs.value.shape[3]
     axes = inputs.key_grid.height + inputs.key_grid.width + WIDTH_MULTIPLE
-    if all(term is None for term in inputs.terms[:4]) and inputs.terms.axis_logits is None:
+    if is_stock(inputs.terms):
         axes = 0
     if inputs.terms.query is not None:
         axes += sum(axis.size for axis in query_axes(inputs))
@@ -45,16 +45,32 @@ def check_index_range(inputs: AttentionInputs, backend: str) -> None:
     Raises:
         ValueError: the device is one of `NARROW_DEVICES`, and a tensor has more than 2^31 - 1 numbers.
     """
-    device = inputs.query.device.type
-    if device not in NARROW_DEVICES or (number := largest_tensor(inputs, backend)) <= LARGEST:
+    if inputs.query.device.type not in NARROW_DEVICES:
         return
     hint = "smaller batches, or an image in parts (`relvit.models.set_reach`)"
     if backend not in ("tiled", "gathered") and largest_tensor(inputs, "tiled") <= LARGEST:
         hint = f"backend='tiled', {hint}"
-    raise ValueError(
-        f"attention of {inputs.query.shape[2]} queries to {inputs.key.shape[2]} keys by backend {backend!r} has a "
-        f"tensor of up to {number} numbers; kernels of {device} count to 2^31 - 1, and are wrong beyond: use {hint}"
-    )
+    what = f"attention of {inputs.query.shape[2]} queries to {inputs.key.shape[2]} keys by backend {backend!r}"
+    check_numbers(inputs.query.device.type, largest_tensor(inputs, backend), what, hint)
+
+
+def check_numbers(device: str, number: int, what: str, hint: str = "smaller batches or images") -> None:
+    """Raise where an operation has a tensor of more numbers than a device's kernels can count.
+
+    Args:
+        device: the kind of device.
+        number: of the numbers of the largest tensor, at the most.
+        what: names the operation and its sizes in the message.
+        hint: what to use instead.
+
+    Raises:
+        ValueError: the device is one of `NARROW_DEVICES`, and the number is above 2^31 - 1.
+    """
+    if device in NARROW_DEVICES and number > LARGEST:
+        raise ValueError(
+            f"{what} has a tensor of up to {number} numbers; kernels of {device} count to 2^31 - 1, and are wrong "
+            f"beyond: use {hint}"
+        )
 
 
 def _entries(name: str, term: AxisTables | JointTable | None) -> int:

@@ -15,6 +15,7 @@ EXTRAS = {
     "mlflow": "mlflow",
     "pytorch_grad_cam": "show",
     "gradio": "demo",
+    "lightly": "lightly",
 }
 
 

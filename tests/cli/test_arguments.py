@@ -73,3 +73,4 @@ def test_messages_name_what_was_typed(photos, tmp_path, fails):
         assert message in fails([*fit, given])
     usage = "missing: --sizes; usage: relvit resolutions CKPT ... --sizes SIZE ... [options]"
     assert usage in fails(["resolutions", "a.ckpt"])
+    assert "unknown option --ouput (did you mean '--output'?)" in fails(["export", "a.ckpt", "--ouput=x.onnx"])

@@ -1,10 +1,7 @@
 """Sizes beyond 2^31 - 1, on the meta device: how large tensors become, and what refuses those that are too large."""
 
 import pytest
-import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from oracles.largest_tensor import Largest, meta
 
 from relvit.ops import (
     AxisTables,
@@ -20,10 +17,6 @@ from relvit.ops.index_range import LARGEST, largest_tensor
 from relvit.ops.inputs import AttentionInputs, checked
 
 
-def meta(*shape):
-    return torch.empty(shape, device="meta", requires_grad=True)
-
-
 def terms_of(letters, dim, distance=7, layout=AxisTables):
     """Tables on the meta device, of other sizes for rows and columns."""
     sides = (2 * distance + 1, 2 * distance + 3)
@@ -36,23 +29,6 @@ def terms_of(letters, dim, distance=7, layout=AxisTables):
 def case(grid, letters="kv", batch=1, heads=2, dim=8, **options):
     length = num_tokens(grid)
     return (*(meta(batch, heads, length, dim) for _ in range(3)), terms_of(letters, dim, **options), grid)
-
-
-class Largest(TorchDispatchMode):
-    """Records the number of numbers of the largest result, and whether an offset in it passes 2^31 - 1."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        # Broadcast tensors are not in memory.
-        sizes = [
-            tensor.untyped_storage().nbytes() // tensor.itemsize
-            for tensor in tree_leaves(out)
-            if isinstance(tensor, Tensor)
-        ]
-        self.numbers = max(self.numbers, *sizes, 0)
-        return out
 
 
 GRIDS = [make_grid(9, 14, 1), make_grid(40, 60), make_grid(3, 700, 2)]
@@ -115,5 +91,3 @@ def test_tiles_go_further_than_stock_attention(narrow_meta):
 def test_other_devices_count_in_64_bits():
     q, k, v, _, grid = case(make_grid(46_341, 2), "", heads=1)
     assert relative_attention(q, k, v, RelativeTerms(), grid, backend="fused").shape == q.shape
-    index = torch.iinfo(torch.int64).max
-    assert index > LARGEST

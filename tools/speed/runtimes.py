@@ -156,7 +156,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=20, help="calls that are timed")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    predictor = relvit.load(given.ckpt_path)
+    try:
+        predictor = relvit.load(given.ckpt_path)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     model: nn.Module = predictor.model
     patch, chans = model.patch_embed.patch_size, len(predictor.mean)
     generator = torch.Generator().manual_seed(0)

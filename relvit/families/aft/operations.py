@@ -14,6 +14,7 @@ from relvit.families.aft.sums import SPREAD, bounded_exp, exponentials, gated_av
 from relvit.ops import reference
 from relvit.ops.checks import check_backend, check_shape, int_pair
 from relvit.ops.grid import Grid, check_tokens, key_mask, token_places
+from relvit.ops.index_range import check_numbers
 from relvit.ops.tracing import is_compiling, is_eager, without_autocast
 
 SIMPLE_BACKENDS = ("reference",)
@@ -61,7 +62,7 @@ def aft_full(
         TypeError: arguments that are not of the kind asked for.
     """
     check_backend(backend, FULL_BACKENDS)
-    _check_contents(query, key, value, grid)
+    _check_contents(query, key, value, grid, backend)
     _check_bias(bias, query, grid)
     if backend == "reference":
         return reference.aft_full(query, key, value, bias, grid, is_causal=is_causal)
@@ -140,7 +141,7 @@ def aft_simple(
     Returns, raises: as `aft_full`.
     """
     check_backend(backend, SIMPLE_BACKENDS)
-    _check_contents(query, key, value, grid)
+    _check_contents(query, key, value, grid, backend)
     if backend == "reference":
         return reference.aft_simple(query, key, value, grid, is_causal=is_causal)
     valid = key_mask(grid)
@@ -178,7 +179,7 @@ def aft_conv(
     Returns, raises: as `aft_full`.
     """
     check_backend(backend, CONV_BACKENDS)
-    _check_contents(query, key, value, grid)
+    _check_contents(query, key, value, grid, backend)
     check_shape("weight", weight, (query.shape[1], "rows", "columns"))
     rows, cols = weight.shape[1:]
     if rows % 2 == 0 or cols % 2 == 0:
@@ -223,8 +224,8 @@ def _far_apart(bottom: Tensor, top: Tensor) -> bool:
     return _values_known(top) and bool((top - bottom).max() > SPREAD)
 
 
-def _check_contents(query: Tensor, key: Tensor, value: Tensor, grid: Grid) -> None:
-    """Raise unless grid, keys and values fit the queries."""
+def _check_contents(query: Tensor, key: Tensor, value: Tensor, grid: Grid, backend: str) -> None:
+    """Raise unless grid, keys and values fit the queries, and the device's kernels can count all numbers."""
     check_tokens("query", query, "grid", grid)
     batch, heads, count, width = query.shape
     shared = isinstance(key, Tensor) and key.dim() == 4 and key.shape[3] == 1
@@ -233,6 +234,11 @@ def _check_contents(query: Tensor, key: Tensor, value: Tensor, grid: Grid) -> No
     for name, tensor in (("key", key), ("value", value)):
         if tensor.dtype != query.dtype:
             raise ValueError(f"{name} has dtype {tensor.dtype}, expected the query's {query.dtype}")
+    if is_eager():
+        # Exponentials and their products with values are summed at all places of the grid, whatever tokens there are.
+        summed = 2 * batch * heads * max(count, grid.prefix + grid.height * grid.width) * width
+        pairs = query.numel() * count if backend == "reference" else max(grid.height, grid.width) ** 2
+        check_numbers(query.device.type, max(summed, pairs), f"AFT of {count} tokens by backend {backend!r}")
 
 
 def _check_bias(bias: Tensor, query: Tensor, grid: Grid) -> None:
@@ -240,3 +246,6 @@ def _check_bias(bias: Tensor, query: Tensor, grid: Grid) -> None:
     places = grid.prefix + grid.height * grid.width
     lead = (query.shape[1],) if isinstance(bias, Tensor) and bias.dim() == 3 else ()
     check_shape("bias", bias, (*lead, places, places))
+    if is_eager():
+        hint = "aft_conv or aft_simple, or smaller images"
+        check_numbers(bias.device.type, bias.numel(), f"AFT's bias of {places} x {places} places", hint)

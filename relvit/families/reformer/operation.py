@@ -9,9 +9,11 @@ from torch import Tensor
 from relvit.ops.buckets import bucket
 from relvit.ops.checks import check_shape
 from relvit.ops.grid import Grid, batched_coords, check_tokens, key_mask, without_padding
+from relvit.ops.index_range import check_numbers
 from relvit.ops.inputs import check_terms
 from relvit.ops.recompute import recomputed
 from relvit.ops.terms import JointTable, RelativeTerms
+from relvit.ops.tracing import is_eager
 
 # The logit of a token with itself, so low that a token attends to itself only where there is nothing else.
 SELF_LOGIT = -1e5
@@ -74,6 +76,8 @@ def lsh_attention(
     if terms is not None:
         check_terms(terms, heads, head_dim, value.shape[3])
         check_bias_alone(terms)
+    if is_eager():
+        _check_numbers(query_key, value, rotations, chunk_size)
     return _run(query_key, value, grid, rotations, chunk_size, terms, is_causal, dropout_p, scale)
 
 
@@ -100,10 +104,10 @@ def _attend(
     if valid is not None:
         query_key, value = without_padding(query_key, valid), without_padding(value, valid)
     wide = torch.promote_types(query_key.dtype, torch.float32)
-    buckets, hashes = max(1, 2 * rotations.shape[2]), _hash(query_key.detach().to(wide), rotations.to(wide))
+    hashes = _hash(query_key.detach().to(wide), rotations.to(wide))
+    buckets, size = _division(tokens, rotations, chunk_size)
     if valid is not None:
         hashes = hashes.masked_fill(~valid[:, None, None], buckets)
-    size = min(tokens, chunk_size or 2 * -(-tokens // buckets))
     # Padding to whole chunks is a last bucket, to which no token attends.
     extra = -tokens % size
     hashes = F.pad(hashes, (0, extra), value=buckets)
@@ -162,6 +166,22 @@ def _attend(
     if valid is not None:
         total = total.masked_fill(~valid[:, None, None, :, None], 0.0)
     return (out * total.softmax(dim=2).to(out.dtype)).sum(dim=2)
+
+
+def _division(tokens: int, rotations: Tensor, chunk_size: int | None) -> tuple[int, int]:
+    """Return the number of buckets, and that of tokens in a chunk."""
+    buckets = max(1, 2 * rotations.shape[2])
+    return buckets, min(tokens, chunk_size or 2 * -(-tokens // buckets))
+
+
+def _check_numbers(query_key: Tensor, value: Tensor, rotations: Tensor, chunk_size: int | None) -> None:
+    """Raise where a tensor has more numbers than the device's kernels can count."""
+    batch, heads, tokens, head_dim = query_key.shape
+    buckets, size = _division(tokens, rotations, chunk_size)
+    # Each token of a chunk has two chunks of keys, and two coordinates of each key, or the vectors of two chunks.
+    per_token = max(4 * size, 2 * head_dim, 2 * value.shape[3], buckets)
+    number = batch * heads * rotations.shape[0] * (tokens + size) * per_token
+    check_numbers(query_key.device.type, number, f"LSH attention of {tokens} tokens in chunks of {size}")
 
 
 def lsh_rotations(

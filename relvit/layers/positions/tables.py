@@ -1,7 +1,7 @@
 """Learned relative positions: Shaw's tables of clipped offsets, one for rows and one for columns; those of SAM."""
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -131,18 +131,18 @@ class HoldsSamTables(Protocol):
     trained_grid: tuple[int, int] | None
 
 
-class SamTables:
-    """Position of Segment Anything's attention after `relvit.retrofit`: a view of tables that the attention keeps.
+class LayerTables:
+    """Base of positions that are a view of tables which a retrofitted attention keeps.
 
-    Names in the state dict, numbers, gradients and the optimiser's state stay those of the source. Source: decomposed
-    relative positions of MViTv2 (Li et al. 2022, arXiv 2112.01526, section 4.1, eq. 3 and 4).
+    Names in the state dict, numbers, gradients and the optimiser's state stay those of the source.
 
     Args:
-        layer: the attention. Tables without a row for each offset in `table_grid` are interpolated to that number, as
-            the source does.
+        layer: the attention, which has an attribute `trained_grid`, see `Position`.
     """
 
-    def __init__(self, layer: HoldsSamTables) -> None:
+    layer: Any
+
+    def __init__(self, layer: Any) -> None:
         self.layer = layer
 
     @property
@@ -153,6 +153,19 @@ class SamTables:
     @trained_grid.setter
     def trained_grid(self, size: tuple[int, int] | None) -> None:
         self.layer.trained_grid = size
+
+
+class SamTables(LayerTables):
+    """Position of Segment Anything's attention after `relvit.retrofit`.
+
+    Source: decomposed relative positions of MViTv2 (Li et al. 2022, arXiv 2112.01526, section 4.1, eq. 3 and 4).
+
+    Args:
+        layer: the attention. Tables without a row for each offset in `table_grid` are interpolated to that number, as
+            the source does.
+    """
+
+    layer: HoldsSamTables
 
     def parameters(self) -> Iterator[Tensor]:
         """Yield both tables."""

@@ -185,7 +185,11 @@ def open_patch_embed(model: nn.Module, becomes: type[AnySizePatchEmbed] = AnySiz
         if any(size % patch for size, patch in zip(embed.img_size, embed.patch_size, strict=True)):
             # timm leaves out the pixels beyond the last whole patch, so the retrofitted model does so at this size.
             embed.cropped_size = tuple(embed.img_size)
-    # timm's transforms read whether other sizes are allowed.
+    declare_any_size(model)
+
+
+def declare_any_size(model: nn.Module) -> None:
+    """Say to timm's transforms, which read it, that other sizes are allowed."""
     model._traits = {**getattr(model, "_traits", {}), "fixed_input_size": False}
 
 

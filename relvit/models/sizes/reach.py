@@ -45,7 +45,7 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
       `relvit.families.transformer_xl.set_bands`.
     - 'mirror': the learned absolute embedding is not interpolated: it lies in the centre of the grid as it is, and is
       mirrored beyond its edges, as the protocol `field` of `relvit.data.eval_transform` continues images.
-    - 'stretch-mirror': both.
+    - 'stretch-mirror': 'stretch' and 'mirror'.
 
     At the trained size all of them compute the same. Rotary embeddings are not changed, and absolute ones by 'mirror'
     alone: they have rules of their own for other sizes. Names in the state dict stay, and so do gradients, graphs and
@@ -76,9 +76,8 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
                 f"{refused}, which has no relative attention to all tokens; relvit_small and others have it, and "
                 "relvit.retrofit gives it to timm's Vision Transformers"
             )
-        for word in reach.split("-"):
-            if (why := layers[0].lacks.get(word)) is not None:
-                raise ValueError(f"{refused}: {why}")
+        if reach != "stretch" and (why := layers[0].lacks.get("reach")) is not None:
+            raise ValueError(f"{refused}: {why}")
         embed = getattr(model, "patch_embed", None)
         if embed is None:
             raise ValueError(f"{refused}, which has no patch_embed, whose size would be that of the training")

@@ -1,4 +1,4 @@
-"""Tiles of queries, for the backend `tiled`: what they are made of, their parts of tensors, products of these."""
+"""Tiles of queries, for the backend `tiled`: operands and settings, a tile's parts of tensors, products of these."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Operands(NamedTuple):
 class TileConfig(NamedTuple):
     """Settings that all tiles have in common besides operands; None where a term or padding is absent."""
 
-    # Of queries and keys; those of a `pair_bias` are rasters.
+    # These are the grids of queries and of keys; with a `pair_bias` both are rasters.
     grids: tuple[Grid, Grid]
     keys: Positions
     queries: Positions | None  # among the rows and columns of `key_logits`

@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 from beit_cases import BEITS, OWN, hf_beit
+from comparisons import assert_equal, tensors_of
 from retrofit_cases import fingerprint, images
 from sam_cases import transformers
 from torch import nn
@@ -24,20 +25,7 @@ def retrofitted(source):
 
 
 def outputs(model, x, **options):
-    """All tensors that a model returns, hidden states and attention weights included, by name."""
-    found = {}
-    for name, value in model(x, output_hidden_states=True, **options).items():
-        parts = value if isinstance(value, tuple | list) else [value]
-        found |= {f"{name} {index}": part for index, part in enumerate(parts) if part is not None}
-    return found
-
-
-def assert_equal(actual, expected, tolerance):
-    """Compare tensors by name, relative to the largest number of each."""
-    assert actual.keys() == expected.keys()
-    for name, tensor in expected.items():
-        error = (actual[name].double() - tensor.double()).abs().max() / tensor.double().abs().max()
-        assert error <= tolerance, (name, error)
+    return tensors_of(model(x, output_hidden_states=True, **options))
 
 
 def tolerance_of(case, dtype=torch.float64):

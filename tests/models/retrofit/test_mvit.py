@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import timm.models.mvitv2 as source
 import torch
+from comparisons import assert_equal, assert_hooks_see_the_same
 from retrofit_cases import fingerprint, images
 from timm.models import create_feature_extractor
 from timm.models._features import FeatureGetterNet
@@ -46,15 +47,6 @@ def outputs(model, x):
     """Classes, and the features of all stages, by name."""
     last, stages = model.forward_intermediates(x, norm=True)
     return {"classes": model(x), "last": last} | {f"stage {index}": part for index, part in enumerate(stages)}
-
-
-def assert_equal(actual, expected, tolerance):
-    """Compare tensors by name, relative to the largest number of each."""
-    assert actual.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert actual[name].shape == tensor.shape
-        error = (actual[name].double() - tensor.double()).abs().max() / tensor.double().abs().max()
-        assert error <= tolerance, (name, error)
 
 
 def pair_by_pair(model, monkeypatch, stretched=False):
@@ -186,26 +178,12 @@ def test_reaches(monkeypatch):
 
 
 def test_hooks_and_features_of_timm():
-    original, seen = build("class token"), []
-    for name, part in original.named_modules():
-        if name.endswith(("attn", "pool_q", "norm_k", "proj")):
-            part.register_forward_hook(lambda _module, _args, output, name=name: seen.append((name, output)))
-    model, x = retrofitted(original), images(*TRAINED)
-    original(x)
-    expected = list(seen)
-    seen.clear()
-    model(x)
-    assert [name for name, _ in seen] == [name for name, _ in expected]
-    for (name, ours), (_, theirs) in zip(seen, expected, strict=True):
-        if name.endswith(".attn"):
-            (ours, our_size), (theirs, their_size) = ours, theirs
-            assert tuple(our_size) == tuple(their_size)
-        if isinstance(ours, torch.Tensor):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
+    x, ends = images(*TRAINED), ("attn", "pool_q", "norm_k", "proj")
+    model, expected = assert_hooks_see_the_same(build("class token"), ends, retrofitted, x)
     getter = FeatureGetterNet(copy.deepcopy(model), out_indices=[0, 2])
     assert [tuple(part.shape[1:]) for part in getter(images(64, 96))] == [(6, 16, 24), (24, 4, 6)]
     traced = create_feature_extractor(model, ["stages.1.blocks.0.attn"])
-    assert_equal({"": traced(x)["stages.1.blocks.0.attn"][0]}, {"": dict(expected)["stages.1.blocks.0.attn"][0]}, 1e-10)
+    assert_equal({"": traced(x)["stages.1.blocks.0.attn"][0]}, {"": expected["stages.1.blocks.0.attn"][0]}, 1e-10)
 
 
 def test_weights_of_another_size_are_interpolated_as_timm_loads_them():

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from comparisons import assert_equal, assert_hooks_see_the_same, tensors_of
 from processes import Ranks, as_torchrun
 from retrofit_cases import fingerprint, images
 from sam_cases import ELSEWHERE, ddp_steps, sam_blocks, sam_encoder, sam_model, sgd_batches, sgd_steps
@@ -27,19 +28,7 @@ def outputs(encoder, x):
     """All tensors that an encoder returns, those of layers included, by name."""
     if not hasattr(encoder, "config"):
         return {"features": encoder(x)}
-    found = {}
-    for name, value in encoder(x, output_hidden_states=True).items():
-        parts = value if isinstance(value, tuple | list) else [value]
-        found |= {f"{name} {index}": part for index, part in enumerate(parts)}
-    return found
-
-
-def assert_equal(actual, expected, tolerance):
-    """Compare tensors by name, relative to the largest number of each."""
-    assert actual.keys() == expected.keys()
-    for name, tensor in expected.items():
-        error = (actual[name].double() - tensor.double()).abs().max() / tensor.double().abs().max()
-        assert error <= tolerance, (name, error)
+    return tensors_of(encoder(x, output_hidden_states=True))
 
 
 def of_size(source, rows, columns):
@@ -165,19 +154,8 @@ def test_attention_weights_are_refused_where_the_source_formed_them():
 
 @pytest.mark.parametrize("case", ["sam", "sam_hq", "segment_anything"])
 def test_hooks_stay_and_see_the_same(case):
-    source, seen = sam_encoder(case), []
-    for name, part in source.named_modules():
-        if name.endswith(("attn", "attn.qkv", "mlp", "neck")):
-            part.register_forward_hook(lambda _module, _args, output, name=name: seen.append((name, output)))
-    model, x = retrofitted(source), images(*TRAINED)
-    source(x)
-    expected = list(seen)
-    seen.clear()
-    model(x)
-    assert [name for name, _ in seen] == [name for name, _ in expected]
-    for (_, ours), (_, theirs) in zip(seen, expected, strict=True):
-        ours, theirs = (part[0] if isinstance(part, tuple) else part for part in (ours, theirs))
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
+    ends = ("attn", "attn.qkv", "mlp", "neck")
+    assert_hooks_see_the_same(sam_encoder(case), ends, retrofitted, images(*TRAINED))
 
 
 @pytest.mark.parametrize("case", ["sam", "segment_anything"])

@@ -112,3 +112,6 @@ def test_the_tool(best, files, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "| onnxruntime " in out
     assert "TensorRT (matrix of onnx-tensorrt 10.1) lacks: nothing" in out
+    with pytest.raises(SystemExit):
+        runtimes.main([str(best.with_name("bset.ckpt"))])
+    assert "no checkpoint at " in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What retrofitted models of Hugging Face `transformers` have in common: recorded outputs, attention weights."""
+"""Hugging Face `transformers`: hidden states and attention weights that retrofitted models return, BEiT or SAM."""
 
 from __future__ import annotations
 

@@ -19,9 +19,9 @@ from timm.models.mvitv2 import (
 from torch import Tensor, nn
 
 from relvit.layers.attention import GridAttention, attend_with, relative_terms
-from relvit.layers.mixer import Leaf
-from relvit.layers.patch_embed import check_images
-from relvit.models.retrofit.source import Layers, OwnPositions
+from relvit.layers.patch_embed import PatchSizes, check_images
+from relvit.layers.positions.tables import LayerTables
+from relvit.models.retrofit.source import Layers, OwnPositions, declare_any_size
 from relvit.ops import AxisLogits, Grid, RelativeTerms, num_tokens
 from relvit.ops.backends.axis_logits import once_per_raster
 from relvit.ops.inputs import AttentionInputs
@@ -68,31 +68,19 @@ def whole_steps(
     return offset.floor().long()
 
 
-class PooledOffsets:
-    """Position of MViTv2's attention after `relvit.retrofit`: a view of tables that the attention keeps.
+class PooledOffsets(LayerTables):
+    """Position of MViTv2's attention after `relvit.retrofit`.
 
     Queries and keys are pooled with different strides, so offsets count in steps of the finer one of both: a table has
     a row for each of these, but the few rows and columns of the keys alone are expanded for each row or column of the
-    queries. Names in the state dict, numbers, gradients and the optimiser's state stay those of the source. Source: Li
-    et al. 2022 (arXiv 2112.01526), section 4.1, eq. 3 and 4.
+    queries. Source: Li et al. 2022 (arXiv 2112.01526), section 4.1, eq. 3 and 4.
 
     Args:
         layer: the attention.
     """
 
     needs_tokens: ClassVar[bool] = True
-
-    def __init__(self, layer: MultiScaleRelative) -> None:
-        self.layer = layer
-
-    @property
-    def trained_grid(self) -> Size | None:
-        """Rows and columns of patches in training, to stretch tables; None: they are not."""
-        return self.layer.trained_grid
-
-    @trained_grid.setter
-    def trained_grid(self, size: Size | None) -> None:
-        self.layer.trained_grid = size
+    layer: MultiScaleRelative
 
     def parameters(self) -> Iterator[Tensor]:
         """Yield both tables."""
@@ -140,10 +128,9 @@ class MultiScaleRelative(GridAttention, MultiScaleAttention):
         poolings: those between the patches and the tokens of this attention, which the blocks before it do.
     """
 
-    lacks: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("logn", "windows", "bands"),
-        "its layers pool tokens, so that the grid of patches in training is not that of their keys",
-    )
+    lacks: ClassVar[Mapping[str, str]] = {
+        "reach": "its layers pool tokens, so that the grid of patches in training is not that of their keys",
+    }
     trained_grid: Size | None = None
     poolings: tuple[Pooling, ...] = ()
 
@@ -224,25 +211,15 @@ def has_hooks(module: nn.Module) -> bool:
     return any(getattr(module, kind) for kind in kinds)
 
 
-class MultiScalePatchEmbed(Leaf, PatchEmbed):
-    """timm's `PatchEmbed` of MViTv2 after a retrofit: patches overlap, and padding completes those at the edges.
+class MultiScalePatchEmbed(PatchSizes, PatchEmbed):
+    """timm's `PatchEmbed` of MViTv2 after a retrofit: patches overlap, and padding completes those at the edges."""
 
-    Attributes:
-        img_size: height and width of images in training.
-    """
-
-    img_size: Size
     dynamic_img_pad: ClassVar[bool] = True
 
     @property
     def patch_size(self) -> Size:
         """Pixels from one patch to the next."""
         return self.proj.stride
-
-    @property
-    def grid_size(self) -> Size:
-        """Rows and columns of patches in training."""
-        return self.dynamic_feat_size(self.img_size)
 
     def dynamic_feat_size(self, img_size: Size) -> Size:
         """Return rows and columns of patches of images of this size."""
@@ -290,5 +267,4 @@ class RetrofittedMultiScaleVit(OwnPositions, MultiScaleVit):
         embed.__class__ = MultiScalePatchEmbed
         rows, columns = self.stages[0].blocks[0].attn.built_for
         embed.img_size = (rows * embed.patch_size[0], columns * embed.patch_size[1])
-        # timm's transforms read whether other sizes are allowed.
-        self._traits = {**getattr(self, "_traits", {}), "fixed_input_size": False}
+        declare_any_size(self)

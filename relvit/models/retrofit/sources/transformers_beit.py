@@ -17,6 +17,7 @@ from transformers.models.data2vec import modeling_data2vec_vision as data2vec
 from relvit.layers.attention import GridAttention
 from relvit.layers.patch_embed import PatchSizes
 from relvit.layers.positions.base import is_stretched, stretch
+from relvit.layers.positions.tables import LayerTables
 from relvit.layers.prefix_bias import prefix_channels
 from relvit.layers.timm_attention import GridArgument
 from relvit.models.retrofit.source import Layers, check_part
@@ -26,7 +27,7 @@ from relvit.ops import Grid, JointTable, RelativeTerms
 TABLE = "relative_position_bias_table"
 
 
-class BeitTables:
+class BeitTables(LayerTables):
     """Position of BEiT's attention: a view of its own table, of the shared one, or of the sum of both.
 
     Args:
@@ -34,18 +35,7 @@ class BeitTables:
     """
 
     needs_tokens = False
-
-    def __init__(self, layer: TransformersBeitAttention) -> None:
-        self.layer = layer
-
-    @property
-    def trained_grid(self) -> tuple[int, int] | None:
-        """Rows and columns of patches in training, to stretch the table; None: it is not."""
-        return self.layer.trained_grid
-
-    @trained_grid.setter
-    def trained_grid(self, size: tuple[int, int] | None) -> None:
-        self.layer.trained_grid = size
+    layer: TransformersBeitAttention
 
     def parameters(self) -> Iterator[Tensor]:
         """Yield the tables, (entries, heads), the last three entries for the class token."""
@@ -67,7 +57,10 @@ class BeitTables:
 
 
 class GridBias(NamedTuple):
-    """What is handed on in place of a bias of N x N; a mask, or another such bias with its mask, is added to it."""
+    """The grid, which layers hand on in place of a bias of N x N, and a mask.
+
+    The source adds up the shared bias, a block's own and the mask, in this order; so can these be added.
+    """
 
     grid: Grid
     mask: Tensor | None = None
