@@ -109,7 +109,10 @@ def _attend(inputs: AttentionInputs) -> Tensor:
         table, index = joined_with_index(terms.value, terms.bucketing, grid, key_axes, value)
         result = _split_output(out, value.shape[-1], table, index)
     else:
-        result = out[..., : value.shape[-1]]
+        # Sliced with tokens before heads, so that the attention gets its gradient in the layout of its result, as from
+        # `_split_output`: PyTorch keeps cuDNN's backward by the shapes and strides of q, k and v alone, and would read
+        # the gradient of a later call of the same shapes in the layout of the first.
+        result = out.transpose(1, 2)[..., : value.shape[-1]].transpose(1, 2)
     # Under autocast stock attention lowers single precision.
     result = result.to(query.dtype)
     # Queries without any key have attended to padding: they get zeros, forward and backward.
