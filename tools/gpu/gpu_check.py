@@ -55,8 +55,9 @@ from relvit.ops.inputs import AttentionInputs, checked
 BACKENDS = ("fused", "tiled", "gathered")
 EXACT = {torch.float64: 1e-10, torch.float32: 1e-5}
 HALVES = (torch.bfloat16, torch.float16)
-# How many times the error of stock attention on the same contents is allowed in half precision.
-TIMES_STOCK = 2
+# How many times the error of stock attention on the same contents is allowed in half precision: the logits of terms
+# are rounded once more, as channels of the augmented vectors.
+TIMES_STOCK = 3
 FUSED_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
 Limits = dict[str, float] | float
 
@@ -271,13 +272,16 @@ def check_memory(log: Log, device: str) -> None:
         log.check(f"memory of a step at {side}x{side}, bfloat16, {backend}", partial(measure, backend))
 
 
-def check_compiled(log: Log, device: str) -> None:
+def check_compiled(log: Log, device: str, compiled: bool) -> None:
     """Check a compiled model beside the eager one: results and gradients at three sizes, one graph."""
+    if not compiled:
+        log.print("skip", "compiled", "needs a GPU, or --compile")
+        return
     torch.manual_seed(0)
     model = timm.create_model("test_relvit", patch_size=8, depth=2, class_token=True, rel_init_std=0.5).to(device)
     torch._dynamo.reset()
     counters.clear()
-    compiled = torch.compile(model, fullgraph=True, dynamic=True)
+    fast = torch.compile(model, fullgraph=True, dynamic=True)
 
     def step(net: nn.Module, images: Tensor) -> dict[str, Tensor]:
         out = net(images)
@@ -285,7 +289,7 @@ def check_compiled(log: Log, device: str) -> None:
 
     def measure(images: Tensor) -> Measured:
         eager = {name: tensor.cpu().double() for name, tensor in step(model, images).items()}
-        return worst(step(compiled, images), eager, EXACT[torch.float32])
+        return worst(step(fast, images), eager, EXACT[torch.float32])
 
     for height, width in ((24, 16), (16, 80), (136, 32)):
         images = torch.randn(BATCH, 3, height, width, device=device)
@@ -340,6 +344,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--device", choices=("cuda", "mps", "cpu"), default="cuda")
     add("--quick", action="store_true", help="few and tiny cases")
     add("--compile", action="store_true", help="check compiled code on the CPU too, which needs a C++ compiler")
+    add("--part", default="1/1", help="which part of the checks, 2/4 for the second of four that run side by side")
     given = parser.parse_args(arguments)
     device: str = given.device
     if device != "cpu" and not getattr(torch, device).is_available():
@@ -350,18 +355,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     begin, log = time.perf_counter(), Log()
     scenes = list(draw_scenes(given.quick))
-    for scene in scenes:
-        check_scene(log, scene, device)
-    check_autocast(log, device, given.quick)
-    check_kernels(log, scenes, device)
-    check_memory(log, device)
     compiled = device == "cuda" or given.compile
-    if compiled:
-        check_compiled(log, device)
-    else:
-        log.print("skip", "compiled", "needs a GPU, or --compile")
-    check_attention_free(log, device, given.quick, compiled)
-    report_determinism(log, scenes[0], device)
+    parts: list[Callable[[], None]] = [partial(check_scene, log, scene, device) for scene in scenes]
+    parts += [
+        partial(check_autocast, log, device, given.quick),
+        partial(check_kernels, log, scenes, device),
+        partial(check_memory, log, device),
+        partial(check_compiled, log, device, compiled),
+        partial(check_attention_free, log, device, given.quick, compiled),
+        partial(report_determinism, log, scenes[0], device),
+    ]
+    part, of = map(int, given.part.split("/"))
+    for run in parts[part - 1 :: of]:
+        run()
 
     machine = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
     counts = ", ".join(f"{count} {status}" for status, count in log.counts.items())

@@ -11,6 +11,7 @@ open. The table has the test accuracies of logistic regression and of 20 nearest
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,6 @@ from typing import Any
 import timm
 import timm.optim
 import torch
-from lightly.models import utils
-from lightly.models.modules import MaskedVisionTransformerDecoderTIMM
 from study import MODELS, PART, SIZE, prepare
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -28,6 +27,13 @@ from torchvision.datasets import ImageFolder
 
 from relvit.data import ImageFolderData
 from relvit.evaluation import probe_models, save_model
+from relvit.utils.messages import MissingPackageError
+
+try:
+    from lightly.models import utils
+    from lightly.models.modules import MaskedVisionTransformerDecoderTIMM
+except ModuleNotFoundError as error:
+    sys.exit(str(MissingPackageError("pretraining", error.name)))
 
 # The models of the study whose encoders can leave patches out.
 ENCODERS = [name for name, model in MODELS.items() if model.name == "relvit_tiny"]

@@ -2,6 +2,7 @@
 
     python tools/study/study.py --images DIR --work WORK    # all runs not done; DIR has train/<class>/*, test/<class>/*
     python tools/study/study.py --images DIR --work WORK --models learned kv-3 --recipes one --seeds 0 1 2
+    python tools/study/study.py --images DIR --work WORK --precision bf16-mixed --accelerator gpu
 
 Every run is a `relvit fit` of one thread in a folder of its own below WORK: where it was interrupted, the same command
 resumes it, and several of these commands can run side by side. A run that is done adds one line to
@@ -28,6 +29,7 @@ import lightning
 import timm
 import torch
 from lightning import Callback
+from lightning.fabric import Fabric
 
 import relvit
 from relvit.evaluation.resolutions import evaluate_size
@@ -131,14 +133,15 @@ OPTIONS = f"""
 --data=ImageFolderData --data.img_size={SIZE} --data.batch_size=128 --data.num_workers=0 --data.cache=true
 --data.augment=crop-flip --data.crop_pct=1 --data.mean=[0.4914,0.4822,0.4465] --data.std=[0.247,0.2435,0.2616]
 --model.lr=1e-3 --model.weight_decay=0.05 --model.warmup_epochs=1 --model.label_smoothing=0
---trainer.gradient_clip_val=1 --trainer.accelerator=cpu
---trainer.devices=1 --trainer.enable_progress_bar=false --trainer.callbacks=study.ProcessorTime --quiet
+--trainer.gradient_clip_val=1 --trainer.devices=1 --trainer.enable_progress_bar=false
+--trainer.callbacks=study.ProcessorTime --quiet
 """
 SIZES = (16, 24, 32, 40, 48, 64)
 REACH_SIZES = (16, 48, 64)
 PROTOCOLS = ("resize", "field")
 # Processors without bfloat16 instructions need ten times as long with bf16-mixed as with 32-true.
 PRECISIONS = ("32-true", "bf16-mixed")
+ACCELERATORS = ("cpu", "gpu")
 
 
 class Run(NamedTuple):
@@ -148,10 +151,11 @@ class Run(NamedTuple):
     recipe: str
     seed: int
     precision: str
+    accelerator: str
 
     @property
     def folder(self) -> str:
-        return f"{self.model}_{self.recipe}_{self.seed}_{self.precision}"
+        return "_".join(map(str, self))
 
 
 class ProcessorTime(Callback):
@@ -183,8 +187,8 @@ def prepare(images: Path, root: Path, splits: dict[str, tuple[str, int, int]]) -
 def options(run: Run) -> list[str]:
     """Return the options of `relvit fit` that the models of a recipe share."""
     recipe = RECIPES[run.recipe]
-    own = (f"--trainer.precision={run.precision}", f"--trainer.max_epochs={recipe.epochs}")
-    return [*OPTIONS.split(), *own, *recipe.options]
+    own = (f"--trainer.precision={run.precision}", f"--trainer.accelerator={run.accelerator}")
+    return [*OPTIONS.split(), *own, f"--trainer.max_epochs={recipe.epochs}", *recipe.options]
 
 
 def train(run: Run, images: Path, folder: Path) -> Path:
@@ -209,9 +213,10 @@ def train(run: Run, images: Path, folder: Path) -> Path:
 
 
 def evaluate(run: Run, made: Path) -> list[dict[str, Any]]:
-    """Evaluate the last checkpoint at all sizes, in the precision of the training."""
+    """Evaluate the last checkpoint at all sizes, in the precision and on the device of the training."""
     checkpoint = Checkpoint.read(made / "checkpoints" / "last.ckpt")
-    classifier, data = classifier_of(checkpoint), checkpoint.data_module()
+    device = Fabric(accelerator=run.accelerator, devices=1).device
+    classifier, data = classifier_of(checkpoint).to(device), checkpoint.data_module()
     rows = []
     for reach in ("trained", *MODELS[run.model].reach):
         if reach != "trained":
@@ -220,7 +225,7 @@ def evaluate(run: Run, made: Path) -> list[dict[str, Any]]:
         for protocol, size in itertools.product(PROTOCOLS, sizes):
             if size == SIZE and protocol != PROTOCOLS[0]:
                 continue  # the same numbers again
-            with torch.autocast("cpu", torch.bfloat16, enabled=run.precision == "bf16-mixed"):
+            with torch.autocast(device.type, torch.bfloat16, enabled=run.precision == "bf16-mixed"):
                 row = evaluate_size(classifier, data, size, "test", protocol)
             values = {name: round(row[name], 5) for name in ("acc1", "loss", "calibration_error")}
             rows.append({"reach": reach, "protocol": protocol, "size": size, **values})
@@ -241,6 +246,7 @@ def line_of(run: Run, made: Path, commit: str) -> dict[str, Any]:
         "images": {split: 10 * (last - first) for split, (_, first, last) in recipe.images.items() if split != "val"},
         "parameters": sum(parameter.numel() for parameter in net.parameters()),
         "processor_minutes": round(seconds / 60, 2),
+        **({"gpu": torch.cuda.get_device_name()} if run.accelerator == "gpu" else {}),
         "versions": {name: module.__version__ for name, module in modules.items()}
         | {"python": platform.python_version()},
         "commit": commit,
@@ -251,12 +257,13 @@ def line_of(run: Run, made: Path, commit: str) -> dict[str, Any]:
 def done(lines: Path) -> set[Run]:
     """Read which runs have a line."""
     found = [json.loads(line) for file in lines.glob("*.jsonl") for line in file.read_text().splitlines()]
-    return {Run(line["model"], line["recipe"], line["seed"], precision_of(line)) for line in found}
+    return {Run(line["model"], line["recipe"], line["seed"], *how_of(line)) for line in found}
 
 
-def precision_of(line: dict[str, Any]) -> str:
-    """Return the precision of a line's training."""
-    return next(option.partition("=")[2] for option in line["options"] if "precision" in option)
+def how_of(line: dict[str, Any]) -> tuple[str, str]:
+    """Return the precision and the accelerator of a line's training."""
+    given = dict(option.removeprefix("--trainer.").partition("=")[::2] for option in line["options"])
+    return given["precision"], given["accelerator"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -269,12 +276,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
     add("--seeds", nargs="+", type=int, default=[0, 1, 2])
     add("--precision", choices=PRECISIONS, default=PRECISIONS[0])
+    add("--accelerator", choices=ACCELERATORS, default=ACCELERATORS[0])
     add("--lines", type=Path, default=LINES)
     add("--commit", default="", help="what is run, where the code is a copy without git")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     for key in itertools.product(given.models, given.recipes, given.seeds):
-        run = Run(*key, given.precision)
+        run = Run(*key, given.precision, given.accelerator)
         if run in done(given.lines) or (run.model in ONE_SIZE and run.recipe == "several"):
             continue
         folder = given.work / run.folder

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 Line = dict[str, Any]
-# The seed and the precision of a run: runs are compared within one precision.
+# The seed of a run, its precision and its accelerator: runs are compared with those of the same.
 Key = tuple[int, str]
 Groups = dict[str, dict[Key, Line]]
 # What is compared: a number of each run.
@@ -50,7 +50,7 @@ class Estimate(NamedTuple):
 
     @classmethod
     def of(cls, runs: Mapping[Key, float]) -> Estimate:
-        """Estimate from a value for each run: runs of one seed in two precisions count as one, by their mean."""
+        """Estimate from a value for each run: several runs of one seed count as one, by their mean."""
         seeds: dict[int, list[float]] = defaultdict(list)
         for (seed, _), value in runs.items():
             seeds[seed].append(value)
@@ -100,12 +100,12 @@ FIGURES: dict[str, Figure] = {
 
 
 def grouped(lines: Sequence[Line], recipe: str) -> Groups:
-    """Return lines of a recipe by model and by seed and precision, models in the order of SHOWN."""
+    """Return lines of a recipe by model and by key, models in the order of SHOWN."""
     groups: Groups = defaultdict(dict)
     for line in lines:
         if line["recipe"] == recipe:
-            precision = next(option for option in line["options"] if "precision" in option)
-            groups[line["model"]][line["seed"], precision] = line
+            how = [option for option in line["options"] if "precision" in option or "accelerator" in option]
+            groups[line["model"]][line["seed"], " ".join(sorted(how))] = line
     order = [*SHOWN, *groups]
     return dict(sorted(groups.items(), key=lambda item: order.index(item[0])))
 
@@ -116,6 +116,6 @@ def estimate(runs: Mapping[Key, Line], figure: Figure) -> Estimate:
 
 
 def difference(one: Mapping[Key, Line], other: Mapping[Key, Line], figure: Figure) -> Estimate | None:
-    """Estimate `one` minus `other` from pairs of runs of the same seed and precision; None: there is no pair."""
+    """Estimate `one` minus `other` from pairs of runs of the same key; None: there is no pair."""
     pairs = {key: figure(line) - figure(other[key]) for key, line in one.items() if key in other}
     return Estimate.of(pairs) if pairs else None
