@@ -28,7 +28,7 @@ RUN = ("run", "level", "device", "dtype", "compiled", "batch")
 GROUP = (*RUN, "size", "mode")
 INTRODUCTION = """# Benchmarks
 
-Written by `python tools/benchmark_report.py` from the [raw samples](results.jsonl); not to be edited by hand.
+Written by `python tools/benchmark_report.py` from the [raw samples]({name}); not to be edited by hand.
 [How to read the tables](README.md#how-to-read-the-tables).
 """
 
@@ -71,9 +71,9 @@ def ratios(group: Iterable[Row], memory: bool = False) -> dict[str, float]:
     return result
 
 
-def render(rows: Sequence[Row]) -> str:
-    """Return all rows as Markdown: a section per run, in each a table per size and mode."""
-    parts = [INTRODUCTION]
+def render(rows: Sequence[Row], name: str = SOURCE.name) -> str:
+    """Return all rows, of a file of this name, as Markdown: a section per run, in each a table per size and mode."""
+    parts = [INTRODUCTION.format(name=name)]
     for run in grouped(rows, RUN):
         first = run[0]
         machine, versions = first["machine"], first["versions"]
@@ -228,7 +228,7 @@ def main(arguments: Sequence[str]) -> None:
     """Write the tables and the figure of the file named by the first argument."""
     source = Path(arguments[0]) if arguments else SOURCE
     rows = read(source)
-    source.with_suffix(".md").write_text(render(rows))
+    source.with_suffix(".md").write_text(render(rows, source.name))
     draw(rows).savefig(source.with_suffix(".png"), dpi=100, metadata={"Description": digest(source)})
     if source == SOURCE:
         readme = ROOT / "README.md"

@@ -94,6 +94,8 @@ def test_figure_has_the_last_run_of_each_size():
 
 
 def test_committed_files_are_those_of_the_committed_samples():
+    of_gpu = report.render(report.read(FOLDER / "h200.jsonl"), "h200.jsonl")
+    assert (FOLDER / "h200.md").read_text() == of_gpu
     found = report.read(FOLDER / "results.jsonl")
     assert (FOLDER / "results.md").read_text() == report.render(found)
     readme = (ROOT / "README.md").read_text()

@@ -24,6 +24,9 @@ from study_lines import (
     grouped,
 )
 
+# The recipes whose curves are drawn: all of patches of 4 px.
+DRAWN = ("one", "several", "long")
+
 
 def draw_summary(lines: Sequence[Line], target: Path) -> None:
     """Draw by how much our model is better than each other one: three dots with bars of two standard errors."""
@@ -55,8 +58,8 @@ def draw_summary(lines: Sequence[Line], target: Path) -> None:
 def draw_curves(lines: Sequence[Line], target: Path) -> None:
     """Draw accuracy over size, one panel for each recipe and protocol, with standard errors."""
     figure = Figure(figsize=(13, 14), layout="constrained")
-    axes = figure.subplots(len(RECIPES), len(PROTOCOLS), sharey="row", squeeze=False)
-    for row, (recipe, trained) in zip(axes, RECIPES.items(), strict=True):
+    axes = figure.subplots(len(DRAWN), len(PROTOCOLS), sharey="row", squeeze=False)
+    for row, recipe in zip(axes, DRAWN, strict=True):
         groups = grouped(lines, recipe)
         for panel, protocol in zip(row, PROTOCOLS, strict=True):
             for number, (model, label) in enumerate(SHOWN.items()):
@@ -74,7 +77,7 @@ def draw_curves(lines: Sequence[Line], target: Path) -> None:
             panel.xaxis.set_major_locator(FixedLocator([16, 24, 32, 40, 48, 64]))
             panel.xaxis.set_minor_locator(NullLocator())
             panel.xaxis.set_major_formatter("{x:.0f}")
-            panel.set_title(f"{protocol}; {trained}")
+            panel.set_title(f"{protocol}; {RECIPES[recipe]}")
             panel.set_xlabel("size in pixels")
             panel.set_ylabel("top-1 accuracy, %")
             panel.grid(alpha=0.3)

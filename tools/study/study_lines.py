@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 Line = dict[str, Any]
-# The seed of a run, its precision and its accelerator: runs are compared with those of the same.
+# The seed and the precision of a run: runs are compared with those of the same, on whatever device they were.
 Key = tuple[int, str]
 Groups = dict[str, dict[Key, Line]]
 # What is compared: a number of each run.
@@ -20,11 +20,14 @@ Figure = Callable[[Line], float]
 BASE = "learned"
 OURS = "kv-2-learned-start-0.1"
 TRAINED = 32
+# Ends the names of models with patches of 2 px.
+PATCH_2 = "-patch-2"
 PROTOCOLS = ("resize", "field")
 RECIPES = {
     "one": "8 epochs, trained at 32 px",
     "several": "8 epochs, trained at 20 to 44 px",
     "long": "25 epochs of all images, trained at 32 px",
+    "one, patches of 2 px": "8 epochs, trained at 32 px, patches of 2 px: a grid of 16 x 16",
 }
 # The models that figures and the first tables show, in this order; every table has the others behind them.
 SHOWN = {
@@ -32,12 +35,12 @@ SHOWN = {
     "v-2-learned-start-0.1": "v, max_distance 2, and learned",
     "kv-2-start-0.1": "kv, max_distance 2",
     "learned": "learned absolute",
-    "rope-mixed-learned": "mixed RoPE and learned",
-    "rope-mixed": "mixed RoPE",
+    "pape-learned": "PaPE and learned",
     "lookhere-180": "LookHere",
+    "fire-learned": "FIRE and learned",
+    "rope-mixed-learned": "mixed RoPE and learned",
     "relpos": "timm's relpos bias",
     "aft-conv": "AFT-conv",
-    "none": "no positions",
 }
 
 
@@ -50,7 +53,7 @@ class Estimate(NamedTuple):
 
     @classmethod
     def of(cls, runs: Mapping[Key, float]) -> Estimate:
-        """Estimate from a value for each run: several runs of one seed count as one, by their mean."""
+        """Estimate from a value for each run: runs of one seed in two precisions count as one, by their mean."""
         seeds: dict[int, list[float]] = defaultdict(list)
         for (seed, _), value in runs.items():
             seeds[seed].append(value)
@@ -100,14 +103,27 @@ FIGURES: dict[str, Figure] = {
 
 
 def grouped(lines: Sequence[Line], recipe: str) -> Groups:
-    """Return lines of a recipe by model and by key, models in the order of SHOWN."""
-    groups: Groups = defaultdict(dict)
+    """Return lines of a recipe by model and by seed and precision, models in the order of SHOWN."""
+    runs: dict[str, dict[Key, list[Line]]] = defaultdict(lambda: defaultdict(list))
     for line in lines:
-        if line["recipe"] == recipe:
-            how = [option for option in line["options"] if "precision" in option or "accelerator" in option]
-            groups[line["model"]][line["seed"], " ".join(sorted(how))] = line
-    order = [*SHOWN, *groups]
+        model, of = line["model"].removesuffix(PATCH_2), line["recipe"]
+        if (of if model == line["model"] else f"{of}, patches of 2 px") == recipe:
+            precision = next(option for option in line["options"] if "precision" in option)
+            runs[model][line["seed"], precision].append(line)
+    order = [*SHOWN, *runs]
+    groups = {model: {key: merged(several) for key, several in of_model.items()} for model, of_model in runs.items()}
     return dict(sorted(groups.items(), key=lambda item: order.index(item[0])))
+
+
+def merged(lines: Sequence[Line]) -> Line:
+    """Return one line whose accuracies are the means of several: one seed, trained on a CPU and on a GPU."""
+    found: dict[tuple[Any, ...], list[float]] = defaultdict(list)
+    for line in lines:
+        for row in line["rows"]:
+            found[row["reach"], row["protocol"], row["size"]].append(row["acc1"])
+    names = ("reach", "protocol", "size")
+    rows = [dict(zip(names, place, strict=True)) | {"acc1": mean(values)} for place, values in found.items()]
+    return lines[0] | {"rows": rows}
 
 
 def estimate(runs: Mapping[Key, Line], figure: Figure) -> Estimate:
@@ -116,6 +132,6 @@ def estimate(runs: Mapping[Key, Line], figure: Figure) -> Estimate:
 
 
 def difference(one: Mapping[Key, Line], other: Mapping[Key, Line], figure: Figure) -> Estimate | None:
-    """Estimate `one` minus `other` from pairs of runs of the same key; None: there is no pair."""
+    """Estimate `one` minus `other` from pairs of runs of the same seed and precision; None: there is no pair."""
     pairs = {key: figure(line) - figure(other[key]) for key, line in one.items() if key in other}
     return Estimate.of(pairs) if pairs else None

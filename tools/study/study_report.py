@@ -51,12 +51,13 @@ CONDITIONS = """## How it was done
 
 CIFAR-10 from a public copy whose images were stored as JPEG: figures compare with each other, not with published
 ones. {images[train]:,} training images and 8 epochs, in the long trainings 50,000 and 25; {images[test]:,} test
-images, in the long ones 9,800; one thread. All models with patches of 4 px have width 128, depth 4, 4 heads, average
-pooling and no class token, {least:,} to {most:,} parameters, and see the same images in the same order with the same
-augmentations for each seed. Trained at 20 to 44 px: each step takes one of the sizes 20, 24 ... 44; the number of
-images is the same, and so there are fewer steps. Differences are those of runs of the same seed and the same
-precision (bfloat16 by autocast, or float32). [The two protocols](../sizes.md) are what relative offsets are made for,
-`field`, and stretched embeddings, `resize`.
+images, in the long ones 9,800; one thread of a CPU, or a GPU ({gpu} of {runs} runs). All models with patches of 4 px
+have width 128, depth 4, 4 heads, average pooling and no class token, {least:,} to {most:,} parameters, and see the
+same images in the same order with the same augmentations for each seed. Trained at 20 to 44 px: each step takes one
+of the sizes 20, 24 ... 44; the number of images is the same, and so there are fewer steps. Differences are those of
+runs of the same seed and the same precision (bfloat16 by autocast, or float32); a seed that was trained on a CPU and
+on a GPU counts once, by the mean, as both see the same images from the same start.
+[The two protocols](../sizes.md) are what relative offsets are made for, `field`, and stretched embeddings, `resize`.
 
 ![Accuracy over size](curves.png)
 """
@@ -158,7 +159,13 @@ def report(lines: Sequence[Line]) -> str:
     short = next((line for line in lines if line["recipe"] != "long"), lines[0])
     parts = [
         INTRODUCTION.format(recipe=RECIPES[first], table=summary_table(grouped(lines, first))),
-        CONDITIONS.format(images=short["images"], least=min(counts), most=max(counts)),
+        CONDITIONS.format(
+            images=short["images"],
+            least=min(counts),
+            most=max(counts),
+            gpu=sum("gpu" in line for line in lines),
+            runs=len(lines),
+        ),
     ]
     for recipe, trained in RECIPES.items():
         groups = grouped(lines, recipe)
@@ -173,9 +180,9 @@ def report(lines: Sequence[Line]) -> str:
                 parts.append(f"Difference to `{BASE}`, in points:\n\n{found}")
             if found := reach_table(groups, protocol):
                 parts.append(f"What `--reach` changes, in points:\n\n{found}")
-    minutes = sum(line["processor_minutes"] for line in lines) / 60
+    hours = sum(line["processor_minutes"] for line in lines) / 60
     versions = ", ".join(f"{name} {version}" for name, version in lines[-1]["versions"].items())
-    parts.append(f"{len(lines)} runs, {minutes:.1f} hours of a processor for the trainings; {versions}.\n")
+    parts.append(f"{len(lines)} runs, {hours:.1f} hours of a processor for the trainings; {versions}.\n")
     return "\n".join(parts)
 
 
