@@ -117,9 +117,9 @@ def error_of(name: str, got: Tensor, want: Tensor) -> float:
     return relative_error(got, want)
 
 
-def stock_limits(got: dict[str, Tensor], exact: dict[str, Tensor]) -> Limits:
+def stock_limits(got: dict[str, Tensor], exact: dict[str, Tensor], times: float = TIMES_STOCK) -> Limits:
     """Return errors allowed in half precision: of the result, and of gradients, by the worst of the stock ones."""
-    errors = {name: TIMES_STOCK * error_of(name, got[name], exact[name]) for name in got}
+    errors = {name: times * error_of(name, got[name], exact[name]) for name in got}
     return {"result": errors.pop("result"), "gradient": max(errors.values())}
 
 
@@ -158,9 +158,14 @@ def spied() -> Iterator[dict[str, mock.Mock]]:
 def check_scene(log: Log, scene: Scene, device: str) -> None:
     """Check each backend in each dtype, forward and backward; joint tables where the backend takes them."""
     exact_stock = stock_outcome(scene, "cpu", torch.float64)
+    stock = {dtype: stock_outcome(scene, device, dtype) for dtype in HALVES}
     limits: dict[torch.dtype, Limits] = dict(EXACT)
-    limits |= {dtype: stock_limits(stock_outcome(scene, device, dtype), exact_stock) for dtype in HALVES}
+    limits |= {dtype: stock_limits(got, exact_stock) for dtype, got in stock.items()}
     limits = {dtype: limit for dtype, limit in limits.items() if has_dtype(device, dtype)}
+    of_fused = limits
+    if scene.contents[0].shape[-1] + scene.key_grid.height + scene.key_grid.width > 256:
+        # PyTorch's kernels for such wide vectors round more; `choose` avoids them.
+        of_fused = limits | {dtype: stock_limits(got, exact_stock, 2 * TIMES_STOCK) for dtype, got in stock.items()}
     # The CPU has no kernels but in Triton's interpreter, which the test suite runs.
     backends = (*BACKENDS, "auto", *(("triton",) if device == "cuda" else ()))
     cases = [(letters, AxisTables, backends) for letters in scene.letters]
@@ -171,7 +176,8 @@ def check_scene(log: Log, scene: Scene, device: str) -> None:
 
         def measure(backend: str, dtype: torch.dtype, terms: RelativeTerms, want: dict[str, Tensor]) -> Measured:
             with several_tiles(), spied() as spies:
-                measured = worst(outcome(scene, terms, device, dtype, backend), want, limits[dtype])
+                allowed = (of_fused if backend == "fused" else limits)[dtype]
+                measured = worst(outcome(scene, terms, device, dtype, backend), want, allowed)
             if backend != "auto":
                 return measured
             chosen = choose(*arguments_of(scene, terms, device, dtype)).backend

@@ -55,7 +55,8 @@ def report_fit(
         "warmup_steps": model.plan.warmup,
         f"val/{score}": float(checkpoints.best_model_score),
         "best_epoch": checkpoints.best_epoch,
-        **{f"{split}/images": len(data.dataset(split)) for split in ("train", "val")},
+        "train/images": len(data.dataset("train")),
+        "val/images": _evaluated(trainer, "val"),
     }
     summary = with_errors(summary, summary["val/images"])
     lines = [f"Trained {trained} {'epoch' if trained == 1 else 'epochs'} in {seconds / 60:.1f} min."]
@@ -73,12 +74,12 @@ def report_fit(
     lines = []
     if data.has_test:
         results = trainer.test(model, data, ckpt_path=best, verbose=False)[0]
-        results = with_errors(results, len(data.dataset("test")))
-        summary |= results | {"test/images": len(data.dataset("test"))}
+        images = _evaluated(trainer, "test")
+        summary |= with_errors(results, images) | {"test/images": images}
         more = {"test/acc5": "top-5", "test/f1": "mean F1"}
-        more = "".join(f", {text} {plus_minus(results, name)}" for name, text in more.items() if name in results)
+        more = "".join(f", {text} {plus_minus(summary, name)}" for name, text in more.items() if name in summary)
         more += baseline(class_counts(data, "test"))
-        lines.append(f"Test {what} of that checkpoint: {plus_minus(results, f'test/{score}')}{more}")
+        lines.append(f"Test {what} of that checkpoint: {plus_minus(summary, f'test/{score}')}{more}")
     if model.transfer is not None:
         summary["pretrained"] = model.transfer.plain()
     if rank_zero_only.rank == 0:
@@ -86,6 +87,16 @@ def report_fit(
         _draw_positions(folder / "positions.png", best, data)
         send_results(trainer, folder, summary)
         rank_zero_print("\n".join([*lines, files_line(folder), "Next:", *_suggestions(model.net, data, best)]))
+
+
+def _evaluated(trainer: Trainer, split: str) -> int:
+    """Return how many images were evaluated: all, or those of the batches that `--trainer.limit_*_batches` left."""
+    images, limit = len(trainer.datamodule.dataset(split)), getattr(trainer, f"limit_{split}_batches")
+    # An integer 1 is one batch.
+    if isinstance(limit, float) and limit == 1:
+        return images
+    batches = sum({"val": trainer.num_val_batches, "test": trainer.num_test_batches}[split])
+    return min(images, batches * trainer.datamodule.batch_size * trainer.world_size)
 
 
 def _draw_positions(target: Path, best: str, data: LightningDataModule) -> None:

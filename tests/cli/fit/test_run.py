@@ -100,6 +100,14 @@ def test_a_training_that_ends_before_its_first_validation_says_what_it_leaves(ph
     assert f"no best checkpoint; its last one is {last}." in capsys.readouterr().out
 
 
+def test_the_summary_counts_the_images_that_were_evaluated(photos, tmp_path):
+    limits = [f"--trainer.limit_{split}_batches=1" for split in ("val", "test")]
+    results = summary(fit(photos, tmp_path, "--data.batch_size=2", *limits))
+    assert (results["val/images"], results["test/images"]) == (2, 2)
+    accuracy = results["test/acc1"]
+    assert results["test/acc1_se"] == pytest.approx((accuracy * (1 - accuracy) / 2) ** 0.5)
+
+
 def test_a_broken_test_image_does_not_hide_the_result_of_the_training(photos, tmp_path, capsys):
     broken = shutil.copytree(photos, tmp_path / "photos")
     next((broken / "test").glob("*/*")).write_text("no image")
