@@ -1,4 +1,4 @@
-"""Start of the console script `relvit`: answers `--help` and `--version` before PyTorch is loaded.
+"""Start of the console script `relvit`: `--help` without PyTorch; how long waiting threads spin, set before its import.
 
 The module stands beside the package and imports nothing of the package, because importing `relvit` loads PyTorch and
 timm, which takes seconds. `relvit.cli` runs all other commands, and `python -m relvit` begins there.

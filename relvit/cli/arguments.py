@@ -1,4 +1,4 @@
-"""Read the words of a command line: short names of options, arguments without a name, options of several values."""
+"""Read the words of a command line: short names, other frameworks' names (`--gpus`), words without a name, lists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluate trained classifiers at several image sizes: accuracy, calibration, speed, operations and memory."""
+"""Evaluate trained classifiers at several image sizes, and squashed: accuracy, calibration, speed, work, memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`relative_attention`, the public operation: checks arguments and chooses the backend, with a reason (`choose`)."""
+"""`relative_attention`, the public operation: checks arguments, chooses the backend by size and device (`choose`)."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def relative_attention(
             well, every pair looks up its table entries: slower, but for all joint tables, of which 'fused' and 'tiled'
             take a bias between rasters alone, for second derivatives and all of `torch.func` too), 'triton' (kernels
             for GPUs that augment nothing; for keys on a raster and terms in tables, without query term, mask and
-            dropout; by name only, see `relvit.ops.backends.triton`), 'reference' (the paper's own n products,
+            dropout, see `relvit.ops.backends.triton`), 'reference' (the paper's own n products,
             O(N^2 head_dim) memory) or 'auto' (see `choose`).
 
     Returns:
@@ -178,14 +178,14 @@ def _choose(inputs: AttentionInputs, device: str | None = None) -> Choice:
     if query.dtype == torch.float64:
         return Choice("tiled", "no fused GPU kernel takes float64: stock attention would keep N x N", little)
     width = fused.augmented_width(inputs, padded=inputs.key_grid.valid is not None)
-    by_name = ""
-    if width > 128 and triton.refusal(inputs, device) is None:
-        # Once `tools/gpu/gpu_check.py` has passed on a GPU, the rule should choose 'triton' here.
-        by_name = "; 'triton' augments nothing, but no GPU has run it yet: by name only"
     if width > 256:
-        return Choice("tiled", "fused GPU kernels end at width 256" + by_name, little)
+        if triton.refusal(inputs, device) is None:
+            return Choice("triton", "stock GPU kernels end at width 256, these augment nothing", "O(N)")
+        return Choice("tiled", "fused GPU kernels end at width 256", little)
     keeps = "augmented output, logits, marginals: O(N (H + W))"
-    return Choice("fused", "one stock attention over augmented q, k and v" + by_name, keeps)
+    # The two take about the same time (docs/benchmarks), and stock kernels are part of PyTorch.
+    narrower = "; 'triton' keeps half" if width > 128 and triton.refusal(inputs, device) is None else ""
+    return Choice("fused", "one stock attention over augmented q, k and v" + narrower, keeps)
 
 
 def _math_alone() -> bool:

@@ -1,3 +1,5 @@
+"""Rows of tables by offset, clipped and piecewise, against the papers' formulas."""
+
 import pytest
 import torch
 from oracles.relative_attention import row_of

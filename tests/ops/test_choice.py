@@ -68,24 +68,28 @@ def test_tiles_refuse_to_be_part_of_graphs_and_transforms():
         torch.func.grad(lambda q: attend(q, k, v).sum())(q)
 
 
-def on_a_gpu(width=96, dtype=torch.bfloat16, layout="separate", field=0):
-    q, k, v, terms, grid = draw_case(8, width - 64 - 8, layout=layout, dim=64, batch=1)
+def on_a_gpu(width=96, dtype=torch.bfloat16, layout="separate", field=0, which="kv"):
+    q, k, v, terms, grid = draw_case(8, width - 64 - 8, layout=layout, which=which, dim=64, batch=1)
     # As wide as wanted: 64 channels of the contents, 8 rows, the others columns.
     inputs = AttentionInputs(q.to(dtype), k.to(dtype), v.to(dtype), terms, grid)
     query = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=q.shape)
     return attention._choose(checked(inputs)._replace(query=query))[field]
 
 
-def test_kernels_are_mentioned_where_they_would_be_narrower():
+def test_kernels_of_our_own_where_stock_ones_end():
     pytest.importorskip("triton")
-    reasons = {width: on_a_gpu(width=width, field=1) for width in (96, 129, 257)}
-    assert [width for width, reason in reasons.items() if "'triton' augments nothing" in reason] == [129, 257]
-    assert "triton" not in on_a_gpu(width=257, dtype=torch.float64, field=1)
+    reasons = {width: on_a_gpu(width=width, field=1) for width in (96, 129, 256)}
+    assert [width for width, reason in reasons.items() if "'triton' keeps half" in reason] == [129, 256]
+    assert on_a_gpu(width=257) == on_a_gpu(width=257, dtype=torch.float32) == "triton"
+    # What these kernels refuse goes on in tiles.
+    assert on_a_gpu(width=257, dtype=torch.float64) == on_a_gpu(width=257, which="qkv") == "tiled"
 
 
 def test_the_rules_for_gpus(monkeypatch):
     assert on_a_gpu() == on_a_gpu(width=256) == on_a_gpu(dtype=torch.float32) == "fused"
-    assert on_a_gpu(width=257) == on_a_gpu(dtype=torch.float64) == "tiled"
+    assert on_a_gpu(dtype=torch.float64) == "tiled"
+    monkeypatch.setattr(attention.triton, "refusal", lambda *_: "is not installed")
+    assert on_a_gpu(width=257) == "tiled"
     monkeypatch.setattr(attention, "is_compiling", lambda: True)
     assert on_a_gpu(width=257) == "fused"
     assert on_a_gpu(layout="joint") == "gathered"

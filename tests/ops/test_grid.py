@@ -1,3 +1,5 @@
+"""Grids of tokens: raster order, coordinates, prefix tokens, padding."""
+
 import numpy as np
 import pytest
 import torch

@@ -13,7 +13,8 @@ tables, a figure, and `summary.md` with what passed and the rule by which `relvi
     sam       SAM's encoders of three libraries before and after `relvit.retrofit` (../retrofit/elsewhere.py)
     recipe    `relvit fit --config cifar10` to its end; downloads 170 MB where `--root` does not hold them
 
-It takes about an hour on an A100, by estimate: no card has run it. `--toy` runs it on a CPU at toy sizes in a minute.
+It takes about an hour on an A100, by estimate; on an H200 the checks and some of the layers have run. `--toy` runs it
+on a CPU at toy sizes in a minute.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compare models that bring relative positions with themselves after `relvit.retrofit`: numbers, time, memory.
+"""Compare SAM, BEiT, Swin and MViT with themselves after `relvit.retrofit`: numbers, time, memory.
 
     python tools/retrofit/elsewhere.py  # SAM ViT-B of all libraries, 1,024 px
     python tools/retrofit/elsewhere.py --models timm-sam --sizes 1024 1024x512 --layers 3 --threads 1 2

@@ -1,4 +1,4 @@
-"""Lightning's CLI for the commands that run a Trainer; `Evaluation` begins with the values of a checkpoint."""
+"""Lightning's CLI for commands that run a Trainer, with relvit's defaults (100 epochs); `Evaluation` of checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Base class of all image data modules: the shared arguments, transforms and DataLoaders."""
+"""Base class of all image data modules: shared arguments, transforms, DataLoaders, what becomes of a last batch."""
 
 import copy
 import inspect

@@ -1,4 +1,4 @@
-"""Base class of data modules that read image files: defaults for photographs, validation split, image cache."""
+"""Base class of data modules that read image files: defaults for photographs, split, cache, test images in train."""
 
 import sys
 import time

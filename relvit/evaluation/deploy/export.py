@@ -1,4 +1,4 @@
-"""Export a trained classifier to a file that needs no relvit: ONNX, or PyTorch's exported program (.pt2)."""
+"""Export a trained classifier to a file that needs no relvit and names no folders: ONNX or PyTorch's .pt2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Universal Transformers with relative attention: one block, applied T times; registered as `relvit_universal_*`."""
+"""Universal Transformers: one block, applied T times to all tokens or to running ones; as `relvit_universal_*`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Position`, the base of relative position modules; what attention asks of any position; stretched offsets."""
+"""`Position`, the base of relative position modules; what attention asks of any; `stretch`, tables between entries."""
 
 from __future__ import annotations
 

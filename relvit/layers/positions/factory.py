@@ -1,4 +1,4 @@
-"""Choose, build and check the relative position module of an attention layer, given by name or as a class."""
+"""Choose, build and check an attention layer's position module, by name or class; tell it its block's number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transfer a classifier's weights into another: other classes, image size, or positions that only one of them has."""
+"""Transfer a classifier's weights into another: other classes, image size, channels, or positions only one has."""
 
 from __future__ import annotations
 

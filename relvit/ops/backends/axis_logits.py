@@ -1,4 +1,4 @@
-"""Logits per row and per column of the grid, for `tiled` and `fused`: their sum is the relative logit of a pair.
+"""Logits per row and per column of the grid, whose sum is a pair's logit; their lookup indices, kept per raster.
 
 q_i . a_ij = rows[i, y_j] + cols[i, x_j]: so each query needs H + W products instead of H W. The tables of both axes are
 joined below each other, and an index says which entry belongs to each token and each row and column of the grid. The

@@ -1,4 +1,4 @@
-"""Detect how the processes of a run were launched (torchrun, srun), and check that there are as many as devices."""
+"""Launch the processes of a run, or find those of torchrun and srun; when one fails, end the others after a minute."""
 
 from __future__ import annotations
 

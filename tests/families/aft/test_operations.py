@@ -267,7 +267,7 @@ def test_transforms_of_torch_func():
 
 @pytest.mark.slow
 def test_one_graph_for_all_sizes():
-    """Traced by the compiler's front end; `tests/models/test_aft_vit.py` compiles and exports models."""
+    """Traced by the compiler's front end; `tests/families/aft/test_aft_vit.py` compiles and exports models."""
     torch.compiler.reset()
     weight, graphs = window_of(2, 3, 5).detach().float(), []
 

@@ -1,3 +1,5 @@
+"""Folders of runs: no two runs share one."""
+
 from datetime import datetime
 
 from relvit.training import new_run_folder

@@ -1,4 +1,4 @@
-"""The models that `relvit.retrofit` takes: a file for each family, which is imported when a model of it is given."""
+"""The models that `relvit.retrofit` takes, a file per family, and the versions of their libraries; imported late."""
 
 from __future__ import annotations
 
