@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
-import torch
 from timm.layers import PatchDropoutWithIndices
 from timm.models import checkpoint
 from timm.models._features import feature_take_indices
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from relvit.layers import AnySizePatchEmbed, AxialPositionEmbedding, interpolate
+from relvit.layers import AnySizePatchEmbed, AxialPositionEmbedding
 from relvit.layers.feed_forward import check_chunk
+from relvit.models.absolute import AbsoluteEmbedding
 from relvit.models.depth import DEPTHS, Depth
 from relvit.models.segments import Segmenter
 from relvit.models.sizes.native import embed_native, pool_native
@@ -53,7 +53,7 @@ class TablesWithoutDecay:
         return super().no_weight_decay() | tables
 
 
-class GridForward:
+class GridForward(AbsoluteEmbedding):
     """Mixin before timm's `VisionTransformer`: makes the `Grid` at the patch embedding and hands it to every block.
 
     The model has `dynamic_img_size`, and where patches are dropped, `PatchDropoutWithIndices`. Its `_run_block` calls a
@@ -76,7 +76,6 @@ class GridForward:
         """
         x, grid = embed_native(self, x) if isinstance(x, dict) else self._embed_images(x)
         if self.pos_embed is None:
-            # timm applies the dropout together with an absolute embedding only.
             x = self.pos_drop(x)
         if keep is not None:
             x, grid = keep_tokens(x, grid, keep)
@@ -91,6 +90,11 @@ class GridForward:
         x = self.patch_embed(x)
         grid = Grid(x.shape[1], x.shape[2], self.num_prefix_tokens)
         return self._pos_embed(x), grid
+
+    def _pos_embed(self, x: Tensor) -> Tensor:
+        x = self.embed_tokens(x)
+        # timm applies the dropout together with an absolute embedding only.
+        return x if self.pos_embed is None else self.pos_drop(x)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False, patch_valid: Tensor | None = None) -> Tensor:
         """Pool tokens (B, N, embed_dim) and classify them.
@@ -207,8 +211,6 @@ class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, GridForward, Visi
         TypeError: an `mlp_chunk` that is no integer.
     """
 
-    # `relvit.models.set_reach` chooses whether a learned absolute embedding is mirrored or interpolated.
-    mirror_embedding: bool = False
     # Arguments that cannot be chosen in a model of this class, and why.
     fixed: ClassVar[dict[str, str]] = {}
 
@@ -304,22 +306,10 @@ class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, GridForward, Visi
         groups = super().group_matcher(coarse)
         return groups if self.axial is None else {**groups, "stem": rf"{groups['stem']}|axial\."}
 
-    def _pos_embed(self, x: Tensor) -> Tensor:
-        """Patches (B, rows, columns, dim) -> tokens (B, N, dim), prefix tokens first, absolute embeddings added."""
-        height, width = x.shape[1], x.shape[2]
-        x = x.flatten(1, 2)
+    def embed_tokens(self, x: Tensor) -> Tensor:
         if self.axial is not None:
-            x = x + self.axial(Grid(height, width))
-        first = [t.expand(x.shape[0], -1, -1) for t in (self.cls_token, self.reg_token) if t is not None]
-        if self.pos_embed is None:
-            return torch.cat((*first, x), dim=1)
-        embedded = 0 if self.no_embed_class else self.num_prefix_tokens
-        embedding = interpolate.resample_embedding(
-            self.pos_embed, self.patch_embed.grid_size, (height, width), embedded, mirror=self.mirror_embedding
-        )
-        if self.no_embed_class:
-            return self.pos_drop(torch.cat((*first, x + embedding), dim=1))
-        return self.pos_drop(torch.cat((*first, x), dim=1) + embedding)
+            x = x + self.axial(Grid(x.shape[1], x.shape[2])).view(x.shape[1:])
+        return super().embed_tokens(x)
 
     def _run_block(self, block: nn.Module, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
         if self.grad_checkpointing:

@@ -14,7 +14,7 @@ from relvit.models.retrofit.source import OwnPositions, Retrofitted
 
 MEMBERS = ("_parameters", "_buffers", "_modules")
 # `relvit.models.set_reach` and users set these attributes after a retrofit; the original classes have no use for them.
-LATER = ("trained_keys", "window", "trained_grid", "segmenter")
+LATER = ("trained_keys", "window", "trained_grid", "segmenter", "mirrored_grid")
 RECORD = "_before_retrofit"
 
 

@@ -43,8 +43,8 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
     - 'bands': the image is computed in bands of H0 rows of patches, from the top; tokens attend to those of their own
       band and of the H0 rows above it, so that memory does not grow with the height; see
       `relvit.families.transformer_xl.set_bands`.
-    - 'mirror': the learned absolute embedding is not interpolated: it lies in the centre of the grid as it is, and is
-      mirrored beyond its edges, as the protocol `field` of `relvit.data.eval_transform` continues images.
+    - 'mirror': the learned absolute embedding is not interpolated: that of H0 x W0 lies in the centre of the grid as it
+      is, and is mirrored beyond its edges, as the protocol `field` of `relvit.data.eval_transform` continues images.
     - 'stretch-mirror': 'stretch' and 'mirror'.
 
     At the trained size all of them compute the same. Rotary embeddings are not changed, and absolute ones by 'mirror'
@@ -68,7 +68,7 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
     layers = [part for part in model.modules() if isinstance(part, GridAttention)]
     # Blocks that cut windows cut them of one size in all images, so these have no reach.
     layers = [layer for layer in layers if layer.block_window is None]
-    trained_grid = trained_keys = window = segmenter = None
+    trained_grid = trained_keys = window = segmenter = mirrored_grid = None
     if reach != "trained":
         refused = f"reach {reach!r} is not for {type(model).__name__}"
         if not layers:
@@ -88,8 +88,13 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
         grid = embed.grid_size
         if trained_size is not None:
             grid = embed.dynamic_feat_size(int_pair("trained_size", trained_size, max(embed.patch_size)))
-        if "mirror" in reach and (not hasattr(model, "mirror_embedding") or model.pos_embed is None):
-            raise ValueError(f"{refused}: it is for models of relvit with pos_embed='learn'")
+        if "mirror" in reach:
+            if not hasattr(model, "mirrored_grid") or model.pos_embed is None:
+                raise ValueError(
+                    f"{refused} without a learned absolute embedding that can be mirrored: models of relvit with "
+                    "pos_embed='learn' have it, and timm's VisionTransformer, Eva and Beit, retrofitted, with pos_embed"
+                )
+            mirrored_grid = tuple(grid)
         if "logn" in reach:
             trained_keys = model.num_prefix_tokens + grid[0] * grid[1]
             if trained_keys < 2:
@@ -108,8 +113,8 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
                 _check_position(layer.position, refused)
     if hasattr(model, "segmenter"):
         model.segmenter = segmenter or model.own_segmenter
-    if hasattr(model, "mirror_embedding"):
-        model.mirror_embedding = "mirror" in reach
+    if hasattr(model, "mirrored_grid"):
+        model.mirrored_grid = mirrored_grid
     for layer in layers:
         layer.trained_keys = trained_keys
         layer.window = window

@@ -1,12 +1,15 @@
 """A retrofitted timm model through the command line, from training to its checkpoint at other sizes."""
 
+import numpy as np
 import pytest
 import timm
 import torch
 from command_line import QUIET, only, rows
 
 from relvit.cli import main
-from relvit.training import load_classifier, read_checkpoint
+from relvit.evaluation import evaluate_size
+from relvit.models import set_reach
+from relvit.training import Checkpoint, load_classifier, read_checkpoint
 
 SMALL = {"patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}
 
@@ -45,6 +48,33 @@ def test_it_is_evaluated_at_sizes_that_the_original_does_not_take(checkpoint, ph
     runs = ["--data.root", str(photos / "test" / "cat"), f"--runs={tmp_path / 'runs'}"]
     assert main(["predict", f"--ckpt_path={checkpoint}", *runs, *QUIET]) == 0
     assert "6 predictions" in capsys.readouterr().out
+
+
+def test_resolutions_mirror_its_embedding_where_the_field_of_view_grows(checkpoint, tmp_path):
+    """As with the embedding of a grid of 4 x 6 patches that NumPy mirrors around the trained one of 2 x 2."""
+    content = torch.load(checkpoint, weights_only=True)
+    # After one epoch positions hardly matter.
+    for name, tensor in content["state_dict"].items():
+        tensor *= 30 if "pos_embed" in name or ".position." in name else 3 if "attn." in name else 1
+    best, table = tmp_path / "best.ckpt", tmp_path / "table.csv"
+    torch.save(content, best)
+    options = [f"--output={table}", "--sizes=[16,[32,48]]", "--protocol=field", "--accelerator=cpu"]
+    losses = {}
+    for reach in ("trained", "mirror", "stretch-mirror"):
+        assert main(["resolutions", str(best), f"--reach={reach}", *options]) == 0
+        losses[reach] = [float(row["loss"]) for row in rows(table)]
+    assert losses["trained"][0] == losses["mirror"][0] == losses["stretch-mirror"][0]
+    assert abs(losses["trained"][1] - losses["mirror"][1]) > 1e-4
+
+    classifier, data = load_classifier(best), Checkpoint.read(best).data_module()
+    embedding = classifier.net.pos_embed.detach()
+    patches = np.pad(embedding[0, 1:].unflatten(0, (2, 2)).numpy(), ((1, 1), (2, 2), (0, 0)), "symmetric")
+    larger = torch.cat((embedding[:, :1], torch.from_numpy(patches).flatten(0, 1)[None]), dim=1)
+    classifier.net.pos_embed, classifier.net.patch_embed.grid_size = torch.nn.Parameter(larger), (4, 6)
+    for reach, tables in (("mirror", "trained"), ("stretch-mirror", "stretch")):
+        set_reach(classifier.net, tables, 16)
+        expected = evaluate_size(classifier, data, (32, 48), protocol="field")["loss"]
+        assert losses[reach][1] == pytest.approx(expected, rel=1e-6)
 
 
 def test_positions_that_a_model_brings(photos, tmp_path, capsys):

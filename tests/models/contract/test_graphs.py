@@ -18,7 +18,7 @@ def build(reach="trained", **kwargs):
     if (case := kwargs.get("case")) in OWN:
         return retrofitted(build_original(case)).float()
     if case:
-        return retrofitted(build_original(case, depth=1), "kv", max_distance=2).float()
+        return set_reach(retrofitted(build_original(case, depth=1), "kv", max_distance=2).float(), reach)
     if "name" in kwargs:
         return small(**{"depth": 2, **kwargs}).eval()
     torch.manual_seed(0)
@@ -50,6 +50,8 @@ UNIVERSAL = [
 VARIANTS = [
     pytest.param(PER_HEAD | {"reach": "stretch-logn"}, marks=pytest.mark.slow),
     pytest.param(PER_HEAD | {"reach": "mirror"}, marks=pytest.mark.slow),
+    pytest.param({"case": "clip", "reach": "stretch-mirror"}, marks=pytest.mark.slow),
+    pytest.param({"case": "eva02", "reach": "mirror"}, marks=pytest.mark.slow),
     {"pos_embed": "axial-sum", "img_size": (32, 48), "layout": "joint"},
     pytest.param({"position": "slopes", "img_size": 32, "reach": "stretch"}, marks=pytest.mark.slow),
     pytest.param({"case": "rope mixed"}, marks=pytest.mark.slow),
@@ -77,7 +79,7 @@ def test_exported_once_for_all_sizes(variant):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", [*VARIANTS[:2], {"reversible": True}, *FREE], ids=str)
+@pytest.mark.parametrize("variant", [*VARIANTS[:3], {"reversible": True}, *FREE], ids=str)
 def test_onnx_runtime_gives_the_same_at_all_sizes(variant, tmp_path):
     model = build(**variant)
     program = torch.onnx.export(model, (images(24, 16),), dynamic_shapes=any_size(variant), dynamo=True, verbose=False)
@@ -95,6 +97,7 @@ def test_onnx_runtime_gives_the_same_at_all_sizes(variant, tmp_path):
         pytest.param({"rel_terms": "qkvb", "img_size": (32, 48), "reach": "stretch-logn"}, 1, marks=pytest.mark.slow),
         # The size that a rotary embedding is stored for has a graph of its own.
         pytest.param({"case": "dinov3"}, 2, marks=pytest.mark.slow),
+        pytest.param({"case": "clip", "reach": "stretch-mirror"}, 1, marks=pytest.mark.slow),
         *(pytest.param(variant, 1, marks=pytest.mark.slow) for variant in (*FREE, *UNIVERSAL)),
     ],
     ids=str,
@@ -115,7 +118,7 @@ def test_compiled_without_break_into_one_graph_for_all_sizes(variant, most):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", [VARIANTS[0], {"case": "rope axial"}], ids=str)
+@pytest.mark.parametrize("variant", [VARIANTS[0], VARIANTS[2], {"case": "rope axial"}], ids=str)
 def test_compiled_training_step_has_the_gradients_of_the_plain_one(variant):
     model = build(**variant)
     torch._dynamo.reset()

@@ -98,26 +98,6 @@ def test_copies_and_gradients(reach):
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(("reach", "tables"), [("mirror", "trained"), ("stretch-mirror", "stretch")])
-def test_mirrored_embeddings(reach, tables):
-    model = own(pos_embed="learn")
-    for height, width in SIZES:
-        x, rows, columns = images(height, width, dtype=torch.float64), height // 8 - TRAINED[0], width // 8 - TRAINED[1]
-        plain = by_hand(model, height, width, tables)
-        patches = model.pos_embed.detach()[0, 2:].unflatten(0, TRAINED).numpy()
-        for axis, further in enumerate((rows, columns)):
-            before, widths = further // 2, [(0, 0)] * 3
-            widths[axis] = (before, further - before)
-            inside = range(-before, TRAINED[axis] + further - before)
-            patches = np.pad(patches, widths, "symmetric") if further > 0 else patches.take(inside, axis)
-        vectors = torch.from_numpy(patches).flatten(0, 1)[None]
-        plain.pos_embed = torch.nn.Parameter(torch.cat((model.pos_embed.detach()[:, :2], vectors), dim=1))
-        plain.patch_embed.grid_size = (height // 8, width // 8)
-        assert_same(set_reach(model, reach)(x), plain(x), atol=1e-10)
-        set_reach(model, "trained")
-    assert not model.mirror_embedding
-
-
 class Own(torch.nn.Module):
     """Without `trained_grid`."""
 
@@ -127,6 +107,10 @@ class Own(torch.nn.Module):
 
     def forward(self, grid):
         return self.tables(grid)
+
+
+def original(case):
+    return relvit.retrofit(retrofit_cases.build(case))
 
 
 def naflex():
@@ -146,8 +130,13 @@ def naflex():
         (naflex, "stretch", "not for RetrofittedNaFlexVit, which has no patch_embed"),
         (lambda: small(rel_terms=""), "stretch", "without relative terms: there are no tables to stretch"),
         (lambda: small(position=Own), "stretch-logn", "with position Own, which cannot be stretched: .* trained_grid"),
-        (small, "mirror", "reach 'mirror' is not for RelVisionTransformer: .* pos_embed='learn'"),
-        (MODELS["dinov2"], "stretch-mirror", "not for RetrofittedVisionTransformer: it is for models of relvit"),
+        (small, "mirror", "reach 'mirror' is not for RelVisionTransformer without .* embedding .* pos_embed='learn'"),
+        (MODELS["dinov3"], "stretch-mirror", "not for RetrofittedEva without a learned absolute embedding"),
+        (naflex, "mirror", "not for RetrofittedNaFlexVit, which has no patch_embed"),
+        (partial(original, "beit"), "mirror", "not for RetrofittedBeit without a learned absolute embedding"),
+        (partial(original, "sam absolute"), "mirror", "not for RetrofittedSam without .* that can be mirrored"),
+        (partial(original, "swin"), "mirror", "not for RetrofittedSwin, which has no relative attention to all tokens"),
+        (lambda: timm.create_model("test_vit"), "mirror", "not for VisionTransformer, which has no relative attention"),
         (lambda: small(img_size=8), "logn", "not for RelVisionTransformer trained on a single token"),
     ],
 )

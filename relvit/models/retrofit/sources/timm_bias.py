@@ -27,7 +27,6 @@ from timm.models.vision_transformer_relpos import (
 )
 from torch import Tensor, nn
 
-from relvit.layers import interpolate
 from relvit.layers.patch_embed import GridPatchEmbed
 from relvit.layers.positions import ContinuousPosition2d, RelativePosition2d
 from relvit.layers.prefix_bias import PrefixBias
@@ -128,17 +127,6 @@ class GridInBias(BiasPositions, GridForward):
         for name, value in absent.items():
             if not hasattr(self, name):
                 setattr(self, name, value)
-
-    def _pos_embed(self, x: Tensor) -> Tensor:
-        size, x = (x.shape[1], x.shape[2]), x.flatten(1, 2)
-        if self.cls_token is not None:
-            x = torch.cat((self.cls_token.expand(x.shape[0], -1, -1), x), dim=1)
-        if self.pos_embed is None:
-            return x
-        prefix = self.num_prefix_tokens
-        return self.pos_drop(
-            x + interpolate.resample_embedding(self.pos_embed, self.patch_embed.grid_size, size, prefix)
-        )
 
     def _run_block(self, block: nn.Module, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
         if is_causal:

@@ -5,28 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from timm.layers import PatchDropoutWithIndices, apply_keep_indices_nlc
+from timm.layers import apply_keep_indices_nlc
 from timm.models.eva import Eva, EvaBlock, EvaBlockPostNorm
 from torch import Tensor, nn
 
 from relvit.layers.positions.rope import ANY_SIZE_ROPES
 from relvit.layers.timm_attention import TIMM_ATTENTIONS, GridArgument
+from relvit.models.absolute import TimmAbsoluteEmbedding
 from relvit.models.retrofit.source import Retrofitted, open_patch_embed
 from relvit.ops import Grid, patch_coords
 
 
-class DeferredPatchDropout(PatchDropoutWithIndices):
-    """timm's patch dropout for a model that discards which patches stayed: drops only where `drop` is called."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        return x, None
-
-    def drop(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Drop some of (B, N, dim) tokens; return those that stay and the index of their patches, (B, K), None: all."""
-        return super().forward(x)
-
-
-class RetrofittedEva(Retrofitted, Eva):
+class RetrofittedEva(Retrofitted, TimmAbsoluteEmbedding, Eva):
     """timm's `Eva` after `relvit.retrofit`; the grid is passed with the rotary embedding."""
 
     block_classes: ClassVar[tuple[type[nn.Module], ...]] = (EvaBlock, EvaBlockPostNorm)
@@ -36,16 +26,15 @@ class RetrofittedEva(Retrofitted, Eva):
         open_patch_embed(self)
         if type(self.rope) in ANY_SIZE_ROPES:
             self.rope.__class__ = ANY_SIZE_ROPES[type(self.rope)]
-        if self.patch_drop is not None:
-            self.patch_drop.__class__ = DeferredPatchDropout
 
     def _pos_embed(self, x: Tensor) -> tuple[Tensor, GridArgument | list[GridArgument]]:
         """timm's, but with the grid in the `rope` of the blocks: one for each block, or one for all."""
         grid = Grid(x.shape[1], x.shape[2], self.num_prefix_tokens)
-        x, rope = super()._pos_embed(x)
+        rope = None if self.rope is None else self.rope.get_embed(shape=(grid.height, grid.width))
+        x = self.pos_drop(self.embed_tokens(x))
         mixed = self.rope_mixed and rope is not None
         if self.patch_drop is not None:
-            x, kept = self.patch_drop.drop(x)
+            x, kept = self.patch_drop(x)
             if kept is not None:
                 grid = grid._replace(coords=patch_coords(grid, x.device)[kept])
                 if rope is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
-import torch
 from timm.layers import PatchDropout, PatchDropoutWithIndices
 from timm.models import checkpoint
 from timm.models.deit import VisionTransformerDistilled
@@ -13,12 +12,13 @@ from timm.models.vision_transformer import Block, ResPostBlock, VisionTransforme
 from torch import Tensor, nn
 
 from relvit.layers.timm_attention import TIMM_ATTENTIONS, GridArgument
+from relvit.models.absolute import TimmAbsoluteEmbedding
 from relvit.models.base import GridForward
 from relvit.models.retrofit.source import Retrofitted, open_patch_embed
 from relvit.ops import Grid
 
 
-class RetrofittedVisionTransformer(Retrofitted, GridForward, VisionTransformer):
+class RetrofittedVisionTransformer(Retrofitted, TimmAbsoluteEmbedding, GridForward, VisionTransformer):
     """timm's `VisionTransformer` after `relvit.retrofit`; the grid is passed with the attention mask."""
 
     block_classes: ClassVar[tuple[type[nn.Module], ...]] = (Block, ResPostBlock)
@@ -43,10 +43,3 @@ class RetrofittedVisionTransformerDistilled(RetrofittedVisionTransformer, Vision
     """timm's `VisionTransformerDistilled` after `relvit.retrofit`."""
 
     forward_head: ClassVar[Callable[..., Tensor]] = VisionTransformerDistilled.forward_head
-
-    def _pos_embed(self, x: Tensor) -> Tensor:
-        if self.pos_embed is not None:
-            return super()._pos_embed(x)
-        # timm's method needs an embedding.
-        prefix = (token.expand(x.shape[0], -1, -1) for token in (self.cls_token, self.dist_token))
-        return torch.cat((*prefix, x.flatten(1, 2)), dim=1)

@@ -1,0 +1,117 @@
+"""Reach 'mirror' against timm's models whose embedding NumPy has padded; the trained size, and another one."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from retrofit_cases import build, fingerprint, images, retrofitted
+from vits import small
+
+import relvit
+from relvit.models import set_reach
+
+# Models are for images of 24 x 16 pixels in patches of 8: 3 x 2 patches.
+TRAINED = (3, 2)
+SIZES = [(24, 16), (64, 48), (40, 16), (16, 40), (8, 72)]
+# With a class token, with registers that have no place in the embedding, with two class tokens, without any; rotary.
+VITS = ["clip", "dinov2", "deit distilled", "siglip", "eva", "eva02", "rope mixed"]
+
+
+def padded(pos_embed, grid, trained=TRAINED):
+    """The embedding of a larger grid, mirrored around the trained one, or its centre where the grid is smaller."""
+    embedding = pos_embed.detach()
+    prefix = embedding.shape[1] - trained[0] * trained[1]
+    patches = embedding[0, prefix:].unflatten(0, trained).numpy()
+    for axis, (old, new) in enumerate(zip(trained, grid, strict=True)):
+        before = (new - old) // 2
+        if new > old:
+            widths = [(0, 0)] * 3
+            widths[axis] = (before, new - old - before)
+            patches = np.pad(patches, widths, "symmetric")
+        else:
+            patches = patches.take(range(-before, new - before), axis)
+    return torch.cat((embedding[:, :prefix], torch.from_numpy(patches).flatten(0, 1)[None]), dim=1)
+
+
+def with_embedding(model, pos_embed, grid):
+    """A copy that is as if built for this grid."""
+    model = copy.deepcopy(set_reach(model, "trained"))
+    model.pos_embed, model.patch_embed.grid_size = torch.nn.Parameter(pos_embed), grid
+    return model
+
+
+@pytest.mark.parametrize("case", VITS)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_untrained_it_is_timms_model_for_that_size(case, size):
+    original, grid = build(case), (size[0] // 8, size[1] // 8)
+    model = set_reach(retrofitted(original, trained=False), "mirror")
+    expected = build(case, img_size=size)
+    expected.load_state_dict(original.state_dict() | {"pos_embed": padded(original.pos_embed, grid)})
+    tokens = expected.forward_features(images(*size))
+    # timm computes rotary embeddings in single precision.
+    torch.testing.assert_close(model.forward_features(images(*size)), tokens, rtol=0, atol=1e-8)
+    as_trained = set_reach(model, "trained").forward_features(images(*size))
+    assert grid == TRAINED or (as_trained - tokens).abs().max() > 1e-2
+
+
+MODELS = {
+    "relvit": lambda: small(pos_embed="learn", class_token=True, reg_tokens=1).double().eval(),
+    "relvit, tokens apart": lambda: small(pos_embed="learn", class_token=True, no_embed_class=True).double().eval(),
+    "beit": lambda: relvit.retrofit(build("beit both")),
+    **{case: lambda case=case: retrofitted(build(case)) for case in VITS},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tables_as_they_were_and_stretched(name):
+    model = MODELS[name]()
+    for tables in ("trained", "stretch"):
+        reach = {"trained": "mirror", "stretch": "stretch-mirror"}[tables]
+        for size in SIZES:
+            grid = (size[0] // 8, size[1] // 8)
+            plain = with_embedding(model, padded(model.pos_embed, grid), grid)
+            expected = set_reach(plain, tables, (24, 16))(images(*size))
+            torch.testing.assert_close(set_reach(model, reach)(images(*size)), expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_trained_size_stays_bit_by_bit(name, dtype):
+    model = MODELS[name]().to(dtype)
+    for trained in ((24, 16), (40, 32)):
+        x = images(*trained).to(dtype)
+        expected = model(x)
+        assert torch.equal(set_reach(model, "mirror", trained)(x), expected)
+        assert torch.equal(set_reach(model, "trained")(x), expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_another_trained_size_is_interpolated_to_and_mirrored_from_there(name):
+    model = MODELS[name]()
+    resized = copy.deepcopy(model)
+    resized.set_input_size((40, 32))
+    expected = set_reach(resized, "mirror")(images(64, 48))
+    # timm interpolates in single precision.
+    torch.testing.assert_close(set_reach(model, "mirror", (40, 32))(images(64, 48)), expected, rtol=0, atol=1e-5)
+    assert (set_reach(model, "mirror")(images(64, 48)) - expected).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["relvit", "clip", "eva02", "beit"])
+def test_every_copy_of_a_vector_adds_to_its_gradient(name):
+    model, grid = MODELS[name](), (5, 6)
+    larger = with_embedding(model, padded(model.pos_embed, grid), grid)
+    larger(images(40, 48)).square().sum().backward()
+    entries = torch.arange(model.pos_embed.shape[1])[None, :, None]
+    expected = torch.zeros_like(model.pos_embed).index_add(1, padded(entries, grid).flatten(), larger.pos_embed.grad)
+    set_reach(model, "mirror")(images(40, 48)).square().sum().backward()
+    assert expected.abs().max() > 1e-2
+    torch.testing.assert_close(model.pos_embed.grad, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_a_model_that_is_restored_forgets_it():
+    original = build("beit", use_abs_pos_emb=True)
+    model = set_reach(relvit.retrofit(copy.deepcopy(original)), "mirror")
+    assert model.mirrored_grid == TRAINED
+    assert fingerprint(relvit.restore(model)) == fingerprint(original)
+    assert torch.equal(model(images()), original(images()))
