@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from relvit.ops.tracing import without_autocast
+from relvit.ops.tracing import larger, without_autocast
 
 
 # Symbolic tracing (torch.fx) keeps a call as one node where the function is called as an attribute of this module.
@@ -57,7 +57,7 @@ def bicubic_weights(old: int, new: int, device: torch.device, dtype: torch.dtype
     count = new if wanted is None else wanted
     ours, theirs = torch.arange(count, device=device)[:, None], torch.arange(old, device=device)
     # The numerator is an integer, so that at the old size the weights are exactly those of the identity.
-    distance = ((2 * theirs + 1) * new - (2 * ours + 1) * old).abs().to(dtype) / (2 * torch.sym_max(new, old))
+    distance = ((2 * theirs + 1) * new - (2 * ours + 1) * old).abs().to(dtype) / (2 * larger(new, old))
     near = (1.5 * distance - 2.5) * distance**2 + 1
     far = ((2.5 - 0.5 * distance) * distance - 4) * distance + 2
     weights = torch.where(distance < 1, near, torch.where(distance < 2, far, 0.0))

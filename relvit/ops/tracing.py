@@ -20,6 +20,13 @@ def is_exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
+def larger(one: int, other: int) -> int:
+    """Return the larger of two sizes; of symbolic ones without a condition, so that one graph serves all sizes."""
+    # PyTorch 2.11 compiles `torch.sym_max` of symbolic sizes alone. Dynamo makes it of `max` where they are symbolic,
+    # `torch.export` compares them.
+    return max(one, other) if torch.compiler.is_dynamo_compiling() else torch.sym_max(one, other)
+
+
 def is_functorch() -> bool:
     """Return True inside a transform of `torch.func` (vmap, jvp, grad ...) or a level of `torch.autograd.forward_ad`.
 

@@ -9,6 +9,7 @@ from relvit.layers.mixer import Leaf
 from relvit.layers.positions.base import LearnedPosition
 from relvit.ops import Grid
 from relvit.ops.checks import int_pair
+from relvit.ops.tracing import larger
 from relvit.utils.messages import check_choice
 
 COMBINES = ("concat", "sum")
@@ -121,7 +122,7 @@ def look_up(table: Tensor, index: Tensor, size: int) -> Tensor:
     # One expression serves slices and stretches, without a condition on sizes, so that one graph serves all sizes.
     # Positions are integers, in units of 1 / step, which makes slices exact.
     number = table.shape[0]
-    length = torch.sym_max(size, number)
+    length = larger(size, number)
     step = 2 * length
     position = ((2 * index + 1) * number - length).clamp(min=0)
     before = position // step
