@@ -1,5 +1,7 @@
 """Plans of layers: the backend that runs, the width that 'fused' makes, parameters counted by hand, refusals."""
 
+from importlib.util import find_spec
+
 import pytest
 import timm
 import torch
@@ -46,8 +48,9 @@ def test_channels_count_and_no_position_has_no_name():
         ({"layout": "joint"}, ("gathered", "gathered")),
         ({"rel_terms": ""}, ("fused", "fused")),
         ({"backend": "triton"}, ("triton", "triton")),
-        # Vectors of 6, and 130 rows of patches: too wide for the fused kernels, and without a card.
-        ({"img_size": (2080, 8)}, ("tiled", "tiled")),
+        # Vectors of 6, and 260 rows of patches: too wide for the fused kernels, and without a card.
+        ({"img_size": (2080, 8)}, ("tiled", "triton" if find_spec("triton") else "tiled")),
+        ({"img_size": (2080, 8), "rel_terms": "qkv"}, ("tiled", "tiled")),
     ],
 )
 def test_the_choice_of_a_device_that_is_not_there(options, backends):
