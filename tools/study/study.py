@@ -121,10 +121,12 @@ class Recipe(NamedTuple):
 # Of each class, in the order of the names of the files. No validation image is trained on or tested.
 PART = {"train": ("train", 0, 2000), "val": ("train", 2000, 2020), "test": ("test", 0, 400)}
 WHOLE = {"train": ("train", 0, 5000), "val": ("test", 980, 1000), "test": ("test", 0, 980)}
+SEVERAL = ("--data.train_sizes=[20,24,28,32,36,40,44]",)
 RECIPES = {
     "one": Recipe(8, PART),
-    "several": Recipe(8, PART, ("--data.train_sizes=[20,24,28,32,36,40,44]",)),
+    "several": Recipe(8, PART, SEVERAL),
     "long": Recipe(25, WHOLE),
+    "long-several": Recipe(25, WHOLE, SEVERAL),
 }
 # Models that timm builds for one size: evaluated as copies for others, not trained at several.
 ONE_SIZE = ("relpos",)
@@ -283,7 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     for key in itertools.product(given.models, given.recipes, given.seeds):
         run = Run(*key, given.precision, given.accelerator)
-        if run in done(given.lines) or (run.model in ONE_SIZE and run.recipe == "several"):
+        if run in done(given.lines) or (run.model in ONE_SIZE and RECIPES[run.recipe].options == SEVERAL):
             continue
         folder = given.work / run.folder
         folder.mkdir(parents=True, exist_ok=True)

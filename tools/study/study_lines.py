@@ -27,6 +27,7 @@ RECIPES = {
     "one": "8 epochs, trained at 32 px",
     "several": "8 epochs, trained at 20 to 44 px",
     "long": "25 epochs of all images, trained at 32 px",
+    "long-several": "25 epochs of all images, trained at 20 to 44 px",
     "one, patches of 2 px": "8 epochs, trained at 32 px, patches of 2 px: a grid of 16 x 16",
 }
 # The models that figures and the first tables show, in this order; every table has the others behind them.
