@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 
 def is_compiling() -> bool:
@@ -62,6 +63,11 @@ def may_remember() -> bool:
 def trains_in_graph() -> bool:
     """Return True while PyTorch compiles a graph with its backward."""
     return torch.is_grad_enabled() and is_compiling() and not is_exporting()
+
+
+def is_watched() -> bool:
+    """Return True where a profiler or a dispatch mode, such as `FlopCounterMode`, watches operations of this thread."""
+    return torch.autograd._profiler_enabled() or is_in_torch_dispatch_mode()
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:

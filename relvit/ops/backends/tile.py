@@ -41,6 +41,8 @@ class TileConfig(NamedTuple):
     scale: float
     # Samples, heads and queries of one tile at the most: the same in backward, whatever thread runs it.
     size: tuple[int, int, int]
+    # How many threads take whole heads each, see `by_heads`; 1: the calling thread takes all tiles.
+    threads: int
 
 
 class Tile(NamedTuple):

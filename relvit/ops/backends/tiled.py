@@ -14,7 +14,7 @@ P dP over keys, equals the product of the result with its gradient; here too, wh
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import product
 
 import torch
@@ -35,6 +35,7 @@ from relvit.ops.backends.axis_logits import (
     table_index,
     times_table,
 )
+from relvit.ops.backends.by_heads import run, threads_by_heads
 from relvit.ops.backends.pair_bias import from_slices, offset_table, rows_of, to_slices, write_bias
 from relvit.ops.backends.pair_logits import Positions, from_pairs, from_queries, to_pairs, to_queries, token_positions
 from relvit.ops.backends.tile import Operands, Tile, TileConfig, add_product, part_of, set_product
@@ -78,6 +79,7 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
             seed=int(torch.randint(2**48, ())) if inputs.dropout_p else 0,
             scale=inputs.scale,
             size=tile_size(query, key),
+            threads=threads_by_heads(query, key),
         )
         operands = Operands(query, key, value, of_queries, of_keys, offset_table(inputs), table, mask)
         return Tiles.apply(*operands, config).transpose(1, 2)
@@ -109,18 +111,22 @@ class Tiles(torch.autograd.Function):
         # In memory tokens come before heads, as in the projections.
         result = value.new_empty(batch, length, heads, value.shape[-1])
         on_entries = None if table is None else value.new_zeros(batch, length, heads, table.shape[-2])
-        workspace = _new_workspace(operands, config)
-        for tile in _tiles(query, config):
-            if stock:
-                tile.of(result.transpose(1, 2)).copy_(_stock_attention(operands, config, tile, workspace))
-                continue
-            *vectors, values = tile.contents(query, operands.key, value)
-            weights = _weights(*vectors, operands, config, tile, workspace)
-            if config.dropout_p:
-                weights *= _dropout_multiplier(weights, config, tile)
-            set_product(tile.of(result.transpose(1, 2)), weights, values)
-            if on_entries is not None:
-                _add_by_axis(weights, config, tile, on_entries.transpose(1, 2), config.value_index)
+
+        def compute(tiles: Iterable[Tile]) -> None:
+            workspace = _new_workspace(operands, config)
+            for tile in tiles:
+                if stock:
+                    tile.of(result.transpose(1, 2)).copy_(_stock_attention(operands, config, tile, workspace))
+                    continue
+                *vectors, values = tile.contents(query, operands.key, value)
+                weights = _weights(*vectors, operands, config, tile, workspace)
+                if config.dropout_p:
+                    weights *= _dropout_multiplier(weights, config, tile)
+                set_product(tile.of(result.transpose(1, 2)), weights, values)
+                if on_entries is not None:
+                    _add_by_axis(weights, config, tile, on_entries.transpose(1, 2), config.value_index)
+
+        run(compute, _tiles(query, config), config.threads)
         if table is not None:
             _add_times_table(result, on_entries, table)
         ctx.save_for_backward(*given, on_entries, result)
@@ -159,39 +165,44 @@ def _backward(
     grad_key_logits = None if key_logits is None else torch.zeros_like(key_logits)
     grad_pair_bias = None if pair_bias is None else torch.zeros_like(pair_bias)
     grad_mask = torch.zeros_like(mask) if wants_mask else None
-    workspace, second_workspace = _new_workspace(operands, config), _new_workspace(operands, config)
-    for tile in _tiles(operands.query, config):
-        keys = tile.positions(config.keys)
-        query, key, value, gradient = tile.contents(operands.query, operands.key, operands.value, grad)
-        weights = _weights(query, key, operands, config, tile, workspace)
-        multiplier = _dropout_multiplier(weights, config, tile) if config.dropout_p else None
-        dropped = weights if multiplier is None else weights * multiplier
-        tile.add_product(grad_value, dropped.mT, gradient)
-        grad_weights = second_workspace[: weights.numel()].view(weights.shape)
-        if grad_on_entries is not None:
-            to_pairs(_by_axis(grad_on_entries, tile, config.value_index), keys, grad_weights)
-        beta = 0.0 if grad_on_entries is None else 1.0
-        add_product(grad_weights, gradient, value.mT, beta, scale)
-        if multiplier is not None:
-            grad_weights *= multiplier
-        grad_logits = grad_weights.sub_(tile.of(mean)).mul_(weights)
-        if grad_mask is not None:
-            part = tile.of(grad_mask)
-            part += grad_logits.sum_to_size(part.shape) / scale
-        set_product(tile.of(grad_query), grad_logits, key)
-        tile.add_product(grad_key, grad_logits.mT, query)
-        if grad_query_logits is not None:
-            _add_by_axis(grad_logits, config, tile, grad_query_logits, config.logits_index)
-        if grad_key_logits is not None:
-            from_queries(grad_logits, tile.positions(config.queries), tile.all_tokens(grad_key_logits))
-        if grad_pair_bias is not None:
-            of_all = grad_logits[0]
-            if len(grad_logits) > 1:
-                # The weights in this memory have been read.
-                of_all = torch.sum(grad_logits, 0, out=workspace[: of_all.numel()].view(of_all.shape))
-            slices = part_of(grad_pair_bias, 0, tile.heads)
-            for part, total in rows_of(of_all, slices, tile.queries, *config.grids):
-                total += part
+
+    def compute(tiles: Iterable[Tile]) -> None:
+        workspace, second_workspace = _new_workspace(operands, config), _new_workspace(operands, config)
+        for tile in tiles:
+            keys = tile.positions(config.keys)
+            query, key, value, gradient = tile.contents(operands.query, operands.key, operands.value, grad)
+            weights = _weights(query, key, operands, config, tile, workspace)
+            multiplier = _dropout_multiplier(weights, config, tile) if config.dropout_p else None
+            dropped = weights if multiplier is None else weights * multiplier
+            tile.add_product(grad_value, dropped.mT, gradient)
+            grad_weights = second_workspace[: weights.numel()].view(weights.shape)
+            if grad_on_entries is not None:
+                to_pairs(_by_axis(grad_on_entries, tile, config.value_index), keys, grad_weights)
+            beta = 0.0 if grad_on_entries is None else 1.0
+            add_product(grad_weights, gradient, value.mT, beta, scale)
+            if multiplier is not None:
+                grad_weights *= multiplier
+            grad_logits = grad_weights.sub_(tile.of(mean)).mul_(weights)
+            if grad_mask is not None:
+                part = tile.of(grad_mask)
+                part += grad_logits.sum_to_size(part.shape) / scale
+            set_product(tile.of(grad_query), grad_logits, key)
+            tile.add_product(grad_key, grad_logits.mT, query)
+            if grad_query_logits is not None:
+                _add_by_axis(grad_logits, config, tile, grad_query_logits, config.logits_index)
+            if grad_key_logits is not None:
+                from_queries(grad_logits, tile.positions(config.queries), tile.all_tokens(grad_key_logits))
+            if grad_pair_bias is not None:
+                of_all = grad_logits[0]
+                if len(grad_logits) > 1:
+                    # The weights in this memory have been read.
+                    of_all = torch.sum(grad_logits, 0, out=workspace[: of_all.numel()].view(of_all.shape))
+                slices = part_of(grad_pair_bias, 0, tile.heads)
+                for part, total in rows_of(of_all, slices, tile.queries, *config.grids):
+                    total += part
+
+    # The gradient of a mask may be a sum over heads.
+    run(compute, _tiles(operands.query, config), 1 if wants_mask else config.threads)
     if grad_pair_bias is not None:
         grad_pair_bias = from_slices(grad_pair_bias, offsets) / scale
     return Operands(
@@ -202,7 +213,7 @@ def _backward(
 def tile_size(query: Tensor, key: Tensor) -> tuple[int, int, int]:
     """Return how many samples, heads and queries a tile has at the most."""
     _, heads, length, _ = query.shape
-    threads = torch.get_num_threads()
+    threads = torch.get_num_threads() if threads_by_heads(query, key) == 1 else 1
     most, of_sample = TILE_LOGITS * threads, max(1, heads * length * key.shape[2])
     if of_sample <= most:
         return most // of_sample, heads, max(1, length)

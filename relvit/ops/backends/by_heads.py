@@ -1,0 +1,99 @@
+"""Compute tiles in several Python threads, each of which takes whole heads: the backend `tiled` on a large grid.
+
+OpenMP's threads share each operation of a tile, and wait for each other after each. Here as many Python threads run
+each operation on one OpenMP thread, and wait once; operations release Python's lock. A thread adds up a head in the
+order in which one thread alone would, so numbers depend neither on how many threads there are nor on which is first.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from functools import partial
+from queue import SimpleQueue
+from threading import Barrier, Thread
+
+import torch
+from torch import Tensor
+
+from relvit.ops.backends.tile import Tile
+from relvit.ops.tracing import is_watched
+
+# Queries times keys of one head at the least, by measurement: 64 x 32 patches. Smaller tiles wait for Python's lock.
+LEAST_LOGITS = 1 << 22
+
+
+def threads_by_heads(query: Tensor, key: Tensor) -> int:
+    """Return how many threads take whole heads each, the same number of heads; 1 where that is not faster."""
+    (_, heads, queries, _), threads = query.shape, torch.get_num_threads()
+    large = query.device.type == "cpu" and queries * key.shape[2] >= LEAST_LOGITS
+    return threads if large and heads % threads == 0 else 1
+
+
+def run(compute: Callable[[Iterable[Tile]], None], tiles: Iterable[Tile], threads: int) -> None:
+    """Call `compute` with all tiles, or from each of several threads, without gradients, with those of some heads.
+
+    When this returns, or raises an error of a thread, no thread computes any longer.
+    """
+    # Who watches operations sees those of one thread.
+    if threads == 1 or is_watched():
+        compute(tiles)
+        return
+    by_head: dict[int, list[Tile]] = {}
+    for tile in tiles:
+        by_head.setdefault(tile.heads.start, []).append(tile)
+    left, inference = deque(by_head.values()), torch.is_inference_mode_enabled()
+
+    def take_heads() -> Iterator[Tile]:
+        # Another thread may take the last head in between.
+        with suppress(IndexError):
+            while True:
+                yield from left.popleft()
+
+    def work(future: Future) -> None:
+        try:
+            # A thread has modes of its own; autocast is off in new ones, as it is around tiles.
+            with torch.inference_mode(inference), torch.no_grad():
+                future.set_result(compute(take_heads()))
+        except BaseException as error:
+            left.clear()
+            future.set_exception(error)
+
+    # A forked process has no other thread than the one that called fork.
+    jobs, futures = _served_queue(threads, os.getpid()), [Future() for _ in range(threads)]
+    for future in futures:
+        jobs.put(partial(work, future))
+    try:
+        wait(futures)
+    finally:
+        # Ctrl+C leaves heads to be computed.
+        left.clear()
+    for future in futures:
+        future.result()
+
+
+@functools.cache
+def _served_queue(threads: int, process: int) -> SimpleQueue[Callable[[], None]]:
+    """Start threads of one OpenMP thread each, which call what is put into the queue as long as the process lives."""
+    jobs: SimpleQueue[Callable[[], None]] = SimpleQueue()
+    started = Barrier(threads + 1)
+
+    def serve() -> None:
+        # A thread's first question takes over the number of the process, and would do so after the thread's own number.
+        torch.get_num_threads()
+        torch.set_num_threads(1)
+        started.wait()
+        while True:
+            jobs.get()()
+
+    # Python does not wait for daemons when it ends.
+    for number in range(threads):
+        Thread(target=serve, name=f"relvit-heads-{number}", daemon=True).start()
+    started.wait()
+    # Each thread has set the number with which later threads of the process start, too.
+    torch.set_num_threads(threads)
+    return jobs
