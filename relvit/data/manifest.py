@@ -1,4 +1,4 @@
-"""List the images of a split with sizes and labels; `training/run/manifest.py` writes it and compares it."""
+"""List the images of a split with sizes and labels; `training/run/images_csv.py` writes it and compares it."""
 
 import hashlib
 import os

@@ -1,13 +1,15 @@
-"""The grid: where every token of a sequence is in the image, its checks, its mask of padding."""
+"""The grid: where every token of a sequence is in the image, its checks, its mask of padding, what is kept for it."""
 
+from collections.abc import Callable
+from functools import lru_cache, wraps
 from numbers import Integral
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from relvit.ops.checks import check_kind, check_shape
-from relvit.ops.tracing import knows_values
+from relvit.ops.tracing import knows_values, may_remember
 
 
 class Grid(NamedTuple):
@@ -182,6 +184,23 @@ def key_mask(grid: Grid) -> Tensor | None:
 def without_padding(tokens: Tensor, valid: Tensor) -> Tensor:
     """Set padding, which may hold anything, NaN included, to zero in (B, heads, N, dim) tokens; `valid`: `key_mask`."""
     return tokens.masked_fill(~valid[:, None, :, None], 0.0)
+
+
+def once_per_raster(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Remember results of `make(grid, *arguments)` for rasters, of which all blocks ask for the same.
+
+    `make` does not read the grid's `valid`.
+    """
+    remembered = lru_cache(maxsize=64)(lambda _inference, *arguments: make(*arguments))
+
+    @wraps(make)
+    def call(grid: Grid, *arguments: object) -> Any:
+        if grid.coords is not None or not may_remember():
+            return make(grid, *arguments)
+        # A tensor that was made in inference mode cannot be saved for backward elsewhere.
+        return remembered(torch.is_inference_mode_enabled(), grid._replace(valid=None), *arguments)
+
+    return call
 
 
 def _checked_sizes(height: int, width: int, prefix: int) -> list[int]:

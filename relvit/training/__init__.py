@@ -18,9 +18,9 @@ from relvit.training.classifier import ImageClassifier
 from relvit.training.labels import Labels, OneLabel, SeveralLabels, multi_label_metrics
 from relvit.training.optim.distillation import Teacher, distillation_loss
 from relvit.training.optim.ema import WeightAverage
+from relvit.training.optim.gradients import NonFiniteLossError
 from relvit.training.optim.loss import ClassificationLoss, soft_targets
 from relvit.training.optim.lr_finder import FindLearningRate
-from relvit.training.optim.nonfinite import NonFiniteLossError
 from relvit.training.optim.optimizer import make_optimizer
 from relvit.training.optim.schedule import warmup_cosine
 from relvit.training.run.data_record import DataRecord

@@ -11,7 +11,7 @@ from torch import nn
 from relvit.models import check_image_size
 from relvit.models.sizes.native import check_native
 from relvit.training.optim.distillation import Distill
-from relvit.training.optim.nonfinite import NonFinite
+from relvit.training.optim.gradients import NonFinite
 from relvit.training.optim.optimizer import check_optimizer
 from relvit.utils.messages import check_choice, did_you_mean
 

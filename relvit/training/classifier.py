@@ -23,12 +23,12 @@ from relvit.training.checkpoints.pretrained import Pretrained, architecture_to_b
 from relvit.training.compilation import compile_in_place
 from relvit.training.labels import Labels, labels_of
 from relvit.training.metrics import METRICS_KEY, EpochMetrics, count_batch, current_lr
+from relvit.training.optim.additional_losses import check_losses, loss_options, loss_weight, training_losses
 from relvit.training.optim.distillation import Distill, Teacher, build_teacher, distillation_loss
 from relvit.training.optim.ema import WeightAverage
 from relvit.training.optim.freeze import Backbone
+from relvit.training.optim.gradients import FiniteCheck, NonFinite, average_accumulated
 from relvit.training.optim.loss import ClassificationLoss, Loss, evaluation_loss
-from relvit.training.optim.losses import check_losses, loss_options, loss_weight, training_losses
-from relvit.training.optim.nonfinite import FiniteCheck, NonFinite, average_accumulated
 from relvit.training.optim.optimizer import make_optimizer
 from relvit.training.optim.schedule import Plan, describe, make_plan
 from relvit.training.optim.strategy import check_strategy

@@ -16,8 +16,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from relvit.cli.arguments import Arguments
 from relvit.cli.errors import UsageError
 from relvit.cli.fit.callbacks import RunConfig
-from relvit.cli.fit.outcome import describe_training, report_fit
 from relvit.cli.fit.resumed_options import changed_options, checkpoint_of_epoch_end, fit_options, resume_arguments
+from relvit.cli.fit.start_and_end import describe_training, report_fit
 from relvit.cli.parser import Parser
 from relvit.cli.trainer.folder import new_folder
 from relvit.cli.trainer.lightning_cli import RelvitCLI, values_of

@@ -1,4 +1,4 @@
-"""Logits per row and per column of the grid, whose sum is a pair's logit; their lookup indices, kept per raster.
+"""Logits per row and per column of the grid, whose sum is a pair's logit; their lookup indices.
 
 q_i . a_ij = rows[i, y_j] + cols[i, x_j]: so each query needs H + W products instead of H W. The tables of both axes are
 joined below each other, and an index says which entry belongs to each token and each row and column of the grid. The
@@ -7,19 +7,17 @@ same index adds up the attention per row and column by entry, which then meets t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache, wraps
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from relvit.ops.buckets import bucket, saturation
-from relvit.ops.grid import Grid, batched_coords
+from relvit.ops.grid import Grid, batched_coords, once_per_raster
 from relvit.ops.inputs import AttentionInputs
 from relvit.ops.terms import AxisTables, with_width
-from relvit.ops.tracing import is_eager, knows_values, may_remember
+from relvit.ops.tracing import is_eager, knows_values
 
 # Stock kernels want head widths that are multiples of 8, and products are faster for it on the CPU as well.
 WIDTH_MULTIPLE = 8
@@ -37,23 +35,6 @@ class AxisRange(NamedTuple):
 
 # The rows and the columns for which there are logits.
 Axes = tuple[AxisRange, AxisRange]
-
-
-def once_per_raster(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Remember results of `make(grid, *arguments)` for rasters, of which all blocks ask for the same.
-
-    `make` does not read the grid's `valid`.
-    """
-    remembered = lru_cache(maxsize=64)(lambda _inference, *arguments: make(*arguments))
-
-    @wraps(make)
-    def call(grid: Grid, *arguments: object) -> Any:
-        if grid.coords is not None or not may_remember():
-            return make(grid, *arguments)
-        # A tensor that was made in inference mode cannot be saved for backward elsewhere.
-        return remembered(torch.is_inference_mode_enabled(), grid._replace(valid=None), *arguments)
-
-    return call
 
 
 def grid_axes(grid: Grid) -> Axes:

@@ -29,13 +29,12 @@ from relvit.ops.backends.axis_logits import (
     grid_axes,
     joined_with_index,
     key_logits,
-    once_per_raster,
     query_axes,
     query_logits,
     times_table,
 )
 from relvit.ops.backends.pair_bias import bias_in_mask
-from relvit.ops.grid import Grid, batched_coords, key_mask, without_padding
+from relvit.ops.grid import Grid, batched_coords, key_mask, once_per_raster, without_padding
 from relvit.ops.inputs import AttentionInputs, added_width
 from relvit.ops.recompute import recompute_saved
 from relvit.ops.terms import AxisTables, RelativeTerms

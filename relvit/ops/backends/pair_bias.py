@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from relvit.ops.backends.axis_logits import once_per_raster
 from relvit.ops.buckets import bucket
-from relvit.ops.grid import Grid
+from relvit.ops.grid import Grid, once_per_raster
 from relvit.ops.inputs import AttentionInputs
 from relvit.ops.terms import JointTable
 

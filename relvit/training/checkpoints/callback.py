@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from relvit.training.checkpoints.exact_resume import is_last_of_epoch
 from relvit.training.checkpoints.file import EPOCH_NAME, check_disk_space
-from relvit.training.optim.nonfinite import NonFiniteLossError
+from relvit.training.optim.gradients import NonFiniteLossError
 from relvit.utils.files import DISK_ERRORS, link_or_copy
 
 # Batch systems such as Slurm send these signals before the time of a job ends.

@@ -14,7 +14,7 @@ from lightning import Callback, LightningModule, Trainer
 
 from relvit.data import ImageData, ImageFilesData
 from relvit.data.labels import label_text
-from relvit.training.run.manifest import FILE, Digests, compute_digests, describe_difference, write_manifest
+from relvit.training.run.images_csv import FILE, Digests, compute_digests, describe_difference, write_manifest
 from relvit.utils.files import write_csv
 from relvit.utils.messages import printable, visible, visible_lines
 from relvit.utils.progress import rank_zero_print

@@ -23,7 +23,7 @@ from relvit.layers.patch_embed import PatchSizes, check_images
 from relvit.layers.positions.tables import LayerTables
 from relvit.models.retrofit.source import Layers, OwnPositions, declare_any_size
 from relvit.ops import AxisLogits, Grid, RelativeTerms, num_tokens
-from relvit.ops.backends.axis_logits import once_per_raster
+from relvit.ops.grid import once_per_raster
 from relvit.ops.inputs import AttentionInputs
 from relvit.ops.tracing import is_compiling
 

@@ -12,11 +12,10 @@ from relvit.ops.backends.axis_logits import (
     clip_distances,
     grid_axes,
     join_tables,
-    once_per_raster,
     table_index,
 )
 from relvit.ops.buckets import bucket, saturation
-from relvit.ops.grid import Grid
+from relvit.ops.grid import Grid, once_per_raster
 from relvit.ops.inputs import AttentionInputs
 from relvit.ops.terms import AxisTables, with_width
 

@@ -14,7 +14,7 @@ from stored_images import data_of as reader_of
 from relvit.data import DigitsData, ImageListData
 from relvit.data.images.memory import StackedImages
 from relvit.data.manifest import images_in_memory
-from relvit.training.run.manifest import FILE, compute_digests, describe_difference, write_manifest
+from relvit.training.run.images_csv import FILE, compute_digests, describe_difference, write_manifest
 
 
 @pytest.fixture

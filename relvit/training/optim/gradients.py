@@ -1,4 +1,4 @@
-"""Stop at, or skip, a NaN or infinite loss or gradient; average gradients over accumulated batches."""
+"""Gradients before an optimiser step: stop at, or skip, NaN and infinity; average them over accumulated batches."""
 
 from __future__ import annotations
 
