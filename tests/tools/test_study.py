@@ -143,6 +143,22 @@ def test_continued_embedding(how, mode):
     assert FIELD_LOSS.continued(how, learned, (10, 6)).numpy() == pytest.approx(padded)
 
 
+def test_with_mirrored_places_a_field_of_copies_is_the_image():
+    torch.manual_seed(0)
+    ours = STUDY.MODELS["kv-2-learned-start-0.1"]
+    net = timm.create_model(ours.name, img_size=32, **ours.arguments).double().eval()
+    # Patches of one colour each, so that their mirrored copies are the same.
+    colours, places = torch.rand(1, 3, 8, 8, dtype=torch.float64), FIELD_LOSS.mirrored(8, 16)
+    copies = colours[:, :, places][..., places]
+    image, field = (part.repeat_interleave(4, 2).repeat_interleave(4, 3) for part in (colours, copies))
+    expected, before = net(image), net(field)
+    for change in FIELD_LOSS.changes(64, 32)["reflect, offsets too"]:
+        change(net)
+    assert net(field).detach().numpy() == pytest.approx(expected.detach().numpy(), abs=1e-10)
+    assert (before - expected).abs().max() > 1e-3
+    assert FIELD_LOSS.mirrored(8, 12).tolist() == [1, 0, 0, 1, 2, 3, 4, 5, 6, 7, 7, 6]
+
+
 def test_the_page_in_the_documentation_is_that_of_the_lines(tmp_path):
     """The lines are in the repository, and nobody has edited the page or left it behind."""
     shutil.copytree(REPORT.SOURCE / "runs", tmp_path / "runs")

@@ -8,7 +8,9 @@ relvit with a learned embedding, average pooling and no class token.
 The learned embedding is interpolated over the larger grid as it is. Instead it is left out; or laid in the centre at
 its own scale and continued by zeros, by its mean, by the vectors at its edge, or mirrored as the image is. The average
 is taken over the tokens of the trained grid in the centre alone. Attention is restricted to windows of the trained
-size, or sharpened over the additional tokens (reach `logn`), or the tables are stretched.
+size, or sharpened over the additional tokens (reach `logn`), or the tables are stretched. 'offsets too' gives the
+tables the mirrored places as well: then each copy of a patch is where the patch is, and little but the copies'
+contents, which are mirrored, can differ from the image at its trained size.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from relvit.evaluation.resolutions import evaluate_size
+from relvit.layers import RelativeAttention
 from relvit.models import set_reach
+from relvit.ops import Grid, make_grid
 from relvit.training import Checkpoint, classifier_of
 
 Change = Callable[[nn.Module], object]
@@ -45,12 +49,16 @@ def continued(how: str, learned: Tensor, size: tuple[int, int]) -> Tensor:
     grid = learned
     for axis, (length, many) in enumerate(zip(learned.shape, size, strict=False)):
         index = torch.arange(many) - (many - length) // 2
-        turned = index % (2 * length)
-        mirrored = torch.where(turned < length, turned, 2 * length - 1 - turned)
-        grid = grid.index_select(axis, mirrored if how == "reflect" else index.clamp(0, length - 1))
+        grid = grid.index_select(axis, mirrored(length, many) if how == "reflect" else index.clamp(0, length - 1))
         inside = inside & ((index >= 0) & (index < length)).view(-1, *[1] * (2 - axis))
     outside = learned.mean((0, 1)) if how == "mean" else learned.new_zeros(())
     return torch.where(inside, grid, outside) if how in ("zero", "mean") else grid
+
+
+def mirrored(length: int, many: int) -> Tensor:
+    """Return which of `length` places each of `many` shows, with the former in the centre: (many,) int64."""
+    turned = (torch.arange(many) - (many - length) // 2) % (2 * length)
+    return torch.where(turned < length, turned, 2 * length - 1 - turned)
 
 
 def embedding(how: str, size: int) -> Change:
@@ -61,6 +69,24 @@ def embedding(how: str, size: int) -> Change:
         learned = net.pos_embed.detach()[0].unflatten(0, net.patch_embed.grid_size)
         net.pos_embed = nn.Parameter(continued(how, learned, grid).flatten(0, 1)[None])
         net.patch_embed.grid_size = grid
+
+    return change
+
+
+def offsets(size: int) -> Change:
+    """Return a change that gives tables the mirrored places of the trained grid in images of `size` px."""
+
+    def change(net: nn.Module) -> None:
+        grid, trained = net.patch_embed.dynamic_feat_size((size, size)), net.patch_embed.grid_size
+        places = [mirrored(length, many) for length, many in zip(trained, grid, strict=True)]
+        folded = make_grid(*trained, coords=torch.cartesian_prod(*places))
+
+        def fold(module: nn.Module, given: tuple[Tensor, Grid]) -> tuple[Tensor, Grid]:
+            return given[0], folded
+
+        for module in net.modules():
+            if isinstance(module, RelativeAttention):
+                module.register_forward_pre_hook(fold)
 
     return change
 
@@ -98,6 +124,8 @@ def changes(size: int, trained: int) -> dict[str, tuple[Change, ...]]:
         "edge, windows": (*reach["windows"], embedding("edge", size)),
         "reflect, windows": (*reach["windows"], embedding("reflect", size)),
         "reflect, logn": (*reach["logn"], embedding("reflect", size)),
+        # The grid is still the trained one when the offsets are taken.
+        "reflect, offsets too": (offsets(size), embedding("reflect", size)),
     }
 
 
