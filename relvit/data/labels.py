@@ -1,4 +1,4 @@
-"""Class labels of lists and readers: parse names or numbers, map them to positions in class_names; check these."""
+"""Class labels of lists and readers: map names or numbers to positions in class_names, find likely misspellings."""
 
 import re
 import reprlib

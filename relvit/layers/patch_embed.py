@@ -1,4 +1,4 @@
-"""Patch embedding for images of any size whose sides are multiples of the patch."""
+"""Patch embedding for images whose sides are multiples of the patch; the error for others names the nearest sizes."""
 
 from __future__ import annotations
 

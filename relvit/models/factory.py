@@ -1,4 +1,4 @@
-"""Build any timm model by name, once its arguments are checked and its weights are known to fit in memory."""
+"""Build any timm model by name, a foreign file's too: arguments are checked first, its weights must fit in memory."""
 
 from __future__ import annotations
 

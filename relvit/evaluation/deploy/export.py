@@ -1,4 +1,4 @@
-"""Export a trained classifier to a file that needs no relvit and names no folders: ONNX or PyTorch's .pt2."""
+"""Export a trained classifier to ONNX or PyTorch's .pt2, which need no relvit; compare the file's outputs with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums of exp(key) value and of exp(key) without overflow, which all AFT averages are quotients of; the gated average.
+"""Sums of exp(key) value that AFT averages are quotients of, without overflow: cut-off of biases; the gated average.
 
 Both sums of a token are channels of one tensor (B, N, heads head_dim + heads c): the numerators of all heads, then the
 denominators, c of them per head: head_dim, or 1 where the channels of a head share their key.

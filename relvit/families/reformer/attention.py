@@ -1,4 +1,4 @@
-"""LSH attention as a mixer: Reformer's attention with one projection for queries and keys, and a bias by 2D offset."""
+"""LSH attention as a mixer: one projection for queries and keys, a bias by 2D offset, when random hashes are drawn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compute tiles in several Python threads, each of which takes whole heads: the backend `tiled` on a large grid.
+"""Tiles in several Python threads, which take whole heads: the backend `tiled`, and from which size of grid on.
 
 OpenMP's threads share each operation of a tile, and wait for each other after each. Here as many Python threads run
 each operation on one OpenMP thread, and wait once; operations release Python's lock. A thread adds up a head in the
