@@ -55,6 +55,7 @@ def test_the_overview_fits_a_terminal():
     assert max(map(len, relvit_start.overview().splitlines())) <= 110
 
 
+@pytest.mark.slow
 def test_commands_load_no_library_that_they_do_not_use():
     commands = [["fit", "--help"], ["fit", "--lrr=3"], ["embed", "--help"], ["probe", "--help"]]
     # In one process, as each start takes seconds.

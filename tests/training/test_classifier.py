@@ -61,6 +61,7 @@ def test_channels_last_gives_the_same_numbers(plain):
     assert_close(module.state_dict(), plain[0], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_compiled_training_has_the_same_numbers_and_names(plain, monkeypatch):
     compiled, compile_module = [], torch.nn.Module.compile
 

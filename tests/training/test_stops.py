@@ -64,7 +64,8 @@ def check_resume(uninterrupted, folder):
     assert PROOF.differences(uninterrupted, run_of(folder)) == []
 
 
-@pytest.mark.parametrize("place", ["mid-epoch", pytest.param("validation", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["mid-epoch", "validation"])
 def test_all_stop_at_the_same_step_when_one_is_stopped_and_go_on_exactly(images, uninterrupted, tmp_path, place):
     struck = {PROOF.PLACE: place, PROOF.END: "SIGTERM"}
     ranks = Ranks(flags(images, tmp_path), tmp_path, counting(tmp_path, "steps", **struck))

@@ -211,6 +211,7 @@ def test_a_broken_file_stops_it_where_that_is_asked_for(best, pictures, tmp_path
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_nothing_can_be_read(best, tmp_path):
     """Two processes report it once."""
     (tmp_path / "pictures").mkdir()
@@ -226,7 +227,7 @@ def test_nothing_can_be_read(best, tmp_path):
     assert rows(folder / "predictions.csv") == []
 
 
-@pytest.mark.parametrize("images", [1, 3])
+@pytest.mark.parametrize("images", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_two_processes_write_the_table_of_one(best, pictures, tmp_path, images, monkeypatch):
     """With broken files in between, and with fewer images than processes."""
     monkeypatch.chdir(tmp_path)

@@ -394,6 +394,7 @@ def test_images_that_no_checkpoint_knows_are_warned_of_once(stopped, moved, recw
     assert "train: 2 of another size" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_two_processes_compare_the_images_once(stopped, moved, tmp_path):
     root, arguments = moved
     forget_images(stopped, layout=[2, 4, 1, 2])

@@ -90,15 +90,16 @@ def test_onnx_runtime_gives_the_same_at_all_sizes(variant, tmp_path):
         torch.testing.assert_close(torch.from_numpy(logits), model(images(*size)).detach(), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "most"),
     [
         ({"pos_embed": "axial", "img_size": (32, 48)}, 1),
-        pytest.param({"rel_terms": "qkvb", "img_size": (32, 48), "reach": "stretch-logn"}, 1, marks=pytest.mark.slow),
+        ({"rel_terms": "qkvb", "img_size": (32, 48), "reach": "stretch-logn"}, 1),
         # The size that a rotary embedding is stored for has a graph of its own.
-        pytest.param({"case": "dinov3"}, 2, marks=pytest.mark.slow),
-        pytest.param({"case": "clip", "reach": "stretch-mirror"}, 1, marks=pytest.mark.slow),
-        *(pytest.param(variant, 1, marks=pytest.mark.slow) for variant in (*FREE, *UNIVERSAL)),
+        ({"case": "dinov3"}, 2),
+        ({"case": "clip", "reach": "stretch-mirror"}, 1),
+        *((variant, 1) for variant in (*FREE, *UNIVERSAL)),
     ],
     ids=str,
 )

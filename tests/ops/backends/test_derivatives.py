@@ -92,6 +92,7 @@ def test_every_transform_of_torch_func(name, layout):
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_compiled_joint_tables_equal_the_eager_ones():
     q, k, v, terms, grid = draw_case(3, 2, prefix=1, which="qkvb", layout="joint")
     inputs = leaves(q, k, v, terms)

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import timm, torch, relvit
 model = timm.create_model("test_relvit", num_classes=2)
@@ -11,6 +13,7 @@ torch._higher_order_ops.wrap.log.warning("something else")
 """
 
 
+@pytest.mark.slow
 def test_a_compiled_training_step_prints_nothing_of_checkpoints():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
     assert "context_fn" not in done.stderr

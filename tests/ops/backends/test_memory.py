@@ -48,6 +48,7 @@ def test_fused_keeps_and_computes_nothing_of_n_by_n(which, mask):
     assert largest <= ONE_AUGMENTED
 
 
+@pytest.mark.slow
 def test_a_compiled_graph_recomputes_the_augmented_vectors_too():
     attend = attention_of("kv")
     torch._dynamo.reset()

@@ -1,5 +1,6 @@
 """Times beside other processes: every case is measured alone and beside loops, with both ways to wait."""
 
+import pytest
 from scripts import load
 
 
@@ -27,6 +28,7 @@ def test_the_table_has_medians_of_idle_and_busy_rounds(capsys, monkeypatch):
     assert len(loops) == 2 * 2 * 2 * 2
 
 
+@pytest.mark.slow
 def test_it_measures_a_case_in_a_process_of_its_own():
     tool = load("busy")
     assert 0 < tool.measure("relvit_tiny step", {}, 1) < tool.PATIENCE

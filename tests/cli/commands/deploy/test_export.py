@@ -64,6 +64,7 @@ def session(folder):
     return onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
 
 
+@pytest.mark.slow
 def test_files_name_no_folder_of_this_machine(program, folder):
     for file in (program, folder / "model.onnx"):
         content = file.read_bytes()
