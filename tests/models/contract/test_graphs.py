@@ -10,6 +10,9 @@ from vits import small
 
 from relvit.models import set_reach
 
+# Each compiles or exports; tests of commands export one model without this mark.
+pytestmark = pytest.mark.slow
+
 SIZES = [(24, 16), (16, 80), (136, 32), (64, 64)]
 
 
@@ -48,24 +51,25 @@ UNIVERSAL = [
     {"name": "test_relvit_universal", "depth": 2, "halting": halting, "class_token": True} for halting in ("", "act")
 ]
 VARIANTS = [
-    pytest.param(PER_HEAD | {"reach": "stretch-logn"}, marks=pytest.mark.slow),
-    pytest.param(PER_HEAD | {"reach": "mirror"}, marks=pytest.mark.slow),
-    pytest.param({"case": "clip", "reach": "stretch-mirror"}, marks=pytest.mark.slow),
-    pytest.param({"case": "eva02", "reach": "mirror"}, marks=pytest.mark.slow),
+    PER_HEAD | {"reach": "stretch-logn"},
+    PER_HEAD | {"reach": "mirror"},
+    {"case": "clip", "reach": "stretch-mirror"},
+    {"case": "eva02", "reach": "mirror"},
     {"pos_embed": "axial-sum", "img_size": (32, 48), "layout": "joint"},
-    pytest.param({"position": "slopes", "img_size": 32, "reach": "stretch"}, marks=pytest.mark.slow),
-    pytest.param({"case": "rope mixed"}, marks=pytest.mark.slow),
-    pytest.param({"position": "fire", "img_size": 32, "reach": "stretch"}, marks=pytest.mark.slow),
-    pytest.param({"position": "cpb"}, marks=pytest.mark.slow),
-    pytest.param({"position": "pape", "img_size": 32, "reach": "stretch"}, marks=pytest.mark.slow),
-    pytest.param({"position": "low-rank"}, marks=pytest.mark.slow),
-    pytest.param({"rope": "mixed", "embed_dim": 64, "rel_terms": "v", "prefix_bias": True}, marks=pytest.mark.slow),
-    pytest.param({"position": "slopes-euclidean", "img_size": 32, "reach": "stretch"}, marks=pytest.mark.slow),
-    pytest.param({"position": "xl", "img_size": 32, "reach": "stretch"}, marks=pytest.mark.slow),
-    pytest.param({"position": "xl", "band_rows": 2, "memory_rows": 3, "class_token": False}, marks=pytest.mark.slow),
-    pytest.param({"rel_terms": "qkvb", "bucketing": "piecewise"}, marks=pytest.mark.slow),
-    *(pytest.param({"case": case}, marks=pytest.mark.slow) for case in ("dinov2", "beit", "relpos mlp")),
-    *(pytest.param(variant, marks=pytest.mark.slow) for variant in (*FREE, *UNIVERSAL)),
+    {"position": "slopes", "img_size": 32, "reach": "stretch"},
+    {"case": "rope mixed"},
+    {"position": "fire", "img_size": 32, "reach": "stretch"},
+    {"position": "cpb"},
+    {"position": "pape", "img_size": 32, "reach": "stretch"},
+    {"position": "low-rank"},
+    {"rope": "mixed", "embed_dim": 64, "rel_terms": "v", "prefix_bias": True},
+    {"position": "slopes-euclidean", "img_size": 32, "reach": "stretch"},
+    {"position": "xl", "img_size": 32, "reach": "stretch"},
+    {"position": "xl", "band_rows": 2, "memory_rows": 3, "class_token": False},
+    {"rel_terms": "qkvb", "bucketing": "piecewise"},
+    *({"case": case} for case in ("dinov2", "beit", "relpos mlp")),
+    *FREE,
+    *UNIVERSAL,
 ]
 
 
@@ -78,7 +82,6 @@ def test_exported_once_for_all_sizes(variant):
         torch.testing.assert_close(exported(images(*size)), model(images(*size)), rtol=0, atol=1e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("variant", [*VARIANTS[:3], {"reversible": True}, *FREE], ids=str)
 def test_onnx_runtime_gives_the_same_at_all_sizes(variant, tmp_path):
     model = build(**variant)
@@ -90,7 +93,6 @@ def test_onnx_runtime_gives_the_same_at_all_sizes(variant, tmp_path):
         torch.testing.assert_close(torch.from_numpy(logits), model(images(*size)).detach(), rtol=0, atol=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "most"),
     [
@@ -118,7 +120,6 @@ def test_compiled_without_break_into_one_graph_for_all_sizes(variant, most):
     assert len(graphs) <= most
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("variant", [VARIANTS[0], VARIANTS[2], {"case": "rope axial"}], ids=str)
 def test_compiled_training_step_has_the_gradients_of_the_plain_one(variant):
     model = build(**variant)

@@ -197,6 +197,7 @@ def test_weights_of_a_large_model_are_in_a_file_that_carries_its_name(other, tmp
         torch.testing.assert_close(found(x), predictor.model(x), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.device("meta")], ids=str)
 def test_files_do_not_depend_on_pytorchs_defaults(other, tmp_path, default):
     x = torch.randn(2, 3, 16, 16)
