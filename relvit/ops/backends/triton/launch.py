@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -96,10 +97,14 @@ def variant(operands: Operands, save: bool) -> Variant:
     return Variant(dims, entries, kind, bias is not None, save, valid is not None)
 
 
+@lru_cache(maxsize=256)
 def constants(
     kernel: Any, dtype: torch.dtype, size: tuple[int, int], variant: Variant, hopper: bool
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the constants of a kernel for a key grid's `size`, and the options of its compilation."""
+    """Return the constants of a kernel for a key grid's `size`, and the options of its compilation.
+
+    A launch asks several times: both are remembered, and are not to be changed.
+    """
     dims = variant.dims
     blocks = BLOCKS[kernel.__name__, max(dims) > 64, hopper] if dtype != torch.float32 else BLOCKS_OF_FLOAT32
     # The fewest keys that a matrix instruction takes are 16.
