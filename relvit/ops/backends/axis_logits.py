@@ -17,7 +17,7 @@ from relvit.ops.buckets import bucket, saturation
 from relvit.ops.grid import Grid, batched_coords, once_per_raster
 from relvit.ops.inputs import AttentionInputs
 from relvit.ops.terms import AxisTables, with_width
-from relvit.ops.tracing import is_eager, knows_values
+from relvit.ops.tracing import is_eager, knows_values, without_autocast
 
 # Stock kernels want head widths that are multiples of 8, and products are faster for it on the CPU as well.
 WIDTH_MULTIPLE = 8
@@ -90,8 +90,9 @@ def table_index(
 
 def join_tables(tables: AxisTables, reach: Distances, dtype: torch.dtype) -> Tensor:
     """Join a zero row, what is in reach of both tables, and zeros up to a multiple of 8: ([heads,] entries, dim)."""
+    # A whole table is taken as it is: the backward of a part would copy it.
     middles = [
-        table.narrow(-2, distance - near, 2 * near + 1)
+        table if near == distance else table.narrow(-2, distance - near, 2 * near + 1)
         for table, distance, near in zip(tables, clip_distances(tables), reach, strict=True)
     ]
     joined = torch.cat(middles, dim=-2)
@@ -180,3 +181,13 @@ class _Gather(torch.autograd.Function):
 def times_table(weights: Tensor, table: Tensor) -> Tensor:
     """Multiply (B, N, heads, entries) by a table ([heads,] entries, dim): (B, N, heads, dim)."""
     return weights @ table if table.dim() == 2 else torch.einsum("bnhe,hed->bnhd", weights, table)
+
+
+def add_times_table(content: Tensor, weights: Tensor, table: Tensor) -> Tensor:
+    """Add `times_table` of weights in single precision or double to (B, N, heads, dim) in any, which the result has."""
+    if table.dim() == 2:
+        # One product, which adds up in single precision and rounds once, as stock attention adds up values.
+        weights, table = weights.to(content.dtype), table.to(content.dtype)
+        return torch.addmm(content.flatten(0, 2), weights.flatten(0, 2), table).view(content.shape)
+    with without_autocast(content.device):
+        return (content + times_table(weights, table.to(weights.dtype))).to(content.dtype)

@@ -25,20 +25,20 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from relvit.ops.backends.axis_logits import (
     WIDTH_MULTIPLE,
     Axes,
+    add_times_table,
     axis_indices,
     grid_axes,
     joined_with_index,
     key_logits,
     query_axes,
     query_logits,
-    times_table,
 )
 from relvit.ops.backends.pair_bias import bias_in_mask
 from relvit.ops.grid import Grid, batched_coords, key_mask, once_per_raster, without_padding
 from relvit.ops.inputs import AttentionInputs, added_width
 from relvit.ops.recompute import recompute_saved
 from relvit.ops.terms import AxisTables, RelativeTerms
-from relvit.ops.tracing import trains_in_graph, without_autocast
+from relvit.ops.tracing import trains_in_graph
 
 
 def relative_attention(inputs: AttentionInputs) -> Tensor:
@@ -209,14 +209,13 @@ def _join(parts: list[Tensor], width: int) -> Tensor:
 def _split_output(out: Tensor, content: int, table: Tensor, index: Tensor) -> Tensor:
     """Split the output into `content` channels and the attention per row and column, and add the value term."""
     # The attention has written tokens before heads, as the projection reads them.
-    size = index.shape[-1]
-    mixed, marginals, _ = out.transpose(1, 2).split((content, size, out.shape[-1] - content - size), dim=-1)
-    # Sums over several marginals are computed in float32 and rounded once, as in stock attention.
-    precision = torch.promote_types(out.dtype, torch.float32)
-    marginals, index = marginals.to(precision), index.transpose(1, 2).expand_as(marginals)
-    by_entry = marginals.new_zeros(*marginals.shape[:-1], table.shape[-2]).scatter_add(-1, index, marginals)
-    with without_autocast(out.device):
-        return (mixed + times_table(by_entry, table.to(precision))).to(out.dtype).transpose(1, 2)
+    out, size = out.transpose(1, 2), index.shape[-1]
+    mixed, marginals = out[..., : content + size].split((content, size), dim=-1)
+    # Sums over several marginals are computed in float32 and rounded once.
+    marginals = marginals.to(torch.promote_types(out.dtype, torch.float32))
+    index = index.transpose(1, 2).expand_as(marginals)
+    by_entry = marginals.new_zeros(*marginals.shape[:-1], table.shape[-2]).scatter_add_(-1, index, marginals)
+    return add_times_table(mixed, by_entry, table).transpose(1, 2)
 
 
 def _any_so_far(valid: Tensor, queries: int) -> Tensor:

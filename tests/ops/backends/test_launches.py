@@ -1,0 +1,49 @@
+"""How many operations `fused` hands to a device beyond stock attention: on small grids they cost more than work."""
+
+from collections import Counter
+
+import torch
+from timm.layers import Attention
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from relvit.layers import RelativeAttention, RelativePosition2d
+from relvit.ops import make_grid
+
+
+class Launches(TorchDispatchMode):
+    """Count operations that compute: neither views nor allocations."""
+
+    def __init__(self):
+        super().__init__()
+        self.counted = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if not function.is_view and function.overloadpacket not in (torch.ops.aten.empty, torch.ops.aten.detach):
+            self.counted[function.overloadpacket] += 1
+        return result
+
+
+def launches(layer, *grid):
+    x = torch.randn(2, 14 * 10, 64, requires_grad=True)
+
+    def forward():
+        with torch.autocast("cpu", torch.bfloat16):
+            return layer(x, *grid)
+
+    # What is kept for the grid is there from the second call on.
+    forward()
+    with Launches() as ahead:
+        out = forward()
+    with Launches() as back:
+        torch.autograd.grad(out, [x, *layer.parameters()], torch.ones_like(out))
+    return ahead.counted.total(), back.counted.total()
+
+
+def test_a_layer_launches_no_more_than_it_did():
+    plain = launches(Attention(64, 2, qkv_bias=True))
+    position = RelativePosition2d(32, 2, "kv", max_distance=7)
+    ours = launches(RelativeAttention(64, 2, position=position, backend="fused", qkv_bias=True), make_grid(14, 10))
+    ahead, back = (our - their for our, their in zip(ours, plain, strict=True))
+    assert ahead <= 17
+    assert back <= 19
