@@ -183,7 +183,7 @@ def times_table(weights: Tensor, table: Tensor) -> Tensor:
     return weights @ table if table.dim() == 2 else torch.einsum("bnhe,hed->bnhd", weights, table)
 
 
-def add_times_table(content: Tensor, weights: Tensor, table: Tensor) -> Tensor:
+def plus_times_table(content: Tensor, weights: Tensor, table: Tensor) -> Tensor:
     """Add `times_table` of weights in single precision or double to (B, N, heads, dim) in any, which the result has."""
     if table.dim() == 2:
         # One product, which adds up in single precision and rounds once, as stock attention adds up values.

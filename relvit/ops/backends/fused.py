@@ -25,11 +25,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from relvit.ops.backends.axis_logits import (
     WIDTH_MULTIPLE,
     Axes,
-    add_times_table,
     axis_indices,
     grid_axes,
     joined_with_index,
     key_logits,
+    plus_times_table,
     query_axes,
     query_logits,
 )
@@ -215,7 +215,7 @@ def _split_output(out: Tensor, content: int, table: Tensor, index: Tensor) -> Te
     marginals = marginals.to(torch.promote_types(out.dtype, torch.float32))
     index = index.transpose(1, 2).expand_as(marginals)
     by_entry = marginals.new_zeros(*marginals.shape[:-1], table.shape[-2]).scatter_add_(-1, index, marginals)
-    return add_times_table(mixed, by_entry, table).transpose(1, 2)
+    return plus_times_table(mixed, by_entry, table).transpose(1, 2)
 
 
 def _any_so_far(valid: Tensor, queries: int) -> Tensor:

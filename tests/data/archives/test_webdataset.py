@@ -63,15 +63,15 @@ def test_samples_are_those_of_webdataset(tmp_path):
 
 def test_shards_are_opened_as_they_are_named(tmp_path):
     """Behind a link to a folder `..` is the parent of that folder."""
-    (tmp_path / "root").mkdir()
+    (tmp_path / "shards").mkdir()
     (tmp_path / "far" / "inner").mkdir(parents=True)
-    (tmp_path / "root" / "link").symlink_to(tmp_path / "far" / "inner")
-    for folder, content in (("root", b"0"), ("far", b"1")):
+    (tmp_path / "shards" / "link").symlink_to(tmp_path / "far" / "inner")
+    for folder, content in (("shards", b"0"), ("far", b"1")):
         write_tar(tmp_path / folder / "a.tar", [("0.png", content), ("0.cls", b"0")])
-    shards = Shards(str(tmp_path / "root"))
+    shards = Shards(str(tmp_path / "shards"))
     assert [image.read() for image in shards.find("link/../a.tar::a.tar", labelled=False).images] == [b"1", b"0"]
-    with pytest.raises(ValueError, match=r"names '.*/root/a.tar' more than once"):
-        shards.find("a.tar::link/../../root/a.tar", labelled=False)
+    with pytest.raises(ValueError, match=r"names '.*/shards/a.tar' more than once"):
+        shards.find("a.tar::link/../../shards/a.tar", labelled=False)
 
 
 def test_shards_of_shard_writer(tmp_path):

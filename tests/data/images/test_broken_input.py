@@ -30,7 +30,7 @@ def _no_hanging():
 def test_images(case, tmp_path):
     path = case.write(tmp_path)
     if case.kind == "no right to read it" and os.access(path, os.R_OK):
-        pytest.skip("root may read everything")
+        pytest.skip("an administrator may read every file, so none is unreadable")
     if case.reason:
         with pytest.raises(UnreadableImageError, match=re.escape(case.reason)) as caught:
             load_rgb(path)
