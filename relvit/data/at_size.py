@@ -6,7 +6,7 @@ import copy
 
 from relvit.data.field import Fill
 from relvit.data.modules.base import ImageData, Split
-from relvit.data.shape import OneSize
+from relvit.data.shape import ImageShape
 from relvit.data.transforms import SizeProtocol, eval_transform, parse_size
 
 
@@ -34,7 +34,7 @@ def at_size(
     """
     own = copy.copy(data)
     own.trainer, own.unreadable, own.evaluated_split = None, {}, split
-    own.shape = OneSize(parse_size(img_size if squash is None else squash))
+    own.shape = ImageShape(parse_size(img_size if squash is None else squash))
     own.img_size = own.shape.img_size
     images = img_size, own.mean, own.std, own.crop_pct
     own.eval_transform = eval_transform(*images, protocol, data.img_size, fill, squash)

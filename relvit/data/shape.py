@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from timm.data.naflex_dataset import NaFlexCollator
@@ -18,8 +17,9 @@ from relvit.data.batches import ImageBatch
 from relvit.data.transforms import ResizeToCover, parse_size
 
 
-class ImageShape(ABC):
-    """Shape that all images of a data module or a model have in common.
+@dataclass(frozen=True)
+class ImageShape:
+    """One size of all images of a data module or a model: tensors float32 (C, height, width).
 
     Attributes:
         img_size: (height, width) of the images that models are built for.
@@ -27,60 +27,34 @@ class ImageShape(ABC):
     """
 
     img_size: tuple[int, int]
-    fixed: bool
+    fixed: ClassVar[bool] = True
 
-    @abstractmethod
     def words(self) -> str:
         """Describe the shape, such as '288 x 288 px'."""
+        return f"{self.img_size[0]} x {self.img_size[1]} px"
 
-    @abstractmethod
     def record(self) -> dict[str, Any]:
         """Return the shape in plain values, as files keep it."""
+        return {"img_size": list(self.img_size)}
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of `relvit.data.ImageData` for this shape."""
         return {"img_size": self.img_size, "native": not self.fixed} | self.record()
 
-    @abstractmethod
     def at_size(self, img_size: tuple[int, int]) -> ImageShape:
         """Return the shape for images of another size; images as patches have as many as this size at most."""
+        return ImageShape(img_size)
 
-    @abstractmethod
     def adapt(self, transform: v2.Compose) -> v2.Compose:
         """Turn a transform to images of `img_size` into one to images of this shape."""
-
-    @abstractmethod
-    def collate(self, items: Sequence[tuple[Any, Any]]) -> tuple[ImageBatch, Any]:
-        """Make a batch of pairs of an image and its label or name."""
-
-    @abstractmethod
-    def empty(self, channels: int) -> ImageBatch:
-        """Return a batch of no image."""
-
-
-@dataclass(frozen=True)
-class OneSize(ImageShape):
-    """All images have one size: tensors float32 (C, height, width)."""
-
-    img_size: tuple[int, int]
-    fixed = True
-
-    def words(self) -> str:
-        return f"{self.img_size[0]} x {self.img_size[1]} px"
-
-    def record(self) -> dict[str, Any]:
-        return {"img_size": list(self.img_size)}
-
-    def at_size(self, img_size: tuple[int, int]) -> OneSize:
-        return OneSize(img_size)
-
-    def adapt(self, transform: v2.Compose) -> v2.Compose:
         return transform
 
     def collate(self, items: Sequence[tuple[Any, Any]]) -> tuple[ImageBatch, Any]:
+        """Make a batch of pairs of an image and its label or name."""
         return default_collate(items)
 
     def empty(self, channels: int) -> ImageBatch:
+        """Return a batch without images."""
         return torch.empty(0, channels, *self.img_size)
 
 
@@ -94,7 +68,6 @@ class NativeShapes(ImageShape):
         max_tokens: Number of patches that no image exceeds.
     """
 
-    img_size: tuple[int, int]
     patch_size: tuple[int, int]
     max_tokens: int
     fixed = False
@@ -197,7 +170,7 @@ def image_shape(
     if not native:
         if max_tokens is not None:
             raise ValueError(f"max_tokens {max_tokens} is for native images: set native, or leave it out (null)")
-        return OneSize(size)
+        return ImageShape(size)
     if max_tokens is None:
         return NativeShapes(size, patch, _whole_patches(size, patch))
     if max_tokens < 1:

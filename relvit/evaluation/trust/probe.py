@@ -16,7 +16,7 @@ from torch import nn
 
 from relvit.data import ImageData
 from relvit.data.at_size import at_size
-from relvit.data.shape import OneSize
+from relvit.data.shape import ImageShape
 from relvit.data.split import stratified_split
 from relvit.evaluation.standard_error import paired_difference, with_errors
 from relvit.models.factory import model_arguments
@@ -88,7 +88,7 @@ def probe_models(
             net, transforms = _load(model, data, pretrained)
         own = copy.copy(data)
         own.batch_size = batch_size or data.batch_size
-        own.crop_pct, own.shape = transforms.crop_pct, OneSize(data.img_size)
+        own.crop_pct, own.shape = transforms.crop_pct, ImageShape(data.img_size)
         own.normalise_by(transforms.mean, transforms.std)
         net.to(device)
         train, evaluated = (at_size(own, transforms.img_size, part) for part in ("train", split))
