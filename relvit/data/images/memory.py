@@ -1,9 +1,8 @@
 """Image cache in memory: decode image files once, in threads, and serve images or batches of them from memory."""
 
 from abc import abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -92,7 +91,7 @@ class StackedImages(ImagesInMemory):
 class AnySizeImages(ImagesInMemory):
     """Colour images of any sizes: pixels uint8, one image behind the other, and their sizes int64 (N, 2).
 
-    A single tensor, so that however many images there are, workers copy none.
+    One tensor holds the pixels of all images, so that workers copy none, however many images there are.
     """
 
     def __init__(self, pixels: Tensor, sizes: Tensor, *args: Any, **options: Any) -> None:
@@ -153,9 +152,13 @@ def decode_into_memory(
     """
     # The memory is measured here, before the other processes of this machine begin to allocate.
     available = available_memory()
-    decoder = _Decoder(max(1, cores() // copies), skip, progress or (lambda items, total, what: items))
+    threads = max(1, cores() // copies)
+    progress = progress or (lambda items, total, what: items)
     paths = {split: [path for path, _ in files.samples] for split, files in splits.items()}
-    sizes = {split: decoder.header_sizes(some, f"reading sizes of {split}") for split, some in paths.items()}
+    sizes: dict[str, list[Size]] = {}
+    for split, some in paths.items():
+        found = _in_threads(_header_size, some, threads)
+        sizes[split] = list(progress(found, len(some), f"reading sizes of {split}"))
     needed = sum(3 * sum(map(_area, some)) for some in sizes.values())
     if available is not None and needed * copies > _MEMORY_SHARE * available:
         each = f", in each of {copies} processes" if copies > 1 else ""
@@ -166,8 +169,9 @@ def decode_into_memory(
         )
     decoded: dict[str, ImagesInMemory] = {}
     for split, files in splits.items():
-        images = decoder.images(paths[split], f"decoding {split}")
-        decoded[split] = _in_memory(images, sizes[split], one_size, files)
+        images = _in_threads(_pixels, paths[split], threads)
+        images = progress(images, len(paths[split]), f"decoding {split}")
+        decoded[split] = _in_memory(images, sizes[split], one_size, files, skip)
     return decoded
 
 
@@ -177,7 +181,7 @@ def in_units(amount: int) -> str:
 
 
 def _in_memory(
-    images: Iterable[np.ndarray | Failure], expected: Sequence[Size], one_size: Size, files: LabelledFiles
+    images: Iterable[np.ndarray | Failure], expected: Sequence[Size], one_size: Size, files: LabelledFiles, skip: bool
 ) -> ImagesInMemory:
     # A black image takes the place of one that cannot be read, so that images of one size stay stacked.
     blank = one_size if set(expected) - {_UNKNOWN} == {one_size} else _UNKNOWN
@@ -186,6 +190,8 @@ def _in_memory(
     sizes, unreadable = torch.zeros(len(expected), 2, dtype=torch.int64), {}
     for index, image in enumerate(images):
         if isinstance(image, Failure):
+            if not skip:
+                raise UnreadableImageError(*image)
             unreadable[index], image = image, np.zeros((*blank, 3), np.uint8)
         start, end = end, end + image.size
         if end > len(pixels):
@@ -199,42 +205,17 @@ def _in_memory(
     return AnySizeImages(torch.from_numpy(pixels), sizes, *rest)
 
 
-class _Decoder:
-    """Reads files in threads, in their order."""
-
-    def __init__(self, threads: int, skip: bool, progress: Progress) -> None:
-        self.threads = threads
-        self.skip = skip
-        self.progress = progress
-
-    def header_sizes(self, paths: Sequence[str], what: str) -> list[Size]:
-        """Height and width by the header of each file, _UNKNOWN where it cannot be read."""
-        return list(self.progress(self._each(_header_size, paths), len(paths), what))
-
-    def images(self, paths: Sequence[str], what: str) -> Iterator[np.ndarray | Failure]:
-        """Pixels of each image, uint8 (H, W, 3), or its failure."""
-        for image in self.progress(self._each(_pixels, paths), len(paths), what):
-            if isinstance(image, Failure) and not self.skip:
-                raise UnreadableImageError(*image)
-            yield image
-
-    def _each(self, function: Callable[[str], Any], paths: Sequence[str]) -> Iterator[Any]:
-        waiting: deque[Future[Any]] = deque()
-        with ThreadPoolExecutor(self.threads) as pool:
-            try:
-                for path in paths:
-                    waiting.append(pool.submit(function, path))
-                    # While the first file is slow, the results of the others must not fill the memory.
-                    if len(waiting) > 4 * self.threads:
-                        yield waiting.popleft().result()
-                while waiting:
-                    yield waiting.popleft().result()
-            finally:
-                for future in waiting:
-                    future.cancel()
+def _in_threads(function: Callable[[str], Any], paths: Sequence[str], threads: int) -> Iterator[Any]:
+    """Yield the results of a function for the paths in their order."""
+    # While the first file is slow, the results of the others must not fill the memory.
+    chunk = 8 * threads
+    with ThreadPoolExecutor(threads) as pool:
+        for first in range(0, len(paths), chunk):
+            yield from pool.map(function, paths[first : first + chunk])
 
 
 def _header_size(path: str) -> Size:
+    """Read the height and the width in the header of a file; _UNKNOWN where it cannot be read."""
     try:
         with open_image(path) as image:
             return image.height, image.width
@@ -244,6 +225,7 @@ def _header_size(path: str) -> Size:
 
 
 def _pixels(path: str) -> np.ndarray | Failure:
+    """Decode a file to uint8 (H, W, 3)."""
     try:
         return np.asarray(load_rgb(path))
     except UnreadableImageError as error:
