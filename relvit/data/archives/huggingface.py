@@ -21,7 +21,7 @@ class RowImage(StoredImage):
 
     Args:
         split: Name of dataset and split, for messages.
-        rows: A `datasets.Dataset` of the column of images alone, not decoded.
+        rows: A `datasets.Dataset` that has the column of images alone, as bytes and paths.
         column: The column of the images.
         index: The row.
         key: Name of the row.
@@ -35,12 +35,10 @@ class RowImage(StoredImage):
 
     def read(self) -> bytes:
         """Read the encoded image from the row, or from the file on disk that the row names."""
-        value = self.rows[self.index][self.column]
-        if isinstance(value, bytes):
-            return value
-        content, path = (value or {}).get("bytes"), (value or {}).get("path")
-        if content is not None:
-            return content
+        value = self.rows[self.index][self.column] or {"bytes": None, "path": None}
+        if value["bytes"] is not None:
+            return value["bytes"]
+        path = value["path"]
         if path is None:
             raise ValueError("the row holds no image")
         # A downloaded dataset may name anything: links, devices.
@@ -60,9 +58,8 @@ class HuggingFace(Reader):
 
     Args:
         path: The name on the hub, or the folder.
-        cache: The folder for what is downloaded and prepared; None: that of `datasets`.
-        input_key: The column of the images.
-        target_key: The column of the labels.
+        cache: The folder for downloaded and prepared files; None: the one of `datasets`.
+        input_key, target_key: See :class:`relvit.data.ReaderData`.
     """
 
     def __init__(self, path: str, cache: str | None, input_key: str = "image", target_key: str = "label") -> None:
@@ -85,24 +82,17 @@ class HuggingFace(Reader):
         return image.key
 
     def sizes(self, images: Sequence[RowImage]) -> Iterator[int | None]:
-        """Give the sizes by the offsets of the column of bytes, which is not read, or by the files that rows name."""
+        """Yield the sizes by the offsets of the column of bytes, which is not read, or by the files that rows name."""
         if not images:
             return
-        lengths, paths = self._lengths(images[0].rows)
+        import pyarrow.compute as compute
+
+        table = images[0].rows.flatten().with_format("arrow")[:]
+        lengths = compute.binary_length(table[f"{self.input_key}.bytes"]).to_pylist()
+        paths = table[f"{self.input_key}.path"].to_pylist()
         for image in images:
             length, path = lengths[image.index], paths[image.index]
             yield file_size(path) if length is None and path is not None else length
-
-    def _lengths(self, encoded: Any) -> tuple[list[int | None], list[str | None]]:
-        """Number of bytes of each row, None where a row has none, and the file that the row names."""
-        import pyarrow.compute as compute
-
-        table = encoded.flatten().with_format("arrow")[:]
-        parts = [f"{self.input_key}.{part}" for part in ("bytes", "path")]
-        content = parts[0] if parts[0] in table.column_names else self.input_key
-        lengths = compute.binary_length(table[content]).to_pylist()
-        paths = table[parts[1]].to_pylist() if parts[1] in table.column_names else [None] * len(lengths)
-        return lengths, paths
 
     def _load(self, datasets: ModuleType, split: str) -> Any:
         saved = [name for name in ("dataset_dict.json", "state.json") if os.path.isfile(os.path.join(self.path, name))]
@@ -123,13 +113,13 @@ class HuggingFace(Reader):
         return splits[split]
 
     def _encoded(self, datasets: ModuleType, table: Any) -> Any:
+        """Take the column of images alone, as encoded bytes or paths."""
         feature = self._feature(table, self.input_key, "input_key")
-        column = table.select_columns([self.input_key])
-        if isinstance(feature, datasets.Image):
-            return column.cast_column(self.input_key, datasets.Image(decode=False))
         raw = isinstance(feature, datasets.Value) and feature.dtype in ("binary", "large_binary")
-        if raw or (isinstance(feature, dict) and {"bytes", "path"} >= feature.keys() and "bytes" in feature):
-            return column
+        fields = isinstance(feature, dict) and {"bytes", "path"} >= feature.keys() and "bytes" in feature
+        if isinstance(feature, datasets.Image) or raw or fields:
+            column = table.select_columns([self.input_key])
+            return column.cast_column(self.input_key, datasets.Image(decode=False))
         images = [name for name, kind in table.features.items() if isinstance(kind, datasets.Image)]
         raise ValueError(
             f"column {self.input_key!r} of hfds/{self.path} holds no images but {feature}; columns of images are "
@@ -146,12 +136,9 @@ class HuggingFace(Reader):
         return table.features[column]
 
     def _keys(self, encoded: Any) -> list[str]:
-        """Name each row: by its file, counted where several have the same, or else by its number."""
-        flat = encoded.flatten()
+        """Name each row by its file, with a count where several rows have the same name, or else by its number."""
         column = f"{self.input_key}.path"
-        if column not in flat.features:
-            return [f"row {index}" for index in range(len(encoded))]
-        paths = flat.select_columns([column]).with_format("arrow")[:][column].to_pylist()
+        paths = encoded.flatten().select_columns([column]).with_format("arrow")[:][column].to_pylist()
         seen: Counter[str] = Counter()
         keys = []
         for index, path in enumerate(paths):
