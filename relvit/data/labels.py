@@ -93,12 +93,12 @@ def class_counts(labels: Iterable[Label], class_names: Sequence[str]) -> dict[st
     return {name: counts[position] for position, name in enumerate(class_names)}
 
 
-def counts_text(counts: Mapping[str, int], most: int = 12) -> str:
-    """Name classes with their numbers of images, such as 'cat 90, dog 80'; of many the smallest and the largest."""
-    if len(counts) <= most:
+def counts_text(counts: Mapping[str, int]) -> str:
+    """Name classes with their numbers of images, such as 'cat 90, dog 80'; of many classes the smallest and largest."""
+    if len(counts) <= 12:
         return _counted(counts, counts)
     ordered = sorted(counts, key=lambda name: counts[name])
-    few, many = _counted(counts, ordered[: most // 3]), _counted(counts, ordered[: -most // 3 - 1 : -1])
+    few, many = _counted(counts, ordered[:4]), _counted(counts, ordered[:-5:-1])
     return f"{len(counts)} classes, fewest: {few}; most: {many}"
 
 

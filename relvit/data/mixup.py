@@ -62,7 +62,7 @@ class BatchMix(nn.Module):
         self.cutmix: v2.CutMix | None = v2.CutMix(alpha=cutmix_alpha, num_classes=num_classes) if cutmix_alpha else None
 
     def forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Float (B, C, H, W), int64 (B,) or bool (B, num_classes) -> float (B, C, H, W), float32 (B, num_classes)."""
+        """Mix images, float (B, C, H, W), and labels, int64 (B,) or bool (B, num_classes), see `BatchMix`."""
         several = labels.dtype == torch.bool
         if images.ndim != 4 or labels.shape != (len(images), *[self.num_classes] * several):
             raise ValueError(

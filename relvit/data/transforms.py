@@ -194,9 +194,7 @@ def train_transform(
     timm's.
 
     Args:
-        size: Output size, one number or (height, width).
-        mean: Mean of each channel, in units of the range 0..1.
-        std: Standard deviation of each channel, in the same units.
+        size, mean, std: See :func:`eval_transform`.
         augment: One of the names above; the last three are for images of three channels.
         crop_pct: Used by ``'none'`` only, as in :func:`eval_transform`.
         color_jitter: Brightness, contrast and saturation are multiplied by random factors from 1 - x to 1 + x, in any

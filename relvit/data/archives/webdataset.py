@@ -34,9 +34,8 @@ class Shards(Reader):
 
     Args:
         root: The folder of the shards.
-        input_key: Endings of the part that is the image, separated by ``;``, the first that a sample has.
-        target_key: The field of the part ``json`` that is the label; None: the field in ``_info.json``, or else the
-            label is the part ``cls``.
+        input_key: Endings of the image, separated by ``;``; the first that a sample has is taken.
+        target_key: See :class:`relvit.data.ReaderData`; None: the field in ``_info.json``, or else the part ``cls``.
     """
 
     def __init__(self, root: str, input_key: str = IMAGE_PARTS, target_key: str | None = None) -> None:
@@ -103,7 +102,7 @@ class Shards(Reader):
         return {}
 
     def _samples(self, file: str) -> list[dict[str, Member]]:
-        """The parts of each sample that has an image."""
+        """Find the parts of each sample that has an image."""
         samples = _samples(file)
         without = {name: parts for name, parts in samples.items() if parts.keys().isdisjoint(self.endings)}
         if without:
@@ -152,7 +151,7 @@ def expand_braces(pattern: str) -> list[str]:
 
 
 def _samples(file: str) -> dict[str, dict[str, Member]]:
-    """The parts of each sample by its name, a part by its ending, in lower case, without the dot."""
+    """Find the parts of each sample by its name, a part by its ending, in lower case, without the dot."""
     samples: dict[str, dict[str, Member]] = {}
     for member in members(file):
         folder, slash, base = member.name.rpartition("/")

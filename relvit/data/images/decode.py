@@ -8,7 +8,7 @@ from io import BytesIO
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from relvit.utils.messages import visible
+from relvit.utils.messages import one_line, visible
 
 # Pillow widens these PNG samples to 8 bits but leaves the transparent colour of the tRNS chunk as it was stored.
 _GREY_TRANSPARENCY_SCALE = {"L;2": 85, "L;4": 17}
@@ -95,9 +95,8 @@ def load_rgb(source: ImageSource, max_pixels: int | None = None) -> Image.Image:
         raise
     # Pillow's decoders meet broken files with almost any type: SyntaxError, struct.error, IndexError, ...
     except Exception as error:
-        reason, fix = (" ".join(text.splitlines()) for text in _explain(error))
-        message = f"cannot read image {visible(name)}: {reason}; {fix}"
-        raise UnreadableImageError(" ".join(message.splitlines()), name, reason) from error
+        reason, fix = _explain(error)
+        raise UnreadableImageError(f"cannot read image {visible(name)}: {reason}; {fix}", name, reason) from error
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
@@ -145,7 +144,7 @@ def _explain(error: Exception) -> tuple[str, str]:
         case OSError() if error.errno is not None:
             return f"the system cannot read it ({error.strerror})", "try again, or " + _FIX
         case _:
-            return f"the image data are truncated or broken ({error or type(error).__name__})", _FIX
+            return f"the image data are truncated or broken ({one_line(error)})", _FIX
 
 
 def _scale_transparency(image: Image.Image) -> None:

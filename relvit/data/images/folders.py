@@ -146,23 +146,20 @@ def folders_of_classes(folder: str) -> list[str]:
     return [found for path in inside for found in folders_of_classes(path)]
 
 
-def labelled_files(folder: str, class_names: Sequence[str] | Mapping[str, int]) -> list[tuple[str, int]]:
-    """Path and label of the images of ``folder/<class>/...``; a label is the position of the folder's class name.
+def labelled_files(folder: str, labels: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Path and label of the images of ``folder/<class>/...``.
 
-    `class_names` may also be the label of each folder by its name.
-
-    Classes without a folder are allowed.
+    Args:
+        folder: The folder that holds the class folders.
+        labels: Label of each class folder by its name; classes without a folder are allowed.
 
     Raises:
         ValueError: No class folder, a folder that is no class, or a class folder without images.
     """
-    labels = class_names
-    if not isinstance(labels, Mapping):
-        labels = {name: label for label, name in enumerate(class_names)}
     samples, left_out = [], []
     for name in class_folders(folder):
         if name not in labels:
-            hint = did_you_mean(name, class_names)
+            hint = did_you_mean(name, labels)
             raise ValueError(
                 f"{os.path.join(folder, name)} is a class that the training data or the checkpoint does not "
                 f"know{hint}; known are {listing(list(labels))}: rename or remove the folder"

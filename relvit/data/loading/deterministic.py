@@ -10,7 +10,7 @@ from relvit.utils.seeding import seeded
 class SeededIndex(NamedTuple):
     """Index of an image, with the epoch and the position in the epoch's order (over all processes) that seed it.
 
-    The position, since an image may come several times in an epoch, each time augmented differently.
+    The position is part of the seed, since an image that comes several times in an epoch is augmented each time anew.
     """
 
     index: int

@@ -24,12 +24,11 @@ class SignalSafeDataLoader(DataLoader[Any]):
     """DataLoader whose workers ignore stop signals from their first moment on, and end with Python.
 
     Args:
-        arguments, options: Those of `DataLoader`; `worker_init_fn` is :func:`ignore_stop_signals` by default, which any
-            other one has to call.
+        arguments, options: Those of `DataLoader`, but for `worker_init_fn`, which is :func:`ignore_stop_signals`.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **{"worker_init_fn": ignore_stop_signals} | options)
+        super().__init__(*arguments, worker_init_fn=ignore_stop_signals, **options)
 
     def __iter__(self) -> Iterator[Any]:
         end_workers_at_exit()
@@ -64,7 +63,7 @@ def ignore_stop_signals(worker: int) -> None:
 
 
 def end_workers_at_exit() -> None:
-    """Register that workers which are left when Python ends are ended.
+    """Register a function that ends the workers that are left when Python ends.
 
     Python by itself would send SIGTERM, which workers ignore, and wait for ever.
     """

@@ -15,7 +15,7 @@ Balance = Literal["none", "sampler", "loss"]
 
 
 def class_weights(labels: Sequence[int], num_classes: int) -> Tensor:
-    """``len(labels) / (num_classes * count)`` of each class, float32 (num_classes,); 0 for a class without images."""
+    """Compute ``len(labels) / (num_classes * count)`` of each class, float32 (num_classes,); 0 where count is 0."""
     counts = torch.bincount(torch.as_tensor(labels, dtype=torch.int64), minlength=num_classes)
     return torch.where(counts > 0, len(labels) / (num_classes * counts.clamp(min=1).double()), 0.0).float()
 

@@ -135,7 +135,7 @@ def check_sizes(
     """Return the sizes to train at as (height, width).
 
     Raises:
-        ValueError: What is no size, no size at all, one twice, an unknown schedule, or one without sizes.
+        ValueError: A wrong size, an empty list, a size twice, an unknown schedule, or a schedule without sizes.
     """
     check_choice("size_schedule", schedule, get_args(SizeSchedule))
     if train_sizes is None:

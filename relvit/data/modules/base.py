@@ -1,4 +1,4 @@
-"""Base class of all image data modules: shared arguments, transforms, DataLoaders, what becomes of a last batch."""
+"""Base class of all image data modules: shared arguments, transforms, DataLoaders, and the last batch of an epoch."""
 
 import copy
 import inspect

@@ -70,7 +70,7 @@ class ImageFolderData(ImageFilesData):
 
     def _samples(self, split: Split) -> list[tuple[str, int]]:
         folder = self._folders[split]
-        samples = labelled_files(folder, self._folder_classes)
+        samples = labelled_files(folder, {name: label for label, name in enumerate(self._folder_classes)})
         if split == "train":
             check_every_class((label for _, label in samples), self._folder_classes, folder)
         return samples

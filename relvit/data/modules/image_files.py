@@ -131,7 +131,7 @@ class ImageFilesData(ImageData):
         if stage != "fit":
             return
         for split in ("val", "test"):
-            # What is wrong with test is reported before the training, not by the test after it.
+            # Errors in the images of test are reported before the training, and not by the test after it.
             if self._has_own(split) and (samples := self.samples(split)) and rank_zero_only.rank == 0:
                 self._warn_of_training_images(split, samples)
 

@@ -72,7 +72,7 @@ class ImageListData(ImageFilesData):
         **options: Any,
     ) -> None:
         if label_separator == "":
-            raise ValueError("label_separator is empty; give what is between the labels, such as ';'")
+            raise ValueError("label_separator is empty; give the text between the labels, such as ';'")
         self.label_separator = label_separator
         self.multi_label: bool = label_separator is not None
         self.train, self.val, self.test, self.predict, self.root = (
