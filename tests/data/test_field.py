@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from timm.data import create_transform
 
 from relvit.data import eval_transform
 from relvit.data.transforms import BatchTransform
@@ -50,13 +49,6 @@ def test_field_keeps_the_scale_and_continues_the_image(stored, size, fill):
     torch.testing.assert_close(out, normalised(padded_and_cropped(np.asarray(covering), size, fill)))
 
 
-@pytest.mark.parametrize("stored", [(30, 25), (12, 21), (7, 40)], ids=str)
-def test_at_the_trained_size_field_is_crop(stored):
-    image = Image.fromarray(noise(*stored, 3))
-    field = eval_transform((9, 12), MEAN, STD, 0.7, "field", (9, 12), "grey")(image)
-    assert torch.equal(field, eval_transform((9, 12), MEAN, STD, 0.7)(image))
-
-
 def test_grey_images_and_one_pixel():
     image = Image.fromarray(np.full((1, 1), 200, np.uint8))
     reflected = eval_transform((3, 5), (0.5,), (1.0,), 1.0, "field", 1)(image)
@@ -65,12 +57,6 @@ def test_grey_images_and_one_pixel():
     expected = torch.zeros(1, 3, 5)
     expected[0, 1, 2] = 200 / 255 - 0.2
     torch.testing.assert_close(grey, expected)
-
-
-def test_resize_is_timms_squash_of_the_whole_image():
-    image = Image.fromarray(noise(20, 37, 3))
-    timms = create_transform((3, 16, 24), mean=MEAN, std=STD, crop_pct=1.0, crop_mode="squash", interpolation="bicubic")
-    torch.testing.assert_close(eval_transform((16, 24), MEAN, STD, 0.5, "resize")(image), timms(image))
 
 
 @pytest.mark.parametrize("fill", ["reflect", "grey"])

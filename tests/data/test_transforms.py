@@ -1,6 +1,5 @@
 """Transforms: pixel values and positions, one by one and by the batch."""
 
-import math
 import pickle
 
 import numpy as np
@@ -34,51 +33,12 @@ def test_parse_size():
             parse_size(wrong)
 
 
-def test_crop_pct_is_not_rounded_down():
-    assert eval_transform(63, ZERO, ONE, crop_pct=0.9).transforms[0].size == (70, 70)
-
-
-@pytest.mark.parametrize("crop_pct", [1.0, 0.95, 0.9, 0.56])
-@pytest.mark.parametrize("size", [28, (28, 20), (20, 33), (64, 16)], ids=str)
-@pytest.mark.parametrize("mode", ["RGB", "L"])
-def test_evaluation_is_timms_for_images_of_any_shape(size, crop_pct, mode):
-    """400 shapes, tall, wide and nearly square, smaller and larger than the result; 28 / 0.56 is 50, and 49.999... ."""
-    seed = torch.Generator().manual_seed(0)
-    channels = {"RGB": 3, "L": 1}[mode]
-    mean, std = (0.4, 0.5, 0.6)[:channels], (0.2, 0.3, 0.25)[:channels]
-    input_size = (channels, *parse_size(size))
-    timms = create_transform(input_size, mean=mean, std=std, crop_pct=crop_pct, interpolation="bicubic")
-    ours = eval_transform(size, mean, std, crop_pct)
-    # Of very long images only the middle is resized, whose edges Pillow knows in float32.
-    level = 1 / 255 / min(std)
-    exact = 0
-    noise = np.random.default_rng(0).integers(0, 256, (150, 150, channels)).astype(np.uint8)
-    for shape in (2 ** (1 + 6.2 * torch.rand(400, 2, generator=seed))).int().tolist():
-        image = Image.fromarray(noise[: shape[0], : shape[1]].squeeze())
-        found, expected = ours(image), timms(image)
-        long = math.prod(ours.transforms[0](image).size) < math.prod(timms.transforms[0](image).size)
-        assert (found - expected).abs().max() < (2.5 * level if long else 1e-5), shape
-        exact += not long
-    assert exact > 350
-
-
 @pytest.mark.parametrize(("stored", "size"), [((300, 4), (4, 32)), ((433, 71), (6, 202)), ((4, 300), (32, 4))])
 def test_the_middle_of_a_very_long_image_is_resized_as_the_whole_would_be(stored, size):
     """Of black and white pixels, which bicubic filters overshoot: the order of rows and columns matters."""
     image = Image.fromarray(np.random.default_rng(0).choice([0, 255], stored).astype(np.uint8))
     timms = create_transform((1, *size), mean=ZERO, std=(1 / 255,), crop_pct=1.0, interpolation="bicubic")
     found, expected = eval_transform(size, ZERO, (1 / 255,))(image), timms(image)
-    assert (found - expected).abs().max() < 1.5
-
-
-@pytest.mark.parametrize("size", [(28, 28), (20, 33)])
-@pytest.mark.parametrize("stored", [(30, 47), (47, 30), (9, 20), (29, 28)])
-def test_so_is_that_of_batches(stored, size):
-    """Up to the rounding of resized pixels: where a step of one pixel is large, a shift would be, too."""
-    values = np.add.outer(np.arange(stored[0]) * 2, np.arange(stored[1]) * 3).astype(np.uint8)[..., None].repeat(3, -1)
-    timms = create_transform((3, *size), mean=ZERO * 3, std=(1 / 255,) * 3, crop_pct=0.9, interpolation="bicubic")
-    batches = BatchTransform.like(eval_transform(size, ZERO * 3, (1 / 255,) * 3, 0.9), stored)
-    found, expected = batches(torch.from_numpy(values)[None])[0], timms(Image.fromarray(values))
     assert (found - expected).abs().max() < 1.5
 
 
@@ -103,7 +63,7 @@ def test_shift_moves_by_at_most_an_eighth_and_fills_with_zeros(augment, size, do
     values = np.zeros(size, np.uint8)
     values[row, column] = 255
     positions = []
-    for out in results(train_transform(size, ZERO, ONE, augment), Image.fromarray(values), 400):
+    for out in results(train_transform(size, ZERO, ONE, augment), Image.fromarray(values), 150):
         assert out.sum() == 1
         positions.append(out[0].nonzero()[0].tolist())
     columns = set(range(column - right, column + right + 1))
@@ -281,8 +241,8 @@ def test_a_batch_has_what_image_by_image_can_have(augment, count):
     values = np.random.default_rng(0).integers(0, 256, (16, 24, 3)).astype(np.uint8)
     single = train_transform((16, 24), mean, std, augment)
     torch.manual_seed(0)
-    possible = [single(Image.fromarray(values)) for _ in range(1000)]
-    batch = BatchTransform.like(single, (16, 24))(torch.from_numpy(values).expand(1500, -1, -1, -1))
+    possible = [single(Image.fromarray(values)) for _ in range(10 * count)]
+    batch = BatchTransform.like(single, (16, 24))(torch.from_numpy(values).expand(10 * count, -1, -1, -1))
     assert (batch.dtype, batch.is_contiguous()) == (torch.float32, True)
     as_keys = [{tuple(out[0].flatten().mul(1e3).round().int().tolist()) for out in outs} for outs in (batch, possible)]
     assert as_keys[0] == as_keys[1]

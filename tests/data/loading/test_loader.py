@@ -91,11 +91,12 @@ def test_workers_outlive_signals_that_stop_the_run(folder):
 
 
 def _begin_slowly(worker):
-    time.sleep(0.5)
+    time.sleep(0.2)
     ignore_stop_signals(worker)
 
 
-def test_workers_end_with_a_run_that_never_closed_its_loader(folder):
+def test_workers_end_with_a_run_that_never_closed_its_loader(folder, monkeypatch):
+    monkeypatch.setattr("relvit.data.loading.loader.PATIENCE", 0.1)
     run = multiprocessing.get_context("fork").Process(target=_abandon, args=(folder(augment="none"),))
     run.start()
     run.join(60)

@@ -179,13 +179,12 @@ def test_seeds_of_neighbouring_steps_have_nothing_in_common():
     assert len({value for throw in throws for value in throw}) == 15
 
 
-@pytest.mark.parametrize("augment", ["deit", "three-augment"])
-def test_batches_are_the_same_with_and_without_workers(tmp_path, monkeypatch, augment):
+def test_batches_are_the_same_with_and_without_workers(tmp_path, monkeypatch):
     monkeypatch.setenv("PL_GLOBAL_SEED", "5")
     assert run_seed() == 5
 
     def batches(workers, epoch=0):
-        data = data_of(make(tmp_path / f"{workers}-{epoch}", train=6, val=1), augment=augment, batch_size=4)
+        data = data_of(make(tmp_path / f"{workers}-{epoch}", train=6, val=1), augment="three-augment", batch_size=4)
         data.num_workers = workers
         torch.manual_seed(workers)
         loader = data.train_dataloader()

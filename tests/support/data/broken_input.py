@@ -21,15 +21,20 @@ BEGIN, END = "<!-- written by tests/support/data/broken_input.py -->", "<!-- end
 
 
 class OddImage(NamedTuple):
-    """A file: what it is, how it is written into a folder (its path comes back), and what is read: size and upper left
-    pixel, or the reason why it is not."""
+    """A file: what it is, its name, a function that makes it at a path, and what is read: size and upper left pixel, or
+    the reason why it is not."""
 
     kind: str
-    write: Callable[[Path], Path]
+    name: str
+    make: Callable[[Path], Any]
     outcome: str
     size: tuple[int, int] | None = None
     pixel: tuple[int, int, int] | None = None
     reason: str = ""
+
+    def write(self, folder: Path) -> Path:
+        self.make(folder / self.name)
+        return folder / self.name
 
 
 class OddFolder(NamedTuple):
@@ -43,49 +48,18 @@ class OddFolder(NamedTuple):
     message: str = ""
 
 
-def saved(image: Image.Image, name: str, **options: Any) -> Callable[[Path], Path]:
-    def write(folder: Path) -> Path:
-        image.save(folder / name, **options)
-        return folder / name
-
-    return write
+def saved(image: Image.Image, **options: Any) -> Callable[[Path], Any]:
+    return lambda path: image.save(path, **options)
 
 
-def stored(content: bytes, name: str) -> Callable[[Path], Path]:
-    def write(folder: Path) -> Path:
-        (folder / name).write_bytes(content)
-        return folder / name
-
-    return write
+def stored(content: bytes) -> Callable[[Path], Any]:
+    return lambda path: path.write_bytes(content)
 
 
-def halved(name: str, **options: Any) -> Callable[[Path], Path]:
-    noise = Image.fromarray(np.random.RandomState(0).randint(0, 256, (64, 64, 3)).astype(np.uint8))
-
-    def write(folder: Path) -> Path:
-        noise.save(folder / name, **options)
-        content = (folder / name).read_bytes()
-        (folder / name).write_bytes(content[: len(content) // 2])
-        return folder / name
-
-    return write
-
-
-def made(make: Callable[[Path], Any], name: str) -> Callable[[Path], Path]:
-    def write(folder: Path) -> Path:
-        make(folder / name)
-        return folder / name
-
-    return write
-
-
-def renamed(image: Image.Image, saved_as: str, name: str) -> Callable[[Path], Path]:
-    def write(folder: Path) -> Path:
-        image.save(folder / saved_as)
-        (folder / saved_as).rename(folder / name)
-        return folder / name
-
-    return write
+def halved(path: Path) -> None:
+    Image.fromarray(np.random.RandomState(0).randint(0, 256, (64, 64, 3)).astype(np.uint8)).save(path)
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
 
 
 def huge_png() -> bytes:
@@ -128,52 +102,51 @@ BROKEN, NO_IMAGE = "the image data are truncated or broken", "it is not an image
 READ, REFUSED, WARNED = "read", "refused", "warned"
 
 IMAGES = [
-    OddImage("EXIF orientation", saved(SIDEWAYS, "a.png", exif=exif(6)), "turned as a viewer does", (2, 3), (255,) * 3),
-    OddImage("alpha channel", saved(Image.new("RGBA", (3, 2), (9, 0, 0, 0)), "a.png"), "on white", (3, 2), (255,) * 3),
-    OddImage("palette", saved(PALETTE, "a.png"), "its colours", (3, 2), RED),
-    OddImage("palette with transparency", saved(PALETTE, "a.png", transparency=1), "on white", (3, 2), (255,) * 3),
-    OddImage("16-bit grey", saved(Image.fromarray(np.full((2, 3), 25700, np.uint16)), "a.png"), "divided by 257",
+    OddImage("EXIF orientation", "a.png", saved(SIDEWAYS, exif=exif(6)), "turned as a viewer does", (2, 3), (255,) * 3),
+    OddImage("alpha channel", "a.png", saved(Image.new("RGBA", (3, 2), (9, 0, 0, 0))), "on white", (3, 2), (255,) * 3),
+    OddImage("palette", "a.png", saved(PALETTE), "its colours", (3, 2), RED),
+    OddImage("palette with transparency", "a.png", saved(PALETTE, transparency=1), "on white", (3, 2), (255,) * 3),
+    OddImage("16-bit grey", "a.png", saved(Image.fromarray(np.full((2, 3), 25700, np.uint16))), "divided by 257",
              (3, 2), (100,) * 3),
-    OddImage("32-bit integers within 16 bits", saved(grey(257 * 3, "I"), "a.tif"), "divided by 257", (3, 2), (3,) * 3),
-    OddImage("32-bit integers beyond 16 bits", saved(grey(65536, "I"), "a.tif"), REFUSED, reason="do not fit 16 bits"),
-    OddImage("1-bit", saved(grey(1, "1"), "a.png"), "black and white", (3, 2), (255,) * 3),
-    OddImage("8-bit grey", saved(grey(100), "a.png"), "grey as RGB", (3, 2), (100,) * 3),
-    OddImage("CMYK", saved(Image.new("CMYK", (3, 2), (255, 0, 0, 0)), "a.tif"), "converted", (3, 2), (0, 255, 255)),
-    OddImage("32-bit float", saved(Image.new("F", (3, 2), 0.5), "a.tif"), REFUSED,
+    OddImage("32-bit integers within 16 bits", "a.tif", saved(grey(257 * 3, "I")), "divided by 257", (3, 2), (3,) * 3),
+    OddImage("32-bit integers beyond 16 bits", "a.tif", saved(grey(65536, "I")), REFUSED, reason="do not fit 16 bits"),
+    OddImage("1-bit", "a.png", saved(grey(1, "1")), "black and white", (3, 2), (255,) * 3),
+    OddImage("8-bit grey", "a.png", saved(grey(100)), "grey as RGB", (3, 2), (100,) * 3),
+    OddImage("CMYK", "a.tif", saved(Image.new("CMYK", (3, 2), (255, 0, 0, 0))), "converted", (3, 2), (0, 255, 255)),
+    OddImage("32-bit float", "a.tif", saved(Image.new("F", (3, 2), 0.5)), REFUSED,
              reason="32-bit float pixels have no known range"),
-    OddImage("animated GIF", saved(FRAMES[0], "a.gif", save_all=True, append_images=FRAMES[1:]), "its first frame",
+    OddImage("animated GIF", "a.gif", saved(FRAMES[0], save_all=True, append_images=FRAMES[1:]), "its first frame",
              (3, 2), RED),
-    *(OddImage(f"truncated {kind}", halved(f"a.{kind.lower()}"), REFUSED, reason=BROKEN)
+    *(OddImage(f"truncated {kind}", f"a.{kind.lower()}", halved, REFUSED, reason=BROKEN)
       for kind in ("JPEG", "PNG", "TIFF", "BMP", "WebP")),
-    OddImage("zero bytes", stored(b"", "a.jpg"), REFUSED, reason="the file is empty (zero bytes)"),
-    OddImage("text named .jpg", stored(b"not an image\n" * 100, "a.jpg"), REFUSED, reason=NO_IMAGE),
-    OddImage("PostScript named .jpg, which would be given to another program",
-             renamed(Image.new("RGB", (3, 2)), "a.eps", "a.jpg"), REFUSED, reason=NO_IMAGE),
-    OddImage("PNG named .jpg", renamed(Image.new("RGB", (3, 2), RED), "a.png", "a.jpg"), "by its content", (3, 2), RED),
-    OddImage("decompression bomb: few bytes, 14,000 x 14,000 pixels",
-             saved(Image.new("1", (14_000, 14_000)), "a.png"), REFUSED, reason="maybe a decompression bomb"),
-    OddImage("header that claims 60,000 x 60,000 pixels", stored(huge_png(), "a.png"), REFUSED,
+    OddImage("zero bytes", "a.jpg", stored(b""), REFUSED, reason="the file is empty (zero bytes)"),
+    OddImage("text named .jpg", "a.jpg", stored(b"not an image\n" * 100), REFUSED, reason=NO_IMAGE),
+    OddImage("PostScript named .jpg, which would be given to another program", "a.jpg",
+             saved(Image.new("RGB", (3, 2)), format="EPS"), REFUSED, reason=NO_IMAGE),
+    OddImage("PNG named .jpg", "a.jpg", saved(Image.new("RGB", (3, 2), RED), format="PNG"), "by its content",
+             (3, 2), RED),
+    OddImage("decompression bomb: few bytes, 14,000 x 14,000 pixels", "a.png",
+             saved(Image.new("1", (14_000, 14_000))), REFUSED, reason="maybe a decompression bomb"),
+    OddImage("header that claims 60,000 x 60,000 pixels", "a.png", stored(huge_png()), REFUSED,
              reason="maybe a decompression bomb"),
-    OddImage("one pixel", saved(Image.new("RGB", (1, 1), RED), "a.png"), "enlarged", (1, 1), RED),
-    OddImage("line of 1 x 30,000 pixels", saved(Image.new("RGB", (1, 30_000), RED), "a.png"),
+    OddImage("one pixel", "a.png", saved(Image.new("RGB", (1, 1), RED)), "enlarged", (1, 1), RED),
+    OddImage("line of 1 x 30,000 pixels", "a.png", saved(Image.new("RGB", (1, 30_000), RED)),
              "the middle, 64 times as long as the model's images", (1, 30_000), RED),
-    OddImage("broken link", made(lambda path: path.symlink_to("gone.jpg"), "a.jpg"), REFUSED,
-             reason="there is no such file"),
-    OddImage("link to itself", made(lambda path: path.symlink_to(path), "a.jpg"), REFUSED,
+    OddImage("broken link", "a.jpg", lambda path: path.symlink_to("gone.jpg"), REFUSED, reason="there is no such file"),
+    OddImage("link to itself", "a.jpg", lambda path: path.symlink_to(path), REFUSED,
              reason="the system cannot read it"),
-    OddImage("pipe (FIFO) named .jpg", made(os.mkfifo, "a.jpg"), REFUSED, reason=NOT_REGULAR),
-    OddImage("socket named .jpg", made(listen, "a.jpg"), REFUSED, reason=NOT_REGULAR),
-    OddImage("link to a device named .jpg", made(lambda path: path.symlink_to("/dev/zero"), "a.jpg"), REFUSED,
+    OddImage("pipe (FIFO) named .jpg", "a.jpg", os.mkfifo, REFUSED, reason=NOT_REGULAR),
+    OddImage("socket named .jpg", "a.jpg", listen, REFUSED, reason=NOT_REGULAR),
+    OddImage("link to a device named .jpg", "a.jpg", lambda path: path.symlink_to("/dev/zero"), REFUSED,
              reason=NOT_REGULAR),
-    OddImage("folder named .jpg, given as an image", made(Path.mkdir, "a.jpg"), REFUSED,
-             reason="it is a folder, not a file"),
-    OddImage("no right to read it", made(lambda path: (path.write_bytes(b"x"), path.chmod(0)), "a.jpg"), REFUSED,
+    OddImage("folder named .jpg, given as an image", "a.jpg", Path.mkdir, REFUSED, reason="it is a folder, not a file"),
+    OddImage("no right to read it", "a.jpg", lambda path: (path.write_bytes(b"x"), path.chmod(0)), REFUSED,
              reason="permission denied"),
-    OddImage("commas and a newline in its name", saved(Image.new("RGB", (3, 2), RED), 'a, "b"\nc.png'),
+    OddImage("commas and a newline in its name", 'a, "b"\nc.png', saved(Image.new("RGB", (3, 2), RED)),
              "quoted in CSV files", (3, 2), RED),
-    OddImage("control characters in its name", saved(Image.new("RGB", (3, 2), RED), "\x1b[2Ja\u202e.png"),
+    OddImage("control characters in its name", "\x1b[2Ja\u202e.png", saved(Image.new("RGB", (3, 2), RED)),
              r"shown as `\x1b[2Ja\u202e.png` on the terminal", (3, 2), RED),
-    OddImage("name that is not UTF-8", saved(Image.new("RGB", (3, 2), RED), os.fsdecode(b"caf\xe9.png")),
+    OddImage("name that is not UTF-8", os.fsdecode(b"caf\xe9.png"), saved(Image.new("RGB", (3, 2), RED)),
              r"written as `caf\xe9.png`", (3, 2), RED),
 ]  # fmt: skip
 
