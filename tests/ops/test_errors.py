@@ -10,11 +10,6 @@ from relvit.ops import AxisLogits, Channels, JointTable, RelativeTerms, choose, 
 Q, K, V, TERMS, GRID = draw_case(2, 3)
 
 
-def case(**changes):
-    """Arguments of `relative_attention` with some of them changed."""
-    return {"query": Q, "key": K, "value": V, "terms": TERMS, "grid": GRID, **changes}
-
-
 def table(**changes):
     return TERMS._replace(key=TERMS.key._replace(**changes))
 
@@ -53,8 +48,6 @@ CONTENTS = [
     ({"terms": table(rows=np.ones((5, 5)))}, TypeError, "terms.key.rows must be a tensor, got ndarray"),
     ({"terms": table(rows=TERMS.key.rows.long())}, TypeError, "terms.key.rows has dtype torch.int64, expected a floa"),
     ({"terms": table(cols=TERMS.key.cols[:, :3])}, ValueError, r"key.cols has shape \(5, 3\), expected \(2k \+ 1, 5"),
-]
-CONTENTS += [
     ({"key": K.to("meta")}, ValueError, "key is on meta, expected the query's device, cpu"),
     ({"terms": table(cols=TERMS.key.cols.to("meta"))}, ValueError, "terms.key.cols is on meta"),
     (
@@ -62,16 +55,12 @@ CONTENTS += [
         ValueError,
         "grid.valid is on meta, expected the query's device",
     ),
-]
-CONTENTS += [
     (channels(query=torch.ones(2, 2, 5, 3)), ValueError, r"channels.query has shape \(2, 2, 5, 3\), .* \(2, 2, 6, 3\)"),
     (channels(key=torch.ones(1, 2, 6, 2)), ValueError, r"channels.key has shape \(1, 2, 6, 2\), expected \(1, 2, 6, 3"),
     (channels(query=torch.ones(4, 2, 6, 3)), ValueError, "terms.channels.query has shape"),
     (channels(query=torch.ones(2, 2, 6, 3, device="meta")), ValueError, "terms.channels.query is on meta"),
     (channels(query=torch.ones(2, 2, 6, 3).long()), TypeError, "terms.channels.query has dtype torch.int64"),
     ({"terms": RelativeTerms(channels=(Q, K))}, TypeError, "terms.channels must be Channels, got tuple"),
-]
-CONTENTS += [
     (axis_logits(rows=torch.ones(2, 2, 6, 3)), ValueError, r"axis_logits.rows has shape .*, expected \(2, 2, 6, 2\)"),
     (axis_logits(cols=torch.ones(1, 2, 6, 3)), ValueError, r"axis_logits.cols has shape .*, expected \(2, 2, 6, 3\)"),
     (axis_logits(cols=torch.ones(2, 2, 6, 3, device="meta")), ValueError, "terms.axis_logits.cols is on meta"),
@@ -100,16 +89,14 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "error", "message"), CONTENTS + OPTIONS)
-def test_what_does_not_fit_is_refused_by_name(changes, error, message):
-    with pytest.raises(error, match=message):
-        relative_attention(**case(**changes))
+CASES = [(relative_attention, *row) for row in CONTENTS + OPTIONS] + [(choose, *row) for row in CONTENTS]
 
 
-@pytest.mark.parametrize(("changes", "error", "message"), CONTENTS)
-def test_choose_refuses_the_same(changes, error, message):
+@pytest.mark.parametrize(("operation", "changes", "error", "message"), CASES)
+def test_what_does_not_fit_is_refused_by_name(operation, changes, error, message):
+    arguments = {"query": Q, "key": K, "value": V, "terms": TERMS, "grid": GRID} | changes
     with pytest.raises(error, match=message):
-        choose(**case(**changes))
+        operation(**arguments)
 
 
 def test_logits_need_a_separable_key_term():

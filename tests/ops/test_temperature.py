@@ -4,11 +4,10 @@ import math
 
 import pytest
 import torch
-from draws import assert_all_close, assert_same, brute_force, draw_case, leaves, with_tables
+from draws import BACKENDS, assert_all_close, assert_same, brute_force, draw_case, leaves, with_tables
 
 from relvit.ops import RelativeTerms, make_grid, relative_attention
 
-BACKENDS = ("reference", "fused", "tiled", "gathered")
 TRAINED = 5
 
 

@@ -142,6 +142,7 @@ def test_exported_once_for_all_sizes(shift):
 @pytest.mark.parametrize(
     ("tokens", "grid", "size", "shift", "error", "message"),
     [
+        (12, (3, 4), 2, 0, TypeError, r"grid must be a Grid, after the tokens .*, got tuple"),
         (12, make_grid(3, 4, prefix=1), 2, 0, ValueError, "grid has 1 prefix tokens, which belong to no window: keep"),
         (2, make_grid(3, 4, coords=torch.tensor([[0, 0], [2, 3]])), 2, 0, ValueError, "grid has coords, windows need"),
         (11, make_grid(3, 4), 2, 0, ValueError, r"x has shape \(2, 11, 5\), expected \(B, 12, C\): grid has 3 x 4"),
@@ -170,5 +171,3 @@ def test_arguments_in_another_order_are_named():
             call(grid, x, 2)
         with pytest.raises(TypeError, match="must be a tensor, got Grid"):
             call(grid, grid, 2)
-    with pytest.raises(TypeError, match=r"grid must be a Grid, .* got tuple"):
-        to_windows(x, (4, 6), 2)

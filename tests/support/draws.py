@@ -51,10 +51,11 @@ def all_places(grid, batch):
     ]
 
 
-def brute_force(q, k, v, terms, grid, **options):
-    if grid.valid is not None:
-        options["valid"] = key_mask(grid).expand(q.shape[0], -1).tolist()
-    return oracle.attention(q, k, v, terms, all_places(grid, q.shape[0]), **options)
+def brute_force(q, k, v, terms, grid, key_grid=None, **options):
+    grids = (grid, grid if key_grid is None else key_grid)
+    if grids[1].valid is not None:
+        options["valid"] = key_mask(grids[1]).expand(q.shape[0], -1).tolist()
+    return oracle.attention(q, k, v, terms, *(all_places(each, q.shape[0]) for each in grids), **options)
 
 
 def tables_of(terms):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from oracles.relative_attention import pair_entry
+from oracles.relative_attention import pair_entries
 from retrofit_cases import build, retrofitted
 from vits import images, small
 
@@ -53,10 +53,10 @@ def vectors(model, layer):
 @torch.no_grad()
 def pair_logit(terms, head, query, key, start, end, scale):
     """The position part of one logit, by the formula."""
-    given = {name: pair_entry(getattr(terms, name), head, start, end, terms.bucketing) for name in ("query", "key")}
+    given = {name: pair_entries(getattr(terms, name), head, start, [end], terms.bucketing) for name in ("query", "key")}
     parts = {name: 0.0 if entry is None else float(entry @ (key if name == "query" else query)) * scale
              for name, entry in given.items()}  # fmt: skip
-    bias = pair_entry(terms.bias, head, start, end, terms.bucketing, vector=False)
+    bias = pair_entries(terms.bias, head, start, [end], terms.bucketing, vector=False)
     return {"q": parts["query"], "k": parts["key"], "b": 0.0 if bias is None else float(bias)}
 
 

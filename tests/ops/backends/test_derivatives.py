@@ -13,17 +13,23 @@ from relvit.ops.backends import fused
 pytestmark = pytest.mark.usefixtures("several_tiles")
 
 
+def attending(terms, grid, **options):
+    """`relative_attention` as a function of contents and tables, with the same dropout at each call."""
+
+    def attend(q, k, v, *tables):
+        torch.manual_seed(5)
+        remaining = iter(tables)
+        return relative_attention(q, k, v, with_tables(terms, lambda _: next(remaining)), grid, **options)
+
+    return attend
+
+
 @pytest.mark.parametrize("backend", ["auto", "gathered"])
 def test_second_derivatives_exist_where_those_of_stock_attention_do(backend):
     q, k, v, terms, grid = draw_case(1, 2, prefix=1, distance=(1, 1), which="qkvb", dim=2, batch=1)
-
-    def run(q, k, v, *tables):
-        remaining = iter(tables)
-        return relative_attention(q, k, v, with_tables(terms, lambda _: next(remaining)), grid, backend=backend)
-
-    inputs = leaves(q, k, v, terms)
     with sdpa_kernel(SDPBackend.MATH):
-        assert torch.autograd.gradgradcheck(run, inputs, fast_mode=True)
+        attend = attending(terms, grid, backend=backend)
+        assert torch.autograd.gradgradcheck(attend, leaves(q, k, v, terms), fast_mode=True)
 
 
 def test_tiles_refuse_second_derivatives_as_fused_kernels_do():
@@ -48,17 +54,9 @@ def test_a_learned_mask_gets_its_gradient_whatever_its_shape_and_the_scale(shape
 
 def test_dropout_drops_in_backward_what_it_dropped_in_forward():
     q, k, v, terms, grid = draw_case(1, 5, distance=(1, 1), which="qkvb", dim=2, batch=1)
-    inputs = leaves(q, k, v, terms)
-
-    def run(q, k, v, *tables):
-        torch.manual_seed(5)
-        remaining = iter(tables)
-        changed = with_tables(terms, lambda _: next(remaining))
-        return relative_attention(q, k, v, changed, grid, dropout_p=0.4, backend="tiled")
-
-    torch.manual_seed(5)
-    assert not torch.equal(run(*inputs), relative_attention(*inputs[:3], terms, grid))
-    assert torch.autograd.gradcheck(run, inputs, fast_mode=True)
+    inputs, attend = leaves(q, k, v, terms), attending(terms, grid, dropout_p=0.4, backend="tiled")
+    assert not torch.equal(attend(*inputs), relative_attention(*inputs[:3], terms, grid))
+    assert torch.autograd.gradcheck(attend, inputs, fast_mode=True)
 
 
 def test_no_queries_give_keys_and_values_zero_gradients():

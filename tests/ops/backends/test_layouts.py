@@ -3,6 +3,7 @@
 import pytest
 import torch
 from draws import BACKENDS, draw, draw_terms
+from einops import rearrange
 from timm.data.naflex_dataset import NaFlexCollator
 from timm.data.naflex_transforms import Patchify
 
@@ -14,18 +15,6 @@ PATCH = 4
 HEADS, DIM = 2, 5
 # Large enough to swamp everything if it came through.
 GARBAGE = 1e5
-
-
-def cut_by_hand(image):
-    """(3, height, width) -> (P, 3 PATCH^2), patch after patch in raster order, channels last."""
-    _, height, width = image.shape
-    return torch.stack(
-        [
-            image[:, y : y + PATCH, x : x + PATCH].permute(1, 2, 0).flatten()
-            for y in range(0, height, PATCH)
-            for x in range(0, width, PATCH)
-        ]
-    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -50,7 +39,8 @@ def test_a_naflex_batch_equals_its_images_one_by_one(backend):
 
     out = relative_attention(*tokens_of(patches), terms, grid, backend=backend)
     for sample, (photo, (h, w)) in enumerate(zip(photos, sizes, strict=True)):
-        alone = tokens_of(cut_by_hand(photo.double())[None])
+        alone = rearrange(photo.double(), "c (h down) (w across) -> 1 (h w) (down across c)", down=PATCH, across=PATCH)
+        alone = tokens_of(alone)
         expected = relative_attention(*alone, terms, make_grid(h, w, prefix), backend=backend)
         torch.testing.assert_close(out[sample, :, : alone.shape[3]], expected[0], rtol=0, atol=1e-12)
 

@@ -9,7 +9,7 @@ from relvit.ops import AxisTables, RelativeTerms, make_grid, relative_attention
 from relvit.ops.backends import gathered, tiled
 from relvit.utils.memory import allocations
 
-HEIGHT, WIDTH, PREFIX, HEADS, BATCH, DIM = 24, 20, 1, 2, 2, 32
+HEIGHT, WIDTH, PREFIX, HEADS, BATCH, DIM = 20, 16, 1, 2, 2, 32
 TOKENS = HEIGHT * WIDTH + PREFIX
 ONE_SQUARE = BATCH * HEADS * TOKENS * TOKENS
 ONE_AUGMENTED = BATCH * HEADS * TOKENS * (DIM + HEIGHT + WIDTH + 8)

@@ -7,7 +7,6 @@ import torch
 from draws import (
     BACKENDS,
     JOINT,
-    all_places,
     assert_all_close,
     assert_same,
     brute_force,
@@ -22,6 +21,7 @@ from hypothesis import strategies as st
 from oracles import relative_attention as oracle
 
 from relvit.ops import AxisTables, RelativeTerms, make_grid, num_tokens, relative_attention, relative_logits
+from relvit.ops.backends import tiled
 
 pytestmark = pytest.mark.usefixtures("several_tiles")
 
@@ -68,17 +68,15 @@ def test_equals_brute_force_with_gradients(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_relative_logits_are_the_logits_of_each_row_and_column(backend):
-    sizes, distances, prefix = (3, 5), (2, 1), 2
-    q, _, _, terms, grid = draw_case(*sizes, prefix, distances, per_head="k")
+    sizes, prefix = (3, 5), 2
+    q, _, _, terms, grid = draw_case(*sizes, prefix, (2, 1), per_head="k")
     logits = relative_logits(q, terms, grid, backend=backend)
     for h, i in product(range(2), range(num_tokens(grid))):
         here = oracle.place(i, prefix, None, *sizes)
-        for axis, (size, distance, table) in enumerate(zip(sizes, distances, terms.key, strict=True)):
-            expected = torch.zeros(2, size, dtype=torch.float64)
-            if here is not None:
-                rows = [oracle.row_of(there - here[axis], distance, "clip") for there in range(size)]
-                expected = q[:, h, i] @ table[h, rows].T
-            torch.testing.assert_close(logits[axis][:, h, i], expected, rtol=0, atol=1e-12)
+        for axis, size in enumerate(sizes):
+            tables = [table * (number == axis) for number, table in enumerate(terms.key)]
+            vectors = oracle.pair_entries(tables, h, here, [(there, there) for there in range(size)], "clip")
+            torch.testing.assert_close(logits[axis][:, h, i], q[:, h, i] @ vectors.T, rtol=0, atol=1e-12)
     # Rows per head beside columns that all heads share.
     mixed = terms._replace(key=terms.key._replace(cols=terms.key.cols[1]))
     rows, cols = relative_logits(q, mixed, grid, backend=backend)
@@ -116,9 +114,8 @@ def test_queries_and_keys_on_different_grids(backend, bucketing):
         bias=draw_tables(generator, (3, 3), None, 2, False),
         bucketing=bucketing,
     )
-    expected = oracle.attention(q, k, v, terms, all_places(query_grid, 2), key_places=all_places(key_grid, 2))
     out = relative_attention(q, k, v, terms, query_grid, key_grid, backend=backend)
-    torch.testing.assert_close(out, expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(out, brute_force(q, k, v, terms, query_grid, key_grid), rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -135,7 +132,8 @@ def test_a_bias_is_not_scaled_however_small_the_scale(backend, scale):
     assert_all_close([grad.double() for grad in torch.autograd.grad(out.sum(), inputs)], grads, atol=1e-4)
 
 
-def test_dropout_keeps_the_expectation_and_reaches_the_value_term():
+def test_dropout_keeps_the_expectation_and_reaches_the_value_term(monkeypatch):
+    monkeypatch.setattr(tiled, "TILE_LOGITS", 40 * 2 * 6 * 6)  # 40 samples
     q, k, _, terms, grid = draw_case(2, 3, batch=1)
     v = torch.zeros_like(q)  # the output is the value term alone
     torch.manual_seed(0)
@@ -169,26 +167,18 @@ def test_a_strip_is_shaw_et_als_sequence_in_a_row_or_in_a_column(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_tables_may_be_met_by_other_queries_and_keys_than_contents(backend):
-    q, k, v, terms, grid = draw_case(3, 2, prefix=1, which="qkvb")
-    inputs = leaves(q, k, v, terms)
-    position_query, position_key = draw_case(3, 2, prefix=1, seed=1)[:2]
-    inputs += [position_query.requires_grad_(), position_key.requires_grad_()]
-    options = {"position_query": position_query, "position_key": position_key}
-    out = relative_attention(q, k, v, terms, grid, **options, backend=backend)
-    assert_same(out, brute_force(q, k, v, terms, grid, **options), inputs, atol=1e-10)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_one_table_of_a_pair_may_be_shared_and_the_other_per_head(backend):
+def test_tables_shared_and_per_head_met_by_other_queries_and_keys_than_contents(backend):
     q, k, v, terms, grid = draw_case(3, 2, prefix=1, which="qkvb", per_head="qkvb")
-    mixed = terms._replace(
+    terms = terms._replace(
         key=AxisTables(terms.key.rows[0], terms.key.cols),
         value=AxisTables(terms.value.rows, terms.value.cols[1]),
         bias=AxisTables(terms.bias.rows[0], terms.bias.cols),
     )
-    out = relative_attention(q, k, v, mixed, grid, backend=backend)
-    torch.testing.assert_close(out, brute_force(q, k, v, mixed, grid), rtol=0, atol=1e-10)
+    position_query, position_key = draw_case(3, 2, prefix=1, seed=1)[:2]
+    options = {"position_query": position_query.requires_grad_(), "position_key": position_key.requires_grad_()}
+    inputs = [*leaves(q, k, v, terms), *options.values()]
+    out = relative_attention(q, k, v, terms, grid, **options, backend=backend)
+    assert_same(out, brute_force(q, k, v, terms, grid, **options), inputs, atol=1e-10)
 
 
 @pytest.mark.parametrize("backend", ["auto", *BACKENDS])

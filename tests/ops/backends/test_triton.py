@@ -26,10 +26,7 @@ def test_in_the_interpreter():
     assert run.returncode == 0, run.stdout[-6000:]
 
 
-def test_without_a_gpu():
-    q, k, v, terms, grid = draw_case(2, 3)
-    with pytest.raises(ValueError, match="backend 'triton' needs a GPU, the query is on cpu"):
-        relative_attention(q, k, v, terms, grid, backend="triton")
+COORDS = torch.cartesian_prod(torch.arange(2), torch.arange(3))
 
 
 @pytest.mark.parametrize(
@@ -38,6 +35,7 @@ def test_without_a_gpu():
         ({}, {"dropout_p": 0.1}, r"no dropout on attention weights, got dropout_p=0.1: use 'fused'"),
         ({}, {"is_causal": True}, "no attn_mask and no is_causal"),
         ({}, {"attn_mask": torch.ones(6, 6, dtype=torch.bool)}, "no attn_mask and no is_causal"),
+        ({}, {"key_grid": make_grid(2, 3, coords=COORDS)}, "keys in raster order, not with coords"),
         ({"which": "qk"}, {}, r"no query term \(terms.query\): use 'fused'"),
         ({"dim": 129}, {}, "head dimensions up to 128, got 129"),
         ({"layout": "joint"}, {}, "terms.key is a joint table: backend 'gathered' or 'reference', not 'triton'"),
@@ -50,6 +48,17 @@ def test_refused(case, options, message, monkeypatch):
         relative_attention(q.float(), k.float(), v.float(), terms, grid, backend="triton", **options)
 
 
+def test_refused_devices_dtypes_and_transforms(monkeypatch):
+    q, k, v, terms, grid = draw_case(2, 3)
+    with pytest.raises(ValueError, match="backend 'triton' needs a GPU, the query is on cpu"):
+        relative_attention(q, k, v, terms, grid, backend="triton")
+    with pytest.raises(ValueError, match="backend 'triton' can be no part of graphs"):
+        torch.func.grad(lambda q: relative_attention(q, k, v, terms, grid, backend="triton").sum())(q)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(ValueError, match="takes float16, bfloat16 and float32, not"):
+        relative_attention(q, k, v, terms, grid, backend="triton")
+
+
 def test_channels_count_as_head_dimensions_before_and_after_they_are_appended(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     q, k, v, terms, grid = draw_case(2, 3, dim=127)
@@ -60,16 +69,3 @@ def test_channels_count_as_head_dimensions_before_and_after_they_are_appended(mo
         relative_attention(q, k, v, terms._replace(channels=channels), grid, backend="triton")
     inputs = AttentionInputs(q, k, v, terms._replace(channels=channels), grid)
     assert "got 130" in triton.refusal(checked(inputs))
-
-
-def test_refused_coordinates_dtype_and_graphs(monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    q, k, v, terms, grid = draw_case(2, 3)
-    with pytest.raises(ValueError, match="takes float16, bfloat16 and float32, not"):
-        relative_attention(q, k, v, terms, grid, backend="triton")
-    coords = torch.cartesian_prod(torch.arange(2), torch.arange(3))
-    q, k, v = q.float(), k.float(), v.float()
-    with pytest.raises(ValueError, match="keys in raster order, not with coords"):
-        relative_attention(q, k, v, terms, make_grid(2, 3, coords=coords), backend="triton")
-    with pytest.raises(ValueError, match="backend 'triton' can be no part of graphs"):
-        torch.func.grad(lambda q: relative_attention(q, k, v, terms, grid, backend="triton").sum())(q)

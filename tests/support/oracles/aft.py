@@ -1,28 +1,23 @@
 """Attention-free transformers as the paper's equations read, number by number, in Python."""
 
+import itertools
 import math
 
 import torch
+from oracles.relative_attention import place
 from torch import Tensor
 
 from relvit.ops import Grid
 
 
-def place(token: int, grid: Grid, sample: int) -> tuple[int, int] | None:
-    """Row and column of a token, None for prefix tokens."""
-    if token < grid.prefix:
-        return None
-    if grid.coords is None:
-        return divmod(token - grid.prefix, grid.width)
-    coords = grid.coords if grid.coords.dim() == 2 else grid.coords[sample]
-    return tuple(coords[token - grid.prefix].tolist())
-
-
-def is_valid(token: int, grid: Grid, sample: int) -> bool:
-    if grid.valid is None or token < grid.prefix:
-        return True
-    valid = grid.valid if grid.valid.dim() == 1 else grid.valid[sample]
-    return bool(valid[token - grid.prefix])
+def tokens_of(grid: Grid, sample: int, count: int) -> tuple[list[tuple[int, int] | None], list[bool]]:
+    """The place of each token, (row, column) or None for prefix tokens, and whether it is no padding."""
+    coords, valid = (
+        None if part is None else (part[sample] if part.dim() == dims else part).tolist()
+        for part, dims in ((grid.coords, 3), (grid.valid, 2))
+    )
+    places = [place(token, grid.prefix, coords, grid.height, grid.width) for token in range(count)]
+    return places, [True] * grid.prefix + (valid or [True] * (count - grid.prefix))
 
 
 def conv_bias(weight: Tensor, head: int, here: tuple[int, int] | None, there: tuple[int, int] | None) -> float:
@@ -39,17 +34,14 @@ def aft(query: Tensor, key: Tensor, value: Tensor, grid: Grid, bias, is_causal: 
     batch, heads, count, width = query.shape
     out = torch.zeros_like(query)
     for b in range(batch):
-        for h in range(heads):
-            for i in range(count):
-                for c in range(width):
-                    numerator = denominator = 0.0
-                    for j in range(i + 1 if is_causal else count):
-                        if not is_valid(j, grid, b):
-                            continue
-                        w = bias(h, place(i, grid, b), place(j, grid, b))
-                        weight = math.exp(float(key[b, h, j, c % key.shape[3]]) + w)
-                        numerator += weight * float(value[b, h, j, c])
-                        denominator += weight
-                    gate = 1 / (1 + math.exp(-float(query[b, h, i, c])))
-                    out[b, h, i, c] = gate * numerator / denominator if denominator else 0.0
+        places, valid = tokens_of(grid, b, count)
+        for h, i, c in itertools.product(range(heads), range(count), range(width)):
+            numerator = denominator = 0.0
+            for j in range(i + 1 if is_causal else count):
+                if valid[j]:
+                    weight = math.exp(float(key[b, h, j, c % key.shape[3]]) + bias(h, places[i], places[j]))
+                    numerator += weight * float(value[b, h, j, c])
+                    denominator += weight
+            gate = 1 / (1 + math.exp(-float(query[b, h, i, c])))
+            out[b, h, i, c] = gate * numerator / denominator if denominator else 0.0
     return out

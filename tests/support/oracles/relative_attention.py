@@ -1,8 +1,9 @@
-"""Relative attention by brute force, one pair of tokens at a time, from the formula alone.
+"""Relative attention by brute force, one query at a time, from the formula alone.
 
-Deliberately shares nothing with `relvit.ops`: plain Python loops over samples, heads, queries and keys.
+It shares nothing with `relvit.ops`: Python loops over samples, heads and queries, and finds each pair's row by itself.
 """
 
+import itertools
 import math
 
 import torch
@@ -28,25 +29,26 @@ def row_of(offset, distance, bucketing):
     return int(math.copysign(min(beta, round(stretched)), offset)) + distance
 
 
-def pair_entry(tables, head, query_place, key_place, bucketing, vector=True):
-    """rows[dy] + cols[dx] or table[dy, dx], key minus query, of a head; None without a place or without tables."""
-    if tables is None or query_place is None or key_place is None:
+def pair_entries(tables, head, query_place, key_places, bucketing, vector=True):
+    """a_ij of one query for each key: rows[dy] + cols[dx] or table[dy, dx]; None without tables.
+
+    It is zero where the query or the key has no place.
+    """
+    if tables is None:
         return None
-    if len(tables) == 1:  # joint
-        (table,) = tables
-        if table.dim() == (4 if vector else 3):
+    pairs = [None if None in (query_place, place) else (query_place, place) for place in key_places]
+    joint, found = len(tables) == 1, []
+    for number, table in enumerate(tables):
+        if table.dim() > 1 + joint + vector:
             table = table[head]
-        row, col = (
-            row_of(end - start, (size - 1) // 2, bucketing)
-            for start, end, size in zip(query_place, key_place, table.shape[:2], strict=True)
-        )
-        return table[row, col]
-    total = 0
-    for table, start, end in zip(tables, query_place, key_place, strict=True):
-        if table.dim() == (3 if vector else 2):
-            table = table[head]
-        total = total + table[row_of(end - start, (table.shape[0] - 1) // 2, bucketing)]
-    return total
+        index = []
+        for axis in (0, 1) if joint else (number,):
+            distance = (table.shape[axis if joint else 0] - 1) // 2
+            offsets = [0 if pair is None else pair[1][axis] - pair[0][axis] for pair in pairs]
+            index.append([row_of(offset, distance, bucketing) for offset in offsets])
+        found.append(table[tuple(index)])
+    placed = torch.tensor([pair is not None for pair in pairs])
+    return sum(found) * (placed[:, None] if vector else placed)
 
 
 def rotate(tokens, sines_cosines, prefix, half):
@@ -83,7 +85,7 @@ def attention(
     position_query=None,
     position_key=None,
 ):
-    """Output for each sample, head and query; `terms` has the fields of `RelativeTerms`.
+    """Output for each sample, head and query, one after the other; `terms` has the fields of `RelativeTerms`.
 
     `places[b][i]` is (row, column) or None; `valid[b][j]` says whether key j exists; `mask[b][h][i][j]` is added to the
     scaled logit, -inf hides the key; vectors of the tables meet `position_query` and `position_key`, contents `query`
@@ -94,42 +96,33 @@ def attention(
     key_places = places if key_places is None else key_places
     batch, heads, queries, width = query.shape
     scale = width**-0.5 if scale is None else scale
-    samples = []
-    for b in range(batch):
-        per_sample = []
-        for h in range(heads):
-            for i in range(queries):
-                logits, values = [], []
-                for j in range(key.shape[2]):
-                    if valid is not None and not valid[b][j]:
-                        continue
-                    if mask is not None and mask[b][h][i][j] == -math.inf:
-                        continue
-                    pair = (h, places[b][i], key_places[b][j], terms.bucketing)
-                    a_q, a_k, a_v = (pair_entry(t, *pair) for t in (terms.query, terms.key, terms.value))
-                    bias = pair_entry(terms.bias, *pair, vector=False)
-                    logit = (query[b, h, i] * key[b, h, j]).sum()
-                    if a_k is not None:
-                        logit = logit + (position_query[b, h, i] * a_k).sum()
-                    if a_q is not None:
-                        logit = logit + (position_key[b, h, j] * a_q).sum()
-                    if terms.axis_logits is not None and key_places[b][j] is not None:
-                        for of_axis, coordinate in zip(terms.axis_logits, key_places[b][j], strict=True):
-                            logit = logit + of_axis[b, h, i, coordinate]
-                    logit = scale * logit
-                    if bias is not None:
-                        logit = logit + bias
-                    if terms.channels is not None:
-                        of_queries, of_keys = (part.expand(batch, heads, -1, -1)[b, h] for part in terms.channels)
-                        logit = logit + (of_queries[i] * of_keys[j]).sum()
-                    if mask is not None:
-                        logit = logit + mask[b][h][i][j]
-                    logits.append(logit)
-                    values.append(value[b, h, j] if a_v is None else value[b, h, j] + a_v)
-                if logits:
-                    weights = torch.stack(logits).softmax(0)
-                    per_sample.append((weights[:, None] * torch.stack(values)).sum(0))
-                else:
-                    per_sample.append(value.new_zeros(value.shape[-1]))
-        samples.append(torch.stack(per_sample).reshape(heads, queries, -1))
-    return torch.stack(samples)
+    mask = None if mask is None else torch.as_tensor(mask, dtype=query.dtype)
+    out = []
+    for b, h, i in itertools.product(range(batch), range(heads), range(queries)):
+        hidden = [False] * key.shape[2] if mask is None else mask[b, h, i].isneginf().tolist()
+        keys = [j for j in range(key.shape[2]) if not hidden[j] and (valid is None or valid[b][j])]
+        here, there = places[b][i], [key_places[b][j] for j in keys]
+        a_q, a_k, a_v = (
+            pair_entries(t, h, here, there, terms.bucketing) for t in (terms.query, terms.key, terms.value)
+        )
+        bias = pair_entries(terms.bias, h, here, there, terms.bucketing, vector=False)
+        logits = key[b, h, keys] @ query[b, h, i]
+        if a_k is not None:
+            logits = logits + a_k @ position_query[b, h, i]
+        if a_q is not None:
+            logits = logits + (a_q * position_key[b, h, keys]).sum(-1)
+        if terms.axis_logits is not None:
+            for axis, of_axis in enumerate(terms.axis_logits):
+                with_zero = torch.cat((of_axis[b, h, i], of_axis.new_zeros(1)))
+                logits = logits + with_zero[[-1 if place is None else place[axis] for place in there]]
+        logits = scale * logits
+        if bias is not None:
+            logits = logits + bias
+        if terms.channels is not None:
+            of_queries, of_keys = (part.expand(batch, heads, -1, -1)[b, h] for part in terms.channels)
+            logits = logits + of_keys[keys] @ of_queries[i]
+        if mask is not None:
+            logits = logits + mask[b, h, i, keys]
+        values = value[b, h, keys] if a_v is None else value[b, h, keys] + a_v
+        out.append(logits.softmax(0) @ values)
+    return torch.stack(out).unflatten(0, (batch, heads, queries))

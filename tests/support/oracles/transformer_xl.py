@@ -1,5 +1,6 @@
-"""Transformer-XL's attention (Dai et al. 2019, arXiv 1901.02860, section 3.3) by brute force, one pair at a time."""
+"""Transformer-XL's attention (Dai et al. 2019, arXiv 1901.02860, section 3.3) by brute force, one query at a time."""
 
+import itertools
 import math
 
 import torch
@@ -21,21 +22,15 @@ def attention(query, key, value, u, v, projection, places, key_places=None, vali
     batch, heads, queries, dim = query.shape
     by_head = projection.unflatten(0, (heads, dim))
     out = []
-    for b in range(batch):
-        for h in range(heads):
-            for i in range(queries):
-                logits, values = [], []
-                for j in range(key.shape[2]):
-                    if valid is not None and not valid[b][j]:
-                        continue
-                    logit = (query[b, h, i] + u[h]) @ key[b, h, j]
-                    here, there = places[b][i], key_places[b][j]
-                    if here is not None and there is not None:
-                        offsets = ((a - c) * by for a, c, by in zip(here, there, unit, strict=True))
-                        clipped = [max(-most, min(most, offset)) for offset in offsets]
-                        position = torch.cat([sinusoid(offset, projection.shape[1] // 4) for offset in clipped])
-                        logit = logit + (query[b, h, i] + v[h]) @ (by_head[h] @ position)
-                    logits.append(logit / math.sqrt(dim))
-                    values.append(value[b, h, j])
-                out.append(torch.stack(logits).softmax(0) @ torch.stack(values))
+    for b, h, i in itertools.product(range(batch), range(heads), range(queries)):
+        keys = [j for j in range(key.shape[2]) if valid is None or valid[b][j]]
+        positions = torch.zeros(len(keys), projection.shape[1], dtype=torch.float64)
+        for number, j in enumerate(keys):
+            here, there = places[b][i], key_places[b][j]
+            if here is not None and there is not None:
+                offsets = ((a - c) * by for a, c, by in zip(here, there, unit, strict=True))
+                clipped = [max(-most, min(most, offset)) for offset in offsets]
+                positions[number] = torch.cat([sinusoid(offset, projection.shape[1] // 4) for offset in clipped])
+        logits = key[b, h, keys] @ (query[b, h, i] + u[h]) + (positions @ by_head[h].T) @ (query[b, h, i] + v[h])
+        out.append((logits / math.sqrt(dim)).softmax(0) @ value[b, h, keys])
     return torch.stack(out).unflatten(0, (batch, heads, queries))
