@@ -1,16 +1,18 @@
-"""Find what a model loses where the field of view grows: by the embedding, the average over tokens, or the tables.
+"""Find why a model loses accuracy where the field of view grows: embedding, average over tokens, or tables.
 
     python tools/study/field_loss.py CKPT --root IMAGES --size 64
 
 Each row changes one part of the same model, which sees the same test images by the protocol `field`. CKPT is a model of
-relvit with a learned embedding, average pooling and no class token.
+relvit with a learned embedding, average pooling and no class token. The rows are:
 
-The learned embedding is interpolated over the larger grid as it is. Instead it is left out; or laid in the centre at
-its own scale and continued by zeros, by its mean, by the vectors at its edge, or mirrored as the image is. The average
-is taken over the tokens of the trained grid in the centre alone. Attention is restricted to windows of the trained
-size, or sharpened over the additional tokens (reach `logn`), or the tables are stretched. 'offsets too' gives the
-tables the mirrored places as well: then each copy of a patch is where the patch is, and little but the copies'
-contents, which are mirrored, can differ from the image at its trained size.
+- as it is: the learned embedding is interpolated over the larger grid;
+- embedding: it is left out; or it lies in the centre at its own scale, continued by zeros, by its mean, by the vectors
+  at its edge, or mirrored as the image is;
+- average: it is taken over the tokens of the trained grid in the centre alone;
+- reach: attention is restricted to windows of the trained size, or sharpened over the additional tokens (`logn`), or
+  the tables are stretched;
+- 'offsets too': the tables get the mirrored places as well. Each copy of a patch is then where the patch is, and little
+  but the mirrored contents of the copies can differ from the image at its trained size.
 """
 
 from __future__ import annotations
@@ -107,7 +109,7 @@ def centre(size: int) -> Change:
 
 
 def changes(size: int, trained: int) -> dict[str, tuple[Change, ...]]:
-    """List what is tried."""
+    """List the changes of the model by name, for images of `size` px."""
     laid = {
         f"embedding in the centre, then {how}": (embedding(how, size),) for how in ("zero", "mean", "edge", "reflect")
     }

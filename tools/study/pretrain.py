@@ -1,11 +1,11 @@
-"""Pretrain a model of the study without labels, by lightly's MAE, and probe its features beside those of its start.
+"""Pretrain a model of the study without labels, by lightly's MAE, and probe its features before and after.
 
     python tools/study/pretrain.py --images DIR --work WORK                      # 20,000 images, 5 epochs, one thread
     python tools/study/pretrain.py --images DIR --work WORK --models kv-2-start-0.1 --epochs 50 --seeds 0 1 2
 
 DIR has train/<class>/* and test/<class>/*, as for study.py. The encoder sees a quarter of the patches, which keep their
-coordinates. WORK gets a folder for each start and each pretrained encoder, which timm and `relvit fit --pretrained`
-open. The table has the test accuracies of logistic regression and of 20 nearest neighbours, see `probe_models`.
+coordinates. WORK gets a folder for each encoder before and after, which timm and `relvit fit --pretrained` read. The
+table has the test accuracies of logistic regression and of 20 nearest neighbours, see `probe_models`.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def pretrain(encoder: nn.Module, images: Path, epochs: int, batch: int, lr: floa
 
 
 def compare(name: str, seed: int, images: Path, work: Path, given: argparse.Namespace) -> list[dict[str, Any]]:
-    """Pretrain a model of a seed, and return the rows of `probe_models` of its start and of what was pretrained."""
+    """Pretrain a model with a seed, and return the rows of `probe_models` before and after."""
     torch.manual_seed(seed)
     encoder = timm.create_model("relvit_tiny", num_classes=0, img_size=SIZE, **MODELS[name].arguments)
     as_evaluated = {"input_size": (3, SIZE, SIZE), "mean": MEAN, "std": STD, "crop_pct": 1.0}
@@ -104,7 +104,7 @@ def compare(name: str, seed: int, images: Path, work: Path, given: argparse.Name
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Pretrain and probe what is asked for, and print a table."""
+    """Pretrain and probe the models of the command line, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--images", type=Path, required=True, help="class folders of CIFAR-10, in train and test")

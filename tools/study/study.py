@@ -1,12 +1,12 @@
 """Train the declared models on CIFAR-10 with several seeds; evaluate them at sizes they were not trained at.
 
-    python tools/study/study.py --images DIR --work WORK    # all runs not done; DIR has train/<class>/*, test/<class>/*
+    python tools/study/study.py --images DIR --work WORK    # all missing runs; DIR has train/<class>/*, test/<class>/*
     python tools/study/study.py --images DIR --work WORK --models learned kv-3 --recipes one --seeds 0 1 2
     python tools/study/study.py --images DIR --work WORK --precision bf16-mixed --accelerator gpu
 
-Every run is a `relvit fit` of one thread in a folder of its own below WORK: where it was interrupted, the same command
-resumes it, and several of these commands can run side by side. A run that is done adds one line to
-docs/study/runs/RECIPE.jsonl; tools/study/study_report.py makes tables and figures from these files alone.
+Every run is a `relvit fit` on one thread in a folder of its own below WORK. The same command resumes an interrupted
+run, and several of these commands can run side by side. A finished run adds one line to docs/study/runs/RECIPE.jsonl;
+tools/study/study_report.py makes tables and figures from these files alone.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import timm
 import torch
 from lightning import Callback
 from lightning.fabric import Fabric
+from study_lines import PROTOCOLS, read
 
 import relvit
 from relvit.evaluation.resolutions import evaluate_size
@@ -47,7 +48,7 @@ REACH = ("stretch", "logn")
 
 
 class Model(NamedTuple):
-    """Name and arguments of a model of timm's registry, and what is tried of `--reach` beside 'trained'."""
+    """Name and arguments of a model of timm's registry, and values of `--reach` to evaluate beside 'trained'."""
 
     name: str
     arguments: dict[str, Any]
@@ -55,7 +56,7 @@ class Model(NamedTuple):
 
 
 def relative(reach: tuple[str, ...] = (), **arguments: Any) -> Model:
-    """Declare a relvit model, whose tables start at 0.02 unless given: the default before the study."""
+    """Declare a relvit model; its tables start at 0.02 unless given, the default before the study."""
     learned = {} if "position" in arguments or not arguments.get("rel_terms", "kv") else {"rel_init_std": 0.02}
     return Model("relvit_tiny", SHAPE | learned | arguments, reach)
 
@@ -111,14 +112,15 @@ MODELS = {
 
 
 class Recipe(NamedTuple):
-    """Epochs, options of `relvit fit`, and for each split the images: its source, the first and the last of a class."""
+    """Epochs, images and options of `relvit fit`; a split has the images of each class from a first to a last one."""
 
     epochs: int
     images: dict[str, tuple[str, int, int]]
     options: tuple[str, ...] = ()
 
 
-# Of each class, in the order of the names of the files. No validation image is trained on or tested.
+# The source, the first and the last image of each class, in the order of file names. No validation image is in another
+# split.
 PART = {"train": ("train", 0, 2000), "val": ("train", 2000, 2020), "test": ("test", 0, 400)}
 WHOLE = {"train": ("train", 0, 5000), "val": ("test", 980, 1000), "test": ("test", 0, 980)}
 SEVERAL = ("--data.train_sizes=[20,24,28,32,36,40,44]",)
@@ -128,7 +130,7 @@ RECIPES = {
     "long": Recipe(25, WHOLE),
     "long-several": Recipe(25, WHOLE, SEVERAL),
 }
-# Models that timm builds for one size: evaluated as copies for others, not trained at several.
+# timm builds these models for one size. They are evaluated as copies for other sizes, and not trained at several.
 ONE_SIZE = ("relpos",)
 SIZE = 32
 OPTIONS = f"""
@@ -140,7 +142,6 @@ OPTIONS = f"""
 """
 SIZES = (16, 24, 32, 40, 48, 64)
 REACH_SIZES = (16, 48, 64)
-PROTOCOLS = ("resize", "field")
 # Processors without bfloat16 instructions need ten times as long with bf16-mixed as with 32-true.
 PRECISIONS = ("32-true", "bf16-mixed")
 ACCELERATORS = ("cpu", "gpu")
@@ -235,7 +236,7 @@ def evaluate(run: Run, made: Path) -> list[dict[str, Any]]:
 
 
 def line_of(run: Run, made: Path, commit: str) -> dict[str, Any]:
-    """Describe a run that is done."""
+    """Return the line of a finished run."""
     model, recipe = MODELS[run.model], RECIPES[run.recipe]
     net = timm.create_model(model.name, img_size=SIZE, num_classes=10, **model.arguments)
     seconds = float((made / "processor_seconds").read_text())
@@ -258,8 +259,7 @@ def line_of(run: Run, made: Path, commit: str) -> dict[str, Any]:
 
 def done(lines: Path) -> set[Run]:
     """Read which runs have a line."""
-    found = [json.loads(line) for file in lines.glob("*.jsonl") for line in file.read_text().splitlines()]
-    return {Run(line["model"], line["recipe"], line["seed"], *how_of(line)) for line in found}
+    return {Run(line["model"], line["recipe"], line["seed"], *how_of(line)) for line in read(lines)}
 
 
 def how_of(line: dict[str, Any]) -> tuple[str, str]:
@@ -269,7 +269,7 @@ def how_of(line: dict[str, Any]) -> tuple[str, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train and evaluate what is asked for and not done."""
+    """Train and evaluate the runs that were asked for and have no line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--images", type=Path, required=True, help="class folders of CIFAR-10, in train and test")
@@ -293,7 +293,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                continue  # another process has it
+                continue  # another process trains this run
             splits = RECIPES[run.recipe].images
             images = prepare(given.images, given.work / ("all-images" if splits is WHOLE else "images"), splits)
             line = line_of(run, train(run, images, folder), given.commit)

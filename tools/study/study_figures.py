@@ -24,15 +24,15 @@ from study_lines import (
     grouped,
 )
 
-# The recipes whose curves are drawn: all of patches of 4 px.
+# The figure has the curves of these recipes, whose models have patches of 4 px.
 DRAWN = ("one", "several", "long")
 
 
 def draw_summary(lines: Sequence[Line], target: Path) -> None:
-    """Draw by how much our model is better than each other one: three dots with bars of two standard errors."""
+    """Draw by how much our model is better than each other model: three dots with bars of two standard errors."""
     groups = grouped(lines, "one")
     ours = groups.get(OURS, {})
-    # A model is comparable where it has a run of a seed and precision that ours has, too.
+    # A model is comparable if one of its runs has the seed and the precision of a run of ours.
     others = [model for model in SHOWN if model != OURS and ours.keys() & groups.get(model, {}).keys()]
     figure = Figure(figsize=(9, 1.5 + 0.6 * len(others)), layout="constrained")
     axes = figure.subplots()
@@ -49,8 +49,7 @@ def draw_summary(lines: Sequence[Line], target: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("points of accuracy by which relvit (kv, max_distance 2, and learned) is better")
     axes.grid(alpha=0.3, axis="x")
-    if axes.get_legend_handles_labels()[0]:
-        figure.legend(loc="outside upper center", ncols=3, title=f"{RECIPES['one']}; bars: two standard errors")
+    figure.legend(loc="outside upper center", ncols=3, title=f"{RECIPES['one']}; bars: two standard errors")
     with rc_context({"font.size": 12}):
         figure.savefig(target, dpi=90, metadata={"Software": None})
 

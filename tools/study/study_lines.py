@@ -1,26 +1,29 @@
-"""Read the lines of `study.py`: accuracies by size, means with standard errors, differences within pairs of runs."""
+"""Read the lines of `study.py`: accuracies by size, means with standard errors, differences of paired runs."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, NamedTuple
 
 import numpy as np
 
 Line = dict[str, Any]
-# The seed and the precision of a run: runs are compared with those of the same, on whatever device they were.
+# The seed and the precision of a run: runs with the same key are compared, on whatever device they were trained.
 Key = tuple[int, str]
-Groups = dict[str, dict[Key, Line]]
-# What is compared: a number of each run.
+Runs = dict[Key, Line]
+Groups = dict[str, Runs]
+# Computes the number of a run by which models are compared.
 Figure = Callable[[Line], float]
 
 BASE = "learned"
 OURS = "kv-2-learned-start-0.1"
 TRAINED = 32
-# Ends the names of models with patches of 2 px.
+# The names of models with patches of 2 px end so.
 PATCH_2 = "-patch-2"
 PROTOCOLS = ("resize", "field")
 RECIPES = {
@@ -30,7 +33,7 @@ RECIPES = {
     "long-several": "25 epochs of all images, trained at 20 to 44 px",
     "one, patches of 2 px": "8 epochs, trained at 32 px, patches of 2 px: a grid of 16 x 16",
 }
-# The models that figures and the first tables show, in this order; every table has the others behind them.
+# Figures and the first tables show these models in this order; the other models come behind them in every table.
 SHOWN = {
     OURS: "kv, max_distance 2, and learned",
     "v-2-learned-start-0.1": "v, max_distance 2, and learned",
@@ -43,6 +46,11 @@ SHOWN = {
     "relpos": "timm's relpos bias",
     "aft-conv": "AFT-conv",
 }
+
+
+def read(folder: Path) -> list[Line]:
+    """Read the lines of all files in a folder."""
+    return [json.loads(line) for file in sorted(folder.glob("*.jsonl")) for line in file.read_text().splitlines()]
 
 
 class Estimate(NamedTuple):
@@ -62,24 +70,24 @@ class Estimate(NamedTuple):
         count = len(values)
         return cls(mean(values), stdev(values) / math.sqrt(count) if count > 1 else math.nan, count)
 
-    def text(self, digits: int = 1, sign: str = "") -> str:
+    def text(self, sign: str = "") -> str:
         """Write mean ± standard error, where there is one."""
-        error = "" if math.isnan(self.error) else f" ± {self.error:.{digits}f}"
-        return f"{self.mean:{sign}.{digits}f}{error}"
+        error = "" if math.isnan(self.error) else f" ± {self.error:.1f}"
+        return f"{self.mean:{sign}.1f}{error}"
 
 
 def accuracies(line: Line, protocol: str, reach: str = "trained") -> dict[int, float]:
     """Return accuracy in percent by size, at other reaches than 'trained' for the sizes that have it."""
     rows = {(row["reach"], row["protocol"], row["size"]): 100 * row["acc1"] for row in line["rows"]}
-    # At the trained size protocols and reaches do not differ; it has one row.
+    # Protocols and reaches do not differ at the trained size, which has one row.
     at_trained = rows["trained", "resize", TRAINED]
     found = {size: value for (kind, name, size), value in rows.items() if (kind, name) == (reach, protocol)}
     return dict(sorted((found | {TRAINED: at_trained}).items()))
 
 
-def at(size: int, protocol: str) -> Figure:
+def at(size: int, protocol: str, reach: str = "trained") -> Figure:
     """Return the function from a line to its accuracy at a size."""
-    return lambda line: accuracies(line, protocol)[size]
+    return lambda line: accuracies(line, protocol, reach)[size]
 
 
 def over_sizes(protocol: str) -> Figure:
@@ -93,7 +101,17 @@ def area(curve: dict[int, float]) -> float:
     return float(np.trapezoid(list(curve.values()), octaves) / (octaves[-1] - octaves[0]))
 
 
-# The figures by which models are compared: at the trained size, over all sizes, at the largest one.
+def kept(protocol: str, reach: str = "trained") -> Figure:
+    """Return the function from a line to its accuracy at the largest size in percent of that at the trained one."""
+
+    def share(line: Line) -> float:
+        curve = accuracies(line, protocol, reach)
+        return 100 * curve[max(curve)] / curve[TRAINED]
+
+    return share
+
+
+# Models are compared by these figures: at the trained size, over all sizes, at the largest size.
 FIGURES: dict[str, Figure] = {
     "at 32 px": at(TRAINED, "resize"),
     "all sizes, `resize`": over_sizes("resize"),
@@ -127,12 +145,16 @@ def merged(lines: Sequence[Line]) -> Line:
     return lines[0] | {"rows": rows}
 
 
-def estimate(runs: Mapping[Key, Line], figure: Figure) -> Estimate:
+def estimate(runs: Runs, figure: Figure) -> Estimate:
     """Estimate a figure from the runs of a model."""
     return Estimate.of({key: figure(line) for key, line in runs.items()})
 
 
-def difference(one: Mapping[Key, Line], other: Mapping[Key, Line], figure: Figure) -> Estimate | None:
-    """Estimate `one` minus `other` from pairs of runs of the same seed and precision; None: there is no pair."""
-    pairs = {key: figure(line) - figure(other[key]) for key, line in one.items() if key in other}
+def difference(one: Runs, other: Runs, figure: Figure, of_other: Figure | None = None) -> Estimate | None:
+    """Estimate `one` minus `other` from pairs of runs of the same seed and precision; None: there is no pair.
+
+    The figure of `other` is the same one unless `of_other` is given.
+    """
+    of_other = of_other or figure
+    pairs = {key: figure(line) - of_other(other[key]) for key, line in one.items() if key in other}
     return Estimate.of(pairs) if pairs else None

@@ -1,13 +1,12 @@
 """Write tables and figures of the lines of `study.py`: `python tools/study/study_report.py [docs/study]`.
 
-`README.md`, `summary.png` and `curves.png` are written beside the folder `runs` of the lines.
+The tool writes `README.md`, `summary.png` and `curves.png` beside the folder `runs` of the lines.
 """
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from study_figures import draw_curves, draw_summary
@@ -18,15 +17,18 @@ from study_lines import (
     RECIPES,
     SHOWN,
     TRAINED,
-    Estimate,
+    Figure,
     Groups,
     Line,
+    Runs,
     accuracies,
     at,
     difference,
     estimate,
     grouped,
+    kept,
     over_sizes,
+    read,
 )
 
 SOURCE = Path(__file__).parents[2] / "docs" / "study"
@@ -70,7 +72,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def summary_table(groups: Groups) -> str:
-    """Tabulate the figures of the models that are shown, at most ten."""
+    """Tabulate the figures of the models in SHOWN."""
     shown = [model for model in SHOWN if model in groups]
     rows = [
         [SHOWN[model], str(estimate(groups[model], over_sizes("resize")).count)]
@@ -80,48 +82,34 @@ def summary_table(groups: Groups) -> str:
     return table(["model", "seeds", *FIGURES], rows)
 
 
-def against_table(groups: Groups) -> str:
-    """Tabulate OURS minus each other model that is shown, by the figures of the summary."""
+def difference_table(corner: str, pairs: Mapping[str, tuple[Runs, Runs]], figures: Mapping[str, Figure]) -> str:
+    """Tabulate the differences of pairs of models by figure; a pair without runs of the same seed has no row."""
     rows = []
-    for model in groups:
-        found = {name: difference(groups[OURS], groups[model], figure) for name, figure in FIGURES.items()}
-        if model != OURS and all(found.values()):
-            count = next(iter(found.values())).count
-            rows.append([model, str(count), *(value.text(sign="+") for value in found.values())])
-    return table([f"`{OURS}` minus", "pairs", *FIGURES], rows) if rows else ""
+    for name, (one, other) in pairs.items():
+        found = [difference(one, other, figure) for figure in figures.values()]
+        if all(found):
+            rows.append([name, str(found[0].count), *(value.text(sign="+") for value in found)])
+    return table([corner, "pairs", *figures], rows) if rows else ""
+
+
+def sizes_of(groups: Groups, protocol: str) -> list[int]:
+    """Return the sizes at which the models of a recipe were evaluated."""
+    return list(accuracies(next(iter(next(iter(groups.values())).values())), protocol))
 
 
 def accuracy_table(groups: Groups, protocol: str) -> str:
     """Tabulate the accuracy by size, the mean over log2(size), and the share of that at 32 px kept at the largest."""
+    sizes = sizes_of(groups, protocol)
+    figures = [*(at(size, protocol) for size in sizes), over_sizes(protocol), kept(protocol)]
     rows = []
     for model, runs in groups.items():
-        sizes = list(accuracies(next(iter(runs.values())), protocol))
-        cells = [estimate(runs, at(size, protocol)) for size in sizes]
-        cells.append(estimate(runs, over_sizes(protocol)))
-        cells.append(Estimate.of({key: kept(accuracies(line, protocol)) for key, line in runs.items()}))
+        cells = [estimate(runs, figure) for figure in figures]
         rows.append([model, str(cells[0].count), *(cell.text() for cell in cells)])
     return table(["model", "seeds", *map(str, sizes), "mean over log2(size)", f"kept at {sizes[-1]}, %"], rows)
 
 
-def kept(curve: dict[int, float]) -> float:
-    """Return the accuracy at the largest size in percent of that at the trained one."""
-    return 100 * curve[max(curve)] / curve[TRAINED]
-
-
-def difference_table(groups: Groups, protocol: str) -> str:
-    """Tabulate the difference to BASE by size, and over all sizes."""
-    rows = []
-    for model, runs in groups.items():
-        sizes = list(accuracies(next(iter(runs.values())), protocol))
-        figures = [*(at(size, protocol) for size in sizes), over_sizes(protocol)]
-        found = [difference(runs, groups.get(BASE, {}), figure) for figure in figures]
-        if model != BASE and all(found):
-            rows.append([model, str(found[0].count), *(value.text(sign="+") for value in found)])
-    return table(["model", "pairs", *map(str, sizes), "area"], rows) if rows else ""
-
-
 def reach_table(groups: Groups, protocol: str) -> str:
-    """Tabulate what `--reach` changes, paired with 'trained', and at the largest size what is then kept, and BASE's."""
+    """Tabulate the effect of `--reach`: changes by size; at the largest size the share kept and the lead over BASE."""
     rows = []
     for model, runs in groups.items():
         for reach in dict.fromkeys(row["reach"] for line in runs.values() for row in line["rows"]):
@@ -129,22 +117,11 @@ def reach_table(groups: Groups, protocol: str) -> str:
             tried = {key: line for key, line in runs.items() if len(accuracies(line, protocol, reach)) > 1}
             if reach == "trained" or not tried:
                 continue
-            curves = {
-                key: (accuracies(line, protocol, reach), accuracies(line, protocol)) for key, line in tried.items()
-            }
-            sizes = [size for size in next(iter(curves.values()))[0] if size != TRAINED]
-            changes = [
-                Estimate.of({key: own[size] - base[size] for key, (own, base) in curves.items()}) for size in sizes
-            ]
-            base = groups.get(BASE, {})
-            ahead = {
-                key: own[sizes[-1]] - accuracies(base[key], protocol)[sizes[-1]]
-                for key, (own, _) in curves.items()
-                if key in base
-            }
+            sizes = [size for size in accuracies(next(iter(tried.values())), protocol, reach) if size != TRAINED]
+            changes = [difference(tried, tried, at(size, protocol, reach), at(size, protocol)) for size in sizes]
+            ahead = difference(tried, groups.get(BASE, {}), at(sizes[-1], protocol, reach), at(sizes[-1], protocol))
             cells = [change.text(sign="+") for change in changes]
-            cells.append(Estimate.of({key: kept(own) for key, (own, _) in curves.items()}).text())
-            cells.append(Estimate.of(ahead).text(sign="+") if ahead else "")
+            cells += [estimate(tried, kept(protocol, reach)).text(), ahead.text(sign="+") if ahead else ""]
             rows.append([model, reach, str(changes[0].count), *cells])
     if not rows:
         return ""
@@ -153,7 +130,7 @@ def reach_table(groups: Groups, protocol: str) -> str:
 
 
 def report(lines: Sequence[Line]) -> str:
-    """Write the page: the summary first, then the conditions, then all tables."""
+    """Return the page: the summary first, then the conditions, then all tables."""
     counts = [line["parameters"] for line in lines if line["model"] in SHOWN]
     first = next(recipe for recipe in RECIPES if grouped(lines, recipe))
     short = next((line for line in lines if line["recipe"] != "long"), lines[0])
@@ -172,11 +149,14 @@ def report(lines: Sequence[Line]) -> str:
         if not groups:
             continue
         parts.append(f"## {trained.capitalize()}\n")
-        if OURS in groups and (found := against_table(groups)):
+        others = {model: (groups[OURS], runs) for model, runs in groups.items() if model != OURS and OURS in groups}
+        if found := difference_table(f"`{OURS}` minus", others, FIGURES):
             parts.append(f"In points, runs of the same seed and precision:\n\n{found}")
+        to_base = {model: (runs, groups.get(BASE, {})) for model, runs in groups.items() if model != BASE}
         for protocol, title in TITLES.items():
             parts += [f"### {title}\n", f"Accuracy in percent by size in pixels:\n\n{accuracy_table(groups, protocol)}"]
-            if found := difference_table(groups, protocol):
+            figures = {str(size): at(size, protocol) for size in sizes_of(groups, protocol)}
+            if found := difference_table("model", to_base, figures | {"area": over_sizes(protocol)}):
                 parts.append(f"Difference to `{BASE}`, in points:\n\n{found}")
             if found := reach_table(groups, protocol):
                 parts.append(f"What `--reach` changes, in points:\n\n{found}")
@@ -188,8 +168,7 @@ def report(lines: Sequence[Line]) -> str:
 
 def main(source: Path = SOURCE) -> None:
     """Write the page and the figures into the folder that has the folder `runs`."""
-    files = sorted((source / "runs").glob("*.jsonl"))
-    lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    lines = read(source / "runs")
     (source / "README.md").write_text(report(lines))
     draw_summary(lines, source / "summary.png")
     draw_curves(lines, source / "curves.png")
