@@ -115,24 +115,32 @@ def test_commands_in_the_text(place, capsys):
     assert "train/cat/0.jpg: it is not an image" in capsys.readouterr().out.replace("\n", "")
 
 
-def test_options_of_fit(place, capsys):
-    table = re.search(r"^\| options \| what they do \|\n\|[-|]+\n((?:\|.*\n)+)", text("docs/options.md"), re.MULTILINE)[
-        1
-    ]
-    options = [option for row in table.splitlines() for option in re.findall(r"`(-[^`]+)`", row.split(" | ")[0])]
+def options_of_fit():
+    """Return the options in docs/options.md: all that go together, then each that needs a training of its own."""
+    rows = text("docs/options.md").partition("| options | what they do |\n")[2].partition("\n\n")[0].splitlines()
+    options = [option for row in rows for option in re.findall(r"`(-[^`]+)`", row.split(" | ")[0])]
     assert len(options) >= 15
     # One step keeps no checkpoints, tests/cli/fit/test_options.py does; the logger needs a package of its own.
     options = [option for option in options if "ModelCheckpoint" not in option and "wandb" not in option]
     # A compiler would take a minute.
     options = [option.replace("compile true", "compile eager").replace(" X ", " best.ckpt ") for option in options]
     apart = [option for option in options if option.startswith(APART)]
-    together = " ".join(option for option in options if option not in apart)
-    for given in (together, *apart):
-        arguments = ["--model.model=test_relvit", *TINY_MODEL, *ONE_STEP, *shlex.split(given)]
-        assert main(["fit", "--config", "folder", "--data.root", "photos", *arguments]) == 0, (
-            given,
-            capsys.readouterr().err,
-        )
+    return " ".join(option for option in options if option not in apart), *apart
+
+
+def fit_photos(given):
+    arguments = ["--model.model=test_relvit", *TINY_MODEL, *ONE_STEP, *shlex.split(given)]
+    return main(["fit", "--config", "folder", "--data.root", "photos", *arguments])
+
+
+def test_options_of_fit(place):
+    assert fit_photos(options_of_fit()[0]) == 0
+
+
+@pytest.mark.slow
+def test_options_of_fit_that_cannot_be_together(place, capsys):
+    for given in options_of_fit()[1:]:
+        assert fit_photos(given) == 0, (given, capsys.readouterr().err)
 
 
 def test_the_configuration_that_is_shown_is_the_one_that_comes_with_relvit():

@@ -54,10 +54,10 @@ def test_it_is_its_formula(quadratic, most, extra):
 
 
 def test_it_is_a_position_like_any_other(quadratic):
-    model = small(position=quadratic).eval()
-    assert "blocks.2.attn.position.centre" in model.no_weight_decay()
+    model = small(position=quadratic, depth=1).eval()
+    assert "blocks.0.attn.position.centre" in model.no_weight_decay()
     assert_same(create_feature_extractor(model, ["head"])(images())["head"], model(images()), atol=0)
-    other = small(position=quadratic, device="meta").to_empty(device="cpu")
+    other = small(position=quadratic, depth=1, device="meta").to_empty(device="cpu")
     other.init_weights()
     torch.testing.assert_close(other.blocks[0].attn.position.sharpness, torch.full((2, 1), 0.05))
     other.load_state_dict(model.state_dict())

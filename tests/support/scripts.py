@@ -1,18 +1,16 @@
 """Scripts of the tools folder as modules."""
 
-import importlib.util
+import importlib
 import sys
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).parents[2]
 
 
-def load(name):
-    """Import `name`.py below tools once; dataclasses and pickle look modules up in `sys.modules`."""
-    if name in sys.modules:
-        return sys.modules[name]
+def load(name: str) -> ModuleType:
+    """Import `name`.py below tools, and beside it its neighbours, as Python does for a script."""
     (path,) = (ROOT / "tools").rglob(f"{name}.py")
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    return importlib.import_module(name)

@@ -10,7 +10,6 @@ pytestmark = pytest.mark.elsewhere
 
 
 def test_a_table_of_probes(tmp_path, capsys):
-    load("study")
     pretrain = load("pretrain")
     write_photos(tmp_path / "photos")
     options = ["--epochs=1", "--batch=6", "--shares", "1.0"]
@@ -20,7 +19,6 @@ def test_a_table_of_probes(tmp_path, capsys):
 
 
 def test_the_targets_are_normalised():
-    load("study")
     pretrain = load("pretrain")
     encoder = pretrain.timm.create_model("test_relvit", img_size=32, patch_size=8, num_classes=0, reg_tokens=1)
     mae = pretrain.MaskedAutoencoder(encoder, width=16, depth=1)

@@ -1,14 +1,11 @@
 """Trainings that are interrupted and resumed, in ten of the 78 ways of tools/resume_proof.py: every pair."""
 
 import itertools
-import sys
 
 import pytest
-from scripts import ROOT, load
+from scripts import load
 
 PROOF = load("resume_proof")
-# Its child processes find it by name.
-sys.path.append(str(ROOT / "tools"))
 # Place, average, accumulation, end, options of the data.
 CASES = [
     ("epoch end", False, 1, "SIGTERM", ""),

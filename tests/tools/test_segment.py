@@ -58,10 +58,10 @@ def test_agreement_is_one_where_places_do_not_matter():
     assert segment.agreement(model, (64, 48), count=1) == pytest.approx(1, abs=1e-6)
 
 
-def test_a_row_for_each_model(capsys, monkeypatch):
-    monkeypatch.setattr(segment, "SIZES", ((48, 48), (48, 96)))
-    segment.main(["--seeds", "0", "1", "--steps", "2", "--count", "1"])
-    head, _, *rows = capsys.readouterr().out.splitlines()
-    assert head.count("|") == rows[0].count("|") == 5
-    assert [row.split("|")[1].strip(" `") for row in rows] == list(segment.MODELS)
-    assert all(row.count("±") == 3 for row in rows)
+def test_a_row_has_means_over_seeds(capsys, monkeypatch):
+    monkeypatch.setattr(segment, "SIZES", ((48, 48), (24, 48)))
+    segment.main(["--models", "relvit_tiny", "--seeds", "0", "1", "--steps", "2", "--count", "1"])
+    head, _, row = capsys.readouterr().out.splitlines()
+    assert head.count("|") == row.count("|") == 5
+    assert row.startswith("| `relvit_tiny` | ")
+    assert row.count("±") == 3

@@ -8,9 +8,7 @@ import pytest
 import torch
 from scripts import load
 
-for name in ("peers", "benchmark", "benchmark_report"):
-    load(name)
-hour = load("hour")
+hour, benchmark = load("hour"), load("benchmark")
 
 
 @pytest.mark.slow
@@ -78,8 +76,8 @@ def test_the_rule_is_the_least_width_from_which_the_kernels_win(triton, begins):
 
 def test_commands_name_options_that_the_tools_have(tmp_path):
     commands = {step.name: step.command for step in hour.steps(tmp_path, tmp_path, toy=False)}
-    assert set(hour.LAYERS) <= set(sys.modules["benchmark"].LAYERS)
-    assert set(hour.MODELS) | set(hour.COMPILED) <= set(sys.modules["benchmark"].MODELS)
+    assert set(hour.LAYERS) <= set(benchmark.LAYERS)
+    assert set(hour.MODELS) | set(hour.COMPILED) <= set(benchmark.MODELS)
     assert commands["recipe"][2:6] == ["relvit", "fit", "--config", "cifar10"]
 
 
