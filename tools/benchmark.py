@@ -4,14 +4,13 @@ Each cell (one competitor at one size in one mode) adds a line of JSON to `--out
 a size and mode run once, in a freshly shuffled order: what slows the machine for a while slows all of them, and sample
 i of one cell pairs with sample i of another. `tools/benchmark_report.py` makes tables and a figure of the file.
 
-Before and after a change: run it by turns with PYTHONPATH at either tree, and compare the ratios to `plain`.
+To measure a change, run the old and the new tree alternately (set PYTHONPATH), and compare the ratios to `plain`.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
-import importlib
 import itertools
 import json
 import os
@@ -44,7 +43,7 @@ from relvit.utils.messages import check_choice
 
 OUTPUT = Path(__file__).parent.parent / "docs" / "benchmarks" / "results.jsonl"
 PATCH, DIM, HEADS, CLASSES = 16, 384, 6, 1000
-# What one sample costs must not depend on extras: relvit's models pool averages, have no class token and no layer
+# The cost of one image must not depend on extras: relvit's models pool averages, have no class token and no layer
 # scale, so the others are built without them as well. timm's relpos has no class token to begin with.
 POOLED = {"class_token": False, "global_pool": "avg"}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -70,11 +69,10 @@ PLAIN: dict[str, Callable[[int], nn.Module]] = dict.fromkeys(
     ("plain", "control"), lambda side: Attention(DIM, HEADS, qkv_bias=True)
 )
 LAYERS = PLAIN | {
-    "relvit_reference": lambda side: relative_attention("reference"),
-    "relvit_fused": lambda side: relative_attention("fused"),
-    "relvit_tiled": lambda side: relative_attention("tiled"),
-    "relvit_gathered": lambda side: relative_attention("gathered"),
-    "relvit_triton": lambda side: relative_attention("triton"),
+    **{
+        f"relvit_{backend}": lambda side, backend=backend: relative_attention(backend)
+        for backend in ("reference", "fused", "tiled", "gathered", "triton")
+    },
     "sam": lambda side: SamAttention(DIM, HEADS, use_rel_pos=True, rope=None, input_size=(side, side)),
     **{name: lambda side, layer=layer: layer(DIM, HEADS) for name, layer in peers.CLASSES.items()},
 }
@@ -94,9 +92,7 @@ AFTS = PLAIN | {
 # LSH attention by its rounds of hashing, beside attention to all tokens with the same terms, a bias per offset.
 LSH = PLAIN | {
     "relvit_bias": lambda side: relative_attention("auto", "b"),
-    "lsh_1": lambda side: LSHAttention(DIM, HEADS, RelativePosition2d(DIM // HEADS, HEADS, "b"), rounds=1),
-    "lsh_2": lambda side: LSHAttention(DIM, HEADS, RelativePosition2d(DIM // HEADS, HEADS, "b"), rounds=2),
-    "lsh_4": lambda side: LSHAttention(DIM, HEADS, RelativePosition2d(DIM // HEADS, HEADS, "b"), rounds=4),
+    **{f"lsh_{rounds}": lambda side, rounds=rounds: lsh_attention(rounds) for rounds in (1, 2, 4)},
 }
 COMPETITORS: dict[str, dict[str, Any]] = {"model": MODELS, "layer": LAYERS, "aft": AFTS, "lsh": LSH}
 
@@ -131,6 +127,11 @@ def relative_attention(backend: str, rel_terms: str = "kv") -> RelativeAttention
     return layer
 
 
+def lsh_attention(rounds: int) -> LSHAttention:
+    """Build LSH attention with a bias per offset."""
+    return LSHAttention(DIM, HEADS, RelativePosition2d(DIM // HEADS, HEADS, "b"), rounds=rounds)
+
+
 def competitor(level: str, name: str, size: int) -> tuple[nn.Module, tuple[int, ...], tuple[Any, ...]]:
     """Build a module; return it, the shape of its input for one image, and its other arguments."""
     side = size // PATCH
@@ -149,7 +150,7 @@ def competitor(level: str, name: str, size: int) -> tuple[nn.Module, tuple[int, 
 
 @dataclass(frozen=True)
 class Setting:
-    """The options that all cells have in common that are measured together."""
+    """Options that the cells of one measurement share."""
 
     level: str
     size: int
@@ -176,7 +177,7 @@ class Cell:
     seconds: list[float] = field(default_factory=list)
 
     def build(self) -> None:
-        """Build the module and its input, noise."""
+        """Build the module, and noise as its input."""
         setting = self.setting
         torch.manual_seed(setting.seed)
         self.module, shape, others = competitor(setting.level, self.name, setting.size)
@@ -257,7 +258,7 @@ class Cell:
         self.attempt(self.seconds_of_step)
 
     def row(self) -> dict[str, Any]:
-        """Return what is written of the cell."""
+        """Return the cell as a row of the output."""
         figures = {"status": self.status, "memory_bytes": self.memory, "seconds": self.seconds}
         return {"name": self.name, **asdict(self.setting), **figures}
 
@@ -301,17 +302,18 @@ def surroundings(device: str) -> dict[str, Any]:
 
 
 def limit_memory() -> None:
-    """Linux without GPU: let an allocation beyond what is free fail, where the kernel would kill the process."""
+    """Let an allocation beyond the free memory fail on Linux without a GPU, where the kernel would kill the process."""
     if Path("/proc/meminfo").exists() and not torch.cuda.is_available():
-        resource = importlib.import_module("resource")  # not on every system
+        import resource  # not on every system
+
         resource.setrlimit(resource.RLIMIT_DATA, (available_memory(), resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
 def keep_memory() -> bool:
-    """Linux: let the C library keep memory that is released, for all competitors alike; return True where it does.
+    """Let the C library of Linux keep released memory, for all competitors alike; return True where it does.
 
-    Otherwise some calls, of any model, return memory to the system and others wait for it, page by page, depending on
-    what the process has done before and not on the model.
+    Otherwise some calls of any model return memory to the system, and others wait for it page by page. Which calls do
+    so depends on the history of the process, not on the model.
     """
     if sys.platform != "linux" or not hasattr(library := ctypes.CDLL(None), "mallopt"):
         return False

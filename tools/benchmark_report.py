@@ -1,6 +1,6 @@
-"""Write tables and a figure of what `tools/benchmark.py` measured: `python tools/benchmark_report.py [results.jsonl]`.
+"""Write tables and a figure of measurements by `benchmark.py`: `python tools/benchmark_report.py [results.jsonl]`.
 
-`results.md` and `results.png` are written beside the file, under its name; without an argument the README's table, too.
+The tool writes `results.md` and `results.png` beside the file; without an argument also the table of the README.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _table(group: Sequence[Row]) -> str:
     if first["level"] == "model":
         columns["images/s"] = lambda row: f"{row['batch'] / median(row['seconds']):.1f}" if row["seconds"] else "–"
     columns["time ratio"] = lambda row: f"{time[row['name']]:.2f}" if row["name"] in time else "–"
-    # Without gradients autograd keeps nothing: early runs have zeros there.
+    # Autograd keeps nothing without gradients, for which early runs recorded zeros.
     if any(row["memory_bytes"] for row in group):
         columns["memory MiB"] = lambda row: "–" if row["memory_bytes"] is None else f"{row['memory_bytes'] / 2**20:.1f}"
         columns["memory ratio"] = lambda row: f"{memory[row['name']]:.2f}" if row["name"] in memory else "–"
@@ -141,7 +141,7 @@ def summary(rows: Iterable[Row]) -> str:
     return "\n".join(lines)
 
 
-# Names of rows and names for readers; relvit's own comes first.
+# The names of rows, and their names in the figure; relvit's own comes first.
 PANELS = {
     "model": {
         "relvit_small": "relvit_small",
@@ -152,7 +152,7 @@ PANELS = {
     "layer": {"relvit_tiled": "relvit's layer", "relvit_reference": "the paper's algorithm"},
     "aft": {"aft_conv": "AFT-conv's layer", "aft_conv_h16": "with 16 heads", "aft_conv_depthwise": "as a convolution"},
 }
-# Okabe and Ito's, which colour-blind readers can distinguish.
+# Colour-blind readers can distinguish these colours of Okabe and Ito.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 TICKS = [digit * 10.0**power for power in range(-3, 5) for digit in (1, 2, 5)]
 STYLE = {"font.size": 15, "axes.titlesize": 17, "axes.titleweight": "bold", "axes.titlelocation": "left"}
@@ -213,19 +213,20 @@ def _draw_panel(axes: Axes, level: str, memory: bool, lines: dict[str, dict[int,
     axes.set_title(f"{next(iter(names.values()))}: {ratio:.2f} times the {unit}\nof {plain}, {most:,} patches")
 
 
-def replaced(text: str, table: str) -> str:
+def replaced(text: str, table: str, begin: str = BEGIN) -> str:
     """Return the text with the table between its markers."""
-    pattern = f"(?s){re.escape(BEGIN)}.*?{re.escape(END)}"
-    return re.sub(pattern, lambda _: f"{BEGIN}\n\n{table}\n\n{END}", text)
+    text, count = re.subn(f"(?s){begin}.*?{END}", lambda _: f"{begin}\n\n{table}\n\n{END}", text)
+    assert count == 1, f"expected one table between the lines {begin!r} and {END!r}, found {count}"
+    return text
 
 
 def digest(source: Path) -> str:
-    """Return the SHA-256 of the file of samples, by which a test knows the figure of the file."""
+    """Return the SHA-256 of the file of samples; a test compares it with the one in the figure."""
     return hashlib.sha256(source.read_bytes()).hexdigest()
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Write the tables and the figure of the file named by the first argument."""
+    """Write the tables and the figure of the file that the first argument names."""
     source = Path(arguments[0]) if arguments else SOURCE
     rows = read(source)
     source.with_suffix(".md").write_text(render(rows, source.name))

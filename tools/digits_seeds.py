@@ -1,4 +1,4 @@
-"""Train the configuration digits with several seeds and numbers of threads, which round differently; print accuracies.
+"""Train `--config digits` with several seeds and numbers of threads, which round differently; print the accuracies.
 
 python tools/digits_seeds.py                        # seeds 0, 1, 2, with as many threads as PyTorch takes
 python tools/digits_seeds.py --seeds 3 4 --threads 1 2

@@ -3,8 +3,9 @@
     python tools/large_images.py                                   # relvit_tiny up to 4,096 x 4,096 pixels
     python tools/large_images.py --reach bands trained --sizes 4096x512 16384x512
 
-Each cell is measured in a process of its own: the fastest of three forward passes, or of fewer where time is up. Memory
-is what the passes add at their peak to that process. In the column 'bands' the bands come one by one from a generator.
+Each cell is measured in a process of its own: the time is that of the fastest of three forward passes, or of fewer when
+the time is up; the memory is by how much the passes raise the peak of the process. In the column 'bands' a generator
+yields one band after the other.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Measure how many small images a second the loaders give: `python tools/loading.py`. It makes random images itself.
+"""Measure how many small images per second the data loaders return: `python tools/loading.py`, with random images.
 
-Images come from memory as those of CIFAR-10 do (one by one, and by the batch where the augmentation can), and from
-class folders of JPEG files, read each time and with `cache`. It prints medians over epochs; run it on an idle machine.
+The images come from memory, as those of CIFAR-10 do (one by one, and by the batch where the augmentation can), and from
+class folders of JPEG files, which are read each time or kept by `cache`. The tool prints medians over epochs; run it on
+an idle machine.
 
-`--native` measures native shapes instead: files with the aspect ratios of photographs, as sequences of up to so many
-tokens (patches of 16 px), beside the same files at the one size that has as many tokens; and the share of the tokens
-that is padding, in training and in evaluation.
+`--native` measures native shapes instead: files with the aspect ratios of photographs, as sequences of up to this many
+tokens (patches of 16 px), beside the same files at one size with as many tokens. It also prints which share of the
+tokens is padding, in training and in evaluation.
 """
 
 import argparse
@@ -82,7 +83,7 @@ def compare_native(budgets: list[int], batch_size: int, workers: list[int], epoc
 
 
 def sources_of(images: np.ndarray, augment: str, size: int, large: str, small: str) -> dict[str, Callable]:
-    """Return functions that make a loader for a number of workers; `small` has a tenth of the images in `large`."""
+    """Return functions from a number of workers to a loader; `small` has a tenth of the images in `large`."""
     transform = train_transform(32, MEAN, STD, augment)
     few = images[: len(images) // 10]
     one_by_one = StackedImages(torch.from_numpy(few), [0] * len(few), transform)

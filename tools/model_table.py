@@ -1,12 +1,11 @@
-"""Count parameters and MACs of all relvit models, as a table: `python tools/model_table.py`; `--write`: into the docs.
+"""Print a table of the parameters and MACs of all relvit models: `python tools/model_table.py`.
 
-docs/models.md gets the table of all models, README.md fewer columns of the main ones.
+With `--write` docs/models.md gets this table, and README.md fewer columns of the main models.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import NamedTuple
 
 import timm
 import torch
+from benchmark_report import replaced
 from torch import nn
 
 from relvit.families.aft import AFTConv2d, AFTFull, AFTSimple, AFTVisionTransformer
@@ -23,7 +23,7 @@ from relvit.families.universal import UniversalVisionTransformer
 from relvit.layers import RelativeAttention
 
 ROOT = Path(__file__).parent.parent
-BEGIN, END = "<!-- written by tools/model_table.py -->", "<!-- end -->"
+BEGIN = "<!-- written by tools/model_table.py -->"
 HEAD = [
     "model",
     "image",
@@ -50,8 +50,8 @@ def cost(model: nn.Module) -> Cost:
     """Count a relvit model as registered, for one image of its default size.
 
     MACs are multiply-accumulates, half the FLOPs, of all matrix products: the patch embedding, the linear layers, the
-    mixers, the head; of a universal model those of all its steps. The methods need these, whatever a backend computes
-    besides; lookups, sums, products by element, norms and softmax do not count.
+    mixers, the head; of a universal model those of all its steps. The method needs these products; a backend may
+    compute more. Lookups, sums, products by element, norms and softmax do not count.
     """
     patches = model.patch_embed.num_patches
     tokens = patches + model.num_prefix_tokens
@@ -76,9 +76,9 @@ def cost(model: nn.Module) -> Cost:
 def attention(mixer: RelativeAttention, tokens: int, patches: int) -> tuple[int, int, int]:
     """Count MACs of the two products of attention; parameters and MACs of relative positions (separate tables).
 
-    The latter are the product of each patch in each head with every row of each table of vectors: 2 (2k + 1) rows per
-    term, head_dim long, with the query or the key (logits) or the attention's marginals (values). Biases are no
-    products.
+    The relative MACs are the product of each patch in each head with every row of each table of vectors: 2 (2k + 1)
+    rows per term, head_dim long, times the query or the key (logits) or the attention's marginals (values). Biases are
+    lookups and cost no MACs.
     """
     parameters = macs = 0
     for name, table in mixer.position.named_parameters():
@@ -149,18 +149,6 @@ def _markdown(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join((head, "|---" * len(rows[0]) + "|", *others))
 
 
-def replaced(text: str, table: str) -> str:
-    """Return the text with the table between its markers.
-
-    Raises:
-        ValueError: not exactly one pair of markers.
-    """
-    pattern = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
-    if len(pattern.findall(text)) != 1:
-        raise ValueError(f"expected one table between the lines {BEGIN!r} and {END!r}")
-    return pattern.sub(lambda _: f"{BEGIN}\n\n{table}\n\n{END}", text)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table of all models, or write both tables."""
     parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
@@ -169,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, table in tables().items():
         if given.write:
             path = ROOT / name
-            path.write_text(replaced(path.read_text(), table))
+            path.write_text(replaced(path.read_text(), table, BEGIN))
         elif name == "docs/models.md":
             print(table)
 

@@ -5,10 +5,10 @@ ILSVRC2012_devkit_t12.tar.gz (2.5 MB), from https://image-net.org, which needs a
 
     ROOT/train/<wnid>/*.JPEG    ROOT/val/<wnid>/*.JPEG    ROOT/ILSVRC2012_devkit_t12/data/
 
-for `relvit.data.ImageNetData`, another 145 GB. The command may be stopped at any time and started again: it goes on,
-and no unfinished file ever has its final name. `--md5` first compares the archives with the published sums (some
-minutes). At the end the images of each class are counted; the exit status is 1 where the numbers are not the official
-ones (`--subset`: any number will do).
+for `relvit.data.ImageNetData`, another 145 GB. The command may be stopped at any time and started again: it continues
+where it stopped, and no unfinished file ever has its final name. `--md5` first compares the archives with the published
+sums (some minutes). At the end the tool counts the images of each class; the exit status is 1 where the numbers are not
+the official ones (with `--subset` any number is right).
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def main() -> int:
     try:
         wrong = prepare(options.archives, options.root, options.md5, options.subset)
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on where this one stopped", file=sys.stderr)
+        print("interrupted; the same command continues where this one stopped", file=sys.stderr)
         return 130
     except (ArchiveError, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)

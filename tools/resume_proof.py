@@ -3,12 +3,12 @@
     python tools/resume_proof.py              # all 78 kinds of interruption, a table; exit status 1 if any differs
     python tools/resume_proof.py --only mid-epoch SIGKILL
 
-Real processes and real signals, over {mid-epoch, epoch end, inside validation} x {EMA on, off} x {accumulation 1, 2} x
-{SIGTERM, SIGKILL, exception}, over places and ends for trainings at several sizes, of native shapes, and of a model
-whose patches halt, and over ends for a reversible model and for images of several labels. Each
-training shuffles, augments, mixes (but for native shapes) and drops at random, with two loader workers.
-Compared are weights, averaged weights, optimiser, schedule, the table of metrics, the TensorBoard log and the best
-checkpoint. The interrupted training must have ended by that signal, and the resumed one must have done fewer steps.
+The tool sends real signals to real processes, in all combinations of {mid-epoch, epoch end, inside validation} x {EMA
+on, off} x {accumulation 1, 2} x {SIGTERM, SIGKILL, exception}; in all combinations of place and signal for trainings at
+several sizes, on native shapes, and of a model whose patches halt; and with each signal for a reversible model and for
+images with several labels. Each training shuffles, augments, mixes (except on native shapes) and drops at random, with
+two loader workers. Weights, averaged weights, optimiser, schedule, the table of metrics, the TensorBoard log and the
+best checkpoint are compared. The interrupted training must end by the signal, and the resumed one must do fewer steps.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ DATA = {
     ],
     "halting": ["--model.model=test_relvit_universal", "--model.model_kwargs.halting=act", "--model.ponder_weight=0.1"],
 }
-# These are tried at one place alone.
+# Trainings with these options are interrupted mid-epoch alone.
 ONE_PLACE = ("reversible", "several labels")
-# Place, whether there is an average, accumulated batches, end, options of the data.
+# Each case: place, whether EMA is on, accumulated batches, end, options of the data.
 CASES = [
     *itertools.product(PLACES, (True, False), (1, 2), ENDS, [""]),
     *itertools.product(PLACES, [True], [2], ENDS, [name for name in DATA if name not in ("", *ONE_PLACE)]),

@@ -1,17 +1,17 @@
-"""Search for good options of `relvit fit` with Optuna; interrupted, the same command goes on with the same trial.
+"""Search for good options of `relvit fit` with Optuna; the same command continues an interrupted trial.
 
     pip install -e ".[sweep]"
     python tools/sweep.py --space space.yaml --work sweep --trials 20 --config digits --epochs 5
 
-All options that are not of this script go to `relvit fit`. The space is a YAML file of options, each with a list of
-values or with bounds (integers where both are):
+`relvit fit` gets all options that this script does not have. The space is a YAML file of options, each with a list of
+values or with bounds (the value is an integer if both bounds are integers):
 
     model.lr: {low: 1.e-4, high: 5.e-3, log: true}
     model.weight_decay: [0.02, 0.05, 0.1]
     model.model_kwargs.max_distance: {low: 1, high: 7}
 
-Trials maximise the best validation accuracy. WORK has a run's folder for each, and Optuna's journal; one process at a
-time may use it. A training that fails counts as a failed trial, and the search goes on.
+Trials maximise the best validation accuracy. WORK has a folder for each trial, and Optuna's journal; one process at a
+time may use WORK. A training that fails counts as a failed trial, and the search continues.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ def fit(folder: Path, options: Sequence[str]) -> float:
     return json.loads(next(folder.glob("*/summary.json")).read_text())["val/acc1"]
 
 
-def search(space: Mapping[str, Any], work: Path, trials: int, options: Sequence[str], seed: int = 0) -> optuna.Study:
-    """Run trials until there are `trials` of them; an interrupted trial goes on first."""
+def search(space: Mapping[str, Any], work: Path, trials: int, options: Sequence[str]) -> optuna.Study:
+    """Run trials until there are `trials` of them; an interrupted trial is continued first."""
     work.mkdir(parents=True, exist_ok=True)
     storage = JournalStorage(JournalFileBackend(str(work / "journal.log")))
-    sampler = optuna.samplers.TPESampler(seed=seed)
+    sampler = optuna.samplers.TPESampler(seed=0)
     study = optuna.create_study(
         storage=storage, study_name="sweep", sampler=sampler, direction="maximize", load_if_exists=True
     )
-    # Of each folder the latest trial counts. Optuna regards a trial that was killed as running or waiting.
+    # The latest trial of each folder counts. Optuna regards a trial that was killed as running or waiting.
     latest = {folder_of(trial): trial for trial in study.get_trials(states=STATES)}
     stopped = [trial for trial in latest.values() if trial.value is None and "failed" not in trial.user_attrs]
     for trial in stopped:
@@ -86,7 +86,7 @@ def search(space: Mapping[str, Any], work: Path, trials: int, options: Sequence[
 
 
 def folder_of(trial: optuna.Trial | optuna.trial.FrozenTrial) -> str:
-    """Return the name of a trial's folder; a trial that goes on keeps the folder of the interrupted one."""
+    """Return the name of a trial's folder; a trial that is continued keeps the folder of the interrupted one."""
     return trial.user_attrs.get("folder", f"trial_{trial.number}")
 
 
@@ -97,11 +97,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--space", type=Path, required=True, help="YAML file of options and their values")
     add("--work", type=Path, required=True, help="folder of the trials")
     add("--trials", type=int, default=20, help="how many there are to be in all")
-    add("--sampler_seed", type=int, default=0)
     given, options = parser.parse_known_args(arguments)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     space = yaml.safe_load(given.space.read_text())
-    best = search(space, given.work, given.trials, options, given.sampler_seed).best_trial
+    best = search(space, given.work, given.trials, options).best_trial
     print(f"best of {given.trials}: {folder_of(best)}, {best.value:.4f}")
     print("\n".join(f"  --{name}={value}" for name, value in best.params.items()))
 

@@ -1,10 +1,11 @@
 """Check on a GPU, which CI lacks, what the test suite checks on the CPU: `python tools/gpu/gpu_check.py`.
 
-On a Mac: `--device mps`, which has no float64 and none of the checks for CUDA alone.
+On a Mac use `--device mps`, which leaves out float64 and the checks that need CUDA.
 
-Every backend, in every dtype, against `backend='reference'` in float64 on the CPU, forward and backward; then what only
-a GPU can show: which kernels run, how much memory a training step takes, compiled code. A line per check, `ok|FAIL name
-error limit`; the exit status is 1 if any failed. Lines `note` report, lines `skip` name what this device cannot show.
+The tool compares every backend in every dtype with `backend='reference'` in float64 on the CPU, forward and backward.
+Then it checks what only a GPU can show: which kernels run, how much memory a training step takes, compiled code. It
+prints a line per check, `ok|FAIL name error limit`; the exit status is 1 if any check failed. Lines with `note` report,
+lines with `skip` name a check that this device cannot make.
 """
 
 from __future__ import annotations
@@ -278,10 +279,10 @@ def check_memory(log: Log, device: str) -> None:
         log.check(f"memory of a step at {side}x{side}, bfloat16, {backend}", partial(measure, backend))
 
 
-def check_compiled(log: Log, device: str, compiled: bool) -> None:
+def check_compiled(log: Log, device: str) -> None:
     """Check a compiled model beside the eager one: results and gradients at three sizes, one graph."""
-    if not compiled:
-        log.print("skip", "compiled", "needs a GPU, or --compile")
+    if device != "cuda":
+        log.print("skip", "compiled", "needs a GPU")
         return
     torch.manual_seed(0)
     model = timm.create_model("test_relvit", patch_size=8, depth=2, class_token=True, rel_init_std=0.5).to(device)
@@ -304,7 +305,7 @@ def check_compiled(log: Log, device: str, compiled: bool) -> None:
     log.check("compiled: one graph", lambda: Measured(abs(graphs - 1.0), 0.0, f"{graphs} graphs"))
 
 
-def check_attention_free(log: Log, device: str, quick: bool, compiled: bool) -> None:
+def check_attention_free(log: Log, device: str, quick: bool) -> None:
     """Check operations without attention in every dtype, with keys of ordinary and of extreme size; layers compiled."""
     grid = make_grid(5, 7, prefix=1)
     dtypes = [dtype for dtype in gpu_aft.LIMITS if has_dtype(device, dtype)]
@@ -321,7 +322,7 @@ def check_attention_free(log: Log, device: str, quick: bool, compiled: bool) -> 
                 return worst(got, want, gpu_aft.LIMITS[dtype])
 
             log.check(f"{name}, keys {spread:g}, {short(dtype)}", measure)
-    for name, layer, square in gpu_aft.layers() if compiled else ():
+    for name, layer, square in gpu_aft.layers() if device == "cuda" else ():
         eager, fast = (gpu_aft.compiled_outcome(layer, square, device, compiled) for compiled in (False, True))
         exact = {key: tensor.cpu().double() for key, tensor in eager.items()}
         log.check(f"compiled: {name}", partial(worst, fast, exact, 1e-4))
@@ -349,8 +350,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--device", choices=("cuda", "mps", "cpu"), default="cuda")
     add("--quick", action="store_true", help="few and tiny cases")
-    add("--compile", action="store_true", help="check compiled code on the CPU too, which needs a C++ compiler")
-    add("--part", default="1/1", help="which part of the checks, 2/4 for the second of four that run side by side")
     given = parser.parse_args(arguments)
     device: str = given.device
     if device != "cpu" and not getattr(torch, device).is_available():
@@ -361,18 +360,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     begin, log = time.perf_counter(), Log()
     scenes = list(draw_scenes(given.quick))
-    compiled = device == "cuda" or given.compile
     parts: list[Callable[[], None]] = [partial(check_scene, log, scene, device) for scene in scenes]
     parts += [
         partial(check_autocast, log, device, given.quick),
         partial(check_kernels, log, scenes, device),
         partial(check_memory, log, device),
-        partial(check_compiled, log, device, compiled),
-        partial(check_attention_free, log, device, given.quick, compiled),
+        partial(check_compiled, log, device),
+        partial(check_attention_free, log, device, given.quick),
         partial(report_determinism, log, scenes[0], device),
     ]
-    part, of = map(int, given.part.split("/"))
-    for run in parts[part - 1 :: of]:
+    for run in parts:
         run()
 
     machine = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from relvit.ops import AxisTables, Grid, JointTable, RelativeTerms, key_mask, make_grid, num_tokens, relative_attention
 
@@ -114,11 +115,8 @@ def draw_scenes(quick: bool) -> Iterator[Scene]:
 
 
 def moved(values: Any, device: str) -> Any:
-    """Move all tensors among the values of a tuple or dictionary."""
-    if isinstance(values, dict):
-        return dict(zip(values, moved(tuple(values.values()), device), strict=True))
-    found = [value.to(device) if isinstance(value, Tensor) else value for value in values]
-    return values._make(found) if isinstance(values, Grid) else found
+    """Move all tensors among the values of a grid or dictionary."""
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), values)
 
 
 def leaf(tensor: Tensor, device: str, dtype: torch.dtype) -> Tensor:

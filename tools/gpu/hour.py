@@ -1,9 +1,9 @@
-"""Run all that waits for a GPU, once: `python tools/gpu/hour.py`, on a machine with a card.
+"""Run every check and measurement that needs a GPU: `python tools/gpu/hour.py`, on a machine with a card.
 
-It needs `pip install -e ".[test]"`. Into one folder, `gpu_hour` or that of `--output`, come a log per step, the
-tables, a figure, and `summary.md` with what passed and the rule by which `relvit.ops.choose` should take the backend
-'triton' by itself. Each step is a process of its own: one that fails or takes too long does not stop the others, and
-`--steps` runs some of them again.
+It needs `pip install -e ".[test]"`. The folder `gpu_hour`, or `--output`, gets a log per step, tables, a figure, and
+`summary.md`, which says what passed and by which rule `relvit.ops.choose` should take the backend 'triton' by itself.
+Each step is a process of its own: a step that fails or takes too long does not stop the others, and `--steps` runs some
+of them again.
 
     checks    every backend and dtype against the references in float64, the kernels among them (gpu_check.py)
     kernels   registers and shared memory of the kernels as compiled by this Triton (kernels.py)
@@ -13,8 +13,8 @@ tables, a figure, and `summary.md` with what passed and the rule by which `relvi
     sam       SAM's encoders of three libraries before and after `relvit.retrofit` (../retrofit/elsewhere.py)
     recipe    `relvit fit --config cifar10` to its end; downloads 170 MB where `--root` does not hold them
 
-It takes about an hour on an A100, by estimate; on an H200 the checks and some of the layers have run. `--toy` runs it
-on a CPU at toy sizes in a minute.
+The tool takes about an hour on an A100, by estimate; on an H200 the checks and some of the layers have run. `--toy`
+runs it on a CPU at toy sizes in a minute.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# These are in the folder above.
+# The folder above has the next modules.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import benchmark_report
@@ -42,6 +42,12 @@ from matplotlib.figure import Figure
 TOOLS = Path(__file__).resolve().parents[1]
 LAYERS = ("plain", "control", "relvit_fused", "relvit_tiled", "relvit_triton", "sam")
 MODELS = ("plain", "control", "relvit_small_fused", "relvit_small_triton", "relpos", "rope", "rope_mixed")
+# Options of `relvit fit` for a training of a second on the CPU.
+TOY_RECIPE = """
+--data DigitsData --data.mean [0.3] --data.std [0.4] --data.num_workers 0 --data.batch_size 256 --model test_relvit
+--model.model_kwargs.patch_size 8 --model.model_kwargs.depth 1 --model.warmup_epochs 0 --epochs 1 --accelerator cpu
+--precision 32-true
+"""
 # Inductor makes graphs of `fused` alone.
 COMPILED = ("plain", "control", "relvit_small_fused", "relpos", "rope", "rope_mixed")
 
@@ -66,40 +72,17 @@ def steps(folder: Path, root: Path, toy: bool) -> list[Step]:
     present = [name for name in peers.CLASSES if peers.installed(name)]
     speed = ("benchmark.py", *place, "--output", rows, "--dtype", "float32" if toy else "bfloat16")
     small = ("--rounds", 2, "--batch", 1) if toy else ()
-    fit = [
-        sys.executable,
-        "-m",
-        "relvit",
-        "fit",
-        "--config",
-        "cifar10",
-        "--root",
-        str(root),
-        "--runs",
-        str(folder / "runs"),
-    ]
+    fit = [sys.executable, "-m", "relvit", "fit", "--config", "cifar10", "--runs", str(folder / "runs")]
     if toy:
-        layers = tool(
-            *speed, *small, "--level", "layer", "--size", 64, "--names", "plain", "relvit_fused", "relvit_tiled"
-        )
+        layers = tool(*speed, *small, "--level", "layer", "--size", 64, "--names", *LAYERS[:4])
         models = tool(*speed, *small, "--size", 32, "--mode", "forward", "--names", "plain", "relvit_small_fused")
         sam = ("--models", "timm-sam", "--sizes", "32x48", "--layers", 1, "--rounds", 1, "--no_peaks")
-        fit += [
-            "--data",
-            "ImageFolderData",
-            "--model",
-            "test_relvit",
-            "--trainer.max_epochs",
-            "1",
-            "--data.batch_size",
-            "4",
-        ]
-        fit += ["--model.model_kwargs", "{patch_size: 8, depth: 1}", "--data.num_workers", "0", "--accelerator", "cpu"]
-        fit += ["--precision", "32-true", "--model.warmup_epochs", "0", "--model.min_lr", "0"]
+        fit += TOY_RECIPE.split()
     else:
         layers = tool(*speed, "--level", "layer", "--size", 224, 384, 512, 768, 1024, "--names", *LAYERS, *present)
         models = tool(*speed, "--batch", 32, "--size", 224, 384, 512, "--names", *MODELS)
         sam = ("--sizes", "1024", "1024x512", *place, "--dtype", "bfloat16")
+        fit += ["--root", str(root)]
     compiled = tool(*speed, "--batch", 32, "--size", 224, 384, "--compile", "--names", *COMPILED)
     missing = "" if importlib.util.find_spec("triton") else "there is no package triton"
     return [
@@ -115,7 +98,7 @@ def steps(folder: Path, root: Path, toy: bool) -> list[Step]:
 
 
 def run(step: Step, folder: Path) -> dict[str, Any]:
-    """Run a step with its output in a log; return what became of it."""
+    """Run a step with its output in a log; return its result."""
     log, begin = folder / f"{step.name}.log", time.monotonic()
     if step.left_out:
         return {"status": "left out", "remark": step.left_out}
@@ -152,7 +135,7 @@ def trained(folder: Path) -> str:
 
 
 def times(rows: Sequence[dict[str, Any]]) -> dict[tuple[int, str], dict[str, float]]:
-    """Return the time of each layer as a multiple of stock attention's by size and mode, of the last run."""
+    """Return the time of each layer in the last run as a multiple of stock attention's, by size and mode."""
     layers = [row for row in rows if row["level"] == "layer"]
     groups = benchmark_report.grouped(layers, benchmark_report.GROUP)
     return {(group[0]["size"], group[0]["mode"]): benchmark_report.ratios(group) for group in groups}
@@ -197,20 +180,8 @@ def draw(found: dict[tuple[int, str], dict[str, float]]) -> Figure:
     return figure
 
 
-def photographs(root: Path) -> None:
-    """Write class folders of a few grey images of 32 x 32 pixels, on which the recipe is tried at toy size."""
-    from PIL import Image
-
-    for split in ("train", "val", "test"):
-        for level in (60, 120, 180):
-            folder = root / split / f"grey{level}"
-            folder.mkdir(parents=True, exist_ok=True)
-            for number in range(4):
-                Image.new("L", (32, 32), level + number).save(folder / f"{number}.png")
-
-
 def write_summary(folder: Path, results: dict[str, dict[str, Any]]) -> None:
-    """Write `summary.json`, `summary.md` and the figure of what there is."""
+    """Write `summary.json`, `summary.md` and the figure of the results so far."""
     rows = folder / "speed.jsonl"
     found = times(benchmark_report.read(rows)) if rows.exists() else {}
     if found:
@@ -252,9 +223,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise ValueError("torch sees no GPU: install PyTorch's build for CUDA, or try the tool on the CPU with --toy")
     folder = given.output
     folder.mkdir(parents=True, exist_ok=True)
-    if given.toy:
-        given.root = folder / "photographs"
-        photographs(given.root)
     earlier = folder / "summary.json"
     results = json.loads(earlier.read_text())["steps"] if earlier.exists() else {}
     for step in steps(folder, given.root, given.toy):

@@ -1,8 +1,8 @@
 """Compile the kernels of the backend 'triton' without a GPU and count what they need: `python tools/gpu/kernels.py`.
 
-For sm_80, sm_86 and sm_90 the table has, per kernel: registers, bytes of spilled registers, shared memory, and of one
-tile of its main loop the tensor-core instructions and all instructions of a warp, each beside the same kernel with the
-terms switched off.
+For sm_80, sm_86 and sm_90 the table has, per kernel: registers, bytes of spilled registers and of shared memory, and
+how many tensor-core instructions and how many instructions at all a warp needs for one tile of the main loop, each
+beside the number of the same kernel without terms.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KERNELS = (forward, backward_queries, backward_keys)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # Bytes of shared memory that a block may have, by the CUDA C++ programming guide, table of compute capabilities.
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
-HEADS = 6
+HEADS, HEAD_DIM = 6, 64
 # Of tables with the default clip distance, 7: a zero row, and 15 for each axis, up to a multiple of 8.
 ENTRIES = 32
 POINTERS = {"valid": "*u8"} | dict.fromkeys(("key_index", "key_bounds", "value_index", "value_bounds"), "*i16")
@@ -55,7 +55,7 @@ def compiled(
     size: tuple[int, int],
     *,
     terms: bool = True,
-    dim: int = 64,
+    dim: int = HEAD_DIM,
     dtype: torch.dtype = torch.bfloat16,
     padded: bool = False,
     entries: tuple[int, int] = (ENTRIES, ENTRIES),
@@ -114,18 +114,14 @@ def instructions(sass: str) -> tuple[int, int]:
     lines = [(int(place, 16), name, rest) for place, name, rest in re.findall(pattern, sass)]
     targets = [(place, re.search(r"0x([0-9a-f]+)", rest)) for place, name, rest in lines if name.startswith("BRA")]
     loops = [(int(target[1], 16), place) for place, target in targets if target and int(target[1], 16) < place]
-
-    def names(loop: tuple[int, int]) -> list[str]:
-        return [name for place, name, _ in lines if loop[0] <= place <= loop[1]]
-
-    def is_innermost(loop: tuple[int, int]) -> bool:
-        return not any(other != loop and loop[0] <= other[0] and other[1] <= loop[1] for other in loops)
-
-    def exponentials(loop: tuple[int, int]) -> int:
-        return sum("EX2" in name for name in names(loop))
-
-    main = max(filter(is_innermost, loops), key=lambda loop: (exponentials(loop), loop))
-    return sum("MMA" in name for name in names(main)), len(names(main))
+    candidates = []
+    for begin, end in loops:
+        # An innermost loop contains no loop but itself.
+        if sum(begin <= first and last <= end for first, last in loops) == 1:
+            names = [name for place, name, _ in lines if begin <= place <= end]
+            candidates.append((sum("EX2" in name for name in names), begin, end, names))
+    *_, main = max(candidates)
+    return sum("MMA" in name for name in main), len(main)
 
 
 def tiles_per_head(kernel: Any, code: Code, size: tuple[int, int], terms: bool) -> int:
@@ -140,15 +136,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Compile, count and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
     parser.add_argument("--size", type=int, nargs="+", default=[224, 512, 1024], help="image sides, patches of 16")
-    parser.add_argument("--head_dim", type=int, nargs="+", default=[64])
     given = parser.parse_args(arguments)
     head = ("kernel", "head_dim", "patches", "sm", "registers", "spilled", "shared", "tensor (off)", "issued (off)")
     print(f"| {' | '.join(head)} |", "|---" * len(head) + "|", sep="\n")
-    for dim, side, arch, kernel in itertools.product(given.head_dim, given.size, SHARED_LIMIT, KERNELS):
+    for side, arch, kernel in itertools.product(given.size, SHARED_LIMIT, KERNELS):
         size = (side // 16, side // 16)
-        on, off = (compiled(kernel, arch, size, terms=terms, dim=dim) for terms in (True, False))
+        on, off = (compiled(kernel, arch, size, terms=terms) for terms in (True, False))
         tiles = tiles_per_head(kernel, on, size, True), tiles_per_head(kernel, off, size, False)
-        cells = [kernel.__name__, dim, f"{size[0]}x{size[1]}", arch, on.registers, on.spilled, on.shared]
+        cells = [kernel.__name__, HEAD_DIM, f"{size[0]}x{size[1]}", arch, on.registers, on.spilled, on.shared]
         cells += [f"{on.tensor} ({off.tensor}), times {tiles[0]} ({tiles[1]}) tiles", f"{on.issued} ({off.issued})"]
         print(f"| {' | '.join(map(str, cells))} |", flush=True)
 

@@ -4,34 +4,39 @@
     python tools/retrofit/elsewhere.py --models timm-sam --sizes 1024 1024x512 --layers 3 --threads 1 2
     python tools/retrofit/elsewhere.py --models timm-mvitv2 --sizes 224 448
 
-For each model and size it prints the largest difference of the features, relative to their largest number; with the
-source as 1.00 the time of a forward pass and of a training step, as medians of the ratios of rounds in which source and
-retrofitted model take turns; and the peak of resident memory minus that of model and input, each in a fresh process.
-On a GPU (`--device cuda`) it is that of PyTorch's allocator. Weights are random. Where a source takes images of one
-size, the table `MODELS` says how it is made to take another one; its features may differ by the rule then, so that only
-time and memory are comparable.
+For each model and size the tool prints:
+
+- the largest difference of the features, relative to their largest number;
+- the time of a forward pass and of a training step as a multiple of the source's: medians of the ratios of rounds in
+  which source and retrofitted model take turns;
+- the peak of resident memory without model and input, each in a fresh process; on a GPU (`--device cuda`) the peak of
+  PyTorch's allocator.
+
+Weights are random. Where a source takes images of one size, the table `MODELS` says how the tool makes it take another
+size. Its features may then differ by the rule of resizing, and only time and memory are comparable.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import multiprocessing
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import timm
 import torch
+from timm.models.mvitv2 import MultiScaleVit, MultiScaleVitCfg
 from torch import Tensor, nn
 
 import relvit
 
 ACTIONS = ("forward", "step")
-# On a machine that other processes use, the processor's time of this one says more than the time of the wall.
+# While other processes use the machine, the processor time of this process says more than the wall time.
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 Size = tuple[int, int]
 
@@ -41,9 +46,9 @@ class Model(NamedTuple):
 
     Attributes:
         library: the package that has the model.
-        sizes: of images, unless the user gives others, as on the command line.
+        sizes: the default of `--sizes`.
         layers: number of layers of the whole model.
-        source: builds the model as the library has it, with so many layers, for images of this height and width.
+        source: builds the model as the library has it, with this number of layers, for images of this height and width.
         fit: makes a source that was not retrofitted take images of this height and width.
     """
 
@@ -69,14 +74,12 @@ def segment_anything_sam(layers: int, size: Size) -> nn.Module:
 
 
 def timm_sam(layers: int, size: Size) -> nn.Module:
-    import timm
-
     options = {"depth": layers, "global_attn_indexes": every_third(layers)}
     return timm.create_model("samvit_base_patch16", **options, num_classes=0)
 
 
 def every_third(layers: int) -> tuple[int, ...]:
-    """Return which layers of SAM are global: of fewer layers the same part as of 12."""
+    """Return which layers of SAM are global: a third of them, as in the whole model."""
     return tuple(range(2, layers, 3))
 
 
@@ -88,16 +91,12 @@ def cut_sam(model: nn.Module, size: Size) -> None:
 
 def timm_mvitv2(layers: int, size: Size) -> nn.Module:
     """Build MViTv2-S for images of this size; fewer layers are taken from the third stage, the longest one, first."""
-    from timm.models.mvitv2 import MultiScaleVit, MultiScaleVitCfg
-
     depths = (1, 2, layers - 5, 2) if layers > 5 else (1,) * min(layers, 4)
     # timm's tables are those of a square.
     return MultiScaleVit(MultiScaleVitCfg(depths=depths), img_size=max(size), num_classes=0)
 
 
 def timm_beit(layers: int, size: Size) -> nn.Module:
-    import timm
-
     return timm.create_model("beit_base_patch16_224", depth=layers, img_size=size, num_classes=0)
 
 
@@ -110,9 +109,7 @@ def transformers_beit(layers: int, size: Size) -> nn.Module:
 
 
 def timm_swin(name: str, layers: int, size: Size) -> nn.Module:
-    import timm
-
-    # The third stage has the layers that the others do not have, six of 12; few layers are one stage.
+    # The third stage has all layers but six; with few layers there is one stage.
     stages = {"depths": (2, 2, layers - 6, 2)} if layers > 6 else {"depths": (layers,), "num_heads": (3,)}
     model = timm.create_model(name, **stages, img_size=size, num_classes=0, drop_path_rate=0.0)
     for key, parameter in model.named_parameters():
@@ -218,10 +215,17 @@ def resident(field: str) -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1024
 
 
-def in_process(place: tuple[int, str, str], function: str, *arguments: object) -> object:
-    """Call a function of this file in a process of its own, with this number of threads, device and dtype."""
-    command = [sys.executable, __file__, "--call", json.dumps([place, function, *arguments])]
-    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+def settle(threads: int, device: str, dtype: str) -> None:
+    """Set how this process computes."""
+    torch.set_num_threads(threads)
+    torch.set_default_device(device)
+    torch.set_default_dtype(getattr(torch, dtype))
+
+
+def in_process(place: tuple[int, str, str], function: Callable[..., Any], *arguments: object) -> Any:
+    """Call a function in a process of its own, with this number of threads, device and dtype."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), settle, place) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 def sizes_of(texts: Sequence[str]) -> list[Size]:
@@ -239,15 +243,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--no_peaks", action="store_true", help="leave memory out, which takes four more processes")
-    parser.add_argument("--call", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.call:
-        (threads, device, dtype), function, name, layers, size, *others = json.loads(arguments.call)
-        torch.set_num_threads(threads)
-        torch.set_default_device(device)
-        torch.set_default_dtype(getattr(torch, dtype))
-        print(json.dumps(globals()[function](name, layers, tuple(size), *others)))
-        return
     head = ["model", "pixels", "threads", "difference", "forward time", "step time"]
     head += [] if arguments.no_peaks else ["forward peak, MB", "step peak, MB"]
     print(f"| {' | '.join(head)} |", "|---" * len(head) + "|", sep="\n")
@@ -255,18 +251,16 @@ def main() -> None:
         model = MODELS[name]
         for size in sizes_of(arguments.sizes or model.sizes):
             for threads in arguments.threads:
-                given, place = (
-                    (name, arguments.layers or model.layers, size),
-                    (threads, arguments.device, arguments.dtype),
-                )
-                found = in_process(place, "compare", *given, arguments.rounds, arguments.clock)
+                place = (threads, arguments.device, arguments.dtype)
+                given = (name, arguments.layers or model.layers, size)
+                found = in_process(place, compare, *given, arguments.rounds, arguments.clock)
                 cells = [name, f"{size[0]} x {size[1]}", str(threads), f"{found['difference']:.0e}"]
                 cells += [
                     f"{found[f'{action} time']:.2f} of {found[f'{action} seconds of the source']:.3g} s"
                     for action in ACTIONS
                 ]
                 for action in () if arguments.no_peaks else ACTIONS:
-                    theirs, ours = (in_process(place, "peak", *given, kind, action) for kind in (False, True))
+                    theirs, ours = (in_process(place, peak, *given, after, action) for after in (False, True))
                     cells.append(f"{ours / theirs:.2f}: {ours:,.0f} of {theirs:,.0f}")
                 print(f"| {' | '.join(cells)} |", flush=True)
 

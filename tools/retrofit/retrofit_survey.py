@@ -1,10 +1,10 @@
-"""Survey which of timm's models `relvit.retrofit` takes, and the reasons against the others.
+"""Count which of timm's models `relvit.retrofit` takes, and the reasons why it refuses the others.
 
-    python tools/retrofit/retrofit_survey.py                        # all, four minutes
+    python tools/retrofit/retrofit_survey.py                        # all models, four minutes
     python tools/retrofit/retrofit_survey.py --models '*dinov3*'    # those whose names match
 
-Models are built without weights on the meta device, where nothing is downloaded or computed. Each that is retrofitted
-runs there on images of its own size and of another that is no square.
+Models are built without weights on the meta device, where nothing is downloaded or computed. Each retrofitted model
+runs there on images of its own size and of a size that is not square.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def answer(name: str) -> tuple[str, str]:
-    """Return the result for a model, in words that are equal for all models of its sort, and its class."""
+    """Return the result for a model, in words that are equal for models with the same result, and its class."""
     try:
         with torch.device("meta"):
             model = timm.create_model(name).eval()

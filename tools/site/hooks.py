@@ -1,8 +1,8 @@
 """Hooks of MkDocs: pages from files outside docs/, and a reference page per package; see `mkdocs.yml`.
 
 All pages stay readable in the repository, where relative links between files work. On the site, links to the files in
-`ROOT_PAGES` lead to their pages, and links to other files, which the site does not have, become the text and the path
-in the repository. A link to a file that does not exist is left, for `mkdocs build --strict` to refuse.
+`ROOT_PAGES` lead to their pages. Other files outside docs/ are not on the site: a link to one becomes its text and the
+path in the repository. A link to a file that does not exist stays, and `mkdocs build --strict` refuses it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 # Pages of the site from files outside docs/.
 ROOT_PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
-# Pages from the docstrings of what a package lists in `__all__`.
+# These packages get a page from the docstrings of the names in their `__all__`.
 REFERENCE = ("relvit", "ops", "layers", "models", "data", "training", "evaluation", "plots")
-# Functions that have the name of their module, in whose place the module is found where sources are not imported.
+# These functions have the name of their module. MkDocs does not import sources, and would find the module instead.
 SAME_NAME = ("relvit.models.retrofit.api.retrofit", "relvit.models.attention_maps.attention_maps")
 
 
@@ -31,7 +31,7 @@ def on_files(files: Any, config: Any) -> Any:
         package = name if name == "relvit" else f"relvit.{name}"
         content = f"# {package}\n\n::: {package}\n"
         if name in ("relvit", "models"):
-            # Their own headings, unlike those of packages.
+            # These functions need headings, unlike packages.
             shown = "    options: {show_root_heading: true, show_root_toc_entry: true}"
             content += "".join(f"\n::: {function}\n{shown}\n" for function in SAME_NAME)
         files.append(File.generated(config, f"reference/{name}.md", content=content))

@@ -1,8 +1,8 @@
 """Measure what other processes on the cores cost: `python tools/speed/busy.py`, on a machine that does nothing else.
 
-Every case runs alone and beside as many endless loops as there are cores, each time with OpenMP's threads waiting as
-PyTorch leaves them, and as relvit's command line sets them (`relvit_start.prepare_environment`).
-It prints medians of rounds.
+Every case runs alone and beside as many endless loops as there are cores, each time with the waiting policy of OpenMP's
+threads that PyTorch leaves, and with the policy that relvit's command line sets (`relvit_start.prepare_environment`).
+The tool prints medians of rounds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
+import timeit
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -86,13 +86,8 @@ def seconds_of_step(case: str, steps: int) -> float:
             model(images).logsumexp(-1).sum().backward()
             optimizer.step()
 
-    step()
-    taken = []
-    for _ in range(steps):
-        start = time.perf_counter()
-        step()
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
+    # The first step does not count.
+    return statistics.median(timeit.repeat(step, number=1, repeat=steps + 1)[1:])
 
 
 def measure(case: str, environment: dict[str, str], steps: int) -> float:

@@ -1,8 +1,8 @@
 """Compare runtimes of a trained model with PyTorch: `python tools/speed/runtimes.py CKPT` (docs/elsewhere/runtimes.md).
 
-Printed are, for each runtime that is installed, the largest difference of the logits from PyTorch's at three sizes and
-shapes, relative to the largest logit, and the time of one image at the first of them; the operators of Core ML, whose
-programs run on macOS alone; and operators of the ONNX file that TensorRT lacks.
+For each runtime that is installed, the tool prints the largest difference of the logits from PyTorch's at three sizes
+and shapes, relative to the largest logit, and the time of one image of the first size. Then it prints the operators of
+the Core ML program, which would run on macOS alone, and the operators of the ONNX file that TensorRT lacks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
+import timeit
 from collections import Counter
 from collections.abc import Callable, Sequence
 from importlib import metadata
@@ -28,9 +28,9 @@ Run = Callable[[Tensor], Tensor]
 # Rows and columns of patches.
 SHAPES = ((14, 14), (10, 17), (5, 3))
 LARGEST = 20
-# The rows of these operators in the support matrix, docs/operators.md, of onnx-tensorrt release/10.1-GA (opset 9 to 20)
-# say Y, for the numbers that an exported file computes with them. Clip is there for floating point alone; its importer
-# in the same release takes int64, too.
+# The support matrix of onnx-tensorrt release/10.1-GA (docs/operators.md, opset 9 to 20) has a Y for these operators and
+# for the dtypes that exported files use. It has Clip for floating point alone, but the importer of that release takes
+# int64, too.
 # fmt: off
 TENSORRT = {
     "Add", "Cast", "Clip", "Concat", "Constant", "ConstantOfShape", "Conv", "Cos", "DequantizeLinear", "Div",
@@ -40,7 +40,7 @@ TENSORRT = {
     "Squeeze", "Sub", "Tanh", "Transpose", "Unsqueeze", "Where"
 }
 # fmt: on
-# By operator, the input that the matrix wants to be an initializer.
+# The matrix wants this input of an operator to be an initializer.
 INITIALIZERS = {"Slice": 3, "Squeeze": 1, "Unsqueeze": 1, "Pad": 3, "ReduceMean": 1, "ReduceSum": 1}
 
 
@@ -116,7 +116,7 @@ def coreml_operators(converted: Any) -> Counter[str]:
 
 
 def tensorrt_lacks(path: Path) -> list[str]:
-    """Return what of an .onnx the support matrix of onnx-tensorrt 10.1 does not have."""
+    """Return the parts of an .onnx file that the support matrix of onnx-tensorrt 10.1 lacks."""
     import onnx
 
     model = onnx.load(path, load_external_data=False)
@@ -140,13 +140,9 @@ def difference(found: Tensor, wanted: Tensor) -> float:
 
 
 def milliseconds(run: Run, images: Tensor, rounds: int) -> float:
-    """Return the median time of a call."""
-    times = []
-    for _ in range(rounds + 1):
-        begin = time.perf_counter()
-        run(images)
-        times.append(1e3 * (time.perf_counter() - begin))
-    return statistics.median(times[1:])
+    """Return the median time of a call; the first call does not count."""
+    seconds = timeit.repeat(lambda: run(images), number=1, repeat=rounds + 1)
+    return 1e3 * statistics.median(seconds[1:])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

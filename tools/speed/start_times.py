@@ -2,8 +2,9 @@
 
     python tools/speed/start_times.py --rounds 7
 
-Each round runs every command once, so that a busy machine slows all of them alike; the first round, which compiles what
-has changed, does not count. Seconds are medians; CPU seconds (user and system) depend less on what else is running.
+Each round runs every command once, so that a busy machine slows all of them alike. The first round does not count,
+because Python compiles changed files then. Seconds are medians; CPU seconds (user and system) depend less on other
+processes.
 """
 
 from __future__ import annotations
