@@ -6,8 +6,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,8 @@ EXPORTED = "relvit.cli.commands.deploy.predict_exported"
 
 # Other libraries call a command by one of these names.
 ELSEWHERE = {"train": "fit", "eval": "test", "evaluate": "test", "val": "validate", "infer": "predict"}
+
+_stock_format = warnings.formatwarning
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,8 +81,7 @@ def quieten() -> None:
     Lightning advertises products, hints at numbers of workers and warns of calls that it makes itself. Matplotlib warns
     of class names in scripts that its font lacks.
     """
-    if getattr(warnings.formatwarning, "func", None) is not format_warning:
-        warnings.formatwarning = partial(format_warning, warnings.formatwarning)
+    warnings.formatwarning = format_warning
     for package in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(package).setLevel(logging.WARNING)
     for text in (
@@ -100,8 +100,8 @@ def quieten() -> None:
         warnings.filterwarnings("ignore", message=f".*{text}")
 
 
-def format_warning(other: Callable[..., str], message: Warning, category: type, filename: str, *place: Any) -> str:
-    """Format a warning of relvit as a sentence, without a place in the code, and any other as `other` does."""
+def format_warning(message: Warning | str, category: type, filename: str, *place: Any) -> str:
+    """Format a warning of relvit as a sentence, without a place in the code, and any other as Python does."""
     if Path(filename).is_relative_to(Path(__file__).parents[1]) and category is UserWarning:
         return f"Warning: {visible_lines(str(message))}\n"
-    return other(message, category, filename, *place)
+    return _stock_format(message, category, filename, *place)

@@ -1,4 +1,4 @@
-"""Read the words of a command line: short names, other frameworks' names (`--gpus`), words without a name, lists."""
+"""Read the words of a command line: short names, names of other libraries (`--gpus`), positional arguments, lists."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class Arguments(NamedTuple):
 
     Attributes:
         words: one for each option, as '--name=value', or '--name' where an option has no value.
-        values: the last value of each option; a list where arguments without a name are the values.
-        typed: the name that the user gave, of each option that has another one.
+        values: the last value of each option; a list where positional arguments are the values.
+        typed: the name that the user gave, for each option that the parser knows by another name.
     """
 
     words: list[str]
@@ -82,7 +82,7 @@ class Arguments(NamedTuple):
 
 
 def short_names(command: str, function: Callable[..., Any]) -> dict[str, str]:
-    """Return the other names that options of a command have, with the name that the parser knows."""
+    """Return the short and other names of a command's options, each with the name that the parser knows."""
     own = inspect.signature(function).parameters
     if "evaluation" in own or "training" in own:
         return OF_TRAINER | (OF_FIT if command == "fit" else {})
@@ -92,7 +92,7 @@ def short_names(command: str, function: Callable[..., Any]) -> dict[str, str]:
 
 
 def positionals(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the options that arguments without a name stand for, with their types: parameters before the `*`.
+    """Return the options that positional arguments stand for, with their types: parameters before the `*`.
 
     The first parameter of a command that runs a Trainer is made from a checkpoint.
     """
@@ -103,13 +103,13 @@ def positionals(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def read_arguments(command: str, function: Callable[..., Any], words: Sequence[str]) -> Arguments:
-    """Name the options of a command line as the parser does, and the arguments without a name.
+    """Name the options and the positional arguments of a command line as the parser does.
 
     Options of the data come last: the parser takes them only after `--data NAME`.
 
     Raises:
-        UsageError: an argument without a name where there is none to take, two different values for one option under
-            two names, or an option that another command has.
+        UsageError: a positional argument too many, two different values for one option under two names, or an option
+            that another command has.
     """
     short, places = short_names(command, function), positionals(function)
     bare: list[str] = []
@@ -151,7 +151,7 @@ def read_arguments(command: str, function: Callable[..., Any], words: Sequence[s
 
 
 def _split(words: Sequence[str], hints: Mapping[str, Any]) -> Iterator[tuple[str | None, str | None]]:
-    """Yield name and value of each option; no name for an argument without one, no value for an option without one.
+    """Yield the name and the value of each option; None for the name of a positional argument, or a missing value.
 
     Args:
         words: the command line.
@@ -190,7 +190,7 @@ def _is_option(word: str) -> bool:
 
 
 def _meant(command: str, name: str, value: str) -> str:
-    """Return what a value stands for: the best checkpoint of a run, the file of a configuration, a logger's class."""
+    """Return what a value stands for: the best checkpoint of a run, a configuration's file, or a logger's class."""
     if name == "ckpt_path" and command != "fit":
         return best_of_run(value)
     if name == "config":
@@ -206,7 +206,7 @@ def best_of_run(given: str) -> str:
 
 
 def _named(command: str, hints: Mapping[str, Any], bare: Sequence[str], given: Mapping[str, object]) -> dict[str, Any]:
-    """Name the arguments that have no name; an option that was given by its name leaves them to the next one."""
+    """Name the positional arguments: each goes to the first option that was not given by its name."""
     found: dict[str, Any] = {}
     rest = [best_of_run(word) for word in bare]
     for name in (name for name in hints if name not in given and rest):

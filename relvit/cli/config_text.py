@@ -11,24 +11,34 @@ from jsonargparse import get_loader, set_loader
 from relvit.cli.errors import UsageError
 from relvit.cli.shipped_configs import shipped_configs
 from relvit.data.modules.registry import public_class_path
+from relvit.utils.descriptions import check_bounds
 from relvit.utils.messages import cut, did_you_mean
 
 # Parsers find `load_config` under this name.
 MODE = "relvit"
-# A few lines of YAML may stand for any number of values, by aliases of aliases.
-MOST_VALUES = 10**6
-
 _stock_loader = get_loader("yaml")
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuse keys that come twice in one mapping; PyYAML would silently use the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"):
+            if key.value in names:
+                raise yaml.MarkedYAMLError(problem=f"the key {key.value!r} comes twice", problem_mark=key.start_mark)
+            names.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 def load_config(text: str) -> Any:
     """Return the plain values of a YAML text.
 
     Raises:
-        yaml.YAMLError: not YAML, a tag that stands for code, a key that comes twice in one mapping (YAML itself would
-            silently use the last), or an alias that holds itself or stands for too many values.
+        yaml.YAMLError: not YAML, a tag that stands for code, or a key that comes twice in one mapping.
+        ValueError: aliases that hold themselves, or stand for too many values.
     """
-    _count(yaml.compose(text, Loader=yaml.SafeLoader), {})
+    check_bounds(yaml.load(text, Loader=_UniqueKeys), "the configuration")
     return _stock_loader(public_class_path(text))
 
 
@@ -49,42 +59,12 @@ def read_config(config: str) -> dict[str, Any]:
         raise UsageError(f"--config {config}: not UTF-8 text ({error.reason} at byte {error.start})") from error
     except yaml.MarkedYAMLError as error:
         raise UsageError(f"--config {config}: {error.problem} (line {error.problem_mark.line + 1})") from error
-    except (yaml.YAMLError, RecursionError) as error:
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise UsageError(f"--config {config}: {cut(error)}") from error
     if not isinstance(options, dict):
         example = "such as 'trainer: {max_epochs: 10}'"
         raise UsageError(f"--config {config}: options go by name, {example}, got {cut(options)}")
     return options
-
-
-def _count(node: yaml.Node | None, counts: dict[int, int]) -> int:
-    """Return the number of values in a node, an alias's each time; refuse keys that repeat, and too many values.
-
-    Args:
-        node: a part of the YAML text; an alias is the same object as the node that it stands for.
-        counts: the numbers of the nodes so far by their ids; the node that is being counted has 0.
-    """
-    if not isinstance(node, yaml.CollectionNode):
-        return 1
-    if id(node) in counts:
-        if counts[id(node)] == 0:
-            raise yaml.MarkedYAMLError(problem="an alias holds itself", problem_mark=node.start_mark)
-        return counts[id(node)]
-    counts[id(node)] = 0
-    if isinstance(node, yaml.SequenceNode):
-        children = node.value
-    else:
-        children = [value for _, value in node.value]
-        names = set()
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"):
-            if key.value in names:
-                raise yaml.MarkedYAMLError(problem=f"the key {key.value!r} comes twice", problem_mark=key.start_mark)
-            names.add(key.value)
-    total = 1 + sum(_count(child, counts) for child in children)
-    if total > MOST_VALUES:
-        raise yaml.MarkedYAMLError(problem=f"there are more than {MOST_VALUES} values", problem_mark=node.start_mark)
-    counts[id(node)] = total
-    return total
 
 
 set_loader(MODE, load_config, exceptions=(yaml.YAMLError, RecursionError, ValueError))

@@ -32,7 +32,7 @@ FIT: dict[str, str] = {
     "trainer.accumulate_grad_batches patience",
     "run and devices": f"config runs resume save_every seed_everything quiet {DEVICES}",
 }
-# No docstring of relvit describes these options, or only at a length for Python.
+# These options have no docstring in relvit, or one that is too long for a command line.
 TEXTS: dict[str, str] = {
     "config": "A configuration in YAML, or one of relvit's by its name, such as digits; later ones override "
     "earlier ones.",

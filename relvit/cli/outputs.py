@@ -17,7 +17,7 @@ FORMATS = (".csv", ".json", ".png")
 
 
 def output_files(output: str | None, name: str) -> list[Path]:
-    """Check, before hours of work, where figures are written; a folder is made, for files of that name."""
+    """Check, before hours of work, where figures will be written; make a folder, and return its files called `name`."""
     if output is None:
         return []
     if Path(output).suffix and not Path(output).is_dir():

@@ -59,7 +59,7 @@ class Parser(LightningArgumentParser):
                 action.help = SHARED[action.dest]
 
     def instantiate_classes(self, cfg: Namespace, **kwargs: Any) -> Namespace:
-        """Make the objects of a command's configuration, which holds `***` where its record was to keep no secret."""
+        """Make the objects of a configuration; where its record hides a secret as `***`, the secret is left out."""
         if "trainer" in cfg:
             cfg = cfg.clone()
             cfg.trainer.logger = without_masks(cfg.trainer.logger)

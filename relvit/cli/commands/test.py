@@ -12,15 +12,9 @@ from lightning import Callback, Trainer
 from relvit.cli.arguments import Arguments
 from relvit.cli.errors import UsageError
 from relvit.cli.outputs import print_table
-from relvit.cli.trainer.folder import new_folder
+from relvit.cli.trainer.folder import SCORES, baseline, files_line, new_folder, write_summary
 from relvit.cli.trainer.lightning_cli import Evaluation, evaluate, refuse_other_images
-from relvit.cli.trainer.summary import SCORES, baseline, files_line, write_summary
-from relvit.evaluation import (
-    Corruptions,
-    EvaluationReport,
-    MirrorAverage,
-    RestrictedClasses,
-)
+from relvit.evaluation import Corruptions, EvaluationReport, MirrorAverage, RestrictedClasses
 from relvit.evaluation.outcomes import AnyClassMetrics
 from relvit.evaluation.standard_error import plus_minus, with_errors
 from relvit.models import Reach

@@ -1,1 +1,1 @@
-"""`relvit fit`: the Lightning CLI with run folders that a stopped training goes on in."""
+"""`relvit fit`: the Lightning CLI, with a folder for each run, in which a stopped training resumes."""

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from lightning import Callback
+from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LambdaCallback
-from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from relvit.cli.arguments import Arguments
 from relvit.cli.errors import UsageError
-from relvit.cli.fit.callbacks import RunConfig
 from relvit.cli.fit.resumed_options import changed_options, checkpoint_of_epoch_end, fit_options, resume_arguments
 from relvit.cli.fit.start_and_end import describe_training, report_fit
 from relvit.cli.parser import Parser
+from relvit.cli.secrets import mask_command, mask_secrets
 from relvit.cli.trainer.folder import new_folder
 from relvit.cli.trainer.lightning_cli import RelvitCLI, values_of
 from relvit.training import (
@@ -31,11 +32,13 @@ from relvit.training import (
     RunCheckpoints,
     Telemetry,
     TrainingImages,
+    record_run,
 )
 from relvit.training.checkpoints.checkpoint import OF_THE_DATA, Architecture, data_arguments
 from relvit.training.run.folder import RunLock
 from relvit.training.run.launch import leave_processes
 from relvit.utils.devices import busy_note
+from relvit.utils.files import atomic_write
 from relvit.utils.progress import rank_zero_print
 from relvit.utils.remote import local_file
 
@@ -93,7 +96,7 @@ class FitCLI(RelvitCLI):
         self.changed: list[str] = []
         checkpoint = known = None
         if path := given.values.get("ckpt_path"):
-            # Lightning reads it again, and would take an older file of the same name for one at an address of http.
+            # Lightning reads the file again, and for an http address it would read an older copy of the same name.
             self.checkpoint_file: Path = stack.enter_context(local_file(path))
             checkpoint = Checkpoint.read(path, self.checkpoint_file)
             if not checkpoint.resumable:
@@ -113,9 +116,9 @@ class FitCLI(RelvitCLI):
             parser.link_arguments(f"data.{name}", f"model.{name}", apply_on="instantiate")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Sequence[str]) -> None:
-        """Parse the command line, and take the checkpoint that a configuration names from the configuration.
+        """Parse the command line, and remove the checkpoint that a configuration names from the configuration.
 
-        The configuration that is kept says what is trained, not from where a part of it went on.
+        The configuration that is written says what is trained, not from which checkpoint a part of it went on.
         """
         super().parse_arguments(parser, args)
         self.resumed_file: str | None = self.config.ckpt_path
@@ -216,3 +219,30 @@ class FitCLI(RelvitCLI):
         since = self.checkpoint.finished_epochs() if self.checkpoint else 0
         seconds, seed = time.monotonic() - start, self.config.seed_everything
         report_fit(self.trainer, self.best, self.run_folder, seed, seconds, since, same_run=self.resumes is not None)
+
+
+class RunConfig(SaveConfigCallback):
+    """Write `config.yaml` into the run's folder, wherever loggers write, and add to `run.json`.
+
+    The files are written when everything that may refuse the training has passed, and when `--lr_find` has found a
+    learning rate, which the configuration then holds. `relvit fit --config` trains the same again. A trial by
+    `fast_dev_run` writes nothing.
+    """
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Do nothing; Lightning's own callback writes the configuration here, which is too early."""
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write after the search for a learning rate, which is the same hook of an earlier callback."""
+        if self.config.lr_find:
+            self.config.lr_find = False
+            self.config.model.lr = pl_module.hparams.lr
+        if trainer.fast_dev_run or not trainer.is_global_zero:
+            return
+        folder = Path(trainer.default_root_dir)
+        with atomic_write(folder / self.config_filename) as path:
+            recorded = self.config.clone()
+            recorded.trainer.logger = mask_secrets(recorded.trainer.logger)
+            self.parser.save(recorded, path, skip_none=False, multifile=self.multifile)
+        command = mask_command(sys.argv, self.config.trainer.logger)
+        record_run(folder, command, self.config.seed_everything, trainer)

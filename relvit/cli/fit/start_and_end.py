@@ -1,4 +1,4 @@
-"""Print a training of `relvit fit` at its start and end: the model, the results, the files, the commands to go on."""
+"""Print the start and the end of `relvit fit`: the model, the results, the files, and the commands to go on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning import LightningDataModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import nn
 
-from relvit.cli.trainer.summary import SCORES, baseline, class_counts, files_line, write_summary
+from relvit.cli.trainer.folder import SCORES, baseline, class_counts, files_line, write_summary
 from relvit.data import ImageData
 from relvit.evaluation.pictures import NotApplicableError, draw
 from relvit.evaluation.standard_error import plus_minus, with_errors
@@ -39,7 +39,7 @@ def report_fit(
     `positions.png` are the relative tables of that checkpoint, where it has some.
 
     All processes call this. `since` is the number of epochs that had been trained before this training went on; with
-    `same_run` they are in the same folder, so that the best checkpoint is that of them, too.
+    `same_run` these epochs are of the same folder, and the best checkpoint may be one of theirs.
     """
     model, data = trainer.lightning_module, trainer.datamodule
     score, what = model.score, SCORES[model.score]

@@ -1,22 +1,30 @@
-"""The run folder of a command: make it, clean it up, and say how to go on where a run ended early."""
+"""The run folder of a command: make and clean it up, write `summary.json`, say how to go on after an early end."""
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from lightning import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from relvit.cli.errors import UsageError
-from relvit.training import StoppedBySignalError, ignore_stop_signals, new_run_folder, remove_if_empty
+from relvit.data import ImageData
+from relvit.data.modules.base import Split
+from relvit.training import DataRecord, StoppedBySignalError, ignore_stop_signals, new_run_folder, remove_if_empty
 from relvit.training.checkpoints.file import DiskSpaceError, describe_last
 from relvit.training.run.folder import missing_folders
 from relvit.training.run.launch import explain_lost_process
 from relvit.utils.files import DISK_ERRORS, is_address
 from relvit.utils.progress import rank_zero_print
+
+# The best checkpoint is chosen by one of these metrics, see `ImageClassifier.score`.
+SCORES = {"acc1": "accuracy", "map": "mean average precision"}
 
 
 @contextmanager
@@ -97,3 +105,27 @@ def explained_failures(command: str, trainer: Trainer, folder: Path | None) -> I
         raise explain_lost_process(error, trainer, hint) from error
     except OSError as error:
         raise explain_full_disk(error, command, folder) from error
+
+
+def class_counts(data: ImageData, split: Split) -> np.ndarray | None:
+    """Count the images of each class; None with several labels, or where a dataset does not list its labels."""
+    labels = getattr(data.dataset(split), "targets", None)
+    return None if labels is None or np.ndim(labels[0]) else np.bincount(labels)
+
+
+def baseline(counts: np.ndarray | None) -> str:
+    """Describe the accuracy of always naming the commonest class."""
+    return "" if counts is None else f"; always the commonest class: {counts.max() / counts.sum():.4f}"
+
+
+def write_summary(folder: Path, summary: dict[str, Any], trainer: Trainer) -> None:
+    """Write the results of a run, with the number of images in each split that could not be read."""
+    record = next(callback for callback in trainer.callbacks if isinstance(callback, DataRecord))
+    if record.counts:
+        summary["unreadable"] = record.counts
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+
+
+def files_line(folder: Path) -> str:
+    """List the files in the folder of a run in a line."""
+    return f"Files: {folder} ({', '.join(sorted(path.name for path in folder.glob('[!.]*')))})"

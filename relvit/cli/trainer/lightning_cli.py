@@ -101,7 +101,7 @@ class RelvitCLI(LightningCLI):
         parser.add_options_of(self.function)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Sequence[str]) -> None:
-        """Parse the command line, and refuse numbers and folders that cannot be."""
+        """Parse the command line, and refuse numbers out of their ranges and folders that runs are not written to."""
         self.config: Namespace = parser.parse_args(args, namespace=self.known)
         check_numbers(self.config)
         check_runs(self.config.get("runs"), self.config.trainer.default_root_dir)
@@ -147,8 +147,7 @@ class Evaluation(RelvitCLI):
     """The classifier and the data of a checkpoint, as the options of a command change them.
 
     Args:
-        function: runs the command; its signature has the command's own options.
-        given: the command line.
+        function, given: see `RelvitCLI`.
         checkpoint: with the images that the command uses; it has the values of options that are not given.
         file: the local file of the checkpoint.
         asked: the data module that the command or its user asks for.
@@ -183,8 +182,7 @@ class Evaluation(RelvitCLI):
         """Run the Trainer's method of the command's name with the checkpoint's weights.
 
         Args:
-            callbacks: compute the results.
-            folder: for the results; None: they are only printed.
+            callbacks, folder: see `running`.
             report: is called in the main process at the end.
             options: further arguments of the method.
         """
@@ -205,7 +203,7 @@ def evaluate(
     Args:
         function: runs the command. Its first argument is the `Evaluation`, the others are the command's own options.
         given: the command line.
-        data_type: the data module that the command chooses; None: it is the user's choice, or the checkpoint's.
+        data_type: the data module that the command chooses; None means the user's choice, or the checkpoint's.
         changes: arguments of the data module that differ from the training's where the user does not give them.
 
     Raises:
@@ -217,7 +215,7 @@ def evaluate(
         RelvitCLI(function, given)
     if path is None:
         raise UsageError(f"no checkpoint given: relvit {function.__name__} runs/RUN/checkpoints/best.ckpt")
-    # Lightning reads the checkpoint again, and would take an older file of the same name for one at an http address.
+    # Lightning reads the file again, and for an http address it would read an older copy of the same name.
     with local_file(path) as file:
         checkpoint = Checkpoint.read(path, file)
         if data_type is None and asked is not None and checkpoint.data_type is not None:

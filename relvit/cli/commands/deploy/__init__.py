@@ -1,1 +1,1 @@
-"""Commands that bring a trained model to where it is used."""
+"""Commands that export, publish or serve a trained model, and `relvit predict` of an exported file."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from relvit.cli.trainer.summary import SCORES
+from relvit.cli.trainer.folder import SCORES
 from relvit.evaluation import Predictor, Size, export_model
 from relvit.evaluation.deploy import OnnxClassifier, compare
 from relvit.evaluation.deploy.export import check_export
