@@ -26,8 +26,8 @@ def photos(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def run(photos, tmp_path_factory) -> Path:
-    """The folder of a short training on `photos` through the command line."""
-    options = ["--trainer.max_epochs=4", "--model.lr=5e-3", "--model.warmup_epochs=1"]
+    """The folder of a short training on `photos` through the command line, with the default log."""
+    options = ["--trainer.max_epochs=4", "--model.lr=5e-3", "--model.warmup_epochs=1", "--trainer.logger=tensorboard"]
     return fit(photos, tmp_path_factory.mktemp("runs"), *options)
 
 

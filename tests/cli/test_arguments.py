@@ -25,11 +25,9 @@ def read(command, words):
         ("fit", "--root a --data ImageNetData", "--data=ImageNetData --data.root=a"),
         ("fit", "--img_size 64 --config c.yaml", "--config=c.yaml --data.img_size=64"),
         ("fit", "--root a --config=c.yaml", "--config=c.yaml --data.root=a"),
-        ("fit", "--lr_find --patience 3", "--lr_find=true --patience=3"),
         ("fit", "--data.root=a --data=ImageNetData", "--data=ImageNetData --data.root=a"),
         ("fit", "--model.opt_kwargs.betas [0.9,0.99]", "--model.opt_kwargs.betas=[0.9,0.99]"),
         ("fit", "--trainer.callbacks+=Timer", "--trainer.callbacks+=Timer"),
-        ("fit", "-q --epochs 2", "--quiet=true --trainer.max_epochs=2"),
         ("fit", "--quiet --lr=1", "--quiet=true --model.lr=1"),
     ],
 )

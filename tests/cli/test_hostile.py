@@ -16,8 +16,8 @@ from relvit.cli import main
 KINDS = ["in_state_dict", "in_hyper_parameters", "in_relvit", "as_key", "legacy", "pickle", "tar", "torchscript"]
 COMMANDS = ["test", "predict", "validate", "ckpt_path", "resume", "pretrained", "teacher", "embed", "export"]
 COMMANDS += ["resolutions", "load"]
-# Ten times ten times ten ...
-BOMB = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 9))
+# A thousand times a thousand values.
+BOMB = f"a: &a [{', '.join('x' * 1000)}]\nb: [{', '.join(['*a'] * 1000)}]\n"
 
 
 @pytest.fixture(scope="module")
@@ -181,9 +181,15 @@ def test_nor_beside_data_that_are_given(content, tmp_path, photos, monkeypatch):
         ("trainer: {a: 1}\nmodel: [1\n", "x.yaml: expected ',' or ']', but got '<stream end>' (line 3)"),
         ("model: relvit_tiny\n", "x.yaml must hold its options by name, such as 'model: {NAME: VALUE}', got relvit_ti"),
         ("- 1\n", "x.yaml: options go by name, such as 'trainer: {max_epochs: 10}', got [1]"),
-        ("model: " + "[" * 9_999 + "\n", "maximum recursion depth"),
-        ("trainer: &a {callbacks: [*a]}\n", "x.yaml: an alias holds itself (line 1)"),
-        (BOMB, "x.yaml: there are more than 1000000 values (line 7)"),
+        ("- " * 1_000 + "1\n", "maximum recursion depth"),
+        (
+            "trainer: &a {callbacks: [*a]}\n",
+            "x.yaml: the configuration is not of relvit: its description has more",
+        ),
+        (
+            BOMB,
+            "x.yaml: the configuration is not of relvit: its description has more than 32 levels or 1,000,000",
+        ),
         ("data: \udcff\n", "x.yaml: not UTF-8 text (invalid start byte at byte 6)"),
         ("data: \0\n", "x.yaml: unacceptable character"),
     ],

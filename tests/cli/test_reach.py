@@ -45,18 +45,20 @@ def evaluated(best, split, img_size, reach):
     return logits, labels
 
 
-@pytest.mark.parametrize("reach", ["stretch", "bands"])
-def test_test_predict_and_load(best, tmp_path, reach):
-    logits, labels = evaluated(best, "test", 24, reach)
-    options = ["--img_size=24", f"--reach={reach}", *QUIET]
-    assert main(["test", best, *options, f"--runs={tmp_path / 'test'}"]) == 0
-    results = summary(only(tmp_path / "test"))
-    assert (results["reach"], results["img_size"]) == (reach, [24, 24])
+def test_test(best, tmp_path):
+    logits, labels = evaluated(best, "test", 24, "stretch")
+    assert main(["test", best, "--img_size=24", "--reach=stretch", *QUIET, f"--runs={tmp_path}"]) == 0
+    results = summary(only(tmp_path))
+    assert (results["reach"], results["img_size"]) == ("stretch", [24, 24])
     assert results["test/loss"] == pytest.approx(float(F.cross_entropy(logits, labels)), rel=1e-5)
-    assert main(["predict", best, *options, f"--runs={tmp_path / 'predict'}"]) == 0
-    found = [float(row["probability"]) for row in rows(only(tmp_path / "predict") / "predictions.csv")]
+
+
+def test_predict_and_load(best, tmp_path):
+    logits, _ = evaluated(best, "test", 24, "bands")
+    assert main(["predict", best, "--img_size=24", "--reach=bands", *QUIET, f"--runs={tmp_path}"]) == 0
+    found = [float(row["probability"]) for row in rows(only(tmp_path) / "predictions.csv")]
     assert found == pytest.approx(logits.softmax(-1).amax(-1).tolist(), abs=1e-5)
-    loaded = relvit.load(best, 24, reach).probabilities(images_of("test", 24)[0])
+    loaded = relvit.load(best, 24, "bands").probabilities(images_of("test", 24)[0])
     torch.testing.assert_close(loaded, logits.softmax(-1), rtol=0, atol=1e-6)
 
 

@@ -5,7 +5,6 @@ import http.server
 import threading
 
 import fsspec
-import numpy as np
 import pytest
 import torch
 from command_line import QUIET, fit, printed, rows
@@ -57,15 +56,12 @@ def test_commands_and_python(places, photos, tmp_path, fails):
         folder = tmp_path / name
         folder.mkdir()
         assert main(["predict", f"--ckpt_path={source}", f"--data.root={photos}", f"--runs={folder}", *QUIET]) == 0
-        assert main(["embed", f"--ckpt_path={source}", f"--root={photos}", f"--output={folder / 'x.npz'}"]) == 0
         paths = f"--ckpt_paths=[{source},{path.with_name('last.ckpt')}]"
         assert main(["average", paths, f"--output={folder / 'x.ckpt'}"]) == 0
         sizes = ["--sizes=[16]", "--accelerator=cpu", f"--output={folder / 'sizes.csv'}"]
         assert main(["resolutions", f"--ckpt_path={source}", *sizes]) == 0
     tables = [next((tmp_path / name).glob("*/predictions.csv")).read_text() for name in ("local", "remote")]
     assert tables[0] == tables[1]
-    first, second = (np.load(tmp_path / name / "x.npz") for name in ("local", "remote"))
-    assert all(np.array_equal(first[name], second[name]) for name in first)
     same(*(read_checkpoint(tmp_path / name / "x.ckpt")["state_dict"] for name in ("local", "remote")))
     sizes = [row for name in ("local", "remote") for row in rows(tmp_path / name / "sizes.csv")]
     assert [row.pop("checkpoint") for row in sizes] == [str(path), address]
@@ -75,11 +71,17 @@ def test_commands_and_python(places, photos, tmp_path, fails):
     assert f"{address} is given twice" in fails(twice)
 
 
-@pytest.mark.parametrize("option", [pytest.param("--model.pretrained", marks=pytest.mark.slow), "--ckpt_path"])
-def test_trainings_start_from_an_address_as_from_a_file(option, places, photos, tmp_path):
+def test_a_training_goes_on_from_an_address_as_from_a_file(run, resumed, photos, tmp_path):
+    fsspec.filesystem("memory").pipe("/runs/last.ckpt", (run / "checkpoints" / "last.ckpt").read_bytes())
+    folder = fit(photos, tmp_path, "--ckpt_path=memory://runs/last.ckpt", "--trainer.max_epochs=6")
+    same(*(read_checkpoint(each / "checkpoints" / "last.ckpt")["state_dict"] for each in (folder, resumed[0])))
+
+
+@pytest.mark.slow
+def test_a_training_starts_from_weights_at_an_address_as_from_a_file(places, photos, tmp_path):
     weights = []
     for number, source in enumerate(places):
-        folder = fit(photos, tmp_path / str(number), f"{option}={source}", "--trainer.max_epochs=5")
+        folder = fit(photos, tmp_path / str(number), f"--model.pretrained={source}")
         weights.append(read_checkpoint(folder / "checkpoints" / "last.ckpt")["state_dict"])
     same(*weights)
 
@@ -107,15 +109,6 @@ def test_what_is_not_written_to_addresses(arguments, message, best, tmp_path, fa
     monkeypatch.chdir(tmp_path)
     assert message in fails([argument.replace("BEST", str(best)) for argument in arguments])
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_callback_may_write_there(photos, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    callback = ["--trainer.callbacks=ModelCheckpoint", "--trainer.callbacks.dirpath=memory://kept"]
-    folder = fit(photos, tmp_path / "runs", *callback, "--trainer.callbacks.filename=x")
-    last = read_checkpoint(folder / "checkpoints" / "last.ckpt")
-    same(read_checkpoint("memory://kept/x.ckpt")["state_dict"], last["state_dict"])
-    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
 def test_what_cannot_be_fetched_is_one_sentence(fails):

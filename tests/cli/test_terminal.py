@@ -98,7 +98,5 @@ def test_honest_names(tmp_path, capsys):
         f"{root}/test/{name}/{name}, \u00e9\u0301.png" for name in sorted(names.values())
     ]
     assert {row["class"] for row in found} <= set(names.values())
-    assert main(["test", str(best), f"--runs={tmp_path / 't'}", *QUIET]) == 0
-    paths = [row["path"] for row in found[:2]]
-    assert main(["show", str(best), *paths, f"--output={tmp_path / 'pictures'}", "--kind=cam"]) == 0
+    assert main(["show", str(best), found[1]["path"], f"--output={tmp_path / 'pictures'}", "--kind=cam"]) == 0
     assert f"{sorted(names.values())[1]}, \u00e9\u0301-cam.png" in capsys.readouterr().out

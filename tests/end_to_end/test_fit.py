@@ -1,10 +1,10 @@
 """`relvit fit` as it is used: with its progress bar, loader workers, loggers and checkpoints."""
 
-import csv
 import re
 
 import pytest
 import yaml
+from command_line import only, rows
 from processes import Ranks, as_torchrun, finish, in_terminal, run, start
 
 # Two epochs of a small model: the digits are 1,437 images to train on and validate.
@@ -17,14 +17,8 @@ LINE = re.compile(
 RESULT = ("effective batch ", "Best validation accuracy: ", "Test accuracy of that checkpoint: ", "Next:")
 
 
-def run_of(folder):
-    (found,) = (folder / "runs").iterdir()
-    return found
-
-
-def rows(folder):
-    with open(run_of(folder) / "metrics.csv", newline="") as file:
-        return list(csv.DictReader(file))
+def table(folder):
+    return rows(only(folder / "runs") / "metrics.csv")
 
 
 def check_lines(text, folder, epochs, total):
@@ -33,7 +27,7 @@ def check_lines(text, folder, epochs, total):
     assert all(lines), text
     assert [(int(line[1]), int(line[2])) for line in lines] == [(epoch, total) for epoch in epochs]
     for line, epoch in zip(lines, epochs, strict=True):
-        row = rows(folder)[epoch - 1]
+        row = table(folder)[epoch - 1]
         names = ("train/loss", "val/loss", "val/acc1", "lr")
         assert [float(cell) for cell in line.groups()[2:]] == pytest.approx([float(row[n]) for n in names], rel=6e-3)
 
@@ -83,12 +77,12 @@ def test_into_a_file_and_on_with_early_stopping(tmp_path):
     assert "\r" not in out + err
     assert err == ""
     check_lines(out, tmp_path, [1, 2], 2)
-    folder = run_of(tmp_path)
+    folder = only(tmp_path / "runs")
     status, out, err = run(["fit", f"--resume={folder}", "--trainer.max_epochs=4", "-q"], tmp_path)
     assert status == 0, err
     assert not LINE.search(out)
     assert yaml.safe_load((folder / "config.yaml").read_text())["quiet"] is True
-    assert [int(row["epoch"]) for row in rows(tmp_path)] == list(range(len(rows(tmp_path))))
+    assert [int(row["epoch"]) for row in table(tmp_path)] == list(range(len(table(tmp_path))))
 
 
 @pytest.mark.slow
@@ -99,10 +93,10 @@ def test_two_processes_at_several_sizes_in_a_terminal_and_on_into_a_file(tmp_pat
     assert status == 0, text
     assert all(text.count(words) == 1 for words in RESULT), text
     assert re.search(r"━━|\d%\|", text)
-    status, out, err = finish(start(["fit", f"--resume={run_of(tmp_path)}", "--trainer.max_epochs=2"], tmp_path))
+    status, out, err = finish(start(["fit", f"--resume={only(tmp_path / 'runs')}", "--trainer.max_epochs=2"], tmp_path))
     assert status == 0, err
     check_lines(out, tmp_path, [2], 2)
-    assert [row["epoch"] for row in rows(tmp_path)] == ["0", "1"]
+    assert [row["epoch"] for row in table(tmp_path)] == ["0", "1"]
 
 
 @pytest.mark.slow
@@ -111,7 +105,9 @@ def test_after_ctrl_c_within_an_epoch_two_processes_go_on_from_the_end_of_the_ep
     status, out, err = run(["fit", *SMALL, *options, "-q"], tmp_path)
     assert status == 130, out + err
     # Half the batch on each of two processes: the optimiser's steps stay.
-    ranks = Ranks(["fit", f"--resume={run_of(tmp_path)}", "--devices=2", "--batch_size=64"], tmp_path, as_torchrun())
+    ranks = Ranks(
+        ["fit", f"--resume={only(tmp_path / 'runs')}", "--devices=2", "--batch_size=64"], tmp_path, as_torchrun()
+    )
     assert ranks.finish() == [0, 0], ranks.text()
     assert re.search(r"goes on from the end of epoch \d and repeats \d+ steps", ranks.text()), ranks.text()
-    assert [row["epoch"] for row in rows(tmp_path)] == ["0", "1", "2"]
+    assert [row["epoch"] for row in table(tmp_path)] == ["0", "1", "2"]

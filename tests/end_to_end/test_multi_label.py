@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import sklearn.metrics
 import torch
+from command_line import QUIET, only, rows, summary
 from photos import TINY
 from PIL import Image
 from processes import Ranks, as_torchrun
@@ -19,7 +20,6 @@ from relvit.training import load_classifier
 from relvit.training.labels import multi_label_metrics
 
 COLOURS = {"blue": (40, 60, 220), "green": (40, 200, 40), "red": (220, 40, 40)}
-QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
 
 
 def write_lists(root):
@@ -49,8 +49,7 @@ def trained(tmp_path_factory):
     arguments = ["fit", "--data=ImageListData", *lists, "--data.label_separator=;", f"--runs={root / 'runs'}", *TINY]
     arguments += ["--data.img_size=[16,24]", "--data.augment=none", "--data.crop_pct=1"]
     assert main([*arguments, "--epochs", "20", "--lr", "1e-2", "--patience", "20", "--data.val_fraction=0.3"]) == 0
-    (folder,) = (root / "runs").iterdir()
-    return root, folder
+    return root, only(root / "runs")
 
 
 @pytest.fixture(scope="module")
@@ -65,16 +64,11 @@ def expected(trained):
     return found
 
 
-def rows(path):
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def run(trained, tmp_path, command, *arguments):
     """Run a command on the best checkpoint; return the new run's folder."""
     best = trained[1] / "checkpoints" / "best.ckpt"
     assert main([command, str(best), *arguments, f"--runs={tmp_path / 'runs'}", *QUIET]) == 0
-    return next((tmp_path / "runs").iterdir())
+    return only(tmp_path / "runs")
 
 
 def average_precision(labels, probabilities):
@@ -85,18 +79,18 @@ def average_precision(labels, probabilities):
 
 def test_fit(trained, expected):
     root, folder = trained
-    summary = json.loads((folder / "summary.json").read_text())
+    results = summary(folder)
     best = torch.load(folder / "checkpoints" / "best.ckpt", weights_only=True)
     labels, probabilities = expected["val"]
     thresholds = best["relvit"]["thresholds"]
     np.testing.assert_allclose(thresholds, multi_label_metrics(probabilities, labels).threshold, rtol=1e-5)
-    assert summary["val/map"] == pytest.approx(average_precision(labels, probabilities), rel=1e-5)
-    assert summary["val/map"] == max(float(row["val/map"]) for row in rows(folder / "metrics.csv"))
+    assert results["val/map"] == pytest.approx(average_precision(labels, probabilities), rel=1e-5)
+    assert results["val/map"] == max(float(row["val/map"]) for row in rows(folder / "metrics.csv"))
     labels, probabilities = expected["test"]
-    assert summary["test/map"] == pytest.approx(average_precision(labels, probabilities), rel=1e-5)
+    assert results["test/map"] == pytest.approx(average_precision(labels, probabilities), rel=1e-5)
     f1 = sklearn.metrics.f1_score(labels, probabilities >= thresholds, average="macro")
-    assert summary["test/f1"] == pytest.approx(f1, rel=1e-5)
-    assert summary["test/map"] > 0.8
+    assert results["test/f1"] == pytest.approx(f1, rel=1e-5)
+    assert results["test/map"] > 0.8
     assert {"curves.png", "training_images.png", "val_split.csv"} <= {path.name for path in folder.iterdir()}
     written = {row["path"]: row["label"] for row in rows(root / "train.csv")}
     held_out = rows(folder / "val_split.csv")
@@ -107,8 +101,7 @@ def test_validate_and_test(trained, expected, tmp_path, capsys):
     labels, probabilities = expected["test"]
     folder = run(trained, tmp_path, "test")
     out = capsys.readouterr().out
-    summary = json.loads((folder / "summary.json").read_text())
-    assert f"24 images of test, mean F1 of the classes {summary['test/f1']:.4f}, mean average precision" in out
+    assert f"24 images of test, mean F1 of the classes {summary(folder)['test/f1']:.4f}, mean average precision" in out
     thresholds = load_classifier(trained[1] / "checkpoints" / "best.ckpt").thresholds
     metrics = multi_label_metrics(probabilities, labels, thresholds)
     table = rows(folder / "classes.csv")
@@ -158,10 +151,10 @@ def test_sizes_average_and_publish(trained, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     best = str(trained[1] / "checkpoints" / "best.ckpt")
     assert main(["resolutions", best, "--sizes", "[16,24]", "24", "--split", "test", "--output", "curves"]) == 0
-    summary = json.loads((trained[1] / "summary.json").read_text())
+    results = summary(trained[1])
     curve = json.loads((tmp_path / "curves" / "resolutions.json").read_text())
     for name in ("map", "f1", "loss"):
-        assert curve[0][name] == pytest.approx(summary[f"test/{name}"], rel=1e-5)
+        assert curve[0][name] == pytest.approx(results[f"test/{name}"], rel=1e-5)
     assert main(["publish", best, "--to", "published", "--curve", "curves/resolutions.json"]) == 0
     thresholds = load_classifier(best).thresholds
     assert json.loads((tmp_path / "published" / "config.json").read_text())["relvit"]["thresholds"] == thresholds

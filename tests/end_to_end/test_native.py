@@ -1,12 +1,9 @@
 """`--data.native true`: train, validate, test, predict and embed images of many shapes, in one process and in two."""
 
-import csv
-import json
-import shutil
-
 import numpy as np
 import pytest
 import torch
+from command_line import QUIET, only, rows, summary
 from photos import write_photos
 from PIL import Image
 from processes import Ranks, as_torchrun
@@ -16,7 +13,6 @@ from relvit.cli import main
 from relvit.data.batches import images_of
 
 FIT = ["fit", "--data=ImageFolderData", "--data.native=true", "--model.model=test_relvit", "--trainer.max_epochs=1"]
-CPU = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
 SMALL = ["--data.patch_size=8", "--data.max_tokens=9", "--data.batch_size=4", "--data.num_workers=0"]
 SMALL += [f"--model.model_kwargs.{given}" for given in ("patch_size=8", "embed_dim=16", "depth=2", "max_distance=2")]
 
@@ -33,24 +29,12 @@ def shapes(tmp_path_factory):
     return root
 
 
-def rows(path):
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def run_of(folder):
-    (run,) = folder.iterdir()
-    return run
-
-
 def commands(best, root, folder):
     """Test and predict in folders of their own; return these."""
-    both = []
-    for command in ("test", "predict"):
-        given = [command, f"--ckpt_path={best}", f"--data.root={root}", f"--runs={folder / command}", "--mirror=true"]
-        assert main([*given, *CPU]) == 0
-        both.append(run_of(folder / command))
-    return both
+    given = [f"--ckpt_path={best}", "--mirror=true", *QUIET]
+    assert main(["test", *given, f"--data.root={root}", f"--runs={folder / 'test'}"]) == 0
+    assert main(["predict", *given, str(root / "test"), f"--runs={folder / 'predict'}"]) == 0
+    return only(folder / "test"), only(folder / "predict")
 
 
 def check(best, root, test, predict):
@@ -67,9 +51,9 @@ def check(best, root, test, predict):
         right += row["class"] == (root / row["path"]).parent.name
     paths = sorted(str(path) for path in (root / "test").glob("*/*"))
     assert [row["path"] for row in table] == paths
-    summary = json.loads((test / "summary.json").read_text())
-    assert summary["images"] == len(paths)
-    assert summary["test/acc1"] == pytest.approx(right / len(paths))
+    results = summary(test)
+    assert results["images"] == len(paths)
+    assert results["test/acc1"] == pytest.approx(right / len(paths))
     assert len(rows(test / "mistakes.csv")) == len(paths) - right > 0
     assert (test / "mistakes.png").is_file()
 
@@ -81,8 +65,8 @@ def check(best, root, test, predict):
     ids=("small", "default"),
 )
 def test_one_process(shapes, tmp_path, capsys, options, budget, side):
-    assert main([*FIT, f"--data.root={shapes}", f"--runs={tmp_path / 'runs'}", *CPU, *options]) == 0
-    run = run_of(tmp_path / "runs")
+    assert main([*FIT, f"--data.root={shapes}", f"--runs={tmp_path / 'runs'}", *QUIET, *options]) == 0
+    run = only(tmp_path / "runs")
     text = capsys.readouterr().out
     assert f"native shapes of up to {budget} patches of {side} x {side} px x 3" in text
     assert "could not be drawn" not in text
@@ -90,8 +74,9 @@ def test_one_process(shapes, tmp_path, capsys, options, budget, side):
     best = run / "checkpoints" / "best.ckpt"
     # As the last line of the training suggests.
     assert f"relvit validate {best} --data.max_tokens {round(1.5 * budget)}" in text
-    assert main(["validate", str(best), "--data.max_tokens=49", *CPU]) == 0
-    check(best, shapes, *commands(best, shapes, tmp_path))
+    assert main(["validate", str(best), "--data.max_tokens=49", *QUIET]) == 0
+    tested, predicted = commands(best, shapes, tmp_path)
+    check(best, shapes, tested, predicted)
     assert main(["embed", str(best), f"--root={shapes / 'test'}", f"--output={tmp_path / 'x.npz'}"]) == 0
     found = np.load(tmp_path / "x.npz")
     predictor = relvit.load(best)
@@ -103,17 +88,16 @@ def test_one_process(shapes, tmp_path, capsys, options, budget, side):
     path = str(next((shapes / "test").glob("*/*")))
     assert main(["show", str(best), path, "--kind", "logits", "rollout", f"--output={tmp_path / 'pictures'}"]) == 0
     assert len(list((tmp_path / "pictures").iterdir())) == 2
-    # Named images keep their shapes, too; another budget is another result.
-    given = ["predict", str(best), str(shapes / "test"), f"--runs={tmp_path / 'named'}", *CPU]
-    assert main(given) == 0
-    (named,) = [rows(path) for path in (tmp_path / "named").glob("*/predictions.csv")]
-    for row, prediction in zip(named, predictor.predict([row["path"] for row in named]), strict=True):
+    table = rows(predicted / "predictions.csv")
+    for row, prediction in zip(table, predictor.predict([row["path"] for row in table], mirror=True), strict=True):
         assert float(row["probability"]) == pytest.approx(prediction.probability, abs=5e-6)
+    # Another budget is another result.
+    given = ["predict", str(best), str(shapes / "test"), "--mirror", f"--runs={tmp_path / 'other'}", *QUIET]
     assert main([*given, f"--data.max_tokens={2 * budget}"]) == 0
-    other = rows(max((tmp_path / "named").glob("*/predictions.csv")))
-    assert [row["probability"] for row in other] != [row["probability"] for row in named]
+    other = rows(only(tmp_path / "other") / "predictions.csv")
+    assert [row["probability"] for row in other] != [row["probability"] for row in table]
     capsys.readouterr()
-    for command in (given, ["test", str(best), *CPU]):
+    for command in (given, ["test", str(best), *QUIET]):
         assert main([*command, "--reach=windows"]) == 2
         assert "reach 'windows' is for images of one size, and" in capsys.readouterr().err
     height, width = predictor.attention(str(shapes / "test" / "cat" / "banner.png")).grid
@@ -122,17 +106,17 @@ def test_one_process(shapes, tmp_path, capsys, options, budget, side):
 
 @pytest.mark.slow
 def test_two_processes(shapes, tmp_path):
-    arguments = [*FIT, f"--data.root={shapes}", f"--runs={tmp_path / 'runs'}", *CPU, *SMALL]
+    arguments = [*FIT, f"--data.root={shapes}", f"--runs={tmp_path / 'runs'}", *QUIET, *SMALL]
     ranks = Ranks(arguments, tmp_path, as_torchrun())
     assert ranks.finish() == [0, 0], ranks.text()[-3000:]
-    best = run_of(tmp_path / "runs") / "checkpoints" / "best.ckpt"
+    best = only(tmp_path / "runs") / "checkpoints" / "best.ckpt"
     # 15 images: the second process has one fewer, and a batch fewer.
     folders = []
     for command in ("test", "predict"):
         given = [command, f"--ckpt_path={best}", f"--data.root={shapes}", f"--runs={tmp_path / command}"]
-        ranks = Ranks([*given, "--mirror=true", "--data.batch_size=7", *CPU], tmp_path, as_torchrun())
+        ranks = Ranks([*given, "--mirror=true", "--data.batch_size=7", *QUIET], tmp_path, as_torchrun())
         assert ranks.finish() == [0, 0], ranks.text()[-3000:]
-        folders.append(run_of(tmp_path / command))
+        folders.append(only(tmp_path / command))
     check(best, shapes, *folders)
 
 
@@ -148,7 +132,5 @@ def test_two_processes(shapes, tmp_path):
     ],
     ids=str,
 )
-def test_errors(shapes, tmp_path, options, message, capsys):
-    assert main([*FIT, f"--data.root={shapes}", f"--runs={tmp_path / 'runs'}", *CPU, *SMALL, *options]) == 2
-    assert message in capsys.readouterr().err
-    shutil.rmtree(tmp_path / "runs", ignore_errors=True)
+def test_errors(shapes, tmp_path, options, message, fails):
+    assert message in fails([*FIT, f"--data.root={shapes}", f"--runs={tmp_path / 'runs'}", *QUIET, *SMALL, *options])

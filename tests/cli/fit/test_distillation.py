@@ -34,7 +34,11 @@ def logits_of(path, photos, **normalisation):
 
 @pytest.mark.parametrize(
     ("flags", "weight", "temperature"),
-    [([], 0.5, None), (["--model.distill=soft", "--model.distill_weight=0.1"], 0.1, 3.0)],
+    [
+        ([], 0.5, None),
+        # `tests/training/optim/test_distillation.py` compares both losses daily.
+        pytest.param(["--model.distill=soft", "--model.distill_weight=0.1"], 0.1, 3.0, marks=pytest.mark.slow),
+    ],
 )
 def test_a_student_learns_from_the_labels_and_the_teacher(flags, weight, temperature, best, photos, tmp_path):
     teacher = tmp_path / "teacher.ckpt"

@@ -88,33 +88,27 @@ def test_the_same_classes_listed_in_another_order_keep_the_classifier(best, phot
     assert torch.equal(trained.net.head.weight, source.net.head.weight[[2, 0, 1]])
 
 
-def test_from_a_folder_of_timm_retrofitted(animals, tmp_path, capsys):
+def test_from_a_folder_of_timm_retrofitted_with_its_normalisation(animals, tmp_path, capsys):
+    """Images are normalised as the weights know them, unless told otherwise."""
     kwargs = {"patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}
     vit = timm.create_model("vit_tiny_patch16_224", img_size=32, **kwargs)
     save_for_hf(vit, tmp_path / "vit", model_args=kwargs | {"img_size": 32})
+    pretrained = f"--model.pretrained={tmp_path / 'vit'}"
     still = ("--model.lr=0", "--model.min_lr=0", "--model.retrofit.rel_terms=k", "--model.retrofit.max_distance=1")
-    folder = fit(animals, tmp_path / "runs", f"--model.pretrained={tmp_path / 'vit'}", *still)
+    folder = fit(animals, tmp_path / "runs", pretrained, *still)
     out = capsys.readouterr().out
     line = f"pretrained: 30 of 36 tensors from local-dir:{tmp_path / 'vit'}; resized: pos_embed; new: "
     assert f"{line}blocks.*.attn.position.key_rows (2), blocks.*.attn.position.key_cols (2), head.weight, head" in out
     assert "Note: the images are normalised" not in out
-    net = load_classifier(folder / "checkpoints" / "best.ckpt").net
-    assert torch.equal(net.blocks[1].attn.qkv.weight, vit.blocks[1].attn.qkv.weight)
-    assert net.blocks[1].attn.position.rel_terms == "k"
-
-
-def test_images_are_normalised_as_the_weights_know_them_unless_told_otherwise(animals, tmp_path, capsys):
-    kwargs = {"patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
-    vit = timm.create_model("vit_tiny_patch16_224", img_size=16, **kwargs)
-    save_for_hf(vit, tmp_path / "vit", model_args=kwargs | {"img_size": 16})
-    pretrained = f"--model.pretrained={tmp_path / 'vit'}"
-    folder = fit(animals, tmp_path / "runs", pretrained)
     theirs = "mean [0.5, 0.5, 0.5] and std [0.5, 0.5, 0.5], the pretrained weights'"
-    assert f"images normalised by {theirs}\n" in capsys.readouterr().out
+    assert f"images normalised by {theirs}\n" in out
     config = yaml.safe_load((folder / "config.yaml").read_text())["data"]["init_args"]
     assert config["mean"] == config["std"] == [0.5] * 3
     best = folder / "checkpoints" / "best.ckpt"
     assert read_checkpoint(best)["relvit"]["data"]["init_args"]["std"] == [0.5] * 3
+    net = load_classifier(best).net
+    assert torch.equal(net.blocks[1].attn.qkv.weight, vit.blocks[1].attn.qkv.weight)
+    assert net.blocks[1].attn.position.rel_terms == "k"
     # The values themselves: black and white are -1 and 1, in training, predictions and what goes on.
     Image.new("RGB", (16, 16), (255, 0, 255)).save(tmp_path / "image.png")
     assert relvit.load(best).transform(Image.open(tmp_path / "image.png"))[:, 0, 0].tolist() == [1, -1, 1]
@@ -124,16 +118,13 @@ def test_images_are_normalised_as_the_weights_know_them_unless_told_otherwise(an
     last = folder / "checkpoints" / "last.ckpt"
     assert read_checkpoint(last)["relvit"]["data"]["init_args"]["mean"] == [0.5] * 3
 
-    folder = fit(animals, tmp_path / "given", pretrained, "--data.mean=[0.4,0.4,0.4]")
+    trial = ["fit", "--data=ImageFolderData", f"--data.root={animals}", *COMMON, "--trainer.fast_dev_run=true"]
+    assert main([*trial, pretrained, "--data.mean=[0.4,0.4,0.4]"]) == 0
     out = capsys.readouterr().out
     assert "images normalised by mean [0.4, 0.4, 0.4], as given; std [0.5, 0.5, 0.5], the pretrained weights'" in out
-    assert (
-        "Note: the images are normalised by mean [0.4,0.4,0.4], those of the pretrained weights were by --data" in out
-    )
-    found = read_checkpoint(folder / "checkpoints" / "best.ckpt")["relvit"]["data"]["init_args"]
-    assert (found["mean"], found["std"]) == ([0.4] * 3, [0.5] * 3)
-
-    fit(animals, tmp_path / "none", "--model.model=test_relvit", "--model.model_kwargs.patch_size=8")
+    note = "Note: the images are normalised by mean [0.4,0.4,0.4], those of the pretrained weights were by --data"
+    assert note in out
+    assert main([*trial, "--model.model=test_relvit", "--model.model_kwargs.patch_size=8"]) == 0
     assert "std [0.229, 0.224, 0.225], the default of ImageFolderData" in capsys.readouterr().out
 
 

@@ -48,7 +48,7 @@ def test_while_training(photos, mount, monkeypatch, capsys, what):
     if what == "tensorboard":
         # The log's thread raises its error at the next row, unless the checkpoint's comes before.
         monkeypatch.setattr(History, "_write_table", lambda self: None)
-    assert fit(photos, disk / "runs", "--trainer.callbacks=failures.Fill") == 1
+    assert fit(photos, disk / "runs", "--trainer.callbacks=failures.Fill", "--trainer.logger=tensorboard") == 1
     err = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     (run,) = (disk / "runs").iterdir()
     last = run / "checkpoints" / "last.ckpt"

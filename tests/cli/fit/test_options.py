@@ -22,13 +22,19 @@ def of_best(folder, root, split):
     return by_hand(load_classifier(folder / "checkpoints" / "best.ckpt"), data.dataset(split))
 
 
-def test_early_stopping_by_lightnings_callback(photos, tmp_path):
-    config = tmp_path / "config.yaml"
+def test_lightnings_callbacks_by_a_configuration_and_an_option(photos, tmp_path, monkeypatch):
+    """One ends the training; another one writes to a remote address, as runs themselves do not."""
+    monkeypatch.chdir(tmp_path)
     stop = {"class_path": "EarlyStopping", "init_args": {"monitor": "val/loss", "stopping_threshold": 99}}
-    config.write_text(yaml.safe_dump({"trainer": {"callbacks": [stop]}}))
-    folder = fit(photos, tmp_path / "runs", f"--config={config}", "--trainer.max_epochs=3")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": [stop]}}))
+    callback = ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.dirpath=memory://kept"]
+    options = ["--config=config.yaml", *callback, "--trainer.callbacks.filename=x", "--trainer.max_epochs=3"]
+    folder = fit(photos, tmp_path / "runs", *options)
     # Every loss is below the threshold.
     assert len(read_metrics(folder / "metrics.csv")["val/acc1"]) == 1
+    kept, last = (read_checkpoint(path) for path in ("memory://kept/x.ckpt", folder / "checkpoints" / "last.ckpt"))
+    assert all(torch.equal(tensor, kept["state_dict"][name]) for name, tensor in last["state_dict"].items())
+    assert {path.name for path in tmp_path.iterdir()} == {"config.yaml", "runs"}
 
 
 def test_the_last_epochs_kept_and_averaged(photos, tmp_path, capsys):

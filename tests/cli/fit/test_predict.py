@@ -227,7 +227,8 @@ def test_nothing_can_be_read(best, tmp_path):
     assert rows(folder / "predictions.csv") == []
 
 
-@pytest.mark.parametrize("images", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("images", [1, 3])
 def test_two_processes_write_the_table_of_one(best, pictures, tmp_path, images, monkeypatch):
     """With broken files in between, and with fewer images than processes."""
     monkeypatch.chdir(tmp_path)

@@ -1,15 +1,14 @@
 """What a run keeps about itself; runs that repeat bit by bit."""
 
 import json
-import shutil
 import subprocess
 
 import pytest
 import torch
-from command_line import QUIET, fit, rows
+from command_line import fit, rows
+from lightning import Trainer
 
-from relvit.cli import main
-from relvit.training.run.record import git_state
+from relvit.training.run.record import git_state, record_run
 
 
 def test_the_table_has_a_row_per_epoch_with_all_quantities(run):
@@ -22,12 +21,10 @@ def test_the_table_has_a_row_per_epoch_with_all_quantities(run):
         assert float(row["train/grad_norm"]) > 0
 
 
-def test_the_record_of_a_run(run, tmp_path, monkeypatch):
-    stopped = shutil.copytree(run, tmp_path / "run")
-    monkeypatch.setattr("sys.argv", ["relvit", "fit", "--resume", str(stopped)])
-    assert main(["fit", "--resume", str(stopped), "--trainer.max_epochs=5"]) == 0
-    first, second = json.loads((stopped / "run.json").read_text())["sessions"]
-    assert second["command"] == ["relvit", "fit", "--resume", str(stopped)]
+def test_the_record_of_a_run(resumed):
+    folder, _ = resumed
+    first, second = json.loads((folder / "run.json").read_text())["sessions"]
+    assert second["command"] == ["relvit", "fit", f"--resume={folder}", "--trainer.max_epochs=6"]
     assert first["seed"] == second["seed"] == 0
     assert first["versions"]["torch"] == str(torch.__version__)
     assert first["devices"] == {"count": 1, "kind": "cpu", "precision": "32-true"}
@@ -35,13 +32,13 @@ def test_the_record_of_a_run(run, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("content", ["[]", "{", "{}", '{"sessions": 3}', ""])
-def test_a_damaged_record_is_kept_and_begun_again(content, run, tmp_path):
-    mine = shutil.copytree(run, tmp_path / "run")
-    (mine / "run.json").write_text(content)
+def test_a_damaged_record_is_kept_and_begun_again(content, tmp_path):
+    (tmp_path / "run.json").write_text(content)
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     with pytest.warns(UserWarning, match=r"run.json is damaged \(.*it is now run.damaged.json, and a new one begins"):
-        assert main(["fit", f"--resume={mine}", "--trainer.max_epochs=5", *QUIET]) == 0
-    assert (mine / "run.damaged.json").read_text() == content
-    assert len(json.loads((mine / "run.json").read_text())["sessions"]) == 1
+        record_run(tmp_path, ["relvit", "fit"], 0, trainer)
+    assert (tmp_path / "run.damaged.json").read_text() == content
+    assert len(json.loads((tmp_path / "run.json").read_text())["sessions"]) == 1
 
 
 def test_the_state_of_the_repository(tmp_path):

@@ -27,18 +27,31 @@ def stopped(run, tmp_path):
     return shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns(".lock"))
 
 
-def test_goes_on_in_the_same_folder_with_the_same_configuration(stopped, capsys):
-    before = yaml.safe_load((stopped / "config.yaml").read_text())
-    assert main(["fit", f"--resume={stopped}", "--trainer.max_epochs=6"]) == 0
-    assert f"files in {stopped}" in capsys.readouterr().out
-    assert [folder.name for folder in stopped.parent.iterdir() if folder.is_dir()] == ["run"]
-    assert [epoch for epoch, _ in read_metrics(stopped / "metrics.csv")["train/loss"]] == [0, 1, 2, 3, 4, 5]
-    assert read_checkpoint(stopped / "checkpoints" / "last.ckpt")["position"]["epoch"] == 6
-    after = yaml.safe_load((stopped / "config.yaml").read_text())
+def test_goes_on_in_the_same_folder_with_the_same_configuration(run, resumed):
+    folder, printed = resumed
+    assert f"files in {folder}" in printed
+    assert [path.name for path in folder.parent.iterdir()] == ["run"]
+    assert [epoch for epoch, _ in read_metrics(folder / "metrics.csv")["train/loss"]] == [0, 1, 2, 3, 4, 5]
+    assert read_checkpoint(folder / "checkpoints" / "last.ckpt")["position"]["epoch"] == 6
+    before, after = (yaml.safe_load((each / "config.yaml").read_text()) for each in (run, folder))
     before["trainer"]["max_epochs"] = 6
     # It names no checkpoint: the configuration alone trains the same from the beginning.
     assert after == before
     assert after["ckpt_path"] is None
+
+
+def test_a_new_folder_from_a_checkpoint_that_knows_how_it_was_trained(run, resumed, tmp_path, capsys):
+    """No option has to be given again, but for the Trainer's."""
+    last = run / "checkpoints" / "last.ckpt"
+    assert main(["fit", f"--ckpt_path={last}", f"--runs={tmp_path / 'new'}", "--trainer.max_epochs=6", *QUIET]) == 0
+    out = capsys.readouterr().out
+    assert "changed since: trainer.max_epochs 4 -> 6\n" in out
+    # The best checkpoint of another folder is of that folder's own epochs.
+    assert "Best validation accuracy since resuming after epoch 4:" in out
+    folder = only(tmp_path / "new")
+    assert summary(folder)["best_epoch"] in (5, 6)
+    for name in ("lr", "train/loss", "val/loss"):
+        assert read_metrics(folder / "metrics.csv")[name] == read_metrics(resumed[0] / "metrics.csv")[name]
 
 
 def test_a_finished_run_says_so(stopped, fails):
@@ -138,10 +151,10 @@ HALVED = ["--data.batch_size=4", "--trainer.accumulate_grad_batches=2"]
 
 @pytest.fixture(scope="module")
 def interrupted(photos, tmp_path_factory):
-    """The folder of a training of three epochs that Ctrl-C stopped within the second."""
+    """The folder of a training of two epochs that Ctrl-C stopped within the second."""
     runs = tmp_path_factory.mktemp("interrupted")
     arguments = ["fit", "--data=ImageFolderData", f"--data.root={photos}", f"--runs={runs}", *TINY]
-    assert main([*arguments, "--epochs=3", "--model.ema_decay=0.9", "--trainer.callbacks=failures.Stop"]) == 130
+    assert main([*arguments, "--epochs=2", "--model.ema_decay=0.9", "--trainer.callbacks=failures.Stop"]) == 130
     return only(runs)
 
 
@@ -168,7 +181,7 @@ def test_from_within_an_epoch_other_batches_go_on_at_the_end_of_the_epoch_before
     expected = weights(whole)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(from_end).items())
     for folder in (whole, other, from_end):
-        assert [epoch for epoch, _ in read_metrics(folder / "metrics.csv")["train/loss"]] == [0, 1, 2]
+        assert [epoch for epoch, _ in read_metrics(folder / "metrics.csv")["train/loss"]] == [0, 1]
         last, end = (folder / "checkpoints" / name for name in ("last.ckpt", "epoch.ckpt"))
         assert last.samefile(end)
     assert summary(other)["effective_batch"] == 8
@@ -215,15 +228,6 @@ def test_a_run_that_lacks_only_its_end_gets_it(stopped, capsys):
         assert (stopped / name).is_file()
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(stopped).items())
     assert [epoch for epoch, _ in read_metrics(stopped / "metrics.csv")["train/loss"]] == [0, 1, 2, 3]
-
-
-def test_smaller_batches_may_make_the_same_steps(stopped, tmp_path):
-    """From an epoch's end on; the learning rates are those of a training that goes on as it was."""
-    same = shutil.copytree(stopped, tmp_path / "same")
-    for folder, changed in ((same, []), (stopped, HALVED)):
-        assert main(["fit", f"--resume={folder}", "--trainer.max_epochs=6", *changed]) == 0
-    assert read_metrics(stopped / "metrics.csv")["lr"] == read_metrics(same / "metrics.csv")["lr"]
-    assert summary(stopped)["effective_batch"] == 8
 
 
 REFUSED = [
@@ -284,7 +288,8 @@ def test_an_option_that_the_configuration_changed_is_found_as_well(stopped, fail
     assert "give --model.label_smoothing 0.1, or start another" in message
 
 
-def test_what_may_change_takes_effect_and_is_printed(stopped, photos, tmp_path, capsys):
+def test_what_may_change_takes_effect_and_is_printed(stopped, resumed, photos, tmp_path, capsys):
+    """From an epoch's end on, smaller batches may make the same steps."""
     moved = shutil.copytree(photos, tmp_path / "moved")
     options = {
         "trainer.max_epochs": "6",
@@ -298,7 +303,8 @@ def test_what_may_change_takes_effect_and_is_printed(stopped, photos, tmp_path, 
         # As before: no change.
         "model.lr": "0.005",
     }
-    assert main(["fit", f"--resume={stopped}", *(f"--{name}={value}" for name, value in options.items())]) == 0
+    arguments = [f"--{name}={value}" for name, value in options.items()]
+    assert main(["fit", f"--resume={stopped}", *arguments, *HALVED]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("changed since: "))
     for change in (
         f"data.root {photos} -> {moved}",
@@ -307,10 +313,14 @@ def test_what_may_change_takes_effect_and_is_printed(stopped, photos, tmp_path, 
         "trainer.precision null -> bf16-mixed",
         "model.nonfinite stop -> skip",
         "save_every null -> 2",
+        "data.batch_size 8 -> 4",
+        "trainer.accumulate_grad_batches 1 -> 2",
     ):
         assert change in line
     assert "model.lr" not in line
+    assert summary(stopped)["effective_batch"] == 8
     columns = read_metrics(stopped / "metrics.csv")
+    assert columns["lr"] == read_metrics(resumed[0] / "metrics.csv")["lr"]
     # Three steps an epoch: the cosine now ends after 18.
     for epoch, rate in columns["lr"][4:]:
         # After the epoch's last step the schedule is at the next one.
@@ -361,9 +371,6 @@ def test_the_images_stay_the_same(stopped, moved, capsys):
     assert main([*arguments, f"--runs={root / 'runs'}", *QUIET]) == 2
     assert "train: 2 of another size ('cat/1.jpg', 'dog/1.jpg'); val: 1 removed" in capsys.readouterr().err
     assert not (root / "runs").exists()
-    # From weights alone another training begins.
-    pretrained = f"--model.pretrained={stopped / 'checkpoints' / 'last.ckpt'}"
-    fit(root, root / "runs", pretrained)
 
 
 UNKNOWN = "the checkpoint does not say which images its training had"
@@ -380,18 +387,19 @@ def forget_images(run, layout=None):
 
 
 def test_images_that_no_checkpoint_knows_are_warned_of_once(stopped, moved, recwarn, capsys):
+    """The training goes on to a limit of steps, in the middle of the fifth epoch, which has three."""
     root, arguments = moved
     forget_images(stopped)
-    assert main(arguments) == 0
+    arguments[2] = "--trainer.max_epochs=-1"
+    assert main([*arguments, "--trainer.max_steps=14"]) == 0
+    assert torch.load(stopped / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 14
     assert [str(warning.message)[: len(UNKNOWN)] for warning in recwarn].count(UNKNOWN) == 1
     recwarn.clear()
     # Now they are known.
-    arguments[2] = "--trainer.max_epochs=6"
-    assert main(arguments) == 0
-    assert not [warning for warning in recwarn if UNKNOWN in str(warning.message)]
     swap(root)
-    assert main([*arguments, "--trainer.max_epochs=7"]) == 2
+    assert main([*arguments, "--trainer.max_steps=15"]) == 2
     assert "train: 2 of another size" in capsys.readouterr().err
+    assert not [warning for warning in recwarn if UNKNOWN in str(warning.message)]
 
 
 @pytest.mark.slow
@@ -409,37 +417,14 @@ def test_two_processes_compare_the_images_once(stopped, moved, tmp_path):
     assert "train: 2 of another size ('cat/1.jpg', 'dog/1.jpg')" in ranks.text()
 
 
-def test_a_limit_of_steps_may_change(stopped):
-    """In the middle of the fifth epoch, which has three steps."""
-    assert main(["fit", f"--resume={stopped}", "--trainer.max_epochs=-1", "--trainer.max_steps=14"]) == 0
-    assert torch.load(stopped / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 14
-
-
-def test_patience_ends_a_training_that_learns_nothing_and_may_change(photos, tmp_path, capsys):
+def test_patience_ends_a_training_that_learns_nothing_and_may_change(run, photos, tmp_path, capsys):
     """Nothing is learnt: the first validation is the best."""
-    still = ["--model.lr=0", "--model.min_lr=0", "--model.warmup_epochs=0", "--patience=9", "--trainer.max_epochs=3"]
+    still = ["--model.lr=0", "--model.min_lr=0", "--model.warmup_epochs=0", "--patience=1", "--trainer.max_epochs=9"]
     folder = fit(photos, tmp_path, *still)
-    longer = ["fit", f"--resume={folder}", "--trainer.max_epochs=9"]
-    assert "stopped_early" not in summary(folder)
-    assert main([*longer, "--patience=4"]) == 0
-    assert len(read_metrics(folder / "metrics.csv")["lr"]) == 5
-    assert "Stopped early: patience 4 with val/acc1 has run out." in capsys.readouterr().out
+    assert len(read_metrics(folder / "metrics.csv")["lr"]) == 2
+    assert "Stopped early: patience 1 with val/acc1 has run out." in capsys.readouterr().out
     assert summary(folder)["stopped_early"] is True
+    assert "stopped_early" not in summary(run)
     # What it stopped at is no end.
-    assert main([*longer, "--patience=6"]) == 0
-    assert len(read_metrics(folder / "metrics.csv")["lr"]) == 7
-
-
-def test_a_checkpoint_knows_how_it_was_trained(stopped, tmp_path, capsys):
-    """In a new folder no option has to be given again, but for the Trainer's."""
-    last = stopped / "checkpoints" / "last.ckpt"
-    assert main(["fit", f"--ckpt_path={last}", f"--runs={tmp_path / 'new'}", "--trainer.max_epochs=5", *QUIET]) == 0
-    out = capsys.readouterr().out
-    assert "changed since: trainer.max_epochs 4 -> 5\n" in out
-    # Of another folder, whose best checkpoint is of its own epochs.
-    assert "Best validation accuracy since resuming after epoch 4:" in out
-    folder = only(tmp_path / "new")
-    assert summary(folder)["best_epoch"] == 5
-    assert main(["fit", f"--resume={stopped}", "--trainer.max_epochs=5"]) == 0
-    for name in ("lr", "train/loss", "val/loss"):
-        assert read_metrics(folder / "metrics.csv")[name] == read_metrics(stopped / "metrics.csv")[name]
+    assert main(["fit", f"--resume={folder}", "--patience=3"]) == 0
+    assert len(read_metrics(folder / "metrics.csv")["lr"]) == 4

@@ -102,7 +102,11 @@ def test_a_training_that_ends_before_its_first_validation_says_what_it_leaves(ph
 
 def test_the_summary_counts_the_images_that_were_evaluated(photos, tmp_path):
     limits = [f"--trainer.limit_{split}_batches=1" for split in ("val", "test")]
-    results = summary(fit(photos, tmp_path, "--data.batch_size=2", *limits))
+    folder = fit(photos, tmp_path, "--data.batch_size=2", *limits, "--trainer.logger=csv")
+    # The word csv means the table that each run has, and no other log.
+    assert (folder / "metrics.csv").is_file()
+    assert not (folder / "tensorboard").exists()
+    results = summary(folder)
     assert (results["val/images"], results["test/images"]) == (2, 2)
     accuracy = results["test/acc1"]
     assert results["test/acc1_se"] == pytest.approx((accuracy * (1 - accuracy) / 2) ** 0.5)

@@ -95,7 +95,7 @@ def check(folder, best, root, mirror=False):
 
 
 @pytest.mark.parametrize("mirror", [False, True])
-def test_report(best, mixed_up, tmp_path, mirror, capsys):
+def test_report(best, mixed_up, tmp_path, mirror, figures, capsys):
     arguments = ["test", str(best), f"--data.root={mixed_up}", f"--runs={tmp_path}", "--data.on_error=skip", *QUIET]
     assert main([*arguments, "--data.batch_size=4", f"--mirror={str(mirror).lower()}"]) == 0
     folder = only(tmp_path)
@@ -107,6 +107,7 @@ def test_report(best, mixed_up, tmp_path, mirror, capsys):
     assert f"Files: {folder} (classes.csv, confusion.csv, confusion.png, mistakes.csv, mistakes.png, summary" in out
 
 
+@pytest.mark.slow
 def test_two_processes_write_the_same_once(best, mixed_up, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     arguments = ["test", best, f"--data.root={mixed_up}", f"--runs={tmp_path / 'runs'}", "--data.on_error=skip"]
@@ -116,7 +117,7 @@ def test_two_processes_write_the_same_once(best, mixed_up, tmp_path, monkeypatch
     assert len(re.findall(ENDS, ranks.text())) == 1
 
 
-def test_images_in_memory_and_more_mistakes_than_the_sheet_holds(digits_run, tmp_path):
+def test_images_in_memory_and_more_mistakes_than_the_sheet_holds(digits_run, figures, tmp_path):
     best = digits_run / "checkpoints" / "best.ckpt"
     assert main(["test", f"--ckpt_path={best}", f"--runs={tmp_path / 'test'}", *QUIET]) == 0
     folder = only(tmp_path / "test")

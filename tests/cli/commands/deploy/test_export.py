@@ -183,7 +183,7 @@ def test_a_file_of_relvit_0_2_predicts_by_the_json_beside_it(folder, photos, tmp
     )
 
 
-@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("int8", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_weights_of_a_large_model_are_in_a_file_that_carries_its_name(other, tmp_path, monkeypatch, int8):
     """PyTorch writes them so where an .onnx would be above 2 GB."""
     monkeypatch.setattr("torch.onnx._internal.exporter._onnx_program._LARGE_MODEL_THRESHOLD", 0)
@@ -274,7 +274,7 @@ def test_so_do_those_of_timms_own_embedding_of_patches(best, tmp_path):
 
 
 def test_a_model_of_one_size(best, tmp_path):
-    kwargs, size = {"dynamic_img_size": False}, [32, 48]
+    kwargs, size = {"dynamic_img_size": False, "embed_dim": 16, "depth": 1}, [32, 48]
     best = write_checkpoint_like(best, tmp_path / "best.ckpt", "test_vit", kwargs, img_size=size)
     output = tmp_path / "model.pt2"
     shapes = export_model(relvit.load(best), output)
@@ -300,7 +300,7 @@ def test_native_shapes_of_timms_model(best, photos, tmp_path):
 
 
 def test_sizes_that_no_file_takes_are_refused_with_one_that_it_does(best, tmp_path, fails):
-    kwargs = {"dynamic_img_size": True, "dynamic_img_pad": True, "depth": 1}
+    kwargs = {"dynamic_img_size": True, "dynamic_img_pad": True, "embed_dim": 16, "depth": 1}
     best = str(write_checkpoint_like(best, tmp_path / "best.ckpt", "test_vit", kwargs, img_size=[20, 40]))
     expected = "two whole patches of 16 x 16 pixels or more on each side; give another (--img_size '[32, 48]')"
     assert expected in fails(["export", best, f"--output={tmp_path / 'model.pt2'}"])
