@@ -74,6 +74,7 @@ def test_position_and_backend_may_be_set_later():
             TypeError,
             r"a module of its own for every block.*give a class such as .*, got a module SlopePosition2d",
         ),
+        (lambda: RelativeAttention(12, 5), ValueError, "num_heads must divide dim 12, got 5"),
         (lambda: RelativeBlock(12, 2, position="tables"), TypeError, "give a class such as .*, got 'tables'"),
         (lambda: RelativeBlock(12, 2, position=lambda *_, **__: 6), TypeError, "position must be a module .* got 6"),
     ],

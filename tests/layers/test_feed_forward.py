@@ -1,7 +1,6 @@
 """Chunked feed-forward: the numbers, gradients and random numbers of the MLP in one piece, in bounded memory."""
 
 import pytest
-import timm
 import torch
 from timm.layers import GatedMlp, GlobalResponseNormMlp, GluMlp, Mlp, SwiGLU, SwiGLUPacked
 from torch import nn
@@ -17,8 +16,10 @@ def build(kind=Mlp, **options):
     return nn.LayerNorm(12).double(), mlp, torch.randn(2, 7, 12, dtype=torch.float64).requires_grad_()
 
 
-@pytest.mark.parametrize("kind", [Mlp, GluMlp, SwiGLU, SwiGLUPacked, GatedMlp])
-@pytest.mark.parametrize("chunk", [1, 3, 7, 14, 100])
+# A chunk of 3 divides neither the 7 tokens of an image nor the 14 of both.
+@pytest.mark.parametrize(
+    ("kind", "chunk"), [*((kind, 3) for kind in (Mlp, GluMlp, SwiGLU, SwiGLUPacked, GatedMlp)), (Mlp, 1), (Mlp, 100)]
+)
 def test_numbers_and_gradients_are_those_of_one_piece(kind, chunk):
     norm, mlp, x = build(kind)
     check_chunk(chunk, mlp)
@@ -65,15 +66,12 @@ def test_memory_is_that_of_a_chunk():
 
 @pytest.mark.parametrize("name", ["test_relvit", "test_relvit_rev", "test_relvit_aft"])
 def test_models_have_it(name):
-    x = images(16, 40, dtype=torch.float64)
-    results = []
+    x, results = images(16, 40, dtype=torch.float64), []
     for mlp_chunk in (None, 4):
         model = small(name, mlp_chunk=mlp_chunk, init_values=0.5).double()
         out = model(x)
         results.append([out, *torch.autograd.grad(out.square().sum(), [*model.parameters()])])
     assert_same(*results, atol=1e-10)
-    exported = torch.export.export(model.eval(), (x,)).module()
-    assert_same(exported(x), model(x), atol=1e-10)
 
 
 @pytest.mark.parametrize(
@@ -93,4 +91,3 @@ def test_models_have_it(name):
 def test_errors(options, error, message):
     with pytest.raises(error, match=message):
         small(**options)
-    assert timm.create_model("test_relvit", mlp_chunk=None).blocks[0].mlp_chunk is None

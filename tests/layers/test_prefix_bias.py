@@ -39,24 +39,14 @@ def test_several_prefix_tokens_with_gradients(cls):
     grid, x = make_grid(2, 3, prefix=2), draw(2, 8, DIM)
     torch.testing.assert_close(run(attn, x, grid), without(x), rtol=0, atol=1e-12)
     weight = torch.nn.init.normal_(attn.prefix_bias.weight)
-    bias = torch.stack(
-        [
-            torch.stack([torch.stack([kind(weight, head, i < 2, j < 2) for j in range(8)]) for i in range(8)])
-            for head in range(HEADS)
-        ]
-    )
+    # From and to prefix tokens: the numbers of both, of one alone, and none between patches.
+    to_patch, to_prefix, between = weight
+    rows = [[between, to_patch], [to_prefix, 0 * between]]
+    bias = torch.stack([torch.stack([rows[i >= 2][j >= 2] for j in range(8)]) for i in range(8)]).movedim(-1, 0)
     got, expected = run(attn, x, grid), without(x, attn_mask=bias[None])
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
     grads = [torch.autograd.grad(out.sin().sum(), weight)[0] for out in (got, expected)]
     torch.testing.assert_close(*grads, rtol=0, atol=1e-10)
-
-
-def kind(weight, head, from_prefix, to_prefix):
-    if from_prefix and to_prefix:
-        return weight[2, head]
-    if from_prefix:
-        return weight[0, head]
-    return weight[1, head] if to_prefix else 0 * weight[0, head]
 
 
 def test_models_have_it_where_asked_for():

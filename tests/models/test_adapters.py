@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from retrofit_cases import CASES, OWN, build, images, retrofitted
+from retrofit_cases import build, images, retrofitted
 from torch import nn
 from vits import small
 
@@ -20,8 +20,19 @@ RELVIT = {
     "reversible": {"reversible": True},
 }
 FAMILIES = ("test_relvit_aft", "test_relvit_lsh", "test_relvit_universal")
-# Layers of these share one position, which PEFT copies for each.
-SHARED = ("srelpos", "srelpos mlp")
+RETROFITTED = (
+    "dinov2",
+    "qk_norm",
+    "eva02",
+    "grouped",
+    "naflex",
+    "relpos",
+    "relpos mlp",
+    "beit",
+    "sam",
+    "swin",
+    "swinv2",
+)
 
 
 def model_of(case):
@@ -32,7 +43,7 @@ def model_of(case):
     return retrofitted(build(case))
 
 
-@pytest.mark.parametrize("case", [*RELVIT, *FAMILIES, *CASES, *(case for case in OWN if case not in SHARED)])
+@pytest.mark.parametrize("case", [*RELVIT, *FAMILIES, *RETROFITTED])
 def test_adapted_models(case):
     model = model_of(case)
     tables = {name.rpartition(".")[0] for name, _ in model.named_parameters() if ".position." in name}

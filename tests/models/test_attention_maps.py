@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from retrofit_cases import CASES, build, retrofitted
+from retrofit_cases import build, retrofitted
 from timm.utils import AttentionExtract
 from vits import bias_for, images, small, twins
 
@@ -41,7 +41,9 @@ def check(maps, expected, grid, prefix, atol=1e-6):
         torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", ["dinov2", "deit distilled", "qk_norm", "eva", "eva02", "rope mixed", "dinov3", "grouped", "naflex"]
+)
 def test_models_of_timm_before_and_after_a_retrofit(case):
     model, x = build(case), images(dtype=torch.float64)
     before = model(x)
@@ -81,19 +83,17 @@ def test_chosen_layers():
         relvit.attention_maps(model, x, layers=[0, 3])
 
 
-@pytest.mark.parametrize("compiled", ["outside", "in place"])
-def test_compiled_and_checkpointing_models(compiled):
+def test_compiled_and_checkpointing_models():
     model, x = small(depth=1).eval(), images()
     expected = relvit.attention_maps(model, x)
     model.set_grad_checkpointing()
-    outer = torch.compile(model, backend="eager") if compiled == "outside" else model
-    if compiled == "in place":
-        model.compile(backend="eager")
-    before = outer(x)
-    maps = relvit.attention_maps(outer, x)
-    for weights, want in zip(maps.weights, expected.weights, strict=True):
-        torch.testing.assert_close(weights, want)
-    assert torch.equal(outer(x), before)
+    outer = torch.compile(model, backend="eager")
+    model.compile(backend="eager")
+    # Each is compiled by its first call.
+    for one in (model, outer):
+        before = one(x)
+        torch.testing.assert_close(relvit.attention_maps(one, x).weights, expected.weights)
+        assert torch.equal(one(x), before)
 
 
 def test_a_failing_model_is_left_as_it_was():
@@ -112,17 +112,20 @@ class Silent(RelativeAttention):
 
 
 @pytest.mark.parametrize(
-    ("name", "why"),
+    ("name", "arguments", "why"),
     [
-        ("test_relvit_aft", "AFTVisionTransformer has no attention weights: it is attention-free, AFTConv2d"),
-        ("test_resnet", "ResNet: it has no blocks; it takes relvit's models.* 'AttentionRope', 'EvaAttention'"),
-        ("cait_xxs24_224", "blocks.0.attn is a timm.models.cait.TalkingHeadAttn; it takes"),
-        ("vit_small_patch16_18x2_224", "blocks.0 is a timm.models.vision_transformer.ParallelThingsBlock"),
+        ("test_relvit_aft", {}, "AFTVisionTransformer has no attention weights: it is attention-free, AFTConv2d"),
+        ("test_resnet", {}, "ResNet: it has no blocks; it takes relvit's models.* 'AttentionRope', 'EvaAttention'"),
+        ("cait_xxs24_224", {"depth": 1}, "blocks.0.attn is a timm.models.cait.TalkingHeadAttn; it takes"),
+        (
+            "vit_small_patch16_18x2_224",
+            {"depth": 1},
+            "blocks.0 is a timm.models.vision_transformer.ParallelThingsBlock",
+        ),
     ],
 )
-def test_models_that_are_refused(name, why):
-    with torch.device("meta"):
-        model = timm.create_model(name).eval()
+def test_models_that_are_refused(name, arguments, why):
+    model = timm.create_model(name, **arguments).eval()
     with pytest.raises(TypeError, match=why):
         relvit.attention_maps(model, images())
 
@@ -152,11 +155,10 @@ def test_timms_attention_extract_by_hooks(kind):
         torch.testing.assert_close(weights, want)
 
 
-@pytest.mark.parametrize("case", ["relvit", "prefix", "dinov2", "dinov3", "naflex"])
+@pytest.mark.parametrize("case", ["relvit", "dinov3", "naflex"])
 def test_rollout_is_a_product_of_matrices(case):
-    prefix = {"class_token": True, "global_pool": "token", "reg_tokens": 2}
-    if case in ("relvit", "prefix"):
-        model = small(**(prefix if case == "prefix" else {})).double().eval()
+    if case == "relvit":
+        model = small(class_token=True, global_pool="token", reg_tokens=2).double().eval()
     else:
         model = retrofitted(build(case))
     x = images(16, 40, dtype=torch.float64)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from draws import brute_force
 from position_cases import DIM, HEADS, LAYOUTS, draw, layer, plain, run
+from timm.models._manipulate import reinit_non_persistent_buffers
 
 from relvit.families.transformer_xl import TransformerXLPosition2d
 from relvit.layers import (
-    AxialPositionEmbedding,
     ContinuousPosition2d,
     FirePosition2d,
     LookHerePosition2d,
@@ -132,7 +132,22 @@ def test_stretched_to_another_size(name):
         torch.testing.assert_close(one[every_other], other, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("maker", [*LEARNED.values(), AxialPositionEmbedding], ids=[*LEARNED, "axial"])
-def test_a_negative_deviation_is_refused(maker):
-    with pytest.raises(ValueError, match=r"init_std .*-0.1"):
-        maker(4, 2, init_std=-0.1)
+@pytest.mark.parametrize(
+    "made",
+    [
+        partial(SlopePosition2d, 2, 12),
+        partial(LookHerePosition2d, 2, 12, layer=(0, 2)),
+        partial(RotaryEmbedding2d, 8, 2),
+    ],
+    ids=["slopes", "lookhere", "rope"],
+)
+def test_buffers_are_made_on_the_meta_device_and_filled_by_timm(made):
+    position = made(device="meta", dtype=torch.float64)
+    assert {buffer.dtype for buffer in position.buffers()} == {torch.float32}
+    position = position.to_empty(device="cpu")
+    for buffer in position.buffers():
+        buffer.fill_(torch.nan)
+    reinit_non_persistent_buffers(position)
+    assert all(map(torch.equal, position.buffers(), made().buffers()))
+    assert not list(position.parameters())
+    assert position.state_dict() == {}

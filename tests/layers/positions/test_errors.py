@@ -6,6 +6,7 @@ from relvit.families.transformer_xl import TransformerXLPosition2d
 from relvit.layers import (
     AxialPositionEmbedding,
     ContinuousPosition2d,
+    LookHerePosition2d,
     LowRankPosition2d,
     ParabolicPosition2d,
     RelativePosition2d,
@@ -17,6 +18,8 @@ GRID = {"grid_size": (5, 9)}
 REFUSED = [
     (RelativePosition2d, {"rel_terms": "kx"}, "rel_terms .*'q' .query., .*'b' .bias., each at most once, got 'kx'"),
     (RelativePosition2d, {"rel_terms": "kk"}, "rel_terms .* got 'kk'"),
+    (RelativePosition2d, {"rel_terms": 5}, "rel_terms must be a string of letters such as 'kv', got int"),
+    (RelativePosition2d, {"init_std": -0.1}, "init_std must not be negative, got -0.1"),
     (RelativePosition2d, {"layout": "jont"}, "layout .*'separate', 'joint' .did you mean 'joint'"),
     (RelativePosition2d, {"bucketing": "pieces"}, "bucketing .*'clip', 'piecewise'"),
     (RelativePosition2d, {"max_distance": -1}, "max_distance .*at least 0, got -1"),
@@ -32,6 +35,10 @@ REFUSED = [
     (ParabolicPosition2d, {"parabolas": 0}, "parabolas .*at least 1, got 0"),
     (LowRankPosition2d, {"rank": 0}, "rank .*at least 1, got 0"),
     (LowRankPosition2d, {"grid_size": 0}, "grid_size .*at least 1, got 0"),
+    (LookHerePosition2d, {"num_heads": 3}, "num_heads must be at least 4 .*got 3"),
+    (LookHerePosition2d, {"num_heads": 6, "view": 45}, "num_heads must be at least 12 .*got 6"),
+    (LookHerePosition2d, {"num_heads": 4, "view": 60}, "view must be one of .*180.*got 60"),
+    (LookHerePosition2d, {"num_heads": 4, "layer": (3, 3)}, r"layer must be .*got \(3, 3\)"),
     (RotaryEmbedding2d, {"head_dim": 6}, "head_dim .*multiple of 4, got 6"),
     (RotaryEmbedding2d, {"kind": "axal"}, "kind .*'axial', 'mixed'.*did you mean 'axial'"),
     (RotaryEmbedding2d, {"temperature": 0}, "temperature .*positive, got 0"),
@@ -41,7 +48,7 @@ REFUSED = [
     (AxialPositionEmbedding, {**GRID, "widths": (2, 3)}, r"widths .*add up to dim 8, got \(2, 3\), which is 5"),
     (AxialPositionEmbedding, {**GRID, "widths": (4, 4), "combine": "sum"}, r"widths .*'concat', got widths=\(4, 4\)"),
 ]
-WRONG_TYPE = ("hold integers", "True or False")
+WRONG_TYPE = ("hold integers", "True or False", "got int")
 
 
 @pytest.mark.parametrize(("position", "given", "message"), REFUSED, ids=[str(row[1]) for row in REFUSED])

@@ -1,5 +1,6 @@
 """Stretched positions: attention by the formula with fractional offsets, pair by pair, at smaller and larger sizes."""
 
+import itertools
 import math
 from fractions import Fraction
 
@@ -52,18 +53,16 @@ def vectors(position, term, grid, trained):
         tables = [table for table in tables if table is not None]
         if not position.shared_heads or term == "bias":
             tables = [table[head] for table in tables]
+        entries = {None: torch.zeros(dim, dtype=torch.float64)}
         pairs = []
-        for here in places:
-            for there in places:
-                if here is None or there is None:
-                    pairs.append(torch.zeros(dim, dtype=torch.float64))
-                    continue
-                offsets = [(b - a) * ratio for a, b, ratio in zip(here, there, ratios, strict=True)]
-                if len(tables) == 2:
-                    parts = (at(t, [o], position.bucketing) for t, o in zip(tables, offsets, strict=True))
-                    pairs.append(sum(parts))
-                else:
-                    pairs.append(at(tables[0], offsets, position.bucketing))
+        for here, there in itertools.product(places, places):
+            offset = None
+            if here is not None and there is not None:
+                offset = tuple((b - a) * ratio for a, b, ratio in zip(here, there, ratios, strict=True))
+            if offset not in entries:
+                parts = zip(tables, [[o] for o in offset] if len(tables) == 2 else [offset], strict=True)
+                entries[offset] = sum(at(table, offsets, position.bucketing) for table, offsets in parts)
+            pairs.append(entries[offset])
         heads.append(torch.stack(pairs).reshape(len(places), len(places), *dim))
     return torch.stack(heads)
 

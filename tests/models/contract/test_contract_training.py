@@ -62,17 +62,13 @@ def test_attention_dropout_and_drop_path_are_of_training():
 
 
 def test_fix_init_scales_by_depth():
-    torch.manual_seed(0)
-    fixed = timm.create_model("test_relvit", fix_init=True, **SMALL)
-    torch.manual_seed(0)
-    free = timm.create_model("test_relvit", **SMALL)
-    assert fixed.fix_init
-    for number, (one, other) in enumerate(zip(fixed.blocks, free.blocks, strict=True)):
-        for path in ("attn.proj.weight", "mlp.fc2.weight"):
-            expected = other.get_parameter(path) / math.sqrt(2 * (number + 1))
-            torch.testing.assert_close(one.get_parameter(path), expected)
-    free.fix_init_weight()
-    torch.testing.assert_close(free.blocks[2].mlp.fc2.weight, fixed.blocks[2].mlp.fc2.weight)
+    made = []
+    for fix_init in (False, True):
+        torch.manual_seed(0)
+        made.append(timm.create_model("test_relvit", fix_init=fix_init, **SMALL).blocks[2])
+    for path in ("attn.proj.weight", "mlp.fc2.weight"):
+        free, fixed = (block.get_parameter(path) for block in made)
+        torch.testing.assert_close(fixed, free / math.sqrt(2 * 3))
 
 
 @pytest.mark.parametrize("mode", ["", "jax_nlhb", "moco", "reset"])
@@ -108,24 +104,24 @@ def named_tensors(model):
     return [*model.named_parameters(), *model.named_buffers()]
 
 
-@pytest.mark.parametrize("mode", ["", "reset"])
 @pytest.mark.parametrize(("kind", "options"), MADE, ids=str)
-def test_made_without_memory_and_filled_later(kind, options, mode):
+def test_made_without_memory_and_filled_later(kind, options):
     options = {**SMALL, "embed_dim": 64, "class_token": True, **options}
     model, ready = timm.create_model(kind, device="meta", **options), timm.create_model(kind, **options).eval()
-    assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"meta"}
+    assert {tensor.device.type for _, tensor in named_tensors(model)} == {"meta"}
     model.to_empty(device="cpu")
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            tensor.fill_(torch.nan)
-    torch.manual_seed(0)
-    model.init_weights(mode)
     own = (".position.", "axial.", "signals.", "halting.", *(f".attn.{name}" for name in ("u", "v", "kernel", "gamma")))
-    for (name, tensor), other in zip(named_tensors(model), dict(named_tensors(ready)).values(), strict=True):
-        assert tensor.isfinite().all(), name
-        if any(part in name for part in own):
-            one, other = (t.double().square().mean().sqrt() for t in (tensor, other))
-            assert (one - other).abs() <= 0.5 * other, name
+    for mode in ("", "reset"):
+        with torch.no_grad():
+            for _, tensor in named_tensors(model):
+                tensor.fill_(torch.nan)
+        torch.manual_seed(0)
+        model.init_weights(mode)
+        for (name, tensor), (_, other) in zip(named_tensors(model), named_tensors(ready), strict=True):
+            assert tensor.isfinite().all(), name
+            if any(part in name for part in own):
+                one, other = (t.double().square().mean().sqrt() for t in (tensor, other))
+                assert (one - other).abs() <= 0.5 * other, name
     ready.load_state_dict(model.state_dict())
     assert_same(model.eval()(images()), ready(images()), atol=0)
 

@@ -73,7 +73,7 @@ def test_trying_changes_nothing():
 
 
 @pytest.mark.parametrize(
-    ("name", "kwargs", "patch"), [("xcit_nano_12_p16_224", {"depth": 1}, 16), ("resnet10t", {}, 1)]
+    ("name", "kwargs", "patch"), [("xcit_nano_12_p16_224", {"depth": 1}, 16), ("test_resnet", {}, 1)]
 )
 def test_patch_size(name, kwargs, patch):
     """timm's XCiT holds one number, and convolutional networks have no patches."""

@@ -152,17 +152,14 @@ REFUSED = {
         lambda: small(patch_size=(8, 16)),
         "test_relvit has patches of 8 x 16 px, the data of 8 x 8 px",
     ),
-    "convolutions": (lambda: timm.create_model("resnet18"), "resnet18 takes no native images: use a relvit_"),
-    "plain ViT": (
-        lambda: timm.create_model("vit_tiny_patch16_224", img_size=24, patch_size=8),
-        "vit_tiny_patch16_224 takes no native images",
-    ),
+    "convolutions": (lambda: timm.create_model("test_resnet"), "test_resnet takes no native images: use a relvit_"),
+    "plain ViT": (lambda: timm.create_model("test_vit", patch_size=8), "test_vit takes no native images"),
     "AFT-full": (
         lambda: timm.create_model("test_relvit_aft", mixer="full", patch_size=8),
         "AFTVisionTransformer takes no native images: the bias of its AFTFull is that of one grid",
     ),
     "distillation token": (
-        lambda: relvit.retrofit(timm.create_model("deit_tiny_distilled_patch16_224", patch_size=8)),
+        lambda: relvit.retrofit(timm.create_model("deit_tiny_distilled_patch16_224", patch_size=8, depth=1)),
         "takes no native images: it has a distillation token",
     ),
     "pooling": (lambda: small(patch_size=8, global_pool="prr"), "global_pool 'prr' has no mask for the padding"),

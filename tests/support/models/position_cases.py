@@ -10,8 +10,8 @@ from relvit.ops import make_grid
 
 DIM, HEADS = 8, 2
 LAYOUTS = {
-    "raster": make_grid(3, 5),
-    "prefix": make_grid(5, 2, prefix=2),
+    "raster": make_grid(2, 4),
+    "prefix": make_grid(4, 2, prefix=2),
     "dropped": make_grid(4, 6, prefix=1, coords=torch.tensor([[[3, 5], [0, 1], [2, 2]], [[0, 0], [3, 0], [1, 4]]])),
 }
 
