@@ -20,7 +20,11 @@ from relvit.ops import attention, choose
 
 def test_plans_of_a_model():
     model = small(rel_terms="kvb", max_distance=2, class_token=True)
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
     plans = relvit.explain(model, (40, 24))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(parameter.grad is None for parameter in model.parameters())
     assert [plan.layer for plan in plans] == [f"blocks.{number}.attn" for number in range(3)]
     plan = plans[0]
     assert (plan.position, plan.terms, plan.backend) == ("RelativePosition2d", "kvb", "tiled")
@@ -109,17 +113,10 @@ def test_retrofitted_models_and_what_has_no_plan():
     naflex = timm.create_model("naflexvit_base_patch16_gap", embed_dim=16, depth=1, num_heads=2, num_classes=5)
     with pytest.raises(ValueError, match="has no patch_embed, which would tell the grid of an image"):
         relvit.explain(relvit.retrofit(naflex))
+    with pytest.raises(ValueError, match=r"Sequential has no patch_embed, .*: explain model\.1, which has one"):
+        relvit.explain(torch.nn.Sequential(torch.nn.Identity(), small()))
     with pytest.raises(ValueError, match="image height 20 is not a multiple of the patch size 8"):
         relvit.explain(small(), 20)
-
-
-def test_nothing_is_drawn_and_no_gradient_is_left():
-    model = small()
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
-    relvit.explain(model)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_the_command(capsys, fails):
@@ -142,7 +139,7 @@ def test_the_command(capsys, fails):
     assert "did you mean 'test_relvit'" in fails(["explain", "--model.model", "test_relvitt"])
 
 
-def test_the_command_takes_a_published_folder(tmp_path, capsys, fails):
+def test_the_command_takes_a_published_folder_and_a_checkpoint(best, tmp_path, capsys, fails):
     model = relvit.retrofit(timm.create_model("test_vit", depth=1, img_size=(48, 32), in_chans=1), rel_terms="q")
     # As `relvit publish` writes it.
     model.pretrained_cfg["input_size"] = (1, 48, 32)
@@ -153,15 +150,6 @@ def test_the_command_takes_a_published_folder(tmp_path, capsys, fails):
         assert " at 48 x 32 pixels, " in out
         assert "| blocks.0.attn | RelativePosition2d | q |" in out
     assert "a published one has its own" in fails(["explain", f"{tmp_path}/owls", "--retrofit={}"])
-
-
-def test_the_part_with_the_grid_is_named():
-    whole = torch.nn.Sequential(torch.nn.Identity(), small())
-    with pytest.raises(ValueError, match=r"Sequential has no patch_embed, .*: explain model\.1, which has one"):
-        relvit.explain(whole)
-
-
-def test_the_command_takes_a_checkpoint(best, capsys, fails):
     assert main(["explain", str(best)]) == 0
     assert "| blocks.0.attn" in capsys.readouterr().out
     assert "a checkpoint has its own" in fails(["explain", best, "--model_kwargs.depth=2"])

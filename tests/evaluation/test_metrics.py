@@ -1,12 +1,14 @@
-"""Metrics of classes against scikit-learn, the calibration error of all classes against torchmetrics."""
+"""Metrics of classes against scikit-learn, calibration error against torchmetrics, standard errors against SciPy."""
 
 import numpy as np
 import pytest
+import scipy.stats
 import sklearn.metrics
 import torch
 from torchmetrics.functional.classification import multiclass_calibration_error
 
 from relvit.evaluation import calibration_error, class_metrics, confusion_matrix
+from relvit.evaluation.standard_error import accuracy_error, paired_difference, plus_minus, with_errors
 
 CLASSES = 6
 
@@ -38,3 +40,35 @@ def test_calibration():
     assert calibration_error(np.ones(4), np.array([True, True, True, False])) == pytest.approx(0.25)
     # One bin, ]14/15, 1]: mean confidence 0.975, half of them right.
     assert calibration_error(np.array([1.0, 0.95]), np.array([False, True])) == pytest.approx(0.475)
+
+
+@pytest.mark.parametrize(("right", "images"), [(0, 5), (5, 5), (3, 7), (900, 1000), (1, 1)])
+def test_the_error_of_an_accuracy_is_that_of_a_binomial_share(right, images):
+    expected = scipy.stats.binom(images, right / images).std() / images
+    assert accuracy_error(right / images, images) == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_paired_error_is_that_of_the_mean_of_differences():
+    generator = np.random.default_rng(0)
+    first = generator.random(400) < 0.6
+    second = np.where(generator.random(400) < 0.9, first, ~first)
+    difference, error = paired_difference(first, second)
+    values = second.astype(int) - first.astype(int)
+    assert difference == pytest.approx(second.mean() - first.mean())
+    assert error == pytest.approx(scipy.stats.sem(values, ddof=0))
+    # By McNemar's counts.
+    gained, lost = (~first & second).sum(), (first & ~second).sum()
+    assert error == pytest.approx(np.sqrt(gained + lost - (gained - lost) ** 2 / 400) / 400)
+    # Repeated draws of as many images.
+    draws = generator.integers(0, 400, (4000, 400))
+    assert values[draws].mean(1).std() == pytest.approx(error, rel=0.05)
+    assert paired_difference(first, first) == (0.0, 0.0)
+    with pytest.raises(ValueError, match="the models were not given the same images: 400 and 3"):
+        paired_difference(first, second[:3])
+
+
+def test_results_with_errors():
+    results = with_errors({"test/acc1": 0.5, "test/loss": 2.0, "test/map": 0.7}, 100)
+    assert results == {"test/acc1": 0.5, "test/acc1_se": 0.05, "test/loss": 2.0, "test/map": 0.7}
+    assert plus_minus(results, "test/acc1") == "0.5000 ± 0.0500"
+    assert plus_minus(results, "test/map") == "0.7000"

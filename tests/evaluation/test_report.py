@@ -4,7 +4,8 @@ import shutil
 
 import numpy as np
 import torch
-from small_training import NoiseImages, build, train
+from lightning import Trainer
+from small_training import NoiseImages, build
 
 from relvit.data import ImageFolderData
 from relvit.evaluation import EvaluationReport
@@ -17,7 +18,7 @@ def test_the_sheet_shows_the_most_confident_mistakes_as_the_model_saw_them(tmp_p
     monkeypatch.setattr(module, "plot_sheet", lambda *args, **kwargs: sheets.append(args))
     classifier, data = build(), NoiseImages(90)
     report = EvaluationReport(tmp_path)
-    trainer = train(classifier, data, max_epochs=1, limit_train_batches=1, callbacks=[report])
+    trainer = Trainer(accelerator="cpu", callbacks=[report], logger=False, enable_progress_bar=False)
     trainer.test(classifier, data, verbose=False)
     with torch.no_grad():
         confidence, predicted = classifier.eval()(data.images).softmax(-1).max(-1)

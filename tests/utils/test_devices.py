@@ -1,10 +1,9 @@
-"""A training says at its start that other processes want the cores, and says nothing on an idle machine."""
+"""Names of devices, and a note where other processes want the cores; `test_ranges` has the note of a training."""
 
 import os
 
 import pytest
 import torch
-from command_line import fit
 
 from relvit.utils.devices import busy_note, cores, find_device
 
@@ -40,9 +39,3 @@ def test_devices_that_are_not_there_have_a_short_reason():
     with pytest.raises(ValueError, match="cannot compute on device 'mps': ") as raised:
         find_device("mps")
     assert len(str(raised.value)) < 260
-
-
-def test_a_training_says_so_at_its_start(photos, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("os.getloadavg", lambda: (99.0, 0.0, 0.0))
-    fit(photos, tmp_path)
-    assert capsys.readouterr().out.count("Note: 99.0 processes") == 1

@@ -103,11 +103,14 @@ def test_the_command_line(option, message, fails, tmp_path):
     assert not runs.exists()
 
 
-def test_numbers_at_the_ends_of_their_ranges_train(photos, tmp_path):
+def test_numbers_at_the_ends_of_their_ranges_train(photos, tmp_path, monkeypatch, capsys):
+    """The training also says at its start that other processes want the cores."""
+    monkeypatch.setattr("os.getloadavg", lambda: (99.0, 0.0, 0.0))
     options = ["--trainer.max_epochs=-1", "--trainer.max_steps=1", "--trainer.gradient_clip_val=0", "--patience=1"]
     options += ["--model.weight_decay=0", "--model.warmup_epochs=0", "--trainer.num_sanity_val_steps=-1"]
     data = ["--data=ImageFolderData", f"--data.root={photos}", f"--runs={tmp_path}"]
     assert main(["fit", *data, *TINY, *options, "--seed_everything=0", "--save_every=1"]) == 0
+    assert capsys.readouterr().out.count("Note: 99.0 processes") == 1
 
 
 @pytest.mark.parametrize(

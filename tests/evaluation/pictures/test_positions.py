@@ -1,5 +1,7 @@
 """Tables, effective kernels, parts of logits and AFT windows against loops over pairs of tokens in float64."""
 
+from itertools import product
+
 import pytest
 import torch
 from oracles.relative_attention import pair_entries
@@ -60,62 +62,54 @@ def pair_logit(terms, head, query, key, start, end, scale):
     return {"q": parts["query"], "k": parts["key"], "b": 0.0 if bias is None else float(bias)}
 
 
-@pytest.mark.parametrize("patch", [None, (1, 3)], ids=["mean", "patch"])
 @pytest.mark.parametrize("name", TABLES)
-def test_kernels_of_tables(name, patch):
+def test_kernels_and_parts_of_tables(name):
     model = model_of(TABLES[name])
-    prefix, found = model.num_prefix_tokens, effective_kernels(model, IMAGE, patch)
-    assert list(found) == [f"blocks.{index}.attn" for index in range(3)]
-    query, key = (part[:, prefix:] for part in vectors(model, 1))
-    query = query.mean(1) if patch is None else query[:, 8]
-    attn = model.blocks[1].attn
-    terms, expected = attn.position(Grid(2, 5, prefix)), torch.zeros(2, 3, 9)
-    for head in range(2):
-        for dy in range(-1, 2):
-            for dx in range(-4, 5):
-                one = pair_logit(terms, head, query[head], key[head].mean(0), (0, 0), (dy, dx), attn.scale)
-                expected[head, dy + 1, dx + 4] = sum(one.values())
-    torch.testing.assert_close(found["blocks.1.attn"], expected, rtol=0, atol=1e-6)
+    prefix, attn = model.num_prefix_tokens, model.blocks[1].attn
+    query, key = vectors(model, 1)
+    terms = attn.position(Grid(2, 5, prefix))
+    for patch, of_query in ((None, query[:, prefix:].mean(1)), ((1, 3), query[:, prefix + 8])):
+        found, expected = effective_kernels(model, IMAGE, patch), torch.zeros(2, 3, 9)
+        assert list(found) == [f"blocks.{index}.attn" for index in range(3)]
+        for head, dy, dx in product(range(2), range(-1, 2), range(-4, 5)):
+            mean_key = key[head, prefix:].mean(0)
+            one = pair_logit(terms, head, of_query[head], mean_key, (0, 0), (dy, dx), attn.scale)
+            expected[head, dy + 1, dx + 4] = sum(one.values())
+        torch.testing.assert_close(found["blocks.1.attn"], expected, rtol=0, atol=1e-6)
+    query, parts = query[:, prefix + 8], logit_parts(model, IMAGE, (1, 3), layer=1)
+    content = attn.scale * torch.einsum("hd,hjd->hj", query, key)
+    torch.testing.assert_close(parts.pop("content"), content, rtol=0, atol=1e-12)
+    given = zip("qkb", (terms.query, terms.key, terms.bias), strict=True)
+    assert set(parts) == {letter for letter, term in given if term}
+    for letter, part in parts.items():
+        assert not part[:, :prefix].any()
+        for head, index in product(range(2), range(10)):
+            place = divmod(index, 5)
+            one = pair_logit(terms, head, query[head], key[head, prefix + index], (1, 3), place, attn.scale)
+            assert float(part[head, prefix + index]) == pytest.approx(one[letter], abs=1e-12)
+
+
+def by_offset(pairs):
+    """Numbers (..., 10, 10) of pairs of patches by offset: means of all pairs, and the pairs of the patch (1, 3)."""
+    total, count = torch.zeros(*pairs.shape[:-2], 3, 9), torch.zeros(3, 9)
+    of_patch = torch.full_like(total, torch.nan)
+    for index, other in product(range(10), repeat=2):
+        dy, dx = other // 5 - index // 5, other % 5 - index % 5
+        total[..., dy + 1, dx + 4] += pairs[..., index, other]
+        count[dy + 1, dx + 4] += 1
+        if index == 8:
+            of_patch[..., dy + 1, dx + 4] = pairs[..., index, other]
+    return total / count, of_patch
 
 
 @pytest.mark.parametrize("name", CHANNELS)
 def test_kernels_of_channels(name):
     model = model_of(CHANNELS[name])
-    prefix, mean, count = model.num_prefix_tokens, torch.zeros(2, 3, 9), torch.zeros(3, 9)
-    one = effective_kernels(model, IMAGE, (1, 3))["blocks.2.attn"]
-    for index in range(10):
-        channels = logit_parts(model, IMAGE, divmod(index, 5))["channels"][:, prefix:]
-        for other in range(10):
-            dy, dx = other // 5 - index // 5, other % 5 - index % 5
-            mean[:, dy + 1, dx + 4] += channels[:, other]
-            count[dy + 1, dx + 4] += 1
-            if index == 8:
-                torch.testing.assert_close(one[:, dy + 1, dx + 4], channels[:, other].float(), rtol=0, atol=1e-6)
-    assert torch.equal(one.isnan(), (one[:1] != one[:1]).expand(2, -1, -1))
-    assert one.isnan().sum() == 2 * (27 - 10)
-    torch.testing.assert_close(effective_kernels(model, IMAGE)["blocks.2.attn"], mean / count, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", TABLES)
-def test_parts_of_the_logits(name):
-    model = model_of(TABLES[name])
-    prefix, attn = model.num_prefix_tokens, model.blocks[1].attn
-    parts = logit_parts(model, IMAGE, (1, 3), layer=1)
-    query, key = vectors(model, 1)
-    query = query[:, prefix + 8]
-    content = attn.scale * torch.einsum("hd,hjd->hj", query, key)
-    torch.testing.assert_close(parts.pop("content"), content, rtol=0, atol=1e-12)
-    terms = attn.position(Grid(2, 5, prefix))
-    assert set(parts) == {
-        letter for letter, term in zip("qkb", (terms.query, terms.key, terms.bias), strict=True) if term
-    }
-    for letter, part in parts.items():
-        assert not part[:, :prefix].any()
-        for head in range(2):
-            for index in range(10):
-                place = divmod(index, 5)
-                one = pair_logit(terms, head, query[head], key[head, prefix + index], (1, 3), place, attn.scale)
-                assert float(part[head, prefix + index]) == pytest.approx(one[letter], abs=1e-12)
+    parts = [logit_parts(model, IMAGE, divmod(index, 5))["channels"] for index in range(10)]
+    mean, of_patch = by_offset(torch.stack(parts, 1)[..., model.num_prefix_tokens :].float())
+    for patch, expected in ((None, mean), ((1, 3), of_patch)):
+        found = effective_kernels(model, IMAGE, patch)["blocks.2.attn"]
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize("case", [*TABLES, *CHANNELS, "prefix bias", "dinov3", "grouped", "naflex axial", "logn"])
@@ -179,18 +173,10 @@ def test_windows_of_aft():
         assert torch.equal(aft_windows(conv, (24, 16))["blocks.0.attn"], conv.blocks[0].attn.learned_bias(Grid(3, 2)))
     full = small("relvit_aft_full_small", bias_dim=3).eval()
     # Of 2 x 5 patches, behind a class token.
-    pairs = full.blocks[1].attn.learned_bias(Grid(2, 5, 1)).detach()
-    mean, count = torch.zeros(3, 9), torch.zeros(3, 9)
-    one = aft_windows(full, (16, 40), (1, 3))["blocks.1.attn"][0]
-    for index in range(10):
-        for other in range(10):
-            dy, dx = other // 5 - index // 5, other % 5 - index % 5
-            mean[dy + 1, dx + 4] += pairs[1 + index, 1 + other]
-            count[dy + 1, dx + 4] += 1
-            if index == 8:
-                assert one[dy + 1, dx + 4] == pairs[9, 1 + other]
-    assert one.isnan().sum() == 27 - 10
-    torch.testing.assert_close(aft_windows(full, (16, 40))["blocks.1.attn"][0], mean / count)
+    mean, of_patch = by_offset(full.blocks[1].attn.learned_bias(Grid(2, 5, 1)).detach()[1:, 1:])
+    found = aft_windows(full, (16, 40), (1, 3))["blocks.1.attn"][0]
+    torch.testing.assert_close(found, of_patch, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(aft_windows(full, (16, 40))["blocks.1.attn"][0], mean)
 
 
 def test_what_is_refused():

@@ -1,6 +1,7 @@
 """Probes against brute force and scikit-learn by hand; features against those of `relvit embed`."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import relvit
 from relvit.cli import main
 from relvit.data import DigitsData, ImageFolderData
 from relvit.evaluation import probe_models
+from relvit.evaluation.standard_error import accuracy_error
 from relvit.evaluation.trust.probe import STRENGTHS, choose_labels, knn_right, linear_right
 
 
@@ -91,7 +93,7 @@ def test_the_command_at_its_defaults(digits_run, tmp_path, capsys):
     assert float(table[2]["linear"]) > float(table[0]["linear"]) + 0.1
 
 
-def test_timm_models_beside_a_checkpoint(best, photos, tmp_path, fails):
+def test_timm_models_beside_a_checkpoint(best, photos, tmp_path, capsys, fails):
     path = str(best)
     arguments = ["--shares", "0.5", "1", "--random", f"--output={tmp_path / 'p.json'}"]
     assert main(["probe", path, "test_vit", "--root", str(photos), "--split=test", *arguments]) == 0
@@ -102,6 +104,12 @@ def test_timm_models_beside_a_checkpoint(best, photos, tmp_path, fails):
     assert [row["features"] for row in rows] == [16, 16, 64, 64]
     # The checkpoint has learned the colours.
     assert rows[1]["linear"] == 1.0
+    assert rows[0]["knn_se"] == pytest.approx(accuracy_error(rows[0]["knn"], 18))
+    assert "linear_difference" not in rows[1]
+    assert rows[3]["linear_difference"] == pytest.approx(rows[3]["linear"] - rows[1]["linear"])
+    out = capsys.readouterr().out
+    assert re.search(r"\d\.\d{4} ± \d\.\d{4} .*\d\.\d{4} ± \d\.\d{4}", out)
+    assert re.search(r"2 minus 1, on the same images, share 1: 20-NN [+-]\d\.\d{4} ± \d\.\d{4}, linear ", out)
     for wrong, message in (
         (["test_vit"], "give --root DIR or --data NAME"),
         (["test_vit", "--root", str(photos), "--data=DigitsData"], "--root and --data both name the images"),
