@@ -26,9 +26,9 @@ IN_PLACE = {torch.ops.aten.addmm_: _product_flops, torch.ops.aten.baddbmm_: _pro
 def count_macs(net: nn.Module, img_size: Sequence[int], in_chans: int = 3) -> int:
     """Count the multiply-accumulates of all matrix products and convolutions for one image: half the FLOPs.
 
-    The pass has no data (PyTorch's device 'meta'), so the number is the same on every device. Products of relvit's
-    attention are those of the form that GPUs compute: with relative positions the augmented queries, keys and values
-    count, a few percent of a model more than the method needs, which `tools/model_table.py` counts.
+    The pass has no data (PyTorch's device 'meta'), so the number is the same on every device. With relative positions
+    the products of the augmented queries, keys and values count, as GPUs compute them. These are a few percent of a
+    model more than the method needs; `tools/model_table.py` counts what it needs.
 
     Args:
         net: a model of timm or relvit; not changed.
@@ -43,10 +43,10 @@ def count_macs(net: nn.Module, img_size: Sequence[int], in_chans: int = 3) -> in
 
 
 def peak_memory(net: nn.Module, images: Tensor) -> int | None:
-    """Measure the bytes of weights, images and all else that is allocated at the peak of a forward pass.
+    """Measure the bytes of weights, images and everything else that is allocated at the peak of a forward pass.
 
-    On CUDA what PyTorch's allocator holds at the peak, on the CPU what it allocates in the pass, and the weights and
-    images; None on other devices, which do not count.
+    On CUDA this is the peak of PyTorch's allocator, on the CPU the peak of the pass in addition to weights and images.
+    Other devices do not count bytes, so the result is None.
     """
     if images.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(images.device)

@@ -13,7 +13,7 @@ from relvit.ops import Grid
 from relvit.ops.checks import int_pair
 from relvit.utils.messages import check_choice
 
-# Where the choice of a backend differs.
+# The choice of a backend differs between these devices.
 DEVICES = ("cpu", "cuda")
 
 
@@ -26,20 +26,20 @@ def explain(
 ) -> list[LayerPlan]:
     """List what each attention layer computes: position, terms, backend and the reason for it, width, what it keeps.
 
-    Nothing is computed but tables.
+    Only position tables are computed.
 
     Args:
         model: a model of relvit, or of timm after `relvit.retrofit`.
-        img_size: of the images, one number or (height, width) in pixels; None: that of the model.
+        img_size: size of the images, one number or (height, width) in pixels; None: that of the model.
         training: whether gradients are wanted.
-        device: 'cpu' or 'cuda', for whose backend is asked, whether there is a card or not; None: where the parameters
-            are.
+        device: 'cpu' or 'cuda', the device whose backend is chosen, which need not be present; None: the device of the
+            parameters.
 
     Returns:
         A plan for each layer, in the order of the model.
 
     Raises:
-        ValueError: a size that the model does not take, a model without such layers, another name of a device.
+        ValueError: a size that the model does not take, a model without layers of relvit, or an unknown device.
     """
     if device is not None:
         check_choice("device", device, DEVICES)

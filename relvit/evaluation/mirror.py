@@ -14,14 +14,16 @@ from relvit.training import ImageClassifier
 
 
 def average_with_mirror(module: ImageClassifier, args: tuple[ImageBatch], logits: Tensor) -> Tensor:
-    """A forward hook: logits (B, classes) of images (B, C, H, W) -> logits of the mean of their probabilities and those
-    of the images mirrored left to right, float32 (B, classes)."""
+    """Average probabilities of images (B, C, H, W) and of their mirror images, as a forward hook of the classifier.
+
+    The result are the logits of the mean, float32 (B, classes).
+    """
     both = torch.stack((logits, module.forward(mirrored(args[0])))).float()
     return module.labels.mean_logits(both)
 
 
 class MirrorAverage(Callback):
-    """Let a classifier test and predict by the mean of the probabilities of each image and its mirror image."""
+    """Let a classifier test and predict by the mean probabilities of each image and its mirror image."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.hook: RemovableHandle = pl_module.register_forward_hook(average_with_mirror)

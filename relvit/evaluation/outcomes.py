@@ -79,8 +79,9 @@ class Mistake(NamedTuple):
 class Outcomes(Protocol):
     """Protocol of test results: the numbers that a test keeps of each image, and the figures that reports compute.
 
-    One class serves images of one label, another one images of several. The numbers are float64 rows (rows, N) with a
-    column for each image, which the processes of a test can gather.
+    One class serves images of one label, another one images of several labels, of which `right`, `calibration` and
+    `confusion` return nothing. The numbers are float64 rows (rows, N) with a column for each image, which the processes
+    of a test can gather.
 
     Attributes:
         mistakes_by: The column by which a table of mistakes is sorted.
@@ -94,13 +95,14 @@ class Outcomes(Protocol):
         """Return the rows of a batch: probabilities (B, C) and labels (B,) or (B, C) on the CPU."""
 
     def right(self, kept: np.ndarray) -> np.ndarray | None:
-        """Return whether each image was right, bool (N,); None where images have several labels."""
+        """Return whether each image was right, bool (N,)."""
 
     def calibration(self, kept: np.ndarray) -> dict[str, float]:
-        """Return the 'calibration_error'; nothing where images have several labels."""
+        """Return the 'calibration_error'."""
+        return {}
 
     def confusion(self, kept: np.ndarray, num_classes: int) -> np.ndarray | None:
-        """Compute the confusion matrix; None where images have several labels."""
+        """Compute the confusion matrix."""
 
     def class_metrics(self, kept: np.ndarray, num_classes: int) -> AnyClassMetrics:
         """Compute the metrics of each class."""
@@ -164,15 +166,6 @@ class SeveralLabelsOutcomes(Outcomes):
 
     def keep(self, probabilities: Tensor, labels: Tensor) -> np.ndarray:
         return torch.cat((labels.double(), probabilities.double()), 1).T.numpy()
-
-    def right(self, kept: np.ndarray) -> None:
-        return None
-
-    def calibration(self, kept: np.ndarray) -> dict[str, float]:
-        return {}
-
-    def confusion(self, kept: np.ndarray, num_classes: int) -> None:
-        return None
 
     def class_metrics(self, kept: np.ndarray, num_classes: int) -> MultiLabelMetrics:
         labels, probabilities = np.split(kept, 2)

@@ -1,4 +1,4 @@
-"""`Predictor`: a trained classifier in Python, from images of any kind to class probabilities or features."""
+"""Predict classes, features and attention of images in Python by a trained classifier (`relvit.load`)."""
 
 from __future__ import annotations
 
@@ -171,11 +171,11 @@ class Predictor:
         num_workers: int = 0,
         mirror: bool = False,
         on_error: OnError = "error",
-    ) -> Any:  # a path may be a folder, so only looking at it tells whether there are one or several images
+    ) -> Any:  # The type of a path does not tell whether it is an image or a folder of several images.
         """Predict the most probable classes, or by a multi-label model all that reach their thresholds.
 
         Args:
-            images: one image, or several: a list or tuple, a folder (all images below it in the order of their paths),
+            images: one image, or several: a list or tuple, a folder (all its images in the order of their paths),
                 or an array or tensor with one dimension more. An image is a path, a PIL image, an array uint8 (H, W, 3)
                 or (H, W), or a tensor (3, H, W) or (1, H, W), uint8 or floating point in 0..1. Each is resized, cropped
                 and normalised as in the evaluation during training.
@@ -224,8 +224,8 @@ class Predictor:
     ) -> Tensor:
         """Compute the features before the classifier, float32 (N, num_features) on the CPU; N = 1 for one image.
 
-        Arguments and errors are those of `predict`. With 'skip' the row of an image that cannot be read is NaN, of
-        a folder as well: rows carry no paths (those of `relvit.evaluation.embed_folder` do).
+        Arguments and errors are those of `predict`. With 'skip' the row of an image that cannot be read is NaN, also
+        where `images` is a folder, because rows have no paths. `relvit.evaluation.embed_folder` returns paths.
         """
         items, _ = _several(images)
         found = torch.full((len(items), self.num_features), torch.nan)

@@ -46,8 +46,8 @@ class EvaluationReport(Callback):
     Attributes:
         results: after the test, on the main process: 'images', the logged metrics, 'test/f1' (mean over the classes
             that have images) and, of one label, 'test/calibration_error'; empty where there were no images.
-        classes: likewise, metrics of each class.
-        corruptions: likewise, accuracies of corruptions; None of other data.
+        classes: metrics of each class, available as `results` are.
+        corruptions: accuracies of corruptions, available as `results` are; None for data without corruptions.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -150,7 +150,7 @@ class EvaluationReport(Callback):
 
 
 def _evaluated_indices(data: ImageData, rank: int, world_size: int) -> list[int]:
-    """Indices of the images that this process evaluated, in order, as `ImageData` divides a test among processes."""
+    """List the images that this process evaluated, by index and in order, as `ImageData` divides them."""
     dataset = data.dataset(data.evaluated_split)
     indices = range(rank, len(dataset), world_size)
     unreadable = data.unreadable.get(data.evaluated_split, {})

@@ -38,7 +38,7 @@ PROTOCOLS: dict[SizeProtocol, str] = {
     "crop": "as timm: resized by crop_pct, then a centre crop; objects grow with the size",
     "field": "objects keep their scale, the model sees more or less of the image: what relative offsets promise",
 }
-"""What grows with the image in each protocol, and what in a model counts on that."""
+"""For each protocol: what grows with the image, and the kind of positions that relies on this."""
 # These arguments of data modules, like those of `ImageData`, do not choose the images.
 LOADING = ("on_error", "cache", "download")
 
@@ -78,7 +78,7 @@ def evaluate_sizes(
     Returns:
         Per checkpoint and size 'checkpoint', 'model', 'reach', 'train_sizes' (each [height, width]; none of native
         shapes) and what `evaluate_size` returns; of every further checkpoint also 'acc1_difference' to the first one
-        and 'acc1_difference_se', the standard error of that (see `paired_difference`). With `squares`, for sizes that
+        and 'acc1_difference_se', its standard error (see `paired_difference`). With `squares`, for sizes that
         are not square and classifiers of one label, also 'square' (the side of the square in pixels), 'square_acc1',
         'square_difference' (by how much the accuracy on images of the size is higher) and 'square_difference_se'.
 
@@ -143,9 +143,9 @@ def evaluate_size(
     `evaluate_sizes`.
 
     Args:
-        classifier: put into evaluation mode, and else not changed.
+        classifier: the classifier; it is put into evaluation mode, and not changed otherwise.
         data: the data module of the training: its images, batches and normalisation are used, and its `img_size` is the
-            trained one. Evaluations one after the other share its dataset.
+            trained one. Successive evaluations share its dataset.
         size: one number or (height, width), a multiple of the patch.
 
     Returns:
@@ -172,7 +172,7 @@ def _evaluate(
     progress: Progress | None,
     squash: int | None = None,
 ) -> tuple[dict[str, Any], np.ndarray | None]:
-    """Return what `evaluate_size` does, and whether each image was right, see `Outcomes.right`."""
+    """Return the results of `evaluate_size`, and whether each image was right, see `Outcomes.right`."""
     check_choice("split", split, get_args(Split))
     own = at_size(data, size, split, protocol, fill, squash)
     loader = own.test_dataloader()

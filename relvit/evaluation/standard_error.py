@@ -12,17 +12,17 @@ import numpy as np
 def accuracy_error(accuracy: float, images: int) -> float:
     """Compute the standard error of an accuracy, sqrt(p (1 - p) / n), that of a binomial share p of n images.
 
-    It says how far the accuracy on other images of the same kind may be, not on what another training would come to.
+    It tells how much the accuracy may differ on other images of the same kind, not after another training.
     """
     return math.sqrt(accuracy * (1 - accuracy) / images)
 
 
 def paired_difference(first: np.ndarray, second: np.ndarray) -> tuple[float, float]:
-    """Compute by how much the second model's accuracy is higher than the first's, and the standard error of that.
+    """Compute by how much the second model's accuracy is higher than the first's, and the standard error.
 
     With d = 1, 0 or -1 for each image, the error is sqrt((mean(d^2) - mean(d)^2) / n): images that both models get
-    right, or both wrong, add nothing (McNemar 1947 has the counts of the others). It is mostly far smaller than what
-    the errors of the two accuracies would give.
+    right, or both wrong, add nothing (McNemar 1947 has the counts of the others). The error is usually far smaller than
+    the one that follows from the errors of the two accuracies.
 
     Args:
         first: (n,) booleans, whether each image is right.
@@ -30,12 +30,7 @@ def paired_difference(first: np.ndarray, second: np.ndarray) -> tuple[float, flo
 
     Returns:
         The difference and its standard error.
-
-    Raises:
-        ValueError: the two are not as many.
     """
-    if first.shape != second.shape:
-        raise ValueError(f"the models were not given the same images: {len(first)} and {len(second)}")
     difference = second.astype(np.float64) - first.astype(np.float64)
     return float(difference.mean()), float(np.sqrt(difference.var() / len(difference)))
 
@@ -55,6 +50,6 @@ def with_errors(results: Mapping[str, float], images: int) -> dict[str, float]:
 
 
 def plus_minus(results: Mapping[str, Any], name: str, text: str = "{:.4f}") -> str:
-    """Write a result as `text` says, with its standard error, where it has one, such as '0.8125 ± 0.0121'."""
+    """Format a result by `text`, with its standard error if it has one, such as '0.8125 ± 0.0121'."""
     error = results.get(f"{name}_se")
     return text.format(results[name]) + ("" if error is None else f" ± {error:.4f}")

@@ -17,7 +17,7 @@ from relvit.plots.style import FONT, SMALL, literal
 
 # More heads than this are not legible side by side.
 MOST_HEADS = 12
-SIGNED, UNSIGNED, MARK = "RdBu_r", "viridis", "red"
+SIGNED, UNSIGNED = "RdBu_r", "viridis"
 
 
 class MapRow(NamedTuple):
@@ -163,7 +163,7 @@ def plot_maps(
             image = axes.imshow(values, extent=_extent(size), **colours)
             axes.set_title(name if number == 0 else "", fontsize=SMALL)
         for axes in row:
-            _frame(axes, patch)
+            frame(axes, patch)
         _finish_row(figure, row, image, "row of patches", quantity.label)
     for axes in grid[-1]:
         axes.set_xlabel("column of patches", fontsize=SMALL)
@@ -197,7 +197,7 @@ def plot_overlay(
     for axes, name in zip(grid[0], ("image", "map", "both"), strict=True):
         axes.set_title(name, fontsize=FONT)
         axes.set_xlabel("column of patches", fontsize=SMALL)
-        _frame(axes, patch)
+        frame(axes, patch)
     _finish_row(figure, grid[0], opaque, "row of patches", label)
     return figure
 
@@ -229,11 +229,12 @@ def _finish_row(figure: Figure, row: Sequence[Axes], image: AxesImage, ylabel: s
 
 
 def _extent(size: Sequence[int]) -> tuple[float, float, float, float]:
-    """Let whole numbers be the middles of patches."""
+    """Return Matplotlib's extent in which whole numbers are the middles of patches."""
     return -0.5, size[1] - 0.5, size[0] - 0.5, -0.5
 
 
-def _frame(axes: Axes, patch: tuple[int, int] | None) -> None:
-    if patch is not None:
-        corner = patch[1] - 0.5, patch[0] - 0.5
-        axes.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor=MARK, linewidth=2))
+def frame(axes: Axes, cell: tuple[int, int] | None) -> None:
+    """Draw a red frame around the cell of this row and column."""
+    if cell is not None:
+        corner = cell[1] - 0.5, cell[0] - 0.5
+        axes.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor="red", linewidth=2))

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 
-from relvit.plots.heat_maps import MARK, SIGNED, UNSIGNED
+from relvit.plots.heat_maps import SIGNED, UNSIGNED, frame
 from relvit.plots.style import FONT, SMALL, literal
 
 # A difference of fewer standard errors than this is drawn in grey.
@@ -31,7 +30,7 @@ def plot_size_grid(
 
     Args:
         rows: what `relvit.evaluation.evaluate_sizes` returns for all pairs of some heights and some widths, with
-            `squares`. What one of the models does not take stays empty.
+            `squares`. The cell of a size that a model does not take stays empty.
         labels: the name of the model of each row.
         target: the PNG.
         title: title of the figure.
@@ -71,8 +70,7 @@ def plot_size_grid(
             trained = next(row["train_sizes"] for row, of in zip(rows, labels, strict=True) if of == name)
             for height, width in trained:
                 if height in heights and width in widths:
-                    corner = widths.index(width) - 0.5, heights.index(height) - 0.5
-                    axes.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor=MARK, linewidth=2))
+                    frame(axes, (heights.index(height), widths.index(width)))
         line[0].set_ylabel("height in pixels", fontsize=SMALL)
         bar = figure.colorbar(image, ax=list(line), aspect=12)
         bar.set_label(label, fontsize=SMALL)

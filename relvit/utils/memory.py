@@ -21,8 +21,8 @@ _FILES = {
 def available_memory(root: str | os.PathLike[str] = "/") -> int | None:
     """Return the bytes that this process can take without swapping; None where the system does not report them.
 
-    On Linux what the kernel calls available, or less where a container or a cluster's job is given less; elsewhere the
-    free pages, if the system counts them.
+    On Linux this is what the kernel calls available, or less where a container or a cluster's job has a limit. On other
+    systems these are the free pages, if the system counts them.
 
     Args:
         root: Where /proc and /sys are.
@@ -45,7 +45,7 @@ def _of_machine(root: Path) -> Iterator[int]:
 
 
 def _of_groups(root: Path) -> Iterator[int]:
-    """What the limits of this process's control groups, and of the groups around them, leave."""
+    """Yield the bytes that the limits of this process's control groups, and of the groups around them, leave."""
     try:
         entries = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
     except OSError:
@@ -74,10 +74,10 @@ def peak_bytes(action: Callable[[], Any]) -> int:
 
 def allocations(action: Callable[[], Any]) -> list[int]:
     """List bytes allocated on the CPU by an action, and, as negative numbers, released, one after the other."""
-    # The allocator tells how much memory is taken: saved-tensor hooks see nothing of what is kept under other hooks or
-    # in closures, and compiled code passes by dispatch modes. This level hides the lines on the profiler's own start.
+    # Only the allocator knows all memory: saved-tensor hooks miss what other hooks and closures keep, and compiled code
+    # bypasses dispatch modes. This log level hides the messages of the profiler's start.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    # Collection is off, lest old garbage is released meanwhile; collecting it first would take too long.
+    # Garbage collection is off, since it would release old garbage meanwhile; collecting first would take too long.
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -49,7 +49,7 @@ def visible(text: str, keep: str = "") -> str:
     r"""Return a text as a terminal may show it: control characters, and bytes that are not UTF-8, become ``\x1b``.
 
     Args:
-        text: the name of a file or a class, or a whole message, of which these may be a part.
+        text: the name of a file or a class, or a whole message with such names.
         keep: control characters that stay, such as the ends of a message's lines.
     """
 
@@ -93,7 +93,7 @@ class MissingPackageError(ModuleNotFoundError):
 
     Args:
         purpose: what needs the package.
-        package: the package's name, or that of one of its modules.
+        package: the name of the package or of one of its modules.
     """
 
     def __init__(self, purpose: str, package: str | None) -> None:

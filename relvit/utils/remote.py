@@ -33,7 +33,7 @@ def local_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     Raises:
         FileNotFoundError: there is nothing at the address, or a folder.
         ValueError: an address of an unknown kind, or of one that needs a package which is not installed.
-        DownloadError: it could not be fetched.
+        DownloadError: the file could not be fetched.
         OSError: the disk has no space for the copy.
     """
     if not is_address(path):
@@ -75,7 +75,7 @@ def _fetch(address: str, copy: Path) -> None:
 
 
 def _options(protocol: str) -> dict[str, Any]:
-    """Options of fsspec's file system."""
+    """Return the options of fsspec's file system."""
     if protocol not in ("http", "https"):
         return {}
     from aiohttp import ClientTimeout

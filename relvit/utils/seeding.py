@@ -56,6 +56,6 @@ def _seed_host(seed: int) -> None:
 
 
 def _hash(key: tuple[int, ...]) -> int:
-    """A hash of 63 bits, so that neighbouring keys give unrelated random numbers."""
+    """Compute a hash of 63 bits, so that neighbouring keys give unrelated random numbers."""
     digest = hashlib.blake2b(struct.pack(f"{len(key)}q", *key), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

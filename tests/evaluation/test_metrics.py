@@ -63,8 +63,6 @@ def test_the_paired_error_is_that_of_the_mean_of_differences():
     draws = generator.integers(0, 400, (4000, 400))
     assert values[draws].mean(1).std() == pytest.approx(error, rel=0.05)
     assert paired_difference(first, first) == (0.0, 0.0)
-    with pytest.raises(ValueError, match="the models were not given the same images: 400 and 3"):
-        paired_difference(first, second[:3])
 
 
 def test_results_with_errors():

@@ -1,4 +1,4 @@
-"""Trained models for use elsewhere: published folders and Hugging Face repositories, exported files."""
+"""Publish trained models for timm and Hugging Face, and export them to ONNX and PyTorch's .pt2."""
 
 from relvit.evaluation.deploy.export import ExportError, export_model
 from relvit.evaluation.deploy.onnx_model import OnnxClassifier, compare, quantise

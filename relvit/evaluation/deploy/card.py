@@ -23,7 +23,7 @@ from relvit.training.checkpoints.checkpoint import OF_THE_DATA
 from relvit.utils.messages import one_line
 from relvit.version import __version__
 
-# A card lists so many class names; config.json has all.
+# A card lists at most this number of class names; config.json lists all.
 SHOWN = 50
 # Columns of the table of image sizes: key of a row -> title, format.
 COLUMNS = {
@@ -37,7 +37,7 @@ COLUMNS = {
     "calibration_error": ("calibration error", "{:.4f}"),
     "macs": ("MACs", "{:.3g}"),
 }
-# The recipe leaves out data options that are elsewhere in the card, and has these options of the trainer.
+# The recipe leaves out these data options, which other parts of the card hold, and includes the trainer's below.
 ELSEWHERE = ("class_names", "num_workers", "mean", "std")
 TRAINER = ("max_epochs", "max_steps", "devices", "num_nodes", "precision", "accumulate_grad_batches")
 TRAINER += ("gradient_clip_val", "gradient_clip_algorithm")
@@ -163,7 +163,7 @@ def read_curve(ckpt_path: str | os.PathLike[str], curve: str | os.PathLike[str] 
 
 
 def missing_parts(ckpt_path: str, license: str | None = None, curve: Sequence[Mapping[str, Any]] = ()) -> list[str]:
-    """Name what the model card of a checkpoint does not say, each with the way to add it; arguments as there."""
+    """List what the model card of a checkpoint lacks, each with the way to add it; arguments as of `model_card`."""
     missing = []
     if license is None:
         missing.append("the licence of the weights: publish with --license NAME, such as apache-2.0")

@@ -56,7 +56,7 @@ class OwnPageOnly:
         return await self.app(scope, receive, send)
 
     def _is_own(self, headers: Mapping[str, str]) -> bool:
-        """Whether the host is the page's, and the origin, if there is one, the same."""
+        """Check that the host is the page's, and that the origin, if there is one, is the same."""
         host, origin = headers.get("host", ""), headers.get("origin")
         try:
             name = urlsplit(f"//{host}").hostname or ""
@@ -70,7 +70,7 @@ class OwnPageOnly:
         return self.host in EVERY_ADDRESS and (_is_address(name) or name == socket.gethostname().lower())
 
     def _names_uploads_alone(self, body: bytes) -> bool:
-        """Whether all files that a request names were uploaded."""
+        """Check that all files that a request names were uploaded."""
         try:
             content = json.loads(body or b"null")
         except (ValueError, RecursionError):
@@ -87,7 +87,7 @@ class OwnPageOnly:
 
 
 def _paths(content: Any) -> Iterator[Any]:
-    """Every value of the name 'path' in nested dictionaries and lists, but for None."""
+    """Yield every value of the name 'path' in nested dictionaries and lists, except None."""
     waiting = [content]
     while waiting:
         value = waiting.pop()
@@ -100,7 +100,7 @@ def _paths(content: Any) -> Iterator[Any]:
 
 
 def _is_address(name: str) -> bool:
-    """Whether this is an IP address, which no other site can have as its name."""
+    """Check whether a name is an IP address, which no other site can have as its name."""
     try:
         ipaddress.ip_address(name)
     except ValueError:
@@ -109,7 +109,7 @@ def _is_address(name: str) -> bool:
 
 
 async def _read(receive: Receive) -> bytes | None:
-    """Read the body of a request; None where it is longer than the page's own are, or the client has gone."""
+    """Read the body of a request; None if it is longer than any of the page's own, or if the client has gone."""
     body = b""
     while True:
         message = await receive()

@@ -25,7 +25,7 @@ def describe(predictor: Predictor, sides: Sequence[str | int]) -> str:
 
     Args:
         predictor: the model.
-        sides: height and width of the images that the file takes, each a number of pixels, or such as
+        sides: height and width of the images that the file takes, each a number of pixels or a text such as
             '16*height_in_patches'.
     """
     found: dict[str, Any] = {
@@ -47,7 +47,7 @@ def read_description(path: Path, metadata: dict[str, str], classes: int) -> dict
     """Read the description of an ONNX file and check it, as the file may come from anywhere.
 
     Args:
-        path: the file. One that relvit 0.2 wrote has its description in a JSON file of the same name beside it.
+        path: the file. For a file of relvit 0.2 the description is in a JSON file of the same name beside it.
         metadata: the texts in the file, by name.
         classes: the number of logits per image.
 
@@ -64,7 +64,7 @@ def read_description(path: Path, metadata: dict[str, str], classes: int) -> dict
             )
     try:
         found = json.loads(source.read_text(encoding="utf-8") if text is None else text)
-    # No JSON, no UTF-8, or JSON that is nested too deeply.
+    # The text is no JSON, no UTF-8, or nested too deeply.
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{source} is no file of relvit export: {one_line(error)}") from error
     check_bounds(found, str(source))

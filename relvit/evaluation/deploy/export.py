@@ -47,13 +47,13 @@ def export_model(
     """Write the model to a file, read the file back and compare it with the model.
 
     The file takes normalised images float32 (B, C, H, W), as `predictor.transform` makes them, and gives logits (B,
-    classes), divided by the temperature of a calibrated checkpoint: any number of images, with sides of 2 to 256
-    patches if the model takes such, else those of `predictor.img_size`. With other sizes the file fails. In the file
-    is also, as JSON, what else is needed: class names and the steps from an image to the model's input; of a
-    multi-label model, whose probabilities are the sigmoid of the logits, the thresholds of the classes. The JSON is the
-    entry 'relvit' of an ONNX file's metadata, the extra file 'relvit.json' of a program (`torch.export.load`), and the
-    entry 'relvit' of the metadata of a compiled one (`get_metadata`). An .onnx above 2 GB has its weights beside
-    it, in a file of the same name with .data at its end.
+    classes), divided by the temperature of a calibrated checkpoint. The number of images is free; their sides have 2 to
+    256 patches if the model takes any size, otherwise the size is `predictor.img_size`. The file fails at other sizes.
+    As JSON the file also holds class names, the steps from an image to the model's input and, for a multi-label model,
+    whose probabilities are the sigmoid of the logits, the thresholds of the classes. The JSON is the entry 'relvit' of
+    an ONNX file's metadata, the extra file 'relvit.json' of a program (`torch.export.load`), and the entry 'relvit' of
+    the metadata of a compiled program (`get_metadata`). An .onnx above 2 GB has its weights beside it, in a file of the
+    same name with .data at its end.
 
     Args:
         predictor: see `relvit.load`.
@@ -63,8 +63,8 @@ def export_model(
         aot: of .pt2, compile the program for this machine's kind of CPU by AOTInductor; the file is then for
             `torch._inductor.aoti_load_package`, in Python and in C++. It refuses images of wrong sizes only where the
             environment variable AOTI_RUNTIME_CHECK_INPUTS is 1.
-        calibration: with `int8`, a folder, file or pattern of images such as those of the training, of which up to 256
-            fix the ranges of activations (static quantisation); None: each activation has its own (dynamic).
+        calibration: with `int8`, a folder, file or pattern of images like those of the training, of which up to 256 fix
+            the ranges of activations (static quantisation); None: a range is computed at run time (dynamic).
 
     Returns:
         The shapes of the images that the two were compared with.

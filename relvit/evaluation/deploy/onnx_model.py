@@ -33,12 +33,12 @@ class OnnxClassifier(LightningModule):
         path: the .onnx file.
 
     Attributes:
-        description: class names, the steps from an image to the model's input, and the sizes that the file takes, as
-            they are in the file (one of relvit 0.2 has a JSON file beside it).
+        description: class names, the steps from an image to the model's input, and the sizes that the file takes, see
+            `read_description`.
         labels: whether images have one label or several.
 
     Raises:
-        FileNotFoundError, ValueError: the file is missing, or is none of `relvit export`.
+        FileNotFoundError, ValueError: the file is missing, or `relvit export` did not write it.
         ModuleNotFoundError: onnxruntime is not installed.
     """
 

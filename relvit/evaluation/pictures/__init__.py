@@ -4,11 +4,11 @@ from relvit.evaluation.pictures.draw import KINDS, Kind, draw
 from relvit.evaluation.pictures.grad_cam import grad_cam
 from relvit.evaluation.pictures.positions import (
     NotApplicableError,
+    aft_windows,
     effective_kernels,
     logit_parts,
     position_tables,
 )
-from relvit.evaluation.pictures.positions import learned_biases as aft_windows
 
 __all__ = [
     "KINDS",

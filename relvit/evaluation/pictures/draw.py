@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from relvit.evaluation.pictures.grad_cam import grad_cam
 from relvit.evaluation.pictures.positions import (
     NotApplicableError,
+    aft_windows,
     chosen_layer,
     effective_kernels,
-    learned_biases,
     logit_parts,
     patch_index,
     position_tables,
@@ -39,7 +39,7 @@ LABELS: dict[Kind, str] = {
     "cam": "Grad-CAM",
     "aft-windows": "AFT biases around the patch",
 }
-# These kinds need the size of an image alone.
+# These kinds need only the size of an image.
 OF_THE_MODEL: tuple[Kind, ...] = ("tables", "aft-windows")
 # These kinds have a panel per head.
 OF_HEADS: tuple[Kind, ...] = ("kernels", "logits", "attention", "aft-windows")
@@ -70,7 +70,7 @@ class Subject(NamedTuple):
         return f"{rows} x {columns} patches"
 
     def heads(self, count: int) -> list[int]:
-        """Return the numbers of the heads to draw for a layer with so many."""
+        """Return the numbers of the heads to draw for a layer with `count` heads."""
         if self.head is None:
             return list(range(count))
         if not 0 <= self.head < count:
@@ -114,11 +114,11 @@ def draw(
     ``attention``    attention weights per head, see `relvit.models.attention_maps`
     ``rollout``      attention rollout, see `relvit.models.attention_maps.attention_rollout`
     ``cam``          Grad-CAM of the most probable class, see `grad_cam`
-    ``aft-windows``  biases of attention-free layers by offset, see `learned_biases`
+    ``aft-windows``  biases of attention-free layers by offset, see `aft_windows`
     ===============  =================================================================================================
 
     Args:
-        kind: one of them.
+        kind: one of the kinds above.
         model: in evaluation mode: any relvit or retrofitted model, on the device of the image.
         image: (in_chans, height, width) as the model takes it, normalised; 'tables' and 'aft-windows' read its size.
         picture: the image as uint8 (height, width, 3), for maps over it, see `relvit.plots.picture_of`; None: grey.
@@ -129,7 +129,7 @@ def draw(
             last.
         head: number of the one head to draw, from 0, where there is a panel per head; None: all.
         class_names: names of the classes.
-        labels: those of the model, from which 'cam' has the probability.
+        labels: whether the model's images have one label or several; 'cam' computes the probability with it.
 
     Raises:
         NotApplicableError: a ValueError: the model has no picture of this kind.
@@ -162,7 +162,7 @@ def _kernels(subject: Subject) -> Figure:
 
 
 def _aft_windows(subject: Subject) -> Figure:
-    biases = learned_biases(subject.model, subject.image.shape[-2:], subject.patch)
+    biases = aft_windows(subject.model, subject.image.shape[-2:], subject.patch)
     query = "" if subject.patch is None else f"\nquery of patch {subject.patch}"
     return _by_offset(subject, biases, f"Biases w by offset, key minus query{query}", "w")
 
@@ -254,7 +254,7 @@ def _number(subject: Subject, layer: int) -> int:
 
 
 def _applied(compute: Callable[[], Any]) -> Any:
-    """Call a function of attention maps, which raises TypeError or ValueError for models without."""
+    """Call a function of attention maps, which raises TypeError or ValueError for models without attention."""
     try:
         return compute()
     except (TypeError, ValueError) as error:

@@ -191,7 +191,7 @@ def logit_parts(model: nn.Module, image: Tensor, patch: Sequence[int], layer: in
 
 
 @torch.no_grad()
-def learned_biases(model: nn.Module, img_size: Sequence[int], patch: Sequence[int] | None = None) -> dict[str, Tensor]:
+def aft_windows(model: nn.Module, img_size: Sequence[int], patch: Sequence[int] | None = None) -> dict[str, Tensor]:
     """Compute the biases w of attention-free layers by offset, key minus query.
 
     Args:
@@ -222,11 +222,7 @@ def learned_biases(model: nn.Module, img_size: Sequence[int], patch: Sequence[in
 
 
 def patch_index(patch: Sequence[int], grid: Grid) -> int:
-    """Return the index of a patch among those of a grid.
-
-    Raises:
-        ValueError: a patch outside of the grid.
-    """
+    """Return the index of a patch among those of a grid, or raise ValueError for a patch outside of the grid."""
     if len(patch) != 2 or not all(0 <= at < size for at, size in zip(patch, grid, strict=False)):
         raise ValueError(
             f"patch {tuple(patch)}: give a row from 0 to {grid.height - 1} and a column from 0 to {grid.width - 1}"
@@ -235,11 +231,7 @@ def patch_index(patch: Sequence[int], grid: Grid) -> int:
 
 
 def chosen_layer(names: Sequence[str], layer: int) -> str:
-    """Return the name of a layer by its number, from 0, or from -1 backwards.
-
-    Raises:
-        ValueError: a number that no layer has.
-    """
+    """Return the name of a layer by its number, from 0, or from -1 backwards; ValueError where there is none."""
     if not -len(names) <= layer < len(names):
         raise ValueError(f"layer is {layer}, the model has {len(names)}: give a number from 0 to {len(names) - 1}")
     return names[layer]

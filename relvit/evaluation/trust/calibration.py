@@ -29,9 +29,9 @@ class Calibration(NamedTuple):
     """A temperature, with figures of the images on which it was fitted, without and with it.
 
     Attributes:
-        temperature: by which logits are divided.
-        images: their number.
-        accuracy: top-1, which a temperature does not change.
+        temperature: the number by which logits are divided.
+        images: number of images.
+        accuracy: top-1 accuracy, which a temperature does not change.
         nll: mean negative log-likelihood of the classes, in nats.
         error: expected calibration error, see `relvit.evaluation.calibration_error`.
         next_split: other images that the data have, by which `relvit test` can judge the temperature: those of test, or
@@ -50,9 +50,9 @@ class ChosenThresholds(NamedTuple):
     """Thresholds of a multi-label model, with the mean F1 of the classes on the images on which they were chosen.
 
     Attributes:
-        thresholds: of the classes, those of the best F1, see `relvit.training.multi_label_metrics`.
-        images: their number.
-        f1: with the thresholds before, and with these.
+        thresholds: threshold of the best F1 of each class, see `relvit.training.multi_label_metrics`.
+        images: number of images.
+        f1: mean F1 with the earlier thresholds, and with these.
         next_split: as in `Calibration`.
     """
 
@@ -115,10 +115,10 @@ def calibrate(
 ) -> Calibration | ChosenThresholds:
     """Fit the temperature of a checkpoint and write the checkpoint with it; everything else in it stays as it is.
 
-    Of a multi-label checkpoint the thresholds of the classes are chosen instead, for the best F1 of each.
+    For a multi-label checkpoint the thresholds of the best F1 of each class are chosen instead.
 
-    `relvit.load`, `relvit validate`, `test`, `predict`, `resolutions` and `export` divide logits by it. A training that
-    goes on, or starts, from the checkpoint leaves it out: it belongs to these weights.
+    `relvit.load`, `relvit validate`, `test`, `predict`, `resolutions` and `export` divide logits by the temperature. A
+    training that goes on, or starts, from the checkpoint leaves the temperature out, since it belongs to these weights.
 
     Args:
         ckpt_path: a checkpoint of `relvit fit` or `relvit average`; a temperature that it has already does not count.

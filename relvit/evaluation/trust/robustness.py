@@ -38,8 +38,8 @@ SEVERITIES = (1, 2, 3, 4, 5)
 class RestrictedClasses(Callback):
     """Let a classifier choose among the classes that the test images have, by logits of minus infinity for others.
 
-    As the authors of ImageNet-A and ImageNet-R, which have 200 of the 1000 classes (Hendrycks et al. 2021, arXiv
-    1907.07174 and 2006.16241), restrict the logits before they take the largest.
+    The authors of ImageNet-A and ImageNet-R, which have 200 of the 1000 classes, evaluate in this way (Hendrycks et al.
+    2021, arXiv 1907.07174 and 2006.16241).
     """
 
     hook: RemovableHandle | None = None
@@ -77,7 +77,7 @@ class Corruptions(NamedTuple):
     results: dict[str, float]
 
     def table(self) -> tuple[list[str], list[list[str]]]:
-        """The header and rows of a table: each corruption, and their mean, by severity; empty where there is none."""
+        """Return the header and rows of a table: accuracy of each corruption, and the mean, by severity."""
         severities = sorted({severity for found in self.accuracy.values() for severity in found})
         rows = []
         for name, found in [*self.accuracy.items(), ("mean", self._mean(severities))]:
