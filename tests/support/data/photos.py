@@ -14,11 +14,11 @@ TINY = [
     "--model.model_kwargs.max_distance=2",
     "--data.img_size=16",
     "--data.batch_size=8",
+    # The TensorBoard log, which is the default, takes a tenth of a short training.
+    "--trainer.logger=false",
     "--data.num_workers=0",
     "--trainer.accelerator=cpu",
     "--trainer.enable_progress_bar=false",
-    # The TensorBoard log, which is the default, takes a tenth of a short training.
-    "--trainer.logger=false",
 ]
 
 
