@@ -133,7 +133,7 @@ def report(lines: Sequence[Line]) -> str:
     """Return the page: the summary first, then the conditions, then all tables."""
     counts = [line["parameters"] for line in lines if line["model"] in SHOWN]
     first = next(recipe for recipe in RECIPES if grouped(lines, recipe))
-    short = next((line for line in lines if line["recipe"] != "long"), lines[0])
+    short = next((line for line in lines if not line["recipe"].startswith("long")), lines[0])
     parts = [
         INTRODUCTION.format(recipe=RECIPES[first], table=summary_table(grouped(lines, first))),
         CONDITIONS.format(
