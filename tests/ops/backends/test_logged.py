@@ -1,4 +1,4 @@
-"""What PyTorch logs while a model is compiled: nothing about the checkpoints inside of relvit's layers."""
+"""What PyTorch logs while an attention is compiled: nothing about the checkpoint inside of it."""
 
 import subprocess
 import sys
@@ -6,9 +6,12 @@ import sys
 import pytest
 
 PROGRAM = """
-import timm, torch, relvit
-model = timm.create_model("test_relvit", num_classes=2)
-torch.compile(model, backend="aot_eager")(torch.randn(1, 3, 224, 224)).sum().backward()
+import torch
+from relvit.ops import AxisTables, RelativeTerms, make_grid, relative_attention
+query, table, grid = torch.randn(1, 2, 6, 8, requires_grad=True), torch.randn(3, 8), make_grid(2, 3)
+terms = RelativeTerms(key=AxisTables(table, table))
+attend = torch.compile(lambda query: relative_attention(query, query, query, terms, grid), backend="aot_eager")
+attend(query).sum().backward()
 torch._higher_order_ops.wrap.log.warning("something else")
 """
 
