@@ -23,7 +23,7 @@ BACKENDS: dict[str, ModuleType] = {
     module.__name__.rpartition(".")[2]: module for module in (reference, fused, tiled, gathered, triton)
 }
 
-# Windows of so many tokens have weights that take no more memory than their vectors.
+# The attention weights of up to this many tokens take no more memory than their vectors.
 SMALL_WINDOW = 64
 
 
@@ -58,18 +58,18 @@ def relative_attention(
         out_i = sum_j softmax_j(logit_ij) (v_j + a^V_ij)
 
     with a_ij = rows[clip(y_j - y_i)] + cols[clip(x_j - x_i)], and a_ij = 0 where i or j is a prefix token. Source: Shaw
-    et al. 2018 (arXiv 1803.02155), eq. 3 and 4, on rows and columns apart; for the other terms see `RelativeTerms`.
+    et al. 2018 (arXiv 1803.02155), eq. 3 and 4, for rows and columns separately; `RelativeTerms` describes all terms.
 
     Args:
         query: (B, heads, Nq, head_dim), any floating dtype.
         key: (B, heads, Nk, head_dim), same dtype.
         value: (B, heads, Nk, value_dim), same dtype.
         terms: tables, free channels, logits; they are cast to the query's dtype. Terms that are None are left out.
-        grid: where the query tokens are, and the key tokens too unless `key_grid` is given.
-        key_grid: where the key tokens are (cross-attention, memory). `valid` is read from this grid alone.
-        position_query: like `query`, what meets a^K instead: queries before rotary embedding, or Transformer-XL's
-            q + v beside q + u (Dai et al. 2019, arXiv 1901.02860, section 3.3). None: `query`.
-        position_key: like `key`, what meets a^Q instead. None: `key`.
+        grid: where the query tokens are, and also the key tokens unless `key_grid` is given.
+        key_grid: where the key tokens are (cross-attention, memory). Only this grid's `valid` is read.
+        position_query: the vectors that are multiplied by a^K, shaped as `query`: queries before rotary embedding, or
+            Transformer-XL's q + v beside q + u (Dai et al. 2019, arXiv 1901.02860, section 3.3). None: `query`.
+        position_key: the vectors that are multiplied by a^Q, shaped as `key`. None: `key`.
         attn_mask: broadcastable to (B, heads, Nq, Nk): booleans, True where attention is allowed, or numbers that are
             added to the scaled logits. For padding use `Grid.valid`, which needs no N x N.
         is_causal: allow only keys that do not come later in the sequence than the query; not together with `attn_mask`.
@@ -78,18 +78,18 @@ def relative_attention(
         trained_keys: number of keys in training, 2 or more: all logits, the bias included, are multiplied by log(n) /
             log(trained_keys), with n the number of keys that are no padding; see `relvit.ops.temperature`.
         backend: 'fused' (one `scaled_dot_product_attention` over augmented q, k and v: memory O(N (H + W)), nothing of
-            N x N is kept for backward; with `dropout_p` > 0 PyTorch's CPU kernel gives up this promise; a joint
-            bias is its mask, N x N), 'tiled' (one tile of queries after the other, recomputed in backward: nothing of
-            N x N either; but no second derivatives, and no part of compiled or exported graphs), 'gathered' (tiles as
-            well, every pair looks up its table entries: slower, but for all joint tables, of which 'fused' and 'tiled'
-            take a bias between rasters alone, for second derivatives and all of `torch.func` too), 'triton' (kernels
-            for GPUs that augment nothing; for keys on a raster and terms in tables, without query term, mask and
-            dropout, see `relvit.ops.backends.triton`), 'reference' (the paper's own n products,
-            O(N^2 head_dim) memory) or 'auto' (see `choose`).
+            N x N is kept for backward, unless `dropout_p` > 0 on the CPU or a joint bias is the mask), 'tiled' (one
+            tile of queries after the other, recomputed in backward: it keeps nothing of N x N either, but has no second
+            derivatives and cannot be part of compiled or exported graphs), 'gathered' (tiles in which every pair looks
+            up its table entries: slower, but it takes all joint tables, while 'fused' and 'tiled' only take a joint
+            bias between rasters, and has second derivatives and all transforms of `torch.func`), 'triton' (GPU kernels
+            that augment nothing, for keys on a raster and terms in tables, without query term, mask and dropout, see
+            `relvit.ops.backends.triton`), 'reference' (the paper's own n products, O(N^2 head_dim) memory) or 'auto'
+            (see `choose`).
 
     Returns:
-        (B, heads, Nq, value_dim), dtype of the query. A query that may attend to no key gets zeros. What padding holds,
-        NaN included, changes nothing.
+        (B, heads, Nq, value_dim), dtype of the query. A query that may attend to no key gets zeros. The contents of
+        padding, even NaN, change nothing.
 
     Raises:
         ValueError: shapes, dtypes or names that do not fit; the message names the tensor, its shape and the one
@@ -118,7 +118,7 @@ def attend(inputs: AttentionInputs, backend: str = "auto") -> Tensor:
     if backend == "reference":
         return reference.relative_attention(**inputs._asdict())
     if backend in ("tiled", "gathered"):
-        # Logits, softmax and sums over tiles would lose too much in half precision; fused kernels convert them, too.
+        # Logits, softmax and sums of tiles would lose too much in half precision; fused kernels also convert them.
         inputs = inputs.to(torch.promote_types(dtype, torch.float32))
     return BACKENDS[backend].relative_attention(with_temperature(with_channels(inputs))).to(dtype)
 
@@ -153,7 +153,7 @@ def choose(
 def _choose(inputs: AttentionInputs, device: str | None = None) -> Choice:
     """Choose by the first rule that applies.
 
-    The CPU's is by measurement: `tools/benchmark.py --names plain relvit_small_fused relvit_small_tiled`.
+    The rule for the CPU comes from `tools/benchmark.py --names plain relvit_small_fused relvit_small_tiled`.
     """
     query, terms, device = inputs.query, inputs.terms, device or inputs.query.device.type
     if any(isinstance(term, JointTable) for term in terms):
@@ -190,7 +190,7 @@ def _choose(inputs: AttentionInputs, device: str | None = None) -> Choice:
 
 def _math_alone() -> bool:
     """Return True where stock attention may take no flash kernel, so that it has second derivatives."""
-    # In spite of its name, the switch holds for all devices.
+    # In spite of its name, this switch applies to all devices.
     return not torch.backends.cuda.flash_sdp_enabled()
 
 
@@ -212,8 +212,8 @@ def relative_logits(
 
     Args:
         query, grid, key_grid: see `relative_attention`.
-        terms: `terms.key` is read.
-        backend: 'reference' is the slow one, all others compute the same fast way.
+        terms: only `terms.key` is read.
+        backend: 'reference' is slow, all others compute the same fast way.
 
     Returns:
         rows (B, heads, Nq, H) and cols (B, heads, Nq, W) for the key grid's H and W; zero for prefix queries.

@@ -23,7 +23,7 @@ def bucket(offset: Tensor, distance: int, bucketing: str) -> Tensor:
     if bucketing == "clip" or distance == 0:
         return offset.clamp(-distance, distance) + distance
     alpha, gamma = distance / 2, 4 * distance
-    # Single precision would round some offsets to another row, and MPS has no other.
+    # Single precision would round some offsets to another row, and MPS has no float64.
     size = (offset.cpu() if offset.device.type == "mps" else offset).abs().to(torch.float64)
     # Near offsets are clamped, because their logarithm, which is not used, must be finite.
     stretched = torch.log(size.clamp(min=alpha) / alpha) * ((distance - alpha) / math.log(gamma / alpha)) + alpha

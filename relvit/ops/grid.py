@@ -1,4 +1,4 @@
-"""The grid: where every token of a sequence is in the image, its checks, its mask of padding, what is kept for it."""
+"""`Grid`, where each token of a sequence is in the image: factories with checks, padding masks, a cache for rasters."""
 
 from collections.abc import Callable
 from functools import lru_cache, wraps
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from relvit.ops.checks import check_kind, check_shape
-from relvit.ops.tracing import knows_values, may_remember
+from relvit.ops.tracing import is_compiling, may_remember
 
 
 class Grid(NamedTuple):
@@ -39,9 +39,7 @@ class Grid(NamedTuple):
 def make_grid(
     height: int, width: int, prefix: int = 0, coords: Tensor | None = None, valid: Tensor | None = None
 ) -> Grid:
-    """Build a `Grid` and check it, coordinates against the bounds included.
-
-    That reads the coordinates, once; while a graph is compiled or exported they are not read.
+    """Build a `Grid` and check it; outside of compiled and exported graphs, also coordinates against the bounds.
 
     Args: see `Grid`.
 
@@ -68,14 +66,14 @@ def make_grid(
 def grid_from_naflex(patch_coord: Tensor, patch_valid: Tensor | None, height: int, width: int, prefix: int = 0) -> Grid:
     """Build the `Grid` of a batch of images of different sizes from what timm's NaFlex data loader yields.
 
-    Padding is put at row 0, column 0, wherever `patch_coord` has it. Sizes of the single images are not needed: tokens
-    see offsets alone. The bounds say how far apart patches can be, and the backend 'fused' appends as many channels.
+    Padding moves to row 0, column 0. The sizes of the single images are not needed, because attention depends only on
+    offsets. The backend 'fused' appends a channel for each row and column of the bounds.
 
     Args:
         patch_coord: (B, P, 2) integers, row and column of each patch in its own image (timm's 'patch_coord').
         patch_valid: (B, P) booleans, False for padding (timm's 'patch_valid'); None: all patches are real.
-        height: number of rows that no image exceeds; never read from the data, so that it may be part of a graph.
-        width: number of columns that no image exceeds.
+        height: a number of rows that no image exceeds, which a graph cannot read from the data.
+        width: a number of columns that no image exceeds.
         prefix: number of tokens without coordinates, which the model puts before the patches.
 
     Raises: as `make_grid`; coordinates of padding may be anything.
@@ -187,17 +185,14 @@ def without_padding(tokens: Tensor, valid: Tensor) -> Tensor:
 
 
 def once_per_raster(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Remember results of `make(grid, *arguments)` for rasters, of which all blocks ask for the same.
-
-    `make` does not read the grid's `valid`.
-    """
+    """Cache `make(grid, *arguments)`, which does not read `grid.valid`, for rasters: all blocks ask for the same."""
     remembered = lru_cache(maxsize=64)(lambda _inference, *arguments: make(*arguments))
 
     @wraps(make)
     def call(grid: Grid, *arguments: object) -> Any:
         if grid.coords is not None or not may_remember():
             return make(grid, *arguments)
-        # A tensor that was made in inference mode cannot be saved for backward elsewhere.
+        # A tensor that was made in inference mode cannot be saved for backward outside of it.
         return remembered(torch.is_inference_mode_enabled(), grid._replace(valid=None), *arguments)
 
     return call
@@ -228,7 +223,7 @@ def _check_boolean(name: str, valid: Tensor) -> None:
 
 def _check_bounds(name: str, coords: Tensor, height: int, width: int) -> None:
     """Compare coordinates (..., 2) with the bounds; a graph cannot wait for their values."""
-    if not knows_values() or not coords.numel():
+    if is_compiling() or not coords.numel():
         return
     # All four numbers are copied from the device at once.
     lowest, highest = torch.stack(coords.flatten(0, -2).aminmax(dim=0)).tolist()

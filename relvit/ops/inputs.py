@@ -12,7 +12,7 @@ from relvit.ops.buckets import BUCKETINGS
 from relvit.ops.checks import check_kind, check_shape
 from relvit.ops.grid import Grid, check_tokens
 from relvit.ops.terms import AxisLogits, AxisTables, Channels, JointTable, RelativeTerms, with_query_bias
-from relvit.ops.tracing import knows_values
+from relvit.ops.tracing import is_compiling
 from relvit.utils.messages import did_you_mean, listing
 
 # Numbers divided or multiplied by a scale in this range do not overflow, in half precision either.
@@ -70,8 +70,8 @@ def checked(inputs: AttentionInputs) -> AttentionInputs:
     position_query = query if position_query is None else position_query
     position_key = key if inputs.position_key is None else inputs.position_key
     if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
-        # Backends divide the bias, and a mask's gradient, by the scale, and multiply what hides padding by it: here the
-        # contents are scaled instead.
+        # Backends divide the bias and a mask's gradient by the scale, and multiply the numbers that hide padding by it.
+        # Here the contents are scaled instead.
         position_query, position_key = scale * position_query, scale * position_key
         query, terms, scale = scale * query, with_axis_factor(terms, scale), 1.0
     return inputs._replace(
@@ -103,7 +103,7 @@ def with_axis_factor(terms: RelativeTerms, factor: Tensor | float) -> RelativeTe
 
 
 def with_channels(inputs: AttentionInputs) -> AttentionInputs:
-    """Append the free channels to queries and keys, in their dtype; tables meet these as they were.
+    """Append the free channels to queries and keys, in their dtype; position queries and keys stay as they are.
 
     In half precision each channel becomes three, high . high + low . high + high . low: a sum of large products of
     which little is left, as that of squared coordinates, needs the bits of single precision.
@@ -190,7 +190,7 @@ def _check_options(inputs: AttentionInputs) -> None:
         if isinstance(number, bool) or not isinstance(number, (int, float)):
             raise TypeError(f"{name} must be a number, got {number!r} of type {type(number).__name__}")
     # In a graph the scale may be a symbol.
-    if scale is not None and knows_values() and not math.isfinite(scale):
+    if scale is not None and not is_compiling() and not math.isfinite(scale):
         raise ValueError(f"scale must be finite, got {scale}")
     if inputs.trained_keys is not None and inputs.trained_keys < 2:
         raise ValueError(f"trained_keys must be 2 or more, got {inputs.trained_keys}: one key always has the weight 1")

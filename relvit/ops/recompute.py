@@ -1,4 +1,4 @@
-"""Less memory in training: recompute in backward instead of keeping tensors; refuse what was modified in place.
+"""Less memory in training: recompute in backward instead of keeping tensors; refuse tensors modified in place.
 
 `recomputed` computes a function once more, forward included (PyTorch's checkpoint, plus the check). `recompute_saved`
 recomputes only what another operation reads: `fused` could not use the former without running its attention twice.
@@ -21,7 +21,7 @@ from relvit.ops.tracing import is_compiling, is_eager, may_recompute
 class Versions:
     """Context that raises if one of several tensors was modified in place after this object was created.
 
-    Autograd makes this check for what it keeps by itself, but neither for what a saved-tensor hook keeps nor for what
+    Autograd checks the tensors that it keeps by itself, but neither those that a saved-tensor hook keeps nor those that
     `torch.utils.checkpoint` reads in backward.
     """
 
@@ -70,16 +70,16 @@ def recompute_saved(
 ) -> Iterator[None]:
     """Context in which operations save how to compute `tensors` for backward instead of the tensors themselves.
 
-    Autograd's saved-tensor hooks do the exchange, so gradients of any order, and every kernel, stay what they are. In
-    graphs and inside `torch.func`, which forbids such hooks, the context does nothing.
+    Autograd's saved-tensor hooks exchange them, so gradients of any order, and every kernel, stay what they are. In
+    graphs and inside `torch.func`, which forbid such hooks, the context does nothing.
 
     Args:
-        tensors: what operations in the context read.
-        function: computes them all from `inputs`.
+        tensors: the operands of operations in the context.
+        function: computes all of `tensors` from `inputs`.
         inputs: tensors that exist anyway; None is handed on.
 
     Raises:
-        RuntimeError: in backward, if one of `inputs`, or what the operations save besides, was modified in place.
+        RuntimeError: in backward, if one of `inputs`, or another saved tensor, was modified in place.
     """
     if not torch.is_grad_enabled() or not is_eager():
         yield

@@ -54,12 +54,11 @@ class Channels(NamedTuple):
 class AxisLogits(NamedTuple):
     """Relative logits that are computed already: a number of each query per row and per column of the key grid.
 
-    For positions that no table by offset describes, such as those of pooled tokens, whose queries and keys have grids
-    of different steps. Of tables, `relvit.ops.relative_logits` computes the same numbers.
+    They serve positions that no table of offsets describes, such as those of pooled tokens, whose queries and keys have
+    grids of different steps. `relvit.ops.relative_logits` computes the same numbers from tables.
 
     Attributes:
-        rows: (B, heads, Nq, H) for the H rows of the key grid; queries that are prefix tokens have theirs as well,
-            zeros where they have no position.
+        rows: (B, heads, Nq, H) for the H rows of the key grid; also for prefix queries, zeros without a position.
         cols: (B, heads, Nq, W), likewise for its columns.
     """
 
@@ -74,18 +73,14 @@ class RelativeTerms(NamedTuple):
 
         a_ij = rows[clip(dy)] + cols[clip(dx)]   or, with a joint table,   a_ij = table[clip(dy), clip(dx)],
 
-    and zero where i or j is a prefix token. Then
-
-        logit_ij = scale * (q_i . k_j + q_i . a^K_ij + k_j . a^Q_ij + r_ij) + b_ij + c_ij
-        out_i = sum_j softmax_j(logit_ij) (v_j + a^V_ij)
-
+    and zero where i or j is a prefix token; `relvit.ops.relative_attention` gives the formula of all terms together.
     Source: key and value terms Shaw et al. 2018 (arXiv 1803.02155), eq. 3 and 4; query term iRPE (Wu et al. 2021, arXiv
     2107.14222), contextual mode; bias Raffel et al. 2020 (arXiv 1910.10683, section 2.1), here per axis.
 
     Attributes:
-        query: a^Q, met by the keys.
-        key: a^K, met by the queries.
-        value: a^V.
+        query: a^Q, multiplied by the keys.
+        key: a^K, multiplied by the queries.
+        value: a^V, added to the values.
         bias: b, one number per head: tables of shape (2k + 1,), shared by all heads, or (heads, 2k + 1). Not scaled.
         bucketing: 'clip' or 'piecewise', which row of a table an offset uses; see `relvit.ops.buckets.bucket`.
         channels: c, see `Channels`. Not scaled.
@@ -106,7 +101,7 @@ class RelativeTerms(NamedTuple):
 
 
 def is_stock(terms: RelativeTerms) -> bool:
-    """Return whether all pairs of tokens have the logits of stock attention, but for free channels."""
+    """Return whether all pairs of tokens have the logits of stock attention, apart from free channels."""
     return terms.axis_logits is None and all(term is None for term in terms[:4])
 
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 
 def is_compiling() -> bool:
-    """Return True while PyTorch compiles or exports a graph."""
+    """Return True while PyTorch compiles or exports a graph, which serves other values and sizes, too."""
     return torch.compiler.is_compiling()
 
 
@@ -22,8 +22,8 @@ def is_exporting() -> bool:
 
 
 def larger(one: int, other: int) -> int:
-    """Return the larger of two sizes; of symbolic ones without a condition, so that one graph serves all sizes."""
-    # PyTorch 2.11 compiles `torch.sym_max` of symbolic sizes alone. Dynamo makes it of `max` where they are symbolic,
+    """Return the larger of two sizes; no condition compares symbolic sizes, so that one graph serves all sizes."""
+    # PyTorch 2.11 compiles `torch.sym_max` only for symbolic sizes. Dynamo turns `max` of symbolic sizes into it, while
     # `torch.export` compares them.
     return max(one, other) if torch.compiler.is_dynamo_compiling() else torch.sym_max(one, other)
 
@@ -31,32 +31,24 @@ def larger(one: int, other: int) -> int:
 def is_functorch() -> bool:
     """Return True inside a transform of `torch.func` (vmap, jvp, grad ...) or a level of `torch.autograd.forward_ad`.
 
-    There tensors have no memory of their own, and every operation needs a rule for each transform: saved-tensor hooks
-    and hand-written backwards have none.
+    There tensors have no memory of their own, and every operation needs a rule for each transform, which saved-tensor
+    hooks and hand-written backwards do not have.
     """
     return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
 
 
 def is_eager() -> bool:
-    """Return True where operations run as they are called: in no graph, and in no transform of `torch.func`.
-
-    Only there an operation may bring a backward of its own.
-    """
+    """Return True outside of graphs and `torch.func`: only there an operation may bring a backward of its own."""
     return not is_compiling() and not is_functorch()
 
 
-def knows_values() -> bool:
-    """Return True where Python may read tensors and sizes; a graph serves other values and sizes as well."""
-    return not is_compiling()
-
-
 def may_recompute() -> bool:
-    """Return True where a backward may compute something once more: neither `torch.export` nor `torch.func` can."""
+    """Return True where a backward may compute something once more: `torch.export` and `torch.func` cannot."""
     return not is_exporting() and not is_functorch()
 
 
 def may_remember() -> bool:
-    """Return True where tensors may serve later calls: those of graphs, and fake ones, serve where they were made."""
+    """Return True where later calls may use the same tensors; tensors of a graph, and fake ones, stay in their call."""
     return not is_compiling() and type(torch.empty(0)) is Tensor
 
 

@@ -18,29 +18,29 @@ class Division(NamedTuple):
     """Windows over a grid, each pair as (rows, columns)."""
 
     size: tuple[int, int]  # patches of one window
-    before: tuple[int, int]  # by how much the first windows stick out over the top and the left border
-    after: tuple[int, int]  # by how much the last windows stick out at the bottom and the right border
+    before: tuple[int, int]  # patches by which the first windows extend beyond the top and the left border
+    after: tuple[int, int]  # patches by which the last windows extend beyond the bottom and the right border
     number: tuple[int, int]  # windows below and beside each other
 
 
 def to_windows(x: Tensor, grid: Grid, size: int | Sequence[int], shift: int | Sequence[int] = 0) -> tuple[Tensor, Grid]:
     """Cut tokens on a grid into windows, each a sequence of its own.
 
-    Windows begin at rows shift, shift + size, shift + 2 size ... and likewise at columns; what is before the first of
-    them has windows of its own, which stick out over the border. Attention in them equals Swin's with the cyclic shift
-    and its mask (Liu et al. 2021, arXiv 2103.14030, section 3.2): there the parts that the roll brings together
-    in one window must not see each other, here they are in windows apart.
+    Windows begin at rows shift, shift + size, shift + 2 size ... and likewise at columns; the patches before the first
+    of these windows have windows of their own, which extend beyond the border. Attention in them equals Swin's with the
+    cyclic shift and its mask (Liu et al. 2021, arXiv 2103.14030, section 3.2): there the mask separates the parts that
+    the roll brings together in one window, here these parts are in different windows.
 
     Args:
         x: (B, H W, C) tokens, all patches of the grid in raster order, without prefix tokens.
-        grid: where the tokens are; its `valid` is cut too.
+        grid: where the tokens are; its `valid` is also cut.
         size: size of the windows in patches, for both axes or (rows, columns).
         shift: where the first full window begins, less than `size`, for both axes or (rows, columns).
 
     Returns:
-        (B n, rows columns, C), windows of a sample after each other, in raster order as are the tokens in each of them;
-        and the grid of each window. What sticks out holds zeros and is not valid. `valid` is (B n, rows columns);
-        None where `grid` has none and nothing sticks out.
+        (B n, rows columns, C), the windows of one sample after the other, windows and their tokens in raster order; and
+        the grid of each window. Places beyond the border hold zeros and are not valid. `valid` is (B n, rows columns),
+        or None where `grid` has none and no window extends beyond the border.
 
     Raises:
         ValueError: a grid with prefix tokens or coordinates, tokens or `valid` that do not fit it, sizes out of range.
@@ -66,7 +66,7 @@ def to_windows(x: Tensor, grid: Grid, size: int | Sequence[int], shift: int | Se
 
 
 def from_windows(windows: Tensor, grid: Grid, size: int | Sequence[int], shift: int | Sequence[int] = 0) -> Tensor:
-    """Join windows, the inverse of `to_windows`, without what sticks out.
+    """Join windows, the inverse of `to_windows`, without the places beyond the border.
 
     Args:
         windows: (B n, rows columns, C), as `to_windows` returns them.
@@ -92,10 +92,10 @@ def from_windows(windows: Tensor, grid: Grid, size: int | Sequence[int], shift: 
 
 
 def exceeds_window(grid: Grid, window: tuple[int, int] | None, attn_mask: Tensor | None, is_causal: bool) -> bool:
-    """Return whether attention has to be computed in windows of (rows, columns), where None says that there are none.
+    """Return whether a grid is larger than the window, (rows, columns), within which tokens attend; None: no window.
 
     Raises:
-        ValueError: a mask or causality, which windows do not have.
+        ValueError: a mask or causality, which attention in windows does not have.
     """
     if window is None or (grid.height <= window[0] and grid.width <= window[1]):
         return False
@@ -124,7 +124,7 @@ def _divide(grid: Grid, size: int | Sequence[int], shift: int | Sequence[int]) -
 
 
 def _cut(x: Tensor, grid: Grid, division: Division) -> Tensor:
-    """(B, H W, C) -> (B n, rows columns, C), with zeros in what sticks out."""
+    """Cut (B, H W, C) into (B n, rows columns, C), with zeros beyond the border."""
     (top, left), (bottom, right) = division.before, division.after
     x = F.pad(x.unflatten(1, (grid.height, grid.width)), (0, 0, left, right, top, bottom))
     rows, cols = division.size

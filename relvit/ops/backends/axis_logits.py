@@ -1,4 +1,4 @@
-"""Logits per row and per column of the grid, whose sum is a pair's logit; their lookup indices.
+"""Logits per row and per column of the grid, which add up to the logit of a pair; their lookup indices.
 
 q_i . a_ij = rows[i, y_j] + cols[i, x_j]: so each query needs H + W products instead of H W. The tables of both axes are
 joined below each other, and an index says which entry belongs to each token and each row and column of the grid. The
@@ -17,9 +17,9 @@ from relvit.ops.buckets import bucket, saturation
 from relvit.ops.grid import Grid, batched_coords, once_per_raster
 from relvit.ops.inputs import AttentionInputs
 from relvit.ops.terms import AxisTables, with_width
-from relvit.ops.tracing import is_eager, knows_values, without_autocast
+from relvit.ops.tracing import is_compiling, is_eager, without_autocast
 
-# Stock kernels want head widths that are multiples of 8, and products are faster for it on the CPU as well.
+# Stock kernels need head widths that are multiples of 8, which also make products on the CPU faster.
 WIDTH_MULTIPLE = 8
 
 # Clip distances of a pair of tables, rows and columns.
@@ -45,7 +45,7 @@ def grid_axes(grid: Grid) -> Axes:
 def query_axes(inputs: AttentionInputs) -> Axes:
     """Return all rows and columns of queries, as far as the query term's tables can distinguish them.
 
-    Queries with coordinates of their own may be outside the key grid; further out than the tables reach, all rows (or
+    Queries with coordinates of their own may be outside the key grid. Beyond the reach of the tables all rows (or
     columns) are alike.
     """
     grid, key_grid = inputs.grid, inputs.key_grid
@@ -76,8 +76,8 @@ def table_index(
     H + W) int64 of entries of `join_tables`; 0, the zero row, for prefix tokens.
     """
     reach = distances
-    # A graph for all sizes must not depend on which of them a table outreaches.
-    if grid.coords is None and bucketing == "clip" and knows_values():
+    # A graph for all sizes must not depend on whether a table reaches further than one of them.
+    if grid.coords is None and bucketing == "clip" and not is_compiling():
         # The largest offset that some pair can have.
         sizes = (max(size, axis.size) for size, axis in zip((grid.height, grid.width), axes, strict=True))
         reach = tuple(min(distance, size - 1) for distance, size in zip(distances, sizes, strict=True))
@@ -89,7 +89,7 @@ def table_index(
 
 
 def join_tables(tables: AxisTables, reach: Distances, dtype: torch.dtype) -> Tensor:
-    """Join a zero row, what is in reach of both tables, and zeros up to a multiple of 8: ([heads,] entries, dim)."""
+    """Join a zero row, both tables' rows in reach, and zero rows up to a multiple of 8: ([heads,] entries, dim)."""
     # A whole table is taken as it is: the backward of a part would copy it.
     middles = [
         table if near == distance else table.narrow(-2, distance - near, 2 * near + 1)
@@ -110,7 +110,7 @@ def joined_with_index(
 def query_logits(inputs: AttentionInputs, axes: Axes) -> Tensor | None:
     """Compute logits of the key term and the bias for a key in each row and column: (B, heads, Nq, H + W).
 
-    Those that the terms hold already, `axis_logits`, are added. Columns of `axes` beyond the grid have zeros there.
+    The `axis_logits` of the terms are added, with zeros for columns of `axes` beyond the grid.
     """
     query, terms, grid = inputs.position_query, inputs.terms, inputs.grid
     logits = None
@@ -164,7 +164,7 @@ def entry_logits(query: Tensor, table: Tensor) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """`values.gather(-1, index)` without keeping `values`, of which backward needs the shape alone."""
+    """`values.gather(-1, index)` without keeping `values`, because backward needs only their shape."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, values: Tensor, index: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ def times_table(weights: Tensor, table: Tensor) -> Tensor:
 
 
 def plus_times_table(content: Tensor, weights: Tensor, table: Tensor) -> Tensor:
-    """Add `times_table` of weights in single precision or double to (B, N, heads, dim) in any, which the result has."""
+    """Add `times_table` of float32 or float64 weights to content (B, N, heads, dim), and keep the content's dtype."""
     if table.dim() == 2:
         # One product, which adds up in single precision and rounds once, as stock attention adds up values.
         weights, table = weights.to(content.dtype), table.to(content.dtype)

@@ -1,8 +1,8 @@
-"""Tiles in several Python threads, which take whole heads: the backend `tiled`, and from which size of grid on.
+"""Python threads that compute the tiles of whole heads, for the backend `tiled` on large grids of the CPU.
 
 OpenMP's threads share each operation of a tile, and wait for each other after each. Here as many Python threads run
-each operation on one OpenMP thread, and wait once; operations release Python's lock. A thread adds up a head in the
-order in which one thread alone would, so numbers depend neither on how many threads there are nor on which is first.
+each operation on one OpenMP thread, and wait once; operations release Python's lock. Each thread adds up a head in the
+order of a single thread, so numbers depend neither on the number of threads nor on which one is first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from relvit.ops.backends.tile import Tile
 from relvit.ops.tracing import is_watched
 
-# Queries times keys of one head at the least, by measurement: 64 x 32 patches. Smaller tiles wait for Python's lock.
+# Least queries times keys of one head, by measurement: 64 x 32 patches. On smaller tiles Python's lock costs more.
 LEAST_LOGITS = 1 << 22
 
 
@@ -35,11 +35,11 @@ def threads_by_heads(query: Tensor, key: Tensor) -> int:
 
 
 def run(compute: Callable[[Iterable[Tile]], None], tiles: Iterable[Tile], threads: int) -> None:
-    """Call `compute` with all tiles, or from each of several threads, without gradients, with those of some heads.
+    """Call `compute` with all tiles, or, without gradients, from several threads with the tiles of some heads each.
 
     When this returns, or raises an error of a thread, no thread computes any longer.
     """
-    # Who watches operations sees those of one thread.
+    # A profiler or dispatch mode sees the operations of one thread only.
     if threads == 1 or is_watched():
         compute(tiles)
         return
@@ -49,14 +49,14 @@ def run(compute: Callable[[Iterable[Tile]], None], tiles: Iterable[Tile], thread
     left, inference = deque(by_head.values()), torch.is_inference_mode_enabled()
 
     def take_heads() -> Iterator[Tile]:
-        # Another thread may take the last head in between.
+        # Another thread may take the last head before this one does.
         with suppress(IndexError):
             while True:
                 yield from left.popleft()
 
     def work(future: Future) -> None:
         try:
-            # A thread has modes of its own; autocast is off in new ones, as it is around tiles.
+            # Modes belong to a thread. Autocast is off in new threads, as it is around tiles.
             with torch.inference_mode(inference), torch.no_grad():
                 future.set_result(compute(take_heads()))
         except BaseException as error:
@@ -70,7 +70,7 @@ def run(compute: Callable[[Iterable[Tile]], None], tiles: Iterable[Tile], thread
     try:
         wait(futures)
     finally:
-        # Ctrl+C leaves heads to be computed.
+        # After Ctrl+C no thread takes a further head.
         left.clear()
     for future in futures:
         future.result()
@@ -78,12 +78,12 @@ def run(compute: Callable[[Iterable[Tile]], None], tiles: Iterable[Tile], thread
 
 @functools.cache
 def _served_queue(threads: int, process: int) -> SimpleQueue[Callable[[], None]]:
-    """Start threads of one OpenMP thread each, which call what is put into the queue as long as the process lives."""
+    """Start threads of one OpenMP thread each, which call the functions in the queue until the process ends."""
     jobs: SimpleQueue[Callable[[], None]] = SimpleQueue()
     started = Barrier(threads + 1)
 
     def serve() -> None:
-        # A thread's first question takes over the number of the process, and would do so after the thread's own number.
+        # The first call of `get_num_threads` copies the process's number, also over a number that the thread has set.
         torch.get_num_threads()
         torch.set_num_threads(1)
         started.wait()
@@ -94,6 +94,6 @@ def _served_queue(threads: int, process: int) -> SimpleQueue[Callable[[], None]]
     for number in range(threads):
         Thread(target=serve, name=f"relvit-heads-{number}", daemon=True).start()
     started.wait()
-    # Each thread has set the number with which later threads of the process start, too.
+    # Each of these threads has also set the number with which later threads of the process start.
     torch.set_num_threads(threads)
     return jobs

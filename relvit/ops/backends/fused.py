@@ -57,7 +57,7 @@ logging.getLogger("torch._higher_order_ops.wrap").addFilter(
 
 
 def _keep_attention(_context: object, operator: object, *_args: object, **_options: object) -> CheckpointPolicy:
-    """Keep only the products of all that `_attend` computes: the attention and the logits."""
+    """Keep only the results of products in `_attend`: the attention and the logits."""
     keep = "attention" in str(operator) or operator is torch.ops.aten.bmm.default
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -77,9 +77,9 @@ def _attend(inputs: AttentionInputs) -> Tensor:
             (mask, attending), valid = _mask_padding(mask, valid), None
     key_term, value_term = _has_query_logits(terms), terms.value is not None
     width = augmented_width(inputs, padded=valid is not None)
-    # Up to the multiple there are further columns of the grid, in which no token is. Unlike zeros that may be none,
-    # these columns make no case of their own, so that one graph serves all sizes.
-    # ExecuTorch computes the remainder of a negative number as C does, so that here no number is negative.
+    # Further columns of the grid, without tokens, fill the width up to the multiple. Zeros, which may be none, would be
+    # a case of their own; a number of columns is not, so that one graph serves all sizes.
+    # ExecuTorch computes remainders of negative numbers as C does, so no number here is negative.
     missing = (WIDTH_MULTIPLE - width % WIDTH_MULTIPLE) % WIDTH_MULTIPLE
     key_axes, axes_of_queries = _with_columns(grid_axes(key_grid), missing), query_axes(inputs)
     if not key_term:
@@ -129,7 +129,7 @@ def augmented_width(inputs: AttentionInputs, padded: bool) -> int:
         query_width += sum(axis.size for axis in query_axes(inputs))
     if terms.value is not None:
         value_width += key_axes
-    # Where the widths of value and query differ, PyTorch's CPU kernel falls back to keeping N x N.
+    # If the widths of value and query differ, PyTorch falls back to a CPU kernel that keeps N x N.
     return max(query_width, value_width)
 
 
@@ -211,7 +211,7 @@ def _split_output(out: Tensor, content: int, table: Tensor, index: Tensor) -> Te
     # The attention has written tokens before heads, as the projection reads them.
     out, size = out.transpose(1, 2), index.shape[-1]
     mixed, marginals = out[..., : content + size].split((content, size), dim=-1)
-    # Sums over several marginals are computed in float32 and rounded once.
+    # Sums of several marginals are computed in float32 and rounded once.
     marginals = marginals.to(torch.promote_types(out.dtype, torch.float32))
     index = index.transpose(1, 2).expand_as(marginals)
     by_entry = marginals.new_zeros(*marginals.shape[:-1], table.shape[-2]).scatter_add_(-1, index, marginals)
@@ -228,8 +228,8 @@ def _any_so_far(valid: Tensor, queries: int) -> Tensor:
 def _mask_padding(mask: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     """Hide padding in a mask, too; return it, and which queries attend to anything, (B or 1, heads or 1, Nq or 1, 1).
 
-    Beside a mask, whose numbers may be as low as those of any channel, only -inf hides padding. Queries that may attend
-    to nothing attend to everything: not every kernel knows how to divide by nothing.
+    The numbers of a mask may be as low as a channel's, so only -inf hides padding here. Queries that may attend to
+    nothing attend to everything, because some kernels would divide zero by zero.
     """
     mask, valid = mask[(None,) * (4 - mask.dim())], valid[:, None, None, :]
     if mask.dtype == torch.bool:

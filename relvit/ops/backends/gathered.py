@@ -1,8 +1,8 @@
 """Relative attention for joint tables and torch.func: tiles of queries in which every pair looks up its table entries.
 
-A bias between rasters alone takes `tiled` on the CPU, see `pair_bias`.
+On the CPU a joint bias between rasters takes `tiled` instead, see `pair_bias`.
 
-Joint tables do not split into rows and columns; and plain operations alone, as here, can be transformed by `torch.func`
+Joint tables do not split into rows and columns; and only plain operations, as here, can be transformed by `torch.func`
 and have derivatives of any order. As in `fused`, one product with all table rows gives each query's logit for each
 offset; a pair of tokens then picks its own. Each tile forms its logits against all keys, and backward recomputes them:
 N x N is never stored (Rabe & Staats 2021, arXiv 2112.05682).
@@ -21,7 +21,7 @@ from relvit.ops.buckets import bucket
 from relvit.ops.grid import Grid, batched_coords, key_mask, without_padding
 from relvit.ops.inputs import AttentionInputs
 from relvit.ops.recompute import recomputed
-from relvit.ops.terms import AxisLogits, AxisTables, JointTable, RelativeTerms, with_width
+from relvit.ops.terms import AxisLogits, AxisTables, JointTable, with_width
 from relvit.ops.tracing import may_recompute, without_autocast
 
 # Logits of one tile, over all samples and heads: 4 M numbers, 16 MB in float32.
@@ -40,6 +40,7 @@ class Tokens(NamedTuple):
 def relative_attention(inputs: AttentionInputs) -> Tensor:
     """Compute attention with relative terms, tile by tile; see `relvit.ops.relative_attention`."""
     query, key, position_query, mask = inputs.query, inputs.key, inputs.position_query, inputs.attn_mask
+    terms, logits = inputs.terms, inputs.terms.axis_logits
     # Backward recomputes tiles under the autocast state of their forward.
     with without_autocast(query.device):
         queries, keys = _tokens(inputs.grid, query.device), _tokens(inputs.key_grid, key.device)
@@ -49,10 +50,12 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
         length, step = query.shape[2], tile_queries(query, key)
         tiles = []
         for start in range(0, length, step):
-            part = slice(start, start + step)
+            part, of_tile = slice(start, start + step), terms
+            if logits is not None:
+                of_tile = terms._replace(axis_logits=AxisLogits(*(of_axis[:, :, part] for of_axis in logits)))
             tile = inputs._replace(
                 query=query[:, :, part],
-                terms=_of_queries(inputs.terms, part),
+                terms=of_tile,
                 position_query=position_query[:, :, part],
                 attn_mask=mask[..., part, :] if mask is not None and mask.shape[-2] > 1 else mask,
             )
@@ -61,20 +64,13 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
         return torch.cat(tiles, dim=2) if tiles else query.new_zeros(*query.shape[:3], inputs.value.shape[-1])
 
 
-def _of_queries(terms: RelativeTerms, part: slice) -> RelativeTerms:
-    """Return the terms of a part of the queries."""
-    if terms.axis_logits is None:
-        return terms
-    return terms._replace(axis_logits=AxisLogits(*(of_axis[:, :, part] for of_axis in terms.axis_logits)))
-
-
 def tile_queries(query: Tensor, key: Tensor) -> int:
-    """Return how many queries a tile has at the most."""
+    """Return the largest number of queries of a tile."""
     return max(LEAST_QUERIES, TILE_LOGITS // max(1, query.shape[0] * query.shape[1] * key.shape[2]))
 
 
 def _attend(inputs: AttentionInputs, queries: Tokens, keys: Tokens, first: int) -> Tensor:
-    """Attend from a tile of queries, of which the first has the number `first`: (B, heads, T, value_dim)."""
+    """Attend from a tile of queries, which begins with query number `first`: (B, heads, T, value_dim)."""
     query, key, value, terms, mask = inputs.query, inputs.key, inputs.value, inputs.terms, inputs.attn_mask
     position_query, position_key = inputs.position_query, inputs.position_key
     dy = keys.y[:, None, :] - queries.y[:, :, None]

@@ -24,7 +24,7 @@ from relvit.ops.terms import JointTable
 def offset_table(inputs: AttentionInputs) -> Tensor | None:
     """Return the bias of all offsets that queries and keys have, (heads, H + H' - 1, W + W' - 1), key minus query.
 
-    It keeps the precision of the table, because backward adds up its gradient over all tokens.
+    It keeps the precision of the table, because backward sums the gradient over all tokens.
     """
     bias, bucketing = inputs.terms.bias, inputs.terms.bucketing
     if not isinstance(bias, JointTable):
@@ -32,7 +32,7 @@ def offset_table(inputs: AttentionInputs) -> Tensor | None:
     table = bias.table.expand(inputs.query.shape[1], -1, -1)
     for axis, queries, keys in zip((1, 2), inputs.grid[:2], inputs.key_grid[:2], strict=True):
         distance = (table.shape[axis] - 1) // 2
-        # Where the table has exactly these offsets, it stays what it is.
+        # A table of exactly these offsets is used unchanged.
         if bucketing != "clip" or not queries - 1 == keys - 1 == distance:
             offsets = torch.arange(1 - queries, keys, device=table.device)
             table = table.index_select(axis, bucket(offsets, distance, bucketing))
@@ -54,7 +54,7 @@ def pair_index(
 def bias_in_mask(inputs: AttentionInputs) -> AttentionInputs:
     """Write the bias out for all pairs, and move it from the terms to `attn_mask`, for stock attention.
 
-    In small windows, a gather by head is faster than slices.
+    In small windows a gather by head is faster than slices.
     """
     if not isinstance(inputs.terms.bias, JointTable):
         return inputs

@@ -86,6 +86,12 @@ def part_of(tensor: Tensor, axis: int, of_axis: slice) -> Tensor:
     return tensor if tensor.shape[axis] in (1, size) else tensor.narrow(axis, of_axis.start, size)
 
 
+def new_tokens(like: Tensor, width: int) -> Tensor:
+    """Allocate (B, heads, N, width) with tokens before heads in memory, as in the projections."""
+    batch, heads, length, _ = like.shape
+    return like.new_empty(batch, length, heads, width).transpose(1, 2)
+
+
 def set_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total <- left right; for one sample straight into its memory, wherever heads are there."""
     if total.shape[0] == 1:

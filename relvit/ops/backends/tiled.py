@@ -38,7 +38,7 @@ from relvit.ops.backends.axis_logits import (
 from relvit.ops.backends.by_heads import run, threads_by_heads
 from relvit.ops.backends.pair_bias import from_slices, offset_table, rows_of, to_slices, write_bias
 from relvit.ops.backends.pair_logits import Positions, from_pairs, from_queries, to_pairs, to_queries, token_positions
-from relvit.ops.backends.tile import Operands, Tile, TileConfig, add_product, part_of, set_product
+from relvit.ops.backends.tile import Operands, Tile, TileConfig, add_product, new_tokens, part_of, set_product
 from relvit.ops.grid import key_mask, without_padding
 from relvit.ops.inputs import AttentionInputs
 from relvit.ops.terms import AxisTables
@@ -127,8 +127,11 @@ class Tiles(torch.autograd.Function):
                     _add_by_axis(weights, config, tile, on_entries.transpose(1, 2), config.value_index)
 
         run(compute, _tiles(query, config), config.threads)
-        if table is not None:
-            _add_times_table(result, on_entries, table)
+        # The products are added in place: fresh memory costs as much as a product.
+        if table is not None and table.dim() == 2:
+            result.view(-1, result.shape[-1]).addmm_(on_entries.flatten(0, 2), table)
+        elif table is not None:
+            result += times_table(on_entries, table)
         ctx.save_for_backward(*given, on_entries, result)
         return result
 
@@ -160,8 +163,8 @@ def _backward(
     # The scale goes into products: gradients of logits, the largest tensors, need no pass of their own for it.
     mean = (grad * result).sum(-1, keepdim=True) * scale
 
-    grad_query, grad_key, grad_value = (_empty_like(tensor) for tensor in contents)
-    grad_query_logits = None if query_logits is None else _empty_like(query_logits).zero_()
+    grad_query, grad_key, grad_value = (new_tokens(tensor, tensor.shape[-1]) for tensor in contents)
+    grad_query_logits = None if query_logits is None else new_tokens(query_logits, query_logits.shape[-1]).zero_()
     grad_key_logits = None if key_logits is None else torch.zeros_like(key_logits)
     grad_pair_bias = None if pair_bias is None else torch.zeros_like(pair_bias)
     grad_mask = torch.zeros_like(mask) if wants_mask else None
@@ -338,17 +341,3 @@ def _dropout_multiplier(weights: Tensor, config: TileConfig, tile: Tile) -> Tens
     generator = torch.Generator(weights.device).manual_seed(config.seed + tile.number)
     p = 1 - config.dropout_p
     return torch.empty_like(weights).bernoulli_(p, generator=generator).mul_(1 / p if p else 0.0)
-
-
-def _add_times_table(result: Tensor, weights: Tensor, table: Tensor) -> None:
-    """Add `times_table` to a contiguous (B, N, heads, dim), in place: fresh memory costs as much as the product."""
-    if table.dim() == 2:
-        result.view(-1, result.shape[-1]).addmm_(weights.flatten(0, 2), table)
-    else:
-        result += times_table(weights, table)
-
-
-def _empty_like(tensor: Tensor) -> Tensor:
-    """Allocate (B, heads, N, dim) with tokens before heads in memory, as in the projection's gradient."""
-    batch, heads, length, dim = tensor.shape
-    return tensor.new_empty(batch, length, heads, dim).transpose(1, 2)

@@ -12,6 +12,7 @@ import triton
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from relvit.ops.backends.tile import new_tokens
 from relvit.ops.backends.triton.backward import backward_keys, backward_queries
 from relvit.ops.backends.triton.forward import forward
 
@@ -137,10 +138,10 @@ class Attention(torch.autograd.Function):
         tables = {name: None if table is None else table.to(query.dtype).contiguous() for name, table in tables.items()}
         operands = operands._replace(**vectors, **tables, bias=None if bias is None else bias.float().contiguous())
         launch = Launch(forward, operands, grid, scale, variant(operands, any(ctx.needs_input_grad)))
-        out = _new(query, value.shape[-1])
+        out = new_tokens(query, value.shape[-1])
         lse = query.new_empty(query.shape[:3], dtype=torch.float32)
         of_key, of_value = launch.variant.entries
-        entries = _new(query, of_value) if launch.variant.save else None
+        entries = new_tokens(query, of_value) if launch.variant.save else None
         logits, sums = (launch.workspace(sum(grid[1:]) * (number > 0)) for number in (of_key, of_value))
         launch.run((out,), (lse, entries, logits, sums))
         ctx.launch = launch._replace(operands=None)
@@ -159,11 +160,11 @@ class Attention(torch.autograd.Function):
         prefix, height, width = launch.grid
         of_key, of_value = launch.variant.entries
         grad = _with_unit_stride(grad.to(query.dtype))
-        grads = [None if tensor is None else _new(tensor, tensor.shape[-1]) for tensor in operands[:4]]
+        grads = [None if tensor is None else new_tokens(tensor, tensor.shape[-1]) for tensor in operands[:4]]
         grad_query, grad_key, grad_value, grad_position = grads
         means = torch.empty_like(lse)
         logits, products = (query.new_empty(*query.shape[:3], height + width) for _ in range(2))
-        grad_entries, sums = _new(query, of_key), launch.workspace((height + width) * (of_key > 0))
+        grad_entries, sums = new_tokens(query, of_key), launch.workspace((height + width) * (of_key > 0))
         launch.run((grad, out, grad_query, grad_position), (lse, means, logits, products, grad_entries, sums))
         launch = launch._replace(kernel=backward_keys)
         launch.run((grad, grad_key, grad_value), (lse, means, logits, products))
@@ -268,9 +269,3 @@ def _over_tokens(entries: Tensor, vectors: Tensor) -> Tensor:
     # Head by head, tensors in the memory layout of the projection need no copy.
     one, other = (tensor.transpose(0, 1).flatten(1, 2) for tensor in (entries, vectors))
     return torch.bmm(one.mT, other)
-
-
-def _new(like: Tensor, width: int) -> Tensor:
-    """Allocate (B, heads, N, width) with tokens before heads in memory, as in the projections."""
-    batch, heads, length, _ = like.shape
-    return like.new_empty(batch, length, heads, width).transpose(1, 2)
