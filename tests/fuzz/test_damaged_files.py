@@ -11,7 +11,6 @@ import gzip
 import io
 import json
 import random
-import runpy
 import shutil
 import socket
 import sys
@@ -21,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from files_of_0_2 import FAMILIES, FOLDER, images, picture
 from PIL import Image
 from seeded import Tally, examples
 from spoil import ODD, damaged, foreign
@@ -31,10 +31,6 @@ from relvit.data import ImageListData, ReaderData
 from relvit.training.checkpoints.pretrained import Pretrained
 
 pytestmark = pytest.mark.fuzz
-
-FIXTURES = Path(__file__).parents[1] / "fixtures" / "of_0_2"
-MAKE = runpy.run_path(str(FIXTURES / "make.py"))
-FAMILIES = list(MAKE["RUNS"])
 
 
 class Watch:
@@ -98,7 +94,7 @@ def command(*line):
 def predictions(model):
     """Predict two pictures, one of which is no image; rows of the table."""
     Path("pictures").mkdir(exist_ok=True)
-    Image.fromarray(MAKE["picture"]()[:20]).save("pictures/a.png")
+    Image.fromarray(picture()[:20]).save("pictures/a.png")
     Path("pictures/b.png").write_bytes(b"no image")
     shutil.rmtree("runs", ignore_errors=True)
     command("predict", model, "pictures", "--runs", "runs")
@@ -114,18 +110,18 @@ def predictions(model):
 def checkpoint(chance, changed):
     """Bytes of a checkpoint."""
     name, by_command = chance.choice(FAMILIES), chance.random() < 0.3
-    content = (FIXTURES / name / "checkpoints" / "last.ckpt").read_bytes()
+    content = (FOLDER / name / "checkpoints" / "last.ckpt").read_bytes()
     Path("a.ckpt").write_bytes(damaged(content, chance) if changed else content)
     if by_command:
         return predictions("a.ckpt")
     predictor = relvit.load("a.ckpt")
     with torch.inference_mode():
-        return predictor.model(MAKE["images"]()[..., :16]).tolist()
+        return predictor.model(images()[..., :16]).tolist()
 
 
 def description(chance, changed):
     """What a checkpoint says of model and data."""
-    content = torch.load(FIXTURES / chance.choice(FAMILIES) / "checkpoints" / "last.ckpt", weights_only=True)
+    content = torch.load(FOLDER / chance.choice(FAMILIES) / "checkpoints" / "last.ckpt", weights_only=True)
     if changed and chance.random() < 0.15:
         part = chance.choice(["model", "data"])
         content["relvit"][part][chance.choice(list(content["relvit"][part]))] = nested(chance)
@@ -137,7 +133,7 @@ def description(chance, changed):
 
 def weights(chance, changed):
     """Weights that are not finite, or of other shapes, types and names."""
-    content = torch.load(FIXTURES / chance.choice(FAMILIES) / "checkpoints" / "last.ckpt", weights_only=True)
+    content = torch.load(FOLDER / chance.choice(FAMILIES) / "checkpoints" / "last.ckpt", weights_only=True)
     state = content["state_dict"]
     content.pop("ema_state_dict", None)
     if changed:
@@ -164,8 +160,8 @@ def onnx_file(chance, changed):
     """An ONNX file that was cut, or says other things of itself: inside, or, as files of 0.2, beside."""
     import onnx
 
-    model = onnx.load_from_string(gzip.decompress((FIXTURES / "onnx" / "model.onnx.gz").read_bytes()))
-    about = json.loads((FIXTURES / "onnx" / "model.json").read_text())
+    model = onnx.load_from_string(gzip.decompress((FOLDER / "onnx" / "model.onnx.gz").read_bytes()))
+    about = json.loads((FOLDER / "onnx" / "model.json").read_text())
     inside, cut = chance.random() < 0.5, chance.random() < 0.5
     if changed and not cut:
         about = foreign(about, chance)
@@ -182,7 +178,7 @@ def onnx_file(chance, changed):
 def folder(chance, changed):
     """A published folder."""
     shutil.rmtree("published", ignore_errors=True)
-    shutil.copytree(FIXTURES / "published", "published")
+    shutil.copytree(FOLDER / "published", "published")
     config, tensors = Path("published/config.json"), Path("published/model.safetensors")
     if changed and chance.random() < 0.3:
         tensors.write_bytes(tensors.read_bytes()[: chance.randrange(tensors.stat().st_size)])
@@ -236,7 +232,7 @@ def archive(chance, changed):
 def run(chance, changed):
     """Records of a run that is resumed."""
     shutil.rmtree("run", ignore_errors=True)
-    shutil.copytree(FIXTURES / "tables", "run")
+    shutil.copytree(FOLDER / "tables", "run")
     name = chance.choice(["run.json", "metrics.csv", "summary.json", "config.yaml"])
     file = Path("run", name)
     if changed:

@@ -1,10 +1,11 @@
-"""Callbacks that let a training meet with an accident; command lines name them as `failures.NAME`."""
+"""Callbacks that disturb a training; command lines name them as `failures.NAME`."""
 
 import os
 import signal
 from pathlib import Path
 
 from lightning import Callback
+from lightning.pytorch.callbacks import ProgressBar
 
 DISK, SPARE = "FULL_DISK", "FULL_DISK_SPARE"
 
@@ -50,3 +51,24 @@ class Stop(Callback):
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if (self.begun, trainer.current_epoch, batch_idx) == (0, 1, 1):
             raise KeyboardInterrupt
+
+
+class MetricReader(ProgressBar):
+    """A progress bar that reads all metrics in every hook on the main process; the others must not wait for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.enabled = True
+
+    def disable(self):
+        self.enabled = False
+
+    def read(self, trainer, pl_module, *_, **__):
+        if self.enabled:
+            self.get_metrics(trainer, pl_module), trainer.callback_metrics, trainer.logged_metrics
+
+    on_train_start = on_train_epoch_start = on_train_batch_start = on_before_optimizer_step = on_train_batch_end = read
+    on_validation_start = on_validation_epoch_start = on_validation_batch_start = on_validation_batch_end = read
+    on_test_start = on_test_epoch_start = on_test_batch_start = on_test_batch_end = read
+    on_train_epoch_end = on_validation_epoch_end = on_test_epoch_end = read
+    on_validation_end = on_test_end = on_train_end = on_fit_end = read

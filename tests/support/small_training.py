@@ -7,9 +7,12 @@ from lightning import LightningDataModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from relvit.data import ImageData
-from relvit.training import ImageClassifier
+from relvit.training import DescribeCheckpoint, ImageClassifier
 
-KWARGS = {"patch_size": 4, "embed_dim": 8, "depth": 1, "num_heads": 2, "max_distance": 1}
+NAMES = [f"class {i}" for i in range(7)]
+# Arguments of a small model of timm, and of a small one of relvit.
+VIT = {"patch_size": 4, "embed_dim": 8, "depth": 1, "num_heads": 2}
+KWARGS = VIT | {"max_distance": 1}
 # A model whose patches halt; its probabilities are large enough for some to do so at once.
 HALTING = {
     "model": "test_relvit_universal",
@@ -87,13 +90,19 @@ def train(module, data=None, ckpt_path=None, **kwargs):
     return trainer
 
 
+def train_and_save(path, module, data=None, ckpt_path=None, **kwargs):
+    """Train, write a checkpoint that describes itself as those of `relvit fit` do, and return the trainer."""
+    trainer = train(module, data, ckpt_path, callbacks=[DescribeCheckpoint()], **kwargs)
+    trainer.save_checkpoint(path)
+    return trainer
+
+
 class NoiseImages(ImageData):
     """So many random images of 7 classes in all splits, in batches of 4, through relvit's own loaders."""
 
     def __init__(self, count, in_order=False, batch_size=4, **options):
-        names = [f"class {i}" for i in range(7)]
         own = {"img_size": (8, 12), "augment": "none", "crop_pct": 1.0, "mean": (0.5,) * 3, "std": (0.5,) * 3}
-        super().__init__(names, 3, batch_size=batch_size, num_workers=0, **own | options)
+        super().__init__(NAMES, 3, batch_size=batch_size, num_workers=0, **own | options)
         generator = torch.Generator().manual_seed(1)
         self.images = torch.randn(count, 3, 8, 12, generator=generator)
         self.labels = torch.randint(0, 7, (count,), generator=generator)

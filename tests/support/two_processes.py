@@ -7,8 +7,7 @@ from lightning import Callback
 from small_training import HALTING, NoiseImages, Record, SeveralLabels, build, record_steps, train
 from torch import nn
 
-from relvit.training import AtomicCheckpointIO
-from relvit.training.checkpoints.checkpoint import DescribeCheckpoint
+from relvit.training import AtomicCheckpointIO, DescribeCheckpoint
 
 STEP = {"opt": "sgd", "lr": 0.1, "warmup_epochs": 0, "label_smoothing": 0.0, "lr_base_batch": 16}
 REVERSIBLE = {"reversible": True, "depth": 3}
@@ -23,16 +22,6 @@ def fit(module, data=None, **kwargs):
 
 def content(path):
     return torch.load(path, weights_only=True)
-
-
-def expected_metrics(classifier, data):
-    """Written out: every image counts once."""
-    logits = classifier.eval()(data.images).detach()
-    return {
-        "loss": float(nn.functional.cross_entropy(logits, data.labels)),
-        "acc1": float((logits.argmax(-1) == data.labels).float().mean()),
-        "acc5": float((logits.topk(5).indices == data.labels[:, None]).any(-1).float().mean()),
-    }
 
 
 def alone(**options):
@@ -62,7 +51,7 @@ class Shown(Callback):
         self.modes.append(net.training)
 
 
-def evaluate(count, multi_label=False):
+def evaluate(count, multi_label):
     """Validation and test of freshly built weights on so many images."""
     module, data = build(multi_label=multi_label), (SeveralLabels if multi_label else NoiseImages)(count)
     trainer = fit(module, data=data, max_epochs=1, limit_train_batches=1)
@@ -104,19 +93,11 @@ def order():
     return seen
 
 
-def gather(folder, results):
-    """Save what each process found, in order."""
-    gathered = [None, None]
-    torch.distributed.all_gather_object(gathered, results)
-    if torch.distributed.get_rank() == 0:
-        torch.save(gathered, folder / "results.pt")
-
-
 def trainings(folder):
+    """Run everything in this process, and save what both processes found, in order."""
     folder = Path(folder)
     results = {
-        "evaluate": {count: evaluate(count) for count in (23, 1)},
-        "several labels": {count: evaluate(count, multi_label=True) for count in (23, 1)},
+        "evaluate": {(count, several): evaluate(count, several) for count in (23, 1) for several in (False, True)},
         "step": steps(folder, "step", ema_decay=0.9),
         "frozen": steps(folder, "frozen", freeze_epochs=1),
         "reversible": steps(folder, "reversible", model_kwargs=REVERSIBLE),
@@ -126,4 +107,7 @@ def trainings(folder):
         "batch norm": with_batch_norm(),
         "order": order(),
     }
-    gather(folder, results)
+    gathered = [None, None]
+    torch.distributed.all_gather_object(gathered, results)
+    if torch.distributed.get_rank() == 0:
+        torch.save(gathered, folder / "results.pt")

@@ -27,6 +27,8 @@ def test_metrics_count_every_sample_once():
     }
     results = trainer.validate(module, data, verbose=False)[0]
     assert results == pytest.approx({name: float(value) for name, value in expected.items()}, rel=1e-5)
+    # With fewer images than processes a process predicts an empty batch.
+    assert module.predict_step((data.images[:0], []), 0)["probabilities"].shape == (0, 7)
 
 
 def test_training_on_mixed_images_is_named_so_and_mixes_anew_at_every_step():

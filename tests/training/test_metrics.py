@@ -17,7 +17,7 @@ def test_a_bar_reads_on_one_process_alone(photos, tmp_path):
     arguments = ["fit", "--data=ImageFolderData", f"--data.root={photos}", *(a for a in TINY if a != BAR_OFF)]
     # 18 images in batches of 5 on each of two processes: the last batch is smaller.
     arguments += ["--data.batch_size=5", "--model.warmup_epochs=0", "--runs=runs", "--trainer.max_epochs=2"]
-    ranks = Ranks([*arguments, "--trainer.callbacks=metric_reader.MetricReader"], tmp_path, as_torchrun())
+    ranks = Ranks([*arguments, "--trainer.callbacks=failures.MetricReader"], tmp_path, as_torchrun())
     assert ranks.finish(seconds=90) == [0, 0], ranks.text()
     # Not every bar prints what a module prints.
     assert ranks.text().count("effective batch") == 1
@@ -48,7 +48,7 @@ class Seen(Callback):
 @pytest.mark.parametrize("options", [{}, {"max_steps": 9}, {"limit_train_batches": 2, "limit_val_batches": 1}])
 def test_callbacks_see_the_metrics_of_this_epoch(options):
     module, data, seen = build(warmup_epochs=0), Noise(), Seen()
-    train(module, data, max_epochs=3, callbacks=[seen], **options).test(module, data, verbose=False)
+    train(module, data, max_epochs=2, callbacks=[seen], **options).test(module, data, verbose=False)
     assert seen.found == seen.right
     assert len({values["train/loss"] for values in seen.found if "train/loss" in values}) == len(seen.found) // 2
 

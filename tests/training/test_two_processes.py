@@ -1,16 +1,21 @@
-"""Training and evaluation in two processes against one process; all of it runs once."""
+"""Training and evaluation in two processes against one process; both processes start once for all tests.
+
+Quicker tests of one process are in the other files of this folder; `data/loading` tests how images are divided.
+"""
 
 import pytest
 import timm
 import torch
 from processes import Ranks, as_torchrun
-from small_training import HALTING, NoiseImages, SeveralLabels, assert_close, build
+from small_training import HALTING, VIT, NoiseImages, SeveralLabels, assert_close, build
 from timm.models import save_for_hf
 from torch import nn
-from two_processes import REVERSIBLE, STEP, alone, content, expected_metrics, trainings
+from two_processes import REVERSIBLE, STEP, alone, content, trainings
 
 from relvit.training.checkpoints.file import AVERAGE_KEY
 from relvit.training.labels import multi_label_metrics
+
+pytestmark = pytest.mark.slow
 
 CLOSE = {"atol": 1e-6, "rtol": 1e-5}
 
@@ -19,42 +24,38 @@ CLOSE = {"atol": 1e-6, "rtol": 1e-5}
 def found(tmp_path_factory):
     """The folder of checkpoints, and what each of the two processes found."""
     folder = tmp_path_factory.mktemp("two")
-    kwargs = {"patch_size": 4, "embed_dim": 8, "depth": 1, "num_heads": 2}
     torch.manual_seed(3)
     # A teacher of other weights than the student's, with large logits.
-    net = timm.create_model("vit_tiny_patch16_224", img_size=(8, 12), num_classes=7, **kwargs)
+    net = timm.create_model("vit_tiny_patch16_224", img_size=(8, 12), num_classes=7, **VIT)
     nn.init.normal_(net.head.weight, std=3.0)
-    save_for_hf(net, folder / "teacher", model_args=kwargs | {"img_size": [8, 12]})
+    save_for_hf(net, folder / "teacher", model_args=VIT | {"img_size": [8, 12]})
     ranks = Ranks([folder], folder, as_torchrun(), trainings)
     assert ranks.finish(240) == [0, 0], ranks.text()
     return folder, torch.load(folder / "results.pt")
 
 
+@pytest.mark.parametrize("multi_label", [False, True])
 @pytest.mark.parametrize("count", [23, 1])
-def test_evaluation_counts_every_image_once(found, count):
-    data, module = NoiseImages(count), build()
+def test_evaluation_counts_every_image_once(found, count, multi_label):
+    """Where there is one image, one process has none and still takes part."""
+    data, module = (SeveralLabels if multi_label else NoiseImages)(count), build(multi_label=multi_label)
     for rank in found[1]:
-        module.load_state_dict(rank["evaluate"][count]["weights"])
-        for name, value in expected_metrics(module, data).items():
-            for split in ("val", "test"):
-                assert rank["evaluate"][count]["results"][f"{split}/{name}"] == pytest.approx(value, rel=1e-5)
-
-
-@pytest.mark.parametrize("count", [23, 1])
-def test_evaluation_of_several_labels_counts_every_image_once(found, count):
-    """With one image a process has none, and still takes part."""
-    data, module = SeveralLabels(count), build(multi_label=True)
-    for rank in found[1]:
-        results, thresholds = (rank["several labels"][count][name] for name in ("results", "thresholds"))
-        module.load_state_dict(rank["several labels"][count]["weights"])
+        evaluated = rank["evaluate"][count, multi_label]
+        module.load_state_dict(evaluated["weights"])
         with torch.no_grad():
-            probabilities = module.eval()(data.images).sigmoid()
-        expected = multi_label_metrics(probabilities.numpy(), data.labels.numpy())
-        torch.testing.assert_close(torch.tensor(thresholds), torch.from_numpy(expected.threshold).float())
-        loss = nn.functional.binary_cross_entropy(probabilities, data.labels.float())
-        for name, value in {"loss": float(loss), **expected.means()}.items():
-            for split in ("val", "test"):
-                assert results[f"{split}/{name}"] == pytest.approx(value, rel=1e-5)
+            logits = module.eval()(data.images)
+        if multi_label:
+            scores = multi_label_metrics(logits.sigmoid().numpy(), data.labels.numpy())
+            assert evaluated["thresholds"] == pytest.approx(scores.threshold, rel=1e-5)
+            loss = nn.functional.binary_cross_entropy_with_logits(logits, data.labels.float())
+            expected = {"loss": float(loss), **scores.means()}
+        else:
+            hits = logits.argsort(descending=True) == data.labels[:, None]
+            expected = {f"acc{k}": float(hits[:, :k].any(1).float().mean()) for k in (1, 5)}
+            expected["loss"] = float(nn.functional.cross_entropy(logits, data.labels))
+        for split in ("val", "test"):
+            found_here = {name: evaluated["results"][f"{split}/{name}"] for name in expected}
+            assert found_here == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(

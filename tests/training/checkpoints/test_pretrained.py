@@ -13,32 +13,23 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from photos import TINY
 from safetensors.torch import save_file
-from small_training import KWARGS, NoiseImages, build, train
+from small_training import KWARGS, NAMES, VIT, NoiseImages, assert_close, build, train, train_and_save
 from timm.models import save_for_hf
 
 from relvit.cli import main
 from relvit.training import ImageClassifier, load_classifier
-from relvit.training.checkpoints.checkpoint import DescribeCheckpoint
 from relvit.training.checkpoints.file import AVERAGE_KEY
 from relvit.training.checkpoints.pretrained import Architecture, Pretrained, normalisation_note
 
-VIT = {"img_size": (8, 12), "num_classes": 7, "patch_size": 4, "embed_dim": 8, "depth": 1, "num_heads": 2}
-NAMES = [f"class {i}" for i in range(7)]
-DATA = NoiseImages(16, std=(0.25,) * 3)
-
-
-def same(state, expected):
-    assert set(state) == set(expected)
-    assert all(torch.equal(state[name], expected[name]) for name in expected)
+DATA = NoiseImages(4, std=(0.25,) * 3)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """The checkpoint of one epoch, with averaged weights."""
+    """The checkpoint of two steps, with averaged weights."""
     module = ImageClassifier("test_relvit", 7, 3, (8, 12), NAMES, KWARGS, ema_decay=0.5, warmup_epochs=0)
-    trainer = train(module, DATA, max_epochs=1, callbacks=[DescribeCheckpoint()])
     path = tmp_path_factory.mktemp("trained") / "best.ckpt"
-    trainer.save_checkpoint(path)
+    train_and_save(path, module, DATA, max_epochs=2)
     return path
 
 
@@ -51,7 +42,7 @@ def checkpoint(trained, tmp_path):
 def test_a_relvit_checkpoint_gives_its_averaged_weights_and_model(checkpoint):
     content = torch.load(checkpoint, weights_only=True)
     weights = Pretrained(str(checkpoint)).weights()
-    same(weights.state, {name.removeprefix("net."): value for name, value in content[AVERAGE_KEY].items()})
+    assert_close(weights.state, {name.removeprefix("net."): value for name, value in content[AVERAGE_KEY].items()})
     assert not torch.equal(weights.state["head.weight"], content["state_dict"]["net.head.weight"])
     assert (weights.class_names, weights.input_size) == (NAMES, (3, 8, 12))
     assert (weights.mean, weights.std) == ((0.5,) * 3, (0.25,) * 3)
@@ -59,27 +50,24 @@ def test_a_relvit_checkpoint_gives_its_averaged_weights_and_model(checkpoint):
 
 
 def test_files_and_folders_of_weights(tmp_path):
-    vit = timm.create_model("vit_tiny_patch16_224", **VIT)
+    vit = timm.create_model("vit_tiny_patch16_224", img_size=(8, 12), num_classes=7, **VIT)
     save_file(vit.state_dict(), tmp_path / "a.safetensors")
     torch.save({"model": vit.state_dict()}, tmp_path / "a.pth")
     # As timm's training script wraps them, with an average.
     torch.save({"state_dict": {}, "state_dict_ema": vit.state_dict()}, tmp_path / "a.pth.tar")
     for name in ("a.safetensors", "a.pth", "a.pth.tar"):
-        same(Pretrained(str(tmp_path / name)).weights().state, vit.state_dict())
+        assert_close(Pretrained(str(tmp_path / name)).weights().state, vit.state_dict())
     with pytest.raises(ValueError, match=r"a.pth does not say which model it is of: give --model.model as well"):
         Pretrained(str(tmp_path / "a.pth")).architecture()
 
-    kwargs = {key: value for key, value in VIT.items() if key not in ("img_size", "num_classes")}
-    save_for_hf(
-        vit, tmp_path / "folder", model_config={"label_names": NAMES}, model_args=kwargs | {"img_size": [8, 12]}
-    )
+    arguments = VIT | {"img_size": [8, 12]}
+    save_for_hf(vit, tmp_path / "folder", model_config={"label_names": NAMES}, model_args=arguments)
     for name in (str(tmp_path / "folder"), f"local-dir:{tmp_path / 'folder'}"):
         weights = Pretrained(name).weights()
-        same(weights.state, vit.state_dict())
+        assert_close(weights.state, vit.state_dict())
         assert (weights.class_names, weights.mean) == (NAMES, vit.pretrained_cfg["mean"])
-        assert Pretrained(name).architecture() == Architecture(
-            "vit_tiny_patch16_224", {**kwargs, "global_pool": "token"}
-        )
+        expected = Architecture("vit_tiny_patch16_224", {**VIT, "global_pool": "token"})
+        assert Pretrained(name).architecture() == expected
 
 
 def test_a_name_of_timm_is_downloaded_by_timm(monkeypatch):
@@ -88,7 +76,7 @@ def test_a_name_of_timm_is_downloaded_by_timm(monkeypatch):
     monkeypatch.setattr(download, lambda *args, **kwargs: asked.append(args) or state)
     weights = Pretrained("test_vit.r160_in1k").weights()
     assert asked == [("timm/test_vit.r160_in1k",)]
-    same(weights.state, state)
+    assert_close(weights.state, state)
     assert weights.input_size == (3, 160, 160)
     assert Pretrained("test_vit.r160_in1k").architecture() == Architecture("test_vit.r160_in1k")
 
@@ -152,25 +140,24 @@ def test_loaded_only_at_the_start_of_a_new_training(checkpoint, tmp_path, capsys
     assert module.hparams.model_kwargs == KWARGS
     averaged = torch.load(checkpoint, weights_only=True)[AVERAGE_KEY]
     assert not torch.equal(module.net.head.weight, averaged["net.head.weight"])  # not yet
-    trainer = train(module, DATA, max_epochs=1, callbacks=[DescribeCheckpoint()])
-    same(module.state_dict(), averaged)
+    trainer = train_and_save(tmp_path / "second.ckpt", module, DATA, max_epochs=1)
+    assert_close(module.state_dict(), averaged)
     count = len(averaged)
     assert f"pretrained: {count} of {count} tensors from {checkpoint}\n" in capsys.readouterr().out
-    trainer.save_checkpoint(tmp_path / "second.ckpt")
     checkpoint.unlink()
 
-    # Trained afresh, evaluated, loaded by itself, trained on: without the file.
+    # Without the file the module trains anew and is evaluated, and its checkpoint loads and trains on.
     train(module, DATA, max_epochs=1)
     trainer.validate(module, DATA, verbose=False)
     loaded = load_classifier(tmp_path / "second.ckpt")
-    same(loaded.state_dict(), averaged)
+    assert_close(loaded.state_dict(), averaged)
     train(loaded, DATA, max_epochs=1)
     again = ImageClassifier(**torch.load(tmp_path / "second.ckpt", weights_only=True)["relvit"]["model"])
     train(again, DATA, max_epochs=2, ckpt_path=tmp_path / "second.ckpt")
-    same(again.state_dict(), averaged)
+    assert_close(again.state_dict(), averaged)
     assert "pretrained:" not in capsys.readouterr().out
     restored = ImageClassifier.load_from_checkpoint(tmp_path / "second.ckpt")
-    same(restored.state_dict(), averaged)
+    assert_close(restored.state_dict(), averaged)
     train(restored, DATA, max_epochs=1)
 
 
@@ -217,8 +204,14 @@ def test_normalisation_of_weights(checkpoint, tmp_path):
         Pretrained(str(tmp_path)).normalisation()
 
 
-@pytest.mark.parametrize(("options", "epochs"), [(("--model.pretrained", "--model.teacher"), 1), (("--ckpt_path",), 5)])
-def test_a_training_fetches_each_address_once(options, epochs, run, photos, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("options", "length"),
+    [
+        (("--model.pretrained", "--model.teacher"), "--trainer.fast_dev_run=true"),
+        (("--ckpt_path",), "--trainer.max_epochs=5"),
+    ],
+)
+def test_a_training_fetches_each_address_once(options, length, run, photos, tmp_path, monkeypatch):
     fetched, get_file = [], MemoryFileSystem.get_file
     monkeypatch.setattr(
         MemoryFileSystem, "get_file", lambda self, path, *args: fetched.append(path) or get_file(self, path, *args)
@@ -229,5 +222,5 @@ def test_a_training_fetches_each_address_once(options, epochs, run, photos, tmp_
     for option in options:
         fsspec.filesystem("memory").pipe(f"/source/{option}.ckpt", (run / "checkpoints" / "best.ckpt").read_bytes())
         arguments.append(f"{option}=memory://source/{option}.ckpt")
-    assert main([*arguments, f"--trainer.max_epochs={epochs}"]) == 0
+    assert main([*arguments, length]) == 0
     assert sorted(fetched) == sorted(f"/source/{option}.ckpt" for option in options)

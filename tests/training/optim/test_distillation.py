@@ -6,15 +6,12 @@ import pytest
 import timm
 import torch
 from safetensors.torch import save_file
-from small_training import KWARGS, NoiseImages, train
+from small_training import KWARGS, NAMES, VIT, NoiseImages, train_and_save
 from timm.models import save_for_hf
 
 from relvit.training import ImageClassifier, load_classifier
-from relvit.training.checkpoints.checkpoint import DescribeCheckpoint
 from relvit.training.optim.distillation import Teacher, distillation_loss
 
-VIT = {"patch_size": 4, "embed_dim": 8, "depth": 1, "num_heads": 2}
-NAMES = [f"class {i}" for i in range(7)]
 MEAN, STD = (0.1, 0.2, 0.3), (0.5, 0.6, 0.7)
 THEIR_MEAN, THEIR_STD = (0.4, 0.5, 0.6), (0.2, 0.3, 0.25)
 
@@ -78,7 +75,7 @@ def test_training_steps_hold_the_distillation_loss_of_the_student(student, teach
 
     module.training_step = record
     data = NoiseImages(16, mean=MEAN, std=STD)
-    trainer = train(module, data, max_steps=2, callbacks=[DescribeCheckpoint()])
+    train_and_save(tmp_path / "x.ckpt", module, data, max_steps=2)
     asked = Teacher(teacher[0], 7, (8, 12), NAMES, MEAN, STD)
     for (images, labels), outputs, loss in seen:
         main, distilled = outputs if isinstance(outputs, tuple) else (outputs, outputs)
@@ -87,8 +84,7 @@ def test_training_steps_hold_the_distillation_loss_of_the_student(student, teach
         expected = distillation_loss(base, distilled, asked(images), "soft", 0.3, 2.0)
         torch.testing.assert_close(loss.detach(), expected)
     assert not any("teacher" in name for name in module.state_dict())
-    # Without the teacher the checkpoint is of use as well.
-    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    # The checkpoint does not need the teacher.
     images = data.images[:3]
     torch.testing.assert_close(load_classifier(tmp_path / "x.ckpt")(images), module.eval()(images))
 

@@ -21,12 +21,12 @@ def averages(weights, decay, warmup):
     return result
 
 
-@pytest.mark.parametrize(("accumulate", "warmup"), [(1, True), (1, False), (4, True)])
-def test_one_update_per_optimiser_step(accumulate, warmup):
+@pytest.mark.parametrize(("accumulate", "warmup", "epochs"), [(1, False, 1), (4, True, 3)])
+def test_one_update_per_optimiser_step(accumulate, warmup, epochs):
     module = build(lr=0.05, warmup_epochs=0, ema_decay=0.8, ema_warmup=warmup)
     record = Record(module)
-    train(module, max_epochs=3, accumulate_grad_batches=accumulate)
-    assert len(record.weights) == 3 * {1: 6, 4: 2}[accumulate]
+    train(module, max_epochs=epochs, accumulate_grad_batches=accumulate, limit_val_batches=0)
+    assert len(record.weights) == 6
     for name, value in module.average.net.named_parameters():
         expected = averages([weights[name] for weights in record.weights], 0.8, warmup)
         torch.testing.assert_close(value.double(), expected, atol=1e-6, rtol=1e-5)
@@ -47,16 +47,17 @@ def test_buffers_are_copied_and_never_averaged():
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Four epochs, the trainer, and a checkpoint of them."""
-    module = build(**OPTIONS)
-    trainer = train(module, max_epochs=4)
-    path = tmp_path_factory.mktemp("ema") / "four.ckpt"
-    trainer.save_checkpoint(path)
-    return module, trainer, path
+    """The module and the trainer of two epochs, the weights at each step, and checkpoints of both validations."""
+    module, folder = build(**OPTIONS), tmp_path_factory.mktemp("ema")
+    record = Record(module)
+    saving = LambdaCallback(
+        on_validation_batch_end=lambda trainer, *_: trainer.save_checkpoint(folder / f"{trainer.current_epoch}.ckpt")
+    )
+    return module, train(module, max_epochs=2, callbacks=[saving]), record, folder
 
 
 def test_evaluation_uses_the_average_and_training_the_weights(trained):
-    module, trainer, path = trained
+    module, trainer, _, folder = trained
     data = Noise()
     raw, averaged = module.net.eval()(data.images), module.average.net(data.images)
     assert not torch.allclose(raw, averaged, atol=1e-3)
@@ -65,37 +66,29 @@ def test_evaluation_uses_the_average_and_training_the_weights(trained):
     assert trainer.test(module, data, verbose=False)[0]["test/loss"] == loss
     torch.testing.assert_close(module.eval()(data.images), averaged)
     torch.testing.assert_close(module.train()(data.images), raw)
-    # And so does a checkpoint.
+    # Evaluation of a checkpoint uses the average as well.
+    path = folder / "1.ckpt"
     stored = {"ckpt_path": path, "verbose": False, "weights_only": True}
     assert trainer.validate(build(ema_decay=0.9), data, **stored)[0]["val/loss"] == loss
     loaded = ImageClassifier.load_from_checkpoint(path, weights_only=True).eval()
     torch.testing.assert_close(loaded(data.images), averaged)
 
 
-def test_checkpoints_hold_both_and_resuming_goes_on_with_both(trained, tmp_path):
-    whole, _, _ = trained
-    half = build(**OPTIONS)
-    train(half, max_epochs=2).save_checkpoint(tmp_path / "half.ckpt")
-    content = torch.load(tmp_path / "half.ckpt", weights_only=True)
-    for key, net in (("state_dict", half.net), (AVERAGE_KEY, half.average.net)):
-        assert_close(content[key], {f"net.{name}": value for name, value in net.state_dict().items()})
+def test_checkpoints_hold_both_and_resuming_goes_on_with_both(trained):
+    """A validation, which computes with the average, leaves the weights where they are."""
+    whole, _, record, folder = trained
+    content = torch.load(folder / "1.ckpt", weights_only=True)
+    assert_close(content["state_dict"], {f"net.{name}": value for name, value in record.weights[-1].items()})
+    average = {f"net.{name}": value for name, value in whole.average.net.state_dict().items()}
+    assert_close(content[AVERAGE_KEY], average)
     resumed = build(**OPTIONS)
-    train(resumed, max_epochs=4, ckpt_path=tmp_path / "half.ckpt")
+    train(resumed, max_epochs=2, ckpt_path=folder / "0.ckpt")
     for ours, theirs in ((resumed.net, whole.net), (resumed.average.net, whole.average.net)):
         assert_close(ours.state_dict(), theirs.state_dict())
     # Without the option a training goes on from the raw weights.
     plain = build()
-    plain.on_fit_start = lambda: assert_close(plain.net.state_dict(), half.net.state_dict())
-    train(plain, max_epochs=3, limit_train_batches=6, ckpt_path=tmp_path / "half.ckpt")
-
-
-def test_validation_exchanges_nothing(tmp_path):
-    module = build(**OPTIONS)
-    record = Record(module)
-    saving = LambdaCallback(on_validation_batch_end=lambda trainer, *_: trainer.save_checkpoint(tmp_path / "x.ckpt"))
-    train(module, max_epochs=2, callbacks=[saving])
-    content = torch.load(tmp_path / "x.ckpt", weights_only=True)["state_dict"]
-    assert_close(content, {f"net.{name}": value for name, value in record.weights[-1].items()})
+    plain.on_fit_start = lambda: assert_close(dict(plain.net.named_parameters()), record.weights[5])
+    train(plain, max_epochs=2, ckpt_path=folder / "0.ckpt")
 
 
 def test_the_average_moves_with_the_module():

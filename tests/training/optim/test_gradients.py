@@ -31,9 +31,7 @@ class NoLength(Noise):
     ("data", "options", "windows"),
     [
         (Noise, {"accumulate_grad_batches": 4}, [[0, 1, 2, 3], [4, 5]]),
-        (Noise, {"accumulate_grad_batches": 4, "limit_train_batches": 5}, [[0, 1, 2, 3], [4]]),
         (Noise, {"accumulate_grad_batches": 3}, [[0, 1, 2], [3, 4, 5]]),
-        (NoLength, {"accumulate_grad_batches": 4, "max_steps": 4}, [[0, 1, 2, 3], [4, 5]]),
         (NoLength, {"accumulate_grad_batches": 8, "max_steps": 2}, [[0, 1, 2, 3, 4, 5]]),
     ],
 )
