@@ -11,10 +11,8 @@ from torch import nn
 def compile_in_place(net: nn.Module, backend: bool | str, data: Any) -> None:
     """Compile a network, unless this is already done; in place, so that the names in its state dict stay the same.
 
-    Args:
-        net: The network.
-        backend: See `compile` of `relvit.training.ImageClassifier`.
-        data: The data module. If it has several `train_sizes`, each size has a graph of its own.
+    See `compile` of `relvit.training.ImageClassifier` for `backend`. If the data module has several `train_sizes`, each
+    size has a graph of its own.
     """
     if not backend or net._compiled_call_impl is not None:
         return

@@ -1,6 +1,6 @@
 """One label per image, or several (multi-label): probabilities, predicted classes, thresholds and metrics of training.
 
-What a test computes from them, such as the confusion matrix, is in `relvit.evaluation.outcomes`.
+The metrics of a test's report, such as the confusion matrix, are in `relvit.evaluation.outcomes`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class MultiLabelMetrics(NamedTuple):
 
 
 class Labels(Protocol):
-    """How many labels an image has, and what depends on that number.
+    """The number of labels of an image, one or several, and everything that depends on it.
 
     Attributes:
         score: The metric that chooses the best checkpoint.
@@ -82,7 +82,7 @@ class Labels(Protocol):
         return self
 
     def record(self) -> dict[str, Any]:
-        """Return what a checkpoint stores of the labels."""
+        """Return the entries of a checkpoint's description that belong to the labels."""
         return {}
 
     def columns(self, most: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Progress of a run: Rich's bar on terminals, a printed line per epoch elsewhere, or nothing."""
+"""Progress of a run: Rich's bar on terminals, a printed line per epoch in files, or nothing."""
 
 from __future__ import annotations
 
@@ -150,12 +150,10 @@ def _is_wide() -> bool:
 
 
 def progress_callbacks(config: dict[str, Any], history: History | None, quiet: bool) -> list[Callback]:
-    """Return the callbacks that show the progress: a bar on terminals, a line for each epoch elsewhere, or nothing.
+    """Return the callbacks that show the progress: a bar on terminals, a line for each epoch in files, or nothing.
 
-    Args:
-        config: of the trainer; its `enable_progress_bar` and its progress bars are set as is necessary.
-        history: that of a training; none: this is no training.
-        quiet: show nothing.
+    `enable_progress_bar` and `callbacks` of `config`, the trainer's options, are changed accordingly. Only a training
+    has a `history`.
     """
     if quiet:
         config["enable_progress_bar"] = False

@@ -156,8 +156,8 @@ class Checkpoint:
         """Return the checkpoint with other images, of the same transforms and classes.
 
         Args:
-            data_type: the data module of the images; None means the checkpoint's.
-            changes: these replace arguments of the checkpoint's data module. Arguments that the new data module does
+            data_type: The data module of the images. None keeps the checkpoint's own.
+            changes: These replace arguments of the checkpoint's data module. Arguments that the new data module does
                 not have are left out.
         """
         path, names = self.data["class_path"], list(self.data_args)

@@ -41,13 +41,7 @@ class ResumePoint(NamedTuple):
 
     @classmethod
     def of(cls, trainer: Trainer, validated_at: tuple[int, int] | None, ended_epoch: int | None) -> ResumePoint:
-        """Describe a running training.
-
-        Args:
-            trainer: The trainer.
-            validated_at: The epoch and batch of the last validation.
-            ended_epoch: The last complete epoch.
-        """
+        """Describe a running training, by the epoch and batch of the last validation and the last complete epoch."""
         done = epoch, batch = training_position(trainer)
         if batch == 0 and epoch > 0 and ended_epoch != epoch - 1:
             # The epoch has no batch left, but its validation and its end are still to come.
@@ -140,13 +134,7 @@ class Progress:
 
 
 def begins_epoch_again(point: ResumePoint, batch_size: int, accumulated: int, devices: int) -> bool:
-    """Return whether a training must repeat the epoch of a checkpoint, because its batches are divided otherwise.
-
-    Args:
-        point: The point of the checkpoint.
-        batch_size: The number of images in a batch from now on.
-        accumulated: The number of batches in an optimiser step from now on.
-        devices: The number of devices from now on.
+    """Return whether a training that resumes at a point with these numbers must begin the epoch of the point again.
 
     Raises:
         ValueError: The optimiser steps would have another number of images.

@@ -12,13 +12,10 @@ from relvit.training.checkpoints.pretrained import Pretrained
 def set_normalisation(
     data: ImageData, config: dict[str, Any], checkpoint: Checkpoint | None, pretrained: Pretrained | None
 ) -> str:
-    """Give data without mean or std those of the weights, note in the configuration what is used, and describe it.
+    """Normalise images for which no mean or std is given by those of the weights, and return a description.
 
-    Args:
-        data: as built by that configuration.
-        config: the data module's arguments; its own default is None.
-        checkpoint: the checkpoint that a command uses, if there is one.
-        pretrained: what a training starts from.
+    The values that are used are written into `config`, the arguments of the data module. `checkpoint` is the checkpoint
+    that a command uses; `pretrained` are the weights that a training starts from.
     """
     missing = [name for name in Normalisation._fields if name in config and config[name] is None]
     known, whose = Normalisation(), ""

@@ -35,9 +35,7 @@ def distillation_loss(
         loss: The mean loss of the labels.
         student: The student's logits (B, num_classes).
         teacher: The teacher's logits (B, num_classes).
-        kind: 'hard' or 'soft'.
-        weight: The weight of the teacher, in 0 ... 1.
-        temperature: T, which only 'soft' uses.
+        kind, weight, temperature: As `distill...` of `ImageClassifier`.
     """
     student, teacher = student.float(), teacher.float()
     if kind == "hard":
@@ -61,11 +59,8 @@ class Teacher:
 
     Args:
         pretrained: The teacher, see `Pretrained`; not a file of plain weights.
-        num_classes: The number of classes of the student.
-        img_size: The size of the images.
-        class_names: The student's classes in order, if they have names.
-        mean: The mean by which the student's images are normalised. None: the mean of the teacher's images.
-        std: The standard deviation by which they are normalised. None: that of the teacher's images.
+        num_classes, img_size, class_names: Classes and image size of the student, as in `ImageClassifier`.
+        mean, std: The normalisation of the student's images. None: the normalisation of the teacher's images.
 
     Raises:
         FileNotFoundError: There is no such file.

@@ -19,18 +19,14 @@ class Backbone:
         of_heads = {id(parameter) for head in self.heads for parameter in head.parameters()}
         if not of_heads:
             raise ValueError(f"freeze_epochs needs a model with a classifier; {type(net).__name__} has none")
-        self.parameters: list[nn.Parameter] = [
-            parameter for parameter in net.parameters() if id(parameter) not in of_heads
-        ]
+        self.parameters: list[nn.Parameter] = [each for each in net.parameters() if id(each) not in of_heads]
         self.frozen: bool = False
 
     def set_frozen(self, frozen: bool, without_gradients: bool = True) -> None:
         """Freeze or unfreeze; frozen parts are in evaluation mode, without dropout, drop path and running statistics.
 
-        Args:
-            frozen: Whether to freeze.
-            without_gradients: Whether to save the time for gradients. DDP waits for gradients, so give False there, and
-                call `drop_gradients` before each optimiser step.
+        `without_gradients` saves the time for gradients. DDP waits for gradients, so give False there, and call
+        `drop_gradients` before each optimiser step.
         """
         if frozen == self.frozen:
             return

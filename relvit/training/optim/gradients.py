@@ -19,8 +19,7 @@ class NonFiniteLossError(RuntimeError):
 class FiniteCheck:
     """Check the losses since the last optimiser step, and the gradients; all devices come to the same decision.
 
-    Args:
-        nonfinite: 'stop' raises an error; 'skip' removes the gradients, so that the optimiser does not change weights.
+    Where one is not finite, 'stop' raises an error, and 'skip' removes the gradients, so that weights do not change.
     """
 
     def __init__(self, nonfinite: NonFinite) -> None:

@@ -49,13 +49,9 @@ class ClassificationLoss(KeepConstants):
     sum of their weights, so that batches of several devices or steps add up to one larger batch.
 
     Args:
-        num_classes: The number of classes.
-        kind: 'ce', 'bce' or 'asl'. For multi-label images 'ce' is the same as 'bce'.
-        smoothing: The label smoothing; soft targets are not smoothed further.
-        threshold: With 'bce', classes whose target exceeds the threshold count as present (1), all others as absent
-            (0). None leaves the targets as they are.
-        class_weights: One positive number per class.
-        multi_label: Whether images have several labels.
+        num_classes, kind, class_weights, multi_label: See `ImageClassifier`, which calls `kind` loss.
+        smoothing: See `label_smoothing` of `ImageClassifier`; soft targets are not smoothed further.
+        threshold: See `bce_threshold` of `ImageClassifier`.
 
     Raises:
         ValueError: The kind is unknown, 'asl' is given for images of one label, numbers are out of range, or every

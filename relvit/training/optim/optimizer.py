@@ -31,12 +31,10 @@ def make_optimizer(
 
     Args:
         net: A timm model.
-        opt: The name of the optimiser, see `timm.optim.list_optimizers()`.
+        opt, weight_decay, opt_kwargs: See `ImageClassifier`; `timm.optim.list_optimizers()` lists the names.
         lr: The learning rate of the last layer, and of all layers if there is no `layer_decay`.
-        weight_decay: The weight decay of the parameters that take decay.
-        layer_decay: The factor on the learning rate per layer from the classifier down to the stem, in 0 < x <= 1, by
-            the network's `group_matcher` (ELECTRA, Clark et al. 2020, arXiv 2003.10555; BEiT, arXiv 2106.08254).
-        opt_kwargs: Further arguments of the optimiser, such as `betas`, `momentum`, `eps`.
+        layer_decay: See `ImageClassifier`; in 0 < x <= 1, by the network's `group_matcher` (ELECTRA, Clark et al. 2020,
+            arXiv 2003.10555; BEiT, arXiv 2106.08254).
 
     Raises:
         ValueError: The optimiser or an argument is unknown, the optimiser needs second derivatives, or `layer_decay` is

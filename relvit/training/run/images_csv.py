@@ -37,9 +37,9 @@ def write_manifest(data: ImageData, path: Path) -> Digests:
     No file is written if the data cannot list their images.
     """
     manifests = {split: images for split in SPLITS if (images := data.manifest(split)) is not None}
-    if not manifests:
-        return {}
     digests: Digests = {}
+    if not manifests:
+        return digests
     with atomic_write(path) as part, gzip.open(part, "wt", compresslevel=3, **_TEXT) as file:
         table = csv.writer(file)
         table.writerow(["split", *ListedImage._fields])
@@ -49,13 +49,10 @@ def write_manifest(data: ImageData, path: Path) -> Digests:
 
 
 def describe_difference(before: Mapping[str, Any], now: Digests, data: ImageData, path: Path) -> str:
-    """Describe how the images of each split differ from those of a checkpoint; '' if all are the same.
+    """Describe how the images of each split, with digests `now`, differ from those of a checkpoint, `before`.
 
-    Args:
-        before: The digests in the checkpoint.
-        now: The digests of the data.
-        data: The data.
-        path: The manifest of the checkpoint's run; without this file no image can be named.
+    The description is empty if all are the same. Without the manifest of the checkpoint's run at `path` it names no
+    image.
     """
     texts = []
     for split in now:

@@ -1,4 +1,4 @@
-"""Launch the processes of a run, or find those of torchrun and srun; when one fails, end the others after a minute."""
+"""Set up the processes of a run that Lightning, torchrun or srun (Slurm) starts, and end a run that loses a process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch.distributed
 from lightning import Callback, LightningModule, Trainer
@@ -30,21 +30,15 @@ PATIENCE = 60
 
 
 class Launch(NamedTuple):
-    """Processes that were started from outside, this one among them.
+    """The processes, on all machines, that torchrun or srun has started, among them the present one."""
 
-    Attributes:
-        by: 'torchrun' or 'srun'.
-        processes: how many, on all machines.
-        nodes: number of machines.
-    """
-
-    by: str
+    by: Literal["torchrun", "srun"]
     processes: int
     nodes: int
 
     @property
     def per_node(self) -> int:
-        """Processes on each machine."""
+        """The number of processes on each machine."""
         return self.processes // self.nodes
 
 
@@ -64,14 +58,10 @@ class SrunTasks(SLURMEnvironment):
 
 
 def set_devices(options: dict[str, Any]) -> Launch | None:
-    """Check a trainer's options of devices, and set those of processes that were started from outside.
-
-    Returns:
-        How this process was started from outside; None if it is the only one so far.
+    """Check a trainer's options of devices, set them to the processes of torchrun or srun, and return `launched()`.
 
     Raises:
-        ValueError: this machine does not have the devices.
-        ValueError: the strategy divides the weights among devices.
+        ValueError: This machine does not have the devices, or the strategy divides the weights among devices.
     """
     check_devices(options["accelerator"], options["devices"])
     check_strategy(options["strategy"])
@@ -87,10 +77,10 @@ def set_devices(options: dict[str, Any]) -> Launch | None:
 
 
 def launched() -> Launch | None:
-    """Return how this process was started from outside; None if it is the only one so far.
+    """Return how torchrun or srun has started this process; None if it is the only one so far.
 
-    A process in a job of Slurm that srun has not started as one of several tasks, but a shell (`srun --pty bash`,
-    `salloc`) or the job's script, is alone, whatever the number of tasks that the job may have.
+    In a job of Slurm a process is alone if a shell (`srun --pty bash`, `salloc`) or the job's script has started it,
+    whatever the job's number of tasks.
 
     Raises:
         ValueError: srun has started more tasks on one machine than on another.
@@ -112,7 +102,7 @@ def launched() -> Launch | None:
 
 
 def environment_of(launch: Launch | None) -> ClusterEnvironment | None:
-    """Return the cluster environment that Lightning is to use; None: the one that it detects."""
+    """Return the cluster environment that Lightning is to use; None lets Lightning detect one."""
     if launch is not None:
         return SrunTasks() if launch.by == "srun" else None
     # In any process of a Slurm job, Lightning would wait for the tasks of the job.
@@ -120,10 +110,12 @@ def environment_of(launch: Launch | None) -> ClusterEnvironment | None:
 
 
 def check_devices(accelerator: Any, devices: Any) -> None:
-    """Refuse a kind of device that this machine does not have, and what is no number of devices.
+    """Refuse a kind of device that this machine does not have, and a wrong number of devices.
+
+    Lightning's own errors do not name the options.
 
     Raises:
-        ValueError: as Lightning would, without the names of the options.
+        ValueError: The machine has no such device, or `devices` is no number of devices.
     """
     kinds = AcceleratorRegistry.available_accelerators()
     found = [kind for kind in sorted(kinds) if AcceleratorRegistry[kind]["accelerator"].is_available()]
@@ -143,8 +135,8 @@ def check_processes(launch: Launch | None, trainer: Trainer) -> None:
     """Refuse other numbers of processes than the trainer is to use: some would wait for others that never come.
 
     Raises:
-        ValueError: they differ, several machines are to be used and no process runs on the others, or more processes
-            than cores would be started here.
+        ValueError: The numbers differ, several machines are to be used and no process runs on the others, or this
+            machine would start more processes than it has cores.
     """
     devices, nodes = trainer.num_devices, trainer.num_nodes
     if launch is None and isinstance(trainer.accelerator, CPUAccelerator) and devices > cores():
@@ -202,10 +194,10 @@ def _started(trainer: Trainer) -> list[Any]:
 
 
 def explain_lost_process(error: RuntimeError, trainer: Trainer, hint: str) -> Exception | SystemExit:
-    """Say why another process is gone, where an error is that the connection to it broke; else return the error itself.
+    """Explain an error of a broken connection by the end of the other process; return other errors unchanged.
 
-    A process that has failed has printed its reason, so this one ends with its exit status and says no more. `hint`
-    says how to go on where one was ended from outside.
+    A process that has failed has printed its reason, so the present process ends with the same exit status and prints
+    no more. `hint` says how to go on where a signal has ended the other process.
     """
     if not torch.distributed.is_initialized() or not re.search(LOST, str(error)):
         return error
@@ -234,12 +226,12 @@ def leave_processes() -> None:
 
 
 def as_list(value: Any) -> list[Any]:
-    """Return an option of one value or several as a list; None is none."""
+    """Return an option of one value or several as a list, which is empty for None."""
     return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
 
 
 def _tasks() -> int:
-    """Return the number of tasks of the step of Slurm that this process belongs to, 0 if to none."""
+    """Return the number of tasks of the Slurm step that this process belongs to, or 0 without a step."""
     return int(os.environ.get("SLURM_STEP_NUM_TASKS", 0))
 
 
