@@ -7,7 +7,7 @@ from relvit.families.aft import aft_conv, aft_full, aft_local, aft_simple, opera
 from relvit.families.reformer import lsh_attention, lsh_rotations, operation
 from relvit.ops import AxisTables, RelativeTerms, index_range, make_grid, num_tokens
 
-GRIDS = [make_grid(9, 14, 1), make_grid(40, 60), make_grid(3, 700, 2)]
+GRIDS = [make_grid(9, 14), make_grid(3, 700, 2)]
 HEADS, DIM = 3, 8
 
 

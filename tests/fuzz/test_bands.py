@@ -6,6 +6,7 @@ FUZZ_EXAMPLES=300 FUZZ_SEED=31 pytest -m fuzz tests/fuzz/test_bands.py -s
 import pytest
 import torch
 from seeded import Tally, examples
+from vits import band_mask
 
 from relvit.families.transformer_xl import set_bands
 from relvit.layers.positions.factory import POSITIONS, accepts
@@ -69,23 +70,12 @@ def build(options, number):
     return model.double().eval()
 
 
-def mask_by_hand(rows, columns, band, memory):
-    """Whether token i attends to token j, pair by pair."""
-
-    def allowed(i, j):
-        first = i // columns // band * band
-        return j // columns < first + band and (memory is None or j // columns >= first - memory)
-
-    count = rows * columns
-    return torch.tensor([[allowed(i, j) for j in range(count)] for i in range(count)])
-
-
 @torch.no_grad()
 def difference(options, size, grid, band, memory, number):
     """The largest difference of features and logits to one pass under the mask; None where bands must be refused."""
     model = build(options, number)
     images = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
-    mask = mask_by_hand(*grid, band, memory)
+    mask = band_mask(*grid, band, memory)
     expected = [model.forward_features(images, attn_mask=mask), model(images, attn_mask=mask)]
     if options["position"] in REFUSED:
         with pytest.raises(ValueError, match="depends on the size of the image"):

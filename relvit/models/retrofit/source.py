@@ -1,4 +1,4 @@
-"""`Retrofitted`: base of what models become in `relvit.retrofit`; `OwnPositions`: of those whose tables are kept."""
+"""Base classes of the models that `relvit.retrofit` makes: without relative positions of their own, and with them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from relvit.layers.positions.factory import make_position, numbered
 from relvit.models.base import NoTorchScript, TablesWithoutDecay
 from relvit.utils.messages import listing
 
+Classes = tuple[type[nn.Module], ...]
+# Class of a part of the original model -> the class that it becomes.
+Exchange = Mapping[type[nn.Module], type[nn.Module]]
 # For each attention by name the module 'position', and 'prefix_bias' where the class token has a bias.
 Layers = Mapping[str, Mapping[str, nn.Module]]
 PATCH_EMBEDS = (PatchEmbed, AnySizePatchEmbed, HybridEmbed)
@@ -22,7 +25,9 @@ class Retrofitted(NoTorchScript, TablesWithoutDecay):
     """Mixin before the class of a model, whose attention it hands the grid.
 
     Attributes:
-        block_classes: blocks that hand an argument on to their attention `attn` untouched.
+        block_classes: blocks that hand an argument on to their attention untouched.
+        container: name of the modules that hold the blocks.
+        in_block: path of the attention within a block.
         attention_classes: attention of the original model -> the class that it becomes.
         patch_embed_classes: patch embeddings whose patches come as a grid or can be made to.
         absolute: names of the parameters that are absolute embeddings.
@@ -30,8 +35,10 @@ class Retrofitted(NoTorchScript, TablesWithoutDecay):
         replaced: attributes of the original attention that its position module replaces.
     """
 
-    block_classes: ClassVar[tuple[type[nn.Module], ...]]
-    attention_classes: ClassVar[Mapping[type[nn.Module], type[nn.Module]]]
+    block_classes: ClassVar[Classes]
+    container: ClassVar[str] = "blocks"
+    in_block: ClassVar[str] = "attn"
+    attention_classes: ClassVar[Exchange]
     patch_embed_classes: ClassVar[Collection[type[nn.Module]]] = PATCH_EMBEDS
     absolute: ClassVar[tuple[str, ...]] = ("pos_embed",)
     own_positions: ClassVar[bool] = False
@@ -41,15 +48,23 @@ class Retrofitted(NoTorchScript, TablesWithoutDecay):
     def named_blocks(cls, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         """Yield the blocks of a model with their names, those of Swin stage by stage."""
         for path, part in model.named_modules():
-            if path.rpartition(".")[2] == "blocks":
+            if path.rpartition(".")[2] == cls.container:
                 yield from ((f"{path}.{name}", block) for name, block in part.named_children())
+
+    @classmethod
+    def named_attentions(cls, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the attention of each block with its name."""
+        return (
+            (f"{name}.{cls.in_block}", block.get_submodule(cls.in_block)) for name, block in cls.named_blocks(model)
+        )
 
     @classmethod
     def check(cls, model: nn.Module) -> None:
         """Raise ValueError unless all parts of the original model are of known classes."""
         for name, block in cls.named_blocks(model):
             check_part(name, block, cls.block_classes)
-            check_part(f"{name}.attn", block.attn, tuple(cls.attention_classes))
+        for path, attn in cls.named_attentions(model):
+            check_part(path, attn, tuple(cls.attention_classes))
         # With dynamic sizes timm itself has made sure that patches come as a grid.
         if hasattr(model, "patch_embed") and not getattr(model, "dynamic_img_size", False):
             check_part("patch_embed", model.patch_embed, tuple(cls.patch_embed_classes))
@@ -57,122 +72,68 @@ class Retrofitted(NoTorchScript, TablesWithoutDecay):
     @classmethod
     def make_layers(cls, model: nn.Module, factory: Callable[..., nn.Module]) -> Layers:
         """Build the modules for the original model, which is not changed."""
-        blocks = list(cls.named_blocks(model))
-        factory = numbered(factory, len(blocks))
-        return {f"{name}.attn": {"position": make_position(factory, block.attn)} for name, block in blocks}
+        attentions = dict(cls.named_attentions(model))
+        factory = numbered(factory, len(attentions))
+        return {path: {"position": make_position(factory, attn)} for path, attn in attentions.items()}
 
     def open_to_all_sizes(self) -> None:
         """Let images of every size in; `relvit.retrofit` calls it once, at the end."""
 
 
 class OwnPositions(Retrofitted):
-    """`Retrofitted` for models that bring relative positions, which become relvit's modules.
+    """`Retrofitted` for models that bring relative positions, whose tables stay under the names of the source.
 
     Attributes:
-        shared: names of modules of the model whose tables serve all blocks.
+        built_with: what gives a model of this class its positions, for the error of a model that has none.
     """
 
     own_positions: ClassVar[bool] = True
-    shared: ClassVar[tuple[str, ...]] = ()
+    built_with: ClassVar[str] = "its own"
 
     @classmethod
-    def modules_for(cls, attn: nn.Module, source: nn.Module) -> dict[str, nn.Module] | None:
-        """Build the modules of an original attention, whose tables `source` holds; None: there are none."""
-        return None
+    def has_positions(cls, model: nn.Module, attn: nn.Module) -> bool:
+        """Return whether an attention of the original model has relative positions."""
+        raise NotImplementedError
 
     @classmethod
-    def convert(cls, leaf: str, tensor: Tensor, modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-        """Convert a tensor of an original attention to those of its modules; another tensor stays as it is."""
-        return {leaf: tensor}
+    def dropout(cls, attn: nn.Module) -> float:
+        """Return the dropout of the weights of an original attention that has no module for it."""
+        return 0.0
+
+    @classmethod
+    def check(cls, model: nn.Module) -> None:
+        super().check(model)
+        for path, attn in cls.named_attentions(model):
+            if not cls.has_positions(model, attn):
+                raise ValueError(
+                    f"{path} has no relative positions, and {type(attn).__name__} can be given none: build the model "
+                    f"with {cls.built_with}"
+                )
 
     @classmethod
     def make_layers(cls, model: nn.Module, factory: Callable[..., nn.Module]) -> Layers:
-        """Build modules with the tables of the original model; layers that share tables have the same modules."""
-        shared = next((part for name in cls.shared if (part := getattr(model, name, None)) is not None), None)
-        layers: dict[str, nn.ModuleDict] = {}
-        for name, block in cls.named_blocks(model):
-            attn, path = block.attn, f"{name}.attn"
-            if shared and layers and all(getattr(attn, part, None) is None for part in cls.replaced):
-                layers[path] = next(iter(layers.values()))
-                continue
-            modules = cls.modules_for(attn, shared or getattr(attn, "rel_pos", None) or attn)
-            if modules is None:
-                raise ValueError(
-                    f"{path} has no relative positions, and {type(attn).__name__} of this family can be given none: "
-                    "build the model with its own"
-                )
-            layers[path] = nn.ModuleDict(modules).to(attn.proj.weight)
-        state = cls.convert_tables(model.state_dict(), layers)
-        for path, modules in layers.items():
-            modules.load_state_dict({key: state[f"{path}.{key}"] for key in modules.state_dict()})
-            # Tables of a frozen layer are frozen.
-            modules.requires_grad_(model.get_submodule(path).proj.weight.requires_grad)
-        return layers
+        """Build the dropout of attention weights for layers that have no module for it."""
+        return {
+            path: {} if hasattr(attn, "attn_drop") else {"attn_drop": nn.Dropout(cls.dropout(attn))}
+            for path, attn in cls.named_attentions(model)
+        }
 
-    def position_layers(self) -> Layers:
-        """Return the modules of each attention of a retrofitted model."""
-        layers = {}
-        for name, block in self.named_blocks(self):
-            prefix_bias = getattr(block.attn, "prefix_bias", None)
-            modules = {"position": block.attn.position}
-            layers[f"{name}.attn"] = modules if prefix_bias is None else modules | {"prefix_bias": prefix_bias}
-        return layers
+    def adapt_tables(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Convert the tables in a state dict of an original model, of any size, to those of this model."""
+        return dict(state)
 
     def original_tables(self, shapes: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Convert the tables of a retrofitted model back to tensors with the original's names.
+        """Return the tensors of the original that the retrofitted model does not have, computed from its own.
 
         Args:
             shapes: the names, and tensors of the original shapes on the meta device.
 
         Raises:
-            ValueError: a tensor that the model no longer has, alone.
+            ValueError: they cannot be computed.
         """
-        layers, found, taken = self.position_layers(), {}, set()
-        for key, shape in shapes.items():
-            first, _, leaf = key.partition(".")
-            layer = next(iter(layers))
-            if first not in self.shared:
-                block, attn, leaf = key.rpartition(".attn.")
-                if not attn:
-                    raise ValueError(f"{type(self).__name__} cannot be restored: abs_pos='drop' has removed {key}")
-                layer = f"{block}.attn"
-                if layer not in layers:
-                    # The block has been pruned since.
-                    continue
-            names = self.convert(leaf, shape, layers[layer])
-            if not taken.isdisjoint((layer, name) for name in names):
-                raise ValueError(f"{type(self).__name__} cannot be restored: {key} was added to the tables of {layer}")
-            taken |= {(layer, name) for name in names}
-            tensors = nn.ModuleDict(layers[layer]).state_dict()
-            found[key] = self.revert(leaf, {name: tensors[name] for name in names})
-        return found
-
-    @classmethod
-    def revert(cls, leaf: str, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Convert tensors as `convert` returns them back to that of the original attention."""
-        (tensor,) = tensors.values()
-        return tensor
-
-    @classmethod
-    def convert_tables(cls, state: Mapping[str, Tensor], layers: Layers) -> dict[str, Tensor]:
-        """Convert the tables in a state dict of the original model; all other tensors stay.
-
-        Raises:
-            ValueError: a table whose number of entries is that of no window.
-        """
-        given = dict(state)
-        for key in [key for key in given if key.partition(".")[0] in cls.shared]:
-            tensor = given.pop(key)
-            for layer in layers:
-                own = f"{layer}.{key.partition('.')[2]}"
-                given[own] = given[own] + tensor if own in given else tensor
-        converted = {}
-        for key, tensor in given.items():
-            block, _, leaf = key.rpartition(".attn.")
-            layer = f"{block}.attn"
-            parts = cls.convert(leaf, tensor, layers[layer]) if layer in layers else {}
-            converted |= {f"{layer}.{name}": part for name, part in parts.items()} if parts else {key: tensor}
-        return converted
+        for key in shapes:
+            raise ValueError(f"{type(self).__name__} cannot be restored: abs_pos='drop' has removed {key}")
+        return {}
 
 
 def open_patch_embed(model: nn.Module, becomes: type[AnySizePatchEmbed] = AnySizePatchEmbed) -> None:
@@ -193,7 +154,7 @@ def declare_any_size(model: nn.Module) -> None:
     model._traits = {**getattr(model, "_traits", {}), "fixed_input_size": False}
 
 
-def check_part(name: str, part: nn.Module, allowed: tuple[type[nn.Module], ...]) -> None:
+def check_part(name: str, part: nn.Module, allowed: Classes) -> None:
     """Raise unless the part is exactly of these classes: how a subclass differs is not known."""
     if type(part) not in allowed:
         names = listing([cls.__name__ for cls in allowed])

@@ -110,7 +110,7 @@ def transfer_weights(net: nn.Module, weights: Weights, class_names: Sequence[str
     own = net.state_dict()
     given = {name: tensor for name, tensor in weights.state.items() if isinstance(tensor, Tensor)}
     if isinstance(net, OwnPositions):
-        given = net.convert_tables(given, net.position_layers())
+        given = net.adapt_tables(given)
     elif hasattr(net, "blocks"):
         convert_irpe(given, net)
     for tensors, reason in UNFIT.items():

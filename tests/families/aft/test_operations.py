@@ -101,7 +101,7 @@ def test_local_bias_ends_at_its_window():
     torch.testing.assert_close(aft_local(q, k, v, bias, 0, grid), simple, rtol=0, atol=1e-14)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     height=st.integers(1, 6),
     width=st.integers(1, 6),
@@ -134,13 +134,11 @@ def test_second_derivatives_also_where_only_some_inputs_have_gradients(needed):
     for index in {0, 1, 2} - set(needed):
         inputs[index].requires_grad_(False)
     learned = len(needed) == 3
-    bias, windows = bias_of(grid), [window_of(1, rows, 3) for rows in (1, 7)]
-    for operation, tables, backends in ((aft_full, [bias], ("products", "pairs")), (aft_conv, windows, CONV)):
-        for table in tables:
-            table.requires_grad_(learned)
-            for backend in backends:
-                call = lambda *given, run=operation, by=backend: run(*given, grid, backend=by)  # noqa: E731
-                assert gradgradcheck(call, [*inputs, table], fast_mode=True)
+    cases = [(aft_full, bias_of(grid), by) for by in ("products", "pairs")]
+    cases += [(aft_conv, window_of(1, 1, 3), by) for by in CONV if by != "auto"]
+    for operation, table, backend in cases:
+        call = lambda *given, run=operation, by=backend: run(*given, grid, backend=by)  # noqa: E731
+        assert gradgradcheck(call, [*inputs, table.requires_grad_(learned)], fast_mode=True)
 
 
 def test_derivatives_of_simple():

@@ -51,10 +51,17 @@ GRIDS = {
 }
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(("rounds", "joint", "bucketing"), [(1, False, "piecewise"), (3, True, "clip")])
+@pytest.mark.parametrize(
+    ("buckets", "chunk", "rounds", "joint", "bucketing", "is_causal"),
+    [
+        (1, None, 1, False, "piecewise", False),
+        (4, None, 3, True, "clip", False),
+        (8, 3, 3, False, "clip", True),
+        (2, 1, 1, True, "piecewise", True),
+        (4, 3, 2, False, "piecewise", False),
+    ],
+)
 @pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS)
-@pytest.mark.parametrize(("buckets", "chunk"), [(1, None), (4, None), (8, 3), (2, 1)])
 def test_equals_the_definition(grid, rounds, joint, bucketing, buckets, chunk, is_causal):
     terms = tables(joint=joint)._replace(bucketing=bucketing)
     given = [x.requires_grad_() for x in (*inputs(grid), *terms.bias)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from retrofit_cases import build as build_timm
 from retrofit_cases import retrofitted
-from vits import images, small
+from vits import band_mask, images, small
 
 from relvit.families.transformer_xl import classify_bands, forward_segment, set_bands
 from relvit.layers import AnySizePatchEmbed
@@ -25,26 +25,24 @@ def photos(height=HEIGHT, width=WIDTH, **options):
     return images(height, width, **{"dtype": torch.float64, **options})
 
 
-def mask_by_hand(rows, columns, band, memory):
-    """Whether token i attends to token j, pair by pair."""
-
-    def allowed(i, j):
-        first = i // columns // band * band
-        return j // columns < first + band and (memory is None or j // columns >= first - memory)
-
-    count = rows * columns
-    return torch.tensor([[allowed(i, j) for j in range(count)] for i in range(count)])
+TABLES = {"position": "tables", "rel_terms": "qkvb", "depth": 4}
 
 
-@pytest.mark.parametrize(("band", "memory"), [(1, 3), (2, None), (2, 0), (2, 1), (9, 0)])
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"position": "tables", "rel_terms": "qkvb", "depth": 5}, {"position": "slopes", "depth": 1}],
+    ("options", "band", "memory"),
+    [
+        ({}, 2, None),
+        ({}, 9, 0),
+        (TABLES, 1, 3),
+        (TABLES, 2, 0),
+        (TABLES, 2, 1),
+        ({"position": "slopes", "depth": 1}, 2, 1),
+    ],
     ids=str,
 )
 def test_equal_to_one_pass_under_the_mask_at_every_depth(options, band, memory):
     model, x = build(**options), photos()
-    mask = mask_by_hand(7, 3, band, memory)
+    mask = band_mask(7, 3, band, memory)
     features, logits = model.forward_features(x, attn_mask=mask), model(x, attn_mask=mask)
     assert set_bands(model, band, memory) is model
     torch.testing.assert_close(model.forward_features(x), features, rtol=0, atol=1e-10)
@@ -55,7 +53,7 @@ def test_equal_to_one_pass_under_the_mask_at_every_depth(options, band, memory):
 
 def test_single_precision_and_autocast_are_near():
     model, x = small(position="xl", std=0.1, depth=6).eval(), images(HEIGHT, WIDTH)
-    expected = model(x, attn_mask=mask_by_hand(7, 3, 2, None))
+    expected = model(x, attn_mask=band_mask(7, 3, 2, None))
     set_bands(model, 2)
     torch.testing.assert_close(model(x), expected, rtol=0, atol=1e-5)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -68,7 +66,7 @@ def test_made_with_bands_pooled_and_padded(global_pool):
     model = build(global_pool=global_pool, band_rows=2, memory_rows=3, dynamic_img_pad=True)
     x = photos(HEIGHT - 3, WIDTH - 5)
     plain = set_bands(copy.deepcopy(model), None)
-    expected = plain(x, attn_mask=mask_by_hand(7, 3, 2, 3))
+    expected = plain(x, attn_mask=band_mask(7, 3, 2, 3))
     torch.testing.assert_close(model(x), expected, rtol=0, atol=1e-10)
     torch.testing.assert_close(model.forward_head(model.forward_features(x)), expected, rtol=0, atol=1e-10)
     assert model.state_dict().keys() == plain.state_dict().keys()
@@ -105,7 +103,7 @@ def test_gradients_are_those_of_the_explicit_loop_and_not_of_the_full_pass(check
     parameters = list(model.parameters())
     full, expected = (
         torch.autograd.grad(out.square().sum(), parameters)
-        for out in (model(x, attn_mask=mask_by_hand(7, 3, 2, 3)), loop_by_hand(model, x, 2, 3))
+        for out in (model(x, attn_mask=band_mask(7, 3, 2, 3)), loop_by_hand(model, x, 2, 3))
     )
     set_bands(model, 2, 3).set_grad_checkpointing(checkpointing)
     got = torch.autograd.grad(model.train()(x).square().sum(), parameters)
@@ -157,7 +155,7 @@ def test_frames_at_the_same_coordinates():
 
 def test_reach_in_bands_of_the_trained_height():
     model, x = build(), photos()  # made for 3 x 2 patches
-    plain, expected = model(x), model(x, attn_mask=mask_by_hand(7, 3, 3, 3))
+    plain, expected = model(x), model(x, attn_mask=band_mask(7, 3, 3, 3))
     torch.testing.assert_close(set_reach(model, "bands")(x), expected, rtol=0, atol=1e-10)
     torch.testing.assert_close(set_reach(model, "trained")(x), plain, rtol=0, atol=1e-12)
     set_reach(model, "bands", trained_size=(40, 16))

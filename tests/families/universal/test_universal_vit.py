@@ -83,19 +83,23 @@ def reference(model, x):
 
 
 @pytest.mark.parametrize("prefix", PREFIXES, ids=str)
-@pytest.mark.parametrize("gather", [True, False])
-def test_halting_equals_a_loop_over_tokens(prefix, gather):
+def test_halting_equals_a_loop_over_tokens(prefix):
     model = build(**prefix, rel_terms="qkvb")
-    model.gather = gather
-    x, parameters = doubles(24, 40), list(model.parameters())
-    got, expected = model.ponder(x), reference(model, x)
-    assert len(got.steps.unique()) > 3
-    assert_same(tuple(got), expected, atol=1e-10)
-    with torch.no_grad():
-        assert_same(tuple(model.ponder(x)), expected, atol=1e-10)
-    for results in ((got.logits, expected[0]), (got.cost, expected[2])):
-        grads = (torch.autograd.grad(r.sin().sum(), parameters, retain_graph=True, allow_unused=True) for r in results)
-        assert_same(*grads, atol=1e-10)
+    x, parameters = doubles(24, 40, batch=2), list(model.parameters())
+    logits, steps, cost = reference(model, x)
+    assert len(steps.unique()) > 3
+
+    def gradients(*results):
+        options = {"retain_graph": True, "allow_unused": True}
+        return [torch.autograd.grad(result.sin().sum(), parameters, **options) for result in results]
+
+    expected = gradients(logits, cost)
+    for model.gather in (True, False):
+        got = model.ponder(x)
+        assert_same(tuple(got), (logits, steps, cost), atol=1e-10)
+        assert_same(gradients(got.logits, got.cost), expected, atol=1e-10)
+        with torch.no_grad():
+            assert_same(tuple(model.ponder(x)), (logits, steps, cost), atol=1e-10)
 
 
 def test_dropped_patches_and_attention_dropout_free_training():
@@ -108,11 +112,9 @@ def test_dropped_patches_and_attention_dropout_free_training():
     assert_same(*results, atol=1e-10)
 
 
-@pytest.mark.parametrize("options", [{"position": "xl"}, {"mlp_chunk": 4}], ids=str)
-def test_tokens_leave_with_other_positions_and_chunks(options):
-    model, results = build(**options), []
-    for gather in (True, False):
-        model.gather = gather
+def test_tokens_leave_with_other_positions_and_chunks():
+    model, results = build(position="xl", mlp_chunk=4), []
+    for model.gather in (True, False):
         results.append(tuple(model.ponder(doubles(24, 40))))
     assert_same(*results, atol=1e-10)
 
@@ -123,8 +125,7 @@ def test_images_of_a_native_batch_halt_as_each_alone():
     alone = [model.ponder(picture.double()) for picture in pictures]
     batch = native_batch([picture[0] for picture in pictures], 8)
     batch, valid = batch | {"patches": batch["patches"].double()}, batch["patch_valid"]
-    for gather in (True, False):
-        model.gather = gather
+    for model.gather in (True, False):
         got = model.ponder(batch)
         assert_same(got.logits, torch.cat([one.logits for one in alone]), atol=1e-10)
         assert_same(got.cost, torch.cat([one.cost for one in alone]), atol=1e-10)

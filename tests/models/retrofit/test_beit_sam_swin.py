@@ -1,12 +1,12 @@
-"""Models that bring relative positions: the original's numbers at its size, at others those of extended tables."""
+"""BEiT, SAM, Swin and relpos ViTs of timm: numbers of extended tables at other sizes, checkpoints, parts of timm."""
 
 import copy
 
 import pytest
 import timm
 import torch
+from own_positions import imported
 from retrofit_cases import OWN, build, images, naflex_batch, with_exact_offsets
-from timm.models import create_feature_extractor
 from timm.models._features import FeatureGetterNet
 
 import relvit
@@ -21,10 +21,6 @@ SWINS = ("swin", "swinv2")
 # Patches of 8 px, windows of Swin of 3 x 4 patches of 2 px; smaller and larger than trained.
 SIZES = [(16, 64), (48, 16), (64, 72)]
 BIAS = ".relative_position_bias_table"
-
-
-def imported(original, **kwargs):
-    return relvit.retrofit(copy.deepcopy(original), **kwargs)
 
 
 def trained_size(case):
@@ -62,22 +58,6 @@ def of_size(original, case, size):
         if getattr(module, "mode", None) == "swin":
             module.pretrained_window_size = tuple(side // 8 for side in trained_size(case))
     return with_exact_offsets(model)
-
-
-@pytest.mark.parametrize("case", OWN)
-def test_at_its_size_it_computes_what_it_did(case):
-    original = build(case)
-    x = images(*trained_size(case))
-    model = imported(original)
-    torch.testing.assert_close(model(x), original(x), rtol=0, atol=1e-10)
-    single = copy.deepcopy(model).float()(x.float())
-    torch.testing.assert_close(single, copy.deepcopy(original).float()(x.float()), rtol=0, atol=1e-5)
-    assert not any(name.endswith((BIAS, "cpb_mlp.0.weight")) for name in model.state_dict())
-    # Any other table would have been visible.
-    for name, parameter in model.named_parameters():
-        if (".position." in name or "rel_pos" in name) and not name.endswith("fc1.weight"):
-            parameter.data = parameter.data.roll(1, -1)
-    assert (model(x) - original(x)).abs().max() > 1e-5
 
 
 @pytest.mark.parametrize("case", [case for case in OWN if case not in ("relpos norm", "sam absolute")])
@@ -126,6 +106,7 @@ def test_weights_come_back_from_checkpoints_of_both(case):
         torch.nn.init.zeros_(parameter)
     fresh.load_state_dict(model.state_dict())
     torch.testing.assert_close(fresh(x), model(x), rtol=0, atol=0)
+    assert not any(name.endswith((BIAS, "cpb_mlp.0.weight")) for name in model.state_dict())
     # timm's weights, for a model that was built for another size.
     other = imported(build(case, **larger))
     other.pretrained_cfg = {}
@@ -182,14 +163,6 @@ def test_modules_are_relvits():
     # Two patches more than a window: windows of 3 x 3, a global layer of 5 x 7.
     assert [plan.width for plan in relvit.explain(sam)] == [(12, 18), (12, 24)]
     assert {plan.terms for plan in relvit.explain(swin)} == {"b"}
-
-
-@pytest.mark.parametrize("case", ["srelpos", "beit both", "sam"])
-def test_symbolic_tracing_for_feature_extraction(case):
-    model, x = imported(build(case)), images(*trained_size(case))
-    node = "neck" if case == "sam" else "norm"
-    traced = create_feature_extractor(model, [node])
-    torch.testing.assert_close(traced(x)[node], model.forward_features(x), rtol=0, atol=1e-12)
 
 
 def test_what_timm_offers_for_vits_works():

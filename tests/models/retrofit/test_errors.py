@@ -1,12 +1,17 @@
-"""Models and arguments that cannot be retrofitted: the reason, and a model that stays as it was."""
+"""Models and arguments that cannot be retrofitted or restored: the reason, and a model that stays as it was."""
 
+import operator
 import re
+import sys
 
 import pytest
 import timm
 import torch
 import torchvision
+from beit_cases import hf_beit
+from own_positions import mvit
 from retrofit_cases import SMALL, build, fingerprint
+from sam_cases import sam_encoder, sam_model, transformers
 from timm.models.eva import Eva
 from timm.models.maxxvit import MaxxVit, MaxxVitCfg
 from timm.models.vision_transformer import ParallelScalingBlock, VisionTransformer
@@ -16,6 +21,7 @@ from torchvision.models.video.mvit import MSBlockConfig, MViT
 import relvit
 from relvit.layers import SlopePosition2d
 
+SWIN = {"image_size": 24, "embed_dim": 12, "depths": [1], "num_heads": [2], "window_size": 3}
 BLOCK_OF_VIDEOS = MSBlockConfig(1, 8, 8, [3, 3, 3], [3, 3, 3], [1, 1, 1], [1, 2, 2])
 
 
@@ -32,6 +38,18 @@ def with_one_other_attention():
     model = plain()
     model.blocks[1].attn = plain(attn_layer="diff").blocks[1].attn
     return model
+
+
+def spoilt(model, path, value):
+    """A model with another attribute or module."""
+    owner, _, name = path.rpartition(".")
+    setattr(operator.attrgetter(owner)(model) if owner else model, name, value)
+    return model
+
+
+def hf_swin(family):
+    library = transformers()
+    return getattr(library, f"{family}Model")(getattr(library, f"{family}Config")(**SWIN))
 
 
 MODELS = {
@@ -71,6 +89,47 @@ MODELS = {
     ),
     "no positions": (lambda: build("beit", use_rel_pos_bias=False), r"blocks\.0\.attn has no relative positions"),
     "rotary SAM": (lambda: build("sam", use_rel_pos=False, use_rope=True), "build the model with its own"),
+    "MViT that pools first": (
+        lambda: mvit("patches", pool_first=True),
+        r"0\.attn is a MultiScaleAttentionPoolFirst, .* allowed: 'MultiScaleAtt",
+    ),
+    "absolute MViT": (
+        lambda: mvit("patches", use_abs_pos=True),
+        "pos_embed: MViTv2 with an absolute embedding, .* use_abs_pos=False",
+    ),
+    "MViT without positions": (
+        lambda: mvit("patches", rel_pos_type=""),
+        r"stages\.0\.blocks\.0\.attn has no relative positions, .* rel_pos_type='spatial'",
+    ),
+    "HF BEiT without positions": (
+        lambda: hf_beit("hf beit", use_relative_position_bias=False),
+        r"layers\.0\.attention has no relative positions",
+    ),
+    "HF BEiT for rectangles": (
+        lambda: hf_beit("hf beit", image_size=(40, 24)),
+        r"for 5 x 3 patches, which BeitModel reads with rows and columns",
+    ),
+    "another attention function": (
+        lambda: spoilt(hf_beit("hf beit"), "config._attn_implementation", "flex_attention"),
+        "attn_implementation must be 'eager' or 'sdpa', got 'flex_attention'",
+    ),
+    **{
+        family: (lambda family=family: hf_swin(family), "is a Swin Transformer, whose windows have as few tokens at")
+        for family in ("Swin", "Swinv2", "MaskFormerSwin", "DonutSwin")
+    },
+    "overlapping patches": (
+        lambda: spoilt(sam_encoder("segment_anything"), "patch_embed.proj.stride", (4, 4)),
+        r"patch_embed\.proj has stride \(4, 4\) and padding \(0, 0\) with patches of \(8, 8\)",
+    ),
+    "SAM without positions": (
+        lambda: sam_encoder("segment_anything", use_rel_pos=False),
+        r"blocks\.0\.attn has no relative positions, .* build the model with its own",
+    ),
+    "SAM's attention": (
+        lambda: spoilt(sam_encoder("segment_anything"), "blocks.2.attn", nn.Identity()),
+        r"blocks\.2\.attn is a Identity, which cannot be retrofitted; allowed: 'Attention'",
+    ),
+    "whole SAM": (sam_model, r"it wraps vision_encoder, a SamVisionEncoder: .* model\.vision_encoder"),
     "embedding": (
         lambda: plain(embed_layer=type("MyEmbed", (timm.layers.PatchEmbed,), {})),
         "patch_embed is a MyEmbed, which cannot be retrofitted; allowed: 'PatchEmbed'",
@@ -90,44 +149,61 @@ ARGUMENTS = [
     ({"position": nn.Linear}, TypeError, "position Linear cannot be called with a Grid"),
     ({"position": lambda *_args, **_kwargs: nn.Identity()}, TypeError, "Identity must return RelativeTerms, got Grid"),
     ({"position": SlopePosition2d(4, 2)}, TypeError, "position must make a module of its own for every block"),
+    ({"rel_terms": "k"}, ValueError, "rel_terms='k' is for models without relative positions"),
+    ({"position": "xl"}, ValueError, "position='xl' is for models without relative positions"),
+    ({"abs_pos": "drop"}, ValueError, "this Beit has no absolute embedding"),
     ({"position": "slops"}, ValueError, r"position is 'slops'; allowed are 'tables'.* .did you mean 'slopes'"),
 ]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_models_that_are_refused(name):
-    make, message = MODELS[name]
+def retrofitted_sam():
+    model = sam_model()
+    relvit.retrofit(model.vision_encoder)
+    return model
+
+
+RESTORED = {
+    "not retrofitted": (lambda: build("sam"), "VisionTransformerSAM has not been retrofitted$"),
+    "a part is": (retrofitted_sam, r"its vision_encoder has: relvit\.restore\(model\.vision_encoder\)"),
+    "added tables": (lambda: relvit.retrofit(build("dinov2")), "no place for the tables that retrofit added"),
+    "dropped": (
+        lambda: relvit.retrofit(build("sam absolute"), abs_pos="drop"),
+        "cannot be restored: abs_pos='drop' has removed pos_embed",
+    ),
+    "sums": (
+        lambda: relvit.retrofit(build("beit both")),
+        r"blocks\.0\.attn\.relative_position_bias_table was added to the tables of blocks\.0\.attn",
+    ),
+}
+REFUSED = [(relvit.retrofit, *case) for case in MODELS.values()] + [
+    (relvit.restore, *case) for case in RESTORED.values()
+]
+
+
+@pytest.mark.parametrize(("call", "make", "message"), REFUSED, ids=[*MODELS, *RESTORED])
+def test_models_that_are_refused(call, make, message):
     model = make()
     before = fingerprint(model)
     with pytest.raises(ValueError, match=message):
-        relvit.retrofit(model)
+        call(model)
     assert fingerprint(model) == before
+
+
+def test_versions_that_are_not_known(monkeypatch):
+    encoder = sam_encoder("hf sam")
+    monkeypatch.setattr(sys.modules["relvit.models.retrofit.sources"], "version", lambda library: "4.57.6")
+    with pytest.raises(ValueError, match=r"SamVisionEncoder is of transformers 4\.57\.6; retrofit knows .*>=5\.4"):
+        relvit.retrofit(encoder)
 
 
 @pytest.mark.parametrize(("kwargs", "kind", "message"), ARGUMENTS, ids=[str(i) for i in range(len(ARGUMENTS))])
 def test_arguments_that_are_refused(kwargs, kind, message):
-    model = plain()
+    model = build("beit") if "Beit" in message or "without relative positions" in message else plain()
     before = fingerprint(model)
     with pytest.raises(kind, match=message):
         relvit.retrofit(model, **kwargs)
     assert fingerprint(model) == before
     relvit.retrofit(model)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"rel_terms": "k"}, "rel_terms='k' is for models without relative positions"),
-        ({"position": "xl"}, "position='xl' is for models without relative positions"),
-        ({"abs_pos": "drop"}, "this Beit has no absolute embedding"),
-    ],
-)
-def test_arguments_for_models_without_positions_of_their_own(arguments, message):
-    model = build("beit")
-    before = fingerprint(model)
-    with pytest.raises(ValueError, match=message):
-        relvit.retrofit(model, **arguments)
-    assert fingerprint(model) == before
 
 
 def test_what_only_some_models_have():

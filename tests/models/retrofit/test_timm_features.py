@@ -5,13 +5,13 @@ import pickle
 
 import pytest
 import torch
-from retrofit_cases import CASES, EVAS, NAFLEX, VITS, build, images, naflex_batch, retrofitted, tables
+from retrofit_cases import EACH, NAFLEX, OWN, VITS, build, images, naflex_batch, retrofitted, tables
 from timm.models import create_feature_extractor
 from timm.models._features import FeatureGetterNet
 from vits import groups_of
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", EACH)
 def test_every_table_gets_the_same_gradient_with_checkpointing(case):
     model = retrofitted(build(case), "qkvb", trained=False, max_distance=1).train()
     x, count, runs = images(16, 40), [], []
@@ -28,7 +28,7 @@ def test_every_table_gets_the_same_gradient_with_checkpointing(case):
         torch.testing.assert_close(again, plain, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", EACH)
 def test_intermediates_are_the_features(case):
     model = retrofitted(build(case))
     x = images(16, 40)
@@ -57,7 +57,7 @@ def test_intermediates_of_a_padded_batch():
     torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", EACH)
 def test_masks_heads_and_input_sizes_are_timms(case):
     original = build(case)
     model = retrofitted(original, trained=False)
@@ -79,22 +79,14 @@ def test_masks_heads_and_input_sizes_are_timms(case):
     assert model(images()).shape == (2, 7)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_tables_take_no_weight_decay_and_the_rate_of_their_block(case):
-    model = retrofitted(build(case))
-    groups, rates = groups_of(model), []
-    for index in range(2):
-        rates.append(groups[f"blocks.{index}.attn.proj.weight"][0])
-        tabled = [groups[name] for name in tables(model) if name.startswith(f"blocks.{index}.")]
-        assert set(tabled) == {(rates[index], 0.0)}
-    assert rates[0] < rates[1]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_weights_go_back_and_forth(case):
+@pytest.mark.parametrize("case", EACH)
+def test_weights_go_back_and_forth_and_tables_have_the_rate_of_their_block_without_decay(case):
     original = build(case)
     model = retrofitted(original)
-    x = images(8, 40)
+    groups, x = groups_of(model), images(8, 40)
+    rates = [groups[f"blocks.{index}.attn.proj.weight"][0] for index in range(2)]
+    assert rates[0] < rates[1]
+    assert {groups[name] == (rates[int(name.split(".")[1])], 0.0) for name in tables(model)} == {True}
     state = model.state_dict()
     assert {key for key in state if ".position." not in key} == set(original.state_dict())
     assert "blocks.1.attn.position.value_cols" in state
@@ -110,12 +102,13 @@ def test_weights_go_back_and_forth(case):
 
 
 # timm's own distilled model cannot be traced with dynamic sizes either.
-@pytest.mark.parametrize("case", ["dinov2", "siglip", *(case for case in EVAS if case != "mrope")])
+@pytest.mark.parametrize("case", ["dinov2", "siglip", "eva post-norm", "eva02", "rope mixed", "srelpos", "sam"])
 def test_symbolic_tracing_for_feature_extraction(case):
-    model = retrofitted(build(case), "qkvb", max_distance=2).float()
-    traced = create_feature_extractor(model, ["norm"])
-    x = images().float()
-    torch.testing.assert_close(traced(x)["norm"], model.forward_features(x), rtol=0, atol=1e-6)
+    own = case in OWN
+    model = (retrofitted(build(case), *([] if own else ["qkvb"]))).float()
+    x, node = images(*(OWN[case][1]["img_size"] if own else (24, 16))).float(), "neck" if case == "sam" else "norm"
+    traced = create_feature_extractor(model, [node])
+    torch.testing.assert_close(traced(x)[node], model.forward_features(x), rtol=0, atol=1e-6)
 
 
 def test_training_separates_what_the_original_cannot():

@@ -55,6 +55,8 @@ NAFLEX = {
     "naflex mixed": (NaFlexVit, {"rope_type": "mixed", "pos_embed": "factorized", "use_key_only_attn_mask": True}),
 }
 CASES = {**VITS, **EVAS, **NAFLEX}
+# One of each class, of each way that blocks are called, and of each attention.
+EACH = ("dinov2", "deit distilled", "siglip", "eva", "eva02", "rope mixed", "grouped", "naflex", "naflex mixed")
 
 SHARED = {"shared_rel_pos": True}
 SAM = {"img_size": (40, 56), "use_rel_pos": True, "window_size": 3, "global_attn_indexes": (1,), "neck_chans": 8}

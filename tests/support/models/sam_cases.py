@@ -29,7 +29,7 @@ ENCODER = {
     "window_size": 3,
     "global_attn_indexes": (1,),
 }
-ELSEWHERE = ("sam", "sam eager", "sam_hq", "sam_hq eager", "segment_anything")
+SAMS = ("hf sam", "hf sam eager", "hf sam_hq", "hf sam_hq eager", "segment_anything")
 
 
 def transformers():
@@ -45,7 +45,7 @@ def sam_encoder(case, **kwargs):
         model = pytest.importorskip(case, reason=reason).modeling.ImageEncoderViT(**{**ENCODER, **kwargs})
     else:
         library, implementation = transformers(), "eager" if case.endswith("eager") else "sdpa"
-        kind = "SamHQ" if case.startswith("sam_hq") else "Sam"
+        kind = "SamHQ" if case.startswith("hf sam_hq") else "Sam"
         config = getattr(library, f"{kind}VisionConfig")(**{**CONFIG, **kwargs}, attn_implementation=implementation)
         model = getattr(library, f"{kind}VisionModel")(config).vision_encoder
     return with_large_weights(model)

@@ -58,6 +58,17 @@ def bias(rows, cols, prefix=0):
     return out
 
 
+def band_mask(rows, columns, band, memory):
+    """Whether patch i attends to patch j, pair by pair, in bands of an image with a memory of so many rows or all."""
+
+    def allowed(i, j):
+        first = i // columns // band * band
+        return j // columns < first + band and (memory is None or j // columns >= first - memory)
+
+    count = rows * columns
+    return torch.tensor([[allowed(i, j) for j in range(count)] for i in range(count)])
+
+
 def bias_for(plain, x):
     """The bias that makes timm's model `plain` the relvit one, for images `x`."""
     return bias(

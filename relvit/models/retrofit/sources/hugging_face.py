@@ -9,8 +9,8 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from relvit.layers.attention import GridAttention
 from relvit.layers.attention_weights import attention_weights, record_logit_inputs
-from relvit.layers.timm_attention import GridArgument
 from relvit.models.retrofit.source import OwnPositions
+from relvit.ops import Grid
 from relvit.ops.tracing import is_compiling
 
 
@@ -23,16 +23,18 @@ class TransformersModel(OwnPositions):
         dict.__setitem__(_CAN_RECORD_REGISTRY, str(cls), getattr(cls, "_can_record_outputs", None) or {})
 
 
-def attend_and_show(attn: GridAttention, x: Tensor, given: GridArgument, show: bool) -> tuple[Tensor, Tensor | None]:
-    """Attend, and return the weights (B, heads, N, N) too where they are wanted: without gradients and dropout.
+def attend_and_show(
+    attn: GridAttention, x: Tensor, grid: Grid, mask: Tensor | None, show: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Attend, and with `show` return the weights (B, heads, N, N) too, without gradients and dropout.
 
     Raises:
         ValueError: weights are wanted in a compiled graph.
     """
     if not show:
-        return attn.attend(x, given.grid, given.argument, False, None), None
+        return attn.attend(x, grid, mask, False, None), None
     if is_compiling():
         raise ValueError("output_attentions: after relvit.retrofit compiled graphs form no attention weights")
     with record_logit_inputs() as record:
-        mixed = attn.attend(x, given.grid, given.argument, False, None)
+        mixed = attn.attend(x, grid, mask, False, None)
     return mixed, attention_weights(record[attn.attn_drop]).to(x.dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -11,7 +10,7 @@ from relvit.layers import interpolate
 from relvit.layers.attention import GridAttention, attend_with
 from relvit.layers.patch_embed import PatchSizes, check_divisible, check_images
 from relvit.layers.positions.tables import SamTables
-from relvit.models.retrofit.source import Layers, OwnPositions
+from relvit.models.retrofit.source import Exchange, OwnPositions
 from relvit.ops import Grid, from_windows, to_windows
 from relvit.ops.tracing import is_compiling
 from relvit.ops.windows import exceeds_window
@@ -86,7 +85,7 @@ class SamEncoder(OwnPositions):
     """
 
     num_prefix_tokens = 0
-    patch_embed_classes: ClassVar[Mapping[type[nn.Module], type[SamPatchEmbed]]]
+    patch_embed_classes: ClassVar[Exchange]
 
     @property
     def original_size(self) -> tuple[int, int]:
@@ -94,9 +93,8 @@ class SamEncoder(OwnPositions):
         return (self.img_size,) * 2
 
     @classmethod
-    def dropout(cls, attn: nn.Module) -> float:
-        """Return the dropout of the weights of an original attention."""
-        return 0.0
+    def has_positions(cls, model: nn.Module, attn: nn.Module) -> bool:
+        return attn.use_rel_pos
 
     @classmethod
     def check(cls, model: nn.Module) -> None:
@@ -108,13 +106,6 @@ class SamEncoder(OwnPositions):
                 f"patch_embed.{becomes.convolution} has stride {conv.stride} and padding {conv.padding} with patches "
                 f"of {conv.kernel_size}: patches that overlap or stick out cannot be retrofitted"
             )
-        check_tables(cls.named_blocks(model))
-
-    @classmethod
-    def make_layers(cls, model: nn.Module, factory: Callable[..., nn.Module]) -> Layers:
-        """Build the dropout of attention weights; tables stay where they are."""
-        drops = {name: nn.Dropout(cls.dropout(block.attn)) for name, block in cls.named_blocks(model)}
-        return {f"{name}.attn": {"attn_drop": drop} for name, drop in drops.items()}
 
     def open_to_all_sizes(self) -> None:
         embed, size = self.patch_embed, self.original_size
@@ -132,25 +123,13 @@ class SamEncoder(OwnPositions):
 
     def no_weight_decay(self) -> set[str]:
         """Return the names of parameters without weight decay: tables and the absolute embedding."""
-        tables = (
-            f"{name}.attn.{table}" for name, block in self.named_blocks(self) for table in block.attn.no_weight_decay()
-        )
-        return {"pos_embed", *tables}
+        own = ("pos_embed", "rel_pos_h", "rel_pos_w")
+        return {name for name, _ in self.named_parameters() if name.endswith(own)}
 
     def embed(self, images: Tensor) -> Tensor:
         """Embed images (B, in_chans, height, width) as (B, rows, columns, dim), with absolute embeddings if any."""
         x = self.patch_embed(images)
         return x if self.pos_embed is None else x + on_canvas(self.pos_embed, x.shape[1], x.shape[2])
-
-
-def check_tables(blocks: Iterable[tuple[str, nn.Module]]) -> None:
-    """Raise ValueError for a block whose attention has been built without tables."""
-    for name, block in blocks:
-        if not block.attn.use_rel_pos:
-            raise ValueError(
-                f"{name}.attn has no relative positions, and {type(block.attn).__name__} of this family can be given "
-                "none: build the model with its own"
-            )
 
 
 def on_canvas(embedding: Tensor, rows: int, columns: int) -> Tensor:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 from segment_anything.modeling.image_encoder import Attention, Block, ImageEncoderViT, PatchEmbed
-from torch import Tensor, nn
+from torch import Tensor
 
+from relvit.models.retrofit.source import Classes, Exchange
 from relvit.models.retrofit.sources.sam import SamEncoder, SamPatchEmbed, SamRowsAttention
 
 
@@ -28,9 +28,9 @@ class RetrofittedPatchEmbed(SamPatchEmbed, PatchEmbed):
 class RetrofittedImageEncoder(SamEncoder, ImageEncoderViT):
     """`segment_anything`'s `ImageEncoderViT` after `relvit.retrofit`."""
 
-    block_classes: ClassVar[tuple[type[nn.Module], ...]] = (Block,)
-    attention_classes: ClassVar[Mapping[type[nn.Module], type[nn.Module]]] = {Attention: RetrofittedAttention}
-    patch_embed_classes: ClassVar[Mapping[type[nn.Module], type[SamPatchEmbed]]] = {PatchEmbed: RetrofittedPatchEmbed}
+    block_classes: ClassVar[Classes] = (Block,)
+    attention_classes: ClassVar[Exchange] = {Attention: RetrofittedAttention}
+    patch_embed_classes: ClassVar[Exchange] = {PatchEmbed: RetrofittedPatchEmbed}
 
     def forward(self, x: Tensor) -> Tensor:
         """Map images (B, in_chans, height, width) to features (B, out_chans, rows, columns)."""

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 from timm.layers import apply_keep_indices_nlc
 from timm.models.eva import Eva, EvaBlock, EvaBlockPostNorm
-from torch import Tensor, nn
+from torch import Tensor
 
 from relvit.layers.positions.rope import ANY_SIZE_ROPES
 from relvit.layers.timm_attention import TIMM_ATTENTIONS, GridArgument
 from relvit.models.absolute import TimmAbsoluteEmbedding
-from relvit.models.retrofit.source import Retrofitted, open_patch_embed
+from relvit.models.retrofit.source import Classes, Exchange, Retrofitted, open_patch_embed
 from relvit.ops import Grid, patch_coords
 
 
 class RetrofittedEva(Retrofitted, TimmAbsoluteEmbedding, Eva):
     """timm's `Eva` after `relvit.retrofit`; the grid is passed with the rotary embedding."""
 
-    block_classes: ClassVar[tuple[type[nn.Module], ...]] = (EvaBlock, EvaBlockPostNorm)
-    attention_classes: ClassVar[Mapping[type[nn.Module], type[nn.Module]]] = TIMM_ATTENTIONS
+    block_classes: ClassVar[Classes] = (EvaBlock, EvaBlockPostNorm)
+    attention_classes: ClassVar[Exchange] = TIMM_ATTENTIONS
 
     def open_to_all_sizes(self) -> None:
         open_patch_embed(self)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from relvit.layers.attention import GridAttention, attend_with, relative_terms
 from relvit.layers.patch_embed import PatchSizes, check_images
 from relvit.layers.positions.tables import LayerTables
-from relvit.models.retrofit.source import Layers, OwnPositions, declare_any_size
+from relvit.models.retrofit.source import Classes, Exchange, OwnPositions, declare_any_size
 from relvit.ops import AxisLogits, Grid, RelativeTerms, num_tokens
 from relvit.ops.grid import once_per_raster
 from relvit.ops.inputs import AttentionInputs
@@ -234,9 +234,14 @@ class MultiScalePatchEmbed(PatchSizes, PatchEmbed):
 class RetrofittedMultiScaleVit(OwnPositions, MultiScaleVit):
     """timm's `MultiScaleVit` after `relvit.retrofit`, for images of every size; blocks pool as before."""
 
-    block_classes: ClassVar[tuple[type[nn.Module], ...]] = (MultiScaleBlock,)
-    attention_classes: ClassVar[Mapping[type[nn.Module], type[nn.Module]]] = {MultiScaleAttention: MultiScaleRelative}
-    patch_embed_classes: ClassVar[tuple[type[nn.Module], ...]] = (PatchEmbed,)
+    block_classes: ClassVar[Classes] = (MultiScaleBlock,)
+    attention_classes: ClassVar[Exchange] = {MultiScaleAttention: MultiScaleRelative}
+    patch_embed_classes: ClassVar[Classes] = (PatchEmbed,)
+    built_with: ClassVar[str] = "rel_pos_type='spatial'"
+
+    @classmethod
+    def has_positions(cls, model: nn.Module, attn: nn.Module) -> bool:
+        return attn.rel_pos_type == "spatial"
 
     @classmethod
     def check(cls, model: nn.Module) -> None:
@@ -246,17 +251,6 @@ class RetrofittedMultiScaleVit(OwnPositions, MultiScaleVit):
                 "pos_embed: MViTv2 with an absolute embedding, which has no rule for other sizes, cannot be "
                 "retrofitted: build the model with use_abs_pos=False, as all registered ones are"
             )
-        for name, block in cls.named_blocks(model):
-            if block.attn.rel_pos_type != "spatial":
-                raise ValueError(
-                    f"{name}.attn has no relative positions, and MultiScaleAttention can be given none: build the "
-                    "model with rel_pos_type='spatial'"
-                )
-
-    @classmethod
-    def make_layers(cls, model: nn.Module, factory: Callable[..., nn.Module]) -> Layers:
-        """Build the dropout of attention weights, of which MViTv2 has none; tables stay where they are."""
-        return {f"{name}.attn": {"attn_drop": nn.Dropout(0.0)} for name, _ in cls.named_blocks(model)}
 
     def open_to_all_sizes(self) -> None:
         poolings: list[Pooling] = []

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from timm.models.eva import EvaBlock
 from timm.models.naflexvit import NaFlexVit
 from timm.models.vision_transformer import Block
-from torch import Tensor, nn
+from torch import Tensor
 
 from relvit.layers.patch_embed import check_divisible
 from relvit.layers.timm_attention import TIMM_ATTENTIONS, GridArgument
-from relvit.models.retrofit.source import Retrofitted
+from relvit.models.retrofit.source import Classes, Exchange, Retrofitted
 from relvit.ops import Grid, grid_from_naflex, patch_coords
 
 
@@ -23,8 +22,8 @@ class RetrofittedNaFlexVit(Retrofitted, NaFlexVit):
         max_grid: rows and columns of patches that no image of a NaFlex batch exceeds.
     """
 
-    block_classes: ClassVar[tuple[type[nn.Module], ...]] = (Block, EvaBlock)
-    attention_classes: ClassVar[Mapping[type[nn.Module], type[nn.Module]]] = TIMM_ATTENTIONS
+    block_classes: ClassVar[Classes] = (Block, EvaBlock)
+    attention_classes: ClassVar[Exchange] = TIMM_ATTENTIONS
     absolute: ClassVar[tuple[str, ...]] = ("embeds.pos_embed", "embeds.pos_embed_y", "embeds.pos_embed_x")
     max_grid: tuple[int, int] = (64, 64)
 

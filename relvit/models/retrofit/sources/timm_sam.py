@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from relvit.layers.patch_embed import GridPatchEmbed
 from relvit.layers.timm_attention import GridArgument
 from relvit.layers.timm_relpos import TimmOwnRelative
-from relvit.models.retrofit.source import Layers, OwnPositions, open_patch_embed
-from relvit.models.retrofit.sources.sam import SamAttention, check_tables
+from relvit.models.retrofit.source import Classes, Exchange, OwnPositions, open_patch_embed
+from relvit.models.retrofit.sources.sam import SamAttention
 from relvit.ops import Grid
 
 # Names of tables in checkpoints of relvit 0.2: reversed along their axis, and times the root of the width.
@@ -30,40 +30,39 @@ class TimmRelativeSam(SamAttention, TimmOwnRelative, Attention):
         return x.unflatten(1, (height, width))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        for name in EARLIER:
-            if (table := state_dict.pop(prefix + name, None)) is not None:
-                state_dict |= {prefix + key: part for key, part in in_source_terms(name, table).items()}
+        rename_tables(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def in_source_terms(leaf: str, table: Tensor) -> dict[str, Tensor]:
-    """Convert a table of a checkpoint of relvit 0.2 to the source's; another tensor stays as it is."""
-    return {EARLIER[leaf]: table.flip(0) * table.shape[1] ** -0.5} if leaf in EARLIER else {leaf: table}
+def rename_tables(state: dict[str, Any], prefix: str) -> None:
+    """Convert the tables of an attention in a state dict of relvit 0.2 to the source's, in place."""
+    for earlier, name in EARLIER.items():
+        if (table := state.pop(prefix + earlier, None)) is not None:
+            state[prefix + name] = table.flip(0) * table.shape[1] ** -0.5
 
 
 class RetrofittedSam(OwnPositions, VisionTransformerSAM):
     """timm's `VisionTransformerSAM` after `relvit.retrofit`; blocks cut windows as before, zeros around the image."""
 
     num_prefix_tokens = 0
-    block_classes: ClassVar[tuple[type[nn.Module], ...]] = (Block,)
-    attention_classes: ClassVar[Mapping[type[nn.Module], type[nn.Module]]] = {Attention: TimmRelativeSam}
+    block_classes: ClassVar[Classes] = (Block,)
+    attention_classes: ClassVar[Exchange] = {Attention: TimmRelativeSam}
 
     @classmethod
-    def make_layers(cls, model: nn.Module, factory: Callable[..., nn.Module]) -> Layers:
-        """Build nothing: tables stay where they are."""
-        check_tables(cls.named_blocks(model))
-        return {f"{name}.attn": {} for name, _ in cls.named_blocks(model)}
+    def has_positions(cls, model: nn.Module, attn: nn.Module) -> bool:
+        return attn.use_rel_pos
 
-    @classmethod
-    def convert(cls, leaf: str, tensor: Tensor, modules: Mapping[str, Any]) -> dict[str, Tensor]:
-        tensors = in_source_terms(leaf, tensor)
-        for name in EARLIER.values():
-            if name in tensors:
-                # A model for images of another size has longer or shorter tables: beyond the edge there is the edge.
-                given, own = (len(table) // 2 for table in (tensors[name], getattr(modules["position"].layer, name)))
-                offsets = torch.arange(-own, own + 1, device=tensor.device).clamp(-given, given) + given
-                tensors[name] = tensors[name] if own == given else tensors[name][offsets]
-        return tensors
+    def adapt_tables(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        adapted = dict(state)
+        for path, attn in self.named_attentions(self):
+            rename_tables(adapted, f"{path}.")
+            for key, own in ((f"{path}.{name}", getattr(attn, name)) for name in EARLIER.values()):
+                if key in adapted and len(adapted[key]) != len(own):
+                    # A model for images of another size has longer or shorter tables: beyond the edge is the edge.
+                    given, most = len(adapted[key]) // 2, len(own) // 2
+                    offsets = torch.arange(-most, most + 1, device=adapted[key].device).clamp(-given, given)
+                    adapted[key] = adapted[key][offsets + given]
+        return adapted
 
     def open_to_all_sizes(self) -> None:
         open_patch_embed(self, GridPatchEmbed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import ClassVar
 
 from timm.layers import PatchDropout, PatchDropoutWithIndices
@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from relvit.layers.timm_attention import TIMM_ATTENTIONS, GridArgument
 from relvit.models.absolute import TimmAbsoluteEmbedding
 from relvit.models.base import GridForward
-from relvit.models.retrofit.source import Retrofitted, open_patch_embed
+from relvit.models.retrofit.source import Classes, Exchange, Retrofitted, open_patch_embed
 from relvit.ops import Grid
 
 
 class RetrofittedVisionTransformer(Retrofitted, TimmAbsoluteEmbedding, GridForward, VisionTransformer):
     """timm's `VisionTransformer` after `relvit.retrofit`; the grid is passed with the attention mask."""
 
-    block_classes: ClassVar[tuple[type[nn.Module], ...]] = (Block, ResPostBlock)
-    attention_classes: ClassVar[Mapping[type[nn.Module], type[nn.Module]]] = TIMM_ATTENTIONS
+    block_classes: ClassVar[Classes] = (Block, ResPostBlock)
+    attention_classes: ClassVar[Exchange] = TIMM_ATTENTIONS
 
     def open_to_all_sizes(self) -> None:
         open_patch_embed(self)

@@ -7,7 +7,7 @@ other sizes offsets beyond a table use its edge; the source stretches tables.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
@@ -19,8 +19,7 @@ from relvit.layers.patch_embed import PatchSizes
 from relvit.layers.positions.base import is_stretched, stretch
 from relvit.layers.positions.tables import LayerTables
 from relvit.layers.prefix_bias import prefix_channels
-from relvit.layers.timm_attention import GridArgument
-from relvit.models.retrofit.source import Layers, check_part
+from relvit.models.retrofit.source import Classes, Exchange, check_part
 from relvit.models.retrofit.sources.hugging_face import TransformersModel, attend_and_show
 from relvit.ops import Grid, JointTable, RelativeTerms
 
@@ -138,8 +137,8 @@ class RetrofittedBeitAttention(TransformersBeitAttention, beit.BeitAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Map (B, N, dim) tokens to the same shape; layers hand on the grid in place of a bias."""
         wanted = kwargs.get("output_attentions", getattr(self.config, "output_attentions", False))
-        given = GridArgument(*attention_mask)
-        return attend_and_show(self, hidden_states, given, wanted and self.config._attn_implementation == "eager")
+        shows = wanted and self.config._attn_implementation == "eager"
+        return attend_and_show(self, hidden_states, *attention_mask, shows)
 
     def output(self, x: Tensor, mixed: Tensor) -> Tensor:
         return self.o_proj(super().output(x, mixed))
@@ -166,8 +165,8 @@ class Data2VecAttention(TransformersBeitAttention):
     ) -> tuple[Tensor, Tensor | None] | tuple[Tensor]:
         """Map (B, N, dim) tokens of images of `resolution` pixels to the same shape."""
         patch = self.config.patch_size
-        given = GridArgument(Grid(resolution[0] // patch, resolution[1] // patch, prefix=1), None)
-        outputs = attend_and_show(self, hidden_states, given, output_attentions and self.shows_weights)
+        grid = Grid(resolution[0] // patch, resolution[1] // patch, prefix=1)
+        outputs = attend_and_show(self, hidden_states, grid, None, output_attentions and self.shows_weights)
         return outputs if output_attentions or not self.shows_weights else outputs[:1]
 
 
@@ -194,14 +193,12 @@ class TransformersBeit(TransformersModel):
 
     Attributes:
         bias_classes: class of the modules that hold tables -> the class that they become.
-        in_block: path of the attention within a block.
     """
 
     num_prefix_tokens = 1
     absolute: ClassVar[tuple[str, ...]] = ("embeddings.position_embeddings",)
-    bias_classes: ClassVar[Mapping[type[nn.Module], type[nn.Module]]]
-    patch_embed_classes: ClassVar[Mapping[type[nn.Module], type[nn.Module]]]
-    in_block: ClassVar[str]
+    bias_classes: ClassVar[Exchange]
+    patch_embed_classes: ClassVar[Exchange]
 
     @property
     def patch_embed(self) -> nn.Module:
@@ -209,55 +206,41 @@ class TransformersBeit(TransformersModel):
         return self.embeddings.patch_embeddings
 
     @classmethod
-    def named_blocks(cls, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the layers of a model with their names."""
-        return ((name, part) for name, part in model.named_modules() if isinstance(part, cls.block_classes))
+    def has_positions(cls, model: nn.Module, attn: nn.Module) -> bool:
+        return bool(cls.bias_modules(model))
 
     @classmethod
-    def attentions(cls, model: nn.Module) -> dict[str, tuple[nn.Module, tuple[nn.Module, ...]]]:
-        """Find each attention by name, and the modules with its tables: the block's own and the shared one."""
-        of_blocks = dict(cls.named_blocks(model))
-        tables = {name: part for name, part in model.named_modules() if type(part) in cls.bias_classes}
-        found = {}
-        for name, block in of_blocks.items():
-            shared = (key for key in tables if not any(key.startswith(f"{other}.") for other in of_blocks))
-            own = (key for key in tables if key.startswith(f"{name}."))
-            path = f"{name}.{cls.in_block}"
-            found[path] = (block.get_submodule(cls.in_block), tuple(tables[key] for key in (*own, *shared)))
-        return found
+    def bias_modules(cls, model: nn.Module) -> dict[str, nn.Module]:
+        """Return the modules with tables, those of blocks and one that blocks share, by name."""
+        return {name: part for name, part in model.named_modules() if type(part) in cls.bias_classes}
 
     @classmethod
     def check(cls, model: nn.Module) -> None:
-        for path, (attn, tables) in cls.attentions(model).items():
-            check_part(path, attn, tuple(cls.attention_classes))
-            if not tables:
-                raise ValueError(f"{path} has no relative positions: build the model with its own")
-            for rows, columns in (table.window_size for table in tables):
-                if rows != columns:
-                    raise ValueError(
-                        f"{path} has a table for {rows} x {columns} patches, which {type(model).__name__} reads with "
-                        "rows and columns exchanged: only models made for square images can be retrofitted"
-                    )
+        super().check(model)
+        check_part("embeddings.patch_embeddings", model.embeddings.patch_embeddings, tuple(cls.patch_embed_classes))
+        for name, part in cls.bias_modules(model).items():
+            rows, columns = part.window_size
+            if rows != columns:
+                raise ValueError(
+                    f"{name} has a table for {rows} x {columns} patches, which {type(model).__name__} reads with rows "
+                    "and columns exchanged: only models made for square images can be retrofitted"
+                )
         implementation = model.config._attn_implementation
         if implementation not in ("eager", "sdpa"):
             raise ValueError(f"attn_implementation must be 'eager' or 'sdpa', got {implementation!r}")
-        check_part("embeddings.patch_embeddings", model.embeddings.patch_embeddings, tuple(cls.patch_embed_classes))
 
     @classmethod
-    def make_layers(cls, model: nn.Module, factory: Callable[..., nn.Module]) -> Layers:
-        """Build the dropout of attention weights; tables stay where they are."""
-        drop = model.config.attention_probs_dropout_prob
-        return {path: {"attn_drop": nn.Dropout(drop)} for path in cls.attentions(model)}
-
-    def position_layers(self) -> Layers:
-        return {}
+    def dropout(cls, attn: nn.Module) -> float:
+        return attn.config.attention_probs_dropout_prob
 
     def open_to_all_sizes(self) -> None:
-        for attn, tables in self.attentions(self).values():
-            attn.bias_modules = tables
-        for module in self.modules():
-            if type(module) in self.bias_classes:
-                module.__class__ = self.bias_classes[type(module)]
+        tables = self.bias_modules(self)
+        shared = [key for key in tables if f".{self.container}." not in f".{key}"]
+        for name, block in self.named_blocks(self):
+            own = (part for key, part in tables.items() if key.startswith(f"{name}.") or key in shared)
+            block.get_submodule(self.in_block).bias_modules = tuple(own)
+        for part in tables.values():
+            part.__class__ = self.bias_classes[type(part)]
         embed = self.embeddings.patch_embeddings
         embed.img_size = tuple(embed.image_size)
         embed.__class__ = self.patch_embed_classes[type(embed)]
@@ -270,31 +253,23 @@ class TransformersBeit(TransformersModel):
 class RetrofittedBeitModel(TransformersBeit, beit.BeitModel):
     """`BeitModel` of `transformers` after `relvit.retrofit`."""
 
-    block_classes: ClassVar[tuple[type[nn.Module], ...]] = (beit.BeitLayer,)
+    block_classes: ClassVar[Classes] = (beit.BeitLayer,)
+    container: ClassVar[str] = "layers"
     in_block: ClassVar[str] = "attention"
-    attention_classes: ClassVar[Mapping[type[nn.Module], type[nn.Module]]] = {
-        beit.BeitAttention: RetrofittedBeitAttention
-    }
-    bias_classes: ClassVar[Mapping[type[nn.Module], type[nn.Module]]] = {
-        beit.BeitRelativePositionBias: RetrofittedBeitBias
-    }
-    patch_embed_classes: ClassVar[Mapping[type[nn.Module], type[nn.Module]]] = {
-        beit.BeitPatchEmbeddings: RetrofittedBeitPatches
-    }
+    attention_classes: ClassVar[Exchange] = {beit.BeitAttention: RetrofittedBeitAttention}
+    bias_classes: ClassVar[Exchange] = {beit.BeitRelativePositionBias: RetrofittedBeitBias}
+    patch_embed_classes: ClassVar[Exchange] = {beit.BeitPatchEmbeddings: RetrofittedBeitPatches}
 
 
 class RetrofittedData2VecVisionModel(TransformersBeit, data2vec.Data2VecVisionModel):
     """`Data2VecVisionModel` of `transformers` after `relvit.retrofit`."""
 
-    block_classes: ClassVar[tuple[type[nn.Module], ...]] = (data2vec.Data2VecVisionLayer,)
+    block_classes: ClassVar[Classes] = (data2vec.Data2VecVisionLayer,)
+    container: ClassVar[str] = "layer"
     in_block: ClassVar[str] = "attention.attention"
-    attention_classes: ClassVar[Mapping[type[nn.Module], type[nn.Module]]] = {
+    attention_classes: ClassVar[Exchange] = {
         data2vec.Data2VecVisionSelfAttention: RetrofittedData2VecEagerAttention,
         data2vec.Data2VecVisionSdpaSelfAttention: RetrofittedData2VecSdpaAttention,
     }
-    bias_classes: ClassVar[Mapping[type[nn.Module], type[nn.Module]]] = {
-        data2vec.Data2VecVisionRelativePositionBias: RetrofittedData2VecBias
-    }
-    patch_embed_classes: ClassVar[Mapping[type[nn.Module], type[nn.Module]]] = {
-        data2vec.Data2VecVisionPatchEmbeddings: RetrofittedData2VecPatches
-    }
+    bias_classes: ClassVar[Exchange] = {data2vec.Data2VecVisionRelativePositionBias: RetrofittedData2VecBias}
+    patch_embed_classes: ClassVar[Exchange] = {data2vec.Data2VecVisionPatchEmbeddings: RetrofittedData2VecPatches}

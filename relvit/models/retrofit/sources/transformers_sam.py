@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -11,6 +10,7 @@ from transformers.models.sam_hq import modeling_sam_hq as sam_hq
 from transformers.utils.generic import ModelOutput, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from relvit.models.retrofit.source import Classes, Exchange
 from relvit.models.retrofit.sources.hugging_face import TransformersModel
 from relvit.models.retrofit.sources.sam import SamEncoder, SamPatchEmbed, SamRowsAttention
 
@@ -22,7 +22,7 @@ class TransformersSamAttention(SamRowsAttention):
         forms_weights: whether the original attention returns its weights, as with `attn_implementation="eager"`.
     """
 
-    forms_weights: ClassVar[bool]
+    forms_weights: ClassVar[bool] = True
 
     @property
     def num_heads(self) -> int:
@@ -37,8 +37,6 @@ class TransformersSamAttention(SamRowsAttention):
 class RetrofittedSamEagerAttention(TransformersSamAttention, sam.SamVisionAttention):
     """`SamVisionAttention` after a retrofit."""
 
-    forms_weights: ClassVar[bool] = True
-
 
 class RetrofittedSamSdpaAttention(TransformersSamAttention, sam.SamVisionSdpaAttention):
     """`SamVisionSdpaAttention` after a retrofit."""
@@ -48,8 +46,6 @@ class RetrofittedSamSdpaAttention(TransformersSamAttention, sam.SamVisionSdpaAtt
 
 class RetrofittedSamHQEagerAttention(TransformersSamAttention, sam_hq.SamHQVisionAttention):
     """`SamHQVisionAttention` after a retrofit."""
-
-    forms_weights: ClassVar[bool] = True
 
 
 class RetrofittedSamHQSdpaAttention(TransformersSamAttention, sam_hq.SamHQVisionSdpaAttention):
@@ -73,10 +69,7 @@ class RetrofittedSamHQPatchEmbeddings(SamPatchEmbed, sam_hq.SamHQPatchEmbeddings
 class TransformersSamEncoder(TransformersModel, SamEncoder):
     """Mixin before `transformers`' vision encoders of SAM and SAM-HQ."""
 
-    @classmethod
-    def named_blocks(cls, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the layers of a model with their names."""
-        return ((f"layers.{name}", layer) for name, layer in model.layers.named_children())
+    container: ClassVar[str] = "layers"
 
     @property
     def original_size(self) -> tuple[int, int]:
@@ -114,14 +107,12 @@ class TransformersSamEncoder(TransformersModel, SamEncoder):
 class RetrofittedSamVisionEncoder(TransformersSamEncoder, sam.SamVisionEncoder):
     """`SamVisionEncoder` of `transformers` after `relvit.retrofit`."""
 
-    block_classes: ClassVar[tuple[type[nn.Module], ...]] = (sam.SamVisionLayer,)
-    attention_classes: ClassVar[Mapping[type[nn.Module], type[nn.Module]]] = {
+    block_classes: ClassVar[Classes] = (sam.SamVisionLayer,)
+    attention_classes: ClassVar[Exchange] = {
         sam.SamVisionAttention: RetrofittedSamEagerAttention,
         sam.SamVisionSdpaAttention: RetrofittedSamSdpaAttention,
     }
-    patch_embed_classes: ClassVar[Mapping[type[nn.Module], type[SamPatchEmbed]]] = {
-        sam.SamPatchEmbeddings: RetrofittedSamPatchEmbeddings
-    }
+    patch_embed_classes: ClassVar[Exchange] = {sam.SamPatchEmbeddings: RetrofittedSamPatchEmbeddings}
 
     def as_output(self, features: Tensor, of_global_layers: list[Tensor]) -> ModelOutput:
         """Return the output of the source."""
@@ -131,14 +122,12 @@ class RetrofittedSamVisionEncoder(TransformersSamEncoder, sam.SamVisionEncoder):
 class RetrofittedSamHQVisionEncoder(TransformersSamEncoder, sam_hq.SamHQVisionEncoder):
     """`SamHQVisionEncoder` of `transformers` after `relvit.retrofit`."""
 
-    block_classes: ClassVar[tuple[type[nn.Module], ...]] = (sam_hq.SamHQVisionLayer,)
-    attention_classes: ClassVar[Mapping[type[nn.Module], type[nn.Module]]] = {
+    block_classes: ClassVar[Classes] = (sam_hq.SamHQVisionLayer,)
+    attention_classes: ClassVar[Exchange] = {
         sam_hq.SamHQVisionAttention: RetrofittedSamHQEagerAttention,
         sam_hq.SamHQVisionSdpaAttention: RetrofittedSamHQSdpaAttention,
     }
-    patch_embed_classes: ClassVar[Mapping[type[nn.Module], type[SamPatchEmbed]]] = {
-        sam_hq.SamHQPatchEmbeddings: RetrofittedSamHQPatchEmbeddings
-    }
+    patch_embed_classes: ClassVar[Exchange] = {sam_hq.SamHQPatchEmbeddings: RetrofittedSamHQPatchEmbeddings}
 
     def as_output(self, features: Tensor, of_global_layers: list[Tensor]) -> ModelOutput:
         """Return the output of the source."""

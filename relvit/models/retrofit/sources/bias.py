@@ -1,0 +1,174 @@
+"""Tables and networks that give each pair of tokens a bias (BEiT, Swin, relpos ViTs of timm), as relvit's modules.
+
+timm's offsets are query minus key, relvit's key minus query: tables are reversed along each axis.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import ClassVar
+
+import torch
+from timm.layers import RelPosMlp
+from timm.models.swin_transformer_v2 import WindowAttention as WindowAttentionV2
+from torch import Tensor, nn
+
+from relvit.layers.positions import ContinuousPosition2d, RelativePosition2d
+from relvit.layers.prefix_bias import PrefixBias
+from relvit.models.retrofit.source import Layers, OwnPositions
+
+TABLE = "relative_position_bias_table"
+# Entries of a bias table for the class token, as in `PrefixBias`.
+PREFIX_ENTRIES = 3
+# Prefixes in the names of timm's networks -> those of relvit's.
+NETWORKS = {"rel_pos.mlp.": "mlp.", "mlp.": "mlp.", "cpb_mlp.0.": "mlp.fc1.", "cpb_mlp.2.": "mlp.fc2."}
+
+
+class BiasPositions(OwnPositions):
+    """`OwnPositions` whose tables become modules of relvit under other names.
+
+    Attributes:
+        shared: names of modules of the model whose tables serve all blocks.
+    """
+
+    replaced: ClassVar[tuple[str, ...]] = (
+        "rel_pos",
+        "cpb_mlp",
+        TABLE,
+        "relative_position_index",
+        "relative_coords_table",
+    )
+    shared: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def source_of(cls, model: nn.Module, attn: nn.Module) -> nn.Module:
+        """Return the module that has the table or the network of an original attention."""
+        shared = next((part for name in cls.shared if (part := getattr(model, name, None)) is not None), None)
+        return shared or getattr(attn, "rel_pos", None) or attn
+
+    @classmethod
+    def has_positions(cls, model: nn.Module, attn: nn.Module) -> bool:
+        source = cls.source_of(model, attn)
+        return isinstance(source, RelPosMlp | WindowAttentionV2) or getattr(source, TABLE, None) is not None
+
+    @classmethod
+    def make_layers(cls, model: nn.Module, factory: Callable[..., nn.Module]) -> Layers:
+        """Build modules with the tables of the original model; layers that share tables have the same modules."""
+        layers: dict[str, nn.ModuleDict] = {}
+        for path, attn in cls.named_attentions(model):
+            if layers and all(getattr(attn, part, None) is None for part in cls.replaced):
+                layers[path] = next(iter(layers.values()))
+            else:
+                layers[path] = nn.ModuleDict(modules_for(attn, cls.source_of(model, attn))).to(attn.proj.weight)
+        state = cls.convert_tables(model.state_dict(), layers)
+        for path, modules in layers.items():
+            modules.load_state_dict({key: state[f"{path}.{key}"] for key in modules.state_dict()})
+            # Tables of a frozen layer are frozen.
+            modules.requires_grad_(model.get_submodule(path).proj.weight.requires_grad)
+        return layers
+
+    def position_layers(self) -> Layers:
+        """Return the modules of each attention of a retrofitted model."""
+        return {
+            path: {name: part for name, part in attn.named_children() if name in ("position", "prefix_bias")}
+            for path, attn in self.named_attentions(self)
+        }
+
+    def adapt_tables(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return self.convert_tables(state, self.position_layers())
+
+    @classmethod
+    def convert_tables(cls, state: Mapping[str, Tensor], layers: Layers) -> dict[str, Tensor]:
+        """Convert the tables in a state dict of the original model; all other tensors stay.
+
+        Raises:
+            ValueError: a table whose number of entries is that of no window.
+        """
+        given = dict(state)
+        for key in [key for key in given if key.partition(".")[0] in cls.shared]:
+            tensor = given.pop(key)
+            for layer in layers:
+                own = f"{layer}.{key.partition('.')[2]}"
+                given[own] = given[own] + tensor if own in given else tensor
+        converted = {}
+        for key, tensor in given.items():
+            block, _, leaf = key.rpartition(".attn.")
+            layer = f"{block}.attn"
+            parts = convert(leaf, tensor, layers[layer]) if layer in layers else {}
+            converted |= {f"{layer}.{name}": part for name, part in parts.items()} if parts else {key: tensor}
+        return converted
+
+    def original_tables(self, shapes: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        layers, found, taken = self.position_layers(), {}, set()
+        for key, shape in shapes.items():
+            first, _, leaf = key.partition(".")
+            layer = next(iter(layers))
+            if first not in self.shared:
+                block, attn, leaf = key.rpartition(".attn.")
+                layer = f"{block}.attn"
+                if not attn:
+                    return super().original_tables({key: shape})
+                if layer not in layers:
+                    # The block has been pruned since.
+                    continue
+            names = convert(leaf, shape, layers[layer])
+            if not taken.isdisjoint((layer, name) for name in names):
+                raise ValueError(f"{type(self).__name__} cannot be restored: {key} was added to the tables of {layer}")
+            taken |= {(layer, name) for name in names}
+            tensors = nn.ModuleDict(layers[layer]).state_dict()
+            found[key] = revert(leaf, {name: tensors[name] for name in names})
+        return found
+
+
+def modules_for(attn: nn.Module, source: nn.Module) -> dict[str, nn.Module]:
+    """Build the modules of an original attention, whose table or network `source` has."""
+    head_dim, heads = attn.proj.in_features // attn.num_heads, attn.num_heads
+    if isinstance(source, RelPosMlp | WindowAttentionV2):
+        first, mode = (source.cpb_mlp[0], "swin") if source is attn else (source.mlp.fc1, source.mode)
+        scaled_by = source.pretrained_window_size if source.pretrained_window_size[0] > 0 else source.window_size
+        window = [max(size, 2) for size in scaled_by]
+        position = ContinuousPosition2d(head_dim, heads, mode, first.out_features, window)
+        if source is not attn:
+            # timm's network has dropout of its hidden layer in training.
+            position.mlp.drop1.p = source.mlp.drop1.p
+        return {"position": position}
+    rows, columns = source.window_size
+    modules = {"position": RelativePosition2d(head_dim, heads, "b", (rows - 1, columns - 1), layout="joint")}
+    if len(getattr(source, TABLE)) > (2 * rows - 1) * (2 * columns - 1):
+        modules["prefix_bias"] = PrefixBias(heads)
+    return modules
+
+
+def convert(leaf: str, tensor: Tensor, modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """Convert a tensor of an original attention to those of its modules; another tensor stays as it is."""
+    for theirs, ours in NETWORKS.items():
+        if leaf.startswith(theirs):
+            return {f"position.{ours}{leaf.removeprefix(theirs)}": tensor}
+    if not leaf.endswith(TABLE):
+        return {leaf: tensor}
+    rows, columns = _table_size(len(tensor), modules["position"])
+    patches, prefix = tensor[: rows * columns], tensor[rows * columns :]
+    converted = {"position.bias_table": patches.flip(0).T.unflatten(1, (rows, columns)).contiguous()}
+    return converted | ({"prefix_bias.weight": prefix} if len(prefix) else {})
+
+
+def revert(leaf: str, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Convert tensors as `convert` returns them back to that of the original attention."""
+    if not leaf.endswith(TABLE):
+        (tensor,) = tensors.values()
+        return tensor
+    patches = tensors["position.bias_table"].flatten(1).T.flip(0)
+    return torch.cat((patches, *(part for name, part in tensors.items() if name.startswith("prefix_bias"))))
+
+
+def _table_size(entries: int, position: nn.Module) -> tuple[int, int]:
+    """Rows and columns of a bias table: those of the layer's own, or else of a square window."""
+    rows, columns = (2 * k + 1 for k in position.max_distance)
+    if entries - rows * columns in (0, PREFIX_ENTRIES):
+        return rows, columns
+    for patches in (entries, entries - PREFIX_ENTRIES):
+        side = math.isqrt(max(patches, 0))
+        if side * side == patches and side % 2:
+            return side, side
+    raise ValueError(f"{TABLE} has {entries} entries, which fit no square window, with or without a class token")

@@ -1,0 +1,209 @@
+"""Models of every library that bring relative positions: numbers, gradients, state dicts, hooks and restored models."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from comparisons import assert_equal, assert_hooks_see_the_same
+from own_positions import (
+    KEPT,
+    MVITS,
+    SOURCES,
+    imported,
+    mvit,
+    outputs,
+    source_of,
+    tables_of,
+    tolerance_of,
+    trained_images,
+)
+from retrofit_cases import build, fingerprint, images, with_exact_offsets
+from sam_cases import SAMS
+from torch import nn
+
+import relvit
+from relvit.models import set_reach
+
+
+@pytest.mark.parametrize("case", SOURCES)
+def test_at_its_size_it_computes_what_it_did_in_every_precision(case):
+    source, x = source_of(case), trained_images(case)
+    model = imported(source)
+    exact = outputs(model, x)
+    assert_equal(exact, outputs(source, x), tolerance_of(case))
+    assert_equal(outputs(imported(source).float(), x.float()), outputs(source.float(), x.float()), 1e-5)
+    source.double()
+    if case in MVITS:
+        # Rounding of large random weights would add up from layer to layer.
+        for name, parameter in source.named_parameters():
+            parameter.data *= 1 if "rel_pos" in name or parameter.dim() == 1 else 0.3
+    # In half precision a model is compared with what it approximates.
+    halves = {torch.bfloat16: case in KEPT, torch.float16: case in SAMS}
+    for dtype in (dtype for dtype, takes in halves.items() if takes):
+        half = x.to(dtype)
+        assert_equal(outputs(imported(source).to(dtype), half), outputs(source, half.double()), 2e-2)
+    # Any other table would have been visible.
+    for name in tables_of(model):
+        parameter = model.get_parameter(name)
+        parameter.data = parameter.data if name.endswith("fc1.weight") else parameter.data.roll(1, -1)
+    changed = outputs(model, x)
+    assert max((tensor - changed[name]).abs().max() for name, tensor in exact.items()) > 1e-5
+
+
+GRADIENTS = [
+    ("patches", None),
+    ("class token", "timm"),
+    ("max", None),
+    ("hf beit", None),
+    ("hf beit shared", "reentrant"),
+    ("hf beit both", "not reentrant"),
+    ("hf beit eager", "reentrant"),
+    ("data2vec", "reentrant"),
+    ("data2vec shared", "not reentrant"),
+    ("data2vec eager", None),
+    ("hf sam", "not reentrant"),
+    ("hf sam eager", None),
+    ("hf sam_hq", "reentrant"),
+    ("segment_anything", None),
+]
+
+
+@pytest.mark.parametrize(("case", "checkpointing"), GRADIENTS)
+def test_gradients_are_the_sources(case, checkpointing):
+    source, x, grads = source_of(case), trained_images(case), []
+    model = imported(source)
+    if checkpointing == "timm":
+        model.set_grad_checkpointing()
+    elif checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
+    for net in (source, model):
+        net.train()
+        # Bits of all outputs.
+        sum((part * part.detach().sign()).mean() for part in outputs(net, x).values()).backward()
+        grads.append({name: parameter.grad for name, parameter in net.named_parameters()})
+    # MViT's norms of keys add a number to all logits of a query, which changes no weight.
+    for name in [name for name in grads[0] if name.endswith("norm_k.bias")]:
+        assert max(part.pop(name).abs().max() for part in grads) < 1e-14
+    assert_equal(grads[1], grads[0], tolerance_of(case))
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_state_dicts_are_the_sources(case):
+    source, other, x = source_of(case), source_of(case), trained_images(case)
+    for parameter in other.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    model = imported(source)
+    model.load_state_dict(other.state_dict())
+    assert_equal(outputs(model, x), outputs(other, x), tolerance_of(case))
+    others = {name for name in model.state_dict() if name.endswith(("pos_embed", "position_embeddings"))}
+    # timm does not decay the class token of MViT.
+    others |= {"cls_token"} & set(model.state_dict())
+    assert model.no_weight_decay() == {*tables_of(source), *others}
+
+
+@pytest.mark.parametrize("case", [case for case in SOURCES if case != "beit both"])
+def test_restored_models_are_the_originals(case):
+    original, x = source_of(case), trained_images(case)
+    model = copy.deepcopy(imported(original))
+    # Models of transformers note that they were asked for hidden states.
+    exact, _ = outputs(original, x), outputs(model, x)
+    if case not in ("swin", "swinv2"):
+        set_reach(model, "stretch" if case in MVITS else "logn")
+    assert with_exact_offsets(relvit.restore(model)) is model
+    assert fingerprint(model) == fingerprint(original)
+    # Buffers included that the state dict leaves out.
+    ours, theirs = (dict(net.named_parameters()) | dict(net.named_buffers()) for net in (model, original))
+    assert list(ours) == list(theirs)
+    for name, tensor in theirs.items():
+        assert torch.equal(ours[name], tensor), name
+        assert (ours[name].dtype, ours[name].requires_grad) == (tensor.dtype, tensor.requires_grad)
+    assert_equal(outputs(model, x), exact, 0)
+    # Once more, with tables that were trained.
+    relvit.retrofit(model)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    trained, expected = copy.deepcopy(model.state_dict()), outputs(model, x)
+    relvit.restore(model)
+    assert fingerprint(model) == fingerprint(original)
+    assert_equal(outputs(with_exact_offsets(model), x), expected, 1e-6)
+    for name, tensor in trained.items() if case in KEPT else ():
+        assert torch.equal(model.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize("case", ["swinv2", "srelpos", "hf sam_hq", "segment_anything"])
+def test_half_precision_training_mode_and_pickles(case):
+    original, x = source_of(case), trained_images(case).half()
+    model = pickle.loads(pickle.dumps(imported(original.float()).half().train()))
+    if case in SAMS:
+        assert_equal(outputs(model, x), outputs(imported(original.half()), x), 0)
+    relvit.restore(model)
+    assert all(part.training for part in model.modules())
+    for name, tensor in original.half().state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor)
+
+
+def test_blocks_that_were_pruned_stay_away():
+    model = relvit.retrofit(build("sam"))
+    model.prune_intermediate_layers([0])
+    relvit.restore(model)
+    assert len(model.blocks) == 1
+    assert type(model.blocks[0].attn).__module__.startswith("timm.")
+
+
+@pytest.mark.parametrize("case", ["class token", "hf sam", "hf sam_hq", "segment_anything"])
+def test_hooks_stay_and_see_the_same(case):
+    ends = ("attn", "pool_q", "norm_k", "attn.qkv", "mlp", "neck")
+    assert_hooks_see_the_same(source_of(case), ends, imported, trained_images(case))
+
+
+PLANS = {
+    "hf sam": ("SamTables", "k", [2 * 5 * 12, 2 * 13 * 12]),
+    "segment_anything": ("SamTables", "k", [2 * 5 * 12, 2 * 13 * 12]),
+    "hf beit both": ("BeitTables", "bc", [2 * 2 * (81 + 3)] * 2),
+    "data2vec": ("BeitTables", "bc", [2 * (81 + 3)] * 2),
+}
+
+
+@pytest.mark.parametrize("case", PLANS)
+def test_plans_and_reaches(case):
+    model, x, larger = imported(source_of(case)), trained_images(case), images(64, 72)
+    position, terms, parameters = PLANS[case]
+    assert [plan[1:3] + plan[-1:] for plan in relvit.explain(model)[:2]] == [
+        (position, terms, number) for number in parameters
+    ]
+    expected, other = outputs(model, x), next(iter(outputs(model, larger).values()))
+    set_reach(model, "stretch")
+    assert_equal(outputs(model, x), expected, 1e-10)
+    assert (next(iter(outputs(model, larger).values())) - other).abs().max() > 1e-4
+    if case in SAMS:
+        set_reach(model, "windows")
+        assert_equal(outputs(model, x), expected, 1e-10)
+        assert torch.isfinite(next(iter(outputs(model, larger).values()))).all()
+
+
+# Only one of each library is compiled by Inductor.
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "backend"), [("hf beit both", "inductor"), ("data2vec", "aot_eager")])
+def test_compiled_and_exported(case, backend):
+    source, x = source_of(case).float(), trained_images(case).float()
+    model, expected = imported(source), {"": source(x)[0]}
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    assert_equal({"": compiled(x)[0]}, expected, 1e-5)
+    assert_equal({"": torch.export.export(model, (x,)).module()(x)[0]}, expected, 1e-5)
+
+
+@pytest.mark.slow
+def test_compiled_training_step_and_export_of_mvit():
+    options = {"depths": (1,), "embed_dim": (6,), "num_heads": (1,), "img_size": (32, 32)}
+    source, x, grads = mvit("patches", **options).float(), images(32, 32).float(), []
+    model = imported(source)
+    torch.compiler.reset()
+    for net, called in ((source, source), (model, torch.compile(model, dynamic=False))):
+        out = called(x)
+        out.square().mean().backward()
+        found = {name: part.grad for name, part in net.named_parameters() if not name.endswith("norm_k.bias")}
+        grads.append({"": out.detach(), **found})
+    assert_equal(grads[1], grads[0], 1e-4)
+    assert_equal({"": torch.export.export(model, (x,)).module()(x)}, {"": grads[0][""]}, 1e-5)
