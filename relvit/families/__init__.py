@@ -1,6 +1,6 @@
-"""One paper beyond Shaw's own is one room, which a reader can delete: operation, reference, layer, depth, models.
+"""Rooms of one paper each beyond Shaw's own: a folder with operation, reference, layer and models; it can be deleted.
 
-A room announces itself where it is imported: its positions, ways through the blocks and models are then known by name.
+The import of a room registers its positions, depths and models under their names.
 """
 
 from relvit.families import aft, reformer, reversible, transformer_xl, universal

@@ -29,7 +29,7 @@ from relvit.ops.tracing import without_autocast
 class AFTSimple(Mixer):
     """AFT-simple (Zhai et al. 2021, arXiv 2105.14103, section 3.2), the base of the other mixers; see `aft_simple`.
 
-    A drop-in for attention: `forward` has the arguments of `RelativeAttention`'s.
+    It can replace attention: `forward` has the arguments of `RelativeAttention`'s.
 
     Args:
         dim: width of the tokens.
@@ -84,10 +84,8 @@ class AFTSimple(Mixer):
         """
         self.refuse_mask(attn_mask)
         wide, narrow = self.num_heads * self.head_dim, self.num_heads * self.keys
-        query, key, value = self.qkv(x).split((wide, narrow, wide), dim=-1)
-        query = query.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
-        key = key.unflatten(-1, (self.num_heads, self.keys)).transpose(1, 2)
-        value = value.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+        parts = self.qkv(x).split((wide, narrow, wide), dim=-1)
+        query, key, value = (part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in parts)
         x = self.mix(query, key, value, grid, is_causal)
         return self.proj_drop(self.proj(x.transpose(1, 2).flatten(2)))
 

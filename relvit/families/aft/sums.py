@@ -1,4 +1,4 @@
-"""Sums of exp(key) value that AFT averages are quotients of, without overflow: cut-off of biases; the gated average.
+"""Numerators and denominators of AFT averages without overflow: sums of exp(key) value and of exp(key); their quotient.
 
 Both sums of a token are channels of one tensor (B, N, heads head_dim + heads c): the numerators of all heads, then the
 denominators, c of them per head: head_dim, or 1 where the channels of a head share their key.
@@ -12,8 +12,8 @@ from torch.autograd.function import FunctionCtx
 
 from relvit.ops.tracing import is_eager
 
-# Weights may be so far apart, in powers of e. The largest exp(key - m) of a channel is 1, and single precision loses
-# values below exp(-87): even with a weight of exp(-70) for the former and 1 for the latter, that is less than rounding.
+# Biases further apart than this are cut off. The largest exp(key - m) of a channel is 1, and single precision loses
+# values below exp(-87): even where the former has a weight of exp(-70) and the latter of 1, rounding loses more.
 SPREAD = 70.0
 # These devices multiply matrices much faster in half precision.
 HALF_PRODUCTS = {"cuda"}

@@ -44,8 +44,7 @@ def reversible_blocks(
             and the mask.
         x: (B, N, dim) tokens of `grid`.
         grid: where tokens are.
-        attn_mask: as of the blocks.
-        is_causal: as of the blocks.
+        attn_mask, is_causal: arguments of the blocks.
         taken: numbers of blocks behind which the mean is wanted as well; training keeps streams there too.
 
     Returns:
@@ -80,8 +79,8 @@ class Chain:
 
     Attributes:
         grid, attn_mask, is_causal: arguments of all blocks.
-        dtype: of what branches read; None: that of the streams.
-        autocast: makes a context with the autocast state of forward.
+        dtype: dtype of the branches' inputs; None: that of the streams.
+        autocast: function that makes a context with the autocast state of forward.
         streams: in backward, the recomputed outputs of the block that comes next.
     """
 

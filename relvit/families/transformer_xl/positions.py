@@ -59,13 +59,11 @@ class TransformerXLPosition2d(LearnedPosition, Position):
         self.max_distance: tuple[int, int] | None = (
             None if max_distance is None else int_pair("max_distance", max_distance, 0)
         )
-        dim = num_heads * head_dim
-
-        def parameter(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-
-        self.row_weight, self.col_weight = (parameter(dim, 2 * max(1, dim // 4)) for _ in range(2))
-        self.content_bias, self.position_bias = (parameter(num_heads, head_dim) for _ in range(2))
+        dim, options = num_heads * head_dim, {"device": device, "dtype": dtype}
+        for name in ("row_weight", "col_weight"):
+            setattr(self, name, nn.Parameter(torch.empty(dim, 2 * max(1, dim // 4), **options)))
+        for name in ("content_bias", "position_bias"):
+            setattr(self, name, nn.Parameter(torch.empty(num_heads, head_dim, **options)))
         self.init_weights()
 
     def no_weight_decay(self) -> set[str]:

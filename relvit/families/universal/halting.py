@@ -46,7 +46,7 @@ class AdaptiveHalting(Leaf):
 
     Args:
         dim: width of the tokens.
-        epsilon: what the sum of the probabilities may lack.
+        epsilon: see above.
         bias_init: initial b; w starts at zero. -3 is a probability of 0.05: with 0 or 1 most patches halt at once and
             are never trained to do otherwise.
 
@@ -86,7 +86,7 @@ class AdaptiveHalting(Leaf):
         return ((patches.to(wide) * self.weight.to(wide)).sum(-1) + self.bias.to(wide)).sigmoid()
 
     def advance(self, state: HaltingState, probability: Tensor, last: bool) -> tuple[Tensor, HaltingState]:
-        """Take a step: what the states after the step weigh in the output, and the state after it.
+        """Compute the weights of the tokens' states after a step, and the state of the halting after it.
 
         Args:
             state: before the step.

@@ -103,8 +103,7 @@ class UniversalVisionTransformer(RelVisionTransformer):
     Args:
         depth: The number of steps, or with halting the highest number of steps; `set_steps` changes it.
         halting: '' (all steps) or 'act'.
-        halting_epsilon: See `AdaptiveHalting`.
-        halting_bias: See `AdaptiveHalting`.
+        halting_epsilon, halting_bias: See `epsilon` and `bias_init` of `AdaptiveHalting`.
         drop_path_rate: The drop path rate of the block at every step.
         **kwargs: See `RelVisionTransformer`.
 

@@ -19,7 +19,7 @@ RECORD = "_before_retrofit"
 
 
 class Absent:
-    """Stands for what a module did not have; a class, so that copies and pickles of a model have the same."""
+    """Marker of an attribute that a module did not have; copies and pickles of a model have the same class."""
 
 
 class Before(NamedTuple):
@@ -70,9 +70,9 @@ def restore(model: nn.Module) -> nn.Module:
         `model` itself.
 
     Raises:
-        ValueError: a model that has not been retrofitted, or whose tables have no place in the original: those that
-            `relvit.retrofit` has added, or a sum of the block's own and shared ones; an absolute embedding that was
-            dropped. The model is not changed then.
+        ValueError: the model has not been retrofitted; its tables have no place in the original, since
+            `relvit.retrofit` has added them or the sum of a block's own and a shared table; or its absolute embedding
+            was dropped. The model is not changed then.
     """
     if not isinstance(model, Retrofitted):
         inner = next((name for name, part in model.named_children() if isinstance(part, Retrofitted)), None)
@@ -167,7 +167,7 @@ def _module(skeleton: Any, tables: Mapping[str, Tensor], prefix: str, training: 
         return skeleton
     state = {leaf: tables[prefix + leaf] for leaf in skeleton.state_dict()}
     like = next(iter(state.values()))
-    # A retrofit may be followed by `half()` and `to(device)`; the skeleton is as before.
+    # `half()` or `to(device)` may have converted the model since the skeleton was recorded.
     module = copy.deepcopy(skeleton).to(like.dtype).to_empty(device=like.device).train(training)
     module.load_state_dict(state)
     return module

@@ -30,14 +30,13 @@ def retrofitted(
     """Create a timm model and retrofit it.
 
     Args:
-        pretrained: load weights: those that a dictionary `pretrained_cfg` describes, tables included, which timm gives
-            for 'local-dir:' and 'hf-hub:'; else those that timm has for `model`, which has no tables yet.
-        pretrained_cfg: see `timm.create_model`.
-        cache_dir: likewise.
+        pretrained: load the weights that a dictionary `pretrained_cfg` describes, tables included (timm passes one for
+            'local-dir:' and 'hf-hub:'); without a dictionary load timm's weights of `model`, which have no tables.
+        pretrained_cfg, cache_dir: see `timm.create_model`.
         model: any name that `timm.create_model` knows.
         retrofit: arguments of `relvit.retrofit`; None: its defaults.
         features_only: return a model of feature maps (B, channels, rows, columns), timm's `FeatureGetterNet`.
-        out_indices: of which blocks or stages, or of how many at the end; None: all stages of Swin, the last three
+        out_indices: numbers of the blocks or stages, or how many at the end; None: all stages of Swin, the last three
             blocks of other models.
         kwargs: arguments of `model`.
 

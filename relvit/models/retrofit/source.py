@@ -29,7 +29,7 @@ class Retrofitted(NoTorchScript, TablesWithoutDecay):
         container: name of the modules that hold the blocks.
         in_block: path of the attention within a block.
         attention_classes: attention of the original model -> the class that it becomes.
-        patch_embed_classes: patch embeddings whose patches come as a grid or can be made to.
+        patch_embed_classes: patch embeddings that return their patches as a grid, or can be made to.
         absolute: names of the parameters that are absolute embeddings.
         own_positions: whether the original model has relative positions, which are kept.
         replaced: attributes of the original attention that its position module replaces.
@@ -150,7 +150,7 @@ def open_patch_embed(model: nn.Module, becomes: type[AnySizePatchEmbed] = AnySiz
 
 
 def declare_any_size(model: nn.Module) -> None:
-    """Say to timm's transforms, which read it, that other sizes are allowed."""
+    """Tell timm's transforms that the model takes images of other sizes."""
     model._traits = {**getattr(model, "_traits", {}), "fixed_input_size": False}
 
 

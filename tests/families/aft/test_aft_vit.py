@@ -1,31 +1,28 @@
 """Attention-free models: the paper's sizes, its computation block by block, every image size."""
 
+import re
+
 import pytest
 import timm
 import torch
-from vits import SMALL, groups_of, images
+from vits import SMALL, images
 
 from relvit.ops import Grid
 
-# Width, mixer, kernel and heads of 'conv', patch, and millions of parameters in table 4 of the paper.
-FAMILY = {
-    "relvit_aft_conv_tiny": (192, "conv", 11, 192, 16, None),
-    "relvit_aft_conv_small": (384, "conv", 15, 384, 16, None),
-    "relvit_aft_conv_tiny_k11_h32": (192, "conv", 11, 32, 16, 5.356),
-    "relvit_aft_conv_tiny_k11_h192": (192, "conv", 11, 192, 16, 5.963),
-    "relvit_aft_conv_small_k11_h16": (384, "conv", 11, 16, 16, 20.298),
-    "relvit_aft_conv_small_k11_h384": (384, "conv", 11, 384, 16, 22.541),
-    "relvit_aft_conv_small_k15_h384": (384, "conv", 15, 384, 16, 23.021),
-    "relvit_aft_conv_tiny_patch4_32": (192, "conv", 11, 192, 4, None),
-    "relvit_aft_conv_small_patch4_32": (384, "conv", 11, 384, 4, None),
-    "relvit_aft_full_tiny": (192, "full", None, 1, 16, 6.323),
-    "relvit_aft_full_small": (384, "full", None, 1, 16, 22.656),
-    "relvit_aft_local_tiny": (192, "local", None, 1, 16, None),
-    "relvit_aft_local_small": (384, "local", None, 1, 16, None),
-    "relvit_aft_simple_tiny": (192, "simple", None, 1, 16, None),
-    "relvit_aft_simple_small": (384, "simple", None, 1, 16, None),
-    "test_relvit_aft": (64, "conv", 5, 2, 16, None),
+# Millions of parameters in table 4 of the paper.
+PAPER = {
+    "relvit_aft_conv_tiny_k11_h32": 5.356,
+    "relvit_aft_conv_tiny_k11_h192": 5.963,
+    "relvit_aft_conv_small_k11_h16": 20.298,
+    "relvit_aft_conv_small_k11_h384": 22.541,
+    "relvit_aft_conv_small_k15_h384": 23.021,
+    "relvit_aft_full_tiny": 6.323,
+    "relvit_aft_full_small": 22.656,
 }
+OTHERS = [f"{mixer}_{size}" for mixer in ("local", "simple", "conv") for size in ("tiny", "small")]
+OTHERS = [f"relvit_aft_{name}" for name in (*OTHERS, "conv_tiny_patch4_32", "conv_small_patch4_32")]
+# Kernel and heads of 'conv' where the name does not say them.
+CONV = {"tiny": (11, 192), "small": (15, 384), "tiny_patch4_32": (11, 192), "small_patch4_32": (11, 384)}
 MIXERS = {
     "conv": {"kernel_size": (3, 5)},
     "full": {"bias_dim": 5},
@@ -42,27 +39,28 @@ def build(mixer="conv", **options):
     return model
 
 
-@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize("name", [*PAPER, *OTHERS])
 def test_registered_models_are_what_they_say(name):
-    width, mixer, kernel, heads, patch, millions = FAMILY[name]
     with torch.device("meta"):
-        # The depth of the others is that of these: all have the same.
-        model = timm.create_model(name, **({} if millions else {"depth": 1}))
-    attn = model.blocks[0].attn
+        # The depth of the others is that of the paper's, with which they share it.
+        model = timm.create_model(name, **({} if name in PAPER else {"depth": 1}))
+    mixer, size = name.split("_")[2:4]
+    attn, patch = model.blocks[0].attn, 4 if "patch4" in name else 16
     assert type(attn).__name__ == {"conv": "AFTConv2d"}.get(mixer, f"AFT{mixer.title()}")
-    assert (model.embed_dim, attn.num_heads, model.patch_embed.patch_size) == (width, heads, (patch, patch))
-    assert getattr(attn, "kernel_size", None) == (kernel and (kernel, kernel))
+    assert (model.embed_dim, model.patch_embed.patch_size) == ({"tiny": 192, "small": 384}[size], (patch, patch))
+    variant = name.removeprefix("relvit_aft_conv_")
+    kernel, heads = map(int, re.findall("_[kh]([0-9]+)", name)) if "_h" in name else CONV.get(variant, (None, 1))
+    assert (getattr(attn, "kernel_size", None), attn.num_heads) == (kernel and (kernel, kernel), heads)
     assert getattr(attn, "window", None) == ((4, 4) if mixer == "local" else None)
-    conv = mixer == "conv"
-    assert (model.has_class_token, model.global_pool) == ((False, "avg") if conv else (True, "token"))
-    assert (model.pos_embed is None) == conv
-    if millions is not None:
+    assert (model.has_class_token, model.global_pool) == ((False, "avg") if kernel else (True, "token"))
+    assert (model.pos_embed is None) == (mixer == "conv")
+    if name in PAPER:
         assert len(model.blocks) == 12
-        assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e6, 3) == millions
+        assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e6, 3) == PAPER[name]
 
 
 def test_all_registered_models_are_in_the_list():
-    assert set(timm.list_models("*relvit_aft*")) == set(FAMILY)
+    assert set(timm.list_models("*relvit_aft*")) == {*PAPER, *OTHERS, "test_relvit_aft"}
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
@@ -91,15 +89,6 @@ def test_any_size_equals_a_model_set_to_that_size(mixer):
         other = build(mixer, img_size=size).double().eval()
         other.load_state_dict(model.state_dict())
         torch.testing.assert_close(other(x), before, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("mixer", MIXERS)
-def test_groups_of_parameters(mixer):
-    groups = groups_of(build(mixer))
-    own = [name for name in groups if name.split(".")[-1] in ("u", "v", "kernel", "gamma", "beta")]
-    assert len(own) == {"conv": 9, "simple": 0}.get(mixer, 6)
-    for name in own:
-        assert groups[name] == (0.5 ** (3 - int(name.split(".")[1])), 0.0)
 
 
 def test_errors():

@@ -6,7 +6,7 @@ from draws import assert_same, gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import aft as oracle
-from torch.autograd import gradcheck, gradgradcheck
+from torch.autograd import gradgradcheck
 
 from relvit.families.aft import aft_conv, aft_full, aft_local, aft_simple, reference, sums
 from relvit.families.aft import operations as api
@@ -141,13 +141,6 @@ def test_second_derivatives_also_where_only_some_inputs_have_gradients(needed):
         assert gradgradcheck(call, [*inputs, table.requires_grad_(learned)], fast_mode=True)
 
 
-def test_derivatives_of_simple():
-    grid = Grid(2, 2, 1)
-    for causal in (False, True):
-        inputs = contents(grid, batch=1, width=2, heads=1)
-        assert gradcheck(lambda *given, causal=causal: aft_simple(*given, grid, is_causal=causal), inputs)
-
-
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
@@ -261,23 +254,6 @@ def test_transforms_of_torch_func():
     many = torch.stack((weight, 2 * weight))
     got = torch.func.vmap(lambda w: aft_conv(q, k, v, w, grid))(many)
     torch.testing.assert_close(got[1], reference.aft_conv(q, k, v, many[1], grid), rtol=0, atol=1e-12)
-
-
-@pytest.mark.slow
-def test_one_graph_for_all_sizes():
-    """Traced by the compiler's front end; `tests/families/aft/test_aft_vit.py` compiles and exports models."""
-    torch.compiler.reset()
-    weight, graphs = window_of(2, 3, 5).detach().float(), []
-
-    @torch.compile(fullgraph=True, dynamic=True, backend=lambda graph, _: graphs.append(graph) or graph.forward)
-    def run(q, k, v, height, width):
-        return aft_conv(q, k, v, weight, Grid(height, width))
-
-    for height, width in ((3, 4), (5, 2), (7, 9)):
-        grid = Grid(height, width)
-        q, k, v = (part.detach() for part in contents(grid, dtype=torch.float32))
-        torch.testing.assert_close(run(q, k, v, height, width), reference.aft_conv(q, k, v, weight, grid))
-    assert len(graphs) == 1
 
 
 def test_autocast_leaves_the_precision_alone():

@@ -1,25 +1,16 @@
 """Weights into attention-free models: from attention, from their own kind at other sizes, and what is refused."""
 
-import re
-import shutil
-
 import pytest
-import timm
 import torch
-from photos import TINY
 from timm.layers import resample_abs_pos_embed
-from timm.models import save_for_hf
 from transfers import SIZE, pictures
 from transfers import make as make_any
 
-from relvit.cli import main
 from relvit.models import build_model
 from relvit.models.weights.transfer import Weights, transfer_weights
-from relvit.training import load_classifier, read_checkpoint
 
 CONV = {"mixer": "conv", "kernel_size": (3, 5)}
 PROJECTIONS = ["blocks.*.attn.qkv.weight (2)", "blocks.*.attn.qkv.bias (2)"]
-CLI = [argument for argument in TINY if not argument.startswith("--model.")]
 
 
 def make(name="test_relvit_aft", **kwargs):
@@ -136,40 +127,3 @@ def test_attention_does_not_take_queries_and_keys_that_are_none(name):
     with pytest.raises(ValueError, match=r"there is of an attention-free model, .* give an architecture without"):
         transfer_weights(attention, weights_of(build_model("test_relvit_aft", 3, 3, SIZE, {"num_heads": 64})))
     assert all(torch.equal(tensor, own[key]) for key, tensor in attention.state_dict().items())
-
-
-@pytest.mark.slow
-def test_from_deit_and_on_from_there_by_the_command_line(photos, tmp_path, capsys):
-    """The report of a conversion, then a training from its checkpoint at another size, on the same classes."""
-    kwargs = {"patch_size": 8, "embed_dim": 12, "depth": 2}
-    vit = timm.create_model("deit_tiny_patch16_224", img_size=16, **kwargs)
-    save_for_hf(vit, tmp_path / "deit", model_args=kwargs | {"img_size": 16})
-    common = ["fit", "--data=ImageFolderData", f"--data.root={photos}", *CLI, "--model.lr=0", "--model.min_lr=0"]
-    common += ["--trainer.max_epochs=1"]
-
-    def fit(runs, *extra):
-        assert main([*common, f"--runs={tmp_path / runs}", *extra]) == 0, capsys.readouterr().err
-        (folder,) = (tmp_path / runs).iterdir()
-        line = re.search(r"^pretrained: .*$", capsys.readouterr().out, re.MULTILINE)[0]
-        return shutil.copy(folder / "checkpoints" / "best.ckpt", tmp_path / f"{runs}.ckpt"), line
-
-    sizes = [f"--model.model_kwargs.{name}={value}" for name, value in kwargs.items()]
-    conv = [*sizes, "--model.model_kwargs.kernel_size=3", "--model.model_kwargs.num_heads=3"]
-    best, line = fit("conv", f"--model.pretrained={tmp_path / 'deit'}", "--model.model=relvit_aft_conv_small", *conv)
-    assert line == (
-        f"pretrained: 28 of 36 tensors from local-dir:{tmp_path / 'deit'}; "
-        f"in part: the values of {PROJECTIONS[0]}, the values of {PROJECTIONS[1]}; "
-        "new: blocks.*.attn.kernel (2), blocks.*.attn.gamma (2), blocks.*.attn.beta (2), head.weight, head.bias; "
-        "skipped: cls_token, pos_embed"
-    )
-    weight = load_classifier(best).net.blocks[1].attn.qkv.weight
-    assert torch.equal(weight[-12:], vit.blocks[1].attn.qkv.weight[24:])
-
-    again, line = fit("again", f"--model.pretrained={best}", "--data.img_size=[24,16]")
-    assert line == f"pretrained: 36 of 36 tensors from {best}"
-    first, second = (read_checkpoint(path)["state_dict"] for path in (best, again))
-    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
-    for argument in ("kernel_size=5", "num_heads=2"):
-        refused = [f"--model.pretrained={best}", f"--runs={tmp_path / 'no'}", f"--model.model_kwargs.{argument}"]
-        assert main([*common, *refused]) == 2
-        assert "have another shape (blocks.0.attn.kernel (3, 3, 3), here (" in capsys.readouterr().err

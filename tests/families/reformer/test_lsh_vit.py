@@ -78,12 +78,9 @@ def test_refused(options, error, message):
         build(**options)
 
 
-def test_reach_is_refused():
-    with pytest.raises(ValueError, match="no relative attention"):
-        set_reach(build(), "stretch")
-
-
-def test_without_a_bias():
+def test_without_a_bias_and_with_a_reach():
     model = build(rel_terms="")
+    with pytest.raises(ValueError, match="no relative attention"):
+        set_reach(model, "stretch")
     assert model.blocks[0].attn.position(Grid(2, 3)).bias is None
     assert model(images()).shape == (2, 5)

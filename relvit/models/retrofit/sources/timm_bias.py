@@ -1,4 +1,4 @@
-"""timm's BEiT, Swin, Swin V2 and `vit_relpos_*` after `relvit.retrofit`; `bias.py` converts their tables."""
+"""timm's BEiT, Swin, Swin V2 and `vit_relpos_*` after `relvit.retrofit`; `retrofit/bias.py` converts their tables."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from relvit.layers.patch_embed import GridPatchEmbed
 from relvit.layers.timm_attention import GridArgument
 from relvit.layers.timm_relpos import TimmRelativeBeit, TimmRelativeRelPos, TimmRelativeSwin, TimmRelativeSwinV2
 from relvit.models.base import GridForward
+from relvit.models.retrofit.bias import BiasPositions
 from relvit.models.retrofit.source import Classes, Exchange, open_patch_embed
-from relvit.models.retrofit.sources.bias import BiasPositions
 from relvit.ops import Grid
 
 

@@ -45,7 +45,7 @@ class Pooling(NamedTuple):
         return cls(*(to_2tuple(part) for part in (module.kernel_size, module.stride, module.padding)))
 
     def size(self, size: Size) -> Size:
-        """Return rows and columns after the pooling of so many."""
+        """Return the rows and columns that are left of so many."""
         rows, columns = (
             (n + 2 * padding - kernel) // stride + 1 for n, kernel, stride, padding in zip(size, *self, strict=True)
         )
@@ -56,10 +56,10 @@ class Pooling(NamedTuple):
 def whole_steps(
     key_grid: Grid, axis: int, queries: int, built_queries: int, built_keys: int, device: torch.device
 ) -> Tensor:
-    """Number the offset of each row, or column, of queries and of keys: (queries, keys) int64; tables start at 0.
+    """Compute the row of a table for each pair of rows, or columns, of queries and keys: (queries, keys) int64.
 
-    The steps and the number of the offset 0 are those of the size that the attention was built for, where timm's
-    `cal_rel_pos_type` computes the same numbers. At other sizes they may be below 0, or beyond the table.
+    Steps and the row of the offset 0 are those of the size that the attention was built for, where timm's
+    `cal_rel_pos_type` computes the same numbers. At other sizes rows may be below 0, or beyond the table.
     """
     query_step, key_step = max(built_keys / built_queries, 1.0), max(built_queries / built_keys, 1.0)
     here, there = (torch.arange(size, device=device) for size in (queries, key_grid[axis]))
@@ -113,7 +113,7 @@ class PooledOffsets(LayerTables):
         return torch.lerp(low, high, (index - below)[..., None].to(table.dtype))
 
     def stretch_ratio(self, axis: int, sizes: Size, finer: int) -> float | None:
-        """Return by how much offsets are multiplied, `finer` being queries (0) or keys (1); None: tables stay."""
+        """Return the factor of all offsets, where queries (0) or keys (1) are `finer`; None: tables stay."""
         if self.trained_grid is None:
             return None
         trained = self.layer.sizes(self.layer.tokens_of(self.trained_grid))[finer][axis]
@@ -125,7 +125,7 @@ class MultiScaleRelative(GridAttention, MultiScaleAttention):
     """timm's `MultiScaleAttention` after a retrofit: pools queries, keys and values as before.
 
     Attributes:
-        poolings: those between the patches and the tokens of this attention, which the blocks before it do.
+        poolings: poolings of the queries in all blocks before this one.
     """
 
     lacks: ClassVar[Mapping[str, str]] = {
@@ -140,12 +140,12 @@ class MultiScaleRelative(GridAttention, MultiScaleAttention):
         return PooledOffsets(self)
 
     def sizes(self, size: Size) -> tuple[Size, Size]:
-        """Return rows and columns of pooled queries and of pooled keys, of the rows and columns of the tokens."""
+        """Return rows and columns of pooled queries and of pooled keys, for tokens of this size."""
         return Pooling.of(self.pool_q).size(size), Pooling.of(self.pool_k).size(size)
 
     @property
     def built_for(self) -> Size:
-        """Rows and columns of the tokens for which the tables were built, of whose finer grid they have all offsets."""
+        """Rows and columns of the tokens for which the tables have all offsets of the finer grid, queries or keys."""
         strides = zip(Pooling.of(self.pool_q).stride, Pooling.of(self.pool_k).stride, strict=True)
         rows, columns = (
             (len(table) + 1) // 2 * min(both) for table, both in zip(self.position.parameters(), strides, strict=True)
@@ -153,7 +153,7 @@ class MultiScaleRelative(GridAttention, MultiScaleAttention):
         return rows, columns
 
     def tokens_of(self, patches: Size) -> Size:
-        """Return rows and columns of the tokens of this attention, of those of the patches."""
+        """Return rows and columns of the tokens of this attention, for an image of so many patches."""
         for pooling in self.poolings:
             patches = pooling.size(patches)
         return patches
@@ -179,8 +179,8 @@ class MultiScaleRelative(GridAttention, MultiScaleAttention):
         """Pool and normalise projected tokens (B, N, dim) of an image of this size: (B, heads, N', head_dim)."""
         prefix, heads = int(self.has_cls_token), self.num_heads
         if type(pool) is nn.Conv2d and not has_hooks(pool) and not has_hooks(norm):
-            # timm's convolution is that of one head. The same for all of them takes the projection as it is in memory,
-            # channels last, where heads as samples would be copied before and after.
+            # timm's convolution takes heads as samples, which copies the projection before and after. With the weights
+            # repeated for each head it takes the projection as it is in memory, channels last.
             weight = pool.weight.repeat(heads, 1, 1, 1)
             image = x[:, prefix:].unflatten(1, size).permute(0, 3, 1, 2)
             image = F.conv2d(image, weight, None, pool.stride, pool.padding, groups=len(weight))
