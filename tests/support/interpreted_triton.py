@@ -48,8 +48,8 @@ def compare(contents, terms, *grids, atol=(1e-5, 5e-5), **options):
         ((2, 3), 1, "", 5),
         ((1, 1), 0, "kvb", 5),
         # Several strips of columns, several tiles of rows, of queries and of prefix tokens; a head of 128.
-        ((3, 34), 1, "kv", 16),
-        ((9, 11), 17, "kvb", 40),
+        ((3, 18), 1, "kv", 16),
+        ((5, 7), 33, "kvb", 40),
         ((4, 3), 1, "kv", 128),
         # A strip in either direction.
         ((1, 40), 1, "kv", 20),
@@ -61,8 +61,16 @@ def test_equals_the_reference_with_gradients(size, prefix, which, dim):
     compare((q, k, v), terms, grid)
 
 
-@pytest.mark.parametrize("which", ["", "k", "v", "b", "kv", "vb", "kvb"])
-@pytest.mark.parametrize("operands", itertools.product((False, True), repeat=3), ids=str)
+# Half of all combinations, with each pair of operands beside any terms.
+SCENES = [
+    (which, operands)
+    for number, which in enumerate(["", "k", "v", "b", "kv", "vb", "kvb"])
+    for operands in itertools.product((False, True), repeat=3)
+    if (number + sum(operands)) % 2 == 0
+]
+
+
+@pytest.mark.parametrize(("which", "operands"), SCENES, ids=str)
 def test_random_scenes_with_and_without_each_operand(which, operands):
     """Gradients are compared where memory was filled before: what a kernel does not write would be found."""
     rotated, extended, padded = operands
@@ -185,7 +193,7 @@ def test_autocast_empty_batches_and_second_derivatives():
 
 
 def test_large_logits():
-    q, k, v, terms, grid = draw_case(3, 18, 1, which="kv", dim=16)
+    q, k, v, terms, grid = draw_case(3, 18, 1, which="kv", dim=16, batch=1)
     tables = AxisTables(*(100 * table for table in terms.key))
     compare((q, k, v), terms._replace(key=tables), grid, atol=(1e-3, 0.1))
 
