@@ -1,11 +1,13 @@
-"""Wrong arguments of the classifier, its loss and its optimiser: each error names the argument and the remedy."""
+"""Wrong arguments of classifier, loss, optimiser and strategy: each error names the argument and the remedy."""
 
 import pytest
 import torch
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from small_training import HALTING, Noise, NoiseImages, SeveralLabels, build, train
 
 from relvit.training import ClassificationLoss, make_optimizer
 from relvit.training.optim.freeze import Backbone
+from relvit.training.optim.strategy import check_strategy
 
 
 def loss(**arguments):
@@ -62,6 +64,10 @@ class Balanced(Noise):
         (optimizer, {"opt_kwargs": {"lr": 1.0}}, ["opt_kwargs", "'lr'"]),
         (optimizer, {"layer_decay": 1.5}, ["layer_decay", "0 < x <= 1"]),
         (lambda: Backbone(torch.nn.Linear(2, 3)), {}, ["freeze_epochs", "classifier"]),
+        # These strategies divide the weights among devices.
+        (check_strategy, {"strategy": FSDPStrategy()}, ["FSDPStrategy cannot train here", "--trainer.strategy ddp"]),
+        (check_strategy, {"strategy": ModelParallelStrategy()}, ["ModelParallelStrategy cannot train here"]),
+        (check_strategy, {"strategy": "fsdp_cpu_offload"}, ["fsdp_cpu_offload cannot train here"]),
         # These arguments do not fit the data, or the trainer.
         (fit, {"data": NoiseImages(8), "multi_label": True}, ["multi_label True", "the data have one"]),
         (fit, {"data": SeveralLabels(8)}, ["multi_label False", "the data have several"]),
@@ -74,6 +80,11 @@ def test_errors_name_the_argument_and_the_remedy(door, arguments, named):
     with pytest.raises(ValueError, match=r".") as error:
         door(**arguments)
     assert not [part for part in named if part not in str(error.value)], error.value
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ddp_find_unused_parameters_true", DDPStrategy()])
+def test_other_strategies_train(strategy):
+    check_strategy(strategy)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the package may be there")

@@ -1,4 +1,4 @@
-"""Trainings in two processes that are stopped by a signal, or of which one is killed, and that are resumed."""
+"""Trainings in two processes that are stopped by a signal, also by Slurm's, or lose a process, and are resumed."""
 
 import os
 import signal
@@ -7,8 +7,10 @@ import time
 
 import pytest
 import torch
-from processes import ROOT, TORCHRUN, Ranks, as_torchrun, finish, start
+from processes import ROOT, TORCHRUN, Ranks, as_srun, as_torchrun, finish, start
 from scripts import load
+
+pytestmark = pytest.mark.slow
 
 PROOF = load("resume_proof")
 # The processes find it by name.
@@ -27,9 +29,9 @@ def flags(images, folder, callback="resume_proof.Interrupt"):
     return ["fit", *PROOF.CONFIGURATION.split(), *data, f"--trainer.callbacks={callback}"]
 
 
-def counting(folder, name, **second):
+def counting(folder, name, launcher=as_torchrun, **second):
     """Environments of two processes that count their steps; that of the second may hold more."""
-    environments = as_torchrun()
+    environments = launcher()
     for rank, environment in enumerate(environments):
         environment |= {PROOF.PLACE: "", PROOF.END: "", PROOF.COUNT: str(folder / f"{name}.{rank}")}
     environments[1] |= second
@@ -64,7 +66,6 @@ def check_resume(uninterrupted, folder):
     assert PROOF.differences(uninterrupted, run_of(folder)) == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("place", ["mid-epoch", "validation"])
 def test_all_stop_at_the_same_step_when_one_is_stopped_and_go_on_exactly(images, uninterrupted, tmp_path, place):
     struck = {PROOF.PLACE: place, PROOF.END: "SIGTERM"}
@@ -75,7 +76,21 @@ def test_all_stop_at_the_same_step_when_one_is_stopped_and_go_on_exactly(images,
     check_resume(uninterrupted, tmp_path)
 
 
-@pytest.mark.slow
+def test_the_signal_of_slurm_before_the_end_saves_once_and_ends_with_138(images, uninterrupted, tmp_path):
+    # Only the script of the job may queue the job again.
+    (tmp_path / "scontrol").write_text(f"#!/bin/bash\ntouch {tmp_path}/called\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    struck = {PROOF.PLACE: "mid-epoch", PROOF.END: "SIGUSR1"}
+    environments = [each | path for each in counting(tmp_path, "steps", as_srun, **struck)]
+    ranks = Ranks(flags(images, tmp_path), tmp_path, environments)
+    assert ranks.finish() == [128 + signal.SIGUSR1] * 2, ranks.text()
+    assert sorted(path.name for path in run_of(tmp_path).rglob("*.ckpt")) == ["best.ckpt", "epoch.ckpt", "last.ckpt"]
+    assert "effective batch 4 (2 x 1 x 2: batch, accumulation, devices)" in ranks.text()
+    assert not (tmp_path / "called").exists()
+    check_resume(uninterrupted, tmp_path)
+
+
 def test_a_process_that_is_killed_ends_the_other_and_the_run_goes_on_exactly(images, uninterrupted, tmp_path):
     struck = {PROOF.PLACE: "mid-epoch", PROOF.END: "SIGKILL"}
     ranks = Ranks(flags(images, tmp_path), tmp_path, counting(tmp_path, "steps", **struck))
@@ -84,7 +99,6 @@ def test_a_process_that_is_killed_ends_the_other_and_the_run_goes_on_exactly(ima
     check_resume(uninterrupted, tmp_path)
 
 
-@pytest.mark.slow
 def test_a_killed_loader_worker_ends_the_run_which_goes_on(images, tmp_path):
     ranks = Ranks(flags(images, tmp_path, "failures.KillWorker"), tmp_path, [{}])
     assert ranks.finish() == [1]
@@ -98,7 +112,6 @@ def test_a_killed_loader_worker_ends_the_run_which_goes_on(images, tmp_path):
     assert last["position"]["epoch"] == PROOF.EPOCHS
 
 
-@pytest.mark.slow
 def test_torchrun_and_all_its_processes_are_stopped(images, tmp_path):
     # Both count in one file.
     count = tmp_path / "steps"

@@ -6,11 +6,11 @@ import pickle
 import resource
 import subprocess
 import zipfile
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from files_of_0_2 import FOLDER
 from safetensors.torch import save_file
 
 import relvit
@@ -72,6 +72,10 @@ def test_a_full_disk_is_called_one(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     same(path, OLD)
     assert os.listdir(tmp_path) == ["x.ckpt"]
+    error = explain_full_disk(OSError(errno.EFBIG, "File too large"), "fit", tmp_path / "run")
+    assert "File too large; there is no earlier checkpoint" in str(error)
+    with pytest.raises(FileNotFoundError, match="none"):
+        write_checkpoint(NEW, tmp_path / "none" / "x.ckpt")
 
 
 @pytest.mark.parametrize(("ema", "links", "copies"), [(None, True, 3), (0.9, True, 3), (None, False, 4)])
@@ -123,17 +127,7 @@ def test_hard_links_where_there_are_some(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_file_that_is_too_large_counts_as_a_full_disk(tmp_path):
-    error = explain_full_disk(OSError(errno.EFBIG, "File too large"), "fit", tmp_path)
-    assert "File too large; there is no earlier checkpoint" in str(error)
-
-
-def test_no_folder(tmp_path):
-    with pytest.raises(FileNotFoundError, match="none"):
-        write_checkpoint(NEW, tmp_path / "none" / "x.ckpt")
-
-
-CHECKPOINT = Path(__file__).parents[2] / "fixtures" / "of_0_2" / "tables" / "checkpoints" / "last.ckpt"
+CHECKPOINT = FOLDER / "tables" / "checkpoints" / "last.ckpt"
 USES = (
     relvit.load,
     load_classifier,

@@ -1,5 +1,6 @@
 """A checkpoint, a published folder or a repository of the hub from elsewhere does not choose what is loaded."""
 
+import itertools
 import json
 import shutil
 import socket
@@ -8,14 +9,14 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from files_of_0_2 import FOLDER
 
 import relvit
 from relvit.cli import main
 from relvit.models.factory import BUILDER_ARGUMENTS, build_model
 from relvit.training.checkpoints.pretrained import Pretrained
 
-FIXTURES = Path(__file__).parents[2] / "fixtures" / "of_0_2"
-CHECKPOINT = FIXTURES / "tables" / "checkpoints" / "last.ckpt"
+CHECKPOINT = FOLDER / "tables" / "checkpoints" / "last.ckpt"
 # Arguments of timm's builders with which a description would choose where weights come from.
 CHOICES = [
     {"pretrained": True},
@@ -45,11 +46,10 @@ def alone(monkeypatch, tmp_path):
     monkeypatch.setattr(torch, "load", read)
 
 
-@pytest.mark.parametrize("model", ["test_relvit", "vit_tiny_patch16_224"])
-def test_checkpoints_that_choose_weights_are_refused(model, fails):
+def test_checkpoints_that_choose_weights_are_refused(fails):
     content = torch.load(CHECKPOINT, weights_only=True)
     kwargs = content["relvit"]["model"]["model_kwargs"] or {}
-    for choice in CHOICES:
+    for model, choice in itertools.product(("test_relvit", "vit_tiny_patch16_224"), CHOICES):
         content["relvit"]["model"] |= {"model": model, "model_kwargs": kwargs | choice}
         torch.save(content, "foreign.ckpt")
         with pytest.raises(ValueError, match=f"must not hold {next(iter(choice))!r}"):
@@ -60,7 +60,7 @@ def test_checkpoints_that_choose_weights_are_refused(model, fails):
 
 
 def test_folders_that_choose_weights_are_refused(fails):
-    shutil.copytree(FIXTURES / "published", "published")
+    shutil.copytree(FOLDER / "published", "published")
     config = json.loads(Path("published/config.json").read_text())
     changed = [(config | {"model_args": config["model_args"] | choice}, "must not hold") for choice in CHOICES]
     for model in ("hf-hub:someone/else", "local-dir:."):
@@ -82,8 +82,8 @@ def test_the_hub_likewise(monkeypatch):
 
 
 def test_honest_descriptions_load():
-    state = Pretrained(str(FIXTURES / "published")).weights().state
-    expected = timm.create_model(f"local-dir:{FIXTURES / 'published'}", pretrained=True).state_dict()
+    state = Pretrained(str(FOLDER / "published")).weights().state
+    expected = timm.create_model(f"local-dir:{FOLDER / 'published'}", pretrained=True).state_dict()
     assert all(torch.equal(state[name], expected[name]) for name in expected)
     vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, drop_path_rate=0.1, pos_embed="learn")
     relvit.retrofit(vit, rel_terms="k")

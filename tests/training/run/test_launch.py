@@ -1,23 +1,17 @@
-"""Runs in jobs of Slurm: who has started them, wrong numbers of tasks, the signal before the end, the job's script."""
+"""Processes that torchrun or Slurm has started, numbers and strategies that are refused, and the script of a job."""
 
 import os
 import shlex
-import signal
 import stat
 import subprocess
-import sys
 
 import pytest
 from photos import TINY
-from processes import ROOT, Ranks, as_srun
-from scripts import load
+from processes import ROOT, as_srun
 
 from relvit.cli import main
 from relvit.training.run.launch import Launch, environment_of, launched
 
-PROOF = load("resume_proof")
-# The processes find it by name.
-sys.path.append(str(ROOT / "tools"))
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "16", "SLURM_PROCID": "0", "SLURM_NODEID": "0"}
 JOB |= {"SLURM_LOCALID": "0"}
 STEP = {"SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "8(x2)"}
@@ -87,15 +81,16 @@ def test_tasks_that_are_not_equally_many_on_each_machine(surroundings):
             "--trainer.num_nodes 2 needs this command on 2 machines: start it by torchrun",
         ),
         ({}, ["--trainer.num_nodes=2"], "--trainer.num_nodes 2 needs this command on 2 machines: start"),
+        ({}, ["--trainer.strategy=deepspeed_stage_3"], "strategy deepspeed_stage_3 cannot train here"),
         (TORCHRUN, ["--trainer.devices=1"], "torchrun has started 4 processes on 2 machines, the trainer is to use 1"),
     ],
 )
-def test_wrong_numbers_are_refused_at_once(surroundings, photos, tmp_path, fails, variables, flags, message):
+def test_wrong_options_are_refused_at_once(surroundings, photos, tmp_path, fails, variables, flags, message):
     surroundings(variables)
     (tmp_path / "runs" / "another").mkdir(parents=True)
     arguments = ["fit", "--data=ImageFolderData", f"--data.root={photos}", f"--runs={tmp_path / 'runs'}", *TINY, *flags]
     assert message in fails(arguments)
-    # It has removed its own folder, and no more.
+    # The command has removed its own folder alone.
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["another"]
 
 
@@ -104,31 +99,6 @@ def test_one_process_in_a_job_of_many_tasks_does_not_wait(surroundings, photos, 
     arguments = ["fit", "--data=ImageFolderData", f"--data.root={photos}", f"--runs={tmp_path}", *TINY]
     assert main([*arguments, "--trainer.fast_dev_run=true"]) == 0
     assert "effective batch 8 (8 x 1 x 1" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_the_signal_before_the_end_saves_once_and_ends_with_138(tmp_path):
-    images = PROOF.make_images(tmp_path / "images")
-    flags = ["fit", *PROOF.CONFIGURATION.split(), f"--data.root={images}", f"--runs={tmp_path / 'runs'}"]
-    flags += ["--data.batch_size=2", "--trainer.callbacks=resume_proof.Interrupt"]
-    # Whoever calls this has queued the job again.
-    called = program(tmp_path / "bin" / "scontrol", f"touch {tmp_path}/called")
-
-    def environments(name, end):
-        counts = [{PROOF.COUNT: str(tmp_path / f"{name}.{rank}"), PROOF.PLACE: "", PROOF.END: end} for rank in (0, 1)]
-        counts[1][PROOF.PLACE] = "mid-epoch" if end else ""
-        path = {"PATH": f"{called.parent}:{os.environ['PATH']}"}
-        return [given | count | path for given, count in zip(as_srun(), counts, strict=True)]
-
-    ranks = Ranks(flags, tmp_path, environments("before", "SIGUSR1"))
-    assert ranks.finish() == [128 + signal.SIGUSR1] * 2, ranks.text()
-    (made,) = (tmp_path / "runs").iterdir()
-    assert sorted(path.name for path in made.rglob("*.ckpt")) == ["best.ckpt", "epoch.ckpt", "last.ckpt"]
-    assert "effective batch 4 (2 x 1 x 2: batch, accumulation, devices)" in ranks.text()
-    ranks = Ranks(["fit", f"--resume={made}"], tmp_path, environments("after", ""))
-    assert ranks.finish() == [0, 0], ranks.text()
-    assert os.path.getsize(tmp_path / "before.0") + os.path.getsize(tmp_path / "after.0") == 21
-    assert not (tmp_path / "called").exists()
 
 
 def program(path, text):
