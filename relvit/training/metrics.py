@@ -1,4 +1,4 @@
-"""Loss and accuracy, or mean average precision, of an epoch on all devices (torchmetrics): logged, saved in mid-epoch.
+"""Metrics of an epoch on all devices (torchmetrics): loss and accuracy or mean average precision, logged and resumed.
 
 The metrics of a test's report are in `relvit.evaluation.outcomes`.
 """
@@ -23,7 +23,7 @@ States = dict[str, dict[str, Any]]
 
 
 def epoch_metrics(labels: Labels, num_classes: int, prefix: str = "", mixed: bool = False) -> MetricCollection:
-    """Create the metrics of an epoch: the mean loss 'loss', and those of `Labels.metrics`."""
+    """Create the metrics of an epoch: the mean loss 'loss', and the metrics of `Labels.metrics`."""
     metrics = {"loss": MeanMetric(), **labels.metrics(num_classes, prefix == "train/", mixed)}
     return MetricCollection(metrics, prefix=prefix, compute_groups=False)
 
@@ -173,10 +173,9 @@ def _gather_states(states: States) -> list[States]:
 
 
 def _states_of_process(stored: Sequence[States], rank: int, world: int) -> States:
-    """Select the states with which a process resumes: its own, or if the number of processes has changed, all in the
-    first process.
+    """Select the states with which a process resumes: its own, as sums in another order differ in the last digits.
 
-    Sums in another order differ in the last digits, so each process keeps its own states where that is possible.
+    If the number of processes has changed, the first process gets the sums of all states.
     """
     if len(stored) == world:
         return stored[rank]

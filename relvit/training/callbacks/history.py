@@ -121,7 +121,7 @@ class History(Callback):
 
 
 def _training_legend(classifier: LightningModule) -> str:
-    """Name what sets the training loss apart from the validation loss, which is plain (binary) cross-entropy."""
+    """Name the differences of the training loss from the validation loss, which is plain (binary) cross-entropy."""
     options = classifier.hparams
     parts = [
         ("binary", classifier.loss.kind == "bce" != classifier.labels.loss),

@@ -81,7 +81,7 @@ class EpochTitle(TextColumn):
 
 
 class EpochLines(Callback):
-    """Print a line at the end of each epoch, for files and wherever there is no progress bar.
+    """Print a line at the end of each epoch, into files and where there is no progress bar.
 
     Args:
         history: The history of the training, an earlier callback, whose last row has the printed numbers.
@@ -159,7 +159,7 @@ def progress_callbacks(config: dict[str, Any], history: History | None, quiet: b
         config["enable_progress_bar"] = False
         config["callbacks"] = [callback for callback in config["callbacks"] if not isinstance(callback, ProgressBar)]
         return []
-    # A bar in a file is a heap of control characters, which users may ask for.
+    # A bar in a file is a heap of control characters, so only an option switches it on there.
     terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     own_bar = any(isinstance(callback, ProgressBar) for callback in config["callbacks"])
     if config["enable_progress_bar"] is None:

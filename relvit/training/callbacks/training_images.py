@@ -42,7 +42,7 @@ class TrainingImages(Callback):
                 pictures, names = zip(*islice(_training_pictures(data), SHOWN), strict=True)
             mixed = ", before mixing" if pl_module.mixing is not None else ""
             plot_sheet(pictures, names, self.path, title=f"training images as the model sees them{mixed}")
-        # Files, transforms and fonts may all fail in their own way. What the training needs, it will report itself.
+        # Files, transforms and fonts may all fail in their own way. The training itself reports errors that concern it.
         except Exception as error:
             rank_zero_print(f"Note: {self.path.name} could not be drawn: {one_line(error)}")
 

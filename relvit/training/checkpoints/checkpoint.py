@@ -28,7 +28,7 @@ from relvit.version import __version__
 
 # These arguments of `ImageClassifier` follow from the data.
 OF_THE_DATA = ("num_classes", "in_chans", "img_size", "class_names", "multi_label")
-# These arguments of `ImageClassifier` decide what the network is.
+# These arguments of `ImageClassifier` determine the network.
 NETWORK = ("model", "model_kwargs", "retrofit", *OF_THE_DATA)
 
 
@@ -68,7 +68,7 @@ class Transforms(NamedTuple):
 class Checkpoint:
     """A checkpoint of `relvit fit` or `relvit average`, without the state of the optimiser.
 
-    Methods raise a ValueError where the file does not hold what they need.
+    Methods raise a ValueError where the file lacks a part that they need.
 
     Attributes:
         path: The file or remote address, for messages.
@@ -132,7 +132,7 @@ class Checkpoint:
 
     @property
     def data_type(self) -> type[ImageData] | None:
-        """The class of the data module if relvit has it, else None; a file cannot name what is imported."""
+        """The class of the data module if relvit has it, else None; no file can choose which module is imported."""
         return own_data_module(self.data["class_path"])
 
     def data_module(self, **changes: Any) -> ImageData:
@@ -207,7 +207,7 @@ class Checkpoint:
             raise ValueError(f"{self.path} does not hold {what}, as relvit fit writes it: {one_line(error)}") from error
 
     def check_network(self, asked: Mapping[str, Any], names: Iterable[str] = (*NETWORK, "pretrained")) -> None:
-        """Refuse arguments of an `ImageClassifier` that differ, in one of these names, from those of the weights."""
+        """Refuse arguments of an `ImageClassifier` that differ, in one of these names, from the checkpoint's."""
         if difference := first_difference(self.model, asked, names):
             name, trained, wanted = difference
             raise ValueError(f"{self.path} was trained with {name} {trained}, not {wanted}: drop that option")
@@ -222,7 +222,7 @@ class Checkpoint:
 
 
 class DescribeCheckpoint(Callback):
-    """Write into every checkpoint a description in plain types, by which the checkpoint can be used elsewhere.
+    """Write into every checkpoint a description in plain types, from which model and data can be built again.
 
     The description has the key 'relvit'. It holds `model` (the arguments of `ImageClassifier`, with the class names),
     `data` (class and arguments of the data module, with image size, normalisation and class names), `fit`, `versions`

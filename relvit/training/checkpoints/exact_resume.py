@@ -1,9 +1,9 @@
 """Exact resume: store epoch, batch and validation in a checkpoint, and set Lightning's counters from them.
 
 Lightning stores the counters of its loops as they are when a checkpoint happens to be written, in the middle of a hook,
-and guesses from them what was done. Here a checkpoint holds a `ResumePoint`, which describes the training at the last
-optimiser step: weights, averages and optimiser belong to this step. The counters are set by the `ResumePoint` before
-Lightning reads them. The random state follows from epoch and batch, so no checkpoint stores it.
+and guesses the progress from these counters. Here a checkpoint holds a `ResumePoint`, which describes the training at
+the last optimiser step: weights, averages and optimiser belong to this step. The counters are set by the `ResumePoint`
+before Lightning reads them. The random state follows from epoch and batch, so no checkpoint stores it.
 """
 
 from __future__ import annotations

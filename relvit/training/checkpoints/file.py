@@ -30,7 +30,7 @@ from relvit.utils.remote import local_file
 KEY = "relvit"
 # The key of the averaged weights, under the same names as the raw weights in 'state_dict'.
 AVERAGE_KEY = "ema_state_dict"
-# timm prefers the weights under this key to those under 'state_dict'. Here they have the names of the model itself.
+# timm prefers the weights under this key to 'state_dict'. Here their names are the names in the model itself.
 TIMM_KEY = "state_dict_ema"
 # A user may give the folder of a run in the place of this checkpoint in it.
 BEST = Path("checkpoints") / "best.ckpt"
@@ -44,7 +44,7 @@ FILES = (".ckpt", ".safetensors", ".pth", ".pt", ".bin")
 def read_checkpoint(path: str | os.PathLike[str], file: Path | None = None, averaged: bool = True) -> dict[str, Any]:
     """Read all content of a relvit checkpoint on the CPU; only tensors and plain types are read, never code.
 
-    `relvit.training.Checkpoint` has what most callers need. 'state_dict' holds the averaged weights where the training
+    Most callers need `relvit.training.Checkpoint` alone. 'state_dict' holds the averaged weights where the training
     kept an average (`ema_decay`).
 
     Args:
@@ -103,7 +103,7 @@ def read_checkpoint(path: str | os.PathLike[str], file: Path | None = None, aver
 
 
 class DamagedError(ValueError):
-    """The bytes of a file differ from those that were written."""
+    """The bytes of a file have changed since they were written."""
 
 
 def check_archive(path: Path) -> None:

@@ -83,7 +83,7 @@ class Pretrained:
         return Normalisation.read(self.name, cfg)
 
     def weights(self) -> Weights:
-        """Read the weights and what is known about the images and classes that they were trained for."""
+        """Read the weights, and the size, normalisation and classes of the images that they were trained on."""
         if self._checkpoint is not None:
             return self._weights_of_checkpoint(self._checkpoint)
         if self._file is None:
@@ -181,7 +181,7 @@ class Pretrained:
 
         Args:
             pretrained: Whether the model gets these weights; else they are random.
-            arguments: Other arguments of `timm.create_model`, which override those of a folder.
+            arguments: Other arguments of `timm.create_model`, which override the arguments in a folder.
         """
         name = self._timm_name
         described = self._config[2] if self._config else {}
@@ -231,7 +231,7 @@ def architecture_to_build(
 def load_pretrained(
     net: nn.Module, pretrained: Pretrained, class_names: Sequence[str] | None, data: Any
 ) -> TransferReport:
-    """Load pretrained weights into a network, and print what was loaded and whether the data's normalisation fits."""
+    """Load pretrained weights into a network, and print a report and whether the data's normalisation fits."""
     weights = pretrained.weights()
     report = transfer_weights(net, weights, class_names)
     rank_zero_print(f"pretrained: {report}")

@@ -1,1 +1,1 @@
-"""The folder of a run and what is recorded there."""
+"""The folder of a run, the records in it, and the processes of a run."""

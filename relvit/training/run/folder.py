@@ -55,12 +55,12 @@ class RunLock:
 
 
 def missing_folders(folder: Path) -> list[Path]:
-    """Return the folders on the way to a folder, and the folder itself, that do not exist, the innermost first."""
+    """Return a folder and its parents, the innermost first, as far as they do not exist."""
     return [part for part in (folder, *folder.parents) if not part.exists()]
 
 
 def remove_if_empty(folder: Path, made: Sequence[Path] = ()) -> None:
-    """Remove the folder of a run without artifacts, and of the folders `made` for this run those that are empty."""
+    """Remove the folder of a run without artifacts, and the empty folders among those `made` for this run."""
     if any((folder / name).exists() for name in ARTIFACTS):
         return
     shutil.rmtree(folder)

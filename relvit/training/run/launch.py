@@ -20,12 +20,12 @@ from relvit.training.optim.strategy import check_strategy
 from relvit.utils.devices import cores
 from relvit.utils.messages import LostProcessError, did_you_mean
 
-# gloo and NCCL say this where a process has ended.
+# gloo and NCCL raise errors with these words where a process has ended.
 LOST = r"(?i)connection (was )?(closed|reset|refused)|remote worker|broken pipe|remote process exited|timed out"
 OUT_OF_MEMORY = ", as the system does where memory runs out"
-# Slurm calls a job that is a shell by one of these names.
+# A job of Slurm that is an interactive shell has one of these names.
 SHELLS = ("bash", "interactive")
-# Where another process fails, the main process has this number of seconds to end by itself.
+# The number of seconds that the main process has to end by itself where another process fails.
 PATIENCE = 60
 
 
@@ -43,9 +43,9 @@ class Launch(NamedTuple):
 
 
 class SrunTasks(SLURMEnvironment):
-    """The tasks of srun as Lightning's cluster environment, which leaves it to the job's script to queue the job again.
+    """The tasks of srun as Lightning's cluster environment, without Lightning's way to queue the job again.
 
-    A run saves a checkpoint and ends by itself when Slurm sends a signal.
+    A run saves a checkpoint and ends when Slurm sends a signal; the script of the job then queues the job again.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class SrunTasks(SLURMEnvironment):
         super().__init__(auto_requeue=False)
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Do nothing: `check_processes` compares the tasks of srun, Lightning those of the job."""
+        """Do nothing, as `check_processes` compares the tasks of srun; Lightning would compare the tasks of the job."""
 
 
 def set_devices(options: dict[str, Any]) -> Launch | None:
@@ -157,10 +157,10 @@ def check_processes(launch: Launch | None, trainer: Trainer) -> None:
 
 
 class PatientLauncher(Callback):
-    """Give the main process a minute to end by itself where one that it has started fails.
+    """Give the main process a minute to end by itself where a process that it has started fails.
 
-    It then closes what it writes, draws its curves and returns the exit status of the process that failed. Lightning
-    watches the started processes and kills all of them, the main one too, within seconds.
+    The main process then closes its files, draws its curves and returns the exit status of the process that failed.
+    Lightning would kill all processes, including the main process, within seconds.
     """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -169,7 +169,7 @@ class PatientLauncher(Callback):
 
 
 class PatientProcess:
-    """Started process whose failure `poll` reports at once, and `returncode`, which Lightning reads, a minute later."""
+    """A process whose failure `poll` reports at once, and `returncode`, which Lightning reads, a minute later."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
@@ -177,7 +177,7 @@ class PatientProcess:
 
     @property
     def returncode(self) -> int | None:
-        """The exit status; None as long as the process runs, and for a while after it has failed."""
+        """The exit status; None as long as the process runs, and for a minute after it has failed."""
         status = self._process.returncode
         if not status:
             return status
@@ -189,7 +189,7 @@ class PatientProcess:
 
 
 def _started(trainer: Trainer) -> list[Any]:
-    """Return the list of the other processes that the trainer has started; an empty one where none was started here."""
+    """Return the list of the other processes that the trainer has started, which may be empty."""
     return getattr(trainer.strategy.launcher, "procs", [])
 
 

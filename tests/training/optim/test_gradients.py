@@ -64,17 +64,24 @@ def spoil_gradient(module, step):
     module.on_after_backward = spoil
 
 
-@pytest.mark.parametrize("kind", ["loss", "gradient"])
-def test_what_is_not_finite_stops_before_the_step(kind):
+@pytest.mark.parametrize(
+    ("kind", "accumulate", "message"),
+    [
+        ("loss", 1, "the loss is nan at step 3, in epoch 1: stopped before the optimiser"),
+        ("gradient", 1, "the gradient's norm is inf at step 3, in epoch 1: stopped before the optimiser"),
+        # The third batch is the first of a pair, of which the second is fine.
+        ("loss", 2, "the loss is nan at step 2, in epoch 1"),
+    ],
+)
+def test_what_is_not_finite_stops_before_the_step(kind, accumulate, message):
     """The batch with image 9, which `Noise` spoils, is the third."""
     module = build(**OPTIONS)
     record = Record(module)
     if kind == "gradient":
         spoil_gradient(module, 2)
-    reason = {"loss": "the loss is nan", "gradient": "the gradient's norm is inf"}[kind]
-    with pytest.raises(NonFiniteLossError, match=f"{reason} at step 3, in epoch 1: stopped before the optimiser"):
-        train(module, Noise(spoilt=kind == "loss"), max_epochs=1)
-    assert len(record.weights) == 2
+    with pytest.raises(NonFiniteLossError, match=message):
+        train(module, Noise(spoilt=kind == "loss"), max_epochs=1, accumulate_grad_batches=accumulate)
+    assert len(record.weights) == 2 // accumulate
     assert_close(dict(module.net.named_parameters()), record.weights[-1])
     assert record.weights[-1]["head.weight"].isfinite().all()
 
@@ -97,15 +104,6 @@ def test_skipped_steps_leave_weights_and_are_counted(kind):
     assert math.isfinite(counted[0]["train/grad_norm"])
     # The schedule goes on: it is one of steps, taken or not.
     assert record.rates[3] < record.rates[2] < record.rates[1]
-
-
-def test_accumulated_losses_all_count():
-    """Image 9 is in the third batch, the first of a pair, of which the second is fine."""
-    module = build(**OPTIONS)
-    record = Record(module)
-    with pytest.raises(NonFiniteLossError, match="the loss is nan at step 2, in epoch 1"):
-        train(module, Noise(spoilt=True), max_epochs=1, accumulate_grad_batches=2)
-    assert len(record.weights) == 1
 
 
 def test_the_epochs_norm_is_the_mean_of_its_steps_before_clipping():
