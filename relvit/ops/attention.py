@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from relvit.ops import reference
 from relvit.ops.backends import fused, gathered, tiled, triton
@@ -141,11 +142,11 @@ def choose(
         device: the kind of device that would compute, 'cpu' or 'cuda', which need not be there; None: the query's.
     """
     inputs = checked(AttentionInputs(query, key, value, terms, grid, key_grid))
-    tables = [table for term in (*terms[:4], terms.channels, terms.axis_logits) if term is not None for table in term]
     choice = _choose(inputs, device)
     if not is_eager():
         return choice
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value, *tables)):
+    tensors = (leaf for leaf in tree_leaves((query, key, value, terms)) if isinstance(leaf, Tensor))
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return choice
     return choice._replace(keeps="nothing: no gradient is wanted")
 

@@ -7,14 +7,14 @@ from relvit.ops.backends.axis_logits import WIDTH_MULTIPLE, query_axes
 from relvit.ops.inputs import AttentionInputs, added_width
 from relvit.ops.terms import AxisTables, JointTable, is_stock
 
-# Kinds of devices of which PyTorch 2.14 has kernels that are silently wrong for tensors above this many numbers, such
-# as `bmm` (pytorch/pytorch issue 197636).
+# On these kinds of devices some kernels of PyTorch 2.14, such as `bmm`, are silently wrong for tensors of more numbers
+# than `LARGEST` (pytorch/pytorch issue 197636).
 NARROW_DEVICES = ("mps",)
 LARGEST = 2**31 - 1
 
 
 def largest_tensor(inputs: AttentionInputs, backend: str) -> int:
-    """Return how many numbers the largest tensor of a backend has at the most, results and operands included.
+    """Return an upper bound for the numbers of a backend's largest tensor, results and operands included.
 
     Stock attention, which `fused` calls, counts as if it kept its N x N weights, as it does on MPS in training.
     """

@@ -1,4 +1,4 @@
-"""Which backend runs, and that it is the one that is said to run."""
+"""The choice of a backend: `choose` names the backend that runs, and the rules for GPUs."""
 
 from types import SimpleNamespace
 
@@ -70,7 +70,7 @@ def test_tiles_refuse_to_be_part_of_graphs_and_transforms():
 
 def on_a_gpu(width=96, dtype=torch.bfloat16, layout="separate", field=0, which="kv"):
     q, k, v, terms, grid = draw_case(8, width - 64 - 8, layout=layout, which=which, dim=64, batch=1)
-    # As wide as wanted: 64 channels of the contents, 8 rows, the others columns.
+    # The width is that of the contents, 64, plus 8 rows plus the columns.
     inputs = AttentionInputs(q.to(dtype), k.to(dtype), v.to(dtype), terms, grid)
     query = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=q.shape)
     return attention._choose(checked(inputs)._replace(query=query))[field]
@@ -81,7 +81,7 @@ def test_kernels_of_our_own_where_stock_ones_end():
     reasons = {width: on_a_gpu(width=width, field=1) for width in (96, 129, 256)}
     assert [width for width, reason in reasons.items() if "'triton' keeps half" in reason] == [129, 256]
     assert on_a_gpu(width=257) == on_a_gpu(width=257, dtype=torch.float32) == "triton"
-    # What these kernels refuse goes on in tiles.
+    # Tiles compute the inputs that these kernels refuse.
     assert on_a_gpu(width=257, dtype=torch.float64) == on_a_gpu(width=257, which="qkv") == "tiled"
 
 

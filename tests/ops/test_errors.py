@@ -1,4 +1,4 @@
-"""Whatever does not fit is refused, in words that name it: no stock error, no silent wrong result."""
+"""Arguments that do not fit raise an error that names them, instead of a stock error or a wrong result."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Sizes beyond 2^31 - 1, on the meta device: how large tensors become, and what refuses those that are too large."""
+"""Sizes beyond 2^31 - 1, on the meta device: the largest tensor of each backend, and errors where it is too large."""
 
 import pytest
 from oracles.largest_tensor import Largest, meta

@@ -1,4 +1,4 @@
-"""Properties of relative attention for every backend and option: right gradients, no leak of the future or padding."""
+"""Relative attention with every backend under every option: gradients, causality, masks, padding, changes in place."""
 
 from functools import partial
 
@@ -103,19 +103,19 @@ def test_attention_does_not_depend_on_what_padding_holds(backend, option, garbag
 
 
 def case_under(option, scale=None, which="qkvb"):
-    """Queries, keys, values, terms, as leaves too, their grid, and the options of attention.
+    """Contents and terms, the same as leaves, their grid, and the options of attention.
 
-    Some queries may attend to padding alone. There is no prefix token, which would always be there to attend to.
+    Some queries may attend to padding only, as there is no prefix token, which is never padding.
     """
     q, k, v, terms, _ = draw_case(1, TOKENS, which=which, per_head="vb")
     generator = torch.Generator().manual_seed(1)
     valid = torch.ones(2, TOKENS, dtype=torch.bool)
     valid[0, :5], valid[1, 7:] = False, False
     mask = torch.rand(2, 1, TOKENS, TOKENS, generator=generator) < 0.6
-    mask[0, :, 5] = ~valid[0]  # this query is allowed padding alone
-    mask[1, :, 2] = False  # and this one nothing
+    mask[0, :, 5] = ~valid[0]  # This query may attend to padding only,
+    mask[1, :, 2] = False  # and this one to nothing.
     finite = draw(generator, 2, 1, TOKENS, TOKENS)
-    finite[0, :, 4] = -1e9  # finite: what this query may see, it still sees, to 1e-7 in double precision
+    finite[0, :, 4] = -1e9  # The softmax over logits near -1e9 keeps an accuracy of 1e-7.
     masks = {
         "boolean mask": mask,
         "mask of -inf": torch.zeros_like(finite).masked_fill(~mask, -torch.inf),

@@ -34,7 +34,7 @@ def test_padding_counts_for_no_sample(backend):
     valid = torch.tensor([[True] * 5 + [False], [True] * 2 + [False] * 4, [False] * 6])
     grid = make_grid(2, 3, valid=valid)
     got = relative_attention(q, k, v, terms, grid, scale=0.4, trained_keys=TRAINED, backend=backend)
-    for sample, keys in enumerate((5, 2, 1)):  # without keys any number will do
+    for sample, keys in enumerate((5, 2, 1)):  # a sample without keys may have any factor
         one = slice(sample, sample + 1)
         factor = math.log(keys) / math.log(TRAINED)
         expected = by_hand(q[one], k[one], v[one], terms, grid._replace(valid=valid[one]), factor, 0.4)

@@ -8,7 +8,7 @@ from timm.models.swin_transformer import SwinTransformerBlock, window_partition
 from relvit.ops import Grid, from_windows, make_grid, relative_attention, to_windows
 
 BATCH, HEADS, DIM = 2, 2, 5
-# Grid, size, shift: whole windows, windows that stick out on one or both axes and sides, windows larger than the grid.
+# Grid, size, shift: whole windows, windows beyond one border or both on one or both axes, windows larger than the grid.
 DIVISIONS = [
     ((4, 6), (2, 3), (0, 0)),
     ((4, 6), (2, 3), (1, 2)),
@@ -36,7 +36,7 @@ def same_window(shape, size, shift):
 
 def valid_patches(kind, patches):
     generator = torch.Generator().manual_seed(4)
-    # With few valid patches whole windows, and in them all queries, are left without keys.
+    # So few patches are valid that all queries of some windows have no keys.
     return {
         "all": None,
         "alike": torch.rand(patches, generator=generator) < 0.4,
@@ -108,12 +108,12 @@ def test_pairs_in_shifted_windows_are_those_of_swin(size, shift):
         together = numbers[valid].tolist()
         ours |= {(one, other) for one in together for other in together}
     assert ours == swin
-    # The mask does forbid some of what the roll has brought together.
+    # The mask does separate some of the pairs that the roll has brought together.
     assert len(swin) < height * width * size[0] * size[1]
 
 
 class RunningSums(torch.nn.Module):
-    """Running sums within each window, plus one in windows that may stick out."""
+    """Running sums within each window, plus one for valid patches where windows may extend beyond the border."""
 
     def __init__(self, size, shift):
         super().__init__()
@@ -131,7 +131,7 @@ class RunningSums(torch.nn.Module):
 def test_exported_once_for_all_sizes(shift):
     module = RunningSums((2, 3), shift)
     generator = torch.Generator().manual_seed(3)
-    # Without a shift, whether windows stick out is part of the graph: it serves whole multiples.
+    # Without a shift the graph fixes whether windows extend beyond the border, so it serves whole multiples.
     sizes = {2: 2 * torch.export.Dim("down", min=2, max=50), 3: 3 * torch.export.Dim("across", min=2, max=50)}
     exported = torch.export.export(module, (draw(generator, 2, 3, 8, 12),), dynamic_shapes=(sizes,)).module()
     for height, width in [(8, 12), (4, 30), (12, 6)]:

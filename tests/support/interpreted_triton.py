@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")
 
 
 def rounded(terms, contents, dtype=torch.float32):
-    """Leaves in `dtype` beside float32 tables, then the same numbers as float64 leaves, each with their terms."""
+    """Contents in `dtype` with float32 tables, then the same numbers in float64: leaves and terms of each."""
     pairs = []
     for precision, of_tables in ((dtype, torch.float32), (torch.float64, torch.float64)):
         changed = with_tables(terms, lambda t, to=of_tables: t.detach().to(dtype).to(to).requires_grad_())
@@ -72,7 +72,7 @@ SCENES = [
 
 @pytest.mark.parametrize(("which", "operands"), SCENES, ids=str)
 def test_random_scenes_with_and_without_each_operand(which, operands):
-    """Gradients are compared where memory was filled before: what a kernel does not write would be found."""
+    """Memory is filled before each run, so that numbers which a kernel does not write would be found."""
     rotated, extended, padded = operands
     generator = torch.Generator().manual_seed(len(which) + 8 * sum(operands))
     height, width, prefix = (int(torch.randint(low, 5, (), generator=generator)) for low in (1, 1, 0))
@@ -91,7 +91,7 @@ def test_random_scenes_with_and_without_each_operand(which, operands):
         rest = contents[3:]
         options = {"position_query": rest.pop(0)} if rotated else {}
         given = tables._replace(channels=Channels(*rest)) if extended else tables
-        # What is allocated and never written would show the numbers of memory that was freed before.
+        # Memory that is allocated and never written shows the numbers of memory that was freed before.
         torch.full((2**16,), 1e6, dtype=dtype)
         out = relative_attention(*contents[:3], given, grid, backend=backend, **options)
         cotangent = torch.linspace(-1, 1, out.numel(), dtype=dtype).view(out.shape)
@@ -183,7 +183,7 @@ def test_autocast_empty_batches_and_second_derivatives():
         out = relative_attention(*inputs[:3], singles, grid, backend="triton")
         grads = torch.autograd.grad(out.sum(), inputs)
     assert torch.equal(out, want)
-    # PyTorch's part of the backward is lowered here.
+    # Autocast lowers PyTorch's part of this backward.
     assert all(relative_error(one, other.double()) < 0.05 for one, other in zip(grads, want_grads, strict=True))
     empty = relative_attention(q[:0].float(), k[:0].float(), v[:0].float(), singles, grid, backend="triton")
     assert empty.shape == (0, 2, 7, 16)

@@ -39,7 +39,7 @@ def many_tiles(monkeypatch):
 
 @pytest.fixture
 def computing(monkeypatch):
-    """The threads that have computed tiles, with how many OpenMP threads each has."""
+    """Record the threads that compute tiles, and how many OpenMP threads each of them has."""
     weights, seen = tiled._weights, set()
 
     def spy(*arguments):
@@ -51,7 +51,7 @@ def computing(monkeypatch):
 
 
 def step(threads, hidden="nothing", dropout_p=0.0, is_causal=False, **case):
-    """The result and all gradients, computed with so many threads."""
+    """Compute the result and all gradients with this number of threads."""
     torch.set_num_threads(threads)
     q, k, v, terms, grid = draw_case(4, 3, prefix=1, batch=3, **case)
     generator, n, options = torch.Generator().manual_seed(1), num_tokens(grid), {}
@@ -156,7 +156,7 @@ def test_after_an_interruption_the_heads_that_are_left_stay_uncomputed(monkeypat
 
 
 def test_a_forked_process_has_threads_of_its_own():
-    # PyTorch's own products on several OpenMP threads wait forever in a forked process, so there are none here.
+    # The tiles compute nothing: PyTorch's products on several OpenMP threads wait forever in a forked process.
     tiles, done = tiles_of_heads(6), []
     context = multiprocessing.get_context("fork")
     compute_in_threads = partial(by_heads.run, done.extend, tiles, 2)

@@ -107,7 +107,7 @@ def test_recomputed_gradients_are_bit_equal_to_those_with_everything_kept(monkey
     out = run()
     first = torch.autograd.grad(out, inputs, retain_graph=True)
     second = torch.autograd.grad(out, inputs)
-    # torch.func forbids the hooks by which tensors are exchanged.
+    # `torch.func` forbids the saved-tensor hooks, so everything is kept there.
     transformed = torch.func.grad(run)(q.detach())
     monkeypatch.setattr(fused, "recompute_saved", lambda *arguments: nullcontext())
     kept = torch.autograd.grad(run(), inputs)

@@ -1,4 +1,4 @@
-"""Logits that no table gives, free channels and row and column logits: every backend against brute force."""
+"""Logits that no table gives (free channels, row and column logits): every backend against brute force."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ LEADS = [((2, 2), (1, 2)), ((1, 1), (2, 1))]
 
 
 def case(name, which="", lead=LEADS[0], rank=3, layout="separate"):
-    """Contents and terms, which have row and column logits, or with `lead` channels; the two grids."""
+    """Contents, terms with channels (or with row and column logits if `lead` is None), and the two grids."""
     grid, key_grid = GRIDS[name]
     generator = torch.Generator().manual_seed(1)
     *_, terms, _ = draw_case(2, 3, which=which, per_head="b", layout=layout)
@@ -69,7 +69,7 @@ def test_scale_mask_temperature_and_padding_that_holds_nan(backend):
     spoilt = terms._replace(channels=terms.channels._replace(key=spoilt))
     got = relative_attention(q, k, v, spoilt, grid, scale=7e3, backend=backend)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-9)
-    # With the temperature the channels are multiplied as all logits are; without padding in a mask.
+    # The temperature multiplies the logits of channels like all others; here no padding is hidden.
     q, k, v, terms, grid, _ = case("raster", "k")
     factor = torch.tensor(12.0, dtype=torch.float64).log() / torch.tensor(5.0, dtype=torch.float64).log()
     hotter = terms._replace(channels=terms.channels._replace(query=terms.channels.query * factor))
@@ -107,7 +107,7 @@ def test_channels_in_half_precision_where_large_products_cancel(backend, dtype):
     query = torch.stack((-y * y / 2, y, torch.full_like(y, -0.5)), dim=-1)[None, None]
     key = torch.stack((torch.ones_like(y), y, y * y), dim=-1)[None, None]
     terms = RelativeTerms(channels=Channels(query, key))
-    # One that is no power of two, by which queries are divided.
+    # The queries of channels are divided by the scale, which is no power of two here.
     got = relative_attention(q, k, v, terms, make_grid(33, 1), scale=0.3, backend=backend)
     assert got.dtype == dtype
     distance = (y[:, None] - y).double()
@@ -135,7 +135,8 @@ def test_the_choice_beside_row_and_column_logits_and_what_has_no_kernel(monkeypa
     assert choose(q, k, v, terms, *grids).backend == "tiled"
     assert choose(q, k, v, RelativeTerms(), *grids).backend == "fused"
     terms.axis_logits.cols.requires_grad_()
-    assert "no gradient" not in choose(q, k, v, terms, *grids).keeps
+    for trained in (terms, RelativeTerms(query_bias=torch.ones(2, 5, requires_grad=True))):
+        assert "no gradient" not in choose(q, k, v, trained, *grids).keeps
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(ValueError, match=r"takes none \(terms\.axis_logits\): use 'fused'"):

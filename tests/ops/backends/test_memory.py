@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from relvit.ops import AxisTables, RelativeTerms, make_grid, relative_attention
+from relvit.ops import AxisTables, JointTable, RelativeTerms, make_grid, relative_attention
 from relvit.ops.backends import gathered, tiled
 from relvit.utils.memory import allocations
 
@@ -18,7 +18,7 @@ assert max(TILE, ONE_AUGMENTED) < ONE_SQUARE / 4
 
 
 def attention_of(which, mask="none", **options):
-    """The operation without arguments left."""
+    """Return the operation with all its arguments, a function without any."""
     generator = torch.Generator().manual_seed(0)
     grid = make_grid(HEIGHT, WIDTH, PREFIX)
     if mask == "valid":
@@ -28,13 +28,16 @@ def attention_of(which, mask="none", **options):
     q, k, v = (torch.randn(BATCH, HEADS, TOKENS, DIM, generator=generator).requires_grad_() for _ in range(3))
     table = lambda: torch.randn(15, DIM, generator=generator).requires_grad_()  # noqa: E731
     terms = RelativeTerms(*(AxisTables(table(), table()) if letter in which else None for letter in "qkv"))
+    if "b" in which:
+        bias = torch.randn(HEADS, 7, 7, generator=generator)
+        terms = terms._replace(bias=JointTable(bias.requires_grad_()))
     return partial(relative_attention, q, k, v, terms, grid, **options)
 
 
 def measured(attend):
-    """How many float32 forward keeps, the output included, and the largest allocation, those inside kernels too."""
+    """Count the float32 numbers that forward keeps, with the output, and those of the largest allocation."""
     out = []
-    attend()  # what is remembered of rasters is not this call's
+    attend()  # caches the indices of the raster
     kept = sum(allocations(lambda: out.append(attend())))
     largest = max(allocations(lambda: attend().sum().backward()))
     return kept // 4, largest // 4
@@ -68,18 +71,20 @@ def test_gathered_keeps_nothing_and_computes_one_tile_at_a_time(which, mask, dro
 
 
 @pytest.mark.parametrize(
-    ("which", "mask", "dropout_p"), [("", "none", 0.1), ("kv", "none", 0.0), ("kv", "valid", 0.1), ("q", "keys", 0.1)]
+    ("which", "mask", "dropout_p"),
+    [("", "none", 0.1), ("kv", "none", 0.0), ("kv", "valid", 0.1), ("q", "keys", 0.1), ("b", "none", 0.0)],
 )
 def test_tiled_keeps_logits_and_marginals_and_computes_one_tile_at_a_time(which, mask, dropout_p, monkeypatch):
     monkeypatch.setattr(tiled, "TILE_LOGITS", TILE // torch.get_num_threads())
     kept, largest = measured(attention_of(which, mask, backend="tiled", dropout_p=dropout_p))
     axes, entries = HEIGHT + WIDTH, 32
     channels = DIM
-    # Besides logits, by table entry where these are fewer, a copy of the queries (or keys), head by head here.
+    # Logits (of the table entries where these are fewer), and a copy of the queries or keys, head by head.
     channels += entries + DIM if "k" in which else 0
     channels += axes + DIM if "q" in which else 0
     channels += entries if "v" in which else 0
-    assert kept < 1.02 * BATCH * HEADS * TOKENS * channels
+    offsets = HEADS * (2 * HEIGHT - 1) * (2 * WIDTH - 1) if "b" in which else 0
+    assert kept < 1.02 * BATCH * HEADS * TOKENS * channels + offsets
     assert largest <= max(TILE, ONE_AUGMENTED)
 
 

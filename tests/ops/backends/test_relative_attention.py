@@ -53,7 +53,7 @@ def test_equals_brute_force_with_gradients(
         grid = make_grid(rows, cols, prefix, torch.stack((numbers // cols, numbers % cols), dim=-1))
     if padding != "none":
         valid = torch.rand(2, patches, generator=generator) < 0.6
-        valid[0, 0] = True  # else the brute force has nothing to differentiate
+        valid[0, 0] = True
         valid[1] &= padding == "some"
         grid = grid._replace(valid=valid)
     inputs = leaves(q, k, v, terms)
@@ -133,7 +133,7 @@ def test_a_bias_is_not_scaled_however_small_the_scale(backend, scale):
 
 
 def test_dropout_keeps_the_expectation_and_reaches_the_value_term(monkeypatch):
-    monkeypatch.setattr(tiled, "TILE_LOGITS", 40 * 2 * 6 * 6)  # 40 samples
+    monkeypatch.setattr(tiled, "TILE_LOGITS", 40 * 2 * 6 * 6)  # a tile has 40 samples
     q, k, _, terms, grid = draw_case(2, 3, batch=1)
     v = torch.zeros_like(q)  # the output is the value term alone
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What `fused` hands to stock attention's backward: PyTorch keeps cuDNN's by the layout of the inputs alone."""
+"""The layout of the gradient that stock attention gets from `fused`: cuDNN's cached backward assumes the result's."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from relvit.ops import make_grid, relative_attention
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("which", ["q", "k", "v", "b", "kv", "qkvb"])
 def test_the_gradient_has_the_layout_of_the_result(which, padded, contiguous, monkeypatch):
-    """Else a second call of the same shapes, by terms of other letters, got the gradient of other tokens."""
+    """Otherwise a second call of the same shapes, with other terms, would get the gradients of other tokens."""
     layouts = []
 
     def spied(*args, **options):

@@ -63,7 +63,7 @@ def test_channels_count_as_head_dimensions_before_and_after_they_are_appended(mo
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     q, k, v, terms, grid = draw_case(2, 3, dim=127)
     q, k, v = (part.bfloat16() for part in (q, k, v))
-    # Three for each in half precision.
+    # In half precision each channel becomes three.
     channels = Channels(torch.ones(1, 1, 6, 1), torch.ones(1, 1, 6, 1))
     with pytest.raises(ValueError, match="head dimensions up to 128, got 130"):
         relative_attention(q, k, v, terms._replace(channels=channels), grid, backend="triton")

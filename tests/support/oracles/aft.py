@@ -1,4 +1,4 @@
-"""Attention-free transformers as the paper's equations read, number by number, in Python."""
+"""Attention-free transformers (Zhai et al. 2021, arXiv 2105.14103) by the paper's equations, number by number."""
 
 import itertools
 import math

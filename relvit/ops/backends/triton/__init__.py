@@ -42,7 +42,7 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
         if terms.key is None and terms.bias is None and terms.value is None:
             # Nothing distinguishes rows, so the keys are one long column.
             prefix, height, width = 0, key.shape[2], 1
-        # Without a key table nothing reads the position queries, and no gradient of them is written.
+        # Without a key table no kernel reads the position queries or writes their gradient.
         position = None if terms.key is None or inputs.position_query is query else inputs.position_query
         key_table, bias, *of_key = key_operands(inputs)
         value_table, *of_value = value_operands(inputs)

@@ -17,7 +17,7 @@ from relvit.ops.backends.triton.backward import backward_keys, backward_queries
 from relvit.ops.backends.triton.forward import forward
 
 LOG2_E = math.log2(math.e)
-# Programs per multiprocessor: more than run at once, so that the last one to finish is waited for only briefly.
+# Programs per multiprocessor: more than run at once, so that the others wait only briefly for the last one.
 PROGRAMS = 4
 
 
@@ -52,8 +52,8 @@ BLOCKS_OF_FLOAT32 = Blocks(16, 32, 4, 1)
 
 def tile_shape(keys: int, height: int, width: int) -> tuple[int, int]:
     """Divide a tile of keys into rows and columns of the grid such that the fewest tiles cover it."""
-    # The first of equals wins: few columns, because they stay in registers, but as many as two threads of a matrix unit
-    # hold.
+    # The first of equal sizes wins: few columns, because they stay in registers, but as many as two threads of a matrix
+    # unit hold.
     columns = [size for size in (16, 8, 32, 64, 4, 2, 1) if size <= keys]
     cols = min(columns, key=lambda size: -(-height // (keys // size)) * -(-width // size))
     return keys // cols, cols
@@ -70,7 +70,7 @@ class Operands(NamedTuple):
     key_table: Tensor | None = None  # (heads, entries, dim)
     bias: Tensor | None = None  # (heads, entries)
     value_table: Tensor | None = None  # (heads, entries, dim)
-    # As `lookup` finds them.
+    # See `lookup` for these four.
     key_index: Tensor | None = None
     key_bounds: Tensor | None = None
     value_index: Tensor | None = None
@@ -221,7 +221,7 @@ class Launch(NamedTuple):
         return self.operands.query.new_empty(size, width, dtype=torch.float32)
 
     def largest_offset(self, vectors: Sequence[Tensor | None]) -> int:
-        """Return the largest offset that the kernels compute in 32 bits, those within a head; others have 64."""
+        """Return the largest offset within a head, which kernels compute in 32 bits; other offsets have 64."""
         operands, (_, height, width) = self.operands, self.grid
         tokens = [tensor for tensor in (*operands[:4], *vectors) if tensor is not None]
         of_tokens = max((tensor.shape[2] - 1) * tensor.stride(2) + tensor.shape[3] for tensor in tokens)
