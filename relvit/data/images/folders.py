@@ -5,6 +5,7 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 from relvit.data.images.decode import IMAGE_ENDINGS, OTHER_ENDINGS
 from relvit.data.labels import check_printable
@@ -25,33 +26,28 @@ def walk_once(folder: str) -> Iterator[tuple[str, list[str]]]:
     """
     if not os.path.isdir(folder):
         return
-    seen, parent = set(), os.path.realpath(folder)
-    while (above := os.path.dirname(parent)) != parent:
-        parent = above
-        seen.add(_identity(parent))
+    seen = {_identity(parent) for parent in Path(os.path.realpath(folder)).parents}
+    # The loop reaches the links to folders that it appends, after all folders that are there themselves.
     waiting = [folder]
-    while waiting:
+    for start in waiting:
         links: list[str] = []
-        for start in waiting:
-            for parent, folders, names in os.walk(start, onerror=_raise):
-                if (identity := _identity(parent)) in seen:
-                    folders.clear()
-                    continue
-                seen.add(identity)
-                # .ipynb_checkpoints holds copies, and macOS puts ._name.jpg next to name.jpg, which is no image.
-                folders[:] = sorted(name for name in folders if not name.startswith("."))
-                paths = (os.path.join(parent, name) for name in folders)
-                links += [path for path in paths if os.path.islink(path)]
-                yield parent, [name for name in names if not name.startswith(".")]
-        waiting = sorted(links)
+        for parent, folders, names in os.walk(start, onerror=_raise):
+            if (identity := _identity(parent)) in seen:
+                folders.clear()
+                continue
+            seen.add(identity)
+            # .ipynb_checkpoints holds copies, and macOS puts ._name.jpg next to name.jpg, which is no image.
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            paths = (os.path.join(parent, name) for name in folders)
+            links += [path for path in paths if os.path.islink(path)]
+            yield parent, [name for name in names if not name.startswith(".")]
+        waiting += sorted(links)
 
 
 def files_below(folder: str, endings: tuple[str, ...]) -> list[str]:
     """Sorted paths of all files below a folder with these endings, in lower or upper case; hidden ones are left out."""
-    found = []
-    for parent, names in walk_once(folder):
-        found += [os.path.join(parent, name) for name in names if name.lower().endswith(endings)]
-    return sorted(found)
+    paths = (os.path.join(parent, name) for parent, names in walk_once(folder) for name in names)
+    return sorted(path for path in paths if path.lower().endswith(endings))
 
 
 def image_files(folder: str) -> list[str]:
@@ -205,7 +201,8 @@ def _counted(left_out: Sequence[str]) -> str:
     return f"{total}: {', '.join(f'{count} {ending}' for ending, count in endings)}"
 
 
-def _identity(path: str) -> tuple[int, int]:
+def _identity(path: str | Path) -> tuple[int, int]:
+    """Return the device and the inode of a file or folder."""
     found = os.stat(path)
     return found.st_dev, found.st_ino
 

@@ -1,6 +1,7 @@
 """Eval shards: divide evaluation over processes, every image once and equally many batches on each device."""
 
 from collections.abc import Iterator
+from itertools import chain, islice, repeat
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -28,10 +29,5 @@ class EvalShardLoader:
         return self.batches
 
     def __iter__(self) -> Iterator[Any]:
-        # The batches are counted, since a loader that skips unreadable images may give fewer batches than its length.
-        given = 0
-        for batch in self.loader:
-            given += 1
-            yield batch
-        for _ in range(self.batches - given):
-            yield self.empty
+        # A loader that skips unreadable images may give fewer batches than its length.
+        return islice(chain(self.loader, repeat(self.empty)), self.batches)

@@ -1,7 +1,5 @@
 """DigitsData: the fixed split, the values, and the arguments that a checkpoint keeps."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -64,16 +62,6 @@ def test_predict_names_the_test_images():
     assert names[7] == "digits/test/0007"
     torch.testing.assert_close(images[7], data.dataset("test")[7][0], rtol=0, atol=0)
     assert data.dataset("predict")[359][1] == "digits/test/0359"
-
-
-def test_init_args_through_json():
-    data = DigitsData(img_size=(10, 8), batch_size=3, augment="none", crop_pct=0.8)
-    args = json.loads(json.dumps(data.init_args()))
-    assert args["img_size"] == [10, 8]
-    assert args["class_names"] == list("0123456789")
-    again = DigitsData(**args)
-    assert again.init_args() == data.init_args()
-    assert (again.img_size, again.mean, again.batch_size, again.augment) == ((10, 8), DIGITS_MEAN, 3, "none")
 
 
 @pytest.mark.parametrize(

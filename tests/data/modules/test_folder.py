@@ -1,6 +1,5 @@
 """ImageFolderData: classes by name, the seeded split, every layout of a folder of images."""
 
-import json
 import shutil
 
 import numpy as np
@@ -8,7 +7,7 @@ import pytest
 import torch
 from grey_folders import GREY, add, data_of, fits, make
 
-from relvit.data import ImageFolderData, load_rgb
+from relvit.data import ImageFolderData
 
 
 def paths(dataset):
@@ -139,20 +138,6 @@ def test_predict_takes_test_then_val_then_all(tmp_path):
     (tmp_path / "c").mkdir()
     with pytest.raises(ValueError, match="no image below"):
         predicted(data_of(str(tmp_path / "c"), class_names=list(GREY)))
-
-
-def test_init_args_through_json(tmp_path, monkeypatch):
-    root = make(tmp_path, train=20)
-    monkeypatch.chdir(tmp_path.parent)
-    data = data_of(tmp_path.name, class_names=["cat", "bee", "ant"], split_seed=5, img_size=(4, 6))
-    args = json.loads(json.dumps(data.init_args()))
-    assert (args["class_names"], args["root"]) == (["cat", "bee", "ant"], root)
-    again = ImageFolderData(**args)
-    assert again.init_args() == data.init_args()
-    assert again.img_size == (4, 6)
-    assert paths(again.dataset("val")) == paths(data.dataset("val"))
-    assert load_rgb(paths(again.dataset("val"))[0]).size == (6, 4)
-    assert again.dataset("val").targets == data.dataset("val").targets
 
 
 def test_mistakes(tmp_path):

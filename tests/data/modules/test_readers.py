@@ -135,19 +135,6 @@ def test_labels_are_read_without_images(kind, tmp_path, monkeypatch):
     assert len(list(data.train_dataloader().sampler)) == 6
 
 
-def test_numbers_as_labels(tmp_path):
-    """Named by their values, sorted by value."""
-    number = {"ant": 10, "bee": 9, "cat": 2}
-    files = [(name, content, str(number[label])) for name, content, label in grey_files(2)]
-    data = data_of(**write("wds", tmp_path, {"train": files, "test": files[:2]}), test_split="test", val_split="train")
-    assert data.class_names == ["2", "9", "10"]
-    assert fits(data.dataset("train"), ("cat", "bee", "ant")) == [2, 2, 1, 1, 0, 0]
-    assert fits(data.dataset("test"), ("cat", "bee", "ant")) == [2, 2]
-    # a label that train does not have is not taken for a position
-    with pytest.raises(ValueError, match=r"unknown class, such as .*: '10'"):
-        data_of(**data.init_args() | {"class_names": ["2", "9", "11"]}).dataset("test")
-
-
 @pytest.mark.parametrize("kind", ["hfds", "wds"])
 def test_images_without_a_label(kind, tmp_path):
     files = [*grey_files(2), ("x.png", png(5), "-1"), ("y.png", png(5), "")]
